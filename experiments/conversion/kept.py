@@ -1,7 +1,7 @@
-"""The result files of the conversion studies: a curve or a run each, made once and then kept.
+"""Results of the conversion studies: a record for each curve or run in results/conversion.jsonl.
 
-A file holds its `settings`, the figures, the `seconds` they took, and who made them; a failure
-holds its `error`, and is tried again by the next call.
+A record holds its `settings`, figures, `seconds` and `made_by`. A failure holds its `error`; the
+next call tries it again.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +12,19 @@ import statistics
 import time
 
 from experiments import record
-from kvjax.foundation import provenance
+from kvjax.foundation import provenance, record_lines
 from kvjax.foundation.errors import UserError, first_line
-
-FOLDER = "conversion"  # of experiments/results
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One file that is to be there.
+    """One record to make.
 
     Attributes:
-      name: of the file, below results/conversion and without ".json".
-      settings: JSON-able: what its figures depend on beside the code.
-      make: gives the figures, JSON-able.
-      seconds: about what that takes on two CPU cores, for plans.
+      name: of the record.
+      settings: JSON-able: all that the figures depend on beside the code.
+      make: returns the figures, JSON-able.
+      seconds: expected time on two CPU cores, for plans.
     """
 
     name: str
@@ -35,40 +33,34 @@ class Task:
     seconds: float
 
 
-def file(name: str) -> pathlib.Path:
-    return record.RESULTS / FOLDER / f"{name}.json"
+def file() -> pathlib.Path:
+    return record.RESULTS / "conversion.jsonl"
 
 
 def read(name: str) -> dict | None:
-    """A result; None where there is none, or a failure."""
-    path = file(name)
-    found = json.loads(path.read_text()) if path.exists() else dict(error="")
-    return None if "error" in found else found
+    """Returns a result; None if there is none, or a failure."""
+    found = record_lines.find(file(), name)
+    return None if found is None or "error" in found else found
 
 
 def named(folder: str) -> dict[str, dict]:
-    """The results below a folder by name, in alphabetical order."""
-    root = record.RESULTS / FOLDER
-    names = (path.relative_to(root).with_suffix("") for path in (root / folder).rglob("*.json"))
-    found = {str(name): read(str(name)) for name in sorted(names)}
-    return {name: result for name, result in found.items() if result is not None}
+    """Returns the results whose names begin with `folder`/, in alphabetical order."""
+    records = record_lines.read(file()).items()
+    inside = {name: found for name, found in records if name.startswith(f"{folder}/")}
+    return {name: found for name, found in inside.items() if "error" not in found}
 
 
-def failed(folder: str) -> dict[str, str]:
-    """What failures below a folder say, by name."""
-    root = record.RESULTS / FOLDER
-    found = {}
-    for path in sorted((root / folder).rglob("*.json")):
-        if (error := json.loads(path.read_text()).get("error")) is not None:
-            found[str(path.relative_to(root).with_suffix(""))] = error
-    return found
+def failed() -> dict[str, str]:
+    """Returns the message of each failure by name."""
+    records = record_lines.read(file()).items()
+    return {name: found["error"] for name, found in records if "error" in found}
 
 
 def missing(tasks: Sequence[Task]) -> list[Task]:
-    """Those that have no result yet.
+    """Returns the tasks without a result.
 
     Raises:
-      UserError: a result that was made with other settings.
+      UserError: a result has other settings.
     """
     left = []
     for task in tasks:
@@ -77,8 +69,8 @@ def missing(tasks: Sequence[Task]) -> list[Task]:
             left.append(task)
         elif found["settings"] != json.loads(json.dumps(task.settings)):
             raise UserError(
-                f"{file(task.name)}: was made with {_differing(found['settings'], task.settings)}; "
-                "give the same, or move the file away"
+                f"{task.name} in {file()}: was made with "
+                f"{_differing(found['settings'], task.settings)}; give the same, or remove its line"
             )
     return left
 
@@ -89,22 +81,23 @@ def _differing(there: dict, wanted: dict) -> str:
 
 
 def seconds_left(tasks: Sequence[Task], left: Sequence[Task]) -> float:
-    """What is left takes about so long, going by what was made already, if anything was."""
+    """Returns the expected seconds of the tasks in `left`, scaled by the tasks already done."""
     known = [(t, read(t.name)["seconds"]) for t in tasks if t not in left]
     speed = statistics.median(took / task.seconds for task, took in known) if known else 1.0
     return speed * sum(task.seconds for task in left)
 
 
 def make(tasks: Sequence[Task]) -> int:
-    """Makes and writes each of them; how many failed, which is written too."""
+    """Runs each task and writes its record; returns the number of failures."""
     failures = 0
     for task in tasks:
         start = time.monotonic()
         try:
             result = task.make()
         except Exception as error:  # the others are still worth having
-            result = dict(error=f"{type(error).__name__}: {first_line(error)}")
+            result = {"error": f"{type(error).__name__}: {first_line(error)}"}
             failures += 1
-        took = dict(seconds=round(time.monotonic() - start, 1))
-        provenance.save(file(task.name), dict(settings=task.settings) | result | took)
+        seconds = round(time.monotonic() - start, 1)
+        whole = {"settings": task.settings, **result, "seconds": seconds}
+        provenance.save(file(), whole, name=task.name)
     return failures

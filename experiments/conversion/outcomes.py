@@ -1,4 +1,4 @@
-"""What the result files of one model hold, as tables, findings and plots read it."""
+"""Results of one model, as tables, findings and plots read them."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses

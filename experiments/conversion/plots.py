@@ -1,4 +1,4 @@
-"""Perplexity against what is cached, before and after tuning, as pictures from result files."""
+"""Plots perplexity against cache size, before and after tuning, from saved results."""
 
 from collections.abc import Callable, Iterator
 import os
@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments import record
-from experiments.conversion import kept
 from experiments.conversion.findings import losses
 from experiments.conversion.outcomes import SUBJECTS, Outcomes, TuningSetting
 from kvjax.foundation import command_line
 
+FOLDER = "conversion"  # of experiments/results
 INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
 _KEYS, _BOTH, _LRKV, _PAPER = "#4c78a8", "#54a24b", "#f58518", "#9aa4ae"
 _STYLE = {"font.size": 10, "text.color": INK, "axes.labelcolor": GRAY, "axes.edgecolor": LINE}
@@ -41,12 +41,12 @@ _OF_PART = dict(key="keys", query="queries", value="values", both="queries and k
 
 
 def write() -> list[pathlib.Path]:
-    """Draws what there are results for into results/conversion; the files."""
+    """Writes a picture for each model with results to results/conversion; returns the paths."""
     files = []
-    record.check_folder("--stage=report", record.RESULTS / kept.FOLDER)
+    record.check_folder("--stage=report", record.RESULTS / FOLDER)
     with matplotlib.rc_context(_STYLE):
         for name, draw in figures():
-            path = record.RESULTS / kept.FOLDER / f"{name}.png"
+            path = record.RESULTS / FOLDER / f"{name}.png"
             draw().savefig(path, dpi=160, metadata=dict(Software=None), facecolor="white")
             command_line.say(f"written: {os.path.relpath(path)}")
             files.append(path)

@@ -11,10 +11,10 @@ tiny.en (MHA, 6 heads of 64; see experiments/conversion/whisper.py for where it 
 (GQA, 9 heads over 3, RoPE; a workdir that `python -m kvjax.convert` made). The text is the embedded
 corpus, its held-out part for perplexity.
 
-Each curve and each run is a file in experiments/results/conversion. What is there is not made
-again, so a stage that was stopped goes on; failures are written down too, and tried again. The
-stage `report`, the default, reads those files alone: it prints tables and what came of the paper's
-claims, and draws experiments/results/conversion/*.png.
+Each curve and each run is a record in experiments/results/conversion.jsonl. A stage makes only the
+records that are missing, so it can be stopped and started again; a failure is recorded too, and
+tried again. The stage `report`, the default, prints tables and findings on the paper's claims from
+these records, and draws experiments/results/conversion/*.png.
 """
 
 import argparse
@@ -52,8 +52,12 @@ def _parser() -> command_line.Parser:
     add("--stage", default="report", help=f"{', '.join(STAGES)} (report)")
     add("--whisper", help="folder of Whisper tiny.en's model.bin and tokenizer.json")
     add("--smollm2", help="workdir of SmolLM2-135M")
-    add("--plan", action="store_true", help="say how many files are missing and for how long, only")
-    add("--only", help="make those files alone whose names fit, as '*/lrkv_*'")
+    add(
+        "--plan",
+        action="store_true",
+        help="only say how many results are missing, and the time for them",
+    )
+    add("--only", help="make only the results whose names match this pattern, as '*/lrkv_*'")
     text = "held-out tokens that perplexity is taken on (whisper 8192, smollm2 16384)"
     add("--validation_tokens", type=int, help=text)
     text = "tokens that each run is tuned on (whisper 49152, smollm2 100352)"
@@ -151,12 +155,12 @@ def main(arguments: list[str]) -> int:
         tasks = chosen
     left = kept.missing(tasks)
     takes = progress.duration(kept.seconds_left(tasks, left))
-    command_line.say(f"{options.stage}: {len(left)} of {len(tasks)} files to make, about {takes}")
+    command_line.say(f"{options.stage}: {len(left)} of {len(tasks)} results to make, about {takes}")
     if options.plan:
         return 0
     failures = kept.make(left)
     if failures:
-        command_line.say(f"{failures} of {len(left)} failed; their files say why")
+        command_line.say(f"{failures} of {len(left)} failed; --stage=report shows why")
     return 1 if failures else 0
 
 

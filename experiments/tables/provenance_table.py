@@ -3,8 +3,8 @@
     python -m experiments.tables.provenance_table            # writes the page
     python -m experiments.tables.provenance_table --check    # status 1 if the page differs
 
-Reads the `made_by` of every file in experiments/results and the history of this checkout. Needs git
-and the whole history (no shallow clone).
+Reads the `made_by` of every result in experiments/results and the history of this checkout. Needs
+git and the whole history (no shallow clone).
 """
 
 import collections
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import json
 import subprocess
 
-from kvjax.foundation import command_line, provenance
+from kvjax.foundation import command_line, provenance, record_lines
 from kvjax.foundation.checkout import RESULTS, ROOT
 from kvjax.foundation.errors import UserError
 
@@ -47,18 +47,22 @@ def kind(made_by: dict, commits: frozenset[str], codes: Iterable[dict[str, str]]
 
 
 def tables(results: dict[str, dict], commits: frozenset[str], codes: list[dict[str, str]]) -> str:
-    """Returns the page's tables: a count of each kind, and the files that no commit makes again.
+    """Returns the page's tables: a count of each kind, and the results that no commit makes again.
 
     Args:
-      results: `made_by` by the file's name below experiments/results.
+      results: `made_by` by name below experiments/results.
       commits, codes: see `kind`.
     """
     found = {name: kind(made_by, commits, codes) for name, made_by in results.items()}
     counts = collections.Counter(found.values())
-    lines = ["| files | what is known |", "|---:|---|"]
+    lines = ["| results | what is known |", "|---:|---|"]
     lines += [f"| {counts[key]} | {text} |" for key, text in KINDS.items() if counts[key]]
-    lines += ["", "Files that no commit of this history makes again, by the commit they name:", ""]
-    lines += ["| commit | files |", "|---|---|"]
+    lines += [
+        "",
+        "Results that no commit of this history makes again, by the commit they name:",
+        "",
+    ]
+    lines += ["| commit | results |", "|---|---|"]
     by_commit = collections.defaultdict(list)
     for name, key in sorted(found.items()):
         if key in ("changed", "gone"):
@@ -81,10 +85,14 @@ def _listed(names: list[str]) -> str:
 
 
 def _results() -> dict[str, dict]:
-    return {
-        path.relative_to(RESULTS).as_posix(): json.loads(path.read_text()).get("made_by", {})
-        for path in sorted(RESULTS.rglob("*.json"))
-    }
+    found = {}
+    for path in sorted(RESULTS.rglob("*.json")):
+        found[path.relative_to(RESULTS).as_posix()] = json.loads(path.read_text())
+    for path in sorted(RESULTS.rglob("*.jsonl")):
+        folder = path.relative_to(RESULTS).with_suffix("").as_posix()
+        records = record_lines.read(path).items()
+        found |= {f"{folder}/{name}": record for name, record in records}
+    return {name: result.get("made_by", {}) for name, result in found.items()}
 
 
 def _git(*arguments: str) -> str:

@@ -6,10 +6,10 @@
     python -m experiments.tables.scaling_table --check              # status 1: they say otherwise
 
 A lab note, the docstring of a config, names the chips to compile for (lab_notes.py).
---compile runs `python -m kvjax.aot` for those of which results/aot/ has nothing, or has what
-another config gave: one after another, each in its own process, until killed; what is there is not
-done again. Without flags, the table and the line "At least" of each lab note are written from what
-is there. A config without a result says so.
+--compile runs `python -m kvjax.aot` for configs without a result in results/aot.jsonl, or with a
+result of another version of the config: one after another, each in its own process. It can be
+killed and started again. Without flags, the table and the line "At least" of each lab note are
+written from the results there are. A config without a result says so.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 import dataclasses
 import difflib
 import fnmatch
-import json
 import os
 import pathlib
 import re
@@ -28,10 +27,10 @@ import time
 
 from experiments.tables import lab_notes
 from experiments.tables.lab_notes import LabNote, Target
-from kvjax.aot.__main__ import result_file
+from kvjax.aot import __main__ as aot
 from kvjax.costs import formulas
 from kvjax.experiment import defaults as defaults_of
-from kvjax.foundation import command_line, progress
+from kvjax.foundation import command_line, progress, record_lines
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import identity
@@ -83,13 +82,16 @@ class Outcome:
 
 def outcome(note: LabNote, target: Target) -> Outcome:
     """The saved result, if it is of the config as it is now."""
-    file = result_file(note.name, target.topology)
-    if not file.exists():
+    result = _saved(note, target)
+    if result is None:
         return Outcome(result=None, why=_MISSING)
-    result = json.loads(file.read_text())
     if _seen(result.get("resolved", ())) != _seen(target.resolved):
         return Outcome(result=None, why=_STALE)
     return Outcome(result=result)
+
+
+def _saved(note: LabNote, target: Target) -> dict | None:
+    return record_lines.find(aot.RESULTS, aot.result_name(note.name, target.topology))
 
 
 def _seen(lines: Iterable[str]) -> dict[str, str]:
@@ -107,7 +109,7 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
     """Compiles what has no result; says how long each took.
 
     Args:
-      only: names of configs, or of result files without ".json", that this pattern matches.
+      only: pattern of names of configs or results.
 
     Returns:
       What was not compiled, or does not fit its target: a line for each.
@@ -115,7 +117,7 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
     Raises:
       UserError: the pattern matches nothing.
     """
-    named = lambda note, target: (note.name, result_file(note.name, target.topology).stem)
+    named = lambda note, target: (note.name, aot.result_name(note.name, target.topology))
     chosen = [
         (note, target)
         for note in notes
@@ -123,14 +125,14 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
         if any(fnmatch.fnmatch(name, only) for name in named(note, target))
     ]
     if not chosen:
-        raise UserError(f"--only={only}: matches no config, nor any result file without .json")
+        raise UserError(f"--only={only}: matches no config, nor any result")
     waiting = [pair for pair in chosen if outcome(*pair).result is None]
     print(f"{len(waiting)} of {len(chosen)} to compile", flush=True)
     for i, (note, target) in enumerate(waiting):
         start = time.perf_counter()
         with progress.waiting(f"compiling {note.name} for {target.topology}"):
             failure = _compile(note, target)
-        made = outcome(note, target)  # of the files as they are now, which may have changed
+        made = outcome(note, target)  # of the config as it is now, which may have changed
         said = failure or made.why or f"{made.result['memory']['part']:.1%} of HBM"
         seconds = time.perf_counter() - start
         place = f"{i + 1}/{len(waiting)} {note.name} on {target.topology}"
@@ -144,8 +146,7 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
 
 def _compile(note: LabNote, target: Target) -> str:
     """Empty, or why there is no result."""
-    file = result_file(note.name, target.topology)
-    file.unlink(missing_ok=True)  # so that what is there afterwards is new
+    before = _saved(note, target)
     run = subprocess.run(
         _command(note, target),
         cwd=ROOT,
@@ -154,7 +155,7 @@ def _compile(note: LabNote, target: Target) -> str:
         text=True,
         check=False,
     )
-    if not file.exists():
+    if _saved(note, target) == before:
         lines = run.stderr.strip().splitlines()
         return f"status {run.returncode}: {lines[-1] if lines else 'it said nothing'}"
     return ""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import math
-import pathlib
 import sys
 
 from kvjax import experiment as experiment_lib
@@ -29,7 +28,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import topology
 
-RESULTS = checkout.RESULTS / "aot"
+RESULTS = checkout.RESULTS / "aot.jsonl"
 STEPS = ("train", "decode")
 DECODE = dict(batch=1, length=8192, chips=1)  # options of a decode step
 ASSUMPTIONS = (
@@ -173,19 +172,20 @@ def _shared(step: compilation.Step) -> dict:
     )
 
 
-def result_file(config: str, topology: str, step: str = "train") -> pathlib.Path:
-    """Where --save puts a result."""
+def result_name(config: str, topology: str, step: str = "train") -> str:
+    """Returns the name of a result's record in RESULTS."""
     suffix = "" if step == "train" else f"_{step}"
-    return RESULTS / f"{config}_{topology.replace(':', '_')}{suffix}.json"
+    return f"{config}_{topology.replace(':', '_')}{suffix}"
 
 
 def _save(result: dict, output: str, save: bool) -> None:
-    if not output and not save:
-        return
-    names = (result[key] for key in ("config", "topology", "step"))
-    file = target.check_file("--output", output) if output else result_file(*names)
-    option = "--output" if output else "--save"
-    provenance.save(file, result, "libtpu", "jax-cuda13-plugin", option=option)
+    packages = ("libtpu", "jax-cuda13-plugin")
+    if output:
+        file = target.check_file("--output", output)
+        provenance.save(file, result, *packages, option="--output")
+    elif save:
+        name = result_name(*(result[key] for key in ("config", "topology", "step")))
+        provenance.save(RESULTS, result, *packages, name=name)
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -198,7 +198,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--chips", type=int, help="of --step=decode: chips that caches are split over (1)")
     add("--sweep", action="store_true", help="of --step=train: tries meshes, parts, remat policies")
     add("--compiles", type=int, help="of --sweep: at most so many, minutes each (6)")
-    add("--save", action="store_true", help="write experiments/results/aot/CONFIG_TOPOLOGY.json")
+    add("--save", action="store_true", help="keep the result in experiments/results/aot.jsonl")
     add("--output", default="", help="write the JSON to this file")
     parser.add_output()
     options = parser.parse(arguments)
@@ -206,7 +206,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     if options.output:
         target.check_file("--output", options.output)
     elif options.save:
-        target.check(str(RESULTS), (), "--save")
+        target.check(str(RESULTS.parent), (RESULTS.name,), "--save")
     decode = options.step == "decode"
     if decode and options.sweep:
         raise UserError("--sweep: is of --step=train; of a decode step give --batch and --chips")

@@ -15,7 +15,7 @@ import time
 from etils import epath
 import jax
 
-from kvjax.foundation import target
+from kvjax.foundation import record_lines, target
 from kvjax.foundation.checkout import PACKAGE, ROOT
 from kvjax.foundation.command_line import program, say
 from kvjax.foundation.errors import UserError
@@ -50,15 +50,21 @@ def software(*packages: str) -> dict:
 
 
 def save(
-    file: pathlib.Path, result: dict, *packages: str, quiet: bool = False, option: str = "--save"
+    file: pathlib.Path,
+    result: dict,
+    *packages: str,
+    name: str = "",
+    quiet: bool = False,
+    option: str = "--save",
 ) -> None:
-    """Writes a result with its `made_by`, whole or not at all, and says where unless `quiet`.
+    """Writes a result with its `made_by`, whole or not at all, and prints the path unless `quiet`.
 
-    With them goes how long the process has run, which is more than the result took where the
-    process made others before, and less where an earlier process made a part of it.
+    `made_by.process_seconds` is the age of the process: more than the result took if the process
+    made others before, less if an earlier process made a part of it.
 
     Args:
       packages: see `provenance`.
+      name: of the result's record, if the file has several (`record_lines`).
       option: that asked for the file.
 
     Raises:
@@ -66,10 +72,13 @@ def save(
     """
     seconds = round(time.monotonic() - _BEGUN, 1)
     whole = result | {"made_by": provenance(*packages) | {"process_seconds": seconds}}
-    text = f"{json.dumps(whole, indent=1)}\n"
-    target.write(epath.Path(file.parent), {file.name: text.encode()}, option)
+    if name:
+        record_lines.put(file, name, whole, option=option)
+    else:
+        text = f"{json.dumps(whole, indent=1)}\n"
+        target.write(epath.Path(file.parent), {file.name: text.encode()}, option)
     if not quiet:
-        say(f"written: {os.path.relpath(file)}")
+        say(f"written: {os.path.relpath(file)}{f', {name}' if name else ''}")
 
 
 def check_commit(option: str, folder: pathlib.Path) -> None:

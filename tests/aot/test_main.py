@@ -15,7 +15,7 @@ from kvjax.aot import __main__ as aot, compilation, hlo, roofline
 from kvjax.aot.compilation import TooLarge
 from kvjax.costs import formulas
 from kvjax.experiment import resolve
-from kvjax.foundation import command_line
+from kvjax.foundation import command_line, record_lines
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
@@ -128,14 +128,14 @@ def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(compilation, "training_step", compiled(train))
     monkeypatch.setattr(compilation, "decode_step", compiled(decode))
-    monkeypatch.setattr(aot, "RESULTS", tmp_path / "experiments" / "results" / "aot")
+    monkeypatch.setattr(aot, "RESULTS", tmp_path / "experiments" / "results" / "aot.jsonl")
     (tmp_path / "experiments").mkdir()
     arguments = [f"--config={MEDIUM}", "--topology=v5e:8", "--json", "--markdown"]
     overrides = ["--config.train.grad_accumulation=2", "--config.train.num_steps=50000"]
     assert aot.main([*arguments, *overrides, "--save"]) == 0
     out, said = capsys.readouterr()
     result = json.loads(out)
-    kept = json.loads((aot.RESULTS / "lrkv_128m_v5e_8.json").read_text())
+    kept = record_lines.find(aot.RESULTS, "lrkv_128m_v5e_8")
     assert {"libtpu", "jax-cuda13-plugin"} & kept.pop("made_by").keys() == set() and kept == result
     e = experiment(MEDIUM, *overrides)
     bound = compilation.bound(train, e)
@@ -143,7 +143,7 @@ def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
     per_token = formulas.training_flops_per_token(e.model, 2048)
     assert asked.pop() == ((e, "v5e:8"), {})
     where, _, said = said.partition("\n")
-    assert where.startswith("kvjax: written: ") and where.endswith("lrkv_128m_v5e_8.json")
+    assert where.startswith("kvjax: written: ") and where.endswith("aot.jsonl, lrkv_128m_v5e_8")
     assert said.startswith(_TRAINING.replace("hbm 26.7", f"hbm {1e3 * bound.hbm:.1f}"))
     assert said.endswith(
         f"\nif {'; '.join(aot.ASSUMPTIONS)}\n\n"
@@ -225,7 +225,7 @@ def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
     )
     assert aot.main([*arguments, "--step=decode"]) == 1
     assert asked[-1][1] == dict(batch=1, length=8192, chips=1)
-    assert aot.result_file("c", "v5p:2x2", "decode").name == "c_v5p_2x2_decode.json"
+    assert aot.result_name("c", "v5p:2x2", "decode") == "c_v5p_2x2_decode"
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ BAD = [
 
 
 def test_bad_options(capsys, monkeypatch):
-    monkeypatch.setattr(aot, "RESULTS", pathlib.Path("/dev/null/results"))
+    monkeypatch.setattr(aot, "RESULTS", pathlib.Path("/dev/null/results/aot.jsonl"))
     for arguments, message in BAD:
         assert command_line.status(aot.main, [f"--config={TINY}", *arguments]) == 2, arguments
         out, error = capsys.readouterr()

@@ -1,20 +1,20 @@
-"""The study's report: tables, findings and pictures are of the result files."""
+"""The study's report: tables, findings and pictures follow from saved results."""
 
 import json
 
 import numpy as np
 import pytest
 
-from experiments.conversion import kept, outcomes as outcomes_lib, plots
+from experiments import record
+from experiments.conversion import kept, outcomes as outcomes_lib, plots, tables
+from kvjax.foundation import checkout, record_lines
 from kvjax.foundation.estimate import estimate
 
 pytestmark = pytest.mark.usefixtures("small")
 
 
 def _write(name, **result):
-    path = kept.file(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(seconds=1.0) | result))
+    record_lines.put(kept.file(), name, {"seconds": 1.0} | result)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_tables_and_findings_are_of_the_files(run, results):
     recovered = 1 - np.log(1 + np.mean(changes)) / np.log(1.2)
     assert f"LRKV, rank 32 {recovered:.0%}" in out
     assert "LRKV is ahead in 2 of 2 seeds" in out
-    kept.file("whisper/before/original").unlink()
+    record_lines.put(kept.file(), "whisper/before/original", None)
     status, out, _ = run("--json")
     assert status == 0 and json.loads(out) == dict(name="conversion", tables=[], findings=[])
 
@@ -89,3 +89,13 @@ def test_pictures_are_of_the_files_and_the_same_each_time(results):
 
 def test_nothing_is_drawn_of_nothing():
     assert plots.write() == []
+
+
+def test_saved_results_make_a_report(monkeypatch):
+    """The split of SmolLM2's cache has one rank, other curves of its table five."""
+    monkeypatch.setattr(record, "RESULTS", checkout.RESULTS)
+    made = tables.report()
+    (table,) = [t for t in made.tables if "SmolLM2" in t.title and "keys and values, by" in t.title]
+    assert [row[0] for row in table.rows] == [8, 16, 24, 32, 48]
+    assert [row[-1] == "-" for row in table.rows] == [True, True, True, False, True]
+    assert not any("failed" in table.title for table in made.tables)

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import record
 from experiments.conversion import curves, kept, tables, whisper as whisper_lib, whisper_converted
 from kvjax.convert.methods import LowRankKV, ThinKeys
+from kvjax.foundation import record_lines
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -72,10 +72,10 @@ def test_rows_are_spread():
 def test_ranks_of_whisper_are_measured_once(run, subject, monkeypatch):
     options = ("--stage=whisper_ranks", "--whisper=folder")
     status, out, err = run(*options, "--plan")
-    assert status == 0 and not out and "whisper_ranks: 28 of 28 files to make, about" in err
-    assert not list(record.RESULTS.rglob("*.json"))
+    assert status == 0 and not out and "whisper_ranks: 28 of 28 results to make, about" in err
+    assert not kept.file().exists()
     status, _, err = run(*options, "--only=whisper/before/[lo]*")
-    assert status == 0 and "4 of 4 files to make" in err
+    assert status == 0 and "4 of 4 results to make" in err
     found = kept.named("whisper/before")
     names = ("lrkv_outputs", "lrkv_outputs_not_aligned", "lrkv_weights", "original")
     assert tuple(found) == tuple(f"whisper/before/{name}" for name in names)
@@ -92,9 +92,9 @@ def test_ranks_of_whisper_are_measured_once(run, subject, monkeypatch):
     made = []
     monkeypatch.setattr(subject, "measure", lambda methods: made.append(methods))
     monkeypatch.setattr(curves, "point", lambda *_: {})
-    kept.file("whisper/before/lrkv_weights").unlink()
+    record_lines.put(kept.file(), "whisper/before/lrkv_weights", None)
     status, _, err = run(*options, "--only=whisper/before/[lo]*")
-    assert status == 0 and "1 of 4 files to make" in err
+    assert status == 0 and "1 of 4 results to make" in err
     assert [[method.objective for method in methods] for methods in made] == [["weights"]] * 2
 
 
@@ -105,7 +105,7 @@ def test_other_settings_are_refused(run, subject, monkeypatch):
     monkeypatch.setattr(subject, "sizes", dataclasses.replace(subject.sizes, validation_rows=9))
     status, _, err = run(*options)
     assert status == 2
-    assert "original.json: was made with validation_rows = 3 (now 9); give the same, or" in err
+    assert "conversion.jsonl: was made with validation_rows = 3 (now 9); give the same, or" in err
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_failure_is_written_down_and_tried_again(run, subject, monkeypatch):
         patch.setattr(subject, "measure", fail)
         status, _, err = run(*options)
     assert status == 1 and "1 of 1 failed" in err
-    assert kept.failed("whisper") == {"whisper/before/original": "MemoryError: no room"}
+    assert kept.failed() == {"whisper/before/original": "MemoryError: no room"}
     assert kept.read("whisper/before/original") is None
     assert any("no room" in str(table.rows) for table in tables.report().tables)
-    assert run(*options)[0] == 0 and not kept.failed("")
+    assert run(*options)[0] == 0 and not kept.failed()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from experiments.tables import lab_notes, scaling_table
 from kvjax.aot import __main__ as aot
 from kvjax.distributed import sharding
-from kvjax.foundation import command_line
+from kvjax.foundation import command_line, record_lines
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
 from kvjax.model import parameters
@@ -86,8 +85,8 @@ def place(tmp_path, monkeypatch):
         shutil.copy(scaling_table.ROOT / file, tmp_path / file)
     page = tmp_path / "experiments" / "reports" / "configs.md"
     page.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
-    results = tmp_path / "experiments" / "results" / "aot"
-    monkeypatch.setattr(aot, "RESULTS", results)
+    (tmp_path / "experiments" / "results").mkdir()
+    monkeypatch.setattr(aot, "RESULTS", tmp_path / "experiments" / "results" / "aot.jsonl")
     for name, path in dict(ROOT=tmp_path, PAGE=page).items():
         monkeypatch.setattr(scaling_table, name, path)
     read_all = lab_notes.read_all
@@ -123,13 +122,14 @@ def _result(note, target, **changes):
 
 def _answer(note, target, resolved=None):
     """A command that saves a result and prints, as `python -m kvjax.aot --save`."""
-    file = scaling_table.result_file(note.name, target.topology)
-    code = (
-        "import pathlib, sys; path = pathlib.Path(sys.argv[1]); "
-        "path.parent.mkdir(parents=True, exist_ok=True); path.write_text(sys.argv[2])"
-    )
+    name = aot.result_name(note.name, target.topology)
+    code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10))"
     result = _result(note, target, resolved=resolved or target.resolved)
-    return [sys.executable, "-c", code, str(file), json.dumps(result)]
+    return [sys.executable, "-c", code, str(aot.RESULTS), json.dumps({"name": name} | result)]
+
+
+def _put(note, target, result):
+    record_lines.put(aot.RESULTS, aot.result_name(note.name, target.topology), result)
 
 
 def _run(*options):
@@ -179,11 +179,10 @@ def test_several_targets(place):
     """The table has a line for each; the lab note's least time is of the first."""
     shutil.copy(NOTES["lrkv_2p5b"].path, place / "configs")
     note = lab_notes.read(place / "configs" / "lrkv_2p5b.py")
-    aot.RESULTS.mkdir(parents=True)
     for days, target in enumerate(note.targets, start=1):
         bound = dict(mfu=0.5, by="hbm", seconds=days * 86_400 / note.experiment.train.num_steps)
         result = _result(note, target, bound=bound, resolved=target.resolved)
-        scaling_table.result_file(note.name, target.topology).write_text(json.dumps(result))
+        _put(note, target, result)
     assert _run() == 0
     assert _line(note.path).startswith("At least 1.00 days for 787 exaFLOPs: ")
     lines = (place / "experiments" / "reports" / "configs.md").read_text().splitlines()
@@ -199,11 +198,10 @@ def test_several_targets(place):
 def test_what_is_there_is_not_compiled_again(place, capsys):
     assert _run("--compile") == 0
     assert "2 of 2 to compile" in capsys.readouterr().out
-    file = scaling_table.result_file("mha_128m", "v5e:4x4")
-    file.write_text(file.read_text().replace("5.5922", "99"))
+    aot.RESULTS.write_text(aot.RESULTS.read_text().replace("5.5922", "99"))
     assert _run("--compile") == 0
     assert capsys.readouterr().out.startswith("0 of 2 to compile\n")
-    assert json.loads(file.read_text())["bound"]["seconds"] == 99
+    assert record_lines.find(aot.RESULTS, "mha_128m_v5e_4x4")["bound"]["seconds"] == 99
 
 
 @pytest.mark.slow
@@ -231,11 +229,9 @@ def test_a_result_lasts_as_long_as_the_step_it_is_of(place, capsys, old, new, st
 def test_a_result_without_its_config_does_not_count(place):
     note = lab_notes.read(place / "configs/mha_128m.py")
     (target,) = note.targets
-    file = scaling_table.result_file(note.name, target.topology)
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(_result(note, target)))
+    _put(note, target, _result(note, target))
     assert scaling_table.outcome(note, target).result is None
-    file.write_text(json.dumps(_result(note, target, resolved=target.resolved)))
+    _put(note, target, _result(note, target, resolved=target.resolved))
     assert scaling_table.outcome(note, target).result["config"] == "mha_128m"
 
 
@@ -243,11 +239,9 @@ def test_a_result_without_the_targets_overrides_does_not_count(place):
     note = NOTES["lrkv_2p5b"]
     plain, split = note.targets[:2]
     assert "mesh.data = 4" in split.resolved and split.resolved != plain.resolved
-    file = scaling_table.result_file(note.name, split.topology)
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(_result(note, split, resolved=plain.resolved)))
+    _put(note, split, _result(note, split, resolved=plain.resolved))
     assert scaling_table.outcome(note, split).result is None
-    file.write_text(json.dumps(_result(note, split, resolved=split.resolved)))
+    _put(note, split, _result(note, split, resolved=split.resolved))
     assert scaling_table.outcome(note, split).result["topology"] == split.topology
 
 
@@ -273,9 +267,7 @@ def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
     note = lab_notes.read(place / "configs/mha_128m.py")
     (target,) = note.targets
     changes = dict(part=0.973, memory_is_upper_bound=True, resolved=target.resolved)
-    file = scaling_table.result_file(note.name, target.topology)
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(_result(note, target, **changes)))
+    _put(note, target, _result(note, target, **changes))
     assert _run("--compile", "--only=mha*") == 1
     assert capsys.readouterr().out.endswith("mha_128m on v5e:4x4: does not fit, 97.3% of HBM\n")
     assert _run() == 0
@@ -288,14 +280,13 @@ def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
 
 def test_the_command_is_aots():
     command = lambda name, i: scaling_table._command(NOTES[name], NOTES[name].targets[i])
-    aot = (sys.executable, "-m", "kvjax.aot")
+    program = (sys.executable, "-m", "kvjax.aot")
     config = "--config=configs/ranks/lrkv_r8_128m.py"
-    assert command("lrkv_r8_128m", 0) == [*aot, config, "--topology=v5e:4x4", "--save"]
+    assert command("lrkv_r8_128m", 0) == [*program, config, "--topology=v5e:4x4", "--save"]
     config = ("--config=configs/mha_2p5b.py", "--config.mesh.data=4")
-    assert command("mha_2p5b", 1) == [*aot, *config, "--topology=v4:4x4x4", "--save"]
-    assert scaling_table.result_file("x_128m", "v5e:4x4") == pathlib.Path(
-        scaling_table.ROOT / "experiments" / "results" / "aot" / "x_128m_v5e_4x4.json"
-    )
+    assert command("mha_2p5b", 1) == [*program, *config, "--topology=v4:4x4x4", "--save"]
+    assert aot.RESULTS == scaling_table.ROOT / "experiments" / "results" / "aot.jsonl"
+    assert aot.result_name("x_128m", "v5e:4x4") == "x_128m_v5e_4x4"
 
 
 # -- bad input -------------------------------------------------------------------------------------
