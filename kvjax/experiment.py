@@ -148,7 +148,7 @@ class Experiment:
         if self.train.num_steps:
             learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises if they disagree
 
-    def attention_kernel(self, platform: str) -> bool:
+    def uses_attention_kernel(self, platform: str) -> bool:
         """Whether softmax attention of training is a kernel there, as far as keys decide.
 
         Args:

@@ -166,7 +166,7 @@ def make_optimizer(
     return optax.chain(clip, optax.partition(groups, labels))
 
 
-def tuned(config: OptimizerConfig, tree: dict) -> dict:
+def trainable(config: OptimizerConfig, tree: dict) -> dict:
     """The part of a pure dict of parameters, or of what stands for them, that learns.
 
     Raises:
@@ -186,7 +186,7 @@ def tuned(config: OptimizerConfig, tree: dict) -> dict:
     return traverse_util.unflatten_dict({path: flat[path] for path in flat if learns(path)})
 
 
-def with_tuned(tree: dict, learned: dict) -> dict:
+def merge_trainable(tree: dict, learned: dict) -> dict:
     """The pure dict with the leaves that `tuned` took out of it in new versions."""
     flat = traverse_util.flatten_dict(tree) | traverse_util.flatten_dict(learned)
     return traverse_util.unflatten_dict(flat)
@@ -229,7 +229,7 @@ def scale_by_muon(
 
     Args:
       axes: a tree of `Axes` in the shape of the parameters.
-      shardings: a tree of NamedShardings like it, on several devices; see `by_layers`.
+      shardings: a tree of NamedShardings like it, on several devices; see `distribute_layers`.
       momentum: momentum at each step.
       per_head: orthogonalise every head's matrix by itself.
       dtype: of the Newton-Schulz products.
@@ -256,7 +256,7 @@ def scale_by_muon(
         meant = stored.per_head() if per_head else stored
         function = lambda w: orthogonalize(w, meant, stored, steps)
         if sharding is not None:
-            function = by_layers(function, sharding)
+            function = distribute_layers(function, sharding)
         shape = dict(zip(stored.names, gradient.shape[-len(stored.names) :], strict=True))
         fan_in, fan_out = (
             math.prod(shape[n] for n in names) for names in (meant.reduction, meant.output)
@@ -285,7 +285,7 @@ def orthogonalize(weight: jax.Array, axes: Axes, stored: Axes, steps: int) -> ja
     return x_bio.reshape(arranged.shape).transpose(inverse)
 
 
-def by_layers(function, sharding: NamedSharding):
+def distribute_layers(function, sharding: NamedSharding):
     """A function of a stack of layers, applied with whole layers dealt over all devices.
 
     A sharded matrix multiplied with itself would be gathered at every step of the iteration. Here

@@ -371,7 +371,7 @@ def activations(config, weights, tokens_BT):
     base = c.angles_base  # or None
     layers = []
     for (mechanism, length), stack in zip(
-        config.segments, weights["segments"].values(), strict=True
+        config.layer_groups, weights["segments"].values(), strict=True
     ):
         layers += [(mechanism, jax.tree.map(lambda a, i=i: a[i], stack)) for i in range(length)]
     assert len(layers) == c.num_layers

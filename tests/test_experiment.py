@@ -35,7 +35,7 @@ def test_resolves():
 def test_rank_by_layer():
     run = experiment.resolve(_set("attention.layer_ranks", (16, 8, 8, 0)))
     assert [m.rank for m in run.model.mechanisms] == [16, 8, 8, 0]
-    assert [n for _, n in run.model.segments] == [1, 2, 1]
+    assert [n for _, n in run.model.layer_groups] == [1, 2, 1]
 
 
 BAD = [

@@ -61,5 +61,5 @@ def test_dataclasses_that_can_be_changed():
         if "dataclasses.dataclass" in (text := ast.unparse(decorator)) and "frozen=True" not in text
     }
     assert changeable == {
-        *("Answer", "Candidate", "Counts", "Done", "Draws", "Timing", "_Held", "_Open")
+        *("Answer", "Candidate", "Counts", "Done", "InitRngs", "Timing", "_Held", "_Open")
     }

@@ -23,4 +23,6 @@ from kvjax import recipes
 
 def get_config():
     attention = recipes.gqa(32, kv_heads=8, dim=64)
-    return recipes.pretrain("gqa_1p2b", scale="1p2b", attention=recipes.plain(attention, bias=True))
+    return recipes.pretrain(
+        "gqa_1p2b", scale="1p2b", attention=recipes.without_qk_norm(attention, bias=True)
+    )

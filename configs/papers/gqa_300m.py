@@ -20,4 +20,6 @@ from kvjax import recipes
 
 def get_config():
     attention = recipes.gqa(16, kv_heads=4, dim=64)
-    return recipes.pretrain("gqa_300m", scale="300m", attention=recipes.plain(attention, bias=True))
+    return recipes.pretrain(
+        "gqa_300m", scale="300m", attention=recipes.without_qk_norm(attention, bias=True)
+    )

@@ -21,5 +21,5 @@ from kvjax import recipes
 def get_config():
     attention = recipes.projection_sharing(16, tie="kv", kv_heads=4, dim=64)
     return recipes.pretrain(
-        "kv_tied_gqa_300m", scale="300m", attention=recipes.plain(attention, bias=True)
+        "kv_tied_gqa_300m", scale="300m", attention=recipes.without_qk_norm(attention, bias=True)
     )

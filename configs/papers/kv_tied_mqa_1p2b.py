@@ -24,5 +24,5 @@ from kvjax import recipes
 def get_config():
     attention = recipes.projection_sharing(32, tie="kv", kv_heads=1, dim=64)
     return recipes.pretrain(
-        "kv_tied_mqa_1p2b", scale="1p2b", attention=recipes.plain(attention, bias=True)
+        "kv_tied_mqa_1p2b", scale="1p2b", attention=recipes.without_qk_norm(attention, bias=True)
     )

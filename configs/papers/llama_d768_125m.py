@@ -19,5 +19,5 @@ from kvjax import recipes
 
 
 def get_config():
-    attention = recipes.plain(recipes.mha(12, dim=64))
+    attention = recipes.without_qk_norm(recipes.mha(12, dim=64))
     return recipes.pretrain("llama_d768_125m", scale="125m", attention=attention)

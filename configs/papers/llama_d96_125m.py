@@ -19,5 +19,5 @@ from kvjax import recipes
 
 
 def get_config():
-    attention = recipes.plain(recipes.thin_keys(12, key_dim=8, dim=64))
+    attention = recipes.without_qk_norm(recipes.thin_keys(12, key_dim=8, dim=64))
     return recipes.pretrain("llama_d96_125m", scale="125m", attention=attention)

@@ -20,4 +20,6 @@ from kvjax import recipes
 
 def get_config():
     attention = recipes.mqa(16, dim=64)
-    return recipes.pretrain("mqa_300m", scale="300m", attention=recipes.plain(attention, bias=True))
+    return recipes.pretrain(
+        "mqa_300m", scale="300m", attention=recipes.without_qk_norm(attention, bias=True)
+    )

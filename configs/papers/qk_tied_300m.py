@@ -21,5 +21,5 @@ from kvjax import recipes
 def get_config():
     attention = recipes.projection_sharing(16, tie="qk", dim=64)
     return recipes.pretrain(
-        "qk_tied_300m", scale="300m", attention=recipes.plain(attention, bias=True)
+        "qk_tied_300m", scale="300m", attention=recipes.without_qk_norm(attention, bias=True)
     )

@@ -214,7 +214,7 @@ def result_name(device: jax.Device) -> str:
     """Results of a CPU and of every kind of accelerator lie beside each other."""
     if device.platform == "cpu":
         return "train_benchmark"
-    sheet = datasheets.of(device)
+    sheet = datasheets.for_device(device)
     kind = sheet.name if sheet else re.sub(r"\W+", "_", device.device_kind.lower()).strip("_")
     return f"train_benchmark_{kind}"
 
@@ -282,7 +282,7 @@ def main(arguments: list[str]) -> int:
     )
     rows, failed, rate = measure(runs)
     device, count = jax.devices()[0], jax.device_count()  # first use of the devices
-    sheet = datasheets.of(device)
+    sheet = datasheets.for_device(device)
     rows = [with_rates(row, rate, sheet) for row in rows]
     peak = f", datasheet {sheet.bf16_flops / 1e12:.0f} TFLOP/s" if sheet else ""
     if rate:

@@ -24,7 +24,7 @@ from kvjax.attention import Attention
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation import progress
 from kvjax.layers.weight import axes_of
-from kvjax.optim import OptimizerConfig, make_optimizer, tuned, with_tuned
+from kvjax.optim import OptimizerConfig, make_optimizer, merge_trainable, trainable
 
 BATCH = 8  # rows of a step
 _SECONDS = 110.0  # of a run of 49,152 tokens on two CPU cores
@@ -177,7 +177,7 @@ def tune(
     taught, taught_mechanisms = teacher or (None, None)
     D, S = params["embedding"].shape[1], len(rows_SBT)
     transform, step = _program(mechanisms, config, S, D, first, taught_mechanisms, share)
-    learned = jax.tree.map(jnp.copy, tuned(config, _attention(params)))  # is given away
+    learned = jax.tree.map(jnp.copy, trainable(config, _attention(params)))  # is given away
     state, losses = transform.init(learned), []
     for i, rows_BT in enumerate(rows_SBT):
         at(f"step {i} of {S}")
@@ -201,7 +201,7 @@ def _program(
     and the loss."""
     axes = {str(i): dict(attention=_axes(m, d_model)) for i, m in enumerate(mechanisms)}
     sizes = dict(d_model=d_model, num_steps=num_steps)
-    transform = make_optimizer(config, tuned(config, axes), **sizes)
+    transform = make_optimizer(config, trainable(config, axes), **sizes)
 
     def loss(learned, params, taught, rows_BT):
         inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, first:]
@@ -228,7 +228,7 @@ def _attention(params: dict) -> dict:
 
 def _with_learned(params: dict, learned: dict) -> dict:
     """Params with what was learned of `_attention`."""
-    whole = with_tuned(_attention(params), learned)
+    whole = merge_trainable(_attention(params), learned)
     return params | dict(layers=[b | whole[str(i)] for i, b in enumerate(params["layers"])])
 
 

@@ -116,7 +116,7 @@ class Judge:
         self.rank = getattr(model.config.mechanisms[0], "rank", 0)
         names = [f"{name}_{part}" for name in ("latent", "expand") for part in _PARTS]
         weights = {name: self._params.get((*_MECHANISM, name)) for name in names}
-        alike = len(model.config.segments) == 1
+        alike = len(model.config.layer_groups) == 1
         if not alike or not self.rank or any(x is None for x in weights.values()):
             raise UserError("--runs: needs layers of one kind with residuals of keys and values")
         self.residuals = Residuals.of(weights)

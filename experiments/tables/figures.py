@@ -119,7 +119,7 @@ def _caches(axes, top: float) -> None:
 
 def boxes(name: str) -> list[tuple[str, str, int]]:
     """Colour, label and channels of each array that a tiny config caches for a token."""
-    (mechanism, _), *_ = parameter_table.load(CONFIGS / f"{name}_tiny.py").model.segments
+    (mechanism, _), *_ = parameter_table.load(CONFIGS / f"{name}_tiny.py").model.layer_groups
     entry = mechanism.entry()
     if "latent" in entry:
         return [(LATENT, "latent", *entry["latent"].shape), (LATENT, "", *entry["rope_key"].shape)]

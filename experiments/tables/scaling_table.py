@@ -226,7 +226,7 @@ def _compiled_cells(result: dict) -> dict[str, str]:
 
 def _causal_mfu(target: Target, result: dict) -> float:
     e = target.experiment
-    return result["bound"]["mfu"] * formulas.causal_part(e.model, e.data.sequence_length)
+    return result["bound"]["mfu"] * formulas.causal_share(e.model, e.data.sequence_length)
 
 
 def table(notes: Sequence[LabNote]) -> str:

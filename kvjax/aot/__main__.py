@@ -68,7 +68,7 @@ def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
             hbm=bound.hbm,
             interconnect=bound.interconnect,
             mfu=bound.mfu,
-            causal_mfu=bound.mfu * formulas.causal_part(experiment.model, T),
+            causal_mfu=bound.mfu * formulas.causal_share(experiment.model, T),
             tokens_per_second=bound.tokens_per_second,
             days=bound.days,
             exaflops=bound.exaflops,

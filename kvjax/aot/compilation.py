@@ -168,7 +168,7 @@ def kernel_when_run(compiled: bool, device: Device, experiment: Experiment) -> b
     Args:
       compiled: whether it is one in the program compiled here.
     """
-    return compiled or (_is_gpu(device) and experiment.attention_kernel("gpu"))
+    return compiled or (_is_gpu(device) and experiment.uses_attention_kernel("gpu"))
 
 
 def kernel_when_compiled_here(device: Device, experiment: Experiment) -> bool:

@@ -136,8 +136,8 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     values = part * T * sum(m.query_heads * m.value_dim for m in config.mechanisms)
     attention = 0 if causal_kernel else keys + values
     # Multiply-adds, as the others; those of a weight, head by head, are kept as any product is.
-    products = sum(m.product_flops for m in config.mechanisms) / 2
-    batched = sum(m.product_flops for m in config.mechanisms if not m.products_of_heads) / 2
+    products = sum(m.extra_flops for m in config.mechanisms) / 2
+    batched = sum(m.extra_flops for m in config.mechanisms if not m.extra_activations) / 2
     again = {
         "none": 0,
         "dots": attention + memory_estimate.products(config).expansions + batched,

@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         *,
         causal: bool,
         window: int = 0,
-        segments_BS: jax.Array | None = None,
+        segment_ids_BS: jax.Array | None = None,
         mesh: jax.sharding.Mesh | None = None,
         temperature: jax.Array | None = None,
         **options,
@@ -48,21 +48,21 @@ class Attention(nnx.Module):
           mesh: of several devices. Where rows are split over `sequence`, what each token computes
             once (bases and latents) travels, and every device expands it: at d36 0.56 of the
             bytes of keys and values.
-          segments_BS: of the row's tokens in order, whatever order they lie in.
+          segment_ids_BS: of the row's tokens in order, whatever order they lie in.
           temperature: [], what logits are divided by; None: 1.
           window, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
-        if segments_BS is not None and self.mechanism.config.needs_whole_rows:
-            raise ValueError("segments_BS: this attention takes a row as one text")
+        if segment_ids_BS is not None and self.mechanism.config.needs_whole_rows:
+            raise ValueError("segment_ids_BS: this attention takes a row as one text")
         if temperature is not None:
             q_BTNH = q_BTNH / temperature.astype(q_BTNH.dtype)
-        of_queries = positions
+        query_positions = positions
         if mesh is not None and mesh.shape["sequence"] > 1:
             order_T = np.asarray(positions.index)[0]
             options |= dict(query_positions_T=order_T)
-            if segments_BS is not None:
-                options |= dict(query_segments_BT=segments_BS[:, order_T])
+            if segment_ids_BS is not None:
+                options |= dict(query_segment_ids_BT=segment_ids_BS[:, order_T])
             with jax.named_scope("latents"):
                 fields = self.mechanism.config.entry()
                 raw = {
@@ -78,11 +78,11 @@ class Attention(nnx.Module):
             scale=self.mechanism.config.scale,
             causal=causal,
             window=window,
-            segments_BS=segments_BS,
+            segment_ids_BS=segment_ids_BS,
             mesh=mesh,
             **options,
         )
-        return self.project_out(o_BTNH, x_BTD, of_queries)
+        return self.project_out(o_BTNH, x_BTD, query_positions)
 
     def decode(
         self,

@@ -83,8 +83,8 @@ class CrossAttention(nnx.Module):
             v_BSKH,
             scale=self.mechanism.config.scale,
             causal=False,
-            segments_BS=behind_BS.astype(jnp.int32),
-            query_segments_BT=jnp.zeros((B, T), jnp.int32),
+            segment_ids_BS=behind_BS.astype(jnp.int32),
+            query_segment_ids_BT=jnp.zeros((B, T), jnp.int32),
             **options,
         )
         return project_heads(o_BTNH, self.out, self.out_bias)

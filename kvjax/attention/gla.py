@@ -70,7 +70,7 @@ class GLA(MLA):
         self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
         self.add_query_latent(d_model, rngs=rngs)
 
-    def contents(self, raw: dict) -> tuple[jax.Array, jax.Array]:
+    def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:
         return self._up(raw["latent"], self.up_key), self._up(raw["latent"], self.up_value)
 
     def decode_inputs(

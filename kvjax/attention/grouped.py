@@ -20,7 +20,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention import places
+from kvjax.attention import position_bias
 from kvjax.attention.mechanism import (
     MAX_DIM,
     Mechanism,
@@ -33,7 +33,7 @@ from kvjax.attention.mechanism import (
     normalise_and_rotate,
     require,
 )
-from kvjax.attention.nearest import nearest
+from kvjax.attention.pca_init import pca_factors
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
@@ -150,7 +150,7 @@ class GroupedConfig(MechanismConfig):
     @property
     def query_dim(self) -> int:
         parts = 2 if self.splits_rope else 1
-        return parts * self.key_dim + places.channels(self)
+        return parts * self.key_dim + position_bias.channels(self)
 
     @property
     def key_heads(self) -> int:
@@ -263,7 +263,7 @@ class Grouped(Mechanism):
             require(c.rank <= d_model, "rank", c.rank, allowed)
             for kind in ("key",) if c.ties_values else ("key", "value"):
                 whole_DKH = weight("D -> K H", rngs, **(sizes if kind == "key" else value_sizes))
-                parts = nearest(whole_DKH[...], c.num_bases, c.rank)
+                parts = pca_factors(whole_DKH[...], c.num_bases, c.rank)
                 for name, part in zip(("base", "latent", "expand"), parts, strict=True):
                     getattr(self, f"{name}_{kind}")[...] = part
 
@@ -296,7 +296,7 @@ class Grouped(Mechanism):
             q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
             rotated = q_BTNH if positions.rotary is None else rotate(q_BTNH, positions.rotary)
             q_BTNH = jnp.concatenate([rotated, q_BTNH], axis=-1)
-        return places.queries_with_channels(c, q_BTNH, self._map())
+        return position_bias.queries_with_channels(c, q_BTNH, self._map())
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         c = self.config
@@ -311,7 +311,7 @@ class Grouped(Mechanism):
             k_BTKH = self._split_keys(raw, whole_BTKH, positions)
         else:
             k_BTKH = normalise_and_rotate(whole_BTKH, self.key_norm, positions.rotary)
-        return places.keys_with_channels(c, k_BTKH, positions), v_BTKH
+        return position_bias.keys_with_channels(c, k_BTKH, positions), v_BTKH
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """The bases and latents of LRKV eq. 5; with rank 0 the keys and values themselves.
@@ -339,7 +339,7 @@ class Grouped(Mechanism):
         self, q_BTNH: jax.Array, rope_base: Base | None
     ) -> cache_layouts.DecodeInputs:
         c = self.config
-        q_BTNH, bias = places.split_queries(c, q_BTNH, self._map())
+        q_BTNH, bias = position_bias.split_queries(c, q_BTNH, self._map())
         shared = dict(bias=bias, scale=c.scale)
         gain = gain_of(self.key_norm)
         if c.ties_values:

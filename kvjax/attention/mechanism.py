@@ -90,12 +90,12 @@ class MechanismConfig:
         return ()
 
     @property
-    def product_flops(self) -> int:
+    def extra_flops(self) -> int:
         """FLOPs of a token's forward pass beyond attention and the use of each weight once."""
         return 0
 
     @property
-    def products_of_heads(self) -> int:
+    def extra_activations(self) -> int:
         """Elements of products per token that a weight makes beyond its first: head by head."""
         return 0
 
@@ -222,7 +222,7 @@ def check_residual(config: MechanismConfig, at_rank_0: str, inits: tuple[str, ..
     require(init in inits, "residual_init", repr(init), f"must be one of {inits}")
 
 
-def check_plain(config: MechanismConfig, allowed: str) -> None:
+def check_convertible(config: MechanismConfig, allowed: str) -> None:
     """Raises a UserError for what formats and conversions of published models do not know."""
     for key in ("query_rank", "latent_scale", "output_gate"):
         value = getattr(config, key)

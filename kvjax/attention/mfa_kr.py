@@ -54,11 +54,11 @@ class MFAKRConfig(MechanismConfig):
         return self.num_kv_heads
 
     @property
-    def product_flops(self) -> int:
+    def extra_flops(self) -> int:
         return 2 * (self.num_heads - 1) * self.key_dim**2
 
     @property
-    def products_of_heads(self) -> int:
+    def extra_activations(self) -> int:
         return (self.num_heads - 1) * self.key_dim
 
     def entry(self) -> dict[str, Field]:
@@ -69,7 +69,7 @@ class MFAKRConfig(MechanismConfig):
         heads = dict(N=self.num_heads, K=self.num_kv_heads, J=self.num_kv_heads)
         options = dict(rope_base=rope_base, normed=normed, gain=gain)
         flops = TiedSizes(**heads, R=0, H=self.key_dim, **options).flops()
-        return DecodeFlops(flops.per_query + self.product_flops, flops.per_key)
+        return DecodeFlops(flops.per_query + self.extra_flops, flops.per_key)
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "MFAKR":
         return MFAKR(self, d_model, rngs=rngs)

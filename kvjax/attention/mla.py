@@ -109,12 +109,12 @@ class MLA(Mechanism):
         return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        k_BTNH, v_BTNH = self.contents(raw)
+        k_BTNH, v_BTNH = self.expand_latent(raw)
         k_BT1P = raw["rope_key"][:, :, None]
         k_BTNP = jnp.broadcast_to(k_BT1P, k_BTNH.shape[:3] + k_BT1P.shape[3:])
         return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), v_BTNH
 
-    def contents(self, raw: dict) -> tuple[jax.Array, jax.Array]:
+    def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:
         """[B, T, N, H] of keys without their rotated channels, and values."""
         return linear(raw["latent"], self.up_key[...]), linear(raw["latent"], self.up_value[...])
 

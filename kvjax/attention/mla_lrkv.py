@@ -80,8 +80,8 @@ class MLALRKV(MLA):
             raw["residual_value"] = linear(x_BTD, self.latent_value[...])
         return q_BTNH, raw
 
-    def contents(self, raw: dict) -> tuple[jax.Array, jax.Array]:
-        k_BTNH, v_BTNH = super().contents(raw)
+    def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:
+        k_BTNH, v_BTNH = super().expand_latent(raw)
         if not self.config.rank:
             return k_BTNH, v_BTNH
         k_BTNH += jnp.einsum("BTNR,NRH->BTNH", raw["residual_key"], self.expand_key[...])

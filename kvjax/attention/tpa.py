@@ -110,7 +110,7 @@ class TPAConfig(MechanismConfig):
         return fields
 
     @property
-    def product_flops(self) -> int:
+    def extra_flops(self) -> int:
         keys = (self.query_factors + self.key_rank) * self.key_dim
         return 2 * self.num_heads * (keys + self.value_rank * self.value_dim)
 

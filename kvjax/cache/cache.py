@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from kvjax.cache import stripes
-from kvjax.cache.field import Cached
+from kvjax.cache.field import HasCacheEntry
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
 
@@ -47,7 +47,12 @@ class Cache:
 
 
 def abstract(
-    mechanisms: Iterable[Cached], *, batch: int, capacity: int, dtype: jnp.dtype, chips: int = 1
+    mechanisms: Iterable[HasCacheEntry],
+    *,
+    batch: int,
+    capacity: int,
+    dtype: jnp.dtype,
+    chips: int = 1,
 ) -> Cache:
     """The cache as ShapeDtypeStructs.
 
@@ -68,7 +73,9 @@ def abstract(
     return Cache(layers, jax.ShapeDtypeStruct((batch,), jnp.int32))
 
 
-def allocate(mechanisms: Iterable[Cached], *, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+def allocate(
+    mechanisms: Iterable[HasCacheEntry], *, batch: int, capacity: int, dtype: jnp.dtype
+) -> Cache:
     """An empty cache; see `abstract`."""
     return empty(abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype))
 
@@ -95,7 +102,7 @@ def append(
     """
     if layer.keys() != entry.keys():
         raise ValueError(f"the cache has {sorted(layer)}, the entry {sorted(entry)}")
-    if stripes.chips() == 1:
+    if stripes.num_chips() == 1:
         none_B = jnp.zeros_like(first_B)
         return {name: _write(layer[name], entry[name], first_B, none_B, counts_B) for name in layer}
     specs = {name: stripes.spec(array) for name, array in layer.items()}
@@ -107,14 +114,14 @@ def _append_held(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.Arr
     """The part of `append` that is one chip's."""
     layer = dict(layer)
     for name, array in layer.items():
-        held = stripes.of_this_chip(array.shape[-1])
+        held = stripes.local_stripes(array.shape[-1])
         T = entry[name].shape[1]
         # A piece is no longer than a stripe: a chip's tokens of it are one run, in its slots too.
         for start in range(0, T, held.size):
             piece = entry[name][:, start : start + held.size]
             begin_B = first_B + start
             end_B = begin_B + jnp.clip(counts_B - start, 0, piece.shape[1])
-            slot_B, stop_B = held.held(begin_B), held.held(end_B)
+            slot_B, stop_B = held.num_held(begin_B), held.num_held(end_B)
             skip_B = held.position(slot_B) - begin_B  # tokens before it are other chips'
             until_B = skip_B + stop_B - slot_B
             layer[name] = _write(layer[name], piece, slot_B - skip_B, skip_B, until_B)

@@ -42,7 +42,7 @@ class Field:
         return jnp.promote_types(compute, jnp.float32) if self.wide else jnp.dtype(compute)
 
 
-class Cached(Protocol):
+class HasCacheEntry(Protocol):
     """What a cache can be made for: of a mechanism's config it needs to know nothing else."""
 
     def entry(self) -> dict[str, Field]:

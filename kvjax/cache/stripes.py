@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 AXIS = "cache"  # of a mesh: the chips that tokens of a cache are split over
-LONGEST = 512  # tokens of a stripe, at most: a tile of `cache_layouts.tiles.TILE_KV`
+MAX_STRIPE = 512  # tokens of a stripe, at most: a tile of `cache_layouts.tiles.TILE_KV`
 
 
 @dataclasses.dataclass(frozen=True)
 class Stripes:
     """What one chip holds: `Stripes()` is all of every sequence."""
 
-    size: int = LONGEST
+    size: int = MAX_STRIPE
     chips: int = 1
     chip: jax.Array | int = 0
 
@@ -32,7 +32,7 @@ class Stripes:
             return slot
         return (slot // self.size * self.chips + self.chip) * self.size + slot % self.size
 
-    def held(self, tokens: jax.Array) -> jax.Array:
+    def num_held(self, tokens: jax.Array) -> jax.Array:
         """How many of a sequence's first `tokens` tokens are this chip's: its slots 0, 1, ..."""
         if self.chips == 1:
             return tokens
@@ -41,14 +41,14 @@ class Stripes:
         return tokens // round_ * self.size + here
 
 
-def chips() -> int:
+def num_chips() -> int:
     """How many chips the mesh around this call splits caches over; 1 where it has no such axis."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
-def of_this_chip(slots: int) -> Stripes:
+def local_stripes(slots: int) -> Stripes:
     """What a chip with so many slots holds, within a `jax.shard_map` over the axis."""
-    return Stripes(math.gcd(slots, LONGEST), chips(), jax.lax.axis_index(AXIS))
+    return Stripes(math.gcd(slots, MAX_STRIPE), num_chips(), jax.lax.axis_index(AXIS))
 
 
 def spec(array: jax.Array) -> PartitionSpec:

@@ -89,7 +89,7 @@ class ConvertedModel:
 
     def _index(self, path: Path, layer: int) -> int:
         """Which of all layers a layer of a segment is."""
-        return sum(length for _, length in self.transformer.segments[: path[1]]) + layer
+        return sum(length for _, length in self.transformer.layer_groups[: path[1]]) + layer
 
     def _attention(self, index: int) -> dict[Path, np.ndarray]:
         """The converted weights of a layer, by path."""

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from kvjax.attention import MECHANISMS, FactoredConfig, GroupedConfig
-from kvjax.attention.mechanism import MechanismConfig, check_plain, require
+from kvjax.attention.mechanism import MechanismConfig, check_convertible, require
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model, Parameters
 from kvjax.model import parameters
@@ -39,7 +39,7 @@ class Dense:
         self.tokenizer_json, self.chat_template = source.tokenizer_json, source.chat_template
         self.token_files = source.token_files
         config = source.transformer
-        for mechanism, _ in config.segments:
+        for mechanism, _ in config.layer_groups:
             _check(mechanism, rope=config.block.positions == "rope")
         heads = max(mechanism.key_heads for mechanism in config.mechanisms)
         mechanisms = tuple(_dense(mechanism, heads) for mechanism in config.mechanisms)
@@ -144,7 +144,7 @@ def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
     grouped = isinstance(mechanism, GroupedConfig)
     known = "must be 'grouped' or 'factored', whose keys and values are a projection for each head"
     require(grouped or isinstance(mechanism, FactoredConfig), "kind", repr(kind), known)
-    check_plain(mechanism, "transformers' models have nothing like it")
+    check_convertible(mechanism, "transformers' models have nothing like it")
     if not grouped:
         return
     own = "must be 'none': queries, keys and values have projections of their own"

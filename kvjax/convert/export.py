@@ -100,7 +100,7 @@ def factored(model: Model) -> Plan:
 
     shapes = {path: shape for path, (shape, _) in model.parameters().items()}
     every = [(path, None) for path in shapes if path[0] != "segments"]
-    for segment, (_, length) in enumerate(config.segments):
+    for segment, (_, length) in enumerate(config.layer_groups):
         own = [path for path in shapes if path[:2] == ("segments", segment)]
         every += [(path, layer) for layer in range(length) for path in own]
     tensors = {

@@ -44,7 +44,7 @@ def name_of(config: TransformerConfig, path: Path, layer: int | None) -> str:
     """The tensor of a parameter, or of a layer of a segment's."""
     if layer is None:
         return ".".join(map(str, path))
-    before = sum(length for _, length in config.segments[: path[1]])
+    before = sum(length for _, length in config.layer_groups[: path[1]])
     return ".".join(map(str, ("layers", before + layer, *path[2:])))
 
 

@@ -3,7 +3,7 @@
 import math
 
 from kvjax.attention import MECHANISMS, FactoredConfig, GroupedConfig, MLAConfig, PaperMLAConfig
-from kvjax.attention.mechanism import MechanismConfig, check_plain
+from kvjax.attention.mechanism import MechanismConfig, check_convertible
 from kvjax.foundation import output
 from kvjax.foundation.errors import UserError
 from kvjax.layers import alibi, rope
@@ -50,7 +50,7 @@ def check(config: TransformerConfig) -> None:
                 f"config.attention.kind = {kinds[type(mechanism)]!r}: --format=factored describes "
                 f"{', '.join(kinds[cls] for cls in KINDS)}"
             )
-        check_plain(mechanism, "--format=factored has no formulas for this key")
+        check_convertible(mechanism, "--format=factored has no formulas for this key")
 
 
 def _lines(*lines: str) -> str:
@@ -61,7 +61,7 @@ def _lines(*lines: str) -> str:
 def _layers(config: TransformerConfig) -> list[str]:
     """By segment, which layers are in it: "0 to 3"."""
     names, first = [], 0
-    for _, length in config.segments:
+    for _, length in config.layer_groups:
         names.append(f"{first} to {first + length - 1}" if length > 1 else f"{first}")
         first += length
     return names
@@ -304,7 +304,7 @@ def _holds(mechanism: MechanismConfig, rope: bool) -> dict[str, str]:
 def _cache(config: TransformerConfig) -> list[str]:
     """What the cache keeps per token: a table, and its sum over the layers."""
     rows, total = [], 0
-    for layers, (mechanism, length) in zip(_layers(config), config.segments, strict=True):
+    for layers, (mechanism, length) in zip(_layers(config), config.layer_groups, strict=True):
         holds = _holds(mechanism, config.block.positions == "rope")
         for name, field in mechanism.entry().items():
             elements = math.prod(field.shape)

@@ -174,7 +174,9 @@ def _write(model: Model, workdir: epath.Path, name: str, record: dict) -> None:
         outer = [path for path in parameters if path[0] != "segments"]
         for path in outer:
             put(path, np.asarray(model.read(path), parameters[path][1]))
-        layers = [(s, i) for s, (_, n) in enumerate(model.transformer.segments) for i in range(n)]
+        layers = [
+            (s, i) for s, (_, n) in enumerate(model.transformer.layer_groups) for i in range(n)
+        ]
         for done, (segment, layer) in enumerate(layers):
             doing.at(f"{done} of {len(layers)} layers")
             for path in parameters:

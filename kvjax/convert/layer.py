@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.attention.grouped import GroupedConfig
-from kvjax.attention.mechanism import MechanismConfig, check_plain
+from kvjax.attention.mechanism import MechanismConfig, check_convertible
 from kvjax.convert.factors import einsum
 from kvjax.foundation.errors import UserError
 
@@ -65,7 +65,7 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
                 "only MHA, GQA and MQA are converted: config.attention must be of kind 'grouped', "
                 "with rank 0, a base for each KV head, tie 'none', no position_channels, no alibi"
             )
-        check_plain(config, "models with it are not converted")
+        check_convertible(config, "models with it are not converted")
 
 
 def read(weights: dict, config: GroupedConfig, *, rope: bool) -> Layer:

@@ -68,7 +68,7 @@ class Pass:
         @jax.jit
         def nats(norm, head_DV, x_BTD, targets_BT):
             x_BTD = nnx.merge(graph, norm)(x_BTD)
-            return loss.losses_behind(head_DV, x_BTD, targets_BT, softcap, _COMPUTE)
+            return loss.losses_from_hidden(head_DV, x_BTD, targets_BT, softcap, _COMPUTE)
 
         for x_BTD, few in zip(self.x, few_rows(targets_BT), strict=True):
             yield np.asarray(nats(norm, head_DV, x_BTD, few))

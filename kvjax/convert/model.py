@@ -129,7 +129,7 @@ class Trained:
 
 def layer_of(model: Model, index: int) -> tuple[int, int]:
     """Which segment a layer of a model is in, and which layer of it."""
-    for segment, (_, length) in enumerate(model.transformer.segments):
+    for segment, (_, length) in enumerate(model.transformer.layer_groups):
         if index < length:
             return segment, index
         index -= length
@@ -157,7 +157,7 @@ def transformer(model: Model) -> Transformer:
             flat[path] = np.asarray(model.read(path), np.float32)
             continue
         flat[path] = np.empty(shape, np.float32)
-    for segment, (_, length) in enumerate(model.transformer.segments):
+    for segment, (_, length) in enumerate(model.transformer.layer_groups):
         for layer in range(length):
             for path, stacked in flat.items():
                 if path[:2] == ("segments", segment):

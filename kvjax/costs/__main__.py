@@ -96,11 +96,11 @@ def _print(
     ridges = ", ".join(f"{device.name} {device.ridge:.0f}" for device in on)
     out.say("Parameters, and training FLOPs per token (forward and backward, all T keys)")
     out.table(
-        ["config", *formulas.PARTS, "total", "T", "GFLOP per trained token"],
+        ["config", *formulas.COMPONENTS, "total", "T", "GFLOP per trained token"],
         [
             (
                 r["config"],
-                *(f"{r['parameters'][part]:,}" for part in (*formulas.PARTS, "total")),
+                *(f"{r['parameters'][part]:,}" for part in (*formulas.COMPONENTS, "total")),
                 r["sequence_length"],
                 f"{r['training_flops_per_token'] / 1e9:.3f}",
             )

@@ -17,7 +17,7 @@ from kvjax.layers.weight import Axes
 from kvjax.model import parameters as parameter_lib
 from kvjax.model.config import TransformerConfig
 
-PARTS = ("embedding", "attention", "mlp", "norm", "head")
+COMPONENTS = ("embedding", "attention", "mlp", "norm", "head")
 # The part of a device's memory kept free for activations, temporaries and the runtime: a choice,
 # which is vLLM's default too.
 RESERVE = 0.1
@@ -25,7 +25,7 @@ RESERVE = 0.1
 
 def parameters(config: TransformerConfig) -> dict[str, int]:
     """Parameters by part, and "total"."""
-    counts = dict.fromkeys(PARTS, 0)
+    counts = dict.fromkeys(COMPONENTS, 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_lib.abstract(config).shapes):
         counts[_part(tuple(entry.key for entry in path))] += math.prod(leaf.shape)
     return counts | {"total": sum(counts.values())}
@@ -100,9 +100,9 @@ def matrix_weights(config: TransformerConfig, *, decoding: bool = False) -> dict
     Args:
       decoding: without the weights that decoding absorbs into query and output.
     """
-    counts = dict.fromkeys(PARTS, 0)
+    counts = dict.fromkeys(COMPONENTS, 0)
     shapes, axes = parameter_lib.abstract(config)
-    absorbed = [mechanism.absorbed if decoding else () for mechanism, _ in config.segments]
+    absorbed = [mechanism.absorbed if decoding else () for mechanism, _ in config.layer_groups]
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     for (path, leaf), text in zip(leaves, jax.tree.leaves(axes), strict=True):
         keys = tuple(entry.key for entry in path)
@@ -124,10 +124,10 @@ def training_flops_per_token(config: TransformerConfig, sequence_length: int) ->
     attention = sum(
         sequence_length * m.query_heads * (m.query_dim + m.value_dim) for m in config.mechanisms
     )
-    return 6 * (matmul + attention) + 3 * sum(m.product_flops for m in config.mechanisms)
+    return 6 * (matmul + attention) + 3 * sum(m.extra_flops for m in config.mechanisms)
 
 
-def causal_part(config: TransformerConfig, sequence_length: int) -> float:
+def causal_share(config: TransformerConfig, sequence_length: int) -> float:
     """The share of those FLOPs that is left if attention counts only keys under the causal mask."""
     everything = training_flops_per_token(config, sequence_length)
     return training_flops_per_token(config, sequence_length // 2) / everything

@@ -97,7 +97,7 @@ _KINDS = {  # as JAX names them; a GPU's has its name as a word
 }
 
 
-def of(device: jax.Device) -> Device | None:
+def for_device(device: jax.Device) -> Device | None:
     """The datasheet of a device that is there; None where there is none (a CPU, another GPU)."""
     kind = device.device_kind
     words = kind.lower().split() if device.platform == "gpu" else []

@@ -25,14 +25,14 @@ def slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([of(whole), of(2 * whole)[::2][: num_heads - whole]])
 
 
-def with_positions(k_BTKH: jax.Array, positions_BT: jax.Array | np.ndarray) -> jax.Array:
+def append_position_digits(k_BTKH: jax.Array, positions_BT: jax.Array | np.ndarray) -> jax.Array:
     """Keys with the digits of their positions, below 2**24, as last channels."""
     s_BT1 = jnp.asarray(positions_BT)[..., None]
     digits_BTC = jnp.tile(s_BT1 // _PLACES[None, None] % 256, 2)
     return _append(k_BTKH, digits_BTC[:, :, None])
 
 
-def with_slopes(q_BTNH: jax.Array, scale: float) -> jax.Array:
+def append_slopes(q_BTNH: jax.Array, scale: float) -> jax.Array:
     """Queries with what meets those digits; logits are multiplied by `scale`."""
     slope_N1 = slopes(q_BTNH.shape[2])[:, None] / scale
     coarse_N1 = slope_N1.astype(jnp.bfloat16).astype(np.float64)

@@ -74,7 +74,7 @@ class Axes:
 
 
 @dataclasses.dataclass(eq=False)
-class Draws:
+class InitRngs:
     """Random keys, and how weights start that say no more than what they are.
 
     It stands wherever `weight` takes nnx.Rngs, which start as the defaults here, and gives the keys
@@ -95,7 +95,7 @@ class Draws:
 
 def weight(
     axes: str,
-    rngs: nnx.Rngs | Draws,
+    rngs: nnx.Rngs | InitRngs,
     *,
     init: str | float = "linear",
     dtype=jnp.float32,
@@ -112,7 +112,7 @@ def weight(
     """
     parsed = Axes.parse(axes)
     shape = tuple(sizes[name] for name in parsed.names)
-    start = rngs if isinstance(rngs, Draws) else Draws  # the class has its defaults
+    start = rngs if isinstance(rngs, InitRngs) else InitRngs  # the class has its defaults
     if init == "output":
         init = "zeros" if start.zero_outputs else "linear"
     if init == "linear" and parsed.is_matrix and start.matrix_std:

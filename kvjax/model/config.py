@@ -142,7 +142,7 @@ class TransformerConfig:
                 )
 
     @property
-    def segments(self) -> tuple[tuple[MechanismConfig, int], ...]:
+    def layer_groups(self) -> tuple[tuple[MechanismConfig, int], ...]:
         """Runs of layers with equal mechanism, as (mechanism, number of layers)."""
         runs = itertools.groupby(self.mechanisms)
         return tuple((mechanism, len(tuple(run))) for mechanism, run in runs)

@@ -8,11 +8,11 @@ from kvjax import cache as cache_lib
 from kvjax.cache import Cache
 from kvjax.layers import rope
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute, Transformer, used_as
+from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 
 
 class Decoder(Transformer):
-    """Made once from a Transformer, with weights in the dtypes of `transformer.used_as`.
+    """Made once from a Transformer, with weights in the dtypes of `transformer.compute_dtypes`.
 
     Stacks that training scans over are taken apart here: a slice of a stack at every step would
     copy all weights at every step.
@@ -24,11 +24,13 @@ class Decoder(Transformer):
         graph, weights = nnx.split(model)
         weights = nnx.to_pure_dict(weights)
         cast = lambda w, dtype: w.astype(dtype)
-        model = nnx.merge(graph, jax.tree.map(cast, weights, used_as(weights, compute.dtype)))
+        model = nnx.merge(
+            graph, jax.tree.map(cast, weights, compute_dtypes(weights, compute.dtype))
+        )
         for name in ("embedding", "positions", "head", "embedding_norm", "final_norm"):
             setattr(self, name, getattr(model, name))
         self.layers = nnx.List([])
-        for (_, length), segment in zip(model.config.segments, model.segments, strict=True):
+        for (_, length), segment in zip(model.config.layer_groups, model.segments, strict=True):
             graph, weights = nnx.split(segment)
             for i in range(length):
                 self.layers.append(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
@@ -61,7 +63,7 @@ class Decoder(Transformer):
             positions = rope.positions(index_BT, mechanism.rope_dim, c.angles_base)
             x_BTD, layer = block.decode(x_BTD, positions, layer, counts_B, **options)
             layers.append(layer)
-        return self.finished(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)
+        return self.apply_final_norm(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)
 
 
 def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacity: int) -> Cache:

@@ -19,9 +19,9 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
-from kvjax.layers.weight import Draws, weight
+from kvjax.layers.weight import InitRngs, weight
 from kvjax.model.config import BlockConfig, has_alibi
-from kvjax.model.transformer import Block, Compute, logits, norm_of
+from kvjax.model.transformer import Block, Compute, logits, make_norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class DecoderBlock(Block):
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
         super().__init__(config.block, config.decoder, rngs=rngs)
-        self.cross_norm = norm_of(config.block, rngs)
+        self.cross_norm = make_norm(config.block, rngs)
         self.cross = CrossAttention(config.cross, config.block.d_model, rngs=rngs)
 
     def __call__(self, x_BTD, positions, memory_BSD, lengths_B) -> jax.Array:
@@ -111,14 +111,14 @@ class EncoderDecoder(nnx.Module):
     def __init__(self, config: EncoderDecoderConfig, key: jax.Array):
         self.config, c = config, config.block
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        rngs = Draws(key, **start)
+        rngs = InitRngs(key, **start)
         sizes = dict(V=config.vocab_size, D=c.d_model)
         self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
         self.head = weight("D -> V", rngs, init="output", **sizes)
         layers = range(c.num_layers)
         self.encoder = nnx.List([Block(c, config.encoder, rngs=rngs) for _ in layers])
         self.decoder = nnx.List([DecoderBlock(config, rngs=rngs) for _ in layers])
-        self.memory_norm, self.final_norm = (norm_of(c, rngs) for _ in range(2))
+        self.memory_norm, self.final_norm = (make_norm(c, rngs) for _ in range(2))
 
     def __call__(
         self, source_BS: jax.Array, lengths_B: jax.Array, target_BT: jax.Array
@@ -141,7 +141,7 @@ class EncoderDecoder(nnx.Module):
         behind_BS = (places_S[None] >= lengths_B[:, None]).astype(jnp.int32)
         x_BSD = self._embed(source_BS)
         positions = self._positions(places_S[None], self.config.encoder)
-        see = dict(causal=False, segments_BS=behind_BS)
+        see = dict(causal=False, segment_ids_BS=behind_BS)
         for block in self.encoder:
             x_BSD = block(x_BSD, positions, compute=Compute(dtype=x_BSD.dtype), **see)
         return self.memory_norm(x_BSD)

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvjax.layers import sinusoid
 from kvjax.layers.norm import Norm
-from kvjax.layers.weight import Draws, affine, weight
+from kvjax.layers.weight import InitRngs, affine, weight
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute, norm_of, segments_of, through_blocks
+from kvjax.model.transformer import Compute, apply_blocks, make_layer_groups, make_norm
 
 
 class Labeller(nnx.Module):
@@ -44,7 +44,7 @@ class Labeller(nnx.Module):
         self.config, c = config, config.block
         self.input_dropout = input_dropout
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        draws = lambda layer: Draws(jax.random.fold_in(key, layer), **start)
+        draws = lambda layer: InitRngs(jax.random.fold_in(key, layer), **start)
         rngs = draws(c.num_layers)
         sizes = dict(C=features, D=c.d_model, M=c.d_model, V=config.vocab_size, T=c.max_positions)
         self.input = weight("C -> D", rngs, **sizes)
@@ -52,7 +52,7 @@ class Labeller(nnx.Module):
         self.row = weight("D", rngs, init=c.embedding_std, **sizes) if whole else None
         learned = c.positions == "learned"
         self.positions = weight("T D", rngs, init=c.embedding_std, **sizes) if learned else None
-        self.final_norm = None if c.norm_after else norm_of(c, rngs)
+        self.final_norm = None if c.norm_after else make_norm(c, rngs)
         self.hidden = weight("D -> M", rngs, **sizes) if hidden else None
         if hidden:
             self.hidden_bias = weight("M", rngs, init="zeros", **sizes)
@@ -60,7 +60,7 @@ class Labeller(nnx.Module):
             self.hidden_norm = Norm(c.d_model, kind="layer", **affine_norm, rngs=rngs)
         self.output = weight("D -> V", rngs, init="output", **sizes)
         self.output_bias = weight("V", rngs, init="zeros", **sizes)
-        self.segments = segments_of(config, draws)
+        self.segments = make_layer_groups(config, draws)
 
     def __call__(
         self,
@@ -91,7 +91,7 @@ class Labeller(nnx.Module):
         elif self.config.block.positions == "sinusoidal":
             x_BTD = x_BTD + sinusoid.encoding(places_1T, x_BTD.shape[-1])
         how = dict(compute=compute, dropout=key, temperature=temperature)
-        x_BTD = through_blocks(self.config, self.segments, x_BTD, places_1T, **how)
+        x_BTD = apply_blocks(self.config, self.segments, x_BTD, places_1T, **how)
         if self.row is not None:
             x_BTD = x_BTD[:, :1]
         if self.final_norm is not None:

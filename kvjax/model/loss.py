@@ -26,14 +26,14 @@ def token_losses(
     """Nats of every target, [B, T], in float32 or wider; logits are made in slices of T.
 
     Args:
-      row: positions_BT, segments_BS, see `Transformer`.
+      row: positions_BT, segment_ids_BS, see `Transformer`.
     """
     x_BTD = model(tokens_BT, compute=compute, **row)
     softcap = model.config.block.logit_softcap
-    return losses_behind(model.head_weight(compute), x_BTD, targets_BT, softcap, compute)
+    return losses_from_hidden(model.head_weight(compute), x_BTD, targets_BT, softcap, compute)
 
 
-def losses_behind(
+def losses_from_hidden(
     head_DV: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, softcap: float, compute: Compute
 ) -> jax.Array:
     """`token_losses` of final activations and a head."""
@@ -64,7 +64,7 @@ def mean_loss(
     Args:
       weights_BT: what each target counts; None: 1.
       scale: on the sum; None: 1 / B·T, which makes it the mean.
-      row: positions_BT, segments_BS, dropout, see `Transformer`.
+      row: positions_BT, segment_ids_BS, dropout, see `Transformer`.
     """
     x_BTD = model(tokens_BT, compute=compute, **row)
     head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
@@ -85,7 +85,7 @@ def _reciprocal(count: int) -> jax.Array | float:
     return jax.lax.optimization_barrier(jnp.asarray(1.0 / count, jnp.result_type(float)))
 
 
-def mean_taught_loss(
+def distillation_loss(
     model: Transformer,
     tokens_BT: jax.Array,
     targets_BT: jax.Array,
@@ -102,7 +102,7 @@ def mean_taught_loss(
 
     Args:
       teacher: of the same vocabulary; it learns nothing, and drops nothing.
-      dropout, row: positions_BT, segments_BS, see `Transformer`.
+      dropout, row: positions_BT, segment_ids_BS, see `Transformer`.
     """
     x_BTD = model(tokens_BT, compute=compute, dropout=dropout, **row)
     y_BTD = teacher(tokens_BT, compute=compute, **row)

@@ -15,10 +15,10 @@ from kvjax.attention.linear import LinearAttention, LinearConfig, State
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import sinusoid
-from kvjax.layers.weight import Draws, weight
+from kvjax.layers.weight import InitRngs, weight
 from kvjax.model.config import BlockConfig
 from kvjax.model.mlp import MLP
-from kvjax.model.transformer import logits, norm_of
+from kvjax.model.transformer import logits, make_norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class RecurrentBlock(nnx.Module):
 
     def __init__(self, config: RecurrentConfig, *, rngs: nnx.Rngs):
         c = config.block
-        self.attention_norm, self.mlp_norm = norm_of(c, rngs), norm_of(c, rngs)
+        self.attention_norm, self.mlp_norm = make_norm(c, rngs), make_norm(c, rngs)
         self.mlp = MLP(c.d_model, c.mlp_dim, activation=c.activation, bias=c.bias, rngs=rngs)
         self.attention = LinearAttention(config.attention, c.d_model, rngs=rngs)
 
@@ -61,13 +61,13 @@ class RecurrentTransformer(nnx.Module):
     def __init__(self, config: RecurrentConfig, key: jax.Array):
         self.config, c = config, config.block
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        draws = lambda layer: Draws(jax.random.fold_in(key, layer), **start)
+        draws = lambda layer: InitRngs(jax.random.fold_in(key, layer), **start)
         rngs = draws(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model)
         self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
         self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
-        self.embedding_norm = norm_of(c, rngs) if c.embedding_norm else None
-        self.final_norm = norm_of(c, rngs)
+        self.embedding_norm = make_norm(c, rngs) if c.embedding_norm else None
+        self.final_norm = make_norm(c, rngs)
         blocks = [RecurrentBlock(config, rngs=draws(layer)) for layer in range(c.num_layers)]
         self.blocks = nnx.List(blocks)
 

@@ -23,7 +23,7 @@ from kvjax.distributed import sharding
 from kvjax.kernels.softmax_attention.api import RESIDUALS
 from kvjax.layers import rope, sinusoid
 from kvjax.layers.norm import Norm
-from kvjax.layers.weight import Draws, axes_of, linear, weight
+from kvjax.layers.weight import InitRngs, axes_of, linear, weight
 from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.mlp import MLP
 
@@ -54,16 +54,16 @@ class Compute:
     # gathered for its use. Left to itself, the compiler splits activations as the embedding is.
     mesh: jax.sharding.Mesh | None = None
 
-    def use(self, weight: jax.Array, axes: str) -> jax.Array:
+    def cast_and_gather(self, weight: jax.Array, axes: str) -> jax.Array:
         """A weight as it enters a product: in the compute dtype, whole along `fsdp`."""
         return sharding.gather(weight.astype(self.dtype), axes, self.mesh)
 
-    def place(self, x_BTD: jax.Array) -> jax.Array:
+    def shard_activations(self, x_BTD: jax.Array) -> jax.Array:
         """Activations, split over the batch and `sequence`."""
         return sharding.constrain(x_BTD, self.mesh, sharding.BATCH, "sequence")
 
     @property
-    def sequence(self) -> int:
+    def sequence_shards(self) -> int:
         """How many ways the tokens of a row are split."""
         return 1 if self.mesh is None else self.mesh.shape["sequence"]
 
@@ -75,8 +75,8 @@ class Block(nnx.Module):
         c = config
         self.norm_after, self.dropout = c.norm_after, c.dropout
         mlp = dict(activation=c.activation, bias=c.bias)
-        self.attention_norm = norm_of(c, rngs)
-        self.mlp_norm = norm_of(c, rngs)
+        self.attention_norm = make_norm(c, rngs)
+        self.mlp_norm = make_norm(c, rngs)
         self.mlp = MLP(c.d_model, c.mlp_dim, **mlp, rngs=rngs)
         self.attention = Attention(mechanism, c.d_model, rngs=rngs)
 
@@ -132,53 +132,55 @@ class Block(nnx.Module):
         return self._with_mlp(self._added(self.attention_norm, x_BTD, y_BTD)), layer
 
 
-def segments_of(config: TransformerConfig, draws: Callable[[jax.Array], Draws]) -> nnx.List:
+def make_layer_groups(
+    config: TransformerConfig, draws: Callable[[jax.Array], InitRngs]
+) -> nnx.List:
     """Stacks of blocks, of layers of one mechanism each.
 
     Args:
       draws: of a layer's index, what its weights are drawn from.
     """
     segments, first = nnx.List([]), 0
-    for mechanism, length in config.segments:
+    for mechanism, length in config.layer_groups:
         block = lambda layer, mechanism=mechanism: Block(config.block, mechanism, rngs=draws(layer))
         segments.append(jax.vmap(block)(jnp.arange(first, first + length)))
         first += length
     return segments
 
 
-def through_blocks(
+def apply_blocks(
     config: TransformerConfig,
     segments: nnx.List,
     x_BTD: jax.Array,
     positions_BT: jax.Array | np.ndarray,
     *,
     compute: Compute = Compute(),
-    segments_BS: jax.Array | None = None,
+    segment_ids_BS: jax.Array | None = None,
     dropout: jax.Array | None = None,
     temperature: jax.Array | None = None,
 ) -> jax.Array:
     """What the last block makes of what enters the first, [B, T, D]; see `Transformer`.
 
     Args:
-      segments: of `segments_of`.
+      segments: of `make_layer_groups`.
       temperature: what logits of attention are divided by.
     """
     c = config.block
     attend = dict(causal=c.causal, window=c.window, temperature=temperature)
-    attend |= dict(segments_BS=segments_BS)
+    attend |= dict(segment_ids_BS=segment_ids_BS)
     drawn = dropout is not None and c.dropout > 0
     keys_L = jax.random.split(dropout, c.num_layers) if drawn else None
     first = 0
-    for (mechanism, length), segment in zip(config.segments, segments, strict=True):
+    for (mechanism, length), segment in zip(config.layer_groups, segments, strict=True):
         positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
         graph, state = nnx.split(segment)
         weights, axes = nnx.to_pure_dict(state), axes_of(state)
 
         def layer(x_BTD, weights_key, graph=graph, axes=axes, positions=positions):
             weights, key = weights_key
-            block = nnx.merge(graph, jax.tree.map(compute.use, weights, axes))
+            block = nnx.merge(graph, jax.tree.map(compute.cast_and_gather, weights, axes))
             how = dict(compute=compute, dropout=key)
-            return block(compute.place(x_BTD), positions, **attend, **how), None
+            return block(compute.shard_activations(x_BTD), positions, **attend, **how), None
 
         if compute.remat != "none":
             policy = REMAT_POLICIES[compute.remat]
@@ -203,16 +205,16 @@ class Transformer(nnx.Module):
         self.config = config
         c = config.block
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        draws = lambda layer: Draws(jax.random.fold_in(key, layer), **start)
+        draws = lambda layer: InitRngs(jax.random.fold_in(key, layer), **start)
         rngs = draws(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model, T=c.max_positions)
         self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
         learned = c.positions == "learned"
         self.positions = weight("T D", rngs, init=c.embedding_std, **sizes) if learned else None
         self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
-        self.embedding_norm = norm_of(c, rngs) if c.embedding_norm else None
-        self.final_norm = None if c.norm_after else norm_of(c, rngs)
-        self.segments = segments_of(config, draws)
+        self.embedding_norm = make_norm(c, rngs) if c.embedding_norm else None
+        self.final_norm = None if c.norm_after else make_norm(c, rngs)
+        self.segments = make_layer_groups(config, draws)
 
     def __call__(
         self,
@@ -220,31 +222,38 @@ class Transformer(nnx.Module):
         *,
         compute: Compute = Compute(),
         positions_BT: jax.Array | np.ndarray | None = None,
-        segments_BS: jax.Array | None = None,
+        segment_ids_BS: jax.Array | None = None,
         dropout: jax.Array | None = None,
     ) -> jax.Array:
         """Activations after the final norm, [B, T, D], in the compute dtype.
 
         Args:
           positions_BT: where the tokens stand in their row, if not in order.
-          segments_BS: int32, of the row's tokens in order: a token sees those of its own alone.
+          segment_ids_BS: int32, of the row's tokens in order: a token sees those of its own alone.
           dropout: a key, in training; without it nothing is dropped.
         """
         if positions_BT is None:
             positions_BT = np.arange(tokens_BT.shape[1])[None]
         x_BTD = self.embed(tokens_BT, positions_BT, compute)
-        how = dict(compute=compute, segments_BS=segments_BS, dropout=dropout)
-        return self.finished(through_blocks(self.config, self.segments, x_BTD, positions_BT, **how))
+        how = dict(compute=compute, segment_ids_BS=segment_ids_BS, dropout=dropout)
+        return self.apply_final_norm(
+            apply_blocks(self.config, self.segments, x_BTD, positions_BT, **how)
+        )
 
-    def finished(self, x_BTD: jax.Array) -> jax.Array:
+    def apply_final_norm(self, x_BTD: jax.Array) -> jax.Array:
         """What the last block made, as the head takes it: normed, if a block does not end so."""
         return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
 
     def embed(self, tokens_BT, positions_BT, compute: Compute) -> jax.Array:
         """[B, T, D]: what enters the first block."""
-        x_BTD = compute.place(compute.use(self.embedding[...], self.embedding.axes)[tokens_BT])
+        x_BTD = compute.shard_activations(
+            compute.cast_and_gather(self.embedding[...], self.embedding.axes)[tokens_BT]
+        )
         if self.positions is not None:
-            x_BTD = x_BTD + compute.use(self.positions[...], self.positions.axes)[positions_BT]
+            x_BTD = (
+                x_BTD
+                + compute.cast_and_gather(self.positions[...], self.positions.axes)[positions_BT]
+            )
         if self.config.block.positions == "sinusoidal":
             x_BTD = x_BTD + sinusoid.encoding(positions_BT, x_BTD.shape[-1]).astype(x_BTD.dtype)
         return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
@@ -252,8 +261,8 @@ class Transformer(nnx.Module):
     def head_weight(self, compute: Compute) -> jax.Array:
         """[D, V], as it enters a product: the head, or the embedding if they are tied."""
         if self.head is None:
-            return compute.use(self.embedding[...], self.embedding.axes).T
-        return compute.use(self.head[...], self.head.axes)
+            return compute.cast_and_gather(self.embedding[...], self.embedding.axes).T
+        return compute.cast_and_gather(self.head[...], self.head.axes)
 
     def logits(self, x_BTD: jax.Array, *, compute: Compute | None = None) -> jax.Array:
         """[B, T, V] logits of final activations, in float32 or wider."""
@@ -262,7 +271,7 @@ class Transformer(nnx.Module):
         if self.head is not None:
             return logits(x_BTD, self.head_weight(compute), softcap)
         # As it lies: XLA on CPU would transpose the embedding, 113 MB of SmolLM2, for each token.
-        w_VD = compute.use(self.embedding[...], self.embedding.axes)
+        w_VD = compute.cast_and_gather(self.embedding[...], self.embedding.axes)
         over_D = (((2,), (1,)), ((), ()))
         dtype = _logits_dtype(x_BTD, w_VD)
         return _capped(
@@ -270,7 +279,7 @@ class Transformer(nnx.Module):
         )
 
 
-def used_as(params: dict, dtype: jnp.dtype) -> dict:
+def compute_dtypes(params: dict, dtype: jnp.dtype) -> dict:
     """Per weight of a Transformer's pure dict, its dtype in a model that computes in `dtype`.
 
     That dtype, but for the norms outside the blocks: those apply their weights as they are stored.
@@ -296,7 +305,7 @@ def _capped(z_BTV: jax.Array, softcap: float) -> jax.Array:
     return softcap * jnp.tanh(z_BTV / softcap) if softcap else z_BTV
 
 
-def norm_of(config: BlockConfig, rngs: nnx.Rngs) -> Norm:
+def make_norm(config: BlockConfig, rngs: nnx.Rngs) -> Norm:
     """A norm of [.., D] as the blocks have them."""
     c = config
     affine = dict(gain=c.norm_gain, bias=c.norm_bias)

@@ -21,11 +21,11 @@ from kvjax.recipes.mechanisms import (
     mla_paper,
     mlra,
     mqa,
-    plain,
     projection_sharing,
     shared_kv,
     thin_keys,
     tpa,
+    without_qk_norm,
 )
 from kvjax.recipes.optimizers import PRESETS, adamw, nanochat, paper_text, tuning
 from kvjax.recipes.pretraining import pretrain
@@ -57,7 +57,6 @@ __all__ = [
     "mqa",
     "nanochat",
     "paper_text",
-    "plain",
     "pretrain",
     "projection_sharing",
     "recover",
@@ -65,4 +64,5 @@ __all__ = [
     "thin_keys",
     "tpa",
     "tuning",
+    "without_qk_norm",
 ]

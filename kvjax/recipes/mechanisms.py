@@ -104,7 +104,7 @@ def factored(
     return dict(kind="factored", layer_ranks=()) | keys(config)
 
 
-def plain(attention: dict, *, bias: bool = False) -> dict:
+def without_qk_norm(attention: dict, *, bias: bool = False) -> dict:
     """A mechanism without QK-norm, as others' models have it, and with biases if they do."""
     return attention | dict(qk_norm="none", bias=bias)
 

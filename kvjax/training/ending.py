@@ -15,7 +15,7 @@ from kvjax.decoding.text import generate
 from kvjax.foundation import progress, runtime
 from kvjax.foundation.errors import first_line, warn
 from kvjax.foundation.files import write_atomically
-from kvjax.model.transformer import used_as
+from kvjax.model.transformer import compute_dtypes
 from kvjax.training.preflight import Prepared
 from kvjax.workdir import metrics as metrics_lib
 from kvjax.workdir.checkpoint import CHECKPOINTS, read_parameters
@@ -76,7 +76,7 @@ def _sample(given: Prepared, graph: nnx.GraphDef, params: dict) -> str:
     if distributed.count() > 1:  # no process has all of them
         one = jax.sharding.SingleDeviceSharding(given.mesh.local_devices[0])
         place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=one)
-        asked = jax.tree.map(place, params, used_as(params, given.compute.dtype))
+        asked = jax.tree.map(place, params, compute_dtypes(params, given.compute.dtype))
         params = read_parameters(given.workdir / CHECKPOINTS, e.train.num_steps, asked)
     generator = Generator(nnx.merge(graph, params), given.compute)
     options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)

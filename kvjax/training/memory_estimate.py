@@ -18,7 +18,7 @@ from kvjax.layers.weight import Axes
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
-from kvjax.optim import OptimizerConfig, parameter_labels, tuned
+from kvjax.optim import OptimizerConfig, parameter_labels, trainable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ def state(
         math.ceil(math.prod(x.shape) * _padding(x.shape, Axes.parse(text), shards, lanes))
         for x, text in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)
     ]
-    learned = laid_out(tuned(optimizer, shapes), tuned(optimizer, axes))
-    labels = jax.tree.leaves(parameter_labels(tuned(optimizer, axes)))
+    learned = laid_out(trainable(optimizer, shapes), trainable(optimizer, axes))
+    labels = jax.tree.leaves(parameter_labels(trainable(optimizer, axes)))
     one = "matrix" if optimizer.matrices == "muon" else None  # Muon keeps one, Adam two
     moments = sum(
         size * (1 if label == one else 2) for size, label in zip(learned, labels, strict=True)
@@ -208,5 +208,5 @@ def products(config: TransformerConfig) -> Products:
         made = math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
         elements += made
         from_latents += made if stored.reduction == ("C",) else 0
-    elements += sum(m.products_of_heads for m in config.mechanisms)
+    elements += sum(m.extra_activations for m in config.mechanisms)
     return Products(kept=elements, expansions=expansions, from_latents=from_latents)

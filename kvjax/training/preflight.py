@@ -25,7 +25,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
-from kvjax.optim import tuned
+from kvjax.optim import trainable
 from kvjax.training import conversations, memory_estimate
 from kvjax.workdir import checkpoint, identity, lineage, origin, storage, trained
 
@@ -209,7 +209,7 @@ def check_models(
     """
     c, model = experiment.train, experiment.model
     shapes, axes = parameters.abstract(model)
-    tuned(experiment.optimizer, axes)
+    trainable(experiment.optimizer, axes)
     parent = c.parent and not begun and trained.named("config.train.parent", c.parent)
     if parent:
         before = conversations.before_growth(experiment, parent)
@@ -322,7 +322,7 @@ def check_memory(
         sequence_length=experiment.data.sequence_length,
         **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},
         parts=c.grad_accumulation,
-        attention_kernel=experiment.attention_kernel(mesh.devices.flat[0].platform),
+        attention_kernel=experiment.uses_attention_kernel(mesh.devices.flat[0].platform),
         lanes=memory_estimate.lanes_of(mesh.devices.flat[0].platform),
     )
     device, there = mesh.devices.flat[0], runtime.memory_per_device()

@@ -16,9 +16,9 @@ from kvjax.experiment import Experiment, TrainConfig
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
-from kvjax.model.loss import mean_loss, mean_taught_loss, token_losses
-from kvjax.model.transformer import Compute, Transformer, used_as
-from kvjax.optim import make_optimizer, tuned, with_tuned
+from kvjax.model.loss import distillation_loss, mean_loss, token_losses
+from kvjax.model.transformer import Compute, Transformer, compute_dtypes
+from kvjax.optim import make_optimizer, merge_trainable, trainable
 
 MEAN_WEIGHT = 0.02  # of a step in the mean of recent losses: about 50 of them count
 
@@ -59,7 +59,7 @@ class Program:
         if mesh.size > 1:
             compute = dataclasses.replace(compute, mesh=mesh)
         shapes, axes = parameters.abstract(model)
-        learning = functools.partial(tuned, experiment.optimizer)
+        learning = functools.partial(trainable, experiment.optimizer)
         split = mesh.size > 1
         optimizer = make_optimizer(
             experiment.optimizer,
@@ -97,7 +97,7 @@ class Program:
         if teacher is not None:
             whole = parameters.abstract(teacher)
             places = sharding.parameter_shardings(mesh, *whole)
-            dtypes = used_as(whole.shapes, compute.dtype)
+            dtypes = compute_dtypes(whole.shapes, compute.dtype)
             place = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)
             self.abstract_teacher = jax.tree.map(place, whole.shapes, dtypes, places)
             of_teacher = dict(teacher_graph=parameters.graph(teacher))
@@ -183,17 +183,17 @@ def train_step(
             weights = next_tokens(counts, compute)[1].astype(jnp.float32)
             weighted = dict(weights_BT=weights) | whole
         tokens, targets, positions = next_tokens(rows, compute)
-        model = nnx.merge(graph, with_tuned(state["params"], learned))
+        model = nnx.merge(graph, merge_trainable(state["params"], learned))
         options = dict(compute=compute, positions_BT=positions)
-        options |= dict(segments_BS=segments(rows, begins), dropout=dropout)
+        options |= dict(segment_ids_BS=segments(rows, begins), dropout=dropout)
         if teacher is None:
             return mean_loss(model, tokens, targets, **weighted, **options)
         taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=policy.teacher_share)
-        return mean_taught_loss(model, tokens, targets, **taught, **options)
+        return distillation_loss(model, tokens, targets, **taught, **options)
 
     value, grads = _mean_over_parts(jax.value_and_grad(loss), learned, rows, dropout, parts)
     updates, opt_state = optimizer.update(grads, state["optimizer"], learned)
-    params = with_tuned(state["params"], optax.apply_updates(learned, updates))
+    params = merge_trainable(state["params"], optax.apply_updates(learned, updates))
     new = dict(
         params=params,
         optimizer=opt_state,
@@ -282,7 +282,7 @@ def eval_step(
         rows, counts = marked(rows)
         counts = next_tokens(counts, compute)[1]
     tokens, targets, positions = next_tokens(rows, compute)
-    options = dict(compute=compute, positions_BT=positions, segments_BS=segments(rows, begins))
+    options = dict(compute=compute, positions_BT=positions, segment_ids_BS=segments(rows, begins))
     nats = token_losses(nnx.merge(graph, params), tokens, targets, **options)
     num_bytes = token_bytes[targets]
 
@@ -317,8 +317,11 @@ def next_tokens(rows: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array
     much causal attention to do as any other.
     """
     T = rows.shape[1] - 1
-    if compute.sequence == 1:
+    if compute.sequence_shards == 1:
         return rows[:, :-1], rows[:, 1:], np.arange(T)[None]
-    order_T = zigzag(T, compute.sequence)
-    tokens, targets = compute.place(rows[:, order_T]), compute.place(rows[:, order_T + 1])
+    order_T = zigzag(T, compute.sequence_shards)
+    tokens, targets = (
+        compute.shard_activations(rows[:, order_T]),
+        compute.shard_activations(rows[:, order_T + 1]),
+    )
     return tokens, targets, order_T[None]

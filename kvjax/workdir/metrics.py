@@ -191,7 +191,7 @@ class Clock:
             step_seconds_p90=float(np.percentile(seconds, 90)),
             step_seconds_max=max(seconds),
         )
-        if device := datasheets.of(self._local_devices[0]):
+        if device := datasheets.for_device(self._local_devices[0]):
             flops = self._tokens_per_step * self._flops_per_token / float(np.mean(seconds))
             record["mfu"] = flops / (self._num_devices * device.bf16_flops)
         peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in self._local_devices]

@@ -18,7 +18,7 @@ from kvjax.foundation import json_text, runtime
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError, warn
 from kvjax.model import parameters
-from kvjax.model.transformer import Compute, Transformer, used_as
+from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 from kvjax.workdir import checkpoint, origin, storage
 
 
@@ -69,7 +69,7 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     params = checkpoint.read_parameters(
         found.checkpoints,
         found.step,
-        jax.tree.map(place, abstract, used_as(abstract, compute.dtype)),
+        jax.tree.map(place, abstract, compute_dtypes(abstract, compute.dtype)),
     )
     model = nnx.merge(parameters.graph(config), params)
     return Loaded(model, compute, found.tokenizer, found.context, found.step)

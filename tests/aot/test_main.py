@@ -185,7 +185,7 @@ def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
             hbm=bound.hbm,
             interconnect=2.3375e9 / 200e9,
             mfu=bound.mfu,
-            causal_mfu=bound.mfu * formulas.causal_part(e.model, 2048),
+            causal_mfu=bound.mfu * formulas.causal_share(e.model, 2048),
             tokens_per_second=bound.tokens_per_second,
             days=50_000 * bound.seconds / 86_400,
             exaflops=bound.exaflops,

@@ -331,7 +331,7 @@ def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
 
     monkeypatch.setattr(attention, "constrain", constrain)
     order_T = np.array([4, 1, 0, 6, 3, 5, 2, 7])
-    segments_BS = jnp.asarray([[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 2, 2]])
+    segment_ids_BS = jnp.asarray([[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 2, 2]])
     x = np.random.default_rng(2).standard_normal((B, len(order_T), D))
     batch = ("data", "fsdp")
 
@@ -346,7 +346,7 @@ def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
     ):
         config, module, _ = build(name)
         of = lambda order, config=config: _positions(config, index=order[None].astype(np.int32))
-        how = dict(causal=True, segments_BS=segments_BS)
+        how = dict(causal=True, segment_ids_BS=segment_ids_BS)
         split = lambda x, m=module, of=of, how=how: m(x, of(order_T), mesh=MESH, **how)
         with monkeypatch.context() as patch:
             patch.setattr(attention, "softmax_attention", attend)

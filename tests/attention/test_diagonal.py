@@ -74,8 +74,8 @@ def test_a_row_is_one_text(build):
     _, module, _ = build(normalised=True)
     positions = rope.positions(np.arange(T)[None], 4, None)
     segments = jnp.zeros((B, T), jnp.int32)
-    with pytest.raises(ValueError, match="segments_BS: this attention takes a row as one text"):
-        module(jnp.zeros((B, T, D)), positions, causal=False, segments_BS=segments)
+    with pytest.raises(ValueError, match="segment_ids_BS: this attention takes a row as one text"):
+        module(jnp.zeros((B, T, D)), positions, causal=False, segment_ids_BS=segments)
 
 
 @pytest.mark.parametrize("name", quick.only(["lrkv"], ["lrkv", "mla", "qk_tied_plus", "tpa"]))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.attention import Attention
-from kvjax.attention.nearest import nearest
+from kvjax.attention.pca_init import pca_factors
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
@@ -87,7 +87,7 @@ def test_nearest_to_whole_heads(x64, J):
     left = np.moveaxis((of_group - of_group.mean(2, keepdims=True)).reshape(24, 4, 8), 1, 0)
     lost = np.linalg.svd(left, compute_uv=False)  # [heads, components]
     for R in (1, 3, 8):
-        base, latent, expand = jax.jit(nearest, static_argnums=(1, 2))(whole, J, R)
+        base, latent, expand = jax.jit(pca_factors, static_argnums=(1, 2))(whole, J, R)
         assert base.shape == (24, J, 8) and latent.shape == (24, 4, R) and expand.shape == (4, R, 8)
         made = np.repeat(base, 4 // J, axis=1) + np.einsum("dkr,krh->dkh", latent, expand)
         np.testing.assert_allclose(np.sum((whole - made) ** 2), np.sum(lost[:, R:] ** 2), atol=1e-9)

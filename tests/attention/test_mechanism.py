@@ -236,7 +236,7 @@ def test_what_a_config_says_that_costs_are_made_of(make_mechanism):
         c = make_mechanism(name)
         heads = c.query_heads, c.key_heads, c.query_dim, c.rope_dim, round(c.scale**-2, 9)
         decoding = c.absorbed, tuple(c.decode_flops(None))
-        found[name] = (*heads, *decoding, c.product_flops, c.products_of_heads)
+        found[name] = (*heads, *decoding, c.extra_flops, c.extra_activations)
         assert c.needs_angles == (c.title[0] == "(") and not c.needs_whole_rows
         assert not c.output_bias
         assert make_mechanism(name, bias=True).output_bias == (name != "lrkv_latent_bias")

@@ -18,6 +18,6 @@ def test_every_token_has_one_slot(chips, size):
         assert [int(p[0]) for p in positions] == [size * c for c in range(chips)]
         assert all(p[size] == p[0] + size * chips for p in positions)
     for tokens in range(3 * size * chips + 1):
-        counts = [int(h.held(jnp.asarray(tokens))) for h in held]
+        counts = [int(h.num_held(jnp.asarray(tokens))) for h in held]
         assert counts == [int(np.sum(p < tokens)) for p in positions]
         assert max(counts) - min(counts) <= size  # no chip waits for another by more

@@ -223,7 +223,7 @@ def test_training_flops_of_mha_by_formula():
         expected = 6 * matrices + L * 12 * D * T
         assert formulas.training_flops_per_token(_config("mha", scale), T) == expected
         half = 6 * matrices + L * 6 * D * T
-        assert formulas.causal_part(_config("mha", scale), T) == pytest.approx(half / expected)
+        assert formulas.causal_share(_config("mha", scale), T) == pytest.approx(half / expected)
 
 
 TRAINED = (*MECHANISMS, "thin_keys", "kv_tied", "qk_tied_plus", "lrkv_shared_rope")

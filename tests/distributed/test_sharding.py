@@ -215,8 +215,8 @@ def test_muon_gathers_results_where_weights_are_copied(compiled, mesh_name):
 
 
 def test_layers_are_dealt_whole(x64):
-    """`by_layers` applies a function of whole matrices, each on one device."""
-    from kvjax.optim import by_layers
+    """`distribute_layers` applies a function of whole matrices, each on one device."""
+    from kvjax.optim import distribute_layers
 
     seen = []
 
@@ -227,7 +227,7 @@ def test_layers_are_dealt_whole(x64):
     w = np.random.default_rng(0).normal(size=(5, 16, 8))
     for name in ("fsdp8", "data2_fsdp4", "fsdp4_tensor2", "data2_sequence2_tensor2"):
         where = jax.NamedSharding(small_step.mesh(name), P(None, "fsdp", "tensor"))
-        got = jax.jit(by_layers(function, where))(jax.device_put(w, where))
+        got = jax.jit(distribute_layers(function, where))(jax.device_put(w, where))
         assert got.sharding.is_equivalent_to(where, 3)
         np.testing.assert_allclose(got, function(w), rtol=1e-12)
         assert seen[-2:] == [(1, 16, 8), (5, 16, 8)]

@@ -52,6 +52,6 @@ def test_a_device_that_is_there():
         ("h200", "other", None),
     ]
     for kind, platform, name in kinds:
-        device = datasheets.of(types.SimpleNamespace(device_kind=kind, platform=platform))
+        device = datasheets.for_device(types.SimpleNamespace(device_kind=kind, platform=platform))
         assert device == (datasheets.get(name) if name else None), kind
-    assert datasheets.of(jax.devices("cpu")[0]) is None
+    assert datasheets.for_device(jax.devices("cpu")[0]) is None

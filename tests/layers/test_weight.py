@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.layers.weight import Axes, Draws, linear, weight
+from kvjax.layers.weight import Axes, InitRngs, linear, weight
 
 SIZES = dict(D=96, N=4, K=3, H=16, R=5, M=400, V=50)
 
@@ -91,14 +91,14 @@ def test_other_inits():
 def test_draws_say_how_matrices_and_outputs_start():
     """A vector, or a start of its own, is as it was."""
     std = lambda *args, **options: float(np.std(np.asarray(weight(*args, **options, **SIZES)[...])))
-    narrow = Draws(jax.random.key(0), matrix_std=0.02)
+    narrow = InitRngs(jax.random.key(0), matrix_std=0.02)
     for axes in ("D -> M", "M -> D"):
         assert std(axes, narrow) == pytest.approx(0.02, rel=0.05)
         assert std(axes, narrow, init="output") == 0
         assert std(axes, dataclasses.replace(narrow, zero_outputs=False), init="output") > 0.019
     assert std("M D", narrow, init="normal") == pytest.approx(1, rel=0.05)
     assert std("D -> M", narrow, init=0.5) == pytest.approx(0.5, rel=0.05)
-    both = Draws(jax.random.key(3)), nnx.Rngs(3)
+    both = InitRngs(jax.random.key(3)), nnx.Rngs(3)
     for axes in ("D -> M", "M -> D"):  # key after key
         own, usual = (weight(axes, rngs, **SIZES)[...] for rngs in both)
         np.testing.assert_array_equal(own, usual)
@@ -109,7 +109,7 @@ def test_to_the_bit_as_ever():
     program with the normal numbers, as in training."""
 
     def own(key):
-        return weight("M D", Draws(key), init=0.02, **SIZES)[...]
+        return weight("M D", InitRngs(key), init=0.02, **SIZES)[...]
 
     def expected(key):
         return 0.02 * jax.random.normal(nnx.Rngs(key).params(), (SIZES["M"], SIZES["D"]))

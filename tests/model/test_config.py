@@ -160,8 +160,12 @@ def test_segments_are_runs_of_equal_mechanisms(make_mechanism):
     a, b = make_mechanism("lrkv"), make_mechanism("lrkv", rank=5)
     equal = dataclasses.replace(a)
     config = dataclasses.replace(_config(a), mechanisms=(a, equal, b))
-    assert config.segments == ((a, 2), (b, 1))
-    assert dataclasses.replace(config, mechanisms=(a, b, a)).segments == ((a, 1), (b, 1), (a, 1))
+    assert config.layer_groups == ((a, 2), (b, 1))
+    assert dataclasses.replace(config, mechanisms=(a, b, a)).layer_groups == (
+        (a, 1),
+        (b, 1),
+        (a, 1),
+    )
 
 
 def test_length(make_mechanism):

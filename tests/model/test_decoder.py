@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.model import decoder
 from kvjax.model.config import BlockConfig, TransformerConfig
-from kvjax.model.transformer import Compute, Transformer, used_as
+from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 from tests import quick
 from tests.compiled import compiled
 
@@ -198,7 +198,7 @@ def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
     of_both = (compiled(of.final_norm, x_BTD) for of in (part, model))
     np.testing.assert_array_equal(*of_both)
     weights = {name: nnx.to_pure_dict(nnx.state(m)) for name, m in (("own", part), ("of", model))}
-    used = used_as(weights["of"], compute.dtype)
+    used = compute_dtypes(weights["of"], compute.dtype)
     for name in ("embedding", "head", "embedding_norm", "final_norm"):
         assert jax.tree.map(lambda w: w.dtype, weights["own"][name]) == used[name]
     assert used["final_norm"] == dict(gain=jnp.float32, bias=jnp.float32)

@@ -17,7 +17,7 @@ from kvjax.layers import rope
 from kvjax.model import loss as loss_lib, parameters
 from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.loss import mean_loss, token_losses
-from kvjax.model.transformer import REMAT_POLICIES, Compute, Transformer, through_blocks
+from kvjax.model.transformer import REMAT_POLICIES, Compute, Transformer, apply_blocks
 from tests import quick, reference
 from tests.mechanisms import FAMILIES
 
@@ -223,8 +223,8 @@ def test_remat_policies_differ(make_mechanism, family):
 def test_layers_do_not_depend_on_their_grouping(make_mechanism):
     a, b = make_mechanism("lrkv"), make_mechanism("lrkv", rank=6)
     together, apart = _config((a, a, a, a), 4), _config((a, b, a, a), 4)
-    assert [n for _, n in together.segments] == [4]
-    assert [n for _, n in apart.segments] == [1, 1, 2]
+    assert [n for _, n in together.layer_groups] == [4]
+    assert [n for _, n in apart.layer_groups] == [1, 1, 2]
     whole, parts = _initial(together), _initial(apart)
     layer = lambda segment, i: jax.tree.map(lambda x: np.asarray(x)[i], segment)
     same = lambda x, y: jax.tree.map(np.testing.assert_array_equal, x, y)
@@ -276,7 +276,7 @@ def test_dropout(make_mechanism, randomise):
     without = nnx.merge(parameters.graph(plain), jax.tree.map(jnp.asarray, weights))
 
     def program(model, key):
-        run = lambda x_BTD: through_blocks(
+        run = lambda x_BTD: apply_blocks(
             model.config, model.segments, x_BTD, np.arange(T)[None], dropout=key
         )
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(np.ones((B, T, D), np.float32))))
@@ -419,7 +419,7 @@ def test_the_loss_of_several_devices_is_its_formula(x64):
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
     jax.tree.map(close, found, expected)
     compute = Compute(dtype=F64, mesh=mesh, loss_chunks=3)
-    each = lambda head, x: loss_lib.losses_behind(head, x, targets, cap, compute)
+    each = lambda head, x: loss_lib.losses_from_hidden(head, x, targets, cap, compute)
     close(jax.jit(each)(head, x), nats(head, x))
 
 

@@ -87,10 +87,10 @@ def test_mechanisms():
             recipes.projection_sharing(6, tie="qk", kv_heads=3, channels=8, dim=10),
             grouped(3, 3, tie="qk", position_channels=8, key_dim=10, value_dim=10),
         ),
-        ("grouped", recipes.plain(recipes.mqa(6)), grouped(1, 1, qk_norm="none")),
+        ("grouped", recipes.without_qk_norm(recipes.mqa(6)), grouped(1, 1, qk_norm="none")),
         (
             "grouped",
-            recipes.plain(recipes.mqa(6), bias=True),
+            recipes.without_qk_norm(recipes.mqa(6), bias=True),
             grouped(1, 1, qk_norm="none", bias=True),
         ),
         ("mla", recipes.mla(6, latent=9), latent | dims),
@@ -183,7 +183,7 @@ def test_what_is_tuned_is_of_attention_alone(make_mechanism):
     cases = dict(qk=of_keys, qkv=of_keys | of_values, attention=of_keys | of_values | {"out"})
     assert recipes.TUNED.keys() == cases.keys()
     for tune, names in cases.items():
-        tuned = optim.tuned(OptimizerConfig(tuned=recipes.TUNED[tune]), shapes)
+        tuned = optim.trainable(OptimizerConfig(tuned=recipes.TUNED[tune]), shapes)
         found = {
             tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)[2:]
             for path, _ in jax.tree_util.tree_leaves_with_path(tuned)

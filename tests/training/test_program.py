@@ -16,7 +16,7 @@ from kvjax.experiment import TrainConfig
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.transformer import Compute
-from kvjax.optim import OptimizerConfig, tuned
+from kvjax.optim import OptimizerConfig, trainable
 from kvjax.training import program
 
 VOCABULARY, BEGINS, RATE = 11, 3, 0.1
@@ -34,9 +34,9 @@ def _nats(seen, wanted, tokens, targets, positions, documents):
     return seen[tokens] ** 2 * wanted[targets] * (1 + positions / 8) * (2 + documents)
 
 
-def token_losses(model, tokens, targets, *, compute, positions_BT, segments_BS):
+def token_losses(model, tokens, targets, *, compute, positions_BT, segment_ids_BS):
     del compute
-    documents = 0 if segments_BS is None else segments_BS
+    documents = 0 if segment_ids_BS is None else segment_ids_BS
     return _nats(model.seen[...], model.wanted[...], tokens, targets, positions_BT, documents)
 
 
@@ -48,7 +48,7 @@ def mean_loss(model, *given, weights_BT=None, scale=None, dropout=None, **option
     return jnp.sum(nats * weights_BT) * scale * kept
 
 
-def mean_taught_loss(model, *given, teacher, share, dropout, **options):
+def distillation_loss(model, *given, teacher, share, dropout, **options):
     del dropout
     own, taught = (jnp.mean(token_losses(m, *given, **options)) for m in (model, teacher))
     return (1 - share) * own + share * own * taught
@@ -65,7 +65,7 @@ def _split(rows, separate):
 @pytest.fixture
 def toy(monkeypatch):
     """Losses that are formulas; the model's graph and pure dict, the teacher's, and rows."""
-    for function in (token_losses, mean_loss, mean_taught_loss):
+    for function in (token_losses, mean_loss, distillation_loss):
         monkeypatch.setattr(program, function.__name__, function)
     made = [nnx.split(_Model(scale)) for scale in (1.0, 0.7)]
     (graph, params), (_, teacher) = [(g, nnx.to_pure_dict(state)) for g, state in made]
@@ -154,7 +154,7 @@ def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
     # Over two devices each has the first and the last quarter, or the two between.
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     rows = np.arange(27).reshape(3, 9) ** 2
-    split = types.SimpleNamespace(sequence=2, place=lambda x: x)
+    split = types.SimpleNamespace(sequence_shards=2, place=lambda x: x)
     tokens, targets, positions = program.next_tokens(rows, split)
     np.testing.assert_array_equal(tokens, rows[:, order])
     np.testing.assert_array_equal(targets, rows[:, 1:][:, order])
@@ -200,7 +200,7 @@ def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanis
         shapes, axes = parameters.abstract(model)
         places = sharding.parameter_shardings(mesh, shapes, axes)
         (given, options) = optimized.pop()
-        learned = functools.partial(tuned, wanted)
+        learned = functools.partial(trainable, wanted)
         assert given == (wanted, learned(axes)) and options.pop("shardings") == (
             learned(places) if devices > 1 else None
         )

@@ -46,7 +46,7 @@ def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomi
     )
     row = jnp.asarray(_row(0))[None]
     forward = jax.jit(
-        lambda tokens, segments: model(tokens, segments_BS=segments, compute=Compute(dtype=F64))
+        lambda tokens, segments: model(tokens, segment_ids_BS=segments, compute=Compute(dtype=F64))
     )
     segments = program.segments(row, BOS)
     assert segments.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3, 3, 3]]

@@ -15,7 +15,7 @@ import pytest
 from kvjax import experiment as experiment_lib, optim
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.loss import mean_taught_loss, token_losses
+from kvjax.model.loss import distillation_loss, token_losses
 from kvjax.model.transformer import Compute, Transformer
 from kvjax.training import loop, memory_estimate, program
 from kvjax.workdir import identity, trained
@@ -146,7 +146,7 @@ def test_the_taught_loss_is_its_formula(x64, make_mechanism):
     def loss(student, share):
         model, other = nnx.merge(graph, student), nnx.merge(graph, teacher)
         options = dict(teacher=other, share=share, compute=compute)
-        return mean_taught_loss(model, tokens, targets, **options)
+        return distillation_loss(model, tokens, targets, **options)
 
     def formula(student, share):
         models = [nnx.merge(graph, params) for params in (student, teacher)]
@@ -261,7 +261,7 @@ def test_gradients_of_what_learns_are_those_of_everything(source):
     optimizer, stepped = optax.sgd(1.0), []
     for names in ((), ("query",)):
         config = dataclasses.replace(experiment.optimizer, tuned=names)
-        learning = lambda tree, c=config: optim.tuned(c, tree)
+        learning = lambda tree, c=config: optim.trainable(c, tree)
         state = dict(params=params, optimizer=optimizer.init(learning(params)))
         state |= dict(step=jnp.zeros((), jnp.int32), key=None)
         options = dict(graph=graph, optimizer=optimizer, compute=Compute(), parts=2)

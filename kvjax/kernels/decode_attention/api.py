@@ -72,7 +72,7 @@ def decode_attention(
     if window and is_kernel(name):
         raise NotImplementedError(f"the {name.upper()} kernels have no window: use 'xla'")
     how = dict(window=window) if window else {}
-    if stripes.chips() > 1:
+    if stripes.num_chips() > 1:
         return sharded.decode_attention(operands, cache, first_B, implementation=name, **how)
     return IMPLEMENTATIONS[name](operands, cache, first_B, **how)
 
@@ -108,7 +108,7 @@ def memory_attention(
                 f"implementation = {name!r}: several queries over a whole memory are for 'xla' and "
                 "'reference'"
             )
-        if stripes.chips() > 1:
+        if stripes.num_chips() > 1:
             raise NotImplementedError("several queries over a memory that is split over chips")
         o_BTNH = IMPLEMENTATIONS[name](operands, cache, last_B, causal=False)
     return jnp.where((lengths_B > 0)[:, None, None, None], o_BTNH, 0)
@@ -126,7 +126,7 @@ def _needs_angles(operands: DecodeInputs) -> bool:
 
 def default(operands: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
     """The implementation that None stands for; XLA does not divide a kernel between devices."""
-    mesh, chips = jax.sharding.get_abstract_mesh(), stripes.chips()
+    mesh, chips = jax.sharding.get_abstract_mesh(), stripes.num_chips()
     name = kernels_of(mesh.abstract_device or jax.devices()[0])
     if name is None or mesh.size > chips:
         return "xla"

@@ -50,7 +50,7 @@ def decode_attention(
         )
 
     def of_chip(operands, cache, first_B):
-        held = stripes.of_this_chip(next(iter(cache.values())).shape[-1])
+        held = stripes.local_stripes(next(iter(cache.values())).shape[-1])
         return merge(*IMPLEMENTATIONS[implementation](operands, cache, first_B, held, **window))
 
     specs = (P(), {name: stripes.spec(array) for name, array in cache.items()}, P())

@@ -77,7 +77,7 @@ def attend_with_lse(
     def on_cpu(operands, cache, first_B):
         if S <= 4 * tile_kv:
             return at_once(operands, cache, first_B)
-        short = 4 * stripes.held(jnp.max(first_B)) < S
+        short = 4 * stripes.num_held(jnp.max(first_B)) < S
         return jax.lax.cond(short, in_tiles, at_once, operands, cache, first_B)
 
     with jax.default_matmul_precision("highest" if is_wide else None):
@@ -171,10 +171,13 @@ class _Problem:
         """Runs `step(i, carry)` over the tiles that any sequence has reached and still sees."""
         if self.S == self.tile_kv:
             return step(0, carry)
-        first, reached = 0, -(-self.stripes.held(jnp.max(self.first_B) + self.T) // self.tile_kv)
+        first, reached = (
+            0,
+            -(-self.stripes.num_held(jnp.max(self.first_B) + self.T) // self.tile_kv),
+        )
         if self.window:
             before = jnp.maximum(jnp.min(self.first_B) + 1 - self.window, 0)
-            first = self.stripes.held(before) // self.tile_kv
+            first = self.stripes.num_held(before) // self.tile_kv
         return jax.lax.fori_loop(
             first, jnp.minimum(reached, -(-self.S // self.tile_kv)), step, carry
         )

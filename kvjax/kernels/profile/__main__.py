@@ -213,7 +213,7 @@ def main(arguments: list[str]) -> int:
     """Prints the tables; the exit status, 1 if --check found an output that is wrong, or none."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory too
     o = _options(arguments)
-    known = datasheets.of(jax.devices()[0])
+    known = datasheets.for_device(jax.devices()[0])
     present = known.name if known else "cpu" if jax.default_backend() == "cpu" else None
     is_static = bool(o.device) and o.device != present
     if is_static and o.device == "cpu":

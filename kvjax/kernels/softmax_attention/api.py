@@ -36,8 +36,8 @@ def softmax_attention(
     query_chunk: int = 0,
     query_positions_T: np.ndarray | None = None,
     key_positions_S: np.ndarray | None = None,
-    segments_BS: jax.Array | None = None,
-    query_segments_BT: jax.Array | None = None,
+    segment_ids_BS: jax.Array | None = None,
+    query_segment_ids_BT: jax.Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> jax.Array:
     """softmax(scale · q k^T) v of the training pass: [B, T, N, Hv], in the queries' dtype.
@@ -58,8 +58,8 @@ def softmax_attention(
         against the keys it can see: half the work where masked logits are computed (CPU).
       query_positions_T, key_positions_S: where tokens stand in the row, on the host; 0, 1, 2.. if
         not given. Splash puts keys and values in order, a copy: in order already, they are faster.
-      segments_BS, query_segments_BT: int32 segments; a query sees keys of its own alone. Queries
-        have the keys' segments if not given.
+      segment_ids_BS, query_segment_ids_BT: int32; a query attends to keys of its own segment.
+        Queries have the keys' segments if not given.
       mesh: of several devices that the (global) arrays lie on: batch over ("data", "fsdp"), T over
         "sequence", heads over "tensor"; keys and values are whole along S. None: one device, or
         inside a `jax.shard_map`. Keys and values of "sequence" times the batch, split over
@@ -78,10 +78,10 @@ def softmax_attention(
     if not fit or k_BSKH.shape[:3] != v_BSKV.shape[:3]:
         shapes = f"{q_BTNH.shape}, {k_BSKH.shape} and {v_BSKV.shape}"
         raise ValueError(f"queries, keys and values {shapes} do not fit [BTNH], [BSKH], [BSKV]")
-    if segments_BS is None and query_segments_BT is not None:
-        raise ValueError("query_segments_BT: the keys' segments_BS are needed too")
-    if segments_BS is not None and query_segments_BT is None:
-        query_segments_BT = segments_BS
+    if segment_ids_BS is None and query_segment_ids_BT is not None:
+        raise ValueError("query_segment_ids_BT: the keys' segment_ids_BS are needed too")
+    if segment_ids_BS is not None and query_segment_ids_BT is None:
+        query_segment_ids_BT = segment_ids_BS
     if window and not causal:
         raise ValueError(f"window = {window}: is of causal attention")
     options = Options(
@@ -91,8 +91,8 @@ def softmax_attention(
         query_chunk=query_chunk,
         query_positions_T=_positions(query_positions_T, T),
         key_positions_S=_positions(key_positions_S, S),
-        query_segments_BT=query_segments_BT,
-        segments_BS=segments_BS,
+        query_segment_ids_BT=query_segment_ids_BT,
+        segment_ids_BS=segment_ids_BS,
         mesh=mesh,
     )
     arrays = (q_BTNH, k_BSKH, v_BSKV)

@@ -31,7 +31,7 @@ def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
     if options.query_positions_T is not None or options.key_positions_S is not None:
         refuse("tokens must be in order, and positions (zig-zag) say that they are not")
     check_division("cudnn", q_BTNH, k_BSKH, options.mesh)
-    if options.segments_BS is not None:
+    if options.segment_ids_BS is not None:
         refuse("segments are not taken")
     if options.window:
         refuse(f"a window of {options.window} tokens is not taken")

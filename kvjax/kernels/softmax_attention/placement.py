@@ -33,8 +33,8 @@ class Options:
     query_chunk: int
     query_positions_T: np.ndarray | None  # None: 0..T-1
     key_positions_S: np.ndarray | None
-    query_segments_BT: jax.Array | None
-    segments_BS: jax.Array | None
+    query_segment_ids_BT: jax.Array | None
+    segment_ids_BS: jax.Array | None
     mesh: jax.sharding.Mesh | None
 
 
@@ -126,7 +126,7 @@ def on_every_device(
     Args:
       given, specs: what else `attend` takes, first, and how that lies on the mesh.
     """
-    mesh, segments = options.mesh, (options.query_segments_BT, options.segments_BS)
+    mesh, segments = options.mesh, (options.query_segment_ids_BT, options.segment_ids_BS)
     if mesh is None or mesh.size == 1:
         return attend(*given, q_BTNH, k_BSKH, v_BSKV, *segments)
     tensor, K = ways(mesh, "tensor"), k_BSKH.shape[2]

@@ -76,15 +76,17 @@ def splash_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )
-    ordered = options.key_positions_S if options.causal or options.segments_BS is not None else None
+    ordered = (
+        options.key_positions_S if options.causal or options.segment_ids_BS is not None else None
+    )
 
-    def attend(kernel, q_BTNH, k_BSKH, v_BSKV, query_segments_BT, segments_BS):
+    def attend(kernel, q_BTNH, k_BSKH, v_BSKV, query_segment_ids_BT, segment_ids_BS):
         q_BTNH = (q_BTNH.astype(jnp.float32) * options.scale).astype(q_BTNH.dtype)
         q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH, *map(in_order, (k_BSKH, v_BSKV))))
-        if segments_BS is None:
+        if segment_ids_BS is None:
             o_BNTV = jax.vmap(kernel)(q, k, v)
         else:
-            ids = splash.SegmentIds(query_segments_BT, in_order(segments_BS))
+            ids = splash.SegmentIds(query_segment_ids_BT, in_order(segment_ids_BS))
             o_BNTV = jax.vmap(kernel)(q, k, v, ids)
         return o_BNTV.swapaxes(1, 2)
 

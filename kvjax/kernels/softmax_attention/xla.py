@@ -35,11 +35,11 @@ def _by_copies(q_BTNH, k_CBSKH, v_CBSKV, options: Options, copies: int) -> jax.A
     B, T = q_BTNH.shape[:2]
     t_T, s_S = both_positions(options, T, k_CBSKH.shape[1])
     t_CBT = t_T.reshape(copies, 1, -1).repeat(B, axis=1).reshape(copies * B, -1)
-    if options.segments_BS is not None:
+    if options.segment_ids_BS is not None:
         options = dataclasses.replace(
             options,
-            query_segments_BT=_parts(options.query_segments_BT, copies),
-            segments_BS=jnp.tile(options.segments_BS, (copies, 1)),
+            query_segment_ids_BT=_parts(options.query_segment_ids_BT, copies),
+            segment_ids_BS=jnp.tile(options.segment_ids_BS, (copies, 1)),
         )
     o_CBTNV = _by_positions(_parts(q_BTNH, copies), k_CBSKH, v_CBSKV, options, t_CBT, s_S)
     return _whole(o_CBTNV, copies)
@@ -84,8 +84,8 @@ def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array |
         mask = (s_11S <= t_BT1)[:, None]
         if options.window:
             mask = mask & (s_11S > t_BT1 - options.window)[:, None]
-    if options.segments_BS is not None:
-        t_BT, s_BS = options.query_segments_BT[:, queries], options.segments_BS[:, keys]
+    if options.segment_ids_BS is not None:
+        t_BT, s_BS = options.query_segment_ids_BT[:, queries], options.segment_ids_BS[:, keys]
         same = (t_BT[:, :, None] == s_BS[:, None, :])[:, None]
         mask = same if mask is None else mask & same
     return mask

@@ -122,7 +122,7 @@ def test_mfu_is_of_the_datasheet_and_of_all_devices():
     assert (row["slowest"], row["fastest"]) == (65_536 / 0.2, 65_536 / 0.1)
     flops = 6 * (185_597_952 - 65_536 * 768 + 12 * 2048 * 6 * 2 * 128)  # per token
     assert row["gflops"] * 1e9 == pytest.approx(flops * 65_536 / 0.16)
-    h200 = datasheets.of(GPU("NVIDIA H200"))
+    h200 = datasheets.for_device(GPU("NVIDIA H200"))
     one = benchmark.with_rates(row, 700e12, h200)
     assert one["mfu"] == pytest.approx(row["gflops"] * 1e9 / 989e12)
     assert one["of_matmul"] == pytest.approx(row["gflops"] * 1e9 / 700e12)

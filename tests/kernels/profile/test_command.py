@@ -170,7 +170,7 @@ def test_what_a_compiler_reports_of_a_gpus_kernel(monkeypatch):
 def test_the_kinds_tuned_for_are_those_of_the_datasheets():
     for name, kind in static._TPU_KINDS.items():
         device = types.SimpleNamespace(device_kind=kind, platform="tpu")
-        assert datasheets.of(device).name == name
+        assert datasheets.for_device(device).name == name
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_a_cpu_is_asked_little_without_options(command, nothing_measured, monkey
 
 
 def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_measured, monkeypatch):
-    monkeypatch.setattr(profile.datasheets, "of", lambda device: datasheets.get("h200"))
+    monkeypatch.setattr(profile.datasheets, "for_device", lambda device: datasheets.get("h200"))
     for options in ([], ["--batch=2"], ["--length=8,9"], ["--batch=2,3", "--length=8"]):
         text, result = command(*options)
         assert result == dict(

@@ -29,7 +29,7 @@ BAD = [
     (dict(implementation="flash"), "'flash': must be one of xla, splash, cudnn"),
     (dict(query_positions_T=np.arange(255)), r"must be int \[256\]"),
     (dict(key_positions_S=np.arange(256.0)), r"must be int \[256\]"),
-    (dict(query_segments_BT=np.zeros((2, 256), int)), "segments_BS are needed"),
+    (dict(query_segment_ids_BT=np.zeros((2, 256), int)), "segment_ids_BS are needed"),
 ]
 
 

@@ -40,7 +40,7 @@ LENGTH = 512  # on four devices a block of queries is of two chunks
 @functools.cache
 def _expected_on_one_device(K, causal):
     arrays, segments = cases.arrays(4, 4, K, 16, 24, length=LENGTH), cases.segments(4, LENGTH)
-    return arrays, segments, cases.exact(arrays, causal=causal, segments_BS=segments)
+    return arrays, segments, cases.exact(arrays, causal=causal, segment_ids_BS=segments)
 
 
 @pytest.mark.parametrize("implementation, sizes, both, K, causal", MESHES, ids=str)
@@ -63,8 +63,8 @@ def test_several_devices_equal_one(small_blocks, implementation, sizes, both, K,
         causal=causal,
         query_positions_T=order,
         key_positions_S=keys if both else None,
-        query_segments_BT=segments[:, order],
-        segments_BS=segments[:, keys],
+        query_segment_ids_BT=segments[:, order],
+        segment_ids_BS=segments[:, keys],
         mesh=mesh,
     )
     back = [x[:, np.argsort(o)] for x, o in zip(got, (order, order, keys, keys), strict=True)]
@@ -106,7 +106,7 @@ def test_a_copy_of_the_keys_for_each_device(small_blocks, implementation, causal
     copied = P(("sequence", "data", "fsdp"))
     q, k, v, w = (x[:, order] for x in arrays)
     k, v = (jax.device_put(jnp.tile(x, (2, 1, 1, 1)), NamedSharding(mesh, copied)) for x in (k, v))
-    options = dict(causal=causal, mesh=mesh, segments_BS=segments[:, order], query_chunk=100)
+    options = dict(causal=causal, mesh=mesh, segment_ids_BS=segments[:, order], query_chunk=100)
     options |= dict(query_positions_T=order, key_positions_S=order)
     got = cases.run((q, k, v, w), implementation=implementation, **options)
     got[2:] = [x.reshape(2, 4, *x.shape[1:]) for x in got[2:]]

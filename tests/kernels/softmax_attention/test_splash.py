@@ -35,7 +35,7 @@ SPLASH = [
 
 
 def _case(B, N, K, H, Hv, causal, segmented, dtype=FLOAT32):
-    options = dict(causal=causal, segments_BS=cases.segments(B) if segmented else None)
+    options = dict(causal=causal, segment_ids_BS=cases.segments(B) if segmented else None)
     return cases.arrays(B, N, K, H, Hv, dtype=dtype), options
 
 
@@ -190,7 +190,7 @@ def _compiled(mesh, *, length, N, K, H, Hv, dtype=BFLOAT16, policy=None, segment
 
     def f(q, k, v):
         o = softmax_attention(
-            q, k, v, causal=True, mesh=mesh, query_positions_T=order, segments_BS=segments
+            q, k, v, causal=True, mesh=mesh, query_positions_T=order, segment_ids_BS=segments
         )
         return jnp.square(o.astype(jnp.float32)).sum()
 

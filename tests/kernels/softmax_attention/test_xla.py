@@ -61,7 +61,7 @@ def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
     if segmented:
         of_queries, of_keys = _segments(T, 1), _segments(S, 3)
         sees = sees & (of_queries[:, :, None] == of_keys[:, None])
-        options |= dict(query_segments_BT=of_queries, segments_BS=of_keys)
+        options |= dict(query_segment_ids_BT=of_queries, segment_ids_BS=of_keys)
     if copies > 1:
         options["mesh"] = cases.mesh(sequence=copies)
     tiled = lambda x: np.concatenate([x] * copies)
@@ -80,9 +80,11 @@ def test_queries_have_the_segments_of_the_keys_if_not_told_otherwise(x64):
         jnp.asarray(np.asarray(x, np.float64)) for x in cases.arrays(2, 2, 2, 6, 8, length=16)
     )
     segments = np.random.default_rng(1).integers(0, 3, (2, 16))
-    options = dict(causal=True, segments_BS=segments)
+    options = dict(causal=True, segment_ids_BS=segments)
     o = softmax_attention(q, k, v, **options)
-    same = softmax_attention(q, k, v, query_segments_BT=segments, **options)
+    same = softmax_attention(q, k, v, query_segment_ids_BT=segments, **options)
     np.testing.assert_array_equal(o, same)
-    other = softmax_attention(q, k, v, query_segments_BT=segments[:, :1] + segments * 0, **options)
+    other = softmax_attention(
+        q, k, v, query_segment_ids_BT=segments[:, :1] + segments * 0, **options
+    )
     assert np.abs(o - other).max() > 0.1

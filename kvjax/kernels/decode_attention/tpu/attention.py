@@ -98,7 +98,7 @@ def attend_with_lse(
     else:  # positions of a tile must be consecutive: no tile crosses a stripe
         tile_kv = _divisor(stripes.size, tile_kv)
         origins = stripes.position(jnp.arange(S // tile_kv, dtype=jnp.int32) * tile_kv)
-    seen_B = stripes.held(first_B + 1)
+    seen_B = stripes.num_held(first_B + 1)
     o_B1NV, log_sum_exp_B1N = _run(
         operands,
         dict(cache),

@@ -26,7 +26,7 @@ def channels(config) -> int:
 def keys_with_channels(config, k_BTKH: jax.Array, positions: Positions) -> jax.Array:
     """Keys and their channels."""
     if config.alibi:
-        return alibi.with_positions(k_BTKH, positions.index)
+        return alibi.append_position_digits(k_BTKH, positions.index)
     if not config.position_channels:
         return k_BTKH
     e_ATC = sinusoid.encoding(jnp.asarray(positions.index), channels(config))
@@ -42,7 +42,7 @@ def queries_with_channels(config, q_BTNH: jax.Array, map_C: jax.Array | None) ->
       map_C: w of the "+", where there is one.
     """
     if config.alibi:
-        return alibi.with_slopes(q_BTNH, config.scale)
+        return alibi.append_slopes(q_BTNH, config.scale)
     if map_C is None:
         return q_BTNH
     temperature = jnp.mean(map_C).astype(q_BTNH.dtype)

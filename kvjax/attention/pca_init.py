@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def nearest(whole_DKH: jax.Array, J: int, R: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def pca_factors(whole_DKH: jax.Array, J: int, R: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Bases [D, J, H], U [D, K, R] and B [K, R, H] that come nearest to whole heads.
 
     A base is the mean of the heads that read it. What is left of each head keeps its R leading
