@@ -22,7 +22,7 @@ from kvjax.analysis.reports.logits import (
     results as logit_results,
 )
 from kvjax.analysis.request import Request
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
 Numbers = dict[str, float]  # by name; what a model has nothing for is not there
@@ -33,12 +33,12 @@ _GEOMETRY = ("total_norm", "base_norm", "residual_norm", "cosine", "overlap", "c
 _STATISTICS = ("entropy", "first", "previous", "distance", "induction", "content")
 
 
-def texts(model: Model) -> dict[str, np.ndarray]:
+def texts(model: LazyModel) -> dict[str, np.ndarray]:
     """The [T] tokens of each text."""
     return texts_lib.tokens(texts_lib.sources(texts_lib.EMBEDDED), model, model.context)
 
 
-def of_model(model: Model, *, trained: bool = True) -> Numbers:
+def of_model(model: LazyModel, *, trained: bool = True) -> Numbers:
     """All of them.
 
     Args:
@@ -55,7 +55,9 @@ def of_model(model: Model, *, trained: bool = True) -> Numbers:
     return {name: float(x) for name, x in found.items() if np.isfinite(x)}
 
 
-def _if_there(of: Callable[[Model, Request], Numbers], model: Model, request: Request) -> Numbers:
+def _if_there(
+    of: Callable[[LazyModel, Request], Numbers], model: LazyModel, request: Request
+) -> Numbers:
     """Nothing of a model that the report of that name refuses."""
     try:
         getattr(reports.module(of.__name__), "check", lambda *_: None)(model, request)
@@ -64,7 +66,7 @@ def _if_there(of: Callable[[Model, Request], Numbers], model: Model, request: Re
     return of(model, request)
 
 
-def diversity(model: Model, _: Request) -> Numbers:
+def diversity(model: LazyModel, _: Request) -> Numbers:
     """Effective ranks of heads' forms in percent, of keys, of keys with RoPE, and of values."""
     found = diversity_measurements.of_model(model.name, model)
     kinds = {"": found.plain, "_with_rope": found.turning, "_of_values": found.values}
@@ -78,7 +80,7 @@ def diversity(model: Model, _: Request) -> Numbers:
     return numbers | by_layer
 
 
-def geometry(model: Model, _: Request) -> Numbers:
+def geometry(model: LazyModel, _: Request) -> Numbers:
     """Norms of keys; of residuals beside a base how much they share with it."""
     layers = geometry_measurements.of_model(model)
     numbers = {}
@@ -89,7 +91,7 @@ def geometry(model: Model, _: Request) -> Numbers:
     return numbers
 
 
-def logits(model: Model, request: Request) -> Numbers:
+def logits(model: LazyModel, request: Request) -> Numbers:
     """Components for 90 % of the energy of M and E, medians of heads and texts; M's over E's."""
     measured = logit_measurements.measure(model, request.texts, request.lengths)
     found = logit_results.Results(model.name, request, measured)
@@ -107,7 +109,7 @@ def logits(model: Model, request: Request) -> Numbers:
     return numbers | dict(key_channels=float(measured.key_dim))
 
 
-def compression(model: Model, request: Request) -> Numbers:
+def compression(model: LazyModel, request: Request) -> Numbers:
     """Perplexity added, in percent, by keys of half their rank in all layers."""
     longest = max(request.lengths)
     measured = compression_measurements.measure(model, request.texts, longest, longest)
@@ -126,7 +128,7 @@ def compression(model: Model, request: Request) -> Numbers:
     return {name: 100 * (one.times - 1) for name, one in times.items() if one}
 
 
-def behaviour(model: Model, request: Request) -> Numbers:
+def behaviour(model: LazyModel, request: Request) -> Numbers:
     """How different heads' patterns and outputs are, and where they attend."""
     found = behaviour_measurements.measure(model, request.texts, max(request.lengths), request.seed)
     pairs = dict(divergence="divergence_NN", divergence_behind_first="without_first_NN")

@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.analysis import reports
 from kvjax.analysis.page import document
 from kvjax.analysis.request import Request
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation import command_line, progress, provenance
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
@@ -20,7 +20,7 @@ from kvjax.foundation.files import write_atomically
 HTML, JSON = "report.html", "report.json"  # as the command has them
 
 
-def write(model: Model, request: Request, folder: pathlib.Path, lead: str) -> None:
+def write(model: LazyModel, request: Request, folder: pathlib.Path, lead: str) -> None:
     """Every report that the model has something for, as report.html and report.json.
 
     Args:

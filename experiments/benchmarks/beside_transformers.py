@@ -146,7 +146,7 @@ def measure(workdir: epath.Path, python: str, sizes: dict) -> tuple[dict, dict]:
     dtype = export.DTYPES["float32"]
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent) / "model"
-        plan = huggingface.plan(model_lib.Trained(workdir), dtype)
+        plan = huggingface.plan(model_lib.TrainedModel(workdir), dtype)
         into_folder.write(plan, epath.Path(folder), dtype)
         with contextlib.closing(Transformers(python, folder)) as theirs:
             contenders = dict(kvjax=ours, transformers=theirs.generate)

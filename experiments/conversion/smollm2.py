@@ -76,7 +76,7 @@ class Subject:
         return sizes | dict(validation_tokens=self.validation_tokens)
 
     @functools.cached_property
-    def model(self) -> model_lib.Model:
+    def model(self) -> model_lib.LazyModel:
         return model_lib.open(str(self.folder))
 
     @functools.cached_property
@@ -108,7 +108,7 @@ class Subject:
         errors = [converted.errors[layer] for layer in sorted(converted.errors)]
         return Measured(converted.transformer.mechanisms, errors, found)
 
-    def perplexity(self, model: model_lib.Model) -> float:
+    def perplexity(self, model: model_lib.LazyModel) -> float:
         return perplexity.perplexity(model, self.validation_BT)
 
     def _rows(self, split: str, tokens: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def _split(subject: Subject, ranks: Sequence[int]) -> dict:
     whole = formulas.cache_bytes_per_token(config, _DTYPE)
     for rank in ranks:
         methods[rank] = (
-            budget.split(
+            budget.split_budget(
                 subject.model,
                 curves.joint_key_and_value(1, "outputs"),
                 subject.moments,

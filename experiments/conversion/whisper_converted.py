@@ -117,7 +117,7 @@ def convert(
         for method in methods:
             layer = layer_lib.read(weights, mechanism, rope=False)
             known = method.objective != "weights"
-            converted = method.convert(layer, moment_EE if known else layer.inner())
+            converted = method.convert(layer, moment_EE if known else layer.identity_moment())
             mechanism = method.mechanism(mechanism, rope=False)
             weights, lost = converted.weights, lost | converted.errors
         attention = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)

@@ -112,7 +112,7 @@ def measure(workdir: epath.Path, python: str, asked: dict, batch: int) -> tuple[
     dtype = export.DTYPES["float32"]
     with tempfile.TemporaryDirectory() as parent, progress.waiting("transformers"):
         folder = pathlib.Path(parent) / "model"
-        plan = huggingface.plan(model_lib.Trained(workdir), dtype)
+        plan = huggingface.plan(model_lib.TrainedModel(workdir), dtype)
         into_folder.write(plan, epath.Path(folder), dtype)
         return mine, theirs(python, folder, asked)
 

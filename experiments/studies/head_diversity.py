@@ -103,14 +103,14 @@ def saved() -> tuple[Runs, dict]:
 
 def measure(workdir: epath.Path) -> Run:
     """The numbers of a finished run, from its metrics, its model and its snapshots."""
-    snapshots = {one.step: model_lib.Trained(one) for one in trained.snapshots(workdir)}
+    snapshots = {one.step: model_lib.TrainedModel(one) for one in trained.snapshots(workdir)}
     if 0 not in snapshots:
         raise UserError(f"{workdir} has no snapshot of its first weights: give another --runs")
     request = None  # effective ranks need no text
     records = metrics.read_records(workdir / metrics.METRICS)
     return Run(
         bits_per_byte=[r["validation_bpb"] for r in records if "validation_bpb" in r][-1],
-        trained=numbers_lib.of_model(model_lib.Trained(workdir)),
+        trained=numbers_lib.of_model(model_lib.TrainedModel(workdir)),
         untrained=numbers_lib.of_model(snapshots[0], trained=False),
         steps={
             step: numbers_lib.diversity(snapshot, request) for step, snapshot in snapshots.items()

@@ -33,7 +33,7 @@ NAME = "rank_allocation"
 _PARTS = ("key", "value")
 
 
-def effective_ranks(model: model_lib.Model) -> np.ndarray:
+def effective_ranks(model: model_lib.LazyModel) -> np.ndarray:
     """[L, 2, K] of U_k B_k, of keys and values.
 
     Raises:

@@ -25,7 +25,7 @@ from kvjax.analysis.page import document
 from kvjax.analysis.page.section import Section
 from kvjax.analysis.request import Request
 from kvjax.convert import model as model_lib
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.costs import formulas
 from kvjax.foundation import (
     command_line,
@@ -159,7 +159,7 @@ def _heads(option: str) -> tuple[tuple[int, int], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _check_heads(model: Model, heads: tuple[tuple[int, int], ...]) -> None:
+def _check_heads(model: LazyModel, heads: tuple[tuple[int, int], ...]) -> None:
     """Raises a UserError for heads that the model does not have."""
     mechanisms = model.transformer.mechanisms
     for layer, head in heads:
@@ -171,11 +171,11 @@ def _check_heads(model: Model, heads: tuple[tuple[int, int], ...]) -> None:
         raise UserError(f"--heads: {layer}.{head} is not there: {there}")
 
 
-def _default_lengths(model: Model) -> tuple[int, ...]:
+def _default_lengths(model: LazyModel) -> tuple[int, ...]:
     return tuple(n for n in LENGTHS if n <= model.context) or (model.context,)
 
 
-def _check_length(model: Model, longest: int) -> None:
+def _check_length(model: LazyModel, longest: int) -> None:
     try:
         model.transformer.check_length(longest)
     except UserError as error:
@@ -187,11 +187,11 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip(".") or "model"
 
 
-def _opened(option: str, source: str) -> Model:
+def _opened(option: str, source: str) -> LazyModel:
     """The model of an option; what is wrong with it names the option."""
     try:
         if option == "--workdir":
-            return model_lib.Trained(runtime.workdir(source))
+            return model_lib.TrainedModel(runtime.workdir(source))
         return model_lib.open(source)
     except UserError as error:
         said = str(error).replace("--source", option)
@@ -199,7 +199,7 @@ def _opened(option: str, source: str) -> Model:
 
 
 def _modules(
-    names: tuple[str, ...], model: Model, request: Request, *, asked: bool
+    names: tuple[str, ...], model: LazyModel, request: Request, *, asked: bool
 ) -> dict[str, types.ModuleType]:
     """The reports that the model has something for.
 
@@ -222,15 +222,15 @@ def _modules(
     return found
 
 
-def _snapshots(options: argparse.Namespace, model: Model) -> list[tuple[int, Model]]:
+def _snapshots(options: argparse.Namespace, model: LazyModel) -> list[tuple[int, LazyModel]]:
     """What a run kept of its steps, of a workdir that has such."""
-    if not isinstance(model, model_lib.Trained):
+    if not isinstance(model, model_lib.TrainedModel):
         return []
     found = trained.snapshots(runtime.path("--model", options.workdir or options.model))
-    return [(snapshot.step, model_lib.Trained(snapshot)) for snapshot in found]
+    return [(snapshot.step, model_lib.TrainedModel(snapshot)) for snapshot in found]
 
 
-def _read(model: Model, request: Request) -> Iterator[tuple[str, Model]]:
+def _read(model: LazyModel, request: Request) -> Iterator[tuple[str, LazyModel]]:
     """All models that reports read, and what to call each."""
     yield model.name, model
     if request.beside is not None:
@@ -239,7 +239,7 @@ def _read(model: Model, request: Request) -> Iterator[tuple[str, Model]]:
         yield f"the snapshot of step {step} of {model.name}", snapshot
 
 
-def _check_weights(named: str, model: Model) -> None:
+def _check_weights(named: str, model: LazyModel) -> None:
     """Raises a UserError that names the layer whose weights are not finite or cannot be read."""
     with progress.waiting(f"checking the weights of {named}"):
         paths = list(model.parameters())
@@ -253,7 +253,7 @@ def _check_weights(named: str, model: Model) -> None:
                     _check_weight(f"layer {index} of {named}", model, path, layer)
 
 
-def _check_weight(where: str, model: Model, path: Path, layer: int | None = None) -> None:
+def _check_weight(where: str, model: LazyModel, path: Path, layer: int | None = None) -> None:
     try:
         model.read(path, layer)
     except UserError as error:
@@ -261,7 +261,7 @@ def _check_weight(where: str, model: Model, path: Path, layer: int | None = None
 
 
 def _sections(
-    modules: Mapping[str, types.ModuleType], model: Model, request: Request
+    modules: Mapping[str, types.ModuleType], model: LazyModel, request: Request
 ) -> tuple[dict[str, Section], dict[str, float]]:
     """What each report says, and its seconds."""
     sections, seconds = {}, {}
@@ -277,12 +277,12 @@ def _sections(
 
 
 def _about(
-    options: argparse.Namespace, model: Model, request: Request, seconds: Mapping[str, float]
+    options: argparse.Namespace, model: LazyModel, request: Request, seconds: Mapping[str, float]
 ) -> dict[str, str | Mapping]:
     """How the report was made."""
     made = provenance.provenance("matplotlib", "scipy")
     name = model.name
-    if isinstance(model, model_lib.Trained):
+    if isinstance(model, model_lib.TrainedModel):
         found = trained.find(runtime.path("--model", options.workdir or options.model))
         name += f", checkpoint of step {found.step:,}"
     block = model.transformer.block
@@ -304,7 +304,7 @@ def _about(
     }
 
 
-def _attention(model: Model) -> Mapping | str:
+def _attention(model: LazyModel) -> Mapping | str:
     """Its mechanism, as config.attention says it."""
     try:
         found = model_lib.attention_section(model.transformer)
@@ -314,7 +314,7 @@ def _attention(model: Model) -> Mapping | str:
 
 
 def _write(
-    target: epath.Path, model: Model, sections: Mapping[str, Section], about: Mapping
+    target: epath.Path, model: LazyModel, sections: Mapping[str, Section], about: Mapping
 ) -> dict[str, int]:
     """Writes both files; bytes of each.
 

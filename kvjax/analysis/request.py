@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
 PAPER_LENGTH = 256  # of logit spectra (arXiv 2604.04384)
@@ -27,13 +27,13 @@ class Request:
 
     texts: Mapping[str, np.ndarray]
     lengths: tuple[int, ...]
-    beside: Model | None = None
-    snapshots: Sequence[tuple[int, Model]] = ()
+    beside: LazyModel | None = None
+    snapshots: Sequence[tuple[int, LazyModel]] = ()
     heads: tuple[tuple[int, int], ...] = ()
     seed: int = 0
 
 
-def check_texts(model: Model, texts: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
+def check_texts(model: LazyModel, texts: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
     """Raises a UserError for texts that are too short, and lengths that a model does not take."""
     if min(lengths) < 2:
         raise UserError(f"lengths = {min(lengths)}: must be at least 2 tokens")

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.data import (
     config as config_lib,
     formats,
@@ -70,7 +70,7 @@ def _file(name: str, file: str, text_key: str) -> Source:
     return source_kinds.TextFile(path)
 
 
-def tokens(sources: Mapping[str, Source], model: Model, longest: int) -> dict[str, np.ndarray]:
+def tokens(sources: Mapping[str, Source], model: LazyModel, longest: int) -> dict[str, np.ndarray]:
     """The [T] int32 tokens of each text, without what opens one; no weights are read.
 
     Args:

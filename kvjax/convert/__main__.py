@@ -21,11 +21,18 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.convert import asked, budget, calibration, into_workdir, model as model_lib, perplexity
-from kvjax.convert.budget import Choices
+from kvjax.convert import (
+    budget,
+    calibration,
+    into_workdir,
+    model as model_lib,
+    options as options_lib,
+    perplexity,
+)
+from kvjax.convert.budget import RankChoices
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import Method, ThinKeys
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.foundation import command_line, provenance, runtime
@@ -42,7 +49,7 @@ def _parser() -> command_line.Parser:
     add("--source", default="", help="a folder, a .gguf file, or a workdir")
     add("--out", default="", help="the workdir to write; nothing may be there")
     text = "(none: as it is; with --cache thin_keys)"
-    add("--method", help=f"{', '.join(asked.METHODS)} {text}")
+    add("--method", help=f"{', '.join(options_lib.METHODS)} {text}")
     group = parser.add_argument_group("thin_keys and lrkv")
     add = group.add_argument
     add("--rank", type=int, help="channels of a latent, or of a head's residual")
@@ -82,8 +89,8 @@ def main(arguments: list[str]) -> None:
 def _run(options: argparse.Namespace, out: Output) -> None:
     source = "a folder, a .gguf file or a workdir"
     command_line.require(options, source=source, out="a new folder")
-    asked.settle(options, _parser().get_default)
-    method = asked.method(options)
+    options_lib.fill_defaults(options, _parser().get_default)
+    method = options_lib.make_method(options)
     if options.evaluate_tokens is None:
         wanted = method or options.evaluate != _parser().get_default("evaluate")
         options.evaluate_tokens = 16_384 if wanted else 0
@@ -101,7 +108,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         evaluated_BT = _rows(options, source, key="evaluate", split="validation")
     if calibrating_BT is not None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
-    if method is not None and asked.splits(options):
+    if method is not None and options_lib.splits_budget(options):
         method = _split(options, method, source, moments, calibrating_BT)
         model = _converted(source, method, moments)
     elif method is not None:
@@ -131,7 +138,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
 
 
 def _converted(
-    source: Model, method: Method, moments: list | None, ranks: Sequence[int] | None = None
+    source: LazyModel, method: Method, moments: list | None, ranks: Sequence[int] | None = None
 ) -> ConvertedModel:
     """The model with a method in every layer, of its own rank or of one for each layer."""
     ranks = ranks or [method.rank] * source.transformer.block.num_layers
@@ -139,12 +146,12 @@ def _converted(
     return ConvertedModel(source, by_layer, moments)
 
 
-def _cache_bytes(model: Model) -> int:
+def _cache_bytes(model: LazyModel) -> int:
     """Per token, all layers."""
     return formulas.cache_bytes_per_token(model.transformer, _DTYPE)
 
 
-def _opened(source: str) -> Model:
+def _opened(source: str) -> LazyModel:
     """The model of the option; what is wrong with it names the option."""
     try:
         return model_lib.open(source)
@@ -153,7 +160,9 @@ def _opened(source: str) -> Model:
         raise UserError(told) from error
 
 
-def _choices(options: argparse.Namespace, method: Method, source: Model) -> list[Choices] | None:
+def _choices(
+    options: argparse.Namespace, method: Method, source: LazyModel
+) -> list[RankChoices] | None:
     """Each layer's ranks to choose from, None with --rank.
 
     Raises:
@@ -164,13 +173,13 @@ def _choices(options: argparse.Namespace, method: Method, source: Model) -> list
         for mechanism in config.mechanisms:
             budget.check_smaller(config, mechanism, method, _DTYPE, "rank")
         return None
-    layers = budget.choices(config, method, options.multiple, _DTYPE)
+    layers = budget.rank_choices(config, method, options.multiple, _DTYPE)
     if options.cache is not None:
-        budget.check_least(layers, _allowed(options, source))
+        budget.check_budget(layers, _allowed(options, source))
     return layers
 
 
-def _allowed(options: argparse.Namespace, source: Model) -> int:
+def _allowed(options: argparse.Namespace, source: LazyModel) -> int:
     """Bytes per token."""
     return int(options.cache * _cache_bytes(source) + 1e-6)  # 0.7 is not quite 0.7
 
@@ -178,25 +187,25 @@ def _allowed(options: argparse.Namespace, source: Model) -> int:
 def _ranks(
     options: argparse.Namespace,
     method: Method,
-    source: Model,
+    source: LazyModel,
     moments: list | None,
-    layers: list[Choices] | None,
+    layers: list[RankChoices] | None,
 ) -> list[int] | None:
     """Each layer's own rank; None: that of the method."""
     if layers is None:
         return None
-    lost = budget.losses(source, method, moments, layers)
+    lost = budget.energy_losses(source, method, moments, layers)
     if options.energy is not None:
-        ranks = budget.by_energy(layers, lost, options.energy)
+        ranks = budget.ranks_by_energy(layers, lost, options.energy)
         _warn_of_less(layers, lost, ranks, options.energy)
         return ranks
-    return budget.within(layers, lost, _allowed(options, source))
+    return budget.ranks_within_budget(layers, lost, _allowed(options, source))
 
 
 def _split(
     options: argparse.Namespace,
     method: ThinKeys,
-    source: Model,
+    source: LazyModel,
     moments: list | None,
     calibrating_BT: np.ndarray | None,
 ) -> ThinKeys:
@@ -205,11 +214,11 @@ def _split(
     if method.objective == "outputs":
         sensitivities = calibration.sensitivities(source, calibrating_BT[:, :-1])
     limits = dict(multiple=options.multiple, budget=_allowed(options, source), dtype=_DTYPE)
-    return budget.split(source, method, moments, sensitivities, **limits)
+    return budget.split_budget(source, method, moments, sensitivities, **limits)
 
 
 def _warn_of_less(
-    layers: list[Choices], lost: list[list[float]], ranks: list[int], energy: float
+    layers: list[RankChoices], lost: list[list[float]], ranks: list[int], energy: float
 ) -> None:
     """Tells of layers that keep less of their energy at any rank that makes the cache smaller."""
     short = []
@@ -226,7 +235,7 @@ def _warn_of_less(
 
 
 @contextlib.contextmanager
-def _tokenizer_file(model: Model) -> Iterator[epath.Path]:
+def _tokenizer_file(model: LazyModel) -> Iterator[epath.Path]:
     """The model's tokenizer as a file, for the time of the block."""
     with tempfile.TemporaryDirectory() as folder:
         file = epath.Path(folder) / manifest.TOKENIZER
@@ -234,13 +243,13 @@ def _tokenizer_file(model: Model) -> Iterator[epath.Path]:
         yield file
 
 
-def _rows(options: argparse.Namespace, model: Model, *, key: str, split: str) -> np.ndarray:
+def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str) -> np.ndarray:
     """[B, T + 1] of the text that an option names."""
     tokens = getattr(options, f"{key}_tokens")
     try:
         model.transformer.check_length(options.row_length)
     except UserError as error:
-        raise UserError(perplexity.as_options(str(error), key)) from error
+        raise UserError(perplexity.name_options(str(error), key)) from error
     source = getattr(options, key)
     if not source:
         raise UserError(f"--{key}='': give text, as 'embedded' or a file")
@@ -258,7 +267,7 @@ def _rows(options: argparse.Namespace, model: Model, *, key: str, split: str) ->
 
 
 def _record(
-    options: argparse.Namespace, method: Method | None, source: Model, model: Model
+    options: argparse.Namespace, method: Method | None, source: LazyModel, model: LazyModel
 ) -> dict:
     """What conversion.json keeps; errors come in when the weights are read."""
     record = dict(
@@ -270,13 +279,13 @@ def _record(
     )
     if method is None:
         return record
-    record |= dict(options=asked.given(options), ranks=model.ranks, errors=model.errors)
-    if asked.splits(options):
+    record |= dict(options=options_lib.recorded(options), ranks=model.ranks, errors=model.errors)
+    if options_lib.splits_budget(options):
         record["value_ranks"] = [method.value_rank] * len(model.ranks)  # 0: values as they are
     return record
 
 
-def _report(out: Output, options: argparse.Namespace, source: Model, result: dict) -> None:
+def _report(out: Output, options: argparse.Namespace, source: LazyModel, result: dict) -> None:
     """Prints what the conversion made, and what it cost."""
     before, after = result["cache_bytes_per_token"].values()
     out.say(f"written: {options.out}, from {source.name}")

@@ -19,7 +19,7 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Sections:
+class ConfigSections:
     """A published config as sections of kvjax's."""
 
     model: dict  # every key of BlockConfig
@@ -35,19 +35,19 @@ class Sections:
         return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=self.vocab_size)
 
 
-def _sections(block: dict, attention: dict, *, vocab_size: int, context: int) -> Sections:
+def _sections(block: dict, attention: dict, *, vocab_size: int, context: int) -> ConfigSections:
     block = dict(embedding_norm=False, logit_softcap=0.0) | block
     model = dataclasses.asdict(BlockConfig(**block))
     kv_heads = attention["num_kv_heads"]
     mechanism = dataclasses.asdict(GroupedConfig(num_bases=kv_heads, rank=0, **attention))
     kind = dict(kind="grouped", layer_ranks=())
-    return Sections(model, kind | mechanism, vocab_size=vocab_size, context=context)
+    return ConfigSections(model, kind | mechanism, vocab_size=vocab_size, context=context)
 
 
 # -- options: what a published config says ---------------------------------------------------------
 
 
-class Options:
+class PublishedConfig:
     """The keys of a published config; errors name the file, the key and the value.
 
     Args:
@@ -111,127 +111,131 @@ _GELUS = dict(
 )
 
 
-def _gpt2(o: Options) -> Sections:
-    o.require("scale_attn_weights", True, "logits of attention are not scaled")
-    o.require("scale_attn_by_inverse_layer_idx", False, "every layer scales its logits otherwise")
-    o.require("add_cross_attention", False, "layers attend to an encoder too")
-    width, heads, context = o.integer("n_embd"), o.integer("n_head"), o.integer("n_positions")
-    head_dim = _head_dim(o, width, heads, "n_embd", "n_head")
-    _check_scale(o, head_dim)
+def _gpt2(c: PublishedConfig) -> ConfigSections:
+    c.require("scale_attn_weights", True, "logits of attention are not scaled")
+    c.require("scale_attn_by_inverse_layer_idx", False, "every layer scales its logits otherwise")
+    c.require("add_cross_attention", False, "layers attend to an encoder too")
+    width, heads, context = c.integer("n_embd"), c.integer("n_head"), c.integer("n_positions")
+    head_dim = _head_dim(c, width, heads, "n_embd", "n_head")
+    _check_scale(c, head_dim)
     block = dict(
-        num_layers=o.integer("n_layer"),
+        num_layers=c.integer("n_layer"),
         d_model=width,
-        mlp_dim=o.integer("n_inner", 4 * width),
+        mlp_dim=c.integer("n_inner", 4 * width),
         norm="layer",
         norm_gain=True,
         norm_bias=True,
-        norm_epsilon=o.number("layer_norm_epsilon", 1e-5),
+        norm_epsilon=c.number("layer_norm_epsilon", 1e-5),
         positions="learned",
         max_positions=context,
-        activation=o.one_of("activation_function", _GELUS, "gelu_new"),
+        activation=c.one_of("activation_function", _GELUS, "gelu_new"),
         bias=True,
-        tied_head=o.flag("tie_word_embeddings", True),
+        tied_head=c.flag("tie_word_embeddings", True),
     )
     attention = dict(num_heads=heads, num_kv_heads=heads, key_dim=head_dim, value_dim=head_dim)
     attention |= dict(qk_norm="none", bias=True)
-    return _sections(block, attention, vocab_size=o.integer("vocab_size"), context=context)
+    return _sections(block, attention, vocab_size=c.integer("vocab_size"), context=context)
 
 
-def _llama(o: Options) -> Sections:
-    bias = o.flag("attention_bias", False)
-    _no_window(o)
-    return _gated(o, attention=dict(qk_norm="none", bias=bias), window=0)
+def _llama(c: PublishedConfig) -> ConfigSections:
+    bias = c.flag("attention_bias", False)
+    _no_window(c)
+    return _gated(c, attention=dict(qk_norm="none", bias=bias), window=0)
 
 
-def _mistral(o: Options) -> Sections:
-    return _gated(o, attention=dict(qk_norm="none"), window=_window_everywhere(o))
+def _mistral(c: PublishedConfig) -> ConfigSections:
+    return _gated(c, attention=dict(qk_norm="none"), window=_window_everywhere(c))
 
 
-def _qwen2(o: Options) -> Sections:
+def _qwen2(c: PublishedConfig) -> ConfigSections:
     attention = dict(qk_norm="none", bias=True, out_bias=False)
-    return _gated(o, attention=attention, window=_window_of_layers(o))
+    return _gated(c, attention=attention, window=_window_of_layers(c))
 
 
-def _qwen3(o: Options) -> Sections:
-    bias = o.flag("attention_bias", False)
-    norm = dict(qk_norm="rms_gain", norm_epsilon=o.number("rms_norm_eps", 1e-6))
-    window = _window_of_layers(o)
-    return _gated(o, attention=dict(bias=bias, **norm), window=window, head_dim=128)
+def _qwen3(c: PublishedConfig) -> ConfigSections:
+    bias = c.flag("attention_bias", False)
+    norm = dict(qk_norm="rms_gain", norm_epsilon=c.number("rms_norm_eps", 1e-6))
+    window = _window_of_layers(c)
+    return _gated(c, attention=dict(bias=bias, **norm), window=window, head_dim=128)
 
 
-def _nanochat(o: Options) -> Sections:
+def _nanochat(c: PublishedConfig) -> ConfigSections:
     key = "final_logit_softcapping"
     block = dict(
         embedding_norm=True,
-        activation=o.one_of("hidden_act", dict(relu2="relu2") | _GELUS, "relu2"),
-        logit_softcap=0.0 if key in o.nulls else o.number(key, 15.0),
+        activation=c.one_of("hidden_act", dict(relu2="relu2") | _GELUS, "relu2"),
+        logit_softcap=0.0 if key in c.nulls else c.number(key, 15.0),
     )
-    norm = dict(qk_norm="rms", norm_epsilon=o.number("rms_norm_eps", 1e-6))
-    return _rotated(o, block, norm | dict(bias=o.flag("attention_bias", False)))
+    norm = dict(qk_norm="rms", norm_epsilon=c.number("rms_norm_eps", 1e-6))
+    return _rotated(c, block, norm | dict(bias=c.flag("attention_bias", False)))
 
 
-def _gated(o: Options, *, attention: dict, window: int, head_dim: int | None = None) -> Sections:
+def _gated(
+    c: PublishedConfig, *, attention: dict, window: int, head_dim: int | None = None
+) -> ConfigSections:
     """Llama and its kin: gains in the norms, SwiGLU; arguments as of `_rotated`."""
-    o.require("mlp_bias", False, "the MLP has biases, the gate's among them")
-    o.require("partial_rotary_factor", 1.0, "RoPE rotates some channels only")
-    o.one_of("hidden_act", dict.fromkeys(("silu", "swish")), "silu")
+    c.require("mlp_bias", False, "the MLP has biases, the gate's among them")
+    c.require("partial_rotary_factor", 1.0, "RoPE rotates some channels only")
+    c.one_of("hidden_act", dict.fromkeys(("silu", "swish")), "silu")
     block = dict(norm_gain=True, activation="swiglu", window=window)
-    return _rotated(o, block, attention, head_dim=head_dim)
+    return _rotated(c, block, attention, head_dim=head_dim)
 
 
-def _rotated(o: Options, block: dict, attention: dict, *, head_dim: int | None = None) -> Sections:
+def _rotated(
+    c: PublishedConfig, block: dict, attention: dict, *, head_dim: int | None = None
+) -> ConfigSections:
     """What models with RMSNorm and RoPE have in common.
 
     Args:
       head_dim: where the config gives none; None: the width over the heads.
     """
-    width, heads = o.integer("hidden_size"), o.integer("num_attention_heads")
-    if "head_dim" in o.values:
-        head_dim = o.integer("head_dim")
-    head_dim = head_dim or _head_dim(o, width, heads, "hidden_size", "num_attention_heads")
+    width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    if "head_dim" in c.values:
+        head_dim = c.integer("head_dim")
+    head_dim = head_dim or _head_dim(c, width, heads, "hidden_size", "num_attention_heads")
     block |= dict(
-        num_layers=o.integer("num_hidden_layers"),
+        num_layers=c.integer("num_hidden_layers"),
         d_model=width,
-        mlp_dim=o.integer("intermediate_size"),
-        norm_epsilon=o.number("rms_norm_eps", 1e-6),
-        tied_head=o.flag("tie_word_embeddings", False),
-        **_rope(o),
+        mlp_dim=c.integer("intermediate_size"),
+        norm_epsilon=c.number("rms_norm_eps", 1e-6),
+        tied_head=c.flag("tie_word_embeddings", False),
+        **_rope(c),
     )
-    kv_heads = o.integer("num_key_value_heads", heads)
+    kv_heads = c.integer("num_key_value_heads", heads)
     shape = dict(num_heads=heads, num_kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
-    context = o.integer("max_position_embeddings")
-    _check_scale(o, head_dim)
-    _check_dual_chunks(o, context)
-    return _sections(block, shape | attention, vocab_size=o.integer("vocab_size"), context=context)
+    context = c.integer("max_position_embeddings")
+    _check_scale(c, head_dim)
+    _check_dual_chunks(c, context)
+    return _sections(block, shape | attention, vocab_size=c.integer("vocab_size"), context=context)
 
 
-def _check_scale(o: Options, head_dim: int) -> None:
+def _check_scale(c: PublishedConfig, head_dim: int) -> None:
     """Raises a UserError for logits of attention that are scaled by another number than usual."""
     key, scale = "attention_multiplier", head_dim**-0.5
-    if not math.isclose(o.number(key, scale), scale, rel_tol=1e-6):
-        raise _foreign(o, key)
+    if not math.isclose(c.number(key, scale), scale, rel_tol=1e-6):
+        raise _unknown_key(c, key)
 
 
-def _check_dual_chunks(o: Options, context: int) -> None:
+def _check_dual_chunks(c: PublishedConfig, context: int) -> None:
     """Raises a UserError for a context at which dual chunk attention has other positions."""
     key, name = "dual_chunk_attention_config", "original_max_position_embeddings"
-    if key not in o.values:
+    if key not in c.values:
         return
-    original = o.section(key).get(name)
+    original = c.section(key).get(name)
     if type(original) is not int:
-        raise _foreign(o, key)
+        raise _unknown_key(c, key)
     if context > original:
-        raise o.error(
+        raise c.error(
             key,
             f"kvjax has no dual chunk attention, which changes what is longer than {name}: set "
             f"max_position_embeddings = {context} to at most {original}",
         )
-    warn(f"{o.source}: {key} is passed over: it is for texts of more than {original:,} tokens")
+    warn(f"{c.source}: {key} is passed over: it is for texts of more than {original:,} tokens")
 
 
-def _head_dim(o: Options, width: int, heads: int, width_key: str, heads_key: str) -> int:
+def _head_dim(c: PublishedConfig, width: int, heads: int, width_key: str, heads_key: str) -> int:
     if width % heads:
-        raise o.error(heads_key, f"must divide {width_key} = {width} where no head_dim is given")
+        raise c.error(heads_key, f"must divide {width_key} = {width} where no head_dim is given")
     return width // heads
 
 
@@ -245,23 +249,23 @@ _ROPE_KEYS = frozenset(
 )
 
 
-def _rope(o: Options) -> dict:
+def _rope(c: PublishedConfig) -> dict:
     """Returns the keys of RoPE, from one section or from both where they agree."""
     given = {}  # by name, the key that has it and its value
     for section in _ROPE_SECTIONS:
-        for name, (own, value) in _rope_section(o, section).items():
+        for name, (own, value) in _rope_section(c, section).items():
             key, there = given.setdefault(name, (own, value))
             if there != value:
-                raise _disagree(o, own, value, key, there)
-    if "rope_theta" in o.values:
-        base = o.number("rope_theta")
+                raise _disagree(c, own, value, key, there)
+    if "rope_theta" in c.values:
+        base = c.number("rope_theta")
         key, there = given.setdefault("rope_theta", ("rope_theta", base))
         if there != base:
-            raise _disagree(o, key, there, "rope_theta", base)
-    section = _ROPE_SECTIONS[0] if o.section(_ROPE_SECTIONS[0]) else _ROPE_SECTIONS[1]
+            raise _disagree(c, key, there, "rope_theta", base)
+    section = _ROPE_SECTIONS[0] if c.section(_ROPE_SECTIONS[0]) else _ROPE_SECTIONS[1]
     names = {name: f"{section}.{name}" for name in _ROPE_KEYS}
     names |= {name: key for name, (key, _) in given.items()}
-    scaling = Options({name: value for name, (_, value) in given.items()}, o.source, names)
+    scaling = PublishedConfig({name: value for name, (_, value) in given.items()}, c.source, names)
     if scaling.values.get("rope_type") == "linear" and scaling.values.get("factor") == 1:
         scaled = False
     else:
@@ -278,18 +282,18 @@ def _rope(o: Options) -> dict:
     return keys
 
 
-def _rope_section(o: Options, section: str) -> dict[str, tuple[str, object]]:
+def _rope_section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
     """Returns by name the key and the value of a section that describes RoPE, without nulls."""
-    found = {name: value for name, value in o.section(section).items() if value is not None}
+    found = {name: value for name, value in c.section(section).items() if value is not None}
     if any(isinstance(value, dict) for value in found.values()):
-        raise o.error(section, "layers have angles of their own; kvjax has models of equal layers")
+        raise c.error(section, "layers have angles of their own; kvjax has models of equal layers")
     if unknown := set(found) - _ROPE_KEYS - {*_ROPE_TYPE}:
-        raise o.error(section, f"{min(unknown)} is not known here, and may change the angles")
+        raise c.error(section, f"{min(unknown)} is not known here, and may change the angles")
     types = {name: found.pop(name) for name in _ROPE_TYPE if name in found}
     if len({*map(repr, types.values())}) > 1:
-        raise o.error(section, "rope_type and type are two names of one key: give one of them")
+        raise c.error(section, "rope_type and type are two names of one key: give one of them")
     if not types and (unclear := set(found) - {"rope_theta", "partial_rotary_factor"}):
-        raise o.error(
+        raise c.error(
             section,
             f"{section}.rope_type is missing, which says what {min(unclear)} means: give 'default' "
             "(no scaling) or 'llama3', as the model was trained",
@@ -300,43 +304,43 @@ def _rope_section(o: Options, section: str) -> dict[str, tuple[str, object]]:
     return keys
 
 
-def _disagree(o: Options, key: str, value, other: str, there) -> UserError:
+def _disagree(c: PublishedConfig, key: str, value, other: str, there) -> UserError:
     return UserError(
-        f"{o.source}: {key} = {value!r}, and {other} = {there!r}: they disagree: keep the one that "
+        f"{c.source}: {key} = {value!r}, and {other} = {there!r}: they disagree: keep the one that "
         "the model was trained with, and remove the other"
     )
 
 
-def _no_window(o: Options) -> None:
+def _no_window(c: PublishedConfig) -> None:
     """Raises a UserError for a sliding window, in a model whose family has none."""
-    on = o.flag("use_sliding_window", "sliding_window" in o.values)
-    if on and o.integer("sliding_window") < o.integer("max_position_embeddings"):
-        raise o.error("sliding_window", "no model of this family has a window: is it a mistral?")
-    _check_layers(o, "full_attention")
+    on = c.flag("use_sliding_window", "sliding_window" in c.values)
+    if on and c.integer("sliding_window") < c.integer("max_position_embeddings"):
+        raise c.error("sliding_window", "no model of this family has a window: is it a mistral?")
+    _check_layers(c, "full_attention")
 
 
-def _check_layers(o: Options, *kinds: str) -> None:
+def _check_layers(c: PublishedConfig, *kinds: str) -> None:
     """Raises a UserError for a layer of another kind than those of the family."""
-    if not all(kind in kinds for kind in o.get("layer_types", list, [])):
-        raise o.error("layer_types", f"layers of this family are all {' or '.join(kinds)}")
+    if not all(kind in kinds for kind in c.get("layer_types", list, [])):
+        raise c.error("layer_types", f"layers of this family are all {' or '.join(kinds)}")
 
 
-def _window(o: Options) -> int:
+def _window(c: PublishedConfig) -> int:
     """The sliding window; without the key it is transformers' default."""
-    return 0 if "sliding_window" in o.nulls else o.integer("sliding_window", 4096)
+    return 0 if "sliding_window" in c.nulls else c.integer("sliding_window", 4096)
 
 
-def _window_everywhere(o: Options) -> int:
+def _window_everywhere(c: PublishedConfig) -> int:
     """Returns Mistral's sliding window, which all of its layers have."""
-    window, full, sliding = _window(o), "full_attention", "sliding_attention"
+    window, full, sliding = _window(c), "full_attention", "sliding_attention"
     if not window:
-        _check_layers(o, full)
-    elif window >= o.integer("max_position_embeddings"):
-        _check_layers(o, full, sliding)
-    elif o.flag("use_sliding_window", True):
-        _check_layers(o, sliding)
+        _check_layers(c, full)
+    elif window >= c.integer("max_position_embeddings"):
+        _check_layers(c, full, sliding)
+    elif c.flag("use_sliding_window", True):
+        _check_layers(c, sliding)
     else:
-        raise o.error(
+        raise c.error(
             "use_sliding_window",
             f"sliding_window = {window} is of all layers of a mistral: set that to null if the "
             "model was trained without a window, and else this to true",
@@ -344,22 +348,22 @@ def _window_everywhere(o: Options) -> int:
     return window
 
 
-def _window_of_layers(o: Options) -> int:
+def _window_of_layers(c: PublishedConfig) -> int:
     """Qwen's sliding window, which kvjax has in all layers or in none."""
-    layers = o.integer("num_hidden_layers")
-    window = _window(o) if o.flag("use_sliding_window", False) else 0
-    if "layer_types" in o.values:
-        key, kinds = "layer_types", o.get("layer_types", list)
+    layers = c.integer("num_hidden_layers")
+    window = _window(c) if c.flag("use_sliding_window", False) else 0
+    if "layer_types" in c.values:
+        key, kinds = "layer_types", c.get("layer_types", list)
         sliding = kinds.count("sliding_attention")
         if kinds.count("full_attention") + sliding != layers:
-            raise o.error(key, f"must be full_attention or sliding_attention for {layers} layers")
+            raise c.error(key, f"must be full_attention or sliding_attention for {layers} layers")
     else:
-        key, first = "max_window_layers", o.get("max_window_layers", int, 28)
+        key, first = "max_window_layers", c.get("max_window_layers", int, 28)
         sliding = max(layers - first, 0) if window else 0
     if sliding and not window:
-        raise o.error(key, "layers have a sliding window, and use_sliding_window is not set")
+        raise c.error(key, "layers have a sliding window, and use_sliding_window is not set")
     if 0 < sliding < layers:
-        raise o.error(
+        raise c.error(
             key,
             f"{sliding} of {layers} layers have a sliding window; kvjax has it in all or in none",
         )
@@ -373,7 +377,7 @@ def _window_of_layers(o: Options) -> int:
 class Family:
     """Models of one `model_type`."""
 
-    sections: Callable[[Options], Sections]
+    sections: Callable[[PublishedConfig], ConfigSections]
     rules: tuple[Rule, ...]
     prefix: str  # of all tensors but the head's; a model that was saved without a head has it not
     buffers: str  # tensors that are no weights: a regular expression
@@ -428,33 +432,33 @@ FAMILIES = {
 }
 
 
-def family_of(o: Options) -> Family:
+def family_of(c: PublishedConfig) -> Family:
     """The family of a config; a UserError for one that is not known, or computed otherwise."""
-    kind = o.values.get("model_type")
+    kind = c.values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise o.error("model_type", f"must be one of {', '.join(FAMILIES)}")
+        raise c.error("model_type", f"must be one of {', '.join(FAMILIES)}")
     quantised = "weights are quantised: load the model with transformers, dequantise it and save it"
     for key in ("quantization_config", "quantization"):  # the latter as MLX has it
-        if key in o.values:
-            raise o.error(key, f"{quantised} in bfloat16 first")
-    if "AutoModelForCausalLM" in o.section("auto_map"):
-        raise o.error("auto_map", f"the model brings code of its own: it is no {kind}")
-    o.require("is_causal", True, "tokens see those after them")
-    _check_keys(o, FAMILIES[kind])
+        if key in c.values:
+            raise c.error(key, f"{quantised} in bfloat16 first")
+    if "AutoModelForCausalLM" in c.section("auto_map"):
+        raise c.error("auto_map", f"the model brings code of its own: it is no {kind}")
+    c.require("is_causal", True, "tokens see those after them")
+    _check_keys(c, FAMILIES[kind])
     return FAMILIES[kind]
 
 
-def _check_keys(o: Options, family: Family) -> None:
+def _check_keys(c: PublishedConfig, family: Family) -> None:
     """Raises a UserError for a key that may change the model, and that its family does not have."""
-    for key in o.values:
-        if key not in family.keys and not config_keys.changes_nothing(key, o.values):
-            raise _foreign(o, key)
+    for key in c.values:
+        if key not in family.keys and not config_keys.changes_nothing(key, c.values):
+            raise _unknown_key(c, key)
 
 
-def _foreign(o: Options, key: str) -> UserError:
+def _unknown_key(c: PublishedConfig, key: str) -> UserError:
     """Returns the error of a key that may be of another family."""
-    kind = o.values["model_type"]
-    return o.error(
+    kind = c.values["model_type"]
+    return c.error(
         key,
         f"no key of a {kind}: it may change what the model computes, as one of another family does "
         f"that is called {kind} here. If it changes nothing, remove it",

@@ -15,36 +15,36 @@ import numpy as np
 
 from kvjax.convert import converted, factors, layer as layer_lib
 from kvjax.convert.methods import Method, ThinKeys
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.costs import formulas
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 
 
-class Choices(NamedTuple):
+class RankChoices(NamedTuple):
     """The ranks that a layer may have, ascending, and its cache's bytes per token at each."""
 
     ranks: list[int]
     bytes: list[int]
 
 
-def choices(
+def rank_choices(
     config: TransformerConfig, method: Method, multiple: int, dtype: jnp.dtype
-) -> list[Choices]:
+) -> list[RankChoices]:
     """The ranks to choose from in each layer: multiples of a number, and the largest rank.
 
     Ranks that make its cache larger are left out; a UserError if even the least rank does.
     """
     found = []
     for mechanism in config.mechanisms:
-        most = method.most_rank(mechanism)
+        most = method.max_rank(mechanism)
         least = dataclasses.replace(method, rank=min(multiple, most))
         before = check_smaller(config, mechanism, least, dtype, "multiple")
         ranks = [*range(multiple, most, multiple), most]
         sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in ranks]
         there = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size <= before]
-        found.append(Choices(*map(list, zip(*there, strict=True))))
+        found.append(RankChoices(*map(list, zip(*there, strict=True))))
     return found
 
 
@@ -56,7 +56,10 @@ def check_smaller(
     Args:
       key: that gave the method's rank.
     """
-    of = lambda rank: _bytes(config, mechanism, method, rank, dtype)
+
+    def of(rank):
+        return _bytes(config, mechanism, method, rank, dtype)
+
     before, after = formulas.entry_bytes(mechanism.entry(), dtype), of(method.rank)
     if after <= before:
         return before
@@ -70,7 +73,7 @@ def check_smaller(
     )
 
 
-def check_least(layers: Sequence[Choices], budget: int) -> None:
+def check_budget(layers: Sequence[RankChoices], budget: int) -> None:
     """Raises a UserError if the least that can be is more than the budget."""
     used = sum(layer.bytes[0] for layer in layers)
     if used > budget:
@@ -81,11 +84,11 @@ def check_least(layers: Sequence[Choices], budget: int) -> None:
         )
 
 
-def losses(
-    model: Model,
+def energy_losses(
+    model: LazyModel,
     method: Method,
     moments: Sequence[np.ndarray] | None,
-    layers: Sequence[Choices],
+    layers: Sequence[RankChoices],
 ) -> list[list[float]]:
     """The share of a layer's energy that is lost at each of its choices, a list for each layer.
 
@@ -98,15 +101,18 @@ def losses(
             doing.at(f"{i} of {len(layers)} layers")
             layer, moment_EE = converted.read_layer(model, i, moments)
             with factors.few_threads(len(moment_EE)):
-                found.append(method.losses(layer, moment_EE, choice.ranks))
+                found.append(method.energy_losses(layer, moment_EE, choice.ranks))
     return found
 
 
-def by_energy(
-    layers: Sequence[Choices], lost: Sequence[Sequence[float]], energy: float
+def ranks_by_energy(
+    layers: Sequence[RankChoices], lost: Sequence[Sequence[float]], energy: float
 ) -> list[int]:
     """The least rank of every layer that keeps a share of its energy; else its largest."""
-    enough = lambda lost: 1 - lost >= energy - 1e-12
+
+    def enough(lost):
+        return 1 - lost >= energy - 1e-12
+
     return [
         next((rank for rank, lost in zip(layer.ranks, of, strict=True) if enough(lost)), None)
         or layer.ranks[-1]
@@ -114,7 +120,9 @@ def by_energy(
     ]
 
 
-def within(layers: Sequence[Choices], lost: Sequence[Sequence[float]], budget: int) -> list[int]:
+def ranks_within_budget(
+    layers: Sequence[RankChoices], lost: Sequence[Sequence[float]], budget: int
+) -> list[int]:
     """The ranks that lose the least energy in all with caches of at most so many bytes.
 
     Greedily, by the energy that a layer's next step keeps for a byte: where steps keep less and
@@ -123,7 +131,7 @@ def within(layers: Sequence[Choices], lost: Sequence[Sequence[float]], budget: i
     Raises:
       UserError: see `check_least`.
     """
-    check_least(layers, budget)
+    check_budget(layers, budget)
     at, used = [0] * len(layers), sum(layer.bytes[0] for layer in layers)
     while True:
         best, gain = None, 0.0
@@ -140,8 +148,8 @@ def within(layers: Sequence[Choices], lost: Sequence[Sequence[float]], budget: i
         at[i], used = at[i] + 1, used + cost
 
 
-def split(
-    model: Model,
+def split_budget(
+    model: LazyModel,
     method: ThinKeys,
     moments: Sequence[np.ndarray] | None,
     sensitivities: Sequence[float] | None,
@@ -169,7 +177,7 @@ def split(
     ranks = {part: _ranks(config, part, multiple) for part in (keys, values)}
     least = dataclasses.replace(method, rank=ranks[keys][0], value_rank=ranks[values][0])
     of_least = (_bytes(config, m, least, least.rank, dtype) for m in config.mechanisms)
-    check_least([Choices([least.rank], [size]) for size in of_least], budget)
+    check_budget([RankChoices([least.rank], [size]) for size in of_least], budget)
     lost = {part: np.zeros(len(ranks[part])) for part in (keys, values)}
     with progress.waiting("looking for ranks") as doing:
         for i in range(len(config.mechanisms)):
@@ -179,8 +187,8 @@ def split(
                 unit = 1.0
                 if sensitivities is not None:
                     unit = sensitivities[i] * layer_lib.logit_variance(layer, moment_EE)
-                lost[keys] += unit * np.array(keys.losses(layer, moment_EE, ranks[keys]))
-                lost[values] += values.losses(layer, moment_EE, ranks[values])
+                lost[keys] += unit * np.array(keys.energy_losses(layer, moment_EE, ranks[keys]))
+                lost[values] += values.energy_losses(layer, moment_EE, ranks[values])
     best, count = None, collections.Counter(config.mechanisms)
     for key_rank, of_keys in zip(ranks[keys], lost[keys], strict=True):
         for value_rank, of_values in zip(ranks[values], lost[values], strict=True):
@@ -196,7 +204,7 @@ def split(
 
 def _ranks(config: TransformerConfig, method: Method, multiple: int) -> list[int]:
     """Multiples of a number, and the largest rank of all layers."""
-    most = min(method.most_rank(mechanism) for mechanism in config.mechanisms)
+    most = min(method.max_rank(mechanism) for mechanism in config.mechanisms)
     return [*range(multiple, most, multiple), most]
 
 

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attention import Attention
-from kvjax.convert.layerwise import Pass
-from kvjax.convert.model import Model
+from kvjax.convert.layerwise import LayerwisePass
+from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
 
-def moments(model: Model, rows_BT: np.ndarray) -> list[np.ndarray]:
+def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
     """[E, E] of every layer: the mean of x x^T over tokens, float32, a 1 after x.
 
     That 1 is for biases; where a layer has none its row and column are left out.
@@ -21,7 +21,7 @@ def moments(model: Model, rows_BT: np.ndarray) -> list[np.ndarray]:
     """
     found, mechanisms = [], model.transformer.mechanisms
     with progress.waiting("calibrating") as doing:
-        for i, sums in enumerate(Pass(model, rows_BT).layers(_products)):
+        for i, sums in enumerate(LayerwisePass(model, rows_BT).layers(_second_moment)):
             doing.at(f"{i + 1} of {len(mechanisms)} layers")
             total_EE = sum(np.asarray(sum_EE, np.float64) for sum_EE in sums)
             if not np.isfinite(total_EE).all():
@@ -34,7 +34,7 @@ def moments(model: Model, rows_BT: np.ndarray) -> list[np.ndarray]:
 _SENSITIVE_ROWS, _SENSITIVE_TOKENS = 8, 512  # of the text; [N, T, T] probabilities are in memory
 
 
-def sensitivities(model: Model, rows_BT: np.ndarray) -> list[float]:
+def sensitivities(model: LazyModel, rows_BT: np.ndarray) -> list[float]:
     """Returns how much errors of keys count in each layer, as against errors of values.
 
     To first order, and with errors of tokens independent of each other, a query's output changes by
@@ -44,7 +44,7 @@ def sensitivities(model: Model, rows_BT: np.ndarray) -> list[float]:
     """
     rows_BT, found = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
     with progress.waiting("comparing keys and values") as doing:
-        for i, sums in enumerate(Pass(model, rows_BT).layers(_changes)):
+        for i, sums in enumerate(LayerwisePass(model, rows_BT).layers(_output_changes)):
             doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
             of_logits, squared, energy = np.sum(np.asarray(sums, np.float64), axis=0)  # [N] each
             mean = energy / rows_BT.size
@@ -53,7 +53,7 @@ def sensitivities(model: Model, rows_BT: np.ndarray) -> list[float]:
     return found
 
 
-def _changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
+def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
     """[3, N] sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, over keys of |v_s|^2.
 
     Values are multiplied by their head's output projection.
@@ -68,7 +68,10 @@ def _changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> j
         seen &= ~np.tri(T, k=-mask["window"], dtype=bool)
     p_BNTS = jax.nn.softmax(jnp.where(seen, logits_BNTS, -jnp.inf), axis=-1)
     gram_NHH = jnp.einsum("NHD,NID->NHI", attention.out[...], attention.out[...])
-    norm = lambda x, y: jnp.einsum("B...NH,NHI,B...NI->B...N", x, gram_NHH, y)
+
+    def norm(x, y):
+        return jnp.einsum("B...NH,NHI,B...NI->B...N", x, gram_NHH, y)
+
     o_BTNH = jnp.einsum("BNTS,BSNH->BTNH", p_BNTS, v_BSNH)
     energy_BSN, square_BNTS = norm(v_BSNH, v_BSNH), p_BNTS**2
     summed_BTN = jnp.einsum("BNTS->BTN", square_BNTS)
@@ -80,7 +83,7 @@ def _changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> j
     return jnp.stack([x.sum(axis=(0, 1)) for x in (of_logits_BTN, summed_BTN, energy_BSN)])
 
 
-def _products(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
+def _second_moment(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
     """[E, E]: the sum of x x^T, a 1 after x."""
     del attention, positions, mask
     h_BTE = jnp.concatenate([h_BTD, jnp.ones_like(h_BTD[..., :1])], axis=-1)

@@ -8,7 +8,7 @@ import numpy as np
 from kvjax.convert import factors, layer as layer_lib, model as model_lib
 from kvjax.convert.layer import Layer
 from kvjax.convert.methods import Method
-from kvjax.convert.model import Model, Parameters
+from kvjax.convert.model import LazyModel, Parameters
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
@@ -16,7 +16,7 @@ from kvjax.model.parameters import Path
 _DTYPE = np.dtype(np.float32)  # of weights that a method made
 
 
-def read_layer(model: Model, index: int, moments: Sequence | None) -> tuple[Layer, np.ndarray]:
+def read_layer(model: LazyModel, index: int, moments: Sequence | None) -> tuple[Layer, np.ndarray]:
     """A layer's attention, and [E, E] of what it reads: `layer.inner()` where that is not known.
 
     Args:
@@ -25,7 +25,9 @@ def read_layer(model: Model, index: int, moments: Sequence | None) -> tuple[Laye
     weights = model_lib.read_layer(model, index, "attention")
     rope = model.transformer.block.positions == "rope"
     layer = layer_lib.read(weights, model.transformer.mechanisms[index], rope=rope)
-    return layer, layer.inner() if moments is None else np.asarray(moments[index], np.float64)
+    return layer, layer.identity_moment() if moments is None else np.asarray(
+        moments[index], np.float64
+    )
 
 
 class ConvertedModel:
@@ -36,7 +38,7 @@ class ConvertedModel:
       errors: by layer, what the method lost there, of the layers that were read.
     """
 
-    def __init__(self, source: Model, by_layer: Sequence[Method], moments: Sequence | None):
+    def __init__(self, source: LazyModel, by_layer: Sequence[Method], moments: Sequence | None):
         """
         Args:
           by_layer: the method of each layer; they may differ in their rank.
@@ -66,7 +68,10 @@ class ConvertedModel:
     def parameters(self) -> Parameters:
         """Attention is float32, the rest as in the source."""
         before = self._source.parameters()
-        dtype = lambda path: _DTYPE if "attention" in path else before[self._there(path, 0)[0]][1]
+
+        def dtype(path):
+            return _DTYPE if "attention" in path else before[self._there(path, 0)[0]][1]
+
         shapes = parameters.shapes(self.transformer)
         return {path: (shape, dtype(path)) for path, shape in shapes.items()}
 

@@ -14,22 +14,22 @@ import numpy as np
 from kvjax.attention import MECHANISMS, FactoredConfig, GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig, check_convertible, require
 from kvjax.convert import model as model_lib
-from kvjax.convert.model import Model, Parameters
+from kvjax.convert.model import LazyModel, Parameters
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.parameters import Path
 
 _MECHANISM = ("attention", "mechanism")
-_WHOLE = dict(base_key="key", base_value="value")  # of what they are the weights
+_EXPANDED = dict(base_key="key", base_value="value")  # of what they are the weights
 
 
-class Dense:
+class DenseModel:
     """See `model.Model`; what was not factored is the source's, weights that were are float32.
 
     All layers are alike: they are in one segment.
     """
 
-    def __init__(self, source: Model):
+    def __init__(self, source: LazyModel):
         """
         Raises:
           UserError: keys or values that no head's projection gives, or layers that stay different.
@@ -43,9 +43,9 @@ class Dense:
             _check(mechanism, rope=config.block.positions == "rope")
         heads = max(mechanism.key_heads for mechanism in config.mechanisms)
         mechanisms = tuple(_dense(mechanism, heads) for mechanism in config.mechanisms)
-        _check_alike(mechanisms)
+        _check_equal_shapes(mechanisms)
         narrow = mechanisms[0].key_dim
-        mechanisms = tuple(_of_one_width(mechanism, config.block) for mechanism in mechanisms)
+        mechanisms = tuple(_with_equal_widths(mechanism, config.block) for mechanism in mechanisms)
         self._scale = (mechanisms[0].key_dim / narrow) ** 0.5  # of queries
         self.transformer = dataclasses.replace(config, mechanisms=mechanisms)
         self._dtypes = {path: dtype for path, (_, dtype) in source.parameters().items()}
@@ -53,7 +53,7 @@ class Dense:
     @property
     def is_source(self) -> bool:
         """Whether nothing was factored: parameters are the source's."""
-        parts = _WHOLE.values()
+        parts = _EXPANDED.values()
         mechanisms = self._source.transformer.mechanisms
         return not any(_names(mechanism, part)[1] for mechanism in mechanisms for part in parts)
 
@@ -64,20 +64,20 @@ class Dense:
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         if layer is None:
             return self._source.read(path)
-        found = self._whole(path, layer) if self._is_whole(path) else self._read(path, layer)
-        return np.asarray(self._widened(path, found), self._dtype(path))
+        found = self._expand(path, layer) if self._is_expanded(path) else self._read(path, layer)
+        return np.asarray(self._padded(path, found), self._dtype(path))
 
-    def _is_whole(self, path: Path) -> bool:
+    def _is_expanded(self, path: Path) -> bool:
         """Whether a parameter is the bases', which become whole keys or values."""
-        return path[2:4] == _MECHANISM and path[4].removesuffix("_bias") in _WHOLE
+        return path[2:4] == _MECHANISM and path[4].removesuffix("_bias") in _EXPANDED
 
     def _dtype(self, path: Path) -> np.dtype:
         is_query = path[2:4] == _MECHANISM and path[4].removesuffix("_bias") == "query"
-        if (is_query and self._scale != 1) or (self._is_whole(path) and not self.is_source):
+        if (is_query and self._scale != 1) or (self._is_expanded(path) and not self.is_source):
             return np.dtype(np.float32)
         return self._dtypes[path]
 
-    def _widened(self, path: Path, w: np.ndarray) -> np.ndarray:
+    def _padded(self, path: Path, w: np.ndarray) -> np.ndarray:
         """A parameter of a layer with channels of zeros, see the module's docstring.
 
         Logits are divided by the root of a key's channels: queries make up for more of them.
@@ -86,29 +86,32 @@ class Dense:
         dims = self.transformer.mechanisms[0]
         wide = dict(query=dims.key_dim, base_key=dims.key_dim, base_value=dims.value_dim)
         if path[2:] == ("attention", "out"):
-            return _filled(w, dims.value_dim, axis=-2)
+            return _pad_channels(w, dims.value_dim, axis=-2)
         if path[2:4] != _MECHANISM or name not in wide:
             return w
         if name == "query" and self._scale != 1:
             w = w.astype(np.float64) * self._scale
-        return _filled(w, wide[name], axis=-1)
+        return _pad_channels(w, wide[name], axis=-1)
 
     def _read(self, path: Path, index: int) -> np.ndarray:
         """A parameter of a layer of the source, where layers may be in several segments."""
         segment, layer = model_lib.layer_of(self._source, index)
         return self._source.read((path[0], segment, *path[2:]), layer)
 
-    def _whole(self, path: Path, index: int) -> np.ndarray:
+    def _expand(self, path: Path, index: int) -> np.ndarray:
         """[..., K, H] weights or bias of keys or values, float64 where factors are multiplied."""
         mechanism = self._source.transformer.mechanisms[index]
         whole, bias, _ = path[4].partition("_bias")
-        base, latent = _names(mechanism, _WHOLE[whole])
+        base, latent = _names(mechanism, _EXPANDED[whole])
         K = self.transformer.mechanisms[index].num_kv_heads
-        read = lambda name: self._read((*path[:4], name), index)
-        parts = [_every(read(base + bias), K)] if base else []
+
+        def read(name):
+            return self._read((*path[:4], name), index)
+
+        parts = [_repeat_heads(read(base + bias), K)] if base else []
         if latent and (not bias or getattr(mechanism, "latent_bias", True)):
-            expand_KRH = read(f"expand_{_WHOLE[whole]}").astype(np.float64)
-            latent_KDR = np.moveaxis(_every(read(latent + bias), K), -2, 0)
+            expand_KRH = read(f"expand_{_EXPANDED[whole]}").astype(np.float64)
+            latent_KDR = np.moveaxis(_repeat_heads(read(latent + bias), K), -2, 0)
             if bias:
                 latent_KDR = latent_KDR[:, None]
             expanded = np.matmul(latent_KDR.astype(np.float64), expand_KRH).swapaxes(0, 1)
@@ -116,7 +119,7 @@ class Dense:
         return sum(parts[1:], start=parts[0])
 
 
-def _filled(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
+def _pad_channels(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
     """With zeros at the end of an axis, up to that length."""
     if w.shape[axis] == dim:
         return w
@@ -125,7 +128,7 @@ def _filled(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
     return np.pad(w, more)
 
 
-def _every(w: np.ndarray, K: int) -> np.ndarray:
+def _repeat_heads(w: np.ndarray, K: int) -> np.ndarray:
     """[..., K, H] of [..., J, H]: head k reads base or latent k // (K / J)."""
     return w if w.shape[-2] == K else np.repeat(w, K // w.shape[-2], axis=-2)
 
@@ -164,7 +167,7 @@ def _dense(mechanism: GroupedConfig | FactoredConfig, heads: int) -> GroupedConf
     return GroupedConfig(**keys, num_kv_heads=heads, num_bases=heads, rank=0)
 
 
-def _of_one_width(mechanism: GroupedConfig, block: BlockConfig) -> GroupedConfig:
+def _with_equal_widths(mechanism: GroupedConfig, block: BlockConfig) -> GroupedConfig:
     """The mechanism with keys and values of as many channels as published models have."""
     key, value = mechanism.key_dim, mechanism.value_dim
     if block.positions == "rope" or mechanism.qk_norm != "none":
@@ -173,7 +176,7 @@ def _of_one_width(mechanism: GroupedConfig, block: BlockConfig) -> GroupedConfig
     return dataclasses.replace(mechanism, key_dim=dim, value_dim=dim)
 
 
-def _check_alike(mechanisms: tuple[GroupedConfig, ...]) -> None:
+def _check_equal_shapes(mechanisms: tuple[GroupedConfig, ...]) -> None:
     """Raises a UserError for layers of different shapes."""
     first = dataclasses.asdict(mechanisms[0])
     for index, mechanism in enumerate(mechanisms):

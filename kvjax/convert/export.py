@@ -26,8 +26,8 @@ from kvjax.convert import (
     into_workdir,
     model as model_lib,
 )
-from kvjax.convert.into_folder import Plan, Tensor
-from kvjax.convert.model import Model
+from kvjax.convert.into_folder import ExportPlan, LazyTensor
+from kvjax.convert.model import LazyModel
 from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.foundation import command_line, progress, runtime
@@ -68,14 +68,14 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         one_of("dtype", options.dtype, DTYPES)
     target = into_workdir.check(options.out)
     runtime.start()
-    model = model_lib.Trained(runtime.workdir(options.workdir))
+    model = model_lib.TrainedModel(runtime.workdir(options.workdir))
     dtype = DTYPES.get(options.dtype) or into_folder.dtype_name(model.parameters())
     kind, plan, why = _plan(options.format, model, dtype)
     into_folder.write(plan, target, dtype)
     _report(out, target, model, plan, kind=kind, dtype=dtype, why=why)
 
 
-def _plan(kind: str, model: Model, dtype: str) -> tuple[str, Plan, str]:
+def _plan(kind: str, model: LazyModel, dtype: str) -> tuple[str, ExportPlan, str]:
     """The format, what will be written, and why it is that one, where it was not asked for."""
     if kind == "factored":
         return kind, factored(model), ""
@@ -91,12 +91,12 @@ def _plan(kind: str, model: Model, dtype: str) -> tuple[str, Plan, str]:
     return "huggingface", plan, ""
 
 
-def factored(model: Model) -> Plan:
+def factored(model: LazyModel) -> ExportPlan:
     """The folder that keeps the factors of any model."""
     config = model.transformer
 
     def tensor(path, layer, shape):
-        return Tensor(tuple(shape), lambda: np.asarray(model.read(path, layer)))
+        return LazyTensor(tuple(shape), lambda: np.asarray(model.read(path, layer)))
 
     shapes = {path: shape for path, (shape, _) in model.parameters().items()}
     every = [(path, None) for path in shapes if path[0] != "segments"]
@@ -120,7 +120,7 @@ def factored(model: Model) -> Plan:
         files[file] = json.dumps(said, indent=2) + "\n"
     files[digests.FILE] = digests.of_files(files)
     files["README.md"] = factored_readme.text(model.name, config, context=model.context)
-    return Plan("kvjax's factors", config, tensors, files)
+    return ExportPlan("kvjax's factors", config, tensors, files)
 
 
 def _cache_bytes(config: TransformerConfig) -> int:
@@ -131,8 +131,8 @@ def _cache_bytes(config: TransformerConfig) -> int:
 def _report(
     out: Output,
     target: epath.Path,
-    model: Model,
-    plan: Plan,
+    model: LazyModel,
+    plan: ExportPlan,
     *,
     kind: str,
     dtype: str,

@@ -199,7 +199,9 @@ def _bias_of_positions(mechanism: MechanismConfig) -> str:
 
 
 def _grouped(c: GroupedConfig, rope: bool) -> list[str]:
-    residual = lambda part: f" + (x latent_{part}[k]) expand_{part}[k]" if c.rank else ""
+    def residual(part):
+        return f" + (x latent_{part}[k]) expand_{part}[k]" if c.rank else ""
+
     heads = c.num_kv_heads if c.rank else c.num_bases
     whole = f"K_k = x base_key[j(k)]{residual('key')}"
     keys, queries = "k_k = turned(K_k)", f"turned(x {'base_key' if c.ties_queries else 'query'}[n])"
@@ -216,7 +218,9 @@ def _grouped(c: GroupedConfig, rope: bool) -> list[str]:
 
 
 def _factored(c: FactoredConfig, rope: bool) -> list[str]:
-    whole = lambda part, rank: f"(x {part}[j(k)]) expand_{part}[k]" if rank else f"x {part}[k]"
+    def whole(part, rank):
+        return f"(x {part}[j(k)]) expand_{part}[k]" if rank else f"x {part}[k]"
+
     share = c.num_kv_heads // c.num_latents
     return [
         _turned(c, rope),
@@ -260,10 +264,10 @@ KINDS = {
 def _rope(block: BlockConfig, channels: int) -> str:
     scaled = ""
     if block.rope_factor != 1:
-        turns = f"{block.rope_original} · {block.rope_base:g}^(-2i/{channels}) / 2π"
+        rotations = f"{block.rope_original} · {block.rope_base:g}^(-2i/{channels}) / 2π"
         span = f"{block.rope_high:g} - {block.rope_low:g}"
         scaled = (
-            f", times s_i + (1 - s_i) / {block.rope_factor:g}, where s_i = clip(({turns} - "
+            f", times s_i + (1 - s_i) / {block.rope_factor:g}, where s_i = clip(({rotations} - "
             f"{block.rope_low:g}) / ({span}), 0, 1) (Llama 3.1)"
         )
     half = channels // 2

@@ -79,7 +79,9 @@ def _spectra(w_EKH: np.ndarray, moment_EE: np.ndarray, latents: int):
         yield np.maximum(values, 0), vectors
 
 
-def evened(left: np.ndarray, right: np.ndarray, axes: Sequence[tuple[int, ...]]) -> np.ndarray:
+def balance_scales(
+    left: np.ndarray, right: np.ndarray, axes: Sequence[tuple[int, ...]]
+) -> np.ndarray:
     """What to multiply channels of one factor by, and divide those of the other by, so that the
     numbers of both are of one size.
 
@@ -88,7 +90,10 @@ def evened(left: np.ndarray, right: np.ndarray, axes: Sequence[tuple[int, ...]])
     Args:
       axes: of each factor, those that are no channels.
     """
-    size = lambda x, over: np.sqrt(np.mean(x**2, axis=over))
+
+    def size(x, over):
+        return np.sqrt(np.mean(x**2, axis=over))
+
     one, other = size(left, axes[0]), size(right, axes[1])
     there = (one > 0) & (other > 0)
     return np.sqrt(np.divide(other, one, out=np.ones_like(one), where=there))
@@ -100,7 +105,7 @@ class BaseAndResidual(NamedTuple):
     base_EJH: np.ndarray
     latent_EKR: np.ndarray
     expand_KRH: np.ndarray
-    turn_KHH: np.ndarray
+    rotation_KHH: np.ndarray
     error: float  # share of the energy that is lost
 
 
@@ -110,7 +115,7 @@ def base_and_residual(
     moment_EE: np.ndarray,
     *,
     bases: int,
-    turns: str,
+    rotations: str,
     step: int = 0,
     sweeps: int = SWEEPS,
     tolerance: float = TOLERANCE,
@@ -130,7 +135,7 @@ def base_and_residual(
       tolerance: it ends when a sweep lowers the error by less than this share of the energy.
     """
     with runtime.blas_threads(1):  # many small products
-        found = _Alternation(w_EKH, moment_EE, bases, turns)
+        found = _AlternatingFit(w_EKH, moment_EE, bases, rotations)
         through = range(step, rank, step) if step else ()
         for each in (0, *through, rank) if rank else (0,):
             found.improve(each, sweeps, tolerance)
@@ -138,7 +143,7 @@ def base_and_residual(
 
 
 def losses_by_rank(
-    w_EKH: np.ndarray, ranks: Sequence[int], moment_EE: np.ndarray, *, bases: int, turns: str
+    w_EKH: np.ndarray, ranks: Sequence[int], moment_EE: np.ndarray, *, bases: int, rotations: str
 ) -> list[float]:
     """The share of the energy that `base_and_residual` loses at each of these ranks.
 
@@ -146,7 +151,7 @@ def losses_by_rank(
       ranks: ascending multiples of its `step`; the last may be none.
     """
     with runtime.blas_threads(1):
-        found, lost = _Alternation(w_EKH, moment_EE, bases, turns), []
+        found, lost = _AlternatingFit(w_EKH, moment_EE, bases, rotations), []
         found.improve(0, SWEEPS, TOLERANCE)
         for rank in ranks:
             found.improve(rank, SWEEPS, TOLERANCE)
@@ -154,34 +159,34 @@ def losses_by_rank(
         return lost
 
 
-class _Alternation:
+class _AlternatingFit:
     """The state of `base_and_residual`, where inner products over inputs are the plain ones."""
 
-    def __init__(self, w_EKH: np.ndarray, moment_EE: np.ndarray, bases: int, turns: str):
+    def __init__(self, w_EKH: np.ndarray, moment_EE: np.ndarray, bases: int, rotations: str):
         _, K, H = w_EKH.shape
-        self.turns, self.of_base = turns, np.arange(K) * bases // K
+        self.rotations, self.of_base = rotations, np.arange(K) * bases // K
         self.root_EE = _root(moment_EE)
-        self.w, self.basis_EP = _narrow(einsum("EF,FKH->KEH", self.root_EE, w_EKH))
+        self.w, self.basis_EP = _column_span(einsum("EF,FKH->KEH", self.root_EE, w_EKH))
         self.total = np.sum(self.w**2)
         # Heads turn towards the first one of their base.
         self.base = self.w[np.searchsorted(self.of_base, np.arange(bases))]
         self.residual = np.zeros_like(self.w)
-        self.turn = np.broadcast_to(np.eye(H), (K, H, H)).copy()
+        self.rotation = np.broadcast_to(np.eye(H), (K, H, H)).copy()
 
     def improve(self, rank: int, sweeps: int, tolerance: float) -> None:
         """Sweeps with residuals of that rank."""
         error = np.inf
         for _ in range(sweeps):
-            self.turn = _nearest_turns(self.w, self._whole() + self.residual, self.turns)
-            turned = self.w @ self.turn
+            self.rotation = _procrustes(self.w, self._head_bases() + self.residual, self.rotations)
+            turned = self.w @ self.rotation
             if rank:
-                gap = turned - self._whole()
+                gap = turned - self._head_bases()
                 expand = _best_directions(gap, rank)
                 self.residual = gap @ expand.transpose(0, 2, 1) @ expand
             left = turned - self.residual
             bases = range(len(self.base))
             self.base = np.stack([left[self.of_base == j].mean(axis=0) for j in bases])
-            before, error = error, np.sum((left - self._whole()) ** 2)
+            before, error = error, np.sum((left - self._head_bases()) ** 2)
             if before - error < tolerance * self.total:
                 break
 
@@ -192,17 +197,20 @@ class _Alternation:
     def result(self, rank: int) -> BaseAndResidual:
         """What was found, for the weights as they were given."""
         latent, expand, lost = self._factors(rank)
-        out = lambda x: scipy.linalg.solve_triangular(self.root_EE, self.basis_EP @ x)
+
+        def out(x):
+            return scipy.linalg.solve_triangular(self.root_EE, self.basis_EP @ x)
+
         base_EJH = np.stack([out(x) for x in self.base], axis=1)
         latent_EKR = np.stack([out(x) for x in latent], axis=1)
-        return BaseAndResidual(base_EJH, latent_EKR, expand, self.turn, lost)
+        return BaseAndResidual(base_EJH, latent_EKR, expand, self.rotation, lost)
 
-    def _whole(self) -> np.ndarray:
+    def _head_bases(self) -> np.ndarray:
         """[K, E, H] base of every head."""
         return self.base[self.of_base]
 
     def _factors(self, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
-        gap = self.w @ self.turn - self._whole()
+        gap = self.w @ self.rotation - self._head_bases()
         expand = _best_directions(gap, rank)
         latent = gap @ expand.transpose(0, 2, 1)
         lost = np.sum((gap - latent @ expand) ** 2)
@@ -224,7 +232,7 @@ def _root(moment_EE: np.ndarray) -> np.ndarray:
     raise ValueError("the second moment is not finite")
 
 
-def _narrow(w_KEH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _column_span(w_KEH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same matrices in the basis of their columns' span, and that basis [E, P]."""
     K, E, H = w_KEH.shape
     if K * H >= E:
@@ -239,13 +247,13 @@ def _best_directions(x_KEH: np.ndarray, rank: int) -> np.ndarray:
     return vectors_KHH[:, :, ::-1][:, :, :rank].transpose(0, 2, 1)
 
 
-def _nearest_turns(w_KEH: np.ndarray, target_KEH: np.ndarray, turns: str) -> np.ndarray:
+def _procrustes(w_KEH: np.ndarray, target_KEH: np.ndarray, rotations: str) -> np.ndarray:
     """[K, H, H] rotations of each w that bring it nearest to its target."""
     K, _, H = w_KEH.shape
-    if turns == "none":
+    if rotations == "none":
         return np.broadcast_to(np.eye(H), (K, H, H)).copy()
     inner_KHH = w_KEH.transpose(0, 2, 1) @ target_KEH
-    if turns == "all":
+    if rotations == "all":
         left, _, right = np.linalg.svd(inner_KHH)
         return left @ right
     F = H // 2

@@ -9,7 +9,9 @@ HEADS = dict(N="query heads", K="KV heads", J="bases (KV heads where there are n
 _PART = 1 << 18  # values of which a copy stays in a core's cache
 
 
-def checked(array: np.ndarray, named: str, advice: str, axes: Axes | None = None) -> np.ndarray:
+def check_finite(
+    array: np.ndarray, named: str, advice: str, axes: Axes | None = None
+) -> np.ndarray:
     """The array.
 
     Args:

@@ -9,8 +9,8 @@ import numpy as np
 import tokenizers
 
 from kvjax.convert import digests
-from kvjax.convert.architectures import FAMILIES, Family, Options
-from kvjax.convert.tensors import Stored
+from kvjax.convert.architectures import FAMILIES, Family, PublishedConfig
+from kvjax.convert.tensors import StoredTensor
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
 from kvjax.foundation.errors import UserError, first_line, panics_as_errors
 from kvjax.layers import rope
@@ -25,7 +25,7 @@ _UNSCALED = {
     "rope.scaling.factor": (0, 1),
     "rope.scaling.attn_factor": (1,),
 }
-_OF_NO_SCALING = tuple(  # what llama.cpp writes too, and reads for YaRN alone
+_UNUSED_SCALING = tuple(  # what llama.cpp writes too, and reads for YaRN alone
     f"rope.scaling.{key}" for key in ("original_context_length", "finetuned", "yarn_log_multiplier")
 )
 
@@ -112,7 +112,7 @@ class File:
             )
         self.tensors = {tensor.name: self._stored(tensor) for tensor in reader.tensors}
 
-    def _stored(self, tensor: gguf.ReaderTensor) -> Stored:
+    def _stored(self, tensor: gguf.ReaderTensor) -> StoredTensor:
         _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         try:
             gguf.dequantize(np.zeros((1, size), np.uint8), tensor.tensor_type)
@@ -121,13 +121,16 @@ class File:
                 f"{self.path}: {tensor.name} is stored as {tensor.tensor_type.name}, which the "
                 "package gguf does not read: give the file in F16, or another quantisation"
             ) from error
-        load = lambda: np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+
+        def load():
+            return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        return Stored(self.path, tensor.name, shape, "F32", load)
+        return StoredTensor(self.path, tensor.name, shape, "F32", load)
 
     # -- the config --------------------------------------------------------------------------------
 
-    def options(self) -> Options:
+    def options(self) -> PublishedConfig:
         """The config, by transformers' keys."""
         own = f"{self.architecture}."
         there = {
@@ -149,7 +152,7 @@ class File:
             base = values.get("rope_theta", 10_000.0)
             values["rope_scaling"] = self._scaling(base, head_dim)
         names = {key: own + name for key, name in keys.items()}
-        return Options(values, str(self.path), names)
+        return PublishedConfig(values, str(self.path), names)
 
     @property
     def _has_frequencies(self) -> bool:
@@ -162,7 +165,7 @@ class File:
         must |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
         if self.architecture == "gpt2":
             must["attention.head_count_kv"] = (there.get("attention.head_count"),)
-        known = [*keys.values(), *must, *_OF_NO_SCALING, "vocab_size"]
+        known = [*keys.values(), *must, *_UNUSED_SCALING, "vocab_size"]
         for name, value in there.items():
             if must.get(name) == (None,):  # `Options` says what is wrong
                 continue
@@ -234,7 +237,10 @@ class File:
         Raises:
           UserError: it is no byte-level BPE, or splits words in a way that is not known.
         """
-        get = lambda key: self.metadata.get(f"tokenizer.ggml.{key}")
+
+        def get(key):
+            return self.metadata.get(f"tokenizer.ggml.{key}")
+
         if get("model") != "gpt2":
             raise UserError(
                 f"{self.path}: tokenizer.ggml.model = {get('model')!r}: must be 'gpt2', a "

@@ -13,10 +13,10 @@ import numpy as np
 import tokenizers
 
 from kvjax.convert import rules as rules_lib, tokens as tokens_lib
-from kvjax.convert.architectures import FAMILIES, Options
-from kvjax.convert.dense import Dense
-from kvjax.convert.into_folder import Plan, Tensor
-from kvjax.convert.model import Model
+from kvjax.convert.architectures import FAMILIES, PublishedConfig
+from kvjax.convert.dense import DenseModel
+from kvjax.convert.into_folder import ExportPlan, LazyTensor
+from kvjax.convert.model import LazyModel
 from kvjax.convert.rules import Rule
 from kvjax.data import manifest, tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
@@ -34,7 +34,7 @@ _ENDS = {
 }
 
 
-def plan(model: Model, dtype: str) -> Plan:
+def plan(model: LazyModel, dtype: str) -> ExportPlan:
     """The folder of a model of the family that computes it, its factors multiplied out.
 
     Args:
@@ -43,7 +43,7 @@ def plan(model: Model, dtype: str) -> Plan:
     Raises:
       UserError: no family computes it: the config's keys, and the values that the nearest one has.
     """
-    dense = Dense(model)
+    dense = DenseModel(model)
     kind, config = _family(dense.transformer, dense.context)
     texts, ids = _tokens(dense)
     config = config | dict(
@@ -67,7 +67,7 @@ def plan(model: Model, dtype: str) -> Plan:
         files[origin.GENERATION_CONFIG] = dense.token_files[origin.GENERATION_CONFIG]
     files = {name: json.dumps(tree, indent=2) + "\n" for name, tree in files.items()}
     tokenizer = _tokenizer(dense.tokenizer_json, texts["bos"])
-    return Plan(
+    return ExportPlan(
         title=_CLASSES[kind],
         transformer=dense.transformer,
         tensors=_tensors(dense, kind),
@@ -78,7 +78,7 @@ def plan(model: Model, dtype: str) -> Plan:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def _tensors(model: Model, kind: str) -> dict[str, Tensor]:
+def _tensors(model: LazyModel, kind: str) -> dict[str, LazyTensor]:
     """By published name, layer after layer."""
     weights = rules_lib.weights_of(model.transformer)
     rules = [rule for rule in FAMILIES[kind].rules if all(p in weights for p in rule.weights)]
@@ -94,7 +94,7 @@ def _tensors(model: Model, kind: str) -> dict[str, Tensor]:
             if rule.in_block == (layer is not None):
                 shape = rules_lib.tensor_shape(rule, [weights[path] for path in rule.weights])
                 name = rule.tensor.format(i=layer)
-                tensors[name] = Tensor(shape, functools.partial(read, rule, layer))
+                tensors[name] = LazyTensor(shape, functools.partial(read, rule, layer))
     return tensors
 
 
@@ -203,7 +203,7 @@ def _family(model: TransformerConfig, context: int) -> tuple[str, dict]:
     for kind, writer in _WRITERS.items():
         config = dict(model_type=kind) | writer(model, context)
         try:
-            meant = FAMILIES[kind].sections(Options(config, "config.json")).transformer
+            meant = FAMILIES[kind].sections(PublishedConfig(config, "config.json")).transformer
         except UserError:  # as heads that do not divide the width, in GPT-2
             continue
         found.append((_differences(model, meant), kind, config))
@@ -251,7 +251,7 @@ def _keys(config: TransformerConfig) -> dict:
 Token = tuple[str, int] | None  # its text and id
 
 
-def _tokens(model: Model) -> tuple[dict[str, str | None], dict[str, int | list[int] | None]]:
+def _tokens(model: LazyModel) -> tuple[dict[str, str | None], dict[str, int | list[int] | None]]:
     """By kind, the texts and ids of tokens: as the model's files say, or as kvjax uses them."""
     used = zip(("bos", "eos"), _document_tokens(model.tokenizer_json), strict=True)
     texts = {kind: token and token[0] for kind, token in used}

@@ -21,7 +21,7 @@ SHARD_BYTES = 4_000_000_000  # of a file, unless one tensor has more
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class LazyTensor:
     """A tensor to be written, not read yet."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """What a folder will hold.
 
     Attributes:
@@ -40,7 +40,7 @@ class Plan:
 
     title: str
     transformer: TransformerConfig
-    tensors: dict[str, Tensor]
+    tensors: dict[str, LazyTensor]
     files: dict[str, str]
 
 
@@ -51,12 +51,12 @@ def dtype_name(parameters: Parameters) -> str:
     return names.get(kinds.pop(), "F32") if len(kinds) == 1 else "F32"
 
 
-def size(plan: Plan, dtype: str) -> int:
+def size(plan: ExportPlan, dtype: str) -> int:
     """Bytes of all tensors."""
     return sum(_bytes(tensor, dtype) for tensor in plan.tensors.values())
 
 
-def write(plan: Plan, out: epath.Path, dtype: str, *, shard_bytes: int = SHARD_BYTES) -> None:
+def write(plan: ExportPlan, out: epath.Path, dtype: str, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a folder; `out` is as `into_workdir.check` gives it.
 
     Args:
@@ -82,11 +82,11 @@ def write(plan: Plan, out: epath.Path, dtype: str, *, shard_bytes: int = SHARD_B
             (folder / file).write_text(text)
 
 
-def _bytes(tensor: Tensor, dtype: str) -> int:
+def _bytes(tensor: LazyTensor, dtype: str) -> int:
     return math.prod(tensor.shape) * np.dtype(DTYPES[dtype]).itemsize
 
 
-def _shards(tensors: Mapping[str, Tensor], dtype: str, limit: int) -> list[list[str]]:
+def _shards(tensors: Mapping[str, LazyTensor], dtype: str, limit: int) -> list[list[str]]:
     """The names of each file's tensors, in their order."""
     shards, filled = [[]], 0
     for name, tensor in tensors.items():
@@ -104,7 +104,7 @@ def _index(files: Sequence[str], shards: Sequence[Sequence[str]], total: int) ->
     return json.dumps(dict(metadata=dict(total_size=total), weight_map=weight_map), indent=1) + "\n"
 
 
-def _write_file(path: epath.Path, tensors: Mapping[str, Tensor], dtype: str) -> Iterator[None]:
+def _write_file(path: epath.Path, tensors: Mapping[str, LazyTensor], dtype: str) -> Iterator[None]:
     """Writes safetensors' format: the header's length, the header in JSON, the tensors' bytes.
 
     The header's metadata has a digest of each tensor. Yields before each tensor. The library's own
@@ -124,7 +124,7 @@ def _write_file(path: epath.Path, tensors: Mapping[str, Tensor], dtype: str) -> 
         file.write(_header(tensors, dtype, metadata))
 
 
-def _header(tensors: Mapping[str, Tensor], dtype: str, metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Mapping[str, LazyTensor], dtype: str, metadata: Mapping[str, str]) -> bytes:
     """Returns the header of safetensors' format, its length included.
 
     Args:

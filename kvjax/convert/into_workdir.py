@@ -24,7 +24,7 @@ import numpy as np
 
 from kvjax import experiment, recipes
 from kvjax.convert import model as model_lib
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.data import manifest
 from kvjax.foundation import json_text, progress, runtime, target
 from kvjax.foundation.configuration import to_text
@@ -60,7 +60,7 @@ def check(out: str) -> epath.Path:
     return path
 
 
-def write(model: Model, out: epath.Path, record: dict, *, tune: str = "qk") -> None:
+def write(model: LazyModel, out: epath.Path, record: dict, *, tune: str = "qk") -> None:
     """Writes a workdir with a checkpoint of step 0.
 
     Args:
@@ -160,7 +160,7 @@ def _remove_abandoned(parent: epath.Path) -> None:
             _lock_of(folder).unlink(missing_ok=True)
 
 
-def _write(model: Model, workdir: epath.Path, name: str, record: dict) -> None:
+def _write(model: LazyModel, workdir: epath.Path, name: str, record: dict) -> None:
     attention = model_lib.attention_section(model.transformer)
     config = recipes.imported(name, model.transformer, attention, context=model.context)
     parameters = model.parameters()

@@ -17,7 +17,7 @@ from kvjax.foundation.errors import UserError
 
 # Directions in which queries or outputs are weaker than this share of the strongest are held to it.
 _FLOOR = 1e-4
-_NOTHING = 1e-24  # second moments that are no larger are of a head that does nothing
+_NEGLIGIBLE = 1e-24  # second moments that are no larger are of a head that does nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Layer:
         """A projection [E, ...] without its bias."""
         return w[:-1] if self.has_biases else w
 
-    def inner(self) -> np.ndarray:
+    def identity_moment(self) -> np.ndarray:
         """[E, E] second moment of inputs of which nothing is known: all channels count alike."""
         return np.eye(self.query_ENH.shape[0])
 
 
-def _biased(config: GroupedConfig) -> bool:
+def _has_position_bias(config: GroupedConfig) -> bool:
     """Whether positions are on the logits."""
     return bool(config.position_channels or config.alibi)
 
@@ -60,7 +60,7 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
     """Raises a UserError unless all are MHA, GQA or MQA with keys and values of their own."""
     for config in mechanisms:
         plain = isinstance(config, GroupedConfig) and config.rank == 0 and config.tie == "none"
-        if not plain or config.num_bases != config.num_kv_heads or _biased(config):
+        if not plain or config.num_bases != config.num_kv_heads or _has_position_bias(config):
             raise UserError(
                 "only MHA, GQA and MQA are converted: config.attention must be of kind 'grouped', "
                 "with rank 0, a base for each KV head, tie 'none', no position_channels, no alibi"
@@ -95,7 +95,7 @@ def read(weights: dict, config: GroupedConfig, *, rope: bool) -> Layer:
     )
 
 
-def without_idle_biases(layer: Layer) -> Layer:
+def drop_redundant_biases(layer: Layer) -> Layer:
     """The same attention with no bias on values, nor on keys where that changes no probability.
 
     Probabilities sum to 1, so a value's bias goes through to the output's. A key's bias adds the
@@ -115,7 +115,7 @@ def without_idle_biases(layer: Layer) -> Layer:
     return dataclasses.replace(layer, value_EKH=values, key_EKH=keys, out_bias_D=out_bias_D)
 
 
-class Gauge(NamedTuple):
+class BasisChange(NamedTuple):
     """A change of the coordinates of keys and queries, or of values and outputs: attention stays.
 
     Keys times the matrix meet queries times the inverse, transposed; values times the matrix meet
@@ -129,18 +129,18 @@ class Gauge(NamedTuple):
         """Keys or values in the new coordinates."""
         return einsum("EKH,KHI->EKI", w_EKH, self.matrix_KHH)
 
-    def then(self, matrix_KHH: np.ndarray, inverse_KHH: np.ndarray) -> "Gauge":
+    def then(self, matrix_KHH: np.ndarray, inverse_KHH: np.ndarray) -> "BasisChange":
         """This change, and another one after it."""
-        return Gauge(self.matrix_KHH @ matrix_KHH, inverse_KHH @ self.inverse_KHH)
+        return BasisChange(self.matrix_KHH @ matrix_KHH, inverse_KHH @ self.inverse_KHH)
 
 
-def no_gauge(heads: int, channels: int) -> Gauge:
+def identity_change(heads: int, channels: int) -> BasisChange:
     """No change."""
     eye_KHH = np.broadcast_to(np.eye(channels), (heads, channels, channels))
-    return Gauge(eye_KHH, eye_KHH)
+    return BasisChange(eye_KHH, eye_KHH)
 
 
-def alike(layer: Layer, moment_EE: np.ndarray) -> tuple[Gauge, Gauge]:
+def whitening(layer: Layer, moment_EE: np.ndarray) -> tuple[BasisChange, BasisChange]:
     """Coordinates of keys and of values in which an error counts alike in all channels.
 
     Queries of a KV head have a unit second moment there, and its output projections a unit Gram
@@ -152,14 +152,16 @@ def alike(layer: Layer, moment_EE: np.ndarray) -> tuple[Gauge, Gauge]:
       moment_EE: second moment of the layer's inputs.
     """
     _, K, H = layer.key_EKH.shape
-    key = no_gauge(K, H)
+    key = identity_change(K, H)
     if layer.qk_norm == "none":
         query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
         inputs = einsum("EF,FKGH->EKGH", moment_EE, query_EKGH)
         moment_KHH = einsum("EKGH,EKGI->KHI", query_EKGH, inputs)
-        key = Gauge(*roots(_commuting(moment_KHH) if layer.rope else moment_KHH))
+        key = BasisChange(
+            *matrix_roots(_rotation_average(moment_KHH) if layer.rope else moment_KHH)
+        )
     out_KGHD = _by_kv_head(layer.out_NHD, K, axis=0)
-    return key, Gauge(*roots(einsum("KGHD,KGID->KHI", out_KGHD, out_KGHD)))
+    return key, BasisChange(*matrix_roots(einsum("KGHD,KGID->KHI", out_KGHD, out_KGHD)))
 
 
 def logit_variance(layer: Layer, moment_EE: np.ndarray) -> float:
@@ -173,11 +175,11 @@ def logit_variance(layer: Layer, moment_EE: np.ndarray) -> float:
     if layer.qk_norm != "none":
         gains = [layer.gains.get(name, np.ones(H)) for name in ("query_norm", "key_norm")]
         return float(np.mean(np.prod(gains, axis=0) ** 2))
-    key_EKH = alike(layer, moment_EE)[0].of(layer.key_EKH)
+    key_EKH = whitening(layer, moment_EE)[0].of(layer.key_EKH)
     return float(einsum("EKH,EF,FKH->", key_EKH, moment_EE, key_EKH)) / (N * H)
 
 
-def changed(layer: Layer, key: Gauge, value: Gauge) -> Layer:
+def change_basis(layer: Layer, key: BasisChange, value: BasisChange) -> Layer:
     """The same attention in other coordinates."""
     K = layer.key_EKH.shape[1]
     query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
@@ -199,19 +201,22 @@ def _by_kv_head(x: np.ndarray, K: int, axis: int) -> np.ndarray:
     return x.reshape(*shape[:axis], K, shape[axis] // K, *shape[axis + 1 :])
 
 
-def _commuting(moment_KHH: np.ndarray) -> np.ndarray:
+def _rotation_average(moment_KHH: np.ndarray) -> np.ndarray:
     """What of second moments is left in the mean over rotations by RoPE: a number for each pair."""
     diagonal_K2F = einsum("KHH->KH", moment_KHH).reshape(len(moment_KHH), 2, -1)
     pair_KF = diagonal_K2F.mean(axis=1)
     return np.concatenate([pair_KF, pair_KF], axis=-1)[:, :, None] * np.eye(moment_KHH.shape[-1])
 
 
-def roots(moment_KHH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def matrix_roots(moment_KHH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[K, H, H] symmetric square roots and their inverses; of nothing, as of a head whose output is
     zero, the identity."""
     values_KH, vectors_KHI = np.linalg.eigh(moment_KHH)
     most_K1 = values_KH.max(axis=-1, keepdims=True)
     values_KH = np.maximum(values_KH, _FLOOR**2 * most_K1)
-    values_KH = np.sqrt(np.where(most_K1 > _NOTHING, values_KH, 1.0))
-    spread = lambda scale_KH: einsum("KHI,KI,KJI->KHJ", vectors_KHI, scale_KH, vectors_KHI)
+    values_KH = np.sqrt(np.where(most_K1 > _NEGLIGIBLE, values_KH, 1.0))
+
+    def spread(scale_KH):
+        return einsum("KHI,KI,KJI->KHJ", vectors_KHI, scale_KH, vectors_KHI)
+
     return spread(values_KH), spread(1 / values_KH)

@@ -10,16 +10,16 @@ import numpy as np
 
 from kvjax.attention import Attention
 from kvjax.convert import model as model_lib
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.layers import rope
 from kvjax.model import loss, parameters
 from kvjax.model.transformer import Block, Compute, Transformer
 
-ROWS_AT_ONCE = 4
+BATCH_ROWS = 4
 _COMPUTE = Compute(query_chunk=64)
 
 
-class Pass:
+class LayerwisePass:
     """Rows of tokens on their way through a model, in float32.
 
     Attributes:
@@ -30,14 +30,14 @@ class Pass:
     """
 
     def __init__(
-        self, model: Model, rows_BT: np.ndarray, *, attention: type[Attention] = Attention
+        self, model: LazyModel, rows_BT: np.ndarray, *, attention: type[Attention] = Attention
     ):
         self._model, self._attention = model, attention
         first = _outer(model, ("embedding", "positions", "embedding_norm"))
         index = np.arange(rows_BT.shape[1], dtype=np.int32)[None]
-        self.x = [first.embed(few, index, _COMPUTE) for few in few_rows(rows_BT)]
+        self.x = [first.embed(few, index, _COMPUTE) for few in row_batches(rows_BT)]
 
-    def layers(self, see: Callable[..., jax.Array] | None = None) -> Iterator[list]:
+    def layers(self, observe: Callable[..., jax.Array] | None = None) -> Iterator[list]:
         """Goes through the layers; yields what `see` makes of attention's inputs, by few rows.
 
         Args:
@@ -46,23 +46,23 @@ class Pass:
         """
         length = self.x[0].shape[1]
         program = functools.cache(  # layers alike share one
-            lambda mechanism: _program(self._model, mechanism, self._attention, length, see)
+            lambda mechanism: _program(self._model, mechanism, self._attention, length, observe)
         )
         for i, mechanism in enumerate(self._model.transformer.mechanisms):
             weights = jax.tree.map(
                 lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(self._model, i)
             )
-            seen = []
+            observed = []
             for b, x_BTD in enumerate(self.x):
                 found, self.x[b] = program(mechanism)(weights, x_BTD)
-                seen.append(found)
-            yield seen
+                observed.append(found)
+            yield observed
 
     def losses(self, targets_BT: np.ndarray) -> Iterator[np.ndarray]:
         """Nats of every target, [B, T] for each few rows, behind the last layer."""
         c = self._model.transformer.block
         last = _outer(self._model, ("embedding" if c.tied_head else "head", "final_norm"))
-        graph, norm = nnx.split(last.final_norm or _Nothing())
+        graph, norm = nnx.split(last.final_norm or _Identity())
         head_DV, softcap = last.head_weight(_COMPUTE), c.logit_softcap
 
         @jax.jit
@@ -70,23 +70,23 @@ class Pass:
             x_BTD = nnx.merge(graph, norm)(x_BTD)
             return loss.losses_from_hidden(head_DV, x_BTD, targets_BT, softcap, _COMPUTE)
 
-        for x_BTD, few in zip(self.x, few_rows(targets_BT), strict=True):
+        for x_BTD, few in zip(self.x, row_batches(targets_BT), strict=True):
             yield np.asarray(nats(norm, head_DV, x_BTD, few))
 
 
-class _Nothing(nnx.Module):
+class _Identity(nnx.Module):
     """Stands where a model that ends with a block's norm has none of its own."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x
 
 
-def few_rows(rows_BT: np.ndarray) -> list[np.ndarray]:
+def row_batches(rows_BT: np.ndarray) -> list[np.ndarray]:
     """Rows in groups of as many as go through a layer together."""
-    return [rows_BT[i : i + ROWS_AT_ONCE] for i in range(0, len(rows_BT), ROWS_AT_ONCE)]
+    return [rows_BT[i : i + BATCH_ROWS] for i in range(0, len(rows_BT), BATCH_ROWS)]
 
 
-def _outer(model: Model, names: Collection[str]) -> Transformer:
+def _outer(model: LazyModel, names: Collection[str]) -> Transformer:
     """The model with the weights of some of its parts; the others are shapes."""
     flat = traverse_util.flatten_dict(parameters.abstract(model.transformer).shapes)
     for path in flat:
@@ -96,17 +96,17 @@ def _outer(model: Model, names: Collection[str]) -> Transformer:
     return nnx.merge(graph, traverse_util.unflatten_dict(flat))
 
 
-def block_of(model: Model) -> type[Block]:
+def block_class(model: LazyModel) -> type[Block]:
     """What the model's layers are: `Block`, or what it brings as `block`, which has more parts."""
     return getattr(model, "block", Block)
 
 
-def _program(model: Model, mechanism, attention: type[Attention], length: int, see):
+def _program(model: LazyModel, mechanism, attention: type[Attention], length: int, observe):
     """A block's forward pass, compiled: of its weights and x, what is seen and the new x."""
     c = model.transformer.block
 
     def make():
-        block = block_of(model)(c, mechanism, rngs=nnx.Rngs(0))
+        block = block_class(model)(c, mechanism, rngs=nnx.Rngs(0))
         block.attention = attention(mechanism, c.d_model, rngs=nnx.Rngs(0))
         return block
 
@@ -118,9 +118,9 @@ def _program(model: Model, mechanism, attention: type[Attention], length: int, s
         block = nnx.merge(graph, weights)
         positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
         mask = dict(causal=c.causal, window=c.window)
-        seen = ()
-        if see:
-            seen = see(block.attention, block.attention_input(x_BTD), positions, mask)
-        return seen, block(x_BTD, positions, **mask, compute=_COMPUTE)
+        observed = ()
+        if observe:
+            observed = observe(block.attention, block.attention_input(x_BTD), positions, mask)
+        return observed, block(x_BTD, positions, **mask, compute=_COMPUTE)
 
     return run

@@ -17,7 +17,7 @@ from kvjax.attention.factored import FactoredConfig
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.convert import factors, layer as layer_lib
 from kvjax.convert.factors import einsum
-from kvjax.convert.layer import Gauge, Layer
+from kvjax.convert.layer import BasisChange, Layer
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 
@@ -43,10 +43,12 @@ class Method(Protocol):
     def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
         """The new mechanism of a layer; a UserError for ranks and such that cannot be."""
 
-    def most_rank(self, config: GroupedConfig) -> int:
+    def max_rank(self, config: GroupedConfig) -> int:
         """The largest rank of a layer."""
 
-    def losses(self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]) -> list[float]:
+    def energy_losses(
+        self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
+    ) -> list[float]:
         """The share of a layer's energy that is lost at each of these ranks, ascending."""
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
@@ -91,8 +93,8 @@ class ThinKeys:
         for part, rank in checked.items():
             if rank is not None:
                 self._check(rank, dims[part], config.num_kv_heads, of_values=part == "value")
-        common = _common(config)
-        folds = self._folds(config.qk_norm, rope)
+        common = _shared_keys(config)
+        folds = self._absorbed(config.qk_norm, rope)
         for part, rank in ranks.items():
             if rank is not None and folds[part]:
                 common[f"{part}_dim"], ranks[part] = rank, None
@@ -103,36 +105,38 @@ class ThinKeys:
         return FactoredConfig(**common, num_latents=latents, **given)
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
-        layer = layer_lib.without_idle_biases(layer)
+        layer = layer_lib.drop_redundant_biases(layer)
         errors, expand = {}, {}
 
-        def low_rank(name: str, w_EKH: np.ndarray, gauge: Gauge, rank: int) -> factors.Factors:
+        def low_rank(
+            name: str, w_EKH: np.ndarray, gauge: BasisChange, rank: int
+        ) -> factors.Factors:
             latents = self._latents(w_EKH.shape[1])
             found = factors.low_rank(gauge.of(w_EKH), rank, moment_EE, latents=latents)
             errors[name] = found.error
             return found._replace(expand_KRH=found.expand_KRH @ gauge.inverse_KHH)
 
-        folds = self._folds(layer.qk_norm, layer.rope)
-        key_gauge, value_gauge = self._gauges(layer, moment_EE)
+        folds = self._absorbed(layer.qk_norm, layer.rope)
+        key_change, value_change = self._basis_changes(layer, moment_EE)
         if self.part in ("query", "both"):
-            plain = layer_lib.no_gauge(*layer.query_ENH.shape[1:])
-            multiplied = _multiplied(low_rank("query", layer.query_ENH, plain, self.rank))
+            plain = layer_lib.identity_change(*layer.query_ENH.shape[1:])
+            multiplied = _expand_factors(low_rank("query", layer.query_ENH, plain, self.rank))
             layer = dataclasses.replace(layer, query_ENH=multiplied)
         if self._key_rank is not None:
-            found = low_rank("key", layer.key_EKH, key_gauge, self._key_rank)
+            found = low_rank("key", layer.key_EKH, key_change, self._key_rank)
             if folds["key"]:
                 layer = dataclasses.replace(layer, key_EKH=found.latent_EJR)
-                layer = _folded_into_queries(layer, found.expand_KRH)
+                layer = _absorb_into_queries(layer, found.expand_KRH)
             else:
-                latent_EJR, expand["expand_key"] = _evened(found, layer)
+                latent_EJR, expand["expand_key"] = _balanced(found, layer)
                 layer = dataclasses.replace(layer, key_EKH=latent_EJR)
         if self._value_rank is not None:
-            found = low_rank("value", layer.value_EKH, value_gauge, self._value_rank)
+            found = low_rank("value", layer.value_EKH, value_change, self._value_rank)
             if folds["value"]:
                 layer = dataclasses.replace(layer, value_EKH=found.latent_EJR)
-                layer = _folded_into_outputs(layer, found.expand_KRH)
+                layer = _absorb_into_outputs(layer, found.expand_KRH)
             else:
-                latent_EJR, expand["expand_value"] = _evened(found, layer)
+                latent_EJR, expand["expand_value"] = _balanced(found, layer)
                 layer = dataclasses.replace(layer, value_EKH=latent_EJR)
         names = dict(query=layer.query_ENH, base_key=layer.key_EKH, base_value=layer.value_EKH)
         if expand:
@@ -162,7 +166,7 @@ class ThinKeys:
             of = f"a head of {dim} channels" if self.mode == "per_head" else f"{most} in all heads"
             raise UserError(f"{key} = {rank}: must lie in [1, {most}], {of}")
 
-    def most_rank(self, config: GroupedConfig) -> int:
+    def max_rank(self, config: GroupedConfig) -> int:
         dims = dict(query=config.key_dim, key=config.key_dim, value=config.value_dim)
         return self._most(min(dims[part] for part in self._parts), config.num_kv_heads)
 
@@ -170,12 +174,14 @@ class ThinKeys:
         """The largest rank of heads of so many channels."""
         return dim * heads // self._latents(heads)
 
-    def losses(self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]) -> list[float]:
+    def energy_losses(
+        self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
+    ) -> list[float]:
         """The mean over what is of low rank."""
-        layer = layer_lib.without_idle_biases(layer)
-        key_gauge, value_gauge = self._gauges(layer, moment_EE)
+        layer = layer_lib.drop_redundant_biases(layer)
+        key_change, value_change = self._basis_changes(layer, moment_EE)
         of = dict(query=layer.query_ENH)
-        of |= dict(key=key_gauge.of(layer.key_EKH), value=value_gauge.of(layer.value_EKH))
+        of |= dict(key=key_change.of(layer.key_EKH), value=value_change.of(layer.value_EKH))
         lost = []
         for part in self._parts:
             latents = self._latents(of[part].shape[1])
@@ -184,10 +190,12 @@ class ThinKeys:
             lost.append([energy_C[rank:].sum() / total for rank in ranks])
         return np.mean(lost, axis=0).tolist()
 
-    def _gauges(self, layer: Layer, moment_EE: np.ndarray) -> tuple[Gauge, Gauge]:
+    def _basis_changes(
+        self, layer: Layer, moment_EE: np.ndarray
+    ) -> tuple[BasisChange, BasisChange]:
         """The coordinates of keys and of values in which errors are made small."""
         of_queries = self.part in ("query", "both")  # which have no output of their own
-        return _gauges(layer, moment_EE, "inputs" if of_queries else self.objective)
+        return _basis_changes(layer, moment_EE, "inputs" if of_queries else self.objective)
 
     @property
     def changes_values(self) -> bool:
@@ -202,7 +210,7 @@ class ThinKeys:
     def _latents(self, heads: int) -> int:
         return heads if self.mode == "per_head" else 1
 
-    def _folds(self, qk_norm: str, rope: bool) -> dict[str, bool]:
+    def _absorbed(self, qk_norm: str, rope: bool) -> dict[str, bool]:
         """Whether the second factors of keys and of values are folded into other weights."""
         per_head = self.absorb and self.mode == "per_head"
         return dict(key=per_head and not rope and qk_norm == "none", value=per_head)
@@ -231,25 +239,25 @@ class LowRankKV:
         one_of("objective", self.objective, OBJECTIVES)
 
     def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig:
-        most = self.most_rank(config)
+        most = self.max_rank(config)
         if not 0 <= self.rank <= most:
             raise UserError(f"rank = {self.rank}: must lie in [0, {most}], the channels of a head")
         kv_heads = config.num_kv_heads
         if self.bases < 1 or kv_heads % self.bases:
             raise UserError(f"bases = {self.bases}: must divide the {kv_heads} KV heads")
         shape = dict(num_bases=self.bases, rank=self.rank, latent_bias=config.bias)
-        return GroupedConfig(**_common(config), **shape)
+        return GroupedConfig(**_shared_keys(config), **shape)
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
-        layer = layer_lib.without_idle_biases(layer)
-        key_gauge, value_gauge = _gauges(layer, moment_EE, self.objective)
-        key_gauge, key = self._factors(
-            layer, layer.key_EKH, key_gauge, moment_EE, self._key_turns(layer)
+        layer = layer_lib.drop_redundant_biases(layer)
+        key_change, value_change = _basis_changes(layer, moment_EE, self.objective)
+        key_change, key = self._factors(
+            layer, layer.key_EKH, key_change, moment_EE, self._key_rotations(layer)
         )
-        value_gauge, value = self._factors(
-            layer, layer.value_EKH, value_gauge, moment_EE, self._value_turns
+        value_change, value = self._factors(
+            layer, layer.value_EKH, value_change, moment_EE, self._value_rotations
         )
-        layer = layer_lib.changed(layer, key_gauge, value_gauge)
+        layer = layer_lib.change_basis(layer, key_change, value_change)
         names = dict(query=layer.query_ENH, base_key=key.base_EJH, base_value=value.base_EJH)
         expand = {}
         if self.rank:
@@ -259,22 +267,35 @@ class LowRankKV:
         return Converted(_weights(layer, names, **expand), errors)
 
     def _factors(
-        self, layer: Layer, w_EKH: np.ndarray, gauge: Gauge, moment_EE: np.ndarray, turns: str
-    ) -> tuple[Gauge, factors.BaseAndResidual]:
+        self,
+        layer: Layer,
+        w_EKH: np.ndarray,
+        gauge: BasisChange,
+        moment_EE: np.ndarray,
+        rotations: str,
+    ) -> tuple[BasisChange, factors.BaseAndResidual]:
         """Bases and residuals of keys or values, and the coordinates that they are in.
 
         They are found where errors count alike and heads are turned. Back from there, a base goes
         one way with all heads that share it: that which makes up for the mean of their scales.
         """
         found = factors.base_and_residual(
-            gauge.of(w_EKH), self.rank, moment_EE, bases=self.bases, turns=turns, step=self.step
+            gauge.of(w_EKH),
+            self.rank,
+            moment_EE,
+            bases=self.bases,
+            rotations=rotations,
+            step=self.step,
         )
-        gauge = gauge.then(found.turn_KHH, found.turn_KHH.transpose(0, 2, 1))
+        gauge = gauge.then(found.rotation_KHH, found.rotation_KHH.transpose(0, 2, 1))
         K, H, _ = gauge.matrix_KHH.shape
         square_KHH = gauge.matrix_KHH.transpose(0, 2, 1) @ gauge.matrix_KHH
         mean_JHH = square_KHH.reshape(self.bases, -1, H, H).mean(axis=1)
-        root_JHH, inverse_JHH = layer_lib.roots(mean_JHH)
-        of_heads = lambda x_JHH: np.repeat(x_JHH, K // self.bases, axis=0)
+        root_JHH, inverse_JHH = layer_lib.matrix_roots(mean_JHH)
+
+        def of_heads(x_JHH):
+            return np.repeat(x_JHH, K // self.bases, axis=0)
+
         back_KHH = of_heads(inverse_JHH)
         found = found._replace(
             base_EJH=einsum("EJH,JHI->EJI", found.base_EJH, inverse_JHH),
@@ -282,53 +303,63 @@ class LowRankKV:
         )
         if self.rank:
             factors_of = factors.Factors(found.latent_EKR, found.expand_KRH, found.error)
-            latent_EKR, expand_KRH = _evened(factors_of, layer)
+            latent_EKR, expand_KRH = _balanced(factors_of, layer)
             found = found._replace(latent_EKR=latent_EKR, expand_KRH=expand_KRH)
         return gauge.then(back_KHH, of_heads(root_JHH)), found
 
-    def most_rank(self, config: GroupedConfig) -> int:
+    def max_rank(self, config: GroupedConfig) -> int:
         return min(config.key_dim, config.value_dim)
 
-    def losses(self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]) -> list[float]:
+    def energy_losses(
+        self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
+    ) -> list[float]:
         """The mean of keys and values."""
-        layer = layer_lib.without_idle_biases(layer)
-        key_gauge, value_gauge = _gauges(layer, moment_EE, self.objective)
-        find = lambda w_EKH, turns: factors.losses_by_rank(
-            w_EKH, ranks, moment_EE, bases=self.bases, turns=turns
-        )
-        key = find(key_gauge.of(layer.key_EKH), self._key_turns(layer))
-        value = find(value_gauge.of(layer.value_EKH), self._value_turns)
+        layer = layer_lib.drop_redundant_biases(layer)
+        key_change, value_change = _basis_changes(layer, moment_EE, self.objective)
+
+        def find(w_EKH, rotations):
+            return factors.losses_by_rank(
+                w_EKH, ranks, moment_EE, bases=self.bases, rotations=rotations
+            )
+
+        key = find(key_change.of(layer.key_EKH), self._key_rotations(layer))
+        value = find(value_change.of(layer.value_EKH), self._value_rotations)
         return np.mean([key, value], axis=0).tolist()
 
-    def _key_turns(self, layer: Layer) -> str:
+    def _key_rotations(self, layer: Layer) -> str:
         """What turns of keys leave logits as they are."""
         if not self.align or layer.qk_norm == "rms_gain":
             return "none"
         return "pairs" if layer.rope else "all"
 
     @property
-    def _value_turns(self) -> str:
+    def _value_rotations(self) -> str:
         return "all" if self.align else "none"
 
 
-def _gauges(layer: Layer, moment_EE: np.ndarray, objective: str) -> tuple[Gauge, Gauge]:
+def _basis_changes(
+    layer: Layer, moment_EE: np.ndarray, objective: str
+) -> tuple[BasisChange, BasisChange]:
     """Coordinates of keys and of values: as they are, but for the objective "outputs"."""
     if objective == "outputs":
-        return layer_lib.alike(layer, moment_EE)
-    of = lambda w_EKH: layer_lib.no_gauge(*w_EKH.shape[1:])
+        return layer_lib.whitening(layer, moment_EE)
+
+    def of(w_EKH):
+        return layer_lib.identity_change(*w_EKH.shape[1:])
+
     return of(layer.key_EKH), of(layer.value_EKH)
 
 
-def _evened(found: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
+def _balanced(found: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
     """Latents and second factors with weights of one size; see `factors.evened`."""
     latent_EJR, expand_KRH = found.latent_EJR, found.expand_KRH
     J, (K, R, H) = latent_EJR.shape[1], expand_KRH.shape
     expand_JKRH = expand_KRH.reshape(J, -1, R, H)
-    scale_JR = factors.evened(layer.weights_of(latent_EJR), expand_JKRH, ((0,), (1, 3)))
+    scale_JR = factors.balance_scales(layer.weights_of(latent_EJR), expand_JKRH, ((0,), (1, 3)))
     return latent_EJR * scale_JR, (expand_JKRH / scale_JR[:, None, :, None]).reshape(K, R, H)
 
 
-def _multiplied(found: factors.Factors) -> np.ndarray:
+def _expand_factors(found: factors.Factors) -> np.ndarray:
     """[E, K, H] of factors."""
     E, J, R = found.latent_EJR.shape
     expand_JKRH = found.expand_KRH.reshape(J, -1, R, found.expand_KRH.shape[-1])
@@ -336,7 +367,7 @@ def _multiplied(found: factors.Factors) -> np.ndarray:
     return whole_EJKH.reshape(E, -1, whole_EJKH.shape[-1])
 
 
-def _folded_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
+def _absorb_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
     """Thin keys: queries in the space of the keys' latents (thin keys, eq. 12).
 
     Logits stay divided by the root of the channels that there were.
@@ -346,25 +377,25 @@ def _folded_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
     query_EKGH = layer.query_ENH.reshape(E, K, N // K, H)
     query_EKGR = einsum("EKGH,KRH->EKGR", query_EKGH, expand_KRH) * (R / H) ** 0.5
     sides = layer.weights_of(layer.key_EKH), layer.weights_of(query_EKGR)
-    scale_KR = factors.evened(*sides, ((0,), (0, 2)))
+    scale_KR = factors.balance_scales(*sides, ((0,), (0, 2)))
     query_EKGR = query_EKGR / scale_KR[:, None]
     key_EKR = layer.key_EKH * scale_KR
     return dataclasses.replace(layer, query_ENH=query_EKGR.reshape(E, N, R), key_EKH=key_EKR)
 
 
-def _folded_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
+def _absorb_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
     """Values are their latents, and the output's projection reads those."""
     N, H, D = layer.out_NHD.shape
     K, R, _ = expand_KRH.shape
     out_KGHD = layer.out_NHD.reshape(K, N // K, H, D)
     out_KGRD = einsum("KRH,KGHD->KGRD", expand_KRH, out_KGHD)
-    scale_KR = factors.evened(layer.weights_of(layer.value_EKH), out_KGRD, ((0,), (1, 3)))
+    scale_KR = factors.balance_scales(layer.weights_of(layer.value_EKH), out_KGRD, ((0,), (1, 3)))
     out_KGRD = out_KGRD / scale_KR[:, None, :, None]
     value_EKR = layer.value_EKH * scale_KR
     return dataclasses.replace(layer, out_NHD=out_KGRD.reshape(N, R, D), value_EKH=value_EKR)
 
 
-def _common(config: GroupedConfig) -> dict:
+def _shared_keys(config: GroupedConfig) -> dict:
     """What a new mechanism's config has of the old one's; biases of values go to the output."""
     keys = ("num_heads", "num_kv_heads", "key_dim", "value_dim", "qk_norm", "bias", "norm_epsilon")
     return {key: getattr(config, key) for key in keys}

@@ -31,7 +31,7 @@ from kvjax.workdir import origin, storage, trained
 Parameters = Mapping[Path, tuple[tuple[int, ...], np.dtype]]
 
 
-class Model(Protocol):
+class LazyModel(Protocol):
     """Nothing of its weights is in memory but what is asked for.
 
     Attributes:
@@ -57,7 +57,7 @@ class Model(Protocol):
         """One parameter; of a segment that of one of its layers."""
 
 
-def open(source: str) -> Model:
+def open(source: str) -> LazyModel:
     """The model of a workdir, one that `export` wrote, or a published one.
 
     Raises:
@@ -65,7 +65,7 @@ def open(source: str) -> Model:
     """
     path = runtime.path("--source", source)
     if (path / "config.txt").exists():
-        return Trained(path)
+        return TrainedModel(path)
     from kvjax.convert import (
         factored_format,  # whose readers are an extra
         published,
@@ -78,7 +78,7 @@ def open(source: str) -> Model:
     return published.open(source)
 
 
-class Trained:
+class TrainedModel:
     """The model of a workdir's checkpoint, the latest, or of a snapshot."""
 
     def __init__(self, workdir: epath.Path | trained.Found):
@@ -107,7 +107,7 @@ class Trained:
             array = self._array(path)
             found = np.asarray((array if layer is None else array[layer]).read().result())
         advice = "train it again from a checkpoint from before they were"
-        return finite.checked(found, self._named(path), advice, self._axes[path])
+        return finite.check_finite(found, self._named(path), advice, self._axes[path])
 
     def _array(self, path: Path):
         return storage.array(self._item, ".".join(map(str, ("params", *path))))
@@ -127,7 +127,7 @@ class Trained:
             ) from error
 
 
-def layer_of(model: Model, index: int) -> tuple[int, int]:
+def layer_of(model: LazyModel, index: int) -> tuple[int, int]:
     """Which segment a layer of a model is in, and which layer of it."""
     for segment, (_, length) in enumerate(model.transformer.layer_groups):
         if index < length:
@@ -136,7 +136,7 @@ def layer_of(model: Model, index: int) -> tuple[int, int]:
     raise IndexError(index)
 
 
-def read_layer(model: Model, index: int, *part: str) -> dict:
+def read_layer(model: LazyModel, index: int, *part: str) -> dict:
     """The weights of one layer, as a pure dict of a `Block`.
 
     Args:
@@ -149,7 +149,7 @@ def read_layer(model: Model, index: int, *part: str) -> dict:
     return traverse_util.unflatten_dict({path[below:]: model.read(path, layer) for path in paths})
 
 
-def transformer(model: Model) -> Transformer:
+def transformer(model: LazyModel) -> Transformer:
     """The whole model in memory, in float32."""
     flat = {}
     for path, (shape, _) in model.parameters().items():
@@ -181,7 +181,10 @@ def attention_section(config: TransformerConfig) -> dict:
     else:
         ranks = tuple(getattr(mechanism, keys[0], 0) for mechanism in config.mechanisms)
     ranks = ranks if len(set(ranks)) > 1 else ()
-    of_rank = lambda rank: dataclasses.replace(first, **dict.fromkeys(keys, rank))
+
+    def of_rank(rank):
+        return dataclasses.replace(first, **dict.fromkeys(keys, rank))
+
     described = tuple(map(of_rank, ranks)) or (first,) * len(config.mechanisms)
     if described != tuple(config.mechanisms):
         raise UserError("layers differ in more than their rank: no config describes them")

@@ -6,8 +6,8 @@ import re
 from etils import epath
 import numpy as np
 
-from kvjax.convert.layerwise import Pass
-from kvjax.convert.model import Model
+from kvjax.convert.layerwise import LayerwisePass
+from kvjax.convert.model import LazyModel
 from kvjax.data import loader, prepare, readers
 from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
@@ -43,7 +43,7 @@ def rows(
         config = DataConfig(**text, tokenizer=str(tokenizer), sequence_length=length)
         dataset = loader.open_dataset(prepare.prepare(config))
     except UserError as error:
-        said = as_options(str(error), key)
+        said = name_options(str(error), key)
         if isinstance(error, readers.EmptySplitError):
             said = (
                 "whole documents or lines of a text are held out for perplexity, and there are too "
@@ -59,7 +59,7 @@ def rows(
     return np.stack([row["tokens"] for row in found]).astype(np.int32)
 
 
-def as_options(message: str, key: str) -> str:
+def name_options(message: str, key: str) -> str:
     """A message with the names that keys have on convert's command line.
 
     Args:
@@ -70,7 +70,7 @@ def as_options(message: str, key: str) -> str:
     return re.sub(r"config\.data\.(\w+)", lambda found: names.get(found[1], found[1]), message)
 
 
-def perplexity(model: Model, rows_BT: np.ndarray) -> float:
+def perplexity(model: LazyModel, rows_BT: np.ndarray) -> float:
     """exp of the mean nats of every token after the first of a row, in float32.
 
     One layer's weights are in memory at a time.
@@ -78,7 +78,7 @@ def perplexity(model: Model, rows_BT: np.ndarray) -> float:
     Raises:
       UserError: it is no number, or too large for one.
     """
-    run, num_layers = Pass(model, rows_BT[:, :-1]), model.transformer.block.num_layers
+    run, num_layers = LayerwisePass(model, rows_BT[:, :-1]), model.transformer.block.num_layers
     with progress.waiting("measuring perplexity") as doing:
         for i, _ in enumerate(run.layers()):
             doing.at(f"{i + 1} of {num_layers} layers")

@@ -20,7 +20,7 @@ import tokenizers
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
 from kvjax.convert import architectures, rules as rules_lib, source as source_lib, tokens
-from kvjax.convert.architectures import Family, Options, Sections
+from kvjax.convert.architectures import ConfigSections, Family, PublishedConfig
 from kvjax.convert.rules import BLOCK, Rule
 from kvjax.convert.tensors import check, dtype_of, json_object, listed, open_folder
 from kvjax.data import tokenizer as tokenizer_lib
@@ -34,7 +34,7 @@ from kvjax.workdir.origin import CHAT_TEMPLATE, TOKENIZER_CONFIG, TokenFiles
 _SPARE_ROWS, _SPARE_SHARE = 1024, 0.05  # of an embedding: what no token of its tokenizer has
 
 
-class Published:
+class PublishedModel:
     """A published model: nothing of its weights is in memory but what is asked for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Published:
     def __init__(
         self,
         source: epath.Path,
-        options: Options,
+        options: PublishedConfig,
         family: Family,
         tensors: Mapping,
         *,
@@ -66,7 +66,9 @@ class Published:
         self.config = _config(options, family)
         self._tensors = tensors
         self._stored = rules_lib.weights_of(self.config.transformer)
-        self.config = _with_rows(source, self.config, tokenizer_json, chat_template, token_files)
+        self.config = _with_added_rows(
+            source, self.config, tokenizer_json, chat_template, token_files
+        )
         self._weights = rules_lib.weights_of(self.config.transformer)
         self._rules = {
             path: rule
@@ -79,10 +81,12 @@ class Published:
         self.tokenizer_json = tokenizer_lib.opened_by(tokenizer_json, self.bos_token)
         check_tokenizer(source, self.tokenizer_json)
         if chat_template is not None:
-            self.tokenizer_json = self._controlled(source, chat_template, named)
+            self.tokenizer_json = self._with_control_tokens(source, chat_template, named)
         self._check(source, family)
 
-    def _controlled(self, source: epath.Path, chat_template: str, named: Collection[str]) -> str:
+    def _with_control_tokens(
+        self, source: epath.Path, chat_template: str, named: Collection[str]
+    ) -> str:
         """Returns the tokenizer.json in which each control token of the template is one token.
 
         Raises:
@@ -140,7 +144,7 @@ class Published:
         stored = self._tensors[rule.tensor.format(i=layer)]
         weights = [self._stored[each] for each in rule.weights]
         found = rules_lib.from_tensor(rule, stored.load(), weights)[rule.weights.index(path)]
-        found = _grown(found, self._weights[path].shape)
+        found = _append_mean_rows(found, self._weights[path].shape)
         found = np.ascontiguousarray(found, self._dtype(path))
         return stored.checked(found, self._weights[path].axes)
 
@@ -164,7 +168,10 @@ class Published:
         copy = self._copy_of_embedding(family)
         if copy is not None:
             shapes[copy] = shapes[self._rules[("embedding",)].tensor]
-        used = lambda name: not architectures.is_buffer(family, name)
+
+        def used(name):
+            return not architectures.is_buffer(family, name)
+
         check(source, {name: self._tensors[name] for name in filter(used, self._tensors)}, shapes)
         if copy is not None:
             self._check_copy(source, copy)
@@ -184,7 +191,7 @@ class Published:
             )
 
 
-def open(source: epath.PathLike) -> Published:
+def open(source: epath.PathLike) -> PublishedModel:
     """Opens the model of a local folder (config.json, safetensors, tokenizer.json), of a folder
     of the hub's cache, or of a GGUF file, alone in its folder or not.
 
@@ -204,12 +211,12 @@ def open(source: epath.PathLike) -> Published:
     return _open_folder(path) if path.is_dir() else _open_gguf(path)
 
 
-def _open_gguf(path: epath.Path) -> Published:
+def _open_gguf(path: epath.Path) -> PublishedModel:
     extras.require(os.fspath(path), "gguf")
     from kvjax.convert import gguf_file
 
     file = gguf_file.File(path)
-    return Published(
+    return PublishedModel(
         path,
         file.options(),
         file.family(),
@@ -222,14 +229,14 @@ def _open_gguf(path: epath.Path) -> Published:
     )
 
 
-def _open_folder(folder: epath.Path) -> Published:
-    options = Options(json_object(folder / "config.json"), str(folder / "config.json"))
+def _open_folder(folder: epath.Path) -> PublishedModel:
+    options = PublishedConfig(json_object(folder / "config.json"), str(folder / "config.json"))
     family = architectures.family_of(options)
     source_lib.check_tokenizer_file(folder)
     about = folder / TOKENIZER_CONFIG
     about = json_object(about) if about.exists() else {}
     named = tokens.named_in_folder(folder)
-    return Published(
+    return PublishedModel(
         folder,
         options,
         family,
@@ -269,11 +276,14 @@ def _rules(family: Family, tensors: Mapping) -> list[Rule]:
     """The rules by the names that are there: a model saved without its head has no prefix."""
     if any(name.startswith(family.prefix) for name in tensors):
         return list(family.rules)
-    without = lambda rule: rule.tensor.removeprefix(family.prefix)
+
+    def without(rule):
+        return rule.tensor.removeprefix(family.prefix)
+
     return [dataclasses.replace(rule, tensor=without(rule)) for rule in family.rules]
 
 
-def _config(options: Options, family: Family) -> Sections:
+def _config(options: PublishedConfig, family: Family) -> ConfigSections:
     try:
         config = family.sections(options)
         config.transformer.check_length(config.context)
@@ -283,13 +293,13 @@ def _config(options: Options, family: Family) -> Sections:
     return config
 
 
-def _with_rows(
+def _with_added_rows(
     source: epath.Path,
-    config: Sections,
+    config: ConfigSections,
     tokenizer_json: str,
     chat_template: str | None,
     token_files: TokenFiles,
-) -> Sections:
+) -> ConfigSections:
     """Returns a config whose embedding has a row for every token that was added to the vocabulary.
 
     Of a token without a row, as one for padding, the published model knows nothing: it is never
@@ -323,7 +333,7 @@ def _with_rows(
     return dataclasses.replace(config, vocab_size=1 + max(added[token] for token in missing))
 
 
-def _grown(found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _append_mean_rows(found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Returns a weight with as many rows as asked for, new ones the mean of those it has."""
     for axis, (there, asked) in enumerate(zip(found.shape, shape, strict=True)):
         if asked > there:

@@ -41,7 +41,10 @@ class Weight:
 def weights_of(config: TransformerConfig) -> dict[Path, Weight]:
     """The weights of a model whose layers are all alike; nothing is computed."""
     axes = parameters.axes(config)
-    of_layer = lambda path, shape: shape[1:] if path[: len(BLOCK)] == BLOCK else shape
+
+    def of_layer(path, shape):
+        return shape[1:] if path[: len(BLOCK)] == BLOCK else shape
+
     return {
         path: Weight(of_layer(path, shape), axes[path])
         for path, shape in parameters.shapes(config).items()

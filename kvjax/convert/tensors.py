@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file, not read yet."""
 
     path: epath.Path  # of the file
@@ -38,10 +38,10 @@ class Stored:
     def checked(self, array: np.ndarray, axes: Axes | None = None) -> np.ndarray:
         """Its data or what was made of them; a UserError if some are NaN or infinite."""
         advice = "download the file again, or take a checkpoint from before they were"
-        return finite.checked(array, f"{self.path}: {self.name}", advice, axes)
+        return finite.check_finite(array, f"{self.path}: {self.name}", advice, axes)
 
 
-def open_folder(folder: epath.Path) -> dict[str, Stored]:
+def open_folder(folder: epath.Path) -> dict[str, StoredTensor]:
     """The tensors of a folder by name; of their files only the headers are read.
 
     Raises:
@@ -101,7 +101,7 @@ def _index(path: epath.Path) -> Mapping[str, str]:
     return files
 
 
-def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
+def _open_files(folder: epath.Path, names: list[str]) -> dict[str, StoredTensor]:
     extras.require(os.fspath(folder), "safetensors")
     import safetensors
 
@@ -126,7 +126,7 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
     }
 
 
-def _stored(file, path: epath.Path, key: str) -> Stored:
+def _stored(file, path: epath.Path, key: str) -> StoredTensor:
     part = file.get_slice(key)
     digest = (file.metadata() or {}).get(digests.key_of(key))
 
@@ -136,17 +136,17 @@ def _stored(file, path: epath.Path, key: str) -> Stored:
             raise UserError(f"{path}: {key} has other bytes than were written: copy the file again")
         return array
 
-    return Stored(path, key, tuple(part.get_shape()), part.get_dtype(), load)
+    return StoredTensor(path, key, tuple(part.get_shape()), part.get_dtype(), load)
 
 
-def dtype_of(stored: Iterable[Stored]) -> np.dtype:
+def dtype_of(stored: Iterable[StoredTensor]) -> np.dtype:
     """The dtype that all tensors have, or float32, which holds any."""
     kinds = {tensor.dtype for tensor in stored}
     return np.dtype(DTYPES[kinds.pop()] if len(kinds) == 1 else np.float32)
 
 
 def check(
-    source: epath.Path, tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+    source: epath.Path, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raises a UserError unless a source has these tensors and no others, in dtypes of weights."""
     for name in shapes:

@@ -117,7 +117,7 @@ def test_what_reports_are_asked(run, workdir, made):
     status, _, err = run(f"--workdir={workdir}", "--lengths=16,8,16", "--out=out")
     assert status == 0, err
     model, request = made.asked["first"]
-    assert isinstance(model, model_lib.Trained) and model.name == "small"
+    assert isinstance(model, model_lib.TrainedModel) and model.name == "small"
     assert request.lengths == (8, 16) and request.beside is None and not request.snapshots
     assert list(request.texts) == ["Shakespeare", "King James Bible"]
     ids = request.texts["King James Bible"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.convert import published
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.model import parameters
 from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
@@ -19,14 +19,14 @@ MODELS = sorted(path.parent.name for path in PUBLISHED.glob("*/logits.npz"))
 TOLERANCE = 3e-5
 
 
-def model_of(source: Model) -> Transformer:
+def model_of(source: LazyModel) -> Transformer:
     """The model with its parameters, in float32."""
     graph = parameters.graph(source.transformer)
     weights = {path: jnp.asarray(w, jnp.float32) for path, w in whole(source).items()}
     return nnx.merge(graph, traverse_util.unflatten_dict(weights))
 
 
-def whole(source: Model) -> dict[Path, np.ndarray]:
+def whole(source: LazyModel) -> dict[Path, np.ndarray]:
     """Every parameter with all of its layers, in its own dtype."""
     found = {}
     for path, (shape, dtype) in source.parameters().items():
@@ -45,20 +45,20 @@ def difference(folder: pathlib.Path) -> float:
     return difference_of(published.open(folder), stored["tokens"], stored["logits"])
 
 
-def difference_of(source: Model, tokens_BT: np.ndarray, theirs_BTV: np.ndarray) -> float:
+def difference_of(source: LazyModel, tokens_BT: np.ndarray, theirs_BTV: np.ndarray) -> float:
     """The largest difference of kvjax's logits from others, in standard deviations of theirs."""
     ours_BTV = logits(source, tokens_BT)
     assert ours_BTV.shape == theirs_BTV.shape and ours_BTV.dtype == np.float32
     return float(np.abs(ours_BTV - theirs_BTV).max() / theirs_BTV.std())
 
 
-def logits(source: Model, tokens_BT: np.ndarray) -> np.ndarray:
+def logits(source: LazyModel, tokens_BT: np.ndarray) -> np.ndarray:
     """[B, T, V] that kvjax computes, in float32."""
     compute = nnx.jit(lambda model, tokens_BT: model.logits(model(tokens_BT)))
     return np.asarray(compute(model_of(source), tokens_BT))
 
 
-def exactly(found: Model, expected: Model) -> None:
+def exactly(found: LazyModel, expected: LazyModel) -> None:
     """Fails unless both have the same parameters, bit for bit."""
     assert found.transformer == expected.transformer
     ours, theirs = whole(found), whole(expected)

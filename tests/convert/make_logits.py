@@ -40,7 +40,10 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
         bos_token_id=0,
         eos_token_id=0,
     )
-    angles = lambda base: dict(rope_type="default", rope_theta=base)
+
+    def angles(base):
+        return dict(rope_type="default", rope_theta=base)
+
     # Short and steep: pairs of all three kinds within a few tokens.
     scaled = dict(rope_type="llama3", rope_theta=50.0, factor=4.0)
     scaled |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24)

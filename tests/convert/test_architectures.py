@@ -34,7 +34,7 @@ SCALED = dict(
 
 
 def sections(config):
-    options = architectures.Options(config, "config.json")
+    options = architectures.PublishedConfig(config, "config.json")
     found = architectures.family_of(options).sections(options)
     assert found.transformer.block.num_layers == 2  # every key has its type, and can be
     return found
@@ -395,7 +395,9 @@ def test_keys_of_published_configs_and_of_other_families(capsys):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rule_reads_both_ways(name):
     folder = epath.Path(PUBLISHED / name)
-    options = architectures.Options(tensors.json_object(folder / "config.json"), "config.json")
+    options = architectures.PublishedConfig(
+        tensors.json_object(folder / "config.json"), "config.json"
+    )
     family, stored = architectures.family_of(options), tensors.open_folder(folder)
     weights = rules_lib.weights_of(family.sections(options).transformer)
     seen = set()

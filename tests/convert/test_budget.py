@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.attention import Attention, GroupedConfig
 from kvjax.convert import budget, layer as layer_lib, model as model_lib
-from kvjax.convert.budget import Choices
+from kvjax.convert.budget import RankChoices
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation.errors import UserError
@@ -21,16 +21,16 @@ HALF = jnp.dtype("bfloat16")
 
 
 def _layer(ranks, sizes=None):
-    return Choices(list(ranks), sizes or [4 + 2 * rank for rank in ranks])
+    return RankChoices(list(ranks), sizes or [4 + 2 * rank for rank in ranks])
 
 
 def test_by_energy():
     layers, lost = [_layer((1, 2, 3, 4))] * 2, [[0.5, 0.2, 0.1, 0.0], [0.16, 0.06, 0.01, 0.0]]
-    assert budget.by_energy(layers, lost, 0.5) == [1, 1]
-    assert budget.by_energy(layers, lost, 0.8) == [2, 1]
-    assert budget.by_energy(layers, lost, 0.95) == [4, 3]
-    assert budget.by_energy(layers, lost, 1.0) == [4, 4]
-    assert budget.by_energy([_layer((2, 3))], [[0.4, 0.3]], 0.9) == [3]
+    assert budget.ranks_by_energy(layers, lost, 0.5) == [1, 1]
+    assert budget.ranks_by_energy(layers, lost, 0.8) == [2, 1]
+    assert budget.ranks_by_energy(layers, lost, 0.95) == [4, 3]
+    assert budget.ranks_by_energy(layers, lost, 1.0) == [4, 4]
+    assert budget.ranks_by_energy([_layer((2, 3))], [[0.4, 0.3]], 0.9) == [3]
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -40,9 +40,14 @@ def test_within_a_budget_nothing_keeps_more(step):
     ranks = list(range(step, 7, step))
     lost = [[share[rank:].sum() for rank in ranks] for share in shares]
     for allowed in range(24, 50):
-        found = budget.within([_layer(ranks)] * 3, lost, allowed)
-        kept = lambda ranks: sum(s[:r].sum() for s, r in zip(shares, ranks, strict=True))
-        used = lambda ranks: sum(4 + 2 * rank for rank in ranks)
+        found = budget.ranks_within_budget([_layer(ranks)] * 3, lost, allowed)
+
+        def kept(ranks):
+            return sum(s[:r].sum() for s, r in zip(shares, ranks, strict=True))
+
+        def used(ranks):
+            return sum(4 + 2 * rank for rank in ranks)
+
         best = max(kept(c) for c in itertools.product(ranks, repeat=3) if used(c) <= allowed)
         assert used(found) <= allowed and kept(found) == pytest.approx(best)
 
@@ -50,18 +55,18 @@ def test_within_a_budget_nothing_keeps_more(step):
 def test_steps_are_taken_by_what_they_keep_for_a_byte():
     """The first layer's step keeps more, and takes four times as much."""
     layers, lost = [_layer((1, 2), [2, 10]), _layer((1, 2), [2, 4])], [[0.5, 0.1], [0.3, 0.1]]
-    assert budget.within(layers, lost, 6) == [1, 2]
-    assert budget.within(layers, lost, 12) == [1, 2]
-    assert budget.within(layers, lost, 14) == [2, 2]
+    assert budget.ranks_within_budget(layers, lost, 6) == [1, 2]
+    assert budget.ranks_within_budget(layers, lost, 12) == [1, 2]
+    assert budget.ranks_within_budget(layers, lost, 14) == [2, 2]
 
 
 def test_a_budget_that_holds_nothing():
     layers = [_layer((2, 4))] * 2
-    budget.check_least(layers, 16)
+    budget.check_budget(layers, 16)
     with pytest.raises(
         UserError, match="a rank of 2 in every layer takes 16 bytes per token, more"
     ):
-        budget.check_least(layers, 15)
+        budget.check_budget(layers, 15)
 
 
 def _model(make_mechanism, name):
@@ -74,18 +79,18 @@ def test_choices_are_the_ranks_that_make_no_cache_larger(make_mechanism):
     """Two KV heads of 8 channels take 32 elements per token, LRKV's take 2 · (8 + 2 · R)."""
     gqa = _model(make_mechanism, "gqa")
     assert (
-        budget.choices(gqa, ThinKeys(rank=1), 3, HALF)
-        == [Choices([3, 6, 8], [2 * 2 * (rank + 8) for rank in (3, 6, 8)])] * 2
+        budget.rank_choices(gqa, ThinKeys(rank=1), 3, HALF)
+        == [RankChoices([3, 6, 8], [2 * 2 * (rank + 8) for rank in (3, 6, 8)])] * 2
     )
     assert (
-        budget.choices(gqa, LowRankKV(rank=1), 1, HALF)
-        == [Choices([1, 2, 3, 4], [2 * 2 * (8 + 2 * rank) for rank in (1, 2, 3, 4)])] * 2
+        budget.rank_choices(gqa, LowRankKV(rank=1), 1, HALF)
+        == [RankChoices([1, 2, 3, 4], [2 * 2 * (8 + 2 * rank) for rank in (1, 2, 3, 4)])] * 2
     )
     with pytest.raises(UserError, match="multiple = 5: takes 72 bytes.* source 64: give at most 4"):
-        budget.choices(gqa, LowRankKV(rank=1), 5, HALF)
+        budget.rank_choices(gqa, LowRankKV(rank=1), 5, HALF)
     mqa = _model(make_mechanism, "mqa")
     with pytest.raises(UserError, match="no rank makes this cache smaller, which has 1 KV heads"):
-        budget.choices(mqa, LowRankKV(rank=1), 1, HALF)
+        budget.rank_choices(mqa, LowRankKV(rank=1), 1, HALF)
     with pytest.raises(UserError, match="rank = 7: takes .*: give at most 4"):
         budget.check_smaller(gqa, gqa.mechanisms[0], LowRankKV(rank=7), HALF, "rank")
 
@@ -111,17 +116,20 @@ def test_losses_are_what_a_conversion_loses(x64, randomise, method):
     layer = layer_lib.read(weights, config, rope=True)
     x = np.random.default_rng(0).standard_normal((99, 16))
     moment = x.T @ x / 99
-    most = method.most_rank(config)
+    most = method.max_rank(config)
     assert most == (
         12
         if method == ThinKeys(rank=1, part="value", mode="joint")
         else 8 - 2 * (isinstance(method, LowRankKV) or method.part == "key_value")
     )
-    at = lambda rank: dataclasses.replace(method, rank=rank)
+
+    def at(rank):
+        return dataclasses.replace(method, rank=rank)
+
     with pytest.raises(UserError, match=f"rank = {most + 1}: must lie in"):
         at(most + 1).mechanism(config, rope=True)
     ranks = [2, 4, most] if most == 6 else [2, 4, 6, most]
-    found = method.losses(layer, moment, ranks)
+    found = method.energy_losses(layer, moment, ranks)
     lost = [np.mean(list(at(rank).convert(layer, moment).errors.values())) for rank in ranks]
     assert found == pytest.approx(lost, abs=1e-9)
     assert found[0] > 0.02 and found == sorted(found, reverse=True)
@@ -135,7 +143,9 @@ def test_a_split_costs_least_of_all_that_fit(mode):
     rng = np.random.default_rng(0)
     moments = [(x := rng.standard_normal((40, 17))).T @ x / 40 for _ in layers]
     limits = dict(multiple=1, dtype=HALF)
-    find = lambda size, w: budget.split(source, method, moments, w, budget=size, **limits)
+
+    def find(size, w):
+        return budget.split_budget(source, method, moments, w, budget=size, **limits)
 
     def cost(found):
         model = ConvertedModel(source, [found] * 2, moments)
@@ -180,7 +190,10 @@ def test_logit_variance(name, rope):
     query_NH = np.einsum("BE,ENH->BNH", y, layer.query_ENH)
     H = mechanism.key_dim
     if mechanism.qk_norm != "none":
-        of = lambda z, gain: gain * z / np.sqrt(np.mean(z**2, axis=-1, keepdims=True))
+
+        def of(z, gain):
+            return gain * z / np.sqrt(np.mean(z**2, axis=-1, keepdims=True))
+
         key_KH, query_NH = (
             of(key_KH, layer.gains["key_norm"]),
             of(query_NH, layer.gains["query_norm"]),

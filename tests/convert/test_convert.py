@@ -14,7 +14,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvjax import cache as cache_lib, recipes
-from kvjax.convert import __main__ as command, asked, into_workdir, model as model_lib
+from kvjax.convert import (
+    __main__ as command,
+    into_workdir,
+    model as model_lib,
+    options as options_lib,
+)
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.costs import formulas
 from kvjax.experiment import resolve
@@ -418,9 +423,11 @@ def test_what_options_ask_for():
     ]
     for given, method, said in cases:
         options = command._parser().parse(["--source=a", "--out=b", *given.split()])
-        asked.settle(options, command._parser().get_default)
-        assert asked.method(options) == method and asked.given(options) == said, given
-        assert asked.splits(options) == (given == "--cache=0.5")
+        options_lib.fill_defaults(options, command._parser().get_default)
+        assert (
+            options_lib.make_method(options) == method and options_lib.recorded(options) == said
+        ), given
+        assert options_lib.splits_budget(options) == (given == "--cache=0.5")
 
 
 @pytest.mark.slow

@@ -43,7 +43,10 @@ def test_auto(tmp_path, capsys, name, kind, said):
 
 def test_the_dtype_is_one_that_holds_all():
     embedding, attention = ("embedding",), ("attention", "query")
-    both = lambda one, other: {embedding: ((4, 2), one), attention: ((2, 2), other)}
+
+    def both(one, other):
+        return {embedding: ((4, 2), one), attention: ((2, 2), other)}
+
     assert into_folder.dtype_name(both(BF16, BF16)) == "BF16"
     assert into_folder.dtype_name(both(BF16, F32)) == "F32"
     assert into_folder.dtype_name(both(F32, BF16)) == "F32"

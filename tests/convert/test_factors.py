@@ -19,7 +19,7 @@ def _moment(seed=1):
     return x.T @ x / 50, x
 
 
-def _multiplied(found):
+def _expand_factors(found):
     J = found.latent_EJR.shape[1]
     latent = np.repeat(found.latent_EJR, K // J, axis=1)
     return np.einsum("EKR,KRH->EKH", latent, found.expand_KRH)
@@ -42,7 +42,7 @@ def test_the_best_of_a_rank_on_given_inputs(latents, rank):
         products.append((left[:, :rank] * values[:rank]) @ right[:rank])
         lost, total = lost + np.sum(values[rank:] ** 2), total + np.sum(values**2)
     best = np.concatenate(products, axis=1).reshape(50, K, H)
-    y = np.einsum("xE,EKH->xKH", x, _multiplied(found))
+    y = np.einsum("xE,EKH->xKH", x, _expand_factors(found))
     np.testing.assert_allclose(y, best, atol=1e-9)
     assert found.error == pytest.approx(lost / total, abs=1e-12)
 
@@ -60,34 +60,37 @@ def _error(w, found, moment, bases):
     """Share of the energy that is lost, from what was returned alone."""
     base = np.repeat(found.base_EJH, K // bases, axis=1)
     new = base + np.einsum("EKR,KRH->EKH", found.latent_EKR, found.expand_KRH)
-    gap = np.einsum("EKH,KHI->EKI", w, found.turn_KHH) - new
-    energy = lambda x: np.einsum("EKH,EF,FKH->", x, moment, x)
+    gap = np.einsum("EKH,KHI->EKI", w, found.rotation_KHH) - new
+
+    def energy(x):
+        return np.einsum("EKH,EF,FKH->", x, moment, x)
+
     return energy(gap) / energy(w)
 
 
 def test_inputs_that_are_always_zero():
     """A layer that was switched off has such inputs; the search must end."""
-    found = factors.base_and_residual(_w(), 1, np.zeros((E, E)), bases=1, turns="all")
+    found = factors.base_and_residual(_w(), 1, np.zeros((E, E)), bases=1, rotations="all")
     assert np.isfinite(found.base_EJH).all() and np.isfinite(found.latent_EKR).all()
     assert 0 <= found.error <= 1
     with pytest.raises(ValueError, match="not finite"):
-        factors.base_and_residual(_w(), 1, np.full((E, E), np.nan), bases=1, turns="all")
+        factors.base_and_residual(_w(), 1, np.full((E, E), np.nan), bases=1, rotations="all")
 
 
-@pytest.mark.parametrize("turns", ["none", "pairs", "all"])
+@pytest.mark.parametrize("rotations", ["none", "pairs", "all"])
 @pytest.mark.parametrize("bases, rank", [(1, 0), (1, 2), (2, 3), (4, 0)])
-def test_base_and_residual(turns, bases, rank):
+def test_base_and_residual(rotations, bases, rank):
     moment, _ = _moment()
     w = _w()
     errors = []
     for sweeps in (1, 3, 10, 60):
-        options = dict(bases=bases, turns=turns, sweeps=sweeps, tolerance=0.0)
+        options = dict(bases=bases, rotations=rotations, sweeps=sweeps, tolerance=0.0)
         found = factors.base_and_residual(w, rank, moment, **options)
         assert found.base_EJH.shape == (E, bases, H)
         assert found.latent_EKR.shape == (E, K, rank) and found.expand_KRH.shape == (K, rank, H)
         assert found.error == pytest.approx(_error(w, found, moment, bases), abs=1e-8)
         np.testing.assert_allclose(
-            found.turn_KHH @ found.turn_KHH.transpose(0, 2, 1),
+            found.rotation_KHH @ found.rotation_KHH.transpose(0, 2, 1),
             np.broadcast_to(np.eye(H), (K, H, H)),
             atol=1e-12,
         )
@@ -96,18 +99,18 @@ def test_base_and_residual(turns, bases, rank):
         assert max(errors) < 1e-12  # a base each: nothing is lost
         return
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(errors))
-    if turns != "none":
+    if rotations != "none":
         assert errors[-1] < errors[0]
     nothing_shared = factors.low_rank(w, rank, moment, latents=K).error if rank else 1.0
     assert errors[-1] < nothing_shared  # a base is worth something
 
 
-@pytest.mark.parametrize("turns", ["pairs", "all"])
-def test_heads_that_are_one_head_turned_need_no_residual(turns):
+@pytest.mark.parametrize("rotations", ["pairs", "all"])
+def test_heads_that_are_one_head_turned_need_no_residual(rotations):
     """All heads are one, each turned in its own way; without turns a base does not fit them."""
     rng = np.random.default_rng(3)
     one = rng.standard_normal((E, H))
-    if turns == "all":
+    if rotations == "all":
         turn = np.linalg.qr(rng.standard_normal((K, H, H)))[0]
     else:
         angle = rng.uniform(0, 2 * np.pi, (K, H // 2))
@@ -117,21 +120,21 @@ def test_heads_that_are_one_head_turned_need_no_residual(turns):
         turn[:, first, second], turn[:, second, first] = np.sin(angle), -np.sin(angle)
     w = np.einsum("EH,KHI->EKI", one, turn)
     moment = np.eye(E)
-    assert factors.base_and_residual(w, 0, moment, bases=1, turns=turns).error < 1e-6
-    assert factors.base_and_residual(w, 0, moment, bases=1, turns="none").error > 0.2
+    assert factors.base_and_residual(w, 0, moment, bases=1, rotations=rotations).error < 1e-6
+    assert factors.base_and_residual(w, 0, moment, bases=1, rotations="none").error > 0.2
 
 
 def test_turns_of_pairs_commute_with_rope():
     w = _w()
-    found = factors.base_and_residual(w, 2, np.eye(E), bases=1, turns="pairs")
+    found = factors.base_and_residual(w, 2, np.eye(E), bases=1, rotations="pairs")
     angle = np.random.default_rng(0).uniform(0, 2 * np.pi, H // 2)
     first, second = np.arange(H // 2), np.arange(H // 2, H)
     rotation = np.zeros((H, H))
     rotation[first, first] = rotation[second, second] = np.cos(angle)
     rotation[first, second], rotation[second, first] = np.sin(angle), -np.sin(angle)
-    for turn in found.turn_KHH:
+    for turn in found.rotation_KHH:
         np.testing.assert_allclose(turn @ rotation, rotation @ turn, atol=1e-12)
-    assert np.abs(found.turn_KHH - np.eye(H)).max() > 0.1
+    assert np.abs(found.rotation_KHH - np.eye(H)).max() > 0.1
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -141,7 +144,7 @@ def test_a_moment_that_rounding_made_indefinite(scale):
     x -= x.mean(axis=1, keepdims=True)
     moment = np.float64(np.float32(x.T @ x / 999)) - 1e-7 * scale**2 * np.eye(E)
     assert np.linalg.eigvalsh(moment)[0] < 0
-    found = factors.base_and_residual(_w(), 3, moment, bases=1, turns="all")
+    found = factors.base_and_residual(_w(), 3, moment, bases=1, rotations="all")
     assert found.error == pytest.approx(_error(_w(), found, moment, 1), abs=1e-5)
 
 
@@ -149,6 +152,6 @@ def test_a_moment_without_full_rank():
     """Inputs that span less than all channels: what lies outside does not count, and is finite."""
     x = np.random.default_rng(0).standard_normal((5, E))
     moment = x.T @ x / 5
-    found = factors.base_and_residual(_w(), 3, moment, bases=1, turns="all")
+    found = factors.base_and_residual(_w(), 3, moment, bases=1, rotations="all")
     assert np.isfinite(found.base_EJH).all() and np.isfinite(found.latent_EKR).all()
     assert found.error == pytest.approx(_error(_w(), found, moment, 1), abs=1e-6)

@@ -63,7 +63,10 @@ def write(
       edit: a function of the writer, and of the tensors by name, before they are written.
     """
     config = tensors.json_object(epath.Path(folder / "config.json"))
-    get = lambda *keys: next(config[key] for key in keys if config.get(key) is not None)
+
+    def get(*keys):
+        return next(config[key] for key in keys if config.get(key) is not None)
+
     writer = gguf.GGUFWriter(path, architecture)
     layers, heads = get("num_hidden_layers", "n_layer"), get("num_attention_heads", "n_head")
     width = get("hidden_size", "n_embd")
@@ -210,7 +213,9 @@ def test_llama3_rope_is_found_from_its_divisors(tmp_path):
 
 @pytest.mark.parametrize("there", [1, 4])
 def test_divisors_of_rope_are_one_for_each_pair(tmp_path, there):
-    divide = lambda writer, written: written.update({FREQUENCIES: np.ones(there, np.float32)})
+    def divide(writer, written):
+        return written.update({FREQUENCIES: np.ones(there, np.float32)})
+
     path = tmp_path / "tiny.gguf"
     write(path, comparison.PUBLISHED / "llama_tied_bias", "llama", edit=divide)
     said = rf"{FREQUENCIES} has shape \({there},\), and must have one entry for each pair of a head"
@@ -220,7 +225,9 @@ def test_divisors_of_rope_are_one_for_each_pair(tmp_path, there):
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen2", "qwen3"])
 def test_divisors_of_rope_that_llama_cpp_would_not_read(tmp_path, architecture):
-    divide = lambda writer, written: written.update({FREQUENCIES: np.ones(2, np.float32)})
+    def divide(writer, written):
+        return written.update({FREQUENCIES: np.ones(2, np.float32)})
+
     path = tmp_path / "tiny.gguf"
     write(path, comparison.PUBLISHED / architecture, architecture, edit=divide)
     with pytest.raises(UserError, match=f"that its config does not describe: {FREQUENCIES}"):

@@ -12,7 +12,7 @@ import tokenizers
 
 from kvjax.attention import PaperMLAConfig
 from kvjax.convert import huggingface, into_folder, into_workdir, model as model_lib, published
-from kvjax.convert.dense import Dense
+from kvjax.convert.dense import DenseModel
 from kvjax.data import tokenizer
 from kvjax.foundation.errors import UserError
 from tests import quick
@@ -98,7 +98,7 @@ def _halved(block, mechanism):
 
 
 def _check_dense(made, expected):
-    dense = Dense(made)
+    dense = DenseModel(made)
     assert (dense.name, dense.context, dense.tokenizer_json) == ("made", 40, made.tokenizer_json)
     shapes = dense.parameters()
     assert shapes.keys() == expected.keys()
@@ -114,7 +114,7 @@ def test_factors_are_multiplied_out_in_float32():
     """What had no factors stays as it was, and is not copied."""
     mechanism = workdirs.grouped(4, 2, 3, bias=True, latent_bias=True, out_bias=False)
     made, expected = _halved("nanochat", mechanism)
-    assert not Dense(made).is_source
+    assert not DenseModel(made).is_source
     for part in ("key", "value"):
         expand = expected.pop((*INNER, f"expand_{part}")).astype(np.float64)
         for end in ("", "_bias"):
@@ -125,7 +125,7 @@ def test_factors_are_multiplied_out_in_float32():
     _check_dense(made, expected)
     made = workdirs.Made(workdirs.config("nanochat", workdirs.grouped(2, 2)))
     path = (*INNER, "base_key")
-    assert np.shares_memory(Dense(made).read(path, 1), made.weights[path])
+    assert np.shares_memory(DenseModel(made).read(path, 1), made.weights[path])
 
 
 def test_narrow_heads_are_filled_up_with_zeros():
@@ -133,7 +133,7 @@ def test_narrow_heads_are_filled_up_with_zeros():
     dims = dict(query=6, base_key=6, base_value=5)
     narrow = workdirs.grouped(2, 2, qk_norm="none", key_dim=6, value_dim=5, bias=True)
     made, expected = _halved("gpt2", narrow)
-    assert Dense(made).is_source
+    assert DenseModel(made).is_source
     for part, channels in dims.items():
         for path in ((*INNER, part), (*INNER, f"{part}_bias")):
             w = expected[path]
@@ -179,9 +179,11 @@ def test_texts_begin_as_documents_did(small, tmp_path):
 
 
 def test_the_token_that_ends_a_document():
-    of = lambda *names: json.dumps(
-        dict(added_tokens=[dict(content=n, id=i, special=True) for i, n in enumerate(names)])
-    )
+    def of(*names):
+        return json.dumps(
+            dict(added_tokens=[dict(content=n, id=i, special=True) for i, n in enumerate(names)])
+        )
+
     assert huggingface._document_tokens(of("</s>", "<s>")) == (("<s>", 1), ("</s>", 0))
     assert huggingface._document_tokens(of("<s>")) == (("<s>", 0), ("<s>", 0))
     assert huggingface._document_tokens(of("<x>")) == (None, None)

@@ -13,7 +13,7 @@ import safetensors
 from safetensors.numpy import load_file
 
 from kvjax.convert import into_folder, into_workdir
-from kvjax.convert.into_folder import Plan, Tensor
+from kvjax.convert.into_folder import ExportPlan, LazyTensor
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 
@@ -21,10 +21,10 @@ from kvjax.foundation.errors import UserError
 def _plan(**shapes):
     """Tensors of one number each: 0 in the first, 1 in the second and so on."""
     tensors = {
-        name: Tensor(shape, lambda i=i, shape=shape: np.full(shape, i, np.float32))
+        name: LazyTensor(shape, lambda i=i, shape=shape: np.full(shape, i, np.float32))
         for i, (name, shape) in enumerate(shapes.items())
     }
-    return Plan("a plan", None, tensors, {"config.json": "{}\n"})
+    return ExportPlan("a plan", None, tensors, {"config.json": "{}\n"})
 
 
 def test_shards(tmp_path):
@@ -69,7 +69,7 @@ def test_nothing_stands_there_before_all_is_written(tmp_path, monkeypatch):
             assert not (tmp_path / "out").exists()
             raise error
 
-        plan.tensors["b"] = Tensor((2,), fail)
+        plan.tensors["b"] = LazyTensor((2,), fail)
         full = isinstance(error, OSError)
         with pytest.raises(UserError if full else error) as raised:
             into_folder.write(plan, into_workdir.check(str(tmp_path / "out")), "F32")
@@ -82,10 +82,10 @@ import os, signal, sys
 from etils import epath
 import numpy as np
 from kvjax.convert import into_folder
-from kvjax.convert.into_folder import Plan, Tensor
-first = Tensor((2,), lambda: np.zeros(2, np.float32))
-second = Tensor((2,), lambda: os.kill(os.getpid(), signal.SIGKILL))
-plan = Plan("", None, dict(a=first, b=second), {})
+from kvjax.convert.into_folder import ExportPlan, LazyTensor
+first = LazyTensor((2,), lambda: np.zeros(2, np.float32))
+second = LazyTensor((2,), lambda: os.kill(os.getpid(), signal.SIGKILL))
+plan = ExportPlan("", None, dict(a=first, b=second), {})
 into_folder.write(plan, epath.Path(sys.argv[1]), "F32")
 """
 
@@ -129,5 +129,5 @@ def test_conversions_at_once_leave_each_other_alone(tmp_path):
         into_folder.write(_plan(a=(2,)), second, "F32")
         return np.ones(2, np.float32)
 
-    into_folder.write(Plan("", None, {"b": Tensor((2,), other)}, {}), first, "F32")
+    into_folder.write(ExportPlan("", None, {"b": LazyTensor((2,), other)}, {}), first, "F32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]

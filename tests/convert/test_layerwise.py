@@ -33,7 +33,7 @@ def test_perplexity_layer_by_layer_is_the_models(name):
         def project_out(self, *args):
             return 2 * super().project_out(*args)
 
-    run = layerwise.Pass(source, rows_BT[:, :-1], attention=Twice)
+    run = layerwise.LayerwisePass(source, rows_BT[:, :-1], attention=Twice)
     assert [seen for seen in run.layers()] == [[(), ()]] * workdirs.LAYERS
     groups = list(run.losses(rows_BT[:, 1:]))
     assert [len(group) for group in groups] == [4, 1]
@@ -80,7 +80,7 @@ def test_sensitivities_are_what_errors_of_logits_and_values_do():
         k_BSNH, v_BSNH = jnp.repeat(k_BSKH, G, axis=2), jnp.repeat(v_BSKH, G, axis=2)
         return [q_BTNH, k_BSNH, jnp.einsum("BSNH,NHD->BSND", v_BSNH, attention.out[...])]
 
-    for ((q, k, v),) in layerwise.Pass(source, rows).layers(see):
+    for ((q, k, v),) in layerwise.LayerwisePass(source, rows).layers(see):
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         T = q.shape[1]
         seen = np.tri(T, dtype=bool) & ~np.tri(T, k=-5, dtype=bool)

@@ -62,7 +62,7 @@ def _converted(method, source, moment=None):
     """The new config, its weights, and the output's relative error."""
     config, weights, on = source
     layer = layer_lib.read(weights, config, rope=on)
-    moment = layer.inner() if moment is None else moment
+    moment = layer.identity_moment() if moment is None else moment
     new, converted = method.mechanism(config, rope=on), method.convert(layer, moment)
     before, after = _attend(config, weights, on), _attend(new, converted.weights, on)
     return new, converted, np.linalg.norm(after - before) / np.linalg.norm(before)
@@ -107,9 +107,10 @@ def test_joint_latents_of_all_heads(x64, randomise, source):
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_is_cached(x64, randomise, source):
     config, _, on = _source(randomise, source)
-    elements = lambda new: sum(
-        int(np.prod(field.shape)) for field in new.entry().values() if not field.wide
-    )
+
+    def elements(new):
+        return sum(int(np.prod(field.shape)) for field in new.entry().values() if not field.wide)
+
     K = config.num_kv_heads
     assert elements(ThinKeys(rank=3).mechanism(config, rope=on)) == K * (3 + 8)
     assert elements(ThinKeys(rank=3, mode="joint").mechanism(config, rope=on)) == 3 + K * 8
@@ -180,7 +181,7 @@ def test_channels_count_alike(x64, randomise, source):
     config, weights, on = _source(randomise, source)
     moment_EE = _moment(config)
     layer = layer_lib.read(weights, config, rope=on)
-    layer = layer_lib.changed(layer, *layer_lib.alike(layer, moment_EE))
+    layer = layer_lib.change_basis(layer, *layer_lib.whitening(layer, moment_EE))
     K = config.num_kv_heads
     query_KXH = layer.query_ENH.reshape(-1, K, 4 // K, 8).transpose(1, 2, 0, 3)
     found_KHH = np.einsum("KGEH,EF,KGFI->KHI", query_KXH, moment_EE, query_KXH)
@@ -200,7 +201,10 @@ def test_outputs_that_differ_in_weight_are_held_by_it(x64, randomise, method):
     config, weights, on = _source(randomise, "llama")
     scale_H1 = np.where(np.arange(8) < 4, 1.0, 0.01)[:, None]
     source = config, weights | dict(out=np.asarray(weights["out"]) * scale_H1), on
-    of = lambda objective: dataclasses.replace(method, objective=objective)
+
+    def of(objective):
+        return dataclasses.replace(method, objective=objective)
+
     error = {
         name: _converted(of(name), source, _moment(config))[2] for name in ("inputs", "outputs")
     }
@@ -222,7 +226,10 @@ def test_an_optimizers_steps_reach_all_factors_alike(x64, randomise, source, met
     config, weights, on = _source(randomise, source)
     layer = layer_lib.read(weights, config, rope=on)
     inner = method.convert(layer, _moment(config)).weights["mechanism"]
-    size = lambda x, over=None: np.sqrt(np.mean(np.asarray(x) ** 2, axis=over))
+
+    def size(x, over=None):
+        return np.sqrt(np.mean(np.asarray(x) ** 2, axis=over))
+
     lrkv = isinstance(method, LowRankKV)
     for part in ("key", "value"):
         if lrkv:

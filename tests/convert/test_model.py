@@ -150,7 +150,10 @@ def test_ranks_that_differ_by_layer(imported, tmp_path, method, keys):
     source = model_lib.open(str(imported("llama_tied_bias")))
     layers = source.transformer.block.num_layers
     ranks = [1 + i % 3 for i in range(layers)]
-    at = lambda rank: dataclasses.replace(method, rank=rank, objective="weights")
+
+    def at(rank):
+        return dataclasses.replace(method, rank=rank, objective="weights")
+
     converted = ConvertedModel(source, list(map(at, ranks)), None)
     into_workdir.write(converted, into_workdir.check(str(tmp_path / "out")), {})
     loaded = trained.load(tmp_path / "out")

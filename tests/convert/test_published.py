@@ -267,7 +267,10 @@ def test_rows_that_no_token_has(tokens, rows, fits):
     """Embeddings are padded, and have rows in reserve; more are another tokenizer's."""
     words = tokenizers.models.WordLevel({"a": 0, "b": tokens - 1}, unk_token="a")
     text = tokenizers.Tokenizer(words).to_str()
-    check = lambda: published.check_vocabulary(epath.Path("model"), text, rows)
+
+    def check():
+        return published.check_vocabulary(epath.Path("model"), text, rows)
+
     if fits:
         return check()
     said = f"model: its tokenizer has {tokens} tokens and its embedding {rows} rows: give the"

@@ -66,7 +66,9 @@ def test_models_that_are_found(tmp_path):
 
 
 def test_what_is_no_model_is_called_what_it_is(tmp_path):
-    at = lambda name: tmp_path / name
+    def at(name):
+        return tmp_path / name
+
     no_tokenizer = {"tokenizer.json": None}
     several = named(at("several"), "a.safetensors")
     shutil.copy(several / "a.safetensors", several / "b.safetensors")

@@ -19,7 +19,10 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 @pytest.fixture
 def arrays():
     rng = np.random.default_rng(0)
-    draw = lambda shape, dtype: rng.standard_normal(shape).astype(dtype)
+
+    def draw(shape, dtype):
+        return rng.standard_normal(shape).astype(dtype)
+
     return {
         "a": draw((3, 4), np.float32),
         "b": draw((5,), np.float16),

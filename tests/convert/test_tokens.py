@@ -158,13 +158,13 @@ def _flagged(special, *, decoder=None, added=None, without=(), listed=True):
     """
     made = tokenizer_lib.byte_tokenizer().with_specials([START, END]) if listed else None
     definition = json.loads((made or tokenizer_lib.byte_tokenizer()).to_json())
-    bos, *turns = definition["added_tokens"]
-    turns = [] if special is None else [turn | dict(special=special) for turn in turns]
+    bos, *rotations = definition["added_tokens"]
+    rotations = [] if special is None else [turn | dict(special=special) for turn in rotations]
     about = dict(bos_token="<|bos|>", eos_token="<|bos|>", chat_template=CHATML)
     if decoder is not None:
         flags = [(257, dict(content=START, special=decoder)), (258, dict(content=END))]
         about["added_tokens_decoder"] = {i: t for i, t in flags if t["content"] not in without}
-    files = {"tokenizer.json": definition | dict(added_tokens=[bos, *turns])}
+    files = {"tokenizer.json": definition | dict(added_tokens=[bos, *rotations])}
     files["tokenizer_config.json"] = about
     return files | ({} if added is None else {"added_tokens.json": added})
 
@@ -283,12 +283,12 @@ def test_files_that_disagree_on_a_token(published_as):
         with pytest.raises(UserError) as error:
             published.open(published_as(files))
         assert said in str(error.value) and "again" in str(error.value)
-    turns = [START, dict(content=END)]
+    rotations = [START, dict(content=END)]
     for name, key, named in (
-        ("tokenizer_config.json", "additional_special_tokens", turns),
-        ("tokenizer_config.json", "extra_special_tokens", turns),
+        ("tokenizer_config.json", "additional_special_tokens", rotations),
+        ("tokenizer_config.json", "extra_special_tokens", rotations),
         ("tokenizer_config.json", "extra_special_tokens", dict(a=START, b=END)),
-        ("special_tokens_map.json", "additional_special_tokens", turns),
+        ("special_tokens_map.json", "additional_special_tokens", rotations),
     ):
         files = _flagged(True, listed=False)
         files[name] = files.get(name, {}) | {key: named}

@@ -41,7 +41,7 @@ def test_they_are_the_parameters_of_their_steps(config, tmp_path, monkeypatch):
     found = trained.snapshots(kept)
     assert [snapshot.step for snapshot in found] == [0, 2, 4, 6]
     assert storage.steps(kept / checkpoint.CHECKPOINTS) == [6]
-    models = [model_lib.Trained(snapshot) for snapshot in found]
+    models = [model_lib.TrainedModel(snapshot) for snapshot in found]
     last = model_lib.open(str(plain))
     for path in last.parameters():
         weights = [model.read(path) for model in models]

@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import layerwise, model as model_lib
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.layers import rope
@@ -64,7 +64,7 @@ class Layer(NamedTuple):
     mask: Mask
 
 
-def layers(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> Iterator[Layer]:
+def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> Iterator[Layer]:
     """Every layer's attention on rows of tokens, in order.
 
     Args:
@@ -74,7 +74,7 @@ def layers(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> I
       UserError: queries, keys or values are not finite; it names the layer and the heads.
     """
     c, length = model.transformer.block, rows_BT.shape[1]
-    run = layerwise.Pass(model, rows_BT, attention=_attention(attend))
+    run = layerwise.LayerwisePass(model, rows_BT, attention=_attention(attend))
     project = functools.cache(lambda mechanism: _projections(c, mechanism, length))
     inputs = run.layers(lambda attention, h_BTD, positions, mask: h_BTD)
     for i, (mechanism, seen) in enumerate(zip(model.transformer.mechanisms, inputs, strict=True)):
@@ -110,7 +110,7 @@ def softmax(z_TT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
     return z_TT
 
 
-def losses(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> np.ndarray:
+def losses(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> np.ndarray:
     """[B, T - 1] nats of every token after the first of a row, with changed attention.
 
     Args:
@@ -119,7 +119,7 @@ def losses(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> n
     Raises:
       UserError: they are not finite.
     """
-    run = layerwise.Pass(model, rows_BT[:, :-1], attention=_attention(attend))
+    run = layerwise.LayerwisePass(model, rows_BT[:, :-1], attention=_attention(attend))
     for _ in run.layers():
         pass
     nats_BT = np.concatenate(list(run.losses(rows_BT[:, 1:])))
@@ -128,7 +128,7 @@ def losses(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> n
     return nats_BT
 
 
-def perplexity(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> float:
+def perplexity(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> float:
     """exp of the mean of `losses`."""
     return math.exp(losses(model, rows_BT, attend).mean(dtype=np.float64))
 

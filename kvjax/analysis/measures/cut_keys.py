@@ -16,7 +16,7 @@ from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import layerwise, model as model_lib
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.layers import rope
 from kvjax.model.transformer import Compute
 
@@ -38,9 +38,9 @@ class Cut(NamedTuple):
 class Runs:
     """Rows of tokens on their way through the model, once for each name."""
 
-    def __init__(self, model: Model, rows_BT: np.ndarray, names: Sequence[str | tuple | None]):
+    def __init__(self, model: LazyModel, rows_BT: np.ndarray, names: Sequence[str | tuple | None]):
         self._model = model
-        self._pass = layerwise.Pass(model, rows_BT)
+        self._pass = layerwise.LayerwisePass(model, rows_BT)
         self._x = {name: list(self._pass.x) for name in names}
         self._program = functools.cache(functools.partial(_program, model, rows_BT.shape[1]))
 
@@ -69,7 +69,7 @@ class Runs:
     def losses(self, targets_BT: np.ndarray) -> dict[str | tuple | None, np.ndarray]:
         """By name [B, t] nats of the last t tokens' targets, after the last layer."""
         last = [x_BTD[:, -targets_BT.shape[1] :] for parts in self._x.values() for x_BTD in parts]
-        self._pass.x = layerwise.few_rows(np.concatenate(last))
+        self._pass.x = layerwise.row_batches(np.concatenate(last))
         every = self._pass.losses(np.concatenate([targets_BT] * len(self._x)))
         nats = np.split(np.concatenate(list(every)), len(self._x))
         return dict(zip(self._x, nats, strict=True))
@@ -86,7 +86,9 @@ def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
     return centers, stacked(made[id(each)] for each in cut.subspaces)
 
 
-def _program(model: Model, length: int, mechanism: MechanismConfig, rotated: tuple, turned: bool):
+def _program(
+    model: LazyModel, length: int, mechanism: MechanismConfig, rotated: tuple, turned: bool
+):
     """A block's forward pass, compiled: of its weights, x and a cut, the new x."""
     block = model.transformer.block
     index = np.arange(length, dtype=np.int32)[None]
@@ -110,7 +112,7 @@ def _program(model: Model, length: int, mechanism: MechanismConfig, rotated: tup
                 return self.project_out(o_BTNH, h_BTD, positions)
 
         def make():
-            found = layerwise.block_of(model)(block, mechanism, rngs=nnx.Rngs(0))
+            found = layerwise.block_class(model)(block, mechanism, rngs=nnx.Rngs(0))
             found.attention = Cutting(mechanism, block.d_model, rngs=nnx.Rngs(0))
             return found
 

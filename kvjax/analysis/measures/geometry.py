@@ -21,7 +21,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import model as model_lib
 from kvjax.convert.factors import einsum
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
 _SAME = 1e-13  # of a head's norm: what differs from the mean by less is rounding
@@ -74,7 +74,7 @@ def has_residuals(config: MechanismConfig) -> bool:
     return isinstance(config, GroupedConfig) and config.rank > 0
 
 
-def of_layer(model: Model, index: int) -> dict[str, Parts]:
+def of_layer(model: LazyModel, index: int) -> dict[str, Parts]:
     """The parts of a layer's "key" and "value"; none of values that are the keys.
 
     Raises:
@@ -103,7 +103,7 @@ def read(weights: dict, config: GroupedConfig) -> dict[str, Parts]:
     return found
 
 
-def totals(model: Model, index: int) -> dict[str, np.ndarray]:
+def totals(model: LazyModel, index: int) -> dict[str, np.ndarray]:
     """[D, K, H] keys and values of a layer of any mechanism; see `heads.of_layer`."""
     heads = heads_lib.of_layer(model, index)
     return dict(key=heads.key_DKH, value=heads.value_DKH)

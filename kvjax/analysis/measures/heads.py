@@ -18,7 +18,7 @@ from kvjax.analysis.measures import rotary
 from kvjax.attention import Attention
 from kvjax.attention.mechanism import Mechanism, MechanismConfig
 from kvjax.convert import model as model_lib
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
@@ -58,7 +58,7 @@ class Heads:
         return np.repeat(w_DKH, self.num_heads // w_DKH.shape[1], axis=1)
 
 
-def layers(model: Model) -> Iterator[Heads]:
+def layers(model: LazyModel) -> Iterator[Heads]:
     """The heads of every layer; the weights of one are in memory.
 
     Raises:
@@ -68,7 +68,7 @@ def layers(model: Model) -> Iterator[Heads]:
         yield of_layer(model, index)
 
 
-def of_layer(model: Model, index: int) -> Heads:
+def of_layer(model: LazyModel, index: int) -> Heads:
     """The heads of one layer; see `layers`."""
     config, block = model.transformer.mechanisms[index], model.transformer.block
     weights = model_lib.read_layer(model, index, "attention")
@@ -76,7 +76,7 @@ def of_layer(model: Model, index: int) -> Heads:
         return read(weights, config, block.d_model, block.angles_base)
 
 
-def check(model: Model, indices: Iterable[int] | None = None) -> None:
+def check(model: LazyModel, indices: Iterable[int] | None = None) -> None:
     """Raises the UserError of `layers` for a mechanism, of which no weights are read.
 
     Few random weights of the same mechanism stand for them.
@@ -96,7 +96,7 @@ def check(model: Model, indices: Iterable[int] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _naming(model: Model, index: int) -> Iterator[None]:
+def _naming(model: LazyModel, index: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:

@@ -125,7 +125,7 @@ def test_losses_are_those_of_the_next_tokens(monkeypatch):
     """
     run = []
 
-    class Pass:
+    class FakePass:
         def __init__(self, model, rows_BT, attention):
             run.append((model, rows_BT.tolist(), attention))
 
@@ -137,7 +137,7 @@ def test_losses_are_those_of_the_next_tokens(monkeypatch):
         def losses(self, targets_BT):
             return iter([np.float32(targets_BT[:1]), np.float32(targets_BT[1:])])
 
-    monkeypatch.setattr(activations.layerwise, "Pass", Pass)
+    monkeypatch.setattr(activations.layerwise, "LayerwisePass", FakePass)
     model = types.SimpleNamespace(name="made")
     rows_BT = np.array([[5, 0, 1], [6, 2, 4]])
     np.testing.assert_array_equal(activations.losses(model, rows_BT), [[0, 1], [2, 4]])

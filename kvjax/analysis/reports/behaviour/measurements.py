@@ -15,7 +15,7 @@ from kvjax.analysis.measures import (
 )
 from kvjax.analysis.measures.activations import Layer, Mask
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
@@ -100,7 +100,7 @@ class Measured:
         return [layer.statistics[name] for layer in self.layers]
 
 
-def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, seed: int) -> Measured:
+def measure(model: LazyModel, texts: Mapping[str, np.ndarray], length: int, seed: int) -> Measured:
     """All of it, with one layer's patterns in memory.
 
     Raises:
@@ -164,7 +164,7 @@ def _tokens(x_BTD: np.ndarray) -> np.ndarray:
     return x_BTD.reshape(-1, *x_BTD.shape[2:])
 
 
-def _weights(model: Model, index: int) -> np.ndarray | None:
+def _weights(model: LazyModel, index: int) -> np.ndarray | None:
     """[N, N] similarity of the forms of a layer's heads; None where there is none."""
     try:
         with few_threads(model.transformer.block.d_model):

@@ -16,14 +16,14 @@ from kvjax.analysis.reports.behaviour import measurements, tables
 from kvjax.analysis.reports.behaviour.results import Head, Results, there
 from kvjax.analysis.request import Request, check_texts, reference_length
 from kvjax.analysis.words import in_words, stages
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
 _SHORTEST = 16  # tokens in which something can be repeated
 _MUCH = 0.5  # of a head's attention, in the lead
 
 
-def check(model: Model, request: Request) -> None:
+def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for rows too short, and queries that see no other token."""
     if max(request.lengths) < _SHORTEST:
         raise UserError(
@@ -34,7 +34,7 @@ def check(model: Model, request: Request) -> None:
         raise UserError("model.window = 1: every token sees itself alone, there are no patterns")
 
 
-def section(model: Model, request: Request) -> Section:
+def section(model: LazyModel, request: Request) -> Section:
     """Patterns of attention and outputs of heads on the request's texts.
 
     Raises:

@@ -21,7 +21,7 @@ from kvjax.analysis.measures.heads import Heads
 from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.analysis.measures.key_ways import AFTER, CALIBRATED, Way
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
@@ -76,7 +76,9 @@ class Measured:
     drift_error: Mapping[str, np.ndarray]
 
 
-def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, longest: int) -> Measured:
+def measure(
+    model: LazyModel, texts: Mapping[str, np.ndarray], length: int, longest: int
+) -> Measured:
     """All of it; subspaces are found on the model as it is.
 
     Args:
@@ -120,7 +122,7 @@ def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, longest:
 
 
 def _by_way(
-    model: Model,
+    model: LazyModel,
     read: key_ways.Windows,
     kept: Sequence[float],
     found: Mapping[tuple[str, Way | str], list],

@@ -7,7 +7,7 @@ from kvjax.analysis.page.section import Figure, Section, Text
 from kvjax.analysis.reports.compression import measurements, tables
 from kvjax.analysis.reports.compression.results import Results, Times
 from kvjax.analysis.request import Request, check_texts, reference_length
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
 _SHORTEST = 16  # tokens of which halves and eighths say something
@@ -15,7 +15,7 @@ _SMALL = 0.05  # more perplexity, that is called little
 _FIRST, _SPREAD = "first tokens", "as many, spread"
 
 
-def check(model: Model, request: Request) -> None:
+def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for keys that cannot be cut, and rows too short."""
     if max(request.lengths) < _SHORTEST:
         raise UserError(
@@ -38,7 +38,7 @@ def check(model: Model, request: Request) -> None:
     heads_lib.check(model)
 
 
-def section(model: Model, request: Request) -> Section:
+def section(model: LazyModel, request: Request) -> Section:
     """Keys cut at equal rank by weights, by text and by context.
 
     SmolLM2-135M on two texts, rows of 256 tokens and drift over 1,024, takes 95 s on two cores and

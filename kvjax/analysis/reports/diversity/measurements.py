@@ -6,7 +6,7 @@ from kvjax.analysis.measures import diversity, heads as heads_lib, spectrum
 from kvjax.analysis.measures.diversity import Diversity
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
 
@@ -31,7 +31,7 @@ class Found:
         return tuple(sorted({one.num_heads for one in self.plain}))
 
 
-def check(model: Model) -> None:
+def check(model: LazyModel) -> None:
     """Raises a UserError for a layer with one head, or with heads that have no matrices."""
     for index, config in enumerate(model.transformer.mechanisms):
         try:
@@ -41,7 +41,7 @@ def check(model: Model) -> None:
     heads_lib.check(model)
 
 
-def of_model(label: str, model: Model) -> Found:
+def of_model(label: str, model: LazyModel) -> Found:
     """The diversity of heads in every layer; one layer's weights are in memory at a time."""
     plain, turning, values = [], [], []
     with few_threads(model.transformer.block.d_model):

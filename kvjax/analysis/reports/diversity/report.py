@@ -12,7 +12,7 @@ from kvjax.analysis.reports.diversity import measurements
 from kvjax.analysis.reports.diversity.measurements import Found
 from kvjax.analysis.request import Request
 from kvjax.analysis.words import in_words, stages
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 
 _SHARE = 0.9  # of the variance, for which components are counted
 # LRKV table 5: mechanism, scale, heads, effective rank without centring and centred in % of heads.
@@ -31,14 +31,14 @@ PUBLISHED = (
 )
 
 
-def check(model: Model, request: Request) -> None:
+def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for heads of which there is one only, or that have no matrices (see
     `heads.read`)."""
     for one in _models(model, request).values():
         measurements.check(one)
 
 
-def section(model: Model, request: Request) -> Section:
+def section(model: LazyModel, request: Request) -> Section:
     """How different the heads of each layer are, by their bilinear forms.
 
     Raises:
@@ -60,7 +60,7 @@ def section(model: Model, request: Request) -> Section:
     )
 
 
-def _models(model: Model, request: Request) -> dict[str, Model]:
+def _models(model: LazyModel, request: Request) -> dict[str, LazyModel]:
     """What is compared, by what figures and tables call it."""
     beside = request.beside
     return {model.name: model} | ({f"{beside.name} (beside)": beside} if beside else {})

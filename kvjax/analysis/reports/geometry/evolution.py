@@ -10,13 +10,13 @@ from kvjax.analysis.reports.diversity import measurements as diversity_measureme
 from kvjax.analysis.reports.geometry import measurements as geometry_measurements
 from kvjax.analysis.reports.geometry.measurements import MEASURES, PARTS, mean
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
 _LEADING = 3  # eigenvalues that are followed
 
 
-def moment(model: Model) -> dict:
+def moment(model: LazyModel) -> dict:
     """A snapshot in numbers: means over layers and heads, and the spectra of every layer."""
     layers = geometry_measurements.of_model(model)
     found = {}
@@ -35,7 +35,7 @@ def moment(model: Model) -> dict:
     return found
 
 
-def _compares_heads(model: Model) -> bool:
+def _compares_heads(model: LazyModel) -> bool:
     """Whether there are heads to compare: two in each layer, which have matrices."""
     try:
         diversity_measurements.check(model)

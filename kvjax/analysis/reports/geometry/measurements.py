@@ -9,7 +9,7 @@ from kvjax.analysis.measures import geometry, heads as heads_lib
 from kvjax.analysis.measures.geometry import Optimal, Split
 from kvjax.analysis.measures.logits import side_by_side
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 
 PARTS = ("key", "value")
 
@@ -32,7 +32,7 @@ class Part:
 Layers = list[dict[str, Part]]  # by part, of each layer
 
 
-def of_model(model: Model, beside: Model | None = None, seed: int | None = None) -> Layers:
+def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None = None) -> Layers:
     """Norms and residuals of every layer; without a seed random factors are left out."""
     found = []
     with few_threads(model.transformer.block.d_model):
@@ -50,7 +50,7 @@ def of_model(model: Model, beside: Model | None = None, seed: int | None = None)
     return found
 
 
-def check(model: Model, beside: Model | None = None) -> None:
+def check(model: LazyModel, beside: LazyModel | None = None) -> None:
     """Raises a UserError for heads that have no matrices; where there are residuals, none need."""
     mechanisms = model.transformer.mechanisms
     whole = [i for i, config in enumerate(mechanisms) if not geometry.has_residuals(config)]

@@ -12,16 +12,16 @@ from kvjax.analysis.reports.geometry import evolution, measurements
 from kvjax.analysis.reports.geometry.measurements import PARTS, Layers, mean, measured
 from kvjax.analysis.request import Request
 from kvjax.analysis.words import in_words, mechanism_names, stages
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 
 
-def check(model: Model, request: Request) -> None:
+def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for heads that have no matrices (see `heads.read`), of the model beside
     or of layers without residuals: those of LRKV are read from its factors."""
     measurements.check(model, request.beside)
 
 
-def section(model: Model, request: Request) -> Section:
+def section(model: LazyModel, request: Request) -> Section:
     """Norms of keys and values; of mechanisms with residuals, their geometry.
 
     Raises:
@@ -312,7 +312,7 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
     )
 
 
-def _lead(model: Model, request: Request, layers: Layers, apart: bool) -> str:
+def _lead(model: LazyModel, request: Request, layers: Layers, apart: bool) -> str:
     mechanisms = mechanism_names(model.transformer.mechanisms)
     if apart:
         over_heads = lambda measure: mean(

@@ -10,7 +10,7 @@ from kvjax.analysis.measures import activations, heads as heads_lib, logits, tru
 from kvjax.analysis.measures.activations import Layer, Mask
 from kvjax.analysis.request import check_texts
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 
 RANKS = (10, 20, 40)  # logit spectra, section 4.3
@@ -52,7 +52,7 @@ class Measured:
 
 
 def measure(
-    model: Model,
+    model: LazyModel,
     texts: Mapping[str, np.ndarray],
     lengths: Sequence[int],
     *,
@@ -176,7 +176,7 @@ def _rows(texts: Mapping[str, np.ndarray], length: int) -> np.ndarray:
 
 
 def _perplexities(
-    model: Model, texts: Mapping[str, np.ndarray], length: int, tokens: int, rank: int
+    model: LazyModel, texts: Mapping[str, np.ndarray], length: int, tokens: int, rank: int
 ) -> np.ndarray:
     """[texts]: of rows of that many tokens, which see no other row; a text may be a token short."""
     shortest = min(map(len, texts.values()))

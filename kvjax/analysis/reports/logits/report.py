@@ -11,16 +11,16 @@ from kvjax.analysis.reports.logits import measurements, tables
 from kvjax.analysis.reports.logits.measurements import CAUSAL, FIELD, PLAIN, WEIGHTS, Kind
 from kvjax.analysis.reports.logits.results import COMPONENTS, SHARE, Results
 from kvjax.analysis.request import Request, reference_length
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 
 
-def check(model: Model, request: Request) -> None:
+def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for heads that have no matrices (see `heads.read`)."""
     del request
     heads_lib.check(model)
 
 
-def section(model: Model, request: Request) -> Section:
+def section(model: LazyModel, request: Request) -> Section:
     """Spectra of logits on the request's texts beside those of the weights.
 
     SmolLM2-135M on two texts at 64, 256 and 1,024 tokens takes 110 s on two cores and 1.6 GB.

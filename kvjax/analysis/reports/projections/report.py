@@ -12,7 +12,7 @@ from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, Te
 from kvjax.analysis.request import Request
 from kvjax.analysis.words import in_words, mechanism_names
 from kvjax.convert.factors import few_threads
-from kvjax.convert.model import Model
+from kvjax.convert.model import LazyModel
 
 # Projection sharing, section 4, means over the layers of a trained QKV model of width 1,024.
 PUBLISHED = {("key", "value"): 0.73, ("query", "key"): 0.42, ("query", "value"): 0.31}
@@ -38,13 +38,13 @@ class _Layer:
     possible: dict[str, int]
 
 
-def check(model: Model, request: Request) -> None:
+def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for heads that have no matrices (see `heads.read`)."""
     del request
     heads_lib.check(model)
 
 
-def section(model: Model, request: Request) -> Section:
+def section(model: LazyModel, request: Request) -> Section:
     """Likeness of the query, key and value projections of each layer, and their effective ranks.
 
     Raises:

@@ -17,7 +17,7 @@ _OF_METHODS = dict(  # options by the methods that have them
 )
 
 
-def settle(options: argparse.Namespace, default: Callable[[str], object]) -> None:
+def fill_defaults(options: argparse.Namespace, default: Callable[[str], object]) -> None:
     """Fills in what follows from the options that were given.
 
     --cache alone asks for keys and values of low rank. A rank is a head's unless a mode is given,
@@ -37,7 +37,7 @@ def settle(options: argparse.Namespace, default: Callable[[str], object]) -> Non
     _check(options, default)
 
 
-def splits(options: argparse.Namespace) -> bool:
+def splits_budget(options: argparse.Namespace) -> bool:
     """True if a budget of the cache is split between keys and values."""
     return options.cache is not None and options.part == "key_value"
 
@@ -82,11 +82,11 @@ def _check_rank(options: argparse.Namespace) -> None:
     at_least("value_rank", options.value_rank, 1)
 
 
-def method(options: argparse.Namespace) -> Method | None:
+def make_method(options: argparse.Namespace) -> Method | None:
     """The method, of rank 1 where layers get their own; None: the model is kept as it is."""
     if options.method == "none":
         return None
-    by_layer = options.rank is None and not splits(options)
+    by_layer = options.rank is None and not splits_budget(options)
     shared = dict(rank=1 if options.rank is None else options.rank, objective=options.objective)
     if options.method == "lrkv":
         step = options.multiple if by_layer else 0
@@ -95,7 +95,7 @@ def method(options: argparse.Namespace) -> Method | None:
     return ThinKeys(**shared, **parts, absorb=not by_layer)
 
 
-def given(options: argparse.Namespace) -> dict[str, object]:
+def recorded(options: argparse.Namespace) -> dict[str, object]:
     """The options that made a conversion what it is."""
     names = [name for name, of in _OF_METHODS.items() if options.method in of]
     if options.objective == "weights":
