@@ -24,7 +24,14 @@ import psutil
 
 from experiments import record
 from experiments.benchmarks import contender
-from kvjax.data import config as config_lib, estimate, manifest, parts, preparation, sources
+from kvjax.data import (
+    config as config_lib,
+    manifest,
+    parts,
+    preparation,
+    preparation_estimate,
+    sources,
+)
 from kvjax.foundation import command_line, lists, progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.configuration import at_least, between
@@ -74,7 +81,9 @@ def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, lengt
     written = write_corpus(corpus, size)
     keys = dict(source=str(corpus), directory=str(output), tokenizer=tokenizer)
     config = config_lib.DataConfig(**keys, sequence_length=length)
-    planned = estimate.estimate(preparation.look(config, shown=False), workers)
+    planned = preparation_estimate.estimate(
+        preparation.inspect_sources(config, shown=False), workers
+    )
     arguments = [*config.command().split()[3:], f"--workers={workers}"]
     begun = time.perf_counter()
     process = subprocess.Popen(
@@ -113,7 +122,7 @@ def _largest_part(prepared: pathlib.Path) -> int:
     return max(sizes.values())
 
 
-def hours(found: estimate.Estimate) -> dict[str, float]:
+def hours(found: preparation_estimate.Estimate) -> dict[str, float]:
     """Hours for FineWeb-Edu's sample, by machine, as --plan would say at this text's rates."""
     text_bytes = FINEWEB_TOKENS * found.text_bytes / found.tokens
     count = int(text_bytes // parts.PART_BYTES)
@@ -173,7 +182,7 @@ def main(arguments: list[str]) -> None:
     )
     out.say(f"{options.workers} processes, T = {options.sequence_length}:")
     out.table(header, rows)
-    planned = estimate.Estimate(**results[-1]["estimate"])
+    planned = preparation_estimate.Estimate(**results[-1]["estimate"])
     step = planned.reading + planned.encoding + planned.writing
     shares = {name: getattr(planned, name) / step for name in ("reading", "encoding", "writing")}
     said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())

@@ -220,10 +220,10 @@ def _rows_per_second(batches, seconds: float) -> float:
 class _InBucket(loader.PackedDataset):
     """A data set whose rows are in the stand-in, and the rest in the folder that it serves."""
 
-    def rows(self, split: str) -> shards.Rows:
+    def rows(self, split: str) -> shards.PackedRows:
         folder = pathlib.PurePath(manifest.ROWS, manifest.ROWS_VERSION)
         description = shards.read_description(self.path / folder)
-        return shards.Rows(f"{_BUCKET}/{self.path.name}/{folder}", split, description)
+        return shards.PackedRows(f"{_BUCKET}/{self.path.name}/{folder}", split, description)
 
 
 class _Slow(shards.ArrayRecordReader):

@@ -40,7 +40,7 @@ def sources(option: str, text_key: str = "text") -> dict[str, Source]:
         name, equals, file = item.partition("=")
         if item == EMBEDDED:
             named = {
-                name: source_kinds.named(source_kinds.EMBEDDED + book, text_key, "--texts")
+                name: source_kinds.open_source(source_kinds.EMBEDDED + book, text_key, "--texts")
                 for name, book in _BOOKS.items()
             }
         elif not (equals and name.strip() and file):
@@ -66,7 +66,7 @@ def _file(name: str, file: str, text_key: str) -> Source:
         if is_so:
             raise UserError(f"--texts={name}={file}: is {what}: give a file of text")
     if formats.suffix(path.name, _RECORDS):
-        return source_kinds.named(os.fspath(path), text_key, "--texts")
+        return source_kinds.open_source(os.fspath(path), text_key, "--texts")
     return source_kinds.TextFile(path)
 
 

@@ -11,7 +11,7 @@ from kvjax.conversation import sets
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.conversation.packing import Tokens
 from kvjax.conversation.render import Renderer
-from kvjax.data.tokenized_part import BATCH_CHARACTERS, QUOTED, XZ_PRESET
+from kvjax.data.tokenized_part import BATCH_CHARACTERS, MAX_MESSAGES, XZ_PRESET
 from kvjax.foundation.errors import DataError, first_line
 
 
@@ -123,7 +123,7 @@ class RenderedSet:
                 f"{error}. config.mixture.skip_broken=True leaves such rows out"
             ) from error
         self.counts.rejected += 1
-        if len(self.counts.first_rejected) < QUOTED:
+        if len(self.counts.first_rejected) < MAX_MESSAGES:
             self.counts.first_rejected.append(first_line(error))
 
 

@@ -16,11 +16,11 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 
 from kvjax.data import (
+    partial_dataset as partial_dataset_lib,
     pool,
     preparation,
     readers,
     tokenizer as tokenizer_lib,
-    under_way as under_way_lib,
 )
 from kvjax.data.parts import Part
 from kvjax.data.preparation import Preparation
@@ -62,20 +62,20 @@ def make(making: Preparation, options: str) -> None:
     Raises:
       UserError: see `pipeline`; a part that cannot be made, others stay.
     """
-    missing = [making.corpus.parts[i] for i in making.under_way.missing()]
+    missing = [making.corpus.parts[i] for i in making.partial.missing()]
     made = pipeline(options)
     made | beam.Create(missing) | beam.Reshuffle() | beam.ParDo(_MakePart(making))
     try:
         made.run().wait_until_finish()
     except (UserError, ImportError, OSError, RuntimeError, NotImplementedError) as error:
         if _NOT_SEEN in str(error):
-            raise UserError(f"{making.under_way.folder} {_NOT_SEEN}") from error
-        if failed := making.under_way.failures():
+            raise UserError(f"{making.partial.folder} {_NOT_SEEN}") from error
+        if failed := making.partial.failures():
             raise UserError(failed[0]) from error
-        if making.under_way.any_done() or not _is_of_runner(error):
+        if making.partial.any_done() or not _is_of_runner(error):
             raise  # with its traceback: what is done stays
         raise _refused(options, str(error)) from error
-    if failed := making.under_way.failures():
+    if failed := making.partial.failures():
         more = f" ({len(failed) - 1} more parts failed)" if len(failed) > 1 else ""
         raise DataError(f"{failed[0]}{more}")
 
@@ -96,7 +96,7 @@ class _MakePart(beam.DoFn):
 
     def __init__(self, making: Preparation):
         corpus = making.corpus
-        self._given = corpus.config, making.under_way, corpus.skip_broken
+        self._given = corpus.config, making.partial, corpus.skip_broken
         self._tokenizer_json = making.tokenizer.to_json()
         self._code = preparation.code()
 
@@ -106,19 +106,19 @@ class _MakePart(beam.DoFn):
         )
 
     def process(self, part: Part) -> Sequence[Any]:
-        config, under_way, skip_broken = self._given
-        if under_way_lib.read_plan(under_way.folder) is None:
-            raise UserError(f"{under_way.folder} {_NOT_SEEN}")
+        config, partial, skip_broken = self._given
+        if partial_dataset_lib.read_plan(partial.folder) is None:
+            raise UserError(f"{partial.folder} {_NOT_SEEN}")
         try:
             if preparation.code() != self._code:
                 raise DataError(
                     "a Beam worker has other code or libraries than the launcher: install the same "
                     "kvjax, with constraints-beam.txt, on both"
                 )
-            pool.make_part(config, part, self._tokenizer, under_way, skip_broken=skip_broken)
+            pool.make_part(config, part, self._tokenizer, partial, skip_broken=skip_broken)
         except UserError as error:
             broken = isinstance(error, readers.SourceError)
-            under_way.fail(part.index, str(error), broken=broken)
+            partial.fail(part.index, str(error), broken=broken)
             if not isinstance(error, DataError):
                 raise  # no room, no network: a retry may end otherwise
         return ()

@@ -31,7 +31,7 @@ _BUCKET_READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
 # What ArrayRecord reads by itself; epath's other buckets have to be copied.
 _BUCKETS = ("gs",)
 # Rows of a split that tell it from another one: all of them would take minutes to read.
-_TELLING_ROWS = 32
+_DIGEST_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PackedDataset:
         """The number of rows of `train` or `validation`."""
         return self.info["splits"][split]["rows"]
 
-    def rows(self, split: str) -> shards.Rows:
+    def rows(self, split: str) -> shards.PackedRows:
         """The rows of a split by index, in the text's order: `{"tokens": unsigned [T + 1]}`.
 
         The same object each time: what it has open serves every evaluation.
@@ -81,10 +81,10 @@ class PackedDataset:
         return self._opened[split]
 
     @functools.cached_property
-    def _opened(self) -> dict[str, shards.Rows]:
+    def _opened(self) -> dict[str, shards.PackedRows]:
         return {}
 
-    def _open(self, split: str) -> shards.Rows:
+    def _open(self, split: str) -> shards.PackedRows:
         folder = self.path / manifest.ROWS / manifest.ROWS_VERSION
         scheme, separator, _ = os.fspath(self.path).partition("://")
         if separator and scheme not in _BUCKETS:
@@ -92,10 +92,10 @@ class PackedDataset:
                 f"{os.fspath(self.path)}: rows are read from a folder or a gs:// bucket, not from "
                 f"{scheme}://. Copy it to a folder and give config.data.source=prepared:FOLDER"
             )
-        with _damage_told(self.path, self.info["config"]):
+        with _damage_as_error(self.path, self.info["config"]):
             description = shards.read_description(folder)
-            told = functools.partial(_damage_told, self.path, self.info["config"])
-            rows = shards.Rows(folder, split, description, told)
+            told = functools.partial(_damage_as_error, self.path, self.info["config"])
+            rows = shards.PackedRows(folder, split, description, told)
             if len(rows) != self.num_rows(split):
                 raise ValueError(f"{len(rows)} rows of {split}, not {self.num_rows(split)}")
         return rows
@@ -110,14 +110,14 @@ class PackedDataset:
         digest = hashlib.sha256(json.dumps(dict(vocabulary)).encode())
         for split in ("train", "validation"):
             count = self.num_rows(split)
-            spread = np.linspace(0, count - 1, min(count, _TELLING_ROWS)).astype(int).tolist()
+            spread = np.linspace(0, count - 1, min(count, _DIGEST_ROWS)).astype(int).tolist()
             rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
             digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
         return digest.hexdigest()[:20]
 
 
 @contextlib.contextmanager
-def _damage_told(path: epath.Path, config: dict[str, Any]) -> Iterator[None]:
+def _damage_as_error(path: epath.Path, config: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, UserError):

@@ -25,7 +25,7 @@ DIGESTS = "digests.json"  # of a tokenizer's folder, which has no manifest
 ROWS = "packed_rows"
 ROWS_VERSION = "1.0.0"
 SPLITS = ("train", "validation")
-OF_FILES = ("files", "blake2b")  # keys of the manifest that guard the others
+INTEGRITY_KEYS = ("files", "blake2b")  # keys of the manifest that guard the others
 
 
 class DamagedDataError(DataError):

@@ -33,7 +33,7 @@ class Part:
         return sum(piece.bytes for piece in self.slices)
 
 
-def limit(config: config_lib.DataConfig) -> int:
+def part_bytes(config: config_lib.DataConfig) -> int:
     """Bytes of a part, about: more where rows are long."""
     return max(PART_BYTES, _ROWS * _BYTES_PER_TOKEN * config.sequence_length)
 
@@ -41,17 +41,17 @@ def limit(config: config_lib.DataConfig) -> int:
 def parts(
     config: config_lib.DataConfig,
     found: Mapping[str, Sequence[tuple[str, str]]],
-    broken: readers.Broken = readers.refuse,
+    on_error: readers.OnError = readers.raise_error,
 ) -> list[Part]:
     """All parts of a corpus, in order.
 
     Args:
       found: what `sources.fingerprints` found.
-      broken: called with a source that cannot be opened.
+      on_error: called with a source that cannot be opened.
     """
     marks = {(key, name): mark for key, pairs in found.items() for name, mark in pairs}
-    runs, size, most = [[]], 0, limit(config)
-    for piece in sources.slices(config, most, broken):
+    runs, size, most = [[]], 0, part_bytes(config)
+    for piece in sources.slices(config, most, on_error):
         if runs[-1] and size + piece.bytes > most:
             runs.append([])
             size = 0
@@ -64,9 +64,9 @@ def parts(
     ]
 
 
-def labelled(
-    config: config_lib.DataConfig, part: Part, broken: readers.Broken = readers.refuse
-) -> Iterator[source_kinds.Labelled]:
+def split_pieces(
+    config: config_lib.DataConfig, part: Part, on_error: readers.OnError = readers.raise_error
+) -> Iterator[source_kinds.SplitPiece]:
     """The documents of a part in order, each as pieces with their split."""
     for piece in part.slices:
-        yield from sources.labelled(config, piece, broken)
+        yield from sources.split_pieces(config, piece, on_error)

@@ -9,8 +9,8 @@ import signal
 import threading
 
 from kvjax.data import config as config_lib, readers, tokenized_part, tokenizer as tokenizer_lib
+from kvjax.data.partial_dataset import PartialDataset
 from kvjax.data.parts import Part
-from kvjax.data.under_way import UnderWay
 from kvjax.foundation.errors import UserError
 
 
@@ -18,7 +18,7 @@ def make(
     config: config_lib.DataConfig,
     tokenizer: tokenizer_lib.Tokenizer,
     parts: Iterable[Part],
-    under_way: UnderWay,
+    partial: PartialDataset,
     *,
     workers: int,
     skip_broken: bool,
@@ -39,7 +39,7 @@ def make(
     workers = min(workers, len(parts))
     if workers <= 1:
         for part in parts:
-            make_part(config, part, tokenizer, under_way, skip_broken=skip_broken)
+            make_part(config, part, tokenizer, partial, skip_broken=skip_broken)
             made(part)
         return
     others = multiprocessing.active_children()
@@ -47,7 +47,7 @@ def make(
         workers,
         multiprocessing.get_context("spawn"),  # the caller has threads
         initializer=_start,
-        initargs=(config, tokenizer.to_json(), under_way, skip_broken),
+        initargs=(config, tokenizer.to_json(), partial, skip_broken),
     )
     try:
         futures = {executor.submit(_make_in_worker, part): part for part in parts}
@@ -72,14 +72,14 @@ def make(
 _given: tuple = ()
 
 
-def _start(config, tokenizer_json: str, under_way: UnderWay, skip_broken: bool) -> None:
+def _start(config, tokenizer_json: str, partial: PartialDataset, skip_broken: bool) -> None:
     """What a worker does once."""
     global _given
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the caller ends them
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"
     tokenizer = tokenizer_lib.from_json(tokenizer_json, config.tokenizer, threads=1)
-    _given = config, tokenizer, under_way, skip_broken
+    _given = config, tokenizer, partial, skip_broken
 
 
 def _end_with_parent() -> None:
@@ -89,17 +89,17 @@ def _end_with_parent() -> None:
 
 
 def _make_in_worker(part: Part) -> None:
-    config, tokenizer, under_way, skip_broken = _given
-    make_part(config, part, tokenizer, under_way, skip_broken=skip_broken)
+    config, tokenizer, partial, skip_broken = _given
+    make_part(config, part, tokenizer, partial, skip_broken=skip_broken)
 
 
-def make_part(config, part: Part, tokenizer, under_way: UnderWay, *, skip_broken: bool) -> None:
+def make_part(config, part: Part, tokenizer, partial: PartialDataset, *, skip_broken: bool) -> None:
     """Makes one part, here and now; of one that cannot be read, says why in the folder as well."""
-    with under_way.work() as folder:
-        count, skip = under_way.num_parts, skip_broken
+    with partial.work() as folder:
+        count, skip = partial.num_parts, skip_broken
         try:
             made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
         except readers.SourceError as error:
-            under_way.fail(part.index, str(error), broken=True)
+            partial.fail(part.index, str(error), broken=True)
             raise
-        under_way.publish(part.index, folder, made)
+        partial.publish(part.index, folder, made)

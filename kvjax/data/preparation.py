@@ -26,18 +26,18 @@ from kvjax.data import (
     folders,
     manifest,
     packed_rows,
+    partial_dataset as partial_dataset_lib,
     parts as parts_lib,
     pool,
     sources,
     tokenized_part,
-    under_way as under_way_lib,
     vocabulary,
 )
 from kvjax.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER, digest_of
+from kvjax.data.partial_dataset import PartialDataset
 from kvjax.data.parts import Part
-from kvjax.data.tokenized_part import QUOTED, Counts, Left, LeftOut
+from kvjax.data.tokenized_part import MAX_MESSAGES, Counts, ErrorCollector, Skipped
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.data.under_way import UnderWay
 from kvjax.foundation import json_text, progress, runtime
 from kvjax.foundation.errors import DataError, warn
 
@@ -55,19 +55,21 @@ class Corpus:
     sources: dict[str, list[tuple[str, str]]]  # by key, name and hash of each
     parts: tuple[Part, ...] = ()  # none: the data set is there
     tokenizer_key: str = ""
-    left_out: Left = Left()  # sources that cannot be opened
+    left_out: Skipped = Skipped()  # sources that cannot be opened
 
     @property
     def bytes(self) -> int:
         """The size of all sources as they are stored, roughly."""
         return sum(part.bytes for part in self.parts)
 
-    def under_way(self) -> UnderWay:
+    def partial_dataset(self) -> PartialDataset:
         """Where it is made."""
-        return UnderWay(self.path, [part.digest for part in self.parts])
+        return PartialDataset(self.path, [part.digest for part in self.parts])
 
 
-def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: bool = True) -> Corpus:
+def inspect_sources(
+    config: config_lib.DataConfig, *, skip_broken: bool = False, shown: bool = True
+) -> Corpus:
     """Looks at every source, and reads the first document of each.
 
     Args:
@@ -91,12 +93,12 @@ def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: boo
     if folders.is_whole(path(key) / MANIFEST, manifest.read):
         return Corpus(config, skip_broken, path(key), found)  # of one part, or of before parts
     key = vocabulary.key(config, source, 2)  # of any number of parts above one
-    found_path = path(key, parts_lib.limit(config))
+    found_path = path(key, parts_lib.part_bytes(config))
     if folders.is_whole(found_path / MANIFEST, manifest.read):
         return Corpus(config, skip_broken, found_path, found)
-    left_out = LeftOut(skip_broken)
+    left_out = ErrorCollector(skip_broken)
     with progress.waiting("opening the sources", shown=shown):
-        sources.check(config, LeftOut(skip_broken))
+        sources.check(config, ErrorCollector(skip_broken))
         if not skip_broken:
             for split in SPLITS:  # An empty one is told before a tokenizer is trained.
                 next(sources.pieces(config, split))
@@ -112,7 +114,7 @@ class Preparation:
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer):
         self.corpus, self.tokenizer = corpus, tokenizer
-        self.under_way = corpus.under_way()
+        self.partial = corpus.partial_dataset()
 
     def make(
         self, *, workers: int = 0, share: tuple[int, int] = (0, 1), shown: bool = True
@@ -125,14 +127,14 @@ class Preparation:
           shown: say on standard error how far it is.
         """
         corpus, (i, n) = self.corpus, share
-        missing = [corpus.parts[part] for part in self.under_way.missing() if part % n == i]
+        missing = [corpus.parts[part] for part in self.partial.missing() if part % n == i]
         so_far = _SoFar(sum(p.bytes for p in corpus.parts[i::n]), sum(p.bytes for p in missing))
         with progress.waiting("tokenizing", shown=shown) as doing:
             pool.make(
                 corpus.config,
                 self.tokenizer,
                 missing,
-                self.under_way,
+                self.partial,
                 workers=workers or runtime.cores(),
                 skip_broken=corpus.skip_broken,
                 made=lambda part: doing.now(so_far.text(part)),
@@ -144,13 +146,13 @@ class Preparation:
         Raises:
           DataError: a source changed meanwhile; too little text for one row; an empty split.
         """
-        config, made = self.corpus.config, self.under_way.all_made()
+        config, made = self.corpus.config, self.partial.all_made()
         if sources.fingerprints(config) != self.corpus.sources:
             self._forget_changed()
-            raise DataError(_changed(self.under_way.folder, self.corpus.sources, config))
+            raise DataError(_changed(self.partial.folder, self.corpus.sources, config))
         if missing := [i for i, found in enumerate(made) if found is None]:
             raise DataError(
-                f"{os.fspath(self.under_way.folder)}: {len(missing):,} of {len(made):,} parts are "
+                f"{os.fspath(self.partial.folder)}: {len(missing):,} of {len(made):,} parts are "
                 f"not made (the first is {missing[0]}): do all workers see that folder? Run the "
                 "same command again"
             )
@@ -160,7 +162,7 @@ class Preparation:
             _check(config, total, [text for left in left_out for text in left.first])
         except DataError:
             with contextlib.suppress(DataError):  # somebody is at work there
-                self.under_way.remove()  # nobody would go on with it
+                self.partial.remove()  # nobody would go on with it
             raise
         shards = {
             split: [
@@ -173,7 +175,7 @@ class Preparation:
             warn(f"{nulls:,} records have no text ({config.text_key!r} is null): skipped")
             info["nulls"] = nulls
         dtype = tokenized_part.dtype_of(self.tokenizer)
-        with self.under_way.work() as work, folders.writing(self.under_way.folder):
+        with self.partial.work() as work, folders.writing(self.partial.folder):
             rows = work / manifest.ROWS / manifest.ROWS_VERSION
             rows.mkdir(parents=True)
             packed_rows.describe(rows, shards, config.sequence_length + 1, dtype)
@@ -186,7 +188,7 @@ class Preparation:
                         name = f"{manifest.ROWS}/{manifest.ROWS_VERSION}/{name}"
                         files[name] = {"bytes": shard.bytes}
             manifest.write(work, info, dict(sorted(files.items())))
-            self.under_way.finish(work, MANIFEST)
+            self.partial.finish(work, MANIFEST)
         return self.corpus.path
 
     def _forget_changed(self) -> None:
@@ -195,7 +197,7 @@ class Preparation:
         changed = {name for key in now for name in _other(before[key], now[key])}
         for part in self.corpus.parts:
             if any(piece.name in changed for piece in part.slices):
-                self.under_way.forget(part.index)
+                self.partial.forget(part.index)
 
     def _info(self, total: dict[str, Counts]) -> dict[str, Any]:
         tokenizer, held_out = self.tokenizer, total["validation"]
@@ -226,22 +228,22 @@ def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
         cannot be written; too little text for the vocabulary.
     """
     earlier = _earlier(corpus)
-    broken = LeftOut(corpus.skip_broken)
+    on_error = ErrorCollector(corpus.skip_broken)
     tokenizer = vocabulary.tokenizer(
-        corpus.config, corpus.tokenizer_key, corpus.parts, broken, shown=shown
+        corpus.config, corpus.tokenizer_key, corpus.parts, on_error, shown=shown
     )
     preparation = Preparation(corpus, tokenizer)
     plan = _plan(corpus, tokenizer)
     with folders.writing(corpus.path.parent):
-        preparation.under_way.open(plan)
+        preparation.partial.open(plan)
         for folder, theirs, is_mended in earlier:
             skip = corpus.skip_broken
             if all(theirs.get(key) == plan[key] for key in ("tokenizer", "code")):
-                count = preparation.under_way.adopt(folder, left_out=skip, shown=shown)
+                count = preparation.partial.adopt(folder, left_out=skip, shown=shown)
                 if count and shown:
                     warn(f"{count:,} parts stay that {os.fspath(folder)} had of the same text")
             elif is_mended:
-                preparation.under_way.discard(folder)  # of a vocabulary learned from other text
+                preparation.partial.discard(folder)  # of a vocabulary learned from other text
     return preparation
 
 
@@ -285,15 +287,15 @@ def _earlier(corpus: Corpus) -> list[_Earlier]:
     Raises:
       DataError: one of them found other sources, and not because what was broken was mended.
     """
-    found, own, asked = [], corpus.under_way().folder, _asked(corpus.config)
-    for folder, plan in under_way_lib.plans(corpus.path.parent):
+    found, own, asked = [], corpus.partial_dataset().folder, _asked(corpus.config)
+    for folder, plan in partial_dataset_lib.plans(corpus.path.parent):
         if folder == own or plan.get("config") != asked:
             continue
         there = {k: [tuple(p) for p in pairs] for k, pairs in plan["sources"].items()}
         if not any(dict(there[k]).keys() & dict(p).keys() for k, p in corpus.sources.items()):
             continue  # of other files that the same pattern names
         changed = [name for k in there for name in _other(there[k], corpus.sources[k])]
-        if not under_way_lib.were_broken(folder, changed):
+        if not partial_dataset_lib.were_broken(folder, changed):
             raise DataError(_changed(folder, there, corpus.config))
         found.append(_Earlier(folder, plan, is_mended=bool(changed)))
     return found
@@ -336,8 +338,8 @@ def _check(
         )
 
 
-def _said(left_out: list[Left]) -> dict[str, Any]:
-    first = [text for left in left_out for text in left.first][:QUOTED]
+def _said(left_out: list[Skipped]) -> dict[str, Any]:
+    first = [text for left in left_out for text in left.first][:MAX_MESSAGES]
     return {"left_out": {"count": sum(left.count for left in left_out), "first": first}}
 
 

@@ -14,7 +14,7 @@ import os
 
 from etils import epath
 
-from kvjax.data import config as config_lib, estimate, folders, manifest, preparation
+from kvjax.data import config as config_lib, folders, manifest, preparation, preparation_estimate
 from kvjax.foundation import command_line, extras, progress, runtime
 from kvjax.foundation.config_keys import keys
 from kvjax.foundation.errors import DataError, UserError, warn
@@ -59,7 +59,7 @@ def prepare(
     if beam_options:
         extras.require("--beam_pipeline_options", "apache_beam")
     runtime.quiet_libraries()
-    corpus = preparation.look(config, skip_broken=skip_broken, shown=shown)
+    corpus = preparation.inspect_sources(config, skip_broken=skip_broken, shown=shown)
     if not corpus.parts:
         return corpus.path
     if beam_options:
@@ -68,7 +68,7 @@ def prepare(
         beam.pipeline(beam_options)  # raises
     if not (beam_options and in_bucket(corpus.path)):
         most = None if beam_options else hours
-        estimate.check(corpus, workers or runtime.cores(), most, shown=shown)
+        preparation_estimate.check(corpus, workers or runtime.cores(), most, shown=shown)
     try:
         making = preparation.begin(corpus, shown=shown)
         if beam_options:
@@ -115,13 +115,13 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
         path, corpus = prepared_folder(config), None
         manifest.read(path)
     else:
-        corpus = preparation.look(config, skip_broken=options.skip_broken)
+        corpus = preparation.inspect_sources(config, skip_broken=options.skip_broken)
         path = corpus.path
     if corpus is None or not corpus.parts:
         out.say(f"It is prepared: {os.fspath(path)}")
         out.result({"folder": os.fspath(path)})
         return
-    found = estimate.estimate(corpus, workers)
+    found = preparation_estimate.estimate(corpus, workers)
     size, seconds = progress.size, found.seconds(workers)
     step = found.reading + found.encoding + found.writing
     share = lambda part: f"{100 * part / step:.0f} %"
@@ -137,7 +137,7 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
         ("processes", f"{workers}"),
         ("time", progress.duration(seconds)),
     ]
-    places = estimate.room(corpus, found, workers)
+    places = preparation_estimate.room(corpus, found, workers)
     for folder, needed, free in places:
         known = size(free) if free < float("inf") else "not known"
         rows.append((f"room in {folder}", f"{size(needed)} ({known} free)"))
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> None:
         )
     except UserError as error:
         raise UserError(config_lib.as_options(str(error))) from error
-    info = {k: v for k, v in manifest.read(path).items() if k not in manifest.OF_FILES}
+    info = {k: v for k, v in manifest.read(path).items() if k not in manifest.INTEGRITY_KEYS}
     if left_out := info.get("left_out"):
         for text in left_out["first"]:
             warn(f"left out: {config_lib.as_options(text)}")

@@ -50,7 +50,7 @@ class EmptySplitError(SourceError):
     """Documents, and none of them in the split that was asked for."""
 
 
-def refuse(error: SourceError) -> None:
+def raise_error(error: SourceError) -> None:
     """Raises what cannot be read, as readers do unless told to leave it out; skips nulls."""
     if not isinstance(error, NullTextError):
         raise error
@@ -58,7 +58,7 @@ def refuse(error: SourceError) -> None:
 
 # Called with what cannot be read (a line, a row, a row group, the rest of a file) and with null
 # texts. If it returns, the reader goes on behind that.
-Broken = Callable[[SourceError], None]
+OnError = Callable[[SourceError], None]
 
 
 def read_document(text: str) -> Iterator[Piece]:
@@ -70,7 +70,7 @@ def read_text(
     path: epath.Path,
     start: int = 0,
     stop: int | None = None,
-    broken: Broken = refuse,
+    on_error: OnError = raise_error,
     *,
     opens: bool = True,
 ) -> Iterator[Piece]:
@@ -87,7 +87,7 @@ def read_text(
     if start == 0:
         check_encoding(path)
         start = len(codecs.BOM_UTF8) if byte_order_mark(path) else 0
-    blocks = _decode(_blocks(path, start, stop), path, start, broken)
+    blocks = _decode(_blocks(path, start, stop), path, start, on_error)
     for chunks in _split_documents(blocks):
         yield from _cut(chunks, opens)
         opens = True
@@ -188,7 +188,9 @@ def _blocks(path: epath.Path, start: int, stop: int | None) -> Iterator[bytes]:
             yield block
 
 
-def _decode(blocks: Iterable[bytes], path: epath.Path, start: int, broken: Broken) -> Iterator[str]:
+def _decode(
+    blocks: Iterable[bytes], path: epath.Path, start: int, on_error: OnError
+) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = start
     try:
@@ -205,7 +207,7 @@ def _decode(blocks: Iterable[bytes], path: epath.Path, start: int, broken: Broke
             " utf-8)."
         )
         found.__cause__ = error
-        broken(found)
+        on_error(found)
 
 
 def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:

@@ -1,7 +1,7 @@
 """Reads documents that are records of a file: JSON lines, rows of Parquet, examples of TFDS.
 
 One function per format, which yields texts. A record whose text is null is no document: it is
-skipped, and `broken` counts it. Errors name file and place.
+skipped, and `on_error` counts it. Errors name file and place.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ def read_jsonl(
     key: str,
     start: int = 0,
     stop: int | None = None,
-    broken: readers.Broken = readers.refuse,
+    on_error: readers.OnError = readers.raise_error,
 ) -> Iterator[str]:
     """Yields the text under `key` of each line of JSON lines, plain or compressed.
 
@@ -50,7 +50,7 @@ def read_jsonl(
             json_text.check_once(line, key)
         return json_text.parse(line)
 
-    return _texts(records.json_lines(path, start, stop, broken, parse=parse), key, broken)
+    return _texts(records.json_lines(path, start, stop, on_error, parse=parse), key, on_error)
 
 
 def jsonl_density(path: epath.Path, key: str) -> float:
@@ -92,7 +92,7 @@ def read_parquet(
     column: str,
     start: int = 0,
     stop: int | None = None,
-    broken: readers.Broken = readers.refuse,
+    on_error: readers.OnError = readers.raise_error,
 ) -> Iterator[str]:
     """Yields the texts of one column of a Parquet file.
 
@@ -103,7 +103,7 @@ def read_parquet(
       SourceError: not a whole Parquet file, no such column (lists those there) or two of them, a
         column that isn't text, a row that isn't UTF-8.
     """
-    return _texts(records.parquet_rows(path, column, start, stop, broken), column, broken)
+    return _texts(records.parquet_rows(path, column, start, stop, on_error), column, on_error)
 
 
 def read_tfds(
@@ -112,7 +112,7 @@ def read_tfds(
     key: str,
     start: int = 0,
     stop: int | None = None,
-    broken: readers.Broken = readers.refuse,
+    on_error: readers.OnError = readers.raise_error,
 ) -> Iterator[str]:
     """Yields the texts under feature `key` of a split of a TFDS data set.
 
@@ -144,16 +144,16 @@ def read_tfds(
                 raise DataError(f"{place} cannot be read: {first_line(error)}") from error
             yield place, example
 
-    yield from _texts(rows(), key, broken)
+    yield from _texts(rows(), key, on_error)
 
 
-def _texts(rows: Iterable[tuple[str, dict]], key: str, broken: readers.Broken) -> Iterator[str]:
-    """Yields the text under a key of each row; what is none goes to `broken`."""
+def _texts(rows: Iterable[tuple[str, dict]], key: str, on_error: readers.OnError) -> Iterator[str]:
+    """Yields the text under a key of each row; what is none goes to `on_error`."""
     for place, row in rows:
         try:
             text = _text_of(row, key, place)
         except readers.SourceError as error:
-            broken(error)
+            on_error(error)
         else:
             yield text
 

@@ -78,7 +78,7 @@ def json_lines(
     path: epath.Path,
     start: int = 0,
     stop: int | None = None,
-    broken: readers.Broken = readers.refuse,
+    on_error: readers.OnError = readers.raise_error,
     *,
     parse: Callable[[bytes], Any] = json_text.parse,
 ) -> Iterator[tuple[str, dict]]:
@@ -88,7 +88,7 @@ def json_lines(
 
     Args:
       start, stop: bytes to read of a plain file, from where a line starts to where one does.
-      broken: called with a line that is no JSON object, and with what cannot be decompressed.
+      on_error: called with a line that is no JSON object, and with what cannot be decompressed.
       parse: makes an object of a line; raises a ValueError.
     """
     name = os.fspath(path)
@@ -112,7 +112,7 @@ def json_lines(
                 try:
                     row = _object_of(line, place, parse)
                 except readers.SourceError as error:
-                    broken(error)
+                    on_error(error)
                 else:
                     yield place, row
         except formats.DECOMPRESSION_ERRORS as error:
@@ -120,7 +120,7 @@ def json_lines(
                 raise
             found = readers.SourceError(formats.not_decompressed(name, error))
             found.__cause__ = error
-            broken(found)
+            on_error(found)
 
 
 def _object_of(line: bytes, place: str, parse: Callable[[bytes], Any]) -> dict:
@@ -142,7 +142,7 @@ def parquet_rows(
     column: str | None = None,
     start: int = 0,
     stop: int | None = None,
-    broken: readers.Broken = readers.refuse,
+    on_error: readers.OnError = readers.raise_error,
 ) -> Iterator[tuple[str, dict]]:
     """Yields the rows of a Parquet file, and the place of each; rows are numbered from 1.
 
@@ -151,8 +151,8 @@ def parquet_rows(
     Args:
       column: the only one to read, of text; None: all.
       start, stop: row groups to read.
-      broken: called with a row that holds text that is not UTF-8, and with a row group that cannot
-        be read: what is left of it is skipped.
+      on_error: called with a row that holds text that is not UTF-8, and with a row group that
+        cannot be read: what is left of it is skipped.
     """
     import pyarrow
 
@@ -164,7 +164,7 @@ def parquet_rows(
             number = 1 + sum(sizes[:group])
             try:
                 for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
-                    yield from _rows_of(batch, name, number, broken)
+                    yield from _rows_of(batch, name, number, on_error)
                     number += batch.num_rows
             except (pyarrow.ArrowException, OSError) as error:
                 if not is_damage(error):
@@ -174,10 +174,12 @@ def parquet_rows(
                     f"{first_line(error)}. Fetch the file again."
                 )
                 found.__cause__ = error
-                broken(found)
+                on_error(found)
 
 
-def _rows_of(batch, name: str, number: int, broken: readers.Broken) -> Iterator[tuple[str, dict]]:
+def _rows_of(
+    batch, name: str, number: int, on_error: readers.OnError
+) -> Iterator[tuple[str, dict]]:
     """Yields the rows of a batch whose first has this number in the file."""
     try:
         rows = batch.to_pylist()
@@ -188,7 +190,7 @@ def _rows_of(batch, name: str, number: int, broken: readers.Broken) -> Iterator[
         try:
             row = rows[i] if rows else _row_of(batch, i, place)
         except readers.SourceError as error:
-            broken(error)
+            on_error(error)
         else:
             yield place, {key: _as_text(value) for key, value in row.items()}
 

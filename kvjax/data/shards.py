@@ -80,7 +80,7 @@ def read_description(folder: epath.Path) -> Description:
     return Description(rows, int(length), dtype, masked)
 
 
-class Rows:
+class PackedRows:
     """The rows of a split by index, `{"tokens": unsigned [T + 1]}`; any thread may read.
 
     Those of conversations may have `"mask"` too, uint8 [T + 1].

@@ -49,7 +49,7 @@ class Range(NamedTuple):
     bytes: int
 
 
-Labelled = tuple[str, readers.Piece]  # a split and a piece of a document of it
+SplitPiece = tuple[str, readers.Piece]  # a split and a piece of a document of it
 
 
 class Source(Protocol):
@@ -76,7 +76,9 @@ class Source(Protocol):
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
 
-    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+    def split_pieces(
+        self, fraction: float, range: Range, on_error: readers.OnError
+    ) -> Iterator[SplitPiece]:
         """The documents of one of `ranges`, each piece with its split; 0.0 holds none out."""
 
 
@@ -117,13 +119,15 @@ class TextFile:
         start, stop = (cut, size) if split == "validation" else (0, cut)
         return readers.read_text(self.path, start, stop)
 
-    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+    def split_pieces(
+        self, fraction: float, range: Range, on_error: readers.OnError
+    ) -> Iterator[SplitPiece]:
         cut, size = self._bounds(fraction)
         for split, start, stop in (("train", 0, cut), ("validation", cut, size)):
             first, last = max(start, range.start), min(stop, range.stop)
             if first < last:
                 opens = first == start or readers.document_starts(self.path, first)
-                for piece in readers.read_text(self.path, first, last, broken, opens=opens):
+                for piece in readers.read_text(self.path, first, last, on_error, opens=opens):
                     yield split, piece
 
 
@@ -133,7 +137,7 @@ class Records:
     def __init__(
         self, name: str, fingerprint: Callable[[], str], stamp, ranges, read, density=None
     ):
-        """Made of functions.
+        """PartResult of functions.
 
         Args:
           name: see `Source`.
@@ -154,8 +158,10 @@ class Records:
             if split == "all" or (split == "validation") == is_held_out(text, fraction):
                 yield from readers.read_document(text)
 
-    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
-        for text in self._read(range.start, range.stop, broken):
+    def split_pieces(
+        self, fraction: float, range: Range, on_error: readers.OnError
+    ) -> Iterator[SplitPiece]:
+        for text in self._read(range.start, range.stop, on_error):
             split = "validation" if is_held_out(text, fraction) else "train"
             for piece in readers.read_document(text):
                 yield split, piece
@@ -190,8 +196,10 @@ class EmbeddedBook:
     def density(self) -> float:
         return len(lzma.decompress(self.path.read_bytes())) / self.path.stat().length
 
-    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
-        del range, broken
+    def split_pieces(
+        self, fraction: float, range: Range, on_error: readers.OnError
+    ) -> Iterator[SplitPiece]:
+        del range, on_error
         for split in SPLITS if fraction else ("all",):
             for piece in self.pieces(split, fraction):
                 yield split, piece
@@ -203,7 +211,7 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
 
-def named(name: str, text_key: str, where: str) -> Source:
+def open_source(name: str, text_key: str, where: str) -> Source:
     """The source of a name: `embedded:BOOK`, `tfds:NAME`, or a file's path.
 
     Args:

@@ -69,11 +69,11 @@ def fingerprint(
     )
 
 
-def check(config: config_lib.DataConfig, broken: readers.Broken = readers.refuse) -> None:
+def check(config: config_lib.DataConfig, on_error: readers.OnError = readers.raise_error) -> None:
     """Opens every source and reads its first document, before hours are spent on the others.
 
     Args:
-      broken: called with a source that cannot be read.
+      on_error: called with a source that cannot be read.
 
     Raises:
       readers.SourceError: a file that is damaged (a truncated Parquet shard has lost its index),
@@ -82,58 +82,58 @@ def check(config: config_lib.DataConfig, broken: readers.Broken = readers.refuse
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
             try:
-                with _failures_told(source.name):
+                with _read_errors_as_messages(source.name):
                     next(iter(source.pieces("all", 0.0)), None)
             except readers.SourceError as error:
-                broken(error)
+                on_error(error)
 
 
 def slices(
-    config: config_lib.DataConfig, limit: int, broken: readers.Broken = readers.refuse
+    config: config_lib.DataConfig, limit: int, on_error: readers.OnError = readers.raise_error
 ) -> Iterator[Slice]:
     """All that `source` names and then `validation_source`, in order, in slices.
 
     Args:
       limit: bytes that a slice has at most, about, where its source can be cut.
-      broken: called with a source that cannot be opened.
+      on_error: called with a source that cannot be opened.
     """
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
             try:
-                with _failures_told(source.name):
+                with _read_errors_as_messages(source.name):
                     stamp, ranges = source.stamp(), list(source.ranges(limit))
                 for range in ranges:
                     yield Slice(key, source.name, range, stamp)
             except readers.SourceError as error:
-                broken(error)
+                on_error(error)
 
 
-def labelled(
-    config: config_lib.DataConfig, slice: Slice, broken: readers.Broken = readers.refuse
-) -> Iterator[source_kinds.Labelled]:
+def split_pieces(
+    config: config_lib.DataConfig, slice: Slice, on_error: readers.OnError = readers.raise_error
+) -> Iterator[source_kinds.SplitPiece]:
     """The documents of a slice in order, each as pieces with their split, read once.
 
     Args:
-      broken: see `readers.Broken`.
+      on_error: see `readers.OnError`.
 
     Raises:
       DataError: the source was written to since it was looked at.
       UserError: a disk or a network failed.
     """
-    source = source_kinds.named(
+    source = source_kinds.open_source(
         slice.name, config.text_key, f"config.data.{slice.key} = {slice.name!r}"
     )
     held_out = 0.0 if config.validation_source else config.validation_fraction
     split = "train" if slice.key == "source" else "validation"
-    with _failures_told(slice.name):
+    with _read_errors_as_messages(slice.name):
         _check_unchanged(source, slice)
-        for found, piece in source.split(held_out, slice.range, broken):
+        for found, piece in source.split_pieces(held_out, slice.range, on_error):
             yield split if config.validation_source else found, piece
         _check_unchanged(source, slice)
 
 
 @contextlib.contextmanager
-def _failures_told(name: str) -> Iterator[None]:
+def _read_errors_as_messages(name: str) -> Iterator[None]:
     """A disk or a network that fails, as a message."""
     try:
         yield
@@ -160,7 +160,7 @@ def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
     """Bytes of text per byte of these slices, about."""
     names = dict.fromkeys(piece.name for piece in slices)
     found = [
-        source_kinds.named(name, config.text_key, f"config.data.source = {name!r}")
+        source_kinds.open_source(name, config.text_key, f"config.data.source = {name!r}")
         for name in names
     ]
     return sum(source.density() for source in found) / len(found)
@@ -229,5 +229,5 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.S
             )
             found_files = matching.files(item, source_kinds.SUFFIXES, where, advice)
             names = [os.fspath(path) for path in found_files]
-        found += [source_kinds.named(name, config.text_key, where) for name in names]
+        found += [source_kinds.open_source(name, config.text_key, where) for name in names]
     return found

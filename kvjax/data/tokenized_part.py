@@ -14,14 +14,14 @@ import numpy as np
 from kvjax.data import config as config_lib, packed_rows, parts, readers
 from kvjax.data.manifest import SPLITS
 from kvjax.data.parts import Part
-from kvjax.data.source_kinds import Labelled
+from kvjax.data.source_kinds import SplitPiece
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError, first_line
 
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21
 XZ_PRESET = 9 | lzma.PRESET_EXTREME
-QUOTED = 100  # messages of what was left out that are kept
+MAX_MESSAGES = 100  # messages of what was left out that are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Counts:
         return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
-class Left(NamedTuple):
+class Skipped(NamedTuple):
     """Counts of sources or records that could not be read, and of records without a text."""
 
     count: int = 0
@@ -48,11 +48,11 @@ class Left(NamedTuple):
     nulls: int = 0
 
 
-class Made(NamedTuple):
+class PartResult(NamedTuple):
     """What was made of a part."""
 
     counts: dict[str, Counts]  # by split
-    left_out: Left
+    left_out: Skipped
 
 
 def write(
@@ -63,7 +63,7 @@ def write(
     folder: pathlib.Path,
     *,
     skip_broken: bool = False,
-) -> Made:
+) -> PartResult:
     """Writes the shards of a part, one of `count`, into a local folder.
 
     Args:
@@ -79,9 +79,9 @@ def write(
         path = folder / packed_rows.shard_name(split, part.index, count)
         writer = packed_rows.ShardWriter(path, config.sequence_length, dtype)
         streams[split] = _Stream(writer, tokenizer, dtype, measured=split == "validation")
-    left_out = LeftOut(skip_broken)
+    left_out = ErrorCollector(skip_broken)
     try:
-        for batch in _batches(parts.labelled(config, part, left_out)):
+        for batch in _batches(parts.split_pieces(config, part, left_out)):
             encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
             for (split, piece), ids in zip(batch, encoded, strict=True):
                 streams[split].add(piece, ids)
@@ -96,7 +96,7 @@ def write(
                 f"{found.bytes} bytes, its tokens {streams[split].token_bytes}. Use a tokenizer "
                 "whose vocabulary has all 256 bytes, or 'bpe'"
             )
-    return Made(counts, left_out.said())
+    return PartResult(counts, left_out.said())
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
@@ -104,8 +104,8 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
-class LeftOut:
-    """Leaves out what cannot be read, if that is allowed, and null texts; a `readers.Broken`."""
+class ErrorCollector:
+    """Leaves out what cannot be read, if that is allowed, and null texts; a `readers.OnError`."""
 
     def __init__(self, allowed: bool):
         self._allowed = allowed
@@ -119,12 +119,12 @@ class LeftOut:
             raise error
         text = first_line(error)
         self._count += text not in self._first  # a file is opened more than once
-        if len(self._first) < QUOTED:
+        if len(self._first) < MAX_MESSAGES:
             self._first[text] = None
 
-    def said(self) -> Left:
+    def said(self) -> Skipped:
         """What was left out."""
-        return Left(self._count, tuple(self._first), self._nulls)
+        return Skipped(self._count, tuple(self._first), self._nulls)
 
 
 class _Stream:
@@ -161,7 +161,7 @@ class _Stream:
         return Counts(self._documents, self._bytes, self._tokens, *shard, self._xz_bytes)
 
 
-def _batches(pieces: Iterator[Labelled]) -> Iterator[list[Labelled]]:
+def _batches(pieces: Iterator[SplitPiece]) -> Iterator[list[SplitPiece]]:
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)

@@ -34,7 +34,7 @@ def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
     if config.tokenizer != "bpe":
         plain = config.tokenizer == "byte" and config.specials == "bos"
         return "byte" if plain else digest_of(known(config).to_json())
-    drawn = () if num_parts == 1 else (parts_lib.limit(config),)
+    drawn = () if num_parts == 1 else (parts_lib.part_bytes(config),)
     split, names = tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.SPECIALS[config.specials]
     return digest_of(FORMAT_VERSION, source, config.vocab_size, split, *names, *drawn)
 
@@ -55,7 +55,7 @@ def tokenizer(
     config: config_lib.DataConfig,
     key: str,
     parts: Sequence[Part],
-    broken: readers.Broken,
+    on_error: readers.OnError,
     *,
     shown: bool,
 ) -> tokenizer_lib.Tokenizer:
@@ -63,7 +63,7 @@ def tokenizer(
 
     Args:
       key: from `key`.
-      broken: see `readers.Broken`.
+      on_error: see `readers.OnError`.
       shown: say on standard error how far it is, where it takes seconds.
     """
     if config.tokenizer != "bpe":
@@ -74,7 +74,7 @@ def tokenizer(
             folders.published(path / TOKENIZER, shown) as staging,
             progress.waiting("reading for the tokenizer", shown=shown) as doing,
         ):
-            texts = _training_texts(config, parts, broken, doing)
+            texts = _training_texts(config, parts, on_error, doing)
             names = tokenizer_lib.SPECIALS[config.specials]
             trained = tokenizer_lib.train(texts, config.vocab_size, names)
             trained.save(staging / TOKENIZER)
@@ -104,7 +104,7 @@ def _load(folder: epath.Path) -> tokenizer_lib.Tokenizer:
 def _training_texts(
     config: config_lib.DataConfig,
     parts: Sequence[Part],
-    broken: readers.Broken,
+    on_error: readers.OnError,
     doing: progress.waiting,
 ) -> Iterator[str]:
     """Training text, of every part from its start on as much as of any other."""
@@ -112,7 +112,7 @@ def _training_texts(
     limit = TOKENIZER_CHARACTERS // len(parts)
     for part in parts:
         begun = characters
-        for split, piece in parts_lib.labelled(config, part, broken):
+        for split, piece in parts_lib.split_pieces(config, part, on_error):
             if split != "train":
                 continue
             yield piece.text

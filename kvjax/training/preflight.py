@@ -13,7 +13,7 @@ import jax
 import ml_collections
 
 from kvjax import distributed, experiment as experiment_lib
-from kvjax.data import estimate, loader, manifest, preparation, prepare, vocabulary
+from kvjax.data import loader, manifest, preparation, preparation_estimate, prepare, vocabulary
 from kvjax.data.config import PARENT, PREPARE_HOURS, DataConfig, is_prepared
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.distributed import sharding
@@ -177,9 +177,9 @@ def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
     workers = max(1, runtime.cores() // hosts.count(hosts[distributed.index()]))
     if not leads:
         team.wait_for("begun", leader=True)
-    corpus = preparation.look(data, shown=leads)
+    corpus = preparation.inspect_sources(data, shown=leads)
     if corpus.parts and leads:
-        estimate.check(corpus, workers * team.size, hours, shown=True)
+        preparation_estimate.check(corpus, workers * team.size, hours, shown=True)
     making = preparation.begin(corpus, shown=leads) if corpus.parts else None
     team.say("begun")
     if making:

@@ -68,10 +68,10 @@ def test_a_pipeline_writes_the_same_bytes(config, expected):
 
 
 def test_it_goes_on_with_what_is_missing(config, expected, monkeypatch):
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     for part in making.corpus.parts[3:]:
-        pool.make_part(config, part, making.tokenizer, making.under_way, skip_broken=False)
-    done = pathlib.Path(making.under_way.folder) / "done"
+        pool.make_part(config, part, making.tokenizer, making.partial, skip_broken=False)
+    done = pathlib.Path(making.partial.folder) / "done"
     before = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
     from kvjax.data import beam
 
@@ -107,8 +107,8 @@ def test_what_a_worker_cannot_read_is_one_message_and_mending_it_costs_its_parts
 def test_a_target_that_workers_do_not_see_is_one_message(config):
     from kvjax.data import beam
 
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
-    (making.under_way.folder / "plan.json").unlink()
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+    (making.partial.folder / "plan.json").unlink()
     with pytest.raises(UserError, match=r"^\S+ is not seen by a Beam worker: --output must"):
         beam.make(making, "runner=FnApiRunner")
 
@@ -116,7 +116,7 @@ def test_a_target_that_workers_do_not_see_is_one_message(config):
 def test_what_parts_fail_for_is_one_message(config, monkeypatch):
     from kvjax.data import beam
 
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     others = len(making.corpus.parts) - 1
     for kind, more in ((UserError, ""), (DataError, rf" \({others} more parts failed\)")):
 
@@ -126,11 +126,11 @@ def test_what_parts_fail_for_is_one_message(config, monkeypatch):
         monkeypatch.setattr(pool, "make_part", fails)
         with pytest.raises(kind, match=f"^x could not be read: Input/output error{more}$"):
             beam.make(making, "runner=FnApiRunner")
-    assert set(making.under_way.failures()) == {"x could not be read: Input/output error"}
+    assert set(making.partial.failures()) == {"x could not be read: Input/output error"}
 
 
 def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     from kvjax.data import beam
 
     work = beam._MakePart(making)
@@ -138,8 +138,8 @@ def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
     assert work._tokenizer._threads == 1
     monkeypatch.setattr(preparation, "code", lambda: "other")
     work.process(making.corpus.parts[0])
-    assert "other code or libraries than the launcher" in making.under_way.failures()[0]
-    assert 0 in making.under_way.missing()
+    assert "other code or libraries than the launcher" in making.partial.failures()[0]
+    assert 0 in making.partial.missing()
 
 
 @pytest.mark.parametrize(

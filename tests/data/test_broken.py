@@ -14,13 +14,13 @@ import pytest
 from kvjax.data import (
     loader,
     manifest,
+    partial_dataset,
     parts,
     pool,
     preparation,
     prepare,
     sources,
     tokenized_part,
-    under_way,
     vocabulary,
 )
 from kvjax.foundation import command_line, json_text
@@ -147,8 +147,8 @@ def test_a_text_of_another_encoding_is_left_out_as_a_whole(config):
 @pytest.mark.parametrize("of_part, of_all", [(3, 100), (100, 5)])
 def test_of_much_that_is_left_out_some_messages_are_kept(config, monkeypatch, of_part, of_all):
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    monkeypatch.setattr(tokenized_part, "QUOTED", of_part)
-    monkeypatch.setattr(preparation, "QUOTED", of_all)
+    monkeypatch.setattr(tokenized_part, "MAX_MESSAGES", of_part)
+    monkeypatch.setattr(preparation, "MAX_MESSAGES", of_all)
     path = pathlib.Path(config.source) / "1.jsonl"
     path.write_bytes(b"{\n" * 500 + path.read_bytes())  # the lines of one part
     info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
@@ -296,11 +296,11 @@ def test_a_lost_shard_is_not_taken_over(interrupted, bucket, tmp_path, monkeypat
 def test_the_second_to_take_over_finds_nothing(interrupted, monkeypatch):
     config, path, whole = interrupted
     path.write_bytes(whole)
-    corpus = preparation.look(config, shown=False)
+    corpus = preparation.inspect_sources(config, shown=False)
     (folder,) = config.root.glob("datasets/.under-way-*")
     making = preparation.begin(corpus, shown=False)
     assert not folder.exists()
-    assert making.under_way.adopt(folder, left_out=False, shown=False) == 0
+    assert making.partial.adopt(folder, left_out=False, shown=False) == 0
     making.make(workers=1, shown=False)
     making.finish()
 
@@ -309,9 +309,9 @@ def test_the_second_to_take_over_finds_nothing(interrupted, monkeypatch):
 def test_a_file_whose_name_begins_as_a_broken_one_s_is_not_mended(interrupted):
     config, path, _ = interrupted
     (folder,) = config.root.glob("datasets/.under-way-*")
-    assert under_way.were_broken(folder, [str(path)])
+    assert partial_dataset.were_broken(folder, [str(path)])
     for other in (f"{path}.gz", str(path)[:-1], f"x{path}", str(path.parent)):
-        assert not under_way.were_broken(folder, [other])
+        assert not partial_dataset.were_broken(folder, [other])
 
 
 def test_another_file_that_changed_is_no_mending(interrupted):
@@ -326,13 +326,13 @@ def test_another_file_that_changed_is_no_mending(interrupted):
 def test_a_folder_in_which_somebody_works_is_not_removed(interrupted):
     config, path, whole = interrupted
     (folder,) = config.root.glob("datasets/.under-way-*")
-    work = folder / f"work-{under_way._here()}-{os.getpid()}-living"
+    work = folder / f"work-{partial_dataset._here()}-{os.getpid()}-living"
     work.mkdir()
     before = files(folder)
     path.write_bytes(whole)
     prepare.prepare(config, workers=1)
     assert files(folder) == before
-    (folder / under_way.PLAN).write_text("")
+    (folder / partial_dataset.PLAN).write_text("")
     path.write_bytes(whole[: len(whole) - 9])
     with pytest.raises(DataError, match="another process is preparing there"):
         prepare.prepare(config, workers=1)

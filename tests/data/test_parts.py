@@ -46,7 +46,7 @@ def _pieces(config):
     """By split, the pieces of all parts in order; and how many parts there are."""
     found, cut = {split: [] for split in sources.SPLITS}, _parts(config)
     for part in cut:
-        for split, piece in parts.labelled(config, part):
+        for split, piece in parts.split_pieces(config, part):
             found[split].append(piece)
     return found, len(cut)
 
@@ -115,7 +115,9 @@ def test_validation_files_are_for_validation_alone(config, whole, monkeypatch, t
     found, _ = _pieces(both)
     for split, name in (("train", names[0]), ("validation", names[2])):
         alone = dataclasses.replace(config, source=str(tmp_path / name), validation_fraction=0.5)
-        everything = [piece for part in _parts(alone) for _, piece in parts.labelled(alone, part)]
+        everything = [
+            piece for part in _parts(alone) for _, piece in parts.split_pieces(alone, part)
+        ]
         assert sorted(whole(found[split])) == sorted(whole(everything))
 
 
@@ -137,7 +139,7 @@ def test_a_cut_changes_no_token_of_a_text(tmp_path_factory, lines, size):
     cut = [
         piece
         for range in source.ranges(size)
-        for _, piece in source.split(0.0, range, readers.refuse)
+        for _, piece in source.split_pieces(0.0, range, readers.raise_error)
     ]
     assert _flat(cut) == _flat(source.pieces("all", 0.0))
 
@@ -156,5 +158,5 @@ def test_parts_are_larger_where_rows_are_long():
     """What is left out of a part is less than a row, and a part has hundreds."""
     for length in (16, 2048, 1 << 15, 1 << 17, 1 << 20):
         config = config_lib.DataConfig(sequence_length=length)
-        rows = parts.limit(config) / (4 * length)
-        assert rows >= 256 and (parts.limit(config) == parts.PART_BYTES) == (length <= 1 << 15)
+        rows = parts.part_bytes(config) / (4 * length)
+        assert rows >= 256 and (parts.part_bytes(config) == parts.PART_BYTES) == (length <= 1 << 15)

@@ -22,18 +22,18 @@ import pytest
 
 from kvjax.data import (
     config as config_lib,
-    estimate,
     loader,
     manifest,
+    partial_dataset,
     parts,
     pool,
     preparation,
+    preparation_estimate,
     prepare,
     source_kinds,
     sources,
     tokenized_part,
     tokenizer,
-    under_way,
     vocabulary,
 )
 from kvjax.foundation import command_line, progress
@@ -108,7 +108,7 @@ def test_no_document_is_lost_or_twice_and_none_of_validation_in_training(config,
     T, cut = config.sequence_length, parts.parts(config, sources.fingerprints(config))
     read, streams = collections.Counter(), _shards(dataset, "train")
     for part, stream in zip(cut, streams, strict=True):
-        texts = [p.text for split, p in parts.labelled(config, part) if split == "train"]
+        texts = [p.text for split, p in parts.split_pieces(config, part) if split == "train"]
         read.update(map(digest, texts))
         whole = [token for text in texts for token in (bos, *dataset.tokenizer.encode(text))]
         assert stream == whole[: len(stream)] and len(whole) - len(stream) <= T
@@ -199,7 +199,7 @@ def test_what_is_done_stays_and_what_is_half_written_is_not_read(config, expecte
     shards = sorted(rows.glob("*train*"))
     shards[3].write_bytes(shards[3].read_bytes()[:-5])
     (folder / "done" / "00005.json").write_text("{")
-    abandoned = folder / f"work-{under_way._here()}-999999999-x"
+    abandoned = folder / f"work-{partial_dataset._here()}-999999999-x"
     abandoned.mkdir()
     (abandoned / shards[8].name).write_bytes(b"half")
     made = []
@@ -239,7 +239,7 @@ def test_a_source_that_changed_between_attempts_is_refused(config, monkeypatch):
 @pytest.mark.slow
 def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, monkeypatch):
     """Although it is as it was in the end: a part may have been made of the other text."""
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     path = pathlib.Path(config.source) / "1.jsonl"
     before, others = path.read_bytes(), path.read_bytes().replace(b"o", b"i")
     path.write_bytes(others)
@@ -270,14 +270,14 @@ def test_another_corpus_of_the_same_pattern_is_no_change(config, tmp_path, monke
 def test_what_a_plan_is_missing_for_is_made_anew(config, expected, monkeypatch, capsys):
     _stop_after(monkeypatch, config, 4)
     (folder,) = config.root.glob("datasets/.under-way-*")
-    (folder / under_way.PLAN).write_text("")
+    (folder / partial_dataset.PLAN).write_text("")
     assert files(prepare.prepare(config, workers=1)) == expected
     assert "does not say what is made there" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_second_of_two_leaves_nothing_behind(config, expected):
-    corpus = preparation.look(config, shown=False)
+    corpus = preparation.inspect_sources(config, shown=False)
     making = preparation.begin(corpus, shown=False)
     making.make(workers=1, shown=False)
     making.finish()
@@ -288,7 +288,7 @@ def test_the_second_of_two_leaves_nothing_behind(config, expected):
 
 
 def test_a_part_that_nobody_made_is_told(config):
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     with pytest.raises(DataError, match=r"\d+ of \d+ parts are not made \(the first is 0\)"):
         making.finish()
 
@@ -298,9 +298,9 @@ def test_a_bucket_s_listing_is_not_remembered(config, bucket, monkeypatch):
     remote = dataclasses.replace(config, directory="gs://out/data")
     _stop_after(monkeypatch, remote, 6)
     asked = []
-    monkeypatch.setattr(under_way, "forget_listings", lambda path: asked.append(str(path)))
-    making = preparation.begin(preparation.look(remote, shown=False), shown=False)
-    making.under_way.missing()
+    monkeypatch.setattr(partial_dataset, "forget_listings", lambda path: asked.append(str(path)))
+    making = preparation.begin(preparation.inspect_sources(remote, shown=False), shown=False)
+    making.partial.missing()
     assert asked and all(path.endswith("/done") for path in asked)
 
 
@@ -338,7 +338,7 @@ def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
         "chat": dict(specials="chat"),
     }
     look = lambda skip_broken=False, **keys: (
-        preparation.look(
+        preparation.inspect_sources(
             config_lib.DataConfig(**one | keys), skip_broken=skip_broken, shown=False
         ).path.name
     )
@@ -352,7 +352,7 @@ def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
 
 def test_a_source_that_changes_meanwhile_is_refused(config):
     """Three of what changed are named, and parts of it are made again."""
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     making.make(workers=1, share=(0, 4), shown=False)
     every = set(range(len(making.corpus.parts)))
     made = {i for i in every if i % 4 == 0}
@@ -367,7 +367,7 @@ def test_a_source_that_changes_meanwhile_is_refused(config):
         assert str(told.value) == (
             f"config.data.source = {config.source!r}: changed since its preparation was begun "
             f"({named}{more}), and parts of it are done. Put back what it was, or remove "
-            f"{making.under_way.folder} to begin anew"
+            f"{making.partial.folder} to begin anew"
         )
         of = {
             part.index
@@ -375,7 +375,7 @@ def test_a_source_that_changes_meanwhile_is_refused(config):
             for piece in part.slices
             if pathlib.Path(piece.name).stem in names
         }
-        assert making.under_way.missing() == sorted(every - (made - of))
+        assert making.partial.missing() == sorted(every - (made - of))
     assert not list(config.root.glob("datasets/[!.]*"))
 
 
@@ -416,7 +416,7 @@ def test_what_workers_are_given(config, monkeypatch):
     """And how they end: with their caller, and when one of them fails."""
     (pathlib.Path(config.source) / "2.jsonl").unlink()
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     pools, heard, killed = [], [], []
     make = lambda *args, **options: pools.append(_Workers(*args, **options)) or pools[-1]
     monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", make)
@@ -432,11 +432,11 @@ def test_what_workers_are_given(config, monkeypatch):
     made, count = [], len(making.corpus.parts)
     keys = dict(skip_broken=False, made=made.append)
     of = lambda parts, workers: pool.make(
-        config, making.tokenizer, parts, making.under_way, workers=workers, **keys
+        config, making.tokenizer, parts, making.partial, workers=workers, **keys
     )
     of(making.corpus.parts[:3], workers=2)
     assert sorted(part.index for part in made) == [0, 1, 2]
-    assert making.under_way.missing() == list(range(3, count))
+    assert making.partial.missing() == list(range(3, count))
     (found,) = pools
     assert (found.count, found.method) == (2, "spawn")
     assert found.ended == dict(wait=True, cancel_futures=True)
@@ -564,7 +564,7 @@ def test_the_plan_is_about_what_it_takes(config, capsys):
 
 
 def test_a_tokenizer_learns_from_a_sample_of_all_parts(config, monkeypatch):
-    corpus, seen = preparation.look(config, shown=False), []
+    corpus, seen = preparation.inspect_sources(config, shown=False), []
     monkeypatch.setattr(vocabulary, "TOKENIZER_CHARACTERS", 100 * len(corpus.parts))
     monkeypatch.setattr(tokenizer, "train", lambda texts, *_: seen.extend(texts))
     with pytest.raises(AttributeError):  # what it returns is no tokenizer
@@ -575,7 +575,7 @@ def test_a_tokenizer_learns_from_a_sample_of_all_parts(config, monkeypatch):
 
 
 def test_time_by_the_plan(config):
-    found = estimate.Estimate(
+    found = preparation_estimate.Estimate(
         parts=10,
         source_bytes=0,
         text_bytes=1e9,
@@ -606,15 +606,15 @@ class _Clock:
 
 
 def test_a_plan_of_a_corpus_that_is_read_whole(small_config, small_texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "time", _Clock())
-    corpus = preparation.look(
+    monkeypatch.setattr(preparation_estimate, "time", _Clock())
+    corpus = preparation.inspect_sources(
         dataclasses.replace(small_config, directory=str(tmp_path / "out")), shown=False
     )
-    found = estimate.estimate(corpus, workers=2)
+    found = preparation_estimate.estimate(corpus, workers=2)
     text_bytes = sum(len(text.encode()) for text in small_texts)
     learned = tokenizer.train(small_texts, 400)
     tokens = sum(1 + len(learned.encode(text)) for text in small_texts)
-    assert found == estimate.Estimate(
+    assert found == preparation_estimate.Estimate(
         parts=1,
         source_bytes=os.path.getsize(small_config.source),
         text_bytes=pytest.approx(text_bytes),
@@ -629,14 +629,16 @@ def test_a_plan_of_a_corpus_that_is_read_whole(small_config, small_texts, tmp_pa
 
 
 def test_what_a_large_corpus_takes_is_told_before(config, monkeypatch, bucket):
-    corpus = preparation.look(config, shown=False)
+    corpus = preparation.inspect_sources(config, shown=False)
     seconds = dict(reading=2**-22, encoding=2**-21, writing=2**-22)  # 2**-20 a byte
     sizes = dict(source_bytes=1, text_bytes=7200.0 * 2**20, row_bytes=3e9, tokens=2.5e9)
-    found = estimate.Estimate(parts=len(corpus.parts), vocab_size=400, **sizes, **seconds)
-    monkeypatch.setattr(estimate, "estimate", lambda corpus, workers: found)
+    found = preparation_estimate.Estimate(
+        parts=len(corpus.parts), vocab_size=400, **sizes, **seconds
+    )
+    monkeypatch.setattr(preparation_estimate, "estimate", lambda corpus, workers: found)
     free = {"free": 3e9}
-    monkeypatch.setattr(estimate, "_free", lambda folder: free["free"])
-    check = lambda hours, corpus=corpus: estimate.check(corpus, 1, hours, shown=False)
+    monkeypatch.setattr(preparation_estimate, "_free", lambda folder: free["free"])
+    check = lambda hours, corpus=corpus: preparation_estimate.check(corpus, 1, hours, shown=False)
     check(2.0)
     check(None)
     folder, named = str(corpus.path.parent), f"config.data.source = {config.source!r}"
@@ -662,11 +664,11 @@ def test_what_a_large_corpus_takes_is_told_before(config, monkeypatch, bucket):
     check(1.0)
     with pytest.raises(UserError, match="takes about 60 min here"):
         check(0.99)
-    assert estimate.room(corpus, found, 3) == [(folder, 1.5e9, 3e9 - 1)]
-    monkeypatch.setattr(estimate.tempfile, "gettempdir", lambda: "/temporary")
+    assert preparation_estimate.room(corpus, found, 3) == [(folder, 1.5e9, 3e9 - 1)]
+    monkeypatch.setattr(preparation_estimate.tempfile, "gettempdir", lambda: "/temporary")
     remote = dataclasses.replace(corpus, path=epath.Path("gs://out/data/x"))
     a_part = 3e9 / len(corpus.parts)
-    assert estimate.room(remote, found, 3) == [
+    assert preparation_estimate.room(remote, found, 3) == [
         ("gs://out/data", 3e9, float("inf")),
         ("/temporary", 3 * a_part, 3e9 - 1),
     ]
@@ -674,29 +676,29 @@ def test_what_a_large_corpus_takes_is_told_before(config, monkeypatch, bucket):
 
 def test_of_many_parts_some_are_sampled_from_their_start(config, monkeypatch, tmp_path):
     """With a smaller vocabulary where they have too little text for the one that is asked for."""
-    monkeypatch.setattr(estimate, "SAMPLED_CHARACTERS", 300)
+    monkeypatch.setattr(preparation_estimate, "SAMPLED_CHARACTERS", 300)
     (tmp_path / "validation.txt").write_text("one\ftwo\f" * 999)
     config = dataclasses.replace(
         config, validation_source=str(tmp_path / "validation.txt"), vocab_size=30_000
     )
-    corpus, sampled = preparation.look(config, shown=False), []
-    labelled = parts.labelled
+    corpus, sampled = preparation.inspect_sources(config, shown=False), []
+    split_pieces = parts.split_pieces
 
     def noted(config, part, broken):
         sampled.append([part.index, 0])
-        for split, piece in labelled(config, part, broken):
+        for split, piece in split_pieces(config, part, broken):
             yield split, piece
             sampled[-1][1] += len(piece.text)
             assert sampled[-1][1] < 300
 
-    monkeypatch.setattr(parts, "labelled", noted)
-    found = estimate.estimate(corpus, workers=1)
+    monkeypatch.setattr(parts, "split_pieces", noted)
+    found = preparation_estimate.estimate(corpus, workers=1)
     count = len(corpus.parts)
     step = count // 8
     assert [index for index, _ in sampled] == [*range(step // 2, count, step)][:8]
     assert found.parts == count and found.vocab_size == 512
     size = (tmp_path / "validation.txt").stat().st_size
-    assert estimate._held_out(corpus) == size / corpus.bytes
+    assert preparation_estimate._held_out(corpus) == size / corpus.bytes
 
 
 def test_progress_is_what_is_done_its_rate_and_what_is_left(monkeypatch):

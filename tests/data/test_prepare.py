@@ -21,11 +21,11 @@ import pytest
 
 from kvjax.data import (
     config as config_lib,
-    estimate,
     folders,
     loader,
     manifest,
     preparation,
+    preparation_estimate,
     prepare,
     readers,
     source_kinds,
@@ -259,7 +259,7 @@ def test_killed_preparation_leaves_nothing_half_made(larger_config):
         "folders.rename",  # The tokenizer's.
         "tokenizer.Tokenizer.encode_batch",
         "packed_rows.ShardWriter._write",
-        "under_way.UnderWay.publish",
+        "partial_dataset.PartialDataset.publish",
         "manifest.write",
         "folders.rename",  # The data set's, for its tokenizer is there by now.
     ):
@@ -404,9 +404,11 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     lines = [json.dumps({"text": text}) for text in small_texts]
     broken.write_text("\n".join([*lines, "{", *lines]) + "\n")
     config = dataclasses.replace(small_config, source=str(broken), directory=str(tmp_path / "out"))
-    found = estimate.Estimate(9, 3 * 10**9, 2.5e9, 7.5e8, 1.5e9, 300, 1e-7, 2e-7, 1e-7, 3e-8)
-    monkeypatch.setattr(estimate, "estimate", lambda corpus, workers: found)
-    monkeypatch.setattr(estimate, "_free", lambda folder: 5e9)
+    found = preparation_estimate.Estimate(
+        9, 3 * 10**9, 2.5e9, 7.5e8, 1.5e9, 300, 1e-7, 2e-7, 1e-7, 3e-8
+    )
+    monkeypatch.setattr(preparation_estimate, "estimate", lambda corpus, workers: found)
+    monkeypatch.setattr(preparation_estimate, "_free", lambda folder: 5e9)
     status, out, err = command(config, "--plan", "--skip_broken", "--workers=4")
     assert status == 0
     shown = (re.split(r"  +", line.strip()) for line in out.splitlines())

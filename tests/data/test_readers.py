@@ -147,15 +147,15 @@ def test_texts_are_the_same_in_every_format_and_nulls_are_counted(tmp_path, kind
     for name, write in writers.items():
         path = epath.Path(tmp_path / name)
         write(path, texts)
-        source = source_kinds.named(str(path), "content", "")
-        left_out = tokenized_part.LeftOut(False)
+        source = source_kinds.open_source(str(path), "content", "")
+        left_out = tokenized_part.ErrorCollector(False)
         found = [
             piece.text
             for part in source.ranges(4096)
             for _, piece in source.split(0.0, part, left_out)
         ]
         assert found == TEXTS * 300, name
-        assert left_out.said() == tokenized_part.Left(nulls=300), name
+        assert left_out.said() == tokenized_part.Skipped(nulls=300), name
         assert [piece.text for piece in source.pieces("all", 0.0)] == TEXTS * 300, name
         assert source.density() > 0
 
@@ -166,7 +166,7 @@ def test_columns_of_nulls_and_files_without_rows_hold_no_text(tmp_path):
         with pq.ParquetWriter(path, pa.schema({"text": column.type})) as writer:
             for rows in (column[:0], column, column[:0]):  # row groups of no row too
                 writer.write_table(pa.table({"text": rows}))
-        left_out = tokenized_part.LeftOut(False)
+        left_out = tokenized_part.ErrorCollector(False)
         assert list(record_readers.read_parquet(path, "text", broken=left_out)) == []
         assert left_out.said().nulls == len(column)
 
@@ -212,7 +212,7 @@ def test_a_bad_json_line_is_named_and_may_be_left_out(tmp_path):
         path.write_bytes(good + line + b"\n" + good)
         with pytest.raises(readers.SourceError, match=r"bad\.jsonl, line 2:? " + message):
             list(record_readers.read_jsonl(path, "text"))
-        left_out = tokenized_part.LeftOut(True)
+        left_out = tokenized_part.ErrorCollector(True)
         found = list(record_readers.read_jsonl(path, "text", broken=left_out))
         assert found == ['"text" twice'] * 2 and left_out.said().count == 1
 
@@ -236,7 +236,7 @@ def test_bad_parquet_is_named(tmp_path):
             with pytest.raises(readers.SourceError, match=rf"shard\.parquet:?,? {message}"):
                 list(read(path, column, 1))
     for column in ("raw", "text"):  # of a bad row no other is lost
-        left_out = tokenized_part.LeftOut(True)
+        left_out = tokenized_part.ErrorCollector(True)
         found = list(record_readers.read_parquet(path, column, broken=left_out))
         assert found == ["a"] * 300 + ["b"] * 9 and left_out.said().count == 1
     path.write_bytes(path.read_bytes()[:-5])

@@ -277,7 +277,7 @@ def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
             return {"train": [shard(range(9)), shard(range(9, 20))]}
 
     PackedRows(data_dir=tmp_path, file_format="array_record").download_and_prepare()
-    rows = shards.Rows(tmp_path / ROWS, "train", shards.read_description(tmp_path / ROWS))
+    rows = shards.PackedRows(tmp_path / ROWS, "train", shards.read_description(tmp_path / ROWS))
     assert rows[3]["tokens"].dtype == dtype
     np.testing.assert_array_equal(rows_of(rows, range(20)), expected_NT)
 
@@ -357,7 +357,7 @@ def copy(written, tmp_path):
     path = tmp_path / "copy"
     shutil.copytree(written[0], path)
     info = json.loads((path / manifest.MANIFEST).read_text())
-    for key in manifest.OF_FILES:
+    for key in manifest.INTEGRITY_KEYS:
         del info[key]
     (path / manifest.MANIFEST).write_text(json.dumps(info))
     return path

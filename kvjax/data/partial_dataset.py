@@ -27,7 +27,7 @@ from etils import epath
 
 from kvjax.data import folders, packed_rows
 from kvjax.data.manifest import MANIFEST, ROWS, ROWS_VERSION, SPLITS, digest_of
-from kvjax.data.tokenized_part import Counts, Left, Made
+from kvjax.data.tokenized_part import Counts, PartResult, Skipped
 from kvjax.foundation import files, json_text, progress
 from kvjax.foundation.errors import DataError, warn
 from kvjax.foundation.files import forget_listings, in_bucket, named
@@ -42,7 +42,7 @@ _WORK = "work-"
 _AT_ONCE = 32  # files of a bucket that are asked for at a time
 
 
-class UnderWay:
+class PartialDataset:
     """The making of one data set.
 
     Args:
@@ -181,7 +181,7 @@ class UnderWay:
         """The parts that are not done, in order."""
         return [i for i, made in enumerate(self.all_made()) if made is None]
 
-    def all_made(self) -> list[Made | None]:
+    def all_made(self) -> list[PartResult | None]:
         """What each part has, in order; None for one that is not done, or not whole any more."""
         done = self.folder / DONE
         forget_listings(done)
@@ -194,7 +194,7 @@ class UnderWay:
                 pool.map(lambda i: self._made(i) if there[i] else None, range(self.num_parts))
             )
 
-    def _made(self, part: int) -> Made | None:
+    def _made(self, part: int) -> PartResult | None:
         mark = self.folder / DONE / f"{part:05}.json"
         try:
             content = mark.read_bytes()
@@ -232,7 +232,7 @@ class UnderWay:
         with made as folder:
             yield pathlib.Path(folder)
 
-    def publish(self, part: int, work: pathlib.Path, made: Made) -> None:
+    def publish(self, part: int, work: pathlib.Path, made: PartResult) -> None:
         """Takes over the shards that were written for a part, and says that it is done."""
         if self.remote and self._made(part) is not None:
             return  # another process was first: what it wrote is not touched
@@ -334,13 +334,13 @@ def _notes(folder: epath.Path) -> list[dict[str, Any]]:
     return [note for file in found if (note := _read_json(file))]
 
 
-def _made_of(mark: dict[str, Any]) -> Made | None:
+def _made_of(mark: dict[str, Any]) -> PartResult | None:
     """What a mark says of its part; None if it is not as it was written."""
     try:
         counts = {split: Counts(**mark["counts"][split]) for split in SPLITS}
         count, first, *nulls = mark["left_out"]  # which older marks do not count
-        left_out = Left(int(count), tuple(first), *map(int, nulls))
-        return Made(counts, left_out) if mark["digest"] else None
+        left_out = Skipped(int(count), tuple(first), *map(int, nulls))
+        return PartResult(counts, left_out) if mark["digest"] else None
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -25,7 +25,7 @@ from kvjax.data import (
 )
 from kvjax.data.manifest import SPLITS
 from kvjax.data.preparation import Corpus
-from kvjax.data.tokenized_part import LeftOut
+from kvjax.data.tokenized_part import ErrorCollector
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import progress, runtime
 from kvjax.foundation.errors import DataError, UserError
@@ -147,7 +147,7 @@ def _held_out(corpus: Corpus) -> float:
 
 def _texts(corpus: Corpus, part: parts_lib.Part) -> Iterator[str]:
     characters = 0
-    for _, piece in parts_lib.labelled(corpus.config, part, LeftOut(True)):
+    for _, piece in parts_lib.split_pieces(corpus.config, part, ErrorCollector(True)):
         yield piece.text
         characters += len(piece.text)
         if characters >= SAMPLED_CHARACTERS:
@@ -158,7 +158,7 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
     """The corpus's tokenizer, or one like it; and seconds of learning, on so much text."""
     config, key = corpus.config, corpus.tokenizer_key
     if config.tokenizer != "bpe" or vocabulary.is_trained(config, key):
-        made = vocabulary.tokenizer(config, key, corpus.parts, LeftOut(True), shown=False)
+        made = vocabulary.tokenizer(config, key, corpus.parts, ErrorCollector(True), shown=False)
         return tokenizer_lib.from_json(made.to_json(), config.tokenizer, threads=1), 0.0
     for size in (config.vocab_size, *(s for s in _VOCABULARIES if s < config.vocab_size)):
         begun = time.perf_counter()
@@ -186,7 +186,7 @@ def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float
 
 def _missing(corpus: Corpus) -> float:
     """The share of the parts that is not made yet."""
-    return len(corpus.under_way().missing()) / len(corpus.parts)
+    return len(corpus.partial_dataset().missing()) / len(corpus.parts)
 
 
 def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> None:
@@ -198,7 +198,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
     Raises:
       UserError: it takes longer, or more room than there is.
     """
-    if corpus.bytes <= parts_lib.limit(corpus.config):
+    if corpus.bytes <= parts_lib.part_bytes(corpus.config):
         return  # a minute
     with progress.waiting("sampling the sources", shown=shown):
         found = estimate(corpus, workers)
