@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 
+from experiments.conversion import kept
 from experiments.ledger.out_of_reach import experiment_of
 from experiments.ledger.results import NoResultError, paired, read
 from experiments.ledger.rotated import rotated
@@ -161,7 +162,13 @@ _PARTS = ("key", "query")
 
 def _cut(model: str, part: str, objective: str) -> dict[int, float]:
     """Perplexity of a converted model by what is left of the rank of W_K or W_Q, %."""
-    points = lambda part: read(f"conversion/{model}/before/{part}_per_head_{objective}")["points"]
+
+    def points(part: str) -> list[dict]:
+        found = kept.read(f"{model}/before/{part}_per_head_{objective}")
+        if found is None:
+            raise NoResultError(f"conversion of {model}")
+        return found["points"]
+
     # Keys are half of a cache, so its share tells theirs; a cut of queries has the same ranks.
     left = {p["rank"]: round(100 * (2 * p["share"] - 1)) for p in points("key")}
     return {left[point["rank"]]: point["perplexity"] for point in points(part)}
