@@ -19,7 +19,7 @@ import numpy as np
 from kvjax.analysis.measures import logits, rotary
 from kvjax.analysis.measures.activations import Layer, Mask, softmax
 from kvjax.analysis.measures.heads import Heads
-from kvjax.convert.layer import roots
+from kvjax.convert.layer import matrix_roots
 
 _RIDGE = 1e-10  # of the mean energy of a key's channel
 _LINEAR = 1e-3  # relative: keys that differ less from input times weights, and a bias, are those
@@ -92,7 +92,7 @@ def of_text(query_moment_KHH: np.ndarray, keys_BTKH: np.ndarray, *, each_row: bo
     *_, K, H = keys_BTKH.shape
     center_KH = keys_BTKH.mean(axis=(0, 1))
     middle_B1KH = keys_BTKH.mean(axis=1, keepdims=True) if each_row else center_KH
-    root_KHH, inverse_KHH = roots(query_moment_KHH)
+    root_KHH, inverse_KHH = matrix_roots(query_moment_KHH)
     moment_KHH = moments(keys_BTKH - middle_B1KH, K)
     moment_KHH += _RIDGE * np.eye(H) * np.trace(moment_KHH, axis1=1, axis2=2)[:, None, None] / H
     energy_KHH = root_KHH @ moment_KHH @ root_KHH
