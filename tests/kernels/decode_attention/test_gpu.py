@@ -176,7 +176,11 @@ def test_queries_in_float32_are_taken(shape):
             dict(split=2048),
             "split = 2048: at most 1024 with RoPE base 10000",
         ),
-        (ResidualSizes(N=1, K=1), dict(tile_kv=128), "and tile_kv 64 if keys rotate"),
+        (
+            ResidualSizes(N=1, K=1),
+            dict(tile_kv=128),
+            r"tile_kv = 128: must be 64 .*ROTATED_TILE_KV",
+        ),
         (LatentSizes(N=2, C=256), dict(slots=4), "slots at least 5"),
         pytest.param(
             *(ResidualSizes(N=1, K=1, H=256), dict(slots=4), "slots at least 5"),

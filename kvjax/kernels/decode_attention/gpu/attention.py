@@ -21,12 +21,12 @@ from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.gpu import kernel, plans
 
-_HOPPER = "H(20|100|200|800)"
-CANDIDATES = dict(split=(256, 512, 1024, 2048, 4096, 8192))  # for tuning
-_CAPACITY = 128  # divides the number of slots
-_MULTIPROCESSORS = 132
-# (programs per multiprocessor, fewest tokens of a split): two programs each while splits have 256
-# tokens, eight while they have 1,024. Every split pays for a cold ring, and rotates its queries.
+_HOPPER = "H(20|100|200|800)"  # device kinds that have wgmma and TMA
+CANDIDATES = {"split": (256, 512, 1024, 2048, 4096, 8192)}  # for --tune
+_CAPACITY = plans.TILE_KV  # S is a multiple of the largest tile
+_MULTIPROCESSORS = 132  # of an H100 or H200
+# (programs per multiprocessor, fewest tokens of a split): 2 programs each if splits then have 256
+# tokens or more, 8 if they have 1,024. Every split waits for its first slabs and rotates queries.
 _PROGRAMS = ((2, 256), (8, 1024))
 
 Cache = Mapping[str, jax.Array]
@@ -46,7 +46,7 @@ def decode_attention(
     """See `api.decode_attention`: [B, 1, N, Hv] in float32.
 
     Args:
-      tile_kv: tokens of a tile, 64 or 128.
+      tile_kv: tokens of a tile, 64 or 128; None: the plan's, see TILE_KV in `plans`.
       split: tokens of a split, a multiple of `tile_kv`; None: from `tuned.json`, or as many splits
         as fill the GPU.
       slots: slabs of 64 channels by `tile_kv` tokens that a program's ring holds.
@@ -61,11 +61,12 @@ def decode_attention(
     adapter = plans.ADAPTERS[type(operands)](operands, cache)
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
     tile_kv = tile_kv or adapter.tile_kv
-    default = dict(split=_split(B * adapter.head_tiles, S, tile_kv))
+    default = {"split": _split(B * adapter.head_tiles, S, tile_kv)}
     tuned = tuning.parameters(tuning.key("gpu", operands, cache), default=default, nearest=False)[
         "split"
     ]
     split = split or min(round_up(tuned, tile_kv), adapter.max_split)
+    # Head axes and channels as one axis, from which the kernel takes slabs: a bitcast, no copy.
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
     o, maximum, total = kernel.attend(
         adapter.plan,
@@ -119,7 +120,11 @@ def _refusal(operands: DecodeInputs, cache: Cache) -> str | None:
 
 
 def _split(programs: int, S: int, tile_kv: int) -> int:
-    """Returns the tokens of a split that fill the GPU, given the programs of each split."""
+    """Returns the tokens of a split with which the grid fills the GPU.
+
+    Args:
+      programs: programs per split, sequences times head tiles.
+    """
     splits = max(
         min(-(-wanted * _MULTIPROCESSORS // programs), S // tokens) for wanted, tokens in _PROGRAMS
     )

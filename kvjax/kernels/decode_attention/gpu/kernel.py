@@ -1,12 +1,15 @@
 """The Mosaic GPU decode kernel: one kernel body for every cache layout that has a plan (`plans`).
 
-One program is one warpgroup. It attends with the query heads of `plan.heads` KV heads (a head tile)
-of one sequence to the tokens of one split:
+Grid (B, splits, head tiles). One program is one warpgroup of 4 warps. It attends with the query
+heads of `plan.heads` KV heads (a head tile) of one sequence to the tokens of one split:
 
     HBM   cache arrays [B, channels, S], in slabs [64, tile_kv]   --TMA-->   ring[slot]
-    SMEM  queries [keys, columns, 64]        queries, one column per query head, padded to 8
-          rank_queries [.. · 64, P]          LRKV under RoPE: queries in rank space (`rank_space`)
+    SMEM  ring [slots, 64, tile_kv]          slabs, in the order of `plan.order`, tile after tile
+          queries [keys, columns, 64]        queries, one column per query head, padded to 8
+          rank_queries [.. · 64, 64]         LRKV under RoPE: queries in rank space (`rank_space`)
           weights [1, columns, tile_kv]      softmax weights of one tile, the second wgmma's operand
+          scales [2, heads, tile_kv]         key_scale of two tiles, where keys are normed
+    REGS  accumulators, 64 rows x columns    warp w holds rows 16 w .. 16 w + 15
 
     per tile:  scores  = Σ over key slabs    wgmma(slabᵀ, queries)        float32 [tile_kv, columns]
                scores += Σ over latents      wgmma(slabᵀ, rank_queries) · table, summed over P
@@ -14,15 +17,24 @@ of one sequence to the tokens of one split:
                p       = exp2(scores - max)  online softmax to base 2
                o[slab] = o[slab] · decay  +  wgmma(slab, p)                float32 [64, columns]
 
-Tokens are the rows of every product, of which there are many; query heads are its columns, padded
-to the tensor core's smallest multiple, 8. A query that only some heads of the program need is zero
-in the other heads' columns, so that shared and private slabs add up in one accumulator.
+Tokens are the rows of the scores, query heads their columns, padded to the tensor core's smallest
+multiple, 8. A query that only some heads of the program need is zero in the other heads' columns,
+so that shared and private slabs add up in one accumulator.
+
+    slot     0      1      2      3      4          5 slots, 4 slabs per tile: key 0, 1, value 0, 1
+    tile 0   key 0  key 1  val 0  val 1
+    tile 1   key 1  val 0  val 1         key 0      slab i of tile t: slot (t · slabs + i) mod slots
+
+The program copies and computes in turn: when it has waited for the product that reads a slab, it
+starts the copy of the slab that comes `slots` later into the same slot (`Ring.release`). All other
+slots hold slabs that have arrived or are on their way.
 
 Barriers: `full[slot]` completes when the slot's copy has arrived; `ready` when the queries and the
 RoPE basis have; `scales_full[t % 2]` when tile t's key scales have. `commit_smem` makes the
-threads' accesses to shared memory visible to later copies and products, and synchronises the
-warps. Two programs share a multiprocessor where they fit (`plans.slots`), so that one computes
-while the other waits.
+threads' accesses to shared memory visible to later copies and products (the async proxy), and
+synchronises the warps. `wgmma_wait(n)` returns when all but the n youngest products are done. Two
+programs share a multiprocessor where they fit (`plans.slots`), so that one computes while the
+other waits.
 """
 
 from collections.abc import Callable, Mapping
@@ -102,12 +114,17 @@ def attend(
     B, S = first_B.shape[0], arrays[plan.keys[0].name].shape[-1]
     splits, n = -(-S // split), plan.columns
     fewest = plan.fewest_slots
-    fits = 1 <= wgmma_in_flight <= slots >= fewest and not split % tile_kv
-    if not fits or (plan.rotated and tile_kv != ROWS):
+    if split % tile_kv or not 1 <= wgmma_in_flight <= slots >= fewest:
         raise ValueError(
             f"tile_kv = {tile_kv}, split = {split}, slots = {slots}, "
             f"wgmma_in_flight = {wgmma_in_flight}: split must be a multiple of tile_kv, slots at "
-            f"least {fewest}, wgmma_in_flight from 1 to slots, and tile_kv {ROWS} if keys rotate"
+            f"least {fewest}, and wgmma_in_flight from 1 to slots"
+        )
+    if plan.rotated and tile_kv != ROWS:
+        raise ValueError(
+            f"tile_kv = {tile_kv}: must be {ROWS} where queries are rotated, since slots "
+            f"[{ROWS}, tile_kv] of the ring hold the RoPE basis in pieces [{ROWS}, {ROWS}] "
+            "(ROTATED_TILE_KV in gpu/plans.py)"
         )
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outputs = {
@@ -125,10 +142,10 @@ def attend(
         "ring": wgmma_operand((slots, ROWS, tile_kv)),
         "queries": wgmma_operand((len(plan.keys), n, ROWS)),
         "weights": wgmma_operand((1, n, tile_kv)),
-        "full": plgpu.Barrier(num_barriers=slots),
-        "ready": plgpu.Barrier(num_arrivals=1 + plan.basis_slots),
+        "full": plgpu.Barrier(num_barriers=slots),  # one per slot: each has one copy at a time
+        "ready": plgpu.Barrier(num_arrivals=1 + plan.basis_slots),  # queries, pieces of the basis
     }
-    if plan.rotated:
+    if plan.rotated:  # [64, 64] for each slab of latents and query head
         rows = len(plan.rotated) * plan.group_size * ROWS
         scratch["rank_queries"] = wgmma_operand((rows, ROWS))
     if "key_scale" in arrays:  # double-buffered: tile t in slot t % 2
@@ -141,6 +158,7 @@ def attend(
         b, split_index, head_tile = (
             lax.axis_index(name) for name in ("sequence", "split", "head_tile")
         )
+        # A full cache that no longer grows has first = S.
         first, start = lax.min(ref["first"][b], S - 1), split_index * split
         ring = Ring(
             order=plan.order,
@@ -150,6 +168,7 @@ def attend(
             sequence=b,
             head_tile=head_tile,
             start=start,
+            # Tiles up to the one with the new token: later ones are neither copied nor computed.
             tiles=lax.min(lax.div(first - start, tile_kv) + 1, split // tile_kv),
         )
         at = (b, split_index, head_tile)
@@ -175,7 +194,7 @@ class _Program:
     """One program of the grid."""
 
     plan: Plan
-    ref: Mapping  # arguments, outputs and scratch by name; shapes in `attend`
+    ref: Mapping  # arguments, outputs and scratch by name; shapes in `attend` and the file's head
     ring: Ring
     at: tuple[jax.Array, jax.Array, jax.Array]  # sequence, split, head tile
     first: jax.Array  # slot of the sequence's new token: the last that is seen
@@ -183,7 +202,7 @@ class _Program:
 
     def run(self) -> None:
         """Runs the tiles of the split and writes its outputs."""
-        self.load_queries()
+        self.load_queries()  # also fills the ring
         n, layout = self.plan.columns, plgpu.Layout.WGMMA
 
         def zeros(rows):
@@ -192,6 +211,7 @@ class _Program:
         maximum_n = plgpu.layout_cast(jnp.full((n,), _MASKED, jnp.float32), layout.reduce(0))
         carry = maximum_n, zeros(self.ring.tile_kv), [zeros(ROWS) for _ in self.plan.values]
         maximum_n, total_sn, o = lax.fori_loop(0, self.ring.tiles, self.attend_tile, carry)
+        # Written once, unnormalised: the caller merges splits by maximum and total.
         self.ref["maximum"].at[self.at][...] = maximum_n
         self.ref["total"].at[self.at][...] = jnp.sum(total_sn, axis=0)
         for i, o_Vn in enumerate(o):
@@ -204,17 +224,19 @@ class _Program:
         """
         plan, ref, ring = self.plan, self.ref, self.ring
         b, split, head_tile = self.at
+        # Queries [keys, columns, 64] and the basis [H, 64] first: everything else waits for them.
         plgpu.copy_gmem_to_smem(ref["query"].at[b, head_tile], ref["queries"], ref["ready"])
         free = ring.slots - plan.basis_slots
-        basis = [ref["ring"].at[free + i] for i in range(plan.basis_slots)]
+        basis = [ref["ring"].at[free + i] for i in range(plan.basis_slots)]  # [64, tile_kv = 64]
         for i, slot in enumerate(basis):
             rows = ref["basis"].at[pl.ds(i * ROWS, ROWS)]
             plgpu.copy_gmem_to_smem(rows, slot, ref["ready"])
+        # Then the first slabs, into the slots without the basis, and two tiles' key scales.
         for i in range(free):
             ring.load(0, i)
         for t in range(2):
             self.load_scales(t)
-        plgpu.barrier_wait(ref["ready"])
+        plgpu.barrier_wait(ref["ready"])  # copies of queries and basis -> the products with them
         if not plan.rotated:
             return
 
@@ -222,11 +244,12 @@ class _Program:
         def _(i):
             slab, g = lax.div(i, plan.group_size), lax.rem(i, plan.group_size)
             head = lax.div(slab, len(plan.rotated) // plan.heads)
-            query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + g]
-            row = head_tile * plan.rotated[0].stride + slab * ROWS
+            query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + g]  # [H]
+            row = head_tile * plan.rotated[0].stride + slab * ROWS  # of expand [K·R, H]
             rank_space.rotate_query(i, query, ref["expand"], row, basis, ref["rank_queries"])
 
-        # rank_queries are visible to wgmma, and every warp has left the basis: its slots are free.
+        # Stores to rank_queries -> the products of `add_rotated_scores`; and every warp has waited
+        # for its last product with the basis -> the copies into its slots.
         plgpu.commit_smem()
         for i in range(free, ring.slots):
             ring.load(0, i)
@@ -238,7 +261,9 @@ class _Program:
         columns] (added up over rows once, at the end), and the outputs, [64, columns] per slab.
         """
         maximum_n, total_sn, o = carry
+        # Waits for the key slabs; releases those that are not values too.
         z_sn = self.masked(t, self.scores(t) * (self.plan.scale * _LOG2E))
+        # Softmax in registers. Every warp gets the maxima of all rows (a reduction over warps).
         new_n = jnp.maximum(maximum_n, jnp.max(z_sn, axis=0))
         decay_n = jnp.exp2(maximum_n - new_n)
         p_sn = jnp.exp2(z_sn - _to_rows(new_n, z_sn))
@@ -246,8 +271,9 @@ class _Program:
         # were waited for when their accumulators were read.
         weights = self.ref["weights"]
         weights.at[0].transpose((1, 0))[...] = p_sn.astype(weights.dtype)
-        plgpu.commit_smem()  # the store is visible to wgmma (async proxy)
-        total_sn = total_sn * _to_rows(decay_n, z_sn) + p_sn
+        plgpu.commit_smem()  # store to weights -> the value products
+        total_sn = total_sn * _to_rows(decay_n, z_sn) + p_sn  # float32, not the rounded weights
+        # Waits for the value slabs and releases them.
         return new_n, total_sn, self.accumulate_values(t, o, decay_n)
 
     # -- keys -------------------------------------------------------------------------------------
@@ -257,16 +283,16 @@ class _Program:
         plan, ring, queries = self.plan, self.ring, self.ref["queries"]
         last = len(plan.keys) - 1
 
-        def products(acc):
+        def products(acc):  # float32 [tile_kv, columns]
             for i in range(len(plan.keys)):
-                key = ring.wait_slab(t, i)
+                key = ring.wait_slab(t, i)  # [64, tile_kv]; its copy has arrived
                 plgpu.wgmma(acc, key.transpose((1, 0)), queries.at[pin_here(i)].transpose((1, 0)))
-                # Slab i - 1 is free once its product is done: all but the youngest are. Slabs that
-                # are values too stay in their slots.
+                # All products but the youngest are done: product i - 1 has read its slab, whose
+                # slot is refilled while product i runs. Slabs that are values too stay.
                 if i > plan.keys_reused_as_values:
                     plgpu.wgmma_wait(1)
                     ring.release(t, i - 1)
-            return acc[...]
+            return acc[...]  # waits for all products
 
         z_sn = pl.run_scoped(products, plgpu.ACC((ring.tile_kv, plan.columns), jnp.float32))
         if last >= plan.keys_reused_as_values:
@@ -276,26 +302,32 @@ class _Program:
         return self.scaled(t, z_sn) if "scales" in self.ref else z_sn
 
     def add_rotated_scores(self, t, z_sn: jax.Array) -> jax.Array:
-        """Adds the scores of the residual keys, head by head, each in its own column."""
+        """Adds the scores of the residual keys, head by head, each in its own column.
+
+        Each product is over one slab of latents and one query head; `wgmma_in_flight` run at once.
+        """
         plan, ring, G = self.plan, self.ring, self.plan.group_size
         column_sn, slabs_of_head = _iota(z_sn.shape, 1), len(plan.rotated) // plan.heads
+        # From global memory: all programs read the same table [split, 64].
         table_sP = rank_space.load_table(self.ref, t * ring.tile_kv, ring.tile_kv)
         slabs_and_heads = [(i, g) for i in range(len(plan.rotated)) for g in range(G)]
         for batch in _batches(len(slabs_and_heads), self.wgmma_in_flight):
             pairs = [slabs_and_heads[j] for j in batch]
 
-            def products(*accs, pairs=pairs):
+            def products(*accs, pairs=pairs):  # float32 [tile_kv, P] each
                 for (i, g), acc in zip(pairs, accs, strict=True):
                     # The query heads of a KV head read the same slab; the first one waits for it.
                     get_slab = ring.slab if g else ring.wait_slab
                     latents = get_slab(t, len(plan.keys) + i)
                     rank_space.issue_wgmma(acc, latents, i * G + g, self.ref["rank_queries"])
+                # The oldest accumulator is reduced over P while younger products run.
                 return _load_in_order(accs, lambda w_sP: jnp.sum(w_sP * table_sP, axis=1))
 
             accs = [plgpu.ACC(table_sP.shape, jnp.float32) for _ in pairs]
             for (i, g), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
                 own_sn = column_sn == i // slabs_of_head * G + g
                 z_sn = jnp.where(own_sn, z_sn + _to_columns(z_s, z_sn), z_sn)
+            # All products of the batch are done; slabs whose last query head it had are free.
             if done := [len(plan.keys) + i for i, g in pairs if g == G - 1]:
                 ring.release(t, *done)
         return z_sn
@@ -303,14 +335,14 @@ class _Program:
     def scaled(self, t, z_sn: jax.Array) -> jax.Array:
         """Multiplies the scores with the key_scale of their KV head, and loads tile t + 2's."""
         slot, G = lax.rem(t, 2), self.plan.group_size
-        plgpu.barrier_wait(self.ref["scales_full"].at[slot])
+        plgpu.barrier_wait(self.ref["scales_full"].at[slot])  # copy of tile t's scales -> the loads
         column_sn = _iota(z_sn.shape, 1)
         for k in range(self.plan.heads):
-            scales = self.ref["scales"].at[slot, k]
+            scales = self.ref["scales"].at[slot, k]  # [tile_kv]
             scale_s = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
             own_sn = (column_sn >= k * G) & (column_sn < (k + 1) * G)
             z_sn = jnp.where(own_sn, z_sn * _to_columns(scale_s, z_sn), z_sn)
-        plgpu.commit_smem()  # every warp has read the scales that the copy overwrites
+        plgpu.commit_smem()  # every warp's loads of tile t's scales -> the copy of tile t + 2's
         self.load_scales(t + 2)
         return z_sn
 
@@ -337,24 +369,26 @@ class _Program:
 
     def accumulate_values(self, t, o, decay_n: jax.Array) -> list[jax.Array]:
         """Returns o · decay + values · weights for every value slab, [64, columns] each."""
-        plan, ring, weights = self.plan, self.ring, self.ref["weights"]
+        plan, ring, weights = self.plan, self.ring, self.ref["weights"]  # [1, columns, tile_kv]
+        # Keys that are values have been waited for, and kept, by `scores`.
         reused = plan.keys_reused_as_values
         begin = 0 if reused else len(plan.order) - len(plan.values)
         out = []
         for batch in _batches(len(o), self.wgmma_in_flight):
-            # Stores to slabs come before the batch's products: none is in flight here.
+            # Zeroed before the batch's products: `ptx.hazards` of the tests, which reads no
+            # addresses, forbids a store while any product is in flight.
             for i in batch:
                 get_slab = ring.slab if reused else ring.wait_slab
                 self.zero_unwritten(t, get_slab(t, begin + i))
 
-            def products(*accs, batch=batch):
+            def products(*accs, batch=batch):  # float32 [64, columns] each
                 for acc, i in zip(accs, batch, strict=True):
                     value = ring.slab(t, begin + i)
                     plgpu.wgmma(acc, value, weights.at[pin_here(0)].transpose((1, 0)))
                 return _load_in_order(accs)
 
             accs = [plgpu.ACC(o[i].shape, jnp.float32) for i in batch]
-            added = pl.run_scoped(products, *accs)
+            added = pl.run_scoped(products, *accs)  # waits for the batch's products
             ring.release(t, *(begin + i for i in batch))
             for i, added_Vn in zip(batch, added, strict=True):
                 # Without the barrier LLVM moves all additions to the end of the tile, where all
@@ -378,7 +412,7 @@ class _Program:
                 slot_rs = plgpu.broadcasted_iota(jnp.int32, v_rs.shape, 1, layout=_SIXTEEN_ROWS)
                 rows[...] = jnp.where(token + slot_rs <= self.first, v_rs, jnp.zeros_like(v_rs))
 
-            plgpu.commit_smem()  # the zeros are visible to wgmma (async proxy)
+            plgpu.commit_smem()  # stores of zeros -> the product that reads the slab
 
 
 def _batches(count: int, size: int) -> list[range]:

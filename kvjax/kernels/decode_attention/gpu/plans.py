@@ -24,6 +24,13 @@ from kvjax.kernels.decode_attention.cache_layouts import (
 from kvjax.kernels.decode_attention.gpu.ring import ROWS, Slab, slabs
 from kvjax.layers import rope
 
+# Tokens of a tile: 64 or 128, the rows of wgmma's scores. Everything else follows: slots
+# [64, tile_kv] and their number (`slots`), registers (`Plan.registers`), lengths of splits.
+TILE_KV = 128  # with 64, MHA takes 10 % longer and LRKV without RoPE 5 % (H200, 8 x 32K, d36)
+LATENT_TILE_KV = 64  # MLA at d36: shared memory has no room for more
+# LRKV under RoPE: while queries are rotated, slots [64, tile_kv] hold the RoPE basis in pieces of
+# [64, 64]. `kernel.attend` raises for other tiles.
+ROTATED_TILE_KV = ROWS
 COLUMNS = 8  # wgmma's smallest number of columns: up to 8 query heads cost as much as one
 # Lengths of a split, in tokens, that are tried for a RoPE table of rank <= 64. With angles of at
 # most 1 radian per token, 128 tokens have a table of rank 50.
@@ -34,6 +41,7 @@ _OTHER_BYTES = 3 * 1024  # per program: barriers, and the scratch of reductions 
 # Measured on an H200, 8 x 32K tokens, d36: LRKV takes 415, 404 and 407 us with 1, 2 and 3 products
 # in flight, MLA 168, 161 and 158 us, but spills with 3. Other mechanisms gain less than 1 %; LRKV x
 # GQA has not been timed since each of its query heads became a product of its own.
+# (experiments/results/kernels/h200_decode_attention_variants.json)
 WGMMA_IN_FLIGHT = 2
 # The largest `Plan.registers` that compiles without spills where H = 128 and R = 64.
 MOST_REGISTERS = 170
@@ -108,11 +116,11 @@ def slots(plan: Plan, tile_kv: int, scaled: bool) -> int:
         4 * 2 * plan.heads * tile_kv if scaled else 0,  # scales, float32, double-buffered
     ]
     fixed = sum(round_up(size, 1024) for size in buffers) + _OTHER_BYTES
-    for programs in (2, 1):
+    for programs in (2, 1):  # per multiprocessor
         count = (_SHARED_BYTES // programs - 1024 - fixed) // (2 * ROWS * tile_kv)
         if count > plan.fewest_slots:
             return count
-    return 0
+    return 0  # `attention.check` refuses the shapes
 
 
 # An adapter fits a cache layout to the kernel. It has
@@ -128,7 +136,7 @@ def slots(plan: Plan, tile_kv: int, scaled: bool) -> int:
 class GroupedAdapter:
     """Keys and values as they are cached; heads of fewer than 64 channels share slabs."""
 
-    tile_kv, max_split = 128, rope.MAX_POSITION
+    tile_kv, max_split = TILE_KV, rope.MAX_POSITION
 
     def __init__(self, inputs: GroupedInputs, cache: Cache):
         self.inputs, self.N = inputs, inputs.query.shape[2]
@@ -159,7 +167,7 @@ class GroupedAdapter:
 class LatentAdapter:
     """Latents that are keys and values: a program reads one latent and the shared RoPE key."""
 
-    tile_kv, max_split = 64, rope.MAX_POSITION
+    tile_kv, max_split = LATENT_TILE_KV, rope.MAX_POSITION
 
     def __init__(self, inputs: LatentInputs, cache: Cache):
         self.inputs, self.N = inputs, inputs.query.shape[2]
@@ -199,9 +207,12 @@ class LatentAdapter:
 class ResidualAdapter:
     """LRKV: a base that all heads of a program share, and a residual per KV head.
 
-    Without RoPE a query is folded into rank space once (LRKV eq. 3). Under RoPE the query in rank
-    space depends on the position, but the split's table of cosines and sines has a rank P of at
-    most 64 (`rope.basis`): a head's queries in rank space are [R, P] times the token's row of it.
+    Without RoPE the query is absorbed into rank space once (LRKV eq. 3). Under RoPE a key is
+    Rot_t(r(t) B), and its score is r(t) · B Rot_-t(q): the query in rank space depends on the
+    position, which costs less than rebuilding every key (`cache_layouts.rotating`). The split's
+    table of cosines and sines has a rank P of at most 64 (`rope.basis`), so that a head's queries
+    in rank space are [R, P] times the token's row of the table (`rank_space`). The tile is TILE_KV,
+    under RoPE ROTATED_TILE_KV.
     """
 
     def __init__(self, inputs: ResidualInputs, cache: Cache):
@@ -209,18 +220,19 @@ class ResidualAdapter:
         J, self.H, self.S = cache["base_key"].shape[1:]
         self.Hv = cache["base_value"].shape[2]
         self.K, self.R = inputs.expand_key.shape[:2]
-        of_base, G = self.K // J, self.N // self.K
-        # A program reads the base once: as many KV heads as fit into the columns of one.
-        k = max(k for k in range(1, of_base + 1) if of_base % k == 0 and k * G <= max(COLUMNS, G))
+        heads_per_base, G = self.K // J, self.N // self.K
+        # A program reads the base once for k KV heads: the largest divisor that fits the columns.
+        divisors = [k for k in range(1, heads_per_base + 1) if heads_per_base % k == 0]
+        k = max(k for k in divisors if k * G <= max(COLUMNS, G))
         self.head_tiles = self.K // k
         self.rotated = inputs.rope_base is not None
-        self.tile_kv = 64 if self.rotated else 128
+        self.tile_kv = ROTATED_TILE_KV if self.rotated else TILE_KV
         self.max_split = _max_split(self.H, inputs.rope_base) if self.rotated else rope.MAX_POSITION
         self.refusal = None
         if self.H % ROWS or self.Hv % ROWS or self.R % ROWS:
             dims = f"H = {self.H}, Hv = {self.Hv}, R = {self.R}"
             self.refusal = f"needs multiples of {ROWS} channels: here {dims}"
-        base = functools.partial(slabs, sharing=of_base // k)
+        base = functools.partial(slabs, sharing=heads_per_base // k)
         keys, values = slabs("residual_key", k * self.R), slabs("residual_value", k * self.R)
         self.plan = Plan(
             keys=base("base_key", self.H) + (() if self.rotated else keys),

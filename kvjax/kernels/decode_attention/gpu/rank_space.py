@@ -1,10 +1,14 @@
 """Scores of LRKV's residual keys under RoPE, in rank space, on a GPU.
 
-Under RoPE the query in rank space depends on the position. Over the tokens of a split it is a
-product [R, P] · [P, split] of low rank P, because the split's table of cosines and sines is
-(`rope.basis`). The kernel computes the [R, P] matrix of each query head once per split
-(`rotate_query`), multiplies it with slabs of latents on the tensor cores (`issue_wgmma`), and takes
-the dot product of each token's row with the token's row of the table.
+Under RoPE the query in rank space depends on the position (`cache_layouts.rotating`). Over the
+tokens of a split it is a product [R, P] · [P, split] of low rank P, because the split's table of
+cosines and sines has a low rank (`rope.basis`):
+
+    once per split   rank_query [64, P]   = (conj(q) B) [64, H] · basis [H, P]    `rotate_query`
+    per tile         w [tile_kv, P]       = latentsᵀ [tile_kv, 64] · rank_query   `issue_wgmma`
+                     scores [tile_kv]    += Σ over P of w · table [tile_kv, P]    `load_table`
+
+with P padded to 64. No key is rebuilt, and the tensor cores do all work that grows with R.
 """
 
 from collections.abc import Mapping
@@ -23,44 +27,53 @@ def rotate_query(i, query, expand, row, basis, rank_queries) -> None:
     """Writes (conj(q) B) basis of one slab and query head, with channel pairs as complex numbers.
 
     Args:
-      i: index of the [64, 64] block of `rank_queries` that is written.
+      i: index of the 64 rows of `rank_queries` that are written.
       query: [H] float32 in global memory, rotated by minus the position of the split's first token.
       expand: [K·R, H] in global memory; the slab's 64 rows begin at `row`.
       basis: shared memory [64, 64] for every 64 channel pairs' real parts, then for their
         imaginary parts.
       rank_queries: shared memory [slabs · query heads · 64, P].
     """
-    layout, pairs = plgpu.Layout.WGMMA, len(basis) * ROWS // 2
+    layout, pairs = plgpu.Layout.WGMMA, len(basis) * ROWS // 2  # H / 2 pairs
+    # Straight from global memory into registers: read once per split.
     load = functools.partial(plgpu.load, optimized=False)
     out = rank_queries.at[pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)]
 
     def load_pairs(j):
-        """First and second channels of pairs j .. j + 63: (query in every row, expand) of each."""
+        """Yields (query in every row, expand), [64, 64] float32, of both channels of 64 pairs."""
         for half in (pl.ds(j, ROWS), pl.ds(pairs + j, ROWS)):
             q_H = load(query.at[half], layout=layout.reduce(0))
             b_RH = load(expand.at[pl.ds(row, ROWS), half], layout=layout)
             yield lax.broadcast_in_dim(q_H, b_RH.shape, [1]), b_RH.astype(jnp.float32)
 
-    def product(acc):
+    def product(acc):  # float32 [64, P], summed over pairs and both their parts
         for j in range(0, pairs, ROWS):
             (q1, b1), (q2, b2) = load_pairs(j)
+            # conj(q1 + i q2) (b1 + i b2)
             real, imaginary = q1 * b1 + q2 * b2, q1 * b2 - q2 * b1
             for folded, column in ((real, j // ROWS), (imaginary, (pairs + j) // ROWS)):
                 # wgmma reads its operands from shared memory: `out` holds them until the result.
                 out[...] = folded.astype(out.dtype)
-                plgpu.commit_smem()  # the store is visible to wgmma (async proxy)
+                plgpu.commit_smem()  # store to `out` -> the product
                 plgpu.wgmma(acc, out, basis[column])
-                plgpu.wgmma_wait(0)  # before `out` is written again
+                plgpu.wgmma_wait(0)  # the product's reads of `out` -> the next store to it
         return acc[...]
 
     rank_query_RP = pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), jnp.float32))
-    out[...] = rank_query_RP.astype(out.dtype)
+    out[...] = rank_query_RP.astype(out.dtype)  # the caller commits it for `issue_wgmma`
 
 
 def issue_wgmma(acc, latents, i: int, rank_queries) -> None:
     """Starts acc [tile_kv, P] += latentsᵀ [tile_kv, 64] · rank_queries[i] [64, P].
 
-    The dot product of each row with the token's row of the table is the token's score.
+    The dot product of each row with the token's row of the table is the token's score. The caller
+    waits for the product.
+
+    Args:
+      acc: float32 accumulator in registers.
+      latents: a slab in the ring, [64, tile_kv], whose copy has arrived.
+      i: index of 64 rows of `rank_queries`.
+      rank_queries: shared memory [slabs · query heads · 64, P].
     """
     rows = pl.ds(pl.multiple_of(pin_here(i) * ROWS, ROWS), ROWS)
     plgpu.wgmma(acc, latents.transpose((1, 0)), rank_queries.at[rows])

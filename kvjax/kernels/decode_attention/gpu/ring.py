@@ -1,8 +1,15 @@
 """A ring of shared-memory slots through which a GPU kernel reads the cache.
 
-A slab is 64 channels by the tokens of one tile: what one bulk copy (TMA) brings into one slot. The
-kernel is a single warpgroup that both uses slabs and starts copies, so a slot is refilled as soon
-as the product that read it has been waited for.
+A slab is 64 channels of a tile, the unit of a bulk copy (TMA). A slot holds one slab at a time:
+
+    load         the copy starts                       the slot must be free
+    wait_slab    full[slot] completes: it has arrived  copy -> products, loads and stores
+    (products)   wgmma reads the slab                  the caller waits for them (wgmma_wait)
+    release      commit_smem, then the next load       every warp's accesses -> the next copy
+
+The kernel is a single warpgroup that both uses slabs and starts copies, so a slot is refilled as
+soon as the product that read it has been waited for. Each copy is waited for exactly once, which
+keeps the barriers' phases in step with the slots.
 """
 
 from collections.abc import Mapping
@@ -51,11 +58,12 @@ class Ring:
     order: tuple[Slab, ...]  # slabs of one tile
     slots: int
     tile_kv: int  # tokens of a tile
-    ref: Mapping  # cache arrays by name; "ring" [slots, 64, tile_kv]; "full" [slots], barriers
-    sequence: jax.Array
+    # Cache arrays by name, [B, channels, S]; "ring" [slots, 64, tile_kv]; barriers "full" [slots].
+    ref: Mapping
+    sequence: jax.Array  # of this program, as head_tile
     head_tile: jax.Array
     start: jax.Array  # first token of the split
-    tiles: jax.Array
+    tiles: jax.Array  # of the split, up to the one with the sequence's new token
 
     def load(self, t, i: int) -> None:
         """Starts the copy of slab i of tile t into its slot, unless the split ends before tile t.
@@ -63,14 +71,15 @@ class Ring:
         The slot must be free: the slab that it held before has been released.
         """
         slot = self._slot(t, i)
-        ahead, i = divmod(i, len(self.order))
+        ahead, i = divmod(i, len(self.order))  # i may run past the tile: slab i of tile t + ahead
 
         @pl.when(t + ahead < self.tiles)
         def _():
             slab = self.order[i]
+            # Neighbouring programs share a base's channels: `sharing` of them have the same row.
             row = lax.div(pin_here(self.head_tile), slab.sharing) * slab.stride + slab.row
             token = self.start + (t + ahead) * self.tile_kv
-            plgpu.copy_gmem_to_smem(
+            plgpu.copy_gmem_to_smem(  # [64, tile_kv]
                 self.ref[slab.name].at[self.sequence, pl.ds(row, ROWS), pl.ds(token, self.tile_kv)],
                 self.ref["ring"].at[slot],
                 self.ref["full"].at[slot],
@@ -90,10 +99,11 @@ class Ring:
 
         Every product that reads the slabs must have been waited for.
         """
-        # All warps have finished their loads and stores of the slots before a copy overwrites them.
+        # Every warp's accesses to the slots -> the copies that overwrite them.
         plgpu.commit_smem()
         for i in indices:
             self.load(t, i + self.slots)
 
     def _slot(self, t, i: int):
+        # (t · slabs + i) mod slots; i is reduced first, in Python.
         return lax.rem(pin_here(t) * len(self.order) + i % self.slots, self.slots)
