@@ -1,8 +1,8 @@
-"""Every file in configs/ resolves to what its golden text and its docstring say.
+"""Every file in configs/ resolves to the values of its golden and the figures of its docstring.
 
     python tests/test_configs.py --write
 
-writes the golden texts anew. That is right when a config or a default was changed on purpose: read
+writes the goldens (tests/config_goldens.py) when a config or a default was changed on purpose: read
 the diff before committing it.
 """
 
@@ -21,9 +21,8 @@ from kvjax import experiment
 from kvjax.costs import formulas
 from kvjax.foundation import configuration
 from kvjax.foundation.checkout import ROOT
-from tests import quick
+from tests import config_goldens, quick
 
-GOLDENS = ROOT / "tests" / "goldens" / "configs"
 MID = "mid/"  # of the same names as the configs whose runs these go on from
 
 
@@ -281,16 +280,19 @@ def test_long_context(name):
     assert f"Rows: {run.train.batch_size} of {length:,} tokens per step, {split}.\n" in doc
 
 
+AGAIN = (
+    "If the change is meant (it changes what a config trains, and every figure measured with it), "
+    "run `python tests/test_configs.py --write` and commit the difference; if not, undo it."
+)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_file(name):
-    """Compares a config with its golden text; it is locked, and flags can set every key of it."""
-    path, config = GOLDENS / f"{name}.txt", _load(name).get_config()
-    assert path.exists(), f"no golden text: run `python tests/test_configs.py --write`, add {path}"
-    assert configuration.to_text(config) == path.read_text(), (
-        f"{FILES[name].relative_to(ROOT)} no longer resolves to {path.relative_to(ROOT)}. If the "
-        "change is meant (it changes what the config trains, and every figure measured with it), "
-        "run `python tests/test_configs.py --write` and commit the difference; if not, undo it."
-    )
+    """Compares a config with its golden; it is locked, and flags can set every key of it."""
+    config = _load(name).get_config()
+    assert name in config_goldens.read(), f"{name}: no golden. {AGAIN}"
+    values = config_goldens.values(config)
+    assert values == config_goldens.expected(name), f"{name} differs from its golden. {AGAIN}"
     run = _resolve(name)
     assert config.name == run.name == name
     sections = [s for s in config.values() if isinstance(s, ml_collections.ConfigDict)]
@@ -307,8 +309,13 @@ def test_file(name):
         assert run.tokens_per_step == tokens
 
 
-def test_no_golden_text_without_a_config():
-    assert sorted(map(_name, GOLDENS.rglob("*.txt"))) == NAMES
+def test_golden_defaults():
+    _, pinned = config_goldens.read()[config_goldens.DEFAULTS]
+    assert config_goldens.defaults() == pinned, f"Defaults differ from their golden. {AGAIN}"
+
+
+def test_no_golden_without_a_config():
+    assert config_goldens.read().keys() == {config_goldens.DEFAULTS, *NAMES}
 
 
 @pytest.mark.parametrize("name", quick.every(3, NAMES))
@@ -356,8 +363,5 @@ def test_docstring(name):
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python tests/test_configs.py --write")
-    (GOLDENS / MID).mkdir(parents=True, exist_ok=True)
-    for stale in GOLDENS.rglob("*.txt"):
-        stale.unlink()
-    for name in NAMES:
-        (GOLDENS / f"{name}.txt").write_text(configuration.to_text(_load(name).get_config()))
+    order = sorted(NAMES, key=lambda name: (str(FILES[name].parent), name))
+    config_goldens.write({name: config_goldens.values(_load(name).get_config()) for name in order})

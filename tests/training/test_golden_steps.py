@@ -85,4 +85,7 @@ if __name__ == "__main__":
         sys.exit("usage: python tests/training/test_golden_steps.py --write")
     with jax.enable_x64(True):
         figures = {mechanism: _figures(mechanism) for mechanism in CONFIGS}
-    GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")
+    lines = [
+        f"{json.dumps(mechanism)}: {json.dumps(steps)}" for mechanism, steps in figures.items()
+    ]
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
