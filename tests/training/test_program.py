@@ -154,7 +154,7 @@ def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
     # Over two devices each has the first and the last quarter, or the two between.
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     rows = np.arange(27).reshape(3, 9) ** 2
-    split = types.SimpleNamespace(sequence_shards=2, place=lambda x: x)
+    split = types.SimpleNamespace(sequence_shards=2, shard_activations=lambda x: x)
     tokens, targets, positions = program.next_tokens(rows, split)
     np.testing.assert_array_equal(tokens, rows[:, order])
     np.testing.assert_array_equal(targets, rows[:, 1:][:, order])
