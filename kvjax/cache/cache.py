@@ -1,12 +1,11 @@
-"""The KV cache: one set of arrays per layer, allocated once and written in place.
+"""The KV cache: one set of arrays per layer, allocated once and updated in place.
 
-Every array is [B, *field.shape, S] with tokens along the last axis: on a TPU tokens lie on lanes
-and no field is padded to 128 of them, and one sequence's append is a write in place. Layers are
-separate arrays, since a stack of them costs copies of a whole layer at every step. Donate the
-cache to the jitted step that returns it; then a step allocates nothing that grows with S.
+Every array is [B, *field.shape, S], tokens last: on a TPU the last axis is padded to 128 lanes, and
+S is a multiple of 128 while a field's channels need not be. Layers are separate arrays, because
+updating a stack of layers copies a whole layer at every step. Donate the cache to the jitted step
+that returns it; the step then allocates nothing that grows with S.
 
-Over several chips each array is split along S, and a chip's slots hold stripes of every sequence
-(`kvjax.cache.stripes`): in place too, each chip what it holds.
+On several chips arrays are sharded along S in stripes (`kvjax.cache.stripes`).
 """
 
 from collections.abc import Iterable
@@ -23,18 +22,18 @@ from kvjax.cache.field import HasCacheEntry
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
 
-LANES = 128  # capacities are multiples of this
+LANES = 128  # of a TPU's vector registers; capacities are multiples
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What is kept of B sequences, each with a length of its own.
+    """Cached tokens of B sequences of different lengths.
 
     Attributes:
-      layers: per layer, the arrays of its mechanism's entry by name.
-      lengths: [B] int32, the tokens held of each sequence; what lies behind them must be finite,
-        and counts for nothing.
+      layers: per layer, the arrays [B, *field.shape, S] of the mechanism's entry, by name.
+      lengths: [B] int32, cached tokens of each sequence. Slots beyond are masked, not read as
+        zeros: they must be finite.
     """
 
     layers: tuple[dict[str, jax.Array], ...]
@@ -42,7 +41,7 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """S, the tokens a sequence can grow to."""
+        """S, the number of tokens a sequence can have."""
         return next(iter(self.layers[0].values())).shape[-1]
 
 
@@ -54,13 +53,13 @@ def abstract(
     dtype: jnp.dtype,
     chips: int = 1,
 ) -> Cache:
-    """The cache as ShapeDtypeStructs.
+    """Returns the cache as ShapeDtypeStructs.
 
     Args:
       mechanisms: one mechanism config per layer.
-      capacity: tokens per sequence, rounded up to a multiple of 128 per chip.
-      dtype: the compute dtype; fields that stay wide (1/rms) are float32 or wider.
-      chips: that its tokens can be split over.
+      capacity: tokens per sequence, rounded up to a multiple of 128·chips.
+      dtype: the compute dtype; wide fields (1/rms) are at least float32.
+      chips: number of chips that tokens are sharded over.
     """
     slots = round_up(capacity, LANES * chips)
     layers = tuple(
@@ -76,12 +75,12 @@ def abstract(
 def allocate(
     mechanisms: Iterable[HasCacheEntry], *, batch: int, capacity: int, dtype: jnp.dtype
 ) -> Cache:
-    """An empty cache; see `abstract`."""
+    """Allocates an empty cache; see `abstract`."""
     return empty(abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype))
 
 
 def empty(shapes: Cache) -> Cache:
-    """An empty cache of these shapes, where their shardings say; no chip ever holds more."""
+    """Allocates zeros with the given shapes and shardings, each chip its own part."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
@@ -91,60 +90,64 @@ def append(
     first_B: jax.Array,
     counts_B: jax.Array,
 ) -> dict[str, jax.Array]:
-    """The layer with token t of sequence b in slot first_B[b] + t, for t < counts_B[b].
+    """Writes token t of sequence b to slot first_B[b] + t, for t < counts_B[b].
 
-    What does not fit is dropped: no slot that holds a token is ever overwritten by another
-    sequence's or a later token (`check_capacity` is where that becomes an error).
+    Tokens beyond the capacity are dropped; `check_capacity` raises the error on the host.
 
     Args:
       layer: arrays [B, *shape, S].
-      entry: arrays [B, T, *shape] of the same names, T at most S.
+      entry: arrays [B, T, *shape] of the same names; T <= S.
+
+    Returns:
+      The updated layer.
     """
     if layer.keys() != entry.keys():
         raise ValueError(f"the cache has {sorted(layer)}, the entry {sorted(entry)}")
     if stripes.num_chips() == 1:
-        none_B = jnp.zeros_like(first_B)
-        return {name: _write(layer[name], entry[name], first_B, none_B, counts_B) for name in layer}
+        zero_B = jnp.zeros_like(first_B)
+        return {name: _write(layer[name], entry[name], first_B, zero_B, counts_B) for name in layer}
     specs = {name: stripes.spec(array) for name, array in layer.items()}
-    split = dict(in_specs=(specs, P(), P(), P()), out_specs=specs, check_vma=False)
-    return jax.shard_map(_append_held, **split)(layer, entry, first_B, counts_B)
+    sharded = jax.shard_map(
+        _append_on_chip, in_specs=(specs, P(), P(), P()), out_specs=specs, check_vma=False
+    )
+    return sharded(layer, entry, first_B, counts_B)
 
 
-def _append_held(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.Array) -> dict:
-    """The part of `append` that is one chip's."""
+def _append_on_chip(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.Array) -> dict:
+    """Writes the tokens that belong to the current chip; arguments as in `append`."""
     layer = dict(layer)
     for name, array in layer.items():
-        held = stripes.local_stripes(array.shape[-1])
+        own = stripes.local_stripes(array.shape[-1])
         T = entry[name].shape[1]
-        # A piece is no longer than a stripe: a chip's tokens of it are one run, in its slots too.
-        for start in range(0, T, held.size):
-            piece = entry[name][:, start : start + held.size]
+        # At most one stripe at a time: then this chip's tokens are contiguous, as are their slots.
+        for start in range(0, T, own.size):
+            chunk = entry[name][:, start : start + own.size]
             begin_B = first_B + start
-            end_B = begin_B + jnp.clip(counts_B - start, 0, piece.shape[1])
-            slot_B, stop_B = held.num_held(begin_B), held.num_held(end_B)
-            skip_B = held.position(slot_B) - begin_B  # tokens before it are other chips'
+            end_B = begin_B + jnp.clip(counts_B - start, 0, chunk.shape[1])
+            slot_B, stop_B = own.num_held(begin_B), own.num_held(end_B)
+            skip_B = own.position(slot_B) - begin_B  # leading tokens that other chips hold
             until_B = skip_B + stop_B - slot_B
-            layer[name] = _write(layer[name], piece, slot_B - skip_B, skip_B, until_B)
+            layer[name] = _write(layer[name], chunk, slot_B - skip_B, skip_B, until_B)
     return layer
 
 
 def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.Array:
-    """Tokens skip_B .. until_B - 1 to slots first_B + t, by whatever leaves the array in place.
+    """Writes tokens t in [skip_B, until_B) to slots first_B + t, in place.
 
-    A loop of read-modify-writes of whole runs of 128 tokens. For a TPU it is unrolled: for a loop
-    as such, a scatter or single columns, XLA prefers another layout there, and copies the whole
-    cache to it and back. That happens in lowering: unrolled in Python, the branch for TPUs made
-    tracing grow with the batch on every device. Elsewhere one token for each of several sequences
-    is a scatter, which moves no more than it must.
+    A loop over sequences reads, modifies and writes whole runs of 128 tokens. On TPUs the loop is
+    unrolled: for a rolled loop, a scatter or single columns, XLA chooses another layout and copies
+    the whole cache to it and back. The unrolling happens in lowering, not in Python, where tracing
+    time would grow with the batch on all platforms. On other platforms, one token for each of
+    several sequences is a scatter, which moves the fewest bytes.
     """
     entry = jnp.moveaxis(entry, 1, -1).astype(array.dtype)  # [B, *shape, T]
     T, S = entry.shape[-1], array.shape[-1]
     if T > S:
-        raise ValueError(f"{T} tokens at once, and a capacity of {S}")
+        raise ValueError(f"{T} tokens at once exceed the capacity of {S}")
     window = min(round_up(T + LANES - 1, LANES), S)
     entry = jnp.pad(entry, [(0, 0)] * (entry.ndim - 1) + [(0, window - T)])
 
-    def one(b, array, entry, first_B, skip_B, until_B):
+    def write_sequence(b, array, entry, first_B, skip_B, until_B):
         first = first_B[b]
         start = jnp.minimum((first + skip_B[b]) // LANES * LANES, S - window)
         origin = [jnp.asarray(i, start.dtype) for i in (b, *(0,) * (array.ndim - 2), start)]
@@ -160,12 +163,14 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
         return jax.lax.dynamic_update_slice(array, new, origin)
 
     def scatter(array, entry, first_B, skip_B, until_B):
-        slot_B = jnp.where(until_B > skip_B, first_B, S)  # nothing has slot S: dropped
-        here = array.at[jnp.arange(array.shape[0]), ..., slot_B]
-        return here.set(entry[..., 0], mode="drop", unique_indices=True)
+        slot_B = jnp.where(until_B > skip_B, first_B, S)  # slot S is out of bounds: dropped
+        column = array.at[jnp.arange(array.shape[0]), ..., slot_B]
+        return column.set(entry[..., 0], mode="drop", unique_indices=True)
 
     def loop(array, *new, unroll=False):
-        body = lambda b, array: one(b, array, *new)
+        def body(b, array):
+            return write_sequence(b, array, *new)
+
         return jax.lax.fori_loop(0, entry.shape[0], body, array, unroll=unroll)
 
     arguments = (array, entry, first_B, skip_B, until_B)
@@ -178,7 +183,7 @@ def check_capacity(lengths: np.ndarray, counts: np.ndarray, capacity: int) -> No
     """Raises a UserError if a sequence would outgrow the cache.
 
     Args:
-      lengths, counts: [B] on the host: tokens held, and tokens to be appended.
+      lengths, counts: [B] on the host: cached tokens, and tokens to append.
     """
     after = np.asarray(lengths) + np.asarray(counts)
     if after.size and after.max() > capacity:
@@ -191,5 +196,5 @@ def check_capacity(lengths: np.ndarray, counts: np.ndarray, capacity: int) -> No
 
 
 def live_bytes(cache: Cache) -> int:
-    """Bytes of the cache's arrays as they are (or would be, if abstract), lengths left out."""
+    """Returns the bytes of the cache's (real or abstract) arrays, without lengths."""
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.layers))

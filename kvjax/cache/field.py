@@ -1,4 +1,4 @@
-"""What a cache keeps of one token: a mechanism's entry is a dict of these, by name."""
+"""Fields of a cache entry: names, axes and sizes of what a mechanism stores per token."""
 
 import dataclasses
 from typing import Protocol
@@ -10,15 +10,15 @@ from kvjax.layers.weight import HEAD_AXES, check_letters
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One array of a cache entry: Field("J H", (1, 128)), its axes and shape per token.
+    """One array of a cache entry, with its axes and its shape per token: Field("J H", (1, 128)).
 
-    An axis of N, K or J counts heads: query head n reads n·heads // N of it. A field without one is
-    read whole by every head. An axis of one element may be "1".
+    An axis N, K or J counts heads: query head n of N reads index n·heads // N. Every head reads a
+    field without such an axis. An axis of length 1 may be written "1".
     """
 
     axes: str
     shape: tuple[int, ...]
-    wide: bool = False  # float32 or wider, whatever the compute dtype
+    wide: bool = False  # at least float32, whatever the compute dtype
 
     def __post_init__(self):
         names = self.axes.split()
@@ -28,22 +28,21 @@ class Field:
 
     @property
     def head_axis(self) -> int | None:
-        """Which axis counts heads, if one does."""
-        found = (i for i, name in enumerate(self.axes.split()) if name in HEAD_AXES)
-        return next(found, None)
+        """Index of the axis that counts heads, or None."""
+        return next((i for i, name in enumerate(self.axes.split()) if name in HEAD_AXES), None)
 
     @property
     def heads(self) -> int | None:
-        """How many heads it has of its own, or None."""
+        """Number of heads in the field, or None."""
         return None if self.head_axis is None else self.shape[self.head_axis]
 
     def dtype_in(self, compute: jnp.dtype) -> jnp.dtype:
-        """Its dtype in a model that computes in `compute`."""
+        """Returns the field's dtype in a model that computes in `compute`."""
         return jnp.promote_types(compute, jnp.float32) if self.wide else jnp.dtype(compute)
 
 
 class HasCacheEntry(Protocol):
-    """What a cache can be made for: of a mechanism's config it needs to know nothing else."""
+    """The part of a mechanism's config that a cache depends on."""
 
     def entry(self) -> dict[str, Field]:
-        """What the cache keeps per token and layer."""
+        """Returns the fields stored per token and layer."""

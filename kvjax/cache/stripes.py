@@ -1,10 +1,13 @@
-"""Which chip holds which token, if a cache is split over several chips.
+"""Placement of a cache's tokens on several chips (context-parallel decoding).
 
-A sequence is cut into stripes of consecutive tokens, dealt to n chips in turn: chip c holds stripes
-c, c + n, c + 2n, ... side by side, in slots of its own. So a sequence of any length is spread to
-within one stripe, where contiguous halves would leave the later chips idle until it reaches them;
-what a token sees is still a prefix of every chip's slots; and a tile that divides a stripe holds
-consecutive positions, as the rotating query of LRKV needs (`rope.basis`).
+Each sequence is cut into stripes of consecutive tokens that go to the n chips in turn: chip c holds
+stripes c, c + n, c + 2n, ... in consecutive slots. This round robin has three properties:
+
+- chips hold equally many tokens, up to one stripe, at every length (contiguous blocks would leave
+  the later chips idle until the sequence reaches them);
+- the tokens a query attends to are a prefix of every chip's slots;
+- a tile that divides a stripe holds consecutive positions, which LRKV's rotated queries need
+  (`rope.basis`).
 """
 
 import dataclasses
@@ -14,43 +17,47 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-AXIS = "cache"  # of a mesh: the chips that tokens of a cache are split over
-MAX_STRIPE = 512  # tokens of a stripe, at most: a tile of `cache_layouts.tiles.TILE_KV`
+AXIS = "cache"  # mesh axis that a cache's tokens are sharded over
+MAX_STRIPE = 512  # tokens; one tile of plain XLA (`cache_layouts.tiles.TILE_KV`)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stripes:
-    """What one chip holds: `Stripes()` is all of every sequence."""
+    """The stripes of one chip; `Stripes()` is a whole sequence on one chip."""
 
     size: int = MAX_STRIPE
     chips: int = 1
     chip: jax.Array | int = 0
 
     def position(self, slot: jax.Array) -> jax.Array:
-        """The position in its sequence of the token in a slot of this chip."""
+        """Returns the sequence position of the token in a slot of this chip."""
         if self.chips == 1:
             return slot
         return (slot // self.size * self.chips + self.chip) * self.size + slot % self.size
 
     def num_held(self, tokens: jax.Array) -> jax.Array:
-        """How many of a sequence's first `tokens` tokens are this chip's: its slots 0, 1, ..."""
+        """Returns how many of the first `tokens` tokens this chip holds: its slots 0, 1, ..."""
         if self.chips == 1:
             return tokens
-        round_ = self.size * self.chips
-        here = jnp.clip(tokens % round_ - self.chip * self.size, 0, self.size)
-        return tokens // round_ * self.size + here
+        round_tokens = self.size * self.chips  # one stripe on every chip
+        last_round = jnp.clip(tokens % round_tokens - self.chip * self.size, 0, self.size)
+        return tokens // round_tokens * self.size + last_round
 
 
 def num_chips() -> int:
-    """How many chips the mesh around this call splits caches over; 1 where it has no such axis."""
+    """Returns the size of the surrounding mesh's "cache" axis; 1 without one."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
 def local_stripes(slots: int) -> Stripes:
-    """What a chip with so many slots holds, within a `jax.shard_map` over the axis."""
+    """Returns the stripes of the current chip, inside a `jax.shard_map` over the axis.
+
+    Args:
+      slots: length of the chip's part of the cache.
+    """
     return Stripes(math.gcd(slots, MAX_STRIPE), num_chips(), jax.lax.axis_index(AXIS))
 
 
 def spec(array: jax.Array) -> PartitionSpec:
-    """How an array [..., S] of a cache is split: its tokens over the chips."""
+    """Returns the sharding of a cache array [..., S]: tokens over the chips."""
     return PartitionSpec(*(None,) * (array.ndim - 1), AXIS)

@@ -272,7 +272,7 @@ def _rope(block: BlockConfig, channels: int) -> str:
         )
     half = channels // 2
     if block.rope_fraction != 1:
-        turned = rope.Partial(block.rope_base, block.rope_fraction).pairs(channels)
+        turned = rope.Partial(block.rope_base, block.rope_fraction).num_rotated_pairs(channels)
         scaled += f", i < {turned}; channels of other i stay as they are"
         channels = 2 * turned
     return (

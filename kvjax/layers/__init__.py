@@ -1,1 +1,1 @@
-"""What all parts of a model share: weights that know their axes, norms, rotary positions."""
+"""Layers that every model shares: weights with named axes, norms, rotary and other positions."""

@@ -10,15 +10,16 @@ KINDS = ("rms", "layer")
 
 
 def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
-    """[..., 1] reciprocal root mean square of [..., D], in float32 or wider."""
+    """Returns 1 / rms(x) over the last axis: [..., D] -> [..., 1], in float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
 
 
 class Norm(nnx.Module):
-    """Normalises [..., D] over D; without gain it has no parameters (the recipe's default).
+    """Normalises [..., D] over D. Without gain and bias (the default recipe) it has no parameters.
 
-    Gains and biases may differ along axes before the last: axes "J C" of sizes dim = (2, 64).
+    Gain and bias may have more axes than the one that is normalised: axes="J C", dim=(2, 64) gives
+    each of two latents its own gain.
     """
 
     def __init__(
@@ -47,9 +48,13 @@ class Norm(nnx.Module):
         return self._affine(wide).astype(x.dtype)
 
     def _affine(self, x: jax.Array) -> jax.Array:
-        leading = lambda w: jnp.expand_dims(w, tuple(range(x.ndim - w.ndim)))
         if self.gain is not None:
-            x = x * leading(self.gain[...])
+            x = x * _expand_leading(self.gain[...], x.ndim)
         if self.bias is not None:
-            x = x + leading(self.bias[...])
+            x = x + _expand_leading(self.bias[...], x.ndim)
         return x
+
+
+def _expand_leading(w: jax.Array, ndim: int) -> jax.Array:
+    """Adds leading axes of length 1 (jnp's implicit rank promotion may be off)."""
+    return jnp.expand_dims(w, tuple(range(ndim - w.ndim)))

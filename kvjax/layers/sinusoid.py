@@ -1,4 +1,4 @@
-"""Fixed sinusoidal encodings of a position (Vaswani et al., 2017)."""
+"""Fixed sinusoidal position encodings (Vaswani et al., arXiv 1706.03762, section 3.5)."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ BASE = 10_000.0
 
 
 def encoding(positions_S: jax.Array, channels: int) -> jax.Array:
-    """[S, C]: channel 2i is sin(s / 10000^(2i/C)), channel 2i + 1 its cosine."""
+    """Returns [S, C]: channel 2i is sin(s / 10000^(2i/C)), channel 2i + 1 the cosine."""
     cos, sin = rope.rotary(positions_S, channels, BASE)
     pairs = jnp.stack([sin, cos], axis=-1)
     return pairs.reshape(*positions_S.shape, -1)[..., :channels]

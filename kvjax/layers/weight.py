@@ -1,11 +1,11 @@
-"""Weights that know their axes, and the linear maps they are.
+"""Weights with named axes, and the linear maps that use them.
 
-One string gives a weight's shape, its initialisation and the matrix that Muon orthogonalises.
+`weight("D -> N H", rngs, D=768, N=6, H=128)` is one matrix from D to N x H, stored [D, N, H].
+`weight("K: R -> H", ...)` is K independent matrices from R to H, stored [K, R, H].
 
-`weight("D -> N H", rngs, D=768, N=6, H=128)` is a linear map from D to (N, H), stored [D, N, H].
-`weight("K: R -> H", ...)` is K separate maps from R to H, stored [K, R, H]. The string stays with
-the parameter as `.axes`, and is all that the optimizer (which matrix to orthogonalise) and the
-sharding (which axis to split) need to know: a new mechanism adds no line to either.
+The string is kept as the parameter's `.axes`. It determines shape and initialisation here, the
+matrix that Muon orthogonalises (`kvjax.optim`) and the mesh axes (`distributed.sharding.spec`), so
+a new mechanism changes neither optimizer nor sharding.
 """
 
 from collections.abc import Iterable
@@ -18,16 +18,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-HEAD_AXES = frozenset("NKJ")  # letters that count heads
-LETTERS = dict(
-    **dict(N="query heads", K="KV heads", J="bases, and whatever else groups of heads share"),
-    **dict(D="model", H="head channels", R="rank", C="latent", P="channels with RoPE alone"),
-    **dict(M="MLP", V="vocabulary", T="positions", G="branches, of which each head has all"),
-)
+HEAD_AXES = frozenset("NKJ")
+LETTERS = {
+    "N": "query heads",
+    "K": "KV heads",
+    "J": "bases and anything else that groups of heads share",
+    "G": "branches, all read by every head",
+    "D": "model width",
+    "H": "head channels",
+    "R": "rank",
+    "C": "latent channels",
+    "P": "channels of a decoupled RoPE key",
+    "M": "MLP width",
+    "V": "vocabulary",
+    "T": "learned positions",
+}
 
 
 def check_letters(text: str, names: Iterable[str]) -> None:
-    """Raises a ValueError for a name that is no letter of `LETTERS`: it would mean nothing."""
+    """Raises a ValueError for an unknown letter, which no sharding or Muon rule would cover."""
     for name in names:
         if name not in LETTERS:
             known = ", ".join(f"{letter} ({meaning})" for letter, meaning in LETTERS.items())
@@ -36,10 +45,9 @@ def check_letters(text: str, names: Iterable[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The axes of a stored weight, in storage order: batch, then reduction, then output.
+    """Axes of a stored weight, in storage order: batch, reduction (in), output.
 
-    A vector (gain, bias) has output axes only. A stack of layers has further, unnamed batch axes
-    in front.
+    Vectors (gains, biases) have output axes only. Stacked layers have an unnamed axis in front.
     """
 
     batch: tuple[str, ...]
@@ -48,13 +56,13 @@ class Axes:
 
     @classmethod
     def parse(cls, text: str) -> "Axes":
-        """Reads "K: R -> H", "D -> N H" or, for a vector, "N H"."""
+        """Parses "K: R -> H", "D -> N H" or, for a vector, "N H"."""
         batch, _, rest = text.rpartition(":")
         reduction, _, output = rest.rpartition("->")
         axes = cls(tuple(batch.split()), tuple(reduction.split()), tuple(output.split()))
         check_letters(text, axes.names)
         if len(set(axes.names)) < len(axes.names):
-            raise ValueError(f"axes {text!r}: a letter stands there twice")
+            raise ValueError(f"axes {text!r}: a letter is repeated")
         return axes
 
     @property
@@ -66,29 +74,29 @@ class Axes:
         return bool(self.reduction)
 
     def per_head(self) -> "Axes":
-        """The same weight seen as one matrix per head: head axes, and branches, go to the batch."""
-        apart = HEAD_AXES | {"G"}
-        keep = lambda names: tuple(n for n in names if n not in apart)
-        heads = tuple(n for n in self.names if n in apart and n not in self.batch)
-        return Axes(self.batch + heads, keep(self.reduction), keep(self.output))
+        """Returns the axes of the same weight as one matrix per head (and per branch)."""
+        head_axes = HEAD_AXES | {"G"}
+        heads = tuple(n for n in self.names if n in head_axes and n not in self.batch)
+        reduction = tuple(n for n in self.reduction if n not in head_axes)
+        output = tuple(n for n in self.output if n not in head_axes)
+        return Axes(self.batch + heads, reduction, output)
 
 
 @dataclasses.dataclass(eq=False)
 class InitRngs:
-    """Random keys, and how weights start that say no more than what they are.
+    """Random keys and initialisation defaults for `weight`; a cheaper drop-in for `nnx.Rngs`.
 
-    It stands wherever `weight` takes nnx.Rngs, which start as the defaults here, and gives the keys
-    of nnx.Rngs(key). It counts while a program is traced, in a Python number (an array would be an
-    addition in every program, for each weight): make one inside what is compiled or mapped.
+    Yields the same keys as `nnx.Rngs(key)`, but counts in a Python int, so a key adds no operation
+    for the count to the traced program. Create it inside the function that is jitted or vmapped.
     """
 
     key: jax.Array
-    matrix_std: float = 0.0  # of matrices; 0: by their sizes
-    zero_outputs: bool = True  # whether projections into the residual stream, and the head, are 0
-    count: int = 0  # keys given
+    matrix_std: float = 0.0  # standard deviation of "linear" matrices; 0: from fan in and fan out
+    zero_outputs: bool = True  # output projections (init="output") start at zero
+    count: int = 0  # keys drawn so far
 
     def params(self) -> jax.Array:
-        """The next key."""
+        """Returns the next key."""
         self.count += 1
         return jax.random.fold_in(self.key, self.count - 1)
 
@@ -101,22 +109,25 @@ def weight(
     dtype=jnp.float32,
     **sizes: int,
 ) -> nnx.Param:
-    """A parameter with the given axes and sizes.
+    """Creates a parameter.
 
     Args:
-      axes: see the module's docstring; every letter needs a size in `sizes`.
-      init: "linear", N(0, min(1, sqrt(out/in))/sqrt(in)) (arXiv 2310.17813, as in nanochat) or what
-        `rngs` say of matrices; "output", zeros or, if `rngs` say so, as "linear"; "normal",
-        N(0, 1); "zeros"; "ones"; or the standard deviation of a normal distribution.
-      sizes: length of each axis.
+      axes: see the module docstring.
+      rngs: keys; an `InitRngs` may also override the initialisation of "linear" and "output".
+      init: one of
+        "linear": N(0, std) with std = min(1, sqrt(out/in)) / sqrt(in) (arXiv 2310.17813, as in
+          nanochat), or `rngs.matrix_std` if positive;
+        "output": zeros if `rngs.zero_outputs`, else "linear";
+        "normal": N(0, 1); "zeros"; "ones"; a number: N(0, number).
+      sizes: length of every axis.
     """
     parsed = Axes.parse(axes)
     shape = tuple(sizes[name] for name in parsed.names)
-    start = rngs if isinstance(rngs, InitRngs) else InitRngs  # the class has its defaults
+    defaults = rngs if isinstance(rngs, InitRngs) else InitRngs  # class attributes
     if init == "output":
-        init = "zeros" if start.zero_outputs else "linear"
-    if init == "linear" and parsed.is_matrix and start.matrix_std:
-        init = start.matrix_std
+        init = "zeros" if defaults.zero_outputs else "linear"
+    if init == "linear" and parsed.is_matrix and defaults.matrix_std:
+        init = defaults.matrix_std
     if init in ("zeros", "ones"):
         value = jnp.full(shape, float(init == "ones"), dtype)
     elif init == "normal" or not isinstance(init, str):
@@ -134,46 +145,50 @@ def weight(
 
 
 def _normal(key: jax.Array, std: float, shape: tuple[int, ...], dtype) -> jax.Array:
-    """N(0, std)."""
+    """Draws from N(0, std)."""
     value = jax.random.normal(key, shape, dtype)
-    return jax.lax.mul(value, np.asarray(std, value.dtype))  # sooner traced than a `*`
+    return jax.lax.mul(value, np.asarray(std, value.dtype))  # traces faster than `*`
 
 
 def axes_of(state: nnx.State) -> dict:
-    """The axes strings of a state's parameters, as a pure dict."""
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    return nnx.to_pure_dict(jax.tree.map(lambda p: p.axes, state, is_leaf=is_variable))
+    """Returns the axes strings of a state's parameters as a pure dict."""
+    axes = jax.tree.map(lambda p: p.axes, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return nnx.to_pure_dict(axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """[..., in] and [in, *out] to [..., *out], accumulated and returned in `dtype`; None: theirs.
+    """Computes `jnp.tensordot(x, w, 1)`: [..., in] x [in, *out] -> [..., *out].
 
-    As `jnp.tensordot(x, w, 1)`, with a weight gradient ordered for XLA on CPU, which copies the
-    first operand of a product over tokens: here always the narrower one (derived automatically, a
-    vocabulary head's loss takes 2 to 3 times as long). What is transposed afterwards stays so on
-    CPU: XLA would swap the operands instead, and that product runs at half the speed.
+    The custom backward pass exists for XLA on CPU, which copies the first operand of the weight
+    gradient (a product over tokens). Here that is always the narrower of x and dy; with automatic
+    differentiation the loss over a vocabulary takes 2 to 3 times as long.
+
+    Args:
+      dtype: dtype of accumulation and result; None: the promoted dtype of x and w.
     """
     return jnp.tensordot(x, w, 1, preferred_element_type=dtype)
 
 
 def _linear_forward(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None):
-    # Not `linear`: remat policies look for products.
+    # Written out, since remat policies (`dots`) save outputs of dot_general, not of `linear`.
     return jnp.tensordot(x, w, 1, preferred_element_type=dtype), (x, w)
 
 
 def _linear_backward(dtype: jnp.dtype | None, saved, dy: jax.Array):
     x, w = saved
-    dy = dy.astype(jnp.result_type(x, w))  # products of operands that are no wider than these
+    dy = dy.astype(jnp.result_type(x, w))  # a float32 dy would make bfloat16 products float32
     tokens, outputs = tuple(range(x.ndim - 1)), w.ndim - 1
     dx = jax.lax.dot_general(
         dy, w, ((tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(1, w.ndim))), ((), ()))
     )
     over_tokens = ((tokens, tokens), ((), ()))
-    if w.size <= w.shape[0] ** 2:  # in >= out
+    if w.size <= w.shape[0] ** 2:  # in >= out: dy is the narrower one
         dw = jax.lax.dot_general(dy, x, over_tokens)
-        keep = jax.lax.optimization_barrier
-        dw = jax.lax.platform_dependent(dw, cpu=keep, default=lambda dw: dw)
+        # Without the barrier, XLA on CPU removes the transpose by swapping the operands, and that
+        # product runs at half the speed.
+        barrier = jax.lax.optimization_barrier
+        dw = jax.lax.platform_dependent(dw, cpu=barrier, default=lambda dw: dw)
         dw = jnp.moveaxis(dw, -1, 0)
     else:
         dw = jax.lax.dot_general(x, dy, over_tokens)
@@ -184,7 +199,7 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 
 def affine(x: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    """`linear`, and [*out] added to it where there is a bias."""
+    """Applies `linear`, then adds the bias [*out] if there is one."""
     y = linear(x, w[...])
     if bias is None:
         return y

@@ -114,7 +114,7 @@ def test_append_wants_the_same_names_and_enough_slots():
     zero = np.zeros(1, np.int32)
     with pytest.raises(ValueError, match=r"the cache has \['x'\], the entry \['y'\]"):
         cache_lib.append(layer, entry, zero, zero)
-    with pytest.raises(ValueError, match="17 tokens at once, and a capacity of 16"):
+    with pytest.raises(ValueError, match="17 tokens at once exceed the capacity of 16"):
         cache_lib.append(layer, {"x": jnp.zeros((1, 17))}, zero, zero)
 
 

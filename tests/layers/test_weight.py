@@ -205,9 +205,9 @@ def test_a_wide_product_of_bfloat16():
 
 def test_letters_that_mean_nothing_are_refused():
     """Or a weight of them would lie whole on every device, and be one matrix for Muon."""
-    with pytest.raises(ValueError, match=r"axes 'D -> X H': 'X' is none of N .*J \(bases, and"):
+    with pytest.raises(ValueError, match=r"axes 'D -> X H': 'X' is none of N .*J \(bases and"):
         Axes.parse("D -> X H")
-    with pytest.raises(ValueError, match="axes 'N: N -> H': a letter stands there twice"):
+    with pytest.raises(ValueError, match="axes 'N: N -> H': a letter is repeated"):
         Axes.parse("N: N -> H")
 
 
