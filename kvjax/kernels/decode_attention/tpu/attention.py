@@ -1,6 +1,8 @@
 """Decode attention as Pallas kernels for TPUs: one query per sequence over a cache of any length.
 
-A cache layout's kernel is a list of components (`operators`) on one pipeline (`pipeline`). Tests
+A cache layout's kernel is a list of components (`operators`) on one pipeline (`pipeline`, which has
+the picture of grid, tiles and buffers). LRKV under RoPE rotates the query in rank space, tile by
+tile, instead of rebuilding keys (`operators.RotatingKeys`). Tile sizes are chosen here. Tests
 compile the kernels ahead of time for v4, v5e, v5p and v6e, and run them in the interpreter.
 """
 
@@ -25,22 +27,36 @@ from kvjax.kernels.decode_attention.tpu.interfaces import LANES, Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend, vmem_bytes
 
 Cache = Mapping[str, jax.Array]
-CANDIDATES = dict(tile_kv=(512, 1024, 2048), score_tile=(256, 512), splits=(1, 2))  # for tuning
-VALUES = ("vector", "diagonal")  # operators for values that no two heads share
+# Tokens of a grid step (tile_kv) and of one product (score_tile), both multiples of 128. tile_kv
+# divides the capacity (and the stripe, on several chips), score_tile divides tile_kv: they are
+# rounded down. tile_kv is an eighth of the capacity within these bounds. A tile costs 250 to 700
+# bundles besides its tokens (static, d36: `kvjax.kernels.profile`), which favours long tiles; a
+# sequence's last tile is always read whole, which favours short ones. Both shrink where VMEM is
+# short (`_default_sizes`). The FLOPs of `cache_layouts.rotating` are with plain JAX's tile.
+MIN_TILE_KV, MAX_TILE_KV = 512, 2048
+MAX_SCORE_TILE = 512
+CANDIDATES = {  # for --tune
+    "tile_kv": (512, 1024, 2048),
+    "score_tile": (256, 512),
+    "splits": (1, 2),
+}
+# Operators for values that no two heads share. Bundles per token of LRKV at d36, static: on v4 4.1
+# with "diagonal" and 5.4 with "vector", on v5p 3.7 and 2.8 (experiments/LOG.md).
+VALUES = ("vector", "diagonal")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """Properties of a chip that the defaults depend on."""
+    """Properties of a chip that the defaults depend on; unknown chips have the least."""
 
-    vmem_bytes: int = 16 * 2**20
-    cores: int = 1  # TensorCores that share its memory
+    vmem_bytes: int = 16 * 2**20  # that the kernel may use
+    cores: int = 1  # TensorCores that share its memory: a split for each if there is one sequence
     values: str = "vector"
 
 
 _LARGE = 64 * 2**20
 _CHIPS = {
-    "TPU v4": _Chip(cores=2, values="diagonal"),  # few vector units
+    "TPU v4": _Chip(cores=2, values="diagonal"),  # half the vector slots of v5p
     "TPU v5": _Chip(vmem_bytes=_LARGE, cores=2),  # v5p
     "TPU v5p": _Chip(vmem_bytes=_LARGE, cores=2),
     "TPU v5 lite": _Chip(vmem_bytes=_LARGE),
@@ -77,10 +93,10 @@ def attend_with_lse(
     Args:
       first_B: position of each sequence's new token, on whichever chip it is.
       stripes: the positions that this chip holds.
-      tile_kv: tokens per grid step, rounded down to a divisor of the capacity; None, here and
-        below: from `tuned.json`, or a default.
+      tile_kv: tokens per grid step, rounded down to a divisor of the capacity and the stripe; None,
+        here and below: from `tuned.json`, or a default.
       score_tile: tokens of a tile that are scored at once, rounded down to a divisor of `tile_kv`.
-      splits: runs of tiles into which a sequence is cut, for chips with two cores.
+      splits: splits of each sequence; one per core of the chip if there is one sequence.
       values: one of `VALUES`.
       interpret: False, or `pltpu.InterpretParams`.
 
@@ -98,7 +114,7 @@ def attend_with_lse(
     else:  # positions of a tile must be consecutive: no tile crosses a stripe
         tile_kv = _divisor(stripes.size, tile_kv)
         origins = stripes.position(jnp.arange(S // tile_kv, dtype=jnp.int32) * tile_kv)
-    seen_B = stripes.num_held(first_B + 1)
+    seen_B = stripes.num_held(first_B + 1)  # tokens of this chip: its slots 0 .. seen - 1
     o_B1NV, log_sum_exp_B1N = _run(
         operands,
         dict(cache),
@@ -187,24 +203,24 @@ def _vmem_bytes(operands: DecodeInputs, cache: Cache, tile_kv: int, score_tile: 
 
 
 def _default_sizes(operands: DecodeInputs, cache: Cache) -> dict[str, int]:
-    """Returns default sizes: tiles of an eighth of the capacity, within 512 and 2,048 tokens.
+    """Returns default `tile_kv`, `score_tile` and `splits`; see MIN_TILE_KV.
 
-    Less where that does not fit into VMEM; one split per core if there is one sequence. A tile
-    costs 250 to 700 bundles besides its tokens (`kvjax.kernels.profile`), which asks for long
-    tiles; but a sequence's last tile is always read whole, which asks for short ones.
+    Halves the tiles until the kernel fits into VMEM: first score_tile to 256, then tile_kv to
+    MIN_TILE_KV, then both to 128.
     """
     S, chip = _capacity(cache), _chip()
-    tile_kv, score_tile = _divisor(S, min(2048, max(512, S // 8))), 512
+    tile_kv = _divisor(S, min(MAX_TILE_KV, max(MIN_TILE_KV, S // 8)))
+    score_tile = MAX_SCORE_TILE
     while _vmem_bytes(operands, cache, tile_kv, score_tile) > chip.vmem_bytes:
         if tile_kv == score_tile == LANES:
             break  # `check` refuses
-        if score_tile > 256 or (tile_kv <= 512 and score_tile > LANES):
+        if score_tile > 256 or (tile_kv <= MIN_TILE_KV and score_tile > LANES):
             score_tile //= 2
         else:
             tile_kv = _divisor(S, max(tile_kv // 2, LANES))
     B = next(iter(cache.values())).shape[0]
     splits = chip.cores if B == 1 else 1
-    return dict(tile_kv=tile_kv, score_tile=score_tile, splits=splits)
+    return {"tile_kv": tile_kv, "score_tile": score_tile, "splits": splits}
 
 
 def _divisor(S: int, most: int) -> int:
@@ -239,12 +255,14 @@ def _kernel(
 
 
 def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
+    """Groups query heads by the KV head that they share: [B, K, N/K, H]."""
     B, _, N, H = query_B1NH.shape
     return query_B1NH.reshape(B, K, N // K, H)
 
 
-def _values_of_heads(values_BKVS: jax.Array, N: int, how: str):
-    if how == "diagonal" and N == values_BKVS.shape[1]:
+def _values_of_heads(values_BKVS: jax.Array, N: int, operator: str):
+    """Returns the operator for values of each head; "diagonal" needs one KV head per query head."""
+    if operator == "diagonal" and N == values_BKVS.shape[1]:
         return operators.DiagonalValues(values_BKVS)
     return operators.VectorValues(values_BKVS, N=N)
 
@@ -252,7 +270,7 @@ def _values_of_heads(values_BKVS: jax.Array, N: int, how: str):
 def _grouped(o: GroupedInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
     del tile_kv, origins
     N, (K, V) = o.query.shape[2], cache["base_value"].shape[1:3]
-    if N == K:
+    if N == K:  # MHA: one query per key, head by head on the vector unit
         component = Component(
             operators.VectorKeys(o.query[:, 0], cache["base_key"]),
             _values_of_heads(cache["base_value"], N, values),
@@ -272,10 +290,10 @@ def _latent(o: LatentInputs, cache: Cache, tile_kv: int, values: str, origins) -
     query_B1NC = latent_lib.with_zeros(o.query, C)
     content = Component(
         operators.MatrixKeys(_by_group(query_B1NC, G), latent_BGCS),
-        operators.MatrixValues(None, K=G, G=N // G, V=C),
+        operators.MatrixValues(None, K=G, G=N // G, V=C),  # None: the tile of keys is the values
     )
     components = [content]
-    if o.rope_query is not None:
+    if o.rope_query is not None:  # scores to add, without values of its own
         rope_key = cache["rope_key"][:, None]
         components.append(Component(operators.MatrixKeys(_by_group(o.rope_query, 1), rope_key)))
     if o.up_value is None:
@@ -296,7 +314,7 @@ def _residual(o: ResidualInputs, cache: Cache, tile_kv: int, values: str, origin
         operators.MatrixValues(cache["base_value"], K=J, G=N // J, V=V),
     )
     rotated = o.rope_base is not None
-    if rotated:
+    if rotated:  # the query in rank space depends on the position: rotated once per tile
         keys = operators.RotatingKeys(
             o.residual_query[:, 0],
             o.expand_key,
@@ -305,7 +323,7 @@ def _residual(o: ResidualInputs, cache: Cache, tile_kv: int, values: str, origin
             tile_kv=tile_kv,
             origins=origins,
         )
-    else:  # LRKV eq. 3
+    else:  # absorbed once, LRKV eq. 3
         q_BKGH = _by_group(o.residual_query, K).astype(jnp.float32)
         u_BKGR = jnp.einsum("BKGH,KRH->BKGR", q_BKGH, o.expand_key.astype(jnp.float32))
         keys = operators.VectorKeys(u_BKGR.reshape(B, N, R), cache["residual_key"])
@@ -316,6 +334,8 @@ def _residual(o: ResidualInputs, cache: Cache, tile_kv: int, values: str, origin
         values_BKGV = jnp.einsum("BKGR,KRV->BKGV", latent_BKGR, o.expand_value.astype(jnp.float32))
         return base_BNV + values_BKGV.reshape(B, N, V)
 
+    # Rotated queries keep the matrix unit busy, values per head the vector unit: one tile's values
+    # are accumulated beside the next tile's scores.
     return _Kernel([base, Component(keys, values_of_heads)], expand, delay_values=rotated)
 
 

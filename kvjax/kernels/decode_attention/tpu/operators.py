@@ -28,7 +28,7 @@ from kvjax.kernels.decode_attention.tpu.interfaces import (
 )
 from kvjax.layers import rope
 
-_NT = (((1,), (1,)), ((), ()))  # contracts both operands' last axis: tokens are on lanes
+_NT = (((1,), (1,)), ((), ()))  # a · bᵀ: contracts the last axis of both, tokens on lanes
 
 
 def _dot(a: jax.Array, b: jax.Array, dimensions=(((1,), (0,)), ((), ()))) -> jax.Array:
@@ -58,8 +58,8 @@ class MatrixKeys(Keys):
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> None:
         for k in range(self.K):
-            keys_Hs = refs["keys"][0, k, :, tokens]
-            z_Gs = _dot(refs["query"][0, k], keys_Hs)
+            keys_Hs = refs["keys"][0, k, :, tokens]  # of [1, K, H, tile_kv]
+            z_Gs = _dot(refs["query"][0, k], keys_Hs)  # query: [1, K, G, H]
             for c in range(tokens.size // LANES):
                 scores[c, k * self.G, self.G] = z_Gs[:, c * LANES : (c + 1) * LANES]
 
@@ -77,13 +77,14 @@ class VectorKeys(Keys):
         )
 
     def start(self, refs: Refs) -> None:
+        # Repeats every channel of the query over 128 lanes, once per split: tokens are on lanes.
         for n in range(self.N):
             column_H1 = refs["query"][0, :, n : n + 1]
             refs["wide"][n] = jnp.broadcast_to(column_H1, (self.H, LANES))
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead:
         def head(n: int) -> None:
-            query_HL = refs["wide"][n]
+            query_HL = refs["wide"][n]  # [H, 128]
             for c, (_, at) in enumerate(columns(tokens)):
                 keys_HL = refs["keys"][0, n * self.K // self.N, :, at].astype(jnp.float32)
                 scores[c, n] = jnp.sum(query_HL * keys_HL, axis=0, keepdims=True)
@@ -95,10 +96,16 @@ class RotatingKeys(Keys):
     """Rotated queries [B, N, H], factors B [K, R, H] and latents [B, K, R, S] of unrotated keys.
 
     With RoPE's channel pairs as complex numbers, the score of slot t is the latent times
-    Re(sum_j conj(q_j) B_j e^{i t theta_j}). Per tile the query is rotated by minus the position of
-    the tile's first slot; then W = [Re conj(q)·B | -Im conj(q)·B] times a constant
-    [H, tile_kv] table of cosines and sines gives a query in rank space for every slot. A latent
-    costs one multiply-add per element.
+    Re(sum_j conj(q_j) B_j e^{i t theta_j}): the query is rotated by minus the position, in rank
+    space, instead of rebuilding and rotating the key.
+
+        per tile   rotated [2, N, H]            rotated by minus the first slot's position
+                   rank_queries [N·R, H]        W = [Re conj(q)·B | -Im conj(q)·B], vector unit
+        per score  W · table [H, score_tile]    a query in rank space for every slot, matrix unit
+                   times latents [R, score_tile], summed over R: one multiply-add per element
+
+    The constant table has the cosines and sines of slots 0 .. tile_kv - 1 of any tile. Unlike plain
+    JAX this factors no low-rank basis out of it (`cache_layouts.rotating`).
     """
 
     def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, tile_kv: int, origins):
@@ -112,7 +119,8 @@ class RotatingKeys(Keys):
             return jnp.concatenate([a, b], axis=-1)
 
         query_B2NH = jnp.stack([join(q1, -q1), join(q2, q2)], axis=1)
-        # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1] uses whole rows of lanes, never half ones.
+        # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1] uses whole rows of lanes, never half ones,
+        # which took 0.4 bundles per token more at tiles of 1,024 (static: experiments/LOG.md).
         swapped_KRH = jnp.roll(expand_KRH, H // 2, axis=-1)
         if origins is None:  # a whole cache: the tiles' first positions are constants
             origins = np.arange(-(-S // tile_kv)) * tile_kv
@@ -120,18 +128,18 @@ class RotatingKeys(Keys):
         angles = jnp.stack([join(cos, cos), join(sin, -sin)], axis=1)
         cos, sin = _angles(np.arange(tile_kv), H, base)
         table_Hs = jnp.concatenate([cos.T, sin.T]).astype(dtype)
-        inputs = dict(
-            query=Input(query_B2NH, "sequence"),
-            expand=Input(expand_KRH.astype(dtype), "all"),
-            swapped=Input(swapped_KRH.astype(dtype), "all"),
-            angles=Input(angles, "tile"),
-            table=Input(table_Hs, "all"),
-            keys=Input(latent_BKRS, "keys"),
-        )
-        scratch = dict(
-            rotated=pltpu.VMEM((2, self.N, H), jnp.float32),
-            rank_queries=pltpu.VMEM((self.N * self.R, H), dtype),
-        )
+        inputs = {  # refs in the kernel
+            "query": Input(query_B2NH, "sequence"),  # [1, 2, N, H]
+            "expand": Input(expand_KRH.astype(dtype), "all"),  # [K, R, H]
+            "swapped": Input(swapped_KRH.astype(dtype), "all"),  # [K, R, H]
+            "angles": Input(angles, "tile"),  # [1, 2, H]
+            "table": Input(table_Hs, "all"),  # [H, tile_kv]
+            "keys": Input(latent_BKRS, "keys"),  # [1, K, R, tile_kv]
+        }
+        scratch = {
+            "rotated": pltpu.VMEM((2, self.N, H), jnp.float32),
+            "rank_queries": pltpu.VMEM((self.N * self.R, H), dtype),
+        }
         super().__init__(inputs, scratch)
 
     def rotate(self, refs: Refs) -> None:
@@ -139,7 +147,7 @@ class RotatingKeys(Keys):
         first_NH, second_NH = refs["query"][0, 0], refs["query"][0, 1]
         refs["rotated"][0] = first_NH * cos + second_NH * sin
         refs["rotated"][1] = second_NH * cos - first_NH * sin
-        for n in range(self.N):
+        for n in range(self.N):  # row by row: 3-d broadcasts over sublanes do not compile for v4
             k, rows = n * self.K // self.N, slice(n * self.R, (n + 1) * self.R)
             expand_RH, swapped_RH = (refs[x][k].astype(jnp.float32) for x in ("expand", "swapped"))
             first, second = refs["rotated"][0, n : n + 1, :], refs["rotated"][1, n : n + 1, :]
@@ -147,7 +155,7 @@ class RotatingKeys(Keys):
             refs["rank_queries"][rows, :] = rank_query_RH.astype(refs["rank_queries"].dtype)
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead:
-        query_NRs = _dot(refs["rank_queries"][...], refs["table"][:, tokens])
+        query_NRs = _dot(refs["rank_queries"][...], refs["table"][:, tokens])  # all heads at once
 
         def head(n: int) -> None:
             query_Rs = query_NRs[n * self.R : (n + 1) * self.R]
@@ -184,7 +192,7 @@ class MatrixValues(Values):
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
         for k in range(self.K):
-            values_Vs = refs[self.name][0, k, :, tokens]
+            values_Vs = refs[self.name][0, k, :, tokens]  # of [1, K, Hv, tile_kv]
             rows = [weights[c, k * self.G, self.G] for c, _ in columns(tokens)]
             refs["accumulator"][k] += _dot(jnp.concatenate(rows, axis=1), values_Vs, _NT)
 
@@ -194,8 +202,8 @@ class MatrixValues(Values):
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for k in range(self.K):
-            of_group = inverse[k * self.G : (k + 1) * self.G, :1]
-            refs["out"][0, 0, k] = refs["accumulator"][k] * of_group
+            inverse_G1 = inverse[k * self.G : (k + 1) * self.G, :1]
+            refs["out"][0, 0, k] = refs["accumulator"][k] * inverse_G1  # out: [1, 1, K, G, Hv]
 
 
 class VectorValues(Values):
@@ -210,7 +218,7 @@ class VectorValues(Values):
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead:
         def head(n: int) -> None:
-            added = 0
+            added = 0  # summed in registers, added to VMEM once per `score_tile`
             for c, at in columns(tokens):
                 values_VL = refs["values"][0, n * self.K // self.N, :, at].astype(jnp.float32)
                 added += jnp.broadcast_to(weights[c, n], values_VL.shape) * values_VL
@@ -220,18 +228,22 @@ class VectorValues(Values):
 
     def rescale(self, refs: Refs, decay: jax.Array) -> None:
         for n in range(self.N):
-            of_head = jnp.broadcast_to(decay[n : n + 1, :], (self.V, LANES))
-            refs["sums"][0, n * self.V, self.V] *= of_head
+            decay_VL = jnp.broadcast_to(decay[n : n + 1, :], (self.V, LANES))
+            refs["sums"][0, n * self.V, self.V] *= decay_VL
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for n in range(self.N):
-            sums_LV = refs["sums"][0, n * self.V, self.V].T
+            sums_LV = refs["sums"][0, n * self.V, self.V].T  # sums over lanes, here only
             refs["out"][0, 0, n : n + 1, :] = jnp.sum(sums_LV, axis=0, keepdims=True)
         refs["out"][0, 0] *= inverse[: self.N, :1]
 
 
 class DiagonalValues(Values):
-    """Values [B, N, V, S] of few channels, one KV head per query head."""
+    """Values [B, N, V, S] of few channels, one KV head per query head.
+
+    Multiplies the weights of all heads with the values of all heads, of which `finish` keeps the
+    diagonal: N times the multiply-adds, on the matrix unit instead of the vector unit.
+    """
 
     def __init__(self, values_BNVS: jax.Array):
         self.N, self.V = values_BNVS.shape[1:3]

@@ -14,10 +14,20 @@ up, each with its own keys and, possibly, values; `operators` has the concrete o
                combine scores, mask, softmax  new maximum, weights, decay of the older sums
                values.rescale, accumulate     sums = sums * decay + weights * values
 
+Before a step Pallas waits for the copies of its tile, and starts the copies of the next step's, of
+another sequence or split too: a step has two tiles in VMEM, one to read and one that arrives. Steps
+of one sequence and split run in order on one core, so that scratch carries over; on chips with two
+cores each core takes some sequences and splits. Within a step there are no barriers: a core's reads
+and writes of VMEM happen in program order.
+
 A row of `logits` and `row_buffer` is 128 tokens of one head. Components that go head by head (on
 the vector unit) are interleaved with each other head by head, so that instructions of the vector
 and the matrix unit overlap. With `delay_values` the values of tile i - 1 are accumulated while tile
-i is scored, which gives the scheduler both kinds at once; the grid has one more step for it.
+i is scored, which gives the scheduler both kinds at once; the grid has one more step for it:
+
+    step i      0         1                 2                 3
+    scores      tile 0    tile 1            tile 2
+    values                tile 0            tile 1            tile 2 (`_accumulate_last_tile`)
 """
 
 from collections.abc import Sequence
@@ -58,7 +68,7 @@ def vmem_bytes(
         heads=heads,
         tile_kv=tile_kv,
         score_tile=score_tile,
-        delay_values=False,
+        delay_values=False,  # these two change no size
         scale=1.0,
     )
     scale = () if key_scale is None else (Input(key_scale, "keys"),)
@@ -141,7 +151,7 @@ def attend(
     outputs.append(("log_sum_exp", (padded(heads), LANES)))
     names = [name for name, _ in (*inputs, *outputs, *scratch)]
 
-    def kernel(first_ref, *refs):
+    def kernel(first_ref, *refs):  # first_ref: [B] int32 in SMEM; refs: blocks of `_spec`, scratch
         _Step(layout, first_ref, dict(zip(names, refs, strict=True))).run()
 
     steps = -(-capacity // (s * P))
@@ -150,7 +160,7 @@ def attend(
         name="decode_attention",
         out_shape=[jax.ShapeDtypeStruct((B, P, *dims), jnp.float32) for _, dims in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=1,  # first_B: index maps need it before the copies
             grid=(B, P, steps + delay_values),
             in_specs=[_spec(x, s, P, delay_values) for _, x in inputs],
             out_specs=[
@@ -160,11 +170,14 @@ def attend(
             scratch_shapes=[x for _, x in scratch],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
+            # Cores may divide sequences and splits, not the tiles of a split.
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_bytes,
         ),
         interpret=interpret,
     )(first_B, *(x.array for _, x in inputs))
     values = [x.reshape(B, P, heads, -1) for x in values]
+    # Outputs of a split are normalised: its log-sum-exp is its share of the softmax.
     log_sum_exp_BPN = log_sum_exp[:, :, :heads, 0]
     log_sum_exp_BN = jax.nn.logsumexp(log_sum_exp_BPN, axis=1)
     if P == 1:
@@ -174,14 +187,17 @@ def attend(
 
 
 def _tile_counts(first, s: int, P: int):
-    """Returns the tiles that a sequence has reached, and the tiles of each of its splits."""
+    """Returns the tiles that a sequence has reached, and the tiles of each of its splits.
+
+    Splits are equal parts of what is reached, not of the capacity, so that both cores have work.
+    """
     reached = first // s + 1
     return reached, (reached + P - 1) // P
 
 
 def _spec(x: Input, s: int, P: int, delay_values: bool) -> pl.BlockSpec:
     """Returns the block of an input that each grid step sees."""
-    dims = x.array.shape[1:]
+    dims = x.array.shape[1:]  # x.array: [B, *dims], of a cache array [B, ..., S]
 
     def tile(b, p, i, first):
         # Past the split's end the index stays at its last tile: Pallas copies no block twice.
@@ -189,9 +205,9 @@ def _spec(x: Input, s: int, P: int, delay_values: bool) -> pl.BlockSpec:
         return jnp.minimum(p * per_split + jnp.clip(i, 0, per_split - 1), reached - 1)
 
     zeros = (0,) * (len(dims) - 1)
-    if x.piece == "keys":
+    if x.piece == "keys":  # [1, ..., tile_kv]
         return pl.BlockSpec((1, *dims[:-1], s), lambda b, p, i, f: (b, *zeros, tile(b, p, i, f)))
-    if x.piece == "values":
+    if x.piece == "values":  # [1, ..., tile_kv] of the previous tile if delayed
         return pl.BlockSpec(
             (1, *dims[:-1], s), lambda b, p, i, f: (b, *zeros, tile(b, p, i - delay_values, f))
         )
@@ -227,7 +243,7 @@ class _Layout:
         def rows(tokens):
             return tokens // LANES * padded(heads)
 
-        buffer, logits = rows(tile_kv), rows(tile_kv)
+        buffer, logits = rows(tile_kv), rows(tile_kv)  # the weights, the logits of a tile
         self.scores, self.sums = [], []
         for c in components:
             by_head = c.keys.by_head
@@ -294,6 +310,7 @@ class _Step:
         """Resets the softmax and the sums before the split's first tile."""
         refs = self.refs
         refs["maximum"][...] = jnp.full_like(refs["maximum"], _MASKED)
+        # VMEM holds the previous split's, or nothing initialised, whose NaN would survive a decay.
         for name in ("total", "row_buffer", "logits"):
             refs[name][...] = jnp.zeros_like(refs[name])
         for c in self.components:
@@ -304,13 +321,17 @@ class _Step:
     def _attend_tile(self) -> None:
         """Scores the tile's keys, and accumulates its values, or the previous tile's if delayed."""
         delayed = self.layout.delay_values
+        # 1. Queries for this tile's position, into scratch that `score` reads.
         for c in self.components:
             c.keys.rotate(c.refs)
-        # The first tile has no previous one: its delayed weights are the zeros of `_initialise`.
+        # 2. Scores; beside them the previous tile's values, whose weights are still in place. The
+        # first tile has no previous one: its delayed weights are the zeros of `_initialise`.
         self._run_tile(self.components, self.with_values if delayed else [])
+        # 3. Logits become weights, in place; sums of all earlier tiles decay.
         self._softmax()
         for c in self.with_values:
             c.values.rescale(c.refs, self.refs["decay"])
+        # 4. This tile's values, unless the next step accumulates them.
         if not delayed:
             self._run_tile([], self.with_values)
 
@@ -363,11 +384,14 @@ class _Step:
             self.logits[column, 0, N] = jnp.where(slot <= last, z, _MASKED)
 
     def _softmax(self) -> None:
-        """Turns a tile's logits into weights; `decay` becomes the factor of the older sums."""
+        """Replaces a tile's logits by weights; `decay` becomes the factor of the older sums."""
         refs, logits, N = self.refs, self.logits, self.layout.heads
         weights, columns = Rows(refs["row_buffer"], 0, N), range(self.layout.tile_kv // LANES)
         head = slice(0, N)
+        # Values that go head by head read their own copy, whose reads the scheduler keeps in order
+        # (`Rows`); the others read `logits`.
         by_head = any(c.values and c.values.by_head for c in self.components)
+        # Over columns first, row by row of registers; across the 128 lanes once.
         largest = functools.reduce(jnp.maximum, (logits[c, 0, N] for c in columns))
         old = refs["maximum"][head]
         new = jnp.maximum(old, jnp.max(largest, axis=1, keepdims=True))
