@@ -70,6 +70,8 @@ def _check_rank(options: argparse.Namespace) -> None:
     for name in ("energy", "cache"):
         if getattr(options, name) is not None:
             between(name, getattr(options, name), 0.0, 1.0)
+    if options.cache == 0:
+        raise UserError("--cache=0: must be more than 0")
     if options.cache is not None and options.part == "query":
         raise UserError(f"--cache={options.cache}: queries are not cached: give --rank or --energy")
     if options.value_rank is None:

@@ -1,5 +1,6 @@
 """Reads and writes files of a workdir, local or in a bucket, so that nothing is lost."""
 
+import errno
 import fnmatch
 import os
 import stat
@@ -49,8 +50,10 @@ def named(folder: epath.Path, pattern: str) -> list[epath.Path]:
     """
     try:
         names = [path.name for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return []
+        raise
     shown = [name for name in names if not name.startswith(".")]
     return [folder / name for name in sorted(fnmatch.filter(shown, pattern))]
 

@@ -169,6 +169,10 @@ BAD = [
         "--multiple = 4: takes",
     ),
     (
+        ["--source=X", "--out=OUT", "--cache=0"],
+        "--cache=0: must be more than 0",
+    ),
+    (
         ["--source=X", "--out=OUT", "--method=thin_keys", "--part=query", "--cache=0.5"],
         "--cache=0.5: queries are not cached",
     ),

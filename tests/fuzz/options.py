@@ -53,7 +53,11 @@ _STARTS_WORK = {
     "kvjax.compare scores": {FOLDER},  # has no evaluation yet
     "kvjax.data.prepare source": {FILE},
 }
-_SAID_AS = {"runs": "--workdir", "set": "--config"}  # keys of these, to the module below
+_SAID_AS = {
+    "runs": "--workdir",
+    "set": "--config",
+    "python": "--peers",
+}  # keys of these, to the module below
 # Options whose text may be anything, or be empty: all other text has to be something that is there.
 _FREE = {
     "kvjax.main": ("workdir", "coordinator"),

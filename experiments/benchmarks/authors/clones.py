@@ -1,6 +1,7 @@
 """The repositories that are compared, and the commit of each."""
 
 import dataclasses
+import os
 import pathlib
 import subprocess
 
@@ -22,8 +23,10 @@ class Peer:
         """Raises a UserError unless `folder` is a clone of it at that commit, unchanged."""
         url = f"https://github.com/{self.owner}/{folder.name}"
         checkout = f"git -C {folder} checkout {self.commit}"
-        if not (folder / ".git").exists():
-            raise UserError(f"{folder} is no clone: git clone {url} {folder} && {checkout}")
+        if not os.path.exists(folder / ".git"):
+            raise UserError(
+                f"--peers: {folder} is no clone: git clone {url} {folder} && {checkout}"
+            )
         found = _git(folder, "rev-parse", "HEAD")
         if not found.startswith(self.commit):
             fetch = f"git -C {folder} fetch && {checkout}"
