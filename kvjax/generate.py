@@ -15,7 +15,7 @@ import jax
 from kvjax.decoding import program
 from kvjax.decoding.generator import Generator, check_options
 from kvjax.decoding.sampling import Sampling
-from kvjax.decoding.text import Result, check_stop, generate
+from kvjax.decoding.text import GeneratedTexts, check_stop, generate
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.command_line import say
 from kvjax.foundation.configuration import one_of
@@ -149,7 +149,7 @@ def _run(values: argparse.Namespace) -> None:
     say(result.summary())
 
 
-def _generated(*args, **options) -> Result:
+def _generated(*args, **options) -> GeneratedTexts:
     """`generate`; a UserError where memory runs out."""
     try:
         return generate(*args, **options)

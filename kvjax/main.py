@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     distributed.start(**{name: getattr(options, name) for name in _JOB})
     from kvjax.training import loop  # after the runtime is set up
 
-    with distributed.ending_together():
+    with distributed.end_together():
         loop.train(config, workdir, prepare_hours=hours)
 
 

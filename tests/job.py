@@ -84,7 +84,7 @@ def rows(source: str, directory: str) -> dict:
     from tests import runs
 
     data = experiment.resolve(runs.small_config(source, directory)).data
-    dataset = preflight.data_set(data)
+    dataset = preflight.prepare_dataset(data)
     found = {}
     for name, axes in dict(fsdp4={}, tensor2=dict(tensor=2), tensor4=dict(tensor=4)).items():
         mesh = sharding.make_mesh(sharding.MeshConfig(**axes), jax.devices())
@@ -114,7 +114,7 @@ def prepared(keys: dict, part_bytes: int) -> dict:
         make_part(config, part, *args, **kwargs)
 
     pool.make_part = noting
-    dataset = preflight.data_set(config.DataConfig(**keys))
+    dataset = preflight.prepare_dataset(config.DataConfig(**keys))
     return dict(made=made, path=str(dataset.path))
 
 
@@ -163,7 +163,7 @@ def records(source: str, directory: str, workdir: str, overrides: dict) -> dict:
 
     seen = []
     note = lambda self, step, **values: seen.append(dict(step=step, **values))
-    metrics.NoWriter.write = note
+    metrics.NullWriter.write = note
     loop.train(test_multihost.quick_config(source, directory, **overrides), epath.Path(workdir))
     return dict(records=seen or metrics.read_records(epath.Path(workdir) / metrics.METRICS))
 
@@ -193,6 +193,6 @@ if __name__ == "__main__":
         num_processes=int(given["num_processes"]),
         process_id=int(given["process_id"]),
     )
-    with distributed.ending_together():
+    with distributed.end_together():
         result = globals()[sys.argv[1]](*json.loads(sys.argv[2]))
         print(json.dumps(result), flush=True)

@@ -144,7 +144,7 @@ def work(task: dict) -> None:
     """A process of a job."""
     runtime.start()
     distributed.start(**task["job"])
-    with distributed.ending_together():
+    with distributed.end_together():
         print(json.dumps(_write_or_load(task)), flush=True)
 
 

@@ -92,7 +92,7 @@ def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
     )
 
 
-def measure(loaded: trained.Loaded, tokens_BT: np.ndarray) -> list[dict]:
+def measure(loaded: trained.LoadedModel, tokens_BT: np.ndarray) -> list[dict]:
     """What `compare` says, for every size of the first chunk."""
     compute = loaded.compute
     whole = jax.jit(lambda model, tokens: model.logits(model(tokens, compute=compute)))

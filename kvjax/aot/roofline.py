@@ -140,7 +140,7 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     batched = sum(m.extra_flops for m in config.mechanisms if not m.extra_activations) / 2
     again = {
         "none": 0,
-        "dots": attention + memory_estimate.products(config).expansions + batched,
+        "dots": attention + memory_estimate.weight_products(config).expansions + batched,
         "attention": layers + attention + products,
         "full": layers + keys + values + products,
     }
@@ -183,11 +183,11 @@ def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int], *, causal_kernel:
     """
     config, remat = experiment.model, experiment.compute.remat
     compute = experiment.compute.resolve("tpu", config.block.num_layers)
-    memory = memory_estimate.state(config, mesh["fsdp"] * mesh["tensor"])
+    memory = memory_estimate.resident_memory(config, mesh["fsdp"] * mesh["tensor"])
     # Parameters and state: read, written. Gradients: written, read.
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
     passes = experiment.train.grad_accumulation * (3 if remat in ("full", "attention") else 2)
     matrices = sum(formulas.matrix_weights(config).values()) / mesh["tensor"]
-    kept = memory_estimate.kept(config, remat, kernel=causal_kernel)
+    kept = memory_estimate.saved_activations(config, remat, kernel=causal_kernel)
     tokens = experiment.tokens_per_step / math.prod(mesh.values())
     return state + compute.dtype.itemsize * (passes * matrices + 2 * kept * tokens)

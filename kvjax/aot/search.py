@@ -119,10 +119,10 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
         rows_per_device=experiment.train.batch_size // parts // (mesh["data"] * mesh["fsdp"]),
         sequence_length=experiment.data.sequence_length,
         **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
-        parts=parts,
+        accumulation_steps=parts,
         attention_kernel=kernel,
         optimizer=experiment.optimizer,
-        lanes=memory_estimate.lanes_of("gpu" if device.name in topology.GPUS else "tpu"),
+        lanes=memory_estimate.lane_width("gpu" if device.name in topology.GPUS else "tpu"),
     )
     return Prediction(
         state=memory.parameters + memory.optimizer,

@@ -78,12 +78,12 @@ def _run(options: argparse.Namespace) -> None:
         del loaded  # the generator has the weights: once is enough
     context = _context(options, found, generator)
     history = History(dialogue, context - options.num_tokens, options.system)
-    talk = Talk(generator, dialogue, history, options, sampling, context)
+    talk = ChatSession(generator, dialogue, history, options, sampling, context)
     for line in lines():
-        talk.hear(line)
+        talk.handle_line(line)
 
 
-def _context(options: argparse.Namespace, found: trained.Found, generator: Generator) -> int:
+def _context(options: argparse.Namespace, found: trained.SavedModel, generator: Generator) -> int:
     """Tokens of a conversation that the model sees."""
     context = options.context or found.context
     if generator.positions is not None and context > generator.positions:
@@ -120,7 +120,7 @@ def lines() -> Iterator[str]:
             raise UserError(f"standard input is not UTF-8 text: {error}") from error
 
 
-class Talk:
+class ChatSession:
     """A conversation with a model: hears a line, prints what comes of it."""
 
     def __init__(
@@ -138,17 +138,17 @@ class Talk:
         self._shown = {names[key]: text for key, text in _SHOWN.items() if key in names}
         self._said = 0
 
-    def hear(self, line: str) -> None:
+    def handle_line(self, line: str) -> None:
         """A message, or a command; what is wrong with it is said, and nothing ends."""
         try:
             if line.startswith("/"):
-                self._obey(line)
+                self._run_command(line)
             elif line.strip():
                 self._answer(line)
         except UserError as error:
             say(str(error))
 
-    def _obey(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         name, _, rest = line.strip().partition(" ")
         if name == "/reset":
             self.history.reset()
@@ -169,14 +169,14 @@ class Talk:
 
     def _answer(self, text: str) -> None:
         check_text("your message", text)
-        ids, gone = self.history.ask(text)
+        ids, gone = self.history.add_question(text)
         if gone:
             say(f"the context is full: the first {gone} turn(s) are left out")
         options = self._options
         self._said += 1
         try:
             with progress.waiting("reading the conversation") as reading:
-                heard = _Heard(self._shown, reading)
+                heard = _AnswerPrinter(self._shown, reading)
                 with _interrupting(heard):
                     answers(
                         self._generator,
@@ -196,7 +196,7 @@ class Talk:
             raise
         print(flush=True)
         if heard.ids:
-            self.history.answered(heard.ids)
+            self.history.add_answer(heard.ids)
         else:
             self.history.turns.pop()
 
@@ -205,7 +205,7 @@ class _EndedError(Exception):
     """Ctrl-C while an answer is given."""
 
 
-class _Heard:
+class _AnswerPrinter:
     """Prints an answer as it comes.
 
     Args:
@@ -227,7 +227,7 @@ class _Heard:
 
 
 @contextlib.contextmanager
-def _interrupting(heard: _Heard) -> Iterator[None]:
+def _interrupting(heard: _AnswerPrinter) -> Iterator[None]:
     """Ctrl-C ends the answer that is heard; a second one while it ends changes nothing."""
 
     def end(number, frame):

@@ -30,7 +30,7 @@ class History:
     def messages(self) -> list[dict]:
         return [*self._system, *self.turns]
 
-    def ask(self, text: str) -> tuple[list[int], int]:
+    def add_question(self, text: str) -> tuple[list[int], int]:
         """Adds the user's message; the ids of the prompt, and how many turns it leaves out.
 
         A turn is a message of the user's and its answer; the oldest are left out first.
@@ -53,9 +53,9 @@ class History:
                 )
             kept, gone = kept[2:], gone + 1
 
-    def answered(self, ids: Sequence[int]) -> None:
+    def add_answer(self, ids: Sequence[int]) -> None:
         """Adds the assistant's answer."""
-        content = parts(self._dialogue.tokenizer, self._dialogue.specials, ids)
+        content = message_content(self._dialogue.tokenizer, self._dialogue.specials, ids)
         self.turns.append(dict(role="assistant", content=content))
 
     def reset(self) -> None:
@@ -81,7 +81,9 @@ class History:
             raise UserError(f"{path} cannot be written: {error}") from error
 
 
-def parts(tokenizer: Tokenizer, specials: Specials | None, ids: Sequence[int]) -> str | list[dict]:
+def message_content(
+    tokenizer: Tokenizer, specials: Specials | None, ids: Sequence[int]
+) -> str | list[dict]:
     """An answer as a message's content: its text, or parts if it called the calculator.
 
     A call without an end, and an end without a call, are text.

@@ -81,8 +81,8 @@ def open(source: str) -> LazyModel:
 class TrainedModel:
     """The model of a workdir's checkpoint, the latest, or of a snapshot."""
 
-    def __init__(self, workdir: epath.Path | trained.Found):
-        found = workdir if isinstance(workdir, trained.Found) else trained.find(workdir)
+    def __init__(self, workdir: epath.Path | trained.SavedModel):
+        found = workdir if isinstance(workdir, trained.SavedModel) else trained.find(workdir)
         self.name = found.workdir.name
         self.transformer = found.experiment.model
         self.context, self.token_files = found.context, found.token_files

@@ -34,7 +34,7 @@ class Answer:
     is_ended: bool = False
 
 
-class Caller:
+class CalculatorCalls:
     """Listens to one sequence for calls of the calculator (nanochat, commit 0f00788).
 
     Args:
@@ -46,7 +46,7 @@ class Caller:
         self._asked: list[int] | None = None  # within a call
         self.calls: list[tuple[str, str | None]] = []
 
-    def hear(self, token: int) -> list[int]:
+    def push(self, token: int) -> list[int]:
         """One more token; what the sequence must go on with, if a call has ended."""
         s = self._specials
         if token == s.python_start:
@@ -107,7 +107,7 @@ def answers(
         capacity=capacity,
         on_compile=on_compile,
     )
-    callers = [Caller(tokenizer, specials, mode) if specials else None for _ in prompts]
+    callers = [CalculatorCalls(tokenizer, specials, mode) if specials else None for _ in prompts]
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     for new in generation:
         for b, token in new:
@@ -117,7 +117,7 @@ def answers(
             if streams[b].stopped:
                 generation.finish(b)
             elif callers[b] is not None:
-                generation.force(b, callers[b].hear(token))
+                generation.force(b, callers[b].push(token))
     found = []
     for b, stream in enumerate(streams):
         rest = stream.close()

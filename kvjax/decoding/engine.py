@@ -37,7 +37,7 @@ class Engine:
     compiled: Callable
     prefill: Callable
     decode_step: Callable
-    overrule: Callable
+    override_tokens: Callable
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class Engine:
         self.weights = nnx.to_pure_dict(nnx.state(make(params)))
         self.sharding = _everywhere(self.weights)
         if mesh is not None:
-            self.sharding = program.on_every(mesh)
+            self.sharding = program.replicated(mesh)
             self.weights = jax.device_put(self.weights, self.sharding)
-        self.chips = program.chips_of(self.sharding)
+        self.chips = program.num_chips(self.sharding)
         implementation = _for_devices(implementation, self.sharding.device_set, self.chips)
         reading = implementation if implementation == "reference" else "xla"  # kernels: 1 query
         # Whatever reads several tokens of each sequence at once.
         self.compiled = functools.partial(
-            program.compiled, implementation=reading, graph=graph, whole=self.sharding
+            program.compiled, implementation=reading, graph=graph, sharding=self.sharding
         )
         self.prefill = self.compiled(program.prefill)
         self.decode_step = self.compiled(program.decode_step, implementation=implementation)
-        self.overrule = jax.jit(program.overrule, out_shardings=self.sharding)
+        self.override_tokens = jax.jit(program.override_tokens, out_shardings=self.sharding)
 
     def put(self, tree):
         """Arrays of the host, whole on every device."""

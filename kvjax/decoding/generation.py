@@ -19,7 +19,7 @@ import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.decoding.engine import Engine
-from kvjax.decoding.program import Choice
+from kvjax.decoding.program import SamplingState
 
 
 class Generation:
@@ -32,10 +32,12 @@ class Generation:
       timing: what took how long.
     """
 
-    def __init__(self, engine: Engine, prompts, choice: Choice, num_tokens: int, capacity: int):
+    def __init__(
+        self, engine: Engine, prompts, choice: SamplingState, num_tokens: int, capacity: int
+    ):
         B = len(prompts)
         self._engine = engine
-        self._choice = self._engine.put(choice)
+        self._sampling = self._engine.put(choice)
         self._ends_V = choice.ends_V
         self._num_tokens = num_tokens
         self._cancelled = np.zeros(B, bool)
@@ -48,14 +50,14 @@ class Generation:
         self.timing = Timing(prompt_tokens=sum(len(prompt) for prompt in prompts))
         self.cache = cache_lib.empty(engine.cache(B, capacity))
 
-    def idle(self, width: int) -> None:
+    def warm_up(self, width: int) -> None:
         """Runs both functions once with nothing to do, which compiles them."""
         B = len(self._prompts)
         self._prefill(np.zeros((B, width), np.int32), np.zeros(B, np.int32))
         token_B, done_B = self._step(
             self._engine.put(self._last), self._engine.put(np.ones(B, bool))
         )
-        self._engine.overrule(token_B, done_B, token_B)
+        self._engine.override_tokens(token_B, done_B, token_B)
         jax.block_until_ready(self.cache)
 
     def begin(
@@ -91,7 +93,7 @@ class Generation:
 
     def _step(self, token_B: jax.Array, done_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         engine = self._engine
-        state = token_B, done_B, self._cancelled_B, self._choice
+        state = token_B, done_B, self._cancelled_B, self._sampling
         self.cache, token_B, done_B = engine.decode_step(engine.weights, self.cache, *state)
         return token_B, done_B
 
@@ -99,12 +101,12 @@ class Generation:
         """Yields once per step the new tokens as (sequence, id), until all sequences have ended."""
         token_B, done_B = self._first
         for n in range(self._num_tokens):
-            token_B, done_B, forced_B = self._overruled(token_B, done_B)
+            token_B, done_B, is_forced_B = self._with_forced_tokens(token_B, done_B)
             following = self._step(token_B, done_B) if n + 1 < self._num_tokens else None
             ids = jax.device_get(token_B)
             new = []
             for b in np.flatnonzero(~self.finished).tolist():
-                if self._ends_V[ids[b]] and not forced_B[b]:
+                if self._ends_V[ids[b]] and not is_forced_B[b]:
                     self.finished[b] = True
                 else:
                     self.tokens[b].append(int(ids[b]))
@@ -121,15 +123,15 @@ class Generation:
         """What sequence b goes on with, behind what was laid down before; none of it ends it."""
         self._forced[b].extend(tokens)
 
-    def _overruled(self, token_B, done_B) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    def _with_forced_tokens(self, token_B, done_B) -> tuple[jax.Array, jax.Array, np.ndarray]:
         """Drawn tokens, those that are laid down in their place, and [B] bool which those are."""
-        forced_B = np.array([bool(queue) for queue in self._forced]) & ~self.finished
-        if not forced_B.any():
-            return token_B, done_B, forced_B
-        pop = lambda b: self._forced[b].popleft() if forced_B[b] else -1
-        laid_B = np.array([pop(b) for b in range(len(forced_B))], np.int32)
-        token_B, done_B = self._engine.overrule(token_B, done_B, self._engine.put(laid_B))
-        return token_B, done_B, forced_B
+        is_forced_B = np.array([bool(queue) for queue in self._forced]) & ~self.finished
+        if not is_forced_B.any():
+            return token_B, done_B, is_forced_B
+        pop = lambda b: self._forced[b].popleft() if is_forced_B[b] else -1
+        forced_B = np.array([pop(b) for b in range(len(is_forced_B))], np.int32)
+        token_B, done_B = self._engine.override_tokens(token_B, done_B, self._engine.put(forced_B))
+        return token_B, done_B, is_forced_B
 
     def finish(self, b: int) -> None:
         """Ends sequence b: it grows no more, from the next step dispatched."""

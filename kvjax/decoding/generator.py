@@ -17,7 +17,7 @@ from kvjax.cache.cache import LANES
 from kvjax.decoding import program
 from kvjax.decoding.engine import Engine
 from kvjax.decoding.generation import Generation
-from kvjax.decoding.program import Choice
+from kvjax.decoding.program import SamplingState
 from kvjax.decoding.sampling import Sampling
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
@@ -118,14 +118,14 @@ class Generator:
             )
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
-        slots = self.room(len(prompts), needed, capacity)
+        slots = self.cache_capacity(len(prompts), needed, capacity)
         width = chunk_width(longest - 1, min(self.chunk, slots))  # the last one is decoded
         ends_V = np.zeros(self.config.vocab_size, bool)
         ends_V[stop_tokens] = True
         streams_B = np.array(_streams(prompts), np.uint32)
 
         def make() -> Generation:
-            choice = Choice(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
+            choice = SamplingState(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
             return Generation(self.engine, prompts, choice, num_tokens, slots)
 
         compiling = 0.0
@@ -133,7 +133,7 @@ class Generator:
             before = time.perf_counter()
             if on_compile is not None:
                 on_compile()
-            make().idle(width)
+            make().warm_up(width)
             self._compiled.add((len(prompts), slots, width))
             compiling = time.perf_counter() - before
         generation = make()
@@ -145,7 +145,7 @@ class Generator:
         """How many tokens a sequence can have; None: any number."""
         return max_positions(self.config, self.chips)
 
-    def room(self, batch: int, tokens: int, capacity: int = 0) -> int:
+    def cache_capacity(self, batch: int, tokens: int, capacity: int = 0) -> int:
         """The capacity of a cache for that many tokens of each sequence, as 128 · 2^i per chip.
 
         Args:

@@ -31,7 +31,7 @@ IN_BFLOAT16 = Compute(dtype=jnp.dtype(jnp.bfloat16))
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SamplingState:
     """How the tokens of a batch are drawn, and which end a sequence: arrays all, so that other
     values compile nothing."""
 
@@ -55,7 +55,7 @@ def decode_step(
     token_B: jax.Array,
     done_B: jax.Array,
     cancelled_B: jax.Array,
-    choice: Choice,
+    choice: SamplingState,
     *,
     graph,
     implementation,
@@ -76,55 +76,55 @@ def decode_step(
     return cache, token_B, done_B | choice.ends_V[token_B]
 
 
-def overrule(token_B: jax.Array, done_B: jax.Array, laid_B: jax.Array) -> tuple:
+def override_tokens(token_B: jax.Array, done_B: jax.Array, forced_B: jax.Array) -> tuple:
     """Tokens that were drawn, and whose sequences they ended, unless laid_B has another, >= 0."""
-    is_laid_B = laid_B >= 0
-    return jnp.where(is_laid_B, laid_B, token_B), done_B & ~is_laid_B
+    is_forced_B = forced_B >= 0
+    return jnp.where(is_forced_B, forced_B, token_B), done_B & ~is_forced_B
 
 
-def compiled(function: Callable, *, graph, implementation: str | None, whole: Sharding):
+def compiled(function: Callable, *, graph, implementation: str | None, sharding: Sharding):
     """`prefill` or `decode_step`, jitted for devices with weights that lie as `whole` says.
 
     The cache is donated; where `whole` is of a mesh with the axis "cache", it is split over that.
     """
     ready = functools.partial(function, graph=graph, implementation=implementation)
-    if chips_of(whole) == 1:
-        return jax.jit(ready, donate_argnums=1, out_shardings=whole)
+    if num_chips(sharding) == 1:
+        return jax.jit(ready, donate_argnums=1, out_shardings=sharding)
 
     def split(*arguments):
-        with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
             out = ready(*arguments)
         is_cache = lambda x: isinstance(x, Cache)
-        place = lambda x: cache_shardings(x, whole) if is_cache(x) else whole
+        place = lambda x: cache_shardings(x, sharding) if is_cache(x) else sharding
         return jax.lax.with_sharding_constraint(out, jax.tree.map(place, out, is_leaf=is_cache))
 
     return jax.jit(split, donate_argnums=1)
 
 
-def chips_of(whole: Sharding) -> int:
+def num_chips(sharding: Sharding) -> int:
     """How many chips a cache is split over; 1 where the sharding's mesh has no axis "cache"."""
-    return whole.mesh.shape.get(stripes.AXIS, 1) if isinstance(whole, NamedSharding) else 1
+    return sharding.mesh.shape.get(stripes.AXIS, 1) if isinstance(sharding, NamedSharding) else 1
 
 
-def on_every(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding that has a whole copy on every device of a mesh.
 
     Raises:
       ValueError: a mesh of several devices that are not along one axis "cache".
     """
-    whole = NamedSharding(mesh, P())
-    if chips_of(whole) != mesh.size:
+    sharding = NamedSharding(mesh, P())
+    if num_chips(sharding) != mesh.size:
         axes = ", ".join(f"{name} = {size}" for name, size in mesh.shape.items())
         raise ValueError(f"a mesh of {axes}: decoding takes one axis {stripes.AXIS!r}")
-    return whole
+    return sharding
 
 
-def cache_shardings(cache: Cache, whole: Sharding) -> Cache:
+def cache_shardings(cache: Cache, sharding: Sharding) -> Cache:
     """Where the arrays of a cache lie, beside weights that lie as `whole` says."""
-    if chips_of(whole) == 1:
-        return jax.tree.map(lambda x: whole, cache)
-    split = lambda x: NamedSharding(whole.mesh, stripes.spec(x))  # [B, *shape, S]
-    return Cache(jax.tree.map(split, cache.layers), whole)
+    if num_chips(sharding) == 1:
+        return jax.tree.map(lambda x: sharding, cache)
+    split = lambda x: NamedSharding(sharding.mesh, stripes.spec(x))  # [B, *shape, S]
+    return Cache(jax.tree.map(split, cache.layers), sharding)
 
 
 def max_capacity(config: TransformerConfig, chips: int) -> int | None:
@@ -182,26 +182,26 @@ def lowered_step(
       UserError: a length beyond the angles of the model's positions.
       ValueError: see `on_every`.
     """
-    whole = on_every(mesh)
-    check_capacity(config, length, chips_of(whole), key="length")
+    sharding = replicated(mesh)
+    check_capacity(config, length, num_chips(sharding), key="length")
     make = lambda: Decoder(Transformer(config, jax.random.key(0)), compute)
     graph, weights = nnx.split(nnx.eval_shape(make))
-    shape = dict(batch=batch, capacity=length, dtype=compute.dtype, chips=chips_of(whole))
+    shape = dict(batch=batch, capacity=length, dtype=compute.dtype, chips=num_chips(sharding))
     cache = cache_lib.abstract(config.mechanisms, **shape)
-    place = lambda x, sharding=whole: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    place = lambda x, sharding=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     flags_B = jax.ShapeDtypeStruct((batch,), jnp.bool)
-    choice = Choice(
+    choice = SamplingState(
         jax.eval_shape(Sampling().parameters),
         jax.eval_shape(lambda: jax.random.key(0)),
         jax.ShapeDtypeStruct((batch,), jnp.uint32),
         jax.ShapeDtypeStruct((config.vocab_size,), jnp.bool),
     )
-    step = compiled(decode_step, graph=graph, implementation=implementation, whole=whole)
+    step = compiled(decode_step, graph=graph, implementation=implementation, sharding=sharding)
     tokens_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
     others = jax.tree.map(place, (tokens_B, flags_B, flags_B, choice))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(
             jax.tree.map(place, nnx.to_pure_dict(weights)),
-            jax.tree.map(place, cache, cache_shardings(cache, whole)),
+            jax.tree.map(place, cache, cache_shardings(cache, sharding)),
             *others,
         )

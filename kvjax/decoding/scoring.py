@@ -130,8 +130,8 @@ class Scorer:
         for first in range(0, len(order), self._batch):
             chosen = order[first : first + self._batch]
             tokens = [fed[i] for i in chosen] + [[]] * (self._batch - len(chosen))
-            capacity = self._generator.room(self._batch, len(tokens[0]))
-            cache = _Held(cache_lib.empty(self._engine.cache(self._batch, capacity)))
+            capacity = self._generator.cache_capacity(self._batch, len(tokens[0]))
+            cache = _CurrentCache(cache_lib.empty(self._engine.cache(self._batch, capacity)))
             width = chunk_width(len(tokens[0]), min(WIDTH, capacity))
             yield chosen, _chunks(cache, tokens, width)
 
@@ -160,13 +160,13 @@ def _finite(values: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass
-class _Held:
+class _CurrentCache:
     """A cache that every step replaces."""
 
     now: Cache
 
 
-def _chunks(cache: _Held, tokens: Sequence[Sequence[int]], width: int) -> Iterator:
+def _chunks(cache: _CurrentCache, tokens: Sequence[Sequence[int]], width: int) -> Iterator:
     for start in range(0, len(tokens[0]), width):  # the first is the longest
         tokens_BT = np.zeros((len(tokens), width), np.int32)
         counts_B = np.zeros(len(tokens), np.int32)

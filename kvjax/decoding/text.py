@@ -15,7 +15,7 @@ from kvjax.foundation.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class GeneratedTexts:
     """What `generate` made.
 
     Attributes:
@@ -62,7 +62,7 @@ def generate(
     on_end: Callable[[int], None] | None = None,
     on_compile: Callable[[], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
-) -> Result:
+) -> GeneratedTexts:
     """Text after each prompt.
 
     Args:
@@ -107,7 +107,7 @@ def generate(
             give(b, streams[b].close())
             end(b)
         ended |= generation.finished
-    return Result(
+    return GeneratedTexts(
         [stream.text for stream in streams],
         generation.tokens,
         generation.timing,

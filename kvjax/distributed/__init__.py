@@ -22,12 +22,12 @@ from kvjax.distributed.agreement import (
     check_same_rows,
     check_shared,
     count,
+    folder_leaders,
     gather,
     index,
-    leaders,
     processes,
 )
-from kvjax.distributed.ending import ending_together, last_words
+from kvjax.distributed.ending import abort_message, end_together
 from kvjax.distributed.interruption import STATUS, TRY_AGAIN, Interruption
 from kvjax.distributed.joining import start
 
@@ -36,16 +36,16 @@ __all__ = [
     "TRY_AGAIN",
     "Interruption",
     "Team",
+    "abort_message",
     "check_same",
     "check_same_programs",
     "check_same_rows",
     "check_shared",
     "count",
-    "ending_together",
+    "end_together",
+    "folder_leaders",
     "gather",
     "index",
-    "last_words",
-    "leaders",
     "processes",
     "start",
 ]

@@ -131,7 +131,7 @@ def processes(who: list[int]) -> str:
     return f"process{'es' if len(who) > 1 else ''} {', '.join(map(str, who))}"
 
 
-def leaders(name: str, folder: epath.Path) -> list[int]:
+def folder_leaders(name: str, folder: epath.Path) -> list[int]:
     """By process, the first one that shares this folder with it: found out by files in it.
 
     Args:
@@ -154,7 +154,7 @@ def leaders(name: str, folder: epath.Path) -> list[int]:
 
 def check_shared(workdir: epath.Path) -> None:
     """Raises a UserError on every process if one of them does not see the first one's workdir."""
-    apart = [i for i, leader in enumerate(leaders("workdir", workdir)) if leader]
+    apart = [i for i, leader in enumerate(folder_leaders("workdir", workdir)) if leader]
     if apart:
         raise UserError(
             f"--workdir={workdir}: {processes(apart)} of {count()} cannot see what process 0 "
@@ -175,12 +175,12 @@ class Team:
     """
 
     def __init__(self, name: str, folder: epath.Path):
-        found = leaders(name, folder)
+        found = folder_leaders(name, folder)
         self._members = [i for i, leader in enumerate(found) if leader == found[index()]]
         self._key = f"kvjax/{name}"
         self.index, self.size = self._members.index(index()), len(self._members)
 
-    def say(self, what: str) -> None:
+    def announce(self, what: str) -> None:
         """Tells the others that this process has come so far."""
         if self.size > 1:
             client().key_value_set(f"{self._key}/{what}/{index()}", "")

@@ -27,7 +27,7 @@ _LOST = re.compile("gloo|nccl|connection|socket|unavailable|heartbeat|peer", re.
 _OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|UNIMPLEMENTED|out of memory", re.IGNORECASE)
 
 
-class _LastWords:
+class _AbortMessage:
     """What is said when C++ aborts this process: the coordination service does for lost peers.
 
     The handler is Python called from whatever thread aborts, so it stays short.
@@ -52,7 +52,7 @@ class _LastWords:
             os._exit(self._status)
 
 
-last_words = _LastWords()
+abort_message = _AbortMessage()
 
 
 def lost(who: str) -> str:
@@ -63,12 +63,12 @@ def lost(who: str) -> str:
     """
     return (
         f"another process of this job was lost ({who}), and no step can be taken without it. "
-        f"{last_words.checkpoints()}Run the same command on all hosts to go on"
+        f"{abort_message.checkpoints()}Run the same command on all hosts to go on"
     )
 
 
 @contextlib.contextmanager
-def ending_together():
+def end_together():
     """Around all the work of a process: whatever ends it ends the whole job, with one message.
 
     Nothing but a signal or a crash of the interpreter is left to C++ heartbeats. In a job of one
@@ -169,7 +169,7 @@ def _silent() -> str:
 
 def _end(reason: str, status: int) -> NoReturn:
     """Tells the others why this process ends, and ends it."""
-    last_words.set(status, lambda: reason)  # process 0 may hear of it, and be gone, before
+    abort_message.set(status, lambda: reason)  # process 0 may hear of it, and be gone, before
     with contextlib.suppress(Exception):
         agreement.client().key_value_set(f"{_ENDED}{agreement.index()}", f"{status} {reason}")
     _leave(reason, status)
@@ -184,9 +184,9 @@ def _leave(text: str, status: int) -> NoReturn:
     Process 0 stays a little: what the others have to hear is in its store.
     """
     _leaving.acquire()  # one message, whichever thread is first
-    last_words.set(status, lambda: text)
+    abort_message.set(status, lambda: text)
     say(text)
-    last_words.set(status, str)
+    abort_message.set(status, str)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     client = agreement.client()

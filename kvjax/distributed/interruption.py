@@ -30,7 +30,7 @@ class Interruption:
         self._stop_step: int | None = None
 
     @contextlib.contextmanager
-    def watching(self):
+    def handling_signals(self):
         """Takes the signals, but for those that this process ignores (`nohup`).
 
         A second one ends the process; of SIGHUP there may be several, from the terminal and from
@@ -56,7 +56,7 @@ class Interruption:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def due(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Whether the loop ends here; call before every step, with the steps dispatched so far."""
         if agreement.count() == 1:
             self.signal = self._received

@@ -5,7 +5,7 @@ import socket
 import time
 from typing import Any
 
-from kvjax.distributed.ending import last_words, lost
+from kvjax.distributed.ending import abort_message, lost
 from kvjax.distributed.interruption import TRY_AGAIN
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError, first_line
@@ -63,7 +63,7 @@ def start(
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # SIGTERM is `Interruption`'s; the service of JAX would take it too.
     jax.config.update("jax_enable_preemption_service", False)
-    last_words.set(
+    abort_message.set(
         2,
         lambda: (
             f"no connection to all processes of the job within {connect_seconds} s: see which one "
@@ -83,7 +83,7 @@ def start(
         raise UserError(
             f"the processes of the job could not be connected ({where}): {first_line(error)}"
         ) from error
-    last_words.set(TRY_AGAIN, lambda: lost("see the lines above for which"))
+    abort_message.set(TRY_AGAIN, lambda: lost("see the lines above for which"))
 
 
 def _from_environment(key: str) -> str | int | None:

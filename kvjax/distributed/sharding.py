@@ -88,7 +88,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def rows_ways(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh) -> int:
     """How many ways the rows of a batch are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 

@@ -203,7 +203,7 @@ def _asked(options: argparse.Namespace, box) -> Asked:
     )
 
 
-def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str, day: str) -> Dialogue:
+def _dialogue(found: trained.SavedModel, names: tuple[str, ...], mode: str, day: str) -> Dialogue:
     """How the model is talked to; not at all, if it cannot be and no task needs it.
 
     Args:
@@ -215,14 +215,14 @@ def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str, day: str)
     return dialogue_lib.of(found, day=day)
 
 
-def _folder(found: trained.Found) -> epath.Path:
+def _folder(found: trained.SavedModel) -> epath.Path:
     return found.workdir / FOLDER / str(found.step)
 
 
 # -- what results say ------------------------------------------------------------------------------
 
 
-def _about(options, found: trained.Found, data: Mapping, dialogue, box) -> dict[str, Any]:
+def _about(options, found: trained.SavedModel, data: Mapping, dialogue, box) -> dict[str, Any]:
     tokenizer = hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest()
     helpers = options.humaneval_helpers  # named where it is another than that of earlier results
     return dict(
@@ -270,7 +270,7 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
     return found
 
 
-def _unsaid(found: trained.Found, options: Mapping[str, Any]) -> dict[str, Any]:
+def _unsaid(found: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Values of keys of an identity, for rows from before these were written.
 
     Template and day count as the same: the prompt of each row tells. Answers ended at what the

@@ -41,7 +41,7 @@ def find(
     step: int | None = None,
     max_length: int | None = None,
     chips: int = 1,
-) -> trained.Found:
+) -> trained.SavedModel:
     """The checkpoint of a workdir; see `adapter.Model`.
 
     Raises:

@@ -13,7 +13,7 @@ from kvjax.conversation import marked, render, specials
 from kvjax.conversation.template import Template
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin
-from kvjax.workdir.trained import Found
+from kvjax.workdir.trained import SavedModel
 
 _RENDERED = "\ufdef"  # opens what a template made: a code point that is no character
 _PLACE = "a conversation of the task"
@@ -22,7 +22,7 @@ _PLACE = "a conversation of the task"
 class Prompts:
     """Texts to ids, and conversations to texts, for the model of a workdir."""
 
-    def __init__(self, found: Found):
+    def __init__(self, found: SavedModel):
         self._tokenizer, self._marks = found.tokenizer, marked.of(found.tokenizer)
         self._bos = found.tokenizer.decode([found.tokenizer.bos_id])
         self.template, self._files = _template(found), found.token_files
@@ -95,7 +95,7 @@ _NATIVE = (
 )
 
 
-def _template(found: Found) -> str | None:
+def _template(found: SavedModel) -> str | None:
     """The text of the template; a description where conversations are rendered without one."""
     if not specials.missing(found.tokenizer):
         return _NATIVE

@@ -17,7 +17,7 @@ from kvjax.model.config import TransformerConfig
 from kvjax.workdir import trained
 
 
-def before_growth(experiment: Experiment, parent: trained.Found) -> TransformerConfig:
+def parent_model(experiment: Experiment, parent: trained.SavedModel) -> TransformerConfig:
     """The model that a run's parent must have: on conversations its vocabulary may be smaller.
 
     Raises:
@@ -38,8 +38,8 @@ def before_growth(experiment: Experiment, parent: trained.Found) -> TransformerC
     return dataclasses.replace(model, vocab_size=there)
 
 
-def data_set(
-    experiment: Experiment, workdir: epath.Path, parent: trained.Found | None
+def prepare_dataset(
+    experiment: Experiment, workdir: epath.Path, parent: trained.SavedModel | None
 ) -> loader.PackedDataset:
     """The rows of a run on conversations, prepared if need be by the first of its processes.
 
@@ -73,7 +73,7 @@ def data_set(
     return dataset
 
 
-def one_pass(
+def one_epoch(
     config: ml_collections.ConfigDict, experiment: Experiment, dataset: loader.PackedDataset
 ) -> tuple[ml_collections.ConfigDict, Experiment]:
     """A config and its experiment with the number of steps in which every row is seen once.
@@ -98,7 +98,7 @@ def one_pass(
 
 
 def _tokenizer(
-    experiment: Experiment, workdir: epath.Path, parent: trained.Found | None
+    experiment: Experiment, workdir: epath.Path, parent: trained.SavedModel | None
 ) -> Tokenizer:
     if experiment.data.tokenizer != PARENT:
         found = vocabulary.known(experiment.data)
@@ -119,7 +119,7 @@ def _prepare_together(experiment: Experiment, tokenizer: Tokenizer) -> epath.Pat
     team = distributed.Team("data", experiment.data.root)
     if team.index == 0:
         prepared(True)
-        team.say("finished")
+        team.announce("finished")
     else:
         team.wait_for("finished", leader=True)
     return prepared(False)

@@ -16,13 +16,13 @@ from kvjax.foundation import progress, runtime
 from kvjax.foundation.errors import first_line, warn
 from kvjax.foundation.files import write_atomically
 from kvjax.model.transformer import compute_dtypes
-from kvjax.training.preflight import Prepared
+from kvjax.training.preflight import PreparedRun
 from kvjax.workdir import metrics as metrics_lib
 from kvjax.workdir.checkpoint import CHECKPOINTS, read_parameters
 
 
 def write(
-    given: Prepared,
+    given: PreparedRun,
     graph: nnx.GraphDef,
     params: dict,
     folder: epath.Path,
@@ -64,7 +64,7 @@ def _write(path: epath.Path, write: Callable[[], object]) -> None:
         warn(f"{path} was not written: {first_line(error)}")
 
 
-def _sample(given: Prepared, graph: nnx.GraphDef, params: dict) -> str:
+def _sample(given: PreparedRun, graph: nnx.GraphDef, params: dict) -> str:
     """config.train.sample_prompt and what follows it, as far as the model has positions."""
     e, tokenizer = given.experiment, given.dataset.tokenizer
     prompt = e.train.sample_prompt

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 _AXES = {"embedding": 0, "head": 1}  # in [V, D] and [D, V]
 
 
-def smaller(abstract: dict, vocab_size: int) -> dict:
+def abstract_before(abstract: dict, vocab_size: int) -> dict:
     """The parameters of a model as they are read before they grow.
 
     Args:
@@ -34,7 +34,7 @@ def grown_alone(params: dict) -> dict:
     return {name: params[name] for name in _there(params)}
 
 
-def grown(params: dict, drawn: dict, abstract: dict) -> dict:
+def grow(params: dict, drawn: dict, abstract: dict) -> dict:
     """Parameters with the rows that they lack.
 
     Args:

@@ -49,14 +49,14 @@ def train(
         intact.
       SystemExit: saved on a signal; the status is in `distributed`.
     """
-    with preflight.prepared(config, workdir, prepare_hours) as given:
-        return Run(given).run()
+    with preflight.prepare_run(config, workdir, prepare_hours) as given:
+        return TrainingLoop(given).run()
 
 
-class Run:
+class TrainingLoop:
     """One process's part of a run: its state, its loop, and for the first process its files."""
 
-    def __init__(self, given: preflight.Prepared):
+    def __init__(self, given: preflight.PreparedRun):
         self.given = given
         self.experiment, self.compute, self.mesh, self.workdir, self.dataset, *models = given
         experiment, mesh, workdir = self.experiment, self.mesh, self.workdir
@@ -76,11 +76,13 @@ class Run:
         )
         self.batch_sharding = sharding.batch_sharding(mesh)
         self.interruption = distributed.Interruption()
-        distributed.last_words.checkpoints = self.checkpoints.say_what_is_there
+        distributed.abort_message.checkpoints = self.checkpoints.describe
 
     def run(self) -> dict[str, float]:
         """Restores or initialises, loops, and writes down the end."""
-        with self.interruption.watching():  # what comes while it starts waits for the first step
+        with (
+            self.interruption.handling_signals()
+        ):  # what comes while it starts waits for the first step
             state, step = self._steps()
         if step < self.experiment.train.num_steps:
             return self._stopped(step)
@@ -95,7 +97,7 @@ class Run:
             state, position, start = self._initial(), 0, 0
         else:
             state, position, start = restored
-        self.writer = metrics_lib.NoWriter()
+        self.writer = metrics_lib.NullWriter()
         if self.first:
             self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
         self._announce(start)
@@ -131,10 +133,10 @@ class Run:
         with self._waiting(f"reading {self.parent.workdir}"):
             asked = self.program.abstract_state["params"]
             # Only those rows of the drawn weights are needed that the parent lacks.
-            drawn = growth.grown_alone(state.pop("params"))
-            place = growth.smaller(asked, self.parent.experiment.model.vocab_size)
+            drawn = growth.growable(state.pop("params"))
+            place = growth.abstract_before(asked, self.parent.experiment.model.vocab_size)
             params = read_parameters(self.parent.checkpoints, self.parent.step, place)
-            params = growth.grown(params, drawn, asked)
+            params = growth.grow(params, drawn, asked)
         return state | dict(params=params)
 
     def _waiting(self, what: str) -> progress.waiting:
@@ -196,7 +198,7 @@ class Run:
         if c.snapshot_every and start % c.snapshot_every == 0:
             self._keep_snapshot(start, state)  # which a run that ended early may lack
         with progress.Steps(c.num_steps, start, shown=self.first) as bar:
-            while done < stop and not self.interruption.due(done):
+            while done < stop and not self.interruption.should_stop(done):
                 state, metrics = train_step(state, next(batches), *teacher)
                 if pending is not None:
                     self._report(*pending, bar, clock)
@@ -254,7 +256,7 @@ class Run:
             seconds = runtime.seconds_since_launch()
             self.writer.write_timing(step, seconds_to_first_step=seconds)
             bar.write(f"first step {seconds:.1f} s after launch")
-        self._judge(step, values)
+        self._check_values(step, values)
         c, e = self.experiment.train, self.experiment
         speed = f"{clock.tokens_per_second:,.0f} tokens/s"
         bar.step(f"loss {values['loss']:.3f}, {speed}")
@@ -269,7 +271,7 @@ class Run:
             if timing := clock.lap():
                 self.writer.write_timing(step, **timing)
 
-    def _judge(self, step: int, values: dict[str, float]) -> None:
+    def _check_values(self, step: int, values: dict[str, float]) -> None:
         """Raises a UserError for a step after which the run cannot or should not go on."""
         c = self.experiment.train
         wrong = [f"{name} = {v}" for name, v in values.items() if not math.isfinite(v)]
@@ -312,7 +314,7 @@ class Run:
         if e.is_masked:
             record["validation_bpb_all"] = sums[3] / (math.log(2) * sums[4])
             over = f" of what counts, {record['validation_bpb_all']:.4f} of all text"
-        self._judge(step, record)
+        self._check_values(step, record)
         self.writer.write(step, **record)
         bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte{over}")
 

@@ -41,7 +41,7 @@ class TrainingMemory:
 
 
 @functools.cache
-def state(
+def resident_memory(
     config: TransformerConfig,
     shards: int,
     optimizer: OptimizerConfig = OptimizerConfig(),
@@ -70,7 +70,7 @@ def state(
     )
 
 
-def lanes_of(platform: str) -> int:
+def lane_width(platform: str) -> int:
     """What the last axis of an array in memory is a multiple of: a TPU's vector unit is so wide."""
     return 128 if platform == "tpu" else 1
 
@@ -97,7 +97,7 @@ def estimate(
     fsdp: int,
     tensor: int = 1,
     sequence: int = 1,
-    parts: int = 1,
+    accumulation_steps: int = 1,
     attention_kernel: bool = False,
     optimizer: OptimizerConfig = OptimizerConfig(),
     teacher: TransformerConfig | None = None,
@@ -115,7 +115,7 @@ def estimate(
       lanes: see `lanes_of`.
     """
     c, itemsize = config.block, compute.dtype.itemsize
-    resting = state(config, fsdp * tensor, optimizer, lanes)
+    resting = resident_memory(config, fsdp * tensor, optimizer, lanes)
     if teacher is not None:
         beside = formulas.weight_bytes(teacher, compute.dtype) // (fsdp * tensor)
         resting = dataclasses.replace(resting, parameters=resting.parameters + beside)
@@ -140,9 +140,9 @@ def estimate(
         for m in config.mechanisms
     ]
     inputs = c.num_layers * c.d_model
-    found = kept(config, compute.remat, kernel=True)  # named, whoever computes it
+    found = saved_activations(config, compute.remat, kernel=True)  # named, whoever computes it
     if compute.remat == "dots":  # latents are gathered, so each device makes a whole row of these
-        found += products(config).from_latents * (sequence - 1)
+        found += weight_products(config).from_latents * (sequence - 1)
     per_token = itemsize * (2 * inputs + (found - inputs) / tensor) + max(inside)
     if compute.remat == "none":
         per_token = 2 * itemsize * inputs + sum(inside)
@@ -157,13 +157,13 @@ def estimate(
     tokens = rows_per_device * sequence_length // sequence
     return dataclasses.replace(
         resting,
-        gradients=min(parts, 2) * resting.gradients,
+        gradients=min(accumulation_steps, 2) * resting.gradients,
         weights=round(used / tensor),
         activations=round(tokens * per_token),
     )
 
 
-def kept(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
+def saved_activations(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
     """Elements per token that a backward pass needs and rematerialisation does not make again.
 
     Args:
@@ -178,21 +178,23 @@ def kept(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
             for m in mechanisms
         )
         return inputs + made + expanded + c.num_layers * c.mlp_dim
-    with_weights = products(config).kept if remat == "dots" else 0
+    with_weights = weight_products(config).saved_activations if remat == "dots" else 0
     return inputs + with_weights + (made if kernel and remat != "full" else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Products:
+class WeightProducts:
     """The products with weights that a backward pass reads, for one token and all layers."""
 
-    kept: int  # elements that the policy "dots" keeps: made by weights without a batch axis
+    saved_activations: (
+        int  # elements that the policy "dots" keeps: made by weights without a batch axis
+    )
     from_latents: int  # of these, keys and values made of latents
     expansions: int  # multiply-adds with weights that have one
 
 
 @functools.cache
-def products(config: TransformerConfig) -> Products:
+def weight_products(config: TransformerConfig) -> WeightProducts:
     """Products with weights in the layers; embedding and head are outside of rematerialisation."""
     shapes, axes = parameters.abstract(config)
     elements = expansions = from_latents = 0
@@ -209,4 +211,6 @@ def products(config: TransformerConfig) -> Products:
         elements += made
         from_latents += made if stored.reduction == ("C",) else 0
     elements += sum(m.extra_activations for m in config.mechanisms)
-    return Products(kept=elements, expansions=expansions, from_latents=from_latents)
+    return WeightProducts(
+        saved_activations=elements, expansions=expansions, from_latents=from_latents
+    )

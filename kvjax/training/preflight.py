@@ -33,7 +33,7 @@ _GPU_ROOM = 72 * 10**9  # of 80 GB
 _UNSURE = 1.25  # of an accelerator's memory: more is refused before its compiler is asked
 
 
-class Prepared(NamedTuple):
+class PreparedRun(NamedTuple):
     """A run's config, resolved, and all that it names."""
 
     experiment: Experiment
@@ -41,14 +41,14 @@ class Prepared(NamedTuple):
     mesh: jax.sharding.Mesh
     workdir: epath.Path
     dataset: loader.PackedDataset
-    parent: trained.Found | None  # what it starts from
-    teacher: trained.Found | None
+    parent: trained.SavedModel | None  # what it starts from
+    teacher: trained.SavedModel | None
 
 
 @contextlib.contextmanager
-def prepared(
+def prepare_run(
     config: ml_collections.ConfigDict, workdir: epath.PathLike, hours: float
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedRun]:
     """Everything that a run needs before it compiles; the workdir is its own until the end.
 
     Args:
@@ -66,7 +66,7 @@ def prepared(
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
     check_mesh(experiment, mesh)
     begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
-    parent, teacher = check_models(experiment, begun=begun)
+    parent, teacher = find_parent_and_teacher(experiment, begun=begun)
     check_memory(experiment, compute, mesh, teacher)
     with identity.exclusive(workdir):
         distributed.check_shared(workdir)
@@ -76,10 +76,10 @@ def prepared(
             if experiment.train.num_steps:
                 identity.check_config(workdir, config, compute.dtype)
         if experiment.mixture is None:
-            dataset = data_set(experiment.data, hours, spare=bool(experiment.train.parent))
+            dataset = prepare_dataset(experiment.data, hours, spare=bool(experiment.train.parent))
         else:
-            dataset = conversations.data_set(experiment, workdir, parent)
-            config, experiment = conversations.one_pass(config, experiment, dataset)
+            dataset = conversations.prepare_dataset(experiment, workdir, parent)
+            config, experiment = conversations.one_epoch(config, experiment, dataset)
             if first:
                 identity.check_config(workdir, config, compute.dtype)
         if first:
@@ -87,22 +87,22 @@ def prepared(
         check_tokenizer(experiment, dataset, parent=parent, teacher=teacher)
         if first:
             identity.record(workdir, config, compute.dtype, dataset)
-            if begun and not origin.is_known(workdir):  # by a kvjax that kept nothing of it
+            if begun and not origin.is_recorded(workdir):  # by a kvjax that kept nothing of it
                 _inherit(workdir, _parent_that_is_there(experiment, dataset))
             elif not begun:
                 _inherit(workdir, parent)
                 _write_parent(workdir, parent)
         distributed.gather("claimed", "")  # the first one may have found another run there
-        yield Prepared(experiment, compute, mesh, workdir, dataset, parent, teacher)
+        yield PreparedRun(experiment, compute, mesh, workdir, dataset, parent, teacher)
 
 
-def _inherit(workdir: epath.Path, parent: trained.Found | None) -> None:
+def _inherit(workdir: epath.Path, parent: trained.SavedModel | None) -> None:
     origin.inherit(workdir, parent and parent.workdir, parent.context if parent else 0)
 
 
-def _write_parent(workdir: epath.Path, parent: trained.Found | None) -> None:
+def _write_parent(workdir: epath.Path, parent: trained.SavedModel | None) -> None:
     if parent is None:
-        lineage.forget(workdir)
+        lineage.remove(workdir)
         return
     with progress.waiting(f"hashing the parameters of {parent.workdir}"):
         lineage.write(workdir, parent.workdir, parent.checkpoints, parent.step)
@@ -110,7 +110,7 @@ def _write_parent(workdir: epath.Path, parent: trained.Found | None) -> None:
 
 def _parent_that_is_there(
     experiment: Experiment, dataset: loader.PackedDataset
-) -> trained.Found | None:
+) -> trained.SavedModel | None:
     """What a run that has begun started from, if it is still there, and still such a model."""
     name = experiment.train.parent
     with contextlib.suppress(UserError, OSError):
@@ -136,7 +136,7 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def data_set(
+def prepare_dataset(
     data: DataConfig, hours: float = PREPARE_HOURS, *, spare: bool = False
 ) -> loader.PackedDataset:
     """The data set of a run, prepared if need be by all processes that share its folder.
@@ -181,23 +181,23 @@ def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
     if corpus.parts and leads:
         preparation_estimate.check(corpus, workers * team.size, hours, shown=True)
     making = preparation.begin(corpus, shown=leads) if corpus.parts else None
-    team.say("begun")
+    team.announce("begun")
     if making:
         making.make(workers=workers, share=(team.index, team.size), shown=leads)
-    team.say("made")
+    team.announce("made")
     if leads:
         team.wait_for("made")
         if making:
             making.make()  # what a process that sees other sources has left, if any
             making.finish()
-        team.say("finished")
+        team.announce("finished")
     team.wait_for("finished", leader=True)
     return prepare.prepare(data, hours=hours, shown=leads)  # it is there, if all see one source
 
 
-def check_models(
+def find_parent_and_teacher(
     experiment: Experiment, *, begun: bool
-) -> tuple[trained.Found | None, trained.Found | None]:
+) -> tuple[trained.SavedModel | None, trained.SavedModel | None]:
     """The parent and the teacher of a run, if its config names them.
 
     Args:
@@ -212,7 +212,7 @@ def check_models(
     trainable(experiment.optimizer, axes)
     parent = c.parent and not begun and trained.named("config.train.parent", c.parent)
     if parent:
-        before = conversations.before_growth(experiment, parent)
+        before = conversations.parent_model(experiment, parent)
         shapes = parameters.abstract(before).shapes
         checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
         # Keys of drawing weights, which are not drawn here, and of training.
@@ -234,7 +234,7 @@ def check_models(
 
 
 def check_tokenizer(
-    experiment: Experiment, dataset: loader.PackedDataset, **models: trained.Found | None
+    experiment: Experiment, dataset: loader.PackedDataset, **models: trained.SavedModel | None
 ) -> None:
     """Raises a UserError unless models that a run starts from read the tokens of its data set."""
     for key, found in models.items():
@@ -276,7 +276,7 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         raise UserError(f"{error}. {_mesh_that_divides(mesh, weights)}") from error
     if mesh.shape["sequence"] > 1:
         zigzag(experiment.data.sequence_length, mesh.shape["sequence"])
-    c, ways = experiment.train, sharding.rows_ways(mesh)
+    c, ways = experiment.train, sharding.batch_shards(mesh)
     rows = c.batch_size // c.grad_accumulation
     if rows % ways:
         step = ways * c.grad_accumulation
@@ -306,7 +306,7 @@ def check_memory(
     experiment: Experiment,
     compute: Compute,
     mesh: jax.sharding.Mesh,
-    teacher: trained.Found | None = None,
+    teacher: trained.SavedModel | None = None,
 ) -> None:
     """Raises a UserError, with the bytes by part, if the devices present cannot hold the run.
 
@@ -318,12 +318,12 @@ def check_memory(
         compute,
         optimizer=experiment.optimizer,
         teacher=teacher and teacher.experiment.model,
-        rows_per_device=c.batch_size // c.grad_accumulation // sharding.rows_ways(mesh),
+        rows_per_device=c.batch_size // c.grad_accumulation // sharding.batch_shards(mesh),
         sequence_length=experiment.data.sequence_length,
         **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},
-        parts=c.grad_accumulation,
+        accumulation_steps=c.grad_accumulation,
         attention_kernel=experiment.uses_attention_kernel(mesh.devices.flat[0].platform),
-        lanes=memory_estimate.lanes_of(mesh.devices.flat[0].platform),
+        lanes=memory_estimate.lane_width(mesh.devices.flat[0].platform),
     )
     device, there = mesh.devices.flat[0], runtime.memory_per_device()
     if need.total <= there * (1 if device.platform == "cpu" else _UNSURE):

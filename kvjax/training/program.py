@@ -59,22 +59,24 @@ class Program:
         if mesh.size > 1:
             compute = dataclasses.replace(compute, mesh=mesh)
         shapes, axes = parameters.abstract(model)
-        learning = functools.partial(trainable, experiment.optimizer)
+        select_trainable = functools.partial(trainable, experiment.optimizer)
         split = mesh.size > 1
         optimizer = make_optimizer(
             experiment.optimizer,
-            learning(axes),
+            select_trainable(axes),
             d_model=model.block.d_model,
             num_steps=experiment.train.num_steps,
             muon_dtype=compute.dtype,
-            shardings=learning(sharding.parameter_shardings(mesh, shapes, axes)) if split else None,
+            shardings=select_trainable(sharding.parameter_shardings(mesh, shapes, axes))
+            if split
+            else None,
         )
 
         def init(key: jax.Array) -> dict[str, Any]:
             params = nnx.to_pure_dict(nnx.state(Transformer(model, key)))
             return dict(
                 params=params,
-                optimizer=optimizer.init(learning(params)),
+                optimizer=optimizer.init(select_trainable(params)),
                 step=jnp.zeros((), jnp.int32),
                 key=jax.random.key_data(key),
                 bad=dict(
@@ -103,10 +105,10 @@ class Program:
             of_teacher = dict(teacher_graph=parameters.graph(teacher))
         self.init = jax.jit(init, out_shardings=shardings)
         static = dict(graph=self.graph, compute=compute, masked=experiment.is_masked)
-        static |= dict(begins=bos_id if experiment.train.separate else None)
-        steps = dict(parts=experiment.train.grad_accumulation, policy=experiment.train)
-        steps |= dict(optimizer=optimizer, learning=learning, **of_teacher)
-        steps |= dict(drops=model.block.dropout > 0)
+        static |= dict(bos_id=bos_id if experiment.train.separate else None)
+        steps = dict(accumulation_steps=experiment.train.grad_accumulation, config=experiment.train)
+        steps |= dict(optimizer=optimizer, select_trainable=select_trainable, **of_teacher)
+        steps |= dict(has_dropout=model.block.dropout > 0)
         self.train_step = jax.jit(
             functools.partial(train_step, **steps, **static),
             donate_argnums=0,
@@ -139,13 +141,13 @@ def train_step(
     graph,
     optimizer,
     compute: Compute,
-    parts: int,
-    policy: TrainConfig | None = None,
-    learning: Callable[[dict], dict] = lambda params: params,
+    accumulation_steps: int,
+    config: TrainConfig | None = None,
+    select_trainable: Callable[[dict], dict] = lambda params: params,
     teacher_graph=None,
     masked: bool = False,
-    begins: int | None = None,
-    drops: bool = False,
+    bos_id: int | None = None,
+    has_dropout: bool = False,
 ):
     """One optimizer step.
 
@@ -165,33 +167,35 @@ def train_step(
       the step}: a state is finite where these are; with a policy also those of `judge`.
     """
 
-    learned = learning(state["params"])
+    learned = select_trainable(state["params"])
 
     whole = {}
     if masked:  # as much for each part as without a mask: their mean is that of the step
         counts = jnp.maximum(jnp.sum(rows[:, 1:] >= 0), 1)
-        whole = dict(scale=parts / counts.astype(jnp.result_type(float)))
+        whole = dict(scale=accumulation_steps / counts.astype(jnp.result_type(float)))
 
     dropout = None
-    if drops:
+    if has_dropout:
         dropout = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
 
     def loss(learned, rows, dropout):
         weighted = {}
         if masked:
-            rows, counts = marked(rows)
+            rows, counts = split_loss_mask(rows)
             weights = next_tokens(counts, compute)[1].astype(jnp.float32)
             weighted = dict(weights_BT=weights) | whole
         tokens, targets, positions = next_tokens(rows, compute)
         model = nnx.merge(graph, merge_trainable(state["params"], learned))
         options = dict(compute=compute, positions_BT=positions)
-        options |= dict(segment_ids_BS=segments(rows, begins), dropout=dropout)
+        options |= dict(segment_ids_BS=segment_ids(rows, bos_id), dropout=dropout)
         if teacher is None:
             return mean_loss(model, tokens, targets, **weighted, **options)
-        taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=policy.teacher_share)
+        taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=config.teacher_share)
         return distillation_loss(model, tokens, targets, **taught, **options)
 
-    value, grads = _mean_over_parts(jax.value_and_grad(loss), learned, rows, dropout, parts)
+    value, grads = _accumulate_gradients(
+        jax.value_and_grad(loss), learned, rows, dropout, accumulation_steps
+    )
     updates, opt_state = optimizer.update(grads, state["optimizer"], learned)
     params = merge_trainable(state["params"], optax.apply_updates(learned, updates))
     new = dict(
@@ -201,38 +205,38 @@ def train_step(
         key=state["key"],
     )
     metrics = dict(loss=value, grad_norm=optax.global_norm(grads))
-    if policy is not None:
-        is_bad, new["bad"], verdict = judge(state["bad"], **metrics, policy=policy)
+    if config is not None:
+        is_bad, new["bad"], verdict = check_step(state["bad"], **metrics, config=config)
         metrics |= verdict
-        if policy.bad_steps == "skip":
+        if config.bad_steps == "skip":
             stay = lambda old, new: jnp.where(is_bad, old, new)
             for part in ("params", "optimizer"):
                 new[part] = jax.tree.map(stay, state[part], new[part])
     return new, metrics | dict(param_norm=optax.global_norm(new["params"]))
 
 
-def _mean_over_parts(value_and_grad, learned, rows, dropout, parts: int):
+def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_steps: int):
     """The loss and its gradients, one part of the rows after another: gradient accumulation.
 
     Args:
       value_and_grad: (learned, rows, dropout's key or None) -> (value, gradients).
       rows: [B, T + 1]; `parts` divides B.
     """
-    if parts == 1:
+    if accumulation_steps == 1:
         return value_and_grad(learned, rows, dropout)
 
     def accumulate(total, part):
         return jax.tree.map(jnp.add, total, value_and_grad(learned, *part)), None
 
     # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
-    by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
+    by_part = rows.reshape(-1, accumulation_steps, rows.shape[1]).swapaxes(0, 1)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
-    keys = None if dropout is None else jax.random.split(dropout, parts)
+    keys = None if dropout is None else jax.random.split(dropout, accumulation_steps)
     total, _ = jax.lax.scan(accumulate, zero, (by_part, keys))
-    return jax.tree.map(lambda x: x / parts, total)
+    return jax.tree.map(lambda x: x / accumulation_steps, total)
 
 
-def judge(bad: dict, loss: jax.Array, grad_norm: jax.Array, policy: TrainConfig):
+def check_step(bad: dict, loss: jax.Array, grad_norm: jax.Array, config: TrainConfig):
     """Whether a step is bad (see `TrainConfig`), the new state of that question, and what to log.
 
     Args:
@@ -245,20 +249,20 @@ def judge(bad: dict, loss: jax.Array, grad_norm: jax.Array, policy: TrainConfig)
     """
     mean = bad["mean_loss"]
     is_bad = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
-    if policy.spike_factor:
-        is_bad |= (mean > 0) & (loss > policy.spike_factor * mean)
+    if config.spike_factor:
+        is_bad |= (mean > 0) & (loss > config.spike_factor * mean)
     loss = loss.astype(mean.dtype)
     moved = jnp.where(mean > 0, mean + MEAN_WEIGHT * (loss - mean), loss)
     counted = is_bad.astype(jnp.int32)
     new = dict(
-        skipped=bad["skipped"] + (counted if policy.bad_steps == "skip" else 0),
+        skipped=bad["skipped"] + (counted if config.bad_steps == "skip" else 0),
         in_a_row=counted * (bad["in_a_row"] + 1),
         mean_loss=jnp.where(is_bad, mean, moved),
     )
     verdict = {}
-    if policy.spike_factor or policy.bad_steps == "skip":
+    if config.spike_factor or config.bad_steps == "skip":
         verdict = dict(bad=counted, mean_loss=mean)
-    if policy.bad_steps == "skip":
+    if config.bad_steps == "skip":
         verdict |= dict(skipped_steps=new["skipped"], bad_steps_in_a_row=new["in_a_row"])
     return is_bad, new, verdict
 
@@ -271,7 +275,7 @@ def eval_step(
     graph,
     compute: Compute,
     masked: bool = False,
-    begins: int | None = None,
+    bos_id: int | None = None,
 ):
     """Sums over the targets that have bytes (specials have none): (nats, bytes, targets).
 
@@ -279,10 +283,12 @@ def eval_step(
     """
     counts = None
     if masked:
-        rows, counts = marked(rows)
+        rows, counts = split_loss_mask(rows)
         counts = next_tokens(counts, compute)[1]
     tokens, targets, positions = next_tokens(rows, compute)
-    options = dict(compute=compute, positions_BT=positions, segment_ids_BS=segments(rows, begins))
+    options = dict(
+        compute=compute, positions_BT=positions, segment_ids_BS=segment_ids(rows, bos_id)
+    )
     nats = token_losses(nnx.merge(graph, params), tokens, targets, **options)
     num_bytes = token_bytes[targets]
 
@@ -294,7 +300,7 @@ def eval_step(
     return *sums(num_bytes * counts), *sums(num_bytes)
 
 
-def marked(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_loss_mask(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tokens [B, T + 1] of rows with a mask, and whether each counts as a target.
 
     `kvjax.data.loader` gives one that does not with its bits inverted: ~token, which is negative.
@@ -303,11 +309,11 @@ def marked(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(counts, rows, ~rows), counts
 
 
-def segments(rows: jax.Array, begins: int | None) -> jax.Array | None:
+def segment_ids(rows: jax.Array, bos_id: int | None) -> jax.Array | None:
     """[B, T] int32 which document of its row each input is of, from rows [B, T + 1], in order."""
-    if begins is None:
+    if bos_id is None:
         return None
-    return jnp.cumsum(rows[:, :-1] == begins, axis=1, dtype=jnp.int32)
+    return jnp.cumsum(rows[:, :-1] == bos_id, axis=1, dtype=jnp.int32)
 
 
 def next_tokens(rows: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array, np.ndarray]:

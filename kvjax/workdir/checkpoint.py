@@ -60,7 +60,7 @@ class Checkpoints:
         """Steps of the complete checkpoints, ascending."""
         return [c.step for c in self._checkpointer.checkpoints if c.step in self._complete]
 
-    def say_what_is_there(self) -> str:
+    def describe(self) -> str:
         """A sentence for a message when nothing can be asked of Orbax or of a disk any more."""
         latest = sorted(self._complete)[-(self._keep or 0) :]
         return f"Checkpoints of steps {latest} are in {self.directory}. "
@@ -165,7 +165,7 @@ class Checkpoints:
             # On all processes alike: the first that has something to say.
             damaged = next(filter(None, distributed.gather("damaged", damaged)), "")
             other = next(filter(None, distributed.gather("restore", other)), "")
-            storage.count_operations_alike()
+            storage.align_operation_ids()
             if other:
                 raise UserError(other)
             if not damaged:
@@ -188,14 +188,14 @@ class Checkpoints:
         path = self.directory / str(step)
         abstract = dict(state=abstract_state, data=dict(position=np.zeros((), np.int64)))
         try:
-            with storage.alone():
+            with storage.single_process_context():
                 items = ocp.load_checkpointables(path, abstract)
-            check_step(path, items["state"])
+            check_step_number(path, items["state"])
             return items, "", ""
         except UserError as error:
             return None, "", str(error)
         except Exception as raised:  # corrupted files raise many types
-            error = storage.cannot_list(path) or raised
+            error = storage.listing_error(path) or raised
             reason, damaged = storage.reason(error), storage.is_damage(error)
             asked = storage.shapes_of(abstract_state)
             with contextlib.suppress(Exception):  # of damage that goes as far
@@ -229,7 +229,7 @@ class Checkpoints:
         self._workdir.close()
 
 
-def check_step(path: epath.Path, state: dict) -> None:
+def check_step_number(path: epath.Path, state: dict) -> None:
     """Raises a UserError if a checkpoint's folder is named after another step than it holds."""
     if "step" not in state:
         return
@@ -260,11 +260,11 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
         if "step" in stored:
             sharding = _whole(jax.tree.leaves(abstract_params)[0].sharding)
             tree["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-        context = storage.alone()
+        context = storage.single_process_context()
         context.pytree.loading.partial_load = True
         with context:
             state = ocp.load(path, tree, checkpointable_name="state")
-        check_step(path, state)
+        check_step_number(path, state)
         return state["params"]
 
 

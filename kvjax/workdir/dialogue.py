@@ -2,10 +2,10 @@
 
 from kvjax.conversation import dialogue, render
 from kvjax.conversation.dialogue import Dialogue
-from kvjax.workdir.trained import Found
+from kvjax.workdir.trained import SavedModel
 
 
-def of(found: Found, *, limit: int = render.LIMIT, day: str = "") -> Dialogue:
+def of(found: SavedModel, *, limit: int = render.LIMIT, day: str = "") -> Dialogue:
     """By the nine special tokens, or by the template that it was published with.
 
     Args:

@@ -31,13 +31,13 @@ _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
 _FILES = (*_CLAIMS, *origin.FILES, lineage.PARENT, SNAPSHOTS, "curves.png", "events", *_RECORDS)
 # Keys of `train`: when to look and when to stop.
-WHEN = (
+SCHEDULE_KEYS = (
     *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "snapshot_every"),
     *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
 )
 # What may differ between a run and its continuation: not what is computed.
 _FREE_KEYS = {
-    "train": (*WHEN, "grad_accumulation"),  # fewer chips take a batch in more parts
+    "train": (*SCHEDULE_KEYS, "grad_accumulation"),  # fewer chips take a batch in more parts
     "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
     "data": ("directory",),
 }

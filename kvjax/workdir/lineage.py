@@ -23,7 +23,7 @@ def write(workdir: epath.Path, parent: epath.Path, checkpoints: epath.Path, step
     write_atomically(workdir / PARENT, json.dumps(found, indent=1) + "\n")
 
 
-def forget(workdir: epath.Path) -> None:
+def remove(workdir: epath.Path) -> None:
     """Removes what `write` wrote for a run that took no step."""
     if (workdir / PARENT).exists():
         (workdir / PARENT).unlink()

@@ -115,7 +115,7 @@ class MetricsWriter:
         return ""
 
 
-class NoWriter:
+class NullWriter:
     """What the processes beside the first one have for a `MetricsWriter`: it writes nothing."""
 
     folder = None

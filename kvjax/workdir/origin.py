@@ -48,14 +48,14 @@ def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) ->
             warn(f"{workdir / name} was left as it is: it is not the one of {parent}")
 
 
-def is_known(workdir: epath.Path) -> bool:
+def is_recorded(workdir: epath.Path) -> bool:
     """Whether it is written down what a run that started from a model started from."""
     return (workdir / _CONTEXT).exists()
 
 
 def _forget(workdir: epath.Path) -> None:
     """Removes what `inherit` wrote."""
-    if not is_known(workdir):
+    if not is_recorded(workdir):
         return
     files = _object(workdir / _CONTEXT).get("files")
     files = files if isinstance(files, list) else []

@@ -177,7 +177,7 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
 
 
-def cannot_list(path: epath.Path) -> OSError | None:
+def listing_error(path: epath.Path) -> OSError | None:
     """Why a checkpoint's folders cannot be listed: what lies there seems not to be there at all."""
     try:
         for item in path.iterdir():
@@ -219,7 +219,7 @@ def _deepest(error: BaseException) -> BaseException:
     return error
 
 
-def alone() -> ocp.Context:
+def single_process_context() -> ocp.Context:
     """Orbax without its barriers, at which this process would wait for others."""
     context = ocp.Context()
     if distributed.count() > 1:
@@ -230,7 +230,7 @@ def alone() -> ocp.Context:
     return context
 
 
-def count_operations_alike() -> None:
+def align_operation_ids() -> None:
     """Orbax numbers a process's operations, and its barriers by these: a load that failed in some
     processes only leaves them waiting for each other at the next save.
     """

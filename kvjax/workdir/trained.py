@@ -23,7 +23,7 @@ from kvjax.workdir import checkpoint, origin, storage
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SavedModel:
     """A checkpoint of a workdir, and what is known of it before any array is read."""
 
     workdir: epath.Path
@@ -41,7 +41,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A trained model from a workdir."""
 
     model: Transformer
@@ -51,7 +51,7 @@ class Loaded:
     step: int
 
 
-def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Loaded:
+def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> LoadedModel:
     """The model of a workdir's checkpoint, on one device, in the dtype it computes in.
 
     Args:
@@ -72,10 +72,10 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
         jax.tree.map(place, abstract, compute_dtypes(abstract, compute.dtype)),
     )
     model = nnx.merge(parameters.graph(config), params)
-    return Loaded(model, compute, found.tokenizer, found.context, found.step)
+    return LoadedModel(model, compute, found.tokenizer, found.context, found.step)
 
 
-def compute_of(found: Found, dtype: str = "") -> Compute:
+def compute_of(found: SavedModel, dtype: str = "") -> Compute:
     """How a model is computed here.
 
     Args:
@@ -89,7 +89,7 @@ def compute_of(found: Found, dtype: str = "") -> Compute:
     return compute.resolve(jax.devices()[0].platform, num_layers)
 
 
-def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
+def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
     """A workdir's checkpoint of that step, or the latest.
 
     Raises:
@@ -114,7 +114,7 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
             _warn_once(f"{workdir}: {error}; until then its control tokens are ordinary text")
         except UserError:  # a template that is none: who talks by it is told
             pass
-    return Found(
+    return SavedModel(
         workdir,
         steps[-1] if step is None else step,
         experiment,
@@ -125,7 +125,7 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
     )
 
 
-def snapshots(workdir: epath.PathLike) -> list[Found]:
+def snapshots(workdir: epath.PathLike) -> list[SavedModel]:
     """The parameters that a run kept of some of its steps, ascending; see `snapshot_every`.
 
     Raises:
@@ -137,7 +137,7 @@ def snapshots(workdir: epath.PathLike) -> list[Found]:
     return [dataclasses.replace(found, step=step, **of_step) for step in steps]
 
 
-def named(key: str, text: str) -> Found:
+def named(key: str, text: str) -> SavedModel:
     """What a config's key names: a workdir, or WORKDIR@STEP.
 
     Raises:

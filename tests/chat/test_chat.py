@@ -38,15 +38,15 @@ def _talk(scripts, room=400, *, num_tokens=64):
 
     options = chat._parser().parse([f"--num_tokens={num_tokens}"])
     history, model = History(DIALOGUE, room), Model()
-    return chat.Talk(model, DIALOGUE, history, options, None, room + num_tokens), model
+    return chat.ChatSession(model, DIALOGUE, history, options, None, room + num_tokens), model
 
 
 def test_an_answer_is_shown_with_the_calculators_part_and_kept_as_parts(capsys):
     asked = [*TOKENIZER.encode("So "), S.python_start, *TOKENIZER.encode("2+3"), S.python_end]
     talk, model = _talk([[*asked, *oracles.said("."), 0], oracles.said("Bye")])
-    talk.hear("What is 2 + 3?")
+    talk.handle_line("What is 2 + 3?")
     assert capsys.readouterr().out == "So [2+3=5].\n"
-    talk.hear("Thanks")
+    talk.handle_line("Thanks")
     assert talk.history.messages == [
         dict(role="user", content="What is 2 + 3?"),
         dict(
@@ -69,7 +69,7 @@ def test_an_answer_is_shown_with_the_calculators_part_and_kept_as_parts(capsys):
 def test_whole_turns_are_left_out_when_the_context_is_full(capsys):
     talk, model = _talk([oracles.said("answer one") for _ in range(9)], room=60)
     for i in range(5):
-        talk.hear(f"message {i}")
+        talk.handle_line(f"message {i}")
         ids = model.prompts[0]
         assert len(ids) <= 60 and ids[0] == S.bos and ids[1] == S.user_start
         assert TOKENIZER.decode(ids).endswith(f"message {i}<|user_end|><|assistant_start|>")
@@ -79,18 +79,18 @@ def test_whole_turns_are_left_out_when_the_context_is_full(capsys):
 
 def test_a_message_that_is_too_long_is_refused_and_the_talk_goes_on(capsys):
     talk, _ = _talk([oracles.said("yes")], room=40)
-    talk.hear("x" * 50)
+    talk.handle_line("x" * 50)
     assert "the message has 54 tokens" in capsys.readouterr().err and not talk.history.turns
-    talk.hear("short")
+    talk.handle_line("short")
     assert capsys.readouterr().out == "yes\n"
 
 
 def test_a_message_without_an_answer_is_forgotten(capsys):
     """Where the answer is empty, and where asking fails: what was said before stays."""
     talk, model = _talk([oracles.said("yes"), oracles.said("")])
-    talk.hear("first")
+    talk.handle_line("first")
     before = list(talk.history.turns)
-    talk.hear("second")
+    talk.handle_line("second")
     assert talk.history.turns == before and capsys.readouterr().out == "yes\n\n"
     for error in (UserError("it broke"), MemoryError()):
 
@@ -99,7 +99,7 @@ def test_a_message_without_an_answer_is_forgotten(capsys):
 
         model.start = fails
         with contextlib.suppress(MemoryError):
-            talk.hear("third")
+            talk.handle_line("third")
         assert talk.history.turns == before
     assert "it broke" in capsys.readouterr().err
 
@@ -107,16 +107,16 @@ def test_a_message_without_an_answer_is_forgotten(capsys):
 def test_commands(tmp_path, capsys, monkeypatch):
     talk, _ = _talk([oracles.said("one"), oracles.said("two")])
     path = tmp_path / "talk.jsonl"
-    talk.hear(f"/save {path}")
+    talk.handle_line(f"/save {path}")
     assert "there is nothing to save" in capsys.readouterr().err
-    talk.hear("first")
-    talk.hear(f"/save {path}")
-    talk.hear("/reset")
-    talk.hear("second")
-    talk.hear(f"/save {path}")
+    talk.handle_line("first")
+    talk.handle_line(f"/save {path}")
+    talk.handle_line("/reset")
+    talk.handle_line("second")
+    talk.handle_line(f"/save {path}")
     saved = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
     assert [[m["content"] for m in one] for one in saved] == [["first", "one"], ["second", "two"]]
-    talk.hear("/help")
+    talk.handle_line("/help")
     out = capsys.readouterr().out
     assert out.splitlines()[2:] == [
         "/reset      forgets the conversation",
@@ -124,14 +124,14 @@ def test_commands(tmp_path, capsys, monkeypatch):
         "/help       says this",
         "/quit       ends, as Ctrl-D does",
     ]
-    talk.history.ask("without an answer")  # is not saved
-    talk.hear(f"/save {path}")
+    talk.history.add_question("without an answer")  # is not saved
+    talk.handle_line(f"/save {path}")
     assert path.read_text().splitlines()[-1] == path.read_text().splitlines()[-2]
     monkeypatch.setattr(history_lib, "in_bucket", lambda path: True)  # where nothing is added
     again = path.read_text()
-    talk.hear(f"/save {path}")
+    talk.handle_line(f"/save {path}")
     assert path.read_text() == again + again.splitlines(keepends=True)[-1]
-    talk.hear(f"/save {tmp_path}/new.jsonl")
+    talk.handle_line(f"/save {tmp_path}/new.jsonl")
     assert (tmp_path / "new.jsonl").read_text() == again.splitlines(keepends=True)[-1]
     for line, said in {
         "/rest": "/rest: there is no such command; did you mean '/reset'?",
@@ -139,29 +139,29 @@ def test_commands(tmp_path, capsys, monkeypatch):
         f"/save {tmp_path}": "cannot be written",
         "\ud800": "is not UTF-8 text",
     }.items():
-        talk.hear(line)
+        talk.handle_line(line)
         assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        talk.hear("/quit")
+        talk.handle_line("/quit")
 
 
 def test_ctrl_c_ends_an_answer_and_what_came_of_it_stays(capsys, monkeypatch):
     talk, _ = _talk([oracles.said("a long answer"), oracles.said("next")])
-    real = chat._Heard.token
+    real = chat._AnswerPrinter.token
 
     def token(self, b, token, text):
         real(self, b, token, text)
         if len(self.ids) == 6:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(chat._Heard, "token", token)
+    monkeypatch.setattr(chat._AnswerPrinter, "token", token)
     before = signal.getsignal(signal.SIGINT)
-    talk.hear("go on")
+    talk.handle_line("go on")
     assert capsys.readouterr().out == "a long\n"
     assert talk.history.turns[-1] == dict(role="assistant", content="a long")
     assert signal.getsignal(signal.SIGINT) is before
-    monkeypatch.setattr(chat._Heard, "token", real)
-    talk.hear("more")
+    monkeypatch.setattr(chat._AnswerPrinter, "token", real)
+    talk.handle_line("more")
     assert capsys.readouterr().out == "next\n"
 
 

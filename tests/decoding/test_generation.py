@@ -200,7 +200,7 @@ def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
         cache = engine.cache(batch, 128)
         int_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
         flag_B = jax.ShapeDtypeStruct((batch,), jnp.bool)
-        choice = program.Choice(
+        choice = program.SamplingState(
             jax.eval_shape(Sampling().parameters),
             jax.eval_shape(lambda: jax.random.key(0)),
             jax.ShapeDtypeStruct((batch,), jnp.uint32),

@@ -109,7 +109,7 @@ def test_a_step_that_is_lowered_is_the_one_that_decodes(make_model):
     cache, weights = generator.engine.cache(3, 200), generator.engine.weights
     tokens_B, flags_B = np.zeros(3, np.int32), np.zeros(3, bool)
     streams_B, ends_V = np.zeros(3, np.uint32), np.zeros(V, bool)
-    choice = program.Choice(GREEDY.parameters(), jax.random.key(0), streams_B, ends_V)
+    choice = program.SamplingState(GREEDY.parameters(), jax.random.key(0), streams_B, ends_V)
     state = (weights, cache, tokens_B, flags_B, flags_B, choice)
     mesh = program.make_mesh(1, jax.devices())
     lowered = program.lowered_step(generator.config, mesh, batch=3, length=200)

@@ -71,8 +71,8 @@ class Step:
         graph = parameters.graph(config)
         compute = dict(loss_chunks=2) | compute
         compute = Compute(dtype=jnp.dtype(dtype), mesh=mesh if several else None, **compute)
-        options = dict(graph=graph, optimizer=optimizer, compute=compute, parts=parts)
-        options |= dict(masked=masked, begins=begins)
+        options = dict(graph=graph, optimizer=optimizer, compute=compute, accumulation_steps=parts)
+        options |= dict(masked=masked, bos_id=begins)
         step = functools.partial(train_step, **options)
         self.jitted = jax.jit(
             step, out_shardings=(shardings, None), compiler_options=compiler_options

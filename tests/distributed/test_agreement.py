@@ -41,7 +41,7 @@ def test_what_three_processes_tell_each_other(tmp_path, monkeypatch):
         found.append(_said(distributed.check_same_programs, dict(step="sum", eval=f"{i // 2}")))
         rows = (epath.Path("/rows"), f"digest {i % 2}", "one folder")
         found.append(_said(distributed.check_same_rows, *rows))
-        found.append(distributed.leaders("y", folders[i]))
+        found.append(distributed.folder_leaders("y", folders[i]))
         return [*found, _said(distributed.check_shared, epath.Path(folders[i]))]
 
     found = together(monkeypatch, store, 3, process)
@@ -101,10 +101,10 @@ def test_those_that_share_a_folder_are_a_team(tmp_path, monkeypatch):
     def process(i):
         team = distributed.Team("data", epath.Path(tmp_path / f"{i % 2}"))
         if i:
-            team.say("done")
+            team.announce("done")
         if i != 2:
             team.wait_for("done")
-            team.say("read")
+            team.announce("read")
         team.wait_for("read", leader=True)
         return team.index, team.size
 
@@ -120,11 +120,11 @@ def test_one_process_agrees_with_itself(tmp_path, monkeypatch):
     assert (distributed.count(), distributed.index()) == (1, 0)
     assert distributed.gather("x", "y") == ["y"]
     distributed.check_same({"a": 1})
-    assert distributed.leaders("x", tmp_path / "none") == [0]
+    assert distributed.folder_leaders("x", tmp_path / "none") == [0]
     assert not (tmp_path / "none").exists()
     team = distributed.Team("x", tmp_path)
     assert (team.index, team.size) == (0, 1)
-    team.say("done")
+    team.announce("done")
     team.wait_for("done")
-    with pytest.raises(UserError, match="mine"), distributed.ending_together():
+    with pytest.raises(UserError, match="mine"), distributed.end_together():
         raise UserError("mine")

@@ -45,7 +45,7 @@ class _Job:
         monkeypatch.setattr(os, "_exit", self._leave)
         monkeypatch.setattr(threading, "excepthook", threading.excepthook)
         monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
-        monkeypatch.setattr(ending, "last_words", self)
+        monkeypatch.setattr(ending, "abort_message", self)
         monkeypatch.setattr(ending, "_POLL_SECONDS", 0.001)
         self.start()
 
@@ -115,7 +115,7 @@ def test_what_ends_a_process_is_said_by_it_and_told_the_others(job, monkeypatch,
                 job.store.key_value_set(f"kvjax/alive/{i}", f"at {count}", allow_overwrite=True)
 
         job.clock.meanwhile = meanwhile
-        with pytest.raises(SystemExit) as end, ending.ending_together():
+        with pytest.raises(SystemExit) as end, ending.end_together():
             raise error
         assert end.value.code == status, error
         assert job.store.values["kvjax/ended/1"] == f"{status} {reason}"
@@ -124,7 +124,7 @@ def test_what_ends_a_process_is_said_by_it_and_told_the_others(job, monkeypatch,
         traceback, _, said = capsys.readouterr().err.rpartition("kvjax: ")
         assert said == f"{reason}\n" and bool(traceback) == (status == 1)
     job.start()
-    with pytest.raises(SystemExit) as end, ending.ending_together():
+    with pytest.raises(SystemExit) as end, ending.end_together():
         raise SystemExit(75)  # agreed upon
     assert end.value.code == 75 and "kvjax/ended/1" not in job.store.values and not job.words
 
@@ -145,7 +145,7 @@ def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog)
     def fail():
         raise OSError("the barrier failed\nand pages of addresses")
 
-    with ending.ending_together():
+    with ending.end_together():
         (watcher,) = set(threading.enumerate()) - before
         assert watcher.daemon
         _until(lambda: beats() >= 2)
@@ -175,7 +175,7 @@ def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog)
 
 def test_a_process_ends_when_another_says_that_it_has(job, capsys):
     job.start(values={"kvjax/ended/0": "2 ", "kvjax/ended/2": "3 the key is wrong"})
-    with pytest.raises(SystemExit), ending.ending_together():
+    with pytest.raises(SystemExit), ending.end_together():
         assert job.left.wait(10)
         raise SystemExit
     said = "process 2 stopped: the key is wrong"

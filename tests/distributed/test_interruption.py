@@ -22,10 +22,10 @@ def test_a_process_alone_stops_before_its_next_step(number, monkeypatch, capfd):
     monkeypatch.setattr(os, "isatty", lambda descriptor: True)
     monkeypatch.setattr(os, "dup2", lambda *descriptors: replaced.append(descriptors))
     interruption = distributed.Interruption()
-    with interruption.watching():
-        assert not interruption.due(0)
+    with interruption.handling_signals():
+        assert not interruption.should_stop(0)
         signal.raise_signal(number)
-        assert interruption.due(1) and interruption.signal is number
+        assert interruption.should_stop(1) and interruption.signal is number
         hangup = number == signal.SIGHUP
         assert signal.getsignal(number) == (signal.SIG_IGN if hangup else signal.SIG_DFL)
         signal.signal(number, signal.SIG_IGN)
@@ -43,7 +43,9 @@ def test_one_that_was_swallowed_ends_the_loop(monkeypatch):
     monkeypatch.setattr(interrupted, "_received", True)
     monkeypatch.setattr(interrupted, "_taken", False)
     interruption = distributed.Interruption()
-    assert interruption.due(0) and interruption.signal is signal.SIGINT and interrupted._taken
+    assert (
+        interruption.should_stop(0) and interruption.signal is signal.SIGINT and interrupted._taken
+    )
 
 
 def test_an_ignored_signal_stays_ignored():
@@ -51,9 +53,9 @@ def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         interruption = distributed.Interruption()
-        with interruption.watching():
+        with interruption.handling_signals():
             signal.raise_signal(signal.SIGHUP)
-            assert not interruption.due(0)
+            assert not interruption.should_stop(0)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -70,7 +72,7 @@ def test_all_stop_after_the_same_step(monkeypatch):
                 mine = step + (ahead if i else 0)
                 if i == who and mine == 5:
                     interruption._received = signal.SIGTERM
-                if ended[i] is None and interruption.due(mine):
+                if ended[i] is None and interruption.should_stop(mine):
                     ended[i] = mine
         assert ended == [7, 7], (who, ahead)
         assert {i.signal for i in both} == {signal.SIGTERM}
@@ -80,7 +82,13 @@ def test_the_first_of_two_signals_counts(monkeypatch):
     join(monkeypatch, Store(), 2)
     one, other = distributed.Interruption(), distributed.Interruption()
     one._received, other._received = signal.SIGINT, signal.SIGTERM
-    assert [one.due(3), other.due(4), one.due(4), other.due(5), one.due(5)] == [
+    assert [
+        one.should_stop(3),
+        other.should_stop(4),
+        one.should_stop(4),
+        other.should_stop(5),
+        one.should_stop(5),
+    ] == [
         *(False, False, False),
         *(True, True),
     ]
@@ -93,9 +101,9 @@ def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
     store, interruption = Store(), distributed.Interruption()
     join(monkeypatch, store, 2)
     interruption._received = signal.SIGTERM
-    assert not interruption.due(3) and not interruption.due(4)
+    assert not interruption.should_stop(3) and not interruption.should_stop(4)
     assert interruption.signal is None
-    assert interruption.due(5) and interruption.signal is signal.SIGTERM
+    assert interruption.should_stop(5) and interruption.signal is signal.SIGTERM
     assert store.values == {"kvjax/stop": "5 SIGTERM"}
 
     def fails(key):
@@ -103,4 +111,4 @@ def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
 
     store.key_value_try_get = fails
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
-        distributed.Interruption().due(6)
+        distributed.Interruption().should_stop(6)

@@ -42,8 +42,8 @@ def started(monkeypatch):
     calls = Started()
     words = lambda status, text: calls.words.append((status, text()))
     monkeypatch.setattr(jax.distributed, "initialize", calls.initialize)
-    monkeypatch.setattr(distributed.last_words, "set", words)
-    monkeypatch.setattr(distributed.last_words, "checkpoints", str)
+    monkeypatch.setattr(distributed.abort_message, "set", words)
+    monkeypatch.setattr(distributed.abort_message, "checkpoints", str)
     monkeypatch.setattr(jax.config, "update", calls.options.__setitem__)
     for name in [n for n in os.environ if n.startswith("SLURM_")]:
         monkeypatch.delenv(name)

@@ -68,7 +68,7 @@ def _loss(config, dtype):
     compute = Compute(dtype=jnp.dtype(dtype), loss_chunks=2)
 
     def loss(params, rows, weights_BT=None, scale=None):
-        tokens, targets, _ = program.next_tokens(program.marked(rows)[0], compute)
+        tokens, targets, _ = program.next_tokens(program.split_loss_mask(rows)[0], compute)
         weighted = dict(weights_BT=weights_BT, scale=scale)
         return mean_loss(nnx.merge(graph, params), tokens, targets, **weighted, compute=compute)
 

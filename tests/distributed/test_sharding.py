@@ -94,7 +94,7 @@ def test_a_real_models_devices_hold_an_eighth_each(mesh_name):
         ways = 4 if "base_" in jax.tree_util.keystr(leaf_path) and mesh.shape["tensor"] > 1 else 8
         assert shard.data.nbytes * ways == x.nbytes or x.nbytes < 1 << 20, leaf_path
         on_first += shard.data.nbytes
-    need = memory_estimate.state(experiment.model, 8)
+    need = memory_estimate.resident_memory(experiment.model, 8)
     bases = 2 * 2 * 4 * 12 * 768 * 128  # of keys and values, each with its momentum
     more = bases // 8 if mesh_name == "fsdp4_tensor2" else 0
     assert on_first == pytest.approx(need.parameters + need.optimizer + more, rel=1e-3)
@@ -267,7 +267,7 @@ def test_meshes_that_do_not_multiply():
 def test_mesh_values():
     mesh = sharding.make_mesh(MeshConfig(data=2), jax.devices())
     assert dict(mesh.shape) == dict(data=2, fsdp=4, sequence=1, tensor=1)
-    assert sharding.rows_ways(mesh) == 8
+    assert sharding.batch_shards(mesh) == 8
     for key in sharding.AXES:
         least = 0 if key == "fsdp" else 1
         for value in (least, 1 << 20):

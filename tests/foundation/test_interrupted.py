@@ -112,7 +112,7 @@ def test_a_ctrl_c_just_before_a_loop_of_steps_ends_it(monkeypatch):
     monkeypatch.setattr(interrupted, "_received", True)
     monkeypatch.setattr(interrupted, "_taken", False)
     interruption = Interruption()
-    assert interruption.due(0) and interruption.signal == signal.SIGINT
+    assert interruption.should_stop(0) and interruption.signal == signal.SIGINT
     assert interrupted.taken()
 
 

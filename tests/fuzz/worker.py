@@ -308,7 +308,7 @@ def _left_out() -> list:
             super().__init__(*given)
             self.init = instead("train")
 
-    whole = loop.Run._loop
+    whole = loop.TrainingLoop._loop
 
     def enough(self, state, position, start, stop):
         if start < stop:
@@ -318,7 +318,7 @@ def _left_out() -> list:
     patch = mock.patch.object
     return [
         patch(loop, "Program", Program),
-        patch(loop.Run, "_loop", enough),
+        patch(loop.TrainingLoop, "_loop", enough),
         patch(generator, "Generation", instead("generate")),
         patch(into_workdir, "write", instead("convert")),
         patch(lm_eval, "extras", types.SimpleNamespace(require=instead("ask"))),

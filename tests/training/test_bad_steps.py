@@ -110,7 +110,7 @@ def test_which_step_is_bad_and_what_is_told_of_it():
         (stop, 1.5, np.nan, 1.0, True, 1.5),
     ):
         bad = dict(skipped=np.int32(4), in_a_row=np.int32(2), mean_loss=np.float32(mean))
-        found, new, told = program.judge(
+        found, new, told = program.check_step(
             jax.tree.map(jax.numpy.asarray, bad),
             jax.numpy.float32(loss),
             jax.numpy.float32(grad_norm),
@@ -142,8 +142,8 @@ def test_the_policy_changes_no_number_of_a_good_run(source, tmp_path, monkeypatc
     real = program.train_step
     for name, judged in (("unread", lambda policy: policy), ("none", lambda policy: None)):
 
-        def blind(state, rows, policy, judged=judged, **kwargs):
-            new, values = real(state, rows, policy=judged(policy), **kwargs)
+        def blind(state, rows, config, judged=judged, **kwargs):
+            new, values = real(state, rows, config=judged(config), **kwargs)
             return new | dict(bad=state["bad"]), values
 
         monkeypatch.setattr(program, "train_step", blind)

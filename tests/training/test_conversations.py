@@ -45,34 +45,34 @@ def test_a_parent_has_the_model_with_its_own_rows(mid):
     """Keeps the number of rows, to which a run may add for its tokenizer and the special tokens."""
     _, experiment = mid()
     model = experiment.model
-    before = conversations.before_growth(experiment, _parent(model))
+    before = conversations.parent_model(experiment, _parent(model))
     assert before == dataclasses.replace(model, vocab_size=257)
     texts = types.SimpleNamespace(mixture=None, model=model)
-    assert conversations.before_growth(texts, _parent(model)) is model
+    assert conversations.parent_model(texts, _parent(model)) is model
     for size, rows, needed in ((264, 257, 265), (299, 300, 300)):
         experiment = dataclasses.replace(
             experiment, model=dataclasses.replace(model, vocab_size=size)
         )
         with pytest.raises(UserError, match=f"set --config.data.vocab_size={needed}, or more"):
-            conversations.before_growth(experiment, _parent(model, rows))
+            conversations.parent_model(experiment, _parent(model, rows))
     experiment = dataclasses.replace(experiment, model=dataclasses.replace(model, vocab_size=300))
-    assert conversations.before_growth(experiment, _parent(model, 300)).vocab_size == 300
+    assert conversations.parent_model(experiment, _parent(model, 300)).vocab_size == 300
 
 
 def test_one_pass_has_as_many_steps_as_rows_fill(mid):
     config, experiment = mid()
     dataset = types.SimpleNamespace(num_rows=dict(train=11).__getitem__)
-    found, grown = conversations.one_pass(config, experiment, dataset)
+    found, grown = conversations.one_epoch(config, experiment, dataset)
     assert found.train.num_steps == grown.train.num_steps == 2 and found.is_locked
     assert (config.train.num_steps, experiment.train.num_steps) == (0, 0)
     assert dataclasses.replace(grown, train=experiment.train) == experiment
     given, planned = mid(num_steps=7)
-    assert conversations.one_pass(given, planned, dataset) == (given, planned)
+    assert conversations.one_epoch(given, planned, dataset) == (given, planned)
     exactly = types.SimpleNamespace(num_rows=dict(train=4).__getitem__)
-    assert conversations.one_pass(config, experiment, exactly)[1].train.num_steps == 1
+    assert conversations.one_epoch(config, experiment, exactly)[1].train.num_steps == 1
     few = types.SimpleNamespace(num_rows=dict(train=3).__getitem__)
     with pytest.raises(UserError, match="= 4: there are 3 rows .*--config.train.batch_size=3 or"):
-        conversations.one_pass(config, experiment, few)
+        conversations.one_epoch(config, experiment, few)
 
 
 @pytest.fixture
@@ -95,17 +95,17 @@ def test_rows_are_made_with_the_parents_tokenizer_and_the_special_tokens(mid, ro
     _, experiment = mid()
     assert experiment.is_masked
     parent = _parent(experiment.model)
-    assert conversations.data_set(experiment, epath.Path("none"), parent) is rows
+    assert conversations.prepare_dataset(experiment, epath.Path("none"), parent) is rows
     (tmp_path / "tokenizer.json").write_text(BYTES.to_json())
-    assert conversations.data_set(experiment, epath.Path(tmp_path), None) is rows
+    assert conversations.prepare_dataset(experiment, epath.Path(tmp_path), None) is rows
     own = mid(tokenizer="byte")[1]
-    assert conversations.data_set(own, epath.Path("none"), None) is rows
+    assert conversations.prepare_dataset(own, epath.Path("none"), None) is rows
     assert rows.prepared == 3 * [(TALKING.vocabulary(), True)]
 
 
 def test_rows_that_the_run_cannot_read_are_refused(mid, rows):
     _, experiment = mid()
-    ask = lambda e: conversations.data_set(e, epath.Path("none"), _parent(e.model))
+    ask = lambda e: conversations.prepare_dataset(e, epath.Path("none"), _parent(e.model))
     rows.is_masked = False
     with pytest.raises(UserError, match="its rows have no mask, and .* they must have a mask"):
         ask(experiment)
@@ -117,7 +117,7 @@ def test_rows_that_the_run_cannot_read_are_refused(mid, rows):
 def test_of_several_processes_the_first_makes_the_rows(mid, rows, monkeypatch):
     said = []
     team = types.SimpleNamespace(
-        say=lambda word: said.append(f"says {word}"),
+        announce=lambda word: said.append(f"says {word}"),
         wait_for=lambda word, leader: said.append(f"waits {word} {leader}"),
     )
     monkeypatch.setattr(distributed, "count", lambda: 2)
@@ -130,6 +130,6 @@ def test_of_several_processes_the_first_makes_the_rows(mid, rows, monkeypatch):
     ):
         said.clear()
         rows.prepared.clear()
-        conversations.data_set(experiment, epath.Path("none"), _parent(experiment.model))
+        conversations.prepare_dataset(experiment, epath.Path("none"), _parent(experiment.model))
         assert said == [*expected, (rows.path, "d")]
         assert [shown for _, shown in rows.prepared] == [True, False][team.index :]

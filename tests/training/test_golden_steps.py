@@ -54,7 +54,9 @@ def _figures(mechanism):
     compute = Compute(dtype=jnp.dtype(jnp.float64))
     state = dict(params=params, optimizer=optimizer.init(params), step=0, key=0)
     step = jax.jit(
-        functools.partial(train_step, graph=graph, optimizer=optimizer, compute=compute, parts=1)
+        functools.partial(
+            train_step, graph=graph, optimizer=optimizer, compute=compute, accumulation_steps=1
+        )
     )
     rows = np.random.default_rng(0).integers(0, run.model.vocab_size, (B, T + 1), np.int32)
     figures = []

@@ -48,7 +48,9 @@ def test_stopping_and_going_on_changes_nothing(whole, tmp_path, monkeypatch):
     config = whole.config.copy_and_resolve_references()
     config.train.sample_tokens = 0
     with monkeypatch.context() as patch, pytest.raises(UserError, match="jsonl was moved") as told:
-        patch.setattr(loop.Run, "_evaluate", _then_replace_records(loop.Run._evaluate))
+        patch.setattr(
+            loop.TrainingLoop, "_evaluate", _then_replace_records(loop.TrainingLoop._evaluate)
+        )
         loop.train(config, epath.Path(tmp_path))
     assert "The last checkpoint is intact (steps [10, 20])" in str(told.value)
     for stop_after in (27, 0):
@@ -57,7 +59,7 @@ def test_stopping_and_going_on_changes_nothing(whole, tmp_path, monkeypatch):
     expected = (whole.workdir / metrics.METRICS).read_bytes()
     assert (tmp_path / metrics.METRICS).read_bytes() == expected
     # Already complete: nothing is compiled, which takes minutes at scale.
-    monkeypatch.setattr(loop.Run, "_train_step", lambda run: pytest.fail("compiled"))
+    monkeypatch.setattr(loop.TrainingLoop, "_train_step", lambda run: pytest.fail("compiled"))
     assert loop.train(config, epath.Path(tmp_path))["step"] == 40
     assert (tmp_path / metrics.METRICS).read_bytes() == expected
 

@@ -49,10 +49,12 @@ def test_training_memory(make_mechanism):
     )
     assert longer.activations > 2 * one.activations  # every token also attends to more
     full = memory_estimate.estimate(config, Compute(remat="full"), **shape, fsdp=1)
-    kept = memory_estimate.estimate(config, Compute(remat="attention"), **shape, fsdp=1)
+    kept = memory_estimate.estimate(
+        config, Compute(remat="attention"), **shape, fsdp=1
+    )
     assert full.activations < kept.activations < one.activations
     assert kept.activations - full.activations == 16 * 2 * 4 * (4 * 8 + 4)
-    parts = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, parts=4)
+    parts = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, accumulation_steps=4)
     assert parts.gradients == 2 * one.gradients
     kernel = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, attention_kernel=True)
     assert one.activations - kernel.activations == 16 * 2 * 2 * 4 * 4 * 8
@@ -80,7 +82,7 @@ def test_every_part_of_an_estimate(make_mechanism):
     for compute, options in (
         (Compute(loss_chunks=1), dict(teacher=teacher)),
         (Compute(dtype=bf16, loss_chunks=4), dict(attention_kernel=True, lanes=128)),
-        (Compute(dtype=bf16, loss_chunks=4, remat="dots"), dict(lanes=128, parts=3)),
+        (Compute(dtype=bf16, loss_chunks=4, remat="dots"), dict(lanes=128, accumulation_steps=3)),
         (Compute(remat="attention"), dict(optimizer=some)),
         (Compute(remat="full"), dict(attention_kernel=True)),
     ):
@@ -152,14 +154,14 @@ def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
         rows_per_device=run.train.batch_size // run.train.grad_accumulation // ways,
         sequence_length=run.data.sequence_length,
         **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
-        parts=run.train.grad_accumulation,
+        accumulation_steps=run.train.grad_accumulation,
         attention_kernel=True,
         optimizer=run.optimizer,
-        lanes=memory_estimate.lanes_of("tpu"),
+        lanes=memory_estimate.lane_width("tpu"),
     )
     memory = result["memory"]
     assert estimate.parameters + estimate.optimizer == pytest.approx(memory["arguments"], rel=0.03)
-    lanes, dims = memory_estimate.lanes_of("tpu"), [m.value_dim for m in run.model.mechanisms]
+    lanes, dims = memory_estimate.lane_width("tpu"), [m.value_dim for m in run.model.mechanisms]
     half_empty = any(dim % lanes and dim < 2 * lanes for dim in dims)  # of 64, 96 or 160 channels
     close = 0.25 if half_empty else 0.11
     assert estimate.temporaries == pytest.approx(memory["temporaries"], rel=close)

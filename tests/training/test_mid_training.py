@@ -148,10 +148,10 @@ def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
     drawn = nnx.to_pure_dict(nnx.state(Transformer(large, jax.random.key(3))))
     place = jax.NamedSharding(sharding.make_mesh(sharding.MeshConfig(), jax.devices()), jax.P())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), drawn)
-    asked = growth.smaller(abstract, small.vocab_size)
+    asked = growth.abstract_before(abstract, small.vocab_size)
     assert jax.tree.map(jnp.shape, asked) == jax.tree.map(np.shape, params)
     params = jax.tree.map(jnp.asarray, params)
-    grown = growth.grown(params, growth.grown_alone(drawn), abstract)
+    grown = growth.grow(params, growth.growable(drawn), abstract)
     old = small.vocab_size
     np.testing.assert_array_equal(grown["embedding"][old:], drawn["embedding"][old:])
     assert np.std(grown["embedding"][old:]) > 0.5
@@ -184,11 +184,11 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(name))
         for name, shape in shapes.items()
     }
-    asked = growth.smaller(abstract, BYTES)
+    asked = growth.abstract_before(abstract, BYTES)
     draw = lambda x: np.random.default_rng(0).standard_normal(x.shape).astype("f4")
     old = {name: jax.device_put(draw(x), x.sharding) for name, x in asked.items()}
     drawn = {name: jax.device_put(draw(x), x.sharding) for name, x in abstract.items()}
-    grown = growth.grown(old, growth.grown_alone(drawn), abstract)
+    grown = growth.grow(old, growth.growable(drawn), abstract)
     assert {name: (x.shape, x.sharding) for name, x in grown.items()} == {
         name: (x.shape, x.sharding) for name, x in abstract.items()
     }
@@ -196,8 +196,8 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
     np.testing.assert_array_equal(grown["embedding"][BYTES:], drawn["embedding"][BYTES:])
     np.testing.assert_array_equal(grown["head"][:, :BYTES], old["head"])
     assert not np.any(grown["head"][:, BYTES:])
-    assert growth.smaller(abstract, CHAT) == abstract  # nothing is lacking
-    same = growth.grown(drawn, growth.grown_alone(drawn), abstract)
+    assert growth.abstract_before(abstract, CHAT) == abstract  # nothing is lacking
+    same = growth.grow(drawn, growth.growable(drawn), abstract)
     assert all(same[name] is drawn[name] for name in abstract)
 
 

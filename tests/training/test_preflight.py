@@ -145,7 +145,7 @@ def test_prepared_rows_with_another_vocabulary(source, tmp_path):
     config.data.update(vocab_size=300, tokenizer="bpe")
     data = experiment_lib.resolve(config).data
     with pytest.raises(UserError, match="^config.data.vocab_size = 300: the tokenizer .* has 272"):
-        preflight.data_set(data)
+        preflight.prepare_dataset(data)
 
 
 def test_the_code_of_hosts_is_compared_in_every_folder(monkeypatch):
@@ -198,30 +198,30 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     monkeypatch.setattr(preflight.experiment_lib, "resolve", dict(texts=texts, talk=talk).get)
     monkeypatch.setattr(runtime, "workdir", lambda path: epath.Path(path) / "full")
     monkeypatch.setattr(preflight.storage, "steps", lambda at: at.name == "checkpoints" and steps)
-    monkeypatch.setattr(preflight.origin, "is_known", lambda workdir: known)
+    monkeypatch.setattr(preflight.origin, "is_recorded", lambda workdir: known)
     for name in ("check_processes", "check_vocabulary", "check_mesh", "check_memory"):
         fake(name)
     fake("sharding.make_mesh", lambda *given: mesh)
-    fake("check_models", lambda *given, **options: (parent, teacher))
+    fake("find_parent_and_teacher", lambda *given, **options: (parent, teacher))
     fake("check_tokenizer")
-    fake("data_set", lambda *given, **options: "rows")
+    fake("prepare_dataset", lambda *given, **options: "rows")
     fake("identity.exclusive", exclusive)
     for name in ("set_aside_earlier_run", "check_config", "check_data", "record"):
         fake(f"identity.{name}")
     fake("distributed.check_shared")
     fake("distributed.index", lambda: index)
     fake("distributed.gather")
-    fake("conversations.data_set", lambda *given: "rows")
-    fake("conversations.one_pass", lambda *given: ("talk of 9", planned))
+    fake("conversations.prepare_dataset", lambda *given: "rows")
+    fake("conversations.one_epoch", lambda *given: ("talk of 9", planned))
     fake("origin.inherit")
-    fake("lineage.forget")
+    fake("lineage.remove")
     fake("lineage.write")
     fake("trained.named", lambda *given: there)
     index, there, w = 0, found(model), epath.Path("run/full")
 
     def prepared(config):
         events.clear()
-        with preflight.prepared(config, "run", 2.5) as given:
+        with preflight.prepare_run(config, "run", 2.5) as given:
             events.append("given")
         assert given[1:] == (compute, mesh, w, "rows", parent, teacher)
         e = dict(texts=texts, talk=talk)[config]
@@ -230,7 +230,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
         start = [
             *(("check_processes", config), ("check_vocabulary", e)),
             *(("make_mesh", "ways", "devices"), ("check_mesh", e, mesh)),
-            ("check_models", e, ("begun", bool(steps))),
+            ("find_parent_and_teacher", e, ("begun", bool(steps))),
             *(("check_memory", e, compute, mesh, teacher), ("exclusive", w), ("check_shared", w)),
             ("index",),
         ]
@@ -240,14 +240,14 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     models = ("parent", parent), ("teacher", teacher)
     of_texts = [
         *(("set_aside_earlier_run", w), ("check_config", w, "texts", "f2")),
-        *(("data_set", "data", 2.5, ("spare", True)), ("check_data", w, "rows")),
+        *(("prepare_dataset", "data", 2.5, ("spare", True)), ("check_data", w, "rows")),
         *(("check_tokenizer", texts, "rows", *models), ("record", w, "texts", "f2", "rows")),
     ]
     inherited = ("inherit", w, "w", 64)
     assert prepared("texts") == [*of_texts, inherited, ("write", w, "w", "c", 7)]
     of_talk = [
         ("set_aside_earlier_run", w),
-        *(("data_set", talk, w, parent), ("one_pass", "talk", talk, "rows")),
+        *(("prepare_dataset", talk, w, parent), ("one_epoch", "talk", talk, "rows")),
         *(("check_config", w, "talk of 9", "f2"), ("check_data", w, "rows")),
         ("check_tokenizer", planned, "rows", *models),
         ("record", w, "talk of 9", "f2", "rows"),
@@ -264,13 +264,13 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     assert prepared("texts") == of_texts
     steps, parent, texts.train = [], None, types.SimpleNamespace(num_steps=9, parent="")
     models = ("parent", None), ("teacher", teacher)
-    of_texts[2:3] = [("data_set", "data", 2.5, ("spare", False))]
+    of_texts[2:3] = [("prepare_dataset", "data", 2.5, ("spare", False))]
     of_texts[4:5] = [("check_tokenizer", texts, "rows", *models)]
-    assert prepared("texts") == [*of_texts, ("inherit", w, None, 0), ("forget", w)]
+    assert prepared("texts") == [*of_texts, ("inherit", w, None, 0), ("remove", w)]
     index = 1
     assert prepared("texts") == [of_texts[2], of_texts[4]]
     assert prepared("talk") == [
-        *(("data_set", talk, w, None), ("one_pass", "talk", talk, "rows")),
+        *(("prepare_dataset", talk, w, None), ("one_epoch", "talk", talk, "rows")),
         ("check_tokenizer", planned, "rows", *models),
     ]
 
@@ -294,7 +294,7 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
     patch(preflight.estimate, "check", lambda *a, **k: note("check", *a, **k))
     patch(preflight.prepare, "prepare", lambda *a, **k: note("prepare", *a, **k) or "rows")
     patch(loader, "open_dataset", {"rows": rows}.get)
-    team = types.SimpleNamespace(size=3, say=lambda word: note("say", word))
+    team = types.SimpleNamespace(size=3, announce=lambda word: note("say", word))
     team.wait_for = lambda word, **k: note("wait", word, **k)
     making = types.SimpleNamespace(
         make=lambda **k: note("make", **k), finish=lambda: note("finish")
@@ -305,7 +305,7 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
         nonlocal corpus
         corpus = types.SimpleNamespace(**corpus_has)
         events.clear()
-        assert preflight.data_set(data, 2.5) is rows
+        assert preflight.prepare_dataset(data, 2.5) is rows
         advice = "the same config.data.source, or one they share"
         assert events[:2] == [("data", data.root), ("hosts", "own")]
         assert events[-1] == ("rows", "d", advice)
@@ -336,7 +336,7 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
         monkeypatch.setattr(preflight.distributed, "count", lambda n=count: n)
         events.clear()
         alone = dataclasses.replace(data, source=source)
-        preflight.data_set(alone)
+        preflight.prepare_dataset(alone)
         assert events[0] == ("prepare", alone, ("hours", PREPARE_HOURS)) and len(events) == 2
 
 

@@ -80,49 +80,49 @@ def toy(monkeypatch):
 def test_a_step_is_its_formula(toy):
     """Every way to take one: the mean over targets that count, its gradient, what stays."""
     optimizer = optax.sgd(RATE)
-    learning = lambda params: dict(seen=params["seen"])
+    select_trainable = lambda params: dict(seen=params["seen"])
     seen, wanted = (np.asarray(toy.params[key], np.float64) for key in ("seen", "wanted"))
     key = jax.random.key(5)
     bad = dict(skipped=jnp.int32(4), in_a_row=jnp.int32(2), mean_loss=jnp.float32(0.01))
-    state = dict(params=toy.params, optimizer=optimizer.init(learning(toy.params)), bad=bad)
+    state = dict(params=toy.params, optimizer=optimizer.init(select_trainable(toy.params)), bad=bad)
     state |= dict(step=jnp.int32(7), key=jax.random.key_data(key))
     skip = TrainConfig(num_steps=1, batch_size=1, bad_steps="skip", spike_factor=2.0)
     for case in (
-        dict(parts=1),
-        dict(parts=3),
-        dict(parts=1, begins=BEGINS),
-        dict(parts=3, begins=BEGINS, masked=True),
-        dict(parts=1, masked=True),
-        dict(parts=1, drops=True),
-        dict(parts=3, drops=True),
-        dict(parts=1, policy=TrainConfig(num_steps=1, batch_size=1)),
-        dict(parts=1, policy=skip),
-        dict(parts=1, begins=BEGINS, teacher=0.3),
+        dict(accumulation_steps=1),
+        dict(accumulation_steps=3),
+        dict(accumulation_steps=1, bos_id=BEGINS),
+        dict(accumulation_steps=3, bos_id=BEGINS, masked=True),
+        dict(accumulation_steps=1, masked=True),
+        dict(accumulation_steps=1, has_dropout=True),
+        dict(accumulation_steps=3, has_dropout=True),
+        dict(accumulation_steps=1, config=TrainConfig(num_steps=1, batch_size=1)),
+        dict(accumulation_steps=1, config=skip),
+        dict(accumulation_steps=1, bos_id=BEGINS, teacher=0.3),
     ):
-        parts, masked = case["parts"], case.get("masked", False)
+        accumulation_steps, masked = case["accumulation_steps"], case.get("masked", False)
         rows = toy.masked if masked else toy.rows
-        tokens, targets, counts, positions, documents = _split(rows, "begins" in case)
+        tokens, targets, counts, positions, documents = _split(rows, "bos_id" in case)
         weights = np.ones((6, 1))
-        if "drops" in case:
+        if "has_dropout" in case:
             own = jax.random.fold_in(key, 7)
-            keys = [own] if parts == 1 else jax.random.split(own, parts)
-            weights[:, 0] = [jax.random.uniform(keys[i % parts]) for i in range(6)]
+            keys = [own] if accumulation_steps == 1 else jax.random.split(own, accumulation_steps)
+            weights[:, 0] = [jax.random.uniform(keys[i % accumulation_steps]) for i in range(6)]
         weights = weights * (counts / counts.sum() if masked else 1 / counts.size)
         nats = _nats(seen, wanted, tokens, targets, positions, documents)
         grads = np.zeros(VOCABULARY)
         np.add.at(grads, tokens, 2 * nats * weights / seen[tokens])
         loss = np.sum(nats * weights)
         options = dict(case, graph=toy.graph, optimizer=optimizer, compute=Compute())
-        options["learning"], given = learning, []
+        options["select_trainable"], given = select_trainable, []
         if share := options.pop("teacher", 0):
-            policy = TrainConfig(num_steps=1, batch_size=1, teacher_share=share)
-            options |= dict(teacher_graph=toy.graph, policy=policy)
+            config = TrainConfig(num_steps=1, batch_size=1, teacher_share=share)
+            options |= dict(teacher_graph=toy.graph, config=config)
             given = [toy.teacher]
             taught = _nats(seen * 0.7, wanted * 0.7, tokens, targets, positions, documents)
             factor = 1 - share + share * taught.mean()
             loss, grads = loss * factor, grads * factor
         new, metrics = program.train_step(state, jnp.asarray(rows), *given, **options)
-        moved = seen if case.get("policy") == skip else seen - RATE * grads
+        moved = seen if case.get("config") == skip else seen - RATE * grads
         close = dict(rtol=1e-5, err_msg=str(case))
         np.testing.assert_allclose(metrics.pop("loss"), loss, **close)
         np.testing.assert_allclose(metrics.pop("grad_norm"), np.linalg.norm(grads), **close)
@@ -131,24 +131,24 @@ def test_a_step_is_its_formula(toy):
         np.testing.assert_allclose(new["params"]["seen"], moved, **close)
         np.testing.assert_array_equal(new["params"]["wanted"], toy.params["wanted"])
         np.testing.assert_array_equal(new["key"], state["key"])
-        assert new["step"] == 8 and ("bad" in new) == ("policy" in options), case
+        assert new["step"] == 8 and ("bad" in new) == ("config" in options), case
         assert set(new) - {"bad"} == {"params", "optimizer", "step", "key"}
         told = dict(bad=1, mean_loss=np.float32(0.01), skipped_steps=5, bad_steps_in_a_row=3)
-        assert metrics == (told if case.get("policy") == skip else {}), case
+        assert metrics == (told if case.get("config") == skip else {}), case
 
 
 def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
     sizes = np.array([0, 1, 2, 0, 3, 1, 1, 4, 0, 2, 5])
     seen, wanted = (np.asarray(toy.params[key], np.float64) for key in ("seen", "wanted"))
-    for masked, begins in ((False, None), (False, BEGINS), (True, None), (True, BEGINS)):
+    for masked, bos_id in ((False, None), (False, BEGINS), (True, None), (True, BEGINS)):
         rows = toy.masked if masked else toy.rows
-        tokens, targets, counts, positions, documents = _split(rows, begins is not None)
+        tokens, targets, counts, positions, documents = _split(rows, bos_id is not None)
         nats = _nats(seen, wanted, tokens, targets, positions, documents)
         expected = []
         for count in (counts, np.ones_like(counts)) if masked else (counts,):
             sized = count * sizes[targets]
             expected += [np.sum(nats * (sized > 0)), sized.sum(), np.sum(sized > 0)]
-        options = dict(graph=toy.graph, compute=Compute(), masked=masked, begins=begins)
+        options = dict(graph=toy.graph, compute=Compute(), masked=masked, bos_id=bos_id)
         found = program.eval_step(toy.params, jnp.asarray(rows), jnp.asarray(sizes), **options)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     # Over two devices each has the first and the last quarter, or the two between.
@@ -216,12 +216,14 @@ def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanis
         assert train_options == dict(donate_argnums=0, out_shardings=(init["out_shardings"], None))
         assert eval_options == {} and eval_step.func is program.eval_step
         told = dict(train_step.keywords)
-        assert told.pop("learning")(axes) == learned(axes) and told.pop("optimizer").update
-        begins = 7 if separate else None
-        evaluated = dict(graph=made.graph, compute=used, masked=separate, begins=begins)
+        assert told.pop("select_trainable")(axes) == learned(axes) and told.pop("optimizer").update
+        bos_id = 7 if separate else None
+        evaluated = dict(graph=made.graph, compute=used, masked=separate, bos_id=bos_id)
         assert eval_step.keywords == evaluated and made.graph == parameters.graph(model)
         of_teacher = {} if teacher is None else dict(teacher_graph=parameters.graph(teacher))
-        assert told == evaluated | of_teacher | dict(parts=3, policy=train, drops=separate)
+        assert told == evaluated | of_teacher | dict(
+            accumulation_steps=3, config=train, has_dropout=separate
+        )
         assert train_step.func is program.train_step
         split = sharding.batch_sharding(mesh)
         rows = lambda n, s=split: jax.ShapeDtypeStruct((n, 21), jnp.int32, sharding=s)

@@ -126,7 +126,7 @@ def script(source, tmp_path, monkeypatch):
         folder = epath.Path(tmp_path / workdir)
         folder.mkdir(exist_ok=True)
         given = experiment, compute, mesh, folder, dataset, parent, teacher
-        return loop.Run(preflight.Prepared(*given)).run()
+        return loop.TrainingLoop(preflight.PreparedRun(*given)).run()
 
     script.run = run
 
@@ -254,7 +254,7 @@ def test_all_that_a_run_asks_and_writes_down(script, tmp_path, capsys):
     script.asked.clear()
     assert script.run() == expected[-1]
     assert script.asked == ["checkpoints 13 ['params', 'step'] 104", "close"]
-    assert "steps [8, 12, 13] are in" in distributed.last_words.checkpoints()
+    assert "steps [8, 12, 13] are in" in distributed.abort_message.checkpoints()
     (folder / metrics.METRICS).unlink()
     with pytest.raises(UserError, match=f"^{folder}/metrics.jsonl has lost its records$"):
         script.run()
@@ -341,7 +341,7 @@ def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, caps
     monkeypatch.setattr(distributed, "index", lambda: 1)
     capsys.readouterr()
     assert script.run() == last  # which the first has written
-    monkeypatch.setattr(loop.Run, "_saved_steps", lambda run: pytest.fail("asked"))
+    monkeypatch.setattr(loop.TrainingLoop, "_saved_steps", lambda run: pytest.fail("asked"))
     assert script.run("second") == {}
     assert "".join(capsys.readouterr()) == ""
     assert {path.name for path in (tmp_path / "second").iterdir()} == {"checkpoints", "snapshots"}
@@ -414,9 +414,9 @@ def test_what_ends_a_run_and_what_it_says():
             experiment=types.SimpleNamespace(train=train), _saved_steps=lambda: [3, 6]
         )
         if not wrong:
-            loop.Run._judge(run, 7, values)
+            loop.TrainingLoop._check_values(run, 7, values)
             continue
         with pytest.raises(UserError) as error:
-            loop.Run._judge(run, 7, values)
+            loop.TrainingLoop._check_values(run, 7, values)
         said = f"step 7: {wrong}: stopped. Checkpoints of steps [3, 6] are intact; lower config."
         assert str(error.value).startswith(said)

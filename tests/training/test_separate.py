@@ -48,7 +48,7 @@ def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomi
     forward = jax.jit(
         lambda tokens, segments: model(tokens, segment_ids_BS=segments, compute=Compute(dtype=F64))
     )
-    segments = program.segments(row, BOS)
+    segments = program.segment_ids(row, BOS)
     assert segments.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3, 3, 3]]
     together = forward(row[:, :-1], segments)
     assert np.abs(together - forward(row[:, :-1], None)).max() > 1e-3
@@ -84,7 +84,7 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
     graph = parameters.graph(config)
     compute = dict(graph=graph, compute=Compute(dtype=F64), masked=masked)
     evaluate = lambda begins: program.eval_step(
-        params, rows[0], jnp.ones(small_step.V, jnp.int32), begins=begins, **compute
+        params, rows[0], jnp.ones(small_step.V, jnp.int32), bos_id=begins, **compute
     )
     (nats, _, count, *_), (others, *_) = evaluate(BOS), evaluate(None)
     np.testing.assert_allclose(nats / count, found[0][0], rtol=1e-9)

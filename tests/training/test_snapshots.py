@@ -23,7 +23,7 @@ def config(source):
 def test_they_are_the_parameters_of_their_steps(config, tmp_path, monkeypatch):
     """Those of the first and the last step too, of runs that are stopped or moved as of others."""
     plain, kept, begun = (epath.Path(tmp_path / name) for name in ("plain", "kept", "begun"))
-    keep = loop.Run._keep_snapshot
+    keep = loop.TrainingLoop._keep_snapshot
 
     def move_and_keep(run, step, state):
         if step == 2:
@@ -31,7 +31,7 @@ def test_they_are_the_parameters_of_their_steps(config, tmp_path, monkeypatch):
         keep(run, step, state)
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="step 2, .* saved there"):
-        patch.setattr(loop.Run, "_keep_snapshot", move_and_keep)
+        patch.setattr(loop.TrainingLoop, "_keep_snapshot", move_and_keep)
         loop.train(config(snapshot_every=2), begun)
     assert storage.steps(kept / checkpoint.CHECKPOINTS) == [2]
     for stop_after in (3, 0):

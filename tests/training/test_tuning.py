@@ -186,14 +186,14 @@ def test_adamw_for_matrices_is_optax_adamw():
 
 def test_memory_is_that_of_what_learns(source):
     experiment = experiment_lib.resolve(runs.small_config(*source))
-    everything = memory_estimate.state(experiment.model, 1)
+    everything = memory_estimate.resident_memory(experiment.model, 1)
     some = dataclasses.replace(experiment.optimizer, tuned=("query",))
-    tuned = memory_estimate.state(experiment.model, 1, some)
+    tuned = memory_estimate.resident_memory(experiment.model, 1, some)
     queries = 2 * 32 * 2 * 16
     assert tuned.parameters == everything.parameters
     assert tuned.gradients == tuned.optimizer == 4 * queries
     adam = dataclasses.replace(some, matrices="adamw")
-    assert memory_estimate.state(experiment.model, 1, adam).optimizer == 8 * queries
+    assert memory_estimate.resident_memory(experiment.model, 1, adam).optimizer == 8 * queries
 
 
 def _bad(config, tmp_path, message):
@@ -264,8 +264,8 @@ def test_gradients_of_what_learns_are_those_of_everything(source):
         learning = lambda tree, c=config: optim.trainable(c, tree)
         state = dict(params=params, optimizer=optimizer.init(learning(params)))
         state |= dict(step=jnp.zeros((), jnp.int32), key=None)
-        options = dict(graph=graph, optimizer=optimizer, compute=Compute(), parts=2)
-        step = functools.partial(program.train_step, **options, learning=learning)
+        options = dict(graph=graph, optimizer=optimizer, compute=Compute(), accumulation_steps=2)
+        step = functools.partial(program.train_step, **options, select_trainable=learning)
         new, _ = jax.jit(step)(state, rows)
         stepped.append(traverse_util.flatten_dict(new["params"]))
     for path, w in traverse_util.flatten_dict(params).items():

@@ -422,12 +422,12 @@ def test_last_words_about_a_bucket(saved, monkeypatch):
     checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
     checkpoints.directory = epath.Path("gs://bucket/run/checkpoints")
     there = "are in gs://bucket/run/checkpoints. "
-    assert checkpoints.say_what_is_there() == f"Checkpoints of steps [2, 3] {there}"
+    assert checkpoints.describe() == f"Checkpoints of steps [2, 3] {there}"
     checkpoints.directory = saved / CHECKPOINTS
     checkpoints.save(4, state(4.0), position=40)
     checkpoints.wait()
     checkpoints.directory = epath.Path("gs://bucket/run/checkpoints")
-    assert checkpoints.say_what_is_there() == f"Checkpoints of steps [3, 4] {there}"
+    assert checkpoints.describe() == f"Checkpoints of steps [3, 4] {there}"
     checkpoints.close()
 
 
@@ -521,13 +521,13 @@ def test_one_process_reads_without_others_and_counts_as_they_do(monkeypatch):
 
     monkeypatch.setattr(storage.distributed, "gather", gather)
     for _ in range(2):
-        storage.count_operations_alike()
+        storage.align_operation_ids()
         assert counter.get_current_operation_id() == str(done + 3)
     assert asked == [("operations", str(done)), ("operations", str(done + 3))]
     monkeypatch.setattr(storage.distributed, "index", lambda: 2)
     for count, process, prefix in ((1, 0, None), (3, 2, "alone2")):
         monkeypatch.setattr(storage.distributed, "count", lambda count=count: count)
-        found = storage.alone().multiprocessing
+        found = storage.single_process_context().multiprocessing
         only = None if count == 1 else {process}
         assert (found.primary_host, found.active_processes) == (process, only)
         assert found.barrier_sync_key_prefix == prefix
@@ -591,7 +591,7 @@ def test_a_parent_is_told_by_its_parameters(tmp_path, monkeypatch):
         expected = dict(workdir="/parent", step=4, sha256=told.hexdigest())
         assert text == json.dumps(expected, indent=1) + "\n"
     for _ in range(2):
-        lineage.forget(workdir)
+        lineage.remove(workdir)
         assert not (workdir / lineage.PARENT).exists()
 
 
@@ -662,7 +662,7 @@ def test_removing_checkpoints_loses_no_record(tmp_path, monkeypatch):
     def prepared(data, hours, **keys):
         raise UserError("far enough")
 
-    monkeypatch.setattr(loop.preflight, "data_set", prepared)
+    monkeypatch.setattr(loop.preflight, "prepare_dataset", prepared)
     config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
     with pytest.raises(UserError, match="far enough"):
         loop.train(config, workdir)

@@ -40,7 +40,7 @@ def test_mesh_and_batch_divide_over_the_target(note, target):
     weights = parameters.abstract(run.model)
     sharding.parameter_shardings(mesh, *weights)  # raises where an axis does not divide
     rows = run.train.batch_size // run.train.grad_accumulation
-    assert rows % sharding.rows_ways(mesh) == 0
+    assert rows % sharding.batch_shards(mesh) == 0
     assert run.data.sequence_length % (2 * shape["sequence"]) == 0
 
 
