@@ -1,1 +1,1 @@
-"""Text from a model: prefill and decode steps over a cache, sampling, prompts, streams."""
+"""Text generation: prefill and decode steps over a cache, sampling, streaming, scoring."""

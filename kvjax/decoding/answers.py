@@ -1,4 +1,4 @@
-"""What an assistant says to prompts, with its calls of the calculator answered on the way."""
+"""An assistant's answers to prompts, with the calculator calls in them executed."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -19,13 +19,13 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclasses.dataclass
 class Answer:
-    """One answer.
+    """An assistant's answer.
 
     Attributes:
-      ids: its tokens, what the calculator said included, the end left out.
-      text: of them, specials by name, up to a stop string.
-      calls: what the calculator was asked, and what it said; None: nothing.
-      is_ended: whether it ended by itself.
+      ids: its tokens with the calculator's, without the one that ended it.
+      text: of these, specials by name, up to a stop string.
+      calls: (expression, result) of each calculator call; the result is None without one.
+      is_ended: true unless it was cut off at num_tokens.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -35,7 +35,7 @@ class Answer:
 
 
 class CalculatorCalls:
-    """Listens to one sequence for calls of the calculator (nanochat, commit 0f00788).
+    """Executes the calculator calls in one sequence of tokens (nanochat, commit 0f00788).
 
     Args:
       mode: see `calculator.result`.
@@ -43,25 +43,25 @@ class CalculatorCalls:
 
     def __init__(self, tokenizer: Tokenizer, specials: Specials, mode: str):
         self._tokenizer, self._specials, self._mode = tokenizer, specials, mode
-        self._asked: list[int] | None = None  # within a call
+        self._expression: list[int] | None = None  # tokens of an open call
         self.calls: list[tuple[str, str | None]] = []
 
     def push(self, token: int) -> list[int]:
-        """One more token; what the sequence must go on with, if a call has ended."""
+        """Reads a token; returns the tokens to force after it if it completes a call."""
         s = self._specials
         if token == s.python_start:
-            self._asked = []
-        elif token == s.python_end and self._asked is not None:
-            asked, self._asked = self._asked, None
-            if not asked:
+            self._expression = []
+        elif token == s.python_end and self._expression is not None:
+            tokens, self._expression = self._expression, None
+            if not tokens:
                 return []
-            expression = self._tokenizer.decode(asked)
+            expression = self._tokenizer.decode(tokens)
             result = calculator.result(expression, self._mode)
             self.calls.append((expression, result))
             if result is not None:
                 return [s.output_start, *self._tokenizer.encode(result), s.output_end]
-        elif self._asked is not None:
-            self._asked.append(token)
+        elif self._expression is not None:
+            self._expression.append(token)
         return []
 
 
@@ -80,17 +80,18 @@ def answers(
     on_compile: Callable[[], None] | None = None,
     timing: Callable[[Timing], None] | None = None,
 ) -> list[Answer]:
-    """An answer to each prompt.
+    """Answers each prompt.
 
     Args:
       prompts: token ids, see `Dialogue.prompt`.
-      num_tokens: of an answer, at most; what the calculator says counts.
-      mode: the calculator's, see `calculator.result`.
+      num_tokens: limit of an answer, including the calculator's tokens.
+      mode: of the calculator, see `calculator.result`.
       stop: strings before which an answer's text ends.
       capacity: of the cache, see `Generator.start`.
-      on_token: called with the sequence, each of its tokens, and the text that it makes certain.
-      on_compile: called before anything is compiled, if anything has to be.
-      timing: called with what took how long.
+      on_token: called with a sequence's index, each of its tokens, and the text that it makes
+        final; at the end with token -1 and the remaining text.
+      on_compile: see `Generator.start`.
+      timing: called once with the batch's timing.
 
     Raises:
       UserError: an unknown mode, an empty stop string; see `Generator.start` for the rest.
@@ -107,7 +108,9 @@ def answers(
         capacity=capacity,
         on_compile=on_compile,
     )
-    callers = [CalculatorCalls(tokenizer, specials, mode) if specials else None for _ in prompts]
+    calculators = [
+        CalculatorCalls(tokenizer, specials, mode) if specials else None for _ in prompts
+    ]
     streams = [TextStream(tokenizer, stop) for _ in prompts]
     for new in generation:
         for b, token in new:
@@ -116,17 +119,17 @@ def answers(
                 on_token(b, token, text)
             if streams[b].stopped:
                 generation.finish(b)
-            elif callers[b] is not None:
-                generation.force(b, callers[b].push(token))
-    found = []
+            elif calculators[b] is not None:
+                generation.force(b, calculators[b].push(token))
+    done = []
     for b, stream in enumerate(streams):
         rest = stream.close()
         if on_token is not None and rest:
             on_token(b, -1, rest)
         ids = generation.tokens[b]
         is_ended = stream.stopped or len(ids) < num_tokens
-        calls = callers[b].calls if callers[b] else []
-        found.append(Answer(ids, stream.text, calls, is_ended))
+        calls = calculators[b].calls if calculators[b] else []
+        done.append(Answer(ids, stream.text, calls, is_ended))
     if timing is not None:
         timing(generation.timing)
-    return found
+    return done

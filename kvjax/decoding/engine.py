@@ -1,4 +1,4 @@
-"""A model made ready to decode: its weights where they are needed, and the two jitted programs."""
+"""A model prepared for decoding: its weights on their devices, and the jitted programs."""
 
 from collections.abc import Callable
 import functools
@@ -18,15 +18,15 @@ from kvjax.model.transformer import Compute, Transformer
 
 
 class Engine:
-    """What batches run on; it keeps nothing of them.
+    """Weights and jitted programs that all batches share; it holds no state of a batch.
 
     Attributes:
-      config, compute: the model's, and how it is computed.
-      weights: in the dtype it computes in.
-      sharding: that has a whole copy wherever there are weights.
-      chips: that a cache is split over.
-      compiled: jits a function as `program.compiled` does, for these weights.
-      prefill, decode_step, overrule: see `decoding.program`.
+      config, compute: of the model.
+      weights: in the dtype they are used in.
+      sharding: the replicated sharding on the devices of the weights.
+      chips: number of chips that a cache is sharded over.
+      compiled: `program.compiled` with these weights' graph and sharding.
+      prefill, decode_step, override_tokens: see `decoding.program`.
     """
 
     config: TransformerConfig
@@ -54,39 +54,50 @@ class Engine:
             raise UserError("config.model.causal = False: only a causal model can generate")
         self.config, self.compute = model.config, compute
         model_graph, params = nnx.split(model)
-        make = lambda params: Decoder(nnx.merge(model_graph, params), compute)
-        graph, _ = nnx.split(nnx.eval_shape(make, params))
-        # Slice by slice: XLA takes seconds to compile one program of hundreds of slices.
-        self.weights = nnx.to_pure_dict(nnx.state(make(params)))
-        self.sharding = _everywhere(self.weights)
+
+        def decoder(params):
+            return Decoder(nnx.merge(model_graph, params), compute)
+
+        graph, _ = nnx.split(nnx.eval_shape(decoder, params))
+        # Not jitted: XLA takes seconds to compile one program that slices hundreds of layers.
+        self.weights = nnx.to_pure_dict(nnx.state(decoder(params)))
+        self.sharding = _replicated_like(self.weights)
         if mesh is not None:
             self.sharding = program.replicated(mesh)
             self.weights = jax.device_put(self.weights, self.sharding)
         self.chips = program.num_chips(self.sharding)
         implementation = _for_devices(implementation, self.sharding.device_set, self.chips)
-        reading = implementation if implementation == "reference" else "xla"  # kernels: 1 query
-        # Whatever reads several tokens of each sequence at once.
+        # Kernels decode one query per sequence; programs with several use XLA.
+        several = implementation if implementation == "reference" else "xla"
         self.compiled = functools.partial(
-            program.compiled, implementation=reading, graph=graph, sharding=self.sharding
+            program.compiled, implementation=several, graph=graph, sharding=self.sharding
         )
         self.prefill = self.compiled(program.prefill)
         self.decode_step = self.compiled(program.decode_step, implementation=implementation)
         self.override_tokens = jax.jit(program.override_tokens, out_shardings=self.sharding)
 
     def put(self, tree):
-        """Arrays of the host, whole on every device."""
+        """Copies host arrays to every device."""
         return jax.device_put(tree, self.sharding)
 
     def cache(self, batch: int, capacity: int) -> Cache:
-        """A cache as ShapeDtypeStructs, with shardings."""
-        shape = dict(batch=batch, capacity=capacity, dtype=self.compute.dtype, chips=self.chips)
-        cache = cache_lib.abstract(self.config.mechanisms, **shape)
-        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.tree.map(place, cache, program.cache_shardings(cache, self.sharding))
+        """Returns an abstract cache: ShapeDtypeStructs with shardings."""
+        cache = cache_lib.abstract(
+            self.config.mechanisms,
+            batch=batch,
+            capacity=capacity,
+            dtype=self.compute.dtype,
+            chips=self.chips,
+        )
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            cache,
+            program.cache_shardings(cache, self.sharding),
+        )
 
 
-def _everywhere(weights: dict) -> jax.sharding.Sharding:
-    """The sharding that has a whole copy wherever there are weights."""
+def _replicated_like(weights: dict) -> jax.sharding.Sharding:
+    """Returns the replicated sharding on the devices of the weights."""
     sharding = jax.tree.leaves(weights)[0].sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
@@ -94,10 +105,10 @@ def _everywhere(weights: dict) -> jax.sharding.Sharding:
 
 
 def _for_devices(implementation: str | None, devices: set[jax.Device], chips: int) -> str | None:
-    """The implementation for these devices; XLA does not divide a kernel between several.
+    """Chooses the implementation for these devices: XLA cannot partition a kernel.
 
     Args:
-      chips: that the cache is split over; of those each runs a kernel of its own.
+      chips: number of chips that the cache is sharded over; each runs a kernel of its own.
     """
     device, count = next(iter(devices)), len(devices)
     if chips > 1 and implementation not in (None, *sharded.IMPLEMENTATIONS):
@@ -105,9 +116,9 @@ def _for_devices(implementation: str | None, devices: set[jax.Device], chips: in
             f"implementation = {implementation!r}: reads a whole cache, and this one is split over "
             f"{chips} chips: use one of {', '.join(sharded.IMPLEMENTATIONS)}, or leave it out"
         )
-    if implementation is None:  # the default looks at the first device that JAX has
-        elsewhere = api.kernels_of(device) != api.kernels_of(jax.devices()[0])
-        return "xla" if count > chips or elsewhere else None
+    if implementation is None:  # api's default is for the first device of the process
+        other_kind = api.kernels_of(device) != api.kernels_of(jax.devices()[0])
+        return "xla" if count > chips or other_kind else None
     if api.is_kernel(implementation):
         if count > chips or api.kernels_of(device) != implementation:
             raise UserError(

@@ -1,12 +1,12 @@
-"""One batch of prompts under way.
+"""One batch of prompts in progress.
 
-All but the last token of each prompt enter the cache in chunks of one size; then one jitted step
-per token reads the cache and draws the next. The loop dispatches step n + 1, then reads the tokens
-of step n, so the device never waits for the host.
+All but the last token of each prompt enter the cache in chunks of one width. One jitted step per
+token then appends it and samples the next. The loop dispatches step n + 1 before it reads the
+tokens of step n, so the device does not wait for the host.
 
-The host may lay down what a sequence goes on with, as a calculator's answer: when it has read token
-n, token n + 1 is being drawn, and is overruled before any step takes it in. So the cache holds what
-it would hold had those tokens been drawn.
+The caller may force tokens on a sequence (a calculator's answer). By the time the host has read
+token n, step n + 1 is already sampling; its token is overridden before any step appends it. The
+cache is therefore the same as if the forced tokens had been sampled.
 """
 
 import collections
@@ -23,25 +23,30 @@ from kvjax.decoding.program import SamplingState
 
 
 class Generation:
-    """One batch under way: iterate for its tokens, once.
+    """One batch in progress; iterate over it once for its tokens.
 
     Attributes:
-      tokens: the ids generated so far, a list per sequence; a stop token is not among them.
-      finished: [B] bool, whether a sequence has ended.
-      cache: as of the last step dispatched.
-      timing: what took how long.
+      tokens: the ids generated so far, a list per sequence, without stop tokens.
+      finished: [B] bool, true for sequences that have ended.
+      cache: after the last dispatched step.
+      timing: see `Timing`.
     """
 
     def __init__(
-        self, engine: Engine, prompts, choice: SamplingState, num_tokens: int, capacity: int
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingState,
+        num_tokens: int,
+        capacity: int,
     ):
         B = len(prompts)
         self._engine = engine
-        self._sampling = self._engine.put(choice)
-        self._ends_V = choice.ends_V
+        self._sampling = engine.put(sampling)
+        self._ends_V = sampling.ends_V  # on the host
         self._num_tokens = num_tokens
         self._cancelled = np.zeros(B, bool)
-        self._cancelled_B = self._engine.put(self._cancelled)
+        self._cancelled_B = engine.put(self._cancelled)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = np.zeros(B, bool)
         self._forced = [collections.deque() for _ in prompts]
@@ -51,7 +56,11 @@ class Generation:
         self.cache = cache_lib.empty(engine.cache(B, capacity))
 
     def warm_up(self, width: int) -> None:
-        """Runs both functions once with nothing to do, which compiles them."""
+        """Compiles all programs by running them on no tokens.
+
+        Args:
+          width: of prefill chunks.
+        """
         B = len(self._prompts)
         self._prefill(np.zeros((B, width), np.int32), np.zeros(B, np.int32))
         token_B, done_B = self._step(
@@ -68,16 +77,17 @@ class Generation:
         compiling: float,
         on_chunk: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Dispatches the prompts, in chunks of that width, and the first step.
+        """Dispatches the prompts, in chunks of `width` tokens, and the first step.
 
         Args:
-          begun: when the tokens were asked for, by `time.perf_counter`.
-          compiling: seconds since then that count apart.
-          on_chunk: see `Generator.start`.
+          begun: time of the request, by `time.perf_counter`.
+          compiling: seconds since then that were spent on compilation.
+          on_chunk: see `on_prefill` of `Generator.start`.
         """
         self._started = begun + compiling
         self.timing.compiling = compiling
-        chunks = list(_chunks([prompt[:-1] for prompt in self._prompts], width))
+        # The last prompt token is left to the first step, which samples what follows it.
+        chunks = list(padded_chunks([prompt[:-1] for prompt in self._prompts], width))
         for i, (tokens_BT, counts_B) in enumerate(chunks, 1):
             self._prefill(tokens_BT, counts_B)
             if on_chunk is not None:
@@ -92,16 +102,17 @@ class Generation:
         self.cache = engine.prefill(engine.weights, self.cache, *chunk)
 
     def _step(self, token_B: jax.Array, done_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        engine = self._engine
-        state = token_B, done_B, self._cancelled_B, self._sampling
-        self.cache, token_B, done_B = engine.decode_step(engine.weights, self.cache, *state)
+        self.cache, token_B, done_B = self._engine.decode_step(
+            self._engine.weights, self.cache, token_B, done_B, self._cancelled_B, self._sampling
+        )
         return token_B, done_B
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """Yields once per step the new tokens as (sequence, id), until all sequences have ended."""
+        """Yields the new tokens of each step as (sequence, id), until all sequences have ended."""
         token_B, done_B = self._first
         for n in range(self._num_tokens):
             token_B, done_B, is_forced_B = self._with_forced_tokens(token_B, done_B)
+            # Dispatched before the host waits for token n; token num_tokens is never appended.
             following = self._step(token_B, done_B) if n + 1 < self._num_tokens else None
             ids = jax.device_get(token_B)
             new = []
@@ -120,36 +131,42 @@ class Generation:
             token_B, done_B = following
 
     def force(self, b: int, tokens: Sequence[int]) -> None:
-        """What sequence b goes on with, behind what was laid down before; none of it ends it."""
+        """Queues tokens that sequence b continues with; stop tokens among them do not end it."""
         self._forced[b].extend(tokens)
 
     def _with_forced_tokens(self, token_B, done_B) -> tuple[jax.Array, jax.Array, np.ndarray]:
-        """Drawn tokens, those that are laid down in their place, and [B] bool which those are."""
+        """Overrides sampled tokens by the next queued ones.
+
+        Returns:
+          Tokens [B], flags of ended sequences [B], and [B] bool, true where a token was forced.
+        """
         is_forced_B = np.array([bool(queue) for queue in self._forced]) & ~self.finished
         if not is_forced_B.any():
             return token_B, done_B, is_forced_B
-        pop = lambda b: self._forced[b].popleft() if is_forced_B[b] else -1
-        forced_B = np.array([pop(b) for b in range(len(is_forced_B))], np.int32)
+        forced_B = np.full(len(is_forced_B), -1, np.int32)
+        for b in np.flatnonzero(is_forced_B):
+            forced_B[b] = self._forced[b].popleft()
         token_B, done_B = self._engine.override_tokens(token_B, done_B, self._engine.put(forced_B))
         return token_B, done_B, is_forced_B
 
     def finish(self, b: int) -> None:
-        """Ends sequence b: it grows no more, from the next step dispatched."""
+        """Ends sequence b: from the next dispatched step on it appends nothing."""
         self.finished[b] = self._cancelled[b] = True
         self._cancelled_B = self._engine.put(self._cancelled.copy())
 
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds of one batch since it was asked for; compiling is apart from all else."""
+    """Seconds since a batch was requested, without compilation."""
 
     prompt_tokens: int
-    compiling: float = 0.0  # 0 where a batch of these sizes came before
-    first: float = 0.0  # until all sequences had their first token
+    compiling: float = 0.0  # 0 if these sizes were compiled before
+    first: float = 0.0  # until the first token of all sequences
     last: float = 0.0
     decoded: int = 0  # tokens of all sequences after their first
 
     def step(self, seconds: float, tokens: int) -> None:
+        """Records a step that ended after `seconds` with `tokens` new tokens."""
         if not self.first:
             self.first = seconds
         else:
@@ -158,16 +175,21 @@ class Timing:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Speed of all sequences together, since the first token; None if there was only one."""
+        """Throughput of all sequences after the first token; None for a single token."""
         return self.decoded / (self.last - self.first) if self.decoded else None
 
 
-def _chunks(prompts: Sequence[Sequence[int]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """tokens_BT of `size` tokens, and counts_B of real ones, until all prompts are through."""
-    for start in range(0, max(len(prompt) for prompt in prompts), size):
-        tokens_BT = np.zeros((len(prompts), size), np.int32)
-        counts_B = np.zeros(len(prompts), np.int32)
-        for b, prompt in enumerate(prompts):
-            part = prompt[start : start + size]
-            tokens_BT[b, : len(part)], counts_B[b] = part, len(part)
+def padded_chunks(
+    sequences: Sequence[Sequence[int]], width: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cuts sequences into chunks of `width` tokens; yields tokens_BT and counts_B of real tokens.
+
+    Sequences that have ended have count 0.
+    """
+    for start in range(0, max(len(tokens) for tokens in sequences), width):
+        tokens_BT = np.zeros((len(sequences), width), np.int32)
+        counts_B = np.zeros(len(sequences), np.int32)
+        for b, tokens in enumerate(sequences):
+            chunk = tokens[start : start + width]
+            tokens_BT[b, : len(chunk)], counts_B[b] = chunk, len(chunk)
         yield tokens_BT, counts_B

@@ -1,6 +1,6 @@
-"""Tokens from a model with a KV cache, for a batch of prompts of any lengths.
+"""Generates tokens with a KV cache, for a batch of prompts of any lengths.
 
-`Generator` checks what is asked for, chooses the sizes of cache and chunks so that little is
+`Generator` checks a request, rounds the sizes of cache and prefill chunks so that few programs are
 compiled, and starts a `Generation` (generation.py), which runs on an `Engine` (engine.py).
 """
 
@@ -25,15 +25,15 @@ from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
-CHUNK = 128  # prompt tokens per sequence that enter the cache at once, at most
-NARROWEST = 16  # of those chunks, where prompts are short
+CHUNK = 128  # largest width of a prefill chunk, in tokens
+NARROWEST = 16  # smallest width, for short prompts
 
 
 class Generator:
-    """A model made ready to generate: weights in the dtype it computes in, and jitted functions.
+    """A model prepared for generation.
 
-    What is compiled depends on the number of sequences, the capacity, and for prefill the width of
-    its chunks: 16, 32, 64 or 128 tokens, as the longest prompt needs. Nothing else.
+    Programs are compiled once for each number of sequences, capacity, and width of prefill chunks
+    (16, 32, 64 or 128 tokens, by the longest prompt).
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class Generator:
         implementation: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        """Takes weights apart, where the model has them or, whole, on every device of a mesh.
+        """Casts and slices the model's weights, on its devices or replicated over `mesh`.
 
-        Weights outside the stacks that have their dtype already are shared with the model, not
-        copied: do not donate them.
+        Weights outside of layer groups that are cast already are shared with the model, not copied:
+        do not donate them.
 
         Args:
-          chunk: prompt tokens per sequence and prefill step, at most.
-          implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; a kernel
-            decodes only, prompts are read by "xla".
-          mesh: devices that the tokens of a cache are split over, see `decoding.program.make_mesh`.
+          chunk: largest width of a prefill chunk, in tokens.
+          implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; prefill
+            uses XLA whatever the kernel.
+          mesh: devices that the cache's tokens are sharded over, see `decoding.program.make_mesh`.
 
         Raises:
-          UserError: an option that cannot be, or a kernel for other devices than the model's.
-          ValueError: a mesh of several devices that are not along one axis "cache".
+          UserError: an invalid option, or a kernel that does not run on the model's devices.
+          ValueError: see `decoding.program.replicated`.
         """
         at_least("chunk", chunk, 1)
         self.engine = Engine(model, compute, implementation=implementation, mesh=mesh)
@@ -66,7 +66,7 @@ class Generator:
         self.compute = compute
         self.chunk = chunk
         self.chips = self.engine.chips
-        self._compiled: set[tuple[int, int, int]] = set()  # sequences, capacity, width of chunks
+        self._compiled: set[tuple[int, int, int]] = set()  # (sequences, capacity, chunk width)
 
     def start(
         self,
@@ -80,29 +80,30 @@ class Generator:
         on_compile: Callable[[], None] | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> Generation:
-        """Generation of up to `num_tokens` tokens after each prompt.
+        """Starts generating up to `num_tokens` tokens after each prompt.
 
-        A seed gives a prompt the same text whatever the batch it is in, up to rounding; equal
-        prompts in one batch get different texts.
+        A sequence depends on the seed and its prompt, not on its batch (up to rounding); equal
+        prompts in one batch get different random streams.
 
         Args:
           prompts: token ids, at least one each; lengths may differ.
           stop_tokens: ids that end a sequence; they are not part of it.
-          capacity: of the cache, in tokens per sequence; 0: what is needed, as 128 · 2^i per chip.
-          on_compile: called before anything is compiled, if anything has to be.
-          on_prefill: called with the chunks of the prompts that are read, and how many there are,
-            after each; the host then waits for every chunk.
+          capacity: of the cache, in tokens per sequence; 0: as needed, rounded up to 128 * 2^i per
+            chip.
+          on_compile: called before compilation, if these sizes are new.
+          on_prefill: called after each prefill chunk with its number and the number of chunks; the
+            host then waits for every chunk.
 
         Raises:
-          UserError: an id the vocabulary does not have, no prompt or an empty one, more tokens
-            than the capacity, the model's positions or the memory hold, or a capacity beyond those.
+          UserError: an id outside the vocabulary; no prompt, or an empty one; more tokens than
+            the capacity, the model's positions or the memory allow.
         """
         begun = time.perf_counter()
         check_options(num_tokens=num_tokens, seed=seed, capacity=capacity)
         prompts, stop_tokens = self._check_ids(prompts, stop_tokens)
         lengths = np.array([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
-        needed = longest + num_tokens - 1  # the last token is never appended
+        needed = longest + num_tokens - 1  # the last token is sampled, but never appended
         limit = self.positions
         if limit is not None and needed > limit:
             raise UserError(
@@ -119,14 +120,16 @@ class Generator:
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
         slots = self.cache_capacity(len(prompts), needed, capacity)
-        width = chunk_width(longest - 1, min(self.chunk, slots))  # the last one is decoded
+        width = chunk_width(
+            longest - 1, min(self.chunk, slots)
+        )  # prefill leaves out the last token
         ends_V = np.zeros(self.config.vocab_size, bool)
         ends_V[stop_tokens] = True
         streams_B = np.array(_streams(prompts), np.uint32)
 
         def make() -> Generation:
-            choice = SamplingState(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
-            return Generation(self.engine, prompts, choice, num_tokens, slots)
+            state = SamplingState(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
+            return Generation(self.engine, prompts, state, num_tokens, slots)
 
         compiling = 0.0
         if (len(prompts), slots, width) not in self._compiled:
@@ -142,17 +145,17 @@ class Generator:
 
     @property
     def positions(self) -> int | None:
-        """How many tokens a sequence can have; None: any number."""
+        """Largest number of tokens in a sequence; None without a limit."""
         return max_positions(self.config, self.chips)
 
     def cache_capacity(self, batch: int, tokens: int, capacity: int = 0) -> int:
-        """The capacity of a cache for that many tokens of each sequence, as 128 · 2^i per chip.
+        """Returns the capacity of a cache for `tokens` per sequence: 128 * 2^i per chip.
 
         Args:
-          capacity: instead of that.
+          capacity: if not 0, replaces the rounded number.
 
         Raises:
-          UserError: more than there is memory for.
+          UserError: the cache does not fit into memory.
         """
         slots = capacity or _round(-(-tokens // self.chips)) * self.chips
         slots = min(slots, program.max_capacity(self.config, self.chips) or slots)
@@ -161,7 +164,7 @@ class Generator:
     def _check_ids(
         self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int]
     ) -> tuple[list[list[int]], list[int]]:
-        """Both as lists of integers."""
+        """Returns prompts and stop tokens as lists of ints, all in the vocabulary."""
         V = self.config.vocab_size
 
         def ids(tokens, message) -> list[int]:
@@ -169,7 +172,7 @@ class Generator:
             for i, token in enumerate(tokens):
                 try:
                     numbers.append(operator.index(token))
-                except TypeError:  # 1.7, or a character
+                except TypeError:  # a float or a character
                     numbers.append(-1)
                 if not 0 <= numbers[-1] < V:
                     allowed = f"the vocabulary has {V} tokens, ids 0 to {V - 1}"
@@ -186,11 +189,11 @@ class Generator:
         return checked, ids(stop_tokens, lambda i, t: f"stop token {t}: no such id")
 
     def _check_memory(self, batch: int, capacity: int) -> int:
-        """The tokens that each sequence of such a cache has room for."""
+        """Returns the allocated capacity; raises a UserError if the cache does not fit."""
         cache = self.engine.cache(batch, capacity)
         need, there = cache_lib.live_bytes(cache) // self.chips, runtime.memory_per_device()
         device = jax.local_devices()[0]
-        if device.platform != "cpu":  # there, what is free is what was counted
+        if device.platform != "cpu":  # on a CPU, `there` already is free memory
             there -= device.memory_stats()["bytes_in_use"]
         if need > there:
             each = f" on each of {self.chips} chips" if self.chips > 1 else ""
@@ -203,16 +206,16 @@ class Generator:
 
 
 def chunk_width(tokens: int, most: int) -> int:
-    """How many tokens of each sequence to read at once: 16, 32, 64 ..., as so many need.
+    """Returns the width of prefill chunks for `tokens` per sequence: 16, 32, 64, ... up to `most`.
 
-    Wider than that, padding is computed; and every width has to be compiled.
+    Wider chunks compute more padding; more widths compile more programs.
     """
     power_of_two = 1 << (tokens - 1).bit_length()
     return min(most, max(NARROWEST, power_of_two))
 
 
 def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
-    """Raises a UserError for what `Generator.start` takes for no model."""
+    """Raises a UserError for options that `Generator.start` refuses whatever the model."""
     at_least("num_tokens", num_tokens, 1)
     at_least("capacity", capacity, 0)
     at_least("seed", seed, 0)
@@ -221,19 +224,19 @@ def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
 
 
 def max_positions(config: TransformerConfig, chips: int = 1) -> int | None:
-    """How many tokens a model has positions for, its cache on so many chips; None: any number."""
+    """Returns the number of positions of a model with its cache on `chips`; None without a limit."""
     learned = config.block.max_positions if config.block.positions == "learned" else None
     limits = (learned, program.max_capacity(config, chips))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _round(tokens: int) -> int:
-    """128 · 2^i: few sizes, so few compilations."""
+    """Rounds up to 128 * 2^i, so that few sizes are compiled."""
     return LANES << (-(-tokens // LANES) - 1).bit_length()
 
 
 def _streams(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A random stream per sequence: by its prompt, and by how often that came before."""
+    """Returns a random stream per sequence: a CRC of its prompt and of its earlier occurrences."""
     seen, streams = {}, []
     for prompt in prompts:
         content = np.asarray(prompt, np.int32).tobytes()

@@ -1,8 +1,8 @@
-"""The jitted programs of decoding: prompts into the cache, then one step per token.
+"""The jitted programs of decoding: prefill, then one step per token.
 
-On one device, or on several with the cache's tokens split over them: a mesh with the axis "cache".
-There every device has all weights and computes all of the model but attention, each its own part of
-the cache. Weights are read whole on each: what is gained is memory and bandwidth for the cache.
+They run on one device, or on a mesh with the single axis "cache", over which the cache's tokens are
+sharded. There each device attends over its own tokens; weights and all other computation are
+replicated. Sharding thus divides the memory and bandwidth of the cache, not of the weights.
 """
 
 from collections.abc import Callable
@@ -32,19 +32,18 @@ IN_BFLOAT16 = Compute(dtype=jnp.dtype(jnp.bfloat16))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingState:
-    """How the tokens of a batch are drawn, and which end a sequence: arrays all, so that other
-    values compile nothing."""
+    """Sampling options and stop tokens of a batch, as arrays: other values do not recompile."""
 
     parameters: sampling_lib.Parameters
     key: jax.Array
-    streams_B: jax.Array  # uint32, see `sampling.keys`
-    ends_V: jax.Array  # bool
+    streams_B: jax.Array  # uint32 random stream of each sequence, see `sampling.keys`
+    ends_V: jax.Array  # bool, true for tokens that end a sequence
 
 
 def prefill(
     weights: dict, cache: Cache, tokens_BT: jax.Array, counts_B: jax.Array, *, graph, implementation
 ) -> Cache:
-    """The cache with the first counts_B of T more tokens; 0 where a prompt has ended before."""
+    """Appends the first `counts_B` tokens of each row (0 for a prompt that is already complete)."""
     decoder: Decoder = nnx.merge(graph, weights)
     return decoder(tokens_BT, cache, counts_B, implementation=implementation)[1]
 
@@ -55,62 +54,75 @@ def decode_step(
     token_B: jax.Array,
     done_B: jax.Array,
     cancelled_B: jax.Array,
-    choice: SamplingState,
+    sampling: SamplingState,
     *,
     graph,
     implementation,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """The cache with token_B, the tokens that follow [B] int32, and whose sequences are done [B].
+    """Appends `token_B` to the cache and samples the next token of each sequence.
 
     Args:
-      done_B: sequences that token_B ended; they grow no more, and what follows means nothing.
+      done_B: sequences that `token_B` ended; they append nothing, and their next token is arbitrary.
       cancelled_B: sequences that the host ended.
+
+    Returns:
+      The cache, the next tokens [B] int32, and [B] bool, true for sequences that have ended.
     """
     decoder: Decoder = nnx.merge(graph, weights)
     done_B = done_B | cancelled_B
     counts_B = jnp.where(done_B, 0, 1)
     x_B1D, cache = decoder(token_B[:, None], cache, counts_B, implementation=implementation)
     logits_BV = decoder.logits(x_B1D)[:, 0]
-    keys_B = sampling_lib.keys(choice.key, choice.streams_B, cache.lengths)
-    token_B = sampling_lib.sample(logits_BV, keys_B, choice.parameters)
-    return cache, token_B, done_B | choice.ends_V[token_B]
+    # `lengths` already counts the appended token, so it is the position of the sampled one.
+    keys_B = sampling_lib.keys(sampling.key, sampling.streams_B, cache.lengths)
+    token_B = sampling_lib.sample(logits_BV, keys_B, sampling.parameters)
+    return cache, token_B, done_B | sampling.ends_V[token_B]
 
 
 def override_tokens(token_B: jax.Array, done_B: jax.Array, forced_B: jax.Array) -> tuple:
-    """Tokens that were drawn, and whose sequences they ended, unless laid_B has another, >= 0."""
+    """Replaces sampled tokens by `forced_B` where that is >= 0; a forced token ends no sequence."""
     is_forced_B = forced_B >= 0
     return jnp.where(is_forced_B, forced_B, token_B), done_B & ~is_forced_B
 
 
 def compiled(function: Callable, *, graph, implementation: str | None, sharding: Sharding):
-    """`prefill` or `decode_step`, jitted for devices with weights that lie as `whole` says.
+    """Jits `prefill` or `decode_step` with the cache (argument 1) donated.
 
-    The cache is donated; where `whole` is of a mesh with the axis "cache", it is split over that.
+    Args:
+      sharding: of the weights, which are replicated; on a mesh with the axis "cache", the cache is
+        sharded over it.
     """
-    ready = functools.partial(function, graph=graph, implementation=implementation)
+    function = functools.partial(function, graph=graph, implementation=implementation)
     if num_chips(sharding) == 1:
-        return jax.jit(ready, donate_argnums=1, out_shardings=sharding)
+        return jax.jit(function, donate_argnums=1, out_shardings=sharding)
 
-    def split(*arguments):
+    def is_cache(x):
+        return isinstance(x, Cache)
+
+    def constrained(*arguments):
+        # Attention takes the number of chips from the abstract mesh that it is traced in.
         with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-            out = ready(*arguments)
-        is_cache = lambda x: isinstance(x, Cache)
-        place = lambda x: cache_shardings(x, sharding) if is_cache(x) else sharding
-        return jax.lax.with_sharding_constraint(out, jax.tree.map(place, out, is_leaf=is_cache))
+            out = function(*arguments)
+        shardings = jax.tree.map(
+            lambda x: cache_shardings(x, sharding) if is_cache(x) else sharding,
+            out,
+            is_leaf=is_cache,
+        )
+        return jax.lax.with_sharding_constraint(out, shardings)
 
-    return jax.jit(split, donate_argnums=1)
+    return jax.jit(constrained, donate_argnums=1)
 
 
 def num_chips(sharding: Sharding) -> int:
-    """How many chips a cache is split over; 1 where the sharding's mesh has no axis "cache"."""
+    """Returns the number of chips that share a cache; 1 without a mesh axis "cache"."""
     return sharding.mesh.shape.get(stripes.AXIS, 1) if isinstance(sharding, NamedSharding) else 1
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding that has a whole copy on every device of a mesh.
+    """Returns the replicated sharding on a mesh for decoding.
 
     Raises:
-      ValueError: a mesh of several devices that are not along one axis "cache".
+      ValueError: the mesh has several devices that are not along one axis "cache".
     """
     sharding = NamedSharding(mesh, P())
     if num_chips(sharding) != mesh.size:
@@ -120,24 +132,31 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def cache_shardings(cache: Cache, sharding: Sharding) -> Cache:
-    """Where the arrays of a cache lie, beside weights that lie as `whole` says."""
+    """Returns a tree of shardings: fields split over chips along tokens, lengths replicated.
+
+    Args:
+      sharding: of the weights, see `compiled`.
+    """
     if num_chips(sharding) == 1:
         return jax.tree.map(lambda x: sharding, cache)
-    split = lambda x: NamedSharding(sharding.mesh, stripes.spec(x))  # [B, *shape, S]
-    return Cache(jax.tree.map(split, cache.layers), sharding)
+    fields = jax.tree.map(
+        lambda x: NamedSharding(sharding.mesh, stripes.spec(x)),  # [B, *shape, S]
+        cache.layers,
+    )
+    return Cache(fields, sharding)
 
 
 def max_capacity(config: TransformerConfig, chips: int) -> int | None:
-    """Tokens per sequence that a cache split over so many chips may hold; None: any number.
+    """Returns the largest capacity of a cache in tokens per sequence; None without a limit.
 
-    Every chip holds whole runs of 128, and no slot of any stands beyond the model's angles.
+    Each chip holds a multiple of 128 tokens, and every slot needs an angle of RoPE.
     """
-    each = LANES * chips
-    return None if config.angle_limit is None else config.angle_limit // each * each
+    step = LANES * chips
+    return None if config.angle_limit is None else config.angle_limit // step * step
 
 
 def check_capacity(config: TransformerConfig, capacity: int, chips: int, *, key: str) -> None:
-    """Raises a UserError for a cache that is larger; `key` is what the user calls its size."""
+    """Raises a UserError for a capacity above `max_capacity`; `key` is its name in the message."""
     limit = max_capacity(config, chips)
     if limit is not None and capacity > limit:
         each = f" in a cache split over {chips} chips" if chips > 1 else ""
@@ -148,10 +167,10 @@ def check_capacity(config: TransformerConfig, capacity: int, chips: int, *, key:
 
 
 def make_mesh(chips: int, devices: list[jax.Device]) -> Mesh:
-    """The first `chips` devices as a mesh that splits caches.
+    """Returns a mesh of the first `chips` devices along the axis "cache".
 
     Raises:
-      UserError: fewer devices than that; the message names those there.
+      UserError: there are fewer devices.
     """
     at_least("chips", chips, 1)
     if chips > len(devices):
@@ -169,39 +188,43 @@ def lowered_step(
     compute: Compute = IN_BFLOAT16,
     implementation: str | None = None,
 ) -> jax.stages.Lowered:
-    """One step of decoding, lowered for devices that need not be there.
-
-    Arguments: weights, cache (donated), tokens, flags, choice; see `decode_step`.
+    """Lowers `decode_step` from shapes alone, for devices that may be absent.
 
     Args:
-      mesh: of one axis "cache", over which the cache is split; or of one device.
-      length: tokens that each sequence's cache holds, rounded up to a multiple of 128 per chip.
-      implementation: see `kvjax.kernels.decode_attention.api`; None: as the mesh's devices have it.
+      mesh: one device, or the axis "cache", over which the cache is sharded.
+      length: capacity per sequence in tokens, rounded up to a multiple of 128 per chip.
+      implementation: see `kvjax.kernels.decode_attention.api`; None: the default of the mesh's
+        devices.
 
     Raises:
-      UserError: a length beyond the angles of the model's positions.
-      ValueError: see `on_every`.
+      UserError: the length exceeds `max_capacity`.
+      ValueError: see `replicated`.
     """
     sharding = replicated(mesh)
-    check_capacity(config, length, num_chips(sharding), key="length")
-    make = lambda: Decoder(Transformer(config, jax.random.key(0)), compute)
-    graph, weights = nnx.split(nnx.eval_shape(make))
-    shape = dict(batch=batch, capacity=length, dtype=compute.dtype, chips=num_chips(sharding))
-    cache = cache_lib.abstract(config.mechanisms, **shape)
-    place = lambda x, sharding=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    flags_B = jax.ShapeDtypeStruct((batch,), jnp.bool)
-    choice = SamplingState(
+    chips = num_chips(sharding)
+    check_capacity(config, length, chips, key="length")
+    graph, weights = nnx.split(
+        nnx.eval_shape(lambda: Decoder(Transformer(config, jax.random.key(0)), compute))
+    )
+    cache = cache_lib.abstract(
+        config.mechanisms, batch=batch, capacity=length, dtype=compute.dtype, chips=chips
+    )
+    token_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    flag_B = jax.ShapeDtypeStruct((batch,), jnp.bool)
+    sampling = SamplingState(
         jax.eval_shape(Sampling().parameters),
         jax.eval_shape(lambda: jax.random.key(0)),
         jax.ShapeDtypeStruct((batch,), jnp.uint32),
         jax.ShapeDtypeStruct((config.vocab_size,), jnp.bool),
     )
+
+    def place(x, sharding=sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     step = compiled(decode_step, graph=graph, implementation=implementation, sharding=sharding)
-    tokens_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    others = jax.tree.map(place, (tokens_B, flags_B, flags_B, choice))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(
             jax.tree.map(place, nnx.to_pure_dict(weights)),
             jax.tree.map(place, cache, cache_shardings(cache, sharding)),
-            *others,
+            *jax.tree.map(place, (token_B, flag_B, flag_B, sampling)),
         )

@@ -1,7 +1,6 @@
-"""The next token from logits: temperature, top-k, top-p, greedy. Pure functions of arrays.
+"""Samples the next token from logits: greedy, temperature, top-k, top-p. Pure functions.
 
-Every parameter is traced, so another value compiles nothing; what a value switches off is not
-computed.
+Options are traced, so that other values do not recompile; `lax.cond` skips disabled ones.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from kvjax.foundation.errors import UserError
 
 
 class Parameters(NamedTuple):
-    """Sampling parameters as arrays, scalars all."""
+    """Sampling options as scalar arrays."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -26,12 +25,12 @@ class Parameters(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn; a UserError for values that cannot be.
+    """Sampling options; raises a UserError for values out of range.
 
     Attributes:
-      temperature: logits are divided by it; 0 is greedy, and the others then change nothing.
-      top_k: only the k most likely tokens; 0: all.
-      top_p: of those, the fewest whose share of the probability reaches p; 1: all.
+      temperature: divides the logits; 0 is greedy and ignores the other options.
+      top_k: keeps the k most likely tokens; 0 keeps all.
+      top_p: of these, keeps the smallest set with probability >= p; 1 keeps all.
     """
 
     temperature: float = 0.8
@@ -53,29 +52,33 @@ class Sampling:
 
 
 def keys(key: jax.Array, streams_B: jax.Array, positions_B: jax.Array) -> jax.Array:
-    """One key per sequence and position, [B]: what is drawn does not depend on the batch.
+    """Returns a key per sequence [B], a function of its stream and position alone.
 
     Args:
-      streams_B: uint32, what tells sequences apart.
-      positions_B: where the drawn tokens will stand.
+      streams_B: uint32, one per sequence.
+      positions_B: of the tokens to sample.
     """
-    fold = lambda stream, position: jax.random.fold_in(jax.random.fold_in(key, stream), position)
+
+    def fold(stream, position):
+        return jax.random.fold_in(jax.random.fold_in(key, stream), position)
+
     return jax.vmap(fold)(streams_B, positions_B)
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, parameters: Parameters) -> jax.Array:
-    """A token per sequence, [B] int32; the first of equally likely ones where it is greedy."""
+    """Samples a token per sequence, [B] int32; greedy ties go to the lowest id."""
     temperature, top_k, top_p = parameters
     wide = logits_BV.dtype
 
     def draw() -> jax.Array:
-        # The largest logit becomes 0 first: no temperature is too small to divide by.
+        # The maximum is subtracted first, so that dividing by a tiny temperature cannot overflow it.
         z_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temperature.astype(wide)
         z_BV = jax.lax.cond(
             (top_k > 0) | (top_p < 1),
             lambda: jnp.where(candidates(z_BV, top_k, top_p), z_BV, -jnp.inf),
             lambda: z_BV,
         )
+        # Gumbel-max: the argmax of logits plus Gumbel noise is a sample of their softmax.
         noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, z_BV.shape[1:], wide))(keys_B)
         return jnp.argmax(z_BV + noise_BV, axis=-1)
 
@@ -84,9 +87,9 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, parameters: Parameters) -> j
 
 
 def candidates(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """[B, V] bool: the tokens that top-k, and then top-p among those, leave.
+    """Returns [B, V] bool, true for tokens that top-k and then top-p keep.
 
-    Among equally likely tokens the lower ids go first. The most likely token always stays.
+    Ties go to lower ids. The most likely token is always kept.
 
     Args:
       logits_BV: after division by the temperature.
@@ -95,13 +98,13 @@ def candidates(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
     in_top_k_BV = jnp.broadcast_to((rank_V < top_k) | (top_k == 0), sorted_BV.shape)
     p_BV = jax.nn.softmax(jnp.where(in_top_k_BV, sorted_BV, -jnp.inf), axis=-1)
-    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV  # the share of all more likely tokens
-    # Shares are rounded: p = 1 must not lose a token to that, nor a tiny p the first.
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV  # mass of the more likely tokens
+    # Under rounding, p = 1 must still keep every token, and a tiny p the first.
     in_top_p_BV = (before_BV < top_p.astype(p_BV.dtype)) | (top_p >= 1)
     in_top_p_BV = in_top_p_BV | jnp.broadcast_to(rank_V == 0, in_top_p_BV.shape)
     count_B1 = jnp.sum(in_top_k_BV & in_top_p_BV, axis=-1, keepdims=True)
-    # Back to the order of ids without a second sort: what is above the last one kept, and of its
-    # equals the first.
+    # Maps the kept prefix back to ids without a second sort: all logits above the last kept one,
+    # and as many of its equals as are left, lowest ids first.
     last_B1 = jnp.take_along_axis(sorted_BV, count_B1 - 1, axis=-1)
     above_BV, equal_BV = logits_BV > last_B1, logits_BV == last_B1
     room_B1 = count_B1 - jnp.sum(above_BV, axis=-1, keepdims=True)

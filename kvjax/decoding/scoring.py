@@ -1,8 +1,8 @@
-"""How likely a model finds given tokens, read through its cache: nothing is drawn.
+"""Scores given tokens by their log-likelihood, read through the cache; nothing is sampled.
 
-Sequences are sorted by length and read in batches of one size, in chunks as wide as a batch's
-longest needs (16 to 128), into caches of 128 · 2^i tokens: little is compiled, and little is
-padding. Results come in the order asked.
+Sequences are sorted by length and run in batches of one size, in chunks as wide as the batch's
+longest needs (16 to 128 tokens), with caches of 128 * 2^i tokens: few programs are compiled and
+little padding is computed. Results keep the order of the request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,21 +15,22 @@ import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.cache import Cache
+from kvjax.decoding.generation import padded_chunks
 from kvjax.decoding.generator import Generator, chunk_width
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.model.decoder import Decoder
 
-BATCH = 8  # sequences at once
-WIDTH = 128  # of their tokens, at most
+BATCH = 8  # sequences per batch
+WIDTH = 128  # largest width of a chunk, in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """What a model makes of a continuation."""
+    """Scores of a continuation's tokens."""
 
-    nats: np.ndarray  # -log p of each of its tokens, float32 or wider
-    greedy: np.ndarray  # bool, whether each is the most likely one
+    nats: np.ndarray  # -log p of each token, float32 or wider
+    greedy: np.ndarray  # bool, true for tokens that are the most likely one
 
     @property
     def log_likelihood(self) -> float:
@@ -41,10 +42,10 @@ class Scored:
 
 
 class Scorer:
-    """Scores sequences with a generator's weights and programs of its own.
+    """Scores sequences with the weights of a generator.
 
     Args:
-      batch: sequences that are read at once.
+      batch: sequences per batch.
     """
 
     def __init__(self, generator: Generator, *, batch: int = BATCH):
@@ -52,91 +53,96 @@ class Scorer:
         self._generator, self._engine = generator, generator.engine
         self._batch = batch
         self._score = self._engine.compiled(_score)
-        self._choose = self._engine.compiled(_choose)
+        self._candidate_logits = self._engine.compiled(_candidate_logits)
 
-    def continuations(
-        self,
-        asked: Sequence[tuple[Sequence[int], Sequence[int]]],
-    ) -> list[Scored]:
-        """The nats of every continuation after its context.
+    def continuations(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+        """Scores every continuation after its context.
 
         Args:
-          asked: (context, continuation) as token ids; a context has one at least, and what is
-            scored is as long as the model's positions allow.
+          pairs: (context, continuation) as token ids; contexts are not empty.
 
         Raises:
-          UserError: an empty context, an id that the vocabulary does not have, more tokens than
-            there are positions or memory for.
+          UserError: an empty context, an id outside the vocabulary, or more tokens than the
+            model's positions or the memory allow.
         """
-        sequences = [[*context, *continuation] for context, continuation in asked]
-        self._check([context for context, _ in asked], sequences)
-        found: list[Scored | None] = [None] * len(asked)
-        for chosen, chunks in self._batches([s[:-1] for s in sequences]):
-            # What position t says of token t + 1, from where the first continuation begins.
-            first = min(len(asked[i][0]) for i in chosen) - 1
-            nats = [[np.zeros(0, np.float32)] for _ in chosen]
-            greedy = [[np.zeros(0, bool)] for _ in chosen]
-            for cache, start, tokens_BT, counts_B in chunks:
-                if start + tokens_BT.shape[1] <= first:  # nothing is asked here: no logits
-                    given = self._engine.put((tokens_BT, counts_B))
-                    cache.now = self._engine.prefill(self._engine.weights, cache.now, *given)
+        sequences = [[*context, *continuation] for context, continuation in pairs]
+        self._check([context for context, _ in pairs], sequences)
+        scores: list[Scored | None] = [None] * len(pairs)
+        # The last token of a sequence is only a target.
+        for indices, width, tokens, cache in self._batches([s[:-1] for s in sequences]):
+            # Position t predicts token t + 1: earlier positions than this one predict contexts.
+            first = min(len(pairs[i][0]) for i in indices) - 1
+            nats = [[np.zeros(0, np.float32)] for _ in indices]
+            greedy = [[np.zeros(0, bool)] for _ in indices]
+            for number, (tokens_BT, counts_B) in enumerate(padded_chunks(tokens, width)):
+                start = number * width
+                if start + width <= first:  # contexts alone: fill the cache, skip the logits
+                    chunk = self._engine.put((tokens_BT, counts_B))
+                    cache = self._engine.prefill(self._engine.weights, cache, *chunk)
                     continue
                 targets_BT = np.zeros_like(tokens_BT)
-                for b, i in enumerate(chosen):
-                    part = sequences[i][start + 1 : start + 1 + tokens_BT.shape[1]]
-                    targets_BT[b, : len(part)] = part
-                given = self._engine.put((tokens_BT, counts_B, targets_BT))
-                new, *out = self._score(self._engine.weights, cache.now, *given)
-                cache.now = new
+                for b, i in enumerate(indices):
+                    targets = sequences[i][start + 1 : start + 1 + width]
+                    targets_BT[b, : len(targets)] = targets
+                chunk = self._engine.put((tokens_BT, counts_B, targets_BT))
+                cache, *out = self._score(self._engine.weights, cache, *chunk)
                 nats_BT, greedy_BT = jax.device_get(out)
-                for b in range(len(chosen)):
+                for b in range(len(indices)):
                     nats[b].append(nats_BT[b, : counts_B[b]])
                     greedy[b].append(greedy_BT[b, : counts_B[b]])
-            for b, i in enumerate(chosen):
-                size = len(asked[i][1])
-                of = lambda parts, size=size: _last(np.concatenate(parts), size)
-                found[i] = Scored(_finite(of(nats[b])), of(greedy[b]))
-        return found
+            for b, i in enumerate(indices):
+                size = len(pairs[i][1])
+                scores[i] = Scored(
+                    _check_finite(_last(np.concatenate(nats[b]), size)),
+                    _last(np.concatenate(greedy[b]), size),
+                )
+        return scores
 
     def choices(
         self,
         prompts: Sequence[Sequence[int]],
         candidates: Sequence[Sequence[int]],
     ) -> list[np.ndarray]:
-        """The logits of each prompt's candidates as its next token, float32 or wider.
+        """Returns the logits of each prompt's candidates as its next token, float32 or wider.
 
         Raises:
-          UserError: as `continuations`.
+          UserError: see `continuations`.
         """
         self._check(prompts, [[*p, *c] for p, c in zip(prompts, candidates, strict=True)])
         most = max((len(ids) for ids in candidates), default=0)
         found: list[np.ndarray | None] = [None] * len(prompts)
-        for chosen, chunks in self._batches(prompts):
+        for indices, width, tokens, cache in self._batches(prompts):
             ids_BC = np.zeros((self._batch, most), np.int32)
-            for b, i in enumerate(chosen):
+            for b, i in enumerate(indices):
                 ids_BC[b, : len(candidates[i])] = candidates[i]
-            for cache, start, tokens_BT, counts_B in chunks:
-                given = self._engine.put((tokens_BT, counts_B, ids_BC))
-                cache.now, logits_BC = self._choose(self._engine.weights, cache.now, *given)
+            for number, (tokens_BT, counts_B) in enumerate(padded_chunks(tokens, width)):
+                chunk = self._engine.put((tokens_BT, counts_B, ids_BC))
+                cache, logits_BC = self._candidate_logits(self._engine.weights, cache, *chunk)
                 logits_BC = jax.device_get(logits_BC)
-                for b, i in enumerate(chosen):
-                    if counts_B[b] and start + counts_B[b] == len(prompts[i]):
-                        found[i] = _finite(logits_BC[b, : len(candidates[i])])
+                for b, i in enumerate(indices):
+                    is_last = number * width + counts_B[b] == len(prompts[i])
+                    if counts_B[b] and is_last:
+                        found[i] = _check_finite(logits_BC[b, : len(candidates[i])])
         return found
 
-    def _batches(self, fed: Sequence[Sequence[int]]) -> Iterator:
-        """Yields each batch: the indices of its sequences, and the chunks that they are fed in."""
-        order = sorted(range(len(fed)), key=lambda i: -len(fed[i]))
+    def _batches(
+        self, inputs: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[list[int], int, list[Sequence[int]], Cache]]:
+        """Yields batches, longest first: indices, chunk width, tokens, and an empty cache.
+
+        The last batch is filled up with empty sequences, so that all have one size.
+        """
+        order = sorted(range(len(inputs)), key=lambda i: -len(inputs[i]))
         for first in range(0, len(order), self._batch):
-            chosen = order[first : first + self._batch]
-            tokens = [fed[i] for i in chosen] + [[]] * (self._batch - len(chosen))
-            capacity = self._generator.cache_capacity(self._batch, len(tokens[0]))
-            cache = _CurrentCache(cache_lib.empty(self._engine.cache(self._batch, capacity)))
-            width = chunk_width(len(tokens[0]), min(WIDTH, capacity))
-            yield chosen, _chunks(cache, tokens, width)
+            indices = order[first : first + self._batch]
+            tokens = [inputs[i] for i in indices] + [[]] * (self._batch - len(indices))
+            longest = len(tokens[0])
+            capacity = self._generator.cache_capacity(self._batch, longest)
+            cache = cache_lib.empty(self._engine.cache(self._batch, capacity))
+            yield indices, chunk_width(longest, min(WIDTH, capacity)), tokens, cache
 
     def _check(self, contexts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> None:
-        """Raises a UserError for what cannot be scored."""
+        """Raises a UserError for sequences that the model cannot read."""
         V, limit = self._generator.config.vocab_size, self._generator.positions
         for i, (context, sequence) in enumerate(zip(contexts, sequences, strict=True), 1):
             if not len(context):
@@ -149,8 +155,8 @@ class Scorer:
                 )
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
-    """Returns the values; a UserError if one is NaN or infinite: nothing follows from them."""
+def _check_finite(values: np.ndarray) -> np.ndarray:
+    """Returns the values; raises a UserError if one is NaN or infinite."""
     if not np.isfinite(values).all():
         raise UserError(
             "the model's logits are NaN or infinite: its weights are damaged, or its training "
@@ -159,44 +165,28 @@ def _finite(values: np.ndarray) -> np.ndarray:
     return values
 
 
-@dataclasses.dataclass
-class _CurrentCache:
-    """A cache that every step replaces."""
-
-    now: Cache
-
-
-def _chunks(cache: _CurrentCache, tokens: Sequence[Sequence[int]], width: int) -> Iterator:
-    for start in range(0, len(tokens[0]), width):  # the first is the longest
-        tokens_BT = np.zeros((len(tokens), width), np.int32)
-        counts_B = np.zeros(len(tokens), np.int32)
-        for b, ids in enumerate(tokens):
-            part = ids[start : start + width]
-            tokens_BT[b, : len(part)], counts_B[b] = part, len(part)
-        yield cache, start, tokens_BT, counts_B
-
-
 def _last(values: np.ndarray, count: int) -> np.ndarray:
-    return values[len(values) - count :]
+    return values[len(values) - count :]  # [-0:] would be all of them
 
 
 def _score(weights, cache, tokens_BT, counts_B, targets_BT, *, graph, implementation):
-    """The cache with more tokens; nats [B, T] of what follows each, and whether it is likeliest."""
+    """Appends tokens; returns the cache, nats of `targets_BT` [B, T], and if each is the argmax."""
     decoder: Decoder = nnx.merge(graph, weights)
     x_BTD, cache = decoder(tokens_BT, cache, counts_B, implementation=implementation)
 
-    def of_row(row):
+    def score_row(row):
         x_TD, targets_T = row
         z_TV = decoder.logits(x_TD[None])[0]
         target_T = jnp.take_along_axis(z_TV, targets_T[:, None], axis=-1)[:, 0]
         return jax.nn.logsumexp(z_TV, axis=-1) - target_T, jnp.argmax(z_TV, axis=-1) == targets_T
 
-    nats_BT, greedy_BT = jax.lax.map(of_row, (x_BTD, targets_BT))  # logits of one row at a time
+    # Row by row, so that only [T, V] logits are in memory.
+    nats_BT, greedy_BT = jax.lax.map(score_row, (x_BTD, targets_BT))
     return cache, nats_BT, greedy_BT
 
 
-def _choose(weights, cache, tokens_BT, counts_B, ids_BC, *, graph, implementation):
-    """The cache with more tokens, and the logits [B, C] of ids after the last of them."""
+def _candidate_logits(weights, cache, tokens_BT, counts_B, ids_BC, *, graph, implementation):
+    """Appends tokens; returns the cache and the logits [B, C] of ids after the last token."""
     decoder: Decoder = nnx.merge(graph, weights)
     x_BTD, cache = decoder(tokens_BT, cache, counts_B, implementation=implementation)
     last_B11 = jnp.maximum(counts_B - 1, 0)[:, None, None]

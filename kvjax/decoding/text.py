@@ -1,4 +1,4 @@
-"""Text after each of a batch of prompts."""
+"""Generates text after each of a batch of prompts."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -16,23 +16,25 @@ from kvjax.foundation.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedTexts:
-    """What `generate` made.
+    """Texts of `generate`, with figures of the run.
 
     Attributes:
-      texts: per prompt, what follows it.
-      tokens: per prompt, the ids; where a stop string ended the text, up to the one that held it.
+      texts: the continuation of each prompt.
+      tokens: its ids; after a stop string, including the token that completed it.
+      cache_bytes: of the live arrays, over all chips.
+      chips: number of chips that the cache is sharded over.
     """
 
     texts: list[str]
     tokens: list[list[int]]
     timing: Timing
     capacity: int
-    cache_bytes: int  # of the live arrays
+    cache_bytes: int
     cache_dtype: str
-    chips: int = 1  # that they are split over
+    chips: int = 1
 
     def summary(self) -> str:
-        """One line of figures."""
+        """Returns one line with latency, throughput and cache size."""
         rate = self.timing.decode_tokens_per_second
         per_token = self.cache_bytes / (len(self.texts) * self.capacity)
         compiling = self.timing.compiling
@@ -63,30 +65,33 @@ def generate(
     on_compile: Callable[[], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> GeneratedTexts:
-    """Text after each prompt.
+    """Generates text after each prompt.
 
     Args:
-      prompts: texts, which BOS is put in front of; or token ids, as they are.
-      stop: strings before which a text ends; one that never comes changes nothing.
-      end_at_special: whether BOS, the tokenizer's other specials and its `ends` end a sequence.
-      on_text: called with the sequence and each piece of its text as soon as it is certain.
-      on_end: called with a sequence that has all its text.
+      prompts: texts, to which BOS is prepended, or token ids, which are used as they are.
+      stop: strings before which a text ends.
+      end_at_special: end at BOS, the tokenizer's other specials and its `ends`.
+      on_text: called with a sequence's index and each piece of its text as soon as it is final.
+      on_end: called with the index of a sequence whose text is complete.
       on_compile, on_prefill: see `Generator.start`.
 
     Raises:
-      UserError: an empty stop string, one string for `prompts`; see `Generator.start` for the rest.
+      UserError: an empty stop string; a string for a list; see `Generator.start` for the rest.
     """
-    for name, value in dict(prompts=prompts, stop=stop).items():
-        if isinstance(value, str):
+    for name, value in {"prompts": prompts, "stop": stop}.items():
+        if isinstance(value, str):  # would be read as a list of characters
             raise UserError(f"{name} = {value!r} is one string: give a list of strings")
     check_stop(stop)
     if end_at_special:
         without_text = np.flatnonzero(tokenizer.token_bytes() == 0).tolist()
-        unused = range(tokenizer.vocab_size, generator.config.vocab_size)  # of published models
+        # Published models have rows of the vocabulary that no token uses.
+        unused = range(tokenizer.vocab_size, generator.config.vocab_size)
         stop_tokens = [*stop_tokens, *without_text, *unused, *tokenizer.ends]
-    opened = lambda text: [tokenizer.bos_id, *tokenizer.encode(text)]
     generation = generator.start(
-        [opened(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
+        [
+            [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ],
         num_tokens=num_tokens,
         sampling=sampling,
         seed=seed,
@@ -96,16 +101,20 @@ def generate(
         on_prefill=on_prefill,
     )
     streams = [TextStream(tokenizer, stop) for _ in prompts]
-    give, end = on_text or (lambda b, text: None), on_end or (lambda b: None)
     ended = np.zeros(len(prompts), bool)
     for new in generation:
         for b, token in new:
-            give(b, streams[b].push(token))
+            text = streams[b].push(token)
+            if on_text is not None:
+                on_text(b, text)
             if streams[b].stopped:
                 generation.finish(b)
         for b in np.flatnonzero(generation.finished & ~ended).tolist():
-            give(b, streams[b].close())
-            end(b)
+            rest = streams[b].close()
+            if on_text is not None:
+                on_text(b, rest)
+            if on_end is not None:
+                on_end(b)
         ended |= generation.finished
     return GeneratedTexts(
         [stream.text for stream in streams],

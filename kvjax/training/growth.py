@@ -29,7 +29,7 @@ def abstract_before(abstract: dict, vocab_size: int) -> dict:
     return abstract | {name: one(name, abstract[name]) for name in _there(abstract)}
 
 
-def grown_alone(params: dict) -> dict:
+def growable(params: dict) -> dict:
     """Those of a model's parameters that may grow; the others are let go."""
     return {name: params[name] for name in _there(params)}
 

@@ -78,13 +78,13 @@ def test_what_cannot_be_scored_is_refused(make_model):
 def test_short_sequences_are_read_in_narrow_chunks(make_model, monkeypatch):
     """Chunks are as wide as the longest sequence needs, since padding is computed too."""
     widths = []
-    chunks = scoring._chunks
+    chunks = scoring.padded_chunks
 
-    def record(cache, tokens, width):
+    def record(tokens, width):
         widths.append(width)
-        return chunks(cache, tokens, width)
+        return chunks(tokens, width)
 
-    monkeypatch.setattr(scoring, "_chunks", record)
+    monkeypatch.setattr(scoring, "padded_chunks", record)
     scorer = Scorer(Generator(make_model("lrkv")), batch=2)
     for longest, width in ((16, 16), (17, 32), (200, 128)):
         widths.clear()

@@ -51,7 +51,7 @@ def test_every_chip_holds_its_part_and_none_moves(on_chips):
     tokens_BT, counts_B = np.zeros((4, 128), np.int32), np.zeros(4, np.int32)
     engine = generator.engine
     prefill = engine.prefill.lower(engine.weights, cache, tokens_BT, counts_B).compile()
-    state = *generation._first, generation._cancelled_B, generation._choice
+    state = *generation._first, generation._cancelled_B, generation._sampling
     step = engine.decode_step.lower(engine.weights, cache, *state).compile()
     # A prompt needs only the cache of the last layer: nothing there attends.
     for compiled, T, layers in ((prefill, 128, L - 1), (step, 1, L)):

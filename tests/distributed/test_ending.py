@@ -213,7 +213,7 @@ def test_a_coordinator_that_is_gone_first_changes_no_status_and_no_message(when)
         "    def key_value_set(self, key, value, **_):\n"
         f"        if {said}: os.abort()\n"
         "agreement.client, agreement.index = Client, lambda: 1\n"
-        "ending.last_words.set(75, lambda: ending.lost('who knows'))\n"
+        "ending.abort_message.set(75, lambda: ending.lost('who knows'))\n"
         "print('not yet written')\n"
         "ending._end('the key is wrong', 2)\n"
     )
@@ -230,8 +230,8 @@ def test_last_words():
     code = (
         "import os, sys\n"
         "from kvjax import distributed\nfrom kvjax.distributed import ending\n"
-        "distributed.last_words.checkpoints = lambda: 'Checkpoints of steps [7] are here. '\n"
-        "distributed.last_words.set(75, lambda: ending.lost('who knows'))\n"
+        "distributed.abort_message.checkpoints = lambda: 'Checkpoints of steps [7] are here. '\n"
+        "distributed.abort_message.set(75, lambda: ending.lost('who knows'))\n"
         "os.abort()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -49,9 +49,7 @@ def test_training_memory(make_mechanism):
     )
     assert longer.activations > 2 * one.activations  # every token also attends to more
     full = memory_estimate.estimate(config, Compute(remat="full"), **shape, fsdp=1)
-    kept = memory_estimate.estimate(
-        config, Compute(remat="attention"), **shape, fsdp=1
-    )
+    kept = memory_estimate.estimate(config, Compute(remat="attention"), **shape, fsdp=1)
     assert full.activations < kept.activations < one.activations
     assert kept.activations - full.activations == 16 * 2 * 4 * (4 * 8 + 4)
     parts = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, accumulation_steps=4)

@@ -55,7 +55,9 @@ def test_memory_is_that_of_the_run_and_an_accelerators_compiler_decides_what_is_
         assert asked.pop() == (
             (run.model, "compute"),
             dict(
-                **dict(optimizer=run.optimizer, teacher=None, rows_per_device=4, parts=3),
+                **dict(
+                    optimizer=run.optimizer, teacher=None, rows_per_device=4, accumulation_steps=3
+                ),
                 **dict(sequence_length=2048, fsdp=4, tensor=5, sequence=3, lanes=lanes),
                 attention_kernel=platform != "cpu",
             ),

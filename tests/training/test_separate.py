@@ -123,7 +123,7 @@ def test_a_gpu_has_no_kernel_for_them(source):
     for separate in (False, True):
         config = runs.small_config(*source, separate=separate)
         found = experiment_lib.resolve(config)
-        kernels[separate] = [found.attention_kernel(p) for p in ("cpu", "gpu", "tpu")]
+        kernels[separate] = [found.uses_attention_kernel(p) for p in ("cpu", "gpu", "tpu")]
     assert kernels == {False: [False, True, True], True: [False, False, True]}
     config.compute.attention = "xla"
-    assert not experiment_lib.resolve(config).attention_kernel("tpu")
+    assert not experiment_lib.resolve(config).uses_attention_kernel("tpu")
