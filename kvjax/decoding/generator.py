@@ -224,7 +224,7 @@ def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
 
 
 def max_positions(config: TransformerConfig, chips: int = 1) -> int | None:
-    """Returns the number of positions of a model with its cache on `chips`; None without a limit."""
+    """Returns the largest sequence length with the cache on `chips`; None without a limit."""
     learned = config.block.max_positions if config.block.positions == "learned" else None
     limits = (learned, program.max_capacity(config, chips))
     return min((limit for limit in limits if limit is not None), default=None)

@@ -62,7 +62,7 @@ def decode_step(
     """Appends `token_B` to the cache and samples the next token of each sequence.
 
     Args:
-      done_B: sequences that `token_B` ended; they append nothing, and their next token is arbitrary.
+      done_B: sequences that `token_B` ended; they append nothing; their next token is arbitrary.
       cancelled_B: sequences that the host ended.
 
     Returns:

@@ -71,7 +71,7 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, parameters: Parameters) -> j
     wide = logits_BV.dtype
 
     def draw() -> jax.Array:
-        # The maximum is subtracted first, so that dividing by a tiny temperature cannot overflow it.
+        # The maximum becomes 0 first, so that a tiny temperature cannot make it overflow.
         z_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temperature.astype(wide)
         z_BV = jax.lax.cond(
             (top_k > 0) | (top_p < 1),

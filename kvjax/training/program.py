@@ -1,4 +1,4 @@
-"""The jitted programs of an experiment: initial state, training step and evaluation step."""
+"""The jitted programs of a run: initial state, training step, evaluation step."""
 
 from collections.abc import Callable
 import dataclasses
@@ -20,26 +20,29 @@ from kvjax.model.loss import distillation_loss, mean_loss, token_losses
 from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 from kvjax.optim import make_optimizer, merge_trainable, trainable
 
-MEAN_WEIGHT = 0.02  # of a step in the mean of recent losses: about 50 of them count
+MEAN_WEIGHT = 0.02  # of a step in the running mean of losses, which thus covers about 50 steps
 
 
 class Program:
-    """The jitted functions of an experiment on a mesh; a state is a plain tree of arrays.
+    """The jitted functions of a run on a mesh. A training state is a plain tree of arrays:
 
-    State: {"params", "optimizer", "step": int32, "key": the seed's key data, "bad": what decides
-    on bad steps and counts them, see `TrainConfig`}.
+        params     the model's weights
+        optimizer  optax state of the trainable ones
+        step       int32, optimizer steps taken (skipped ones included)
+        key        key data of the seed
+        bad        counters of bad steps, see `check_step`
 
     Attributes:
-      graph: what `nnx.merge` needs beside params.
+      graph: the model without its parameters, for `nnx.merge`.
       abstract_state: ShapeDtypeStructs with shardings.
-      abstract_rows: one, of a step's batch.
+      abstract_rows: of a step's batch.
+      abstract_teacher: the teacher's parameters in the dtypes they are used in, or None.
       init: key -> state.
-      abstract_teacher: the teacher's parameters in the dtype it computes in, or None.
-      train_step: (state, rows [B, T + 1]) -> (state, metrics); the state passed in is consumed.
-        With a teacher its parameters are a third argument.
+      train_step: (state, rows [B, T + 1]) -> (state, metrics); donates the state. With a teacher,
+        its parameters are a third argument.
       eval_step: (params, rows, token_bytes [V]) -> sums, see `eval_step`.
 
-    Rows of an experiment with a mask have ~token for a token that is not trained on, see `marked`.
+    With a loss mask, rows hold ~token for tokens that are no targets, see `split_loss_mask`.
     """
 
     def __init__(
@@ -52,85 +55,105 @@ class Program:
     ):
         """
         Args:
-          teacher: of a model whose predictions are learned, of the same vocabulary.
-          bos_id: of the token that begins a document, for `config.train.separate`.
+          teacher: model of the same vocabulary whose predictions are distilled.
+          bos_id: the token that begins a document; used if `config.train.separate`.
         """
-        model = experiment.model
-        if mesh.size > 1:
+        model, train = experiment.model, experiment.train
+        is_sharded = mesh.size > 1
+        if is_sharded:
             compute = dataclasses.replace(compute, mesh=mesh)
         shapes, axes = parameters.abstract(model)
         select_trainable = functools.partial(trainable, experiment.optimizer)
-        split = mesh.size > 1
         optimizer = make_optimizer(
             experiment.optimizer,
             select_trainable(axes),
             d_model=model.block.d_model,
-            num_steps=experiment.train.num_steps,
+            num_steps=train.num_steps,
             muon_dtype=compute.dtype,
             shardings=select_trainable(sharding.parameter_shardings(mesh, shapes, axes))
-            if split
+            if is_sharded
             else None,
         )
 
         def init(key: jax.Array) -> dict[str, Any]:
             params = nnx.to_pure_dict(nnx.state(Transformer(model, key)))
-            return dict(
-                params=params,
-                optimizer=optimizer.init(select_trainable(params)),
-                step=jnp.zeros((), jnp.int32),
-                key=jax.random.key_data(key),
-                bad=dict(
-                    skipped=jnp.zeros((), jnp.int32),
-                    in_a_row=jnp.zeros((), jnp.int32),
-                    mean_loss=jnp.zeros((), jnp.float32),
-                ),
-            )
+            return {
+                "params": params,
+                "optimizer": optimizer.init(select_trainable(params)),
+                "step": jnp.zeros((), jnp.int32),
+                "key": jax.random.key_data(key),
+                "bad": {
+                    "skipped": jnp.zeros((), jnp.int32),
+                    "in_a_row": jnp.zeros((), jnp.int32),
+                    "mean_loss": jnp.zeros((), jnp.float32),
+                },
+            }
 
         abstract = jax.eval_shape(init, jax.random.key(0))
         shardings = sharding.state_shardings(mesh, shapes, axes, abstract)
         self.abstract_state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
         )
-        rows = (experiment.train.batch_size, experiment.data.sequence_length + 1)
-        split = sharding.batch_sharding(mesh)
-        self.abstract_rows = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=split)
         self.graph = parameters.graph(model)
-        self.abstract_teacher, of_teacher = None, {}
+        static = {
+            "graph": self.graph,
+            "compute": compute,
+            "masked": experiment.is_masked,
+            "bos_id": bos_id if train.separate else None,
+        }
+        static_train = static | {
+            "accumulation_steps": train.grad_accumulation,
+            "config": train,
+            "optimizer": optimizer,
+            "select_trainable": select_trainable,
+            "has_dropout": model.block.dropout > 0,
+        }
+        self.abstract_teacher = None
         if teacher is not None:
-            whole = parameters.abstract(teacher)
-            places = sharding.parameter_shardings(mesh, *whole)
-            dtypes = compute_dtypes(whole.shapes, compute.dtype)
-            place = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)
-            self.abstract_teacher = jax.tree.map(place, whole.shapes, dtypes, places)
-            of_teacher = dict(teacher_graph=parameters.graph(teacher))
+            self.abstract_teacher = _abstract_parameters(teacher, compute, mesh)
+            static_train["teacher_graph"] = parameters.graph(teacher)
         self.init = jax.jit(init, out_shardings=shardings)
-        static = dict(graph=self.graph, compute=compute, masked=experiment.is_masked)
-        static |= dict(bos_id=bos_id if experiment.train.separate else None)
-        steps = dict(accumulation_steps=experiment.train.grad_accumulation, config=experiment.train)
-        steps |= dict(optimizer=optimizer, select_trainable=select_trainable, **of_teacher)
-        steps |= dict(has_dropout=model.block.dropout > 0)
         self.train_step = jax.jit(
-            functools.partial(train_step, **steps, **static),
-            donate_argnums=0,
+            functools.partial(train_step, **static_train),
+            donate_argnums=0,  # the new state reuses the old one's memory
             out_shardings=(shardings, None),
         )
         self.eval_step = jax.jit(functools.partial(eval_step, **static))
-        # An evaluation's batch: as many rows as the model holds at once in a training step.
-        part = (rows[0] // experiment.train.grad_accumulation, rows[1])
-        self._abstract_part = jax.ShapeDtypeStruct(part, jnp.int32, sharding=split)
+
+        def abstract_rows(count: int) -> jax.ShapeDtypeStruct:
+            shape = (count, experiment.data.sequence_length + 1)
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(mesh))
+
+        self.abstract_rows = abstract_rows(train.batch_size)
+        # Evaluation runs as many rows at once as a training step does after accumulation.
+        self._abstract_eval_rows = abstract_rows(train.batch_size // train.grad_accumulation)
         self._token_bytes = jax.ShapeDtypeStruct((model.vocab_size,), jnp.int32)
 
     def lowered_step(self) -> jax.stages.Lowered:
-        """The training step, lowered."""
+        """Lowers the training step."""
         teacher = [] if self.abstract_teacher is None else [self.abstract_teacher]
         return self.train_step.lower(self.abstract_state, self.abstract_rows, *teacher)
 
     def lowered_steps(self) -> dict[str, jax.stages.Lowered]:
-        """What several processes run together, lowered: "training step" and "evaluation step"."""
+        """Lowers the programs that processes run together: training step and evaluation step."""
         params = self.abstract_state["params"]
-        train = self.lowered_step()
-        evaluate = self.eval_step.lower(params, self._abstract_part, self._token_bytes)
-        return {"training step": train, "evaluation step": evaluate}
+        return {
+            "training step": self.lowered_step(),
+            "evaluation step": self.eval_step.lower(
+                params, self._abstract_eval_rows, self._token_bytes
+            ),
+        }
+
+
+def _abstract_parameters(model: TransformerConfig, compute: Compute, mesh: jax.sharding.Mesh):
+    """Returns a model's parameters as ShapeDtypeStructs, cast and sharded for a forward pass."""
+    shapes, axes = parameters.abstract(model)
+    return jax.tree.map(
+        lambda x, dtype, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s),
+        shapes,
+        compute_dtypes(shapes, compute.dtype),
+        sharding.parameter_shardings(mesh, shapes, axes),
+    )
 
 
 def train_step(
@@ -149,30 +172,33 @@ def train_step(
     bos_id: int | None = None,
     has_dropout: bool = False,
 ):
-    """One optimizer step.
+    """Takes one optimizer step.
 
     Args:
-      state: params, optimizer, step, key, and with a policy bad.
-      rows: [B, T + 1] tokens; the gradient is the mean over all B·T targets, taken in `parts`.
-      teacher: params of a model whose predictions are learned, as `policy.teacher_share` says.
-      learning: the part of params that learns, for which gradients are computed.
-      masked: rows are as `marked` reads them; the gradient is the mean over the targets that count
-        in all of the batch, whichever part or device they are in.
-      begins: the token that begins a document; attention does not leave one. None: it does.
-      policy: what to do on a bad step; None: nothing.
-      drops: whether the model has dropout; what is dropped follows from the state's key and step.
+      state: params, optimizer, step, key, and with a config bad; see `Program`.
+      rows: [B, T + 1] tokens; the gradient is the mean over the batch's B * T targets.
+      teacher: parameters of a model whose predictions are distilled, by `config.teacher_share`.
+      accumulation_steps: number of parts that the batch is run in.
+      config: decides on bad steps; None: no step is checked.
+      select_trainable: parameters -> the subtree that gradients are computed for.
+      masked: rows carry a loss mask (`split_loss_mask`); the gradient is the mean over the targets
+        that count in the whole batch, whichever part or device they are in.
+      bos_id: the token that begins a document, which attention does not leave; None: no document
+        mask.
+      has_dropout: draw a dropout key from the state's key and step.
 
     Returns:
-      The new state, and {"loss": nats per token, "grad_norm": before clipping, "param_norm": after
-      the step}: a state is finite where these are; with a policy also those of `judge`.
+      The new state, and metrics: loss (nats per token), grad_norm (before clipping), param_norm
+      (after the step), and with a config those of `check_step`. The new state is finite if and only
+      if these are.
     """
-
     learned = select_trainable(state["params"])
 
-    whole = {}
-    if masked:  # as much for each part as without a mask: their mean is that of the step
+    scale = {}
+    if masked:
+        # Parts are averaged, so each divides its sum by the mean number of targets per part.
         counts = jnp.maximum(jnp.sum(rows[:, 1:] >= 0), 1)
-        whole = dict(scale=accumulation_steps / counts.astype(jnp.result_type(float)))
+        scale = {"scale": accumulation_steps / counts.astype(jnp.result_type(float))}
 
     dropout = None
     if has_dropout:
@@ -183,44 +209,54 @@ def train_step(
         if masked:
             rows, counts = split_loss_mask(rows)
             weights = next_tokens(counts, compute)[1].astype(jnp.float32)
-            weighted = dict(weights_BT=weights) | whole
+            weighted = {"weights_BT": weights} | scale
         tokens, targets, positions = next_tokens(rows, compute)
         model = nnx.merge(graph, merge_trainable(state["params"], learned))
-        options = dict(compute=compute, positions_BT=positions)
-        options |= dict(segment_ids_BS=segment_ids(rows, bos_id), dropout=dropout)
+        options = {
+            "compute": compute,
+            "positions_BT": positions,
+            "segment_ids_BS": segment_ids(rows, bos_id),
+            "dropout": dropout,
+        }
         if teacher is None:
             return mean_loss(model, tokens, targets, **weighted, **options)
-        taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=config.teacher_share)
-        return distillation_loss(model, tokens, targets, **taught, **options)
+        return distillation_loss(
+            model,
+            tokens,
+            targets,
+            teacher=nnx.merge(teacher_graph, teacher),
+            share=config.teacher_share,
+            **options,
+        )
 
     value, grads = _accumulate_gradients(
         jax.value_and_grad(loss), learned, rows, dropout, accumulation_steps
     )
     updates, opt_state = optimizer.update(grads, state["optimizer"], learned)
-    params = merge_trainable(state["params"], optax.apply_updates(learned, updates))
-    new = dict(
-        params=params,
-        optimizer=opt_state,
-        step=state["step"] + 1,
-        key=state["key"],
-    )
-    metrics = dict(loss=value, grad_norm=optax.global_norm(grads))
+    new = {
+        "params": merge_trainable(state["params"], optax.apply_updates(learned, updates)),
+        "optimizer": opt_state,
+        "step": state["step"] + 1,
+        "key": state["key"],
+    }
+    metrics = {"loss": value, "grad_norm": optax.global_norm(grads)}
     if config is not None:
         is_bad, new["bad"], verdict = check_step(state["bad"], **metrics, config=config)
         metrics |= verdict
         if config.bad_steps == "skip":
-            stay = lambda old, new: jnp.where(is_bad, old, new)
-            for part in ("params", "optimizer"):
-                new[part] = jax.tree.map(stay, state[part], new[part])
-    return new, metrics | dict(param_norm=optax.global_norm(new["params"]))
+            for name in ("params", "optimizer"):
+                new[name] = jax.tree.map(
+                    lambda old, new: jnp.where(is_bad, old, new), state[name], new[name]
+                )
+    return new, metrics | {"param_norm": optax.global_norm(new["params"])}
 
 
 def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_steps: int):
-    """The loss and its gradients, one part of the rows after another: gradient accumulation.
+    """Averages the loss and its gradients over parts of the batch, run one after another.
 
     Args:
-      value_and_grad: (learned, rows, dropout's key or None) -> (value, gradients).
-      rows: [B, T + 1]; `parts` divides B.
+      value_and_grad: (learned, rows, dropout key or None) -> (value, gradients).
+      rows: [B, T + 1], with B a multiple of `accumulation_steps`.
     """
     if accumulation_steps == 1:
         return value_and_grad(learned, rows, dropout)
@@ -228,7 +264,7 @@ def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_s
     def accumulate(total, part):
         return jax.tree.map(jnp.add, total, value_and_grad(learned, *part)), None
 
-    # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
+    # Part i is rows i, i + n, i + 2 n, ...: each device keeps its own rows.
     by_part = rows.reshape(-1, accumulation_steps, rows.shape[1]).swapaxes(0, 1)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
     keys = None if dropout is None else jax.random.split(dropout, accumulation_steps)
@@ -237,34 +273,35 @@ def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_s
 
 
 def check_step(bad: dict, loss: jax.Array, grad_norm: jax.Array, config: TrainConfig):
-    """Whether a step is bad (see `TrainConfig`), the new state of that question, and what to log.
+    """Decides if a step is bad (see `TrainConfig`).
 
     Args:
-      bad: skipped, in_a_row, and mean_loss, 0 before the first good step.
+      bad: skipped, in_a_row, and mean_loss, which is 0 before the first good step.
 
     Returns:
-      A boolean; a new `bad`; {} if by the policy no step is bad but those with figures that are not
-      finite, and these end the run; else {"bad": 0 or 1, "mean_loss": before this step} and with
-      bad_steps = "skip" also skipped_steps and bad_steps_in_a_row.
+      A boolean, the new `bad`, and metrics. Without spike_factor and with bad_steps = "stop" these
+      are {}, since only figures that are not finite are bad, and they end the run. Else they are
+      bad (0 or 1) and mean_loss (before this step), and with bad_steps = "skip" also skipped_steps
+      and bad_steps_in_a_row.
     """
     mean = bad["mean_loss"]
     is_bad = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
     if config.spike_factor:
         is_bad |= (mean > 0) & (loss > config.spike_factor * mean)
     loss = loss.astype(mean.dtype)
-    moved = jnp.where(mean > 0, mean + MEAN_WEIGHT * (loss - mean), loss)
-    counted = is_bad.astype(jnp.int32)
-    new = dict(
-        skipped=bad["skipped"] + (counted if config.bad_steps == "skip" else 0),
-        in_a_row=counted * (bad["in_a_row"] + 1),
-        mean_loss=jnp.where(is_bad, mean, moved),
-    )
-    verdict = {}
+    new_mean = jnp.where(mean > 0, mean + MEAN_WEIGHT * (loss - mean), loss)
+    count = is_bad.astype(jnp.int32)
+    new = {
+        "skipped": bad["skipped"] + (count if config.bad_steps == "skip" else 0),
+        "in_a_row": count * (bad["in_a_row"] + 1),
+        "mean_loss": jnp.where(is_bad, mean, new_mean),
+    }
+    metrics = {}
     if config.spike_factor or config.bad_steps == "skip":
-        verdict = dict(bad=counted, mean_loss=mean)
+        metrics = {"bad": count, "mean_loss": mean}
     if config.bad_steps == "skip":
-        verdict |= dict(skipped_steps=new["skipped"], bad_steps_in_a_row=new["in_a_row"])
-    return is_bad, new, verdict
+        metrics |= {"skipped_steps": new["skipped"], "bad_steps_in_a_row": new["in_a_row"]}
+    return is_bad, new, metrics
 
 
 def eval_step(
@@ -277,19 +314,23 @@ def eval_step(
     masked: bool = False,
     bos_id: int | None = None,
 ):
-    """Sums over the targets that have bytes (specials have none): (nats, bytes, targets).
+    """Sums (nats, bytes, targets) over targets that have bytes; special tokens have none.
 
-    With a mask over those that count, and behind these three the same over all.
+    With a loss mask these are followed by the same three sums without the mask.
     """
     counts = None
     if masked:
         rows, counts = split_loss_mask(rows)
         counts = next_tokens(counts, compute)[1]
     tokens, targets, positions = next_tokens(rows, compute)
-    options = dict(
-        compute=compute, positions_BT=positions, segment_ids_BS=segment_ids(rows, bos_id)
+    nats = token_losses(
+        nnx.merge(graph, params),
+        tokens,
+        targets,
+        compute=compute,
+        positions_BT=positions,
+        segment_ids_BS=segment_ids(rows, bos_id),
     )
-    nats = token_losses(nnx.merge(graph, params), tokens, targets, **options)
     num_bytes = token_bytes[targets]
 
     def sums(num_bytes):
@@ -301,33 +342,34 @@ def eval_step(
 
 
 def split_loss_mask(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens [B, T + 1] of rows with a mask, and whether each counts as a target.
+    """Splits rows with a loss mask into tokens [B, T + 1] and a boolean: counts as a target.
 
-    `kvjax.data.loader` gives one that does not with its bits inverted: ~token, which is negative.
+    `kvjax.data.loader` inverts the bits of tokens that do not: ~token is negative.
     """
     counts = rows >= 0
     return jnp.where(counts, rows, ~rows), counts
 
 
 def segment_ids(rows: jax.Array, bos_id: int | None) -> jax.Array | None:
-    """[B, T] int32 which document of its row each input is of, from rows [B, T + 1], in order."""
+    """Returns [B, T] int32, the document of each input token of rows [B, T + 1]; None without BOS.
+
+    Tokens before the first BOS, the end of a document that another row begins, have id 0.
+    """
     if bos_id is None:
         return None
     return jnp.cumsum(rows[:, :-1] == bos_id, axis=1, dtype=jnp.int32)
 
 
 def next_tokens(rows: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Tokens [B, T], what follows each, and their positions [1, T], from rows [B, T + 1].
+    """Splits rows [B, T + 1] into tokens [B, T], targets [B, T] and positions [1, T].
 
-    Where a row is split over devices its tokens are dealt in zig-zag, so that each device has as
-    much causal attention to do as any other.
+    Under context parallelism tokens are in zig-zag order, which gives each device the same amount
+    of causal attention.
     """
     T = rows.shape[1] - 1
     if compute.sequence_shards == 1:
         return rows[:, :-1], rows[:, 1:], np.arange(T)[None]
     order_T = zigzag(T, compute.sequence_shards)
-    tokens, targets = (
-        compute.shard_activations(rows[:, order_T]),
-        compute.shard_activations(rows[:, order_T + 1]),
-    )
+    tokens = compute.shard_activations(rows[:, order_T])
+    targets = compute.shard_activations(rows[:, order_T + 1])
     return tokens, targets, order_T[None]

@@ -175,7 +175,7 @@ def test_ctrl_c_ends_an_answer_and_what_came_of_it_stays(capsys, monkeypatch):
     ],
 )
 def test_half_a_call_is_text(ids, content):
-    found = history_lib.parts(TOKENIZER, S, ids)
+    found = history_lib.message_content(TOKENIZER, S, ids)
     if isinstance(content, str):
         text = found if isinstance(found, str) else "".join(part["text"] for part in found)
         assert text == content
