@@ -1,6 +1,6 @@
 """Projection sharing's set anomaly (section A.3): which of ten images is of another class.
 
-    python -m experiments.studies.set_anomaly [--seeds=3] [--save]        # features made up
+    python -m experiments.studies.set_anomaly [--seeds=3] [--save]        # synthetic features
     python -m experiments.studies.set_anomaly --features=FILE.npz --widths=256,512 --layers=2,4 \\
         --heads=2,4 --epochs=20                                           # the paper's grid
 
@@ -8,7 +8,7 @@ Encoders without positions say of each image how odd it is. The course whose cod
 the odd one last in every set. Without positions nobody can tell; but the "+" variants add a map
 that depends on positions, and might read the answer off. So every variant is trained and tested
 with the place drawn, and with it last. Features of CIFAR-100 come from a file
-(`tasks.anomalies.load`); without one they are made up, class means and noise. Prints the share of
+(`tasks.anomalies.load`), else synthetic: class means plus noise. Prints the share of
 test sets that are right, at the epoch that is best in validation, means over cells with 95 %
 intervals over seeds.
 
@@ -161,7 +161,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add, every = parser.add_argument, ",".join
     variants, places = ", ".join(encoders.VARIANTS), ", ".join(anomalies.PLACES)
-    add("--features", default="", help="npz file; without it they are made up")
+    add("--features", default="", help="npz file (default: synthetic)")
     add("--noise", type=float, default=NOISE, help=f"of made-up features ({NOISE})")
     add("--variants", default=every(encoders.VARIANTS), help=f"of {variants} (all)")
     add("--places", default=every(anomalies.PLACES), help=f"of the anomaly: {places} (both)")
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.features:
         features = in_process.load(anomalies.load, "--features", options.features)
     else:
-        features = anomalies.made_up(options.noise)
+        features = anomalies.synthetic(options.noise)
     trainer = Trainer(features, options.epochs)
     if not trainer.steps_per_epoch:
         raise UserError(

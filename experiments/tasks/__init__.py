@@ -1,1 +1,1 @@
-"""Small tasks that the papers train on: data made up or read from local files, and a learner."""
+"""The papers' small tasks: synthetic data, readers of local files, and a training loop."""

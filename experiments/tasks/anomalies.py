@@ -1,6 +1,6 @@
 """Sets of images in which one is of another class (projection sharing, section A.3).
 
-Images are features of a frozen network, from a file; or made up, class means and noise.
+Images are features of a frozen network, read from a file, or synthetic: class means plus noise.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ Part = tuple[np.ndarray, np.ndarray]  # features [N, F] and classes [N]
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """Images to train on, to choose the epoch by, and to test on.
+    """Training, validation and test images.
 
     Attributes:
-      digest: of the file; of what was made up, how.
+      digest: of the file; for synthetic features their parameters.
     """
 
     train: Part
@@ -33,12 +33,14 @@ class Features:
     digest: str
 
 
-def made_up(noise: float, *, classes: int = 100, features: int = 512, each: int = 500) -> Features:
-    """Each class a point drawn from N(0, 1), its images the point and noise.
+def synthetic(
+    noise: float, *, classes: int = 100, features: int = 512, each: int = 500
+) -> Features:
+    """Draws class means from N(0, 1) and images as mean plus noise.
 
     Args:
       noise: standard deviation in each of the features.
-      each: images of a class to train on; a fifth of it to test on.
+      each: training images per class; a fifth of it for testing.
     """
     rng = np.random.default_rng(42)
     means = rng.normal(size=(classes, features)).astype(np.float32)
@@ -53,11 +55,11 @@ def made_up(noise: float, *, classes: int = 100, features: int = 512, each: int 
 
 
 def load(file: pathlib.Path) -> Features:
-    """Features from an npz file: train [N, F], train_labels [N], test and test_labels.
+    """Reads an npz file with train [N, F], train_labels [N], test and test_labels.
 
     Raises:
       MissingDataError: there is no such file.
-      DataError: it is not of that form.
+      DataError: an array is missing or malformed.
     """
     if not file.is_file():
         raise MissingDataError(
@@ -105,7 +107,7 @@ def _array(file: pathlib.Path, found: dict, key: str) -> np.ndarray:
 
 
 def held_out(part: Part) -> tuple[Part, Part]:
-    """Nine tenths of each class, and a tenth: at least as many as a set has."""
+    """Splits off a tenth of each class, at least SIZE images; returns (the rest, the tenth)."""
     x, y = part
     rng = np.random.default_rng(42)
     keep = np.zeros(len(y), bool)
@@ -116,12 +118,12 @@ def held_out(part: Part) -> tuple[Part, Part]:
 
 
 def sets(part: Part, rng: np.random.Generator, place: str) -> Iterator[tuple[np.ndarray, int]]:
-    """Rows of images of each set [10] and where the anomaly is; every image is it once.
+    """Yields sets of SIZE image indices and the position of the anomaly in each.
 
-    The nine others are of one other class, drawn anew.
+    Every image is the anomaly once, among nine random images of one other class.
 
     Args:
-      place: "drawn", or "last" as in the course's code.
+      place: position of the anomaly: "drawn" uniformly, or "last" as in the course's code.
     """
     labels = part[1]
     of = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
@@ -136,10 +138,10 @@ def sets(part: Part, rng: np.random.Generator, place: str) -> Iterator[tuple[np.
 def batches(
     part: Part, rng: np.random.Generator, place: str, size: int, *, whole: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Features [B, 10, F] and places [B].
+    """Yields batches of features [B, SIZE, F] and anomaly positions [B].
 
     Args:
-      whole: whether what is left of an epoch is a batch of its own; it is dropped otherwise.
+      whole: keep the last, smaller batch of an epoch.
     """
     rows, places = [], []
     for row, at in sets(part, rng, place):

@@ -1,4 +1,4 @@
-"""Encoders of projection sharing's small tasks (sections 3.1 and 3.2): what a variant ties."""
+"""Encoders of projection sharing's small tasks (sections 3.1 and 3.2), one per variant."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from kvjax.foundation import lists
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 
-VARIANTS = {  # by name: what is tied, and whether it is a "+"
+VARIANTS = {  # name: (tied projections, "+": position-dependent map on the logits)
     "qkv": ("none", False),
     "qk_tied": ("qk", False),
     "qk_tied_plus": ("qk", True),
@@ -17,10 +17,14 @@ VARIANTS = {  # by name: what is tied, and whether it is a "+"
     "qkv_tied": ("qkv", False),
     "qkv_tied_plus": ("qkv", True),
 }
-CALLED = dict(
-    **dict(qkv="QKV", qk_tied="Q=K-V", qk_tied_plus="(Q=K-V)+"),
-    **dict(kv_tied="Q-K=V", qkv_tied="Q=K=V", qkv_tied_plus="(Q=K=V)+"),
-)
+CALLED = {
+    "qkv": "QKV",
+    "qk_tied": "Q=K-V",
+    "qk_tied_plus": "(Q=K-V)+",
+    "kv_tied": "Q-K=V",
+    "qkv_tied": "Q=K=V",
+    "qkv_tied_plus": "(Q=K=V)+",
+}
 
 
 def transformer(
@@ -34,12 +38,12 @@ def transformer(
     diagonal_norm: bool = False,
     **block,
 ) -> TransformerConfig:
-    """Sees both ways, with biases and nothing capped.
+    """Returns the config of a bidirectional encoder with biases and without a logit cap.
 
     Args:
-      variant: of `VARIANTS`.
-      channels: of the position-dependent map that a "+" adds, the paper's m.
-      labels: that there are.
+      variant: a key of `VARIANTS`.
+      channels: channels of the position-dependent map of "+" variants, the paper's m.
+      labels: number of labels.
       diagonal_norm: see `kvjax.attention.diagonal`.
       block: keys of `BlockConfig`, with mlp_dim.
     """
@@ -56,10 +60,10 @@ _MOST = dict(widths=4096, layers=64, heads=64)
 
 
 def read_sizes(options: argparse.Namespace, *more: str) -> None:
-    """Makes numbers of --widths, --layers, --heads and other options that are lists of them.
+    """Parses the options --widths, --layers, --heads and `more` as lists of integers, in place.
 
     Raises:
-      UserError: they are none, or too large, or a number of heads divides a width not.
+      UserError: not integers, too large, or a number of heads that does not divide a width.
     """
     for key in (*_MOST, *more):
         most = _MOST.get(key, 4096)
@@ -71,6 +75,6 @@ def read_sizes(options: argparse.Namespace, *more: str) -> None:
 
 
 def flops(tokens: int, length: int, width: int, layers: int, mlp_dim: int) -> float:
-    """Approximate FLOPs of training: by weights, and by products of queries, keys and values."""
+    """Returns approximate training FLOPs: 6 per token and weight, plus attention's products."""
     weights = layers * (4 * width**2 + 2 * width * mlp_dim)
     return 6.0 * tokens * (weights + layers * 2 * length * width)

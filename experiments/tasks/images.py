@@ -25,10 +25,10 @@ Part = tuple[np.ndarray, np.ndarray]  # pixels uint8 [N, Y, X, C] and labels int
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images to train on and to test on.
+    """Training and test images.
 
     Attributes:
-      files: sha256 of each file that was read; of folders of images, one of all.
+      files: sha256 of each file; one for a whole folder of images.
     """
 
     train: Part
@@ -38,12 +38,12 @@ class Images:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A published set.
+    """A published data set.
 
     Attributes:
-      side: pixels of an image's side.
-      counts: images to train on and to test on.
-      advice: how to come by it.
+      side: image height and width in pixels.
+      counts: numbers of training and test images.
+      advice: where to get it.
     """
 
     side: int
@@ -75,11 +75,11 @@ SETS = {
 
 
 def load(name: str, folder: pathlib.Path) -> Images:
-    """A set of `SETS` from its folder.
+    """Reads a set of `SETS` from its folder.
 
     Raises:
-      MissingDataError: the folder, or a file of it, is not there.
-      DataError: a file is not of its format; it names file, and byte or row.
+      MissingDataError: the folder or one of its files is missing.
+      DataError: a file is malformed; the message names file and byte or row.
     """
     if not folder.is_dir():
         raise MissingDataError(f"{name}: {folder} is no folder; {SETS[name].advice}")
@@ -97,12 +97,15 @@ def load(name: str, folder: pathlib.Path) -> Images:
 
 
 def other_counts(name: str, found: Images) -> str:
-    """What to say of a set that has other numbers of images than the published one; or nothing."""
+    """Returns a note if a set's sizes differ from the published ones, else ""."""
     counts = len(found.train[1]), len(found.test[1])
     if counts == SETS[name].counts:
         return ""
-    shown = lambda two: f"{two[0]:,} images to train on and {two[1]:,} to test on"
-    return f"{name} has {shown(counts)}; the published set {shown(SETS[name].counts)}"
+    (train, test), (of_train, of_test) = counts, SETS[name].counts
+    return (
+        f"{name} has {train:,} training and {test:,} test images; "
+        f"the published set has {of_train:,} and {of_test:,}"
+    )
 
 
 def _check_classes(name: str, place: object, labels: np.ndarray) -> None:
@@ -116,7 +119,7 @@ def _check_classes(name: str, place: object, labels: np.ndarray) -> None:
 
 
 def _file(name: str, folder: pathlib.Path, *names: str) -> pathlib.Path:
-    """The first of the names that is there."""
+    """Returns the first of the named files that exists."""
     for one in names:
         if (folder / one).is_file():
             return folder / one
@@ -146,10 +149,10 @@ def _idx_set(name: str, folder: pathlib.Path) -> Images:
 
 
 def idx(file: pathlib.Path, files: dict[str, str]) -> np.ndarray:
-    """An array of bytes in IDX: 0 0, the type, how many axes, their lengths, the bytes.
+    """Reads an IDX file of bytes: 0, 0, type, number of axes, lengths (big-endian), data.
 
     Args:
-      files: gets the file's digest.
+      files: the file's digest is added here.
     """
     data = _bytes(file, files)
     if file.suffix == ".gz":
@@ -209,7 +212,7 @@ def _cifar(name: str, folder: pathlib.Path) -> Images:
 
 
 def _binary(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
-    """Rows of a label, of CIFAR-100 a coarse one before it, and 3,072 bytes."""
+    """Parses rows of a label (after a coarse label in CIFAR-100) and 3,072 pixel bytes."""
     head = 2 if hundred else 1
     rows, rest = divmod(len(data), head + 3072)
     if rest:
@@ -221,7 +224,7 @@ def _binary(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
 
 
 class _OnlyArrays(pickle.Unpickler):
-    """Pickles can run programs: these hold arrays, lists and texts, and nothing else is made."""
+    """An unpickler restricted to arrays, lists and strings: pickles can run code."""
 
     _ALLOWED = {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")} | {
         ("numpy", "ndarray"),
@@ -240,7 +243,7 @@ def _pickled(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
     try:
         found = _OnlyArrays(io.BytesIO(data), encoding="bytes").load()
         found = {k.decode() if isinstance(k, bytes) else k: v for k, v in found.items()}
-    except Exception as error:  # whatever a damaged pickle comes to
+    except Exception as error:  # a damaged pickle can raise anything
         raise DataError(f"{file}: no pickle of arrays ({error})") from error
     for one in ("data", key):
         if one not in found:

@@ -1,6 +1,6 @@
-"""Trains small models that label positions or rows; one compiled program for all seeds of a cell.
+"""Trains small models that label positions or rows; one compiled program serves all seeds.
 
-Steps are taken in chunks, a scan each, so that small models are not held up by dispatches.
+Each dispatch scans over a chunk of steps: small models would otherwise wait for the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ Batch = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How models learn: Adam, or AdamW with weight decay, under a schedule.
+    """Adam, or AdamW with weight decay, under a learning-rate schedule.
 
     Attributes:
-      warm_up: steps in which the rate rises from 0.
-      decay: "cosine" to 0 (times the warm-up, as UvA's course has it), "steps" (a tenth after half,
-        a hundredth after three quarters of the steps) or "none".
-      clip: norm that gradients are cut to; 0: none.
+      warm_up: steps of linear warm-up from 0.
+      decay: "cosine" to 0 (multiplied with the warm-up, as in UvA's course), "steps" (x 0.1 after
+        half, x 0.01 after three quarters of the steps) or "none".
+      clip: global norm at which gradients are clipped; 0: no clipping.
     """
 
     steps: int
@@ -39,7 +39,7 @@ class Recipe:
     weight_decay: float = 0.0
 
     def rate(self, step: jax.Array) -> jax.Array:
-        """The learning rate of a step, the first being 0."""
+        """Returns the learning rate of a step, counted from 0."""
         factor = jnp.minimum(1.0, step / self.warm_up) if self.warm_up else 1.0
         if self.decay == "cosine":
             factor *= 0.5 * (1 + jnp.cos(math.pi * step / self.steps))
@@ -59,25 +59,26 @@ _FIXED = dict(norm_gain=True, norm_bias=True, norm_epsilon=1e-5, embedding_norm=
 
 
 def classic_block(num_layers: int, d_model: int, *, mlp_dim: int, **keys) -> BlockConfig:
-    """Blocks as other authors' small models have them: LayerNorm and biases, nothing capped."""
+    """Returns a config of classic blocks: LayerNorm, biases, no logit cap."""
     fixed = _FIXED | dict(norm="layer", logit_softcap=0.0, zero_outputs=False)
     shape = dict(num_layers=num_layers, d_model=d_model, mlp_dim=mlp_dim)
     return BlockConfig(**shape, **fixed | keys)
 
 
 def nats(z_X_V: jax.Array, labels_X: jax.Array) -> jax.Array:
-    """Cross-entropy of logits [..., V], in the shape of the labels."""
+    """Returns the cross-entropy of logits [..., V] in nats, in the shape of the labels."""
     return optax.softmax_cross_entropy_with_integer_labels(z_X_V, labels_X)
 
 
 class Learner:
-    """The programs of a model and a recipe, compiled once for all seeds.
+    """Initialisation, training and evaluation of a model, compiled once for all seeds.
 
     Args:
       make: key -> model.
-      loss: (model, batch, dropout key or None) -> a number.
-      right: (model, batch) -> for each label whether it is predicted, and which count.
-      chunk: steps of one dispatch.
+      loss: (model, batch, dropout key or None) -> scalar.
+      right: (model, batch) -> (prediction is correct, label counts), per label.
+      chunk: steps per dispatch.
+      drops: the loss uses a dropout key.
     """
 
     def __init__(
@@ -102,8 +103,11 @@ class Learner:
         def step(carry, batch):
             params, state, key = carry
             key, own = jax.random.split(key) if drops else (key, None)
-            of = lambda params: loss(nnx.merge(graph, params), batch, own)
-            value, gradients = jax.value_and_grad(of)(params)
+
+            def loss_of(params):
+                return loss(nnx.merge(graph, params), batch, own)
+
+            value, gradients = jax.value_and_grad(loss_of)(params)
             updates, state = optimizer.update(gradients, state, params)
             return (optax.apply_updates(params, updates), state, key), value
 
@@ -125,10 +129,10 @@ class Learner:
         evaluate: Callable[["Trained"], float | None] = lambda _: None,
         every: int = 0,
     ) -> "Trained":
-        """A model after all steps, or after the one at which `evaluate` returns a true value.
+        """Trains until the last step, or until `evaluate` returns a true value.
 
         Args:
-          batches: one for each step, of equal shapes.
+          batches: one per step, of equal shapes.
           evaluate: called every `every` steps.
         """
         begun = time.perf_counter()
@@ -152,7 +156,7 @@ class Learner:
 
     @staticmethod
     def _trained(params: dict, losses: Sequence[jax.Array], begun: float) -> "Trained":
-        """A FloatingPointError if a loss is no number; waits until all are computed."""
+        """Waits for the losses; raises a FloatingPointError if one is not finite."""
         found = np.concatenate([np.asarray(few) for few in losses])
         bad = np.flatnonzero(~np.isfinite(found))
         if len(bad):
@@ -160,14 +164,14 @@ class Learner:
         return Trained(params, time.perf_counter() - begun, found)
 
     def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:
-        """The share of labels that are predicted, of those that count."""
+        """Returns the share of counted labels that are predicted correctly."""
         sums = [self._judge(trained.params, batch) for batch in batches]
         return float(sum(right for right, _ in sums) / sum(count for _, count in sums))
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A model after some steps: parameters, seconds with compilation, the loss of each step."""
+    """A trained model: parameters, seconds with compilation, the loss of each step."""
 
     params: dict
     seconds: float
@@ -179,17 +183,17 @@ class Trained:
 
     @property
     def loss(self) -> float:
-        """The last."""
+        """The last step's loss."""
         return float(self.losses[-1])
 
     def curve(self, every: int) -> list[float]:
-        """Means of the loss over so many steps each, the last over what is left."""
+        """Returns the mean loss of every `every` steps; the last mean may cover fewer."""
         parts = range(0, self.steps, every)
         return [round(float(np.mean(self.losses[i : i + every])), 5) for i in parts]
 
 
 def in_order(arrays: Batch, batch: int, epochs: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of whole epochs, each in an order of its own; what is left of an epoch is dropped."""
+    """Yields batches of shuffled epochs; an epoch's incomplete last batch is dropped."""
     count = len(next(iter(arrays.values())))
     rng = np.random.default_rng(seed)
     for _ in range(epochs):
@@ -200,6 +204,6 @@ def in_order(arrays: Batch, batch: int, epochs: int, seed: int) -> Iterator[dict
 
 
 def split(arrays: Batch, batch: int) -> list[dict[str, np.ndarray]]:
-    """All rows in order, so many at once; the last may be fewer."""
+    """Splits rows into batches in order; the last may be smaller."""
     count = len(next(iter(arrays.values())))
     return [{name: x[i : i + batch] for name, x in arrays.items()} for i in range(0, count, batch)]

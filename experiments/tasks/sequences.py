@@ -1,7 +1,7 @@
-"""Rows of tokens with a label for each position, made up: what small models are asked.
+"""Synthetic rows of tokens with a label per position.
 
-Numbers are 0 to 9 in projection sharing's five tasks (section 3.1). Thin keys' two tasks are
-predicted token by token: a label is what follows.
+Projection sharing's five tasks (section 3.1) use the numbers 0 to 9. Thin keys' two tasks are
+autoregressive.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ def reverse(x_BT: np.ndarray) -> np.ndarray:
 
 
 def sort(x_BT: np.ndarray) -> np.ndarray:
-    """Ascending."""
+    """Sorts each row in ascending order."""
     return np.sort(x_BT, axis=1)
 
 
 def sub(x_BT: np.ndarray) -> np.ndarray:
-    """9 less each number."""
+    """Returns 9 - x."""
     return NUMBERS - 1 - x_BT
 
 
 def swap(x_BT: np.ndarray) -> np.ndarray:
-    """The second half, then the first."""
+    """Swaps the two halves of each row."""
     return np.roll(x_BT, x_BT.shape[1] // 2, axis=1)
 
 
@@ -41,10 +41,10 @@ TASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def labelled(task: str, count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of numbers [count, length], drawn uniformly, and their labels.
+    """Returns uniform random rows [count, length] and their labels.
 
     Raises:
-      ValueError: an odd length, which has no halves to swap.
+      ValueError: the task is "swap" and the length odd.
     """
     if task == "swap" and length % 2:
         raise ValueError(f"length = {length}: must be even, to swap halves")
@@ -54,23 +54,23 @@ def labelled(task: str, count: int, length: int, seed: int) -> tuple[np.ndarray,
 
 # -- thin keys, 3.1 and 3.2 ------------------------------------------------------------------------
 
-COPY_BACK, COPY_WORDS = 8, 16  # tokens to look back; vocabulary
-PAIRS, KEYS = 8, 16  # of a retrieval; keys are tokens 0 to 15, values 16 to 31
+COPY_BACK, COPY_WORDS = 8, 16  # distance in tokens; vocabulary
+PAIRS, KEYS = 8, 16  # retrieval; keys are tokens 0 to 15, values 16 to 31
 
 
 def copy_back(
     rng: np.random.Generator, count: int, length: int = 64, *, periodic: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [count, length], labels, and which count: what stood 8 tokens before, from the 9th on.
+    """Returns tokens [count, length], labels and a loss mask: the label is the token 8 before.
 
     Args:
-      periodic: 8 tokens that repeat, as the authors' code has it; a label is the next token, which
-        can be read off any earlier period. The paper draws every token, and says y_t = x_(t-8).
+      periodic: repeat a random period of 8, as in the authors' code; the label is the next token,
+        which any earlier period shows. The paper draws every token, with y_t = x_(t-8).
     """
     if periodic:
         few = rng.integers(0, COPY_WORDS, (count, COPY_BACK), dtype=np.int32)
         tiled = np.tile(few, (1, length // COPY_BACK + 1))[:, : length + 1]
-        # From the first token on of which the next stood 8 before that.
+        # Counted from the first position whose next token has occurred before.
         counts_BT = np.broadcast_to(np.arange(length) >= COPY_BACK - 1, (count, length))
         return np.ascontiguousarray(tiled[:, :-1]), np.ascontiguousarray(tiled[:, 1:]), counts_BT
     x_BT = rng.integers(0, COPY_WORDS, (count, length), dtype=np.int32)
@@ -82,13 +82,13 @@ def copy_back(
 def retrieval(
     rng: np.random.Generator, count: int, *, keys: int = KEYS, pairs: int = PAIRS
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows k1 v1 .. k8 v8 SEP q [count, 18], labels and which count: the last alone, q's value.
+    """Returns rows k1 v1 .. k8 v8 SEP q [count, 18], labels and a loss mask: q's value, last.
 
-    Keys of a row differ, values may repeat; q is one of the row's keys. Keys are tokens below
-    `keys`, as many values follow, then SEP.
+    A row's keys are distinct, values may repeat, and q is one of the row's keys. Token ids: keys,
+    then as many values, then SEP.
 
     Args:
-      keys: that there are; a row has `pairs` of them.
+      keys: number of different keys; a row has `pairs` of them.
     """
     order = np.argsort(rng.random((count, keys)), axis=1)[:, :pairs]
     values = rng.integers(keys, 2 * keys, (count, pairs))

@@ -1,10 +1,10 @@
-"""Texts as words, as thin keys reads WikiText (section 3.3 and its code): from local files.
+"""Word-level text from local files, as thin keys reads WikiText (section 3.3 and its code).
 
 Lines are stripped, empty ones and headings (starting with "=") dropped, the rest lower-cased and
 split at white space, each line followed by <eos>. The vocabulary is <pad>, <unk>, <eos> and then
-every word of the training text that occurs often enough, in alphabetical order. WikiText has words
-"<unk>" of its own, which take the name from the special token: its row is then never read. It is
-kept, because the paper's counts of parameters have it.
+every word that is frequent enough in the training text, in alphabetical order. WikiText contains
+"<unk>" as a word, which replaces the special token: that embedding row is never read, and is kept
+because the paper's parameter counts include it.
 """
 
 import collections
@@ -25,22 +25,22 @@ _PARQUET = dict(train="train", valid="validation", test="test")
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Ids of every split, one text after another.
+    """Token ids of every split, concatenated.
 
     Attributes:
-      digest: of all that was read.
+      digest: of all ids.
     """
 
     train: np.ndarray
     valid: np.ndarray
     test: np.ndarray
     vocabulary: dict[str, int]
-    size: int  # rows of the embedding, of which one may be dead
+    size: int  # rows of the embedding; one may be unused
     digest: str
 
 
 def words(lines: Iterable[str]) -> Iterator[str]:
-    """The words of lines, <eos> after each line that counts."""
+    """Yields the words of all lines but headings and empty ones, each line followed by <eos>."""
     for line in lines:
         line = line.strip()
         if line and not line.startswith("="):
@@ -49,7 +49,7 @@ def words(lines: Iterable[str]) -> Iterator[str]:
 
 
 def vocabulary(training: Iterable[str], least: int) -> tuple[dict[str, int], int]:
-    """Ids of words that occur at least so often, and how many rows the embedding has."""
+    """Returns ids of the words that occur at least `least` times, and the embedding's rows."""
     counts = collections.Counter(training)
     del counts["<eos>"]
     ids = {word: i for i, word in enumerate(SPECIALS)}
@@ -60,11 +60,11 @@ def vocabulary(training: Iterable[str], least: int) -> tuple[dict[str, int], int
 
 
 def load(folder: pathlib.Path, least: int) -> Corpus:
-    """WikiText from a folder: wiki.{train,valid,test}.tokens, or Parquet files of lines, `text`.
+    """Reads WikiText: wiki.{train,valid,test}.tokens, or Parquet files with a column `text`.
 
     Raises:
-      MissingDataError: a split's file is not there.
-      DataError: a file is not of that form, or has no word; it names the file.
+      MissingDataError: a split's file is missing.
+      DataError: a file is malformed or has no words.
     """
     if not folder.is_dir():
         raise MissingDataError(f"{folder} is no folder: give that of WikiText's files")
@@ -72,7 +72,7 @@ def load(folder: pathlib.Path, least: int) -> Corpus:
 
 
 def embedded(least: int) -> Corpus:
-    """The embedded books in WikiText's place, half of what they hold out for each of two splits."""
+    """Returns the embedded corpus; its validation split is halved into valid and test."""
     held_out = text.books("validation").splitlines()
     half = len(held_out) // 2
     parts = dict(
@@ -132,7 +132,7 @@ def _parquet(file: pathlib.Path) -> list[str]:
 
 
 def rows(ids: np.ndarray, length: int) -> dict[str, np.ndarray]:
-    """Rows of so many words and what follows each; what is left at the end is dropped."""
+    """Cuts ids into rows of `length` with the next ids as labels; a short rest is dropped."""
     count = (len(ids) - 1) // length
-    take = lambda first: ids[first : first + count * length].reshape(count, length)
-    return dict(x=take(0), y=take(1))
+    end = count * length
+    return dict(x=ids[:end].reshape(-1, length), y=ids[1 : end + 1].reshape(-1, length))

@@ -107,7 +107,7 @@ def test_rows_are_means_over_cells_of_seeds_that_all_have():
 
 @pytest.mark.slow
 def test_anomalies_are_found_and_the_places_compared():
-    features = anomalies.made_up(0.3, classes=4, features=16, each=80)
+    features = anomalies.synthetic(0.3, classes=4, features=16, each=80)
     trainer = set_anomaly.Trainer(features, epochs=30)
     found = trainer.train("qkv", (16, 1, 2), "drawn", seed=0)
     assert found["right"] > 0.3  # chance is 0.1

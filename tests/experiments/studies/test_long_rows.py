@@ -24,7 +24,7 @@ def test_rows_are_longer_and_tokens_as_many():
 
 @pytest.mark.slow
 def test_bits_by_position_are_means_of_losses(workdir, monkeypatch):
-    for name, value in dict(EDGES=(0, 8, 24), JUDGED=24, ROWS=4, BATCH=2).items():
+    for name, value in dict(EDGES=(0, 8, 24), LENGTH=24, ROWS=4, BATCH=2).items():
         monkeypatch.setattr(positions, name, value)
     first, second = positions.by_position(pathlib.Path(workdir))["by_position"]
     loaded = trained.load(workdir)

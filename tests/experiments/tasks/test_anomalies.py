@@ -9,7 +9,7 @@ from kvjax.foundation.errors import DataError, MissingDataError
 
 @pytest.fixture(scope="module")
 def features():
-    return anomalies.made_up(1.0, classes=5, features=8, each=50)
+    return anomalies.synthetic(1.0, classes=5, features=8, each=50)
 
 
 @pytest.mark.parametrize("place", anomalies.PLACES)

@@ -42,7 +42,7 @@ def test_idx_gzipped_or_not(mnist):
         assert part[0].dtype == np.uint8 and part[1].dtype == np.int32
     assert len(found.files) == 4 and all(len(digest) == 64 for digest in found.files.values())
     said = images.other_counts("mnist", found)
-    assert "5 images to train on and 3 to test on; the published set 60,000" in said
+    assert "5 training and 3 test images; the published set has 60,000" in said
 
 
 @pytest.mark.parametrize(
