@@ -77,7 +77,7 @@ class GTAConfig(MechanismConfig):
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         del rope_base  # the rotated key is cached
         shape = dict(N=self.num_heads, C=self.key_dim, P=self.rope_key_dim)
-        return LatentSizes(**shape, met=self.content_dim, Hv=0).flops()
+        return LatentSizes(**shape, key_channels=self.content_dim, Hv=0).flops()
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "GTA":
         return GTA(self, d_model, rngs=rngs)

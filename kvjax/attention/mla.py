@@ -70,7 +70,7 @@ class MLAConfig(MechanismConfig):
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         del rope_base  # the rotated key is cached
         shape = dict(N=self.query_heads, C=self.latent_dim, P=self.rope_key_dim, Hv=self.value_dim)
-        return LatentSizes(**shape, folded=self.key_dim).flops()
+        return LatentSizes(**shape, absorbed_channels=self.key_dim).flops()
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "MLA":
         return MLA(self, d_model, rngs=rngs)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 AXIS = "cache"  # mesh axis that a cache's tokens are sharded over
-MAX_STRIPE = 512  # tokens; one tile of plain XLA (`cache_layouts.tiles.TILE_KV`)
+MAX_STRIPE = 512  # tokens of a stripe, and of a tile in plain JAX (`cache_layouts.tiles.TILE_KV`)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Which implementation of decode attention runs.
+"""Decode attention: checks its arguments, chooses an implementation and calls it.
 
-Kernels are imported where they run: Pallas takes a quarter of the time in which a process starts.
+Kernels are imported when they are called: importing Pallas takes a quarter of a process's start.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,62 +19,63 @@ from kvjax.layers import rope
 _KERNELS = ("tpu", "gpu")  # one query per sequence
 
 
-def _of_kernels(name: str, function: str) -> Callable:
-    """A function of a kernel's `attention` module, said to be of that module."""
+def _lazy(name: str, function: str) -> Callable:
+    """Returns a function of the kernels' `attention` module, imported when it is called."""
     module = f"kvjax.kernels.decode_attention.{name}.attention"
 
     def call(*args, **options):
         return getattr(importlib.import_module(module), function)(*args, **options)
 
-    call.__module__ = module
+    call.__module__ = module  # `profile.measured.candidates` looks there for tile sizes
     return call
 
 
 IMPLEMENTATIONS = {
     "xla": xla.decode_attention,
-    **{name: _of_kernels(name, "decode_attention") for name in _KERNELS},
+    **{name: _lazy(name, "decode_attention") for name in _KERNELS},
     "reference": reference.decode_attention,
 }
-_CHECKS = {name: _of_kernels(name, "check") for name in _KERNELS}
+_CHECKS = {name: _lazy(name, "check") for name in _KERNELS}
 
 
 def decode_attention(
-    operands: DecodeInputs,
+    inputs: DecodeInputs,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
     window: int = 0,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attention of T new queries per sequence over its cache: [B, T, N, Hv], float32 or wider.
+    """Attends with T new queries per sequence to its cache: [B, T, N, Hv], float32 or wider.
 
-    Where the mesh around this call has an axis "cache", the cache's tokens are split over it, and
-    each chip attends over those it holds: `sharded`.
+    If the mesh around this call has an axis "cache", the cache's tokens are split over it, and each
+    chip attends to its own tokens (`sharded`).
 
     Args:
-      operands: queries, and the weights that the mechanism folds into reading its cache.
-      cache: the arrays of one layer, [B, *shape, S]; the new tokens are in it already.
+      inputs: queries, absorbed weights and flags of the mechanism.
+      cache: the arrays of one layer, [B, *shape, S], with the new tokens appended.
       first_B: [B] slot of each sequence's first new token; token t sees slots 0 .. first_B + t.
-      window: if positive, it sees the last so many of those; kernels have none.
-      implementation: "xla", which takes everything; "tpu" and "gpu", Pallas kernels;
-        "reference", which expands the whole cache; None: the kernels of the device that is
-        compiled for where they take these operands, "xla" where not; the log says why, once.
+      window: if positive, token t sees only the last `window` of them. Kernels have no window.
+      implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels; "reference"
+        expands the whole cache. None: the kernels of the device compiled for if they take these
+        inputs, else "xla", with the reason in the log, once.
 
     Raises:
-      NotImplementedError: the implementation does not take these operands; the message says why.
-      ValueError: an unknown implementation, or a capacity whose positions have no angles.
+      NotImplementedError: the implementation does not take these inputs; the message says why.
+      ValueError: an unknown implementation, or a capacity above `rope.MAX_POSITION` under RoPE or
+        with a bias by position.
     """
     S = next(iter(cache.values())).shape[-1]
-    if S > rope.MAX_POSITION and _needs_angles(operands):
+    if S > rope.MAX_POSITION and _needs_angles(inputs):
         raise ValueError(f"a capacity of {S}: keys have angles up to {rope.MAX_POSITION} tokens")
-    name = implementation or ("xla" if window else default(operands, cache))
+    name = implementation or ("xla" if window else default(inputs, cache))
     _check_known(name)
     if window and is_kernel(name):
         raise NotImplementedError(f"the {name.upper()} kernels have no window: use 'xla'")
-    how = dict(window=window) if window else {}
+    options = {"window": window} if window else {}  # which kernels do not have
     if stripes.num_chips() > 1:
-        return sharded.decode_attention(operands, cache, first_B, implementation=name, **how)
-    return IMPLEMENTATIONS[name](operands, cache, first_B, **how)
+        return sharded.decode_attention(inputs, cache, first_B, implementation=name, **options)
+    return IMPLEMENTATIONS[name](inputs, cache, first_B, **options)
 
 
 def memory_attention(
@@ -119,13 +120,13 @@ def _check_known(name: str) -> None:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
 
 
-def _needs_angles(operands: DecodeInputs) -> bool:
-    """Whether reading a cache takes the angles of its positions."""
-    return operands.rope_base is not None or operands.bias is not None
+def _needs_angles(inputs: DecodeInputs) -> bool:
+    """Returns True if scores depend on the angles of cached positions."""
+    return inputs.rope_base is not None or inputs.bias is not None
 
 
-def default(operands: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
-    """The implementation that None stands for; XLA does not divide a kernel between devices."""
+def default(inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
+    """Returns the implementation for None; XLA does not divide a kernel between devices."""
     mesh, chips = jax.sharding.get_abstract_mesh(), stripes.num_chips()
     name = kernels_of(mesh.abstract_device or jax.devices()[0])
     if name is None or mesh.size > chips:
@@ -133,10 +134,12 @@ def default(operands: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
     if chips > 1:
         if name not in sharded.IMPLEMENTATIONS:
             return "xla"
-        of_chip = lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // chips), x.dtype)
-        cache = {field: of_chip(array) for field, array in cache.items()}
+        cache = {
+            field: jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // chips), x.dtype)
+            for field, x in cache.items()
+        }
     try:
-        _CHECKS[name](operands, cache)
+        _CHECKS[name](inputs, cache)
     except NotImplementedError as error:
         log_once(__name__, logging.WARNING, f"decode attention: {error}")
         return "xla"
@@ -144,10 +147,10 @@ def default(operands: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
 
 
 def kernels_of(device) -> str | None:
-    """The name of the kernels for a device (of `jax.devices()` or an abstract one), if any."""
+    """Returns the name of the kernels for a device, concrete or abstract; None if it has none."""
     return device.platform if device.platform in _KERNELS else None
 
 
 def is_kernel(name: str | None) -> bool:
-    """Whether an implementation is a kernel: on one kind of device, one query per sequence."""
+    """Returns True for a kernel: runs on one kind of device, takes one query per sequence."""
     return name in _KERNELS

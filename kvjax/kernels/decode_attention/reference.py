@@ -1,8 +1,8 @@
 """The definition of decode attention: expand the whole cache to keys and values, then softmax.
 
-Every implementation is held against this one, in float64. It is also what "expanding first" costs:
-its temporary memory grows with the expanded cache. Products are in the highest precision that the
-device has for their dtype.
+Every implementation is tested against this one, in float64. Its time and memory are the cost of
+expanding first: temporaries are as large as the expanded cache. Products have the highest precision
+that the device has for their dtype.
 """
 
 import jax
@@ -13,33 +13,33 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import Cache, repeat_he
 
 
 def decode_attention(
-    operands: DecodeInputs,
+    inputs: DecodeInputs,
     cache: Cache,
     first_B: jax.Array,
     *,
     window: int = 0,
     causal: bool = True,
 ) -> jax.Array:
-    """softmax(scale·q k^T + bias) v, [B, T, N, Hv], in float32 or wider.
+    """Returns softmax(scale·q k^T + bias) v, [B, T, N, Hv], in float32 or wider.
 
     Args:
       cache: arrays [B, *shape, S], see `cache_layouts`.
       first_B: [B] position of the first query; query t sees slots 0 .. first_B + t.
-      window: if positive, the last so many of those.
+      window: if positive, query t sees only the last `window` of them.
       causal: False: every query sees slots 0 .. first_B.
     """
     with jax.default_matmul_precision("highest"):
-        return _attend(operands, cache, first_B, window, causal)
+        return _attend(inputs, cache, first_B, window, causal)
 
 
 def _attend(
-    operands: DecodeInputs, cache: Cache, first_B: jax.Array, window: int, causal: bool
+    inputs: DecodeInputs, cache: Cache, first_B: jax.Array, window: int, causal: bool
 ) -> jax.Array:
-    q_BTNH, k_BSNH, v_BSNV = expand(operands, cache)
+    q_BTNH, k_BSNH, v_BSNV = expand(inputs, cache)
     T, S = q_BTNH.shape[1], k_BSNH.shape[1]
-    z_BNTS = operands.scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-    if operands.bias is not None:
-        z_BNTS = z_BNTS + operands.bias.at(jnp.arange(S), first_B, z_BNTS.dtype)
+    z_BNTS = inputs.scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
+    if inputs.bias is not None:
+        z_BNTS = z_BNTS + inputs.bias.at(jnp.arange(S), first_B, z_BNTS.dtype)
     last_BT = first_B[:, None] + jnp.arange(T)[None] * causal
     seen_BTS = jnp.arange(S)[None, None] <= last_BT[..., None]
     if window:
@@ -48,10 +48,10 @@ def _attend(
     return jnp.einsum("BNTS,BSNV->BTNV", p_BNTS, v_BSNV)
 
 
-def expand(operands: DecodeInputs, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, N, H], keys [B, S, N, H] and values [B, S, N, Hv], one head per query head."""
+def expand(inputs: DecodeInputs, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Expands to queries [B, T, N, H], keys [B, S, N, H] and values [B, S, N, Hv]."""
     tokens_second = {name: jnp.moveaxis(_wide(array), -1, 1) for name, array in cache.items()}
-    query, k, v = jax.tree.map(_wide, operands).expand(tokens_second)
+    query, k, v = jax.tree.map(_wide, inputs).expand(tokens_second)
     N = query.shape[2]
     return query, repeat_heads(k, N), repeat_heads(v, N)
 

@@ -1,4 +1,4 @@
-"""Decode attention in the shapes of real models, for tests, profiles and tuning.
+"""Shapes of decode attention in real models, for tests, profiles and tuning.
 
 d12 and d36 are the LRKV paper's smallest and its 2.5B model: 6 and 18 heads of 128, rank 64.
 """
@@ -30,13 +30,17 @@ def _model(N: int, *, groups: int, latent: int) -> dict[str, Sizes]:
 
 
 def _rivals(N: int, *, groups: int, latent: int, wide: tuple[int, int]) -> dict[str, Sizes]:
-    """Other authors' mechanisms that cache as much as MLA (configs/rivals/*_narrow_*)."""
-    heads, dim = wide  # of mechanisms that have few, wide heads
+    """Mechanisms by other authors whose caches are as large as MLA's (configs/rivals/*_narrow_*).
+
+    Args:
+      wide: heads and channels of mechanisms that have few, wide heads.
+    """
+    heads, dim = wide
     return dict(
         gla=LatentSizes(N=N, C=latent // 2, G=2),
         mlra2=LatentSizes(N=2 * N, C=latent // 4, G=4),
         mlra4=LatentSizes(N=4 * N, C=latent // 4, G=4),
-        gta=LatentSizes(N=N, C=128, G=groups, met=64, Hv=0),
+        gta=LatentSizes(N=N, C=128, G=groups, key_channels=64, Hv=0),
         shared_kv=LatentSizes(N=heads, C=dim, G=2, P=0, Hv=0),
         mfa=GroupedSizes(N=heads, K=1, H=dim, Hv=dim),
     )
@@ -61,27 +65,30 @@ def _cache_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
 def problem(
     shape: Sizes, *, batch: int, length: int, dtype: jnp.dtype, seed: int = 0
 ) -> tuple[DecodeInputs, dict[str, jax.Array]]:
-    """Random operands and a full cache, none of it zero; keys have the logits of normed ones."""
+    """Draws inputs and a full cache without zeros; logits are as large as those of normed keys."""
     key = iter(jax.random.split(jax.random.key(seed), 16))
-    draw = lambda *dims: jax.random.normal(next(key), dims, dtype)
-    operands = shape.example(draw, batch)
+
+    def draw(*dims):
+        return jax.random.normal(next(key), dims, dtype)
+
+    inputs = shape.example(draw, batch)
     cache = {name: draw(batch, *dims, length) for name, dims in shape.fields().items()}
     if "key_scale" in cache:
         dims = cache["key_scale"].shape
         wide = _cache_dtype("key_scale", dtype)
         cache["key_scale"] = jax.random.uniform(next(key), dims, wide, 0.5, 1.5)
-    return operands, cache
+    return inputs, cache
 
 
 def abstract(
     shape: Sizes, *, batch: int, length: int, dtype: jnp.dtype
 ) -> tuple[DecodeInputs, dict[str, jax.ShapeDtypeStruct]]:
-    """The shapes and dtypes of `problem`."""
+    """Returns the shapes and dtypes of `problem`."""
     return jax.eval_shape(lambda: problem(shape, batch=batch, length=length, dtype=dtype))
 
 
 def bytes_per_token(shape: Sizes, dtype: jnp.dtype) -> int:
-    """Logical bytes that a cached token takes, and that reading it moves."""
+    """Returns the logical bytes of a cached token: the bytes that reading it moves."""
     return sum(
         math.prod(dims) * np.dtype(_cache_dtype(name, dtype)).itemsize
         for name, dims in shape.fields().items()

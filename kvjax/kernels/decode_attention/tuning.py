@@ -1,10 +1,10 @@
-"""Block sizes by device kind and shape, from `tuned.json`, which the profiler writes.
+"""Tile sizes by device kind and shape, from `tuned.json`, which the profiler writes.
 
     {"TPU v5 lite": {"tpu/residual_rotated/bfloat16-N18-K18-J1-R64-H128-V128-B1-S32768":
         {"parameters": {"tile_kv": 1024}, "source": "measured", ...}}}
 
-A length or batch that was not tuned takes the entry of the nearest smaller one. `source` is
-"measured", or "static" where the compiler's schedule was counted and nothing ran.
+A length or batch without an entry takes the nearest smaller one's. `source` is "measured", or
+"static" if the bundles of the compiler's schedule were counted and nothing ran.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 FILE = pathlib.Path(__file__).with_name("tuned.json")
 SOURCES = ("measured", "static")
 _KNOWN = {"base_key", "base_value", "residual_key", "residual_value", "key_scale"}
-_KNOWN |= {"latent", "rope_key"}  # fields that the letters of a key tell all of
+_KNOWN |= {"latent", "rope_key"}  # fields whose shapes the letters of a key give
 
 
 def current_device_kind() -> str:
-    """The kind of device that is being compiled for; of the first one present, if none is named."""
+    """Returns the kind of the device compiled for; by default the first device's."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device or jax.devices()[0]).device_kind
 
 
-def key(implementation: str, operands: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
+def key(implementation: str, inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
     """Returns an entry's key: implementation, cache layout, sizes, batch, capacity."""
-    sizes = dict(N=operands.query.shape[2])
+    sizes = dict(N=inputs.query.shape[2])
     for letter, name, axis in (
         ("K", "base_key", 1),
         ("H", "base_key", 2),
@@ -53,11 +53,11 @@ def key(implementation: str, operands: DecodeInputs, cache: Mapping[str, jax.Arr
         sizes["G"] = math.prod(cache["latent"].shape[1:-2])
     array = next(iter(cache.values()))
     dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVGCP" if letter in sizes]
-    others = cache.keys() - _KNOWN  # of a cache layout that no kernel here takes
+    others = cache.keys() - _KNOWN  # in cache layouts that no kernel takes
     dims += [f"{name}{'x'.join(map(str, cache[name].shape[1:-1]))}" for name in sorted(others)]
     dims = [str(array.dtype), *dims]
     dims += [f"B{array.shape[0]}", f"S{array.shape[-1]}"]
-    return f"{implementation}/{operands.kind(cache)}/{'-'.join(dims)}"
+    return f"{implementation}/{inputs.kind(cache)}/{'-'.join(dims)}"
 
 
 def parameters(
@@ -67,13 +67,13 @@ def parameters(
     default: Mapping[str, int],
     nearest: bool = True,
 ) -> dict[str, int]:
-    """The tuned parameters under that key; the default where there are none that can be used.
+    """Returns the tuned parameters under a key; the default if no entry can be used.
 
     Args:
       key: see `key`.
       device_kind: as JAX names it; None: `current_device_kind()`.
-      default: every parameter that the implementation takes. Falling back is logged once per key.
-      nearest: whether an entry of a smaller batch or length serves too.
+      default: every parameter that the implementation takes. Its use is logged once per key.
+      nearest: True to accept an entry of a smaller batch or length.
     """
     kind = device_kind or current_device_kind()
     try:
@@ -88,11 +88,11 @@ def parameters(
 
 
 def save(key: str, device_kind: str, parameters: Mapping[str, int], *, source: str, **facts):
-    """Files an entry in `tuned.json`; facts say how it was found."""
+    """Writes an entry to `tuned.json`; `facts` record how it was chosen."""
     if source not in SOURCES:
         raise ValueError(f"source = {source!r}: must be one of {', '.join(SOURCES)}")
     everything = json.loads(FILE.read_text()) if FILE.exists() else {}
-    entry = dict(parameters=dict(parameters), source=source) | facts
+    entry = {"parameters": dict(parameters), "source": source} | facts
     everything.setdefault(device_kind, {})[key] = entry
     text = json.dumps(everything, indent=1, sort_keys=True) + "\n"
     write_atomically(epath.Path(FILE), text)
@@ -100,7 +100,7 @@ def save(key: str, device_kind: str, parameters: Mapping[str, int], *, source: s
 
 
 class _Unusable(Exception):
-    """Why the default is used."""
+    """No entry can be used; the message is the reason."""
 
 
 @functools.cache
@@ -122,7 +122,7 @@ def _entries(file: pathlib.Path, device_kind: str) -> Mapping:
 
 
 def _nearest(entries: Mapping, key: str):
-    """The entry of the same sizes with the largest batch, then length, that are not larger."""
+    """Returns the entry of equal sizes with the largest batch, then length, within the key's."""
     sizes, batch, length = _split(key)
     fitting = {}
     for other in entries:

@@ -1,14 +1,14 @@
 """Decode attention in plain JAX: an online softmax over tiles of the cache.
 
-Temporaries are as large as one tile. Logits and weighted sums of a tile are computed by
-`cache_layouts`. The number of tiles follows the longest sequence, not the capacity. Matrix products
-over a float32 cache run in the device's highest precision, over a bfloat16 cache in its default
+Temporaries are as large as one tile of `tiles.TILE_KV` tokens. `cache_layouts` compute a tile's
+logits and weighted sums. The number of tiles follows the longest sequence, not the capacity. Matrix
+products over a float32 cache have the device's highest precision, over a bfloat16 cache its default
 precision, even if the query is wider.
 
 On CPU XLA copies a slice before a matrix product reads it, which takes three times as long as
-reading the array itself. With one query per sequence the CPU therefore uses the whole cache at
-once, as long as sequences fill a quarter of it, and takes only keys that must be rebuilt tile by
-tile: its temporaries are the logits.
+reading the array itself. With one query per sequence the CPU therefore reads the whole cache at
+once if sequences fill a quarter of it, and goes by tiles only for keys that must be rebuilt: its
+temporaries are the logits.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _MASKED = -1e30  # finite, so that a tile with nothing to see leaves the sums as
 
 
 def decode_attention(
-    operands: DecodeInputs,
+    inputs: DecodeInputs,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
@@ -37,14 +37,14 @@ def decode_attention(
 
     Args:
       causal: False: all T tokens see slots 0 .. first_B.
-      tile_kv: tokens per tile.
+      tile_kv: tokens per tile; the FLOPs of `cache_layouts.rotating` are with the default.
     """
     options = dict(window=window, causal=causal, tile_kv=tile_kv)
-    return attend_with_lse(operands, cache, first_B, Stripes(), **options)[0]
+    return attend_with_lse(inputs, cache, first_B, Stripes(), **options)[0]
 
 
 def attend_with_lse(
-    operands: DecodeInputs,
+    inputs: DecodeInputs,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     stripes: Stripes,
@@ -61,27 +61,27 @@ def attend_with_lse(
       first_B: position of each sequence's first new token, on whichever chip it is.
       stripes: the positions that this chip holds.
     """
-    wide = jnp.promote_types(operands.query.dtype, jnp.float32)
-    T = operands.query.shape[1]
+    wide = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    T = inputs.query.shape[1]
     S = next(iter(cache.values())).shape[-1]
     is_wide = all(array.dtype == wide for array in cache.values())
     if stripes.chips > 1:  # no tile crosses a stripe
         tile_kv = math.gcd(tile_kv, stripes.size)
 
-    def in_tiles(operands, cache, first_B):
-        return tiled(operands, cache, first_B, tile_kv, stripes, window, causal)
+    def in_tiles(inputs, cache, first_B):
+        return tiled(inputs, cache, first_B, tile_kv, stripes, window, causal)
 
-    def at_once(operands, cache, first_B):
-        return whole(operands, cache, first_B, tile_kv, stripes)
+    def at_once(inputs, cache, first_B):
+        return whole(inputs, cache, first_B, tile_kv, stripes)
 
-    def on_cpu(operands, cache, first_B):
+    def on_cpu(inputs, cache, first_B):
         if S <= 4 * tile_kv:
-            return at_once(operands, cache, first_B)
+            return at_once(inputs, cache, first_B)
         short = 4 * stripes.num_held(jnp.max(first_B)) < S
-        return jax.lax.cond(short, in_tiles, at_once, operands, cache, first_B)
+        return jax.lax.cond(short, in_tiles, at_once, inputs, cache, first_B)
 
     with jax.default_matmul_precision("highest" if is_wide else None):
-        arguments = (operands, dict(cache), first_B)
+        arguments = (inputs, dict(cache), first_B)
         # A cast would copy the whole cache; a window needs some of its tiles only.
         if T > 1 or not is_wide or window:
             return in_tiles(*arguments)
@@ -89,7 +89,7 @@ def attend_with_lse(
 
 
 def tiled(
-    operands,
+    inputs,
     cache,
     first_B: jax.Array,
     tile_kv: int,
@@ -98,8 +98,8 @@ def tiled(
     causal: bool = True,
 ):
     """Attends tile by tile with an online softmax; see `attend_with_lse`."""
-    problem = _Problem(operands, cache, first_B, tile_kv, stripes, window, causal)
-    B, T, N = operands.query.shape[:3]
+    problem = _Problem(inputs, cache, first_B, tile_kv, stripes, window, causal)
+    B, T, N = inputs.query.shape[:3]
     tiles = problem.tiles
 
     def step(i, carry):
@@ -123,10 +123,10 @@ def tiled(
     return problem.finish(outputs, max_BNT, sum_BNT)
 
 
-def whole(operands, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = Stripes()):
+def whole(inputs, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = Stripes()):
     """Attends with all logits in memory; keys that must be rebuilt are, tile by tile."""
-    problem = _Problem(operands, cache, first_B, tile_kv, stripes)
-    B, T, N = operands.query.shape[:3]
+    problem = _Problem(inputs, cache, first_B, tile_kv, stripes)
+    B, T, N = inputs.query.shape[:3]
     tiles = problem.tiles
     if tiles.expands:
 
@@ -147,14 +147,14 @@ def whole(operands, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = 
 class _Problem:
     """Arrays and sizes of one call, shared by `tiled` and `whole`."""
 
-    def __init__(self, operands, cache, first_B, tile_kv, stripes, window=0, causal=True):
-        self.operands, self.cache, self.first_B, self.stripes = operands, cache, first_B, stripes
+    def __init__(self, inputs, cache, first_B, tile_kv, stripes, window=0, causal=True):
+        self.inputs, self.cache, self.first_B, self.stripes = inputs, cache, first_B, stripes
         self.window, self.causal = window, causal
-        self.wide = jnp.promote_types(operands.query.dtype, jnp.float32)
+        self.wide = jnp.promote_types(inputs.query.dtype, jnp.float32)
         self.S = next(iter(cache.values())).shape[-1]
         self.tile_kv = min(tile_kv, self.S)
-        self.tiles = jax.tree.map(lambda x: x.astype(self.wide), operands).tiles()
-        self.T = operands.query.shape[1]
+        self.tiles = jax.tree.map(lambda x: x.astype(self.wide), inputs).tiles()
+        self.T = inputs.query.shape[1]
 
     def tile(self, i) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the first slot of tile i, and the tile; the last may overlap the one before."""
@@ -171,10 +171,8 @@ class _Problem:
         """Runs `step(i, carry)` over the tiles that any sequence has reached and still sees."""
         if self.S == self.tile_kv:
             return step(0, carry)
-        first, reached = (
-            0,
-            -(-self.stripes.num_held(jnp.max(self.first_B) + self.T) // self.tile_kv),
-        )
+        held = self.stripes.num_held(jnp.max(self.first_B) + self.T)
+        first, reached = 0, -(-held // self.tile_kv)
         if self.window:
             before = jnp.maximum(jnp.min(self.first_B) + 1 - self.window, 0)
             first = self.stripes.num_held(before) // self.tile_kv
@@ -190,8 +188,8 @@ class _Problem:
         """
         slot_s = start + jnp.arange(z_BNTs.shape[-1], dtype=jnp.int32)
         position_s = self.stripes.position(slot_s)
-        z_BNTs = self.operands.scale * z_BNTs
-        bias = self.operands.bias
+        z_BNTs = self.inputs.scale * z_BNTs
+        bias = self.inputs.bias
         if bias is not None:
             z_BNTs = z_BNTs + bias.at(position_s, self.first_B, self.wide)
         after_T = jnp.arange(self.T, dtype=self.first_B.dtype) * self.causal

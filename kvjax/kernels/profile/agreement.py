@@ -74,9 +74,9 @@ def problem(shape: Sizes, batch: int, length: int, dtype: jnp.dtype) -> tuple:
     @jax.jit
     def draw(reached_BS):
         sizes = dict(batch=batch, length=length, dtype=dtype)
-        operands, cache = shapes.problem(shape, **sizes)
+        inputs, cache = shapes.problem(shape, **sizes)
         reached = lambda x: reached_BS.reshape(batch, *(1,) * (x.ndim - 2), length)
-        return operands, {f: jnp.where(reached(x), x, _GARBAGE * x) for f, x in cache.items()}
+        return inputs, {f: jnp.where(reached(x), x, _GARBAGE * x) for f, x in cache.items()}
 
     return *draw(reached_BS), jnp.asarray(first_B)
 

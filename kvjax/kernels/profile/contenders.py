@@ -49,14 +49,14 @@ class Setup:
 
     @property
     def abstract(self) -> tuple:
-        """Shapes and dtypes of operands, of one cache, and of first_B."""
+        """Shapes and dtypes of inputs, of one cache, and of first_B."""
         sizes = dict(batch=self.batch, length=self.length, dtype=self.dtype)
         first_B = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return *shapes.abstract(self.shape, **sizes), first_B
 
 
 class Problem:
-    """A setup on the device: operands, and a ring of full caches."""
+    """A setup on the device: inputs, and a ring of full caches."""
 
     def __init__(self, setup: Setup):
         self.setup, length = setup, setup.length
@@ -65,12 +65,12 @@ class Problem:
 
         @jax.jit
         def draw(seed: int):
-            operands, cache = shapes.problem(setup.shape, **sizes, seed=seed)
+            inputs, cache = shapes.problem(setup.shape, **sizes, seed=seed)
             repeat = lambda array: jnp.tile(array, length // drawn)
-            return operands, jax.tree.map(repeat, cache)
+            return inputs, jax.tree.map(repeat, cache)
 
         drawn = [draw(seed) for seed in range(setup.copies)]
-        (self.operands, *_), self.caches = zip(*drawn, strict=True)
+        (self.inputs, *_), self.caches = zip(*drawn, strict=True)
         self.first_B = jnp.full((setup.batch,), length - 1, jnp.int32)
 
 
@@ -85,10 +85,10 @@ def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | No
       NotImplementedError: the contender does not take the problem.
       ImportError: it is not here.
     """
-    operands, cache, first_B = setup.abstract
+    inputs, cache, first_B = setup.abstract
     if name in IMPLEMENTATIONS:
         call = functools.partial(IMPLEMENTATIONS[name], **parameters)
-    elif not isinstance(operands, GroupedInputs):
+    elif not isinstance(inputs, GroupedInputs):
         raise NotImplementedError(f"{name} reads MHA's and GQA's cache only")
     elif name != "cudnn":
         return None
@@ -98,7 +98,7 @@ def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | No
         call, cache = _cudnn, jax.eval_shape(_tokens_second, cache)
     chain = timing.chain(call, setup.passes)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    return chain.lower(rounds, operands, [cache] * setup.copies, first_B)
+    return chain.lower(rounds, inputs, [cache] * setup.copies, first_B)
 
 
 def sample(name: str, problem: Problem, program: Callable | None, *, target: float) -> Sample:
@@ -120,7 +120,7 @@ def sample(name: str, problem: Problem, program: Callable | None, *, target: flo
 
     def make(rounds: int):
         rounds = jnp.int32(rounds)
-        return lambda: program(rounds, problem.operands, list(caches), problem.first_B)
+        return lambda: program(rounds, problem.inputs, list(caches), problem.first_B)
 
     return timing.slope(make, problem.setup.passes * len(caches), target=target)
 
@@ -142,15 +142,13 @@ def _tokens_second(cache: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.moveaxis(x_BKHS, -1, 1) for name, x_BKHS in cache.items()}  # [B, S, K, H]
 
 
-def _cudnn(
-    operands: GroupedInputs, cache: Mapping[str, jax.Array], first_B: jax.Array
-) -> jax.Array:
+def _cudnn(inputs: GroupedInputs, cache: Mapping[str, jax.Array], first_B: jax.Array) -> jax.Array:
     del first_B
     return jax.nn.dot_product_attention(
-        operands.query,
+        inputs.query,
         cache["base_key"],
         cache["base_value"],
-        scale=operands.scale,
+        scale=inputs.scale,
         implementation="cudnn",
     )
 

@@ -36,8 +36,8 @@ def compiled(
     shape: Sizes, *, batch: int, length: int, device: str = "h200"
 ) -> tuple[dict, jax.stages.Compiled, str]:
     """See `resources`; the program that they are of, and the kernel's PTX."""
-    operands, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
-    arguments = operands, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
+    inputs, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
+    arguments = inputs, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
     attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
     with tempfile.TemporaryDirectory() as directory:
         dump = dict(MOSAIC_GPU_DUMP_TO=directory, MOSAIC_GPU_DUMP_PTX="1")

@@ -353,7 +353,7 @@ def _tuned(
     facts |= dict(all=[dict(parameters) | dict(seconds=s) for parameters, s in medians.items()])
     if not best:
         return dict(why=NOTHING_FASTER) | facts
-    key = tuning.key(name, problem.operands, problem.caches[0])
+    key = tuning.key(name, problem.inputs, problem.caches[0])
     said = {fact: facts[fact] for fact in ("seconds", "by_default", "tried")}
     tuning.save(key, kind, dict(best), source="measured", **said)
     return dict(key=key, parameters=dict(best)) | facts

@@ -61,7 +61,7 @@ def passes(ring_bytes: int, copies: int, bandwidth: float) -> int:
 
 
 def chain(call: Call, passes: int) -> Callable:
-    """(rounds, operands, caches, first_B) -> operands after as many rounds.
+    """(rounds, inputs, caches, first_B) -> inputs after as many rounds.
 
     A round calls on each of the caches, `passes` times. How many rounds there are is an argument:
     one program serves long chains and short ones.
@@ -70,27 +70,27 @@ def chain(call: Call, passes: int) -> Callable:
     call = jax.jit(call)  # traced once, not once per cache
 
     def run(
-        rounds: int, operands: DecodeInputs, caches: Sequence[Cache], first_B: jax.Array
+        rounds: int, inputs: DecodeInputs, caches: Sequence[Cache], first_B: jax.Array
     ) -> DecodeInputs:
-        def around(_, operands):
+        def around(_, inputs):
             for cache in caches:
-                operands = _follow(operands, call(operands, cache, first_B))
-            return operands
+                inputs = _follow(inputs, call(inputs, cache, first_B))
+            return inputs
 
-        round_ = lambda _, operands: jax.lax.fori_loop(0, passes, around, operands)
-        return jax.lax.fori_loop(0, rounds, round_, operands)
+        round_ = lambda _, inputs: jax.lax.fori_loop(0, passes, around, inputs)
+        return jax.lax.fori_loop(0, rounds, round_, inputs)
 
     return jax.jit(run)
 
 
-def _follow(operands: DecodeInputs, output: jax.Array) -> DecodeInputs:
-    """The operands with queries that depend on the output, though not in their figures."""
+def _follow(inputs: DecodeInputs, output: jax.Array) -> DecodeInputs:
+    """The inputs with queries that depend on the output, though not in their figures."""
     output = jax.lax.optimization_barrier(output)  # all of it, not what one element needs
     nothing = output.ravel()[0].astype(jnp.float32) * 1e-30
-    queries = [f.name for f in dataclasses.fields(operands) if f.name.endswith("query")]
-    moved = {name: query for name in queries if (query := getattr(operands, name)) is not None}
+    queries = [f.name for f in dataclasses.fields(inputs) if f.name.endswith("query")]
+    moved = {name: query for name in queries if (query := getattr(inputs, name)) is not None}
     moved = {name: query + nothing.astype(query.dtype) for name, query in moved.items()}
-    return dataclasses.replace(operands, **moved)
+    return dataclasses.replace(inputs, **moved)
 
 
 def seconds(run: Callable[[], object]) -> float:

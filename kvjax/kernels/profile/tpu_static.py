@@ -167,12 +167,10 @@ def _call(model: str, mechanism: str, parameters: Mapping[str, int]):
     if unknown:
         raise NotImplementedError(f"the TPU kernel has no parameter {', '.join(unknown)}")
     shape = shapes.SHAPES[model][mechanism]
-    operands, cache = shapes.abstract(shape, batch=1, length=LENGTH, dtype=DTYPE)
+    inputs, cache = shapes.abstract(shape, batch=1, length=LENGTH, dtype=DTYPE)
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    function = lambda operands, cache, first_B: implementation(
-        operands, cache, first_B, **parameters
-    )
-    return function, (operands, cache, first_B)
+    function = lambda inputs, cache, first_B: implementation(inputs, cache, first_B, **parameters)
+    return function, (inputs, cache, first_B)
 
 
 def _compile(chip: str, model: str, mechanism: str, parameters: str) -> None:

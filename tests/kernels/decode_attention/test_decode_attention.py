@@ -204,7 +204,7 @@ def test_flops_by_hand():
         (TiedSizes(N=6, K=3, J=1, R=5, H=8, normed=True, gain=True, **rotated), 480, 660),
         (TiedSizes(N=2, K=9, J=4, R=0, H=8, normed=True, gain=False, **rotated), 0, 224),
         (TiedSizes(N=2, K=9, J=4, R=0, H=8, normed=False, gain=False, rope_base=None), 0, 64),
-        (LatentSizes(N=6, C=10, P=3, Hv=4, met=7, folded=8), 1440, 240),
+        (LatentSizes(N=6, C=10, P=3, Hv=4, key_channels=7, absorbed_channels=8), 1440, 240),
         (LatentResidualSizes(N=6, C=10, P=3, R=5, H=8, Hv=4), 2160, 396),
         (RebuiltSizes(N=6, C=10, H=8, Hv=4, normed=True, **rotated), 480, 1464),
         (products(), 0, 378),

@@ -45,7 +45,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
     [
         (GroupedSizes(N=6, K=2, H=64, Hv=192), (63, 128, 255), dict(tile_kv=64, split=128)),
         (LatentSizes(N=3, C=128), (255,), dict(split=128, slots=3)),
-        (LatentSizes(N=4, C=128, G=2, met=64, Hv=0), (200,), dict()),  # GTA
+        (LatentSizes(N=4, C=128, G=2, key_channels=64, Hv=0), (200,), dict()),  # GTA
         (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=2)),
         (NO_ROPE, (200,), dict(split=128)),
         *(

@@ -96,7 +96,7 @@ PLANS = [
     (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(tile_kv=128)),
     (ResidualSizes(N=6, K=3, R=16, H=128, Hv=32), dict(tile_kv=128, score_tile=128)),
     (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
-    (LatentSizes(N=6, C=32, P=16, Hv=48, G=2, met=16), {}),
+    (LatentSizes(N=6, C=32, P=16, Hv=48, G=2, key_channels=16), {}),
     (LatentSizes(N=3, C=48, P=0, Hv=0), dict(splits=2)),
 ]
 

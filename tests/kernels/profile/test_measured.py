@@ -128,7 +128,7 @@ def seconds(monkeypatch):
 
     def problem(setup):
         shape = "lrkv" if isinstance(setup.shape, ResidualSizes) else "mha"
-        made = Problem(setup=setup, shape=shape, caches=[{}] * setup.copies, operands=None)
+        made = Problem(setup=setup, shape=shape, caches=[{}] * setup.copies, inputs=None)
         alive.add(made)
         return made
 

@@ -289,7 +289,7 @@ def test_a_problem_is_a_ring_of_full_caches_none_like_another():
     problem = contenders.Problem(contenders.Setup(shape=shape, copies=2, passes=1, **sizes))
     operands, cache = shapes.abstract(shape, batch=2, length=3000, dtype=jnp.bfloat16)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-    assert kinds(problem.operands) == kinds(operands)
+    assert kinds(problem.inputs) == kinds(operands)
     assert [kinds(c) for c in problem.caches] == [kinds(cache)] * 2
     assert problem.first_B.tolist() == [2999, 2999]
     a, b = (c["base_key"].astype(jnp.float32) for c in problem.caches)

@@ -1,7 +1,7 @@
-"""Latents of low rank in place of keys, values or both, and no base beside them.
+"""Low-rank latents in place of keys, values or both, without a base.
 
-Without RoPE a query meets the latents in rank space (thin keys, eq. 12). Under RoPE position stands
-between the query and B: keys are rebuilt and rotated, or the query turns (`rotating.py`).
+Without RoPE the query is absorbed into rank space (thin keys, eq. 12). Under RoPE keys are rebuilt
+and rotated, or the query is rotated in rank space (`rotating.py`).
 """
 
 import dataclasses
@@ -27,9 +27,8 @@ from kvjax.layers.rope import Base
 class FactoredInputs(DecodeInputs):
     """key = key_scale·Rot(key expand_key), value = value expand_value.
 
-    cache: key [B, J, R, S], or [B, K, H, S] rotated where there is no expand_key; value
-    [B, J, R, S] or [B, K, Hv, S]; key_scale [B, K, 1, S] float32 or wider, where latent keys are
-    normed.
+    cache: key [B, J, R, S], or [B, K, H, S] rotated if expand_key is None; value [B, J, R, S] or
+    [B, K, Hv, S]; key_scale [B, K, 1, S] float32 or wider, if keys from latents are normed.
     """
 
     query: jax.Array  # [B, T, N, H]
@@ -37,20 +36,20 @@ class FactoredInputs(DecodeInputs):
     expand_value: jax.Array | None = None  # [K, R, Hv]
     bias: Bias | None = None
     scale: float = static()
-    rope_base: Base | None = static()  # None: keys are not rotated when they are read
+    rope_base: Base | None = static()  # None: cached keys are rotated, or RoPE is off
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
         k, v = cache["key"], cache["value"]
         if self.expand_key is not None:
-            each = repeat_heads(k, self.expand_key.shape[0])
-            k = jnp.einsum("BSKR,KRH->BSKH", each, self.expand_key)
+            latent = repeat_heads(k, self.expand_key.shape[0])
+            k = jnp.einsum("BSKR,KRH->BSKH", latent, self.expand_key)
         if self.rope_base is not None:
             k = rotated(k, self.rope_base)
         if "key_scale" in cache:
             k = k * cache["key_scale"]
         if self.expand_value is not None:
-            each = repeat_heads(v, self.expand_value.shape[0])
-            v = jnp.einsum("BSKR,KRV->BSKV", each, self.expand_value)
+            latent = repeat_heads(v, self.expand_value.shape[0])
+            v = jnp.einsum("BSKR,KRV->BSKV", latent, self.expand_value)
         return self.query, k, v
 
     def tiles(self) -> "_Tiles":
@@ -65,14 +64,14 @@ class _Tiles:
     def __init__(self, inputs: FactoredInputs):
         self.inputs = inputs
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
-        self.expands, self.fold = inputs.rope_base is not None, None
+        self.expands, self.absorbed = inputs.rope_base is not None, None
         if inputs.expand_key is None:
             return
         N, T = self.q_BNTH.shape[1:3]
         if inputs.rope_base is None:
             self.q_BNTH = tiles.by_kv_head(self.q_BNTH, inputs.expand_key, "BKrH,KRH->BKrR")
         elif rotating.rotates_query(N * T, inputs.expand_key.shape[0]):
-            self.fold = rotating.absorb_query(self.q_BNTH[:, :, 0], inputs.expand_key)
+            self.absorbed = rotating.absorb_query(self.q_BNTH[:, :, 0], inputs.expand_key)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return (cache["value"].shape[2],)
@@ -87,12 +86,12 @@ class _Tiles:
 
     def _products(self, key_BJRs: jax.Array, start: jax.Array) -> jax.Array:
         inputs = self.inputs
-        if inputs.rope_base is None:  # with latents, q is in their space
+        if inputs.rope_base is None:  # latents: the query is in rank space
             return tiles.dot(self.q_BNTH, key_BJRs)
         latent_BKRs = tiles.spread(key_BJRs, inputs.expand_key.shape[0])
-        if self.fold is not None:
+        if self.absorbed is not None:
             w_BKRs = rotating.rank_space_queries(
-                self.fold, start, latent_BKRs.shape[-1], inputs.rope_base
+                self.absorbed, start, latent_BKRs.shape[-1], inputs.rope_base
             )
             return jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
         k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, inputs.expand_key)
@@ -109,7 +108,7 @@ class _Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactoredSizes:
-    """N query heads on K heads that read J latents of ranks R and Rv; 0: whole keys or values."""
+    """N query heads, K KV heads, J latents of rank R (keys) and Rv (values); 0: not factored."""
 
     N: int
     K: int
@@ -119,7 +118,7 @@ class FactoredSizes:
     H: int
     Hv: int
     rope_base: Base | None
-    scaled: bool  # whether latent keys are normed: the cache has their 1/rms
+    scaled: bool  # keys from latents are normed: the cache has "key_scale", 1/rms
 
     def flops(self) -> DecodeFlops:
         N, K, R, H = self.N, self.K, self.R, self.H
@@ -130,6 +129,6 @@ class FactoredSizes:
         if self.rope_base is None:
             return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
         if rotating.rotates_query(N, K):
-            turning = rotating.flops(R, H, self.rope_base)
-            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * turning)
+            per_head = rotating.flops(R, H, self.rope_base)
+            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * per_head)
         return DecodeFlops(per_query, per_key + 2 * N * H + K * H * (2 * R + 3))  # rebuilt, rotated

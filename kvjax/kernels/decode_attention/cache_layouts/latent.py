@@ -1,4 +1,4 @@
-"""Latents that are key and value at once: absorbed MLA and GLA, MLRA, GTA, shared KV."""
+"""Latents that serve as key and value: absorbed MLA and GLA, MLRA, GTA, shared KV."""
 
 from collections.abc import Callable
 import dataclasses
@@ -20,8 +20,8 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
 class LatentInputs(DecodeInputs):
     """key = [latent's first C', rope_key], value = latent up_value (DeepSeek-V2, section 2.1).
 
-    cache: latent [B, .., C, S], all axes between as G latents, and rope_key [B, P, S] if there is
-    a `rope_query`. Row n of the queries reads latent n·G // N.
+    cache: latent [B, .., C, S], whose axes between count G latents, and rope_key [B, P, S] if there
+    is a `rope_query`. Query head n uses latent n·G // N.
     """
 
     query: jax.Array  # [B, T, N, C'], C' <= C: the content query times up_key
@@ -48,25 +48,26 @@ class LatentInputs(DecodeInputs):
 
 
 def by_group(latent: jax.Array) -> jax.Array:
-    """[B, G, C, S] of a cached latent, with however many axes that count latents."""
+    """Reshapes a cached latent [B, .., C, S] to [B, G, C, S]."""
     return latent.reshape(latent.shape[0], -1, *latent.shape[-2:])
 
 
 def with_zeros(query_BTNC: jax.Array, C: int) -> jax.Array:
-    """[B, T, N, C]: queries of C' channels, for a kernel that reads all C of a latent."""
+    """Pads queries of C' channels to [B, T, N, C], for kernels that read all C of a latent."""
     missing = C - query_BTNC.shape[-1]
     return jnp.pad(query_BTNC, [(0, 0)] * 3 + [(0, missing)]) if missing else query_BTNC
 
 
 class LatentTiles:
-    """Latents weighed as they lie; the sum becomes values."""
+    """Scores and sums of latents; values are expanded once, from the weighted sums."""
 
     expands = False
 
     def __init__(self, inputs: LatentInputs):
         self.inputs = inputs
-        heads_first = lambda q: None if q is None else jnp.moveaxis(q, 2, 1)
-        self.q_BNTC, self.q_BNTP = heads_first(inputs.query), heads_first(inputs.rope_query)
+        self.q_BNTC, self.q_BNTP = jnp.moveaxis(inputs.query, 2, 1), None
+        if inputs.rope_query is not None:
+            self.q_BNTP = jnp.moveaxis(inputs.rope_query, 2, 1)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return (cache["latent"].shape[-2],)
@@ -90,7 +91,7 @@ class LatentTiles:
 
 
 def values(o_BNTC: jax.Array, up_GCnV: jax.Array) -> jax.Array:
-    """[B, N, T, Hv] of the latents' weighted sums."""
+    """Expands weighted sums of latents to values, [B, N, T, Hv]."""
     B, N, T, C = o_BNTC.shape
     o_BGnTC = o_BNTC.reshape(B, up_GCnV.shape[0], -1, T, C)
     return jnp.einsum("BGnTC,GCnV->BGnTV", o_BGnTC, up_GCnV).reshape(B, N, T, -1)
@@ -98,30 +99,31 @@ def values(o_BNTC: jax.Array, up_GCnV: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """N query heads on G latents of C channels and a rotated key of P, values of Hv channels."""
+    """N query heads, G latents of C channels, a rotated key of P channels, values of Hv."""
 
     N: int
     C: int
     P: int = 64
     Hv: int = 128  # 0: the latent is the value
     G: int = 1
-    met: int | None = None  # channels of the latent that are a key; None: all
-    folded: int = 0  # channels of the key that is folded into the query; 0: none
+    key_channels: int | None = None  # first channels of the latent, which are the key; None: all
+    absorbed_channels: int = 0  # of the content query, before up_key is absorbed; 0: none is
 
     def example(self, draw: Callable[..., jax.Array], B: int) -> LatentInputs:
-        rows, met = self.N // self.G, self.C if self.met is None else self.met
+        heads, key = self.N // self.G, self.C if self.key_channels is None else self.key_channels
         return LatentInputs(
-            query=draw(B, 1, self.N, met),
+            query=draw(B, 1, self.N, key),
             rope_query=draw(B, 1, self.N, self.P) if self.P else None,
-            up_value=draw(self.G, self.C, rows, self.Hv) / self.C**0.5 if self.Hv else None,
-            scale=(met + self.P) ** -0.5,
+            up_value=draw(self.G, self.C, heads, self.Hv) / self.C**0.5 if self.Hv else None,
+            scale=(key + self.P) ** -0.5,
         )
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        latent = (self.G, self.C) if self.G > 1 else (self.C,)
-        return dict(latent=latent) | (dict(rope_key=(self.P,)) if self.P else {})
+        fields = {"latent": (self.G, self.C) if self.G > 1 else (self.C,)}
+        return fields | ({"rope_key": (self.P,)} if self.P else {})
 
     def flops(self) -> DecodeFlops:
         N, C = self.N, self.C
-        met = C if self.met is None else self.met
-        return DecodeFlops(2 * N * C * (self.folded + self.Hv), 2 * N * (met + C + self.P))
+        key = C if self.key_channels is None else self.key_channels
+        per_query = 2 * N * C * (self.absorbed_channels + self.Hv)
+        return DecodeFlops(per_query, 2 * N * (key + C + self.P))

@@ -73,7 +73,7 @@ class DecodeFlops(NamedTuple):
     Projections of the token itself (2 FLOPs per weight) and the softmax are not counted.
     """
 
-    per_query: float  # folding the query into weights, expanding the output
+    per_query: float  # absorbing weights into the query, expanding the output
     per_key: float  # per cached token that the query sees
 
 

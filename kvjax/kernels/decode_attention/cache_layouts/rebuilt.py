@@ -55,7 +55,7 @@ class _Tiles(LatentTiles):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RebuiltSizes:
-    """N query heads, a latent of C channels, keys of H and values of Hv."""
+    """N query heads, a latent of C channels, keys of H channels and values of Hv."""
 
     N: int
     C: int
@@ -66,5 +66,5 @@ class RebuiltSizes:
 
     def flops(self) -> DecodeFlops:
         N, C, H = self.N, self.C, self.H
-        made = 3 * N * H * ((self.rope_base is not None) + self.normed)  # rotated, normed
-        return DecodeFlops(2 * N * C * self.Hv, 2 * N * (C * H + H + C) + made)
+        rotated_and_normed = 3 * N * H * ((self.rope_base is not None) + self.normed)
+        return DecodeFlops(2 * N * C * self.Hv, 2 * N * (C * H + H + C) + rotated_and_normed)

@@ -1,8 +1,9 @@
 """A shared base and a low-rank residual per head: LRKV, LRKV x GQA.
 
-Without RoPE on the residual, queries are scored with latents in rank space, u = B q (LRKV eq. 3).
-Under RoPE the query in rank space depends on the position (`rotating.py`). Where several query
-heads share a KV head, its keys are rebuilt instead.
+Without RoPE on the residual, queries are absorbed into rank space, u = B q (LRKV eq. 3). Under RoPE
+the query in rank space depends on the position: it is rotated by minus each key's position, which
+costs less than rebuilding the keys (`rotating.py`, which also says where tile sizes are). If
+several query heads share a KV head, its keys are rebuilt instead.
 """
 
 from collections.abc import Callable
@@ -70,31 +71,29 @@ class _Tiles:
         N, T = self.q_BNTH.shape[1:3]
         K = inputs.expand_key.shape[0]
         self.expands = inputs.rope_base is not None
-        self.folded = None
-        if inputs.rope_base is None:
-            self.folded = "rank"  # LRKV eq. 3
+        self.u_BNTR = self.absorbed = None
+        if inputs.rope_base is None:  # LRKV eq. 3
             self.u_BNTR = tiles.by_kv_head(residual_q_BNTH, inputs.expand_key, "BKrH,KRH->BKrR")
         elif rotating.rotates_query(N * T, K):
-            self.folded = "rotating"
-            self.fold = rotating.absorb_query(residual_q_BNTH[:, :, 0], inputs.expand_key)
+            self.absorbed = rotating.absorb_query(residual_q_BNTH[:, :, 0], inputs.expand_key)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return cache["base_value"].shape[2], cache["residual_value"].shape[2]
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         latent_BKRs = tile["residual_key"]
-        if self.folded is None:  # several queries share a rebuilt key
+        if self.u_BNTR is None and self.absorbed is None:  # several queries share a rebuilt key
             k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, self.inputs.expand_key)
             k_BKHs = tiles.rotate(k_BKHs, start, self.inputs.rope_base)
             base_BKHs = tiles.spread(tile["base_key"], k_BKHs.shape[1])
             z_BNTs = tiles.dot(self.q_BNTH, base_BKHs + k_BKHs)
         else:
             z_BNTs = tiles.dot(self.q_BNTH, tile["base_key"])
-            if self.folded == "rank":
+            if self.u_BNTR is not None:
                 z_BNTs = z_BNTs + tiles.dot(self.u_BNTR, latent_BKRs)
             else:
                 w_BKRs = rotating.rank_space_queries(
-                    self.fold, start, latent_BKRs.shape[-1], self.inputs.rope_base
+                    self.absorbed, start, latent_BKRs.shape[-1], self.inputs.rope_base
                 )
                 z_BNTs = z_BNTs + jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
         if "key_scale" not in tile:
@@ -154,6 +153,6 @@ class ResidualSizes:
         if self.rope_base is None:  # LRKV eq. 3
             return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
         if rotating.rotates_query(N, K):
-            rotated = rotating.flops(R, H, self.rope_base)
-            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * rotated)
+            per_head = rotating.flops(R, H, self.rope_base)
+            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * per_head)
         return DecodeFlops(per_query, per_key + K * H * (2 * R + 4))  # rebuilt, rotated, added

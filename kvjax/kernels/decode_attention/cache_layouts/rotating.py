@@ -9,6 +9,12 @@ so
 `rank_space_queries` then computes w(t) for all positions of a tile by two matrix products: the
 tile's table of cosines and sines has a low rank P (57 of 128 for 512 tokens; `rope.basis`). A
 cached token costs 2 R P + 2 R FLOPs per head, instead of 2 R H to rebuild its key.
+
+Tile sizes, each with its constraints beside it:
+
+    plain JAX  TILE_KV in `cache_layouts/tiles.py`; `flops` below follows it
+    TPU        MIN_TILE_KV, MAX_TILE_KV, MAX_SCORE_TILE in `tpu/attention.py`, or tuned.json
+    GPU        ROTATED_TILE_KV in `gpu/plans.py`
 """
 
 import jax
@@ -27,8 +33,8 @@ def rotates_query(queries: int, K: int) -> bool:
 def absorb_query(q_BKH: jax.Array, expand_KRH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns G = conj(q) B in complex channel pairs: real and imaginary parts [B, K, R, H/2].
 
-    q is rotated to its own position. The logit of a key at t is Re(sum_j G_j e^{i t theta_j}) times
-    its latent.
+    q is rotated to its own position. The logit of a key at position t is the dot product of its
+    latent with Re(sum_j G_j e^{i t theta_j}).
     """
     q1_BK1F, q2_BK1F = jnp.split(q_BKH[:, :, None], 2, axis=-1)
     b1_1KRF, b2_1KRF = jnp.split(expand_KRH[None], 2, axis=-1)
@@ -38,18 +44,18 @@ def absorb_query(q_BKH: jax.Array, expand_KRH: jax.Array) -> tuple[jax.Array, ja
 
 
 def rank_space_queries(
-    folded: tuple[jax.Array, jax.Array], start: jax.Array, length: int, base: rope.Base
+    absorbed: tuple[jax.Array, jax.Array], start: jax.Array, length: int, base: rope.Base
 ) -> jax.Array:
     """Returns w(t), the query in rank space, for every position of a tile: [B, K, R, s].
 
     w(t) = sum_j Re G_j cos(t theta_j) - Im G_j sin(t theta_j).
 
     Args:
-      folded: G, from `absorb_query`.
+      absorbed: G, from `absorb_query`.
       start: the tile's first position.
       length: tokens of the tile.
     """
-    real, imaginary = folded
+    real, imaginary = absorbed
     F = real.shape[-1]
     angles = rope.rotary(start[None, None], 2 * F, base)  # rotates G to the tile's start
     cos, sin = (jnp.broadcast_to(a[0][None, None].astype(real.dtype), real.shape) for a in angles)
@@ -66,7 +72,10 @@ def _tolerance(dtype) -> float:
 
 
 def flops(R: int, H: int, base: rope.Base) -> float:
-    """Returns FLOPs per head and key of `rank_space_queries` and the product with the latents."""
+    """Returns FLOPs per head and key of `rank_space_queries` and the product with the latents.
+
+    With tiles of `tiles.TILE_KV` tokens. The TPU and GPU kernels have other tiles and other bases.
+    """
     P = rope.basis(H, base, tiles.TILE_KV, _tolerance(np.float32))[0].shape[1]
     per_tile = R * H * (3 + 2 * P)  # the rotation, and the product with the basis
     return per_tile / tiles.TILE_KV + 2 * R * P + 2 * R

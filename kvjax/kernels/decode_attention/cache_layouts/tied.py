@@ -1,4 +1,4 @@
-"""Values that are the keys before norm and RoPE: Q-K=V, Q=K=V, and LRKV with tied values."""
+"""Values that are keys before norm and RoPE: Q-K=V, Q=K=V, and LRKV with tied values."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ class TiedInputs(DecodeInputs):
 
 
 def _in_one_pass(queries: int, keys: int, *, rotates: bool, gain: bool) -> bool:
-    """Whether norm and rotation are applied to logits, not to keys, which then are never made."""
+    """Returns True if logits are normed and rotated instead of keys, which are not stored."""
     return rotates and not gain and queries <= keys
 
 
@@ -67,8 +67,8 @@ class _Tiles:
             residual = jnp.einsum("BKRs,KRH->BKHs", tile["residual_key"], inputs.expand_key)
             k_BKHs = tiles.spread(k_BKHs, residual.shape[1]) + residual
         N, T = self.q_BNTH.shape[1:3]
-        options = dict(rotates=inputs.rope_base is not None, gain=inputs.gain is not None)
-        if not _in_one_pass(N * T, k_BKHs.shape[1], **options):
+        rotates, gain = inputs.rope_base is not None, inputs.gain is not None
+        if not _in_one_pass(N * T, k_BKHs.shape[1], rotates=rotates, gain=gain):
             return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BKHs, start, inputs))
         z_BKs = tiles.rotated_dot(self.q_BNTH[:, :, 0], k_BKHs, start, inputs.rope_base)
         if inputs.norm_epsilon is not None:
@@ -90,7 +90,7 @@ class _Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiedSizes:
-    """N query heads on K keys, which are J bases where R is 0."""
+    """N query heads, K KV heads with residuals of rank R on J bases; R = 0: the bases are keys."""
 
     N: int
     K: int

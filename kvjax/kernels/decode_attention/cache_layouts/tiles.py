@@ -1,4 +1,4 @@
-"""Products with a tile of the cache, shared by several cache layouts; see `layout.Tiles`.
+"""Products with a tile of the cache in plain JAX, shared by cache layouts; see `layout.Tiles`.
 
 N query heads of T tokens are K groups of N/K·T rows that share a key.
 """
@@ -6,9 +6,13 @@ N query heads of T tokens are K groups of N/K·T rows that share a key.
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import stripes
 from kvjax.layers import rope
 
-TILE_KV = 512  # tokens of a tile
+# Tokens of a tile: the longest stripe of a cache that is split over chips, since no tile may cross
+# a stripe. The FLOPs of `rotating` follow. LRKV under RoPE, 16K tokens, 2 CPU cores: 29 to 38 ms
+# with tiles of up to 1,024 tokens, 66 ms with 64 (experiments/LOG.md).
+TILE_KV = stripes.MAX_STRIPE
 
 
 def rows(x_BNTH: jax.Array, K: int) -> jax.Array:

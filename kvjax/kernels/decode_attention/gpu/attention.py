@@ -33,7 +33,7 @@ Cache = Mapping[str, jax.Array]
 
 
 def decode_attention(
-    operands: DecodeInputs,
+    inputs: DecodeInputs,
     cache: Cache,
     first_B: jax.Array,
     *,
@@ -54,15 +54,15 @@ def decode_attention(
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Raises:
-      NotImplementedError: operands or shapes that the kernel does not take, and those it does.
+      NotImplementedError: inputs or shapes that the kernel does not take, and those it does.
       ValueError: sizes that do not fit each other.
     """
-    check(operands, cache)
-    adapter = plans.ADAPTERS[type(operands)](operands, cache)
+    check(inputs, cache)
+    adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
     tile_kv = tile_kv or adapter.tile_kv
     default = {"split": _split(B * adapter.head_tiles, S, tile_kv)}
-    tuned = tuning.parameters(tuning.key("gpu", operands, cache), default=default, nearest=False)[
+    tuned = tuning.parameters(tuning.key("gpu", inputs, cache), default=default, nearest=False)[
         "split"
     ]
     split = split or min(round_up(tuned, tile_kv), adapter.max_split)
@@ -82,25 +82,25 @@ def decode_attention(
     return adapter.finish(_merge(o, maximum, total, first_B, split))[:, None]
 
 
-def check(operands: DecodeInputs, cache: Cache) -> None:
-    """Raises NotImplementedError, with the reason, for operands that the kernel does not take."""
-    refusal = _refusal(operands, cache)
+def check(inputs: DecodeInputs, cache: Cache) -> None:
+    """Raises NotImplementedError, with the reason, for inputs that the kernel does not take."""
+    refusal = _refusal(inputs, cache)
     if refusal is not None:
         raise NotImplementedError(f"the GPU kernel {refusal}; use 'xla'")
 
 
-def _refusal(operands: DecodeInputs, cache: Cache) -> str | None:
+def _refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     if device.platform == "gpu" and not re.search(_HOPPER, device.device_kind):
         return f"needs Hopper's matrix instructions: here {device.device_kind}"
     if jax.config.jax_enable_x64:
         return "counts in 32 bits: here jax_enable_x64 is on"
-    if type(operands) not in plans.ADAPTERS:
-        return f"does not read a cache of kind {operands.kind(cache)!r}"
-    if operands.bias is not None:
+    if type(inputs) not in plans.ADAPTERS:
+        return f"does not read a cache of kind {inputs.kind(cache)!r}"
+    if inputs.bias is not None:
         return "adds no bias to the logits"
-    if operands.query.shape[1] != 1:
-        return f"takes one query per sequence: here T = {operands.query.shape[1]}"
+    if inputs.query.shape[1] != 1:
+        return f"takes one query per sequence: here T = {inputs.query.shape[1]}"
     for name, array in cache.items():
         dtype = np.dtype(jnp.float32 if name == "key_scale" else jnp.bfloat16)
         if array.dtype != dtype:
@@ -108,7 +108,7 @@ def _refusal(operands: DecodeInputs, cache: Cache) -> str | None:
     S = next(iter(cache.values())).shape[-1]
     if S % _CAPACITY:
         return f"needs a capacity in multiples of {_CAPACITY}: here S = {S}"
-    adapter = plans.ADAPTERS[type(operands)](operands, cache)
+    adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
     if adapter.refusal is not None:
         return adapter.refusal
     queries = f"for {adapter.plan.columns} queries"

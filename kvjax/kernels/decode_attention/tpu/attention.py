@@ -68,14 +68,14 @@ _CHIPS = {
 
 
 def decode_attention(
-    operands: DecodeInputs, cache: Cache, first_B: jax.Array, **options
+    inputs: DecodeInputs, cache: Cache, first_B: jax.Array, **options
 ) -> jax.Array:
     """See `api.decode_attention`: [B, 1, N, Hv] in float32; options: `attend_with_lse`."""
-    return attend_with_lse(operands, cache, first_B, Stripes(), **options)[0]
+    return attend_with_lse(inputs, cache, first_B, Stripes(), **options)[0]
 
 
 def attend_with_lse(
-    operands: DecodeInputs,
+    inputs: DecodeInputs,
     cache: Cache,
     first_B: jax.Array,
     stripes: Stripes,
@@ -101,12 +101,12 @@ def attend_with_lse(
       interpret: False, or `pltpu.InterpretParams`.
 
     Raises:
-      NotImplementedError: operands or shapes that this kernel does not take, and those it does.
+      NotImplementedError: inputs or shapes that this kernel does not take, and those it does.
     """
-    check(operands, cache)
+    check(inputs, cache)
     S, chip = _capacity(cache), _chip()
-    default = _default_sizes(operands, cache)
-    sizes = tuning.parameters(tuning.key("tpu", operands, cache), default=default)
+    default = _default_sizes(inputs, cache)
+    sizes = tuning.parameters(tuning.key("tpu", inputs, cache), default=default)
     tile_kv = tile_kv or sizes["tile_kv"]
     origins = None
     if stripes.chips == 1:
@@ -116,7 +116,7 @@ def attend_with_lse(
         origins = stripes.position(jnp.arange(S // tile_kv, dtype=jnp.int32) * tile_kv)
     seen_B = stripes.num_held(first_B + 1)  # tokens of this chip: its slots 0 .. seen - 1
     o_B1NV, log_sum_exp_B1N = _run(
-        operands,
+        inputs,
         dict(cache),
         jnp.clip(seen_B - 1, 0, S - 1),  # first_B is S for a full cache that no longer grows
         origins,
@@ -135,14 +135,14 @@ def attend_with_lse(
     jax.jit,
     static_argnames=("tile_kv", "score_tile", "splits", "values", "vmem_bytes", "interpret"),
 )  # a function of its own in the program: lowered once for all layers of a model
-def _run(operands, cache, first_B, origins, *, tile_kv, values, **options):
-    kernel = _kernel(operands, cache, tile_kv, values, origins)
+def _run(inputs, cache, first_B, origins, *, tile_kv, values, **options):
+    kernel = _kernel(inputs, cache, tile_kv, values, origins)
     outputs, log_sum_exp_BN = attend(
         kernel.components,
         first_B,
-        heads=operands.query.shape[2],
+        heads=inputs.query.shape[2],
         capacity=_capacity(cache),
-        scale=operands.scale,
+        scale=inputs.scale,
         key_scale=cache.get("key_scale"),
         tile_kv=tile_kv,
         delay_values=kernel.delay_values,
@@ -151,20 +151,20 @@ def _run(operands, cache, first_B, origins, *, tile_kv, values, **options):
     return kernel.expand(*outputs)[:, None], log_sum_exp_BN[:, None]
 
 
-def check(operands: DecodeInputs, cache: Cache) -> None:
-    """Raises NotImplementedError, with the reason, for operands that the kernels do not take."""
+def check(inputs: DecodeInputs, cache: Cache) -> None:
+    """Raises NotImplementedError, with the reason, for inputs that the kernels do not take."""
 
     def refuse(takes: str, here: str) -> None:
         raise NotImplementedError(f"the TPU kernels take {takes}, not {here}: use 'xla'")
 
-    if type(operands) not in _KERNELS:
-        refuse("grouped, residual and latent caches", f"{operands.kind(cache)}")
-    if operands.bias is not None:
+    if type(inputs) not in _KERNELS:
+        refuse("grouped, residual and latent caches", f"{inputs.kind(cache)}")
+    if inputs.bias is not None:
         refuse("logits without a bias by position", "one")
-    if operands.query.shape[1] != 1:
-        refuse("one query per sequence", f"T = {operands.query.shape[1]}")
-    if operands.query.shape[2] > LANES:
-        refuse(f"up to {LANES} heads", f"N = {operands.query.shape[2]}")
+    if inputs.query.shape[1] != 1:
+        refuse("one query per sequence", f"T = {inputs.query.shape[1]}")
+    if inputs.query.shape[2] > LANES:
+        refuse(f"up to {LANES} heads", f"N = {inputs.query.shape[2]}")
     for name, array in cache.items():
         if array.dtype not in (jnp.bfloat16, jnp.float32):
             refuse("caches in bfloat16 or float32", f"{name} in {array.dtype}")
@@ -172,11 +172,11 @@ def check(operands: DecodeInputs, cache: Cache) -> None:
             refuse(f"capacities in multiples of {LANES}", f"S = {array.shape[-1]}")
         if name != "key_scale" and array.shape[-2] % 16:
             refuse("head dims and ranks in multiples of 16", f"{array.shape[-2]} of {name}")
-    if operands.rope_base is not None and operands.query.shape[-1] % LANES:
-        refuse(f"rotated keys of a multiple of {LANES} channels", f"H = {operands.query.shape[-1]}")
+    if inputs.rope_base is not None and inputs.query.shape[-1] % LANES:
+        refuse(f"rotated keys of a multiple of {LANES} channels", f"H = {inputs.query.shape[-1]}")
     if jax.config.jax_enable_x64:
         refuse("32-bit programs", "one with jax_enable_x64")
-    need, there = _vmem_bytes(operands, cache, LANES, LANES), _chip().vmem_bytes
+    need, there = _vmem_bytes(inputs, cache, LANES, LANES), _chip().vmem_bytes
     if need > there:
         refuse(f"what fits {there / 2**20:.0f} MiB of VMEM", f"{need / 2**20:.1f} MiB")
 
@@ -189,20 +189,20 @@ def _chip() -> _Chip:
     return _CHIPS.get(tuning.current_device_kind(), _Chip())
 
 
-def _vmem_bytes(operands: DecodeInputs, cache: Cache, tile_kv: int, score_tile: int) -> int:
+def _vmem_bytes(inputs: DecodeInputs, cache: Cache, tile_kv: int, score_tile: int) -> int:
     """Returns the VMEM that the kernel takes with these sizes, from shapes alone."""
     taken = []
 
-    def measure(operands: DecodeInputs, cache: Cache) -> None:
-        kernel = _kernel(operands, cache, tile_kv, _chip().values)
+    def measure(inputs: DecodeInputs, cache: Cache) -> None:
+        kernel = _kernel(inputs, cache, tile_kv, _chip().values)
         sizes = dict(tile_kv=tile_kv, score_tile=score_tile, key_scale=cache.get("key_scale"))
-        taken.append(vmem_bytes(kernel.components, heads=operands.query.shape[2], **sizes))
+        taken.append(vmem_bytes(kernel.components, heads=inputs.query.shape[2], **sizes))
 
-    jax.eval_shape(measure, operands, dict(cache))
+    jax.eval_shape(measure, inputs, dict(cache))
     return taken[0]
 
 
-def _default_sizes(operands: DecodeInputs, cache: Cache) -> dict[str, int]:
+def _default_sizes(inputs: DecodeInputs, cache: Cache) -> dict[str, int]:
     """Returns default `tile_kv`, `score_tile` and `splits`; see MIN_TILE_KV.
 
     Halves the tiles until the kernel fits into VMEM: first score_tile to 256, then tile_kv to
@@ -211,7 +211,7 @@ def _default_sizes(operands: DecodeInputs, cache: Cache) -> dict[str, int]:
     S, chip = _capacity(cache), _chip()
     tile_kv = _divisor(S, min(MAX_TILE_KV, max(MIN_TILE_KV, S // 8)))
     score_tile = MAX_SCORE_TILE
-    while _vmem_bytes(operands, cache, tile_kv, score_tile) > chip.vmem_bytes:
+    while _vmem_bytes(inputs, cache, tile_kv, score_tile) > chip.vmem_bytes:
         if tile_kv == score_tile == LANES:
             break  # `check` refuses
         if score_tile > 256 or (tile_kv <= MIN_TILE_KV and score_tile > LANES):
@@ -247,11 +247,9 @@ class _Kernel:
     delay_values: bool = False
 
 
-def _kernel(
-    operands: DecodeInputs, cache: Cache, tile_kv: int, values: str, origins=None
-) -> _Kernel:
+def _kernel(inputs: DecodeInputs, cache: Cache, tile_kv: int, values: str, origins=None) -> _Kernel:
     """Returns the kernel for tiles that start at positions `origins`; None: of a whole cache."""
-    return _KERNELS[type(operands)](operands, cache, tile_kv, values, origins)
+    return _KERNELS[type(inputs)](inputs, cache, tile_kv, values, origins)
 
 
 def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
@@ -267,38 +265,40 @@ def _values_of_heads(values_BKVS: jax.Array, N: int, operator: str):
     return operators.VectorValues(values_BKVS, N=N)
 
 
-def _grouped(o: GroupedInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+def _grouped(inputs: GroupedInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
     del tile_kv, origins
-    N, (K, V) = o.query.shape[2], cache["base_value"].shape[1:3]
+    N, (K, V) = inputs.query.shape[2], cache["base_value"].shape[1:3]
     if N == K:  # MHA: one query per key, head by head on the vector unit
         component = Component(
-            operators.VectorKeys(o.query[:, 0], cache["base_key"]),
+            operators.VectorKeys(inputs.query[:, 0], cache["base_key"]),
             _values_of_heads(cache["base_value"], N, values),
         )
     else:
         component = Component(
-            operators.MatrixKeys(_by_group(o.query, K), cache["base_key"]),
+            operators.MatrixKeys(_by_group(inputs.query, K), cache["base_key"]),
             operators.MatrixValues(cache["base_value"], K=K, G=N // K, V=V),
         )
     return _Kernel([component], lambda o_BNV: o_BNV)
 
 
-def _latent(o: LatentInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
     del tile_kv, values, origins
-    N, latent_BGCS = o.query.shape[2], latent_lib.by_group(cache["latent"])
+    N, latent_BGCS = inputs.query.shape[2], latent_lib.by_group(cache["latent"])
     G, C = latent_BGCS.shape[1:3]
-    query_B1NC = latent_lib.with_zeros(o.query, C)
+    query_B1NC = latent_lib.with_zeros(inputs.query, C)
     content = Component(
         operators.MatrixKeys(_by_group(query_B1NC, G), latent_BGCS),
         operators.MatrixValues(None, K=G, G=N // G, V=C),  # None: the tile of keys is the values
     )
     components = [content]
-    if o.rope_query is not None:  # scores to add, without values of its own
+    if inputs.rope_query is not None:  # scores to add, without values of its own
         rope_key = cache["rope_key"][:, None]
-        components.append(Component(operators.MatrixKeys(_by_group(o.rope_query, 1), rope_key)))
-    if o.up_value is None:
+        components.append(
+            Component(operators.MatrixKeys(_by_group(inputs.rope_query, 1), rope_key))
+        )
+    if inputs.up_value is None:
         return _Kernel(components, lambda o_BNC: o_BNC)
-    up_GCnV = o.up_value.astype(jnp.float32)
+    up_GCnV = inputs.up_value.astype(jnp.float32)
 
     def expand(o_BNC):
         return latent_lib.values(o_BNC[:, :, None], up_GCnV)[:, :, 0]
@@ -306,32 +306,34 @@ def _latent(o: LatentInputs, cache: Cache, tile_kv: int, values: str, origins) -
     return _Kernel(components, expand)
 
 
-def _residual(o: ResidualInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
-    B, _, N, _ = o.query.shape
-    (J, V), (K, R) = cache["base_value"].shape[1:3], o.expand_key.shape[:2]
+def _residual(inputs: ResidualInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+    B, _, N, _ = inputs.query.shape
+    (J, V), (K, R) = cache["base_value"].shape[1:3], inputs.expand_key.shape[:2]
     base = Component(
-        operators.MatrixKeys(_by_group(o.query, J), cache["base_key"]),
+        operators.MatrixKeys(_by_group(inputs.query, J), cache["base_key"]),
         operators.MatrixValues(cache["base_value"], K=J, G=N // J, V=V),
     )
-    rotated = o.rope_base is not None
+    rotated = inputs.rope_base is not None
     if rotated:  # the query in rank space depends on the position: rotated once per tile
         keys = operators.RotatingKeys(
-            o.residual_query[:, 0],
-            o.expand_key,
+            inputs.residual_query[:, 0],
+            inputs.expand_key,
             cache["residual_key"],
-            base=o.rope_base,
+            base=inputs.rope_base,
             tile_kv=tile_kv,
             origins=origins,
         )
     else:  # absorbed once, LRKV eq. 3
-        q_BKGH = _by_group(o.residual_query, K).astype(jnp.float32)
-        u_BKGR = jnp.einsum("BKGH,KRH->BKGR", q_BKGH, o.expand_key.astype(jnp.float32))
+        q_BKGH = _by_group(inputs.residual_query, K).astype(jnp.float32)
+        u_BKGR = jnp.einsum("BKGH,KRH->BKGR", q_BKGH, inputs.expand_key.astype(jnp.float32))
         keys = operators.VectorKeys(u_BKGR.reshape(B, N, R), cache["residual_key"])
     values_of_heads = _values_of_heads(cache["residual_value"], N, values)
 
     def expand(base_BNV: jax.Array, latent_BNR: jax.Array) -> jax.Array:  # LRKV eq. 4
         latent_BKGR = latent_BNR.reshape(B, K, N // K, R)
-        values_BKGV = jnp.einsum("BKGR,KRV->BKGV", latent_BKGR, o.expand_value.astype(jnp.float32))
+        values_BKGV = jnp.einsum(
+            "BKGR,KRV->BKGV", latent_BKGR, inputs.expand_value.astype(jnp.float32)
+        )
         return base_BNV + values_BKGV.reshape(B, N, V)
 
     # Rotated queries keep the matrix unit busy, values per head the vector unit: one tile's values
