@@ -32,7 +32,7 @@ MECHANISMS = {
 
 
 def model(name: str, layers: int) -> TransformerConfig:
-    """d36 with this mechanism and so many layers."""
+    """Returns d36 with a mechanism of `MECHANISMS` and `layers` layers."""
     config = recipes.pretrain("d36", scale="2p5b", attention=MECHANISMS[name])
     config.model.num_layers = layers
     if name == NO_ROPE:
@@ -41,18 +41,17 @@ def model(name: str, layers: int) -> TransformerConfig:
 
 
 def abstract_attention(name: str, length: int, dtype: jnp.dtype) -> tuple[Callable, tuple]:
-    """One layer's attention of one query over one full cache, and the shapes of its arguments.
+    """Returns a function of one query over a full cache of one layer, and its abstract arguments.
 
-    The function takes (weights, query, cache) and, by keyword, an implementation.
+    The function takes (weights, query, cache) and the keyword `implementation`.
     """
     config = model(name, layers=1)
     (mechanism,), base = config.mechanisms, config.block.angles_base
-    build = lambda: mechanism.build(config.block.d_model, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(nnx.eval_shape(build))
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
-    weights = jax.tree.map(lambda w: shape(*w.shape), nnx.to_pure_dict(state))
+    module = nnx.eval_shape(lambda: mechanism.build(config.block.d_model, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(module)
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), nnx.to_pure_dict(state))
     cache = cache_lib.abstract([mechanism], batch=1, capacity=length, dtype=dtype).layers[0]
-    query = shape(1, 1, HEADS, mechanism.query_dim)
+    query = jax.ShapeDtypeStruct((1, 1, HEADS, mechanism.query_dim), dtype)
 
     def attend(weights, query, cache, implementation=None):
         inputs = nnx.merge(graph, weights).decode_inputs(query, base)

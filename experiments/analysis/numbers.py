@@ -1,7 +1,7 @@
-"""What the reports of `kvjax.analysis` measure of a model, as one number each.
+"""Measurements of `kvjax.analysis` reduced to one number each.
 
-Means over layers, heads or pairs of heads, on the held-out parts of both embedded books. Texts are
-read in windows of the length that the model was trained on.
+Means over layers, heads or pairs of heads, on the held-out parts of both embedded books, in windows
+of the model's training length.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,25 +25,24 @@ from kvjax.analysis.request import Request
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-Numbers = dict[str, float]  # by name; what a model has nothing for is not there
+Numbers = dict[str, float]  # by name; measurements that do not apply to a model are absent
 
-# Attributes of `diversity.Diversity` that are given in percent.
+# Attributes of `diversity.Diversity`, stored in percent.
 _PERCENT = ("share", "centred_share", "centred_share_of_possible")
 _GEOMETRY = ("total_norm", "base_norm", "residual_norm", "cosine", "overlap", "canonical_overlap")
 _STATISTICS = ("entropy", "first", "previous", "distance", "induction", "content")
 
 
 def texts(model: LazyModel) -> dict[str, np.ndarray]:
-    """The [T] tokens of each text."""
+    """Returns the tokens [T] of each text."""
     return texts_lib.tokens(texts_lib.sources(texts_lib.EMBEDDED), model, model.context)
 
 
 def of_model(model: LazyModel, *, trained: bool = True) -> Numbers:
-    """All of them.
+    """Returns all numbers of a model.
 
     Args:
-      trained: False: without what cutting keys costs, which says nothing of a model that
-        predicts nothing.
+      trained: False skips the cost of reduced keys, which is meaningless for an untrained model.
 
     Raises:
       UserError: weights or activations that are not finite.
@@ -58,7 +57,7 @@ def of_model(model: LazyModel, *, trained: bool = True) -> Numbers:
 def _if_there(
     of: Callable[[LazyModel, Request], Numbers], model: LazyModel, request: Request
 ) -> Numbers:
-    """Nothing of a model that the report of that name refuses."""
+    """Returns `of(model, request)`, or {} if the report of that name refuses the model."""
     try:
         getattr(reports.module(of.__name__), "check", lambda *_: None)(model, request)
     except UserError:
@@ -67,7 +66,7 @@ def _if_there(
 
 
 def diversity(model: LazyModel, _: Request) -> Numbers:
-    """Effective ranks of heads' forms in percent, of keys, of keys with RoPE, and of values."""
+    """Returns effective ranks of heads' bilinear forms in percent: keys, rotated keys, values."""
     found = diversity_measurements.of_model(model.name, model)
     kinds = {"": found.plain, "_with_rope": found.turning, "_of_values": found.values}
     numbers = {}
@@ -81,7 +80,7 @@ def diversity(model: LazyModel, _: Request) -> Numbers:
 
 
 def geometry(model: LazyModel, _: Request) -> Numbers:
-    """Norms of keys; of residuals beside a base how much they share with it."""
+    """Returns norms of keys, and the overlap of residuals with their base."""
     layers = geometry_measurements.of_model(model)
     numbers = {}
     for name in _GEOMETRY:
@@ -92,7 +91,7 @@ def geometry(model: LazyModel, _: Request) -> Numbers:
 
 
 def logits(model: LazyModel, request: Request) -> Numbers:
-    """Components for 90 % of the energy of M and E, medians of heads and texts; M's over E's."""
+    """Returns components for 90 % of the energy of M and E (medians), and their ratios."""
     measured = logit_measurements.measure(model, request.texts, request.lengths)
     found = logit_results.Results(model.name, request, measured)
     kinds = {
@@ -110,7 +109,7 @@ def logits(model: LazyModel, request: Request) -> Numbers:
 
 
 def compression(model: LazyModel, request: Request) -> Numbers:
-    """Perplexity added, in percent, by keys of half their rank in all layers."""
+    """Returns the increase of perplexity in percent with keys of half rank in all layers."""
     longest = max(request.lengths)
     measured = compression_measurements.measure(model, request.texts, longest, longest)
     found = compression_results.Results(model.name, request, measured)
@@ -129,7 +128,7 @@ def compression(model: LazyModel, request: Request) -> Numbers:
 
 
 def behaviour(model: LazyModel, request: Request) -> Numbers:
-    """How different heads' patterns and outputs are, and where they attend."""
+    """Returns divergences of heads' patterns and outputs, and statistics of their patterns."""
     found = behaviour_measurements.measure(model, request.texts, max(request.lengths), request.seed)
     pairs = dict(divergence="divergence_NN", divergence_behind_first="without_first_NN")
     pairs["cka_of_outputs"] = "outputs_NN"
@@ -143,7 +142,7 @@ def behaviour(model: LazyModel, request: Request) -> Numbers:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """The mean of the values that are finite; nan where there is none."""
+    """Returns the mean of the finite values; nan if there are none."""
     found = np.asarray(list(values), np.float64)
     found = found[np.isfinite(found)]
     return float(found.mean()) if found.size else float("nan")

@@ -1,4 +1,4 @@
-"""A published order of models, held to paired differences over seeds."""
+"""A published ranking of models, compared with paired differences over seeds."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -9,12 +9,12 @@ from kvjax.foundation.estimate import Estimate, difference
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two models in an order that somebody gave, and what is found of it here.
+    """Two models in their published order, and the difference measured here.
 
     Attributes:
-      published: by how much the first is above the second there.
-      here: first less second, seed by seed.
-      neighbours: whether no other model stands between them there.
+      published: first minus second, as published.
+      here: first minus second, paired by seed.
+      neighbours: no other model stands between them in the published order.
     """
 
     first: str
@@ -33,10 +33,10 @@ class Pair:
 def pairs(
     published: Mapping[str, float], measured: Mapping[str, Mapping[int, float]]
 ) -> list[Pair]:
-    """All pairs of what both have, in the published order, highest first.
+    """Returns all pairs of models in both, in the published order, highest first.
 
     Args:
-      measured: by model and seed.
+      measured: values by model and seed.
     """
     order = sorted((name for name in published if name in measured), key=lambda n: -published[n])
     found = []
@@ -49,7 +49,7 @@ def pairs(
 
 
 def in_words(found: Sequence[Pair]) -> str:
-    """What holds of the neighbours in an order."""
+    """Returns the verdicts on neighbouring models as one sentence."""
     by_verdict: dict[str, list[str]] = {}
     for pair in found:
         if pair.neighbours:

@@ -1,4 +1,4 @@
-"""What a report says of logits, in few numbers, and whether the paper's gap is there."""
+"""Spectra of logits in few numbers, and a verdict on the paper's gap between weights and logits."""
 
 from collections.abc import Iterator, Mapping
 import dataclasses
@@ -16,14 +16,14 @@ LEAST, MOST = min(PUBLISHED), max(PUBLISHED)
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """How many times fewer components E needs than M without RoPE, for 90 % of the energy.
+    """Ratio of components for 90 % of the energy: weights M without RoPE over logits E.
 
     Attributes:
       of_m, of_e: medians over heads (and texts), and of_e's quartiles.
       between_texts: the standard deviation of the texts' medians of E.
-      ratio: of the medians; `low`, `median`, `high`: quartiles of each head's own, over heads and
-        texts.
-      heads_within: the share of heads and texts whose ratio is in the published range.
+      ratio: of the medians.
+      low, median, high: quartiles of the ratios of single heads and texts.
+      heads_within: share of heads and texts whose ratio is in the published range.
     """
 
     matrix: str
@@ -41,14 +41,14 @@ class Gap:
 
     @property
     def verdict(self) -> str:
-        """Whether the ratio of medians is below ("fewer"), in or above the paper's range."""
+        """The ratio is below ("fewer"), in ("holds") or above ("more") the paper's range."""
         if self.ratio < LEAST:
             return "fewer"
         return "holds" if self.ratio <= MOST else "more"
 
 
 class Spectra:
-    """What `tables.data` of the report on logits gave of a model."""
+    """Reader of the JSON that `tables.data` of the logits report makes of a model."""
 
     def __init__(self, data: Mapping):
         self.data, self.model = data, data["model"]
@@ -56,7 +56,7 @@ class Spectra:
         self.channels: int = data["channels"]
 
     def ranks(self, matrix: str, tokens: int = 0) -> np.ndarray:
-        """[layers, texts, N] components for 90 % of the energy."""
+        """Returns components for 90 % of the energy, [layers, texts, N]."""
         name = f"{matrix}, {tokens} tokens" if tokens else matrix
         return np.array(self.data["components_of_heads"][name]["90%"], np.float64)
 
@@ -64,7 +64,7 @@ class Spectra:
         return any(one["matrix"] == matrix for one in self.data["spectra"])
 
     def gaps(self) -> Iterator[Gap]:
-        """The gap of each E at each length."""
+        """Yields the gap of each E at each length."""
         of_m = self.ranks(measurements.WEIGHTS)
         for matrix in filter(self.has, MATRICES):
             for tokens in self.lengths:
@@ -89,12 +89,12 @@ class Spectra:
                 )
 
     def times(self, first: tuple[str, int], second: tuple[str, int]) -> list[float]:
-        """Quartiles, over heads and texts, of how many times more components the first needs."""
+        """Returns quartiles over heads and texts of the ratio of components, first over second."""
         ratio = self.ranks(*first) / np.maximum(self.ranks(*second), 1)
         return np.quantile(ratio, (0.25, 0.5, 0.75)).tolist()
 
     def growth(self) -> dict[str, list[float]]:
-        """By matrix quartiles of the longest text's components over the shortest's."""
+        """Returns, by matrix, quartiles of components at the longest over the shortest length."""
         ends = self.lengths[-1], self.lengths[0]
         return {
             matrix: self.times((matrix, ends[0]), (matrix, ends[1]))
@@ -102,21 +102,23 @@ class Spectra:
         }
 
     def causality(self) -> dict[int, list[float]]:
-        """By length quartiles of the causal E's components over those of E over all keys."""
+        """Returns, by length, quartiles of components of the causal E over those of the full E."""
         if not self.has(measurements.CAUSAL):
             return {}
-        of = lambda n: ((measurements.CAUSAL, n), (measurements.FIELD, n))
-        return {n: self.times(*of(n)) for n in self.lengths}
+        return {
+            n: self.times((measurements.CAUSAL, n), (measurements.FIELD, n)) for n in self.lengths
+        }
 
     def rope(self) -> dict[int, list[float]]:
-        """By length quartiles of E's components over those of E without RoPE."""
+        """Returns, by length, quartiles of components of E over those of E without RoPE."""
         if not self.has(measurements.PLAIN):
             return {}
-        of = lambda n: ((measurements.FIELD, n), (measurements.PLAIN, n))
-        return {n: self.times(*of(n)) for n in self.lengths}
+        return {
+            n: self.times((measurements.FIELD, n), (measurements.PLAIN, n)) for n in self.lengths
+        }
 
     def weights(self) -> list[dict]:
-        """Components of M, without RoPE and with, and their spread over heads."""
+        """Returns components of M with and without RoPE, and their spread over heads."""
         return [
             dict(matrix=one["matrix"], tokens=one["tokens"]) | one["components"]["90%"]
             for one in self.data["spectra"]
@@ -124,7 +126,7 @@ class Spectra:
         ]
 
     def as_json(self) -> dict:
-        """Without the numbers of each head."""
+        """Returns everything but the numbers of single heads."""
         kept = ("model", "channels", "num_heads", "texts", "lengths")
         return {name: self.data[name] for name in kept} | dict(
             weights=self.weights(),

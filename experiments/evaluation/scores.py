@@ -1,9 +1,9 @@
-"""Scores of a model and of its conversions, side by side, from the rows that an evaluation kept.
+"""Scores of a model and its conversions, from the rows that evaluations stored.
 
     python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=mmlu --data=FOLDER   # and of the others
     python -m experiments.evaluation.scores --workdirs=runs/smollm2,runs/smollm2_half [--save]
 
-Nothing is asked. Differences are from the first, question by question, with the interval and the
+No model is run. Differences from the first model are paired by question, with the interval and the
 exact test of `kvjax.evaluate --compare`.
 """
 
@@ -25,7 +25,7 @@ from kvjax.workdir import trained
 
 
 def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
-    """What a model has of each task, and its difference from the first."""
+    """Returns a model's score on each task, and its difference from the first model."""
     model = trained.find(name).experiment.model
     of_model = dict(
         workdir=name.rstrip("/").rpartition("/")[2],
@@ -49,7 +49,7 @@ def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
 
 
 def _mechanism(names: str) -> str:
-    """A mechanism's name as it is, or in short where layers have many sizes."""
+    """Shortens the mechanism's name if sizes differ between layers."""
     first, *others = names.split("; ")
     return f"{first.partition(',')[0]}, by layer" if len(others) > 1 else names
 
@@ -59,17 +59,18 @@ _HEADER += ("interval", "against the first", "interval", "p")
 
 
 def _cells(r: dict) -> tuple:
-    percent = lambda score, sign="": tuple(
-        f"{100 * score[key]:{sign}.1f}" for key in ("value", "low", "high")
-    )
-    value, low, high = percent(r["score"])
+    value, low, high = _percent(r["score"])
     against = ("", "", "")
     if "against_first" in r:
-        difference, *ends = percent(r["against_first"], "+")
+        difference, *ends = _percent(r["against_first"], "+")
         against = (difference, " to ".join(ends), f"{r['p']:.2g}")
     right = f"{r['right']:,} of {r['rows']:,}"
     of_model = (r["workdir"], r["mechanism"], f"{r['cache_bytes']:,}", r["task"])
     return (*of_model, right, value, f"{low} to {high}", *against)
+
+
+def _percent(score: dict, sign: str = "") -> tuple[str, ...]:
+    return tuple(f"{100 * score[key]:{sign}.1f}" for key in ("value", "low", "high"))
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -87,7 +88,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints."""
+    """Prints the table."""
     options = _options(arguments)
     every = [compare.open(name, "--workdirs") for name in options.workdirs]
     rows = []

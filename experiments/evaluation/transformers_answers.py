@@ -1,7 +1,4 @@
-"""The same questions put to transformers, for agreement.py.
-
-Runs in an environment with torch and transformers, and without kvjax.
-"""
+"""Answers agreement.py's questions with transformers, in an environment without kvjax."""
 
 import json
 import sys
@@ -11,18 +8,20 @@ import transformers
 
 
 def main(folder: str, asked: str, found: str) -> None:
-    """Reads {"letters", "continuations", "texts"} from a file, writes what comes to another.
+    """Reads questions from one JSON file and writes answers to another.
 
-    letters: [message, [letter, ...]]: the ids of the prompt and the logits of its letters.
-    continuations: [message, answer]: log-likelihood of the answer's tokens, and how many they are.
-    texts: [message]: ids of a greedy answer of up to `num_tokens` tokens.
+    letters: [message, [letter, ...]] -> prompt ids and logits of the letters.
+    continuations: [message, answer] -> log-likelihood and number of the answer's tokens.
+    texts: message -> ids of a greedy answer of up to `num_tokens` tokens.
     """
     transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with open(asked) as file:
         questions = json.load(file)
-    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def prompt(message: str) -> list[int]:
         chat = [dict(role="user", content=message)]
