@@ -1,1 +1,1 @@
-"""Softmax attention of whole rows, for training: XLA, splash on TPUs, cuDNN on GPUs."""
+"""Softmax attention over whole rows, for training: XLA, splash on TPUs, cuDNN on GPUs."""

@@ -1,7 +1,7 @@
-"""Softmax attention of the training pass, over expanded keys and values: which library runs it.
+"""Softmax attention of the training pass, over expanded keys and values: chooses the library.
 
 XLA everywhere (xla.py); splash attention, a Pallas kernel, on TPUs (splash.py); cuDNN on NVIDIA
-GPUs (cudnn.py). The kernels never hold logits [T, S].
+GPUs (cudnn.py). The kernels never store logits [T, S].
 """
 
 from collections.abc import Callable
@@ -40,31 +40,31 @@ def softmax_attention(
     query_segment_ids_BT: jax.Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> jax.Array:
-    """softmax(scale · q k^T) v of the training pass: [B, T, N, Hv], in the queries' dtype.
+    """Returns softmax(scale · q k^T) v, [B, T, N, Hv], in the queries' dtype.
 
-    A query that sees no key at all has an undefined output.
+    The output of a query that sees no key is undefined.
 
     Args:
       q_BTNH: queries, N heads.
       k_BSKH, v_BSKV: keys and values, K heads, K dividing N; key and value dims may differ.
-      causal: whether a query sees the keys up to its own position only.
-      window: if positive and causal, of those it sees the last `window`, its own being the last.
-      scale: 1/sqrt(H) if not given. Splash has none: it is multiplied into the queries in float32,
-        which are then rounded to their dtype once more.
-      implementation: "xla", which takes everything; "splash", on TPUs (elsewhere it is
-        interpreted); "cudnn"; None: that of the device compiled for, where it takes these arrays,
-        and "xla" where not; the log says why, once.
-      query_chunk: "xla" alone: if positive and causal, queries go in chunks of this many, each
-        against the keys it can see: half the work where masked logits are computed (CPU).
-      query_positions_T, key_positions_S: where tokens stand in the row, on the host; 0, 1, 2.. if
-        not given. Splash puts keys and values in order, a copy: in order already, they are faster.
+      causal: True if a query sees only keys up to its own position.
+      window: if positive and causal, a query sees only its own key and the window - 1 before it.
+      scale: factor of the logits, 1/sqrt(H) by default. Splash has no such factor: queries are
+        multiplied by it in float32 and rounded to their dtype once more.
+      implementation: "xla" takes everything; "splash" is for TPUs and interpreted elsewhere;
+        "cudnn". None: the one of the device compiled for if it takes these arrays, else "xla", with
+        the reason in the log, once.
+      query_chunk: for "xla": if positive and causal, queries are processed in chunks of this many,
+        each against the keys that it can see: half the work on CPU, which computes masked logits.
+      query_positions_T, key_positions_S: positions of the tokens in the row, on the host; by
+        default 0, 1, 2... Splash sorts keys and values by position, which costs a copy.
       segment_ids_BS, query_segment_ids_BT: int32; a query attends to keys of its own segment.
         Queries have the keys' segments if not given.
-      mesh: of several devices that the (global) arrays lie on: batch over ("data", "fsdp"), T over
-        "sequence", heads over "tensor"; keys and values are whole along S. None: one device, or
-        inside a `jax.shard_map`. Keys and values of "sequence" times the batch, split over
-        ("sequence", "data", "fsdp"), are a copy for each device, equal: their gradients are not
-        summed here but where the caller made the copies, which may be of less than they are.
+      mesh: devices over which the (global) arrays are sharded: batch over ("data", "fsdp"), T over
+        "sequence", heads over "tensor"; S is not sharded. None: one device, or inside a
+        `jax.shard_map`. If keys and values have "sequence" times the batch, sharded over
+        ("sequence", "data", "fsdp"), they are equal copies, one per device. Their gradients are
+        summed where the caller made the copies, which may be copies of smaller arrays.
 
     Raises:
       NotImplementedError: the implementation does not take these arrays; the message says why.
@@ -83,7 +83,7 @@ def softmax_attention(
     if segment_ids_BS is not None and query_segment_ids_BT is None:
         query_segment_ids_BT = segment_ids_BS
     if window and not causal:
-        raise ValueError(f"window = {window}: is of causal attention")
+        raise ValueError(f"window = {window}: needs causal attention")
     options = Options(
         causal=causal,
         window=window,
@@ -104,26 +104,26 @@ def softmax_attention(
 
 
 def _positions(positions: np.ndarray | None, length: int) -> np.ndarray | None:
-    """Positions as int32; None if they are 0, 1, 2.."""
+    """Returns positions as int32; None if they are 0, 1, 2..."""
     if positions is None:
         return None
-    positions = np.asarray(positions)  # of a tracer this raises
+    positions = np.asarray(positions)  # raises for a tracer
     if positions.shape != (length,) or not np.issubdtype(positions.dtype, np.integer):
         raise ValueError(f"positions {positions.dtype}{positions.shape}: must be int [{length}]")
     return None if np.array_equal(positions, np.arange(length)) else positions.astype(np.int32)
 
 
-# -- which one -------------------------------------------------------------------------------------
+# -- implementations -------------------------------------------------------------------------------
 
 
 def _default(q_BTNH, k_BSKH, v_BSKV, options: Options) -> str:
-    """The implementation that None stands for."""
+    """Returns the implementation for None."""
     name = {"tpu": "splash", "gpu": "cudnn"}.get(platform(options.mesh))
     if name is None:
         return "xla"
     context = jax.sharding.get_abstract_mesh()
     if options.mesh is None and context.size > 1 and not context.are_all_axes_manual:
-        return "xla"  # several devices, and nobody says how the arrays lie on them
+        return "xla"  # several devices, and no mesh that gives the arrays' sharding
     try:
         _CHECKS[name](q_BTNH, k_BSKH, v_BSKV, options)
     except NotImplementedError as error:
@@ -133,7 +133,7 @@ def _default(q_BTNH, k_BSKH, v_BSKV, options: Options) -> str:
 
 
 def _splash(*arguments) -> jax.Array:
-    from kvjax.kernels.softmax_attention import splash  # Pallas takes its time to import
+    from kvjax.kernels.softmax_attention import splash  # importing Pallas is slow
 
     return splash.splash_attention(*arguments)
 

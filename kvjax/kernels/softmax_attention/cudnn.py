@@ -1,6 +1,6 @@
 """Softmax attention by cuDNN, on NVIDIA GPUs.
 
-Tests of several GPUs put XLA in its place, on CPUs.
+Tests of several GPUs replace it by XLA, on CPUs.
 """
 
 import functools
@@ -19,13 +19,13 @@ from kvjax.kernels.softmax_attention.placement import (
 
 
 def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
-    """Raises NotImplementedError with what cuDNN attention does not take, and what it does."""
+    """Raises NotImplementedError, with the reason, for arrays that cuDNN does not take."""
     refuse = functools.partial(not_taken, "cudnn")
     T, S, dim = q_BTNH.shape[1], k_BSKH.shape[1], max(q_BTNH.shape[-1], v_BSKV.shape[-1])
     dtypes = {x.dtype for x in (q_BTNH, k_BSKH, v_BSKV)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         shown = ", ".join(sorted(map(str, dtypes)))
-        refuse(f"dtypes {shown}: must be bfloat16 or float16, of all three the same")
+        refuse(f"dtypes {shown}: must be bfloat16 or float16, the same for all three")
     if (sequence := ways(options.mesh, "sequence")) > 1:
         refuse(f"a row cannot be split over sequence = {sequence} devices")
     if options.query_positions_T is not None or options.key_positions_S is not None:
@@ -36,25 +36,25 @@ def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
     if options.window:
         refuse(f"a window of {options.window} tokens is not taken")
     if options.causal and T != S:
-        refuse(f"causal attention of {T} queries over {S} keys must be of as many as there are")
+        refuse(f"causal attention of {T} queries over {S} keys: must be equally many")
     if (device := _gpu()) is None:
-        refuse("it is compiled with cuDNN itself, on a machine with an NVIDIA GPU, which is absent")
+        refuse("compiling it needs cuDNN and an NVIDIA GPU, which is absent")
     most = 256 if float(device.compute_capability) >= 9 else 128
     if dim > most:
         refuse(f"a head dim of {dim} is over {most}, its limit on {device.device_kind}")
 
 
 def _gpu() -> jax.Device | None:
-    """This machine's GPU, if JAX runs on one."""
+    """Returns this machine's GPU; None if JAX does not run on one."""
     device = jax.local_devices()[0]
     return device if device.platform == "gpu" else None
 
 
 def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
-    """`jax.nn.dot_product_attention` by cuDNN, on every device its part of batch and heads.
+    """Calls `jax.nn.dot_product_attention` with cuDNN, on each device's shard of batch and heads.
 
-    Its own rule for several devices wants queries, keys and values split alike, and raises where
-    fewer KV heads than devices are not; inside a `jax.shard_map` that rule is not asked.
+    cuDNN's own sharding rule raises if there are fewer KV heads than devices, since it requires
+    queries, keys and values to be sharded equally; inside a `jax.shard_map` it does not apply.
     """
     check(q_BTNH, k_BSKH, v_BSKV, options)
 

@@ -1,8 +1,7 @@
-"""Which tokens of a row a device has, and where the arrays of softmax attention are.
+"""Placement of tokens and arrays on devices, shared by implementations of softmax attention.
 
-All implementations share this. Context parallelism splits T over the mesh's `sequence` axis. Cut in
-order, the last device would have nearly twice the mean of causal work; `zigzag` gives every device
-a chunk from both ends.
+Context parallelism shards T over the mesh's `sequence` axis. With tokens in order the last device
+would have nearly twice the mean causal work; `zigzag` gives every device a chunk from both ends.
 """
 
 from collections.abc import Callable
@@ -18,14 +17,14 @@ import numpy as np
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
 
-# What a kernel keeps for its backward pass is saved under this name: `jax.checkpoint` with a policy
-# `save_only_these_names(RESIDUALS)` does not run its forward pass again.
+# Name of the residuals that a kernel saves for its backward pass: `jax.checkpoint` with the policy
+# `save_only_these_names(RESIDUALS)` does not repeat its forward pass.
 RESIDUALS = "softmax_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What an implementation is given beside queries, keys and values."""
+    """Arguments of an implementation besides queries, keys and values; see `api`."""
 
     causal: bool
     window: int  # 0: none
@@ -39,7 +38,7 @@ class Options:
 
 
 def not_taken(name: str, reason: str) -> NoReturn:
-    """Raise NotImplementedError: what an implementation does not take, and why."""
+    """Raises NotImplementedError with the reason why an implementation does not take its arrays."""
     raise NotImplementedError(f"{name} attention: {reason}; the implementation 'xla' takes this")
 
 
@@ -47,10 +46,10 @@ def not_taken(name: str, reason: str) -> NoReturn:
 
 
 def zigzag(length: int, shards: int) -> np.ndarray:
-    """[length] int32 position of the token at each place of a row that is split over devices.
+    """Returns the position, [length] int32, of the token at each index of a sharded row.
 
-    The row is cut in 2·shards chunks; device i has chunks i and 2·shards - 1 - i, as in Llama 3
-    (arXiv:2407.21783, section 3.3.2), so that all have the same work in causal attention.
+    The row is cut into 2·shards chunks; device i has chunks i and 2·shards - 1 - i, as in Llama 3
+    (arXiv:2407.21783, section 3.3.2), so that all have equal work in causal attention.
 
     Raises:
       UserError: 2·shards does not divide the length.
@@ -69,18 +68,18 @@ def zigzag(length: int, shards: int) -> np.ndarray:
 
 
 def sort_tokens(positions_S: np.ndarray | None, x_BS: jax.Array) -> jax.Array:
-    """[B, S, ..] with the token of position 0 first: slices, one for each run of positions."""
+    """Sorts tokens [B, S, ..] by position, with one slice for each run of consecutive positions."""
     if positions_S is None:
         return x_BS
-    places = np.argsort(positions_S)
-    starts = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
-    runs = zip(places[starts], np.diff(starts, append=len(places)), strict=True)
-    parts = [jax.lax.slice_in_dim(x_BS, int(p), int(p + length), axis=1) for p, length in runs]
-    return jnp.concatenate(parts, axis=1)
+    index = np.argsort(positions_S)
+    starts = np.flatnonzero(np.diff(index, prepend=index[0] - 2) != 1)
+    runs = zip(index[starts], np.diff(starts, append=len(index)), strict=True)
+    slices = [jax.lax.slice_in_dim(x_BS, int(i), int(i + length), axis=1) for i, length in runs]
+    return jnp.concatenate(slices, axis=1)
 
 
 def both_positions(options: Options, T: int, S: int) -> tuple[np.ndarray, np.ndarray]:
-    """[T] and [S] int32: where queries and keys stand in the row."""
+    """Returns the positions of queries, [T], and keys, [S], in the row, int32."""
     query_positions, key_positions = options.query_positions_T, options.key_positions_S
     return (
         np.arange(T, dtype=np.int32) if query_positions is None else query_positions,
@@ -92,14 +91,14 @@ def both_positions(options: Options, T: int, S: int) -> tuple[np.ndarray, np.nda
 
 
 def platform(mesh: jax.sharding.Mesh | None) -> str:
-    """The platform of the devices compiled for: "cpu", "gpu" or "tpu"."""
+    """Returns the platform of the devices compiled for: "cpu", "gpu" or "tpu"."""
     if mesh is not None:
         return mesh.devices.flat[0].platform
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).platform
 
 
 def ways(mesh: jax.sharding.Mesh | None, *names: str) -> int:
-    """Over how many devices these axes split an array."""
+    """Returns the number of shards of an array that is sharded over these axes."""
     return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in names)
 
 
@@ -117,14 +116,14 @@ def check_division(name: str, q_BTNH, k_BSKH, mesh: jax.sharding.Mesh | None) ->
 def on_every_device(
     attend: Callable[..., jax.Array], q_BTNH, k_BSKH, v_BSKV, options: Options, given=(), specs=()
 ) -> jax.Array:
-    """attend(*given, q, k, v, query segments, segments) on each device's part: [B, T, N, Hv].
+    """Calls attend(*given, q, k, v, query segments, segments) on each device: [B, T, N, Hv].
 
-    A device has its rows of the batch, its part of T and its heads. Where KV heads are fewer than
-    `tensor` devices, each device has a copy of the one that its queries read. Without a mesh of
-    several devices the arrays are whole.
+    A device has its shards of the batch, of T and of the heads. If there are fewer KV heads than
+    `tensor` devices, each device has a copy of the head that its queries use. Without a mesh of
+    several devices `attend` gets whole arrays.
 
     Args:
-      given, specs: what else `attend` takes, first, and how that lies on the mesh.
+      given, specs: first arguments of `attend`, and their partition specs.
     """
     mesh, segments = options.mesh, (options.query_segment_ids_BT, options.segment_ids_BS)
     if mesh is None or mesh.size == 1:
@@ -132,7 +131,10 @@ def on_every_device(
     tensor, K = ways(mesh, "tensor"), k_BSKH.shape[2]
     if K % tensor:
         k_BSKH, v_BSKV = (jnp.repeat(x, tensor // K, axis=2) for x in (k_BSKH, v_BSKV))
-    axis = lambda name: name if name in mesh.axis_names else None
+
+    def axis(name):
+        return name if name in mesh.axis_names else None
+
     batch = tuple(name for name in ("data", "fsdp") if name in mesh.axis_names) or None
     queries, keys = P(batch, axis("sequence"), axis("tensor")), P(batch, None, axis("tensor"))
     if k_BSKH.shape[0] > q_BTNH.shape[0]:
@@ -143,7 +145,7 @@ def on_every_device(
         mesh=mesh,
         in_specs=(*specs, queries, keys, keys, *rows),
         out_specs=queries,
-        check_vma=False,  # a kernel's outputs do not say along which axes they differ
+        check_vma=False,  # a kernel's outputs do not declare the axes along which they vary
     )(*given, q_BTNH, k_BSKH, v_BSKV, *segments)
 
 
@@ -151,7 +153,10 @@ def on_every_device(
 
 
 def equal_dims(*arrays: jax.Array, multiple: int = 1) -> list[jax.Array]:
-    """Zeros behind the last dims, to the largest: the library refuses unequal ones."""
+    """Pads last dims with zeros to the largest, which libraries require."""
     dim = round_up(max(x.shape[-1] for x in arrays), multiple)
-    pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
-    return [x if x.shape[-1] == dim else pad(x) for x in arrays]
+    missing = [dim - x.shape[-1] for x in arrays]
+    return [
+        jnp.pad(x, [(0, 0)] * 3 + [(0, n)]) if n else x
+        for x, n in zip(arrays, missing, strict=True)
+    ]

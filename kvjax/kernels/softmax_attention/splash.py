@@ -1,6 +1,21 @@
 """Splash attention, JAX's Pallas kernel for TPUs, as an implementation of softmax attention.
 
-Tests compile it ahead of time for v4, v5e, v5p and v6e, and run it by the interpreter.
+Each of its kernels has a grid over heads and blocks of queries and keys. Per head, and vmapped over
+the batch, with block_q = block_kv = 1024 and block_kv_compute = 512 (`_block_sizes`):
+
+               keys  kv 0     kv 1     kv 2          HBM   q [T, H], k [S, H], v [S, Hv], o [T, Hv]
+    queries  q 0     masked   -        -             VMEM  blocks of them, copied ahead of the step
+             q 1     full     masked   -                   logits [block_q, block_kv_compute]
+             q 2     full     full     masked              accumulators [block_q, Hv] in float32
+
+    forward   for each q block: online softmax over its kv blocks; saves log-sum-exps [T]
+    dq        for each q block: logits again, sums over kv blocks
+    dkv       for each kv block: logits again, sums over q blocks
+
+Blocks marked "-" are skipped, "full" ones need no mask, and in "masked" ones the kernel computes
+the mask from positions (`_Causal`). Logits [T, S] are never stored.
+
+Tests compile it ahead of time for v4, v5e, v5p and v6e, and run it in the interpreter.
 """
 
 import functools
@@ -26,20 +41,22 @@ from kvjax.kernels.softmax_attention.placement import (
     ways,
 )
 
-_LANES = 128  # of a TPU's vector unit: splash's blocks are multiples of it
-_BLOCK = 1024  # queries and keys of a block of splash
-_WIDE = 1024  # bytes of a token's key and value in one head; over it, blocks of half the length
-_WIDEST = 2176  # which compile up to this, (576 + 512) in bfloat16
+# Sizes of blocks; `_block_sizes` rounds them to divisors of T and S. v4's 16 MiB of VMEM set them:
+# 2,048 tokens do not fit v4 and v5e (experiments/LOG.md).
+_LANES = 128  # of a TPU's vector register: blocks are multiples of it
+_BLOCK = 1024  # queries and keys of a block; logits of _BLOCK // 2 keys are in VMEM at once
+_WIDE = 1024  # bytes of a token's key and value in one head; above it blocks are half as long
+_WIDEST = 2176  # the largest that compiles with half the length: (576 + 512) in bfloat16
 
 
 def check_splash(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
-    """Raises NotImplementedError with what splash attention does not take, and what it does."""
+    """Raises NotImplementedError, with the reason, for arrays that splash does not take."""
     refuse = functools.partial(not_taken, "splash")
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     dtypes = {x.dtype for x in (q_BTNH, k_BSKH, v_BSKV)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         shown = ", ".join(sorted(map(str, dtypes)))
-        refuse(f"dtypes {shown}: must be bfloat16 or float32, of all three the same")
+        refuse(f"dtypes {shown}: must be bfloat16 or float32, the same for all three")
     check_division("splash", q_BTNH, k_BSKH, options.mesh)
     sequence = ways(options.mesh, "sequence")
     if T % (_LANES * sequence):
@@ -55,24 +72,24 @@ def check_splash(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
 
 
 def splash_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
-    """The Pallas kernel for TPUs, on every device its part of batch, queries and heads.
+    """Runs the kernel on each device's shard of batch, queries and heads.
 
-    In float32 its products are the TPU's default ones, of bfloat16 parts, as XLA's are.
+    Products of float32 arrays have the TPU's default precision (bfloat16 passes), as in XLA.
     """
     check_splash(q_BTNH, k_BSKH, v_BSKV, options)
     (T, N), S = q_BTNH.shape[1:3], k_BSKH.shape[1]
     mesh, interpret = options.mesh, platform(options.mesh) != "tpu"
     sequence, tensor = ways(mesh, "sequence"), ways(mesh, "tensor")
-    if options.causal:
+    if options.causal:  # a mask for each shard of the queries
         positions_T = both_positions(options, T, S)[0]
-        head_mask, parts = _Causal(positions_T, S, options.window), sequence
-    else:  # the same for every device
-        head_mask, parts = _Full((T // sequence, S)), 1
+        head_mask, mask_shards = _Causal(positions_T, S, options.window), sequence
+    else:  # one mask for all devices
+        head_mask, mask_shards = _Full((T // sequence, S)), 1
     kernel = splash.make_splash_mha(
         splash_mask.MultiHeadMask([head_mask] * (N // tensor)),
         block_sizes=_block_sizes(T // sequence, S, _row_bytes(k_BSKH, v_BSKV)),
-        head_shards=1,  # of masks: the heads' are all the same
-        q_seq_shards=parts,
+        head_shards=1,  # all heads have equal masks
+        q_seq_shards=mask_shards,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )
@@ -81,6 +98,7 @@ def splash_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
     )
 
     def attend(kernel, q_BTNH, k_BSKH, v_BSKV, query_segment_ids_BT, segment_ids_BS):
+        # The kernel has no scale of its own.
         q_BTNH = (q_BTNH.astype(jnp.float32) * options.scale).astype(q_BTNH.dtype)
         q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH, *map(in_order, (k_BSKH, v_BSKV))))
         if segment_ids_BS is None:
@@ -91,27 +109,28 @@ def splash_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
         return o_BNTV.swapaxes(1, 2)
 
     in_order = functools.partial(sort_tokens, ordered)
-    blocks = None
+    spec = None  # of the kernel's tables of blocks
     if mesh is not None and mesh.size > 1:
-        axis = "sequence" if parts > 1 else None
-        blocks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, axis)))
-    return on_every_device(attend, q_BTNH, k_BSKH, v_BSKV, options, (kernel,), (blocks,))
+        axis = "sequence" if mask_shards > 1 else None
+        spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, axis)))
+    return on_every_device(attend, q_BTNH, k_BSKH, v_BSKV, options, (kernel,), (spec,))
 
 
 # -- masks -----------------------------------------------------------------------------------------
 
 
 class _Causal(splash_mask.Mask):
-    """Which keys, in order, a query sees, for splash: never an array [T, S].
+    """A causal mask over sorted keys, with or without a window, without an array [T, S].
 
     The kernel computes a block's mask from the queries' positions (`q_sequence`) and the keys'
-    places. The host asks of every block only whether some and whether all of it is seen, and so
-    gets two elements that answer that rather than a million: a second in all at [128K, 128K].
+    indices. On the host the library only tests whether any or all elements of a block are visible,
+    so `__getitem__` returns two elements, [any, all], instead of the block's million. Building the
+    tables for [128K, 128K] takes a second.
     """
 
     def __init__(self, positions_T: np.ndarray, S: int, window: int = 0):
         self.q_sequence = positions_T
-        self.mask_function = _sees(window)  # one object: the library's caches and jit's find it
+        self.mask_function = _visible(window)  # one object per window, for the library's caches
         self._key = (S, positions_T.tobytes(), window)
 
     @property
@@ -120,7 +139,7 @@ class _Causal(splash_mask.Mask):
 
     def __getitem__(self, block) -> np.ndarray:
         positions, first, last = self.q_sequence[block[0]], block[1].start, block[1].stop - 1
-        before = positions - (self._key[2] or np.inf)  # the last key that a query no longer sees
+        before = positions - (self._key[2] or np.inf)  # the last key before a query's window
         some = (positions >= first) & (last > before)
         every = (positions >= last) & (first > before)
         return np.array([[some.any(), every.all()]])
@@ -133,15 +152,15 @@ class _Causal(splash_mask.Mask):
 
 
 class _Full(splash_mask.FullMask):
-    """All keys, for splash; of a block one element says it."""
+    """A mask of visible keys, with one element per block."""
 
     def __getitem__(self, block) -> np.ndarray:
         return np.ones((1, 1), bool)
 
 
 @functools.cache
-def _sees(window: int):
-    """Whether a query sees a key, of positions."""
+def _visible(window: int):
+    """Returns a function of positions that is True if the query sees the key."""
     if not window:
         return lambda query, key: query >= key
     return lambda query, key: (query >= key) & (key > query - window)
@@ -151,18 +170,17 @@ def _sees(window: int):
 
 
 def _row_bytes(k_BSKH, v_BSKV) -> int:
-    """Bytes of a token's key and value in one head."""
+    """Returns the bytes of a token's key and value in one head."""
     return k_BSKH.shape[-1] * k_BSKH.dtype.itemsize + v_BSKV.shape[-1] * v_BSKV.dtype.itemsize
 
 
 def _block_sizes(T: int, S: int, row_bytes: int) -> splash.BlockSizes:
-    """Queries and keys per grid step: of T queries (of one device) over S keys.
+    """Returns queries and keys per grid step, for T queries of one device and S keys.
 
-    The most that compiles for every TPU, v4's 16 MiB of VMEM being the least, with segments: few
-    steps, each with products large enough to fill the matrix units. Logits of 512 keys at a time
-    are in VMEM. The fused backward kernel, which does 5 products for the two kernels' 7, is not
-    used: it writes a gradient of the queries for every block of keys, and visits blocks that the
-    mask hides: memory and traffic that grow as T·S.
+    The largest blocks that compile for every TPU, with segments: few steps, whose products fill the
+    matrix units. The fused backward kernel, with 5 products instead of 7, is not used: it writes a
+    gradient of the queries for every block of keys, hidden ones too, so that its memory and traffic
+    grow as T·S.
     """
     most = _BLOCK if row_bytes <= _WIDE else _BLOCK // 2
     block_q, block_kv = _divisor(T, most), _divisor(S, most)
@@ -180,5 +198,5 @@ def _block_sizes(T: int, S: int, row_bytes: int) -> splash.BlockSizes:
 
 
 def _divisor(length: int, most: int) -> int:
-    """The largest multiple of a lane's width that divides the length and is at most `most`."""
+    """Returns the largest multiple of 128 that divides the length and is at most `most`."""
     return max(n for n in range(_LANES, most + 1, _LANES) if length % n == 0)

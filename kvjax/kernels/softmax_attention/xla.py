@@ -1,6 +1,6 @@
 """Softmax attention by XLA: `jax.nn.dot_product_attention`, which takes everything.
 
-GSPMD divides it whichever way the arrays are split over devices.
+GSPMD partitions it for any sharding of the arrays.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
 
 
 def _by_copies(q_BTNH, k_CBSKH, v_CBSKV, options: Options, copies: int) -> jax.Array:
-    """Each device has part of a row's queries and a copy of its keys: a row of its own, here."""
+    """Attends with one copy of keys and values per shard of a row's queries, each as a row."""
     B, T = q_BTNH.shape[:2]
     t_T, s_S = both_positions(options, T, k_CBSKH.shape[1])
     t_CBT = t_T.reshape(copies, 1, -1).repeat(B, axis=1).reshape(copies * B, -1)
@@ -46,10 +46,11 @@ def _by_copies(q_BTNH, k_CBSKH, v_CBSKV, options: Options, copies: int) -> jax.A
 
 
 def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) -> jax.Array:
-    """Tokens in any order, and queries in chunks, each against the keys that it may see.
+    """Attends with tokens in any order, in chunks of queries with the keys that they may see.
 
     Args:
-      t_BT: [B or 1, T] positions of queries, s_S those of keys; on the host.
+      t_BT: positions of queries, [B or 1, T], on the host.
+      s_S: positions of keys, on the host.
     """
     T = q.shape[1]
     in_chunks = options.causal and 0 < options.query_chunk < T
@@ -67,16 +68,16 @@ def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) 
 
 
 def _seen(s_S: np.ndarray, t_BT: np.ndarray, window: int) -> slice:
-    """A run of keys that holds all that any of these queries sees; never empty."""
-    sees = s_S <= t_BT.max()
+    """Returns the shortest slice of keys with all that any of these queries sees; never empty."""
+    seen = s_S <= t_BT.max()
     if window:
-        sees &= s_S > t_BT.min() - window
-    places = np.flatnonzero(sees)
-    return slice(int(places[0]), int(places[-1]) + 1) if places.size else slice(1)
+        seen &= s_S > t_BT.min() - window
+    index = np.flatnonzero(seen)
+    return slice(int(index[0]), int(index[-1]) + 1) if index.size else slice(1)
 
 
 def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array | None:
-    """[B or 1, 1, T, S] which keys some queries see, by segment and positions (if there are)."""
+    """Returns the mask, [B or 1, 1, T, S], by positions `visible` and segments; None without."""
     mask = None
     if visible is not None:
         t_BT, s_S = map(jnp.asarray, visible)
@@ -92,27 +93,27 @@ def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array |
 
 
 def _parts(x_BT: jax.Array, parts: int) -> jax.Array:
-    """[parts·B, T/parts, ..]: part after part of all rows."""
+    """Splits rows [B, T, ..] into [parts·B, T/parts, ..], all rows' first parts first."""
     B, T, *rest = x_BT.shape
     x = x_BT.reshape(B, parts, T // parts, *rest)
     return x.swapaxes(0, 1).reshape(parts * B, T // parts, *rest)
 
 
 def _whole(x_BT: jax.Array, parts: int) -> jax.Array:
-    """The rows whose `_parts` these are."""
+    """Reverses `_parts`."""
     PB, T, *rest = x_BT.shape
     x = x_BT.reshape(parts, PB // parts, T, *rest)
     return x.swapaxes(0, 1).reshape(PB // parts, parts * T, *rest)
 
 
 def _attend(q, k, v, **options) -> jax.Array:
-    """The library's, but for float64: its softmax is float32 whatever its inputs are."""
+    """Calls the library; float64 has its own, since the library's softmax is in float32."""
     attend = _float64_attention if q.dtype == jnp.float64 else jax.nn.dot_product_attention
     return attend(q, k, v, **options)
 
 
 def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=False) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in float64 throughout."""
+    """Computes `jax.nn.dot_product_attention` in float64 throughout."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)

@@ -49,7 +49,7 @@ def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
     t, s = np.arange(T), np.arange(S)
     options = dict(causal=causal, query_chunk=query_chunk, window=window, scale=scale)
     if window and not causal:
-        with pytest.raises(ValueError, match=f"window = {window}: is of causal attention"):
+        with pytest.raises(ValueError, match=f"window = {window}: needs causal attention"):
             softmax_attention(*map(jnp.asarray, (q, k, v)), causal=False, window=window)
         return
     if order != "in order":
