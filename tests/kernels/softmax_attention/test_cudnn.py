@@ -135,5 +135,5 @@ def test_a_gpu_that_is_not_there_gets_xla(cudnn, monkeypatch):
         assert cudnn_lib._gpu() is cudnn.gpu
     cases.trace(cases.shapes())
     assert not cudnn.calls
-    with pytest.raises(NotImplementedError, match="on a machine with an NVIDIA GPU"):
+    with pytest.raises(NotImplementedError, match="needs cuDNN and an NVIDIA GPU"):
         cases.trace(cases.shapes(), implementation="cudnn")
