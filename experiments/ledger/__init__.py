@@ -1,1 +1,1 @@
-"""Claims of four papers and a blog, and the rules by which results judge them."""
+"""The papers' claims (TOML) and the rules that judge them."""

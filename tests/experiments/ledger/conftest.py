@@ -1,11 +1,20 @@
-"""A folder of results that is empty."""
+"""An empty folder of results, and a source of made-up differences."""
 
 import pytest
 
 from experiments import record
+from experiments.ledger import judge
+from kvjax.foundation.estimate import Estimate
 
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Returns a difference as rules name it."""
+    monkeypatch.setitem(judge.SOURCES, "given", lambda m, half, n: (Estimate(m, half), n))
+    return lambda mean, half, seeds=3: {"given": (mean, half, seeds)}

@@ -1,31 +1,27 @@
-"""What single claims are judged by: small tasks, heads, ranks, the papers' own figures."""
+"""Rules of single papers: small tasks, heads, ranks, proofs."""
 
 import json
-import math
 
 import pytest
 
 from experiments.ledger import (
-    lrkv_figures,
-    lrkv_heads,
-    results as results_lib,
-    small_tasks,
-    thin_keys_rules,
-    verdicts,
+    judge,
+    rules_logit_spectra,
+    rules_lrkv,
+    rules_projection_sharing,
+    rules_thin_keys,
 )
-from experiments.ledger.verdicts import Claim
 from experiments.tasks import sequences
+from kvjax.analysis.measures import logits
 
 
 def test_mechanisms_that_lrkv_contains_at_half_the_rank():
-    assert lrkv_figures.contained() == {"MQA": True, "GQA-3": False}
+    assert rules_lrkv.contained().verdict == judge.PART
 
 
 @pytest.mark.slow
 def test_a_map_of_places_sees_the_order_of_a_set():
-    found = small_tasks.equivariant()
-    assert [name for name, held in found.items() if not held] == ["(Q=K-V)+", "(Q=K=V)+"]
-    assert len(found) == 6
+    assert rules_projection_sharing.equivariant("x") == (judge.PART, "4 of 6 cases; x")
 
 
 def test_channels_that_retrieval_needs_by_the_number_of_keys(results):
@@ -35,21 +31,21 @@ def test_channels_that_retrieval_needs_by_the_number_of_keys(results):
             for n in (4, 8, 16, 32, 64)
         ]
 
-    def judge(**least):
+    def found_with(**least):
         found = [row for task, n in least.items() for row in rows(task, n)]
         (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=found)))
-        return thin_keys_rules.bound().judge()
+        return rules_thin_keys.enough_channels()
 
-    found = judge(retrieval=16)
-    assert found.verdict == verdicts.CONTRADICTED
+    found = found_with(retrieval=16)
+    assert found.verdict == judge.CONTRADICTED
     assert "16 keys: 16, predicted 8; 8, 32, 64 keys are not measured" in found.ours
-    assert judge(retrieval=8, retrieval_64_keys=8).verdict == verdicts.REPRODUCED  # 12 suffice
-    assert judge(retrieval=8, retrieval_32_keys=64).verdict == verdicts.PART
-    found = judge(retrieval=8, retrieval_64_keys=128)  # too few batches for any
-    assert found.verdict == verdicts.REPRODUCED
+    assert found_with(retrieval=8, retrieval_64_keys=8).verdict == judge.REPRODUCED  # 12 suffice
+    assert found_with(retrieval=8, retrieval_32_keys=64).verdict == judge.PART
+    found = found_with(retrieval=8, retrieval_64_keys=128)  # too few batches for any
+    assert found.verdict == judge.REPRODUCED
     assert "; 64 keys no d_select learns with every seed" in found.ours
-    with pytest.raises(results_lib.NoResultError):
-        judge()
+    with pytest.raises(judge.NoResultError):
+        found_with()
 
 
 def test_a_claim_that_holds_from_one_start_holds_in_part(results):
@@ -59,28 +55,28 @@ def test_a_claim_that_holds_from_one_start_holds_in_part(results):
         for start, least in (("fan_in", 16), ("equal", 8))
         for n in (8, 16)
     ]
-    judge = lambda rows: (
+    found_with = lambda rows: (
         (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows))),
-        thin_keys_rules.BothStarts(thin_keys_rules.bound).judge(),
+        rules_thin_keys.both_starts({"rule": "enough_channels"}),
     )[1]
-    found = judge(rows)
-    assert found.verdict == verdicts.PART
+    found = found_with(rows)
+    assert found.verdict == judge.PART
     assert "weights by fan-in: 0 of 1 cases" in found.ours
     assert "matrices that start alike: 1 of 1 cases" in found.ours
-    assert judge(rows[2:]).verdict == verdicts.REPRODUCED
-    assert judge(rows[:2]).verdict == verdicts.CONTRADICTED
-    with pytest.raises(results_lib.NoResultError):
-        judge([])
+    assert found_with(rows[2:]).verdict == judge.REPRODUCED
+    assert found_with(rows[:2]).verdict == judge.CONTRADICTED
+    with pytest.raises(judge.NoResultError):
+        found_with([])
 
 
 @pytest.mark.parametrize(
     "plain, moved, others, verdict",
     [
-        (99, -24, -24, "not told apart"),  # three of four heads are all that could be filled
+        (99, -24, -24, "not distinguishable"),  # three of four heads are all that could be filled
         (60, 10, -5, "reproduced"),
         (60, 10, 5, "in part"),
         (60, -10, -5, "contradicted"),
-        (60, 0.5, -5, "not told apart"),
+        (60, 0.5, -5, "not distinguishable"),
     ],
 )
 def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verdict):
@@ -97,11 +93,11 @@ def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verd
         estimates=dict(mqa=heads, mha=heads), runs=dict(mqa=runs(moved), mha=runs(others))
     )
     (results / "analysis" / "head_diversity.json").write_text(json.dumps(result))
-    found = lrkv_heads.Rises("mqa", ("mha",), heads=4).judge()
+    found = rules_lrkv.centring_raises("mqa", ["mha"], heads=4)
     assert found.verdict == verdict and f"mqa {moved:+.1f}" in found.ours
     for name in ("lrkv", "gqa"):
-        with pytest.raises(results_lib.NoResultError):
-            lrkv_heads.heads_of(name)
+        with pytest.raises(judge.NoResultError):
+            rules_lrkv.heads_of(name)
 
 
 def test_images_are_judged_at_the_papers_epochs_and_grid(results):
@@ -109,61 +105,54 @@ def test_images_are_judged_at_the_papers_epochs_and_grid(results):
     row = lambda name: dict(variant=name, from_qkv=0.001, from_qkv_half_interval=0.001, seeds=3)
     rows = list(map(row, ("qk_tied", "kv_tied")))
     grid = dict(widths=[64], layers=[2], heads=[2], patches=[7], rates=[1e-3], epochs=20)
-    rule = small_tasks.images_alike("mnist", 0.5, ("qk_tied", "kv_tied"))
+    claim = {"rule": "images_alike", "name": "mnist", "margin": 0.5}
+    claim["variants"] = ["qk_tied", "kv_tied"]
 
-    def judge(**other):
+    def found_with(**other):
         result = dict(grid=grid | other, rows=rows)
         (results / "images" / "mnist.json").write_text(json.dumps(result))
-        return Claim("Table 3", "", "", rule).judge()
+        return judge.judge(claim)
 
-    found = judge()
+    found = found_with()
     assert found.verdict == "reproduced" and "Q=K-V +0.10 ± 0.10" in found.ours
     for other in (dict(epochs=1), dict(widths=[64, 32]), dict(patches=[14]), dict(rates=[1e-2])):
-        assert judge(**other) == ("not measured yet", "")
+        assert found_with(**other) == ("not measured yet", "")
 
 
 @pytest.mark.parametrize("groups, needed", [(1, 0), (2, 16), (3, 22), (32, 31)])
 def test_groups_need_residuals_of_d_h_less_its_part(groups, needed):
-    assert lrkv_figures.needed(groups) == needed
+    assert rules_lrkv.residual_rank(groups) == needed
 
 
 def test_a_query_folds_into_b_without_rope_alone():
-    assert lrkv_figures.fold_gap(rope=False) < 1e-9 < 1e-2 < lrkv_figures.fold_gap(rope=True)
-    assert thin_keys_rules.absorbed_gap(rope=False) < 1e-9 < 1e-2
-    assert thin_keys_rules.absorbed_gap(rope=True) > 1e-2
-
-
-def test_the_largest_share_of_an_effective_rank():
-    """17 components that are all alike; and one that has half, with 16 that are alike."""
-    assert lrkv_heads.most(17 - 1e-9, 18) == pytest.approx(1 / 17, abs=1e-3)
-    entropy = 0.5 * math.log(2) + 0.5 * math.log(32)
-    assert lrkv_heads.most(math.exp(entropy), 18) == pytest.approx(0.5, abs=1e-3)
+    assert rules_lrkv.fold_gap(rope=False) < 1e-9 < 1e-2 < rules_lrkv.fold_gap(rope=True)
 
 
 def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neither(results):
     cell = lambda right: {str(seed): dict(right=right + seed / 100) for seed in range(3)}
     runs = {"swap/qkv/d32_l2_h2_t16": cell(0.9), "swap/qkv_tied/d32_l2_h2_t16": cell(0.9)}
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
-    with pytest.raises(results_lib.NoResultError):
-        small_tasks.table_2("swap", "qkv_tied", "qkv")()
+    with pytest.raises(judge.NoResultError):
+        rules_projection_sharing.accuracy("swap", "qkv_tied", "qkv")
     for outside in ("d32_l2_h2_t32", "d32_l2_h2_t96", "d48_l2_h2_t64", "d32_l3_h2_t64"):
         runs |= {f"swap/qkv/{outside}": cell(0.9), f"swap/qkv_tied/{outside}": cell(0.1)}
     runs |= {"swap/qkv/d32_l2_h2_t64": cell(0.6), "swap/qkv_tied/d32_l2_h2_t64": cell(0.4)}
     runs |= {"swap/qkv/d32_l2_h2_t128": cell(0.1)}  # which the other lacks
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
-    found, seeds = small_tasks.table_2("swap", "qkv_tied", "qkv")()
+    found, seeds = rules_projection_sharing.accuracy("swap", "qkv_tied", "qkv")
     assert found.mean == pytest.approx(-20) and seeds == 3
-    alike = small_tasks.Alike("swap", "qkv_tied", "qkv", 25.0)
-    assert alike.judge().verdict == verdicts.REPRODUCED
+    alike = lambda: rules_projection_sharing.alike("swap", "qkv_tied", "qkv", 25.0)
+    assert alike().verdict == judge.REPRODUCED
     solved = {str(seed): dict(right=0.9999) for seed in range(3)}
     for variant in ("qkv", "qkv_tied"):
         runs[f"swap/{variant}/d32_l2_h2_t64"] = solved
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
-    assert alike.judge() == (verdicts.UNTOLD, f"both solve it ({small_tasks._points('swap')})")
+    assert alike().verdict == judge.UNTOLD and alike().ours.startswith("both solve it (points")
 
 
 def test_a_loss_that_falls_faster_is_lower_on_the_mean(results):
-    rule = small_tasks.falls_faster("qkv", ("qk_tied",))
+    of = {task: {"mean_loss": (task, "qkv", "qk_tied")} for task in sequences.TASKS}
+    verdict = lambda: judge.signs(of, -1, "+.4f", "nats")
     curve = lambda level: {
         str(seed): dict(right=1.0, curve=dict(every=20, loss=[2 * level + seed / 100, 0.0]))
         for seed in range(3)
@@ -172,15 +161,15 @@ def test_a_loss_that_falls_faster_is_lower_on_the_mean(results):
     runs |= {f"{task}/qk_tied/d32_l2_h2_t32": curve(1.5) for task in sequences.TASKS}
     file = results / "sequence_tasks.json"
     file.write_text(json.dumps(dict(runs=runs)))
-    assert rule.judge().verdict == verdicts.REPRODUCED
-    assert "sort from Q=K-V's -0.5000" in rule.judge().ours
+    assert verdict().verdict == judge.REPRODUCED
+    assert "sort -0.5000" in verdict().ours
     runs["copy/qkv/d32_l2_h2_t32"] = curve(2.0)
     file.write_text(json.dumps(dict(runs=runs)))
-    assert rule.judge().verdict == verdicts.PART
+    assert verdict().verdict == judge.PART
     runs["copy/qkv/d32_l2_h2_t32"] = {str(seed): dict(right=1.0) for seed in range(3)}
     file.write_text(json.dumps(dict(runs=runs)))
-    with pytest.raises(results_lib.NoResultError):
-        rule.judge()
+    with pytest.raises(judge.NoResultError):
+        verdict()
 
 
 def _remedies(
@@ -198,38 +187,38 @@ def _remedies(
             row |= dict(seeds_in_common=seeds, change=change, change_half_interval=half)
             rows.append(row)
     (results / "diagonal.json").write_text(json.dumps(dict(hottest=4.0, rows=rows)))
-    return small_tasks.NoHelp(margin=1.0).judge()
+    return rules_projection_sharing.no_help(margin=1.0)
 
 
 def test_a_remedy_that_helps_everywhere_is_one(results):
     helps, harms = (0.1, 0.02, 0.1, 0.02), (0.1, 0.02, 0.1, -0.02)
-    assert _remedies(results, harms, harms).verdict == verdicts.REPRODUCED
+    assert _remedies(results, harms, harms).verdict == judge.REPRODUCED
     found = _remedies(results, helps, harms)
-    assert found.verdict == verdicts.PART
+    assert found.verdict == judge.PART
     assert (
         "normalised (contradicted): Q=K-V reverse +10.0 ± 1.0, Q=K-V swap +2.0 ± 1.0" in found.ours
     )
     assert "annealed from 4 to 1" in found.ours
-    assert _remedies(results, helps, helps).verdict == verdicts.CONTRADICTED
+    assert _remedies(results, helps, helps).verdict == judge.CONTRADICTED
     here = _remedies(results, (0.1, 0.001, 0.1, 0.001), helps, half=0.005)
-    assert here.verdict == verdicts.CONTRADICTED and "normalised (not told apart)" in here.ours
+    assert here.verdict == judge.CONTRADICTED and "normalised (not distinguishable)" in here.ours
     nothing = (0.001,) * 4
-    assert _remedies(results, nothing, nothing, half=0.002).verdict == verdicts.REPRODUCED
+    assert _remedies(results, nothing, nothing, half=0.002).verdict == judge.REPRODUCED
     room = dict(plain=(0.8, 0.8, 0.8, 0.9999))  # what is solved has none
-    assert _remedies(results, harms, harms, **room).verdict == verdicts.CONTRADICTED
+    assert _remedies(results, harms, harms, **room).verdict == judge.CONTRADICTED
 
 
 def test_a_remedy_of_which_little_is_known_is_not_judged(results):
     harms = (0.1, 0.02, 0.1, -0.02)
-    assert _remedies(results, harms, harms, half=20.0).verdict == verdicts.UNTOLD
+    assert _remedies(results, harms, harms, half=20.0).verdict == judge.UNTOLD
     for few in (dict(length=8), dict(seeds=2)):
-        with pytest.raises(results_lib.NoResultError):
+        with pytest.raises(judge.NoResultError):
             _remedies(results, harms, harms, **few)
     solved = dict(plain=(1.0, 0.995, 0.999, 0.8))
-    with pytest.raises(results_lib.NoResultError):  # one cell alone has room
+    with pytest.raises(judge.NoResultError):  # one cell alone has room
         _remedies(results, harms, harms, **solved)
     for changes in ((), harms[:1]):  # one remedy alone, or not in all cells
-        with pytest.raises(results_lib.NoResultError):
+        with pytest.raises(judge.NoResultError):
             _remedies(results, harms, changes)
 
 
@@ -243,14 +232,12 @@ def test_what_few_variants_solve_is_not_solved_by_all(results):
 
     every = ("qkv", "qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied", "qkv_tied_plus")
     write(every, 3)
-    assert small_tasks.all_right("sub").judge().verdict == verdicts.REPRODUCED
+    assert rules_projection_sharing.solved("sub").verdict == judge.REPRODUCED
     cases = ((every[1:], 3, {}), (every, 2, {}), ((), 3, {}), (every, 3, dict(length=[16, 32])))
     for variants, seeds, sizes in cases:
         write(variants, seeds, **sizes)
-        with pytest.raises(results_lib.NoResultError):
-            small_tasks.all_right("sub").judge()
-    with pytest.raises(results_lib.NoResultError):
-        verdicts.Cases(dict, str).judge()
+        with pytest.raises(judge.NoResultError):
+            rules_projection_sharing.solved("sub")
 
 
 def test_the_best_of_a_set_is_compared_with_the_next_best(results):
@@ -260,7 +247,7 @@ def test_the_best_of_a_set_is_compared_with_the_next_best(results):
         for variant, x in right.items()
     }
     (results / "set_anomaly.json").write_text(json.dumps(dict(runs=runs)))
-    found, seeds = small_tasks.best_anomaly("last")()
+    found, seeds = rules_projection_sharing.best_anomaly("last", "qk_tied_plus")
     assert found.mean == pytest.approx(-10) and seeds == 3
 
 
@@ -274,5 +261,66 @@ def test_copying_is_judged_by_its_best_as_printed(results, best, failed, verdict
     run = lambda right: {str(seed): dict(curve={"100": right, "200": 0.5}) for seed in range(3)}
     runs = {"retrieval/d4": run(0.5), "retrieval/d8": run(best)}
     (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
-    found = thin_keys_rules.reaches("retrieval", lambda n: n >= 8).judge()
+    found = rules_thin_keys.reaches("retrieval", 8)
     assert found.verdict == verdict and "8: 50.0 ± 10.0 %, best" in found.ours
+
+
+def test_lrkvs_training_by_equations_3_and_4():
+    """Counts each head's products with r latents, and no weights that make its keys and values."""
+    d, heads, layers, rank, tokens = 2304, 18, 36, 64, 2048
+    mha = layers * (12 * d * d + 2 * tokens * d) + 65_536 * d
+    weights = 2 * d * 128 + 2 * heads * rank * (d + 128) - 2 * d * d
+    more = layers * (weights + 2 * tokens * heads * rank)
+    assert rules_lrkv.latent_flops() == pytest.approx(100 * more / mha)
+    assert rules_lrkv.lrkv_flops().verdict == judge.PART
+
+
+def _tasks(results, task, published, converged):
+    """A result of retrieval by channels: the batch of each seed, None where it never converged."""
+    rows, runs = [], {}
+    for channels, batches in converged.items():
+        there = [x for x in batches if x is not None]
+        mean = sum(there) / len(there) if there else None
+        half = 50.0 if len(there) > 1 else None
+        row = dict(task=task, channels=channels, seeds=len(batches), converged_runs=len(there))
+        row |= dict(converged=mean, converged_half_interval=half)
+        rows.append(row | dict(published_converged=published[channels]))
+        runs[f"{task}/d{channels}"] = {str(i): dict(converged=x) for i, x in enumerate(batches)}
+    (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
+
+
+def test_when_a_task_converges_is_told_by_all_seeds(results):
+    published = {4: None, 8: 200, 16: 200, 32: 200, 64: 200}
+    batches = {4: [None] * 3, 8: [200, 240, 250], 16: [200, None, 200], 32: [400, 400, 400]}
+    batches[64] = [300, 300, 300]
+    _tasks(results, "retrieval", published, batches)
+    verdict, said = rules_thin_keys.converges("retrieval")
+    counts = "2 of 5 cases as there, 1 not distinguishable, margin 100"
+    assert verdict == "in part" and counts in said
+    assert "until 95 % are right" in said and "4: 0 of 3 seeds" in said and "8: 230 ± 50" in said
+    batches[4] = [None, 900, None]
+    _tasks(results, "retrieval", published, batches)
+    assert "1 of 5 cases as there" in rules_thin_keys.converges("retrieval").ours
+
+
+def test_later_is_told_seed_by_seed(results):
+    _tasks(results, "copy_back_l2", {4: 300, 8: 200}, {4: [600, 700, 800], 8: [200, 300, None]})
+    found, seeds = rules_thin_keys.batches_to_converge("copy_back_l2", 4, 8)
+    assert found.mean == pytest.approx(400) and seeds == 2
+    with pytest.raises(judge.NoResultError):
+        rules_thin_keys.batches_to_converge("copy_back_l2", 4, 16)
+
+
+def test_each_random_head_is_held_against_its_own_bound(monkeypatch):
+    found = rules_logit_spectra.worst_rows()
+    assert len(found) == 36 and all(0 < worst <= bound for worst, bound in found.values())
+    assert rules_logit_spectra.proposition_4_1().verdict == judge.REPRODUCED
+    whole = logits.softmax_bound
+    monkeypatch.setattr(logits, "softmax_bound", lambda field, rank: whole(field, rank) / 100)
+    assert rules_logit_spectra.proposition_4_1().verdict == judge.PART
+
+
+def test_softmax_moves_by_no_more_than_the_largest_change_of_a_logit():
+    found = rules_logit_spectra.lipschitz()
+    assert max(found.values()) <= 1 and found["two even logits"] == pytest.approx(1, abs=1e-5)
+    assert found["4,000 random pairs"] > 0.5

@@ -1,0 +1,91 @@
+"""Arithmetic on printed figures: a decimal stands for all numbers that round to it.
+
+`holds("98.91 - 98.28 == 0.63")` is true if some numbers that round to these satisfy the equation. A
+number with a decimal point is rounded, "10." to units; 10 is exact. An inequality compares figures
+as they are printed.
+"""
+
+import ast
+from collections.abc import Callable
+import math
+import operator
+from typing import NamedTuple
+
+_EDGE = 1e-9  # a number on the edge rounds either way
+
+
+class Span(NamedTuple):
+    """An interval of numbers, with arithmetic."""
+
+    least: float
+    most: float
+
+    @property
+    def middle(self) -> float:
+        return (self.least + self.most) / 2
+
+    def meets(self, other: "Span") -> bool:
+        """Returns whether the two have a number in common."""
+        return max(self.least, other.least) <= min(self.most, other.most) + _EDGE
+
+
+def span(printed: str) -> Span:
+    """Returns all numbers that round to a decimal; the number itself if it has no point."""
+    figure, (_, point, decimals) = float(printed), printed.partition(".")
+    half = 0.5 * 10.0 ** -len(decimals) if point else 0.0
+    return Span(figure - half, figure + half)
+
+
+def holds(text: str) -> bool:
+    """Returns whether printed figures can satisfy a comparison, or several joined by "and"."""
+    tree = ast.parse(text, mode="eval").body
+    comparisons = tree.values if isinstance(tree, ast.BoolOp) else [tree]
+    return all(_holds(one, text) for one in comparisons)
+
+
+def _holds(tree: ast.Compare, source: str) -> bool:
+    sides = [_evaluate(side, source) for side in (tree.left, *tree.comparators)]
+    pairs = zip(sides, tree.ops, sides[1:], strict=False)
+    return all(_COMPARISONS[type(op)](one, other) for one, op, other in pairs)
+
+
+def value(expression: str) -> float:
+    """Returns the value of an expression, of figures as they are printed."""
+    return _evaluate(ast.parse(expression, mode="eval").body, expression).middle
+
+
+_COMPARISONS: dict[type, Callable[[Span, Span], bool]] = {
+    ast.Eq: Span.meets,
+    ast.Lt: lambda one, other: one.middle < other.middle - _EDGE,
+    ast.LtE: lambda one, other: one.middle <= other.middle + _EDGE,
+    ast.Gt: lambda one, other: one.middle > other.middle + _EDGE,
+    ast.GtE: lambda one, other: one.middle >= other.middle - _EDGE,
+}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS = {"exp": math.exp, "log": math.log, "ceil": math.ceil}
+
+
+def _evaluate(node: ast.expr, source: str) -> Span:
+    match node:
+        case ast.Constant():
+            return span(ast.get_source_segment(source, node))
+        case ast.UnaryOp(op=ast.USub()):
+            least, most = _evaluate(node.operand, source)
+            return Span(-most, -least)
+        case ast.BinOp():
+            one, other = (_evaluate(side, source) for side in (node.left, node.right))
+            ends = [_OPERATORS[type(node.op)](x, y) for x in one for y in other]
+            return Span(min(ends), max(ends))
+        case ast.Call(func=ast.Name(id="mean")):
+            spans = [_evaluate(argument, source) for argument in node.args]
+            return Span(*(sum(ends) / len(ends) for ends in zip(*spans, strict=True)))
+        case ast.Call(func=ast.Name(id=name), args=[argument]):
+            return Span(*map(_FUNCTIONS[name], _evaluate(argument, source)))  # all increase
+    raise ValueError(f"{source!r}: cannot be evaluated")

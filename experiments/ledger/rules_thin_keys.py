@@ -1,0 +1,202 @@
+"""Rules for claims of thin keys: small tasks, converted models, shapes."""
+
+import math
+import statistics
+
+from experiments.conversion import kept
+from experiments.ledger import judge
+from experiments.studies.thin_keys_tasks import CHANNELS, EVERY, STARTS, TASKS, cell
+from kvjax.costs import formulas
+from kvjax.foundation.estimate import Estimate
+
+_CALLED = {"fan_in": "weights by fan-in", "equal": "matrices that start alike"}
+
+# -- small tasks -----------------------------------------------------------------------------------
+
+
+@judge.rule
+def both_starts(of: dict) -> judge.Found:
+    """Judges a claim on small tasks from each initialisation that was trained.
+
+    The paper does not name its initialisation. A claim that holds from one alone holds in part.
+
+    Args:
+      of: a rule with the option `start`.
+    """
+    found = {start: judge.judge(of | {"start": start}) for start in STARTS}
+    found = {start: one for start, one in found.items() if one.verdict != judge.MISSING}
+    if not found:
+        raise judge.NoResultError("thin_keys_tasks")
+    if len(found) == 1:
+        return next(iter(found.values()))
+    ours = "; ".join(f"{_CALLED[start]}: {one.ours}" for start, one in found.items())
+    return judge.Found(judge.of_all([one.verdict for one in found.values()]), ours)
+
+
+def _rows(task: str, start: str = "fan_in") -> dict[int, dict]:
+    """Returns rows by channels; raises a judge.NoResultError unless each has three seeds."""
+    rows = [r for r in judge.read("thin_keys_tasks")["rows"] if r.get("start", "fan_in") == start]
+    found = {r["channels"]: r for r in rows if r["task"] == task}
+    if not found or any(row["seeds"] < judge.SEEDS for row in found.values()):
+        raise judge.NoResultError(task)
+    return found
+
+
+@judge.rule
+def reaches(task: str, least: int, start: str = "fan_in") -> judge.Found:
+    """Checks that the best accuracy prints as 100.0 % from `least` channels on.
+
+    The paper's tables print the best accuracy during training. With fewer channels no seed may
+    converge.
+    """
+    rows, runs = _rows(task, start), judge.read("thin_keys_tasks")["runs"]
+    best = {
+        n: 100
+        * statistics.mean(
+            max(r["curve"].values()) for r in runs[cell(task, n, start).name].values()
+        )
+        for n in rows
+    }
+    holding = {
+        f"d_select {n}": f"{best[n]:.1f}" == "100.0" if n >= least else not row["converged_runs"]
+        for n, row in rows.items()
+    }
+    ends = {n: Estimate(r["right"], r["right_half_interval"]).times(100) for n, r in rows.items()}
+    shown = "; ".join(f"{n}: {x.shown('.1f')} %, best {best[n]:.1f}" for n, x in ends.items())
+    return judge.cases(
+        holding,
+        f"at the end, and the best on the way, as the paper's tables have it: {shown} "
+        f"(means over {min(row['seeds'] for row in rows.values())} seeds)",
+    )
+
+
+@judge.source
+def batches_to_converge(task: str, few: int, many: int) -> judge.Difference:
+    """Returns batches until convergence, with fewer channels less with more."""
+
+    def by_seed(channels: int) -> dict[str, float]:
+        runs = judge.read("thin_keys_tasks")["runs"].get(f"{task}/d{channels}", {})
+        return {seed: x["converged"] for seed, x in runs.items() if x["converged"] is not None}
+
+    return judge.paired(by_seed(few), by_seed(many), task)
+
+
+@judge.rule
+def converges(task: str) -> judge.Found:
+    """Checks when a task converges, by channels: within one evaluation of the paper's batch.
+
+    Where the paper has no number no seed may converge; elsewhere all must.
+    """
+    rows = _rows(task)
+    verdicts = [converged(row) for row in rows.values()]
+    count = f"{verdicts.count(judge.REPRODUCED)} of {len(verdicts)} cases as there"
+    if judge.UNTOLD in verdicts:
+        count += f", {verdicts.count(judge.UNTOLD)} {judge.UNTOLD}"
+    shown = []
+    for n, row in rows.items():
+        if row["converged_half_interval"] is None:
+            shown.append(f"{n}: {row['converged_runs']} of {row['seeds']} seeds")
+        else:
+            batches = Estimate(row["converged"], row["converged_half_interval"])
+            shown.append(f"{n}: {batches.shown('.0f')}")
+    return judge.Found(
+        judge.of_all(verdicts),
+        f"{count}, margin {EVERY}; batches (epochs, to the paper) until "
+        f"{100 * TASKS[task].converged:.0f} % are right, looked at every {EVERY}: "
+        f"{'; '.join(shown)}",
+    )
+
+
+def converged(row: dict) -> str:
+    published, half = row["published_converged"], row["converged_half_interval"]
+    if published is None:
+        return judge.CONTRADICTED if row["converged_runs"] else judge.REPRODUCED
+    if row["converged_runs"] < row["seeds"] or half is None:
+        return judge.CONTRADICTED
+    return judge.of_margin(row["converged"] - published, half, EVERY)
+
+
+@judge.rule
+def enough_channels(start: str = "fan_in") -> judge.Found:
+    """Checks that 2·log2 N channels suffice to converge, with N keys: 8 for 16 keys.
+
+    Where no d_select converges with every seed, training was too short, and nothing is judged.
+    """
+    least, missing, unlearned = {}, [], []
+    for keys in (8, 16, 32, 64):
+        try:
+            rows = _rows("retrieval" if keys == 16 else f"retrieval_{keys}_keys", start)
+        except judge.NoResultError:
+            missing.append(keys)
+            continue
+        suffice = [n for n, row in rows.items() if row["converged_runs"] == row["seeds"]]
+        if suffice:
+            least[keys] = min(suffice)
+        else:
+            unlearned.append(keys)
+    predicted = {keys: min(n for n in CHANNELS if n >= 2 * math.log2(keys)) for keys in least}
+    shown = ", ".join(f"{keys} keys: {n}, predicted {predicted[keys]}" for keys, n in least.items())
+    reasons = {"are not measured": missing, "no d_select learns with every seed": unlearned}
+    rest = "".join(f"; {', '.join(map(str, n))} keys {why}" for why, n in reasons.items() if n)
+    return judge.cases(
+        {f"{keys} keys": n <= predicted[keys] for keys, n in least.items()},
+        f"least d_select that every seed converges with: {shown}{rest}",
+    )
+
+
+# -- converted models ------------------------------------------------------------------------------
+
+
+@judge.rule
+def keys_lose_less(objective: str) -> judge.Found:
+    """Checks that a cut of keys costs less than one of queries, by model and share of the rank."""
+    pairs = {}
+    for model, called in (("smollm2", "SmolLM2"), ("whisper", "Whisper")):
+        keys, queries = (_cut(model, part, objective) for part in ("key", "query"))
+        for share in sorted(keys.keys() & queries.keys()):
+            pairs[f"{called}, {share} %"] = keys[share], queries[share]
+    ours = ", ".join(f"{name}: {k:.0f} and {q:.0f}" for name, (k, q) in pairs.items())
+    return judge.cases({name: keys < queries for name, (keys, queries) in pairs.items()}, ours)
+
+
+def _cut(model: str, part: str, objective: str) -> dict[int, float]:
+    """Returns perplexity by the % that is left of the rank of W_K or W_Q."""
+
+    def points(part: str) -> list[dict]:
+        found = kept.read(f"{model}/before/{part}_per_head_{objective}")
+        if found is None:
+            raise judge.NoResultError(f"conversion of {model}")
+        return found["points"]
+
+    # Keys are half of a cache, so its share gives theirs; a cut of queries has the same ranks.
+    left = {p["rank"]: round(100 * (2 * p["share"] - 1)) for p in points("key")}
+    return {left[point["rank"]]: point["perplexity"] for point in points(part)}
+
+
+# -- from shapes -----------------------------------------------------------------------------------
+
+
+def _millions(channels: int) -> float:
+    """Returns parameters of the LLaMA-like model, by channels of queries and keys."""
+    model = judge.experiment_of(f"papers/llama_d{channels}_125m").model
+    return formulas.parameters(model)["total"] / 1e6
+
+
+@judge.rule
+def llama_parameters(figures: dict[str, str]) -> judge.Found:
+    """Checks millions of parameters, by channels."""
+    ours = {channels: f"{_millions(int(channels)):.1f}" for channels in figures}
+    shown = ", ".join(f"{channels}: {count}M" for channels, count in ours.items())
+    return judge.cases({channels: ours[channels] == x for channels, x in figures.items()}, shown)
+
+
+@judge.rule
+def query_and_key_shares(low: float, high: float) -> judge.Found:
+    """Checks the % of all parameters that queries and keys have, of the paper's models."""
+    mistral = 32 * 4096 * (32 + 8) * 128  # 32 layers of 4,096, 32 query and 8 KV heads of 128
+    shares = {
+        "GPT-2": 12 * 2 * (768 * 768 + 768) / 124.4e6,
+        "Mistral-7B": mistral / 7.24e9,
+        "its LLaMA-like model": 2 * 12 * 768 * 768 / (1e6 * _millions(768)),
+    }
+    return judge.within({name: 100 * share for name, share in shares.items()}, low, high, ".1f")
