@@ -1,15 +1,16 @@
-"""Decode kernels: their time on the device present, or what a compiler makes of them for another.
+"""Profiles decode kernels: times on the device present, or a compiler's figures for another one.
 
     python -m kvjax.kernels.profile                                   # on the device present
     python -m kvjax.kernels.profile --mechanisms=mha,gqa,lrkv --batch=1,8,64 --length=1024,131072
     python -m kvjax.kernels.profile --device=v5e --mechanisms=lrkv     # static: nothing runs
-    python -m kvjax.kernels.profile --check                           # are they right here?
-    python -m kvjax.kernels.profile --tune --save                      # block sizes, tuned.json
+    python -m kvjax.kernels.profile --check                           # compare with the definition
+    python -m kvjax.kernels.profile --tune --save                      # tile sizes, tuned.json
 
-One layer's decode attention over full caches. On the device present: time per call without
-dispatch, beside the bandwidth of the datasheet and that of a copy, other implementations, and
-libraries. For another device nothing runs: a TPU's compiler gives its schedule, as bundles per
-token against the cycles the token's bytes take; a GPU's gives registers, spills and shared memory.
+Decode attention of one layer over full caches. On the device present: time per call without
+dispatch, compared with the bandwidths of the datasheet and of a copy, with other implementations
+and with libraries. For another device nothing runs: a TPU's compiler gives its schedule, as bundles
+per token against the cycles that HBM needs for the token's bytes; a GPU's compiler gives registers,
+spills and shared memory.
 """
 
 import argparse
@@ -41,7 +42,7 @@ _MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"
 
 
 def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
-    """Cache GB/s over tokens, a line per mechanism, implementation and batch, as PNG."""
+    """Plots cache GB/s over tokens, a line per mechanism, implementation and batch, as PNG."""
     axes = _matplotlib(file).Figure(figsize=(8, 5)).subplots()
     lines = {}
     for r in rows:
@@ -70,17 +71,17 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--op", default="decode_attention", choices=OPS)
     add("--mechanisms", default=_MECHANISMS, help="names of the model's shapes, see shapes.py")
-    add("--device", default="", choices=DEVICES, help="(the one present)")
+    add("--device", default="", choices=DEVICES, help="device to profile (the one present)")
     add("--model", default="d36", choices=tuple(shapes.SHAPES), help="(d36)")
-    add("--batch", help="sequences, as in 1,8,64; with --length, each by each")
-    text = "cached tokens of each; neither: lengths, then batches, on a CPU few and short ones"
+    add("--batch", help="numbers of sequences, as in 1,8,64; combined with every --length")
+    text = "cached tokens per sequence; default: a sweep of lengths, then of batches (few on a CPU)"
     add("--length", help=text)
-    add("--implementations", help=f"of {', '.join(contenders.NAMES)}")
-    add("--blocks", default="512,1024", help="the two block sizes that a static TPU profile takes")
+    add("--implementations", help=f"some of {', '.join(contenders.NAMES)}")
+    add("--blocks", default="512,1024", help="two tile sizes, in tokens, for a static TPU profile")
     add("--rounds", help="measurements of each, taken in turns (7; on a CPU 3)")
-    add("--milliseconds", default="50", help="a measurement takes about as long")
-    add("--tune", action="store_true", help="search block sizes and write tuned.json")
-    text = "compare outputs with the definition's; the exit status is 1 if one is wrong, or none is"
+    add("--milliseconds", default="50", help="approximate duration of a measurement")
+    add("--tune", action="store_true", help="search tile sizes and write tuned.json")
+    text = "compare outputs with the definition; exit status 1 if one is wrong or none ran"
     add("--check", action="store_true", help=text)
     add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP*.json")
     add("--plot", default="", help="a PNG of the length sweep")
@@ -97,16 +98,16 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
     for name in ("tune", "check"):
         if getattr(o, name) and o.plot:
-            raise UserError(f"--{name} --plot={o.plot}: only of what is measured")
+            raise UserError(f"--{name} --plot={o.plot}: --plot needs measurements")
     if o.check and o.tune:
-        raise UserError("--check --tune: one or the other")
+        raise UserError("--check --tune: use one of them")
     if o.check and not set(o.implementations or ()) <= set(IMPLEMENTATIONS):
-        raise UserError(f"--check: is of {', '.join(IMPLEMENTATIONS)}, not of libraries")
+        raise UserError(f"--check: takes {', '.join(IMPLEMENTATIONS)}, not libraries")
     return o
 
 
 def _points(o: argparse.Namespace, *, on_cpu: bool) -> tuple[tuple[int, int], ...]:
-    """(batch, length) of each point: what is asked for, each by each; or lengths, then batches."""
+    """Returns (batch, length) of each point: the given ones combined, or the default sweeps."""
     lengths = _CPU_LENGTHS if on_cpu else _LENGTHS
     if o.batch or o.length:
         return tuple(itertools.product(o.batch or (1,), o.length or lengths))
@@ -118,57 +119,58 @@ def _points(o: argparse.Namespace, *, on_cpu: bool) -> tuple[tuple[int, int], ..
 
 def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
     platform = jax.default_backend()
-    usual, rounds = contenders.default(platform), (3 if platform == "cpu" else 7,)
+    default = contenders.default(platform)
     if o.check:
-        usual = tuple(name for name in usual if name in IMPLEMENTATIONS)
+        default = tuple(name for name in default if name in IMPLEMENTATIONS)
     run = measured.Run(
         model=o.model,
         mechanisms=o.mechanisms,
         points=o.points,
-        implementations=o.implementations or (usual[:1] if o.tune else usual),
-        rounds=(o.rounds or rounds)[0],
+        implementations=o.implementations or (default[:1] if o.tune else default),
+        rounds=o.rounds[0] if o.rounds else 3 if platform == "cpu" else 7,
         target=o.milliseconds[0] / 1e3,
         device=name,
     )
     if o.tune:
-        return _tuned(measured.tune(run, _say), out)
+        return _tuned(measured.tune(run, _print_row), out)
     if o.check:
-        rows = agreement.check(run, _say)
+        rows = agreement.check(run, _print_row)
         out.show(agreement.table(rows, run))
         return dict(rows=rows)
-    rows, copied = measured.measure(run, _say)
+    rows, copied = measured.measure(run, _print_row)
     kind = jax.devices()[0].device_kind
     datasheet = datasheets.DEVICES.get(name)
     sheet = f"{datasheet.bandwidth / 1e9:,.0f} by datasheet, " if datasheet else ""
     title = (
-        f"measured, {kind}, {run.dtype}: median of {run.rounds} rounds, their extremes, one layer. "
-        f"GB/s of logical cache bytes; {sheet}{copied / 1e9:,.1f} copying (read and written). "
-        "MHA's time is of the same turns as its; public MHA's, of the same batch and length"
+        f"measured, {kind}, {run.dtype}: median and extremes of {run.rounds} rounds, one layer. "
+        f"GB/s of logical cache bytes; {sheet}{copied / 1e9:,.1f} for a copy (read and written). "
+        "MHA is timed in turns with each mechanism, public MHA at the same batch and length"
     )
     out.show(measured.table(rows, title))
     return dict(rows=rows, copy_gbps=copied / 1e9)
 
 
-def _say(row: dict) -> None:
-    """Says a row on standard error at once, so that a run that is stopped leaves something."""
-    said = row.get("why")
+def _print_row(row: dict) -> None:
+    """Prints a row on standard error at once, so that a stopped run leaves its first results."""
+    result = row.get("why")
     if "gbps" in row:
         us = " to ".join(f"{1e6 * row['seconds'][key]:,.1f}" for key in ("low", "high"))
-        said = f"{us} us, {row['gbps']:,.1f} GB/s"
+        result = f"{us} us, {row['gbps']:,.1f} GB/s"
     elif "worst" in row:
-        said = f"worst {row['worst']:.1e}, {'agrees' if row['agrees'] else 'WRONG'}"
+        result = f"worst {row['worst']:.1e}, {'agrees' if row['agrees'] else 'WRONG'}"
     elif "seconds" in row:
-        said = f"{1e6 * row['seconds']:,.1f} us with {row.get('parameters', 'its own block sizes')}"
+        sizes = row.get("parameters", "the default tile sizes")
+        result = f"{1e6 * row['seconds']:,.1f} us with {sizes}"
     names = " ".join(filter(None, (row["mechanism"], row["implementation"])))
     if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)  # of the line that counts seconds
-    command_line.say(f"{names}, {row['batch']} x {row['length']:,}: {said}")
+        print("\r\x1b[K", end="", file=sys.stderr)  # clears the line that counts seconds
+    command_line.say(f"{names}, {row['batch']} x {row['length']:,}: {result}")
 
 
 def _tuned(rows: Sequence[dict], out: Output) -> dict:
     for r in rows:
-        said = r.get("why") or f"{r['parameters']} under {r['key']}"
-        out.say(f"{r['mechanism']} {r.get('implementation', 'tpu')}: {said}")
+        result = r.get("why") or f"{r['parameters']} under {r['key']}"
+        out.say(f"{r['mechanism']} {r.get('implementation', 'tpu')}: {result}")
     return dict(tuned=rows)
 
 
@@ -180,14 +182,14 @@ def _static(o: argparse.Namespace, out: Output) -> dict:
         out.show(static.tpu_table(tpu_static.CHIPS[o.device], rows))
         return dict(rows=rows)
     if o.tune:
-        raise UserError(f"--tune --device={o.device}: needs the device; which is not here")
+        raise UserError(f"--tune --device={o.device}: needs the device, which is absent")
     rows = static.gpu(o)
     out.show(static.gpu_table(o.device, rows))
     return dict(rows=rows)
 
 
 def _check_files(o: argparse.Namespace) -> None:
-    """Raises UserError for what could not be written in the end."""
+    """Raises UserError if a result could not be written at the end."""
     if o.plot:
         _matplotlib(pathlib.Path(o.plot))
         target.check_file("--plot", o.plot)
@@ -210,8 +212,8 @@ def _save(result: dict, file: pathlib.Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the tables; the exit status, 1 if --check found an output that is wrong, or none."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory too
+    """Prints the tables; returns 1 if --check found a wrong output or none ran, else 0."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
     o = _options(arguments)
     known = datasheets.for_device(jax.devices()[0])
     present = known.name if known else "cpu" if jax.default_backend() == "cpu" else None
@@ -219,9 +221,9 @@ def main(arguments: list[str]) -> int:
     if is_static and o.device == "cpu":
         raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")
     if is_static and o.check:
-        raise UserError(f"--check --device={o.device}: needs the device, which is not here")
+        raise UserError(f"--check --device={o.device}: needs the device, which is absent")
     if is_static and o.plot:
-        raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
+        raise UserError(f"--plot={o.plot}: --plot needs measurements; {o.device} is absent")
     on_cpu = not is_static and present == "cpu"
     o.points = _points(o, on_cpu=on_cpu)
     _check_files(o)
@@ -232,8 +234,8 @@ def main(arguments: list[str]) -> int:
     result = dict(name="kernels", op=o.op, model=o.model, device=name, static=is_static) | result
     out.result(result)
     if o.save:
-        what = "_static" * is_static + "_tuned" * o.tune + "_check" * o.check
-        _save(result, RESULTS / f"{name}_{o.op}{what}.json")
+        kind = "_static" * is_static + "_tuned" * o.tune + "_check" * o.check
+        _save(result, RESULTS / f"{name}_{o.op}{kind}.json")
     if o.plot:
         plot(result["rows"], target.check_file("--plot", o.plot))
     return 1 if o.check and not agreement.all_agree(result["rows"]) else 0

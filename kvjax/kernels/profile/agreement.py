@@ -1,8 +1,9 @@
-"""Whether implementations of decode attention compute its definition on the device present.
+"""Checks implementations of decode attention against its definition on the device present.
 
-One sequence of a batch is full, the others end anywhere; behind their ends lies garbage, larger
-than any entry. The definition is `reference.decode_attention` in float32, by the device's highest
-precision. Calls are repeated on the same arrays: bits that change are a race.
+One sequence of a batch is full, the others have random lengths; slots behind their ends hold
+garbage 100 times as large as entries. The definition is `reference.decode_attention` in float32,
+with the device's highest precision. Calls are repeated on the same arrays: different bits are a
+race.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,56 +18,59 @@ from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.profile import side_by_side
-from kvjax.kernels.profile.measured import Found, Refusal, Run, or_why
+from kvjax.kernels.profile.measured import OnRow, Refusal, Run, result_or_reason
 
 POINTS = ((1, 32_768), (8, 4096))  # (batch, length)
 CPU_POINTS = ((1, 4096), (8, 512))
 REPEATS = 10
 # Relative to the output's largest entry: 1e-5 in float32, two units in the last place in bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2 * 2.0**-8}
-_GARBAGE = 100  # times what a cache holds
-_DEFINITION = ""  # among implementations' names
+_GARBAGE = 100  # factor of entries behind a sequence's end
+_DEFINITION = ""  # its name among implementations
 
 
-def check(run: Run, found: Found = lambda row: None) -> list[dict]:
-    """A row per point, mechanism and implementation.
+def check(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
+    """Returns a row per point, mechanism and implementation; raises if the definition fails.
 
-    A row has `error` (|o - exact| / |exact|, 2-norms), `worst` (the largest difference over the
-    largest entry), `same` (whether all calls gave the same bits) and `agrees`; or `why` there is
-    no such figure, and unless it was refused `agrees`, which is False. A definition that cannot be
-    computed raises.
+    A row has `error` (|o - exact| / |exact|, 2-norms), `worst` (largest difference over largest
+    entry), `same` (True if all calls gave equal bits) and `agrees`. If an implementation refuses or
+    fails, it has the reason, `why`; after a failure also `agrees`, False.
     """
     rows, names = [], (_DEFINITION, *run.implementations)
     for batch, length in run.points:
-        made = {
+        problems = {
             mechanism: functools.partial(
                 problem, shapes.SHAPES[run.model][mechanism], batch, length, run.dtype
             )
             for mechanism in run.mechanisms
         }
         programs = side_by_side.compiled(
-            {(m, name): functools.partial(_lower, made[m], name) for m in made for name in names}
+            {
+                (m, name): functools.partial(_lower, make, name)
+                for m, make in problems.items()
+                for name in names
+            }
         )
         for mechanism in run.mechanisms:
-            arguments = made[mechanism]()
+            arguments = problems[mechanism]()
             exact = programs[mechanism, _DEFINITION]()(*_wide(arguments))
             exact = np.asarray(exact, np.float64)
             for name in run.implementations:
                 program = programs[mechanism, name]
-                call = lambda program=program, arguments=arguments: program()(*arguments)
-                said = or_why(lambda call=call, exact=exact: _compared(call, exact, run.dtype))
+                compare = functools.partial(_compare, program, arguments, exact, run.dtype)
                 row = dict(mechanism=mechanism, implementation=name, batch=batch, length=length)
-                if isinstance(said, str):
-                    said = dict(why=said) | (
-                        {} if isinstance(said, Refusal) else dict(agrees=False)
-                    )
-                rows.append(row | said)
-                found(rows[-1])
+                result = result_or_reason(compare)
+                if isinstance(result, Refusal):
+                    result = dict(why=result)
+                elif isinstance(result, str):
+                    result = dict(why=result, agrees=False)
+                rows.append(row | result)
+                on_row(rows[-1])
     return rows
 
 
 def problem(shape: Sizes, batch: int, length: int, dtype: jnp.dtype) -> tuple:
-    """Operands, cache, and first_B [B], the last slot that each sequence has reached."""
+    """Returns inputs, cache, and first_B [B], the last slot of each sequence."""
     first_B = np.random.default_rng(0).integers(0, length, batch, np.int32)
     first_B[0] = length - 1
     reached_BS = np.arange(length)[None] <= first_B[:, None]
@@ -75,8 +79,10 @@ def problem(shape: Sizes, batch: int, length: int, dtype: jnp.dtype) -> tuple:
     def draw(reached_BS):
         sizes = dict(batch=batch, length=length, dtype=dtype)
         inputs, cache = shapes.problem(shape, **sizes)
-        reached = lambda x: reached_BS.reshape(batch, *(1,) * (x.ndim - 2), length)
-        return inputs, {f: jnp.where(reached(x), x, _GARBAGE * x) for f, x in cache.items()}
+        for field, x in cache.items():
+            reached = reached_BS.reshape(batch, *(1,) * (x.ndim - 2), length)
+            cache[field] = jnp.where(reached, x, _GARBAGE * x)
+        return inputs, cache
 
     return *draw(reached_BS), jnp.asarray(first_B)
 
@@ -85,15 +91,17 @@ def _wide(arguments: tuple) -> tuple:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), arguments)
 
 
-def _lower(made: Callable[[], tuple], name: str) -> jax.stages.Lowered:
-    arguments = jax.eval_shape(made)
+def _lower(make: Callable[[], tuple], name: str) -> jax.stages.Lowered:
+    arguments = jax.eval_shape(make)
     if name == _DEFINITION:
         arguments = jax.eval_shape(_wide, arguments)
     return jax.jit(IMPLEMENTATIONS[name or "reference"]).lower(*arguments)
 
 
-def _compared(call: Callable[[], jax.Array], exact: np.ndarray, dtype: jnp.dtype) -> dict:
-    first, *again = (np.asarray(call()) for _ in range(REPEATS))
+def _compare(
+    program: Callable[[], Callable], arguments: tuple, exact: np.ndarray, dtype: jnp.dtype
+) -> dict:
+    first, *again = (np.asarray(program()(*arguments)) for _ in range(REPEATS))
     if not np.isfinite(first).all():
         raise FloatingPointError("its output is not finite")
     difference = first.astype(np.float64) - exact
@@ -108,12 +116,12 @@ def _compared(call: Callable[[], jax.Array], exact: np.ndarray, dtype: jnp.dtype
 
 
 def all_agree(rows: Sequence[dict]) -> bool:
-    """Whether something ran, and nothing was wrong or failed."""
+    """Returns True if at least one implementation ran, and none was wrong or failed."""
     return any("worst" in r for r in rows) and all(r.get("agrees", True) for r in rows)
 
 
 def table(rows: Sequence[dict], run: Run) -> Table:
-    """Rows as a table; one that did not run says why."""
+    """Returns rows as a table, with reasons as notes."""
     tolerance = TOLERANCE[run.dtype.name]
     title = (
         f"{jax.devices()[0].device_kind}, {run.dtype}, {run.model}: against the definition in "

@@ -1,7 +1,7 @@
-"""What the profiler times side by side: our implementations, and libraries' attention.
+"""Contenders of a profile: our implementations of decode attention, and libraries' attention.
 
-A library's attention reads MHA's and GQA's cache only, in a layout of its own, and is given all of
-it: no mask, no last position.
+Libraries take only MHA's and GQA's caches, in layouts of their own, and attend to the whole cache,
+without a mask or a last position.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,29 +27,29 @@ from kvjax.kernels.profile.timing import Sample
 LIBRARIES = ("cudnn", "torch", "torch_flash")
 NAMES = (*IMPLEMENTATIONS, *LIBRARIES)
 _DRAWN = 1024  # tokens drawn, then repeated: drawing takes several times its result's memory
-_AHEAD_BYTES = 2**28
+_AHEAD_BYTES = 2**28  # read before each call of PyTorch, see `_by_events`
 
 
 def default(platform: str) -> tuple[str, ...]:
-    """What is compared where nothing is asked for; the first is our kernel for the platform."""
+    """Returns the contenders by default; the first is our kernel for the platform."""
     ours = [name for name in (platform, "xla") if name in IMPLEMENTATIONS]
     return (*ours, *(LIBRARIES if platform == "gpu" else ()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One mechanism at one batch and length: what is timed is calls round a ring of full caches."""
+    """One mechanism at one batch and length, called on a ring of full caches."""
 
     shape: Sizes
     batch: int
     length: int
     dtype: jnp.dtype
     copies: int  # caches of the ring
-    passes: int  # round the ring in a round, see `timing.chain`
+    passes: int  # passes through the ring in a round, see `timing.chain`
 
     @property
     def abstract(self) -> tuple:
-        """Shapes and dtypes of inputs, of one cache, and of first_B."""
+        """Shapes and dtypes of the inputs, one cache and first_B."""
         sizes = dict(batch=self.batch, length=self.length, dtype=self.dtype)
         first_B = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return *shapes.abstract(self.shape, **sizes), first_B
@@ -66,24 +66,23 @@ class Problem:
         @jax.jit
         def draw(seed: int):
             inputs, cache = shapes.problem(setup.shape, **sizes, seed=seed)
-            repeat = lambda array: jnp.tile(array, length // drawn)
-            return inputs, jax.tree.map(repeat, cache)
+            return inputs, jax.tree.map(lambda x: jnp.tile(x, length // drawn), cache)
 
-        drawn = [draw(seed) for seed in range(setup.copies)]
-        (self.inputs, *_), self.caches = zip(*drawn, strict=True)
+        problems = [draw(seed) for seed in range(setup.copies)]
+        (self.inputs, *_), self.caches = zip(*problems, strict=True)
         self.first_B = jnp.full((setup.batch,), length - 1, jnp.int32)
 
 
 def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | None:
-    """The program of a contender's chain of calls; None for a library that compiles nothing before.
+    """Lowers a contender's chain of calls; None for PyTorch, which compiles nothing.
 
     Args:
       name: one of `NAMES`.
-      parameters: block sizes, for one of ours.
+      parameters: tile sizes, for one of ours.
 
     Raises:
       NotImplementedError: the contender does not take the problem.
-      ImportError: it is not here.
+      ImportError: it is not installed, or has no GPU.
     """
     inputs, cache, first_B = setup.abstract
     if name in IMPLEMENTATIONS:
@@ -102,18 +101,18 @@ def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | No
 
 
 def sample(name: str, problem: Problem, program: Callable | None, *, target: float) -> Sample:
-    """Measures seconds per call of a contender; warm.
+    """Returns a sample of a contender's seconds per call; warm.
 
     Args:
       name: one of `NAMES`.
-      program: what `lower` gave, compiled.
+      program: result of `lower`, compiled.
       target: seconds by which the longer chain of calls is longer, see `timing.slope`.
 
     Raises:
-      ImportError: it is not here.
+      ImportError: the contender is not installed, or has no GPU.
     """
-    if name in ("torch", "torch_flash"):
-        return dict(torch=_torch, torch_flash=_torch_flash)[name](problem, target)
+    if name in _TORCH:
+        return _TORCH[name](problem, target)
     caches = problem.caches
     if copies_caches(name, problem.setup.shape):
         caches = tuple(jax.jit(_tokens_second)(cache) for cache in caches)
@@ -126,12 +125,12 @@ def sample(name: str, problem: Problem, program: Callable | None, *, target: flo
 
 
 def copies_caches(name: str, shape: Sizes) -> bool:
-    """Whether a contender holds the caches once more in JAX's memory; PyTorch has its own."""
+    """Returns True if a contender needs a second copy of the caches in JAX's memory."""
     return name == "cudnn" and isinstance(shape, GroupedSizes)
 
 
 def free() -> None:
-    """Frees arrays that errors' tracebacks hold, and what PyTorch keeps of freed memory."""
+    """Frees arrays in errors' tracebacks, and memory that PyTorch keeps after freeing arrays."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -154,32 +153,33 @@ def _cudnn(inputs: GroupedInputs, cache: Mapping[str, jax.Array], first_B: jax.A
 
 
 def _torch(problem: Problem, target: float) -> Sample:
-    """PyTorch's scaled_dot_product_attention, which splits long caches by itself."""
+    """Samples PyTorch's scaled_dot_product_attention, which splits long caches itself."""
     torch = _torch_with_cuda()
     shape, B, S = problem.setup.shape, problem.setup.batch, problem.setup.length
-    draw = lambda *dims: torch.randn(*dims, dtype=torch.bfloat16, device="cuda")
+    draw = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query = draw(B, shape.N, 1, shape.H)
-    cache = lambda: (draw(B, shape.K, S, shape.H), draw(B, shape.K, S, shape.Hv))
-    caches = [cache() for _ in problem.caches]
-    grouped = {} if shape.K == shape.N else dict(enable_gqa=True)  # which older ones lack
+    caches = [(draw(B, shape.K, S, shape.H), draw(B, shape.K, S, shape.Hv)) for _ in problem.caches]
+    grouped = {} if shape.K == shape.N else {"enable_gqa": True}  # older versions lack it
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **grouped)
     return _by_events(torch, functools.partial(attend, query), caches, target)
 
 
 def _torch_flash(problem: Problem, target: float) -> Sample:
-    """flash-attn's decoding kernel."""
+    """Samples flash-attn's decoding kernel."""
     torch = _torch_with_cuda()
     if importlib.util.find_spec("flash_attn") is None:
         raise ImportError("flash-attn is not installed")
     import flash_attn
 
     shape, B, S = problem.setup.shape, problem.setup.batch, problem.setup.length
-    draw = lambda *dims: torch.randn(*dims, dtype=torch.bfloat16, device="cuda")
+    draw = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     query = draw(B, 1, shape.N, shape.H)
-    cache = lambda: (draw(B, S, shape.K, shape.H), draw(B, S, shape.K, shape.Hv))
-    caches = [cache() for _ in problem.caches]
+    caches = [(draw(B, S, shape.K, shape.H), draw(B, S, shape.K, shape.Hv)) for _ in problem.caches]
     attend = functools.partial(flash_attn.flash_attn_with_kvcache, query)
     return _by_events(torch, attend, caches, target)
+
+
+_TORCH = {"torch": _torch, "torch_flash": _torch_flash}
 
 
 def _torch_with_cuda():
@@ -195,10 +195,10 @@ def _torch_with_cuda():
 def _by_events(
     torch, attend: Callable, caches: Sequence[tuple[object, object]], target: float
 ) -> Sample:
-    """Between CUDA events around one call, round the ring of keys and values; median of several.
+    """Samples the median seconds between CUDA events around single calls, through the ring.
 
-    Before each the device reads an array, so that the call is launched by the time it is reached;
-    reads, since lines of L2 that were written would be written back while the call is timed.
+    Before each call the device reads an array, so that the call has been launched when its turn
+    comes. It reads rather than writes, since L2 would write dirty lines back during the call.
     """
     ahead = torch.ones(_AHEAD_BYTES // 4, device="cuda")
     ring = itertools.cycle(caches)

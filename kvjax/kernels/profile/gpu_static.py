@@ -1,7 +1,6 @@
 """Registers, spills and shared memory of the decode-attention kernel, compiled for an absent GPU.
 
-Registers and spills are those that ptxas reports, shared memory is what a block asks for. Nothing
-runs.
+ptxas reports registers and spills; shared memory is as the program requests it. Nothing runs.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from kvjax.kernels.decode_attention.gpu import attention as gpu
 
 
 def resources(shape: Sizes, *, batch: int, length: int, device: str = "h200") -> dict:
-    """dict(registers, spill_bytes, shared_bytes): of a thread, of a thread, of a block.
+    """Returns "registers" and "spill_bytes" of a thread, "shared_bytes" of a program (CTA).
 
     Raises:
       NotImplementedError: the kernel does not take this shape.
@@ -35,35 +34,34 @@ def resources(shape: Sizes, *, batch: int, length: int, device: str = "h200") ->
 def compiled(
     shape: Sizes, *, batch: int, length: int, device: str = "h200"
 ) -> tuple[dict, jax.stages.Compiled, str]:
-    """See `resources`; the program that they are of, and the kernel's PTX."""
+    """Returns `resources`, the compiled program, and the kernel's PTX."""
     inputs, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
     arguments = inputs, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
-    attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
+    attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))  # traced anew
     with tempfile.TemporaryDirectory() as directory:
-        dump = dict(MOSAIC_GPU_DUMP_TO=directory, MOSAIC_GPU_DUMP_PTX="1")
+        dump = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTX": "1"}
         with mock.patch.dict(os.environ, dump), _compiled_anew():
             program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
         (ptxas,) = pathlib.Path(directory).glob("*.ptxas")
-        (asked,) = pathlib.Path(directory).glob("*.resources.txt")
+        (requested,) = pathlib.Path(directory).glob("*.resources.txt")
         (ptx,) = pathlib.Path(directory).glob("*.ptx")
-        report, asked, ptx = (path.read_text() for path in (ptxas, asked, ptx))
-    number = lambda pattern, text: int(re.search(pattern, text)[1])
-    found = dict(
-        registers=number(r"Used (\d+) registers", report),
-        spill_bytes=number(r"(\d+) bytes spill stores", report),
-        shared_bytes=number(r"smem_scratch_bytes=(\d+)", asked),
-    )
-    return found, program, ptx
+        report, requested, ptx = (path.read_text() for path in (ptxas, requested, ptx))
+    figures = {
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spill_bytes": int(re.search(r"(\d+) bytes spill stores", report)[1]),
+        "shared_bytes": int(re.search(r"smem_scratch_bytes=(\d+)", requested)[1]),
+    }
+    return figures, program, ptx
 
 
 @contextlib.contextmanager
 def _compiled_anew() -> Iterator[None]:
-    """Without JAX's persistent compilation cache: a program from it leaves no report."""
+    """Disables JAX's persistent compilation cache, whose programs leave no report."""
     enabled = jax.config.jax_enable_compilation_cache
 
-    def enable(whether: bool):
-        jax.config.update("jax_enable_compilation_cache", whether)
-        compilation_cache.reset_cache()  # JAX decides once whether it uses it
+    def enable(on: bool):
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()  # JAX reads the option once
 
     enable(False)
     try:

@@ -1,4 +1,4 @@
-"""Decode attention timed on the device that is present: rows of a table, and block sizes."""
+"""Times decode attention on the device present: rows of a table, and tile sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -18,16 +18,16 @@ from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.profile import contenders, side_by_side, timing
 from kvjax.kernels.profile.contenders import LIBRARIES
 
-TILES = (256, 512, 1024, 2048, 4096)  # where an implementation's module has no CANDIDATES
-NOTHING_FASTER = "nothing is faster than its own block sizes"
+TILES = (256, 512, 1024, 2048, 4096)  # for implementations whose module has no CANDIDATES
+NOTHING_FASTER = "nothing is faster than the default tile sizes"
 NO_MHA = "MHA does not fit beside it"
-_MEMORY = 0.85  # of the device's, for caches
-_COPY, _MHA = " copy", " mha"  # beside implementations' names
+_MEMORY = 0.85  # share of the device's memory for caches
+_COPY, _MHA = " copy", " mha"  # names of samples beside implementations'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What to measure, and how."""
+    """Options of a measurement."""
 
     model: str
     mechanisms: Sequence[str]
@@ -35,7 +35,7 @@ class Run:
     implementations: Sequence[str]
     rounds: int
     target: float  # seconds by which the longer chain of calls is longer
-    device: str | None  # a name of datasheets.DEVICES, or "cpu"; None: no datasheet of it
+    device: str | None  # a name in datasheets.DEVICES, or "cpu"; None: has no datasheet
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -46,35 +46,35 @@ class Run:
         return timing.ON_CHIP_BYTES.get(self.device, max(timing.ON_CHIP_BYTES.values()))
 
 
-Found = Callable[[Mapping], None]  # is given every row once it is measured
+OnRow = Callable[[Mapping], None]  # called with every row as soon as it is measured
 
 
-def measure(run: Run, found: Found = lambda row: None) -> tuple[list[dict], float]:
-    """Rows, a mechanism and implementation each, by batch and length; and the copy's bytes/s."""
+def measure(run: Run, on_row: OnRow = lambda row: None) -> tuple[list[dict], float]:
+    """Returns a row per batch, length, mechanism and implementation; and a copy's bytes/s."""
     copy, copy_bytes = timing.copy(target=run.target)
     rows, copies = [], []
     for batch, length in run.points:
         point = _Point(run, batch, length, copy, copy_bytes)
-        rows += point.measure(found)
+        rows += point.measure(on_row)
         copies += point.copies
     return rows, copy_bytes / timing.spread(copies or [copy()]).median
 
 
 @dataclasses.dataclass(frozen=True)
 class _Baseline:
-    """Our MHA, its caches on the device; `instead`: why it is not our first implementation's."""
+    """Our MHA, with its caches on the device."""
 
     implementation: str
     sample: timing.Sample
-    instead: str | None
+    instead: str | None  # why it is not our first implementation
 
 
 class _Point:
     """Measures one batch and length.
 
-    A mechanism's contenders are measured in turns with a copy and our MHA, and freed before the
-    next: what must be held together is a mechanism and MHA, or the mechanism where that is too
-    much. Libraries' MHA is timed once, in MHA's turns.
+    A mechanism's contenders are sampled in turns with a copy and our MHA, and freed before the next
+    mechanism: memory holds a mechanism and MHA, or the mechanism alone if both do not fit.
+    Libraries' MHA is timed once, in turns with our MHA.
     """
 
     def __init__(self, run: Run, batch: int, length: int, copy: timing.Sample, copy_bytes: int):
@@ -95,16 +95,16 @@ class _Point:
         self.mha: _Baseline | None = None
         self.copies: list[float] = []  # seconds
 
-    def measure(self, found: Found) -> list[dict]:
+    def measure(self, on_row: OnRow) -> list[dict]:
         rows = []
         for mechanism in sorted(self.sizes, key=lambda name: (name != "mha", self.sizes[name])):
             beside = self._fits_beside_mha(mechanism)
             if not beside:
-                self.mha = None  # frees its caches; what follows is no smaller
+                self.mha = None  # frees its caches; later mechanisms are no smaller
             new = self._in_turns(mechanism)
             rows += new if beside else [dict(no_speedup=NO_MHA) | r for r in new]
             for row in new:
-                found(row)
+                on_row(row)
             contenders.free()
         self.mha = None
         return _beside_public(sorted(rows, key=lambda r: _order(r, self.run)))
@@ -120,25 +120,26 @@ class _Point:
         if isinstance(problem, str):
             return [self._names(mechanism, "") | dict(why=problem)]
         left -= self.sizes[mechanism]
-        sample = lambda name: self._sample(name, mechanism, problem, left)
-        found = {name: sample(name) for name in self.run.implementations}
+        results = {  # samples, or reasons; then parts of rows
+            name: self._sample(name, mechanism, problem, left) for name in self.run.implementations
+        }
         if mechanism == "mha":
-            self.mha = _baseline(found)
-        samples = {name: s for name, s in found.items() if not isinstance(s, str)}
+            self.mha = _baseline(results)
+        samples = {name: s for name, s in results.items() if not isinstance(s, str)}
         beside = {_MHA: self.mha.sample} if self.mha and mechanism != "mha" else {}
         taken = timing.interleaved({_COPY: self.copy} | beside | samples, self.run.rounds)
         medians = {name: timing.spread(seconds).median for name, seconds in taken.items()}
         self.copies.append(medians[_COPY])
         copied = self.copy_bytes / medians[_COPY]
-        for name, sample in found.items():
+        for name, sample in results.items():
             if name not in samples:
-                found[name] = dict(why=sample)
+                results[name] = dict(why=sample)
                 continue
-            found[name] = row(problem, taken[name], copied=copied, run=self.run)
-            if self.mha and "seconds" in found[name]:
+            results[name] = row(problem, taken[name], copied=copied, run=self.run)
+            if self.mha and "seconds" in results[name]:
                 mha = medians[_MHA if beside else self.mha.implementation]
-                found[name] |= _speedup(self.mha, mha, medians[name])
-        return [self._names(mechanism, name) | said for name, said in found.items()]
+                results[name] |= _speedup(self.mha, mha, medians[name])
+        return [self._names(mechanism, name) | result for name, result in results.items()]
 
     def _sample(
         self, name: str, mechanism: str, problem: contenders.Problem, left: float
@@ -153,18 +154,18 @@ class _Point:
         return _names(mechanism, implementation, self.batch, self.length)
 
 
-def _baseline(found: Mapping[str, timing.Sample | str]) -> _Baseline | None:
-    """The first of our implementations that runs; None where none does."""
+def _baseline(results: Mapping[str, timing.Sample | str]) -> _Baseline | None:
+    """Returns the first of our implementations that runs; None if none does."""
     instead = None
-    for name in filter(IMPLEMENTATIONS.get, found):
-        if not isinstance(found[name], str):
-            return _Baseline(name, found[name], instead)
-        instead = instead or f"{name}: {found[name]}"
+    for name in filter(IMPLEMENTATIONS.get, results):
+        if not isinstance(results[name], str):
+            return _Baseline(name, results[name], instead)
+        instead = instead or f"{name}: {results[name]}"
     return None
 
 
 def _speedup(baseline: _Baseline, mha: float, seconds: float) -> dict:
-    """MHA's time over these seconds, and whose MHA; nothing where MHA's drowns in the noise."""
+    """Returns MHA's time over these seconds; nothing if MHA's time is below the noise."""
     if mha <= 0:
         return {}
     instead = dict(mha_instead_of=baseline.instead) if baseline.instead else {}
@@ -172,7 +173,7 @@ def _speedup(baseline: _Baseline, mha: float, seconds: float) -> dict:
 
 
 def _beside_public(rows: list[dict]) -> list[dict]:
-    """The rows of a batch and length, those with a time beside the fastest library's MHA."""
+    """Adds the speedup over the fastest library's MHA to the rows of a batch and length."""
     public = {
         r["implementation"]: r["seconds"]["median"]
         for r in rows
@@ -188,10 +189,10 @@ def _beside_public(rows: list[dict]) -> list[dict]:
 
 
 def row(problem: contenders.Problem, seconds: Sequence[float], *, copied: float, run: Run) -> dict:
-    """Rates of one contender from its seconds per call; logical bytes, each read once."""
+    """Returns one contender's rates from its seconds per call; each logical byte is read once."""
     taken = timing.spread(seconds)
     if taken.median <= 0:
-        return dict(why="its time drowns in the noise: take more --milliseconds")
+        return dict(why="its time is below the noise: raise --milliseconds")
     setup = problem.setup
     tokens = setup.batch * setup.length
     num_bytes = tokens * shapes.bytes_per_token(setup.shape, setup.dtype)
@@ -223,34 +224,34 @@ def _order(row: dict, run: Run) -> tuple:
 def _sample(
     name: str, problem: contenders.Problem, program: Callable, run: Run
 ) -> timing.Sample | str:
-    """The contender's measurement, or why there is none."""
-    return or_why(lambda: contenders.sample(name, problem, program(), target=run.target))
+    """Returns a sample of the contender, or the reason why there is none."""
+    return result_or_reason(lambda: contenders.sample(name, problem, program(), target=run.target))
 
 
 class Refusal(str):
-    """Why a contender does not take a problem, or is not here: nothing failed."""
+    """The reason why a contender does not take a problem or is not installed; not a failure."""
 
 
-def or_why[T](make: Callable[[], T]) -> T | str:
-    """What is made, or why it is not: one that fails does not end the run."""
+def result_or_reason[T](make: Callable[[], T]) -> T | str:
+    """Returns the result of `make`, or the error as text, so that the run goes on."""
     try:
         return make()
     except Exception as error:
-        said = first_line(error)
+        message = first_line(error)
         expected = isinstance(error, (NotImplementedError, ImportError))
-        error.__traceback__ = None  # whoever keeps the error would keep arrays of these frames
-        return Refusal(said) if expected else f"{type(error).__name__}: {said}"
+        error.__traceback__ = None  # its frames hold arrays
+        return Refusal(message) if expected else f"{type(error).__name__}: {message}"
 
 
 def _ring_bytes(run: Run, mechanism: str, batch: int, length: int) -> int:
-    """Bytes of the ring of caches that a mechanism's calls go round."""
+    """Returns the bytes of a mechanism's ring of caches."""
     shape = shapes.SHAPES[run.model][mechanism]
     num_bytes = batch * length * shapes.bytes_per_token(shape, run.dtype)
     return num_bytes * timing.ring(num_bytes, run.on_chip_bytes)
 
 
 def _bandwidth(copy: timing.Sample, copy_bytes: int) -> float:
-    """Bytes/s of a copy, about; by which rounds are made long enough."""
+    """Returns a copy's approximate bytes/s, which sets the length of rounds."""
     return copy_bytes / max(timing.spread([copy() for _ in range(3)]).median, 1e-9)
 
 
@@ -269,8 +270,10 @@ def _setup(run: Run, mechanism: str, batch: int, length: int, bandwidth: float) 
 
 
 def _problem(setup: contenders.Setup, need: int, left: float) -> contenders.Problem | str:
-    """The mechanism on the device, where it fits the bytes that are left; or why it is not."""
-    return _too_large(need, left) if need > left else or_why(lambda: contenders.Problem(setup))
+    """Returns the mechanism's arrays on the device, or the reason why they are not."""
+    if need > left:
+        return _too_large(need, left)
+    return result_or_reason(lambda: contenders.Problem(setup))
 
 
 def _too_large(need: float, left: float, what: str = "") -> str:
@@ -280,7 +283,7 @@ def _too_large(need: float, left: float, what: str = "") -> str:
 def candidates(implementation: str) -> list[dict[str, int]]:
     """Returns the tile sizes to try, the implementation's defaults first; empty if it takes none.
 
-    An implementation's module may say CANDIDATES: dict(tile_kv=(256, 512), ...).
+    An implementation's module may define CANDIDATES, such as {"tile_kv": (256, 512)}.
     """
     function = IMPLEMENTATIONS[implementation]
     module = importlib.import_module(function.__module__)
@@ -294,8 +297,8 @@ def candidates(implementation: str) -> list[dict[str, int]]:
     return [{}, *tried]
 
 
-def tune(run: Run, found: Found = lambda row: None) -> list[dict]:
-    """The fastest block sizes of our implementations, each shape by itself; saved."""
+def tune(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
+    """Saves the fastest tile sizes of our implementations, for each shape; returns a row each."""
     rows = []
     kind = tuning.current_device_kind()
     ours = [name for name in run.implementations if name in IMPLEMENTATIONS and candidates(name)]
@@ -317,14 +320,14 @@ def tune(run: Run, found: Found = lambda row: None) -> list[dict]:
             problem = _problem(setup, needs[mechanism], memory)
             if isinstance(problem, str):
                 rows.append(_names(mechanism, "", batch, length) | dict(why=problem))
-                found(rows[-1])
+                on_row(rows[-1])
                 continue
             for name in ours:
                 names = _names(mechanism, name, batch, length)
-                of = [(p, programs[mechanism, name, i]) for i, p in enumerate(candidates(name))]
-                rows.append(names | _tuned(problem, name, of, run, kind))
-                found(rows[-1])
-            del problem  # freed before the next is built
+                tried = [(p, programs[mechanism, name, i]) for i, p in enumerate(candidates(name))]
+                rows.append(names | _tuned(problem, name, tried, run, kind))
+                on_row(rows[-1])
+            del problem  # freed before the next one is drawn
     return rows
 
 
@@ -354,13 +357,13 @@ def _tuned(
     if not best:
         return dict(why=NOTHING_FASTER) | facts
     key = tuning.key(name, problem.inputs, problem.caches[0])
-    said = {fact: facts[fact] for fact in ("seconds", "by_default", "tried")}
-    tuning.save(key, kind, dict(best), source="measured", **said)
+    saved = {fact: facts[fact] for fact in ("seconds", "by_default", "tried")}
+    tuning.save(key, kind, dict(best), source="measured", **saved)
     return dict(key=key, parameters=dict(best)) | facts
 
 
 def table(rows: Sequence[Mapping], title: str) -> Table:
-    """Rows as a table; one without a time says why."""
+    """Returns rows as a table, with reasons for missing times as notes."""
     header = ["mechanism", "by", "batch", "tokens", "us", "from", "to", "GB/s", "of datasheet"]
     header += ["of copy", "TFLOP/s", "MHA's time / its", "public MHA's / its"]
     notes = {}
@@ -371,23 +374,23 @@ def table(rows: Sequence[Mapping], title: str) -> Table:
             us = f"{1e6 * timing.LAUNCHES:.0f} us"
             notes["†"] = f"Below {us} a call, launching its kernels may be what is measured."
         if "mha_instead_of" in r:
-            notes["‡"] = f"MHA by {r['mha_by']}, for want of {r['mha_instead_of']}."
+            notes["‡"] = f"MHA by {r['mha_by']}, instead of {r['mha_instead_of']}."
         if "why" in r:
             names = f"{r['mechanism']} {r['implementation']}".rstrip()
             notes[f"{names}, {r['batch']} x {r['length']:,}:"] = r["why"]
-    said = [f"{sign} {note}" for sign, note in notes.items()]
-    return Table(title, header, [_cells(r, len(header)) for r in rows], said)
+    lines = [f"{sign} {note}" for sign, note in notes.items()]
+    return Table(title, header, [_cells(r, len(header)) for r in rows], lines)
 
 
 def _cells(r: Mapping, count: int) -> list[str]:
     cells = [r["mechanism"], r["implementation"], f"{r['batch']}", f"{r['length']:,}"]
-    if "why" in r:  # which is a note below the table
+    if "why" in r:  # shown as a note below the table
         return cells + ["-"] * (count - len(cells))
-    part = lambda x: "" if x is None else f"{x:.0%}"
+    of_datasheet = "" if r["of_datasheet"] is None else f"{r['of_datasheet']:.0%}"
     us = [f"{1e6 * s:,.1f}" for s in r["seconds"].values()]
     cells += [us[0] + ("†" if r["may_be_launches"] else ""), *us[1:]]
     cells += [f"{r['gbps']:,.1f}" + ("*" if r["may_stay_on_chip"] else "")]
-    cells += [part(r["of_datasheet"]), part(r["of_copy"]), f"{r['tflops']:.2f}"]
+    cells += [of_datasheet, f"{r['of_copy']:.0%}", f"{r['tflops']:.2f}"]
     sign = "‡" if "mha_instead_of" in r else ""
     cells += [f"{r['speedup']:.2f}{sign}" if "speedup" in r else r.get("no_speedup", "")]
     public = "public_speedup" in r

@@ -1,4 +1,4 @@
-"""Compiles many programs side by side: most of a profile's time goes into compilers."""
+"""Compiles programs in parallel: compilers take most of a profile's time."""
 
 from collections.abc import Callable, Hashable, Mapping
 import concurrent.futures
@@ -10,10 +10,10 @@ import jax
 def compiled[K: Hashable](
     lower: Mapping[K, Callable[[], jax.stages.Lowered | None]],
 ) -> dict[K, Callable[[], jax.stages.Compiled | None]]:
-    """A function for each that gives the program, or raises what kept it from being one.
+    """Returns a function for each key that returns the compiled program, or raises its error.
 
-    They are lowered one after another, which Python does, and compiled by a thread for each core.
-    All are done when this returns. None stays None.
+    Programs are lowered one after another, in Python, and compiled by a thread for each core. All
+    are compiled when this returns. A `lower` that returns None gives None.
     """
     futures = {}
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
@@ -22,10 +22,10 @@ def compiled[K: Hashable](
             try:
                 lowered = make()
                 futures[key] = pool.submit(lowered.compile if lowered else lambda: None)
-            except Exception as error:  # one that fails does not end the run
+            except Exception as error:  # raised when the program is used; others go on
                 futures[key] = concurrent.futures.Future()
                 futures[key].set_exception(error)
         concurrent.futures.wait(futures.values())
     finally:
-        pool.shutdown(cancel_futures=True)  # who interrupts waits for what is under way only
+        pool.shutdown(cancel_futures=True)  # an interrupt waits only for compilations under way
     return {key: future.result for key, future in futures.items()}

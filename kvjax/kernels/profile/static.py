@@ -1,4 +1,4 @@
-"""What compilers say of kernels for absent devices, as rows and tables.
+"""Rows and tables from compilers for absent devices: schedules of TPUs, resources of GPUs.
 
 Every row is static: nothing ran.
 """
@@ -17,12 +17,13 @@ _TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU
 
 
 def tpu(options: argparse.Namespace) -> list[dict]:
-    """Rows of what a TPU that is not there would execute, with the kernel's own block sizes.
+    """Returns rows of the bundles that an absent TPU would execute, with default tile sizes.
 
-    And how that grows: between the two blocks asked for, a block of b tokens costs o + c·b bundles.
+    And of their growth with the tile: between the two sizes of `options.blocks`, a tile of b tokens
+    costs `bundles_per_block` + b · `bundles_in_a_block`.
     """
     chip, rows = tpu_static.CHIPS[options.device], []
-    small, large = options.blocks
+    small, large = options.blocks  # tile sizes
     for mechanism in options.mechanisms:
         num_bytes = shapes.bytes_per_token(
             shapes.SHAPES[options.model][mechanism], tpu_static.DTYPE
@@ -39,9 +40,9 @@ def tpu(options: argparse.Namespace) -> list[dict]:
         row |= dict(bandwidth_bound=own.bundles < hbm, units=own.units)
         try:
             at_small, at_large = (per_token(tile_kv=size).bundles for size in (small, large))
-            per_block = (at_small - at_large) * small * large / (large - small)
-            row |= dict(blocks=options.blocks, bundles_per_block=per_block)
-            row |= dict(bundles_in_a_block=at_large - per_block / large)
+            per_tile = (at_small - at_large) * small * large / (large - small)
+            row |= dict(blocks=options.blocks, bundles_per_block=per_tile)
+            row |= dict(bundles_in_a_block=at_large - per_tile / large)
         except (NotImplementedError, tpu_static.DoesNotCompile) as error:
             row |= dict(without_blocks=str(error))
         rows.append(row)
@@ -49,8 +50,8 @@ def tpu(options: argparse.Namespace) -> list[dict]:
 
 
 def tune_tpu(options: argparse.Namespace) -> list[dict]:
-    """The block sizes of the fewest bundles per token; filed under the smallest length."""
-    chip, found = tpu_static.CHIPS[options.device], []
+    """Saves the tile sizes with the fewest bundles per token, under the smallest length."""
+    chip, rows = tpu_static.CHIPS[options.device], []
     for mechanism in options.mechanisms:
         costs, why = {}, ""
         for sizes in measured.candidates("tpu"):
@@ -60,12 +61,12 @@ def tune_tpu(options: argparse.Namespace) -> list[dict]:
             except (NotImplementedError, tpu_static.DoesNotCompile) as error:
                 why = why or str(error)
         if not costs:
-            found.append(dict(mechanism=mechanism, why=why))
+            rows.append(dict(mechanism=mechanism, why=why))
             continue
         best = min(costs, key=costs.get)
         facts = dict(bundles_per_token=costs[best], by_default=costs.get(()), tried=len(costs))
         if not best:
-            found.append(dict(mechanism=mechanism, why=measured.NOTHING_FASTER) | facts)
+            rows.append(dict(mechanism=mechanism, why=measured.NOTHING_FASTER) | facts)
             continue
         shape = shapes.SHAPES[options.model][mechanism]
         smallest = dict(
@@ -73,19 +74,20 @@ def tune_tpu(options: argparse.Namespace) -> list[dict]:
         )
         key = tuning.key("tpu", *shapes.abstract(shape, **smallest))
         tuning.save(key, _TPU_KINDS[chip.name], dict(best), source="static", **facts)
-        found.append(dict(mechanism=mechanism, key=key, parameters=dict(best)) | facts)
-    return found
+        rows.append(dict(mechanism=mechanism, key=key, parameters=dict(best)) | facts)
+    return rows
 
 
 def tpu_table(chip: tpu_static.Chip, rows: Sequence[dict]) -> Table:
-    """Executed bundles against HBM cycles, and the cycles of each unit."""
-    timed = [r["units"] for r in rows if "units" in r]
-    units = [unit for unit in (timed or [()])[0] if any(r[unit] >= 0.005 for r in timed)]
+    """Returns a table of executed bundles against HBM cycles, and of each busy unit's cycles."""
+    cycles = [r["units"] for r in rows if "units" in r]
+    units = [unit for unit in (cycles or [()])[0] if any(r[unit] >= 0.005 for r in cycles)]
     header = ["mechanism", "bytes", "bundles", "HBM cycles", "bundles / HBM"]
-    header += ["bandwidth-bound", *units, "bundles in a block", "and per block"]
+    header += ["bandwidth-bound", *units, "marginal bundles", "bundles per tile"]
     title = (
-        f"static, {chip.name}: what its schedule executes; nothing ran. Per cached token and "
-        f"core ({chip.cores} at {chip.clock / 1e9:.2f} GHz share HBM); of a unit, its cycles alone"
+        f"static, {chip.name}: bundles that its schedule executes; nothing ran. Per cached token "
+        f"and core ({chip.cores} at {chip.clock / 1e9:.2f} GHz share HBM); cycles of each unit "
+        "alone. A longer tile adds the marginal bundles per token"
     )
     cells = [_tpu_cells(r, units, len(header)) for r in rows]
     return Table(title, header, cells, _why(rows))
@@ -105,35 +107,37 @@ def _tpu_cells(r: dict, units: Sequence[str], count: int) -> list[str]:
 
 
 def _why(rows: Sequence[dict]) -> list[str]:
-    """Why rows have no figures."""
+    """Returns the reasons why rows have no figures."""
     return list(dict.fromkeys(f"{r['mechanism']}: {r['why']}" for r in rows if "why" in r))
 
 
 def gpu(options: argparse.Namespace) -> list[dict]:
-    """Registers, spills and shared memory by the compiler for a GPU that is not there."""
+    """Returns rows of registers, spills and shared memory by the compiler for an absent GPU."""
     try:
         gpu_static = importlib.import_module("kvjax.kernels.profile.gpu_static")
     except ImportError as error:
-        raise UserError(f"--device={options.device}: its compiler is not here ({error})") from error
+        raise UserError(
+            f"--device={options.device}: its compiler is not installed ({error})"
+        ) from error
     rows = []
     for mechanism in options.mechanisms:
         shape = shapes.SHAPES[options.model][mechanism]
         for batch, length in options.points:
             row = dict(mechanism=mechanism, static=True, batch=batch, length=length)
             try:
-                found = gpu_static.resources(
+                figures = gpu_static.resources(
                     shape, batch=batch, length=length, device=options.device
                 )
             except UserError:
                 raise
-            except Exception as error:  # a shape that its compiler refuses is a row
-                found = dict(why=first_line(error))
-            rows.append(row | found)
+            except Exception as error:  # a shape that the compiler refuses is a row
+                figures = dict(why=first_line(error))
+            rows.append(row | figures)
     return rows
 
 
 def gpu_table(device: str, rows: Sequence[dict]) -> Table:
-    """Registers, spills and shared memory."""
+    """Returns a table of registers, spills and shared memory."""
     keys = ("registers", "spill_bytes", "shared_bytes")
     cells = [
         (

@@ -1,11 +1,11 @@
-"""Seconds per call on the device present, without the cost of starting a call.
+"""Measures seconds per call on the device present, without dispatch.
 
-A call's time is the slope between two chains of calls by one program: a loop whose every call
-takes its query from the output before, so that none is hoisted, merged or overlapped. Calls go
-round a ring of caches that together do not fit what the chip keeps on itself. What is compared is
-sampled in turns, round by round, so that a drift of the clock or of the neighbours meets all of it.
+A call's time is the slope between a short and a long chain of calls in one program: a loop in which
+every call's query depends on the output before, so that no call is hoisted, merged or overlapped.
+Calls cycle through a ring of caches that together exceed the chip's on-chip memory. Contenders are
+sampled in turns, round by round, so that drifts of the clock or load by others affect all of them.
 
-A GPU's program still launches every kernel of a call: below some 20 us a call, that may be what is
+A GPU still launches every kernel of a call: below about 20 us per call, launches may be what is
 measured.
 """
 
@@ -24,47 +24,47 @@ from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 
 Cache = Mapping[str, jax.Array]
 Call = Callable[[DecodeInputs, Cache, jax.Array], jax.Array]
-Sample = Callable[[], float]  # takes a measurement: seconds per call
+Sample = Callable[[], float]  # takes one measurement: seconds per call
 
-# Bytes a chip keeps beside its memory: a GPU's L2 (datasheet, and what CUDA reports); a TPU's VMEM
-# (jax._src.tpu_info) and v4's CMEM, where XLA may leave a small cache from call to call.
+# On-chip memory where a cache may stay from call to call: a GPU's L2 (datasheet, and what CUDA
+# reports); a TPU's VMEM (jax._src.tpu_info) and v4's CMEM.
 _MIB = 2**20
-ON_CHIP_BYTES = dict(
-    h100=50 * _MIB,
-    h200=60 * _MIB,
-    v4=160 * _MIB,
-    v5e=128 * _MIB,
-    v5p=128 * _MIB,
-    v6e=128 * _MIB,
-    cpu=32 * _MIB,
-)
+ON_CHIP_BYTES = {
+    "h100": 50 * _MIB,
+    "h200": 60 * _MIB,
+    "v4": 160 * _MIB,
+    "v5e": 128 * _MIB,
+    "v5p": 128 * _MIB,
+    "v6e": 128 * _MIB,
+    "cpu": 32 * _MIB,
+}
 MAX_RING = 32
-RING = 8  # times what the chip keeps on itself: an L2 does not forget the oldest first
+RING = 8  # ring bytes over on-chip bytes: an L2 does not evict the oldest line first
 LAUNCHES = 20e-6  # seconds of a call that launching its kernels on a GPU may take
-_ROUND = 5e-3  # seconds of a round: the host looks at its end, which costs some 15 us of them
-_COPY_BYTES, _COPIES = 2**29, 4  # copied, and how often in a round
+_ROUND = 5e-3  # seconds of a round: the host checks the loop at its end, which costs about 15 us
+_COPY_BYTES, _COPIES = 2**29, 4  # bytes of a copy, copies per round
 _CPU_COPY_BYTES = 2**27  # a CPU takes longer, and its cache is smaller
 
 
 def ring(cache_bytes: int, on_chip_bytes: float) -> int:
-    """How many caches calls go round, so that none is still on the chip when its turn comes.
+    """Returns the caches of a ring that is too large to stay on the chip, up to `MAX_RING`.
 
-    At most `MAX_RING`, so that of small ones some may be.
+    Small caches may therefore stay there in part.
     """
     return min(MAX_RING, math.ceil(RING * on_chip_bytes / cache_bytes))
 
 
 def passes(ring_bytes: int, copies: int, bandwidth: float) -> int:
-    """How often a round goes round the ring, to take some milliseconds at that many bytes/s."""
+    """Returns the passes through the ring that take `_ROUND` seconds at a bandwidth in bytes/s."""
     seconds = max(ring_bytes / max(bandwidth, 1.0), copies * LAUNCHES)
     return math.ceil(_ROUND / seconds)
 
 
 def chain(call: Call, passes: int) -> Callable:
-    """(rounds, inputs, caches, first_B) -> inputs after as many rounds.
+    """Returns a jitted function (rounds, inputs, caches, first_B) -> inputs.
 
-    A round calls on each of the caches, `passes` times. How many rounds there are is an argument:
-    one program serves long chains and short ones.
+    A round calls on each of the caches, `passes` times. The number of rounds is an argument: one
+    program serves long and short chains.
     """
 
     call = jax.jit(call)  # traced once, not once per cache
@@ -72,29 +72,31 @@ def chain(call: Call, passes: int) -> Callable:
     def run(
         rounds: int, inputs: DecodeInputs, caches: Sequence[Cache], first_B: jax.Array
     ) -> DecodeInputs:
-        def around(_, inputs):
+        def run_pass(_, inputs):
             for cache in caches:
                 inputs = _follow(inputs, call(inputs, cache, first_B))
             return inputs
 
-        round_ = lambda _, inputs: jax.lax.fori_loop(0, passes, around, inputs)
-        return jax.lax.fori_loop(0, rounds, round_, inputs)
+        def run_round(_, inputs):
+            return jax.lax.fori_loop(0, passes, run_pass, inputs)
+
+        return jax.lax.fori_loop(0, rounds, run_round, inputs)
 
     return jax.jit(run)
 
 
 def _follow(inputs: DecodeInputs, output: jax.Array) -> DecodeInputs:
-    """The inputs with queries that depend on the output, though not in their figures."""
-    output = jax.lax.optimization_barrier(output)  # all of it, not what one element needs
-    nothing = output.ravel()[0].astype(jnp.float32) * 1e-30
+    """Makes the queries depend on the output without changing their values."""
+    output = jax.lax.optimization_barrier(output)  # all of it is computed, not one element
+    tiny = output.ravel()[0].astype(jnp.float32) * 1e-30
     queries = [f.name for f in dataclasses.fields(inputs) if f.name.endswith("query")]
     moved = {name: query for name in queries if (query := getattr(inputs, name)) is not None}
-    moved = {name: query + nothing.astype(query.dtype) for name, query in moved.items()}
+    moved = {name: query + tiny.astype(query.dtype) for name, query in moved.items()}
     return dataclasses.replace(inputs, **moved)
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Wall-clock seconds of a call, its result waited for."""
+    """Returns the wall-clock seconds of a call, until its result is ready."""
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
@@ -107,13 +109,15 @@ def slope(
     target: float,
     seconds: Callable[[Callable], float] = seconds,
 ) -> Sample:
-    """Samples seconds per call from runs of one round and of more; both have run before.
+    """Returns a sample of seconds per call, from a run of one round and a longer run.
+
+    Both have run before, so that a sample compiles nothing.
 
     Args:
-      make: a run of that many rounds.
-      calls: of one round.
+      make: returns a function that runs a given number of rounds.
+      calls: calls per round.
       target: seconds by which the longer run should be longer.
-      seconds: the clock.
+      seconds: measures a run.
     """
     short = make(1)
     seconds(short)  # compiles, or loads what was compiled
@@ -125,7 +129,7 @@ def slope(
 
 
 def copy(*, target: float, num_bytes: int | None = None) -> tuple[Sample, int]:
-    """Samples seconds of reading and writing an array once; and the bytes that this moves."""
+    """Returns a sample of the seconds of a copy, and the bytes that it reads and writes."""
     on_cpu = jax.default_backend() == "cpu"
     num_bytes = num_bytes or (_CPU_COPY_BYTES if on_cpu else _COPY_BYTES)
     array = jnp.zeros(num_bytes // 4, jnp.int32)
@@ -139,7 +143,7 @@ def copy(*, target: float, num_bytes: int | None = None) -> tuple[Sample, int]:
 
 
 def interleaved(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:
-    """Every sample's measurements, taken in turns; each round begins with another."""
+    """Returns each sample's measurements, taken in turns; each round starts with another sample."""
     names = list(samples)
     taken = {name: [] for name in names}
     for i in range(rounds):
@@ -163,7 +167,7 @@ def spread(taken: Sequence[float]) -> Spread:
 
 
 def memory_bytes() -> int:
-    """What the first device can hold; on CPU, what the machine has free."""
+    """Returns the memory of the first device; on CPU the machine's free memory."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,7 +1,7 @@
-"""How often each bundle of a TPU kernel runs, by following the scalars of its dumped schedule.
+"""Counts how often each bundle of a TPU kernel runs, by interpreting its schedule's scalars.
 
-Loops and `pl.when` hang on scalars that are known when nothing has run: grid indices, constants,
-and the slot of a sequence's last token. Following them counts what is executed, and only that.
+Loops and `pl.when` depend on scalars that are known before anything runs: grid indices, constants,
+and the slot of a sequence's last token.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,31 +16,29 @@ _MOST = 20_000_000  # bundles followed before giving up
 
 
 class CannotFollow(Exception):
-    """A branch whose direction the scalars that are known do not decide, or no end."""
+    """A branch depends on an unknown scalar, or the program does not end."""
 
 
 class Schedule:
-    """The packed bundles of one kernel, and the instructions that each gives to each unit."""
+    """The packed bundles of one kernel, and the instructions of each bundle for each unit."""
 
     def __init__(self, bundles: str, utilization: str):
-        """From the texts of `packed-bundles-post-ra` and `pre-delay_..-per-bundle-utilization`."""
+        """Parses `packed-bundles-post-ra` and `pre-delay_..-per-bundle-utilization`."""
         self.bundles = [_Bundle(text) for text in _split(bundles)]
         lines = utilization.splitlines()
         self.units = [name.strip() for name in lines[1].split(",")]
         self.capacity = np.array(lines[2].split(), int)  # instructions that one bundle holds
         self.use = np.array([line.split() for line in lines[4:] if re.match(r"\s*\d", line)], int)
         if len(self.use) != len(self.bundles):
-            raise CannotFollow(
-                f"{len(self.bundles)} bundles, of which {len(self.use)} say what units they use"
-            )
+            raise CannotFollow(f"{len(self.bundles)} bundles, but utilization of {len(self.use)}")
 
     def executed(self, last_slot: int, *, core: int, delay: int) -> np.ndarray:
-        """How often each bundle runs, for one sequence that reaches `last_slot`.
+        """Returns the executions of each bundle, for one sequence that ends in `last_slot`.
 
         Args:
-          last_slot: what the kernel's scalar operand holds.
-          core: of a chip whose cores share the grid; 0 elsewhere.
-          delay: bundles after a taken branch that still run.
+          last_slot: value of the kernel's scalar operand.
+          core: index of the core, on chips whose cores share the grid; else 0.
+          delay: bundles that still run after a taken branch.
         """
         counts = np.zeros(len(self.bundles), int)
         state: dict = {_OPERAND: last_slot, _CORE: core}
@@ -58,7 +56,7 @@ class Schedule:
         raise CannotFollow(f"no end after {_MOST} bundles")
 
     def cycles(self, counts: np.ndarray) -> dict[str, float]:
-        """Cycles each unit would need for its instructions alone."""
+        """Returns the cycles that each unit needs for its instructions alone."""
         return dict(zip(self.units, (counts @ self.use / self.capacity).tolist(), strict=True))
 
 
@@ -66,7 +64,7 @@ _OPERAND, _CORE = "operand", "core"
 
 
 def _split(text: str) -> Iterator[str]:
-    """The text of each bundle; a comment may run over lines."""
+    """Yields the text of each bundle; a comment may span lines."""
     starts = list(re.finditer(r"^\s*(?:0x[0-9a-f]+|0)\s+[A-Z ]*:\s*>*\s*\{", text, re.MULTILINE))
     ends = [*(start.start() for start in starts[1:]), len(text)]
     for start, end in zip(starts, ends, strict=True):
@@ -74,7 +72,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 class _Bundle:
-    """The scalar instructions of a bundle: they read before any of them writes."""
+    """The scalar instructions of a bundle; all of them read before any writes."""
 
     def __init__(self, text: str):
         core = re.findall(r"(%s\d+_s\d+) = sld \S+ /\* megacore core id", text)
@@ -83,13 +81,13 @@ class _Bundle:
         self.instructions = steps
 
     def run(self, state: dict, at: int) -> int | None:
-        """Updates registers and scalar memory; the target of a taken branch."""
+        """Updates registers and scalar memory; returns the target of a taken branch."""
         target, writes = None, []
         for i in self.instructions:
             guard = i.guard(state)
             if i.branch is not None:
                 if guard is None:
-                    raise CannotFollow(f"bundle {at:#x} branches on what is not known: {i.text}")
+                    raise CannotFollow(f"bundle {at:#x} branches on an unknown scalar: {i.text}")
                 target = i.branch if guard else target
             elif guard is not False and (place := i.place(state)) is not None:
                 writes.append((place, i.value(state) if guard else None))
@@ -98,7 +96,7 @@ class _Bundle:
 
 
 _SCALAR = re.compile(r"%[sp]\d+_[sp]\d+ = (?!sphi)|\bsst\b|\bsbr\.rel\b")
-_GUARD = re.compile(r"\((!?)%p\d+_(p\d+)(?:, [^)]*)?\),?")  # with what stays where it is false
+_GUARD = re.compile(r"\((!?)%p\d+_(p\d+)(?:, [^)]*)?\),?")  # may name the value if it is false
 
 
 class _Instruction:
@@ -165,11 +163,11 @@ def _operand(text: str) -> Callable[[dict], int | None]:
 
 
 def _cell(text: str) -> Callable[[dict], tuple | None]:
-    """A word of scalar memory: its allocation and an offset, constant or in a register."""
-    found = re.search(r"\[smem:\[(#\w+)(?: \+ (\S+?))?\]", text)
-    if not found:
+    """Returns a function of the state: the word's allocation and offset, constant or a register."""
+    match = re.search(r"\[smem:\[(#\w+)(?: \+ (\S+?))?\]", text)
+    if not match:
         return lambda state: None
-    name, offset = found.groups()
+    name, offset = match.groups()
     if offset is None:
         return lambda state: (name, 0)
     if offset.startswith("$"):
@@ -223,8 +221,10 @@ _OPERATIONS = {
 
 @functools.cache
 def _comparison(op: str) -> Callable[[int, int], bool] | None:
-    found = re.fullmatch(r"scmp\.(eq|ne|lt|le|gt|ge)\.([su])32\.totalorder", op)
-    if not found:
+    match = re.fullmatch(r"scmp\.(eq|ne|lt|le|gt|ge)\.([su])32\.totalorder", op)
+    if not match:
         return None
-    compare, view = getattr(operator, found[1]), _signed if found[2] == "s" else lambda x: x
-    return lambda a, b: compare(view(a), view(b))
+    compare = getattr(operator, match[1])
+    if match[2] == "u":
+        return compare
+    return lambda a, b: compare(_signed(a), _signed(b))

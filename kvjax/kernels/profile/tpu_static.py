@@ -1,9 +1,9 @@
-"""A TPU compiler's schedule: bundles per cached token, against the cycles its bytes take.
+"""Counts bundles per cached token in a TPU compiler's schedule.
 
-A bundle is what a TensorCore issues in a cycle. A kernel is compiled ahead of time, in a process of
-its own (libtpu reads its dump flags when it is loaded), and the bundles that it executes are
-counted in the schedule that follows register allocation, where empty ones still stand for waiting
-on results. Waiting for DMA and bank conflicts are not in these figures: nothing runs.
+A bundle is the set of instructions that a TensorCore issues in a cycle. A kernel is compiled ahead
+of time, in a process of its own (libtpu reads its dump flags when it is loaded), and its executed
+bundles are counted in the schedule after register allocation, in which empty bundles wait for
+results. Waits for DMA and bank conflicts are not in these figures: nothing runs.
 """
 
 import collections
@@ -42,15 +42,15 @@ class Chip:
     name: str
     cores: int
     macs: int  # multiply-adds of bfloat16 per cycle and core
-    delay: int = 4  # bundles after a taken branch that still run, as its schedules show
+    delay: int = 4  # bundles that still run after a taken branch, as schedules show
 
     @property
     def clock(self) -> float:
-        """Cycles/s: those at which the matrix units reach the datasheet's FLOP/s."""
+        """Cycles/s at which the matrix units reach the datasheet's FLOP/s."""
         return datasheets.get(self.name).bf16_flops / (2 * self.cores * self.macs)
 
     def hbm_cycles(self, num_bytes: float) -> float:
-        """Cycles in which a core's share of HBM moves that many bytes."""
+        """Returns the cycles in which a core's share of HBM's bandwidth moves these bytes."""
         return num_bytes * self.clock * self.cores / datasheets.get(self.name).bandwidth
 
 
@@ -68,19 +68,19 @@ CHIPS = {
 
 
 class DoesNotCompile(Exception):
-    """The compiler refused, or left nothing that can be followed: why."""
+    """The compiler refused, or its schedule cannot be followed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PerToken:
-    """Bundles that a chip's cores execute per cached token, and each unit's cycles alone."""
+    """Bundles that a chip's cores execute per cached token, and the cycles of each unit alone."""
 
     bundles: float
     units: dict[str, float]
 
 
 def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerToken:
-    """What implementation "tpu" executes with those tile sizes, bfloat16, one sequence.
+    """Counts the bundles of the TPU kernel with these tile sizes, bfloat16, one sequence.
 
     Raises:
       NotImplementedError: the kernel does not take the mechanism.
@@ -90,7 +90,7 @@ def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerT
     function, arguments = _call(model, mechanism, parameters)
     jax.eval_shape(function, *arguments)  # raises NotImplementedError, before libtpu is loaded
     with tempfile.TemporaryDirectory() as folder:
-        what = [chip.name, model, mechanism, json.dumps(parameters)]
+        arguments = [chip.name, model, mechanism, json.dumps(parameters)]
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = dict(
@@ -100,7 +100,7 @@ def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerT
             PYTHONPATH=os.pathsep.join(filter(None, path)),
         )
         run = subprocess.run(
-            [sys.executable, "-m", __spec__.name, *what],
+            [sys.executable, "-m", __spec__.name, *arguments],
             env=os.environ | environment,
             capture_output=True,
             text=True,
@@ -109,14 +109,14 @@ def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerT
         if run.returncode == 2:
             raise UserError(run.stderr.strip())
         if run.returncode:
-            said = re.findall(r"^[\w.]*(?:Error|Exception): (.*)", run.stderr, re.MULTILINE)
-            given = ", ".join(f"{name} {value}" for name, value in parameters.items())
-            raise DoesNotCompile(f"{given}: {said[-1] if said else 'the compiler failed'}")
+            errors = re.findall(r"^[\w.]*(?:Error|Exception): (.*)", run.stderr, re.MULTILINE)
+            sizes = ", ".join(f"{name} {value}" for name, value in parameters.items())
+            raise DoesNotCompile(f"{sizes}: {errors[-1] if errors else 'the compiler failed'}")
         return count(read(pathlib.Path(folder)), chip, LENGTH)
 
 
 def count(kernels: Sequence[Schedule], chip: Chip, length: int) -> PerToken:
-    """The second half of a sequence's tokens, per token: what is done once is in the first.
+    """Returns bundles per token of a sequence's second half, without work that is done once.
 
     Raises:
       DoesNotCompile: a schedule cannot be followed, or does not depend on how long a sequence is.
@@ -141,8 +141,8 @@ def count(kernels: Sequence[Schedule], chip: Chip, length: int) -> PerToken:
 
 
 def read(folder: pathlib.Path) -> list[Schedule]:
-    """The schedules of the Pallas kernels whose dumps are in a folder."""
-    found = []
+    """Reads the schedules of the Pallas kernels whose dumps are in a folder."""
+    schedules = []
     for analysis in folder.glob("*-schedule-analysis_packed-bundles-post-ra.txt"):
         program = re.sub(r"-\d+-schedule-analysis_.*", "", analysis.name)
         name = re.escape(program.partition("-")[2])  # after a time stamp
@@ -154,14 +154,14 @@ def read(folder: pathlib.Path) -> list[Schedule]:
             whole = re.compile(re.escape(program) + rf"-\d+-{end}\.txt")
             (file,) = [f for f in folder.iterdir() if whole.fullmatch(f.name)]
             texts.append(file.read_text())
-        found.append(Schedule(*texts))
-    if not found:
+        schedules.append(Schedule(*texts))
+    if not schedules:
         raise DoesNotCompile("the compiler wrote no schedule of a Pallas kernel")
-    return found
+    return schedules
 
 
 def _call(model: str, mechanism: str, parameters: Mapping[str, int]):
-    """The function to compile and its abstract arguments."""
+    """Returns the function to compile and its abstract arguments."""
     implementation = IMPLEMENTATIONS["tpu"]
     unknown = parameters.keys() - inspect.signature(tpu.attend_with_lse).parameters
     if unknown:
@@ -169,7 +169,7 @@ def _call(model: str, mechanism: str, parameters: Mapping[str, int]):
     shape = shapes.SHAPES[model][mechanism]
     inputs, cache = shapes.abstract(shape, batch=1, length=LENGTH, dtype=DTYPE)
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    function = lambda inputs, cache, first_B: implementation(inputs, cache, first_B, **parameters)
+    function = functools.partial(implementation, **parameters)
     return function, (inputs, cache, first_B)
 
 

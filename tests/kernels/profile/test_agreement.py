@@ -113,10 +113,10 @@ def test_the_command_ends_with_what_was_found(capsys, implementation):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--check", "--tune"], "--check --tune: one or the other"),
-        (["--check", "--plot=x.png"], "--check --plot=x.png: only of what is measured"),
+        (["--check", "--tune"], "--check --tune: use one of them"),
+        (["--check", "--plot=x.png"], "--check --plot=x.png: --plot needs measurements"),
         (["--check", "--device=v5e"], "--check --device=v5e: needs the device"),
-        (["--check", "--implementations=cudnn"], "--check: is of xla, tpu, gpu, reference"),
+        (["--check", "--implementations=cudnn"], "--check: takes xla, tpu, gpu, reference"),
     ],
 )
 def test_what_it_cannot_be_asked_with(capsys, options, message):

@@ -50,8 +50,8 @@ def command(capsys):
         (["--blocks=512"], "must be two sizes, the smaller first"),
         (["--blocks=1024,512"], "must be two sizes, the smaller first"),
         (["--devise=v4"], "unknown option --devise; did you mean '--device'?"),
-        (["--device=v5e", "--plot=x.png"], "--plot=x.png: only of what is measured"),
-        (["--tune", "--plot=x.png"], "--tune --plot=x.png: only of what is measured"),
+        (["--device=v5e", "--plot=x.png"], "--plot=x.png: --plot needs measurements"),
+        (["--tune", "--plot=x.png"], "--tune --plot=x.png: --plot needs measurements"),
         (["--device=h100", "--tune"], "--tune --device=h100: needs the device"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
     assert "| gqa | 1 | 1,024 | 168 | 0 | 224,256 |" in text and "too many heads" in text
     monkeypatch.setitem(sys.modules, "kvjax.kernels.profile.gpu_static", None)
     assert command_line.status(profile.main, ["--device=h200"]) == 2
-    assert "--device=h200: its compiler is not here" in capsys.readouterr().err
+    assert "--device=h200: its compiler is not installed" in capsys.readouterr().err
 
 
 def test_what_a_compiler_reports_of_a_gpus_kernel(monkeypatch):
@@ -274,9 +274,9 @@ def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_meas
             copy_gbps=2.0,
         )
         assert text.startswith(
-            "measured, cpu, float32: median of 3 rounds, their extremes, one layer. GB/s of "
-            "logical cache bytes; 4,800 by datasheet, 2.0 copying (read and written). MHA's time "
-            "is of the same turns as its; public MHA's, of the same batch and length\n"
+            "measured, cpu, float32: median and extremes of 3 rounds, one layer. GB/s of logical "
+            "cache bytes; 4,800 by datasheet, 2.0 for a copy (read and written). MHA is timed in "
+            "turns with each mechanism, public MHA at the same batch and length\n"
         )
     usual, *asked = nothing_measured
     assert usual.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))

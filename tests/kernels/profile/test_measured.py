@@ -256,7 +256,7 @@ def test_the_table_says_whose_mha_it_is():
     assert gqa == ["2.00‡", "4.00 (cudnn)"]
     assert lrkv == ["MHA does not fit beside it", ""]
     stays, instead = table.notes
-    assert instead == "‡ MHA by xla, for want of gpu: no." and stays.startswith("\\* ")
+    assert instead == "‡ MHA by xla, instead of gpu: no." and stays.startswith("\\* ")
 
 
 def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):

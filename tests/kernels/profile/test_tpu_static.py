@@ -212,7 +212,7 @@ def test_what_cannot_be_followed_is_said(monkeypatch):
         "%p2_p0 = scmp.ne.s32.totalorder %s1_s1, 0",
         "%3 = sbr.rel (%p2_p0) target bundleno = 0 (0x0)",
     )
-    with pytest.raises(tpu_schedule.CannotFollow, match="bundle 0x2 branches on what is not known"):
+    with pytest.raises(tpu_schedule.CannotFollow, match="bundle 0x2 branches on an unknown scalar"):
         unknown.executed(0, core=0, delay=0)
     with pytest.raises(tpu_static.DoesNotCompile, match="cannot be followed: bundle 0x2"):
         tpu_static.count([unknown], tpu_static.CHIPS["v5e"], 1024)
@@ -220,7 +220,7 @@ def test_what_cannot_be_followed_is_said(monkeypatch):
     forever = _schedule("%3 = sbr.rel target bundleno = 0 (0x0)")
     with pytest.raises(tpu_schedule.CannotFollow, match="no end after 100"):
         forever.executed(0, core=0, delay=0)
-    with pytest.raises(tpu_schedule.CannotFollow, match="1 bundles, of which 2 say"):
+    with pytest.raises(tpu_schedule.CannotFollow, match="1 bundles, but utilization of 2"):
         tpu_schedule.Schedule("     0   :  {}\n", USE + "0 0\n0 0\n")
 
 
