@@ -35,7 +35,7 @@ class Measured(NamedTuple):
     """What a model is after its conversion."""
 
     mechanisms: Sequence[MechanismConfig]
-    errors: Sequence[Mapping[str, float]]  # by layer, see `methods.Converted`
+    errors: Sequence[Mapping[str, float]]  # by layer, see `methods.ConvertedLayer`
     perplexity: float
 
 

@@ -1,6 +1,6 @@
-"""Families of published models: what their configs mean here, and which tensor is which weight.
+"""Families of published models: their configs as kvjax's, and their tensors as weights.
 
-A family is a function from its config to kvjax's, and one table of rules (`rules`).
+A family is a function from its config to kvjax's, and a table of rules (`rules`).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class ConfigSections:
-    """A published config as sections of kvjax's."""
+    """A published config as sections of kvjax's config."""
 
     model: dict  # every key of BlockConfig
     attention: dict  # every key of GroupedConfig, kind and layer_ranks
-    vocab_size: int  # rows of the embedding, which may be more than the tokenizer has tokens
-    context: int  # tokens that the model was trained on
+    vocab_size: int  # rows of the embedding, at least the tokenizer's tokens
+    context: int  # training context length in tokens
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -44,16 +44,16 @@ def _sections(block: dict, attention: dict, *, vocab_size: int, context: int) ->
     return ConfigSections(model, kind | mechanism, vocab_size=vocab_size, context=context)
 
 
-# -- options: what a published config says ---------------------------------------------------------
+# -- published configs -----------------------------------------------------------------------------
 
 
 class PublishedConfig:
     """The keys of a published config; errors name the file, the key and the value.
 
     Args:
-      values: by the keys of transformers; null is no value, and not always the default.
-      source: for messages: the config's file.
-      names: for messages: keys that the file calls otherwise.
+      values: by transformers' keys; null counts as absent, which is not always the default.
+      source: the config's file, for messages.
+      names: names of keys in the file where they differ, for messages.
     """
 
     def __init__(self, values: Mapping, source: str, names: Mapping[str, str] | None = None):
@@ -63,7 +63,7 @@ class PublishedConfig:
         self._names = names or {}
 
     def error(self, key: str, allowed: str) -> UserError:
-        """To raise: the value of a key, and what is allowed."""
+        """Returns the error for a key's value, with the allowed values."""
         return UserError(f"{self._name(key)} = {self.values.get(key)!r}: {allowed}")
 
     def _name(self, key: str) -> str:
@@ -72,7 +72,7 @@ class PublishedConfig:
     def get(self, key: str, hint: type, default=None):
         value = self.values.get(key, default)
         if value is None:
-            raise UserError(f"{self._name(key)} is missing: a config of this model has it")
+            raise UserError(f"{self._name(key)} is missing: this family's configs need it")
         return checked(value, hint, self._name(key))
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -91,29 +91,31 @@ class PublishedConfig:
         return self.get(key, dict, {})
 
     def one_of(self, key: str, meanings: Mapping, default):
-        """What a value means here; a UserError for one that is not listed."""
+        """Maps a value by a table; raises a UserError for values that are not in it."""
         value = self.values.get(key, default)
         if not isinstance(value, str) or value not in meanings:
             known = ", ".join(map(repr, meanings))
-            raise self.error(key, f"kvjax computes one of {known} in a model of this family")
+            raise self.error(key, f"must be one of {known} in this family")
         return meanings[value]
 
     def require(self, key: str, allowed, why: str) -> None:
-        """Raises a UserError if a key is there with another value than the one that kvjax has."""
+        """Raises a UserError if a key has another value than the one that kvjax supports."""
         if self.values.get(key, allowed) != allowed:
-            raise self.error(key, f"{why}; kvjax has no such model (it has {key} = {allowed!r})")
+            raise self.error(key, f"{why}; kvjax supports only {key} = {allowed!r}")
 
 
-_TANH, _ERF = "gelu", "gelu_exact"
-_GELUS = dict(
-    **dict(gelu_new=_TANH, gelu_pytorch_tanh=_TANH, gelu_fast=_TANH),
-    **dict(gelu=_ERF, gelu_python=_ERF),
-)
+_GELUS = {  # transformers' names: kvjax's ("gelu" is the tanh approximation)
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+    "gelu_python": "gelu_exact",
+}
 
 
 def _gpt2(c: PublishedConfig) -> ConfigSections:
     c.require("scale_attn_weights", True, "logits of attention are not scaled")
-    c.require("scale_attn_by_inverse_layer_idx", False, "every layer scales its logits otherwise")
+    c.require("scale_attn_by_inverse_layer_idx", False, "every layer scales its logits differently")
     c.require("add_cross_attention", False, "layers attend to an encoder too")
     width, heads, context = c.integer("n_embd"), c.integer("n_head"), c.integer("n_positions")
     head_dim = _head_dim(c, width, heads, "n_embd", "n_head")
@@ -132,8 +134,14 @@ def _gpt2(c: PublishedConfig) -> ConfigSections:
         bias=True,
         tied_head=c.flag("tie_word_embeddings", True),
     )
-    attention = dict(num_heads=heads, num_kv_heads=heads, key_dim=head_dim, value_dim=head_dim)
-    attention |= dict(qk_norm="none", bias=True)
+    attention = dict(
+        num_heads=heads,
+        num_kv_heads=heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        qk_norm="none",
+        bias=True,
+    )
     return _sections(block, attention, vocab_size=c.integer("vocab_size"), context=context)
 
 
@@ -173,7 +181,10 @@ def _nanochat(c: PublishedConfig) -> ConfigSections:
 def _gated(
     c: PublishedConfig, *, attention: dict, window: int, head_dim: int | None = None
 ) -> ConfigSections:
-    """Llama and its kin: gains in the norms, SwiGLU; arguments as of `_rotated`."""
+    """Returns sections of Llama and its relatives: norm gains, SwiGLU.
+
+    Arguments as in `_rotated`.
+    """
     c.require("mlp_bias", False, "the MLP has biases, the gate's among them")
     c.require("partial_rotary_factor", 1.0, "RoPE rotates some channels only")
     c.one_of("hidden_act", dict.fromkeys(("silu", "swish")), "silu")
@@ -184,10 +195,10 @@ def _gated(
 def _rotated(
     c: PublishedConfig, block: dict, attention: dict, *, head_dim: int | None = None
 ) -> ConfigSections:
-    """What models with RMSNorm and RoPE have in common.
+    """Returns sections of models with RMSNorm and RoPE.
 
     Args:
-      head_dim: where the config gives none; None: the width over the heads.
+      head_dim: default if the config has none; None: width / heads.
     """
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     if "head_dim" in c.values:
@@ -210,14 +221,14 @@ def _rotated(
 
 
 def _check_scale(c: PublishedConfig, head_dim: int) -> None:
-    """Raises a UserError for logits of attention that are scaled by another number than usual."""
+    """Raises a UserError if logits are scaled by another number than 1 / sqrt(head_dim)."""
     key, scale = "attention_multiplier", head_dim**-0.5
     if not math.isclose(c.number(key, scale), scale, rel_tol=1e-6):
         raise _unknown_key(c, key)
 
 
 def _check_dual_chunks(c: PublishedConfig, context: int) -> None:
-    """Raises a UserError for a context at which dual chunk attention has other positions."""
+    """Raises a UserError for a context at which dual chunk attention changes positions."""
     key, name = "dual_chunk_attention_config", "original_max_position_embeddings"
     if key not in c.values:
         return
@@ -227,10 +238,10 @@ def _check_dual_chunks(c: PublishedConfig, context: int) -> None:
     if context > original:
         raise c.error(
             key,
-            f"kvjax has no dual chunk attention, which changes what is longer than {name}: set "
+            f"kvjax has no dual chunk attention, which changes texts longer than {name}: set "
             f"max_position_embeddings = {context} to at most {original}",
         )
-    warn(f"{c.source}: {key} is passed over: it is for texts of more than {original:,} tokens")
+    warn(f"{c.source}: {key} is ignored: it affects texts of more than {original:,} tokens")
 
 
 def _head_dim(c: PublishedConfig, width: int, heads: int, width_key: str, heads_key: str) -> int:
@@ -239,19 +250,19 @@ def _head_dim(c: PublishedConfig, width: int, heads: int, width_key: str, heads_
     return width // heads
 
 
-_ROPE_TYPE = ("rope_type", "type")  # the key by its name, and by the one that it had before
-_ROPE_SECTIONS = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5
+_ROPE_TYPE = ("rope_type", "type")  # the key's current and former name
+_ROPE_SECTIONS = ("rope_scaling", "rope_parameters")  # transformers 4 and 5
 _ROPE_KEYS = frozenset(
     "rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor "
     "original_max_position_embeddings "
-    # Of ways to scale that kvjax does not have; without those, transformers does not read them.
+    # Of unsupported scalings; transformers does not read them with the supported ones.
     "attention_factor beta_fast beta_slow short_factor long_factor mscale mscale_all_dim".split()
 )
 
 
 def _rope(c: PublishedConfig) -> dict:
-    """Returns the keys of RoPE, from one section or from both where they agree."""
-    given = {}  # by name, the key that has it and its value
+    """Returns RoPE's keys, from one section or from both if they agree."""
+    given = {}  # name: (full key, value)
     for section in _ROPE_SECTIONS:
         for name, (own, value) in _rope_section(c, section).items():
             key, there = given.setdefault(name, (own, value))
@@ -283,20 +294,20 @@ def _rope(c: PublishedConfig) -> dict:
 
 
 def _rope_section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
-    """Returns by name the key and the value of a section that describes RoPE, without nulls."""
+    """Returns the non-null keys of a RoPE section: by name, the full key and the value."""
     found = {name: value for name, value in c.section(section).items() if value is not None}
     if any(isinstance(value, dict) for value in found.values()):
-        raise c.error(section, "layers have angles of their own; kvjax has models of equal layers")
+        raise c.error(section, "layers differ in their angles; kvjax needs equal layers")
     if unknown := set(found) - _ROPE_KEYS - {*_ROPE_TYPE}:
-        raise c.error(section, f"{min(unknown)} is not known here, and may change the angles")
+        raise c.error(section, f"{min(unknown)} is unknown, and may change the angles")
     types = {name: found.pop(name) for name in _ROPE_TYPE if name in found}
     if len({*map(repr, types.values())}) > 1:
         raise c.error(section, "rope_type and type are two names of one key: give one of them")
     if not types and (unclear := set(found) - {"rope_theta", "partial_rotary_factor"}):
         raise c.error(
             section,
-            f"{section}.rope_type is missing, which says what {min(unclear)} means: give 'default' "
-            "(no scaling) or 'llama3', as the model was trained",
+            f"{section}.rope_type is missing, which defines {min(unclear)}: give 'default' (no "
+            "scaling) or 'llama3', as the model was trained",
         )
     keys = {name: (f"{section}.{name}", value) for name, value in found.items()}
     for name, kind in types.items():
@@ -306,13 +317,13 @@ def _rope_section(c: PublishedConfig, section: str) -> dict[str, tuple[str, obje
 
 def _disagree(c: PublishedConfig, key: str, value, other: str, there) -> UserError:
     return UserError(
-        f"{c.source}: {key} = {value!r}, and {other} = {there!r}: they disagree: keep the one that "
-        "the model was trained with, and remove the other"
+        f"{c.source}: {key} = {value!r} contradicts {other} = {there!r}: keep the one that the "
+        "model was trained with"
     )
 
 
 def _no_window(c: PublishedConfig) -> None:
-    """Raises a UserError for a sliding window, in a model whose family has none."""
+    """Raises a UserError for a sliding window in a family that has none."""
     on = c.flag("use_sliding_window", "sliding_window" in c.values)
     if on and c.integer("sliding_window") < c.integer("max_position_embeddings"):
         raise c.error("sliding_window", "no model of this family has a window: is it a mistral?")
@@ -320,18 +331,18 @@ def _no_window(c: PublishedConfig) -> None:
 
 
 def _check_layers(c: PublishedConfig, *kinds: str) -> None:
-    """Raises a UserError for a layer of another kind than those of the family."""
+    """Raises a UserError for a layer type that the family does not have."""
     if not all(kind in kinds for kind in c.get("layer_types", list, [])):
         raise c.error("layer_types", f"layers of this family are all {' or '.join(kinds)}")
 
 
 def _window(c: PublishedConfig) -> int:
-    """The sliding window; without the key it is transformers' default."""
+    """Returns the sliding window; if the key is absent, transformers' default."""
     return 0 if "sliding_window" in c.nulls else c.integer("sliding_window", 4096)
 
 
 def _window_everywhere(c: PublishedConfig) -> int:
-    """Returns Mistral's sliding window, which all of its layers have."""
+    """Returns Mistral's sliding window, shared by all layers."""
     window, full, sliding = _window(c), "full_attention", "sliding_attention"
     if not window:
         _check_layers(c, full)
@@ -342,14 +353,14 @@ def _window_everywhere(c: PublishedConfig) -> int:
     else:
         raise c.error(
             "use_sliding_window",
-            f"sliding_window = {window} is of all layers of a mistral: set that to null if the "
-            "model was trained without a window, and else this to true",
+            f"sliding_window = {window} applies to all layers of a mistral: set sliding_window to "
+            "null if the model was trained without a window, else this key to true",
         )
     return window
 
 
 def _window_of_layers(c: PublishedConfig) -> int:
-    """Qwen's sliding window, which kvjax has in all layers or in none."""
+    """Returns Qwen's sliding window, which kvjax supports in all layers or in none."""
     layers = c.integer("num_hidden_layers")
     window = _window(c) if c.flag("use_sliding_window", False) else 0
     if "layer_types" in c.values:
@@ -379,9 +390,9 @@ class Family:
 
     sections: Callable[[PublishedConfig], ConfigSections]
     rules: tuple[Rule, ...]
-    prefix: str  # of all tensors but the head's; a model that was saved without a head has it not
-    buffers: str  # tensors that are no weights: a regular expression
-    keys: frozenset[str]  # of the config, that `sections` reads
+    prefix: str  # of all tensors but the head's; absent in models saved without a head
+    buffers: str  # regular expression of tensors that are not weights
+    keys: frozenset[str]  # of the config that `sections` reads
 
 
 _ROTARY = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -433,38 +444,40 @@ FAMILIES = {
 
 
 def family_of(c: PublishedConfig) -> Family:
-    """The family of a config; a UserError for one that is not known, or computed otherwise."""
+    """Returns the family of a config; raises a UserError for unknown families and unsupported
+    options.
+    """
     kind = c.values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise c.error("model_type", f"must be one of {', '.join(FAMILIES)}")
     quantised = "weights are quantised: load the model with transformers, dequantise it and save it"
-    for key in ("quantization_config", "quantization"):  # the latter as MLX has it
+    for key in ("quantization_config", "quantization"):  # transformers' name, MLX's name
         if key in c.values:
             raise c.error(key, f"{quantised} in bfloat16 first")
     if "AutoModelForCausalLM" in c.section("auto_map"):
-        raise c.error("auto_map", f"the model brings code of its own: it is no {kind}")
-    c.require("is_causal", True, "tokens see those after them")
+        raise c.error("auto_map", f"the model needs its own code: it is not a {kind}")
+    c.require("is_causal", True, "tokens attend to later ones")
     _check_keys(c, FAMILIES[kind])
     return FAMILIES[kind]
 
 
 def _check_keys(c: PublishedConfig, family: Family) -> None:
-    """Raises a UserError for a key that may change the model, and that its family does not have."""
+    """Raises a UserError for a key that may change the model and that its family does not have."""
     for key in c.values:
         if key not in family.keys and not config_keys.changes_nothing(key, c.values):
             raise _unknown_key(c, key)
 
 
 def _unknown_key(c: PublishedConfig, key: str) -> UserError:
-    """Returns the error of a key that may be of another family."""
+    """Returns the error for a key that may belong to another family."""
     kind = c.values["model_type"]
     return c.error(
         key,
-        f"no key of a {kind}: it may change what the model computes, as one of another family does "
-        f"that is called {kind} here. If it changes nothing, remove it",
+        f"is not a key of {kind}, and may change the model (another family under the name {kind}?)"
+        ". If it changes nothing, remove it",
     )
 
 
 def is_buffer(family: Family, name: str) -> bool:
-    """Whether a published tensor is no weight, and of no use here."""
+    """Returns True for published tensors that are not weights."""
     return re.fullmatch(family.buffers, name) is not None

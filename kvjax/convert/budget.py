@@ -1,8 +1,7 @@
-"""Ranks by the share of energy they keep, or under a budget of the cache.
+"""Ranks chosen by the share of energy they keep, or under a cache budget.
 
-They differ by layer; where keys and values are both of low rank the budget is split between them
-instead, and all layers have the same two ranks: their caches stay alike, and one program computes
-them all.
+Ranks may differ by layer. If keys and values are both factored, the budget is split between them
+instead and all layers get the same two ranks: layers of equal shape share one compiled program.
 """
 
 import collections
@@ -23,7 +22,7 @@ from kvjax.model.config import TransformerConfig
 
 
 class RankChoices(NamedTuple):
-    """The ranks that a layer may have, ascending, and its cache's bytes per token at each."""
+    """The ranks that a layer may have, ascending, and its cache bytes per token at each."""
 
     ranks: list[int]
     bytes: list[int]
@@ -32,9 +31,9 @@ class RankChoices(NamedTuple):
 def rank_choices(
     config: TransformerConfig, method: Method, multiple: int, dtype: jnp.dtype
 ) -> list[RankChoices]:
-    """The ranks to choose from in each layer: multiples of a number, and the largest rank.
+    """Returns the candidate ranks of each layer: multiples of `multiple`, and the largest rank.
 
-    Ranks that make its cache larger are left out; a UserError if even the least rank does.
+    Ranks that enlarge the cache are left out; raises a UserError if even the smallest does.
     """
     found = []
     for mechanism in config.mechanisms:
@@ -43,44 +42,45 @@ def rank_choices(
         before = check_smaller(config, mechanism, least, dtype, "multiple")
         ranks = [*range(multiple, most, multiple), most]
         sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in ranks]
-        there = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size <= before]
-        found.append(RankChoices(*map(list, zip(*there, strict=True))))
+        found.append(
+            RankChoices(
+                ranks=[rank for rank, size in zip(ranks, sizes, strict=True) if size <= before],
+                bytes=[size for size in sizes if size <= before],
+            )
+        )
     return found
 
 
 def check_smaller(
     config: TransformerConfig, mechanism, method: Method, dtype: jnp.dtype, key: str
 ) -> int:
-    """The bytes per token of a layer as it is; a UserError if a method makes its cache larger.
+    """Returns a layer's bytes per token before conversion; raises a UserError if the method adds
+    any.
 
     Args:
-      key: that gave the method's rank.
+      key: option that set the method's rank, for messages.
     """
-
-    def of(rank):
-        return _bytes(config, mechanism, method, rank, dtype)
-
-    before, after = formulas.entry_bytes(mechanism.entry(), dtype), of(method.rank)
+    before = formulas.entry_bytes(mechanism.entry(), dtype)
+    after = _bytes(config, mechanism, method, method.rank, dtype)
     if after <= before:
         return before
-    fitting = [rank for rank in range(1, method.rank) if of(rank) <= before]
-    larger = f"takes {after:,} bytes per token in a layer, and the source {before:,}"
-    if fitting:
-        raise UserError(f"{key} = {method.rank}: {larger}: give at most {fitting[-1]}")
+    sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in range(1, method.rank)]
+    fitting = [rank for rank, size in enumerate(sizes, 1) if size <= before]
+    advice = f"give at most {fitting[-1]}" if fitting else "no rank makes this cache smaller"
     raise UserError(
-        f"{key} = {method.rank}: {larger}: no rank makes this cache smaller, which has "
-        f"{mechanism.num_kv_heads} KV heads"
+        f"{key} = {method.rank}: takes {after:,} bytes per token and layer, and the source "
+        f"{before:,}: {advice}"
     )
 
 
 def check_budget(layers: Sequence[RankChoices], budget: int) -> None:
-    """Raises a UserError if the least that can be is more than the budget."""
+    """Raises a UserError if the smallest ranks exceed the budget."""
     used = sum(layer.bytes[0] for layer in layers)
     if used > budget:
         least = ", ".join(map(str, sorted({layer.ranks[0] for layer in layers})))
         raise UserError(
-            f"--cache: a rank of {least} in every layer takes {used:,} bytes per token, more than "
-            f"the {budget:,} allowed: give more, or a smaller --multiple"
+            f"--cache: rank {least} in every layer takes {used:,} bytes per token, more than the "
+            f"{budget:,} allowed: give a larger --cache, or a smaller --multiple"
         )
 
 
@@ -90,11 +90,7 @@ def energy_losses(
     moments: Sequence[np.ndarray] | None,
     layers: Sequence[RankChoices],
 ) -> list[list[float]]:
-    """The share of a layer's energy that is lost at each of its choices, a list for each layer.
-
-    Args:
-      moments: see `converted.ConvertedModel`.
-    """
+    """Returns, per layer, the share of its energy that is lost at each candidate rank."""
     found = []
     with progress.waiting("looking for ranks") as doing:
         for i, choice in enumerate(layers):
@@ -108,7 +104,7 @@ def energy_losses(
 def ranks_by_energy(
     layers: Sequence[RankChoices], lost: Sequence[Sequence[float]], energy: float
 ) -> list[int]:
-    """The least rank of every layer that keeps a share of its energy; else its largest."""
+    """Returns each layer's smallest rank that keeps a share of its energy, else its largest."""
 
     def enough(lost):
         return 1 - lost >= energy - 1e-12
@@ -123,13 +119,14 @@ def ranks_by_energy(
 def ranks_within_budget(
     layers: Sequence[RankChoices], lost: Sequence[Sequence[float]], budget: int
 ) -> list[int]:
-    """The ranks that lose the least energy in all with caches of at most so many bytes.
+    """Returns the ranks that lose the least energy in total within a budget of cache bytes per
+    token.
 
-    Greedily, by the energy that a layer's next step keeps for a byte: where steps keep less and
-    less, as those of thin keys do, no other choice keeps more.
+    Greedy by energy kept per byte of a layer's next step; optimal where gains diminish, as they do
+    for thin keys.
 
     Raises:
-      UserError: see `check_least`.
+      UserError: see `check_budget`.
     """
     check_budget(layers, budget)
     at, used = [0] * len(layers), sum(layer.bytes[0] for layer in layers)
@@ -158,19 +155,19 @@ def split_budget(
     budget: int,
     dtype: jnp.dtype,
 ) -> ThinKeys:
-    """Returns a method for keys and values with the two ranks that cost outputs least.
+    """Returns a method for keys and values with the two ranks that change outputs least.
 
-    Summed over layers is the share of the values' energy that is lost, and of keys the variance of
-    logits' errors times the layer's sensitivity: both are squared errors of outputs, in one unit
-    (`calibration.sensitivities`). Where that is not measured, the shares of energies are summed.
+    The total over layers of the lost share of the values' energy, plus for keys the variance of
+    logit errors times the layer's sensitivity: both are squared output errors in one unit
+    (`calibration.sensitivities`). Without sensitivities the shares of energy are added.
 
     Args:
-      sensitivities: None: of the objectives "weights" and "inputs".
-      multiple: of which ranks are; the largest rank may be none.
-      budget: bytes per token, of all layers.
+      sensitivities: None for the objectives "weights" and "inputs".
+      multiple: candidate ranks are its multiples and the largest rank.
+      budget: bytes per token over all layers.
 
     Raises:
-      UserError: see `check_least`.
+      UserError: see `check_budget`.
     """
     config = model.transformer
     keys, values = method.alone("key"), method.alone("value")
@@ -179,7 +176,7 @@ def split_budget(
     of_least = (_bytes(config, m, least, least.rank, dtype) for m in config.mechanisms)
     check_budget([RankChoices([least.rank], [size]) for size in of_least], budget)
     lost = {part: np.zeros(len(ranks[part])) for part in (keys, values)}
-    with progress.waiting("looking for ranks") as doing:
+    with progress.waiting("choosing ranks") as doing:
         for i in range(len(config.mechanisms)):
             doing.at(f"{i} of {len(config.mechanisms)} layers")
             layer, moment_EE = converted.read_layer(model, i, moments)
@@ -198,12 +195,14 @@ def split_budget(
                 best = of_keys + of_values, found
     found = best[1]
     if found.value_rank == ranks[values][-1] and found.rank < ranks[keys][-1]:
-        return dataclasses.replace(keys, rank=found.rank)  # values as they are take as much
+        return dataclasses.replace(keys, rank=found.rank)  # full-rank values cost the same bytes
     return found
 
 
 def _ranks(config: TransformerConfig, method: Method, multiple: int) -> list[int]:
-    """Multiples of a number, and the largest rank of all layers."""
+    """Returns the multiples of a number up to the largest rank that all layers allow, and that
+    rank.
+    """
     most = min(method.max_rank(mechanism) for mechanism in config.mechanisms)
     return [*range(multiple, most, multiple), most]
 
@@ -211,7 +210,7 @@ def _ranks(config: TransformerConfig, method: Method, multiple: int) -> list[int
 def _bytes(
     config: TransformerConfig, mechanism, method: Method, rank: int, dtype: jnp.dtype
 ) -> int:
-    """Per token, of a layer's cache at a rank."""
+    """Returns the cache bytes per token of one layer at a rank."""
     rope = config.block.positions == "rope"
     new = dataclasses.replace(method, rank=rank).mechanism(mechanism, rope=rope)
     return formulas.entry_bytes(new.entry(), dtype)

@@ -1,4 +1,4 @@
-"""Calibration text in a model: what enters each layer's attention, and what changes its outputs."""
+"""Statistics on calibration text: second moments of attention's inputs, and sensitivities."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ from kvjax.foundation.errors import UserError
 
 
 def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
-    """[E, E] of every layer: the mean of x x^T over tokens, float32, a 1 after x.
+    """Returns per layer the [E, E] second moment of attention's inputs: the mean of x x^T over
+    tokens.
 
-    That 1 is for biases; where a layer has none its row and column are left out.
+    float32. x ends with a 1 for biases; layers without biases leave its row and column out.
 
     Raises:
-      UserError: what enters a layer is not finite.
+      UserError: a layer's inputs are not finite.
     """
     found, mechanisms = [], model.transformer.mechanisms
     with progress.waiting("calibrating") as doing:
@@ -31,16 +32,17 @@ def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
     return found
 
 
-_SENSITIVE_ROWS, _SENSITIVE_TOKENS = 8, 512  # of the text; [N, T, T] probabilities are in memory
+# Sensitivities are measured on a part of the text: [N, T, T] probabilities are held in memory.
+_SENSITIVE_ROWS, _SENSITIVE_TOKENS = 8, 512
 
 
 def sensitivities(model: LazyModel, rows_BT: np.ndarray) -> list[float]:
-    """Returns how much errors of keys count in each layer, as against errors of values.
+    """Returns per layer the weight of keys' errors relative to values' errors.
 
-    To first order, and with errors of tokens independent of each other, a query's output changes by
-    sum_s p_s e_s (v_s - o) where logits have the errors e, and by sum_s p_s d_s where values have
-    the errors d. With V(e) the variance of logits' errors and S the share of the values' energy
-    that is lost, the squared errors of all heads' outputs are as V(e) w to S. This is w.
+    To first order, with errors independent between tokens, a query's output changes by sum_s p_s
+    e_s (v_s - o) under logit errors e and by sum_s p_s d_s under value errors d. With V(e) the
+    variance of logit errors and S the lost share of the values' energy, the squared output errors
+    of all heads are in the ratio V(e) w to S. This function measures w.
     """
     rows_BT, found = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
     with progress.waiting("comparing keys and values") as doing:
@@ -54,7 +56,8 @@ def sensitivities(model: LazyModel, rows_BT: np.ndarray) -> list[float]:
 
 
 def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
-    """[3, N] sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, over keys of |v_s|^2.
+    """Returns [3, N]: sums over queries of sum_s p_s^2 |v_s - o|^2, of sum_s p_s^2; over keys of
+    |v_s|^2.
 
     Values are multiplied by their head's output projection.
     """
@@ -84,7 +87,7 @@ def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dic
 
 
 def _second_moment(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
-    """[E, E]: the sum of x x^T, a 1 after x."""
+    """Returns [E, E], the sum of x x^T over a batch, with a 1 appended to x."""
     del attention, positions, mask
     h_BTE = jnp.concatenate([h_BTD, jnp.ones_like(h_BTD[..., :1])], axis=-1)
     return jnp.einsum("BTE,BTF->EF", h_BTE, h_BTE, precision="highest")

@@ -1,8 +1,8 @@
-"""Keys of a published config.json that change nothing in a model.
+"""Keys of a published config.json that do not change the model.
 
-Any other key is read by a family or refused: a config may carry keys of another family under a
-known `model_type`, and transformers passes over them in silence. The names are those of
-transformers' configuration classes (4.46 and 5.14) and of published configs.
+Every other key is read by a family or refused, because transformers ignores unknown keys: a config
+may carry another family's keys under a known `model_type`. Names are taken from transformers'
+configuration classes (4.46 and 5.14) and from published configs.
 """
 
 from collections.abc import Mapping
@@ -43,11 +43,11 @@ _OF_FAMILIES = """
 _HARMLESS = frozenset(
     f"{_OF_ANY_MODEL} {_OF_TOKENS} {_OF_GENERATION} {_OF_TRAINING} {_OF_FAMILIES}".split()
 )
-# Keys that change nothing with one of these values.
+# Keys that change nothing if they have one of these values.
 _NEUTRAL = dict(
     activation=("swiglu",),  # Falcon 3, beside hidden_act
     add_cross_attention=(False,),
-    attention_bias=(False,),  # of a family that has biases always, or never
+    attention_bias=(False,),  # in families that always or never have biases
     attn_output_gate=(False,),
     bias=(False,),
     embedding_multiplier=(1,),
@@ -66,10 +66,10 @@ _NEUTRAL = dict(
 
 
 def changes_nothing(key: str, config: Mapping) -> bool:
-    """Returns True for a key of a config that no model reads, or that has a neutral value there."""
+    """Returns True for a key that no model reads, or that has a neutral value here."""
     value = config[key]
     if key == "no_rope_layers":  # SmolLM3: 1 for a layer that RoPE rotates
         return isinstance(value, list) and bool(value) and all(layer == 1 for layer in value)
-    if key == "no_rope_layer_interval":  # read where no_rope_layers is not given
+    if key == "no_rope_layer_interval":  # read only without no_rope_layers
         return bool(config.get("no_rope_layers"))
     return key in _HARMLESS or value in _NEUTRAL.get(key, ())

@@ -1,4 +1,4 @@
-"""A model with its attention converted by a method, layer by layer as it is read."""
+"""A model whose attention is converted by a method, layer by layer as it is read."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
 
-_DTYPE = np.dtype(np.float32)  # of weights that a method made
+_DTYPE = np.dtype(np.float32)  # of converted weights
 
 
 def read_layer(model: LazyModel, index: int, moments: Sequence | None) -> tuple[Layer, np.ndarray]:
-    """A layer's attention, and [E, E] of what it reads: `layer.inner()` where that is not known.
+    """Returns a layer's attention and the [E, E] second moment of its inputs.
 
     Args:
-      moments: see `ConvertedModel`.
+      moments: see `ConvertedModel`; None gives `layer.identity_moment()`.
     """
     weights = model_lib.read_layer(model, index, "attention")
     rope = model.transformer.block.positions == "rope"
@@ -31,21 +31,23 @@ def read_layer(model: LazyModel, index: int, moments: Sequence | None) -> tuple[
 
 
 class ConvertedModel:
-    """See `model.Model`; what is not of attention is the source's.
+    """See `model.LazyModel`. Weights outside attention are the source's.
 
     Attributes:
       ranks: of the method, by layer.
-      errors: by layer, what the method lost there, of the layers that were read.
+      errors: by layer, the energy that the method lost; filled in as layers are read.
     """
 
     def __init__(self, source: LazyModel, by_layer: Sequence[Method], moments: Sequence | None):
-        """
+        """Checks the method against every layer, before any weight is read.
+
         Args:
-          by_layer: the method of each layer; they may differ in their rank.
-          moments: of each layer's inputs, see `calibration.moments`; None: of the method "weights".
+          by_layer: the method of each layer; they may differ in rank.
+          moments: of each layer's inputs, see `calibration.moments`; None for the objective
+            "weights".
 
         Raises:
-          UserError: what a method does not convert, or lacks; before anything is read.
+          UserError: a layer that the method cannot convert.
         """
         config = source.transformer
         self._rope = config.block.positions == "rope"
@@ -63,14 +65,15 @@ class ConvertedModel:
         self.transformer = TransformerConfig(
             block=config.block, mechanisms=mechanisms, vocab_size=config.vocab_size
         )
-        self._now: tuple[int, dict] | None = None  # the layer that was read last, and its attention
+        # A layer's parameters are read one after the other: keep the last converted layer.
+        self._last: tuple[int, dict] | None = None
 
     def parameters(self) -> Parameters:
-        """Attention is float32, the rest as in the source."""
+        """Returns shapes and dtypes: attention is float32, the rest as in the source."""
         before = self._source.parameters()
 
         def dtype(path):
-            return _DTYPE if "attention" in path else before[self._there(path, 0)[0]][1]
+            return _DTYPE if "attention" in path else before[self._in_source(path, 0)[0]][1]
 
         shapes = parameters.shapes(self.transformer)
         return {path: (shape, dtype(path)) for path, shape in shapes.items()}
@@ -79,25 +82,25 @@ class ConvertedModel:
         if layer is None:
             return self._source.read(path)
         if "attention" not in path:
-            return self._source.read(*self._there(path, layer))
+            return self._source.read(*self._in_source(path, layer))
         index = self._index(path, layer)
-        if self._now is None or self._now[0] != index:
-            self._now = index, self._attention(index)
-        return self._now[1][path[3:]]
+        if self._last is None or self._last[0] != index:
+            self._last = index, self._attention(index)
+        return self._last[1][path[3:]]
 
-    def _there(self, path: Path, layer: int) -> tuple[Path, int]:
-        """Where the source has a parameter: its layers may be in other segments."""
+    def _in_source(self, path: Path, layer: int) -> tuple[Path, int]:
+        """Returns a parameter's path and layer in the source, whose segments may differ."""
         if path[0] != "segments":
             return path, layer
         segment, layer = model_lib.layer_of(self._source, self._index(path, layer))
         return (path[0], segment, *path[2:]), layer
 
     def _index(self, path: Path, layer: int) -> int:
-        """Which of all layers a layer of a segment is."""
+        """Returns the index, among all layers, of a segment's layer."""
         return sum(length for _, length in self.transformer.layer_groups[: path[1]]) + layer
 
     def _attention(self, index: int) -> dict[Path, np.ndarray]:
-        """The converted weights of a layer, by path."""
+        """Returns the converted weights of a layer, by path."""
         layer, moment_EE = read_layer(self._source, index, self._moments)
         with factors.few_threads(len(moment_EE)):
             converted = self._methods[index].convert(layer, moment_EE)

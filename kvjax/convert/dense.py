@@ -1,10 +1,10 @@
-"""A model with its factors multiplied out: keys and values of MHA, GQA or MQA, and their cache.
+"""A model with its factors multiplied out to keys and values of MHA, GQA or MQA.
 
-K_k = Base^K[j(k)] + R^K_k B^K_k    # LRKV eq. 2, as one matrix for each KV head
+K_k = Base^K[j(k)] + R^K_k B^K_k    # LRKV eq. 2, as one matrix per KV head
 K_k = C^K[j(k)] B^K_k               # thin keys, section 2.3
 
-Published models have heads of one width: values that are narrower than keys get channels of zeros,
-and so do keys where neither RoPE nor a norm would see them.
+Published models have one head width: values narrower than keys are padded with zero channels, and
+so are keys where neither RoPE nor a norm would see the padding.
 """
 
 import dataclasses
@@ -20,19 +20,18 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.parameters import Path
 
 _MECHANISM = ("attention", "mechanism")
-_EXPANDED = dict(base_key="key", base_value="value")  # of what they are the weights
+_EXPANDED = {"base_key": "key", "base_value": "value"}
 
 
 class DenseModel:
-    """See `model.Model`; what was not factored is the source's, weights that were are float32.
+    """See `model.LazyModel`. Weights that were factored are float32, the others as in the source.
 
-    All layers are alike: they are in one segment.
+    All layers have one shape, so they form one segment.
     """
 
     def __init__(self, source: LazyModel):
-        """
-        Raises:
-          UserError: keys or values that no head's projection gives, or layers that stay different.
+        """Raises a UserError for keys or values without a projection per head, or layers of two
+        shapes.
         """
         self._source = source
         self.name, self.context = source.name, source.context
@@ -44,15 +43,15 @@ class DenseModel:
         heads = max(mechanism.key_heads for mechanism in config.mechanisms)
         mechanisms = tuple(_dense(mechanism, heads) for mechanism in config.mechanisms)
         _check_equal_shapes(mechanisms)
-        narrow = mechanisms[0].key_dim
+        key_dim = mechanisms[0].key_dim
         mechanisms = tuple(_with_equal_widths(mechanism, config.block) for mechanism in mechanisms)
-        self._scale = (mechanisms[0].key_dim / narrow) ** 0.5  # of queries
+        self._scale = (mechanisms[0].key_dim / key_dim) ** 0.5  # of queries, see `_padded`
         self.transformer = dataclasses.replace(config, mechanisms=mechanisms)
         self._dtypes = {path: dtype for path, (_, dtype) in source.parameters().items()}
 
     @property
     def is_source(self) -> bool:
-        """Whether nothing was factored: parameters are the source's."""
+        """True if nothing was factored: parameters are the source's."""
         parts = _EXPANDED.values()
         mechanisms = self._source.transformer.mechanisms
         return not any(_names(mechanism, part)[1] for mechanism in mechanisms for part in parts)
@@ -68,7 +67,7 @@ class DenseModel:
         return np.asarray(self._padded(path, found), self._dtype(path))
 
     def _is_expanded(self, path: Path) -> bool:
-        """Whether a parameter is the bases', which become whole keys or values."""
+        """Returns True for parameters of keys and values, which may have to be multiplied out."""
         return path[2:4] == _MECHANISM and path[4].removesuffix("_bias") in _EXPANDED
 
     def _dtype(self, path: Path) -> np.dtype:
@@ -78,9 +77,9 @@ class DenseModel:
         return self._dtypes[path]
 
     def _padded(self, path: Path, w: np.ndarray) -> np.ndarray:
-        """A parameter of a layer with channels of zeros, see the module's docstring.
+        """Pads a parameter of a layer with zero channels, see the module's docstring.
 
-        Logits are divided by the root of a key's channels: queries make up for more of them.
+        The mechanism divides logits by the root of the key's channels; queries make up for padding.
         """
         name = path[-1].removesuffix("_bias")
         dims = self.transformer.mechanisms[0]
@@ -94,12 +93,14 @@ class DenseModel:
         return _pad_channels(w, wide[name], axis=-1)
 
     def _read(self, path: Path, index: int) -> np.ndarray:
-        """A parameter of a layer of the source, where layers may be in several segments."""
+        """Reads a layer's parameter from the source, whose layers may be in several segments."""
         segment, layer = model_lib.layer_of(self._source, index)
         return self._source.read((path[0], segment, *path[2:]), layer)
 
     def _expand(self, path: Path, index: int) -> np.ndarray:
-        """[..., K, H] weights or bias of keys or values, float64 where factors are multiplied."""
+        """Returns [..., K, H] weights or biases of keys or values; float64 where factors are
+        multiplied.
+        """
         mechanism = self._source.transformer.mechanisms[index]
         whole, bias, _ = path[4].partition("_bias")
         base, latent = _names(mechanism, _EXPANDED[whole])
@@ -120,7 +121,7 @@ class DenseModel:
 
 
 def _pad_channels(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
-    """With zeros at the end of an axis, up to that length."""
+    """Pads an axis with zeros to `dim`."""
     if w.shape[axis] == dim:
         return w
     more = [(0, 0)] * w.ndim
@@ -129,12 +130,12 @@ def _pad_channels(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
 
 
 def _repeat_heads(w: np.ndarray, K: int) -> np.ndarray:
-    """[..., K, H] of [..., J, H]: head k reads base or latent k // (K / J)."""
+    """Returns [..., K, H] of [..., J, H]: head k reads base or latent k // (K / J)."""
     return w if w.shape[-2] == K else np.repeat(w, K // w.shape[-2], axis=-2)
 
 
 def _names(mechanism: GroupedConfig | FactoredConfig, part: str) -> tuple[str, str]:
-    """The parameters that give whole keys or values: a base or "", and a latent or ""."""
+    """Returns the names of the base ("" if none) and the latent ("" if none) of keys or values."""
     if isinstance(mechanism, GroupedConfig):
         return f"base_{part}", f"latent_{part}" if mechanism.rank else ""
     rank = mechanism.key_rank if part == "key" else mechanism.value_rank
@@ -142,22 +143,25 @@ def _names(mechanism: GroupedConfig | FactoredConfig, part: str) -> tuple[str, s
 
 
 def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
-    """Raises a UserError for keys and values that are no projections of a head's own."""
+    """Raises a UserError for keys and values that are not a projection per head."""
     kind = next(name for name, cls in MECHANISMS.items() if cls is type(mechanism))
     grouped = isinstance(mechanism, GroupedConfig)
-    known = "must be 'grouped' or 'factored', whose keys and values are a projection for each head"
+    known = "must be 'grouped' or 'factored': keys and values are a projection per head"
     require(grouped or isinstance(mechanism, FactoredConfig), "kind", repr(kind), known)
     check_convertible(mechanism, "transformers' models have nothing like it")
     if not grouped:
         return
-    own = "must be 'none': queries, keys and values have projections of their own"
+    own = "must be 'none': queries, keys and values have separate projections"
     require(mechanism.tie == "none", "tie", repr(mechanism.tie), own)
     channels = mechanism.position_channels
-    require(not channels, "position_channels", channels, "must be 0: positions are RoPE's alone")
+    require(not channels, "position_channels", channels, "must be 0: positions come from RoPE only")
     require(
-        not mechanism.alibi, "alibi", mechanism.alibi, "must be False: positions are RoPE's alone"
+        not mechanism.alibi,
+        "alibi",
+        mechanism.alibi,
+        "must be False: positions come from RoPE only",
     )
-    whole = "must be 'full': keys are rotated whole"
+    whole = "must be 'full': RoPE rotates whole keys"
     require(not (rope and mechanism.splits_rope), "rope", repr(mechanism.rope), whole)
 
 
@@ -168,7 +172,7 @@ def _dense(mechanism: GroupedConfig | FactoredConfig, heads: int) -> GroupedConf
 
 
 def _with_equal_widths(mechanism: GroupedConfig, block: BlockConfig) -> GroupedConfig:
-    """The mechanism with keys and values of as many channels as published models have."""
+    """Returns the mechanism with keys and values of equal width, as published models have."""
     key, value = mechanism.key_dim, mechanism.value_dim
     if block.positions == "rope" or mechanism.qk_norm != "none":
         return dataclasses.replace(mechanism, value_dim=max(key, value))
@@ -181,5 +185,5 @@ def _check_equal_shapes(mechanisms: tuple[GroupedConfig, ...]) -> None:
     first = dataclasses.asdict(mechanisms[0])
     for index, mechanism in enumerate(mechanisms):
         for key, value in dataclasses.asdict(mechanism).items():
-            alike = f"must be that of layer 0, {first[key]!r}: all layers have one shape"
-            require(value == first[key], key, f"{value!r} in layer {index}", alike)
+            allowed = f"must be {first[key]!r} as in layer 0: all layers have one shape"
+            require(value == first[key], key, f"{value!r} in layer {index}", allowed)

@@ -1,9 +1,8 @@
-"""Digests that reveal damage in files of weights: those of kvjax's exports, and a model hub's.
+"""Digests that detect damaged weight files, of kvjax's exports and of downloads from a model hub.
 
-An export has the BLAKE2b of every tensor in its file's metadata, and of its other files in
-digests.json. Of a published file, the hub's client leaves SHA-256 (or Git's SHA-1 of a small one):
-as the name that a link in its cache leads to, or as the etag of a download into a folder. Each
-reveals any change at all, but for collisions of which none is known by chance.
+An export stores the BLAKE2b of every tensor in its file's metadata and of its other files in
+digests.json. The hub's client leaves a SHA-256 (Git's SHA-1 for small files): as the name of the
+blob that a cached link points to, or as the etag of a download into a folder.
 """
 
 from collections.abc import Mapping
@@ -23,14 +22,14 @@ FILE = "digests.json"
 _KEY = "blake2b"
 _BYTES = 16
 _DOWNLOADS = pathlib.Path(".cache/huggingface/download")
-_BLOCK = 1 << 24  # bytes that are read at a time
+_CHUNK = 1 << 24  # bytes per read
 
 
 # -- kvjax's own -----------------------------------------------------------------------------------
 
 
 def key_of(tensor: str) -> str:
-    """Returns the key of a tensor's digest in the metadata of a safetensors file."""
+    """Returns the metadata key of a tensor's digest in a safetensors file."""
     return f"{_KEY}:{tensor}"
 
 
@@ -40,25 +39,25 @@ def of_array(array: np.ndarray) -> str:
 
 
 def of_files(texts: Mapping[str, str]) -> str:
-    """Returns the text of digests.json for the texts of files by name."""
+    """Returns the text of digests.json for file contents by name."""
     found = {name: _of_bytes(text.encode()) for name, text in texts.items()}
     return json.dumps({_KEY: found}, indent=1) + "\n"
 
 
 def check_files(folder: epath.Path) -> None:
-    """Raises a UserError unless a folder's files are those in its digests.json, if it has one."""
+    """Raises a UserError if a file differs from the folder's digests.json, if there is one."""
     path = folder / FILE
     if not path.exists():
         return
-    advice = "copy the folder again, or remove this file if what it tells of was changed on purpose"
+    advice = "copy the folder again, or remove this file if you edited the folder on purpose"
     digests = json_text.read_object(path, advice).get(_KEY)
     if not isinstance(digests, dict):
         raise UserError(f"{path} has no {_KEY}: {advice}")
     for name, digest in digests.items():
         file = folder / name
         if not file.exists() or _of_bytes(file.read_bytes()) != digest:
-            what = "has other bytes than" if file.exists() else "is missing, and"
-            raise UserError(f"{file} {what} {path.name} tells of: {advice}")
+            problem = "differs from its digest in" if file.exists() else "is missing, but listed in"
+            raise UserError(f"{file} {problem} {path.name}: {advice}")
 
 
 def _of_bytes(content: bytes | np.ndarray) -> str:
@@ -69,7 +68,7 @@ def _of_bytes(content: bytes | np.ndarray) -> str:
 
 
 def check_download(path: epath.Path) -> None:
-    """Raises a UserError if a hub's digest of a file is at hand, and is another."""
+    """Raises a UserError if the hub's digest of a file is known and differs."""
     digest, source = _of_download(pathlib.Path(path))
     if not digest:
         return
@@ -77,38 +76,37 @@ def check_download(path: epath.Path) -> None:
         found = _hash(path, git=len(digest) == 40)
     if found != digest:
         raise UserError(
-            f"{path} is not what was downloaded: its digest is {found}, and by {source} "
-            f"{digest}. Remove it and download it again (or remove {source}, if it was changed on "
-            "purpose)"
+            f"{path} differs from the download: its digest is {found}, and {digest} in {source}. "
+            f"Remove it and download it again (or remove {source}, if you edited it on purpose)"
         )
 
 
 def _of_download(path: pathlib.Path) -> tuple[str, pathlib.Path]:
-    """Returns the digest that a hub's client left of a file, or "", and the file that has it."""
+    """Returns the digest that a hub's client left for a file ("" if none), and its location."""
     real = pathlib.Path(os.path.realpath(path))
     if real.parent.name == "blobs" and _digest(real.name):
         return real.name, real
     for folder in path.parents:
-        told = folder / _DOWNLOADS / path.relative_to(folder)
-        told = told.with_name(f"{told.name}.metadata")
-        if told.is_file():
-            lines = told.read_text(errors="replace").splitlines()
-            return _digest(lines[1].strip('" ') if len(lines) > 1 else ""), told
+        metadata = folder / _DOWNLOADS / path.relative_to(folder)
+        metadata = metadata.with_name(f"{metadata.name}.metadata")
+        if metadata.is_file():
+            lines = metadata.read_text(errors="replace").splitlines()
+            return _digest(lines[1].strip('" ') if len(lines) > 1 else ""), metadata
     return "", path
 
 
 def _digest(text: str) -> str:
-    """Returns a text if it is the hexadecimal of SHA-256 or SHA-1, else ""."""
+    """Returns a text if it is a hexadecimal SHA-256 or SHA-1, else ""."""
     return text if re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", text) else ""
 
 
 def _hash(path: epath.Path, *, git: bool) -> str:
-    """SHA-256 of a file's bytes, or the SHA-1 that Git names a file by."""
+    """Returns the SHA-256 of a file, or Git's SHA-1."""
     if git:
         found = hashlib.sha1(f"blob {os.path.getsize(path)}\0".encode(), usedforsecurity=False)
     else:
         found = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
     return found.hexdigest()

@@ -1,12 +1,13 @@
-"""A workdir in, a folder of safetensors out: for transformers, or with the small cache kept.
+"""Exports a workdir as safetensors: for transformers, or with the small cache kept.
 
     python -m kvjax.convert.export --workdir=runs/lrkv --out=~/models/lrkv --format=huggingface
     python -m kvjax.convert.export --workdir=runs/lrkv --out=~/models/small --format=factored
 
-huggingface is a model that transformers loads: of GPT-2, Llama, Mistral, Qwen 2 and 3, or NanoChat
-for what the recipe trains. Factors are multiplied out there, and the cache is that of MHA, GQA or
-MQA. factored keeps them: `python -m kvjax.convert --source=OUT` reads it, and its README.md says
-how others can. auto is huggingface where that makes no cache larger, else factored.
+huggingface writes a model that transformers loads: GPT-2, Llama, Mistral, Qwen 2 or 3, or NanoChat
+for models of this repository's recipe. Factors are multiplied out, so the cache is that of MHA, GQA
+or MQA. factored keeps the factors: `python -m kvjax.convert --source=OUT` reads the folder, and its
+README.md describes it for other programs. auto is huggingface if that enlarges no cache, else
+factored.
 """
 
 import argparse
@@ -39,23 +40,22 @@ from kvjax.workdir import origin
 
 FORMATS = ("auto", "huggingface", "factored")
 DTYPES = {huggingface.DTYPES[name]: name for name in ("F32", "BF16")}  # to safetensors' names
-_CACHE_DTYPE = jnp.dtype(jnp.bfloat16)  # for figures
+_CACHE_DTYPE = jnp.dtype(jnp.bfloat16)  # for reported sizes
 
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
     parser.add_output()
     add = parser.add_argument
-    add("--workdir", default="", help="of the model: of a run, or of python -m kvjax.convert")
-    add("--out", default="", help="the folder to write; nothing may be there")
+    add("--workdir", default="", help="workdir of a run or of python -m kvjax.convert")
+    add("--out", default="", help="folder to write; must not exist")
     add("--format", default="auto", help=f"{', '.join(FORMATS)} (auto)")
-    text = "of the weights: as they are in the workdir, or rounded (as they are)"
-    add("--dtype", default="", help=f"{', '.join(DTYPES)}: {text}")
+    add("--dtype", default="", help=f"{', '.join(DTYPES)}: weights' dtype (the workdir's)")
     return parser
 
 
 def main(arguments: list[str]) -> None:
-    """Exports; see the module's docstring."""
+    """Exports a model; see the module's docstring."""
     options = _parser().parse(arguments)
     with command_line.naming_options(options):
         _run(options, Output(options))
@@ -76,38 +76,38 @@ def _run(options: argparse.Namespace, out: Output) -> None:
 
 
 def _plan(kind: str, model: LazyModel, dtype: str) -> tuple[str, ExportPlan, str]:
-    """The format, what will be written, and why it is that one, where it was not asked for."""
+    """Returns the format, the contents of the folder, and the reason if auto chose factored."""
     if kind == "factored":
         return kind, factored(model), ""
     try:
         plan = huggingface.plan(model, dtype)
     except UserError as error:
         if kind == "huggingface":
-            raise UserError(f"{error}. --format=factored writes more models") from error
+            raise UserError(f"{error}. --format=factored supports more models") from error
         return "factored", factored(model), f"transformers has no such model: {error}"
     if kind == "auto" and _cache_bytes(plan.transformer) > _cache_bytes(model.transformer):
-        why = "transformers has no cache as small: --format=huggingface multiplies its factors out"
+        why = "keeps the small cache, which --format=huggingface would multiply out"
         return "factored", factored(model), why
     return "huggingface", plan, ""
 
 
 def factored(model: LazyModel) -> ExportPlan:
-    """The folder that keeps the factors of any model."""
+    """Returns the contents of a folder that keeps any model's factors."""
     config = model.transformer
 
     def tensor(path, layer, shape):
         return LazyTensor(tuple(shape), lambda: np.asarray(model.read(path, layer)))
 
     shapes = {path: shape for path, (shape, _) in model.parameters().items()}
-    every = [(path, None) for path in shapes if path[0] != "segments"]
+    order = [(path, None) for path in shapes if path[0] != "segments"]
     for segment, (_, length) in enumerate(config.layer_groups):
         own = [path for path in shapes if path[:2] == ("segments", segment)]
-        every += [(path, layer) for layer in range(length) for path in own]
+        order += [(path, layer) for layer in range(length) for path in own]
     tensors = {
         factored_format.name_of(config, path, layer): tensor(
             path, layer, shapes[path] if layer is None else shapes[path][1:]
         )
-        for path, layer in every
+        for path, layer in order
     }
     attention = model_lib.attention_section(config)
     files = {
@@ -116,15 +116,15 @@ def factored(model: LazyModel) -> ExportPlan:
     }
     if model.chat_template is not None:
         files[origin.CHAT_TEMPLATE] = model.chat_template
-    for file, said in model.token_files.items():
-        files[file] = json.dumps(said, indent=2) + "\n"
+    for file, content in model.token_files.items():
+        files[file] = json.dumps(content, indent=2) + "\n"
     files[digests.FILE] = digests.of_files(files)
     files["README.md"] = factored_readme.text(model.name, config, context=model.context)
     return ExportPlan("kvjax's factors", config, tensors, files)
 
 
 def _cache_bytes(config: TransformerConfig) -> int:
-    """Per token, all layers."""
+    """Returns the cache bytes per token over all layers."""
     return formulas.cache_bytes_per_token(config, _CACHE_DTYPE)
 
 
@@ -138,18 +138,18 @@ def _report(
     dtype: str,
     why: str,
 ) -> None:
-    """Prints what was written, and what it does to the cache."""
+    """Prints the files written, and the cache sizes before and after."""
     before, after = _cache_bytes(model.transformer), _cache_bytes(plan.transformer)
     total, precision = into_folder.size(plan, dtype), huggingface.DTYPES[dtype]
     if why:
         out.say(f"--format=factored: {why}\n")
     written = f"{len(plan.tensors)} tensors, {progress.size(total)} in {precision}"
-    out.say(f"{model.name} is {target}: {plan.title}, {written}")
+    out.say(f"{model.name} written to {target}: {plan.title}, {written}")
     out.say(f"\ncache: {before:,} bytes per token in bfloat16 in kvjax")
     if after > before:
         out.say(
-            f"and {after:,} in transformers, {after / before:.1f} times as many: the factors are "
-            "multiplied out there. --format=factored keeps them, and the small cache"
+            f"and {after:,} in transformers ({after / before:.1f} x), which multiplies the factors "
+            "out. --format=factored keeps the small cache"
         )
     folder, source = json.dumps(str(target)), shlex.quote(str(target))
     if kind == "huggingface":

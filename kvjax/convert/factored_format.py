@@ -1,9 +1,9 @@
 """A folder of safetensors that keeps a model's factors, and with them its small cache.
 
-Tensors have the dotted names of kvjax's parameters, with layers numbered through:
+Tensors have kvjax's dotted parameter names, with layers numbered throughout:
 "layers.3.attention.mechanism.latent_key". config.json has the sections model and attention of a
-workdir's, README.md says what they mean. Digests of tensors and files reveal damage (`digests`);
-exports of older kvjax have none.
+workdir, README.md describes them. Digests of tensors and files detect damage (`digests`); exports
+of older versions have none.
 
     model = factored_format.FactoredModel(folder)  # reads one parameter of one layer at a time
 """
@@ -33,7 +33,7 @@ VERSION = 1
 
 
 def is_there(path: epath.Path) -> bool:
-    """Whether a folder says that it has this format."""
+    """Returns True if a folder's config.json names this format."""
     config = path / "config.json"
     if in_bucket(path) or not config.exists():
         return False
@@ -41,7 +41,7 @@ def is_there(path: epath.Path) -> bool:
 
 
 def name_of(config: TransformerConfig, path: Path, layer: int | None) -> str:
-    """The tensor of a parameter, or of a layer of a segment's."""
+    """Returns the tensor name of a parameter, or of one layer of a segment."""
     if layer is None:
         return ".".join(map(str, path))
     before = sum(length for _, length in config.layer_groups[: path[1]])
@@ -49,10 +49,10 @@ def name_of(config: TransformerConfig, path: Path, layer: int | None) -> str:
 
 
 def config_json(model: TransformerConfig, attention: dict, *, context: int) -> str:
-    """The text of config.json.
+    """Returns the text of config.json.
 
     Args:
-      attention: the section that describes the model's mechanisms.
+      attention: the config section that describes the model's mechanisms.
     """
     config = dict(
         model_type=MODEL_TYPE,
@@ -66,13 +66,13 @@ def config_json(model: TransformerConfig, attention: dict, *, context: int) -> s
 
 
 class FactoredModel:
-    """The model of such a folder: see `model.Model`."""
+    """The model of such a folder; see `model.LazyModel`."""
 
     def __init__(self, folder: epath.Path):
-        """
+        """Opens the folder and checks everything but the tensors' values.
+
         Raises:
-          UserError: another version, keys or tensors that are not its own, files that are missing
-            or have other bytes than were written.
+          UserError: another format version, unknown keys or tensors, missing or damaged files.
         """
         self.name = source_lib.name(folder)
         self.transformer, self.context = _config(folder)
@@ -85,19 +85,19 @@ class FactoredModel:
         self._shapes = parameters.shapes(self.transformer)
         self._axes = parameters.axes(self.transformer)
         self._check(folder)
-        digests.check_files(folder)  # last: what is wrong otherwise is told more exactly
+        digests.check_files(folder)  # last: the checks above give more specific messages
 
     def parameters(self) -> dict[Path, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of every parameter, layers of a segment in front."""
+        """Returns shape and dtype of every parameter, with a segment's layers as the first axis."""
         return {path: (shape, self._dtype(path)) for path, shape in self._shapes.items()}
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """One parameter; of a segment that of one of its layers."""
+        """Returns a parameter; of a segment, one layer's."""
         name = name_of(self.transformer, path, layer)
         return np.asarray(self._tensors[name].read(self._axes[path]), self._dtype(path))
 
     def _names(self, path: Path) -> list[str]:
-        """The tensors of a parameter, in the order of the layers."""
+        """Returns a parameter's tensors, in the order of the layers."""
         layers = range(self._shapes[path][0]) if path[0] == "segments" else (None,)
         return [name_of(self.transformer, path, layer) for layer in layers]
 
@@ -105,7 +105,7 @@ class FactoredModel:
         return dtype_of(self._tensors[name] for name in self._names(path))
 
     def _check(self, folder: epath.Path) -> None:
-        """Raises a UserError unless the tensors are those of the config, in dtypes of weights."""
+        """Raises a UserError unless tensors and dtypes are as the config describes."""
         shapes = {}
         for path, shape in self._shapes.items():
             own = shape[1:] if path[0] == "segments" else shape
@@ -114,14 +114,14 @@ class FactoredModel:
 
 
 def _config(folder: epath.Path) -> tuple[TransformerConfig, int]:
-    """What a folder's model computes, and the tokens that it was trained on."""
+    """Returns the model's config and its training context length."""
     path = folder / "config.json"
     tree = json_object(path)
     version = tree.get("format_version")
     if version != VERSION:
         raise UserError(
-            f"{path}: format_version = {version!r}: must be {VERSION}, the one that this kvjax "
-            "reads: export the model again, or read it with the kvjax that wrote it"
+            f"{path}: format_version = {version!r}: must be {VERSION} in this version of kvjax: "
+            "export the model again, or read it with the version that wrote it"
         )
     try:
         context = checked(tree.get("context"), int, "context")

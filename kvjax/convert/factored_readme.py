@@ -1,4 +1,4 @@
-"""README.md of a folder with factors: its tensors, what they mean, and what is cached."""
+"""README.md of an export with factors: tensors, formulas and cache of that model."""
 
 import math
 
@@ -13,20 +13,20 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 
 
 def text(name: str, config: TransformerConfig, *, context: int) -> str:
-    """The text, of that model alone.
+    """Returns the README of one model.
 
     Raises:
-      UserError: attention that has no formulas here.
+      UserError: a mechanism without formulas here.
     """
     check(config)
     parts = [
         f"# {name}",
         f"A language model of {config.block.num_layers} layers, trained on rows of {context:,} "
-        "tokens, with the factors of its keys and values: a cache keeps what is small. Written by "
+        "tokens, with its keys and values as factors, so that the KV cache is small. Written by "
         "kvjax, which reads it with `python -m kvjax.convert --source=FOLDER --out=WORKDIR`.",
         "## Tensors",
-        "`config.json` has the options, `model.safetensors` (or the files that "
-        "`model.safetensors.index.json` names) the tensors, `tokenizer.json` the tokenizer. "
+        "`config.json` has the options, `model.safetensors` (or the files in "
+        "`model.safetensors.index.json`) the tensors, `tokenizer.json` the tokenizer. "
         "A weight `D -> N H` is a linear map, stored [D, N, H]: y[n, h] = Σ_d x[d] w[d, n, h]. "
         "`K: R -> H` is K maps, stored [K, R, H]; `N H` a vector.",
         *_tensors(config),
@@ -42,7 +42,7 @@ def text(name: str, config: TransformerConfig, *, context: int) -> str:
 
 
 def check(config: TransformerConfig) -> None:
-    """Raises a UserError for attention that has no formulas here: nobody could read its factors."""
+    """Raises a UserError for a mechanism without formulas: its factors would be unreadable."""
     for mechanism in config.mechanisms:
         if type(mechanism) not in KINDS:
             kinds = {cls: kind for kind, cls in MECHANISMS.items()}
@@ -54,12 +54,12 @@ def check(config: TransformerConfig) -> None:
 
 
 def _lines(*lines: str) -> str:
-    """Formulas, as they stand."""
+    """Returns lines as an indented code block, without empty ones."""
     return "\n".join(f"    {line}" for line in lines if line)
 
 
 def _layers(config: TransformerConfig) -> list[str]:
-    """By segment, which layers are in it: "0 to 3"."""
+    """Returns the layers of each segment, as "0 to 3"."""
     names, first = [], 0
     for _, length in config.layer_groups:
         names.append(f"{first} to {first + length - 1}" if length > 1 else f"{first}")
@@ -68,7 +68,7 @@ def _layers(config: TransformerConfig) -> list[str]:
 
 
 def _tensors(config: TransformerConfig) -> list[str]:
-    """A table of the tensors outside the layers, and one for layers of each shape."""
+    """Returns a table of the tensors outside the layers, and one per layer shape."""
     shapes, axes = parameters.abstract(config)
     outer = {key: value for key, value in shapes.items() if key != "segments"}
     parts = ["\n".join(_table("", outer, axes, front=0))]
@@ -96,7 +96,7 @@ def _leaves(shapes: dict, axes: dict, name: str = ""):
 
 
 def _letters(config: TransformerConfig) -> list[str]:
-    """What the letters of the tables mean."""
+    """Returns the meanings of the axis letters in the tables."""
     used = set()
     shapes, axes = parameters.abstract(config)
     for _, _, text in _leaves(shapes, axes):
@@ -105,7 +105,7 @@ def _letters(config: TransformerConfig) -> list[str]:
 
 
 def _model(block: BlockConfig) -> str:
-    """The formulas outside attention."""
+    """Returns the formulas outside attention."""
     activation = dict(
         relu2="relu(x up)²",
         relu="relu(x up)",
@@ -146,11 +146,15 @@ def _layer(norm_after: bool) -> str:
 
 
 def _attention(config: TransformerConfig) -> list[str]:
-    """The formulas of the mechanism, which is of one kind in all layers."""
+    """Returns the formulas of the mechanism, which has one kind in all layers."""
     mechanism, block = _richest(config), config.block
     formulas = KINDS[type(mechanism)]
     rope = block.positions == "rope"
-    seen = f"itself and the {block.window - 1} before it" if block.window else "all before it too"
+    seen = (
+        f"itself and the {block.window - 1} before it"
+        if block.window
+        else "itself and all before it"
+    )
     parts = [
         _lines(
             *formulas(mechanism, rope),
@@ -158,33 +162,35 @@ def _attention(config: TransformerConfig) -> list[str]:
             "attention(x)_t = Σ_n Σ_s softmax_s(a_nts) v_k(n),s out[n]"
             + " + out_bias" * mechanism.output_bias,
         ),
-        f"q is of the query's position t, k and v of the key's, s; a token sees {seen}."
-        + " A product with a weight has its bias added, where there is one." * mechanism.bias
-        + " Layers without latents have no such term." * (len(set(config.mechanisms)) > 1)
-        + " Gains are their norm's, as `query_norm.gain`." * (mechanism.qk_norm == "rms_gain"),
+        f"q belongs to the query's position t, k and v to the key's position s; a token attends to "
+        f"{seen}."
+        + " A product with a weight that has a bias includes the bias." * mechanism.bias
+        + " Layers without latents omit these terms." * (len(set(config.mechanisms)) > 1)
+        + " Each norm has its own gain, such as `query_norm.gain`."
+        * (mechanism.qk_norm == "rms_gain"),
     ]
     return [*parts, _rope(block, mechanism.rope_dim)] if rope else parts
 
 
 def _richest(config: TransformerConfig) -> MechanismConfig:
-    """The mechanism of a layer that has what any layer has: some may be of rank 0."""
+    """Returns the mechanism with the most absorbed weights: some layers may have rank 0."""
     return max(config.mechanisms, key=lambda mechanism: len(mechanism.absorbed))
 
 
 def _norm(mechanism: MechanismConfig, z: str = "z") -> str:
-    """The norm of queries and keys."""
+    """Returns the formula of the norm of queries and keys."""
     gain = {"rms_gain": " · gain"}.get(mechanism.qk_norm, "")
     return f"{z} / sqrt(mean({z}²) + {mechanism.norm_epsilon:g}){gain}"
 
 
-def _turned(mechanism: MechanismConfig, rope: bool) -> str:
-    """What `turned` means."""
+def _rotated(mechanism: MechanismConfig, rope: bool) -> str:
+    """Returns the definition of `rotated`."""
     normed = "z" if mechanism.qk_norm == "none" else _norm(mechanism)
-    return "turned(z) = " + (f"RoPE({normed})" if rope else normed)
+    return "rotated(z) = " + (f"RoPE({normed})" if rope else normed)
 
 
 def _bias_of_positions(mechanism: MechanismConfig) -> str:
-    """ALiBi, or the "+" of projection sharing."""
+    """Returns the formula of ALiBi, or of the "+" of projection sharing."""
     if getattr(mechanism, "alibi", False):
         slopes = ", ".join(f"{slope:g}" for slope in alibi.slopes(mechanism.num_heads))
         return f" - m_n (t - s), where m_n of head n is one of {slopes}"
@@ -203,30 +209,28 @@ def _grouped(c: GroupedConfig, rope: bool) -> list[str]:
         return f" + (x latent_{part}[k]) expand_{part}[k]" if c.rank else ""
 
     heads = c.num_kv_heads if c.rank else c.num_bases
-    whole = f"K_k = x base_key[j(k)]{residual('key')}"
-    keys, queries = "k_k = turned(K_k)", f"turned(x {'base_key' if c.ties_queries else 'query'}[n])"
-    if c.splits_rope and rope:
-        keys = "k_k = turned(K_k), where RoPE leaves the part of the residual and its query as is"
+    query = "base_key" if c.ties_queries else "query"
+    unrotated = ", where RoPE leaves the residual and its query unrotated"
     return [
-        _turned(c, rope),
-        f"q_n = {queries}",
-        whole,
-        keys,
+        _rotated(c, rope),
+        f"q_n = rotated(x {query}[n])",
+        f"K_k = x base_key[j(k)]{residual('key')}",
+        "k_k = rotated(K_k)" + unrotated * (c.splits_rope and rope),
         "v_k = K_k" if c.ties_values else f"v_k = x base_value[j(k)]{residual('value')}",
         f"k(n) = n // {c.num_heads // heads}, j(k) = k // {heads // c.num_bases}",
     ]
 
 
 def _factored(c: FactoredConfig, rope: bool) -> list[str]:
-    def whole(part, rank):
+    def project(part, rank):
         return f"(x {part}[j(k)]) expand_{part}[k]" if rank else f"x {part}[k]"
 
     share = c.num_kv_heads // c.num_latents
     return [
-        _turned(c, rope),
-        "q_n = turned(x query[n])",
-        f"k_k = turned({whole('key', c.key_rank)})",
-        f"v_k = {whole('value', c.value_rank)}",
+        _rotated(c, rope),
+        "q_n = rotated(x query[n])",
+        f"k_k = rotated({project('key', c.key_rank)})",
+        f"v_k = {project('value', c.value_rank)}",
         f"k(n) = n // {c.num_heads // c.num_kv_heads}, j(k) = k // {share}",
     ]
 
@@ -235,20 +239,20 @@ def _latent(c: MLAConfig, rope: bool) -> list[str]:
     normed = "z" if c.qk_norm == "none" else _norm(c)
     return [
         f"normed(z) = {normed}",
-        _turned(c, rope),
+        _rotated(c, rope),
         f"latent = {_norm(c, '(x down)')}",
-        "q_n = [normed(x query[n]), turned(x rope_query[n])]",
-        "k_n = [latent up_key[n], turned(x rope_key)]",
+        "q_n = [normed(x query[n]), rotated(x rope_query[n])]",
+        "k_n = [latent up_key[n], rotated(x rope_key)]",
         "v_n = latent up_value[n], k(n) = n",
     ]
 
 
 def _rebuilt(c: PaperMLAConfig, rope: bool) -> list[str]:
     return [
-        _turned(c, rope),
+        _rotated(c, rope),
         "latent = x down",
-        "q_n = turned(x query[n])",
-        "k_n = turned(latent up_key[n])",
+        "q_n = rotated(x query[n])",
+        "k_n = rotated(latent up_key[n])",
         "v_n = latent up_value[n], k(n) = n",
     ]
 
@@ -272,27 +276,27 @@ def _rope(block: BlockConfig, channels: int) -> str:
         )
     half = channels // 2
     if block.rope_fraction != 1:
-        turned = rope.Partial(block.rope_base, block.rope_fraction).num_rotated_pairs(channels)
-        scaled += f", i < {turned}; channels of other i stay as they are"
-        channels = 2 * turned
+        pairs = rope.Partial(block.rope_base, block.rope_fraction).num_rotated_pairs(channels)
+        scaled += f", i < {pairs}; other channels are not rotated"
+        channels = 2 * pairs
     return (
-        f"RoPE at position t turns channels (i, i + {half}) from (a, b) to (a cos - b sin, b cos + "
-        f"a sin) of the angle t · {block.rope_base:g}^(-2i/{channels}){scaled}."
+        f"RoPE at position t rotates channels (i, i + {half}) from (a, b) to (a cos - b sin, b cos "
+        f"+ a sin) by the angle t · {block.rope_base:g}^(-2i/{channels}){scaled}."
     )
 
 
-def _holds(mechanism: MechanismConfig, rope: bool) -> dict[str, str]:
-    """What each field of the cache is, in the words of the formulas."""
+def _cached(mechanism: MechanismConfig, rope: bool) -> dict[str, str]:
+    """Returns the formula of each cache field."""
     if isinstance(mechanism, MLAConfig):
-        return dict(latent="latent", rope_key="turned(x rope_key)")
+        return dict(latent="latent", rope_key="rotated(x rope_key)")
     if isinstance(mechanism, PaperMLAConfig):
         return dict(latent="latent")
     scale = dict(key_scale="1 / sqrt(mean(z²) + epsilon) of the whole key of head k")
     if isinstance(mechanism, FactoredConfig):
-        key = "x key[j], not turned" if mechanism.key_rank else "k_k"
+        key = "x key[j], not rotated" if mechanism.key_rank else "k_k"
         return scale | dict(key=key, value="x value" + "[j]" * bool(mechanism.value_rank))
     if mechanism.ties_values:
-        return dict(base_key="x base_key[j], not turned", residual_key="x latent_key[k]")
+        return dict(base_key="x base_key[j], not rotated", residual_key="x latent_key[k]")
     if not mechanism.rank:
         return dict(base_key="k_k", base_value="v_k")
     gain = " · gain" if mechanism.qk_norm == "rms_gain" else ""
@@ -300,16 +304,16 @@ def _holds(mechanism: MechanismConfig, rope: bool) -> dict[str, str]:
     return scale | dict(
         base_key=f"RoPE({base})" if rope else base,
         base_value="x base_value[j]",
-        residual_key="x latent_key[k], not turned",
+        residual_key="x latent_key[k], not rotated",
         residual_value="x latent_value[k]",
     )
 
 
 def _cache(config: TransformerConfig) -> list[str]:
-    """What the cache keeps per token: a table, and its sum over the layers."""
+    """Returns a table of the cache's fields per token, and the total over layers."""
     rows, total = [], 0
     for layers, (mechanism, length) in zip(_layers(config), config.layer_groups, strict=True):
-        holds = _holds(mechanism, config.block.positions == "rope")
+        holds = _cached(mechanism, config.block.positions == "rope")
         for name, field in mechanism.entry().items():
             elements = math.prod(field.shape)
             kept = holds[name] + ", in float32" * field.wide
@@ -325,7 +329,7 @@ def _cache(config: TransformerConfig) -> list[str]:
     parts = ["\n".join(output.markdown(header, rows)), f"In all {total:,} elements per token."]
     if absorbed:
         parts.append(
-            f"Decoding multiplies {' and '.join(absorbed)} with queries and outputs, or with a "
+            f"Decoding multiplies {' and '.join(absorbed)} into queries and outputs, or into one "
             "tile of the cache at a time: see `kvjax/kernels/decode_attention`."
         )
     return parts

@@ -1,7 +1,7 @@
-"""Low-rank factors of stacks of matrices, closed form, in float64: what conversions are made of.
+"""Closed-form low-rank factors of stacks of matrices, in float64.
 
-Errors are E|x (W - W')|^2 over inputs x of second moment C: with C the identity, Frobenius norms.
-All is done through Gram matrices of the outputs, W^T C W.
+The error of W' is E|x (W - W')|^2 over inputs x with second moment C: the squared Frobenius norm if
+C is the identity. Everything is computed from Gram matrices of the outputs, W^T C W.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ import scipy.linalg
 
 from kvjax.foundation import runtime
 
-SWEEPS = 100  # of an alternation, at most
-TOLERANCE = 1e-5  # share of the energy: one that lowers the error by less is the last
-_RIDGE = 1e-9  # of the mean energy of an input channel
-_SMALL = 2048  # rows of a matrix on which BLAS's threads wait for each other more than they work
+SWEEPS = 100  # maximum per rank
+TOLERANCE = 1e-5  # share of the energy; a sweep that gains less is the last
+_RIDGE = 1e-9  # relative to the mean energy of an input channel
+_SMALL = 2048  # rows below which BLAS's threads wait for each other more than they work
 
 einsum = functools.partial(np.einsum, optimize=True)  # by BLAS
 
 
 def few_threads(rows: int):
-    """A context in which BLAS uses one thread if matrices have few rows.
+    """Returns a context in which BLAS uses one thread if matrices have few rows.
 
-    30 layers of 576 channels took 42.6 s with two threads on two cores that another process used
-    too, and 1.0 s with one thread.
+    30 layers of 576 channels took 42.6 s with two threads on two cores that another process also
+    used, and 1.0 s with one thread.
     """
     return runtime.blas_threads(1 if rows < _SMALL else None)
 
@@ -39,19 +39,19 @@ class Factors(NamedTuple):
 
 
 def gram(w_EKH: np.ndarray, moment_EE: np.ndarray) -> np.ndarray:
-    """[K, H, K, H] inner products of output channels over the inputs."""
+    """Returns [K, H, K, H] inner products of output channels over the inputs."""
     E, K, H = w_EKH.shape
     flat_EC = w_EKH.reshape(E, K * H)
     return (flat_EC.T @ (moment_EE @ flat_EC)).reshape(K, H, K, H)
 
 
 def energies(w_EKH: np.ndarray, moment_EE: np.ndarray, *, latents: int) -> np.ndarray:
-    """[J, K/J·H] energy of each of the best directions of the heads that share a latent."""
+    """Returns [J, K/J·H] energies of the principal directions of the heads that share a latent."""
     return np.stack([values[::-1] for values, _ in _spectra(w_EKH, moment_EE, latents)])
 
 
 def low_rank(w_EKH: np.ndarray, rank: int, moment_EE: np.ndarray, *, latents: int) -> Factors:
-    """The best factors of rank R (Eckart-Young), one latent for every K/J heads.
+    """Returns the optimal factors of rank R (Eckart-Young), one latent for every K/J heads.
 
     Args:
       rank: R, at most K/J·H.
@@ -70,7 +70,7 @@ def low_rank(w_EKH: np.ndarray, rank: int, moment_EE: np.ndarray, *, latents: in
 
 
 def _spectra(w_EKH: np.ndarray, moment_EE: np.ndarray, latents: int):
-    """For each latent, the eigenvalues, ascending, and eigenvectors of its heads' Gram matrix."""
+    """Yields per latent the ascending eigenvalues, and eigenvectors, of its heads' Gram matrix."""
     E = w_EKH.shape[0]
     w_EJC = w_EKH.reshape(E, latents, -1)
     for j in range(latents):
@@ -82,25 +82,25 @@ def _spectra(w_EKH: np.ndarray, moment_EE: np.ndarray, latents: int):
 def balance_scales(
     left: np.ndarray, right: np.ndarray, axes: Sequence[tuple[int, ...]]
 ) -> np.ndarray:
-    """What to multiply channels of one factor by, and divide those of the other by, so that the
-    numbers of both are of one size.
+    """Returns scales s such that `left * s` and `right / s` have equal root mean squares per
+    channel.
 
-    An optimizer's step is of one size for all numbers: a factor of large ones would hardly learn.
+    Adam's and Muon's steps have one size for all weights, so a factor with large numbers would
+    hardly learn. Channels that are zero in either factor keep their scale.
 
     Args:
-      axes: of each factor, those that are no channels.
+      axes: of each factor, the axes to average over.
     """
 
-    def size(x, over):
-        return np.sqrt(np.mean(x**2, axis=over))
-
-    one, other = size(left, axes[0]), size(right, axes[1])
-    there = (one > 0) & (other > 0)
-    return np.sqrt(np.divide(other, one, out=np.ones_like(one), where=there))
+    left_rms, right_rms = (
+        np.sqrt(np.mean(x**2, axis=over)) for x, over in zip((left, right), axes, strict=True)
+    )
+    used = (left_rms > 0) & (right_rms > 0)
+    return np.sqrt(np.divide(right_rms, left_rms, out=np.ones_like(left_rms), where=used))
 
 
 class BaseAndResidual(NamedTuple):
-    """W_k turn_k = base_j(k) + latent_k expand_k (LRKV eq. 2), turn_k a rotation."""
+    """W_k Rot_k = base_j(k) + latent_k expand_k (LRKV eq. 2), with a rotation Rot_k per head."""
 
     base_EJH: np.ndarray
     latent_EKR: np.ndarray
@@ -120,19 +120,19 @@ def base_and_residual(
     sweeps: int = SWEEPS,
     tolerance: float = TOLERANCE,
 ) -> BaseAndResidual:
-    """Shared bases and residuals of rank R, by alternating closed forms; no step raises the error.
+    """Fits shared bases and residuals of rank R by alternating closed forms.
 
-    In turn: of every head the rotation that brings it nearest to what stands for it (Procrustes),
-    the residual (Eckart-Young), the base (a mean). It starts with rank 0: heads that are turned
-    towards their mean.
+    Each sweep updates in turn every head's rotation (Procrustes), its residual (Eckart-Young) and
+    the bases (a mean); no update raises the error. The fit starts at rank 0: heads rotated towards
+    their mean.
 
     Args:
-      bases: J; heads k·J // K share one.
-      turns: which rotations are free: "none", "pairs" (of channels i and i + H/2, which commute
-        with RoPE) or "all".
-      step: it goes through the multiples of it on its way to R; 0: through none.
-      sweeps: through the three at each rank, at most.
-      tolerance: it ends when a sweep lowers the error by less than this share of the energy.
+      bases: J; head k uses base k·J // K.
+      rotations: free rotations: "none", "pairs" (of channels i and i + H/2, which commute with
+        RoPE) or "all".
+      step: visit the multiples of `step` on the way to R; 0: start R directly from rank 0.
+      sweeps: maximum per rank.
+      tolerance: stop when a sweep lowers the error by less than this share of the energy.
     """
     with runtime.blas_threads(1):  # many small products
         found = _AlternatingFit(w_EKH, moment_EE, bases, rotations)
@@ -145,10 +145,10 @@ def base_and_residual(
 def losses_by_rank(
     w_EKH: np.ndarray, ranks: Sequence[int], moment_EE: np.ndarray, *, bases: int, rotations: str
 ) -> list[float]:
-    """The share of the energy that `base_and_residual` loses at each of these ranks.
+    """Returns the share of the energy that `base_and_residual` loses at each of these ranks.
 
     Args:
-      ranks: ascending multiples of its `step`; the last may be none.
+      ranks: ascending multiples of its `step`; the last may be any rank.
     """
     with runtime.blas_threads(1):
         found, lost = _AlternatingFit(w_EKH, moment_EE, bases, rotations), []
@@ -160,21 +160,22 @@ def losses_by_rank(
 
 
 class _AlternatingFit:
-    """The state of `base_and_residual`, where inner products over inputs are the plain ones."""
+    """State of `base_and_residual`, with inputs whitened so that inner products are plain ones."""
 
     def __init__(self, w_EKH: np.ndarray, moment_EE: np.ndarray, bases: int, rotations: str):
         _, K, H = w_EKH.shape
         self.rotations, self.of_base = rotations, np.arange(K) * bases // K
         self.root_EE = _root(moment_EE)
+        # With x = L z and z white, |x w| is the norm of L^T w: from here on inputs are white.
         self.w, self.basis_EP = _column_span(einsum("EF,FKH->KEH", self.root_EE, w_EKH))
         self.total = np.sum(self.w**2)
-        # Heads turn towards the first one of their base.
+        # Initial bases: the first head of each; the others are rotated towards it.
         self.base = self.w[np.searchsorted(self.of_base, np.arange(bases))]
         self.residual = np.zeros_like(self.w)
         self.rotation = np.broadcast_to(np.eye(H), (K, H, H)).copy()
 
     def improve(self, rank: int, sweeps: int, tolerance: float) -> None:
-        """Sweeps with residuals of that rank."""
+        """Sweeps with residuals of this rank until the error settles."""
         error = np.inf
         for _ in range(sweeps):
             self.rotation = _procrustes(self.w, self._head_bases() + self.residual, self.rotations)
@@ -191,11 +192,11 @@ class _AlternatingFit:
                 break
 
     def lost(self, rank: int) -> float:
-        """Share of the energy, with the last base's own residual of that rank."""
+        """Returns the share of the energy lost with optimal residuals for the last bases."""
         return self._factors(rank)[-1]
 
     def result(self, rank: int) -> BaseAndResidual:
-        """What was found, for the weights as they were given."""
+        """Returns the fit in terms of the original, unwhitened weights."""
         latent, expand, lost = self._factors(rank)
 
         def out(x):
@@ -206,7 +207,7 @@ class _AlternatingFit:
         return BaseAndResidual(base_EJH, latent_EKR, expand, self.rotation, lost)
 
     def _head_bases(self) -> np.ndarray:
-        """[K, E, H] base of every head."""
+        """Returns [K, E, H], the base of every head."""
         return self.base[self.of_base]
 
     def _factors(self, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
@@ -218,9 +219,10 @@ class _AlternatingFit:
 
 
 def _root(moment_EE: np.ndarray) -> np.ndarray:
-    """A square root of full rank: L^T with L L^T the moment, raised where that is singular.
+    """Returns a full-rank square root L^T of the moment L L^T.
 
-    By as little as its rounding, to float32 as a rule, asks for.
+    A singular moment gets a ridge on its diagonal, raised tenfold until the Cholesky factorisation
+    succeeds (moments are rounded to float32).
     """
     E = len(moment_EE)
     ridge = max(_RIDGE * np.trace(moment_EE) / E, np.finfo(np.float64).tiny)
@@ -233,7 +235,7 @@ def _root(moment_EE: np.ndarray) -> np.ndarray:
 
 
 def _column_span(w_KEH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same matrices in the basis of their columns' span, and that basis [E, P]."""
+    """Returns the matrices in an orthonormal basis [E, P] of their columns, and the basis."""
     K, E, H = w_KEH.shape
     if K * H >= E:
         return w_KEH, np.eye(E)
@@ -242,13 +244,13 @@ def _column_span(w_KEH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _best_directions(x_KEH: np.ndarray, rank: int) -> np.ndarray:
-    """[K, R, H] orthonormal rows that keep most of each matrix."""
+    """Returns [K, R, H] orthonormal rows that keep the most energy of each matrix."""
     _, vectors_KHH = np.linalg.eigh(x_KEH.transpose(0, 2, 1) @ x_KEH)
     return vectors_KHH[:, :, ::-1][:, :, :rank].transpose(0, 2, 1)
 
 
 def _procrustes(w_KEH: np.ndarray, target_KEH: np.ndarray, rotations: str) -> np.ndarray:
-    """[K, H, H] rotations of each w that bring it nearest to its target."""
+    """Returns [K, H, H] rotations that bring each w nearest to its target."""
     K, _, H = w_KEH.shape
     if rotations == "none":
         return np.broadcast_to(np.eye(H), (K, H, H)).copy()
@@ -258,7 +260,7 @@ def _procrustes(w_KEH: np.ndarray, target_KEH: np.ndarray, rotations: str) -> np
         return left @ right
     F = H // 2
     first, second = np.arange(F), np.arange(F, H)
-    # k' = k1 c - k2 s beside k2 c + k1 s, nearest to t: the angle of (k1·t1 + k2·t2, k1·t2 - k2·t1)
+    # (k1 c - k2 s, k2 c + k1 s) is nearest to (t1, t2) at angle atan2(k1·t2 - k2·t1, k1·t1 + k2·t2)
     along = inner_KHH[:, first, first] + inner_KHH[:, second, second]
     across = inner_KHH[:, first, second] - inner_KHH[:, second, first]
     angle_KF = np.arctan2(across, along)

@@ -1,4 +1,4 @@
-"""A GGUF file: config, tokenizer and tensors, by the names that Hugging Face has for them."""
+"""A GGUF file: config, tokenizer and tensors under Hugging Face's names."""
 
 import dataclasses
 import re
@@ -16,20 +16,20 @@ from kvjax.foundation.errors import UserError, first_line, panics_as_errors
 from kvjax.layers import rope
 
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
-_FREQUENCIES = "rope_freqs.weight"  # by what RoPE's frequencies are divided
-_SCALING = dict(low=1.0, high=4.0, original=8192)  # Llama 3's, which those do not tell apart
-_NO_TENSOR = "(?!)"  # a pattern without a match
-# What keys of RoPE's scaling must be. Without a type it is linear, and a factor of 0 is one of 1.
+_FREQUENCIES = "rope_freqs.weight"  # divisors of RoPE's frequencies
+_SCALING = dict(low=1.0, high=4.0, original=8192)  # Llama 3's; the divisors do not determine them
+_NO_TENSOR = "(?!)"  # a pattern that never matches
+# Allowed values of RoPE's scaling keys: an absent type is linear, and a factor of 0 means 1.
 _UNSCALED = {
     "rope.scaling.type": ("none", "linear"),
     "rope.scaling.factor": (0, 1),
     "rope.scaling.attn_factor": (1,),
 }
-_UNUSED_SCALING = tuple(  # what llama.cpp writes too, and reads for YaRN alone
+_UNUSED_SCALING = tuple(  # llama.cpp always writes these, and reads them for YaRN only
     f"rope.scaling.{key}" for key in ("original_context_length", "finetuned", "yarn_log_multiplier")
 )
 
-# transformers' keys of a config, and what they are after "llama." or the like.
+# transformers' config keys: GGUF's, after the architecture's prefix ("llama.").
 _LLAMA_KEYS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -50,13 +50,12 @@ _GPT2_KEYS = {
     "n_positions": "context_length",
 }
 _KEYS = dict(gpt2=_GPT2_KEYS, llama=_LLAMA_KEYS, qwen2=_LLAMA_KEYS, qwen3=_LLAMA_KEYS)
-
-
-_MOST_VALUES = 1 << 22  # in a header: a vocabulary of 256K tokens with its merges has 2M
+# Values in a header: a vocabulary of 256K tokens with its merges has 2M.
+_MOST_VALUES = 1 << 22
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's reader, which believes any count: here none goes beyond the file, or memory."""
+    """The library's reader with bounds on counts, which it takes from the file unchecked."""
 
     _values = 0
 
@@ -66,16 +65,16 @@ class _Reader(gguf.GGUFReader):
             raise ValueError(f"its header has more than {_MOST_VALUES:,} values")
         end = int(offset) + int(count) * np.dtype(dtype).itemsize
         if end > len(self.data):
-            raise ValueError(f"it has {len(self.data):,} bytes, and says that it has {end:,}")
+            raise ValueError(f"it has {len(self.data):,} bytes of {end:,}")
         return super()._get(offset, dtype, count, override_order)
 
 
 class File:
-    """A GGUF file, memory-mapped; data are read and dequantised one tensor at a time.
+    """A memory-mapped GGUF file; tensors are dequantised one at a time.
 
     Raises:
-      UserError: no such file, none of GGUF's, cut off, of several parts, of an architecture or with
-        a way of quantising that is not known.
+      UserError: not a GGUF file, truncated, split into parts, of an unknown architecture or
+        quantisation.
     """
 
     def __init__(self, path: epath.Path):
@@ -86,10 +85,9 @@ class File:
             fields = {name: field.contents() for name, field in reader.fields.items()}
         except FileNotFoundError as error:
             raise UserError(f"{path}: there is no such file") from error
-        except Exception as error:  # what is cut off or damaged raises many types
+        except Exception as error:  # damaged files raise many types
             raise UserError(
-                f"{path} is no GGUF file, or cut off or damaged ({first_line(error)}): download it "
-                "again"
+                f"{path} is not a GGUF file, or is damaged ({first_line(error)}): download it again"
             ) from error
         self.metadata = fields
         if reader.byte_order != "I":
@@ -101,8 +99,8 @@ class File:
             )
         if fields.get("general.type") == "adapter":
             raise UserError(
-                f"{path} is an adapter (LoRA), which changes another model and is none: merge the "
-                "two first (llama-export-lora)"
+                f"{path} is an adapter (LoRA), not a model: merge it into its model first "
+                "(llama-export-lora)"
             )
         self.architecture = fields.get("general.architecture")
         if self.architecture not in list(_KEYS):
@@ -119,7 +117,7 @@ class File:
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: {tensor.name} is stored as {tensor.tensor_type.name}, which the "
-                "package gguf does not read: give the file in F16, or another quantisation"
+                "package gguf does not support: give the file in F16, or another quantisation"
             ) from error
 
         def load():
@@ -131,7 +129,7 @@ class File:
     # -- the config --------------------------------------------------------------------------------
 
     def options(self) -> PublishedConfig:
-        """The config, by transformers' keys."""
+        """Returns the config under transformers' keys."""
         own = f"{self.architecture}."
         there = {
             key.removeprefix(own): _shortest(value)
@@ -156,26 +154,26 @@ class File:
 
     @property
     def _has_frequencies(self) -> bool:
-        """Whether llama.cpp reads RoPE's divisors in models of this architecture."""
+        """True if llama.cpp reads RoPE's divisors for this architecture."""
         return self.architecture == "llama"
 
     def _check(self, there: dict, keys: dict[str, str], head_dim: int | None) -> None:
-        """Raises a UserError for what changes a model in a way that is not known here."""
+        """Raises a UserError for metadata that changes the model in an unknown way."""
         must = _UNSCALED | {"attention.causal": (True,)}
         must |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
         if self.architecture == "gpt2":
             must["attention.head_count_kv"] = (there.get("attention.head_count"),)
         known = [*keys.values(), *must, *_UNUSED_SCALING, "vocab_size"]
         for name, value in there.items():
-            if must.get(name) == (None,):  # `Options` says what is wrong
+            if must.get(name) == (None,):  # `PublishedConfig` reports the missing key
                 continue
             if name in must and value not in must[name]:
                 values = " or ".join(map(repr, must[name]))
-                allowed = f"kvjax has models with {values} only"
+                allowed = f"kvjax supports only {values}"
                 if name in _UNSCALED:
-                    allowed += f": RoPE is not scaled (linear by 1), or by {_FREQUENCIES}"
+                    allowed += f": RoPE is unscaled (linear by 1), or scaled by {_FREQUENCIES}"
             elif name not in known:
-                allowed = f"not known here, and may change the model; known: {', '.join(known)}"
+                allowed = f"is unknown, and may change the model; known: {', '.join(known)}"
             else:
                 continue
             raise UserError(f"{self.path}: {self.architecture}.{name} = {value!r}: {allowed}")
@@ -184,13 +182,12 @@ class File:
         return self.tensors[name].shape[0] if name in self.tensors else None
 
     def _scaling(self, base: float, head_dim: int) -> dict:
-        """Llama 3's scaling of RoPE, of which the file has only the result."""
+        """Returns the parameters of Llama 3's RoPE scaling, recovered from the stored divisors."""
         stored = self.tensors[_FREQUENCIES]
         if stored.shape != (head_dim // 2,):
             raise UserError(
-                f"{self.path}: {_FREQUENCIES} has shape {stored.shape}, and must have one entry "
-                f"for each pair of a head's {head_dim} channels, {(head_dim // 2,)}: it is of "
-                "another model, or rotates some channels only"
+                f"{self.path}: {_FREQUENCIES} has shape {stored.shape}, and must be "
+                f"{(head_dim // 2,)}: one entry per pair of a head's {head_dim} channels"
             )
         divisors = stored.read()
         factor = _shortest(float(divisors.max()))
@@ -198,8 +195,8 @@ class File:
         expected = rope.frequencies(head_dim, base) / scaled
         if not np.allclose(expected, divisors, rtol=1e-4, atol=0):
             raise UserError(
-                f"{self.path}: {_FREQUENCIES} is not Llama 3's scaling with factor {factor:g}, and "
-                f"{_SCALING}: kvjax has no other"
+                f"{self.path}: {_FREQUENCIES} is not Llama 3's scaling with factor {factor:g} and "
+                f"{_SCALING}: kvjax supports no other"
             )
         return dict(
             rope_type="llama3",
@@ -210,7 +207,7 @@ class File:
         )
 
     def family(self) -> Family:
-        """The family, with the names and layouts that its tensors have in GGUF.
+        """Returns the family with GGUF's tensor names and layouts.
 
         Matrices are [out, in]. Only llama's queries and keys have interleaved pairs.
         """
@@ -220,7 +217,7 @@ class File:
         rules = []
         for rule in family.rules:
             name = names.get_name(rule.tensor.format(i=0), try_suffixes=(".weight", ".bias"))
-            if name is None:  # llama has no norms of queries and keys
+            if name is None:  # llama has no query and key norms
                 continue
             rotated = rule.weights[0][-1] in ("query", "base_key", "query_bias", "base_key_bias")
             layout = dict(transposed=True, interleaved=rotated and self.architecture == "llama")
@@ -232,10 +229,10 @@ class File:
     # -- the tokenizer -----------------------------------------------------------------------------
 
     def tokenizer_json(self) -> str:
-        """The tokenizer in the format of `tokenizer.json`.
+        """Returns the tokenizer in the format of `tokenizer.json`.
 
         Raises:
-          UserError: it is no byte-level BPE, or splits words in a way that is not known.
+          UserError: not a byte-level BPE, or an unknown pre-tokenizer.
         """
 
         def get(key):
@@ -248,8 +245,8 @@ class File:
             )
         if get("pre") not in list(_PRE_TOKENIZERS):
             raise UserError(
-                f"{self.path}: tokenizer.ggml.pre = {get('pre')!r}: how it splits a text into words"
-                f" is not known here; known: {', '.join(sorted(_PRE_TOKENIZERS))}"
+                f"{self.path}: tokenizer.ggml.pre = {get('pre')!r}: must be one of "
+                f"{', '.join(sorted(_PRE_TOKENIZERS))}"
             )
         tokens, merges = get("tokens") or [], get("merges") or []
         kinds = get("token_type") or [gguf.TokenType.NORMAL] * len(tokens)
@@ -257,7 +254,7 @@ class File:
             numbered = [
                 (token, i, kind)
                 for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-                # A row of the embedding that no token has.
+                # Padding rows of the embedding are not tokens.
                 if not (kind == gguf.TokenType.UNUSED and token == f"[PAD{i}]")
             ]
             with panics_as_errors():
@@ -276,7 +273,7 @@ class File:
                         backend.add_tokens([added])
         except Exception as error:  # the library raises bare Exception
             raise UserError(
-                f"{self.path}: tokenizer.ggml.tokens, .token_type and .merges are no BPE "
+                f"{self.path}: tokenizer.ggml.tokens, .token_type and .merges are not a BPE "
                 f"({first_line(error)}): download the file again"
             ) from error
         backend.pre_tokenizer = _PRE_TOKENIZERS[get("pre")]
@@ -290,7 +287,7 @@ class File:
 
 
 def _head_dim(there: dict) -> int | None:
-    """Channels of a key's head, by the keys of a file; None if they do not say."""
+    """Returns the channels of a key head from a file's metadata; None if it does not say."""
     heads, width = there.get("attention.head_count"), there.get("embedding_length")
     whole = type(heads) is type(width) is int and heads > 0
     found = there.get("attention.key_length", width // heads if whole else None)
@@ -298,12 +295,14 @@ def _head_dim(there: dict) -> int | None:
 
 
 def _shortest(value):
-    """A float32 as the number that it was written as: 1e-05, not 9.999999747378752e-06."""
+    """Returns a float32 as the shortest decimal: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _pre_tokenizer(first: tokenizers.pre_tokenizers.PreTokenizer | None):
-    """Bytes, after a first step; without one, or after digits, words as in GPT-2."""
+    """Returns byte-level pre-tokenization after a first step; unless that splits words, as in
+    GPT-2.
+    """
     steps = tokenizers.pre_tokenizers
     split = isinstance(first, steps.Split)
     last = steps.ByteLevel(add_prefix_space=False, use_regex=not split)
@@ -314,8 +313,8 @@ def _split(pattern: str) -> tokenizers.pre_tokenizers.Split:
     return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
 
 
-# By tokenizer.ggml.pre, the names of llama.cpp (src/llama-vocab.cpp) for the same split into words.
-_LLAMA3 = (  # whose words that are tokens are not merged
+# By tokenizer.ggml.pre: llama.cpp's names (src/llama-vocab.cpp) for equal pre-tokenization.
+_LLAMA3 = (  # words in the vocabulary are not merged
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split()
 )
 _PRE_TOKENIZERS = (

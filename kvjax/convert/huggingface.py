@@ -1,7 +1,7 @@
-"""A model as one of transformers' families: which one has it, its config.json, its tensors.
+"""Writes a model as one of transformers' families: config.json, tensors, tokenizer.
 
-A family is asked for the config that comes nearest to the model, and that config is read as any
-published one is: where it then means another model, those keys are what the family does not have.
+Each family writes the config nearest to the model, which is then read back like any published
+config. Keys that come back different are what the family cannot express.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 from kvjax.workdir import origin
 
-DTYPES = dict(F32="float32", F16="float16", BF16="bfloat16")  # as transformers has safetensors'
-# By the token that opens a document, in the order in which kvjax looks for one: what ends it.
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors': transformers'
+# The token that opens a document: the one that ends it; in order of preference.
 _ENDS = {
     tokenizer_lib.BOS: tokenizer_lib.BOS,
     "<|begin_of_text|>": "<|end_of_text|>",
@@ -35,13 +35,13 @@ _ENDS = {
 
 
 def plan(model: LazyModel, dtype: str) -> ExportPlan:
-    """The folder of a model of the family that computes it, its factors multiplied out.
+    """Returns the export of the family that computes the model, with factors multiplied out.
 
     Args:
-      dtype: of the tensors, by safetensors' name.
+      dtype: safetensors' name of the tensors' dtype.
 
     Raises:
-      UserError: no family computes it: the config's keys, and the values that the nearest one has.
+      UserError: no family computes it; names the keys in which the nearest one differs.
     """
     dense = DenseModel(model)
     kind, config = _family(dense.transformer, dense.context)
@@ -79,7 +79,7 @@ def plan(model: LazyModel, dtype: str) -> ExportPlan:
 
 
 def _tensors(model: LazyModel, kind: str) -> dict[str, LazyTensor]:
-    """By published name, layer after layer."""
+    """Returns the tensors by published name, layer after layer."""
     weights = rules_lib.weights_of(model.transformer)
     rules = [rule for rule in FAMILIES[kind].rules if all(p in weights for p in rule.weights)]
     assert {path for rule in rules for path in rule.weights} == weights.keys()
@@ -102,7 +102,7 @@ def _tensors(model: LazyModel, kind: str) -> dict[str, LazyTensor]:
 
 
 def _gpt2(c: TransformerConfig, context: int) -> dict:
-    del context  # it has a row for each position
+    del context  # equals max_positions, the rows of the position table
     names = dict(gelu="gelu_new", gelu_exact="gelu")
     return dict(
         n_layer=c.block.num_layers,
@@ -118,7 +118,7 @@ def _gpt2(c: TransformerConfig, context: int) -> dict:
 
 
 def _rotated(c: TransformerConfig, context: int, **own) -> dict:
-    """What models with RMSNorm and RoPE have in common."""
+    """Returns the keys common to models with RMSNorm and RoPE."""
     block, mechanism = c.block, c.mechanisms[0]
     scaling = None
     if block.rope_factor != 1:
@@ -157,7 +157,7 @@ def _mistral(c: TransformerConfig, context: int) -> dict:
 
 
 def _window(c: TransformerConfig) -> dict:
-    """Qwen's, in all layers or in none."""
+    """Returns Qwen's window keys: in all layers or in none."""
     on = bool(c.block.window)
     first = 0 if on else c.block.num_layers
     return dict(
@@ -198,24 +198,24 @@ _CLASSES = dict(
 
 
 def _family(model: TransformerConfig, context: int) -> tuple[str, dict]:
-    """The first family that has a model, by its model_type, and the config that says so."""
+    """Returns the model_type and config of the family that computes the model."""
     found = []
     for kind, writer in _WRITERS.items():
         config = dict(model_type=kind) | writer(model, context)
         try:
             meant = FAMILIES[kind].sections(PublishedConfig(config, "config.json")).transformer
-        except UserError:  # as heads that do not divide the width, in GPT-2
+        except UserError:  # the family cannot express it (GPT-2: heads must divide the width)
             continue
         found.append((_differences(model, meant), kind, config))
     differences, kind, config = min(found, key=lambda one: len(one[0]))
     if differences:
         keys = "; ".join(differences)
-        raise UserError(f"{keys}, as {_CLASSES[kind]} has it, the nearest of transformers' models")
+        raise UserError(f"{keys} in {_CLASSES[kind]}, the nearest of transformers' models")
     return kind, config
 
 
 def _differences(model: TransformerConfig, meant: TransformerConfig) -> list[str]:
-    """What must change for a model to be another one: keys, values, and what is allowed."""
+    """Returns the keys in which a model differs from another, with both values."""
     ours, theirs = _keys(model), _keys(meant)
     return [
         f"{key} = {value!r}: must be {theirs[key]!r}"
@@ -225,10 +225,10 @@ def _differences(model: TransformerConfig, meant: TransformerConfig) -> list[str
 
 
 def _keys(config: TransformerConfig) -> dict:
-    """The keys of a dense model by which its layers compute; not those that do nothing there."""
+    """Returns the keys that determine a dense model's computation, without inactive ones."""
     block, mechanism = config.block, config.mechanisms[0]
     idle = {"attention.num_bases", "attention.residual_init", "attention.rope"}
-    # How training went.
+    # Initialisation and training only.
     idle |= {"model.matrix_std", "model.zero_outputs", "model.embedding_std", "model.dropout"}
     angles = {f"model.rope_{key}" for key in ("low", "high", "original")}
     if block.positions != "rope":
@@ -248,11 +248,13 @@ def _keys(config: TransformerConfig) -> dict:
 
 # -- tokenizers ------------------------------------------------------------------------------------
 
-Token = tuple[str, int] | None  # its text and id
+Token = tuple[str, int] | None  # text, id
 
 
 def _tokens(model: LazyModel) -> tuple[dict[str, str | None], dict[str, int | list[int] | None]]:
-    """By kind, the texts and ids of tokens: as the model's files say, or as kvjax uses them."""
+    """Returns texts and ids of special tokens by kind: from the model's files, else as kvjax uses
+    them.
+    """
     used = zip(("bos", "eos"), _document_tokens(model.tokenizer_json), strict=True)
     texts = {kind: token and token[0] for kind, token in used}
     size = model.transformer.vocab_size
@@ -260,13 +262,13 @@ def _tokens(model: LazyModel) -> tuple[dict[str, str | None], dict[str, int | li
     backend = tokenizer_lib.parse(model.tokenizer_json)
     ids = {kind: backend.token_to_id(text or "") for kind, text in texts.items()}
     for kind in ids:
-        if said := origin.token_ids(model.token_files, kind, size):
-            ids[kind] = said if len(said) > 1 else said[0]
+        if listed := origin.token_ids(model.token_files, kind, size):
+            ids[kind] = listed if len(listed) > 1 else listed[0]
     return texts, ids
 
 
 def _document_tokens(tokenizer_json: str) -> tuple[Token, Token]:
-    """The tokens that open and end a document, by the names that are known."""
+    """Returns the tokens that open and end a document, by known names."""
     added = json.loads(tokenizer_json)["added_tokens"]
     ids = {token["content"]: token["id"] for token in added if token["special"]}
     bos = next((name for name in _ENDS if name in ids), None)
@@ -277,7 +279,7 @@ def _document_tokens(tokenizer_json: str) -> tuple[Token, Token]:
 
 
 def _tokenizer(tokenizer_json: str, bos: str | None) -> str:
-    """tokenizer.json; of kvjax's own it puts BOS before a text, as every document had it."""
+    """Returns tokenizer.json; kvjax's own tokenizer puts BOS before a text, as in training."""
     if bos != tokenizer_lib.BOS or json.loads(tokenizer_json)["post_processor"]:
         return tokenizer_json
     backend = tokenizer_lib.parse(tokenizer_json)

@@ -1,6 +1,6 @@
-"""A model written as a folder of safetensors, with one tensor in memory at a time.
+"""Writes a model as a folder of safetensors, with one tensor in memory at a time.
 
-Nothing stands under the folder's name before all of it is written.
+The folder gets its name only when it is complete.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from kvjax.convert.tensors import DTYPES, INDEX, SINGLE
 from kvjax.foundation import progress
 from kvjax.model.config import TransformerConfig
 
-SHARD_BYTES = 4_000_000_000  # of a file, unless one tensor has more
+SHARD_BYTES = 4_000_000_000  # maximum of a file, unless one tensor is larger
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor to be written, not read yet."""
+    """A tensor to write; its data is read when its turn comes."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
@@ -30,12 +30,12 @@ class LazyTensor:
 
 @dataclasses.dataclass(frozen=True)
 class ExportPlan:
-    """What a folder will hold.
+    """The contents of an export.
 
     Attributes:
-      title: what it is, for messages.
-      transformer: what it computes.
-      files: the text of each file that is no tensors'.
+      title: name of the model class, for messages.
+      transformer: the exported model's config.
+      files: text of each file that holds no tensors.
     """
 
     title: str
@@ -45,26 +45,26 @@ class ExportPlan:
 
 
 def dtype_name(parameters: Parameters) -> str:
-    """safetensors' name of the dtype that all parameters have, or F32, which holds any."""
+    """Returns safetensors' name of the parameters' common dtype, else F32, which holds any."""
     kinds = {dtype for _, dtype in parameters.values()}
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     return names.get(kinds.pop(), "F32") if len(kinds) == 1 else "F32"
 
 
 def size(plan: ExportPlan, dtype: str) -> int:
-    """Bytes of all tensors."""
+    """Returns the bytes of all tensors."""
     return sum(_bytes(tensor, dtype) for tensor in plan.tensors.values())
 
 
 def write(plan: ExportPlan, out: epath.Path, dtype: str, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a folder; `out` is as `into_workdir.check` gives it.
+    """Writes the folder; `out` comes from `into_workdir.check`.
 
     Args:
-      dtype: safetensors' name of it.
-      shard_bytes: of tensors in a file; a larger tensor has a file of its own.
+      dtype: safetensors' name of the tensors' dtype.
+      shard_bytes: maximum of a file, unless a single tensor is larger.
 
     Raises:
-      UserError, OSError: it cannot be written; nothing is left then.
+      UserError, OSError: the folder cannot be written; nothing is left behind.
     """
     shards = _shards(plan.tensors, dtype, shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -87,7 +87,7 @@ def _bytes(tensor: LazyTensor, dtype: str) -> int:
 
 
 def _shards(tensors: Mapping[str, LazyTensor], dtype: str, limit: int) -> list[list[str]]:
-    """The names of each file's tensors, in their order."""
+    """Splits tensor names into files, in order."""
     shards, filled = [[]], 0
     for name, tensor in tensors.items():
         more = _bytes(tensor, dtype)
@@ -105,13 +105,14 @@ def _index(files: Sequence[str], shards: Sequence[Sequence[str]], total: int) ->
 
 
 def _write_file(path: epath.Path, tensors: Mapping[str, LazyTensor], dtype: str) -> Iterator[None]:
-    """Writes safetensors' format: the header's length, the header in JSON, the tensors' bytes.
+    """Writes a safetensors file: header length, JSON header, tensor bytes. Yields before each
+    tensor.
 
-    The header's metadata has a digest of each tensor. Yields before each tensor. The library's own
-    `save_file` takes all of them at once.
+    The header's metadata has a digest per tensor, so it is written twice: first with placeholders
+    of equal length. The library's `save_file` would need all tensors in memory.
     """
-    empty = digests.of_array(np.zeros(0))  # as long as those that come in its place
-    metadata = {"format": "pt"} | {digests.key_of(name): empty for name in tensors}
+    placeholder = digests.of_array(np.zeros(0))
+    metadata = {"format": "pt"} | {digests.key_of(name): placeholder for name in tensors}
     with open(path, "wb") as file:
         file.write(_header(tensors, dtype, metadata))
         for name, tensor in tensors.items():
@@ -125,15 +126,15 @@ def _write_file(path: epath.Path, tensors: Mapping[str, LazyTensor], dtype: str)
 
 
 def _header(tensors: Mapping[str, LazyTensor], dtype: str, metadata: Mapping[str, str]) -> bytes:
-    """Returns the header of safetensors' format, its length included.
+    """Returns the header of a safetensors file, with its length in front.
 
     Args:
-      metadata: with "format", which transformers wants to be told.
+      metadata: has "format", which transformers requires.
     """
     header, end = {"__metadata__": metadata}, 0
     for name, tensor in tensors.items():
         start, end = end, end + _bytes(tensor, dtype)
         header[name] = dict(dtype=dtype, shape=tensor.shape, data_offsets=(start, end))
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin where their elements are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors' elements
     return len(text).to_bytes(8, "little") + text

@@ -1,7 +1,6 @@
-"""A model written as a workdir, as if a run had trained it: what generates, tunes and analyses
-reads it there.
+"""Writes a model as a workdir that generation, training and analysis read like a run's.
 
-Nothing stands under the workdir's name before all of it is written.
+The workdir gets its name only when it is complete.
 """
 
 from collections.abc import Iterator
@@ -41,20 +40,18 @@ _NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 
 def check(out: str) -> epath.Path:
-    """The folder to write; a UserError where something is already, or none can be."""
+    """Returns the folder to write; raises a UserError if it exists or cannot be written."""
     path = runtime.path("--out", out)
     if in_bucket(path):
         raise UserError(f"--out = {out!r}: must be local; copy it to the bucket afterwards")
-    path = epath.Path(os.path.realpath(path))  # what a link names
+    path = epath.Path(os.path.realpath(path))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"--out = {out!r}: is there already: give another, or move it away")
+        raise UserError(f"--out = {out!r}: exists already: give another, or move it away")
     experiment.check_name("--out", path.name)
     if re.search(r"@\d+$", path.name):
-        raise UserError(f"--out = {out!r}: must have no @NUMBER at its end, which means a step")
-    if pathlib.Path.cwd().is_relative_to(path):
-        raise UserError(f"--out = {out!r}: is the folder you are in: give a new one in it")
-    if os.path.ismount(path):
-        raise UserError(f"--out = {out!r}: is a mount point: give a folder in it")
+        raise UserError(f"--out = {out!r}: must not end in @NUMBER, which names a step")
+    if pathlib.Path.cwd().is_relative_to(path) or os.path.ismount(path):
+        raise UserError(f"--out = {out!r}: cannot be replaced: give a new folder in it")
     runtime.folder("--out", path.parent)
     target.try_files(f"--out = {out!r}", path.parent, [_lock_of(_staging(path)).name])
     return path
@@ -64,12 +61,12 @@ def write(model: LazyModel, out: epath.Path, record: dict, *, tune: str = "qk") 
     """Writes a workdir with a checkpoint of step 0.
 
     Args:
-      tune: what recover.py tunes, a key of `recipes.TUNED`.
-      record: JSON-able: where the model comes from; kept as conversion.json. Read when all weights
+      tune: parameters that recover.py tunes, a key of `recipes.TUNED`.
+      record: JSON-compatible origin of the model, kept as conversion.json; read after all weights
         are written.
 
     Raises:
-      UserError, OSError: it cannot be written; nothing is left then.
+      UserError, OSError: the workdir cannot be written; nothing is left behind.
     """
     with staged(out) as staging:
         _write(model, staging, out.name, record)
@@ -80,10 +77,10 @@ def write(model: LazyModel, out: epath.Path, record: dict, *, tune: str = "qk") 
 
 @contextlib.contextmanager
 def staged(out: epath.Path) -> Iterator[epath.Path]:
-    """A folder beside `out` that takes its name when the block has ended well.
+    """Yields a folder beside `out` that is renamed to it when the block succeeds.
 
     Raises:
-      UserError, OSError: it cannot be written; nothing is left then.
+      UserError, OSError: it cannot be written; nothing is left behind.
     """
     staging = _staging(out)
     try:
@@ -101,24 +98,24 @@ def staged(out: epath.Path) -> Iterator[epath.Path]:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{out} cannot be written: {error.strerror or error}; nothing was left there"
+            f"{out} cannot be written: {error.strerror or error}; nothing is left there"
         ) from error
 
 
 def _name(staging: epath.Path, out: epath.Path) -> None:
-    """Gives the folder its name; a UserError with another name if that was taken meanwhile."""
+    """Renames the folder; if `out` was taken meanwhile, to another name, with a UserError that
+    gives it.
+    """
     for number in itertools.count(1):
         free = out if number == 1 else out.parent / f"{out.name}-{number}"
         try:
-            os.rename(staging, free)  # onto nothing, or an empty folder
+            os.rename(staging, free)  # succeeds if `free` is absent or an empty folder
             break
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):
                 raise
     if free != out:
-        raise UserError(
-            f"--out = {str(out)!r}: something was put there meanwhile; what was made is {free}"
-        )
+        raise UserError(f"--out = {str(out)!r}: was created meanwhile; the result is {free}")
 
 
 def _staging(out: epath.Path) -> epath.Path:
@@ -131,12 +128,12 @@ def _lock_of(staging: epath.Path) -> epath.Path:
 
 @contextlib.contextmanager
 def _locked(file: epath.Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Holds a lock of the operating system's, which ends with its process, however that ends."""
+    """Holds an operating-system lock, which ends with the process however that ends."""
     while True:
         with open(file, "a") as opened:  # NFS locks only what is open for writing
             fcntl.flock(opened, how)
             if not _is_there(file, opened):
-                continue  # who had the lock has removed it
+                continue  # the previous holder removed the file
             yield
             return
 
@@ -149,9 +146,10 @@ def _is_there(file: epath.Path, opened: IO) -> bool:
 
 
 def _remove_abandoned(parent: epath.Path) -> None:
-    """Removes what conversions that were killed left there.
+    """Removes the folders of killed conversions.
 
-    A folder has its lock before it is there: who gets the lock knows that nobody writes it.
+    A conversion locks before it creates its folder, so a lock that is free means an abandoned
+    folder.
     """
     for other in pathlib.Path(parent).glob(f"{_STAGING}*"):
         folder = other.parent / other.name.removesuffix(_LOCK)
@@ -187,21 +185,21 @@ def _write(model: LazyModel, workdir: epath.Path, name: str, record: dict) -> No
     (workdir / manifest.TOKENIZER).write_text(model.tokenizer_json)
     if model.chat_template is not None:
         (workdir / origin.CHAT_TEMPLATE).write_text(model.chat_template)
-    for file, said in model.token_files.items():
-        (workdir / file).write_text(json.dumps(said, indent=2) + "\n")
+    for file, content in model.token_files.items():
+        (workdir / file).write_text(json.dumps(content, indent=2) + "\n")
     write_record(workdir, record)
     (workdir / "config.txt").write_text(to_text(config))
 
 
 def write_record(workdir: epath.Path, record: dict) -> None:
-    """Writes conversion.json, as a whole."""
+    """Writes conversion.json atomically."""
     write_atomically(workdir / RECORD, json.dumps(json_text.plain(record), indent=1) + "\n")
 
 
-_RECOVERY_LENGTH = 2048  # tokens of a row, as in thin keys, section 3.7
-_RECOVERY = '''"""Tunes what the conversion made: python -m kvjax.main --config=THIS_FILE
+_RECOVERY_LENGTH = 2048  # tokens per row (thin keys, section 3.7)
+_RECOVERY = '''"""Fine-tunes the converted weights: python -m kvjax.main --config=THIS_FILE
 
-Change what you like; every key is told by `python -m kvjax.main --help`.
+`python -m kvjax.main --help` lists all keys.
 """
 
 import pathlib
@@ -213,7 +211,7 @@ def get_config():
     return recipes.recover(
         pathlib.Path(__file__).parent,
         tune="TUNE",  # "qk", "qkv" or "attention"
-        teacher="",  # the workdir of the model before conversion, to learn from it too
+        teacher="",  # workdir of the unconverted model, for distillation
         data=dict(source="embedded", sequence_length=LENGTH),
         train=dict(num_steps=3_662, batch_size=8, grad_accumulation=8),
     )

@@ -1,7 +1,8 @@
-"""The attention weights of one layer as they are converted: in float64, each bias as a last row.
+"""Attention weights of one layer during conversion: float64, biases as a last row.
 
-What leaves softmax attention unchanged is free: rotations and scales between keys and queries, and
-between values and outputs. Conversions choose it (`Gauge`), and drop biases that do nothing.
+Softmax attention is unchanged by any invertible map between keys and queries, or between values
+and outputs. Conversions choose these maps (`BasisChange`, `whitening`) so that an SVD of the
+weights minimises the error of logits or outputs.
 """
 
 from collections.abc import Sequence
@@ -15,18 +16,19 @@ from kvjax.attention.mechanism import MechanismConfig, check_convertible
 from kvjax.convert.factors import einsum
 from kvjax.foundation.errors import UserError
 
-# Directions in which queries or outputs are weaker than this share of the strongest are held to it.
+# Whitening clamps weak directions to this share of the strongest: its inverse stays bounded.
 _FLOOR = 1e-4
-_NEGLIGIBLE = 1e-24  # second moments that are no larger are of a head that does nothing
+_NEGLIGIBLE = 1e-24  # largest second moment of a head that does nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer of MHA, GQA or MQA; E is D, and one more where there are biases.
+    """One layer of MHA, GQA or MQA; E is D, or D + 1 if projections have biases.
 
     Attributes:
-      key_norm: of queries and keys, see `GroupedConfig.qk_norm`; with a gain, both gains [H].
-      rope: whether keys are rotated.
+      qk_norm: see `GroupedConfig.qk_norm`.
+      gains: [H] gains of `query_norm` and `key_norm`; empty unless `qk_norm` is "rms_gain".
+      rope: True if queries and keys are rotated.
     """
 
     query_ENH: np.ndarray
@@ -43,21 +45,21 @@ class Layer:
         return self.query_ENH.shape[0] > self.out_NHD.shape[-1]
 
     def weights_of(self, w: np.ndarray) -> np.ndarray:
-        """A projection [E, ...] without its bias."""
+        """Returns a projection [E, ...] without its bias row."""
         return w[:-1] if self.has_biases else w
 
     def identity_moment(self) -> np.ndarray:
-        """[E, E] second moment of inputs of which nothing is known: all channels count alike."""
+        """Returns the [E, E] second moment of white inputs, the objective "weights"."""
         return np.eye(self.query_ENH.shape[0])
 
 
 def _has_position_bias(config: GroupedConfig) -> bool:
-    """Whether positions are on the logits."""
+    """Returns True if logits have a term that depends on positions alone."""
     return bool(config.position_channels or config.alibi)
 
 
 def check(mechanisms: Sequence[MechanismConfig]) -> None:
-    """Raises a UserError unless all are MHA, GQA or MQA with keys and values of their own."""
+    """Raises a UserError unless all are MHA, GQA or MQA with separate keys and values."""
     for config in mechanisms:
         plain = isinstance(config, GroupedConfig) and config.rank == 0 and config.tie == "none"
         if not plain or config.num_bases != config.num_kv_heads or _has_position_bias(config):
@@ -69,7 +71,7 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
 
 
 def read(weights: dict, config: GroupedConfig, *, rope: bool) -> Layer:
-    """The layer of an `Attention`'s weights, as a pure dict of one layer."""
+    """Returns the `Layer` of an `Attention`'s weights, given as a pure dict of one layer."""
     inner = weights["mechanism"]
 
     def rows(name):
@@ -96,10 +98,10 @@ def read(weights: dict, config: GroupedConfig, *, rope: bool) -> Layer:
 
 
 def drop_redundant_biases(layer: Layer) -> Layer:
-    """The same attention with no bias on values, nor on keys where that changes no probability.
+    """Removes value biases, and key biases that change no probability, without changing the output.
 
-    Probabilities sum to 1, so a value's bias goes through to the output's. A key's bias adds the
-    same to all logits of a query, unless RoPE turns it or a norm follows.
+    Probabilities sum to 1, so a value bias passes through attention into the output bias. A key
+    bias adds the same number to all logits of a query, unless RoPE rotates it or a norm follows.
     """
     if not layer.has_biases:
         return layer
@@ -116,37 +118,37 @@ def drop_redundant_biases(layer: Layer) -> Layer:
 
 
 class BasisChange(NamedTuple):
-    """A change of the coordinates of keys and queries, or of values and outputs: attention stays.
+    """An invertible map of keys (or values) whose inverse is applied to queries (or outputs).
 
-    Keys times the matrix meet queries times the inverse, transposed; values times the matrix meet
-    the inverse times outputs. Under RoPE a matrix of keys commutes with rotations of pairs.
+    Logits are unchanged: (k M) . (q M^-T) = k . q. Under RoPE the matrix of keys must commute with
+    rotations of channel pairs.
     """
 
     matrix_KHH: np.ndarray
     inverse_KHH: np.ndarray
 
-    def of(self, w_EKH: np.ndarray) -> np.ndarray:
-        """Keys or values in the new coordinates."""
+    def apply(self, w_EKH: np.ndarray) -> np.ndarray:
+        """Returns keys or values in the new basis."""
         return einsum("EKH,KHI->EKI", w_EKH, self.matrix_KHH)
 
     def then(self, matrix_KHH: np.ndarray, inverse_KHH: np.ndarray) -> "BasisChange":
-        """This change, and another one after it."""
+        """Composes this basis change with a second one."""
         return BasisChange(self.matrix_KHH @ matrix_KHH, inverse_KHH @ self.inverse_KHH)
 
 
 def identity_change(heads: int, channels: int) -> BasisChange:
-    """No change."""
+    """Returns the basis change that changes nothing."""
     eye_KHH = np.broadcast_to(np.eye(channels), (heads, channels, channels))
     return BasisChange(eye_KHH, eye_KHH)
 
 
 def whitening(layer: Layer, moment_EE: np.ndarray) -> tuple[BasisChange, BasisChange]:
-    """Coordinates of keys and of values in which an error counts alike in all channels.
+    """Returns the basis changes of keys and of values in which all channels' errors count equally.
 
-    Queries of a KV head have a unit second moment there, and its output projections a unit Gram
-    matrix: the squared error of a key is that of its logits, and of a value that of the output,
-    each in the mean. Under RoPE channels count alike in pairs. Keys that are normed are left as
-    they are.
+    In the new basis each KV head's queries have a unit second moment, and its output projections a
+    unit Gram matrix. The squared error of a key is then the mean squared error of its logits, and
+    of a value the mean squared error of the output. Under RoPE only the mean over rotations is
+    unit: one scale per channel pair. Normalised keys keep their basis.
 
     Args:
       moment_EE: second moment of the layer's inputs.
@@ -165,22 +167,21 @@ def whitening(layer: Layer, moment_EE: np.ndarray) -> tuple[BasisChange, BasisCh
 
 
 def logit_variance(layer: Layer, moment_EE: np.ndarray) -> float:
-    """Returns the mean square of a logit, over heads and over keys and queries of any two inputs.
+    """Returns the mean square of a logit over heads and independent pairs of query and key.
 
-    A share of the energy of keys, in the coordinates of `alike`, is that share of it. Under RoPE it
-    is the mean over rotations. Keys and queries that are normed have mean squares of 1 before their
-    gains.
+    A share of the keys' energy after `whitening` is the same share of this variance. Under RoPE it
+    is the mean over rotations. Normalised queries and keys have mean square 1 before their gains.
     """
     N, H = layer.query_ENH.shape[1:]
     if layer.qk_norm != "none":
         gains = [layer.gains.get(name, np.ones(H)) for name in ("query_norm", "key_norm")]
         return float(np.mean(np.prod(gains, axis=0) ** 2))
-    key_EKH = whitening(layer, moment_EE)[0].of(layer.key_EKH)
+    key_EKH = whitening(layer, moment_EE)[0].apply(layer.key_EKH)
     return float(einsum("EKH,EF,FKH->", key_EKH, moment_EE, key_EKH)) / (N * H)
 
 
 def change_basis(layer: Layer, key: BasisChange, value: BasisChange) -> Layer:
-    """The same attention in other coordinates."""
+    """Returns the layer in another basis; its output is the same."""
     K = layer.key_EKH.shape[1]
     query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
     query_EKGH = einsum("EKGH,KIH->EKGI", query_EKGH, key.inverse_KHH)
@@ -189,34 +190,36 @@ def change_basis(layer: Layer, key: BasisChange, value: BasisChange) -> Layer:
     return dataclasses.replace(
         layer,
         query_ENH=query_EKGH.reshape(layer.query_ENH.shape),
-        key_EKH=key.of(layer.key_EKH),
-        value_EKH=value.of(layer.value_EKH),
+        key_EKH=key.apply(layer.key_EKH),
+        value_EKH=value.apply(layer.value_EKH),
         out_NHD=out_KGHD.reshape(layer.out_NHD.shape),
     )
 
 
 def _by_kv_head(x: np.ndarray, K: int, axis: int) -> np.ndarray:
-    """The axis of query heads as two: KV heads, and the query heads of each."""
+    """Splits the axis of query heads into KV heads and the query heads of each."""
     shape = x.shape
     return x.reshape(*shape[:axis], K, shape[axis] // K, *shape[axis + 1 :])
 
 
 def _rotation_average(moment_KHH: np.ndarray) -> np.ndarray:
-    """What of second moments is left in the mean over rotations by RoPE: a number for each pair."""
+    """Averages second moments over RoPE's rotations: one scale per channel pair."""
     diagonal_K2F = einsum("KHH->KH", moment_KHH).reshape(len(moment_KHH), 2, -1)
     pair_KF = diagonal_K2F.mean(axis=1)
     return np.concatenate([pair_KF, pair_KF], axis=-1)[:, :, None] * np.eye(moment_KHH.shape[-1])
 
 
 def matrix_roots(moment_KHH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[K, H, H] symmetric square roots and their inverses; of nothing, as of a head whose output is
-    zero, the identity."""
+    """Returns the symmetric square roots [K, H, H] and their inverses.
+
+    A negligible moment (a head whose output is zero) gives the identity.
+    """
     values_KH, vectors_KHI = np.linalg.eigh(moment_KHH)
     most_K1 = values_KH.max(axis=-1, keepdims=True)
     values_KH = np.maximum(values_KH, _FLOOR**2 * most_K1)
     values_KH = np.sqrt(np.where(most_K1 > _NEGLIGIBLE, values_KH, 1.0))
 
-    def spread(scale_KH):
+    def with_eigenvalues(scale_KH):
         return einsum("KHI,KI,KJI->KHJ", vectors_KHI, scale_KH, vectors_KHI)
 
-    return spread(values_KH), spread(1 / values_KH)
+    return with_eigenvalues(values_KH), with_eigenvalues(1 / values_KH)

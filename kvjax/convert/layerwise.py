@@ -1,4 +1,4 @@
-"""A model's forward pass with one layer's weights in memory, and the activations of all rows."""
+"""A forward pass that holds one layer's weights at a time, with the activations of all rows."""
 
 from collections.abc import Callable, Collection, Iterator
 import functools
@@ -23,10 +23,10 @@ class LayerwisePass:
     """Rows of tokens on their way through a model, in float32.
 
     Attributes:
-      x: [B, T, D] of each few rows, behind the layers that were gone through.
+      x: [B, T, D] activations of each batch of rows after the layers run so far.
 
     Args:
-      attention: the class of the blocks' attention, one with the same weights.
+      attention: attention class of the blocks; same weights as `Attention`.
     """
 
     def __init__(
@@ -38,28 +38,31 @@ class LayerwisePass:
         self.x = [first.embed(few, index, _COMPUTE) for few in row_batches(rows_BT)]
 
     def layers(self, observe: Callable[..., jax.Array] | None = None) -> Iterator[list]:
-        """Goes through the layers; yields what `see` makes of attention's inputs, by few rows.
+        """Runs the layers one by one; yields a list per layer with `observe`'s result for each
+        batch.
 
         Args:
-          see: a function of a layer's attention, its inputs [B, T, D], their positions, and which
-            keys a query sees, {causal, window}.
+          observe: function of a layer's attention, its inputs [B, T, D], their positions, and the
+            mask {causal, window}.
         """
         length = self.x[0].shape[1]
-        program = functools.cache(  # layers alike share one
-            lambda mechanism: _program(self._model, mechanism, self._attention, length, observe)
-        )
+
+        @functools.cache  # layers of equal shape share one program
+        def program(mechanism):
+            return _program(self._model, mechanism, self._attention, length, observe)
+
         for i, mechanism in enumerate(self._model.transformer.mechanisms):
             weights = jax.tree.map(
                 lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(self._model, i)
             )
             observed = []
             for b, x_BTD in enumerate(self.x):
-                found, self.x[b] = program(mechanism)(weights, x_BTD)
-                observed.append(found)
+                seen, self.x[b] = program(mechanism)(weights, x_BTD)
+                observed.append(seen)
             yield observed
 
     def losses(self, targets_BT: np.ndarray) -> Iterator[np.ndarray]:
-        """Nats of every target, [B, T] for each few rows, behind the last layer."""
+        """Yields [B, T] losses in nats per batch, after the last layer."""
         c = self._model.transformer.block
         last = _outer(self._model, ("embedding" if c.tied_head else "head", "final_norm"))
         graph, norm = nnx.split(last.final_norm or _Identity())
@@ -75,19 +78,19 @@ class LayerwisePass:
 
 
 class _Identity(nnx.Module):
-    """Stands where a model that ends with a block's norm has none of its own."""
+    """Final norm of a model that has none."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x
 
 
 def row_batches(rows_BT: np.ndarray) -> list[np.ndarray]:
-    """Rows in groups of as many as go through a layer together."""
+    """Splits rows into batches of `BATCH_ROWS`."""
     return [rows_BT[i : i + BATCH_ROWS] for i in range(0, len(rows_BT), BATCH_ROWS)]
 
 
 def _outer(model: LazyModel, names: Collection[str]) -> Transformer:
-    """The model with the weights of some of its parts; the others are shapes."""
+    """Returns the model with the named top-level weights loaded; the others stay abstract."""
     flat = traverse_util.flatten_dict(parameters.abstract(model.transformer).shapes)
     for path in flat:
         if path[0] in names:
@@ -97,12 +100,12 @@ def _outer(model: LazyModel, names: Collection[str]) -> Transformer:
 
 
 def block_class(model: LazyModel) -> type[Block]:
-    """What the model's layers are: `Block`, or what it brings as `block`, which has more parts."""
+    """Returns the class of the model's layers: its own `block`, or `Block`."""
     return getattr(model, "block", Block)
 
 
 def _program(model: LazyModel, mechanism, attention: type[Attention], length: int, observe):
-    """A block's forward pass, compiled: of its weights and x, what is seen and the new x."""
+    """Returns a block's compiled forward pass: (weights, x) to (observed, new x)."""
     c = model.transformer.block
 
     def make():

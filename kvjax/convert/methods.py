@@ -1,10 +1,10 @@
-"""The methods of conversion: what becomes of one layer's attention.
+"""Conversion methods: each maps one layer's attention to a form with a smaller cache.
 
-Thin keys (sections 2.3 and 3.5): keys of low rank, their latents cached, per head or of all heads
-together. LRKV: a base that KV heads share and a low-rank residual for each. Both have three
-objectives: the error of the `weights`, as in the papers (but for biases, which are factored as a
-row of the matrix, and which thin keys' authors keep whole); of keys and values on `inputs` of
-calibration text; of logits and `outputs` on it.
+`ThinKeys` (sections 2.3 and 3.5): keys, or keys and values, of low rank whose latents are cached,
+per head or jointly for all heads. `LowRankKV` (LRKV): bases that KV heads share plus a low-rank
+residual per head. Both minimise one of three errors: of the `weights`, as in the papers (biases
+are factored as a row of the matrix; the authors of thin keys leave them whole), of keys and values
+on calibration `inputs`, or of logits and attention `outputs` on them.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ MODES = ("per_head", "joint")
 PARTS = ("key", "query", "both", "value", "key_value")
 
 
-class Converted(NamedTuple):
-    """The attention of one layer in its new form."""
+class ConvertedLayer(NamedTuple):
+    """Weights of one converted attention layer."""
 
     weights: dict  # of `kvjax.attention.Attention`, float64
-    errors: dict[str, float]  # by "query", "key" and "value": share of the energy lost
+    errors: dict[str, float]  # of "query", "key", "value": the lost share of the energy
 
 
 class Method(Protocol):
@@ -38,40 +38,40 @@ class Method(Protocol):
 
     rank: int
     objective: str  # one of OBJECTIVES
-    changes_values: bool  # and with them what must learn to recover
+    changes_values: bool  # recovery must then train values, too
 
     def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
-        """The new mechanism of a layer; a UserError for ranks and such that cannot be."""
+        """Returns the layer's new mechanism; raises a UserError for impossible ranks."""
 
     def max_rank(self, config: GroupedConfig) -> int:
-        """The largest rank of a layer."""
+        """Returns the largest rank of a layer."""
 
     def energy_losses(
         self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
     ) -> list[float]:
-        """The share of a layer's energy that is lost at each of these ranks, ascending."""
+        """Returns the share of a layer's energy that is lost at each of these ascending ranks."""
 
-    def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
-        """The layer's weights in the new form.
+    def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
+        """Returns the layer's converted weights.
 
         Args:
-          moment_EE: second moment of its inputs, with a last row and column for the biases' 1 where
-            there are biases; for the objective "weights" the identity.
+          moment_EE: second moment of the layer's inputs, with a last row and column for the biases'
+            1 if it has biases; the identity for the objective "weights".
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class ThinKeys:
-    """Keys of low rank, or keys and values; values or queries alone, or both queries and keys, as
-    controls.
+    """Keys or values of low rank, with the latents cached.
 
     Attributes:
-      rank: channels of a latent: of each KV head, or with mode "joint" of all.
-      part: what is of low rank. Queries are not cached: theirs are multiplied out again.
-      absorb: second factors are folded into other weights for good where nothing stands between:
-        those of a head's keys into the queries, of its values into the output. Not where ranks
-        differ by layer, and with them the channels of a key.
-      value_rank: of values where keys are of low rank too; 0: as `rank`.
+      rank: channels of a latent; of each KV head, or with mode "joint" of all heads together.
+      part: the projections that are factored. "value", "query" and "both" (queries and keys) are
+        controls; queries are not cached, so their factors are multiplied out again.
+      absorb: fold a head's up-projection into other weights where nothing stands between: of keys
+        into queries, of values into outputs. Off where ranks differ by layer, since the channels of
+        a key would differ too.
+      value_rank: rank of values with part "key_value"; 0: as `rank`.
     """
 
     rank: int
@@ -104,17 +104,17 @@ class ThinKeys:
         given = {f"{part}_rank": rank or 0 for part, rank in ranks.items()}
         return FactoredConfig(**common, num_latents=latents, **given)
 
-    def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
+    def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
         layer = layer_lib.drop_redundant_biases(layer)
         errors, expand = {}, {}
 
         def low_rank(
-            name: str, w_EKH: np.ndarray, gauge: BasisChange, rank: int
+            name: str, w_EKH: np.ndarray, basis: BasisChange, rank: int
         ) -> factors.Factors:
             latents = self._latents(w_EKH.shape[1])
-            found = factors.low_rank(gauge.of(w_EKH), rank, moment_EE, latents=latents)
+            found = factors.low_rank(basis.apply(w_EKH), rank, moment_EE, latents=latents)
             errors[name] = found.error
-            return found._replace(expand_KRH=found.expand_KRH @ gauge.inverse_KHH)
+            return found._replace(expand_KRH=found.expand_KRH @ basis.inverse_KHH)
 
         folds = self._absorbed(layer.qk_norm, layer.rope)
         key_change, value_change = self._basis_changes(layer, moment_EE)
@@ -138,50 +138,54 @@ class ThinKeys:
             else:
                 latent_EJR, expand["expand_value"] = _balanced(found, layer)
                 layer = dataclasses.replace(layer, value_EKH=latent_EJR)
-        names = dict(query=layer.query_ENH, base_key=layer.key_EKH, base_value=layer.value_EKH)
-        if expand:
-            names = dict(query=layer.query_ENH, key=layer.key_EKH, value=layer.value_EKH)
-        return Converted(_weights(layer, names, **expand), errors)
+        prefix = "" if expand else "base_"  # FactoredConfig's names, or GroupedConfig's
+        projections = {
+            "query": layer.query_ENH,
+            f"{prefix}key": layer.key_EKH,
+            f"{prefix}value": layer.value_EKH,
+        }
+        return ConvertedLayer(_attention_weights(layer, projections, **expand), errors)
 
     def alone(self, part: str) -> "ThinKeys":
-        """Returns this method for one part, as "key"."""
+        """Returns this method for one projection, such as "key"."""
         return dataclasses.replace(self, part=part, value_rank=0)
 
     @property
     def _key_rank(self) -> int | None:
-        """The rank of keys where they are of low rank, else None."""
+        """The rank of keys, or None if keys are not factored."""
         return self.rank if self.part in ("key", "both", "key_value") else None
 
     @property
     def _value_rank(self) -> int | None:
-        """The rank of values where they are of low rank, else None."""
+        """The rank of values, or None if values are not factored."""
         if self.part == "key_value":
             return self.value_rank or self.rank
         return self.rank if self.part == "value" else None
 
     def _check(self, rank: int, dim: int, kv_heads: int, *, of_values: bool) -> None:
-        most = self._most(dim, kv_heads)
+        most = self._max_rank(dim, kv_heads)
         if not 1 <= rank <= most:
             key = "value_rank" if of_values and self.value_rank else "rank"
-            of = f"a head of {dim} channels" if self.mode == "per_head" else f"{most} in all heads"
-            raise UserError(f"{key} = {rank}: must lie in [1, {most}], {of}")
+            per_head = self.mode == "per_head"
+            source = f"the {dim} channels of a head" if per_head else "the channels of all heads"
+            raise UserError(f"{key} = {rank}: must lie in [1, {most}], {source}")
 
     def max_rank(self, config: GroupedConfig) -> int:
         dims = dict(query=config.key_dim, key=config.key_dim, value=config.value_dim)
-        return self._most(min(dims[part] for part in self._parts), config.num_kv_heads)
+        return self._max_rank(min(dims[part] for part in self._parts), config.num_kv_heads)
 
-    def _most(self, dim: int, heads: int) -> int:
-        """The largest rank of heads of so many channels."""
+    def _max_rank(self, dim: int, heads: int) -> int:
+        """Returns the largest rank for heads of `dim` channels."""
         return dim * heads // self._latents(heads)
 
     def energy_losses(
         self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
     ) -> list[float]:
-        """The mean over what is of low rank."""
+        """Returns the mean over the factored projections."""
         layer = layer_lib.drop_redundant_biases(layer)
         key_change, value_change = self._basis_changes(layer, moment_EE)
         of = dict(query=layer.query_ENH)
-        of |= dict(key=key_change.of(layer.key_EKH), value=value_change.of(layer.value_EKH))
+        of |= dict(key=key_change.apply(layer.key_EKH), value=value_change.apply(layer.value_EKH))
         lost = []
         for part in self._parts:
             latents = self._latents(of[part].shape[1])
@@ -193,9 +197,10 @@ class ThinKeys:
     def _basis_changes(
         self, layer: Layer, moment_EE: np.ndarray
     ) -> tuple[BasisChange, BasisChange]:
-        """The coordinates of keys and of values in which errors are made small."""
-        of_queries = self.part in ("query", "both")  # which have no output of their own
-        return _basis_changes(layer, moment_EE, "inputs" if of_queries else self.objective)
+        """Returns the basis changes of keys and of values in which the SVD is taken."""
+        # Queries change logits only through keys: their errors are measured on inputs.
+        queries = self.part in ("query", "both")
+        return _basis_changes(layer, moment_EE, "inputs" if queries else self.objective)
 
     @property
     def changes_values(self) -> bool:
@@ -203,7 +208,7 @@ class ThinKeys:
 
     @property
     def _parts(self) -> tuple[str, ...]:
-        """What is of low rank."""
+        """The projections that are factored."""
         several = dict(both=("query", "key"), key_value=("key", "value"))
         return several.get(self.part, (self.part,))
 
@@ -211,20 +216,21 @@ class ThinKeys:
         return heads if self.mode == "per_head" else 1
 
     def _absorbed(self, qk_norm: str, rope: bool) -> dict[str, bool]:
-        """Whether the second factors of keys and of values are folded into other weights."""
+        """Returns for keys and for values True if the up-projection is absorbed."""
         per_head = self.absorb and self.mode == "per_head"
         return dict(key=per_head and not rope and qk_norm == "none", value=per_head)
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRankKV:
-    """LRKV: bases that KV heads share, and a residual of low rank for each.
+    """LRKV: bases that KV heads share, and a low-rank residual per head.
 
     Attributes:
       rank: R of the residuals.
-      bases: J, which divides the KV heads.
-      align: turn heads towards each other first, as far as attention stays the same.
-      step: of ranks that were looked at on the way to this one, see `factors.base_and_residual`.
+      bases: J, a divisor of the number of KV heads.
+      align: rotate heads towards each other first, as far as attention allows.
+      step: ranks visited on the way to this one are multiples of it, see
+        `factors.base_and_residual`.
     """
 
     rank: int
@@ -248,7 +254,7 @@ class LowRankKV:
         shape = dict(num_bases=self.bases, rank=self.rank, latent_bias=config.bias)
         return GroupedConfig(**_shared_keys(config), **shape)
 
-    def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
+    def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
         layer = layer_lib.drop_redundant_biases(layer)
         key_change, value_change = _basis_changes(layer, moment_EE, self.objective)
         key_change, key = self._factors(
@@ -257,39 +263,44 @@ class LowRankKV:
         value_change, value = self._factors(
             layer, layer.value_EKH, value_change, moment_EE, self._value_rotations
         )
+        # Queries and outputs take the inverse changes; keys and values are replaced by factors.
         layer = layer_lib.change_basis(layer, key_change, value_change)
-        names = dict(query=layer.query_ENH, base_key=key.base_EJH, base_value=value.base_EJH)
+        projections = {
+            "query": layer.query_ENH,
+            "base_key": key.base_EJH,
+            "base_value": value.base_EJH,
+        }
         expand = {}
         if self.rank:
-            names |= dict(latent_key=key.latent_EKR, latent_value=value.latent_EKR)
-            expand = dict(expand_key=key.expand_KRH, expand_value=value.expand_KRH)
-        errors = dict(key=key.error, value=value.error)
-        return Converted(_weights(layer, names, **expand), errors)
+            projections |= {"latent_key": key.latent_EKR, "latent_value": value.latent_EKR}
+            expand = {"expand_key": key.expand_KRH, "expand_value": value.expand_KRH}
+        errors = {"key": key.error, "value": value.error}
+        return ConvertedLayer(_attention_weights(layer, projections, **expand), errors)
 
     def _factors(
         self,
         layer: Layer,
         w_EKH: np.ndarray,
-        gauge: BasisChange,
+        basis: BasisChange,
         moment_EE: np.ndarray,
         rotations: str,
     ) -> tuple[BasisChange, factors.BaseAndResidual]:
-        """Bases and residuals of keys or values, and the coordinates that they are in.
+        """Fits bases and residuals of keys or values; returns the basis that they are in, too.
 
-        They are found where errors count alike and heads are turned. Back from there, a base goes
-        one way with all heads that share it: that which makes up for the mean of their scales.
+        The fit is done in the whitened, rotated basis of each head. Afterwards heads that share a
+        base return to one common basis: the mean of the squared scales undoes whitening on average.
         """
         found = factors.base_and_residual(
-            gauge.of(w_EKH),
+            basis.apply(w_EKH),
             self.rank,
             moment_EE,
             bases=self.bases,
             rotations=rotations,
             step=self.step,
         )
-        gauge = gauge.then(found.rotation_KHH, found.rotation_KHH.transpose(0, 2, 1))
-        K, H, _ = gauge.matrix_KHH.shape
-        square_KHH = gauge.matrix_KHH.transpose(0, 2, 1) @ gauge.matrix_KHH
+        basis = basis.then(found.rotation_KHH, found.rotation_KHH.transpose(0, 2, 1))
+        K, H, _ = basis.matrix_KHH.shape
+        square_KHH = basis.matrix_KHH.transpose(0, 2, 1) @ basis.matrix_KHH
         mean_JHH = square_KHH.reshape(self.bases, -1, H, H).mean(axis=1)
         root_JHH, inverse_JHH = layer_lib.matrix_roots(mean_JHH)
 
@@ -305,7 +316,7 @@ class LowRankKV:
             factors_of = factors.Factors(found.latent_EKR, found.expand_KRH, found.error)
             latent_EKR, expand_KRH = _balanced(factors_of, layer)
             found = found._replace(latent_EKR=latent_EKR, expand_KRH=expand_KRH)
-        return gauge.then(back_KHH, of_heads(root_JHH)), found
+        return basis.then(back_KHH, of_heads(root_JHH)), found
 
     def max_rank(self, config: GroupedConfig) -> int:
         return min(config.key_dim, config.value_dim)
@@ -313,21 +324,21 @@ class LowRankKV:
     def energy_losses(
         self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
     ) -> list[float]:
-        """The mean of keys and values."""
+        """Returns the mean over keys and values."""
         layer = layer_lib.drop_redundant_biases(layer)
         key_change, value_change = _basis_changes(layer, moment_EE, self.objective)
 
-        def find(w_EKH, rotations):
+        def lost(w_EKH, rotations):
             return factors.losses_by_rank(
                 w_EKH, ranks, moment_EE, bases=self.bases, rotations=rotations
             )
 
-        key = find(key_change.of(layer.key_EKH), self._key_rotations(layer))
-        value = find(value_change.of(layer.value_EKH), self._value_rotations)
+        key = lost(key_change.apply(layer.key_EKH), self._key_rotations(layer))
+        value = lost(value_change.apply(layer.value_EKH), self._value_rotations)
         return np.mean([key, value], axis=0).tolist()
 
     def _key_rotations(self, layer: Layer) -> str:
-        """What turns of keys leave logits as they are."""
+        """Returns the rotations of keys that leave logits unchanged: "none", "pairs" or "all"."""
         if not self.align or layer.qk_norm == "rms_gain":
             return "none"
         return "pairs" if layer.rope else "all"
@@ -340,18 +351,18 @@ class LowRankKV:
 def _basis_changes(
     layer: Layer, moment_EE: np.ndarray, objective: str
 ) -> tuple[BasisChange, BasisChange]:
-    """Coordinates of keys and of values: as they are, but for the objective "outputs"."""
+    """Returns the basis changes of keys and values: whitening for "outputs", else the identity."""
     if objective == "outputs":
         return layer_lib.whitening(layer, moment_EE)
 
-    def of(w_EKH):
-        return layer_lib.identity_change(*w_EKH.shape[1:])
-
-    return of(layer.key_EKH), of(layer.value_EKH)
+    return (
+        layer_lib.identity_change(*layer.key_EKH.shape[1:]),
+        layer_lib.identity_change(*layer.value_EKH.shape[1:]),
+    )
 
 
 def _balanced(found: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
-    """Latents and second factors with weights of one size; see `factors.evened`."""
+    """Returns latents and up-projections of balanced scale, see `factors.balance_scales`."""
     latent_EJR, expand_KRH = found.latent_EJR, found.expand_KRH
     J, (K, R, H) = latent_EJR.shape[1], expand_KRH.shape
     expand_JKRH = expand_KRH.reshape(J, -1, R, H)
@@ -360,7 +371,7 @@ def _balanced(found: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndar
 
 
 def _expand_factors(found: factors.Factors) -> np.ndarray:
-    """[E, K, H] of factors."""
+    """Multiplies factors out to [E, K, H]."""
     E, J, R = found.latent_EJR.shape
     expand_JKRH = found.expand_KRH.reshape(J, -1, R, found.expand_KRH.shape[-1])
     whole_EJKH = einsum("EJR,JKRH->EJKH", found.latent_EJR, expand_JKRH)
@@ -368,9 +379,9 @@ def _expand_factors(found: factors.Factors) -> np.ndarray:
 
 
 def _absorb_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
-    """Thin keys: queries in the space of the keys' latents (thin keys, eq. 12).
+    """Carries queries into the space of the keys' latents (thin keys, eq. 12).
 
-    Logits stay divided by the root of the channels that there were.
+    The mechanism divides logits by sqrt(R) instead of sqrt(H); queries make up for it.
     """
     E, N, H = layer.query_ENH.shape
     K, R, _ = expand_KRH.shape
@@ -384,7 +395,7 @@ def _absorb_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
 
 
 def _absorb_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
-    """Values are their latents, and the output's projection reads those."""
+    """Caches the values' latents as values; the output projection reads them."""
     N, H, D = layer.out_NHD.shape
     K, R, _ = expand_KRH.shape
     out_KGHD = layer.out_NHD.reshape(K, N // K, H, D)
@@ -396,13 +407,18 @@ def _absorb_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
 
 
 def _shared_keys(config: GroupedConfig) -> dict:
-    """What a new mechanism's config has of the old one's; biases of values go to the output."""
+    """Returns the config keys that a new mechanism takes from the old one."""
     keys = ("num_heads", "num_kv_heads", "key_dim", "value_dim", "qk_norm", "bias", "norm_epsilon")
     return {key: getattr(config, key) for key in keys}
 
 
-def _weights(layer: Layer, names: dict[str, np.ndarray], **expand: np.ndarray) -> dict:
-    """An `Attention`'s weights from projections with biases as last rows, and what has none."""
+def _attention_weights(layer: Layer, names: dict[str, np.ndarray], **expand: np.ndarray) -> dict:
+    """Returns an `Attention`'s weights.
+
+    Args:
+      projections: by name, [E, ...] with the bias as a last row if the layer has biases.
+      expand: up-projections, which have no bias.
+    """
     inner = dict(expand)
     for name, w in names.items():
         inner[name] = w[:-1] if layer.has_biases else w

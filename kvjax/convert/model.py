@@ -1,7 +1,7 @@
-"""What conversions read and what writers take: a model, one parameter of one layer at a time.
+"""The interface between readers and writers: a model, read one parameter of one layer at a time.
 
-`published.Published` is one of them, `Trained` here is a workdir's, `converted.ConvertedModel` what
-a method makes of another one.
+Implemented by `published.PublishedModel`, `TrainedModel` (a workdir),
+`factored_format.FactoredModel` and `converted.ConvertedModel` (a method applied to another model).
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,15 +32,15 @@ Parameters = Mapping[Path, tuple[tuple[int, ...], np.dtype]]
 
 
 class LazyModel(Protocol):
-    """Nothing of its weights is in memory but what is asked for.
+    """A model whose weights are read on demand, one parameter of one layer at a time.
 
     Attributes:
-      name: that a user knows it by.
-      transformer: what it computes.
-      context: tokens that it was trained on.
-      tokenizer_json: as in `tokenizer.json`.
+      name: shown to users.
+      transformer: its config.
+      context: training context length in tokens.
+      tokenizer_json: content of `tokenizer.json`.
       chat_template: in Jinja, or None.
-      token_files: what the files that it was published with say of its tokens, see `tokens`.
+      token_files: special tokens as published files name them, see `tokens`.
     """
 
     name: str
@@ -51,14 +51,14 @@ class LazyModel(Protocol):
     token_files: origin.TokenFiles
 
     def parameters(self) -> Parameters:
-        """Shape and dtype of every parameter, layers of a segment in front."""
+        """Returns shape and dtype of every parameter, with a segment's layers as the first axis."""
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """One parameter; of a segment that of one of its layers."""
+        """Returns a parameter; of a segment, one layer's."""
 
 
 def open(source: str) -> LazyModel:
-    """The model of a workdir, one that `export` wrote, or a published one.
+    """Opens the model of a workdir, an export, or a published model.
 
     Raises:
       UserError: none is there; see `trained.find`, `factored_format` and `published.open`.
@@ -66,11 +66,8 @@ def open(source: str) -> LazyModel:
     path = runtime.path("--source", source)
     if (path / "config.txt").exists():
         return TrainedModel(path)
-    from kvjax.convert import (
-        factored_format,  # whose readers are an extra
-        published,
-        source as source_lib,
-    )
+    # Imported late: their packages are an extra.
+    from kvjax.convert import factored_format, published, source as source_lib
 
     folder = path if in_bucket(path) else source_lib.located(path)
     if factored_format.is_there(folder):
@@ -79,7 +76,7 @@ def open(source: str) -> LazyModel:
 
 
 class TrainedModel:
-    """The model of a workdir's checkpoint, the latest, or of a snapshot."""
+    """The model of a workdir's latest checkpoint, or of a snapshot."""
 
     def __init__(self, workdir: epath.Path | trained.SavedModel):
         found = workdir if isinstance(workdir, trained.SavedModel) else trained.find(workdir)
@@ -106,7 +103,7 @@ class TrainedModel:
         with self._reading(path):
             array = self._array(path)
             found = np.asarray((array if layer is None else array[layer]).read().result())
-        advice = "train it again from a checkpoint from before they were"
+        advice = "train again from an earlier checkpoint"
         return finite.check_finite(found, self._named(path), advice, self._axes[path])
 
     def _array(self, path: Path):
@@ -117,10 +114,10 @@ class TrainedModel:
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[None]:
-        """What goes wrong when a parameter is read as a UserError that names it."""
+        """Turns errors while a parameter is read into a UserError that names it."""
         try:
             yield
-        except Exception as error:  # corrupted files raise many types
+        except Exception as error:  # damaged files raise many types
             raise UserError(
                 f"{self._named(path)} cannot be read ({storage.reason(error)}): restore its files, "
                 "or give another workdir"
@@ -128,7 +125,7 @@ class TrainedModel:
 
 
 def layer_of(model: LazyModel, index: int) -> tuple[int, int]:
-    """Which segment a layer of a model is in, and which layer of it."""
+    """Returns the segment of a layer, and its index there."""
     for segment, (_, length) in enumerate(model.transformer.layer_groups):
         if index < length:
             return segment, index
@@ -137,10 +134,10 @@ def layer_of(model: LazyModel, index: int) -> tuple[int, int]:
 
 
 def read_layer(model: LazyModel, index: int, *part: str) -> dict:
-    """The weights of one layer, as a pure dict of a `Block`.
+    """Returns the weights of one layer, as a pure dict of a `Block`.
 
     Args:
-      part: names from a `Block` down, as "attention": nothing but that part is read.
+      part: names from a `Block` down, such as "attention", to read only part of it.
     """
     segment, layer = layer_of(model, index)
     first = ("segments", segment, *part)
@@ -150,7 +147,7 @@ def read_layer(model: LazyModel, index: int, *part: str) -> dict:
 
 
 def transformer(model: LazyModel) -> Transformer:
-    """The whole model in memory, in float32."""
+    """Returns the whole model in memory, in float32."""
     flat = {}
     for path, (shape, _) in model.parameters().items():
         if path[0] != "segments":
@@ -167,25 +164,23 @@ def transformer(model: LazyModel) -> Transformer:
 
 
 def attention_section(config: TransformerConfig) -> dict:
-    """config.attention of a model, with `layer_ranks` where layers differ in their rank.
+    """Returns config.attention of a model, with `layer_ranks` if layers differ in rank.
 
     Raises:
-      UserError: layers differ in more than that, which no config describes.
+      UserError: layers differ in more than rank, which no config can express.
     """
     first = config.mechanisms[0]
     kind = next(name for name, cls in MECHANISMS.items() if cls is type(first))
     section = dict(kind=kind) | dataclasses.asdict(first)
     keys = experiment_lib.rank_keys(first)
-    if not keys:
-        ranks = ()
-    else:
+    ranks = ()
+    if keys:
         ranks = tuple(getattr(mechanism, keys[0], 0) for mechanism in config.mechanisms)
-    ranks = ranks if len(set(ranks)) > 1 else ()
-
-    def of_rank(rank):
-        return dataclasses.replace(first, **dict.fromkeys(keys, rank))
-
-    described = tuple(map(of_rank, ranks)) or (first,) * len(config.mechanisms)
+    if len(set(ranks)) == 1:
+        ranks = ()
+    described = (first,) * len(config.mechanisms)
+    if ranks:
+        described = tuple(dataclasses.replace(first, **dict.fromkeys(keys, rank)) for rank in ranks)
     if described != tuple(config.mechanisms):
         raise UserError("layers differ in more than their rank: no config describes them")
     return section | (dict(layer_ranks=ranks) if keys else {})

@@ -1,4 +1,4 @@
-"""The method that a command line asks for, from options that fit together."""
+"""Builds the conversion method from command-line options, and refuses those that do not fit."""
 
 import argparse
 from collections.abc import Callable
@@ -8,26 +8,26 @@ from kvjax.foundation.configuration import at_least, between, one_of
 from kvjax.foundation.errors import UserError
 
 METHODS = ("none", "thin_keys", "lrkv")
-_RANKS = ("rank", "energy", "cache")  # ways to say it
-_OF_TEXT = ("calibrate", "calibrate_tokens")
-_OF_METHODS = dict(  # options by the methods that have them
-    **dict.fromkeys((*_RANKS, "multiple", "objective", *_OF_TEXT), METHODS[1:]),
+_RANKS = ("rank", "energy", "cache")  # exactly one is given
+_CALIBRATION = ("calibrate", "calibrate_tokens")
+_METHODS_WITH = {  # an option: the methods that have it
+    **dict.fromkeys((*_RANKS, "multiple", "objective", *_CALIBRATION), METHODS[1:]),
     **dict.fromkeys(("mode", "part", "value_rank"), ("thin_keys",)),
     **dict.fromkeys(("bases", "align"), ("lrkv",)),
-)
+}
 
 
 def fill_defaults(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Fills in what follows from the options that were given.
+    """Fills in the options that follow from others.
 
-    --cache alone asks for keys and values of low rank. A rank is a head's unless a mode is given,
-    as thin keys has it; a latent of all heads loses less in a cache of the same size.
+    --cache alone means keys and values of low rank. --rank is per head unless a mode is given, as
+    in the paper; otherwise the latent is joint, which loses less at the same cache size.
 
     Args:
-      default: of the option of that name.
+      default: returns an option's default by name.
 
     Raises:
-      UserError: values that cannot be, and options that the method does not have.
+      UserError: impossible values, or options of another method.
     """
     if options.method is None:
         options.method = "none" if options.cache is None else "thin_keys"
@@ -38,7 +38,7 @@ def fill_defaults(options: argparse.Namespace, default: Callable[[str], object])
 
 
 def splits_budget(options: argparse.Namespace) -> bool:
-    """True if a budget of the cache is split between keys and values."""
+    """Returns True if a cache budget is split between keys and values."""
     return options.cache is not None and options.part == "key_value"
 
 
@@ -48,23 +48,26 @@ def _check(options: argparse.Namespace, default: Callable[[str], object]) -> Non
         at_least(name, getattr(options, name), 1)
     if options.evaluate_tokens is not None:
         at_least("evaluate_tokens", options.evaluate_tokens, 0)
-    changed = [name for name in _OF_METHODS if getattr(options, name) != default(name)]
-    for name in changed:
-        of, value = _OF_METHODS[name], getattr(options, name)
-        if options.method not in of:
-            raise UserError(f"--{name}={value}: is of --method={' and '.join(of)} alone")
-        if name in _OF_TEXT and options.objective == "weights":
-            raise UserError(f"--{name}={value}: is of --objective=inputs and outputs alone")
+    for name, methods in _METHODS_WITH.items():
+        value = getattr(options, name)
+        if value == default(name):
+            continue
+        if options.method not in methods:
+            raise UserError(f"--{name}={value}: only with --method={' or '.join(methods)}")
+        if name in _CALIBRATION and options.objective == "weights":
+            raise UserError(f"--{name}={value}: only with --objective=inputs or outputs")
     if options.method != "none":
         _check_rank(options)
 
 
 def _check_rank(options: argparse.Namespace) -> None:
-    """It is said in one way, and in one that the part has."""
+    """Raises a UserError unless the rank is given in exactly one way, and one that the part has."""
     given = [name for name in _RANKS if getattr(options, name) is not None]
     if not given:
-        needs = f"--method={options.method} needs one, as --rank=32"
-        raise UserError(f"--rank is missing: {needs}, or --energy=0.95, or --cache=0.5")
+        raise UserError(
+            f"--rank is missing: --method={options.method} needs one of --rank=32, --energy=0.95, "
+            "--cache=0.5"
+        )
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]}: give one of them")
     for name in ("energy", "cache"):
@@ -76,33 +79,43 @@ def _check_rank(options: argparse.Namespace) -> None:
         raise UserError(f"--cache={options.cache}: queries are not cached: give --rank or --energy")
     if options.value_rank is None:
         return
-    said = f"--value_rank={options.value_rank}"
     if options.part != "key_value":
-        raise UserError(f"{said}: is of --part=key_value alone")
+        raise UserError(f"--value_rank={options.value_rank}: only with --part=key_value")
     if options.rank is None:
-        raise UserError(f"{said}: is of --rank alone, not of --{given[0]}")
+        raise UserError(f"--value_rank={options.value_rank}: only with --rank, not --{given[0]}")
     at_least("value_rank", options.value_rank, 1)
 
 
 def make_method(options: argparse.Namespace) -> Method | None:
-    """The method, of rank 1 where layers get their own; None: the model is kept as it is."""
+    """Returns the method, of rank 1 if layers get their own ranks; None for "none"."""
     if options.method == "none":
         return None
     by_layer = options.rank is None and not splits_budget(options)
-    shared = dict(rank=1 if options.rank is None else options.rank, objective=options.objective)
+    rank = 1 if options.rank is None else options.rank
     if options.method == "lrkv":
-        step = options.multiple if by_layer else 0
-        return LowRankKV(**shared, bases=options.bases, align=options.align, step=step)
-    parts = dict(mode=options.mode, part=options.part, value_rank=options.value_rank or 0)
-    return ThinKeys(**shared, **parts, absorb=not by_layer)
+        return LowRankKV(
+            rank=rank,
+            objective=options.objective,
+            bases=options.bases,
+            align=options.align,
+            step=options.multiple if by_layer else 0,
+        )
+    return ThinKeys(
+        rank=rank,
+        objective=options.objective,
+        mode=options.mode,
+        part=options.part,
+        value_rank=options.value_rank or 0,
+        absorb=not by_layer,
+    )
 
 
 def recorded(options: argparse.Namespace) -> dict[str, object]:
-    """The options that made a conversion what it is."""
-    names = [name for name, of in _OF_METHODS.items() if options.method in of]
+    """Returns the options that determine a conversion, for its record."""
+    names = [name for name, methods in _METHODS_WITH.items() if options.method in methods]
     if options.objective == "weights":
-        names = [name for name in names if name not in _OF_TEXT]
+        names = [name for name in names if name not in _CALIBRATION]
     else:
         names.append("row_length")
-    found = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

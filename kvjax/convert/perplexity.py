@@ -13,7 +13,7 @@ from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
-_MOST_NATS = 700  # exp of more is no float64
+_MAX_NATS = 700  # exp overflows float64 beyond
 
 
 def rows(
@@ -26,57 +26,64 @@ def rows(
     key: str,
     text_key: str = DataConfig.text_key,
 ) -> np.ndarray:
-    """[B, T + 1] tokens of a text, int32: about as many targets as asked, or all there are.
+    """Returns [B, T + 1] int32 token rows of a text, with about `tokens` targets, or all there are.
 
     Args:
-      source: as config.data.source; it is prepared once and kept.
-      tokenizer: a file.
-      split: "train", of rows spread over it; or "validation", of its first ones.
-      key: for messages: the option that names the source.
+      source: as config.data.source; prepared once and cached.
+      tokenizer: path of a tokenizer.json.
+      split: "train" takes rows spread over it, "validation" its first rows.
+      key: option that names the source, for messages.
       text_key: as config.data.text_key.
 
     Raises:
       UserError: no such source, or a text too short for one row.
     """
     try:
-        text = dict(source=source, text_key=text_key)
-        config = DataConfig(**text, tokenizer=str(tokenizer), sequence_length=length)
+        config = DataConfig(
+            source=source, text_key=text_key, tokenizer=str(tokenizer), sequence_length=length
+        )
         dataset = loader.open_dataset(prepare.prepare(config))
     except UserError as error:
-        said = name_options(str(error), key)
+        message = name_options(str(error), key)
         if isinstance(error, readers.EmptySplitError):
-            said = (
-                "whole documents or lines of a text are held out for perplexity, and there are too "
-                "few for that: give a longer text, or one of more documents"
+            message = (
+                "has too few documents or lines to hold some out for perplexity: give a longer "
+                "text, or one of more documents"
             )
-        raise UserError(f"--{key}={source}: {said}") from error
+        raise UserError(f"--{key}={source}: {message}") from error
     count = dataset.num_rows(split)
     if not count:
         raise UserError(f"--{key} = {source!r}: has no row of {length} tokens for {split}")
-    asked = min(count, -(-tokens // length))
-    chosen = np.arange(asked) if split == "validation" else np.arange(asked) * count // asked
-    found = dataset.rows(split).__getitems__(chosen.tolist())
-    return np.stack([row["tokens"] for row in found]).astype(np.int32)
+    num_rows = min(count, -(-tokens // length))
+    chosen = np.arange(num_rows)
+    if split != "validation":
+        chosen = chosen * count // num_rows
+    rows = dataset.rows(split).__getitems__(chosen.tolist())
+    return np.stack([row["tokens"] for row in rows]).astype(np.int32)
 
 
 def name_options(message: str, key: str) -> str:
-    """A message with the names that keys have on convert's command line.
+    """Replaces config keys in a message by the options of convert's command line.
 
     Args:
       key: the option that names the text.
     """
-    names = dict(source=f"--{key}", sequence_length="--row_length", text_key="--text_key")
-    names["tokenizer"] = "the source's tokenizer"
-    return re.sub(r"config\.data\.(\w+)", lambda found: names.get(found[1], found[1]), message)
+    names = {
+        "source": f"--{key}",
+        "sequence_length": "--row_length",
+        "text_key": "--text_key",
+        "tokenizer": "the source's tokenizer",
+    }
+    return re.sub(r"config\.data\.(\w+)", lambda match: names.get(match[1], match[1]), message)
 
 
 def perplexity(model: LazyModel, rows_BT: np.ndarray) -> float:
-    """exp of the mean nats of every token after the first of a row, in float32.
+    """Returns exp of the mean loss in nats over all tokens but each row's first, in float32.
 
     One layer's weights are in memory at a time.
 
     Raises:
-      UserError: it is no number, or too large for one.
+      UserError: the mean loss is not finite, or its exponential overflows.
     """
     run, num_layers = LayerwisePass(model, rows_BT[:, :-1]), model.transformer.block.num_layers
     with progress.waiting("measuring perplexity") as doing:
@@ -84,9 +91,9 @@ def perplexity(model: LazyModel, rows_BT: np.ndarray) -> float:
             doing.at(f"{i + 1} of {num_layers} layers")
         total = sum(nats.sum(dtype=np.float64) for nats in run.losses(rows_BT[:, 1:]))
     mean = total / rows_BT[:, 1:].size
-    if not mean < _MOST_NATS:
+    if not mean < _MAX_NATS:
         raise UserError(
-            f"perplexity of {model.name} on this text is no number: its mean loss is {mean} nats. "
-            "--evaluate_tokens=0 converts without"
+            f"perplexity of {model.name} on this text overflows: its mean loss is {mean} nats. "
+            "--evaluate_tokens=0 skips it"
         )
     return math.exp(mean)

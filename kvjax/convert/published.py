@@ -1,12 +1,11 @@
 """A published model as kvjax's: its config, its parameters one layer at a time, its tokenizer.
 
-    model = published.open("~/models/SmolLM2-135M")          # a folder of Hugging Face's
+    model = published.open("~/models/SmolLM2-135M")          # a Hugging Face folder
     model = published.open("~/models/SmolLM2-135M.gguf")     # or a GGUF file
-    model.config.transformer                                 # what it is
+    model.config.transformer                                 # its config
     model.read(("segments", 0, "attention", "out"), 3)       # [N, H, D] of layer 3
 
-What can be wrong with it is told when it is opened, before its data are read; but values that are
-not finite, when these are read.
+Opening reports every problem before data is read, except values that are not finite.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,21 +30,21 @@ from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
 from kvjax.workdir.origin import CHAT_TEMPLATE, TOKENIZER_CONFIG, TokenFiles
 
-_SPARE_ROWS, _SPARE_SHARE = 1024, 0.05  # of an embedding: what no token of its tokenizer has
+_SPARE_ROWS, _SPARE_SHARE = 1024, 0.05  # largest excess of embedding rows over tokens
 
 
 class PublishedModel:
-    """A published model: nothing of its weights is in memory but what is asked for.
+    """A published model; weights are read one at a time.
 
     Attributes:
-      name: of the folder, or of the file without its ending.
+      name: of the folder, or of the file without its suffix.
       config: sections of a config.
-      tokenizer_json: as in `tokenizer.json`.
+      tokenizer_json: content of `tokenizer.json`.
       chat_template: in Jinja, or None.
-      token_files: what the source says of its tokens, see `tokens`.
+      token_files: special tokens as the source's files name them, see `tokens`.
 
     Args:
-      named: special tokens that the source names, with an id or without.
+      named: special tokens that the source names, with or without an id.
     """
 
     def __init__(
@@ -87,45 +86,44 @@ class PublishedModel:
     def _with_control_tokens(
         self, source: epath.Path, chat_template: str, named: Collection[str]
     ) -> str:
-        """Returns the tokenizer.json in which each control token of the template is one token.
+        """Returns the tokenizer.json in which each control token of the chat template is one token.
 
         Raises:
-          UserError: the template writes a token that the source names and does not have, or takes
-        too much memory or time.
+          UserError: the template writes a named token that has no id, or exceeds its limits.
         """
         tokenizer = tokenizer_lib.from_json(self.tokenizer_json, str(source))
         try:
             template = Template(tokenizer, chat_template, self.token_files, named=named)
         except LimitError as error:
             raise UserError(f"{source}: {error}") from error
-        except UserError:  # a template that is none: who talks by it is told
+        except UserError:  # an invalid template: reported when it is used
             return self.tokenizer_json
         if template.lost:
             raise UserError(
-                f"{source}: its chat template writes {', '.join(template.lost)}, which "
-                f"{TOKENIZER_CONFIG} or {tokens.SPECIAL_TOKENS} names, and no file has its id: "
-                f"download tokenizer.json and {tokens.ADDED_TOKENS} again, from the same model"
+                f"{source}: its chat template writes {', '.join(template.lost)}, which has no id "
+                f"in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from the "
+                "same model"
             )
         found = template.tokenizer.to_json()
         return self.tokenizer_json if found == tokenizer.to_json() else found
 
     @property
     def transformer(self) -> TransformerConfig:
-        """What it computes."""
+        """The model's config."""
         return self.config.transformer
 
     @property
     def bos_token(self) -> str | None:
-        """The text of the token that opens a document, if the source names one."""
+        """Text of the token that opens a document, if the source names one."""
         return self.token_files.get(TOKENIZER_CONFIG, {}).get("bos_token")
 
     @property
     def context(self) -> int:
-        """Tokens that it was trained on."""
+        """Training context length in tokens."""
         return self.config.context
 
     def parameters(self) -> dict[Path, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of every parameter, with all layers in front; dtypes are as published."""
+        """Returns shape and published dtype of every parameter, with layers as the first axis."""
         found = {}
         for path, weight in self._weights.items():
             stacked = path[: len(BLOCK)] == BLOCK
@@ -134,10 +132,10 @@ class PublishedModel:
         return found
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """One parameter, in its published dtype; of one layer if it is a block's.
+        """Returns a parameter in its published dtype; of one layer if it belongs to a block.
 
         Raises:
-          UserError: values of it are not finite.
+          UserError: values are not finite.
         """
         rule = self._rules[path]
         assert rule.in_block == (layer is not None)
@@ -153,14 +151,14 @@ class PublishedModel:
         return self.config.model["num_layers"]
 
     def _names(self, rule: Rule) -> list[str]:
-        """The tensors of a rule, in the order of the layers."""
+        """Returns the tensors of a rule, in the order of the layers."""
         return [rule.tensor.format(i=i) for i in range(self._layers if rule.in_block else 1)]
 
     def _dtype(self, path: Path) -> np.dtype:
         return dtype_of(self._tensors[name] for name in self._names(self._rules[path]))
 
     def _check(self, source: epath.Path, family: Family) -> None:
-        """Raises a UserError unless the tensors are those of the config, in dtypes of weights."""
+        """Raises a UserError unless tensors and dtypes are as the config describes."""
         shapes = {}
         for rule in dict.fromkeys(self._rules.values()):
             weights = [self._stored[path] for path in rule.weights]
@@ -169,15 +167,17 @@ class PublishedModel:
         if copy is not None:
             shapes[copy] = shapes[self._rules[("embedding",)].tensor]
 
-        def used(name):
-            return not architectures.is_buffer(family, name)
-
-        check(source, {name: self._tensors[name] for name in filter(used, self._tensors)}, shapes)
+        weights = {
+            name: tensor
+            for name, tensor in self._tensors.items()
+            if not architectures.is_buffer(family, name)
+        }
+        check(source, weights, shapes)
         if copy is not None:
             self._check_copy(source, copy)
 
     def _copy_of_embedding(self, family: Family) -> str | None:
-        """The name of a head that is stored although it is the embedding."""
+        """Returns the tensor of a tied head that is stored although it equals the embedding."""
         heads = [rule.tensor for rule in family.rules if rule.weights == (("head",),)]
         tied = ("head",) not in self._weights
         return next((name for name in heads if tied and name in self._tensors), None)
@@ -186,18 +186,17 @@ class PublishedModel:
         embedding = self._rules[("embedding",)].tensor
         if not np.array_equal(self._tensors[copy].read(), self._tensors[embedding].read()):
             raise UserError(
-                f"{source}: tie_word_embeddings is set, and {copy} is not {embedding}: set it to "
-                "false in the config if the head is a weight of its own, or remove the tensor"
+                f"{source}: tie_word_embeddings is set, but {copy} differs from {embedding}: set "
+                "it to false in the config if the head is a separate weight, or remove the tensor"
             )
 
 
 def open(source: epath.PathLike) -> PublishedModel:
-    """Opens the model of a local folder (config.json, safetensors, tokenizer.json), of a folder
-    of the hub's cache, or of a GGUF file, alone in its folder or not.
+    """Opens a Hugging Face folder, a folder of the hub's cache, or a GGUF file.
 
     Raises:
-      UserError: no such model, files that are missing, cut off or do not belong together, a family
-        or an option that kvjax does not compute, weights that are quantised (but in GGUF).
+      UserError: no such model, missing or damaged files or files of different models, an
+        unsupported family or option, quantised weights (except in GGUF).
     """
     path = runtime.path("--source", source)
     if in_bucket(path):
@@ -205,7 +204,7 @@ def open(source: epath.PathLike) -> PublishedModel:
     if not path.exists():
         raise UserError(
             f"--source = {str(source)!r}: there is no such folder or file; download a published "
-            "model first, and give its folder or its .gguf file"
+            "model first, and give its folder or .gguf file"
         )
     path = source_lib.located(path)
     return _open_folder(path) if path.is_dir() else _open_gguf(path)
@@ -254,7 +253,9 @@ def _open_folder(folder: epath.Path) -> PublishedModel:
 
 
 def _chat_template(path: epath.Path, other) -> str | None:
-    """The template of a file, or what tokenizer_config.json has: one, or several by name."""
+    """Returns the template file's text, else tokenizer_config.json's: one, or the default of
+    several.
+    """
     if path.exists():
         return text_of(path)
     if isinstance(other, list):
@@ -273,14 +274,13 @@ def text_of(path: epath.Path) -> str:
 
 
 def _rules(family: Family, tensors: Mapping) -> list[Rule]:
-    """The rules by the names that are there: a model saved without its head has no prefix."""
+    """Returns the family's rules; a model saved without its head has no name prefix."""
     if any(name.startswith(family.prefix) for name in tensors):
         return list(family.rules)
-
-    def without(rule):
-        return rule.tensor.removeprefix(family.prefix)
-
-    return [dataclasses.replace(rule, tensor=without(rule)) for rule in family.rules]
+    return [
+        dataclasses.replace(rule, tensor=rule.tensor.removeprefix(family.prefix))
+        for rule in family.rules
+    ]
 
 
 def _config(options: PublishedConfig, family: Family) -> ConfigSections:
@@ -300,10 +300,10 @@ def _with_added_rows(
     chat_template: str | None,
     token_files: TokenFiles,
 ) -> ConfigSections:
-    """Returns a config whose embedding has a row for every token that was added to the vocabulary.
+    """Returns a config whose embedding has a row for every added token of the tokenizer.
 
-    Of a token without a row, as one for padding, the published model knows nothing: it is never
-    asked for. Its row here is the mean of the others (`_grown`), and a warning says so.
+    The published model never uses tokens without a row (such as padding). Their rows are the mean
+    of the others (`_append_mean_rows`), with a warning.
 
     Raises:
       UserError: such a token opens or ends a text, or the chat template writes it.
@@ -312,7 +312,7 @@ def _with_added_rows(
     beyond = {token for token, i in backend.get_vocab().items() if i >= rows}
     added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
     if not beyond or len(beyond) > _SPARE_ROWS or not beyond <= added.keys():
-        return config  # `check_vocabulary` says what is wrong
+        return config  # `check_vocabulary` reports the mismatch
     missing = sorted(beyond, key=added.get)
     named = token_files.get(TOKENIZER_CONFIG, {})
     for token in missing:
@@ -323,18 +323,18 @@ def _with_added_rows(
         else:
             continue
         raise UserError(
-            f"{source}: its embedding has {rows} rows and none for {token}, which {use}: give the "
-            "weights of the model that was trained with it"
+            f"{source}: its embedding has {rows} rows and none for {token}, which {use}: give "
+            "weights that were trained with it"
         )
     warn(
-        f"{source}: its embedding has {rows} rows and none for {listed(missing)}, which is never "
-        "used: a row is added, the mean of the others"
+        f"{source}: its embedding has {rows} rows and none for {listed(missing)}, which is unused: "
+        "its row becomes the mean of the others"
     )
     return dataclasses.replace(config, vocab_size=1 + max(added[token] for token in missing))
 
 
 def _append_mean_rows(found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a weight with as many rows as asked for, new ones the mean of those it has."""
+    """Appends rows with the mean of the existing ones until the weight has `shape`."""
     for axis, (there, asked) in enumerate(zip(found.shape, shape, strict=True)):
         if asked > there:
             mean = found.mean(axis=axis, keepdims=True, dtype=np.float32).astype(found.dtype)
@@ -348,17 +348,17 @@ def check_tokenizer(source: epath.Path, tokenizer_json: str) -> None:
         tokenizer_lib.from_json(tokenizer_json, str(source))
     except DataError as error:
         raise UserError(
-            f"{error} Give a model whose tokenizer.json is a byte-level BPE, not SentencePiece's "
-            f"(as Llama 2's, Mistral 7B's), and whose {TOKENIZER_CONFIG} has one of its special "
-            "tokens as bos_token"
+            f"{error} Give a model whose tokenizer.json is a byte-level BPE, not SentencePiece "
+            f"(such as Llama 2, Mistral 7B), and whose {TOKENIZER_CONFIG} has a special token as "
+            "bos_token"
         ) from error
 
 
 def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None:
-    """Raises a UserError for a tokenizer that cannot be read, or is of another embedding.
+    """Raises a UserError for an unreadable tokenizer, or one of another embedding.
 
-    Published embeddings have rows that no token has: to a multiple of some power of 2, or in
-    reserve. What is more than `_SPARE_ROWS` and `_SPARE_SHARE` is another model's.
+    Published embeddings have spare rows, for alignment or in reserve: up to `_SPARE_ROWS` or
+    `_SPARE_SHARE` of them.
     """
     backend = _parsed(source, tokenizer_json)
     tokens = 1 + max(backend.get_vocab().values(), default=-1)

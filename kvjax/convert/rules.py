@@ -1,6 +1,6 @@
-"""Which tensor of a published model is which weight: rules that read both ways.
+"""Rules that map tensors of a published model to weights, in both directions.
 
-A rule names a published tensor and the weights in it; `to_tensor` is the inverse of `from_tensor`.
+A rule names a published tensor and the weights in it; `to_tensor` inverts `from_tensor`.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
 
-BLOCK: Path = ("segments", 0)  # where the layers are: all of them alike, stacked in front
+BLOCK: Path = ("segments", 0)  # path of the layers: one segment, stacked along the first axis
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight of a kvjax model: of a block, that of one layer."""
+    """A weight of a kvjax model; of one layer if it belongs to a block."""
 
     shape: tuple[int, ...]
     axes: Axes
 
     @property
     def is_table(self) -> bool:
-        """Whether it has a row for every token or position."""
+        """True if it has one row per token or position."""
         return not self.axes.is_matrix and len(self.axes.output) > 1 and self.axes.output[0] in "VT"
 
     @property
@@ -39,7 +39,7 @@ class Weight:
 
 
 def weights_of(config: TransformerConfig) -> dict[Path, Weight]:
-    """The weights of a model whose layers are all alike; nothing is computed."""
+    """Returns the weights of a model whose layers all have one shape, without computing any."""
     axes = parameters.axes(config)
 
     def of_layer(path, shape):
@@ -56,14 +56,14 @@ def weights_of(config: TransformerConfig) -> dict[Path, Weight]:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A published tensor and the weights in it, one after the other along their outputs."""
+    """A published tensor and the weights in it, concatenated along their outputs."""
 
     tensor: str  # its name, with {i} for the layer
     weights: tuple[Path, ...]
     transposed: bool = True  # a matrix is [out, in], as in torch's Linear; False: [in, out]
-    # Pairs that RoPE rotates are (2i, 2i + 1) of a head, as in llama.cpp; False: (i, i + H/2).
+    # RoPE rotates pairs (2i, 2i + 1) of a head, as in llama.cpp; False: (i, i + H/2).
     interleaved: bool = False
-    # RoPE turns pairs by -t·theta, as in nanochat: the halves of a head are the other way round.
+    # RoPE rotates by -t·theta, as in nanochat, which equals swapping the halves of a head.
     reversed: bool = False
 
     @property
@@ -72,13 +72,13 @@ class Rule:
 
 
 def _rule(tensor: str, *weights: str, **layout) -> Rule:
-    """A rule from dotted names; those of a block where the tensor has {i}."""
+    """Builds a rule from dotted names; tensors with {i} belong to a block."""
     first = BLOCK if "{i}" in tensor else ()
     return Rule(tensor, tuple((*first, *name.split(".")) for name in weights), **layout)
 
 
 def tensor_shape(rule: Rule, weights: Sequence[Weight]) -> tuple[int, ...]:
-    """The shape that a rule's tensor must have."""
+    """Returns the shape that a rule's tensor must have."""
     if weights[0].is_table:
         return weights[0].shape
     *inputs, _ = weights[0].matrix
@@ -87,7 +87,7 @@ def tensor_shape(rule: Rule, weights: Sequence[Weight]) -> tuple[int, ...]:
 
 
 def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> list[np.ndarray]:
-    """The weights in a published tensor, in the rule's order."""
+    """Splits a published tensor into its weights, in the rule's order."""
     if weights[0].is_table:
         return [tensor]
     by_output = tensor if rule.transposed else tensor.T
@@ -103,7 +103,7 @@ def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> li
 
 
 def to_tensor(rule: Rule, arrays: Sequence[np.ndarray], weights: Sequence[Weight]) -> np.ndarray:
-    """The published tensor of some weights: the inverse of `from_tensor`."""
+    """Joins weights into their published tensor: the inverse of `from_tensor`."""
     if weights[0].is_table:
         return arrays[0]
     parts = []
@@ -119,13 +119,13 @@ def to_tensor(rule: Rule, arrays: Sequence[np.ndarray], weights: Sequence[Weight
 
 
 def _swap_pairs(outputs: np.ndarray, first: int, second: int) -> np.ndarray:
-    """Outputs [heads * first * second, ...] in the order of [heads, second, first]."""
+    """Reorders outputs [heads * first * second, ...] to [heads, second, first]."""
     split = outputs.reshape(-1, first, second, *outputs.shape[1:])
     return split.swapaxes(1, 2).reshape(outputs.shape)
 
 
 def _swap_halves(outputs: np.ndarray, channels: int) -> np.ndarray:
-    """Outputs [heads * channels, ...] with the second half of every head first."""
+    """Swaps the two halves of every head in outputs [heads * channels, ...]."""
     split = outputs.reshape(-1, 2, channels // 2, *outputs.shape[1:])
     return split[:, ::-1].reshape(outputs.shape)
 
@@ -136,7 +136,7 @@ _QUERY, _KEY, _VALUE = (
 
 
 def gpt2_rules() -> tuple[Rule, ...]:
-    """transformers' names for GPT-2, whose matrices are [in, out]."""
+    """Returns transformers' names for GPT-2, whose matrices are [in, out]."""
     layer = "transformer.h.{i}."
     rules = [
         _rule("transformer.wte.weight", "embedding"),
@@ -162,7 +162,9 @@ def gpt2_rules() -> tuple[Rule, ...]:
 
 
 def llama_rules() -> tuple[Rule, ...]:
-    """transformers' names for Llama and its kin; a model has only some of the biases and norms."""
+    """Returns transformers' names for Llama and its relatives; each has some of the biases and
+    norms.
+    """
     layer = "model.layers.{i}."
     rules = [
         _rule("model.embed_tokens.weight", "embedding"),
@@ -188,7 +190,7 @@ def llama_rules() -> tuple[Rule, ...]:
 
 
 def nanochat_rules() -> tuple[Rule, ...]:
-    """transformers' names for nanochat, whose norms have no weights."""
+    """Returns transformers' names for nanochat, whose norms have no weights."""
     layer = "model.layers.{i}."
     rules = [
         _rule("model.embed_tokens.weight", "embedding"),
@@ -202,7 +204,7 @@ def nanochat_rules() -> tuple[Rule, ...]:
         ("v_proj", _VALUE),
         ("o_proj", "attention.out"),
     ):
-        rotated = dict(reversed=weight in (_QUERY, _KEY))
-        rules.append(_rule(f"{layer}self_attn.{tensor}.weight", weight, **rotated))
-        rules.append(_rule(f"{layer}self_attn.{tensor}.bias", f"{weight}_bias", **rotated))
+        swap = weight in (_QUERY, _KEY)
+        rules.append(_rule(f"{layer}self_attn.{tensor}.weight", weight, reversed=swap))
+        rules.append(_rule(f"{layer}self_attn.{tensor}.bias", f"{weight}_bias", reversed=swap))
     return tuple(rules)

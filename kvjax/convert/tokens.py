@@ -1,8 +1,8 @@
-"""Finds the added tokens of a published model, and the tokens that open and end a text.
+"""Added and special tokens of a published model.
 
-A folder has added tokens in tokenizer.json, and in older or edited folders in others alone (see
-`added`). What opens and ends a text `origin.TokenFiles` hold: the texts of tokens as in
-tokenizer_config.json, ids as in generation_config.json, which may name several that end a text.
+Added tokens are in tokenizer.json, or in older and edited folders only in other files (`added`).
+Special tokens are kept as `origin.TokenFiles`: texts as in tokenizer_config.json, ids as in
+generation_config.json, which may list several that end a text.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,14 +20,21 @@ ADDED_TOKENS = "added_tokens.json"
 KINDS = ("bos", "eos", "pad", "unk")
 SPECIAL_TOKENS = "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"  # of TOKENIZER_CONFIG: flags of added tokens, by id
-_MORE = ("sep_token", "cls_token", "mask_token", "additional_special_tokens")
-_MORE += ("extra_special_tokens",)  # its name in transformers 5
+_MORE = (
+    "sep_token",
+    "cls_token",
+    "mask_token",
+    "additional_special_tokens",
+    "extra_special_tokens",  # name of additional_special_tokens in transformers 5
+)
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _GGUF = dict(bos=("bos",), eos=("eos", "eot", "eom"), pad=("padding",), unk=("unknown",))
 
 
 def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
-    """What the files of a published folder say; without generation_config.json its config does."""
+    """Returns the token files of a published folder; config.json stands in for
+    generation_config.json.
+    """
     files = {}
     about = _about(folder)
     if about or (folder / TOKENIZER_CONFIG).exists():
@@ -41,11 +48,11 @@ def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
 
 
 def named_in_folder(folder: epath.Path) -> set[str]:
-    """Returns the texts of a published folder's special tokens, as far as its files name them."""
+    """Returns the texts of the special tokens that a folder's files name."""
     about, found = _about(folder), set()
     for key in (*(f"{kind}_token" for kind in KINDS), *_MORE):
         value = about.get(key)
-        if isinstance(value, Mapping) and "content" not in value:  # by names of its own
+        if isinstance(value, Mapping) and "content" not in value:  # {name: token}
             value = list(value.values())
         found |= {_text(each) for each in (value if isinstance(value, list) else [value])}
     return found - {None}
@@ -60,9 +67,9 @@ def named_in_gguf(metadata: Mapping) -> set[str]:
 
 
 def added(folder: epath.Path) -> list[dict]:
-    """Returns the added tokens that other files of a published folder than tokenizer.json have.
+    """Returns the added tokens of a folder's files other than tokenizer.json.
 
-    Those of added_tokens.json, which has no flags, and of tokenizer_config.json with their flags.
+    From added_tokens.json, which has no flags, and tokenizer_config.json, which has.
 
     Raises:
       UserError: a token without a text or an id.
@@ -78,22 +85,23 @@ def added(folder: epath.Path) -> list[dict]:
 def completed(
     tokenizer_json: str, named: Iterable[str], source: epath.Path, more: Iterable[Mapping] = ()
 ) -> str:
-    """Returns a tokenizer.json with all its model's added tokens, those that are named special.
+    """Returns a tokenizer.json with all of its model's added tokens; named ones become special.
 
     Args:
-      named: texts of special tokens; a token that texts are encoded as, as "!", stays ordinary.
+      named: texts of special tokens; tokens that ordinary text encodes to, such as "!", stay
+        ordinary.
       source: for messages.
-      more: added tokens of other files; their flags count, those they have.
+      more: added tokens of other files, whose flags take precedence.
 
     Raises:
-      UserError: another id than in tokenizer.json, or the id of another token.
+      UserError: ids that contradict tokenizer.json.
     """
     try:
         definition = json.loads(tokenizer_json)
         ids = dict(definition["model"]["vocab"])
         listed = {token["content"]: token for token in definition.get("added_tokens") or []}
         ids |= {text: int(token["id"]) for text, token in listed.items()}
-    except (ValueError, TypeError, KeyError):  # SentencePiece's, or none: refused by who uses it
+    except (ValueError, TypeError, KeyError):  # not a BPE: refused by `check_tokenizer`
         return tokenizer_json
     texts = {i: text for text, i in ids.items()}
     tokens = {}
@@ -102,7 +110,7 @@ def completed(
         if ids.get(text, i) != i or texts.get(i, text) != text:
             there = f"{text!r} is {ids[text]}" if text in ids else f"{i} is {texts[i]!r}"
             raise UserError(
-                f"{source}: {there}, and in {ADDED_TOKENS} or {TOKENIZER_CONFIG} {text!r} is {i}: "
+                f"{source}: {there}, but {text!r} is {i} in {ADDED_TOKENS} or {TOKENIZER_CONFIG}: "
                 "download the tokenizer's files again, all of the same model"
             )
         ids[text], texts[i] = i, text
@@ -119,34 +127,36 @@ def completed(
 
 
 def of_gguf(metadata: Mapping) -> dict[str, dict]:
-    """What a GGUF file says."""
+    """Returns the token files of a GGUF file."""
     tokens = dict(enumerate(metadata.get("tokenizer.ggml.tokens") or []))
     texts, ids = {}, {}
     for kind, names in _GGUF.items():
-        said = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-        there = [i for i in dict.fromkeys(said) if i in tokens]
-        if there:
-            texts[f"{kind}_token"] = tokens[there[0]]
-            ids[f"{kind}_token_id"] = there if len(there) > 1 else there[0]
-    ids.pop("unk_token_id", None)  # which no generation_config.json has
+        listed = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+        known = [i for i in dict.fromkeys(listed) if i in tokens]
+        if known:
+            texts[f"{kind}_token"] = tokens[known[0]]
+            ids[f"{kind}_token_id"] = known if len(known) > 1 else known[0]
+    ids.pop("unk_token_id", None)  # not a key of generation_config.json
     return {TOKENIZER_CONFIG: texts, GENERATION_CONFIG: ids} if texts else {}
 
 
 def texts(files: TokenFiles, tokenizer_json: str, vocab_size: int) -> dict[str, str | None]:
-    """By kind, the tokens that files name; those of which they say nothing are not there."""
+    """Returns the token text by kind, for the kinds that the files mention."""
     backend = tokenizer_lib.parse(tokenizer_json)
-    said, found = files.get(TOKENIZER_CONFIG, {}), {}
+    config, found = files.get(TOKENIZER_CONFIG, {}), {}
     for kind in KINDS:
         ids = origin.token_ids(files, kind, vocab_size)
-        if f"{kind}_token" in said:
-            found[kind] = _text(said[f"{kind}_token"])
+        if f"{kind}_token" in config:
+            found[kind] = _text(config[f"{kind}_token"])
         elif ids:
             found[kind] = backend.id_to_token(ids[0])
     return found
 
 
 def _ids(config: Mapping) -> dict:
-    """The keys of a generation_config.json that a config.json has, of tokens that there are."""
+    """Returns config.json's token ids that lie in the vocabulary, as generation_config.json has
+    them.
+    """
     rows = config.get("vocab_size")
     rows = rows if type(rows) is int else 0
     keys = {kind: f"{kind}_token_id" for kind in ("bos", "eos", "pad")}
@@ -155,15 +165,15 @@ def _ids(config: Mapping) -> dict:
 
 
 def _text(value) -> str | None:
-    """A token of tokenizer_config.json: its text, or an object with that."""
+    """Returns a token's text from tokenizer_config.json, where it is a string or an object."""
     value = value.get("content") if isinstance(value, dict) else value
     if not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value):
-        return None  # halves of a character are in no vocabulary
+        return None  # lone surrogates are in no vocabulary
     return value
 
 
 def _about(folder: epath.Path) -> dict:
-    """tokenizer_config.json; where it has no added tokens, with special_tokens_map.json."""
+    """Returns tokenizer_config.json; without added tokens, merged with special_tokens_map.json."""
     paths = (folder / TOKENIZER_CONFIG, folder / SPECIAL_TOKENS)
     about, special = (json_object(path) if path.exists() else {} for path in paths)
     return about if about.get(_DECODER) else about | special
@@ -185,6 +195,6 @@ def _token(path: epath.Path, text, i) -> dict:
 
 
 def _is_text(tokenizer_json: str, token: str, i: int) -> bool:
-    """True if the text of a token is encoded as that token, so that it may be any text's."""
+    """Returns True if a token's text encodes to that token: ordinary text may contain it."""
     backend = tokenizer_lib.parse(tokenizer_json)
     return backend.encode(token, add_special_tokens=False).ids == [i]

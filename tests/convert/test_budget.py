@@ -63,9 +63,7 @@ def test_steps_are_taken_by_what_they_keep_for_a_byte():
 def test_a_budget_that_holds_nothing():
     layers = [_layer((2, 4))] * 2
     budget.check_budget(layers, 16)
-    with pytest.raises(
-        UserError, match="a rank of 2 in every layer takes 16 bytes per token, more"
-    ):
+    with pytest.raises(UserError, match="rank 2 in every layer takes 16 bytes per token, more"):
         budget.check_budget(layers, 15)
 
 
@@ -89,7 +87,7 @@ def test_choices_are_the_ranks_that_make_no_cache_larger(make_mechanism):
     with pytest.raises(UserError, match="multiple = 5: takes 72 bytes.* source 64: give at most 4"):
         budget.rank_choices(gqa, LowRankKV(rank=1), 5, HALF)
     mqa = _model(make_mechanism, "mqa")
-    with pytest.raises(UserError, match="no rank makes this cache smaller, which has 1 KV heads"):
+    with pytest.raises(UserError, match="no rank makes this cache smaller"):
         budget.rank_choices(mqa, LowRankKV(rank=1), 1, HALF)
     with pytest.raises(UserError, match="rank = 7: takes .*: give at most 4"):
         budget.check_smaller(gqa, gqa.mechanisms[0], LowRankKV(rank=7), HALF, "rank")

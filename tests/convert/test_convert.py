@@ -130,16 +130,16 @@ BAD = [
     (["--source=X", "--out=OUT", "--method=svd"], "--method = 'svd': must be one of 'none'"),
     (
         ["--source=X", "--out=OUT", "--method=lrkv"],
-        "--rank is missing: --method=lrkv needs one, as --rank=32, or --energy",
+        "--rank is missing: --method=lrkv needs one of --rank=32, --energy",
     ),
-    (["--source=X", "--out=OUT", "--rank=3"], "--rank=3: is of --method=thin_keys and lrkv alone"),
+    (["--source=X", "--out=OUT", "--rank=3"], "--rank=3: only with --method=thin_keys or lrkv"),
     (
         ["--source=X", "--out=OUT", "--method=none", "--cache=0.5"],
-        "--cache=0.5: is of --method=thin_keys and lrkv alone",
+        "--cache=0.5: only with --method=thin_keys or lrkv",
     ),
     (
         ["--source=X", "--out=OUT", "--method=lrkv", "--rank=3", "--mode=joint"],
-        "--mode=joint: is of --method=thin_keys alone",
+        "--mode=joint: only with --method=thin_keys",
     ),
     (
         ["--source=X", "--out=OUT", "--method=lrkv", "--rank=3", "--cache=0.5"],
@@ -150,7 +150,7 @@ BAD = [
             *("--source=X", "--out=OUT", "--method=thin_keys", "--part=key_value"),
             *("--value_rank=3", "--cache=0.5"),
         ],
-        "--value_rank=3: is of --rank alone, not of --cache",
+        "--value_rank=3: only with --rank, not --cache",
     ),
     (
         ["--source=X", "--out=OUT", "--method=lrkv", "--energy=2"],
@@ -162,7 +162,7 @@ BAD = [
     ),
     (
         ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=4", *BY_WEIGHTS],
-        "--rank = 4: takes 48 bytes per token in a layer, and the source 32: give at most 2",
+        "--rank = 4: takes 48 bytes per token and layer, and the source 32: give at most 2",
     ),
     (
         ["--source=SRC", "--out=OUT", "--method=lrkv", "--energy=0", *BY_WEIGHTS],
@@ -178,11 +178,11 @@ BAD = [
     ),
     (
         ["--source=X", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate=x", *BY_WEIGHTS],
-        "--calibrate=x: is of --objective=inputs and outputs alone",
+        "--calibrate=x: only with --objective=inputs or outputs",
     ),
     (
         ["--source=X", "--out=OUT", "--method=thin_keys", "--rank=3", "--value_rank=2"],
-        "--value_rank=2: is of --part=key_value alone",
+        "--value_rank=2: only with --part=key_value",
     ),
     (
         [
@@ -192,14 +192,14 @@ BAD = [
         "--value_rank = 0: must be at least 1",
     ),
     (["--source=/nowhere", "--out=OUT"], "there is no such folder or file"),
-    (["--source=SRC", "--out=SRC"], "is there already: give another"),
+    (["--source=SRC", "--out=SRC"], "exists already: give another"),
     (["--source=SRC", "--out=gs://bucket/x"], "local"),
     (["--source=SRC", "--out=OUT/.hidden"], "--out = '.hidden': must be a folder's name"),
     (["--source=SRC", "--out=OUT/ "], "--out = ' ': must be a folder's name"),
     (["--source=SRC", "--out=OUT/a\tb"], "printable text"),
-    (["--source=SRC", "--out=OUT@3"], "must have no @NUMBER at its end"),
+    (["--source=SRC", "--out=OUT@3"], "must not end in @NUMBER"),
     (["--source=SRC", "--out=OUT/a\\b"], "holds a backslash, which TensorStore takes for"),
-    (["--source=SRC", "--out=."], "--out = '.': is the folder you are in: give a new one in it"),
+    (["--source=SRC", "--out=."], "--out = '.': cannot be replaced: give a new folder in it"),
     (
         ["--source=SRC", "--out=OUT", "--method=thin_keys", "--rank=9"],
         r"--rank = 9: must lie in [1, 4]",
@@ -214,7 +214,7 @@ BAD = [
     ),
     (
         ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate="],
-        "--calibrate='': give text",
+        "--calibrate='': give a text",
     ),
     (
         ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate=/nowhere.txt"],
@@ -295,14 +295,14 @@ def test_all_that_is_said_and_written_down(run, text, tmp_path, monkeypatch):
     assert printed == [
         "written: half, from source",
         "calibrated on 240 tokens (calibration.jsonl)",
-        "in every layer keys have rank 6, values 10",
-        "Share of the energy that is lost",
+        "ranks in every layer: keys 6, values 10",
+        "Share of energy lost",
         "",
         "layer     key   value",
         "-----  ------  ------",
         *(f"{i}      {x['key']:.4f}  {x['value']:.4f}" for i, x in lost.items()),
         "",
-        "perplexity of 144 held-out tokens (held.jsonl): "
+        "perplexity on 144 held-out tokens (held.jsonl): "
         f"{perplexity['before']:.3f} before, {perplexity['after']:.3f} after",
         "",
         "cache: 192 bytes per token in bfloat16, 0.500 of 384",
@@ -344,7 +344,7 @@ def test_ranks_of_layers_in_words(run, tmp_path, monkeypatch):
     shares = [0.01080, 0.01679, 0.00859, 0.02198, 0.01842, 0.01793]
     assert [x["value"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
     assert errors == (
-        "WARNING: --energy=0.99: no rank that makes the cache smaller keeps so much: layer 0 "
+        "WARNING: --energy=0.99: no rank that makes the cache smaller reaches it: layer 0 "
         "0.9817 at rank 3, layer 1 0.9757 at rank 3, layer 2 0.9840 at rank 3, layer 3 0.9720 at "
         "rank 3 and 2 more"
     )
@@ -361,7 +361,7 @@ def test_ranks_of_layers_in_words(run, tmp_path, monkeypatch):
     )
     assert not errors and printed == [
         "written: share, from source",
-        "Share of the energy that is lost",
+        "Share of energy lost",
         "",
         "layer     key   value",
         "-----  ------  ------",
@@ -444,7 +444,7 @@ def test_a_perplexity_that_is_no_number(run, text, tmp_path):
     options = [f"--source={source}", f"--out={out}", "--method=thin_keys", "--rank=2"]
     options += ["--objective=weights", f"--evaluate={text}", "--row_length=16"]
     status, _, errors = run(*options)
-    assert status == 2 and "perplexity of source on this text is no number" in errors
+    assert status == 2 and "perplexity of source on this text overflows" in errors
     assert "--evaluate_tokens=0 converts without" in errors and not out.exists()
     status, _, errors = run(*options[:-3], "--objective=weights", "--evaluate_tokens=0")
     assert status == 0, errors
@@ -472,14 +472,14 @@ def test_shapes_are_checked_before_text_is_read(run, imported, tmp_path, monkeyp
     options = [f"--source={imported('llama_tied_bias')}", f"--out={tmp_path / 'out'}"]
     for wrong, message in (
         (["--rank=4"], "--rank = 4: takes"),
-        (["--cache=0.1", "--multiple=1"], "--cache: a rank of 1 in every layer takes"),
+        (["--cache=0.1", "--multiple=1"], "--cache: rank 1 in every layer takes"),
         (["--energy=0.9"], "--multiple = 4: takes"),
     ):
         status, _, errors = run(*options, "--method=lrkv", *wrong)
         assert status == 2 and message in errors
     monkeypatch.setattr(into_workdir.os.path, "ismount", lambda path: path.name == "out")
     status, _, errors = run(*options)
-    assert status == 2 and "is a mount point" in errors
+    assert status == 2 and "cannot be replaced" in errors
 
 
 def test_text_that_is_too_short_names_the_options(run, imported, tmp_path):
@@ -488,9 +488,9 @@ def test_text_that_is_too_short_names_the_options(run, imported, tmp_path):
     options = [f"--source={imported('llama_tied_bias')}", f"--out={tmp_path / 'out'}"]
     options += ["--method=lrkv", "--rank=1"]
     for name, more, message in (
-        ("short.txt", [], "whole documents"),
+        ("short.txt", [], "too few documents"),
         ("a.jsonl", [], "a.jsonl, line 1 has no key 'text'; it has ['said']. Set --text_key"),
-        ("a.jsonl", ["--text_key=said"], "whole documents"),
+        ("a.jsonl", ["--text_key=said"], "too few documents"),
     ):
         status, _, errors = run(*options, f"--calibrate={tmp_path / name}", *more)
         assert status == 2 and f"--calibrate={tmp_path / name}: " in errors, errors

@@ -57,11 +57,11 @@ def _check(tmp_path, place, digest):
     folder = epath.Path(file.parent)
     assert tensors.open_folder(folder)["a"].load().tolist() == [0.0, 1.0, 2.0]
     for _ in damage.flips([file.resolve()], 20):
-        with pytest.raises(UserError, match=r"model\.safetensors is not what was downloaded"):
+        with pytest.raises(UserError, match=r"model\.safetensors differs from the download"):
             tensors.open_folder(folder)
     name = "model.gguf"
     gguf = place(tmp_path / "gguf", name, b"GGUF", digest(b"other"))
-    with pytest.raises(UserError, match=r"model\.gguf is not what was downloaded.* download it"):
+    with pytest.raises(UserError, match=r"model\.gguf differs from the download.* download it"):
         gguf_file.File(epath.Path(gguf))
 
 
@@ -89,16 +89,16 @@ def test_files_of_an_export(tmp_path):
     for name, content in (texts | {"digests.json": text, "other": "?"}).items():
         (tmp_path / name).write_text(content, "utf-8")
     digests.check_files(folder)
-    advice = "copy the folder again, or remove this file if what it tells of was changed on purpose"
+    advice = "copy the folder again, or remove this file if you edited the folder on purpose"
     (tmp_path / "a.json").write_text("e\n")
     with pytest.raises(UserError) as error:
         digests.check_files(folder)
     a_json = tmp_path / "a.json"
-    assert str(error.value) == f"{a_json} has other bytes than digests.json tells of: {advice}"
+    assert str(error.value) == f"{a_json} differs from its digest in digests.json: {advice}"
     a_json.unlink()
     with pytest.raises(UserError) as error:
         digests.check_files(folder)
-    assert str(error.value) == f"{a_json} is missing, and digests.json tells of: {advice}"
+    assert str(error.value) == f"{a_json} is missing, but listed in digests.json: {advice}"
     for said in ("{}", '{"blake2b": []}'):
         (tmp_path / "digests.json").write_text(said)
         with pytest.raises(UserError, match=rf"digests\.json has no blake2b: {advice}"):

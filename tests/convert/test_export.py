@@ -28,7 +28,7 @@ def told(tmp_path, capsys):
     "name, kind, said",
     [
         ("gqa", "huggingface", ""),
-        ("thin_joint", "factored", "transformers has no cache as small: --format=huggingface mult"),
+        ("thin_joint", "factored", "keeps the small cache, which --format=huggingface would mult"),
         ("mla", "factored", "transformers has no such model: config.attention.kind = 'mla': must"),
     ],
 )
@@ -56,10 +56,10 @@ def test_a_folder_that_is_there(small, tmp_path, told):
     (tmp_path / "out").mkdir()
     workdirs.export(small, tmp_path / "out")  # empty
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert "is there already: give another, or move it away" in told(small, tmp_path / "out")
+    assert "exists already: give another, or move it away" in told(small, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
     (tmp_path / "file").write_text("")
-    assert "is there already" in told(small, tmp_path / "file")
+    assert "exists already" in told(small, tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_another_format_is_named_where_a_family_has_not_the_model(tmp_path, told
     workdir = workdirs.write(tmp_path / "workdir", workdirs.config("nanochat", workdirs.mla()))
     said = told(workdir, tmp_path / "out", "--format=huggingface")
     assert "config.attention.kind = 'mla'" in said
-    assert "--format=factored writes more models" in said
+    assert "--format=factored supports more models" in said
     assert not (tmp_path / "out").exists()

@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_refused_or_harmless(tmp_path, capsys, flips):
         [
             (
                 dict(format_version=2),
-                "format_version = 2: must be 1, the one that this kvjax reads",
+                "format_version = 2: must be 1 in this version of kvjax",
             ),
             (dict(format_version=None), "format_version = None: must be 1"),
             (dict(model_type="kv"), "model_type = 'kv': must be one of gpt2, llama"),
@@ -178,7 +178,7 @@ def test_a_flipped_bit_is_refused_or_harmless(tmp_path, capsys, flips):
             (dict(vocab_size=9), "its tokenizer has 257 tokens and its embedding 9 rows"),
             (
                 dict(vocab_size=261),
-                "embedding has shape (260, 24), and by its config (261, 24): give",
+                "embedding has shape (260, 24), and (261, 24) by its config: give",
             ),
         ],
     ),

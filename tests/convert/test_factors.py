@@ -57,7 +57,7 @@ def test_energies_are_what_ranks_keep():
 
 
 def _error(w, found, moment, bases):
-    """Share of the energy that is lost, from what was returned alone."""
+    """Share of energy lost, from what was returned alone."""
     base = np.repeat(found.base_EJH, K // bases, axis=1)
     new = base + np.einsum("EKR,KRH->EKH", found.latent_EKR, found.expand_KRH)
     gap = np.einsum("EKH,KHI->EKI", w, found.rotation_KHH) - new

@@ -67,7 +67,7 @@ def test_factors_are_multiplied_out(tmp_path, capsys, name):
     heads = after.transformer.mechanisms[0].num_kv_heads
     assert costs["out"] == workdirs.LAYERS * 2 * heads * 8 * 2  # bytes of bfloat16
     larger = costs["out"] > costs["workdir"]
-    assert larger == ("the factors are multiplied out there" in printed.err.replace("\n", " "))
+    assert larger == ("which multiplies the factors" in printed.err.replace("\n", " "))
     assert larger == (name not in ("mha", "gqa", "mqa", "lrkv_gqa"))
 
 
@@ -219,12 +219,12 @@ def _block(name, **keys):
         (
             _block("nanochat", rope_fraction=0.5),
             PLAIN,
-            "model.rope_fraction = 0.5: must be 1.0, as NanoChatForCausalLM has it",
+            "model.rope_fraction = 0.5: must be 1.0 in NanoChatForCausalLM",
         ),
         (
             _block("nanochat", positions="none"),
             workdirs.grouped(4, 4, alibi=True),
-            "attention.alibi = True: must be False: positions are RoPE's alone",
+            "attention.alibi = True: must be False: positions come from RoPE only",
         ),
         (
             "nanochat",
@@ -234,52 +234,52 @@ def _block(name, **keys):
         (
             "nanochat",
             [PLAIN, workdirs.grouped(4, 4, key_dim=4), PLAIN],
-            "attention.key_dim = 4 in layer 1: must be that of layer 0, 8",
+            "attention.key_dim = 4 in layer 1: must be 8 as in layer 0",
         ),
         (
             "nanochat",
             workdirs.grouped(4, 4, key_dim=4),
-            "attention.value_dim = 8: must be 4, as NanoChatForCausalLM has it",
+            "attention.value_dim = 8: must be 4 in NanoChatForCausalLM",
         ),
         (
             "nanochat",
             workdirs.grouped(4, 4, qk_norm="none"),
-            "attention.qk_norm = 'none': must be 'rms', as NanoChatForCausalLM",
+            "attention.qk_norm = 'none': must be 'rms' in NanoChatForCausalLM",
         ),
         (
             "nanochat",
             workdirs.grouped(4, 4, norm_epsilon=1e-3),
-            "attention.norm_epsilon = 0.001: must be 0.01, as NanoChatForCausalLM",
+            "attention.norm_epsilon = 0.001: must be 0.01 in NanoChatForCausalLM",
         ),
         (
             "nanochat",
             workdirs.grouped(4, 4, bias=True, out_bias=False),
-            "attention.out_bias = False: must be True, as NanoChatForCausalLM",
+            "attention.out_bias = False: must be True in NanoChatForCausalLM",
         ),
         (
             "llama",
             workdirs.grouped(4, 4, qk_norm="none", bias=True),
-            "model.window = 6: must be 0, as LlamaForCausalLM",
+            "model.window = 6: must be 0 in LlamaForCausalLM",
         ),
-        (_block("nanochat", window=7), PLAIN, "model.window = 7: must be 0, as NanoChat"),
-        (_block("nanochat", bias=True), PLAIN, "model.bias = True: must be False, as NanoChat"),
+        (_block("nanochat", window=7), PLAIN, "model.window = 7: must be 0 in NanoChat"),
+        (_block("nanochat", bias=True), PLAIN, "model.bias = True: must be False in NanoChat"),
         (_block("nanochat", norm_gain=True), PLAIN, "model.norm_gain = True: must be False"),
         (_block("nanochat", positions="none"), PLAIN, "model.positions = 'none': must be 'rope'"),
         (_block("nanochat", embedding_norm=False), PLAIN, "embedding_norm = False: must be True"),
         (
             _block("llama", logit_softcap=4.0, window=0),
             workdirs.grouped(4, 4, qk_norm="none"),
-            "model.logit_softcap = 4.0: must be 0.0, as LlamaForCausalLM",
+            "model.logit_softcap = 4.0: must be 0.0 in LlamaForCausalLM",
         ),
         (
             _block("gpt2", activation="relu2"),
             workdirs.grouped(4, 4, qk_norm="none", bias=True),
-            "model.activation = 'relu2': must be 'gelu', as GPT2LMHeadModel",
+            "model.activation = 'relu2': must be 'gelu' in GPT2LMHeadModel",
         ),
         (
             _block("gpt2", d_model=24),
             workdirs.grouped(4, 4, qk_norm="none", bias=True),
-            "attention.key_dim = 8: must be 6; config.attention.value_dim = 8: must be 6, as GPT2",
+            "attention.key_dim = 8: must be 6; config.attention.value_dim = 8: must be 6 in GPT2",
         ),
     ],
 )

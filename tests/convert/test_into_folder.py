@@ -73,7 +73,7 @@ def test_nothing_stands_there_before_all_is_written(tmp_path, monkeypatch):
         full = isinstance(error, OSError)
         with pytest.raises(UserError if full else error) as raised:
             into_folder.write(plan, into_workdir.check(str(tmp_path / "out")), "F32")
-        assert not full or "No space left on device; nothing was left there" in str(raised.value)
+        assert not full or "No space left on device; nothing is left there" in str(raised.value)
         assert not list(tmp_path.iterdir())
 
 

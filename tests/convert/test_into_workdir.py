@@ -54,7 +54,7 @@ def test_a_link_is_followed(imported, tmp_path):
 def test_what_was_made_is_kept_where_its_name_was_taken_meanwhile(imported, tmp_path):
     source = model_lib.open(str(imported("llama_tied_bias")))
     out = into_workdir.check(str(tmp_path / "model.v1"))
-    with pytest.raises(UserError, match=r"put there meanwhile; what was made is .*model.v1-3$"):
+    with pytest.raises(UserError, match=r"was created meanwhile; the result is .*model.v1-3$"):
         with into_workdir.staged(out) as staging:
             (staging / "weights").write_text("all")
             (tmp_path / "model.v1-2").write_text("")

@@ -259,7 +259,7 @@ def test_aligned_heads_lose_less(x64, randomise):
 
 
 BAD = [
-    (ThinKeys(rank=9), "llama", r"rank = 9: must lie in \[1, 8\], a head of 8 channels"),
+    (ThinKeys(rank=9), "llama", r"rank = 9: must lie in \[1, 8\], the 8 channels of a head"),
     (
         ThinKeys(rank=3, part="key_value", value_rank=9),
         "llama",
@@ -269,7 +269,7 @@ BAD = [
     (
         ThinKeys(rank=17, mode="joint"),
         "llama",
-        r"rank = 17: must lie in \[1, 16\], 16",
+        r"rank = 17: must lie in \[1, 16\], the channels of all heads",
     ),
     (LowRankKV(rank=9), "gpt2", r"rank = 9: must lie in \[0, 8\]"),
     (LowRankKV(rank=3, bases=3), "gpt2", "bases = 3: must divide the 4 KV heads"),

@@ -110,7 +110,9 @@ def test_a_head_that_is_stored_although_it_is_tied(copied):
     edit(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"]}))
     assert ("head",) not in published.open(folder).parameters()
     edit(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}))
-    with pytest.raises(UserError, match="lm_head.weight is not transformer.wte.weight: set it to"):
+    with pytest.raises(
+        UserError, match="lm_head.weight differs from transformer.wte.weight: set it to"
+    ):
         published.open(folder)
 
 
@@ -142,15 +144,15 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ),
         (
             lambda t: t.update({Q: t[Q][:, 1:].copy()}),
-            f"{Q} has shape (16, 15), and by its config (16, 16): give the config that",
+            f"{Q} has shape (16, 15), and (16, 16) by its config: give the config that",
         ),
         (
             lambda t: t.update({Q: t[Q].astype(np.int8)}),
-            f"{Q} is stored as I8; weights must be F32, F16, BF16: load the model",
+            f"{Q} is stored as I8; weights must be F32, F16, BF16: dequantise",
         ),
         (
             lambda t: t.update({Q: t[Q].astype(ml_dtypes.float8_e4m3fn)}),
-            f"{Q} is stored as F8_E4M3; weights must be F32, F16, BF16: load the model",
+            f"{Q} is stored as F8_E4M3; weights must be F32, F16, BF16: dequantise",
         ),
     ],
 )
@@ -172,12 +174,12 @@ def test_tensors_that_are_not_those_of_the_config(copied, change, said):
         (dict(attention_bias=False), "does not describe: model.layers.0.self_attn.k_proj.bias, "),
         (
             dict(num_key_value_heads=4),
-            "k_proj.weight has shape (8, 16), and by its config (16, 16)",
+            "k_proj.weight has shape (8, 16), and (16, 16)",
         ),
         (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide num_heads = 4"),
         (dict(head_dim=5), "are rotated by RoPE in pairs"),
         (dict(num_hidden_layers=10**6), "config.model.num_layers = 1000000: must be at"),
-        (dict(vocab_size=41), "has shape (40, 16), and by its config (41, 16)"),
+        (dict(vocab_size=41), "has shape (40, 16), and (41, 16)"),
     ],
 )
 def test_configs_that_are_not_those_of_the_tensors(copied, keys, said):
@@ -233,7 +235,7 @@ def test_an_added_token_without_a_row_gets_the_mean(copied, capsys, name):
         return published.open(folder)
 
     found = add("[PAD]", dict(pad_token="[PAD]"))
-    assert "has 40 rows and none for [PAD], which is never used" in capsys.readouterr().err
+    assert "has 40 rows and none for [PAD], which is unused" in capsys.readouterr().err
     assert found.config.vocab_size == found.transformer.vocab_size == 41
     there, now = comparison.whole(before), comparison.whole(found)
     for path, weight in there.items():
@@ -245,7 +247,7 @@ def test_an_added_token_without_a_row_gets_the_mean(copied, capsys, name):
             mean = old.astype(np.float32).mean(axis=0)
             np.testing.assert_allclose(new[40].astype(np.float32), mean, rtol=0.01)
     for about in (dict(bos_token="<x>"), dict(eos_token="<x>"), dict(chat_template="a<x>b")):
-        with pytest.raises(UserError, match="has 40 rows and none for <x>, which .*: give the wei"):
+        with pytest.raises(UserError, match="has 40 rows and none for <x>, which .*: give weights"):
             add("<x>", about)
 
 

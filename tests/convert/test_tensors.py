@@ -63,7 +63,7 @@ def test_tensors_are_as_they_were_saved(tmp_path, arrays, sharded):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_values_that_are_not_finite_are_counted(tmp_path, dtype):
     """All parts of a tensor count, read one after the other; the largest values are finite."""
-    array = np.full(finite._PART + 9, ml_dtypes.finfo(dtype).max, dtype)
+    array = np.full(finite._CHUNK + 9, ml_dtypes.finfo(dtype).max, dtype)
     array[1::2] *= -1
     path = tmp_path / "model.safetensors"
     save_file(dict(weights=array, mask=np.full(3, -np.inf, dtype)), path)
@@ -105,7 +105,7 @@ def test_shards_that_are_missing_or_cut_off_are_all_named(tmp_path, arrays):
     with pytest.raises(UserError) as error:
         open_folder(tmp_path)
     assert f"lacks {SHARDS[0]}, other.safetensors" in str(error.value)
-    assert f"cut off or damaged: {SHARDS[1]} (" in str(error.value)
+    assert f"damaged files: {SHARDS[1]} (" in str(error.value)
     assert str(error.value).endswith("download these files again")
 
 
@@ -114,7 +114,7 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path, arrays, size):
     path = tmp_path / "model.safetensors"
     save_file(arrays, path)
     os.truncate(path, size % path.stat().st_size)
-    with pytest.raises(UserError, match="cut off or damaged: model.safetensors"):
+    with pytest.raises(UserError, match="has damaged files: model.safetensors"):
         open_folder(tmp_path)
 
 
@@ -123,11 +123,11 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path, arrays, size):
     [
         (
             {"a": SHARDS[0], "b": SHARDS[1], "c.weight": SHARDS[1], "d": SHARDS[1]},
-            f"{INDEX} says where these are, and they are not: d ({SHARDS[1]})",
+            f"{INDEX} lists tensors in the wrong files: d ({SHARDS[1]})",
         ),
         (
             {"a": SHARDS[1], "b": SHARDS[1], "c.weight": SHARDS[0]},
-            f"says where these are, and they are not: a ({SHARDS[1]}), c.weight ({SHARDS[0]})",
+            f"lists tensors in the wrong files: a ({SHARDS[1]}), c.weight ({SHARDS[0]})",
         ),
         ({"a": SHARDS[0], "b": SHARDS[1]}, f"{INDEX} lacks: c.weight ({SHARDS[1]})"),
         ({"a": f"../{SHARDS[0]}"}, "must be a file beside the index"),
@@ -157,7 +157,7 @@ def test_a_folder_without_safetensors(tmp_path, there):
         (tmp_path / there).touch()
     with pytest.raises(UserError) as error:
         open_folder(tmp_path)
-    assert f"(weights there: {there or 'none'}): download these" in str(error.value)
+    assert f"(other weights: {there or 'none'}): download these" in str(error.value)
     assert "save_pretrained" in str(error.value)
 
 
@@ -165,5 +165,5 @@ def test_a_folder_without_safetensors(tmp_path, there):
 def test_a_link_that_leads_nowhere(tmp_path, name):
     """The hub's cache has such a link where a blob was removed."""
     (tmp_path / name).symlink_to("../blobs/abc")
-    with pytest.raises(UserError, match=f"{name} is a link to ../blobs/abc, which is not there"):
+    with pytest.raises(UserError, match=f"{name} is a link to ../blobs/abc, which is missing"):
         open_folder(tmp_path)
