@@ -10,7 +10,7 @@ from experiments.analysis import seeds as seeds_lib
 from experiments.analysis.numbers import Numbers
 from experiments.analysis.seeds import Estimate, Pair
 from kvjax.analysis.reports.diversity.report import PUBLISHED
-from kvjax.foundation.estimate import difference, estimate
+from kvjax.foundation.intervals import difference, estimate
 from kvjax.foundation.output import Table
 
 # Those of the paper first, and how their rows of its table 5 begin. LRKV has residuals of half a

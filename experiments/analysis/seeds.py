@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 
-from kvjax.foundation.estimate import Estimate, difference
+from kvjax.foundation.intervals import Estimate, difference
 
 
 @dataclasses.dataclass(frozen=True)

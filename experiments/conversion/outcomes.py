@@ -6,7 +6,7 @@ import functools
 import re
 
 from experiments.conversion import kept
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.intervals import estimate
 
 SUBJECTS = dict(whisper="Whisper tiny.en's decoder", smollm2="SmolLM2-135M")
 _LEARN = dict(qk="queries and keys", qkv="queries, keys and values")

@@ -21,7 +21,7 @@ from kvjax.costs import formulas
 from kvjax.foundation import json_text
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
-from kvjax.foundation.estimate import Estimate, difference
+from kvjax.foundation.intervals import Estimate, difference
 from kvjax.hardware import datasheets
 
 REPRODUCED, CONTRADICTED, PART = "reproduced", "contradicted", "in part"

@@ -4,7 +4,7 @@ import numpy as np
 
 from experiments.ledger import judge
 from kvjax.costs import formulas
-from kvjax.foundation.estimate import Estimate, difference
+from kvjax.foundation.intervals import Estimate, difference
 
 # -- from shapes -----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from experiments.tasks import encoders
 from experiments.tasks.encoders import CALLED, VARIANTS
 from kvjax.attention import GroupedConfig, linear
 from kvjax.costs import formulas
-from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.intervals import Estimate
 from kvjax.layers import rope
 from kvjax.model.labeller import Labeller
 

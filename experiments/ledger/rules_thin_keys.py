@@ -7,7 +7,7 @@ from experiments.conversion import kept
 from experiments.ledger import judge
 from experiments.studies.thin_keys_tasks import CHANNELS, EVERY, STARTS, TASKS, cell
 from kvjax.costs import formulas
-from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.intervals import Estimate
 
 _CALLED = {"fan_in": "weights by fan-in", "equal": "matrices that start alike"}
 

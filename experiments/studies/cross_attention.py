@@ -26,7 +26,7 @@ from experiments.studies.kept import Kept
 from kvjax.attention import GroupedConfig
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.estimate import Estimate, estimate
+from kvjax.foundation.intervals import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import BlockConfig
 from kvjax.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy

@@ -31,7 +31,7 @@ from kvjax.foundation import command_line, json_text, lists, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate, difference, estimate
+from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 NAME = "depth_8"

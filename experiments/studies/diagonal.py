@@ -21,7 +21,7 @@ from experiments.studies.kept import Kept
 from experiments.tasks import encoders, sequences
 from kvjax.foundation import command_line, runtime
 from kvjax.foundation.configuration import between
-from kvjax.foundation.estimate import Estimate, difference, estimate
+from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 NAME = "diagonal"

@@ -30,7 +30,7 @@ from experiments.tasks.learner import Learner
 from kvjax.foundation import command_line, errors, lists, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate, difference, estimate
+from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
 from kvjax.model.labeller import Labeller

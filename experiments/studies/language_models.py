@@ -28,7 +28,7 @@ from kvjax.costs import formulas
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate, difference, estimate, holm, p_value
+from kvjax.foundation.intervals import Estimate, difference, estimate, holm, p_value
 from kvjax.foundation.output import Output
 
 FOLDER = "studies"  # of results

@@ -30,7 +30,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention.linear import LinearConfig
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.estimate import Estimate, estimate
+from kvjax.foundation.intervals import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
 from kvjax.model.recurrent import RecurrentConfig, RecurrentTransformer

@@ -24,7 +24,7 @@ from experiments.tasks import positions, text
 from experiments.tasks.positions import EDGES, by_position
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.estimate import Estimate, difference, estimate
+from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 NAME = "long_rows"

@@ -26,7 +26,7 @@ from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line, runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate, estimate
+from kvjax.foundation.intervals import Estimate, estimate
 from kvjax.foundation.output import Output
 
 NAME = "rank_allocation"

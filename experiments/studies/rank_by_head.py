@@ -29,7 +29,7 @@ from kvjax.analysis.measures import spectrum
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate, difference, estimate
+from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute, Transformer

@@ -29,7 +29,7 @@ from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.estimate import Estimate, difference, estimate
+from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 FIRST = "mha"  # what the others are compared with, and whose parameters they have

@@ -33,7 +33,7 @@ from experiments.tasks.learner import Learner
 from kvjax.attention import GroupedConfig
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate, estimate
+from kvjax.foundation.intervals import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer

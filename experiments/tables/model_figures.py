@@ -10,7 +10,7 @@ from experiments.studies import (
     padded_loss as padded_loss_study,
 )
 from experiments.tables.panels import Panel, Row, lines, rows_of_points
-from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.intervals import Estimate
 
 _TOLD = "Orange: the interval leaves 0 out."
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import NullFormatter
 
 from experiments.tables import cards
 from experiments.tables.cards import FULL, GRAY, INK, RESIDUAL
-from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.intervals import Estimate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from experiments.studies.demo_size import STUDIES
 from experiments.tables import model_figures
 from experiments.tables.panels import Panel, Row, curves, lines, rows_of_points
 from experiments.tasks import encoders, sequences
-from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.intervals import Estimate
 
 
 def language_models(found: Mapping) -> Figure:

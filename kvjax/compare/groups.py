@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.compare import runs as runs_lib
 from kvjax.compare.runs import LeftOut, Run
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate, estimate, over_seeds
+from kvjax.foundation.intervals import Estimate, estimate, over_seeds
 
 WAYS = ("seed", "none")
 

@@ -13,7 +13,7 @@ from kvjax.compare.groups import Curve, Group
 from kvjax.compare.runs import LeftOut
 from kvjax.compare.savings import Saving
 from kvjax.foundation import output
-from kvjax.foundation.estimate import Estimate, difference, estimate
+from kvjax.foundation.intervals import Estimate, difference, estimate
 
 _MOST_POINTS = 200  # of a curve in a drawing: more cannot be seen, and would have to be sent
 _BPB = "validation bits per byte"

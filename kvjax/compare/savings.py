@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.compare.groups import Group
 from kvjax.compare.runs import Run
-from kvjax.foundation.estimate import Estimate, estimate
+from kvjax.foundation.intervals import Estimate, estimate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvjax.evaluate import paired, rows as rows_lib, summary
 from kvjax.evaluate.paired import Difference
 from kvjax.evaluate.scores import Score
 from kvjax.evaluate.task import TASKS
-from kvjax.foundation import estimate, json_text, runtime
+from kvjax.foundation import intervals, json_text, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import named
 from kvjax.foundation.output import Table
@@ -186,7 +186,7 @@ def _tests(found: Mapping[str, dict]) -> list[str]:
     p_values = {task: entry["p"] for task, entry in found.items() if "p" in entry}
     if not p_values:
         return ["They are over questions and seeds (Welch's t)."]
-    adjusted = estimate.holm(list(p_values.values()))
-    apart = [task for task, p in zip(p_values, adjusted, strict=True) if p <= estimate.LEVEL]
+    adjusted = intervals.holm(list(p_values.values()))
+    apart = [task for task, p in zip(p_values, adjusted, strict=True) if p <= intervals.LEVEL]
     text = f"p: McNemar's exact test. {', '.join(apart) or 'No task'} differs at 5 %"
     return [text + (f" after Holm's correction for {len(p_values)}." if len(p_values) > 1 else ".")]

@@ -75,7 +75,10 @@ def between(key: str, value, low, high, *, zero: str = "") -> None:
     """
     if low <= value <= high or (zero and value == 0):  # NaN is neither
         return
-    shown = lambda bound: f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+    def shown(bound):
+        return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
     none = f"0 ({zero}), or " if zero else ""
     raise UserError(
         f"{key} = {value}: must be {none}at least {shown(low)} and at most {shown(high)}"

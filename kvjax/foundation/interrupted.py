@@ -40,7 +40,10 @@ def quietly() -> None:
     usual, unraisable = sys.excepthook, sys.unraisablehook
     sys.excepthook = lambda *args: _leave() if _received else usual(*args)
     # Not for every error that a destructor meets while the process goes to its end.
-    is_ours = lambda args: issubclass(args.exc_type, KeyboardInterrupt)
+
+    def is_ours(args):
+        return issubclass(args.exc_type, KeyboardInterrupt)
+
     sys.unraisablehook = lambda args: _leave() if is_ours(args) else unraisable(args)
 
 

@@ -77,7 +77,10 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
     """The lines of a Markdown table: columns of figures to the right, of words to the left."""
     rows = [[str(cell) for cell in row] for row in rows]
     right = _are_figures(header, rows)
-    line = lambda cells: "| " + " | ".join(cells) + " |"
+
+    def line(cells):
+        return "| " + " | ".join(cells) + " |"
+
     rule = "|" + "|".join("---:" if figures else "---" for figures in right) + "|"
     return [line(header), rule, *(line(row) for row in rows)]
 

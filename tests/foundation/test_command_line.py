@@ -78,7 +78,10 @@ def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     parser = command_line.Parser("A command.", config=True)
-    found = lambda name: parser.parse([f"--config={name}"]).config
+
+    def found(name):
+        return parser.parse([f"--config={name}"]).config
+
     for name in ("configs/lrkv_tiny.py", "./configs/ranks/../lrkv_tiny.py"):
         assert found(name).resolve() == LRKV.resolve()
     for name in ("lrkv_tiny.py", "other/lrkv_tiny.py", "configs/nothing.py"):

@@ -61,7 +61,10 @@ def test_code_is_told_by_names_and_gits_ids(monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    blob = lambda content: hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+    def blob(content):
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
     lines = f"kvjax/b.py {blob(b'b')}\nkvjax/in/a.py {blob('é'.encode())}\n"
     digest = hashlib.sha256(lines.encode()).hexdigest()[:16]
     assert provenance.code_on_disk() == dict(kvjax=digest)

@@ -8,7 +8,7 @@ import pytest
 from experiments import record
 from experiments.conversion import kept, outcomes as outcomes_lib, plots, tables
 from kvjax.foundation import checkout, record_lines
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.intervals import estimate
 
 pytestmark = pytest.mark.usefixtures("small")
 

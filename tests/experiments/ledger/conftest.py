@@ -4,7 +4,7 @@ import pytest
 
 from experiments import record
 from experiments.ledger import judge
-from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.intervals import Estimate
 
 
 @pytest.fixture

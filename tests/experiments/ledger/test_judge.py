@@ -7,7 +7,7 @@ import pytest
 from experiments.ledger import judge
 from experiments.ledger.judge import Found
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.intervals import Estimate
 
 TABLE = {"rule": "table", "title": "a"}
 SCALE = {"digits": "+.2f", "scale": "small"}

@@ -3,7 +3,7 @@
 import pytest
 from scipy import stats
 
-from kvjax.foundation.estimate import Estimate, difference, estimate, holm, p_value
+from kvjax.foundation.intervals import Estimate, difference, estimate, holm, p_value
 
 
 def test_an_estimate_is_the_mean_with_students_interval():
