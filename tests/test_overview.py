@@ -60,4 +60,4 @@ def test_dataclasses_that_can_be_changed():
         for decorator in node.decorator_list
         if "dataclasses.dataclass" in (text := ast.unparse(decorator)) and "frozen=True" not in text
     }
-    assert changeable == {*("Answer", "Candidate", "Counts", "Done", "InitRngs", "Timing", "_Open")}
+    assert changeable == {*("Answer", "Candidate", "Counts", "Done", "InitRngs", "Timing", "_Entry")}

@@ -202,7 +202,7 @@ def open_and_read(path: str, rows: int, seconds: float) -> dict:
         batch_in_the_middle_seconds=round(jumped - first, 3),
         resident_bytes_after_first_batch=memory,
         resident_bytes_after_reading=resident() - before,
-        readers_at_most=shards.most_readers(),
+        readers_at_most=shards.max_readers(),
         rows_per_second=round(rate),
     )
 

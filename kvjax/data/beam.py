@@ -1,9 +1,9 @@
-"""Parts of a corpus tokenized by Apache Beam: on Dataflow, Flink, Spark or this machine.
+"""Tokenizes the parts of a corpus with Apache Beam: on Dataflow, Flink, Spark or this machine.
 
-The launcher looks at the sources, makes the tokenizer and writes the manifest; workers make parts,
-each by itself, and put its shards and then its mark at the target. What is made stays, so that the
-same command goes on after a failure. Needs the extra `beam`, on the workers too, and a target and
-sources that all of them see (a bucket, or a folder they mount).
+The launcher inspects the sources, trains the tokenizer and writes the manifest. Workers make parts
+independently, and write each part's shards and then its mark to the target. Finished parts stay, so
+that the same command resumes after a failure. Needs the extra `beam`, on the workers too, and a
+target and sources that all of them can read (a bucket, or a mounted folder).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from kvjax.data import (
     partial_dataset as partial_dataset_lib,
     pool,
     preparation,
-    readers,
     tokenizer as tokenizer_lib,
 )
 from kvjax.data.parts import Part
@@ -27,25 +26,25 @@ from kvjax.data.preparation import Preparation
 from kvjax.foundation.errors import DataError, UserError
 
 _NOT_SEEN = (
-    "is not seen by a Beam worker: --output must be a bucket, or a folder that all workers mount"
+    "is not visible to a Beam worker: --output must be a bucket, or a folder that all workers mount"
 )
 
 
 def pipeline(options: str) -> beam.Pipeline:
-    """A pipeline with comma-separated options, as TFDS takes them: runner=FlinkRunner,a=b.
+    """Returns a pipeline with comma-separated options, as TFDS takes them: runner=FlinkRunner,a=b.
 
     Raises:
-      UserError: an option or a runner that Beam does not take, or whose library is missing.
+      UserError: an unknown option or runner, or one whose library is missing.
     """
     flags = [f"--{option.strip()}" for option in options.split(",") if option.strip()]
-    said = io.StringIO()
+    usage = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # argparse's usage
+        with contextlib.redirect_stderr(usage):  # argparse prints its usage
             parsed = PipelineOptions(flags)
-            parsed.get_all_options(retain_unknown_options=True)  # checks their values
+            parsed.get_all_options(retain_unknown_options=True)  # checks values
             made = beam.Pipeline(options=parsed)
     except SystemExit as error:
-        raise _refused(options, said.getvalue().strip().rpartition("error: ")[2]) from error
+        raise _refused(options, usage.getvalue().strip().rpartition("error: ")[2]) from error
     except (ImportError, ValueError, AttributeError, NotImplementedError) as error:
         raise _refused(options, str(error)) from error
     runner = parsed.view_as(StandardOptions).runner or ""
@@ -57,10 +56,10 @@ def pipeline(options: str) -> beam.Pipeline:
 
 
 def make(making: Preparation, options: str) -> None:
-    """Makes the parts that are not done yet.
+    """Makes the parts that are not finished yet.
 
     Raises:
-      UserError: see `pipeline`; a part that cannot be made, others stay.
+      UserError: see `pipeline`; a part that cannot be made, while the others stay.
     """
     missing = [making.corpus.parts[i] for i in making.partial.missing()]
     made = pipeline(options)
@@ -73,7 +72,7 @@ def make(making: Preparation, options: str) -> None:
         if failed := making.partial.failures():
             raise UserError(failed[0]) from error
         if making.partial.any_done() or not _is_of_runner(error):
-            raise  # with its traceback: what is done stays
+            raise  # a failure while running, with its traceback; finished parts stay
         raise _refused(options, str(error)) from error
     if failed := making.partial.failures():
         more = f" ({len(failed) - 1} more parts failed)" if len(failed) > 1 else ""
@@ -85,18 +84,19 @@ def _refused(options: str, why: str) -> UserError:
 
 
 def _is_of_runner(error: Exception) -> bool:
-    """Whether a runner's own program is missing, which some look for when a pipeline starts."""
-    said = str(error).lower()
-    kinds = (ImportError, NotImplementedError)
-    return isinstance(error, kinds) or any(w in said for w in ("job server", "java", "prism bin"))
+    """Returns True if a runner's own program is missing; some start it with the pipeline."""
+    message = str(error).lower()
+    if isinstance(error, (ImportError, NotImplementedError)):
+        return True
+    return any(word in message for word in ("job server", "java", "prism bin"))
 
 
 class _MakePart(beam.DoFn):
-    """Makes a part at the target."""
+    """Writes one part to the target."""
 
     def __init__(self, making: Preparation):
         corpus = making.corpus
-        self._given = corpus.config, making.partial, corpus.skip_broken
+        self._arguments = corpus.config, making.partial, corpus.skip_broken
         self._tokenizer_json = making.tokenizer.to_json()
         self._code = preparation.code()
 
@@ -106,19 +106,18 @@ class _MakePart(beam.DoFn):
         )
 
     def process(self, part: Part) -> Sequence[Any]:
-        config, partial, skip_broken = self._given
+        config, partial, skip_broken = self._arguments
         if partial_dataset_lib.read_plan(partial.folder) is None:
             raise UserError(f"{partial.folder} {_NOT_SEEN}")
         try:
             if preparation.code() != self._code:
                 raise DataError(
                     "a Beam worker has other code or libraries than the launcher: install the same "
-                    "kvjax, with constraints-beam.txt, on both"
+                    "kvjax on both, with constraints-beam.txt"
                 )
             pool.make_part(config, part, self._tokenizer, partial, skip_broken=skip_broken)
         except UserError as error:
-            broken = isinstance(error, readers.SourceError)
-            partial.fail(part.index, str(error), broken=broken)
+            partial.fail(part.index, str(error))
             if not isinstance(error, DataError):
-                raise  # no room, no network: a retry may end otherwise
+                raise  # a full disk or a network failure: Beam retries
         return ()

@@ -1,4 +1,4 @@
-"""What a data set is made of: sources, split, tokenizer, row length."""
+"""The config of a data set: sources, split, tokenizer, row length."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -15,41 +15,44 @@ from kvjax.foundation.errors import DataError
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LENGTH = 1 << 24
-PREPARE_HOURS = 1.0  # that a run may prepare its data, unless it is told otherwise
+PREPARE_HOURS = 1.0  # default limit of a run that prepares its own data
 PREPARED = "prepared:"
 MIXTURE = "mixture"  # the source of a run on conversations, see kvjax.conversation
 PARENT = "parent"  # the tokenizer of the model that such a run starts from
-SPECIALS = {"bos": 1, "chat": 9}  # kinds of special tokens, and how many each has
-# On the command line a key has its own name, but for these.
+SPECIALS = {"bos": 1, "chat": 9}  # number of special tokens by kind
+# Options of `prepare` whose names differ from their keys.
 FLAG_NAMES = {"directory": "output"}
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """A data set as asked for; checked when made, before anything is read.
+    """Sources, tokenizer and row length of a data set; checked before any file is read.
 
     source: comma-separated; each is `embedded`, a file, folder or glob (.txt, .parquet, and JSON
-      lines: .jsonl, .ndjson, .json, also with .gz, .bz2, .xz, .zst behind it), or
-      `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path has no comma, and is taken as it stands if it
-      is there; a folder's hidden files and its .json are passed over. `gs://` works wherever a
-      local path does. Or `prepared:FOLDER`, what `prepare` wrote
-      elsewhere, of which only `vocab_size` and `sequence_length` are checked. Or, in a run on
-      conversations, `mixture`: those that config.mixture names.
+      lines: .jsonl, .ndjson, .json, also compressed as .gz, .bz2, .xz, .zst), or
+      `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path must not contain a comma; one that exists is
+      never read as a glob; hidden files and .json files of a folder are skipped. `gs://` works
+      wherever a local path does. Or `prepared:FOLDER`, written by `prepare` elsewhere, of which
+      only `vocab_size` and `sequence_length` are checked. Or, for a run on conversations,
+      `mixture`: see config.mixture.
     validation_source: the same for validation; then all of `source` is for training. Empty: a part
-      of `source` is held out.
+    of
+      `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out
-      200,000 bytes a book.
-    text_key: where the text is: JSON key, Parquet column or TFDS feature. Records in which it is
-      null are skipped, and counted.
+      200,000 bytes per book.
+    text_key: JSON key, Parquet column or TFDS feature of the text. Records in which it is null are
+      skipped, and counted.
     tokenizer: `bpe` (trained here on the training split), `byte`, or the path of a
-      `tokenizer.json`. For conversations also `parent`, that of config.train.parent.
-    vocab_size: tokens of the trained BPE, specials included; not used by the other tokenizers.
-    sequence_length: T; rows hold T + 1 tokens.
-    specials: special tokens of the tokenizer: `bos`, as it is (one made here has `<|bos|>` alone),
+    `tokenizer.json`.
+      For conversations also `parent`, the tokenizer of config.train.parent.
+    vocab_size: tokens of the trained BPE, including special tokens; unused by other tokenizers.
+    sequence_length: T; rows hold T + 1 tokens. specials: special tokens of the tokenizer: `bos`
+    (unchanged; one trained here has `<|bos|>` alone),
       or `chat`, all nine that conversations are rendered with.
-    directory: where prepared data lives; empty: $KVJAX_CACHE, or kvjax in the user's cache folder.
+    directory: folder of all prepared data; empty: $KVJAX_CACHE, or kvjax in the user's cache
+    folder.
 
-    Raises UserError naming the key, its value and what is allowed.
+    Raises UserError with the key, its value and the allowed values.
     """
 
     source: str = "embedded"
@@ -68,7 +71,7 @@ class DataConfig:
             items = split_source(given)
             if not items and (given or key == "source"):
                 raise DataError(
-                    f"config.data.{key} = {given!r}: names nothing; give 'embedded', a file, "
+                    f"config.data.{key} = {given!r}: names no source; give 'embedded', a file, "
                     "folder or glob, or 'tfds:NAME'"
                 )
             for item in items:
@@ -77,8 +80,8 @@ class DataConfig:
         if not 0.0 < self.validation_fraction < 1.0:
             raise DataError(
                 f"config.data.validation_fraction = {self.validation_fraction}: must lie between 0 "
-                "and 1, both excluded: 0.005 holds out half a percent. To train on all of the "
-                "source, give a validation_source"
+                "and 1, both excluded: 0.005 holds out 0.5 %. To train on all of the source, give "
+                "a validation_source"
             )
         if not self.text_key:
             raise DataError(
@@ -90,7 +93,7 @@ class DataConfig:
         elif self.tokenizer == PARENT:
             if self.source != MIXTURE and not is_prepared(self.source):
                 raise DataError(
-                    f"config.data.tokenizer = {PARENT!r}: is for conversations alone (source="
+                    f"config.data.tokenizer = {PARENT!r}: is only for conversations (source="
                     f"{MIXTURE!r}); give 'bpe', 'byte' or the path of a tokenizer.json"
                 )
         elif self.tokenizer not in ("bpe", "byte"):
@@ -104,7 +107,7 @@ class DataConfig:
         if self.tokenizer == "bpe" and self.vocab_size < least:
             raise DataError(
                 f"config.data.vocab_size = {self.vocab_size}: must be at least {least} (all "
-                f"{NUM_BYTES} bytes, and special tokens); for bytes alone use tokenizer='byte'"
+                f"{NUM_BYTES} bytes, and special tokens); for a byte vocabulary, tokenizer='byte'"
             )
         between("config.data.sequence_length", self.sequence_length, 1, MAX_SEQUENCE_LENGTH)
         if self.directory:
@@ -112,21 +115,21 @@ class DataConfig:
 
     @property
     def root(self) -> epath.Path:
-        """The folder of all prepared data; without `directory`, the user's cache folder.
+        """The folder of all prepared data.
 
-        Raises UserError where that cannot be a folder.
+        Raises UserError if it cannot be a folder.
         """
         if self.directory:
             return runtime.folder("config.data.directory", self.directory)
         return runtime.cache_directory()
 
     def command(self) -> str:
-        """The command line that prepares this data set."""
+        """Returns the command line that prepares this data set."""
         return command(dataclasses.asdict(self))
 
 
 def command(values: Mapping[str, Any]) -> str:
-    """The command line that prepares what these keys of a DataConfig say, unchecked."""
+    """Returns the command line that prepares a data set with these keys, unchecked."""
     if values.get("source") == MIXTURE:
         return "python -m kvjax.main --config=..."  # of the run, which prepares its conversations
     fields = {field.name: field for field in dataclasses.fields(DataConfig)}
@@ -139,16 +142,19 @@ def command(values: Mapping[str, Any]) -> str:
 
 
 def as_options(message: str) -> str:
-    """A message with the names that keys have on `prepare`'s command line."""
-    name = lambda found: f"--{FLAG_NAMES.get(found[1], found[1])}"
-    return re.sub(r"config\.data\.(\w+)", name, message)
+    """Returns a message with config keys replaced by the options of `prepare`."""
+
+    def option(match: re.Match) -> str:
+        return f"--{FLAG_NAMES.get(match[1], match[1])}"
+
+    return re.sub(r"config\.data\.(\w+)", option, message)
 
 
 def split_source(spec: str) -> list[str]:
-    """The parts of a `source`."""
+    """Splits the comma-separated items of a `source`."""
     return [item.strip() for item in spec.split(",") if item.strip()]
 
 
 def is_prepared(source: str) -> bool:
-    """Whether a source is a folder of rows that are prepared already."""
+    """Returns True if a source is a folder of prepared rows."""
     return str(source).startswith(PREPARED)

@@ -1,4 +1,4 @@
-"""Folders of prepared data: there whole or not at all, and set aside if damaged."""
+"""Folders of prepared data: each appears complete or not at all, and is set aside if damaged."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -19,24 +19,24 @@ from kvjax.foundation.errors import DataError, UserError, warn
 from kvjax.foundation.files import in_bucket, unused
 
 STAGING = ".staging-kvjax-"
-# A folder in which nothing was written for so long is what a killed preparation left.
+# After this long without a write, a folder counts as left by a killed preparation.
 ABANDONED_SECONDS = 24 * 3600
 
 
 def is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
-    """Whether a folder is there as it was written; one that is damaged is set aside by name.
+    """Returns True if a folder is complete and undamaged; renames a damaged local folder.
 
     Args:
-      file: the one in it by which others know that all are there.
-      read: raises a DamagedDataError if they are not.
+      file: the file in it that is written last.
+      read: raises a DamagedDataError for a damaged folder.
 
     Raises:
-      DamagedDataError: of a bucket's folder, which cannot be renamed.
+      DamagedDataError: for a damaged folder in a bucket, which cannot be renamed.
     """
     folder = file.parent
     remote = in_bucket(folder)
     if not (file if remote else folder).exists():
-        return False  # in a bucket a killed upload leaves a part, which the next one completes
+        return False  # in a bucket, the next upload completes the files of a killed one
     try:
         if not file.exists():
             raise manifest.DamagedDataError(folder, f"{file.name} is missing")
@@ -49,15 +49,15 @@ def is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
         with contextlib.suppress(FileNotFoundError):  # another process was first
             folder.rename(aside)
             warn(
-                f"{os.fspath(folder)} is damaged ({error.what}): set aside as {aside.name}, and "
-                "made again"
+                f"{os.fspath(folder)} is damaged ({error.what}): renamed to {aside.name}, and "
+                "prepared again"
             )
         return False
 
 
 @contextlib.contextmanager
 def writing(folder: epath.Path) -> Iterator[None]:
-    """A folder that cannot be written, or has no room, as a message."""
+    """Turns errors of writing to a folder into a UserError."""
     try:
         yield
     except OSError as error:
@@ -65,16 +65,16 @@ def writing(folder: epath.Path) -> Iterator[None]:
             raise
         raise UserError(
             f"prepared data cannot be written to {os.fspath(folder)}: {error.strerror or error}. "
-            "Give config.data.directory, or set KVJAX_CACHE, to a folder that can be written and "
-            "has room; what is done stays"
+            "Set config.data.directory or KVJAX_CACHE to a writable folder with enough free space; "
+            "finished parts stay"
         ) from error
 
 
 @contextlib.contextmanager
 def published(file: epath.Path, shown: bool) -> Iterator[epath.Path]:
-    """A local folder to write `file` and others into; without an exception it becomes `file`'s."""
+    """Yields a temporary local folder; on success it becomes the folder of `file`."""
     path = file.parent
-    # ArrayRecord reads buckets but doesn't write them, and they can't rename a folder.
+    # ArrayRecord cannot write to a bucket, and a bucket cannot rename a folder.
     remote = in_bucket(path)
     parent = epath.Path(tempfile.gettempdir()) if remote else path.parent
     staging = parent / f"{STAGING}{path.name}-{uuid.uuid4().hex}"
@@ -95,18 +95,18 @@ def published(file: epath.Path, shown: bool) -> Iterator[epath.Path]:
 
 
 def rename(staging: epath.Path, file: epath.Path) -> None:
-    """Makes a folder that is whole the one of `file`; another process may have been first."""
+    """Renames a complete folder to that of `file`, unless another process did so first."""
     try:
         staging.rename(file.parent)
     except OSError as error:
-        if not file.exists():  # Otherwise another process was first, with the same content.
+        if not file.exists():  # otherwise another process was first, with the same content
             raise DataError(
-                f"{os.fspath(file.parent)} lacks {file.name}: remove that folder."
+                f"{os.fspath(file.parent)} has no {file.name}: remove that folder."
             ) from error
 
 
 def _upload(staging: pathlib.Path, path: epath.Path, last: str, doing: progress.waiting) -> None:
-    """Copies a folder; `last` is the file by which others know that all are there."""
+    """Copies a folder to a bucket, and `last`, which marks it as complete, at the end."""
     for file in sorted(staging.rglob("*"), key=lambda file: file.name == last):
         if file.is_file():
             target = path / file.relative_to(staging).as_posix()
@@ -116,11 +116,11 @@ def _upload(staging: pathlib.Path, path: epath.Path, last: str, doing: progress.
 
 
 def is_abandoned(folder: pathlib.Path) -> bool:
-    """Whether nothing was written in it for so long that its process must be gone."""
+    """Returns True if nothing was written in a folder for ABANDONED_SECONDS."""
     try:
         newest = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
     except FileNotFoundError:
-        return False  # its process ended meanwhile
+        return False  # just removed by its process
     return time.time() - newest > ABANDONED_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""Formats of files, by the ends of their names in any case, and their decompression."""
+"""File formats by suffix (in any case), and decompression."""
 
 import bz2
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ PLAIN_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 COMPRESSED_LINES = tuple(end + packed for end in PLAIN_LINES for packed in COMPRESSIONS)
 LINES = (*PLAIN_LINES, *COMPRESSED_LINES)
-# Read where it is named. In a folder it mostly describes the files beside it.
+# Read only if named: in a folder, such a file mostly describes the files beside it.
 NAMED_ONLY = (".json",)
-# Raised by `decompressed` files that are damaged or cut off; disks and networks raise OSErrors too.
+# Raised by `decompressed` for damaged or truncated files; disks and networks raise OSErrors too.
 DECOMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error, OSError)
 
 
 def suffix(name: str, among: Sequence[str]) -> str:
-    """Returns which of these ends a file's name has, in any case; "" for none."""
+    """Returns the suffix in `among` that a file's name has, in any case; "" for none."""
     return next((end for end in among if name.lower().endswith(end)), "")
 
 
 def listed(suffixes: Sequence[str]) -> str:
-    """Names suffixes in a message: the compressed ones in a few words."""
+    """Returns suffixes as text for a message, compressed ones in short."""
     plain = ", ".join(end for end in suffixes if end not in COMPRESSED_LINES)
     packed = f" ({', '.join(PLAIN_LINES)} also with {', '.join(COMPRESSIONS)} behind it)"
     return plain + (packed if set(suffixes) & set(COMPRESSED_LINES) else "")
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:
-    """Returns a file's bytes, decompressed as its name says; see DECOMPRESSION_ERRORS."""
+    """Returns a file's decompressed bytes, by its suffix; may raise DECOMPRESSION_ERRORS."""
     packed = suffix(name, COMPRESSIONS)
-    if packed and not file.read(1):  # of gzip and zstd libraries take it for a whole file
+    if packed and not file.read(1):  # gzip and zstd would accept an empty file
         raise EOFError("it is empty")
     if packed:
         file.seek(0)
@@ -55,10 +55,10 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
 
 
 def not_decompressed(name: str, error: Exception) -> str:
-    """Returns a message: why a file cannot be decompressed, and what to do."""
+    """Returns the message for a file that cannot be decompressed."""
     if "too much memory" in str(error):  # zstd --long=28 and above
         return (
-            f"{name} can't be decompressed: it was made with a window of more than 128 MiB. "
+            f"{name} cannot be decompressed: it was made with a window of more than 128 MiB. "
             f"Compress it again: zstd -dc --long=31 {shlex.quote(name)} | zstd -o OTHER.jsonl.zst"
         )
-    return f"{name} can't be decompressed: {error}. Is it truncated? Fetch it again."
+    return f"{name} cannot be decompressed: {error}. Is it truncated? Fetch it again."

@@ -1,4 +1,4 @@
-"""Batches of packed rows from any position on, the same for any number of processes."""
+"""Batches of packed rows from any position, the same for any number of processes."""
 
 from collections.abc import Iterator
 import contextlib
@@ -24,22 +24,24 @@ from kvjax.data import (
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError, UserError, first_line, warn
 
-# One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
+# One thread reads ahead of the step; more gain nothing, since reading holds the GIL.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-# Batches under way at once keep a bucket's threads (`shards.THREADS`) busy, however small.
+# Several batches at once keep the threads of a bucket (`shards.THREADS`) busy even if batches are
+# small.
 _BUCKET_READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
-# What ArrayRecord reads by itself; epath's other buckets have to be copied.
+# URL schemes that ArrayRecord reads; data in epath's other buckets must be copied.
 _BUCKETS = ("gs",)
-# Rows of a split that tell it from another one: all of them would take minutes to read.
+# Rows per split in the digest: reading all would take minutes.
 _DIGEST_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedDataset:
-    """A prepared data set: its rows, its tokenizer, and what `dataset.json` says about it.
+    """A prepared data set: its rows, tokenizer and manifest.
 
-    token_bytes: int32 [V], the raw bytes of each token, 0 for specials: bits per byte divide by
-      their sum over targets.
+    token_bytes: int32 [V], raw bytes of each token, 0 for special tokens; their sum over targets is
+    the
+      denominator of bits per byte.
     """
 
     path: epath.Path
@@ -49,32 +51,32 @@ class PackedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """V, specials included."""
+        """V, including special tokens."""
         return self.tokenizer.vocab_size
 
     @property
     def is_masked(self) -> bool:
-        """Whether rows say of every token if it is trained on."""
+        """True if rows have a loss mask."""
         return self.info.get("masked", False)
 
     @property
     def sequence_length(self) -> int:
-        """T: a row holds T + 1 tokens."""
+        """T; a row holds T + 1 tokens."""
         return self.info["config"]["sequence_length"]
 
     def num_rows(self, split: str) -> int:
-        """The number of rows of `train` or `validation`."""
+        """Returns the number of rows of `train` or `validation`."""
         return self.info["splits"][split]["rows"]
 
     def rows(self, split: str) -> shards.PackedRows:
-        """The rows of a split by index, in the text's order: `{"tokens": unsigned [T + 1]}`.
+        """Returns the rows of a split by index, in text order: `{"tokens": unsigned [T + 1]}`.
 
-        The same object each time: what it has open serves every evaluation.
+        Every call returns the same object, so that evaluations share its open files.
 
         Raises:
-          DamagedDataError: the description of the rows is not as it was written; of what comes
-            back, also where a file of rows is not.
-          DataError: they lie in a bucket of a kind that rows are not read from.
+          DamagedDataError: the description of the rows is damaged; reading the result also raises
+            it, for a damaged file of rows.
+          DataError: they lie in a bucket that ArrayRecord does not read.
         """
         if split not in self._opened:
             self._opened[split] = self._open(split)
@@ -92,19 +94,19 @@ class PackedDataset:
                 f"{os.fspath(self.path)}: rows are read from a folder or a gs:// bucket, not from "
                 f"{scheme}://. Copy it to a folder and give config.data.source=prepared:FOLDER"
             )
-        with _damage_as_error(self.path, self.info["config"]):
+        errors = functools.partial(_damage_as_error, self.path, self.info["config"])
+        with errors():
             description = shards.read_description(folder)
-            told = functools.partial(_damage_as_error, self.path, self.info["config"])
-            rows = shards.PackedRows(folder, split, description, told)
+            rows = shards.PackedRows(folder, split, description, errors)
             if len(rows) != self.num_rows(split):
                 raise ValueError(f"{len(rows)} rows of {split}, not {self.num_rows(split)}")
         return rows
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of the vocabulary, the numbers of rows, and some rows spread over each split.
+        """A digest of the vocabulary, the numbers of rows, and 32 evenly spaced rows of each split.
 
-        The same wherever the folder lies, whatever it is called and whenever it was prepared.
+        It does not depend on the folder or the time of preparation.
         """
         vocabulary = sorted(self.tokenizer.vocabulary().items(), key=lambda item: item[1])
         digest = hashlib.sha256(json.dumps(dict(vocabulary)).encode())
@@ -122,12 +124,12 @@ def _damage_as_error(path: epath.Path, config: dict[str, Any]) -> Iterator[None]
         yield
     except (OSError, MemoryError, UserError):
         raise
-    except Exception as error:  # of JSON, Riegeli, Google's client: each has its own
+    except Exception as error:  # JSON, Riegeli and Google's client have no common class
         raise manifest.DamagedDataError(path, first_line(error), config) from error
 
 
 def open_dataset(path: epath.PathLike) -> PackedDataset:
-    """The data set that `prepare` wrote to this folder.
+    """Opens a folder that `prepare` wrote.
 
     Raises:
       UserError: see `manifest.read`; a tokenizer that cannot be read.
@@ -139,30 +141,30 @@ def open_dataset(path: epath.PathLike) -> PackedDataset:
 
 
 def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
-    """Which part of a batch this process reads, and into how many parts it is cut.
+    """Returns (i, n): this process reads the i-th of n equal shares of a batch.
 
-    As many as there are processes, where each has devices with rows of its own; where rows go to
-    the devices of several processes (a row or a model split between hosts), all of these read them.
+    n is the number of processes if each has devices with rows of its own; processes whose devices
+    hold the same rows (a row or a model sharded across hosts) have the same i.
 
     Args:
-      sharding: of a batch [batch_size, T + 1], whose rows alone are split.
+      sharding: of a batch [batch_size, T + 1], sharded over rows only.
 
     Raises:
-      DataError: devices of different processes have some of their rows in common, not all.
+      DataError: devices of two processes share some of their rows but not all.
     """
-    blocks: dict[int, set] = {}  # of rows, by process: a device's first one and the one after
+    ranges: dict[int, set] = {}  # process: row ranges [start, stop) of its devices
     for device, (index, *_) in sharding.devices_indices_map((batch_size, 1)).items():
-        first, end, _ = index.indices(batch_size)
-        blocks.setdefault(device.process_index, set()).add((first, end))
-    parts = sorted({tuple(sorted(mine)) for mine in blocks.values()})
-    sizes = [sum(end - first for first, end in part) for part in parts]
+        start, stop, _ = index.indices(batch_size)
+        ranges.setdefault(device.process_index, set()).add((start, stop))
+    shares = sorted({tuple(sorted(own)) for own in ranges.values()})
+    sizes = [sum(stop - start for start, stop in share) for share in shares]
     if len(set(sizes)) > 1 or sum(sizes) != batch_size:
         raise DataError(
-            f"config.mesh: process by process the devices hold {sizes} of "
-            f"{batch_size} rows, some of them twice. Let sequence x tensor divide the devices of a "
-            "process, or be a multiple of them"
+            f"config.mesh: the devices of the processes hold {sizes} of {batch_size} rows, some of "
+            "them twice. Let sequence x tensor divide the devices of a process, or be a multiple "
+            "of them"
         )
-    return parts.index(tuple(sorted(blocks[jax.process_index()]))), len(parts)
+    return shares.index(tuple(sorted(ranges[jax.process_index()]))), len(shares)
 
 
 def train_batches(
@@ -175,35 +177,31 @@ def train_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[np.ndarray]:
-    """Endless batches, int32 [batch_size / process_count, T + 1], shuffled anew each epoch.
+    """Returns endless batches, int32 [batch_size / process_count, T + 1], reshuffled each epoch.
 
-    All processes together consume one stream of rows, a permutation of the split after another; row
-    i of the stream belongs to process i mod process_count. So a position is one integer, and
-    starting at any takes no time.
+    All processes together consume one stream of rows, one permutation of the split after another.
+    Row i of the stream belongs to process i mod process_count. So the data state is one integer,
+    `position`, and starting at any position costs nothing.
 
-    Where rows have a mask, a token that is not trained on comes as ~token, which is negative.
+    If rows have a loss mask, a masked token comes as ~token, which is negative.
 
     Args:
       dataset: from `open_dataset`.
-      sequence_length: T, at most the packed rows'; of longer rows the first T + 1 tokens are used.
-      batch_size: rows in a batch of all processes together; a multiple of `process_count`.
+      sequence_length: T, at most that of the packed rows; longer rows are cut to T + 1 tokens.
+      batch_size: rows of all processes together; a multiple of `process_count`.
       seed: of the permutations, 0 <= seed < 2**32.
-      position: rows consumed so far by all processes together; a multiple of `batch_size`.
-      process_index: which process this is.
-      process_count: how many there are.
+      position: rows consumed so far by all processes; a multiple of `batch_size`.
+      process_index, process_count: see `share`.
 
     Raises:
-      ValueError: at the call, for arguments that can't be, and for a split with fewer rows than a
-        batch.
+      ValueError: at the call, for arguments out of range, or a split smaller than a batch.
     """
-    _check(dataset, sequence_length, batch_size, process_index, process_count)
-    if not 0 <= seed < 1 << 32:
-        raise DataError(f"seed={seed} must be in [0, 2**32).")
+    _check(dataset, sequence_length, batch_size, process_count)
     if position < 0 or position % batch_size:
         raise DataError(
-            f"position={position} must be a multiple of batch_size={batch_size}, not negative: rows"
-            " are consumed by batches. To resume with another batch size, pick one that divides"
-            " the position."
+            f"position={position} must be a non-negative multiple of batch_size={batch_size}, since"
+            " rows are consumed in batches. To resume with another batch size, pick one that"
+            " divides the position."
         )
     num_rows = dataset.num_rows("train")
     if num_rows < batch_size:
@@ -212,11 +210,13 @@ def train_batches(
             " batch_size, or prepare more text or shorter rows."
         )
     rows = dataset.rows("train")
-    # Batches of indices, not of rows: Grain fetches a batch's elements one by one.
+    # Grain shuffles and batches indices, and `batch_fn` reads all rows of a batch in one call:
+    # a data set of rows would be read one by one. `repeat` reshuffles in every epoch.
     order = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
+    # This process's rows of the stream: position + process_index + k process_count, k = 0, 1, ...
     batches = order[position + process_index :: process_count].batch(
         batch_size // process_count,
-        drop_remainder=True,  # Endless, there is none; but Grain rounds its length up, past 2**63.
+        drop_remainder=True,  # an endless stream has none, but rounding up would exceed 2**63
         batch_fn=lambda indices: _stack(rows.__getitems__(indices), sequence_length),
     )
     options = _BUCKET_READ_OPTIONS if rows.in_bucket else _READ_OPTIONS
@@ -232,17 +232,15 @@ def validation_batches(
     process_count: int = 1,
     limit: int = 0,
 ) -> Iterator[np.ndarray]:
-    """The validation rows once, in order: int32 [batch_size / process_count, T + 1].
+    """Returns the validation rows once, in order: int32 [batch_size / process_count, T + 1].
 
-    Masks as in `train_batches`.
-
-    The last batch is filled with rows of BOS, which count no bytes; all processes get the same
-    number of batches.
+    The last batch is padded with rows of BOS, which count no bytes; all processes get the same
+    number of batches. Loss masks as in `train_batches`.
 
     Args:
-      limit: rows to read at most; 0: all.
+      limit: read at most this many rows; 0: all.
     """
-    _check(dataset, sequence_length, batch_size, process_index, process_count)
+    _check(dataset, sequence_length, batch_size, process_count)
     rows, num_rows = dataset.rows("validation"), dataset.num_rows("validation")
     num_rows = min(num_rows, limit or num_rows)
 
@@ -262,7 +260,11 @@ def validation_batches(
 
 
 def _stack(rows: list[dict[str, np.ndarray]], sequence_length: int) -> np.ndarray:
-    stack = lambda name: np.stack([row[name][: sequence_length + 1] for row in rows])
+    """Stacks rows as int32 [rows, T + 1], with ~token for masked tokens."""
+
+    def stack(name: str) -> np.ndarray:
+        return np.stack([row[name][: sequence_length + 1] for row in rows])
+
     tokens = stack(packed_rows.FEATURE).astype(np.int32)
     if packed_rows.MASK not in rows[0]:
         return tokens
@@ -273,13 +275,8 @@ def _check(
     dataset: PackedDataset,
     sequence_length: int,
     batch_size: int,
-    process_index: int,
     process_count: int,
 ) -> None:
-    if not 0 <= process_index < process_count:
-        raise DataError(
-            f"process_index={process_index} must be in [0, process_count={process_count})."
-        )
     if batch_size < 1 or batch_size % process_count:
         raise DataError(
             f"batch_size={batch_size} must be a positive multiple of process_count={process_count}."
@@ -294,6 +291,6 @@ def _check(
         )
     if sequence_length < packed:
         warn(
-            f"sequence_length={sequence_length} is less than the rows' {packed} in "
+            f"sequence_length={sequence_length} is less than the {packed} of the rows in "
             f"{os.fspath(dataset.path)}: the rest of each row is not used"
         )

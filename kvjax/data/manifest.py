@@ -1,7 +1,7 @@
-"""`dataset.json`: what a folder of prepared data holds, and digests that reveal damage.
+"""`dataset.json`, the manifest of a folder of prepared data, with digests that reveal damage.
 
-JSON files are digested when they are written and again when they are read; rows have checksums
-of their own (ArrayRecord), so of them the size alone is looked at here.
+JSON files are checked by digest whenever the folder is opened. Files of rows have their own
+checksums (ArrayRecord), so only their sizes are checked here.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kvjax.foundation import files as files_lib, json_text
 from kvjax.foundation.errors import DataError, MissingDataError
 from kvjax.foundation.files import in_bucket
 
-# Part of every key: raise it when the same text would be written as other rows.
+# Part of every folder's name: raise it when the same text would be written as other rows.
 FORMAT_VERSION = 1
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
@@ -25,11 +25,11 @@ DIGESTS = "digests.json"  # of a tokenizer's folder, which has no manifest
 ROWS = "packed_rows"
 ROWS_VERSION = "1.0.0"
 SPLITS = ("train", "validation")
-INTEGRITY_KEYS = ("files", "blake2b")  # keys of the manifest that guard the others
+INTEGRITY_KEYS = ("files", "blake2b")  # of the manifest: digests, not content
 
 
 class DamagedDataError(DataError):
-    """Prepared data that are not what was written."""
+    """Prepared data that differ from what was written."""
 
     def __init__(self, folder: epath.PathLike, what: str, config: dict | None = None):
         again = f": `{config_lib.command(config)}`" if config else ""
@@ -44,7 +44,7 @@ def write(folder: pathlib.Path, info: dict[str, Any], files: dict[str, dict]) ->
     """Writes a manifest into a local folder.
 
     Args:
-      files: of the data set, with their sizes and digests; see `digests`.
+      files: sizes and digests of the data set's files, see `digests`.
     """
     info = info | {"files": files}
     info["blake2b"] = _digest_of(info)
@@ -52,12 +52,12 @@ def write(folder: pathlib.Path, info: dict[str, Any], files: dict[str, dict]) ->
 
 
 def read(folder: epath.Path) -> dict[str, Any]:
-    """A folder's manifest, its files as it says.
+    """Returns a folder's manifest, after checking its files.
 
     Raises:
       MissingDataError: it has no manifest.
-      DamagedDataError: a file is missing, of another size, or (but for rows) has other bytes.
-      DataError: it was written in another format.
+      DamagedDataError: a file is missing, has another size, or (except rows) other bytes.
+      DataError: it has another format version.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -78,7 +78,7 @@ def read(folder: epath.Path) -> dict[str, Any]:
             f"it again with `{config_lib.command(info['config'])}`"
         )
     check_digests(folder, info.get("files", {}), info["config"])
-    if "files" not in info:  # written before there were digests of all files
+    if "files" not in info:  # manifests of the first versions hash the tokenizer alone
         tokenizer = folder / TOKENIZER
         content = tokenizer.read_bytes() if tokenizer.exists() else b""
         if hashlib.sha256(content).hexdigest() != info["tokenizer"]["sha256"]:
@@ -87,7 +87,7 @@ def read(folder: epath.Path) -> dict[str, Any]:
 
 
 def digests(folder: pathlib.Path) -> dict[str, dict]:
-    """By path in a local folder, the bytes of each file, and of JSON a digest."""
+    """Returns sizes of all files of a local folder by path, and digests of its JSON files."""
     found = {}
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         name = file.relative_to(folder).as_posix()
@@ -98,15 +98,15 @@ def digests(folder: pathlib.Path) -> dict[str, dict]:
 
 
 def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | None = None) -> None:
-    """Raises a DamagedDataError unless the files are those digested.
+    """Raises a DamagedDataError unless a folder's files match their sizes and digests.
 
     Args:
-      config: what the folder was prepared from, for the message.
+      config: of the folder's preparation, for the message.
     """
     root = os.fspath(folder)
     for name, known in files.items():
         if "blake2b" not in known and in_bucket(root):
-            continue  # thousands of files of rows: asking a bucket for each takes minutes
+            continue  # thousands of shards: a request for each takes minutes
         size = files_lib.size(os.path.join(root, name))
         if size is None:
             raise DamagedDataError(folder, f"{name} is missing", config)
@@ -118,12 +118,12 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
 
 
 def digest_of(*values: Any) -> str:
-    """A hash of what decides something, by which its folder is named."""
+    """Returns a short hash of values, to name a folder after them."""
     return hashlib.blake2b(repr(values).encode(), digest_size=10).hexdigest()
 
 
 def _check_keys(info: dict[str, Any], version: int) -> None:
-    """Raises a ValueError, TypeError or KeyError unless all that is read later is there."""
+    """Raises a ValueError, TypeError or KeyError unless all keys that are used later are valid."""
     if "blake2b" in info and _digest_of(info) != info["blake2b"]:
         raise ValueError("its digest is another")
     length = dict(info["config"])["sequence_length"]

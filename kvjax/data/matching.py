@@ -1,4 +1,4 @@
-"""Finds the files that a path, folder or pattern names."""
+"""Lists the files that a path, folder or glob matches."""
 
 import os
 import pathlib
@@ -14,16 +14,16 @@ _MAGIC = "*?["
 
 
 def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> list[epath.Path]:
-    """Returns the files of a path, folder (those directly in it) or pattern, sorted.
+    """Returns the files of a path, folder (not its subfolders) or glob, sorted.
 
     Args:
-      suffixes: the formats that are read.
-      where: for messages: the key and its value.
-      advice: for messages: what to do where nothing is there.
+      suffixes: supported formats.
+      where: the config key and its value, for messages.
+      advice: appended to the message if no file matches.
 
     Raises:
-      MissingDataError: no file.
-      SourceError: a file of another format, a pipe or a device, a folder that cannot be listed.
+      MissingDataError: no file matches.
+      SourceError: an unsupported format, a pipe or a device, a folder that cannot be listed.
     """
     path = runtime.path(where.partition(" = ")[0], pattern)
     try:
@@ -50,16 +50,16 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
 
 
 def matching(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
-    """Returns the files of a path, folder or pattern, sorted; of any format where it is a pattern.
+    """Returns the files of a path, folder or glob, sorted; a glob may match any format.
 
-    As much of a pattern as is there is taken as it stands: `[1]` may be a part of a name. Neither
-    a folder nor a pattern gives hidden files (`._a.jsonl` of macOS), unless it has the dot itself,
-    or markers such as Spark's `_SUCCESS`.
+    The longest existing prefix of a glob is taken literally: `[1]` may be part of a name. Folders
+    and globs skip hidden files (`._a.jsonl` of macOS), unless the glob itself has the dot, and
+    markers such as Spark's `_SUCCESS`.
     """
     path, pattern = _as_it_stands(path)
     if pattern:
         shown = any(part.startswith(".") for part in pattern)
-        # epath would take brackets of the folder for a part of the pattern
+        # epath would treat brackets in the folder's name as part of the glob
         local = path if in_bucket(path) else pathlib.Path(path)
         found = map(epath.Path, local.glob("/".join(pattern)))
         found = (p for p in found if shown or not _is_hidden(p, path))
@@ -74,7 +74,7 @@ def matching(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
 
 
 def _as_it_stands(path: epath.Path) -> tuple[epath.Path, tuple[str, ...]]:
-    """Returns the part of a path that is there, and the rest as a pattern's parts, if it is one."""
+    """Returns the longest existing prefix of a path, and the remaining parts of a glob."""
     parts = path.parts
     magic = [i for i, part in enumerate(parts) if any(c in part for c in _MAGIC)]
     if not magic:

@@ -1,9 +1,9 @@
-"""Rows of T + 1 tokens as TFDS reads them: raw bytes in ArrayRecord, in the order of the stream.
+"""Writes rows of T + 1 tokens in TFDS's format: raw bytes in ArrayRecord, in stream order.
 
-Written here and not by a TFDS builder, so that every shard can be made by a process, or a machine,
-of its own, and stays when others fail: TFDS's Beam writers sort all rows between machines, or keep
-no order, and start again after a failure. A row's record is what TFDS's serializer makes of it (the
-tests compare them), and the description of all shards is TFDS's own.
+TFDS's own builders are not used, because here every shard can be made by a separate process or
+machine and survives a failure of the others; TFDS's Beam writers shuffle all rows between machines,
+or keep no order, and start over after a failure. A record equals that of TFDS's serializer (tests
+compare them), and the description of the shards is written by TFDS.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,33 +19,33 @@ from kvjax.data import folders
 from kvjax.data.manifest import ROWS, ROWS_VERSION
 from kvjax.foundation.errors import first_line
 
-_BLOCK_TOKENS = 1 << 16  # are put together at a time
+_BLOCK_TOKENS = 1 << 16  # buffered before rows are written
 FEATURE = "tokens"
-MASK = "mask"  # a second feature, of conversations: 1 byte a token, 1 if it is trained on
+MASK = "mask"  # second feature, for conversations: uint8 per token, 1 if it counts in the loss
 _DESCRIPTION = "Rows of tokens; consecutive rows overlap by one token."
 
 
 class Shard(NamedTuple):
-    """What one file has of a split."""
+    """Size of one file of rows."""
 
     rows: int
-    bytes: int  # of its file; 0: no rows and no file
+    bytes: int  # of the file; 0 if there are no rows, and no file
 
 
 def shard_name(split: str, index: int, count: int) -> str:
-    """The file of a split's shard `index` of `count`."""
+    """Returns the file name of shard `index` of `count` of a split."""
     return f"{ROWS}-{split}.array_record-{index:05}-of-{count:05}"
 
 
 class ShardWriter:
-    """Writes a stream of tokens as rows of sequence_length + 1; no file if it fills none.
+    """Writes a token stream as rows of sequence_length + 1; creates no file if it fills no row.
 
-    Rows share their last token with the next one's first, so that every token but the stream's
-    first is a target once.
+    A row's last token is the next row's first, so that every token but the stream's first is a
+    target exactly once.
 
     Args:
-      dtype: of rows, unsigned, little end first.
-      masked: every token comes with whether it is trained on.
+      dtype: of rows, unsigned little-endian.
+      masked: every token comes with a loss mask.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ShardWriter:
         self._writer, self._count = None, 0
 
     def add(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """The stream's next tokens, 1-D."""
+        """Appends tokens, 1-D, to the stream."""
         self._rest[FEATURE].append(tokens)
         if MASK in self._rest:
             self._rest[MASK].append(mask)
@@ -68,14 +68,14 @@ class ShardWriter:
             self._write_full_rows()
 
     def add_row(self, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """A row of T + 1 tokens that belongs to no stream."""
+        """Writes a row of T + 1 tokens that is not part of the stream."""
         self._write({FEATURE: tokens, MASK: mask})
 
     def close(self, fill: int | None) -> Shard:
         """Ends the stream.
 
         Args:
-          fill: a token to fill the last row with; None: what fills no row is left out.
+          fill: token that pads the last row; None: drop tokens that fill no row.
         """
         self._write_full_rows()
         (rest,) = self._rest[FEATURE]
@@ -90,12 +90,14 @@ class ShardWriter:
         return Shard(self._count, self._path.stat().st_size if self._count else 0)
 
     def abandon(self) -> None:
-        """Closes the file, whatever is in it."""
+        """Closes the file without completing it."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
     def _write_full_rows(self) -> None:
+        # Row i holds tokens [i T, i T + T], so n tokens fill (n - 1) // T rows, and the rest
+        # begins with the last row's last token.
         T = self._T
         streams = {
             name: np.concatenate([np.empty(0, self._dtypes[name]), *rest])
@@ -124,10 +126,10 @@ def describe(
     *,
     masked: bool = False,
 ) -> None:
-    """Writes what TFDS needs to read the shards of a folder.
+    """Writes TFDS's description of the shards of a folder.
 
     Args:
-      shards: by split, all of them in order.
+      shards: all shards of each split, in order.
       row_length: T + 1.
       masked: see `ShardWriter`.
     """
@@ -139,10 +141,10 @@ def describe(
         data_dir=os.fspath(folder),
         module_name="kvjax.data.packed_rows",
     )
-    tensor = lambda dtype: tfds.features.Tensor(
-        shape=(row_length,), dtype=dtype.type, encoding="bytes"
-    )
-    features = {name: tensor(kind) for name, kind in dtypes(dtype, masked).items()}
+    features = {
+        name: tfds.features.Tensor(shape=(row_length,), dtype=kind.type, encoding="bytes")
+        for name, kind in dtypes(dtype, masked).items()
+    }
     info = tfds.core.DatasetInfo(
         builder=identity,
         description=_DESCRIPTION,
@@ -168,7 +170,7 @@ def describe(
 
 @contextlib.contextmanager
 def _writing(path: pathlib.Path):
-    """A disk without room, or a folder that is gone, as a message: ArrayRecord has its own."""
+    """Turns ArrayRecord's errors of a full disk or a missing folder into a UserError."""
     with folders.writing(path.parent):
         try:
             yield
@@ -177,18 +179,18 @@ def _writing(path: pathlib.Path):
 
 
 def dtypes(dtype: np.dtype, masked: bool) -> dict[str, np.dtype]:
-    """The features of a row by name, sorted as they are written."""
+    """Returns the dtype of each feature of a row, sorted as in a record."""
     return ({MASK: np.dtype("u1")} if masked else {}) | {FEATURE: dtype}
 
 
 def heads(dtypes: Mapping[str, np.dtype], row_length: int) -> dict[str, bytes]:
-    """What stands before the bytes of each feature of a row in a tf.train.Example."""
+    """Returns the bytes that precede each feature's data in a row's record (a tf.train.Example)."""
     sizes = {name: row_length * dtype.itemsize for name, dtype in dtypes.items()}
     return dict(zip(sizes, _heads(sizes.items()), strict=True))
 
 
 def _heads(sizes: Iterable[tuple[str, int]]) -> list[bytes]:
-    """What stands before the bytes of each feature, given (name, number of bytes) in order."""
+    """Returns the protobuf header of each feature's data, from (name, number of bytes) in order."""
     entries, total = [], 0
     for name, num_bytes in sizes:
         value = b"\x0a" + _varint(num_bytes)  # BytesList.value

@@ -1,13 +1,14 @@
-"""A preparation under way: what is done stays, so that a killed one goes on.
+"""A data set that is being prepared: finished parts stay, so that a killed preparation resumes.
 
-    .under-way-KEY/             on a disk, renamed to KEY in the end; in a bucket KEY itself
-        plan.json               what is being made, and by which code
-        packed_rows/1.0.0/      shards; each appears when it is whole
-        done/00007.json         what part 7 has, written after its shards
-        work-HOST-PID-.../      what a process is writing (in a bucket: in the temporary folder)
+    .under-way-KEY/             local; renamed to KEY at the end. In a bucket, KEY itself
+        plan.json               config, sources and code of this preparation
+        packed_rows/1.0.0/      shards; each appears once it is complete
+        done/00007.json         counts of part 7, written after its shards
+        work-HOST-PID-.../      a process's temporary files (for a bucket: in the temporary folder)
 
-In a bucket the manifest, written last, tells others that all are there. Several processes, on one
-machine or on several that share the folder, may work on it at once: a part made twice is the same.
+In a bucket, the manifest is written last and marks the data set as complete. Several processes, on
+one machine or on several that share the folder, may write at once: a part that two of them make has
+the same bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,6 @@ import functools
 import json
 import os
 import pathlib
-import re
 import shutil
 import socket
 import tempfile
@@ -26,28 +26,28 @@ from typing import Any
 from etils import epath
 
 from kvjax.data import folders, packed_rows
-from kvjax.data.manifest import MANIFEST, ROWS, ROWS_VERSION, SPLITS, digest_of
+from kvjax.data.manifest import ROWS, ROWS_VERSION, SPLITS, digest_of
 from kvjax.data.tokenized_part import Counts, PartResult, Skipped
-from kvjax.foundation import files, json_text, progress
+from kvjax.foundation import files, json_text
 from kvjax.foundation.errors import DataError, warn
 from kvjax.foundation.files import forget_listings, in_bucket, named
 
 PREFIX = ".under-way-"
 PLAN = "plan.json"
-# What of a plan says how it was asked for; the folder's name covers what that names.
-AS_ASKED = ("config", "sources", "left_out")
+# Keys of a plan that may differ on resumption: the folder's name already covers their content.
+_DESCRIPTIVE = ("config", "sources", "left_out")
 DONE = "done"
 _FAILED = "failed"
 _WORK = "work-"
-_AT_ONCE = 32  # files of a bucket that are asked for at a time
+_CONCURRENT_READS = 32  # of a bucket's files
 
 
 class PartialDataset:
-    """The making of one data set.
+    """The folder of a data set while its parts are being made.
 
     Args:
-      target: the folder that it will be.
-      digests: of its parts, in order: what is done is known by them.
+      target: the folder of the finished data set.
+      digests: one per part, in order; a finished part counts only if its digest matches.
     """
 
     def __init__(self, target: epath.Path, digests: Sequence[str]):
@@ -60,21 +60,21 @@ class PartialDataset:
 
     @property
     def num_parts(self) -> int:
-        """How many there are."""
+        """The number of parts."""
         return len(self.digests)
 
     def open(self, plan: dict[str, Any]) -> None:
-        """Makes the folder, and removes what killed processes were writing in it.
+        """Creates the folder, and removes temporary files of processes that were killed.
 
         Args:
-          plan: what is being made, of JSON's types.
+          plan: JSON-able description of the preparation.
 
         Raises:
-          DataError: some of it was made by another plan.
+          DataError: some parts were made with another plan.
         """
         there = read_plan(self.folder)
         if there is None and self.any_done():
-            warn(f"{os.fspath(self.folder)} does not say what is made there: made anew")
+            warn(f"{os.fspath(self.folder)} has no readable {PLAN}: starting over")
             self.remove()
         elif there is not None and there != plan:
             if self._differ(there, plan):
@@ -94,125 +94,88 @@ class PartialDataset:
                 shutil.rmtree(work, ignore_errors=True)
 
     def _differ(self, there: dict[str, Any], plan: dict[str, Any]) -> bool:
-        """Whether another plan would write other rows; a DataError if some are written."""
+        """Returns True if another plan would write other rows; a DataError if some are written."""
         keys = sorted(k for k in there.keys() | plan.keys() if there.get(k) != plan.get(k))
-        keys = [key for key in keys if key not in AS_ASKED]
+        keys = [key for key in keys if key not in _DESCRIPTIVE]
         if not keys or not self.any_done():
             return bool(keys)
         parts = "; ".join(f"{k}: {_short(there.get(k))}, now {_short(plan.get(k))}" for k in keys)
         raise DataError(
-            f"{os.fspath(self.folder)} was begun by other code or with another plan ({parts}). Go "
-            "on with what it was begun with, or remove that folder to begin anew"
+            f"{os.fspath(self.folder)} was begun by other code or with another plan ({parts}). "
+            "Resume it with the code and options that began it, or remove that folder"
         )
 
-    def adopt(self, other: epath.Path, *, left_out: bool, shown: bool = True) -> int:
-        """Takes over what another preparation made of the same text; how many parts.
-
-        Args:
-          other: its folder, which is removed with what is not taken over. On a disk not where
-            somebody writes in it; who is between two parts, or in a bucket, is not seen, and fails.
-          left_out: take over as well where something was left out.
-        """
-        plan = read_plan(other)
-        if plan is None or self._is_used(other):
-            return 0  # another process was first, or somebody is at work there
-        missing = {self.digests[part]: part for part in reversed(self.missing())}
-        marks = named(other / DONE, "*.json")
-
-        def take(mark: epath.Path) -> bool:
-            content = _read_json(mark) or {}
-            part = missing.get(content.get("digest"))
-            if part is None or (made := _made_of(content)) is None:
-                return False
-            if made.left_out.count and not left_out:
-                return False
-            index, moves = int(mark.name.removesuffix(".json")), []
-            for split, found in made.counts.items():
-                theirs = packed_rows.shard_name(split, index, plan["parts"])
-                theirs, own = other / ROWS / ROWS_VERSION / theirs, self._shard(split, part)
-                if not found.file_bytes:
-                    own.unlink(missing_ok=True)
-                elif files.size(theirs) == found.file_bytes:
-                    moves.append((theirs, own))
-                elif files.size(own) != found.file_bytes:  # else an earlier attempt had moved it
-                    return False
-            with contextlib.suppress(FileNotFoundError):  # another process was first
-                for pair in [*moves, (mark, self.folder / DONE / f"{part:05}.json")]:
-                    files.move(*pair)
-                return True
-            return False
-
-        with (
-            progress.waiting(f"taking over parts of {other}", shown=shown),
-            concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool,
-        ):
-            taken = sum(pool.map(take, marks))
-        other.rmtree(missing_ok=True)
-        return taken
-
-    def discard(self, other: epath.Path) -> None:
-        """Removes another preparation's folder, unless somebody writes in it."""
-        if not self._is_used(other):
-            other.rmtree(missing_ok=True)
-
-    def fail(self, part: int, why: str, *, broken: bool = False) -> None:
-        """Says why a part cannot be made: for who made others make it, and the next attempt.
-
-        Args:
-          broken: it names a source that cannot be read, and may be mended.
-        """
+    def fail(self, part: int, why: str) -> None:
+        """Records why a part cannot be made, for the launcher of workers; see `failures`."""
         folder = self.folder / _FAILED
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{part:05}.json").write_text(json.dumps(dict(why=why, broken=broken)))
+        (folder / f"{part:05}.json").write_text(json.dumps({"why": why}))
 
     def forget(self, part: int) -> None:
-        """Takes back that a part is done."""
+        """Marks a part as not made."""
         (self.folder / DONE / f"{part:05}.json").unlink(missing_ok=True)
 
     def failures(self) -> list[str]:
-        """What `fail` was told of parts that were not done since, in order."""
-        return [note["why"] for note in _notes(self.folder)]
+        """Returns the messages of `fail` for parts that were not made since, in order."""
+        files = named(self.folder / _FAILED, "*.json")
+        return [failure["why"] for file in files if (failure := _read_json(file))]
+
+    def others(self, plan: dict[str, Any]) -> list[epath.Path]:
+        """Returns local folders with finished parts of the same config from other sources."""
+        if self.remote or not self.folder.parent.exists():
+            return []
+        found = []
+        for folder in self.folder.parent.iterdir():
+            if folder == self.folder or not folder.name.startswith(PREFIX):
+                continue
+            theirs = read_plan(folder) or {}
+            same = all(theirs.get(key) == plan[key] for key in ("config", "skip_broken"))
+            if same and named(folder / DONE, "*.json"):
+                found.append(folder)
+        return found
 
     def any_done(self) -> bool:
-        """Whether a part is done."""
+        """Returns True if a part is finished."""
         return bool(named(self.folder / DONE, "*.json"))
 
     def missing(self) -> list[int]:
-        """The parts that are not done, in order."""
-        return [i for i, made in enumerate(self.all_made()) if made is None]
+        """Returns the indices of parts that are not finished, in order."""
+        return [i for i, made in enumerate(self.results()) if made is None]
 
-    def all_made(self) -> list[PartResult | None]:
-        """What each part has, in order; None for one that is not done, or not whole any more."""
+    def results(self) -> list[PartResult | None]:
+        """Returns each part's result, in order; None for a part that is not finished or damaged."""
         done = self.folder / DONE
         forget_listings(done)
         names = {path.name for path in done.iterdir()} if done.exists() else set()
         there = [f"{i:05}.json" in names for i in range(self.num_parts)]
         if not self.remote:
-            return [self._made(i) if is_there else None for i, is_there in enumerate(there)]
-        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(
-                pool.map(lambda i: self._made(i) if there[i] else None, range(self.num_parts))
-            )
+            return [self._result(i) if is_there else None for i, is_there in enumerate(there)]
+        with concurrent.futures.ThreadPoolExecutor(_CONCURRENT_READS) as pool:
+            read = pool.map(self._result, (i for i, is_there in enumerate(there) if is_there))
+            return [next(read) if is_there else None for is_there in there]
 
-    def _made(self, part: int) -> PartResult | None:
+    def _result(self, part: int) -> PartResult | None:
         mark = self.folder / DONE / f"{part:05}.json"
         try:
             content = mark.read_bytes()
         except FileNotFoundError:
             return None
         content = _parsed(content) or {}
-        if (made := _made_of(content)) is None:
-            warn(f"{os.fspath(self.folder)}: part {part} is made again: {mark.name} is damaged")
+        if (made := _result_from(content)) is None:
+            warn(f"{os.fspath(self.folder)}: {mark.name} is damaged: making part {part} again")
             return None
         if content["digest"] != self.digests[part]:
-            return None  # of other text
-        if self.remote:  # a bucket shows no file before it is whole
+            return None  # made from other text
+        if self.remote:  # objects appear whole
             return made
         for split, found in made.counts.items():
             shard = self._shard(split, part)
             size = files.size(shard) or 0
             if size != found.file_bytes:
-                warn(f"{os.fspath(shard)} has {size:,} bytes, not {found.file_bytes:,}: made again")
+                warn(
+                    f"{os.fspath(shard)} has {size:,} bytes, not {found.file_bytes:,}: making its "
+                    "part again"
+                )
                 return None
         return made
 
@@ -221,7 +184,7 @@ class PartialDataset:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[pathlib.Path]:
-        """A local folder for one part's shards; its name says whose it is."""
+        """Yields a local temporary folder for one part; its name identifies the process."""
         folder = pathlib.Path(tempfile.gettempdir()) if self.remote else self.folder
         with folders.writing(folder):
             made = tempfile.TemporaryDirectory(
@@ -233,18 +196,18 @@ class PartialDataset:
             yield pathlib.Path(folder)
 
     def publish(self, part: int, work: pathlib.Path, made: PartResult) -> None:
-        """Takes over the shards that were written for a part, and says that it is done."""
-        if self.remote and self._made(part) is not None:
-            return  # another process was first: what it wrote is not touched
+        """Moves a part's shards into place, then marks the part as finished."""
+        if self.remote and self._result(part) is not None:
+            return  # another process was first
         with folders.writing(self.folder):
             for split, found in made.counts.items():
                 shard = self._shard(split, part)
                 if found.file_bytes:
                     self._put(work / shard.name, shard)
                 else:
-                    shard.unlink(missing_ok=True)  # of other text that was taken back
+                    shard.unlink(missing_ok=True)  # from other text, see `forget`
             counts = {split: vars(found) for split, found in made.counts.items()}
-            done = dict(digest=self.digests[part], counts=counts, left_out=made.left_out)
+            done = dict(digest=self.digests[part], counts=counts, left_out=made.skipped)
             (work / DONE).write_text(json.dumps(done))
             self._put(work / DONE, self.folder / DONE / f"{part:05}.json")
             (self.folder / _FAILED / f"{part:05}.json").unlink(missing_ok=True)
@@ -257,18 +220,18 @@ class PartialDataset:
             sink = target.open("wb")
             try:
                 shutil.copyfileobj(source, sink, 1 << 22)
-            except BaseException:  # closed, half of it would be there
+            except BaseException:  # closing would publish the first half
                 getattr(sink, "discard", lambda: None)()
                 raise
             sink.close()
         file.unlink()
 
     def finish(self, work: pathlib.Path, last: str) -> None:
-        """Adds a folder's files to the shards, and makes all of it the target.
+        """Moves a folder's files to the shards, and gives the folder its final name.
 
         Args:
           work: from `work`.
-          last: the file by which others know that all are there.
+          last: the file that marks the data set as complete.
         """
         made = [file for file in work.rglob("*") if file.is_file()]
         for file in sorted(made, key=lambda file: (file == work / last, file)):
@@ -281,7 +244,7 @@ class PartialDataset:
         self._remove_own()
 
     def _remove_own(self) -> None:
-        """Removes from the target what is not the data set's."""
+        """Removes everything but the finished data set."""
         for work in [] if self.remote else self._works(self.target):
             shutil.rmtree(work, ignore_errors=True)
         for own in (self.target / DONE, self.target / _FAILED):
@@ -290,16 +253,16 @@ class PartialDataset:
         (self.target / PLAN).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes all of it; a DataError where another process writes in it."""
+        """Removes the folder; a DataError if another process writes to it."""
         if self._is_used(self.folder):
             raise DataError(
                 f"{os.fspath(self.folder)}: another process is preparing there, with another plan "
-                "or other code. Let it end, or end it, and run the same command again"
+                "or other code. Wait for it or stop it, then run the same command again"
             )
         self.folder.rmtree(missing_ok=True)
 
     def _is_used(self, folder: epath.Path) -> bool:
-        """Whether somebody writes in a folder; of a bucket's nobody knows."""
+        """Returns True if a live process writes to a local folder; False for any bucket."""
         return not self.remote and not all(map(_is_abandoned, self._works(folder)))
 
     @property
@@ -312,35 +275,17 @@ class PartialDataset:
 
 
 def read_plan(folder: epath.Path) -> dict[str, Any] | None:
-    """The plan of a preparation under way; None if there is none, or it cannot be read."""
+    """Returns the plan of a partial data set; None if there is none, or it cannot be read."""
     return _read_json(folder / PLAN)
 
 
-def were_broken(folder: epath.Path, names: Sequence[str]) -> bool:
-    """Whether a preparation under way could not read any of these sources, or not all of it."""
-    if not names:
-        return True
-    failed = [note["why"] for note in _notes(folder) if note["broken"]]
-    marks = [_made_of(_read_json(mark) or {}) for mark in named(folder / DONE, "*.json")]
-    left_out = [text for made in marks if made for text in made.left_out.first]
-    said = "\n".join([*failed, *left_out, *(read_plan(folder) or {}).get("left_out", ())])
-    quoted = lambda name: re.search(rf"(?<![^\s'\"]){re.escape(name)}[,: ]", said)
-    return all(map(quoted, names))
-
-
-def _notes(folder: epath.Path) -> list[dict[str, Any]]:
-    """What `fail` wrote, by part."""
-    found = named(folder / _FAILED, "*.json")
-    return [note for file in found if (note := _read_json(file))]
-
-
-def _made_of(mark: dict[str, Any]) -> PartResult | None:
-    """What a mark says of its part; None if it is not as it was written."""
+def _result_from(mark: dict[str, Any]) -> PartResult | None:
+    """Returns a part's result from its mark; None if the mark is damaged."""
     try:
         counts = {split: Counts(**mark["counts"][split]) for split in SPLITS}
-        count, first, *nulls = mark["left_out"]  # which older marks do not count
-        left_out = Skipped(int(count), tuple(first), *map(int, nulls))
-        return PartResult(counts, left_out) if mark["digest"] else None
+        count, messages, *nulls = mark["left_out"]  # older marks have no count of nulls
+        skipped = Skipped(int(count), tuple(messages), *map(int, nulls))
+        return PartResult(counts, skipped) if mark["digest"] else None
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -353,24 +298,12 @@ def _read_json(path: epath.Path) -> dict[str, Any] | None:
 
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
-    """A JSON object; None if the bytes are none."""
+    """Returns a JSON object; None if the bytes are not one."""
     try:
         found = json_text.parse(content)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def plans(datasets: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
-    """The folders under way among data sets of which parts are done, with their plans."""
-    if not datasets.exists():
-        return
-    for folder in datasets.iterdir():
-        if in_bucket(datasets) or folder.name.startswith(PREFIX):
-            done = folder / DONE
-            some = done.exists() and named(done, "*.json")
-            if some and not (folder / MANIFEST).exists() and (plan := read_plan(folder)):
-                yield folder, plan
 
 
 def _short(value: Any) -> str:
@@ -380,7 +313,7 @@ def _short(value: Any) -> str:
 
 @functools.cache
 def _here() -> str:
-    """Where a process's number means it: this machine since it was started, and container."""
+    """Returns an id of the scope of process ids: this machine since its boot, and container."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -389,7 +322,7 @@ def _here() -> str:
 
 
 def _is_abandoned(work: pathlib.Path) -> bool:
-    """Whether the process that wrote there is gone."""
+    """Returns True if the process that wrote a temporary folder is gone."""
     here, _, process = work.name.partition(_WORK)[2].rpartition("-")[0].rpartition("-")
     if here == _here() and process.isdigit() and os.path.exists("/proc"):
         return not pathlib.Path(f"/proc/{process}").exists()

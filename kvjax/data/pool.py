@@ -1,4 +1,4 @@
-"""Processes that tokenize the parts of a corpus side by side on one machine."""
+"""Worker processes that tokenize the parts of a corpus on one machine."""
 
 from collections.abc import Callable, Iterable
 import concurrent.futures
@@ -24,16 +24,16 @@ def make(
     skip_broken: bool,
     made: Callable[[Part], None],
 ) -> None:
-    """Writes parts into the folder under way, in this process or in several others.
+    """Writes parts into a partial data set, in this process or in worker processes.
 
     Args:
-      workers: processes; 1: this one.
-      skip_broken: leave out what cannot be read.
-      made: called with each part when it is done.
+      workers: number of processes; 1: this one.
+      skip_broken: skip records that cannot be read.
+      made: called with each finished part.
 
     Raises:
-      DataError: a source that cannot be read; what was made stays.
-      UserError: a worker that was killed.
+      DataError: a source cannot be read; finished parts stay.
+      UserError: a worker was killed.
     """
     parts = list(parts)
     workers = min(workers, len(parts))
@@ -56,11 +56,11 @@ def make(
             made(futures[future])
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker of the preparation was killed (was there memory for all?), or could not "
-            "start (a script that prepares data needs `if __name__ == '__main__':`). What is done "
-            "stays: run the same command again, with fewer --workers if need be"
+            "a worker of the preparation was killed (out of memory?), or could not start (a script "
+            "that prepares data needs `if __name__ == '__main__':`). Finished parts stay: run the "
+            "same command again, with fewer --workers if memory was short"
         ) from error
-    except BaseException:  # what is done stays, what is not would take its time
+    except BaseException:  # do not wait for parts that are still being made
         for child in multiprocessing.active_children():
             if child not in others:
                 child.kill()
@@ -73,9 +73,9 @@ _given: tuple = ()
 
 
 def _start(config, tokenizer_json: str, partial: PartialDataset, skip_broken: bool) -> None:
-    """What a worker does once."""
+    """Initialises a worker process."""
     global _given
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the caller ends them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and kills workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"
     tokenizer = tokenizer_lib.from_json(tokenizer_json, config.tokenizer, threads=1)
@@ -83,7 +83,7 @@ def _start(config, tokenizer_json: str, partial: PartialDataset, skip_broken: bo
 
 
 def _end_with_parent() -> None:
-    """A caller that was killed cannot end its workers, and they would wait for ever."""
+    """Ends this worker when its parent is gone: a parent that was killed cannot end it."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -94,12 +94,12 @@ def _make_in_worker(part: Part) -> None:
 
 
 def make_part(config, part: Part, tokenizer, partial: PartialDataset, *, skip_broken: bool) -> None:
-    """Makes one part, here and now; of one that cannot be read, says why in the folder as well."""
+    """Makes one part in this process; records the message of a source that cannot be read."""
     with partial.work() as folder:
         count, skip = partial.num_parts, skip_broken
         try:
             made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
         except readers.SourceError as error:
-            partial.fail(part.index, str(error), broken=True)
+            partial.fail(part.index, str(error))
             raise
         partial.publish(part.index, folder, made)

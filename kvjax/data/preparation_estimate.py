@@ -1,6 +1,6 @@
-"""What preparing a corpus will take, from a sample of it: tokens, time, room.
+"""Estimates tokens, time and disk space of preparing a corpus from a sample of its parts.
 
-A little text of several parts goes the whole way once, on one core; the rest is multiplication.
+A little text of up to 8 parts is tokenized and written on one core; the rest is extrapolation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,25 +31,26 @@ from kvjax.foundation import progress, runtime
 from kvjax.foundation.errors import DataError, UserError
 from kvjax.foundation.files import in_bucket
 
-_PADDING = 1 << 16  # bytes to which ArrayRecord fills a file up
+_PADDING = 1 << 16  # bytes; ArrayRecord pads files to a multiple
 SAMPLED_PARTS = 8
-SAMPLED_CHARACTERS = 1 << 18  # of each
-_COMPRESSED = 1 << 19  # bytes
-_VOCABULARIES = (8192, 2048, 512)  # to try where a sample is too small for the one asked for
+SAMPLED_CHARACTERS = 1 << 18  # per part
+_COMPRESSED = 1 << 19  # bytes of text that xz is timed on
+_VOCABULARIES = (8192, 2048, 512)  # tried if the sample is too small for the config's
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a preparation takes.
+    """Estimated cost of a preparation.
 
     Attributes:
-      parts, source_bytes: of the corpus, as it lies.
-      text_bytes: UTF-8.
+      parts: number of parts.
+      source_bytes: stored size of the sources.
+      text_bytes: UTF-8 bytes of text.
       tokens: with BOS, of both splits.
-      row_bytes: of the files of rows.
-      vocab_size: of the tokenizer that counted, which may have learned from the sample alone.
+      row_bytes: size of the files of rows.
+      vocab_size: of the tokenizer that counted, possibly trained on the sample alone.
       reading, encoding, writing: seconds per byte of text, on one core.
-      training: seconds per byte of text for learning a tokenizer, on all cores; 0: it is there.
+      training: seconds per byte of text to train a tokenizer, on all cores; 0 if it exists.
     """
 
     parts: int
@@ -65,22 +66,22 @@ class Estimate:
 
     @property
     def rate(self) -> float:
-        """Bytes of text a second, on one core."""
+        """Bytes of text per second, on one core."""
         return 1 / (self.reading + self.encoding + self.writing)
 
     def seconds(self, workers: int) -> float:
-        """How long the whole preparation takes with so many processes, each on a core."""
+        """Returns the time of the whole preparation, with one core for each worker."""
         learned = min(self.text_bytes, vocabulary.TOKENIZER_CHARACTERS)
-        # The last parts leave some processes without work.
+        # Parts are made in rounds of `workers`; in the last one some workers are idle.
         rounds = -(-self.parts // workers) / self.parts
         return self.training * learned + self.text_bytes / self.rate * rounds
 
 
 def estimate(corpus: Corpus, workers: int) -> Estimate:
-    """What a corpus takes, from some of its parts; a few seconds.
+    """Estimates a corpus from some of its parts; takes a few seconds.
 
     Args:
-      workers: that would work side by side here.
+      workers: number of processes, which share this machine's cores and memory bandwidth.
     """
     side_by_side = min(workers, runtime.cores())
     config, parts = corpus.config, corpus.parts
@@ -91,13 +92,15 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     reading = time.perf_counter() - begun
     if not any(texts):
         raise DataError(
-            f"{_named(corpus)}: has no text that can be read in the {len(sampled)} parts that were "
-            "sampled. Is config.data.text_key right?"
+            f"{_named(corpus)}: the {len(sampled)} sampled parts have no readable text. Is "
+            "config.data.text_key right?"
         )
     tokenizer, training = _tokenizer(corpus, texts)
-    with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:  # cores share their memory
+    # As many threads as workers, since cores compete for memory bandwidth; the fastest of four
+    # rounds, since the first one warms up.
+    with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:
         encoding = float("inf")
-        for _ in range(4):  # the first text of each thread takes longer, and others may work
+        for _ in range(4):
             begun = time.perf_counter()
             encoded, *_ = pool.map(tokenizer.encode_batch, [texts] * side_by_side)
             encoding = min(encoding, time.perf_counter() - begun)
@@ -130,14 +133,14 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
 
 
 def _measuring(content: bytes) -> float:
-    """Seconds for what is said of validation text: how well xz compresses it."""
+    """Returns the seconds that xz takes to compress a text, as it does validation text."""
     begun = time.perf_counter()
     lzma.compress(content[:_COMPRESSED], preset=tokenized_part.XZ_PRESET)
     return (time.perf_counter() - begun) * len(content) / min(_COMPRESSED, len(content))
 
 
 def _held_out(corpus: Corpus) -> float:
-    """Which share of the text is for validation."""
+    """Returns the share of the text that is for validation."""
     if not corpus.config.validation_source:
         return corpus.config.validation_fraction
     pieces = [piece for part in corpus.parts for piece in part.slices]
@@ -155,7 +158,7 @@ def _texts(corpus: Corpus, part: parts_lib.Part) -> Iterator[str]:
 
 
 def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
-    """The corpus's tokenizer, or one like it; and seconds of learning, on so much text."""
+    """Returns the corpus's tokenizer, or one of similar size, and its training seconds."""
     config, key = corpus.config, corpus.tokenizer_key
     if config.tokenizer != "bpe" or vocabulary.is_trained(config, key):
         made = vocabulary.tokenizer(config, key, corpus.parts, ErrorCollector(True), shown=False)
@@ -172,7 +175,7 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
 
 
 def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float, float]]:
-    """Where bytes are needed: (folder, needed, free there); a bucket's are not known."""
+    """Returns (folder, bytes needed, bytes free) per folder; a bucket has infinitely many."""
     target, needed = corpus.path.parent, found.row_bytes * _missing(corpus)
     if not in_bucket(target):
         return [(os.fspath(target), needed, _free(target))]
@@ -185,29 +188,26 @@ def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float
 
 
 def _missing(corpus: Corpus) -> float:
-    """The share of the parts that is not made yet."""
+    """Returns the share of parts that are not finished yet."""
     return len(corpus.partial_dataset().missing()) / len(corpus.parts)
 
 
 def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> None:
-    """Says what a large corpus will take, before it does.
+    """Raises a UserError if a large corpus needs too much time or disk space.
 
     Args:
-      hours: that it may take; None: as many as it does.
-
-    Raises:
-      UserError: it takes longer, or more room than there is.
+      hours: limit; None: no limit.
     """
     if corpus.bytes <= parts_lib.part_bytes(corpus.config):
-        return  # a minute
+        return  # one part: about a minute
     with progress.waiting("sampling the sources", shown=shown):
         found = estimate(corpus, workers)
     for folder, needed, free in room(corpus, found, workers):
         if needed > free:
             raise UserError(
                 f"{folder} has {progress.size(free)} free, and preparing {_named(corpus)} needs "
-                f"about {progress.size(needed)} there: make room, or give config.data.directory "
-                "(or $KVJAX_CACHE) where there is some"
+                f"about {progress.size(needed)} there: free some space, or set "
+                "config.data.directory (or $KVJAX_CACHE) to another disk"
             )
     seconds = found.seconds(workers) * _missing(corpus)
     if hours is not None and seconds > 3600 * hours:
@@ -215,7 +215,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
             f"preparing {_named(corpus)} takes about {progress.duration(seconds)} here, with "
             f"{workers} processes: {found.tokens / 1e9:,.1f}B tokens from "
             f"{progress.size(found.text_bytes)} of text. Prepare it beforehand, on more cores or a "
-            f"cluster: `{corpus.config.command()}` (--plan says more), or let it take its time "
+            f"cluster: `{corpus.config.command()}` (--plan prints details), or raise the limit "
             f"here: --prepare_hours={seconds / 3600 * 1.5:.0f}"
         )
 
@@ -225,7 +225,7 @@ def _named(corpus: Corpus) -> str:
 
 
 def _free(folder: epath.Path) -> float:
-    there = pathlib.Path(folder)
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).free
+    existing = pathlib.Path(folder)
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free

@@ -1,10 +1,11 @@
 """Turns text into packed rows, once: `python -m kvjax.data.prepare --source=... --vocab_size=...`.
 
-The corpus is cut into parts, which the processes of this machine tokenize side by side. The stream
-of a split of a part is [BOS] + document, concatenated; row i holds tokens [i·T, i·T + T] of it, so
-that every token after the first is a target exactly once. Train drops what doesn't fill a part's
-last row; validation fills it with BOS, which counts no bytes. What is made stays: the same command
-goes on where a killed one ended. --plan says beforehand what it will take.
+The corpus is split into parts, which worker processes tokenize in parallel. The token stream of a
+part's split is [BOS] + document, concatenated. Row i holds its tokens [i T, i T + T], so that
+consecutive rows share one token and every token but the first is a target exactly once. Training
+drops the tokens that do not fill a part's last row; validation pads that row with BOS, which counts
+no bytes. A killed preparation resumes when the same command is run again. --plan prints the
+expected time and disk space beforehand.
 """
 
 import argparse
@@ -31,30 +32,30 @@ def prepare(
     hours: float | None = None,
     shown: bool = True,
 ) -> epath.Path:
-    """The folder of the data set that `config` asks for, written if it isn't there yet.
+    """Returns the folder of the data set of `config`; prepares it if it does not exist yet.
 
-    It holds `dataset.json` (what is in it), `tokenizer.json` and `packed_rows/` (as TFDS has them,
-    ArrayRecord). Several preparations at once write the same thing.
+    It holds `dataset.json` (the manifest), `tokenizer.json` and `packed_rows/` (ArrayRecord, in
+    TFDS's format). Concurrent preparations write the same bytes.
 
     Args:
-      workers: processes that tokenize; 0: one for each core.
-      skip_broken: leave out lines, row groups and files that cannot be read, and list them.
-      beam_options: of an Apache Beam pipeline that tokenizes, comma-separated; "": none does.
-      hours: that it may take, by the estimate; None: as many as it does.
-      shown: say on standard error how far it is, where it takes seconds.
+      workers: number of processes that tokenize; 0: one per core.
+      skip_broken: skip lines, row groups and files that cannot be read, and list them.
+      beam_options: comma-separated options of an Apache Beam pipeline; "": no Beam.
+      hours: refuse a preparation whose estimate is longer; None: no limit.
+      shown: print progress to stderr if it takes seconds.
 
     Raises:
-      FileNotFoundError: a source or tokenizer that isn't there.
-      ValueError: what can't be read, an empty split, too little text for the vocabulary or for one
-        row; with the file, the value and what to do.
-      UserError: it would take too long, or more room than there is.
+      FileNotFoundError: a source or tokenizer does not exist.
+      ValueError: an unreadable source, an empty split, too little text for the vocabulary or for
+        one row; the message names the file and the value.
+      UserError: it would take too long, or more disk space than is free.
     """
     if config_lib.is_prepared(config.source):
         return prepared_folder(config)
     if config.source == config_lib.MIXTURE:
         raise DataError(
-            f"config.data.source = {config.source!r}: names conversations, which the run that "
-            "trains on them prepares: python -m kvjax.main --config=configs/mid/lrkv_128m.py"
+            f"config.data.source = {config.source!r}: conversations are prepared by the run that "
+            "trains on them: python -m kvjax.main --config=configs/mid/lrkv_128m.py"
         )
     if beam_options:
         extras.require("--beam_pipeline_options", "apache_beam")
@@ -65,10 +66,10 @@ def prepare(
     if beam_options:
         from kvjax.data import beam
 
-        beam.pipeline(beam_options)  # raises
+        beam.pipeline(beam_options)  # raises for bad options before anything is written
     if not (beam_options and in_bucket(corpus.path)):
-        most = None if beam_options else hours
-        preparation_estimate.check(corpus, workers or runtime.cores(), most, shown=shown)
+        limit = None if beam_options else hours
+        preparation_estimate.check(corpus, workers or runtime.cores(), limit, shown=shown)
     try:
         making = preparation.begin(corpus, shown=shown)
         if beam_options:
@@ -84,12 +85,12 @@ def prepare(
 
 
 def prepared_folder(config: config_lib.DataConfig) -> epath.Path:
-    """The folder that a `prepared:` source names."""
+    """Returns the folder that a `prepared:` source names."""
     return runtime.path("config.data.source", config.source.removeprefix(config_lib.PREPARED))
 
 
 def _parser() -> command_line.Parser:
-    """One option per key of the data set's config, and how it is made."""
+    """Returns a parser with one option per key of DataConfig, and options of the preparation."""
     parser = command_line.Parser(__doc__)
     for key in keys(config_lib.DataConfig):
         name = config_lib.FLAG_NAMES.get(key.name, key.name)
@@ -99,12 +100,10 @@ def _parser() -> command_line.Parser:
             f"--{name}", dest=key.name, type=type(default), default=default, help=text
         )
     add = parser.add_argument_group("how").add_argument
-    add("--workers", type=int, default=0, help="processes that tokenize (one for each core)")
-    add("--skip_broken", action="store_true", help="leave out what cannot be read, and list it")
-    add("--plan", action="store_true", help="say what it will take, and prepare nothing")
-    add(
-        "--beam_pipeline_options", default="", help="comma-separated; an Apache Beam pipeline works"
-    )
+    add("--workers", type=int, default=0, help="processes that tokenize (one per core)")
+    add("--skip_broken", action="store_true", help="skip and list records that cannot be read")
+    add("--plan", action="store_true", help="estimate time and disk space, and prepare nothing")
+    add("--beam_pipeline_options", default="", help="comma-separated; tokenize with Apache Beam")
     parser.add_output()
     return parser
 
@@ -118,36 +117,35 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
         corpus = preparation.inspect_sources(config, skip_broken=options.skip_broken)
         path = corpus.path
     if corpus is None or not corpus.parts:
-        out.say(f"It is prepared: {os.fspath(path)}")
+        out.say(f"Already prepared: {os.fspath(path)}")
         out.result({"folder": os.fspath(path)})
         return
     found = preparation_estimate.estimate(corpus, workers)
     size, seconds = progress.size, found.seconds(workers)
     step = found.reading + found.encoding + found.writing
-    share = lambda part: f"{100 * part / step:.0f} %"
     rows = [
         ("parts", f"{found.parts:,}"),
         ("sources", size(found.source_bytes)),
         ("text", size(found.text_bytes)),
         ("tokens", progress.count(found.tokens)),
-        ("rate of a core", f"{size(found.rate)}/s"),
-        ("of it reading", share(found.reading)),
-        ("of it encoding", share(found.encoding)),
-        ("of it writing", share(found.writing)),
+        ("rate per core", f"{size(found.rate)}/s"),
+        ("of that, reading", f"{100 * found.reading / step:.0f} %"),
+        ("of that, encoding", f"{100 * found.encoding / step:.0f} %"),
+        ("of that, writing", f"{100 * found.writing / step:.0f} %"),
         ("processes", f"{workers}"),
         ("time", progress.duration(seconds)),
     ]
     places = preparation_estimate.room(corpus, found, workers)
     for folder, needed, free in places:
         known = size(free) if free < float("inf") else "not known"
-        rows.append((f"room in {folder}", f"{size(needed)} ({known} free)"))
+        rows.append((f"space in {folder}", f"{size(needed)} ({known} free)"))
     notes = []
     if found.vocab_size != config.vocab_size and config.tokenizer == "bpe":
-        notes.append(f"Tokens are counted with a vocabulary of {found.vocab_size:,}.")
+        notes.append(f"Tokens are counted with a vocabulary of {found.vocab_size:,} tokens.")
     if in_bucket(path) or any(
         in_bucket(name) for marks in corpus.sources.values() for name, _ in marks
     ):
-        notes.append("What the network takes is not counted.")
+        notes.append("Network time is not included.")
     out.show(Table(f"To prepare {config.source}, from a sample:", ("", "about"), rows, notes))
     room = [
         dict(folder=folder, needed=needed, free=free if free < float("inf") else None)
@@ -163,7 +161,7 @@ def _config(options: argparse.Namespace) -> config_lib.DataConfig:
 
 
 def main(arguments: list[str]) -> None:
-    """Prepares the data set of the options, and prints its folder and what is in it."""
+    """Prepares the data set that the options describe; prints its folder and manifest."""
     options = _parser().parse(arguments)
     if options.workers < 0:
         raise UserError(f"--workers={options.workers}: must be at least 1, or 0 for every core")
@@ -183,7 +181,7 @@ def main(arguments: list[str]) -> None:
     info = {k: v for k, v in manifest.read(path).items() if k not in manifest.INTEGRITY_KEYS}
     if left_out := info.get("left_out"):
         for text in left_out["first"]:
-            warn(f"left out: {config_lib.as_options(text)}")
+            warn(f"skipped: {config_lib.as_options(text)}")
     if options.json:
         Output(options).result(info | {"folder": os.fspath(path)})
     else:

@@ -1,7 +1,7 @@
-"""Reads text, as streams of pieces of documents. Errors name file and place.
+"""Reads text files as streams of pieces of documents; errors name file and position.
 
-A reader of text yields `Piece`s. A document too long to hold is several pieces; concatenated they
-are its text. `record_readers` read formats of one document after another.
+A document too long to hold in memory comes as several `Piece`s whose concatenation is its text.
+`record_readers` reads formats with one document per record.
 """
 
 import codecs
@@ -18,51 +18,51 @@ from kvjax.foundation.files import special
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16
 DOCUMENT_SEPARATOR = "\f"
-# UTF-32's little end starts with UTF-16's: first come, first asked.
+# Ordered: UTF-32's little-endian mark starts with UTF-16's.
 _OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# A line that starts with no blank can open a piece: the split pattern of our tokenizers makes no
-# token that reaches into it, so a document in pieces has the same tokens.
+# Documents are cut where a line starts with a non-blank: no token of our split pattern crosses such
+# a point, so the tokens of the pieces are those of the document.
 _LINE_START = re.compile(r"\n(?=\S)")
-_LINE_START_BYTES = re.compile(rb"\n(?=[!-~])")  # whatever the encoding's other bytes are
+_LINE_START_BYTES = re.compile(rb"\n(?=[!-~])")  # ASCII only, valid within any UTF-8 text
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one."""
+    """A document, or a piece of a long one."""
 
     text: str
     starts_document: bool
 
 
 class SourceError(DataError):
-    """A source that can't be used as it is: says which file, where in it, and what to do."""
+    """A source that cannot be read: the message names file, position and remedy."""
 
 
 class NullTextError(SourceError):
-    """A record whose text is null: no document, and nothing wrong."""
+    """A record whose text is null: skipped, and not an error of the user's."""
 
 
 class EmptySplitError(SourceError):
-    """Documents, and none of them in the split that was asked for."""
+    """A split without documents, of sources that have some."""
 
 
 def raise_error(error: SourceError) -> None:
-    """Raises what cannot be read, as readers do unless told to leave it out; skips nulls."""
+    """Raises an error of a reader, the readers' default; ignores null texts."""
     if not isinstance(error, NullTextError):
         raise error
 
 
-# Called with what cannot be read (a line, a row, a row group, the rest of a file) and with null
-# texts. If it returns, the reader goes on behind that.
+# Called for unreadable data (a line, a row, a row group, the rest of a file) and for null texts. If
+# it returns, the reader skips that data and continues.
 OnError = Callable[[SourceError], None]
 
 
 def read_document(text: str) -> Iterator[Piece]:
-    """The pieces of one document held in memory; none if it is empty."""
+    """Yields the pieces of one document in memory; nothing if it is empty."""
     return _cut([text])
 
 
@@ -74,15 +74,15 @@ def read_text(
     *,
     opens: bool = True,
 ) -> Iterator[Piece]:
-    """The documents in bytes [start, stop) of a UTF-8 text file, separated by form feeds.
+    """Yields the documents in bytes [start, stop) of a UTF-8 text file, separated by form feeds.
 
-    A byte order mark at the file's start is no part of the first.
+    A byte order mark at the start of the file is skipped.
 
     Args:
-      opens: whether a document starts at `start`, or goes on from before.
+      opens: True if a document starts at `start`; False if one continues there.
 
     Raises:
-      SourceError: bytes that aren't UTF-8, with their offset in the file.
+      SourceError: bytes that are not UTF-8, with their offset in the file.
     """
     if start == 0:
         check_encoding(path)
@@ -94,10 +94,10 @@ def read_text(
 
 
 def cut(path: epath.Path, offset: int) -> int:
-    """Where a text file may be cut: the first such place from a byte offset on, or its end.
+    """Returns the first byte offset >= `offset` where a text file may be cut, or its size.
 
-    Behind a form feed, or else (within BLOCK_BYTES there is none) where a line starts with no
-    blank: the tokens on both sides are those of the whole.
+    That is behind a form feed; or, if there is none within BLOCK_BYTES, where a line starts with a
+    non-blank, so that the tokens on both sides are those of the whole.
     """
     position, rest, line = offset, b"", None
     for block in _blocks(path, offset, None):
@@ -115,12 +115,12 @@ def cut(path: epath.Path, offset: int) -> int:
 
 
 def document_starts(path: epath.Path, offset: int) -> bool:
-    """Whether a document of a text file starts at a byte offset."""
+    """Returns True if a document of a text file starts at a byte offset."""
     return next(_blocks(path, offset - 1, offset), b"") == DOCUMENT_SEPARATOR.encode()
 
 
 def byte_order_mark(path: epath.Path) -> bool:
-    """Whether a file starts with UTF-8's byte order mark."""
+    """Returns True if a file starts with UTF-8's byte order mark."""
     return _head(path).startswith(codecs.BOM_UTF8)
 
 
@@ -135,6 +135,7 @@ def _head(path: epath.Path) -> bytes:
 
 
 def check_mark(head: bytes, name: str) -> None:
+    """Raises a SourceError if bytes start with another encoding's byte order mark."""
     for mark, encoding in _OTHER_MARKS.items():
         if head.startswith(mark):
             raise SourceError(
@@ -144,7 +145,7 @@ def check_mark(head: bytes, name: str) -> None:
 
 
 def line_start(path: epath.Path, offset: int) -> int:
-    """The first byte offset >= `offset` at which a line starts; the file's size if none does."""
+    """Returns the first byte offset >= `offset` where a line starts, or the file's size."""
     if offset <= 0:
         return 0
     position = offset - 1
@@ -157,21 +158,21 @@ def line_start(path: epath.Path, offset: int) -> int:
 
 
 def open_file(path: epath.Path) -> BinaryIO:
-    """Returns the file, opened for reading bytes; a DataError where that cannot be done."""
+    """Opens a file for reading bytes; raises a DataError on failure."""
     if kind := special(path):
         raise DataError(f"{os.fspath(path)} is {kind}: give a file")
     try:
         return path.open("rb")
     except FileNotFoundError as error:
-        raise DataError(f"{os.fspath(path)} is gone. Put it back.") from error
+        raise DataError(f"{os.fspath(path)} no longer exists. Restore it.") from error
     except PermissionError as error:
         raise DataError(
-            f"{os.fspath(path)} can't be read: {error}. Change its permissions."
+            f"{os.fspath(path)} cannot be read: {error}. Change its permissions."
         ) from error
 
 
 def read_bytes(path: epath.Path) -> bytes:
-    """Returns the bytes of a small file; a DataError as of `open_file`."""
+    """Returns the bytes of a small file; raises like `open_file`."""
     with open_file(path) as file:
         return file.read()
 
@@ -195,6 +196,7 @@ def _decode(
     position = start
     try:
         for block in blocks:
+            # Bytes of a character that the previous block cut; error.start counts from them.
             pending = len(decoder.getstate()[0])
             yield decoder.decode(block)
             position += len(block)
@@ -211,7 +213,7 @@ def _decode(
 
 
 def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:
-    """One iterator of chunks a document; the caller must exhaust each before it takes the next."""
+    """Yields one iterator of chunks per document; exhaust each before taking the next."""
     blocks = iter(blocks)
     rest: str | None = next(blocks, None)
 
@@ -231,7 +233,10 @@ def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:
 
 
 def _cut(chunks: Iterable[str], opens: bool = True) -> Iterator[Piece]:
-    """A document as pieces of about PIECE_CHARACTERS, cut at line starts (but in endless lines)."""
+    """Yields a document as pieces of about PIECE_CHARACTERS, cut at line starts.
+
+    A line of more than 64 times that length is cut anywhere.
+    """
     text, starts_document = "", opens
     for chunk in chunks:
         text += chunk

@@ -1,7 +1,7 @@
-"""Reads documents that are records of a file: JSON lines, rows of Parquet, examples of TFDS.
+"""Reads documents that are records of a file: JSON lines, Parquet rows, TFDS examples.
 
-One function per format, which yields texts. A record whose text is null is no document: it is
-skipped, and `on_error` counts it. Errors name file and place.
+One function per format, which yields texts. Errors name file and position; `on_error` is called for
+them, and for records whose text is null.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ from kvjax.foundation.errors import DataError, first_line
 
 
 def line_ranges(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:
-    """Yields [start, stop) of bytes of a file of lines, of about `limit` bytes, and their count."""
+    """Yields (start, stop, bytes): byte ranges of about `limit` bytes of a file of lines."""
     del key
     size, start = path.stat().length, 0
     while start < size:
@@ -37,16 +37,17 @@ def read_jsonl(
     """Yields the text under `key` of each line of JSON lines, plain or compressed.
 
     Args:
-      start, stop: bytes to read of a plain file, from where a line starts to where one does.
+      start, stop: byte range of a plain file, between starts of lines.
 
     Raises:
-      SourceError: a line that isn't a JSON object with a text under `key` (with its number), or a
+      SourceError: a line that is not a JSON object with a text under `key` (with its number), or a
         truncated file.
     """
     quoted = json.dumps(key, ensure_ascii=False).encode()
 
     def parse(line: bytes):
-        if line.count(quoted) > 1:  # as a rule in another object, or in the text
+        # Mostly in a nested object or in the text; a key that is really twice is an error.
+        if line.count(quoted) > 1:
             json_text.check_once(line, key)
         return json_text.parse(line)
 
@@ -54,21 +55,21 @@ def read_jsonl(
 
 
 def jsonl_density(path: epath.Path, key: str) -> float:
-    """Returns bytes of text per byte of a file of JSON lines as it lies, from its first lines."""
-    name, lying, text_bytes = os.fspath(path), 0, 0
+    """Returns bytes of text per stored byte of a file of JSON lines, from its first lines."""
+    name, stored, text_bytes = os.fspath(path), 0, 0
     packed = formats.suffix(name, formats.COMPRESSIONS)
     with readers.open_file(path) as file, contextlib.suppress(*formats.DECOMPRESSION_ERRORS):
         for line in formats.decompressed(file, name):
-            with contextlib.suppress(ValueError, TypeError):  # told when it is read
+            with contextlib.suppress(ValueError, TypeError):  # reported when the file is read
                 text_bytes += len(_text_of(json_text.parse(line), key, name).encode())
-            lying = file.tell() if packed else lying + len(line)
+            stored = file.tell() if packed else stored + len(line)
             if text_bytes > readers.BLOCK_BYTES:
                 break
-    return text_bytes / lying if lying else 1.0
+    return text_bytes / stored if stored else 1.0
 
 
 def parquet_ranges(path: epath.Path, column: str, limit: int) -> Iterator[tuple[int, int, int]]:
-    """Yields [start, stop) of row groups with about `limit` bytes of text, and their bytes.
+    """Yields (start, stop, bytes): ranges of row groups with about `limit` bytes of text.
 
     Raises:
       SourceError: see `read_parquet`.
@@ -97,11 +98,11 @@ def read_parquet(
     """Yields the texts of one column of a Parquet file.
 
     Args:
-      start, stop: row groups to read.
+      start, stop: range of row groups.
 
     Raises:
-      SourceError: not a whole Parquet file, no such column (lists those there) or two of them, a
-        column that isn't text, a row that isn't UTF-8.
+      SourceError: a damaged file, a missing or duplicate column, a column that is not text, a row
+        that is not UTF-8.
     """
     return _texts(records.parquet_rows(path, column, start, stop, on_error), column, on_error)
 
@@ -117,10 +118,10 @@ def read_tfds(
     """Yields the texts under feature `key` of a split of a TFDS data set.
 
     Args:
-      start, stop: examples to read.
+      start, stop: range of examples.
 
     Raises:
-      SourceError: no such split or feature (lists those there), or a text that isn't UTF-8.
+      SourceError: no such split or feature, or a text that is not UTF-8.
     """
     name = builder.info.full_name
     if split not in builder.info.splits:
@@ -140,7 +141,7 @@ def read_tfds(
             place = f"tfds:{name}#{split}, example {i}"
             try:
                 example = examples[i]
-            except Exception as error:  # damage, or a network: its libraries' errors do not tell
+            except Exception as error:  # TFDS's errors do not separate damage from a network's
                 raise DataError(f"{place} cannot be read: {first_line(error)}") from error
             yield place, example
 
@@ -148,7 +149,7 @@ def read_tfds(
 
 
 def _texts(rows: Iterable[tuple[str, dict]], key: str, on_error: readers.OnError) -> Iterator[str]:
-    """Yields the text under a key of each row; what is none goes to `on_error`."""
+    """Yields the text under a key of each row; calls `on_error` for rows without one."""
     for place, row in rows:
         try:
             text = _text_of(row, key, place)
@@ -162,7 +163,7 @@ def _text_of(row: dict, key: str, place: str) -> str:
     if key not in row:
         raise readers.SourceError(
             f"{place} has no key {key!r}; it has {list(row)}. Set config.data.text_key to the key "
-            "with the text."
+            "of the text."
         )
     value = row[key]
     if value is None:
@@ -171,8 +172,8 @@ def _text_of(row: dict, key: str, place: str) -> str:
         text = value.decode() if isinstance(value, bytes) else value
         if not isinstance(text, str):
             raise readers.SourceError(
-                f"{place}: {key!r} is {type(text).__name__}, not text. Mend it (null for no text), "
-                "or set config.data.text_key to the key with the text."
+                f"{place}: {key!r} is {type(text).__name__}, not text. Correct it (null for no "
+                "text), or set config.data.text_key to the key of the text."
             )
         if not text.isascii():
             text.encode()
@@ -180,6 +181,6 @@ def _text_of(row: dict, key: str, place: str) -> str:
         raise readers.SourceError(f"{place}: {key!r} is not UTF-8: {error}.") from error
     except UnicodeEncodeError as error:
         raise readers.SourceError(
-            f"{place}: {key!r} holds half a surrogate pair, which is no text: {error}."
+            f"{place}: {key!r} has an unpaired surrogate, which UTF-8 cannot encode: {error}."
         ) from error
     return text

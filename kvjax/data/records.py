@@ -1,6 +1,6 @@
-"""Reads rows of files as objects: JSON lines, Parquet, CSV; with the place of each, for messages.
+"""Reads rows of JSON lines, Parquet and CSV as objects, with the position of each for messages.
 
-The one reader of these formats: for texts (`record_readers`), conversations and questions.
+Used for texts (`record_readers`), conversations and benchmark questions.
 """
 
 import codecs
@@ -22,15 +22,15 @@ from kvjax.foundation.errors import DataError, first_line
 SUFFIXES = (*formats.LINES, formats.PARQUET, formats.CSV)
 _BATCH_ROWS = 256
 
-Row = dict | list[str]  # an object; the cells of a line of CSV
+Row = dict | list[str]  # an object, or the cells of a CSV line
 
 
 def read(path: epath.Path) -> Iterator[tuple[str, Row]]:
-    """Yields each row of a file, and where it stands.
+    """Yields (position, row) for each row of a file.
 
     Raises:
-      DataError: another suffix, a file that is damaged or no such format, JSON that readers take
-        differently (see `json_text.parse_strictly`), columns of one name; with file and row.
+      DataError: an unknown suffix, a damaged file, JSON with duplicate keys or the like (see
+        `json_text.parse_strictly`), columns of one name; with file and row.
     """
     name = os.fspath(path)
     if formats.suffix(name, (formats.PARQUET,)):
@@ -44,7 +44,7 @@ def read(path: epath.Path) -> Iterator[tuple[str, Row]]:
 
 
 def count(path: epath.Path) -> int:
-    """Returns how many rows `read` finds in a file; of Parquet its index says so."""
+    """Returns the number of rows that `read` yields; for Parquet from its metadata."""
     if not formats.suffix(os.fspath(path), (formats.PARQUET,)):
         return sum(1 for _ in read(path))
     with open_parquet(path) as table:
@@ -52,7 +52,7 @@ def count(path: epath.Path) -> int:
 
 
 def digest(paths: list[epath.Path]) -> str:
-    """Returns SHA-256 of the bytes of files, one after the other."""
+    """Returns the SHA-256 of the concatenated bytes of files."""
     found = hashlib.sha256()
     for path in paths:
         with readers.open_file(path) as file:
@@ -62,9 +62,9 @@ def digest(paths: list[epath.Path]) -> str:
 
 
 def is_damage(error: Exception) -> bool:
-    """Returns True if an error of reading says that a file is broken, not a disk or a network.
+    """Returns True if a read error means a damaged file, not a failing disk or network.
 
-    Errors of disks have a number, those of networks a type of their own; Arrow's have neither.
+    Errors of disks have an errno, errors of networks their own types; Arrow's have neither.
     """
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return type(error) is OSError and error.errno is None
@@ -82,14 +82,15 @@ def json_lines(
     *,
     parse: Callable[[bytes], Any] = json_text.parse,
 ) -> Iterator[tuple[str, dict]]:
-    """Yields the object of each line of a file, plain or compressed, and its place.
+    """Yields (position, object) for each line of a file, plain or compressed.
 
-    Blank lines are skipped, and a byte order mark at the file's start.
+    Skips blank lines and a byte order mark at the start of the file.
 
     Args:
-      start, stop: bytes to read of a plain file, from where a line starts to where one does.
-      on_error: called with a line that is no JSON object, and with what cannot be decompressed.
-      parse: makes an object of a line; raises a ValueError.
+      start, stop: byte range of a plain file, between starts of lines.
+      on_error: called for a line that is not a JSON object, and for data that cannot be
+        decompressed.
+      parse: parses a line; raises a ValueError.
     """
     name = os.fspath(path)
     is_cut = stop is not None and not formats.suffix(name, formats.COMPRESSIONS)
@@ -101,7 +102,7 @@ def json_lines(
                 if is_cut and position >= stop:
                     return
                 place = f"{name}, line {number}"
-                if start:  # only who read all before would know the number
+                if start:  # the line's number is unknown
                     place = f"{name}, the line at byte {position}"
                 position += len(line)
                 if number == 1 and not start:
@@ -124,11 +125,11 @@ def json_lines(
 
 
 def _object_of(line: bytes, place: str, parse: Callable[[bytes], Any]) -> dict:
-    advice = "Each line must be one object (of an array: jq -c '.[]')."
+    advice = "Each line must be one object (to convert an array: jq -c '.[]')."
     try:
         row = parse(line)
     except ValueError as error:  # also what isn't UTF-8
-        raise readers.SourceError(f"{place} is no JSON: {first_line(error)}. {advice}") from error
+        raise readers.SourceError(f"{place} is not JSON: {first_line(error)}. {advice}") from error
     if not isinstance(row, dict):
         raise readers.SourceError(f"{place} must be an object, not {type(row).__name__}. {advice}")
     return row
@@ -144,15 +145,15 @@ def parquet_rows(
     stop: int | None = None,
     on_error: readers.OnError = readers.raise_error,
 ) -> Iterator[tuple[str, dict]]:
-    """Yields the rows of a Parquet file, and the place of each; rows are numbered from 1.
+    """Yields (position, row) for the rows of a Parquet file, numbered from 1.
 
-    Bytes that are UTF-8 are text: some writers do not say so of a column.
+    Byte columns are decoded if they are UTF-8, since some writers do not mark text.
 
     Args:
-      column: the only one to read, of text; None: all.
-      start, stop: row groups to read.
-      on_error: called with a row that holds text that is not UTF-8, and with a row group that
-        cannot be read: what is left of it is skipped.
+      column: read this column of text only; None: all.
+      start, stop: range of row groups.
+      on_error: called for a row whose text is not UTF-8, and for a row group that cannot be read,
+        the rest of which is skipped.
     """
     import pyarrow
 
@@ -180,10 +181,10 @@ def parquet_rows(
 def _rows_of(
     batch, name: str, number: int, on_error: readers.OnError
 ) -> Iterator[tuple[str, dict]]:
-    """Yields the rows of a batch whose first has this number in the file."""
+    """Yields the rows of a batch; `number` is that of its first row in the file."""
     try:
         rows = batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is no UTF-8, dates that Python does not have
+    except (ValueError, OverflowError):  # text that is not UTF-8, dates out of Python's range
         rows = None
     for i in range(batch.num_rows):
         place = f"{name}, row {number + i}"
@@ -196,7 +197,7 @@ def _rows_of(
 
 
 def _row_of(batch, i: int, place: str) -> dict:
-    """Returns one row; a SourceError that names the column that cannot be read."""
+    """Returns one row; raises a SourceError that names an unreadable column."""
     row = {}
     for column, values in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -213,7 +214,7 @@ def _row_of(batch, i: int, place: str) -> dict:
 
 
 def _as_text(value):
-    """Returns a value with its bytes as text, where they are UTF-8."""
+    """Decodes bytes that are UTF-8, also inside lists and dicts."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -228,11 +229,10 @@ def _as_text(value):
 
 @contextlib.contextmanager
 def open_parquet(path: epath.Path, column: str | None = None):
-    """Opens a Parquet file whose columns have a name each, or that has one such column of text.
+    """Opens a Parquet file, and checks that column names are unique or that `column` is text.
 
     Raises:
-      SourceError: not a whole Parquet file, no such column (lists those there) or one that is no
-        text, two of one name.
+      SourceError: a damaged file, a column that is missing, duplicate or not text.
     """
     import pyarrow  # Takes 0.3 s, and most runs read no Parquet.
     import pyarrow.parquet as pq
@@ -245,7 +245,7 @@ def open_parquet(path: epath.Path, column: str | None = None):
             if not is_damage(error):
                 raise
             raise readers.SourceError(
-                f"{name} is no whole Parquet file: {first_line(error)}. Fetch it again."
+                f"{name} is not a complete Parquet file: {first_line(error)}. Fetch it again."
             ) from error
         names = table.schema_arrow.names
         if column is not None and column not in names:
@@ -256,7 +256,7 @@ def open_parquet(path: epath.Path, column: str | None = None):
         for one in names if column is None else [column]:
             if (times := names.count(one)) > 1:
                 raise readers.SourceError(
-                    f"{name} has {times} columns named {one!r}: write it with a name for each."
+                    f"{name} has {times} columns named {one!r}: give each its own name."
                 )
         if column is not None and not _holds_text(table.schema_arrow.field(column).type):
             raise readers.SourceError(
@@ -267,7 +267,7 @@ def open_parquet(path: epath.Path, column: str | None = None):
 
 
 def _holds_text(kind) -> bool:
-    """Returns True for an Arrow type of text, of bytes, which may be text, and of nulls alone."""
+    """Returns True for Arrow types of text, of bytes (possibly text) and of nulls only."""
     import pyarrow.types as types
 
     kind = getattr(kind, "storage_type", kind)  # of an extension, as arrow.json
@@ -290,4 +290,4 @@ def _csv(path: epath.Path) -> Iterator[tuple[str, list[str]]]:
                 if cells:
                     yield f"{name}, row {number}", cells
         except (UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{name} is no CSV in UTF-8: {first_line(error)}") from error
+            raise DataError(f"{name} is not CSV in UTF-8: {first_line(error)}") from error

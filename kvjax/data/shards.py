@@ -1,9 +1,8 @@
-"""Rows by index, from ArrayRecord shards of which few are open at a time.
+"""Reads rows by index from ArrayRecord shards, of which few are open at a time.
 
-A data set may have ten thousand shards. How many rows each has stands in the description that lies
-beside them, so that none is opened before a row of it is asked for, and the one that was not asked
-for the longest is closed before too many are open. Rows that TFDS wrote are read as well: theirs
-is the same format.
+A data set may have ten thousand shards. Their numbers of rows stand in the description beside them,
+so a shard is opened when its first row is read, and the least recently used one is closed when too
+many are open. Rows written by TFDS can be read as well.
 """
 
 from collections import OrderedDict
@@ -27,28 +26,28 @@ from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError, first_line
 from kvjax.foundation.files import in_bucket
 
-# Rows under way at once where one takes long: from a bucket, or a folder that lies elsewhere. Where
-# they do not, threads would only wait for each other's hold on the interpreter.
+# Threads that read rows if one takes longer than _SLOW_SECONDS (a bucket, a network file system).
+# From a fast disk, threads would only wait for the GIL.
 THREADS = 32
-_LONG_SECONDS = 3e-3
-# A reader has a file descriptor or two and keeps where each row of its shard begins.
-_MOST_READERS = 256
+_SLOW_SECONDS = 3e-3
+# A reader holds one or two file descriptors and the offsets of all rows of its shard.
+_MAX_READERS = 256
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _POSTSCRIPT_BYTES = 1 << 16
 _INDEX_BYTES_PER_ROW = 5  # of a shard's index of rows, compressed
-# Errors in reading that say nothing about what was written.
+# Read errors that are no sign of damage: permissions, file limits, network.
 _REFUSED = re.compile(r"open\(\) failed: (?!No such file)|(?<!code: 404); reading gs://")
-_READ_BYTES = 1 << 12  # ArrayRecord reads at least so much for a row
+_READ_BYTES = 1 << 12  # minimum that ArrayRecord reads per row
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What TFDS's metadata say of a folder of rows.
+    """TFDS's description of a folder of rows.
 
-    rows: by split, how many each shard has, in order.
+    rows: number of rows of each shard, in order, by split.
     row_length: T + 1.
-    dtype: of a token.
-    masked: every token has whether it is trained on.
+    dtype: of tokens.
+    masked: rows have a loss mask.
     """
 
     rows: dict[str, np.ndarray]
@@ -58,10 +57,10 @@ class Description:
 
 
 def read_description(folder: epath.Path) -> Description:
-    """What `packed_rows.describe` wrote to a folder, or TFDS itself.
+    """Reads the description that `packed_rows.describe`, or TFDS itself, wrote to a folder.
 
     Raises:
-      ValueError, TypeError or KeyError: it describes no such rows.
+      ValueError, TypeError or KeyError: it describes other data.
     """
     info = json_text.parse((folder / "dataset_info.json").read_bytes())
     features = json_text.parse((folder / "features.json").read_bytes())
@@ -74,20 +73,20 @@ def read_description(folder: epath.Path) -> Description:
         raise ValueError(f"not rows of tokens, but {kinds}")
     (length,) = tensor["shape"]["dimensions"]
     if odd := {split["filepathTemplate"] for split in info["splits"]} - {_TEMPLATE}:
-        raise ValueError(f"shards are named otherwise: {odd.pop()}")
+        raise ValueError(f"unknown names of shards: {odd.pop()}")
     rows = {s["name"]: np.array(s["shardLengths"], np.int64) for s in info["splits"]}
     dtype = np.dtype(tensor["dtype"]).newbyteorder("<")
     return Description(rows, int(length), dtype, masked)
 
 
 class PackedRows:
-    """The rows of a split by index, `{"tokens": unsigned [T + 1]}`; any thread may read.
+    """The rows of a split by index, `{"tokens": unsigned [T + 1]}`; thread-safe.
 
-    Those of conversations may have `"mask"` too, uint8 [T + 1].
+    Rows with a loss mask have `"mask"` too, uint8 [T + 1].
 
     Args:
-      folder: of the shards; local, or gs://BUCKET/FOLDER, which ArrayRecord reads by itself.
-      told: a context in which a row is read; errors of a reader pass through it.
+      folder: of the shards; local, or gs://BUCKET/FOLDER, which ArrayRecord reads itself.
+      errors: context manager in which rows are read; may translate exceptions.
     """
 
     def __init__(
@@ -95,20 +94,20 @@ class PackedRows:
         folder: epath.PathLike,
         split: str,
         description: Description,
-        told: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        errors: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
-        self._folder, self._split, self._told = os.fspath(folder), split, told
+        self._folder, self._split, self._errors = os.fspath(folder), split, errors
         self._rows = description.rows[split]
         self._ends = np.cumsum(self._rows)
         self._length = description.row_length
         self._dtypes = packed_rows.dtypes(description.dtype, description.masked)
         self._heads = packed_rows.heads(self._dtypes, self._length)
         self.in_bucket = in_bucket(self._folder)
-        # Not a method of this object: in a circle, readers would stay open until it is collected.
+        # Not a bound method: a reference cycle would keep readers open until garbage collection.
         open_ = functools.partial(_open, self._folder, split, self._rows)
-        self._readers = _Readers(open_, most_readers())
-        self._take_long = self.in_bucket  # until rows of it show how long they take
-        self._threads = futures.ThreadPoolExecutor(THREADS, "rows")  # starts none that is not used
+        self._readers = _Readers(open_, max_readers())
+        self._is_slow = self.in_bucket  # first guess; updated by every read
+        self._threads = futures.ThreadPoolExecutor(THREADS, "rows")  # starts threads on demand
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -118,39 +117,41 @@ class PackedRows:
         return row
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Several rows: one after another, or many at once where the last ones took long."""
+        """Returns several rows: sequentially, or in threads if the last ones were slow."""
         wanted = np.asarray(indices, np.int64)
         if not wanted.size:
             return []
         if not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()}, of {len(self)}")
+        # `_ends` holds cumulative row counts: the first end above an index is its shard's.
         shards = np.searchsorted(self._ends, wanted, side="right")
         places = wanted - (self._ends - self._rows)[shards]
-        each = self._threads.map if self._take_long else map
-        with self._told():
+        each = self._threads.map if self._is_slow else map
+        with self._errors():
             rows, seconds = zip(*each(self._read, shards.tolist(), places.tolist()), strict=True)
-        self._take_long = sum(seconds) > _LONG_SECONDS * len(rows)
+        self._is_slow = sum(seconds) > _SLOW_SECONDS * len(rows)
         return list(rows)
 
     def _read(self, shard: int, place: int) -> tuple[dict[str, np.ndarray], float]:
-        """A row, and the seconds that it took."""
+        """Returns row `place` of a shard, and the seconds that reading it took."""
         start = time.perf_counter()
         try:
-            with self._readers.lend(shard) as reader:
-                # A range: of a list, ArrayRecord looks through the shard's whole index each time.
+            with self._readers.borrow(shard) as reader:
+                # A range, since for a list ArrayRecord scans the shard's whole index.
                 (record,) = reader.read(place, place + 1)
         except RuntimeError as error:
             if not _REFUSED.search(str(error)):
                 raise
             raise DataError(
-                f"{self._folder}/{self._name(shard)} could not be read: {first_line(error)}. That "
-                "this machine may read it, and has files and network for it, has to be seen to"
+                f"{self._folder}/{self._name(shard)} could not be read: {first_line(error)}. Check "
+                "its permissions, the limit of open files and the network"
             ) from error
+        # A record is, for each feature, a constant protobuf header and the raw bytes.
         row, end = {}, 0
         for name, head in self._heads.items():
             dtype, begin = self._dtypes[name], end + len(head)
-            start_of, end = end, begin + self._length * dtype.itemsize
-            if len(record) < end or not record.startswith(head, start_of):
+            header_start, end = end, begin + self._length * dtype.itemsize
+            if len(record) < end or not record.startswith(head, header_start):
                 raise ValueError(f"row {place} of {self._name(shard)} is no row of tokens")
             row[name] = np.frombuffer(record, dtype, self._length, begin)
         if len(record) != end:
@@ -162,81 +163,85 @@ class PackedRows:
 
 
 def _open(folder: str, split: str, rows: np.ndarray, shard: int) -> ArrayRecordReader:
-    """A reader of a shard, where each has so many rows."""
-    # What it looks for first, the end of a shard, comes in one piece.
+    """Opens a reader of a shard, and checks its number of rows."""
+    # The postscript and the index of rows, at the shard's end, are read in one request.
     end = 2 * _POSTSCRIPT_BYTES + _INDEX_BYTES_PER_ROW * int(rows[shard])
     options = f"readahead_buffer_size:0,max_parallelism:0,footer_prefetch_bytes:{end}"
     name = packed_rows.shard_name(split, shard, len(rows))
     path = f"{folder.rstrip('/')}/{name}"
     reader = ArrayRecordReader(path, options, file_reader_buffer_size=_READ_BYTES)
     if not reader.ok():
-        reader.close()  # raises what is wrong
+        reader.close()  # raises the error
     if reader.num_records() != rows[shard]:
         raise ValueError(f"{name} has {reader.num_records()} rows, not {rows[shard]}")
     return reader
 
 
-def most_readers() -> int:
-    """How many shards a split has open at once: a quarter of what the process may open at most."""
+def max_readers() -> int:
+    """Returns the number of shards that a split may have open: a quarter of the file limit."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_READERS if files == resource.RLIM_INFINITY else min(_MOST_READERS, files // 4)
-    return max(1, most)
+    limit = _MAX_READERS if files == resource.RLIM_INFINITY else min(_MAX_READERS, files // 4)
+    return max(1, limit)
 
 
 @dataclasses.dataclass
-class _Open:
-    """A reader, or the wait for it, and how many threads have it."""
+class _Entry:
+    """A reader, open or being opened, and the number of threads that use it."""
 
     reader: futures.Future
     users: int = 0
 
 
 class _Readers:
-    """Readers that stay open, at most so many: the one unused for longest makes room.
+    """An LRU cache of open readers, shared by threads.
 
     Args:
-      open_: a reader of a shard.
-      most: readers open at once; who needs one more while all are in use waits.
+      open_: opens the reader of a shard.
+      limit: maximum number of open readers; a thread that needs another one waits.
     """
 
-    def __init__(self, open_: Callable[[int], ArrayRecordReader], most: int):
-        self._open, self._most = open_, most
-        self._readers: OrderedDict[int, _Open] = OrderedDict()  # longest unused first
-        self._given_back = threading.Condition()
+    def __init__(self, open_: Callable[[int], ArrayRecordReader], limit: int):
+        self._open, self._limit = open_, limit
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
+        self._returned = threading.Condition()
 
     @contextlib.contextmanager
-    def lend(self, shard: int) -> Iterator[ArrayRecordReader]:
-        """The reader of a shard, open at least until it is given back."""
-        lent = self._take(shard)
+    def borrow(self, shard: int) -> Iterator[ArrayRecordReader]:
+        """Yields the reader of a shard, which stays open while the context lasts."""
+        entry = self._acquire(shard)
         try:
-            yield lent.reader.result()
+            yield entry.reader.result()
         finally:
-            with self._given_back:
-                lent.users -= 1
-                self._given_back.notify()
+            with self._returned:
+                entry.users -= 1
+                self._returned.notify()
 
-    def _take(self, shard: int) -> _Open:
-        with self._given_back:
-            self._given_back.wait_for(lambda: shard in self._readers or self._room())
-            if shard in self._readers:
-                self._readers.move_to_end(shard)
-                lent, closing = self._readers[shard], None
-                lent.users += 1
-                return lent
-            closing = self._readers.pop(self._idle()) if len(self._readers) >= self._most else None
-            lent = self._readers[shard] = _Open(futures.Future(), users=1)
+    def _acquire(self, shard: int) -> _Entry:
+        with self._returned:
+            self._returned.wait_for(lambda: shard in self._entries or self._has_room())
+            if shard in self._entries:
+                self._entries.move_to_end(shard)
+                entry = self._entries[shard]
+                entry.users += 1
+                return entry
+            evicted = None
+            if len(self._entries) >= self._limit:
+                evicted = self._entries.pop(self._idle())
+            entry = self._entries[shard] = _Entry(futures.Future(), users=1)
+        # Open and close outside the lock: other threads wait for the future instead.
         try:
-            if closing is not None:
-                closing.reader.result().close()
-            lent.reader.set_result(self._open(shard))
+            if evicted is not None:
+                evicted.reader.result().close()
+            entry.reader.set_result(self._open(shard))
         except BaseException as error:
-            with self._given_back:  # who waits for it gets the error, who comes later tries again
-                del self._readers[shard]
-            lent.reader.set_exception(error)
-        return lent
+            with self._returned:  # waiting threads get the error, later ones try again
+                del self._entries[shard]
+            entry.reader.set_exception(error)
+        return entry
 
-    def _room(self) -> bool:
-        return len(self._readers) < self._most or self._idle() is not None
+    def _has_room(self) -> bool:
+        return len(self._entries) < self._limit or self._idle() is not None
 
     def _idle(self) -> int | None:
-        return next((shard for shard, lent in self._readers.items() if not lent.users), None)
+        """Returns the least recently used shard that no thread uses."""
+        return next((shard for shard, entry in self._entries.items() if not entry.users), None)

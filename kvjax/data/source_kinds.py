@@ -1,6 +1,6 @@
-"""What documents come from: the embedded books, text files, files of records, TFDS.
+"""Kinds of sources: the embedded books, text files, files of records, TFDS.
 
-What is held out is decided before anything is packed:
+The validation split is chosen before packing:
 
 | source | validation is |
 |---|---|
@@ -8,8 +8,8 @@ What is held out is decided before anything is packed:
 | .txt | the last `validation_fraction` of each file's bytes, from the next line on |
 | JSON lines, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
 
-So equal records are on the same side. With a `validation_source`, that is validation, and all of
-`source` is for training.
+So duplicate records are in the same split. With a `validation_source`, that is the validation split
+and all of `source` is for training.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,9 +32,9 @@ CORPUS = epath.Path(__file__).parent / "corpus"
 EMBEDDED = "embedded:"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
 SUFFIXES = (formats.TEXT, formats.PARQUET, *formats.LINES)
-# Files up to here are told apart by all their bytes, larger ones by size, time and both ends.
+# Fingerprints hash smaller files whole, of larger ones the size, time and both ends.
 HASHED_BYTES = 64 << 20
-# The command `tfds` imports all of these, whatever it does.
+# The command `tfds` imports all of these.
 _TFDS_ENVIRONMENT = (
     "in an environment of its own (pip install tensorflow tensorflow-datasets array-record "
     "apache-beam mlcroissant importlib_resources)"
@@ -42,54 +42,54 @@ _TFDS_ENVIRONMENT = (
 
 
 class Range(NamedTuple):
-    """A run of a source, [start, stop) in its own unit, and about how many bytes that is."""
+    """A range [start, stop) of a source, in the source's unit, and its approximate bytes."""
 
     start: int
     stop: int
     bytes: int
 
 
-SplitPiece = tuple[str, readers.Piece]  # a split and a piece of a document of it
+SplitPiece = tuple[str, readers.Piece]  # a split's name and a piece of one of its documents
 
 
 class Source(Protocol):
-    """Something with documents.
+    """A file or data set of documents.
 
     Attributes:
-      name: by which `named` finds it.
+      name: for `open_source`.
     """
 
     name: str
 
     def fingerprint(self) -> str:
-        """Changes when the documents do; cheap."""
+        """Returns a hash that changes when the documents do."""
 
     def stamp(self) -> str:
-        """Changes when its files are written, or nearly always does; costs a look at each."""
+        """Returns a value that changes when files are written, from their metadata alone."""
 
     def ranges(self, limit: int) -> Iterator[Range]:
-        """All of it in order, in ranges of at most about so many bytes where it can be cut."""
+        """Yields ranges that cover the source in order, of about `limit` bytes if it can be cut."""
 
     def density(self) -> float:
-        """Bytes of text per byte of its ranges, about."""
+        """Returns bytes of text per stored byte, approximately."""
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
-        """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
+        """Yields the documents of `train`, `validation` (the held-out `fraction`) or `all`."""
 
     def split_pieces(
         self, fraction: float, range: Range, on_error: readers.OnError
     ) -> Iterator[SplitPiece]:
-        """The documents of one of `ranges`, each piece with its split; 0.0 holds none out."""
+        """Yields the documents of one of `ranges`, each piece with its split."""
 
 
 class TextFile:
-    """A .txt file; validation is its end."""
+    """A .txt file, whose end is for validation."""
 
     def __init__(self, path: epath.Path):
         self.path, self.name = path, os.fspath(path)
 
     def fingerprint(self) -> str:
-        # The mark was once a part of the text: what was prepared with it is other data.
+        # Earlier versions kept the mark as text: data prepared by them must have another key.
         marked = " without its mark" if readers.byte_order_mark(self.path) else ""
         return f"txt {file_hash(self.path)}{marked}"
 
@@ -110,7 +110,7 @@ class TextFile:
         return 1.0
 
     def _bounds(self, fraction: float) -> tuple[int, int]:
-        """Where the training documents end, and the file."""
+        """Returns the byte offsets at which the training text and the file end."""
         size = self.path.stat().length
         return readers.line_start(self.path, size - int(size * fraction)), size
 
@@ -132,21 +132,18 @@ class TextFile:
 
 
 class Records:
-    """Documents one by one; validation are those whose hash falls in the fraction."""
+    """A source of one document per record; a document's hash determines its split."""
 
     def __init__(
         self, name: str, fingerprint: Callable[[], str], stamp, ranges, read, density=None
     ):
-        """PartResult of functions.
+        """Builds a source from functions.
 
         Args:
           name: see `Source`.
-          fingerprint: called once a preparation: it can read the whole file.
-          stamp: see `Source`.
-          ranges: of a limit, see `Source`.
-          read: of the first and the last place and of what to do with what cannot be read, the
-            documents between; of nothing, all.
-          density: see `Source`; None: as much text as bytes.
+          fingerprint, stamp, ranges: methods of `Source`.
+          read: called as read() or read(start, stop, on_error), yields documents.
+          density: see `Source`; None: 1.
         """
         self.name, self.fingerprint = name, fingerprint
         self.stamp, self.ranges = stamp, ranges
@@ -168,7 +165,7 @@ class Records:
 
 
 class EmbeddedBook:
-    """A compressed book of the corpus."""
+    """A compressed book of the embedded corpus."""
 
     def __init__(self, path: epath.Path):
         self.path, self.name = path, f"{EMBEDDED}{path.name}"
@@ -184,7 +181,7 @@ class EmbeddedBook:
         yield Range(0, 1, self.path.stat().length)
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
-        del fraction  # A fixed validation text makes figures comparable.
+        del fraction  # fixed, so that losses are comparable between runs
         text = lzma.decompress(self.path.read_bytes())
         cut = len(text)
         if split != "all":
@@ -206,16 +203,16 @@ class EmbeddedBook:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document's own hash puts it into a validation split of this fraction."""
+    """Returns True if a document's hash puts it into a validation split of this fraction."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
 
 def open_source(name: str, text_key: str, where: str) -> Source:
-    """The source of a name: `embedded:BOOK`, `tfds:NAME`, or a file's path.
+    """Returns the source of a name: `embedded:BOOK`, `tfds:NAME`, or a file's path.
 
     Args:
-      where: for messages: the key and its value.
+      where: the config key and its value, for messages.
     """
     if name.startswith(EMBEDDED):
         return EmbeddedBook(CORPUS / name.removeprefix(EMBEDDED))
@@ -232,13 +229,13 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
         ranges, read = record_readers.parquet_ranges, record_readers.read_parquet
     elif kind in formats.PLAIN_LINES:
         ranges, read = record_readers.line_ranges, record_readers.read_jsonl
-    else:  # compressed: from the start on or not at all
+    else:  # compressed files cannot be cut
         ranges, read = _whole, record_readers.read_jsonl
     return Records(
         os.fspath(path),
         lambda: f"{kind} {file_hash(path)}",
         lambda: _file_stamp(path),
-        lambda limit: (Range(*range) for range in ranges(path, text_key, limit)),
+        lambda limit: map(Range._make, ranges(path, text_key, limit)),
         functools.partial(read, path, text_key),
         None if kind == formats.PARQUET else lambda: record_readers.jsonl_density(path, text_key),
     )
@@ -268,7 +265,9 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
             stop = min(start + step, count)
             yield Range(start, stop, size * (stop - start) // count)
 
-    fingerprint = lambda: f"tfds {info.full_name} {split} {sizes} {info.dataset_size}"
+    def fingerprint() -> str:
+        return f"tfds {info.full_name} {split} {sizes} {info.dataset_size}"
+
     return Records(
         item,
         fingerprint,
@@ -282,28 +281,28 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
 def tfds_builder(name: str):
     """Returns the builder of a TFDS data set that is prepared as ArrayRecord.
 
-    It is not prepared from here: most data sets' code needs TensorFlow, and hours.
+    Does not prepare it: the code of most data sets needs TensorFlow, and hours.
 
     Raises:
-      SourceError: none of that name, or not as ArrayRecord; with the command that makes it.
+      SourceError: unknown, not prepared, or in another format; with the command that prepares it.
     """
     import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
 
     folder = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")
     build = f"tfds build {shlex.quote(name)} --file_format=array_record --data_dir="
     build = f"{_TFDS_ENVIRONMENT}: {build}{shlex.quote(folder)}"
-    elsewhere = "Set TFDS_DATA_DIR to the folder it is in, or build it where there is a network,"
+    elsewhere = "Set TFDS_DATA_DIR to its folder, or build it on a machine with a network,"
     try:
         builder = tfds.builder(name, data_dir=folder)
     except tfds.core.DatasetNotFoundError as error:
         raise readers.SourceError(
-            f"tfds:{name} can't be opened: it is not in {folder}, and TFDS finds no such name "
-            f"(without TensorFlow it finds some only). {elsewhere} {build}"
+            f"tfds:{name} cannot be opened: it is not in {folder}, and TFDS knows no such name "
+            f"(without TensorFlow it knows only some). {elsewhere} {build}"
         ) from error
-    except Exception as error:  # Whatever the data set's own code raises.
+    except Exception as error:  # from the data set's own code
         raise readers.SourceError(
-            f"tfds:{name} can't be opened: {type(error).__name__}: {first_line(error)}; give "
-            f"tfds:NAME[/CONFIG][:VERSION][#SPLIT] of what is in {folder}"
+            f"tfds:{name} cannot be opened: {type(error).__name__}: {first_line(error)}; give "
+            f"tfds:NAME[/CONFIG][:VERSION][#SPLIT] of a data set in {folder}"
         ) from error
     if not builder.is_prepared():
         raise readers.SourceError(
@@ -312,8 +311,9 @@ def tfds_builder(name: str):
     there = [found.value for found in builder.info.available_file_formats()]
     if "array_record" not in there:
         raise readers.SourceError(
-            f"tfds:{name} is prepared as {', '.join(there)} in {builder.data_dir}, and ArrayRecord "
-            f"is read. Convert it {_TFDS_ENVIRONMENT}: tfds convert_format --dataset_version_dir="
+            f"tfds:{name} is prepared as {', '.join(there)} in {builder.data_dir}, not as "
+            f"ArrayRecord. Convert it {_TFDS_ENVIRONMENT}: tfds convert_format "
+            "--dataset_version_dir="
             f"{shlex.quote(os.fspath(builder.data_dir))} --out_file_format=array_record"
         )
     return builder
@@ -328,7 +328,7 @@ def _file_stamp(path: epath.Path) -> str:
 
 
 def file_hash(path: epath.Path) -> str:
-    """Changes when a file does: of all its bytes, or where it is large of its ends and time."""
+    """Returns a hash of a file's bytes; of a large file's size, time and both ends."""
     stat = path.stat()
     with readers.open_file(path) as file:
         if stat.length <= HASHED_BYTES:
@@ -342,5 +342,5 @@ def file_hash(path: epath.Path) -> str:
 
 
 def digest(content: bytes) -> str:
-    """A hash of bytes, hexadecimal."""
+    """Returns a hexadecimal hash of bytes."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,6 +1,6 @@
-"""The sources that a config names: their fingerprints, their slices, their documents by split.
+"""The sources that a config names: fingerprints, slices, and documents by split.
 
-Which documents are held out is each source's own business, see `source_kinds`.
+Each kind of source chooses its held-out documents, see `source_kinds`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,19 +9,18 @@ import dataclasses
 import os
 
 from kvjax.data import config as config_lib, formats, matching, readers, source_kinds
-from kvjax.data.manifest import SPLITS
 from kvjax.foundation.errors import DataError, UserError, first_line
 from kvjax.foundation.files import in_bucket
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A range of one of the sources that a key names; all that a worker needs to read it."""
+    """A range of one source; all that a worker needs to read it."""
 
     key: str  # source or validation_source
-    name: str  # of the file, or whatever it is
+    name: str  # of the source, for `source_kinds.open_source`
     range: source_kinds.Range
-    stamp: str  # of the source when it was looked at
+    stamp: str  # of the source when it was inspected
 
     @property
     def bytes(self) -> int:
@@ -31,26 +30,26 @@ class Slice:
 def fingerprints(
     config: config_lib.DataConfig, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[tuple[str, str]]]:
-    """By key, the sources it names in order: (name, a hash that changes when its documents do).
+    """Returns (name, hash of its documents) for each source, in order, by config key.
 
     Args:
-      say: called with how far it is.
+      say: called with progress.
 
     Raises:
-      DataError: a source is named by both keys.
+      DataError: both keys name the same source.
     """
     found = {}
     for key in ("source", "validation_source"):
         found[key] = []
         for source in _sources(config, key):
             found[key].append((source.name, source.fingerprint()))
-            say(f"looking at config.data.{key}, {len(found[key]):,} files")
+            say(f"inspecting config.data.{key}, {len(found[key]):,} files")
     contents = [{mark for _, mark in marks} for marks in found.values()]
     if set.intersection(*contents):
         raise DataError(
-            f"config.data.validation_source = {config.validation_source!r}: shares a file with "
-            f"config.data.source = {config.source!r}, or they have equal ones: it would be trained "
-            "on. Take it out of one of them"
+            f"config.data.validation_source = {config.validation_source!r}: has a file in common "
+            f"with config.data.source = {config.source!r}, so training would include validation "
+            "text. Remove it from one of them"
         )
     return found
 
@@ -58,10 +57,10 @@ def fingerprints(
 def fingerprint(
     config: config_lib.DataConfig, found: dict[str, list[tuple[str, str]]] | None = None
 ) -> str:
-    """A hash of all that decides which documents are in which split, hexadecimal.
+    """Returns a hash of everything that determines which documents are in which split.
 
     Args:
-      found: what `fingerprints` returned, if it was asked.
+      found: result of `fingerprints`, if already known.
     """
     parts, held_out = ([mark for _, mark in m] for m in (found or fingerprints(config)).values())
     return source_kinds.digest(
@@ -70,14 +69,14 @@ def fingerprint(
 
 
 def check(config: config_lib.DataConfig, on_error: readers.OnError = readers.raise_error) -> None:
-    """Opens every source and reads its first document, before hours are spent on the others.
+    """Reads the first document of every source, before hours are spent on the others.
 
     Args:
-      on_error: called with a source that cannot be read.
+      on_error: called for a source that cannot be read.
 
     Raises:
-      readers.SourceError: a file that is damaged (a truncated Parquet shard has lost its index),
-        of another format, or without the text's column.
+      readers.SourceError: a damaged file (a truncated Parquet shard has lost its index), another
+        format, or no column of that name.
     """
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
@@ -91,11 +90,11 @@ def check(config: config_lib.DataConfig, on_error: readers.OnError = readers.rai
 def slices(
     config: config_lib.DataConfig, limit: int, on_error: readers.OnError = readers.raise_error
 ) -> Iterator[Slice]:
-    """All that `source` names and then `validation_source`, in order, in slices.
+    """Yields slices that cover all of `source` and then `validation_source`, in order.
 
     Args:
-      limit: bytes that a slice has at most, about, where its source can be cut.
-      on_error: called with a source that cannot be opened.
+      limit: approximate maximum of bytes, where a source can be cut.
+      on_error: called for a source that cannot be opened.
     """
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
@@ -111,13 +110,13 @@ def slices(
 def split_pieces(
     config: config_lib.DataConfig, slice: Slice, on_error: readers.OnError = readers.raise_error
 ) -> Iterator[source_kinds.SplitPiece]:
-    """The documents of a slice in order, each as pieces with their split, read once.
+    """Yields the documents of a slice in order, as pieces with their split.
 
     Args:
       on_error: see `readers.OnError`.
 
     Raises:
-      DataError: the source was written to since it was looked at.
+      DataError: the source was written to since it was inspected.
       UserError: a disk or a network failed.
     """
     source = source_kinds.open_source(
@@ -134,30 +133,30 @@ def split_pieces(
 
 @contextlib.contextmanager
 def _read_errors_as_messages(name: str) -> Iterator[None]:
-    """A disk or a network that fails, as a message."""
+    """Turns errors of a disk or a network into a UserError."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         if not isinstance(error, OSError) and not in_bucket(name):
-            raise  # buckets' clients have errors of their own
+            raise  # a bug; only clients of buckets raise other types for failed reads
         why = getattr(error, "strerror", None) or first_line(error)
         raise UserError(
-            f"{name} could not be read: {why}. What is done stays: run the same command again"
+            f"{name} could not be read: {why}. Finished parts stay: run the same command again"
         ) from error
 
 
 def _check_unchanged(source: source_kinds.Source, slice: Slice) -> None:
     if source.stamp() != slice.stamp:
         raise DataError(
-            f"config.data.{slice.key}: {slice.name} changed while it was prepared. Put back what "
-            "it was, or prepare it once it stays as it is"
+            f"config.data.{slice.key}: {slice.name} changed while it was prepared. Restore it, or "
+            "prepare it again once nothing writes to it"
         )
 
 
 def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
-    """Bytes of text per byte of these slices, about."""
+    """Returns bytes of text per stored byte of slices, approximately."""
     names = dict.fromkeys(piece.name for piece in slices)
     found = [
         source_kinds.open_source(name, config.text_key, f"config.data.source = {name!r}")
@@ -167,26 +166,23 @@ def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
 
 
 def _key_and_part(config: config_lib.DataConfig, split: str) -> tuple[str, str]:
-    """Which key names the sources of a split, and which part of them it is."""
+    """Returns the key whose sources have a split, and the part of them that it is."""
     if config.validation_source:
         return ("source" if split == "train" else "validation_source"), "all"
     return "source", split
 
 
 def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]:
-    """The documents of a split in a fixed order, each as pieces; empty documents are left out.
+    """Yields the documents of a split in a fixed order, as pieces; skips empty documents.
 
     Args:
-      config: names the sources and the split.
       split: `train` or `validation`.
 
     Raises:
       FileNotFoundError: a source that matches no file.
-      readers.SourceError: a source that can't be read, naming file and place.
-      readers.EmptySplitError: no document is in the split.
+      readers.SourceError: a source that cannot be read, with file and position.
+      readers.EmptySplitError: the split has no documents.
     """
-    if split not in SPLITS:
-        raise DataError(f"split={split!r} must be one of {SPLITS}.")
     key, part = _key_and_part(config, split)
     found = False
     for source in _sources(config, key):
@@ -198,22 +194,23 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
     named = f"config.data.{key} = {getattr(config, key)!r}"
     if part == "all" or not any(True for s in _sources(config, key) for _ in s.pieces("all", 0.0)):
         raise readers.SourceError(
-            f"{named}: has no documents, everything it matches is empty (or null under "
+            f"{named}: has no documents: everything it matches is empty (or null under "
             f"{config.text_key!r})"
         )
     change = "Raise" if split == "validation" else "Lower"
     raise readers.EmptySplitError(
-        f"{named}: the {split} split is empty: no document fell into it with"
-        f" config.data.validation_fraction = {config.validation_fraction} (documents aren't cut, "
-        f"nor are lines). {change} that, or name a validation_source"
+        f"{named}: the {split} split is empty: no document falls into it with"
+        f" config.data.validation_fraction = {config.validation_fraction} (documents and lines are "
+        f"not cut). {change} it, or set a validation_source"
     )
 
 
 def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.Source]:
-    """What `source` or `validation_source` names.
+    """Returns the sources that a key names.
 
     Raises:
-      UserError: it names what is not there, or cannot be read; says which of the two does.
+      UserError: it names a source that does not exist or cannot be read; the message names the
+        item.
     """
     found: list[source_kinds.Source] = []
     for item in config_lib.split_source(getattr(config, key)):

@@ -1,6 +1,6 @@
-"""One part of a corpus: tokenized, packed and written, with what was counted on the way.
+"""Tokenizes, packs and writes one part of a corpus, and counts its content.
 
-What is written depends on the part, the tokenizer and the row length alone.
+The rows depend on the part, the tokenizer and the row length alone.
 """
 
 from collections.abc import Iterator
@@ -18,22 +18,22 @@ from kvjax.data.source_kinds import SplitPiece
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError, first_line
 
-# The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
+# Text is encoded in batches of this size: the library's encodings take about 100 bytes a token.
 BATCH_CHARACTERS = 1 << 21
 XZ_PRESET = 9 | lzma.PRESET_EXTREME
-MAX_MESSAGES = 100  # messages of what was left out that are kept
+MAX_MESSAGES = 100  # of skipped records, in the manifest
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a split of a part, or of all parts, has."""
+    """Content of one split, of a part or of all parts."""
 
     documents: int = 0
     bytes: int = 0  # of text, UTF-8
-    tokens: int = 0  # with BOS, without what fills the last row
+    tokens: int = 0  # with BOS, without padding
     rows: int = 0
     file_bytes: int = 0
-    xz_bytes: int = 0  # of the validation text, each part compressed by itself
+    xz_bytes: int = 0  # validation text, compressed part by part
 
     def __add__(self, other: "Counts") -> "Counts":
         names = (field.name for field in dataclasses.fields(Counts))
@@ -41,18 +41,18 @@ class Counts:
 
 
 class Skipped(NamedTuple):
-    """Counts of sources or records that could not be read, and of records without a text."""
+    """Counts of unreadable sources and records, and of records whose text is null."""
 
     count: int = 0
-    first: tuple[str, ...] = ()  # messages, of the first ones
+    messages: tuple[str, ...] = ()  # of the first MAX_MESSAGES
     nulls: int = 0
 
 
 class PartResult(NamedTuple):
-    """What was made of a part."""
+    """Content of a written part."""
 
     counts: dict[str, Counts]  # by split
-    left_out: Skipped
+    skipped: Skipped
 
 
 def write(
@@ -67,11 +67,11 @@ def write(
     """Writes the shards of a part, one of `count`, into a local folder.
 
     Args:
-      skip_broken: leave out what cannot be read, and say what.
+      skip_broken: skip records that cannot be read, and list them in the result.
 
     Raises:
       DataError: a source that cannot be read, or a tokenizer that loses text.
-      OSError: the folder has no room, say.
+      OSError: the folder cannot be written.
     """
     dtype = dtype_of(tokenizer)
     streams = {}
@@ -79,9 +79,9 @@ def write(
         path = folder / packed_rows.shard_name(split, part.index, count)
         writer = packed_rows.ShardWriter(path, config.sequence_length, dtype)
         streams[split] = _Stream(writer, tokenizer, dtype, measured=split == "validation")
-    left_out = ErrorCollector(skip_broken)
+    errors = ErrorCollector(skip_broken)
     try:
-        for batch in _batches(parts.split_pieces(config, part, left_out)):
+        for batch in _batches(parts.split_pieces(config, part, errors)):
             encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
             for (split, piece), ids in zip(batch, encoded, strict=True):
                 streams[split].add(piece, ids)
@@ -96,16 +96,19 @@ def write(
                 f"{found.bytes} bytes, its tokens {streams[split].token_bytes}. Use a tokenizer "
                 "whose vocabulary has all 256 bytes, or 'bpe'"
             )
-    return PartResult(counts, left_out.said())
+    return PartResult(counts, errors.skipped())
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The dtype of rows: the narrowest unsigned integers that hold every id of a tokenizer."""
+    """Returns the dtype of rows: the narrowest unsigned integers that hold every token id."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
 class ErrorCollector:
-    """Leaves out what cannot be read, if that is allowed, and null texts; a `readers.OnError`."""
+    """Counts unreadable records and null texts; raises for the former unless `allowed`.
+
+    Passed to readers as `readers.OnError`.
+    """
 
     def __init__(self, allowed: bool):
         self._allowed = allowed
@@ -118,17 +121,17 @@ class ErrorCollector:
         if not self._allowed:
             raise error
         text = first_line(error)
-        self._count += text not in self._first  # a file is opened more than once
+        self._count += text not in self._first  # a file may be opened several times
         if len(self._first) < MAX_MESSAGES:
             self._first[text] = None
 
-    def said(self) -> Skipped:
-        """What was left out."""
+    def skipped(self) -> Skipped:
+        """Returns the counts so far."""
         return Skipped(self._count, tuple(self._first), self._nulls)
 
 
 class _Stream:
-    """The tokens of a split of a part: [BOS] + document, concatenated."""
+    """The token stream of one split of a part: [BOS] + document, concatenated."""
 
     def __init__(self, writer, tokenizer: Tokenizer, dtype: np.dtype, *, measured: bool):
         self.writer, self._fill = writer, None
@@ -138,7 +141,7 @@ class _Stream:
         self._documents = self._bytes = self._tokens = self.token_bytes = self._xz_bytes = 0
         if measured:  # validation
             self._fill = tokenizer.bos_id
-            # The figure any compressor's user knows, on the text bits per byte are measured on.
+            # A reference for validation's bits per byte: `xz -9e` on the same text.
             self._xz = lzma.LZMACompressor(preset=XZ_PRESET)
 
     def add(self, piece: readers.Piece, ids: np.ndarray) -> None:
@@ -154,7 +157,7 @@ class _Stream:
             self._xz_bytes += len(self._xz.compress(content))
 
     def close(self) -> Counts:
-        """What it had."""
+        """Writes the last row and returns the counts."""
         shard = self.writer.close(self._fill)
         if self._xz and self._bytes:
             self._xz_bytes += len(self._xz.flush())

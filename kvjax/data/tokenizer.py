@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers: trained here, bytes alone, or read from a `tokenizer.json`."""
+"""Byte-level BPE tokenizers: trained here, bytes alone, or loaded from a `tokenizer.json`."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 import copy
@@ -6,8 +6,7 @@ import functools
 import json
 import os
 
-# Two encoders in one process is what the library's default guards against (fork); ours never fork
-# while encoding.
+# The library disables threads after a fork, which is unsafe while encoding; kvjax never forks then.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from etils import epath
@@ -18,7 +17,7 @@ from kvjax.data import fast_encoding
 from kvjax.foundation.errors import DataError, MissingDataError, first_line, panics_as_errors, warn
 
 BOS = "<|bos|>"
-# What conversations are rendered with, in nanochat's order (see `kvjax.conversation`).
+# Special tokens of rendered conversations, in nanochat's order (see `kvjax.conversation`).
 CONVERSATION_SPECIALS = (
     BOS,
     "<|user_start|>",
@@ -31,12 +30,12 @@ CONVERSATION_SPECIALS = (
     "<|output_end|>",
 )
 SPECIALS = {"bos": (BOS,), "chat": CONVERSATION_SPECIALS}  # by config.data.specials
-# Published tokenizers call the token that opens a document by other names; the first one present is
-# taken, or else the special that the post-processor names, see `_named`.
+# Names of the token that opens a document in published tokenizers; the first one present is used,
+# or else the special token that the post-processor names, see `_template_bos`.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>")
 
-# GPT-4's (tiktoken, cl100k_base), with digits in groups of one or two instead of three: better for
-# small vocabularies (nanochat).
+# GPT-4's pattern (tiktoken, cl100k_base) with groups of one or two digits instead of three: better
+# for small vocabularies (nanochat).
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -44,7 +43,7 @@ SPLIT_PATTERN = (
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2)."""
+    """Returns the printable character of each byte in a byte-level vocabulary (GPT-2)."""
     own = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -61,21 +60,21 @@ def _specials(definition: dict) -> set[str]:
 
 
 def _opening(definition: dict) -> str | None:
-    """The special that opens a document, of a tokenizer.json."""
+    """Returns the special token that opens a document, by a tokenizer.json's definition."""
     specials = _specials(definition)
     templates = [step for step in _steps(definition) if step.get("type") == "TemplateProcessing"]
-    names = (*_BOS_NAMES, *map(_named, templates))
+    names = (*_BOS_NAMES, *map(_template_bos, templates))
     return next((bos for bos in names if bos in specials), None)
 
 
 def _steps(definition: dict) -> list[dict]:
-    """Those of the post-processor, of a tokenizer.json."""
+    """Returns the steps of the post-processor, of a tokenizer.json."""
     step = definition.get("post_processor")
     return step.get("processors", [step]) if step else []
 
 
-def _named(template: dict) -> str | None:
-    """The special that a template puts before a text, or that `opened_by` left in one."""
+def _template_bos(template: dict) -> str | None:
+    """Returns the special token that a template puts before a text, or that `opened_by` stored."""
     single = template["single"]
     if single and "SpecialToken" in single[0]:
         return single[0]["SpecialToken"]["id"]
@@ -85,9 +84,10 @@ def _named(template: dict) -> str | None:
 
 
 def opened_by(text: str, bos: str | None) -> str:
-    """A tokenizer.json whose documents that added token opens, unless it says itself which does.
+    """Returns a tokenizer.json with a given BOS token, unless it defines one itself.
 
-    Others read the same tokens with it as before: the step that names it puts it nowhere.
+    Other libraries encode as before: the added post-processor step names the token, but puts it
+    nowhere.
     """
     definition = json.loads(text)
     added = definition.get("added_tokens") or []
@@ -105,44 +105,43 @@ def opened_by(text: str, bos: str | None) -> str:
 
 
 def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
-    """Returns a tokenizer.json with more added tokens, each in place of one of the same content.
+    """Returns a tokenizer.json with more added tokens, replacing those of the same content.
 
     Args:
-      tokens: as `added_tokens` has them, with id, content and special; other flags may be left out.
+      tokens: as in `added_tokens`, with id, content and special; other flags are optional.
     """
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
     tokens = {token["content"]: flags | dict(token) for token in tokens}
     there = definition.get("added_tokens") or []
     by_name = {token["content"]: token for token in there} | tokens
     added = sorted(by_name.values(), key=lambda token: token["id"])
-    # The library numbers what its model does not know by itself, and holes mislead it.
+    # Tokens missing from the model's vocabulary would be renumbered, wrongly if ids have gaps.
     vocab = definition["model"]["vocab"] | {token["content"]: token["id"] for token in added}
     return dict(definition, added_tokens=added, model=definition["model"] | dict(vocab=vocab))
 
 
 class Tokenizer:
-    """Text to token ids and back; the raw bytes of a text's tokens are its UTF-8 bytes.
+    """Converts text to token ids and back; the raw bytes of a text's tokens are its UTF-8 bytes.
 
-    A control token written out in a text is encoded as the ordinary characters it is made of.
+    The name of a control token in a text is encoded as ordinary characters.
 
     Attributes:
-      bos_id: of the token that opens a document.
-      controls: texts of the control tokens: the special ones, and others (see `controlled`).
-      ends: ids of tokens that end a text beside the specials, as where a model was published.
+      bos_id: id of the token that opens a document.
+      controls: texts of the control tokens: special tokens, and those of `controlled`.
+      ends: ids of further tokens that end a text, as published with a model.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str, threads: int = 0):
         """Wraps a byte-level tokenizer of the `tokenizers` library.
 
         Args:
-          backend: must split text into bytes (ByteLevel), without normalizer, so that bits per byte
-            count the text's bytes.
-          name: for messages: where the tokenizer comes from.
-          threads: that encode a batch; 0: as many as there are cores.
+          backend: must split text into bytes (ByteLevel) without prefix space, so that bits per
+            byte count the text's bytes.
+          name: origin of the tokenizer, for messages.
+          threads: that encode a batch; 0: one per core.
 
         Raises:
-          ValueError: it isn't byte-level, adds a prefix space, or has no token that opens a
-            document.
+          ValueError: not byte-level, or without a token that opens a document.
         """
         definition = json.loads(backend.to_str())
         steps = definition["pre_tokenizer"] or {}
@@ -156,7 +155,7 @@ class Tokenizer:
             )
         if definition["normalizer"] is not None:
             kind = definition["normalizer"]["type"]
-            warn(f"{name}: its normalizer {kind} is left out: texts are encoded byte for byte")
+            warn(f"{name}: its normalizer {kind} is not used: texts are encoded byte for byte")
             backend.normalizer = None
         backend.no_truncation()
         backend.no_padding()
@@ -165,9 +164,9 @@ class Tokenizer:
         bos = _opening(definition)
         if bos is None:
             raise DataError(
-                f"{name}: no special token opens a document: one of {', '.join(_BOS_NAMES)}, or one"
-                " that the post_processor puts before a text, must be there; there are"
-                f" {sorted(specials) or 'none'}."
+                f"{name}: no special token opens a document: it needs one of "
+                f"{', '.join(_BOS_NAMES)}, or one that the post_processor puts before a text; its "
+                f"special tokens are {sorted(specials) or 'none'}."
             )
         self._backend, self._threads = backend, threads
         self._specials = specials
@@ -177,7 +176,7 @@ class Tokenizer:
         self.ends: tuple[int, ...] = ()
 
     def written_out(self, text: str) -> list[str]:
-        """Returns the control tokens whose names stand in a text, as ordinary characters."""
+        """Returns the control tokens whose names occur in a text."""
         return sorted(name for name in self.controls if name in text)
 
     def special(self, name: str) -> int | None:
@@ -185,10 +184,10 @@ class Tokenizer:
         return self._backend.token_to_id(name) if name in self.controls else None
 
     def controlled(self, names: Collection[str]) -> "Tokenizer":
-        """Returns this tokenizer with more control tokens, as which it encodes no text.
+        """Returns this tokenizer with more control tokens, which no text is encoded as.
 
-        Added tokens keep their flags: others read the same tokens as before. An ordinary token of
-        the vocabulary becomes a special one.
+        Added tokens keep their flags, so that other libraries encode as before. An ordinary token
+        of the vocabulary becomes a special token.
         """
         if self.controls.issuperset(names):
             return copy.copy(self)
@@ -196,15 +195,15 @@ class Tokenizer:
         ordinary = [name for name in names if name not in is_special]
         found = self.with_specials(ordinary) if ordinary else copy.copy(self)
         found.controls = self.controls | set(names)
-        for made in ("_encoder", "_encode_fast"):
-            found.__dict__.pop(made, None)
+        for cached in ("_encoder", "_encode_fast"):
+            found.__dict__.pop(cached, None)
         return found
 
     def with_specials(self, names: Sequence[str]) -> "Tokenizer":
-        """This tokenizer with more special tokens, behind all ids; those it has stay as they are.
+        """Returns this tokenizer with more special tokens, with ids after the last one.
 
-        Published vocabularies may have holes: new tokens take the ids after the last. A token of
-        such a name that was no special one becomes it, with the id that it has.
+        Gaps in the ids of a published vocabulary stay. An existing ordinary token of that name
+        becomes a special token with the same id.
         """
         added, there = self._specials, self._backend.get_vocab()
         new = [name for name in names if name not in there]
@@ -218,35 +217,38 @@ class Tokenizer:
         return grown
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without BOS.
+        """Returns the token ids of a text, without BOS.
 
         Raises:
-          DataError: the library gives up, as on millions of blanks in a row.
+          DataError: the library fails, as on millions of blanks in a row.
         """
         try:
             with panics_as_errors():
                 return self._encoder.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the library raises bare Exception
             raise DataError(
-                f"a text of {len(text):,} characters cannot be split into tokens "
-                f"({first_line(error)}): has it a very long run of blanks, or is the tokenizer's "
-                f"pattern at fault? It begins {text[:40]!r}"
+                f"a text of {len(text):,} characters cannot be tokenized ({first_line(error)}): "
+                "does it have a very long run of blanks, or is the tokenizer's pattern at fault? "
+                f"It begins {text[:40]!r}"
             ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The token ids of each text, uint32, encoded on all cores; as `encode`, but faster."""
+        """Returns the token ids of each text, uint32; encodes on all cores."""
         try:
             with panics_as_errors():
                 if self._encode_fast is not None:
                     return self._encode_fast(texts)
                 encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
                 return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        except (ValueError, RuntimeError):  # `encode` takes longer texts, or names the one at fault
+        except (
+            ValueError,
+            RuntimeError,
+        ):  # `encode` accepts longer texts, or names the failing one
             return [np.array(self.encode(text), np.uint32) for text in texts]
 
     @functools.cached_property
     def _encoder(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer to which all control tokens are special, made once used."""
+        """The library's tokenizer with all control tokens special, created on first use."""
         added = self.added_tokens().items()
         hidden = [n for n, token in added if n in self.controls and not token.special]
         if not hidden:
@@ -270,48 +272,47 @@ class Tokenizer:
         return fast_encoding.encoder(definition, token_bytes, splits, self._threads)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, specials by name; bytes that aren't UTF-8 become U+FFFD."""
+        """Returns the text of token ids, special tokens by name, invalid UTF-8 as U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """int32 [V]: the raw bytes of each token; 0 for specials and for ids without a token."""
+        """Returns int32 [V], raw bytes of each token; 0 for special tokens and unused ids."""
         added = self._backend.get_added_tokens_decoder()
         bytes_V = np.zeros(self.vocab_size, np.int32)
         for token, i in self._backend.get_vocab().items():
             if i not in added:
-                bytes_V[i] = len(token)  # Byte-level: one character stands for one byte.
+                bytes_V[i] = len(token)  # byte-level: one character per byte
             elif token not in self._specials:
                 bytes_V[i] = len(token.encode())
         return bytes_V
 
     def added_tokens(self) -> dict[str, tokenizers.AddedToken]:
-        """Returns the added tokens with their flags, by their texts."""
+        """Returns the added tokens with their flags, by text."""
         added = self._backend.get_added_tokens_decoder().values()
         return {token.content: token for token in added}
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token and its id, in no order."""
+        """Returns the id of every token, unordered."""
         return self._backend.get_vocab()
 
     def to_json(self) -> str:
-        """The tokenizer in the `tokenizer.json` format of the `tokenizers` library."""
+        """Returns the tokenizer as `tokenizer.json` of the `tokenizers` library."""
         return self._backend.to_str(pretty=False)
 
     def save(self, path: epath.PathLike) -> None:
-        """Writes `tokenizer.json`'s format to a file."""
+        """Writes a `tokenizer.json`."""
         epath.Path(path).write_text(self.to_json())
 
 
 def train(
     texts: Iterable[str], vocab_size: int, special_tokens: tuple[str, ...] = (BOS,)
 ) -> Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` tokens; the same texts give the same tokenizer.
+    """Trains a byte-level BPE of exactly `vocab_size` tokens; deterministic.
 
-    Specials take the first ids, then come the 256 bytes, then the merges.
+    Special tokens have the first ids, then come the 256 bytes, then the merges.
 
     Raises:
-      ValueError: the texts have too few distinct words for the vocabulary (asked, reached, what to
-        do).
+      ValueError: the texts have too few distinct words for the vocabulary.
     """
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -333,23 +334,23 @@ def train(
             backend.train_from_iterator(texts, trainer)
     except RuntimeError as error:
         raise DataError(
-            f"a text cannot be split into words ({first_line(error)}): has one a very long run of "
-            "blanks?"
+            f"a text cannot be split into words ({first_line(error)}): does one have a very long "
+            "run of blanks?"
         ) from error
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise DataError(
-            f"config.data.vocab_size = {vocab_size}: {reached} reached, for the training split has "
-            f"no more pairs of tokens that occur twice. Use {reached} or less, or more text"
+            f"config.data.vocab_size = {vocab_size}: only {reached} reached: the training split "
+            f"has no more pairs of tokens that occur twice. Use {reached} or less, or more text"
         )
     return Tokenizer(backend, "the trained tokenizer")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """257 tokens: id b is byte b, id 256 is `<|bos|>`."""
+    """Returns a tokenizer of 257 tokens: id b is byte b, id 256 is `<|bos|>`."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    # Words keep the model's queue short; without merges they change no token.
+    # Splitting into words changes no token without merges, and keeps the library's queues short.
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=True
     )
@@ -359,7 +360,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def parse(text: str) -> tokenizers.Tokenizer:
-    """Returns the library's tokenizer of a `tokenizer.json`; a DataError if it cannot be read."""
+    """Returns the library's tokenizer of a `tokenizer.json`; raises a DataError if invalid."""
     try:
         with panics_as_errors():
             return tokenizers.Tokenizer.from_str(text)
@@ -368,20 +369,19 @@ def parse(text: str) -> tokenizers.Tokenizer:
 
 
 def from_json(text: str, name: str, threads: int = 0) -> Tokenizer:
-    """The tokenizer that `Tokenizer.to_json` wrote; see `Tokenizer` for the arguments."""
+    """Returns the tokenizer that `Tokenizer.to_json` wrote; arguments as of `Tokenizer`."""
     return Tokenizer(parse(text), name, threads)
 
 
 def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`: one saved here, or a published byte-level one.
+    """Loads a `tokenizer.json`: one saved here, or a published byte-level one.
 
     Args:
-      key: for messages: what names the file.
+      key: config key that names the file, for messages.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: not a `tokenizer.json`, or not one that `Tokenizer` can use; the message names the
-        file.
+      FileNotFoundError: the file does not exist.
+      ValueError: not a `tokenizer.json`, or one that `Tokenizer` cannot use.
     """
     path = epath.Path(path).expanduser()
     if not path.exists():

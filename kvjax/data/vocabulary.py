@@ -1,4 +1,4 @@
-"""The tokenizer that a data set asks for: read, or trained once on a sample of all its parts."""
+"""The tokenizer of a data set: loaded, or trained once on a sample of all parts."""
 
 from collections.abc import Iterator, Sequence
 import json
@@ -19,28 +19,29 @@ from kvjax.data.parts import Part
 from kvjax.foundation import json_text, progress
 from kvjax.foundation.errors import first_line
 
-# Merges learned from more text than this hardly differ (nanochat: 2e9).
+# Training text of a tokenizer; more hardly changes the merges (nanochat: 2e9).
 TOKENIZER_CHARACTERS = 2_000_000_000
-_SAID_CHARACTERS = 1 << 21
+_PROGRESS_CHARACTERS = 1 << 21  # between updates of the progress line
 
 
 def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
-    """What decides the tokenizer of a config, as a hash.
+    """Returns a hash of everything that determines the tokenizer of a config.
 
     Args:
-      source: the sources' fingerprint.
-      num_parts: into how many the corpus is cut.
+      source: fingerprint of the sources.
+      num_parts: number of parts of the corpus.
     """
     if config.tokenizer != "bpe":
         plain = config.tokenizer == "byte" and config.specials == "bos"
-        return "byte" if plain else digest_of(known(config).to_json())
-    drawn = () if num_parts == 1 else (parts_lib.part_bytes(config),)
+        return "byte" if plain else digest_of(load(config).to_json())
+    # With several parts, the training text is a sample of each.
+    sampled = () if num_parts == 1 else (parts_lib.part_bytes(config),)
     split, names = tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.SPECIALS[config.specials]
-    return digest_of(FORMAT_VERSION, source, config.vocab_size, split, *names, *drawn)
+    return digest_of(FORMAT_VERSION, source, config.vocab_size, split, *names, *sampled)
 
 
-def known(config: config_lib.DataConfig) -> tokenizer_lib.Tokenizer:
-    """The tokenizer of a config where none has to be trained: bytes, or a file's."""
+def load(config: config_lib.DataConfig) -> tokenizer_lib.Tokenizer:
+    """Returns the tokenizer of a config that trains none: bytes, or a file's."""
     found = (
         tokenizer_lib.byte_tokenizer()
         if config.tokenizer == "byte"
@@ -59,15 +60,15 @@ def tokenizer(
     *,
     shown: bool,
 ) -> tokenizer_lib.Tokenizer:
-    """The tokenizer asked for; one trained before on the same text is read back.
+    """Returns the tokenizer of a config; trains it unless that was done before on the same text.
 
     Args:
       key: from `key`.
       on_error: see `readers.OnError`.
-      shown: say on standard error how far it is, where it takes seconds.
+      shown: print progress to stderr if it takes seconds.
     """
     if config.tokenizer != "bpe":
-        return known(config)
+        return load(config)
     path = config.root / "tokenizers" / key
     if not is_trained(config, key):
         with (
@@ -84,12 +85,12 @@ def tokenizer(
 
 
 def is_trained(config: config_lib.DataConfig, key: str) -> bool:
-    """Whether a tokenizer to be trained is there already, whole."""
+    """Returns True if a trained tokenizer exists and is undamaged."""
     return folders.is_whole(config.root / "tokenizers" / key / TOKENIZER, _load)
 
 
 def _load(folder: epath.Path) -> tokenizer_lib.Tokenizer:
-    """The tokenizer of a folder of the cache; a DamagedDataError if it is not what was written."""
+    """Loads a tokenizer of the cache; raises a DamagedDataError if it is damaged."""
     try:
         if (folder / manifest.DIGESTS).exists():
             files = json_text.parse((folder / manifest.DIGESTS).read_bytes())
@@ -107,8 +108,8 @@ def _training_texts(
     on_error: readers.OnError,
     doing: progress.waiting,
 ) -> Iterator[str]:
-    """Training text, of every part from its start on as much as of any other."""
-    characters = told = 0
+    """Yields training text, from the start of every part, equal amounts of each."""
+    characters = reported = 0
     limit = TOKENIZER_CHARACTERS // len(parts)
     for part in parts:
         begun = characters
@@ -117,9 +118,9 @@ def _training_texts(
                 continue
             yield piece.text
             characters += len(piece.text)
-            if characters - told > _SAID_CHARACTERS:
-                told = characters
+            if characters - reported > _PROGRESS_CHARACTERS:
+                reported = characters
                 doing.now(f"reading for the tokenizer, {progress.size(characters)}")
             if characters - begun >= limit:
                 break
-    doing.now(f"learning {config.vocab_size:,} tokens from {progress.size(characters)}")
+    doing.now(f"training {config.vocab_size:,} tokens on {progress.size(characters)}")

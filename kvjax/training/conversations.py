@@ -101,7 +101,7 @@ def _tokenizer(
     experiment: Experiment, workdir: epath.Path, parent: trained.SavedModel | None
 ) -> Tokenizer:
     if experiment.data.tokenizer != PARENT:
-        found = vocabulary.known(experiment.data)
+        found = vocabulary.load(experiment.data)
     elif parent is not None:
         found = parent.tokenizer
     else:

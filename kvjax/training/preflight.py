@@ -256,7 +256,7 @@ def check_vocabulary(experiment: Experiment) -> None:
     data = experiment.data
     if data.tokenizer in ("bpe", PARENT):
         return
-    there = vocabulary.known(data)
+    there = vocabulary.load(data)
     if not _fits(there.vocab_size, data, spare=bool(experiment.train.parent)):
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "

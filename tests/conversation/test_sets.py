@@ -248,7 +248,7 @@ def test_a_file_that_ends_too_soon(tmp_path, end):
     path = tmp_path / f"x.{end}"
     write(path, GSM8K)
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(DataError, match=rf"x.{end}(, line \d is no JSON| is no whole Parquet)"):
+    with pytest.raises(DataError, match=rf"x.{end}(, line \d is not JSON| is not a complete)"):
         sets.Set(Part("train", "gsm8k", "gsm8k", str(path))).count()
 
 

@@ -15,18 +15,14 @@ from kvjax.data import (
     loader,
     manifest,
     partial_dataset,
-    parts,
-    pool,
     preparation,
     prepare,
-    sources,
     tokenized_part,
-    vocabulary,
 )
 from kvjax.foundation import command_line, json_text
 from kvjax.foundation.errors import DataError, UserError
 from tests import quick
-from tests.data.corpora import files, noting, num_parts
+from tests.data.corpora import files, num_parts
 
 
 @pytest.fixture
@@ -56,10 +52,10 @@ def broken(config, small_texts):
 
 def test_what_cannot_be_read_stops_a_preparation(broken):
     folder = pathlib.Path(broken.source)
-    with pytest.raises(DataError, match=r"4\.parquet is no whole Parquet file"):
+    with pytest.raises(DataError, match=r"4\.parquet is not a complete Parquet file"):
         prepare.prepare(broken, workers=1)
     (folder / "4.parquet").unlink()
-    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte \d+ is no JSON") as told:
+    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte \d+ is not JSON") as told:
         prepare.prepare(broken, workers=2)
     byte = int(re.search(r"at byte (\d+) is", str(told.value)).group(1))
     content = (folder / "1.jsonl").read_bytes()[byte:]
@@ -73,9 +69,9 @@ def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
     info = loader.open_dataset(path).info
     said = info["left_out"]
     assert said["count"] == 3 == len(said["first"])
-    for what in ("4.parquet is no whole", "is no JSON", "3.parquet: row group 1 of 4"):
+    for what in ("4.parquet is not a complete", "is not JSON", "3.parquet: row group 1 of 4"):
         assert sum(what in text for text in said["first"]) == 1
-    documents = sum(info["splits"][split]["documents"] for split in sources.SPLITS)
+    documents = sum(info["splits"][split]["documents"] for split in manifest.SPLITS)
     assert documents == len(small_texts) - 1 + len(small_texts) - 50
     with pytest.raises(DataError):  # what is whole is other data
         prepare.prepare(broken, workers=1)
@@ -156,184 +152,31 @@ def test_of_much_that_is_left_out_some_messages_are_kept(config, monkeypatch, of
     assert len(info["left_out"]["first"]) == min(of_part, of_all)
 
 
-# -- mending ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def interrupted(config):
-    """A preparation that a broken last line of 2.jsonl ended; what the line was, and the rest."""
+def test_a_mended_file_is_prepared_anew(config, tmp_path, monkeypatch, capsys):
+    """The parts that were made before are named, and stay."""
     path = pathlib.Path(config.source) / "2.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - 9])
-    # The tokenizer learns from a part's start: what is broken behind that, it does not see.
+    # A trained tokenizer would have read the broken line.
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
     with pytest.raises(DataError, match=r"2\.jsonl, the line at byte"):
         prepare.prepare(config, workers=1)
-    return config, path, whole
-
-
-def _afresh(config, tmp_path, monkeypatch, **options):
-    """The files that a preparation makes in an empty cache."""
-    with monkeypatch.context() as patch:
-        patch.setenv("KVJAX_CACHE", str(tmp_path / "afresh"))
-        return files(prepare.prepare(config, workers=1, **options))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["folder", "bucket"])
-def test_a_file_that_is_mended_costs_its_own_parts(
-    config, bucket, tmp_path, monkeypatch, capsys, where
-):
-    if where == "bucket":
-        config = dataclasses.replace(config, directory="gs://out/data")
-    path = pathlib.Path(config.source) / "1.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) - 9])
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte"):
-        prepare.prepare(config, workers=1)
-    path.write_bytes(whole)
-    made = []
-    monkeypatch.setattr(pool, "make_part", noting(made))
-    prepared = prepare.prepare(config, workers=1)
-    cut = parts.parts(config, sources.fingerprints(config))
-    own = {part.index for part in cut for piece in part.slices if piece.name == str(path)}
-    last = max(part.index for part in cut)
-    assert own <= set(made) == set(range(min(own), last + 1))  # what was not made yet, too
-    assert "parts stay that" in capsys.readouterr().err
-    folder = pathlib.Path(str(prepared).replace("gs://", f"{bucket}/"))
-    found = files(folder)
-    expected = _afresh(dataclasses.replace(config, directory=""), tmp_path, monkeypatch)
-    assert found.keys() == expected.keys() and len(found) > 20
-    differ = {name for name in found if found[name] != expected[name]}
-    assert differ == ({manifest.MANIFEST} if where == "bucket" else set())  # it names the bucket
-    assert len(list(folder.parent.iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_a_broken_file_that_is_taken_away_costs_its_own_parts(interrupted, tmp_path, monkeypatch):
-    config, path, _ = interrupted
-    path.unlink()
-    made = []
-    monkeypatch.setattr(pool, "make_part", noting(made))
-    found = files(prepare.prepare(config, workers=1))
-    assert len(made) <= 1  # the last one of the files before, where it shared a part
-    assert found == _afresh(config, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_leaving_out_what_is_broken_costs_one_part(interrupted, tmp_path, monkeypatch):
-    config, _, _ = interrupted
-    made = []
-    monkeypatch.setattr(pool, "make_part", noting(made))
-    found = files(prepare.prepare(config, workers=1, skip_broken=True))
-    assert made == [num_parts(config) - 1]
-    assert found == _afresh(config, tmp_path, monkeypatch, skip_broken=True)
-
-
-@pytest.mark.slow
-def test_where_something_was_left_out_is_made_again_without_skip_broken(
-    config, tmp_path, monkeypatch
-):
-    path = pathlib.Path(config.source) / "0.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(b"{\n" + whole)
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    make_part, made = pool.make_part, []
-
-    def fails(*args, **kwargs):
-        if len(made) == 5:
-            raise UserError("enough")
-        made.append(make_part(*args, **kwargs))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "make_part", fails)
-        with pytest.raises(UserError, match="enough"):
-            prepare.prepare(config, workers=1, skip_broken=True)
-    with pytest.raises(DataError, match=r"0\.jsonl, line 1 is no JSON"):
-        prepare.prepare(config, workers=1)
-    path.write_bytes(whole)
-    assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-def test_a_mended_file_that_the_vocabulary_learned_from_begins_anew(config, tmp_path, monkeypatch):
-    """And leaves nothing behind that a later change would be refused for."""
-    path = pathlib.Path(config.source) / "2.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) - 9])
-    monkeypatch.setattr(vocabulary, "TOKENIZER_CHARACTERS", 48 * 20)  # of a part its start
-    with pytest.raises(DataError, match=r"2\.jsonl, the line at byte"):
-        prepare.prepare(config, workers=1)
-    assert list(config.root.glob("datasets/.under-way-*/done/*"))
-    path.write_bytes(whole.replace(b'"text": "', b'"text": "and '))
-    assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
-    assert not list(config.root.glob("datasets/.under-way-*"))
-    path.write_bytes(whole)
-    prepare.prepare(config, workers=1)
-
-
-@pytest.mark.slow
-def test_a_lost_shard_is_not_taken_over(interrupted, bucket, tmp_path, monkeypatch):
-    config, path, whole = interrupted
-    remote = dataclasses.replace(config, directory="gs://out/data")
-    with pytest.raises(DataError, match=r"2\.jsonl"):
-        prepare.prepare(remote, workers=1)
-    shards = sorted((bucket / "out/data").rglob("*train*"))
-    shards[3].unlink()
-    path.write_bytes(whole)
-    made = []
-    monkeypatch.setattr(pool, "make_part", noting(made))
-    prepared = prepare.prepare(remote, workers=1)
-    cut = parts.parts(config, sources.fingerprints(config))
-    of_mended = [part.index for part in cut for piece in part.slices if piece.name == str(path)]
-    assert made == [3, *of_mended]
-    found = files(str(prepared).replace("gs://", f"{bucket}/"))
-    assert found.keys() == _afresh(config, tmp_path, monkeypatch).keys()
-
-
-@pytest.mark.slow
-def test_the_second_to_take_over_finds_nothing(interrupted, monkeypatch):
-    config, path, whole = interrupted
-    path.write_bytes(whole)
-    corpus = preparation.inspect_sources(config, shown=False)
     (folder,) = config.root.glob("datasets/.under-way-*")
-    making = preparation.begin(corpus, shown=False)
-    assert not folder.exists()
-    assert making.partial.adopt(folder, left_out=False, shown=False) == 0
-    making.make(workers=1, shown=False)
-    making.finish()
-
-
-@pytest.mark.slow
-def test_a_file_whose_name_begins_as_a_broken_one_s_is_not_mended(interrupted):
-    config, path, _ = interrupted
-    (folder,) = config.root.glob("datasets/.under-way-*")
-    assert partial_dataset.were_broken(folder, [str(path)])
-    for other in (f"{path}.gz", str(path)[:-1], f"x{path}", str(path.parent)):
-        assert not partial_dataset.were_broken(folder, [other])
-
-
-def test_another_file_that_changed_is_no_mending(interrupted):
-    config, path, whole = interrupted
-    path.write_bytes(whole)
-    other = path.with_name("0.jsonl")
-    other.write_bytes(other.read_bytes().replace(b"o", b"i"))
-    with pytest.raises(DataError, match=r"changed since its preparation was begun \(\S+0\.jsonl"):
-        prepare.prepare(config, workers=1)
-
-
-def test_a_folder_in_which_somebody_works_is_not_removed(interrupted):
-    config, path, whole = interrupted
-    (folder,) = config.root.glob("datasets/.under-way-*")
-    work = folder / f"work-{partial_dataset._here()}-{os.getpid()}-living"
-    work.mkdir()
     before = files(folder)
     path.write_bytes(whole)
-    prepare.prepare(config, workers=1)
+    found = files(prepare.prepare(config, workers=1))
+    assert f"{folder} holds parts of an earlier preparation" in capsys.readouterr().err
     assert files(folder) == before
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "afresh"))
+    assert found == files(prepare.prepare(config, workers=1))
+
+
+def test_a_folder_that_another_process_writes_to_is_not_removed(config, monkeypatch):
+    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+    making.make(workers=1, share=(0, 9), shown=False)
+    folder = making.partial.folder
+    (folder / f"work-{partial_dataset._here()}-{os.getpid()}-living").mkdir()
     (folder / partial_dataset.PLAN).write_text("")
-    path.write_bytes(whole[: len(whole) - 9])
     with pytest.raises(DataError, match="another process is preparing there"):
         prepare.prepare(config, workers=1)
 
@@ -342,10 +185,10 @@ def test_the_command_lists_what_it_left_out(broken, capsys, monkeypatch):
     arguments = broken.command().split()[3:]
     assert command_line.status(prepare.main, [*arguments, "--skip_broken", "--workers=1"]) == 0
     err = capsys.readouterr().err
-    assert err.count("left out: ") == 3
+    assert err.count("skipped: ") == 3
     nothing = pathlib.Path(broken.source) / "5.jsonl"
     nothing.write_text("{\n" * 3)
     alone = [f"--source={nothing}", "--tokenizer=byte", "--workers=1", "--skip_broken"]
     assert command_line.status(prepare.main, [*arguments, *alone]) == 2
-    said = f"the train split is empty once what cannot be read is left out: {nothing}, line 1 is no"
+    said = f"the train split is empty once unreadable records are skipped: {nothing}, line 1 is no"
     assert said in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_defaults_and_what_never_changes():
             values = vars(importlib.import_module(f"kvjax.data.{module.name}")).values()
             made |= {v for v in values if isinstance(v, type) and dataclasses.is_dataclass(v)}
     made = {cls for cls in made if cls.__module__.startswith("kvjax.data.")}
-    assert {cls.__name__ for cls in made if not cls.__dataclass_params__.frozen} == {"_Open"}
+    assert {cls.__name__ for cls in made if not cls.__dataclass_params__.frozen} == {"_Entry"}
     assert len(made) > 8
 
 

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from kvjax.data import loader, prepare, sources
+from kvjax.data import loader, manifest, prepare
 from kvjax.data.manifest import MANIFEST, TOKENIZER
 from kvjax.foundation.errors import DataError, UserError
 from tests import quick
@@ -56,7 +56,7 @@ def test_damage_to_the_cache_is_set_aside_and_made_again(
         return
     again = loader.open_dataset(prepare.prepare(config))
     assert again.info["splits"] == small_dataset.info["splits"]
-    for name in sources.SPLITS:
+    for name in manifest.SPLITS:
         np.testing.assert_array_equal(rows(again, name), rows(small_dataset, name))
     aside = path.with_name(f"{path.name}.damaged")
     assert aside.exists() and (how == "missing") != (aside / file).exists()

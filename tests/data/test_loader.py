@@ -120,7 +120,7 @@ def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
     batches = take(train(small_dataset, sequence_length=5), 3)
     np.testing.assert_array_equal(batches.reshape(-1, 6), stream_NT[:36, :6])
     (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith("WARNING: sequence_length=5 is less than the rows' 16")
+    assert warning.startswith("WARNING: sequence_length=5 is less than the 16 of the rows")
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,10 @@ def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
             r"sequence_length=17 .* at most the 16 .*kvjax\.data\.prepare .*--sequence_length=17",
         ),
         (dict(sequence_length=0), "sequence_length=0 must be at least 1"),
-        (dict(position=6), "position=6 must be a multiple of batch_size=12"),
-        (dict(position=-12), "position=-12 must be a multiple"),
-        (dict(seed=-1), "seed=-1 must be in"),
+        (dict(position=6), "position=6 must be a non-negative multiple of batch_size=12"),
+        (dict(position=-12), "position=-12 must be a non-negative multiple"),
         (dict(process_count=5), "batch_size=12 must be a positive multiple of process_count=5"),
         (dict(batch_size=0), "batch_size=0 must be a positive multiple"),
-        (dict(process_index=2, process_count=2), "process_index=2 must be in"),
         (dict(batch_size=10**6), r"train split has \d+ rows, and batch_size=1000000"),
     ],
 )
@@ -225,7 +223,7 @@ def test_which_part_a_process_reads(monkeypatch, rows_by_process, expected):
     ],
 )
 def test_parts_that_are_no_parts(rows_by_process):
-    with pytest.raises(DataError, match="config.mesh: process by process the devices hold"):
+    with pytest.raises(DataError, match="config.mesh: the devices of the processes hold"):
         loader.share(Sharding(rows_by_process), 8)
 
 

@@ -34,62 +34,15 @@ def _publish(making, part, left_out=Skipped(), **shards):
         return found
 
 
-@pytest.mark.parametrize("where", ["folder", "bucket"])
-def test_parts_of_the_same_text_are_taken_over(tmp_path, bucket, where):
-    """Whole ones, wherever they stood; the folder that had them is gone."""
-    top = epath.Path("gs://out" if where == "bucket" else tmp_path / "out")
-    old = partial_dataset.PartialDataset(top / "old", ["x", "a", "b", "c", "d", "e", "f"])
-    old.open(PLAN | dict(parts=7))
-    new = partial_dataset.PartialDataset(top / "new", ["f", "e", "d", "c", "b", "a", "g"])
-    name = lambda split, part: packed_rows.shard_name(split, part, 7)
-    made = {}
-    for left_out in (False, True):
-        new.open(PLAN)
-        old.open(PLAN | dict(parts=7))
-        _publish(old, 0, train=b"other text")
-        made["a"] = _publish(old, 1, train=b"aa", validation=b"a")
-        made["b"] = _publish(old, 2, Skipped(1, ("a line",), 5), train=b"bbb")
-        _publish(old, 3, train=b"cccc")  # half of it, and whole where it goes to
-        made["d"] = _publish(old, 4, train=b"ddddd")
-        _publish(old, 5, train=b"eeeeee")
-        _publish(old, 6, train=b"ff")
-        (old.rows / name("train", 3)).write_bytes(b"cc")
-        (old.rows / name("train", 4)).rename(new.rows / name("train", 2))  # by a first attempt
-        (new.rows / name("validation", 4)).write_bytes(b"of another text")
-        (old.folder / partial_dataset.DONE / "00005.json").write_text("{}")
-        made["f"] = _publish(new, 0, train=b"f", validation=b"f0")
-        assert new.adopt(old.folder, left_out=left_out, shown=False) == (3 if left_out else 2)
-        assert not old.folder.exists() and new.missing() == (
-            [1, 3, 6] if left_out else [1, 3, 4, 6]
-        )
-        expected = [
-            made["f"],
-            None,
-            made["d"],
-            None,
-            made["b"] if left_out else None,
-            made["a"],
-            None,
-        ]
-        assert new.all_made() == expected
-        rows = {path.name: path.read_bytes() for path in new.rows.iterdir()}
-        own = {("train", 0): b"f", ("validation", 0): b"f0", ("train", 2): b"ddddd"}
-        own |= {("train", 5): b"aa", ("validation", 5): b"a"}
-        own |= {("train", 4): b"bbb"} if left_out else {("validation", 4): b"of another text"}
-        assert rows == {name(*which): content for which, content in own.items()}
-        new.remove()
-    assert new.adopt(old.folder, left_out=True, shown=False) == 0
-
-
 def test_what_is_published_is_read_back(making):
     made = _publish(making, 1, Skipped(7, ("a line",), 2))
-    assert making.all_made() == [None, made, None] and making.missing() == [0, 2]
+    assert making.results() == [None, made, None] and making.missing() == [0, 2]
     again = partial_dataset.PartialDataset(making.target, "abc")
     again.open(PLAN)
     assert again.missing() == [0, 2]
     mark = making.folder / partial_dataset.DONE / "00001.json"  # as before null texts were counted
     mark.write_text(mark.read_text().replace('[7, ["a line"], 2]', '[7, ["a line"]]'))
-    assert making.all_made()[1] == made._replace(left_out=Skipped(7, ("a line",)))
+    assert making.results()[1] == made._replace(skipped=Skipped(7, ("a line",)))
 
 
 def test_what_a_killed_process_was_writing_is_removed_and_a_living_one_s_is_not(making):
@@ -120,8 +73,8 @@ def test_another_plan_begins_anew_unless_a_part_is_done(making):
         making.open({"code": "c" * 58, "parts": 3, "config": "as it is asked for"})
     assert str(told.value) == (
         f"{making.folder} was begun by other code or with another plan (code: 'b', now '{'c' * 56}"
-        "...; parts: nothing, now 3). Go on with what it was begun with, or remove that folder to "
-        "begin anew"
+        "...; parts: nothing, now 3). Resume it with the code and options that began it, or remove "
+        "that folder"
     )
     making.open({"code": "b", "config": "as it is asked for"})
     assert partial_dataset.read_plan(making.folder) == {"code": "b", "config": "as it is asked for"}
@@ -137,20 +90,6 @@ def test_failures_are_those_of_parts_that_are_not_done(making):
     assert making.failures() == ["the third"]
 
 
-def test_what_could_not_be_read_is_known_by_its_name(making):
-    """By the whole of it, from whoever said so; what may be read the next time is not broken."""
-    assert partial_dataset.were_broken(making.folder, [])
-    making.fail(1, "'/in/a.jsonl, line 3 is no JSON", broken=True)
-    making.fail(2, "/in/b.jsonl could not be read: no answer")
-    _publish(making, 0, Skipped(1, ("in part: /in/c.jsonl: has no key 'text'",)))
-    making.open(PLAN | dict(left_out=["/in/d.parquet is no whole Parquet file"]))
-    known = ("/in/a.jsonl", "/in/c.jsonl", "/in/d.parquet")
-    for names in (*zip(known, strict=True), known):
-        assert partial_dataset.were_broken(making.folder, names), names
-    for other in ("/in/b.jsonl", "/in/a", "n/a.jsonl", "/in/aXjsonl", "/in/e.jsonl"):
-        assert not partial_dataset.were_broken(making.folder, [*known, other]), other
-
-
 def test_of_what_is_left_out_the_first_messages_are_kept(monkeypatch):
     """Each once, however often a file is opened; all are counted, and null texts apart."""
     for module in (tokenized_part, preparation):
@@ -159,10 +98,10 @@ def test_of_what_is_left_out_the_first_messages_are_kept(monkeypatch):
     for message in ("a\nmore", "b", "a", "c"):
         left_out(readers.SourceError(message))
     left_out(readers.NullTextError("d"))
-    found = left_out.said()
+    found = left_out.skipped()
     assert found == Skipped(3, ("a", "b"), 1)
     both = [Skipped(1, ("z",)), found]
-    assert preparation._said(both) == {"left_out": dict(count=4, first=["z", "a"])}
+    assert preparation._skipped_info(both) == {"left_out": dict(count=4, first=["z", "a"])}
     with pytest.raises(readers.SourceError, match="^a$"):
         tokenized_part.ErrorCollector(False)(readers.SourceError("a"))
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.data import (
     config as config_lib,
+    manifest,
     parts,
     readers,
     source_kinds,
@@ -44,7 +45,7 @@ def _parts(config):
 
 def _pieces(config):
     """By split, the pieces of all parts in order; and how many parts there are."""
-    found, cut = {split: [] for split in sources.SPLITS}, _parts(config)
+    found, cut = {split: [] for split in manifest.SPLITS}, _parts(config)
     for part in cut:
         for split, piece in parts.split_pieces(config, part):
             found[split].append(piece)
@@ -52,12 +53,12 @@ def _pieces(config):
 
 
 def test_parts_are_the_whole(config, whole, monkeypatch):
-    uncut = {split: list(sources.pieces(config, split)) for split in sources.SPLITS}
+    uncut = {split: list(sources.pieces(config, split)) for split in manifest.SPLITS}
     for size in (100, 1000, 1 << 20):
         monkeypatch.setattr(parts, "PART_BYTES", size)
         found, count = _pieces(config)
         assert count > 12 if size < 9999 else count == 1
-        for split in sources.SPLITS:
+        for split in manifest.SPLITS:
             assert whole(found[split]) == whole(uncut[split]) and found[split]
 
 
@@ -91,7 +92,7 @@ def test_books_are_parts_as_they_lie(small_texts, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "_ROWS", 1)
     (first, second), found = _parts(alone), _pieces(alone)[0]
     assert [part.bytes for part in (first, second)] == sizes
-    assert [whole(found[split]) for split in sources.SPLITS] == [
+    assert [whole(found[split]) for split in manifest.SPLITS] == [
         texts["train"],
         texts["validation"],
     ]

@@ -29,7 +29,6 @@ from kvjax.data import (
     prepare,
     readers,
     source_kinds,
-    sources,
     tokenized_part,
     tokenizer as tokenizer_lib,
     vocabulary,
@@ -62,7 +61,7 @@ def split(texts, config):
 
 def test_every_token_is_a_target_exactly_once(small_dataset, small_config, small_texts):
     T = small_config.sequence_length
-    for name, texts in zip(sources.SPLITS, split(small_texts, small_config), strict=True):
+    for name, texts in zip(manifest.SPLITS, split(small_texts, small_config), strict=True):
         tokens = stream(small_dataset, texts)
         rows_NT = rows(small_dataset, name)
         assert rows_NT.shape == (small_dataset.num_rows(name), T + 1)
@@ -87,7 +86,7 @@ def test_bytes_of_the_validation_targets_are_the_bytes_of_the_text(request, kind
 
 def test_manifest_counts_what_is_there(small_dataset, small_config, small_texts):
     info = small_dataset.info
-    for name, texts in zip(sources.SPLITS, split(small_texts, small_config), strict=True):
+    for name, texts in zip(manifest.SPLITS, split(small_texts, small_config), strict=True):
         assert info["splits"][name] == {
             "documents": len(texts),
             "bytes": sum(len(text.encode()) for text in texts),
@@ -152,7 +151,7 @@ def test_long_documents_and_small_batches_change_nothing(
     config = dataclasses.replace(config, directory=str(tmp_path / "pieces"))
     pieces = loader.open_dataset(prepare.prepare(config))
     assert pieces.tokenizer.to_json() == whole.tokenizer.to_json()
-    for name in sources.SPLITS:
+    for name in manifest.SPLITS:
         np.testing.assert_array_equal(rows(pieces, name), rows(whole, name))
         assert pieces.info["splits"][name] == whole.info["splits"][name]
         assert whole.info["splits"][name]["documents"] == 2
@@ -370,10 +369,10 @@ PLAN = [
     ["sources", "3.00 GB"],
     ["text", "2.50 GB"],
     ["tokens", "750.0M"],
-    ["rate of a core", "2.5 MB/s"],
-    ["of it reading", "25 %"],
-    ["of it encoding", "50 %"],
-    ["of it writing", "25 %"],
+    ["rate per core", "2.5 MB/s"],
+    ["of that, reading", "25 %"],
+    ["of that, encoding", "50 %"],
+    ["of that, writing", "25 %"],
     ["processes", "4"],
     ["time", "7 min"],
 ]
@@ -396,7 +395,7 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     prepared = dataclasses.replace(small_config, source=f"prepared:{folder}")
     for config in (small_config, prepared):
         status, out, err = command(config, "--plan")
-        assert (status, err) == (0, "") and "It is prepared:" in out
+        assert (status, err) == (0, "") and "Already prepared:" in out
         assert "".join(out.split()).endswith("".join(folder.split()))  # wrapped to the terminal
         assert json.loads(command(config, "--plan", "--json")[1]) == dict(folder=folder)
 
@@ -425,7 +424,7 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     status, _, err = command(config)
     assert status == 2 and err.startswith("kvjax: ") and "broken.jsonl" in err
     status, out, err = command(config, "--skip_broken")
-    assert status == 0 and "left out: " in err and "broken.jsonl" in err
+    assert status == 0 and "skipped: " in err and "broken.jsonl" in err
     for source, said in (("none.txt", "matches no file"), ("mixture", "names conversations")):
         status, out, err = command(small_config, f"--source={source}")
         assert (status, out) == (2, "") and f"kvjax: --source = {source!r}: {said}" in err
@@ -446,7 +445,7 @@ def test_a_truncated_last_shard_is_told_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "2.parquet").write_bytes(whole[: len(whole) // 2])
     monkeypatch.setattr(tokenizer_lib, "train", lambda *a, **k: pytest.fail("work was done"))
     config = config_lib.DataConfig(source=str(tmp_path), directory=str(tmp_path / "out"))
-    with pytest.raises(DataError, match=r"2\.parquet is no whole Parquet file"):
+    with pytest.raises(DataError, match=r"2\.parquet is not a complete Parquet file"):
         prepare.prepare(config)
 
 
@@ -473,7 +472,7 @@ def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
         "kvjax: looking at config.data.source, 1 files",
         "kvjax: opening the sources",
         "kvjax: reading for the tokenizer",
-        "kvjax: learning 400 tokens from",
+        "kvjax: training 400 tokens on",
         f"kvjax: tokenizing {progress.bar(1)}, {size} of {size}, ",
     ):
         assert what in said

@@ -152,10 +152,10 @@ def test_texts_are_the_same_in_every_format_and_nulls_are_counted(tmp_path, kind
         found = [
             piece.text
             for part in source.ranges(4096)
-            for _, piece in source.split(0.0, part, left_out)
+            for _, piece in source.split_pieces(0.0, part, left_out)
         ]
         assert found == TEXTS * 300, name
-        assert left_out.said() == tokenized_part.Skipped(nulls=300), name
+        assert left_out.skipped() == tokenized_part.Skipped(nulls=300), name
         assert [piece.text for piece in source.pieces("all", 0.0)] == TEXTS * 300, name
         assert source.density() > 0
 
@@ -167,8 +167,8 @@ def test_columns_of_nulls_and_files_without_rows_hold_no_text(tmp_path):
             for rows in (column[:0], column, column[:0]):  # row groups of no row too
                 writer.write_table(pa.table({"text": rows}))
         left_out = tokenized_part.ErrorCollector(False)
-        assert list(record_readers.read_parquet(path, "text", broken=left_out)) == []
-        assert left_out.said().nulls == len(column)
+        assert list(record_readers.read_parquet(path, "text", on_error=left_out)) == []
+        assert left_out.skipped().nulls == len(column)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
@@ -178,7 +178,7 @@ def test_truncated_compressed_file_is_named(tmp_path, suffix):
     content = PACK[suffix](lines.encode())
     for size in (len(content) // 2, 0):
         path.write_bytes(content[:size])
-        with pytest.raises(readers.SourceError, match=r"cut\.jsonl.* can't be decompressed"):
+        with pytest.raises(readers.SourceError, match=r"cut\.jsonl.* cannot be decompressed"):
             list(record_readers.read_jsonl(path, "text"))
 
 
@@ -192,16 +192,16 @@ def test_a_long_window_is_told_with_what_to_do(tmp_path):
 
 
 BAD_LINES = [
-    (b'{"text": "a"', "is no JSON.*jq -c"),
-    (b"[" * 200_000, "is no JSON: nested too deeply"),
-    (b'{"text": ' * 200_000, "is no JSON: nested too deeply"),
-    (b'{"text": "\xe9"}', "is no JSON: 'utf-8' codec can't decode"),
+    (b'{"text": "a"', "is not JSON.*jq -c"),
+    (b"[" * 200_000, "is not JSON: nested too deeply"),
+    (b'{"text": ' * 200_000, "is not JSON: nested too deeply"),
+    (b'{"text": "\xe9"}', "is not JSON: 'utf-8' codec can't decode"),
     (b'{"body": "a"}', r"has no key 'text'; it has \['body'\]. Set config.data.text_key"),
     (b'["a"]', "must be an object, not list.*jq -c"),
     (b'{"text": 1}', "'text' is int, not text"),
-    (b'{"text": NaN}', r"'text' is float, not text. Mend it \(null for no text\)"),
-    (b'{"text": "\\ud800"}', "'text' holds half a surrogate pair"),
-    (b'{"text": "a", "text": "b"}', "is no JSON: the key 'text' stands there twice"),
+    (b'{"text": NaN}', r"'text' is float, not text. Correct it \(null for no text\)"),
+    (b'{"text": "\\ud800"}', "'text' has an unpaired surrogate"),
+    (b'{"text": "a", "text": "b"}', "is not JSON: the key 'text' stands there twice"),
 ]
 
 
@@ -213,8 +213,8 @@ def test_a_bad_json_line_is_named_and_may_be_left_out(tmp_path):
         with pytest.raises(readers.SourceError, match=r"bad\.jsonl, line 2:? " + message):
             list(record_readers.read_jsonl(path, "text"))
         left_out = tokenized_part.ErrorCollector(True)
-        found = list(record_readers.read_jsonl(path, "text", broken=left_out))
-        assert found == ['"text" twice'] * 2 and left_out.said().count == 1
+        found = list(record_readers.read_jsonl(path, "text", on_error=left_out))
+        assert found == ['"text" twice'] * 2 and left_out.skipped().count == 1
 
 
 def test_bad_parquet_is_named(tmp_path):
@@ -237,10 +237,10 @@ def test_bad_parquet_is_named(tmp_path):
                 list(read(path, column, 1))
     for column in ("raw", "text"):  # of a bad row no other is lost
         left_out = tokenized_part.ErrorCollector(True)
-        found = list(record_readers.read_parquet(path, column, broken=left_out))
-        assert found == ["a"] * 300 + ["b"] * 9 and left_out.said().count == 1
+        found = list(record_readers.read_parquet(path, column, on_error=left_out))
+        assert found == ["a"] * 300 + ["b"] * 9 and left_out.skipped().count == 1
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(readers.SourceError, match=r"shard\.parquet is no whole Parquet file"):
+    with pytest.raises(readers.SourceError, match=r"shard\.parquet is not a complete Parquet file"):
         list(record_readers.read_parquet(path, "body"))
 
 
@@ -252,7 +252,7 @@ def test_forbidden_file_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(path), "open", forbid)
-    with pytest.raises(DataError, match=r"secret\.txt can't be read.*permissions"):
+    with pytest.raises(DataError, match=r"secret\.txt cannot be read.*permissions"):
         list(readers.read_text(path))
 
 

@@ -151,7 +151,7 @@ def test_rows_in_any_order_from_several_threads_with_few_readers(
     dataset, written, opened, monkeypatch, most
 ):
     _, expected_NT = written
-    monkeypatch.setattr(shards, "most_readers", lambda: most)
+    monkeypatch.setattr(shards, "max_readers", lambda: most)
     rows = dataset.rows("train")
 
     def read(seed):
@@ -168,7 +168,7 @@ def test_rows_in_any_order_from_several_threads_with_few_readers(
 
 
 def test_the_shard_unused_for_longest_is_closed(dataset, opened, monkeypatch):
-    monkeypatch.setattr(shards, "most_readers", lambda: 2)
+    monkeypatch.setattr(shards, "max_readers", lambda: 2)
     rows = dataset.rows("train")
     first = np.cumsum(rows._rows) - rows._rows  # row of each shard
     for shard in (1, 2, 1, 3, 1, 2):
@@ -193,7 +193,7 @@ def test_rows_that_take_long_are_read_at_once(dataset, written, monkeypatch):
 
     def read(are_long):
         threads.clear()
-        monkeypatch.setattr(shards, "_LONG_SECONDS", 0 if are_long else 1e9)
+        monkeypatch.setattr(shards, "_SLOW_SECONDS", 0 if are_long else 1e9)
         np.testing.assert_array_equal(rows_of(rows, indices), written[1][indices])
         return len(threads)
 
@@ -239,9 +239,9 @@ def test_readers_leave_files_to_others(monkeypatch):
     limit = lambda files: monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (files, -1))
     for files, most in ((1024, 256), (256, 64), (2, 1), (1 << 20, 256)):
         limit(files)
-        assert shards.most_readers() == most
+        assert shards.max_readers() == most
     limit(shards.resource.RLIM_INFINITY)
-    assert shards.most_readers() == 256
+    assert shards.max_readers() == 256
 
 
 def test_rows_are_those_that_tfds_reads(written, dataset):

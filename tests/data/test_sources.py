@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax.data import config as config_lib, matching, readers, source_kinds, sources
+from kvjax.data import config as config_lib, manifest, matching, readers, source_kinds, sources
 from kvjax.foundation.errors import UserError
 
 
@@ -34,7 +34,7 @@ def split_texts(documents):
             assert "is empty" in str(error)
             return []
 
-    return lambda **keys: [read(split, **keys) for split in sources.SPLITS]
+    return lambda **keys: [read(split, **keys) for split in manifest.SPLITS]
 
 
 @settings(deadline=None)
@@ -171,7 +171,7 @@ def test_empty_file_is_named(documents, tmp_path, name):
     "spec, message",
     [
         ("none.txt", "'none.txt': matches no file"),
-        ("tfds:no_such_name", "'tfds:no_such_name': .*can't be opened"),
+        ("tfds:no_such_name", "'tfds:no_such_name': .*cannot be opened"),
         ("EMPTY", "has no documents"),
         ("{folder}/data.csv", "ends in none of"),
     ],
@@ -189,10 +189,10 @@ def test_the_key_that_names_a_bad_source_is_told(documents, tmp_path, key, spec,
 
 def test_empty_split_says_which_and_what_to_change(documents, write_jsonl, tmp_path):
     (tmp_path / "line.txt").write_text("one line only\n")
-    with pytest.raises(readers.SourceError, match="the validation split is empty.* Raise that"):
+    with pytest.raises(readers.SourceError, match="the validation split is empty.* Raise it"):
         documents("validation", source=str(tmp_path / "line.txt"))
     path = write_jsonl(tmp_path / "texts.jsonl", ["a", "b"])
-    with pytest.raises(readers.SourceError, match="the train split is empty.* Lower that"):
+    with pytest.raises(readers.SourceError, match="the train split is empty.* Lower it"):
         documents("train", source=str(path), validation_fraction=0.999999)
 
 
@@ -294,7 +294,7 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(documents, tfds_folder
         ("small_words", "number", "'number' is int, not text"),
         ("mnist", "text", f"mnist is not prepared in .*Set TFDS_DATA_DIR .*{build % 'mnist'}"),
         ("no_such_thing", "text", f"it is not in .*Set TFDS_DATA_DIR .*{build % 'no_such_thing'}"),
-        ("a b", "text", "can't be opened: ValueError: .*give tfds:NAME"),
+        ("a b", "text", "cannot be opened: ValueError: .*give tfds:NAME"),
         (
             *("as_tfrecord", "text"),
             rf"as_tfrecord is prepared as tfrecord in .*{packages}\): tfds convert_format "
@@ -326,6 +326,6 @@ def test_a_file_cannot_be_in_both_splits(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(f"the text of {name}\n")
     both = dict(validation_source=str(tmp_path / "validation.txt"))
-    with pytest.raises(ValueError, match="shares a file"):
+    with pytest.raises(ValueError, match="has a file in common"):
         sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "*.txt"), **both))
     sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "train.txt"), **both))
