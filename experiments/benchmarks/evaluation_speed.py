@@ -17,7 +17,7 @@ from etils import epath
 from experiments import record
 from kvjax.decoding.generator import Generator
 from kvjax.evaluate import datasets, generated, letters
-from kvjax.evaluate.model import Served
+from kvjax.evaluate.model import CachedModel
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.configuration import at_least
@@ -32,7 +32,7 @@ def measure(workdir: epath.Path, data: str, sizes: dict) -> dict:
     loaded = trained.load(workdir)
     generator = Generator(loaded.model, loaded.compute)
     talk = dialogue_lib.of(found)
-    served = lambda batch: Served(generator, found.tokenizer, talk, batch=batch)
+    served = lambda batch: CachedModel(generator, found.tokenizer, talk, batch=batch)
     mmlu, batch = questions["mmlu"], sizes["batch"]
     with progress.waiting("letters"):
         model, block = served(batch), letters.BLOCK * batch
@@ -66,14 +66,14 @@ def measure(workdir: epath.Path, data: str, sizes: dict) -> dict:
     )
 
 
-def _letters(model: Served, items, block: int) -> list[dict]:
+def _letters(model: CachedModel, items, block: int) -> list[dict]:
     rows = []
     for start in range(0, len(items), block):
         rows += letters.ask(model, items, range(start, min(start + block, len(items))))
     return rows
 
 
-def _answers(model: Served, prompts: list[list[int]], num_tokens: int) -> dict:
+def _answers(model: CachedModel, prompts: list[list[int]], num_tokens: int) -> dict:
     begun, ids = time.perf_counter(), []
     for start in range(0, len(prompts), model.batch):
         some = prompts[start : start + model.batch]

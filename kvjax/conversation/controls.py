@@ -31,13 +31,13 @@ class Controls(NamedTuple):
       end: the one that follows an assistant's text: its turn ends there; None: there is none.
       inner: tokens of an answer's own format, as </think>: not between turns, and not flagged
         special unless the template looks for them, to take an assistant's message apart.
-      lost: named tokens that the template writes and the tokenizer does not have.
+      missing: named tokens that the template writes and the tokenizer does not have.
     """
 
     names: frozenset[str]
     end: str | None
     inner: frozenset[str]
-    lost: frozenset[str]
+    missing: frozenset[str]
 
 
 def find(
@@ -78,7 +78,7 @@ def find(
         names,
         end=after[0] if after else None,
         inner=frozenset((unflagged | looked_for) - frame),
-        lost=frozenset(name for name in named if name in text and name not in vocabulary),
+        missing=frozenset(name for name in named if name in text and name not in vocabulary),
     )
 
 

@@ -37,7 +37,7 @@ class Dialogue(Protocol):
         """
 
 
-class Native:
+class NativeDialogue:
     """nanochat's, see `kvjax.conversation.render`.
 
     Args:
@@ -57,7 +57,7 @@ class Native:
         return self._renderer.prompt(list(messages), limit=self._limit, place=place)
 
 
-class Plain:
+class PlainDialogue:
     """No dialogue at all: texts go on, and end as the tokenizer's documents do."""
 
     name = ""
@@ -72,7 +72,7 @@ class Plain:
         raise UserError(f"{place}: the model knows no conversations")
 
 
-class Templated:
+class TemplatedDialogue:
     """That of a published model: a template in Jinja, as Hugging Face has them."""
 
     name = "template"
@@ -93,7 +93,7 @@ class Templated:
         return render.Rendered(ids, [0] * len(ids))
 
 
-def of(
+def make(
     tokenizer: Tokenizer,
     template: str | None,
     token_files: Mapping,
@@ -112,5 +112,5 @@ def of(
       UserError: neither is there.
     """
     if specials_lib.missing(tokenizer) and template is not None:
-        return Templated(tokenizer, template, token_files, day)
-    return Native(tokenizer, where, limit)
+        return TemplatedDialogue(tokenizer, template, token_files, day)
+    return NativeDialogue(tokenizer, where, limit)

@@ -109,7 +109,7 @@ class Marks:
 
 
 @functools.lru_cache(maxsize=4)
-def of(tokenizer: Tokenizer) -> Marks:
+def marks_of(tokenizer: Tokenizer) -> Marks:
     """Those of a tokenizer, made once."""
     return Marks(tokenizer)
 

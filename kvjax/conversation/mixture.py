@@ -28,7 +28,7 @@ PACKS = ("stream", "whole", "single")
 _ROWS = re.compile(r"(.*)#(\d*):(\d*)")
 
 
-class Part(NamedTuple):
+class SetSpec(NamedTuple):
     """One set of a mixture."""
 
     split: str
@@ -92,7 +92,7 @@ class MixtureConfig:
                 f"config.mixture.order = {self.order!r}: must name each of {', '.join(KINDS)} once"
             )
         for split in SPLITS:
-            if not self.parts(split):
+            if not self.specs(split):
                 keys = ", ".join(_key(split, kind) for kind in KINDS)
                 raise UserError(
                     f"config.mixture: names no conversations for {split}: give one of {keys}"
@@ -103,11 +103,11 @@ class MixtureConfig:
         """Whether some targets do not count."""
         return self.loss != "all" or self.pack != "stream"
 
-    def parts(self, split: str) -> list[Part]:
+    def specs(self, split: str) -> list[SetSpec]:
         """The sets of `train` or `validation`, in order."""
         keys = [(kind, _key(split, kind)) for kind in self.order]
         return [
-            Part(split, kind, key, *_parsed(key, item))
+            SetSpec(split, kind, key, *_parsed(key, item))
             for kind, key in keys
             for item in config_lib.split_source(getattr(self, key))
         ]

@@ -18,7 +18,7 @@ import numpy as np
 from kvjax.conversation import mixture as mixture_lib, packing, sets
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.conversation.render import Renderer
-from kvjax.conversation.rendered import Compressor, Counts, RenderedSet
+from kvjax.conversation.rendered import Compressor, RenderedSet, SetCounts
 from kvjax.data import folders, manifest, packed_rows
 from kvjax.data.config import DataConfig
 from kvjax.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER, digest_of
@@ -36,7 +36,7 @@ class _Split(NamedTuple):
     """What is in one, for the manifest."""
 
     shard: packed_rows.Shard
-    counts: list[Counts]
+    counts: list[SetCounts]
     bytes: int  # of text, as its tokens have it
     filled: int  # tokens of filling
     yardstick: float  # bits per byte
@@ -57,11 +57,11 @@ def prepare(
       DataError: a row that is no conversation, too few of them for one row; with file and row.
     """
     with progress.waiting("looking at the conversations", shown=shown):
-        opened = {split: [sets.Set(p) for p in mixture.parts(split)] for split in SPLITS}
+        opened = {split: [sets.OpenedSet(p) for p in mixture.specs(split)] for split in SPLITS}
         _check_apart(opened)
         marks = {split: [one.fingerprint() for one in found] for split, found in opened.items()}
     asked = dataclasses.asdict(mixture)
-    rows = [[(p.kind, p.start, p.stop) for p in mixture.parts(split)] for split in SPLITS]
+    rows = [[(p.kind, p.start, p.stop) for p in mixture.specs(split)] for split in SPLITS]
     options = [asked[key] for key in ("seed", "limit", "loss", "pack", "skip_broken")]
     text = tokenizer.to_json()
     key = digest_of(FORMAT_VERSION, VERSION, marks, rows, options, text, data.sequence_length)
@@ -76,7 +76,7 @@ def prepare(
 
 def _write(
     folder: pathlib.Path,
-    opened: dict[str, list[sets.Set]],
+    opened: dict[str, list[sets.OpenedSet]],
     mixture: MixtureConfig,
     data: DataConfig,
     renderer: Renderer,
@@ -108,7 +108,7 @@ def _write(
 def _write_split(
     folder: pathlib.Path,
     split: str,
-    opened: Sequence[sets.Set],
+    opened: Sequence[sets.OpenedSet],
     mixture: MixtureConfig,
     data: DataConfig,
     renderer: Renderer,
@@ -120,14 +120,14 @@ def _write_split(
     compressor = Compressor() if split == "validation" else None
     rendered = []
     for one in opened:
-        part, count = one.part, one.count()
-        counts = Counts(part.key, part.source, one.digest(), count)
-        order = mixture_lib.shuffled(count, mixture.seed)[part.start : part.stop]
-        told = lambda read, part=part, order=order: say(f"{part.kind} {read:,} of {len(order):,}")
+        spec, count = one.spec, one.count()
+        counts = SetCounts(spec.key, spec.source, one.digest(), count)
+        order = mixture_lib.shuffled(count, mixture.seed)[spec.start : spec.stop]
+        told = lambda read, spec=spec, order=order: say(f"{spec.kind} {read:,} of {len(order):,}")
         common = (mixture, renderer, limit, dtype, compressor, told)
         rendered.append(RenderedSet(one, order, counts, *common))
         if counts.rejected:
-            warn(f"{part.where}: {counts.rejected:,} of {count:,} rows were left out")
+            warn(f"{spec.where}: {counts.rejected:,} of {count:,} rows were left out")
     say("writing rows")
     token_bytes_V, num_bytes = tokenizer.token_bytes(), 0
 
@@ -186,15 +186,15 @@ def _info(
     }
 
 
-def _check_apart(opened: dict[str, list[sets.Set]]) -> None:
+def _check_apart(opened: dict[str, list[sets.OpenedSet]]) -> None:
     """Raises a DataError if a row is trained on and validated with."""
     for one in opened["train"]:
         for other in opened["validation"]:
-            a, b = one.part, other.part
+            a, b = one.spec, other.spec
             same = a.source == b.source or {*map(os.fspath, one.files)} & {
                 *map(os.fspath, other.files)
             }
-            end = lambda part: np.inf if part.stop is None else part.stop
+            end = lambda spec: np.inf if spec.stop is None else spec.stop
             apart = a.source == b.source and (end(a) <= b.start or end(b) <= a.start)
             if same and not apart:
                 raise DataError(

@@ -14,7 +14,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CALL = re.compile(r"(<<[^>]+>>)")
 
 
-class Choices(NamedTuple):
+class MultipleChoice(NamedTuple):
     """A multiple-choice question."""
 
     question: str
@@ -23,7 +23,7 @@ class Choices(NamedTuple):
     answer: str  # one of the letters
 
 
-def multiple_choice(asked: Choices) -> str:
+def multiple_choice(asked: MultipleChoice) -> str:
     """The user's message.
 
     The letter follows its choice, with no blank before it: so it is the same token in the question
@@ -46,10 +46,10 @@ def conversation(question: str, answer) -> dict:
     return dict(messages=[asked, dict(role="assistant", content=answer)])
 
 
-def mmlu(row: Mapping, place: str) -> Choices:
+def mmlu(row: Mapping, place: str) -> MultipleChoice:
     """A row of MMLU: question, choices, answer (0 to 3, or a letter); or wrapped in `train`.
 
-    Choices may be numbers or empty text: they are written as they are.
+    MultipleChoice may be numbers or empty text: they are written as they are.
     """
     if set(row) == {"train"} and isinstance(row["train"], Mapping):
         row = row["train"]
@@ -62,10 +62,10 @@ def mmlu(row: Mapping, place: str) -> Choices:
         raise DataError(
             f"{place}: answer = {answer!r} must be 0 to {len(choices) - 1}, or a letter"
         )
-    return Choices(_text(question, "question", place), choices, letters, letters[answer])
+    return MultipleChoice(_text(question, "question", place), choices, letters, letters[answer])
 
 
-def mmlu_csv(cells: Sequence[str], place: str) -> Choices:
+def mmlu_csv(cells: Sequence[str], place: str) -> MultipleChoice:
     """A line of MMLU's original CSV: question, four choices, letter."""
     if len(cells) != 6:
         raise DataError(f"{place}: has {len(cells)} cells; question, A, B, C, D and letter are 6")
@@ -73,7 +73,7 @@ def mmlu_csv(cells: Sequence[str], place: str) -> Choices:
     return mmlu(dict(question=question, choices=choices, answer=answer), place)
 
 
-def arc(row: Mapping, place: str) -> Choices:
+def arc(row: Mapping, place: str) -> MultipleChoice:
     """A row of ARC, as Parquet has it or as the original: letters are the row's own, A-E or 1-5."""
     question, answer = _keys(row, ("question", "answerKey"), place)
     if isinstance(question, Mapping):  # {stem, choices: [{text, label}]}
@@ -90,7 +90,7 @@ def arc(row: Mapping, place: str) -> Choices:
             f"{place}: answerKey = {answer!r} is not among the labels {list(labels)} of "
             f"{len(texts)} choices"
         )
-    return Choices(_text(stem, "question", place), texts, labels, str(answer))
+    return MultipleChoice(_text(stem, "question", place), texts, labels, str(answer))
 
 
 def gsm8k(row: Mapping, place: str) -> dict:
@@ -100,17 +100,17 @@ def gsm8k(row: Mapping, place: str) -> dict:
     return conversation(_text(question, "question", place), parts)
 
 
-class Sum(NamedTuple):
+class MathProblem(NamedTuple):
     """A question of GSM8K and the text that answers it."""
 
     question: str
     answer: str
 
 
-def gsm8k_asked(row: Mapping, place: str) -> Sum:
+def gsm8k_question(row: Mapping, place: str) -> MathProblem:
     """A row of GSM8K that is asked, its answer as it is written."""
     question, answer = _keys(row, ("question", "answer"), place)
-    return Sum(_text(question, "question", place), _text(answer, "answer", place))
+    return MathProblem(_text(question, "question", place), _text(answer, "answer", place))
 
 
 def calls(answer: str) -> list[dict]:
@@ -138,7 +138,7 @@ def smoltalk(row: Mapping, place: str) -> dict:
     return dict(messages=messages)
 
 
-class Problem(NamedTuple):
+class CodeProblem(NamedTuple):
     """A problem of HumanEval."""
 
     task_id: str
@@ -148,10 +148,12 @@ class Problem(NamedTuple):
     test: str
 
 
-def humaneval(row: Mapping, place: str) -> Problem:
+def humaneval(row: Mapping, place: str) -> CodeProblem:
     """A row of HumanEval."""
-    values = _keys(row, Problem._fields, place)
-    return Problem(*(_text(v, k, place) for k, v in zip(Problem._fields, values, strict=True)))
+    values = _keys(row, CodeProblem._fields, place)
+    return CodeProblem(
+        *(_text(v, k, place) for k, v in zip(CodeProblem._fields, values, strict=True))
+    )
 
 
 def _keys(row, keys: Sequence[str], place: str) -> list:
@@ -176,7 +178,7 @@ def _list(value, place: str) -> Sequence:
 
 
 def _written(values: Sequence, place: str) -> tuple[str, ...]:
-    """Choices or their labels as text; null, NaN and objects are none."""
+    """MultipleChoice or their labels as text; null, NaN and objects are none."""
     for value in values:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not (isinstance(value, str) or number):

@@ -41,7 +41,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer, where: str = "the workdir"):
         self.tokenizer = tokenizer
-        self.specials = specials_lib.of(tokenizer, where)
+        self.specials = specials_lib.ids(tokenizer, where)
 
     def __call__(
         self, conversation: Conversation, *, limit: int = LIMIT, place: str = "conversation"
@@ -52,7 +52,7 @@ class Renderer:
           place: for messages: the file and row that it is from.
 
         Raises:
-          DataError: see `checked`.
+          DataError: see `checked_messages`.
         """
         pieces = list(self._pieces(conversation, place))
         texts = (piece for piece, _ in pieces if isinstance(piece, str))
@@ -86,7 +86,7 @@ class Renderer:
             python_output=(s.output_start, s.output_end, 0),
         )
         yield s.bos, 0
-        for message in checked(conversation, place):
+        for message in checked_messages(conversation, place):
             content = message["content"]
             if message["role"] == "user":
                 yield from ((piece, 0) for piece in (s.user_start, content, s.user_end))
@@ -119,7 +119,7 @@ def _joined(
     return Rendered(ids[:limit], mask[:limit], len(ids) > limit)
 
 
-def checked(conversation: Conversation, place: str) -> list[dict]:
+def checked_messages(conversation: Conversation, place: str) -> list[dict]:
     """Its messages, a system message joined to the first of the user.
 
     Raises:

@@ -16,7 +16,7 @@ from kvjax.foundation.errors import DataError, first_line
 
 
 @dataclasses.dataclass
-class Counts:
+class SetCounts:
     """What a manifest says of a set."""
 
     key: str  # of config.mixture
@@ -46,9 +46,9 @@ class RenderedSet:
 
     def __init__(
         self,
-        found: sets.Set,
+        found: sets.OpenedSet,
         order: np.ndarray,
-        counts: Counts,
+        counts: SetCounts,
         mixture: MixtureConfig,
         renderer: Renderer,
         limit: int,
@@ -66,11 +66,11 @@ class RenderedSet:
         batch, characters = [], 0
         for i, (place, row) in enumerate(found.rows()):
             if i >= len(wanted):
-                raise DataError(f"{found.part.where}: its files grew while they were read")
+                raise DataError(f"{found.spec.where}: its files grew while they were read")
             if not wanted[i]:
                 continue
             try:
-                told = sets.conversation(found.part.kind, row, place)
+                told = sets.conversation(found.spec.kind, row, place)
             except DataError as error:
                 self._reject(error, mixture.skip_broken)
                 counts.read += 1
@@ -83,7 +83,7 @@ class RenderedSet:
                 say(counts.read)
         self._render(batch, mixture, compressor)
         if counts.read < len(order):
-            raise DataError(f"{found.part.where}: its files shrank while they were read")
+            raise DataError(f"{found.spec.where}: its files shrank while they were read")
 
     def __len__(self) -> int:
         return len(self._order)

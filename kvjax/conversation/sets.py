@@ -10,8 +10,8 @@ from typing import Any
 from etils import epath
 import numpy as np
 
-from kvjax.conversation import made_up, questions
-from kvjax.conversation.mixture import Part
+from kvjax.conversation import questions, synthetic
+from kvjax.conversation.mixture import SetSpec
 from kvjax.data import matching, records, source_kinds
 from kvjax.foundation.errors import DataError, MissingDataError, first_line, warn
 
@@ -38,28 +38,28 @@ COUNTS = {
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\..*)")
 
 
-class Set:
+class OpenedSet:
     """One set of a mixture, looked at: its files are there.
 
     Raises:
       MissingDataError: it is not there, or a part of it; with what to fetch.
     """
 
-    def __init__(self, part: Part):
-        self.part = part
-        self.is_tfds = part.source.startswith(TFDS)
-        self.is_made_up = part.kind == "conversations" and part.source == EMBEDDED
-        self.files = [] if self.is_tfds or self.is_made_up else _files(part)
+    def __init__(self, spec: SetSpec):
+        self.spec = spec
+        self.is_tfds = spec.source.startswith(TFDS)
+        self.is_synthetic = spec.kind == "conversations" and spec.source == EMBEDDED
+        self.files = [] if self.is_tfds or self.is_synthetic else _files(spec)
         if self.is_tfds:
-            name, _, split = part.source.removeprefix(TFDS).partition("#")
-            self._split = split or part.split
+            name, _, split = spec.source.removeprefix(TFDS).partition("#")
+            self._split = split or spec.split
             try:
                 self._builder = source_kinds.tfds_builder(name)
             except DataError as error:
-                raise DataError(f"{part.where}: {error}") from error
+                raise DataError(f"{spec.where}: {error}") from error
             if self._split not in self._builder.info.splits:
                 raise DataError(
-                    f"{part.where}: has no split {self._split!r}; it has "
+                    f"{spec.where}: has no split {self._split!r}; it has "
                     f"{', '.join(self._builder.info.splits)}"
                 )
 
@@ -68,8 +68,8 @@ class Set:
         if self.is_tfds:
             info = self._builder.info
             return f"{info.full_name} {self._split} {info.splits[self._split].shard_lengths}"
-        if self.is_made_up:
-            return hashlib.sha256(json.dumps(made_up.conversations()).encode()).hexdigest()
+        if self.is_synthetic:
+            return hashlib.sha256(json.dumps(synthetic.conversations()).encode()).hexdigest()
         return " ".join(map(source_kinds.file_hash, self.files))
 
     def digest(self) -> str:
@@ -82,21 +82,21 @@ class Set:
         Raises:
           DataError: fewer than are asked for, or none.
         """
-        part = self.part
+        spec = self.spec
         if self.is_tfds:
             found = self._builder.info.splits[self._split].num_examples
-        elif self.is_made_up:
-            found = made_up.COUNT
+        elif self.is_synthetic:
+            found = synthetic.COUNT
         else:
             found = sum(map(records.count, self.files))
-        known = COUNTS.get((part.split, part.kind), ())
+        known = COUNTS.get((spec.split, spec.kind), ())
         if known and found not in known:
             numbers = " or ".join(f"{number:,}" for number in known)
-            warn(f"{part.where}: has {found:,} rows; the published set has {numbers}")
-        if found < (part.stop or part.start + 1):
-            wanted = f"{part.stop:,}" if part.stop else f"more than {part.start:,}"
+            warn(f"{spec.where}: has {found:,} rows; the published set has {numbers}")
+        if found < (spec.stop or spec.start + 1):
+            wanted = f"{spec.stop:,}" if spec.stop else f"more than {spec.start:,}"
             raise DataError(
-                f"{part.where}: has {found:,} rows, and {wanted} are asked for: {_advice(part)}, "
+                f"{spec.where}: has {found:,} rows, and {wanted} are asked for: {_advice(spec)}, "
                 "or ask for less"
             )
         return found
@@ -105,8 +105,8 @@ class Set:
         """Each row, and its place for messages."""
         if self.is_tfds:
             yield from self._examples()
-        if self.is_made_up:
-            for i, row in enumerate(made_up.conversations()):
+        if self.is_synthetic:
+            for i, row in enumerate(synthetic.conversations()):
                 yield f"{EMBEDDED} conversation {i}", row
         for file in self.files:
             yield from records.read(file)
@@ -115,7 +115,7 @@ class Set:
         features = self._builder.info.features
         examples = self._builder.as_data_source(self._split)
         for i in range(len(examples)):
-            place = f"{self.part.source}, example {i}"
+            place = f"{self.spec.source}, example {i}"
             try:
                 example = examples[i]
             except Exception as error:  # damage, or a network: its libraries' errors do not tell
@@ -158,28 +158,28 @@ def _plain(value, feature):
     return feature.int2str(number) if hasattr(feature, "int2str") else number
 
 
-def _files(part: Part) -> list[epath.Path]:
+def _files(spec: SetSpec) -> list[epath.Path]:
     """Returns the files of a path, folder or pattern; no shard is missing."""
-    found = matching.files(part.source, records.SUFFIXES, part.where, f": {_advice(part)}")
+    found = matching.files(spec.source, records.SUFFIXES, spec.where, f": {_advice(spec)}")
     for file in found:
         if shard := _SHARD.fullmatch(file.name):
-            _check_shards(part, found, file, *shard.groups())
+            _check_shards(spec, found, file, *shard.groups())
     return found
 
 
-def _check_shards(part: Part, found, file: epath.Path, start, number, count, end) -> None:
+def _check_shards(spec: SetSpec, found, file: epath.Path, start, number, count, end) -> None:
     del number
     there = {other.name for other in found if other.parent == file.parent}
     every = [f"{start}{i:05}-of-{count}{end}" for i in range(int(count))]
     if missing := [name for name in every if name not in there]:
         raise MissingDataError(
-            f"{part.where}: {len(missing)} of {int(count)} shards are missing in "
-            f"{os.fspath(file.parent)}, the first is {missing[0]}: {_advice(part)}"
+            f"{spec.where}: {len(missing)} of {int(count)} shards are missing in "
+            f"{os.fspath(file.parent)}, the first is {missing[0]}: {_advice(spec)}"
         )
 
 
-def _advice(part: Part) -> str:
-    if part.kind not in _PUBLISHED:
+def _advice(spec: SetSpec) -> str:
+    if spec.kind not in _PUBLISHED:
         return 'give a file of {"messages": [{"role", "content"}, ...]} lines'
-    what, folder = _PUBLISHED[part.kind]
+    what, folder = _PUBLISHED[spec.kind]
     return f"fetch the folders {what} into {folder}, or say where they are"

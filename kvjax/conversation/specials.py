@@ -31,7 +31,7 @@ def missing(tokenizer: Tokenizer) -> list[str]:
     return [name for name in NAMES if tokenizer.special(name) is None]
 
 
-def of(tokenizer: Tokenizer, where: str) -> Specials:
+def ids(tokenizer: Tokenizer, where: str) -> Specials:
     """The ids of all nine.
 
     Args:

@@ -55,7 +55,7 @@ class Template:
 
     Attributes:
       tokenizer: with the template's control tokens; its `ends` have the one that ends a turn.
-      lost: tokens that the model's files name, the template writes and the tokenizer lacks.
+      missing: tokens that the model's files name, the template writes and the tokenizer lacks.
       digest: of its text and the tokens that it names, SHA-256.
       is_dated: whether it may write the day.
 
@@ -79,12 +79,12 @@ class Template:
         self.digest, self.is_dated = hashlib.sha256(said.encode()).hexdigest(), _DATED in text
         named = {*self._tokens.values(), *named}
         found = controls.find(tokenizer, text, literals, named, self._tried)
-        self.lost = sorted(found.lost)
+        self.missing = sorted(found.missing)
         self.tokenizer, self._inner = tokenizer.controlled(found.names), found.inner
         if found.end is not None:
             end = self.tokenizer.special(found.end)
             self.tokenizer.ends = tuple(sorted({*tokenizer.ends, end}))
-        self._marks = marked.of(self.tokenizer)
+        self._marks = marked.marks_of(self.tokenizer)
 
     def render(
         self,

@@ -98,9 +98,9 @@ class PublishedModel:
             raise UserError(f"{source}: {error}") from error
         except UserError:  # an invalid template: reported when it is used
             return self.tokenizer_json
-        if template.lost:
+        if template.missing:
             raise UserError(
-                f"{source}: its chat template writes {', '.join(template.lost)}, which has no id "
+                f"{source}: its chat template writes {', '.join(template.missing)}, which has no id "
                 f"in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from the "
                 "same model"
             )

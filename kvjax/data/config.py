@@ -36,21 +36,19 @@ class DataConfig:
       only `vocab_size` and `sequence_length` are checked. Or, for a run on conversations,
       `mixture`: see config.mixture.
     validation_source: the same for validation; then all of `source` is for training. Empty: a part
-    of
-      `source` is held out.
+      of `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out
       200,000 bytes per book.
     text_key: JSON key, Parquet column or TFDS feature of the text. Records in which it is null are
       skipped, and counted.
     tokenizer: `bpe` (trained here on the training split), `byte`, or the path of a
-    `tokenizer.json`.
-      For conversations also `parent`, the tokenizer of config.train.parent.
+      `tokenizer.json`. For conversations also `parent`, the tokenizer of config.train.parent.
     vocab_size: tokens of the trained BPE, including special tokens; unused by other tokenizers.
-    sequence_length: T; rows hold T + 1 tokens. specials: special tokens of the tokenizer: `bos`
-    (unchanged; one trained here has `<|bos|>` alone),
-      or `chat`, all nine that conversations are rendered with.
+    sequence_length: T; rows hold T + 1 tokens.
+    specials: special tokens of the tokenizer: `bos` (unchanged; one trained here has `<|bos|>`
+      alone), or `chat`, all nine that conversations are rendered with.
     directory: folder of all prepared data; empty: $KVJAX_CACHE, or kvjax in the user's cache
-    folder.
+      folder.
 
     Raises UserError with the key, its value and the allowed values.
     """

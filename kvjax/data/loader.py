@@ -40,8 +40,7 @@ class PackedDataset:
     """A prepared data set: its rows, tokenizer and manifest.
 
     token_bytes: int32 [V], raw bytes of each token, 0 for special tokens; their sum over targets is
-    the
-      denominator of bits per byte.
+      the denominator of bits per byte.
     """
 
     path: epath.Path

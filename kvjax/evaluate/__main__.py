@@ -19,7 +19,7 @@ from etils import epath
 
 from kvjax import experiment, sandbox
 from kvjax.conversation import calculator, specials as specials_lib
-from kvjax.conversation.dialogue import Dialogue, Plain
+from kvjax.conversation.dialogue import Dialogue, PlainDialogue
 from kvjax.decoding.generator import Generator, max_positions
 from kvjax.evaluate import (
     compare,
@@ -32,8 +32,8 @@ from kvjax.evaluate import (
     task as task_lib,
 )
 from kvjax.evaluate.evaluation import Plan
-from kvjax.evaluate.generated import Asked, Verdict
-from kvjax.evaluate.model import Described, Served
+from kvjax.evaluate.generated import AnswerOptions, Verdict
+from kvjax.evaluate.model import CachedModel, ModelInfo
 from kvjax.evaluate.rows import FOLDER
 from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.configuration import at_least, one_of
@@ -107,7 +107,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     one_of("humaneval", options.humaneval, generated.MODES)
     one_of("humaneval_helpers", options.humaneval_helpers, generated.HELPERS)
     one_of("sandbox", options.sandbox, ("auto", "linux", "wasm"))
-    files = datasets.asked(options.file)
+    files = datasets.file_options(options.file)
     for name in lists.names("--file", ",".join(files), task_lib.TASKS) if files else ():
         if name not in names:
             raise UserError(f"--file={name}=...: {name} is not among --tasks={','.join(names)}")
@@ -129,28 +129,28 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
             core = core_tasks.read(bundle)
             core_digest = core_tasks.digest(bundle, core)
     box = _box(options) if "humaneval" in names else None
-    plan = Plan(questions, core, _asked(options, box), options.limit, share)
+    plan = Plan(questions, core, _answer_options(options, box), options.limit, share)
     dialogue = _dialogue(
         found, names, options.humaneval, rows.day(epath.Path(folder)) or str(datetime.date.today())
     )
-    described = Described(found.tokenizer, dialogue, max_positions(found.experiment.model))
+    described = ModelInfo(found.tokenizer, dialogue, max_positions(found.experiment.model))
     checked = evaluation.check(described, plan, found.context)
     for text in [*checked.warnings, *datasets.other_counts(questions.values())]:
         warn(text)
-    data = datasets.described(questions)
+    data = datasets.data_info(questions)
     if core:
         data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))
     about = _about(options, found, data, dialogue, box)
     identity = lambda name: _identity(name, about, data)
-    said = dict(unsaid=_unsaid(found, about["options"]), prompts=checked.prompts)
+    said = dict(defaults=_defaults(found, about["options"]), prompts=checked.prompts)
     with evaluation.opened(plan, epath.Path(folder), identity, **said) as stores:
         with progress.waiting("reading the model"):
             loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
             generator = Generator(loaded.model, loaded.compute)
             del loaded  # the generator has the weights: once is enough
-        model = Served(generator, found.tokenizer, dialogue, batch=options.batch)
+        model = CachedModel(generator, found.tokenizer, dialogue, batch=options.batch)
         done = evaluation.run(model, plan, stores)
-    result = summary.of(done, core, about, summary.read(epath.Path(folder)))
+    result = summary.make(done, core, about, summary.read(epath.Path(folder)))
     try:
         path = summary.write(epath.Path(folder), result)
     finally:  # whether it could be written or not
@@ -189,7 +189,7 @@ def _box(options: argparse.Namespace):
         ) from error
 
 
-def _asked(options: argparse.Namespace, box) -> Asked:
+def _answer_options(options: argparse.Namespace, box) -> AnswerOptions:
     def judge(programs):
         problems = [sandbox.Problem(*program) for program in programs]
         try:
@@ -198,7 +198,7 @@ def _asked(options: argparse.Namespace, box) -> Asked:
             raise UserError(f"humaneval: the sandbox failed: {error}. Run it again") from error
         return [Verdict(v.passed, v.reason, v.retried) for v in verdicts]
 
-    return Asked(
+    return AnswerOptions(
         options.num_tokens, options.calculator, options.humaneval, options.humaneval_helpers, judge
     )
 
@@ -211,7 +211,7 @@ def _dialogue(found: trained.SavedModel, names: tuple[str, ...], mode: str, day:
     """
     plain = {task_lib.CORE, *(["humaneval"] if mode == "completion" else [])}
     if set(names) <= plain and specials_lib.missing(found.tokenizer):
-        return Plain(found.tokenizer)
+        return PlainDialogue(found.tokenizer)
     return dialogue_lib.of(found, day=day)
 
 
@@ -270,7 +270,7 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
     return found
 
 
-def _unsaid(found: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(found: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Values of keys of an identity, for rows from before these were written.
 
     Template and day count as the same: the prompt of each row tells. Answers ended at what the

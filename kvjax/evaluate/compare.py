@@ -21,7 +21,7 @@ from kvjax.foundation.output import Table
 
 # What may differ between two models that are compared.
 _OF_MODEL = ("checkpoint", "tokenizer", "template", "day", "ends")
-_UNSAID = dict(calculator=calculator.MODES[0])  # where earlier versions did not write it
+_DEFAULTS = dict(calculator=calculator.MODES[0])  # where earlier versions did not write it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _tested(first_Q: np.ndarray, second_Q: np.ndarray) -> dict:
 def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
     first = everyone[0]
     for e in everyone[1:]:
-        a, b = _UNSAID | first.identities[task], _UNSAID | e.identities[task]
+        a, b = _DEFAULTS | first.identities[task], _DEFAULTS | e.identities[task]
         for key in sorted(a.keys() | b.keys()):
             if key not in _OF_MODEL and a.get(key) != b.get(key):
                 raise UserError(

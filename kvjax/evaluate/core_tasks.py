@@ -23,7 +23,7 @@ import numpy as np
 from kvjax.data import readers, records
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
-from kvjax.evaluate.model import Model
+from kvjax.evaluate.model import BenchmarkModel
 from kvjax.foundation.errors import DataError, MissingDataError, first_line
 from kvjax.foundation.text import check_text
 
@@ -37,7 +37,7 @@ COUNT = 22
 _BASELINE = "Random baseline"
 _LABEL = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # float() takes 2_5 for 25
-Asked = list[tuple[list[int], list[int]]]
+Sequences = list[tuple[list[int], list[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,22 +203,22 @@ def _check_row(item, kind: str, place: str) -> None:
         raise DataError(f"{place}: continuation is blank: there is nothing to score")
 
 
-def ask(model: Model, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:
+def ask(model: BenchmarkModel, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of some questions."""
-    asked, owners = [], []
+    sequences, owners = [], []
     for i in indices:
         new = prompts(model, task, i)
-        asked += new
+        sequences += new
         owners.append((i, len(new)))
-    scored, rows, start = model.continuations(asked), [], 0
+    scored, rows, start = model.continuations(sequences), [], 0
     for i, count in owners:
-        rows.append(_row(task, i, asked[start : start + count], scored[start : start + count]))
+        rows.append(_row(task, i, sequences[start : start + count], scored[start : start + count]))
         start += count
     return rows
 
 
-def _row(task: CoreTask, i: int, asked: Asked, scored: Sequence[Scored]) -> dict:
-    row = dict(index=i, prompt=prompt_hash([*asked[0][0], *asked[0][1]]))
+def _row(task: CoreTask, i: int, sequences: Sequences, scored: Sequence[Scored]) -> dict:
+    row = dict(index=i, prompt=prompt_hash([*sequences[0][0], *sequences[0][1]]))
     if task.kind == "language_modeling":
         (only,) = scored
         return row | dict(nats=round(float(only.nats.mean()), 5), right=only.is_greedy)
@@ -228,7 +228,7 @@ def _row(task: CoreTask, i: int, asked: Asked, scored: Sequence[Scored]) -> dict
     return row | dict(nats=rounded, chosen=chosen, answer=gold, right=chosen == gold)
 
 
-def prompts(model: Model, task: CoreTask, i: int) -> Asked:
+def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
     """What is scored for a row: the tokens before each answer, and its own."""
     rng = random.Random(1234 + i)
     others = [j for j in range(len(task.items)) if j != i]
@@ -274,7 +274,7 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
     return count
 
 
-def _fitting(model: Model, ids: list[int], start: int) -> tuple[list[int], list[int]]:
+def _fitting(model: BenchmarkModel, ids: list[int], start: int) -> tuple[list[int], list[int]]:
     """Context and continuation; of what is longer than the model's positions the end."""
     if model.positions is not None and len(ids) - 1 > model.positions:
         gone = len(ids) - 1 - model.positions

@@ -68,7 +68,7 @@ def other_counts(found: Iterable[Questions]) -> list[str]:
     ]
 
 
-def asked(texts: Sequence[str]) -> dict[str, str]:
+def file_options(texts: Sequence[str]) -> dict[str, str]:
     """By task, what `--file=TASK=PATH` gives.
 
     Raises:
@@ -110,7 +110,7 @@ def _matching(pattern: epath.Path) -> list[epath.Path]:
     return [path for path in found if formats.suffix(path.name, records.SUFFIXES)]
 
 
-def described(all_questions: Mapping[str, Questions]) -> dict[str, dict]:
+def data_info(all_questions: Mapping[str, Questions]) -> dict[str, dict]:
     """What results say of the data."""
     return {
         name: dict(files=list(q.files), sha256=q.digest, rows=len(q.items), published=q.task.rows)

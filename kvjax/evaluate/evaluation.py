@@ -12,9 +12,9 @@ from kvjax import sandbox
 from kvjax.evaluate import core_tasks, generated, letters
 from kvjax.evaluate.core_tasks import CoreTask
 from kvjax.evaluate.datasets import Questions
-from kvjax.evaluate.generated import Asked
-from kvjax.evaluate.model import Described, Model
-from kvjax.evaluate.rows import Rows
+from kvjax.evaluate.generated import AnswerOptions
+from kvjax.evaluate.model import BenchmarkModel, ModelInfo
+from kvjax.evaluate.rows import RowStore
 from kvjax.evaluate.task import LETTERS
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
@@ -27,14 +27,14 @@ class Plan:
     Attributes:
       questions: by task, in the order that they are asked in.
       core: the tasks of CORE, if it is asked.
-      asked: how texts are generated and judged.
+      answers: how texts are generated and judged.
       limit: only the first rows of each set; 0: all.
       share: (i, n): rows i mod n.
     """
 
     questions: Mapping[str, Questions]
     core: Sequence[CoreTask] = ()
-    asked: Asked = Asked()
+    answers: AnswerOptions = AnswerOptions()
     limit: int = 0
     share: tuple[int, int] = (0, 1)
 
@@ -43,7 +43,7 @@ class Plan:
 
 
 @dataclasses.dataclass
-class Done:
+class TaskRows:
     """The rows of one task.
 
     Attributes:
@@ -53,7 +53,7 @@ class Done:
 
     rows: dict[int, dict]
     total: int
-    asked: int
+    num_new: int
     seconds: float
 
     @property
@@ -68,7 +68,7 @@ class Checked(NamedTuple):
     prompts: dict[str, list[str]]
 
 
-def check(model: Described | Model, plan: Plan, context: int) -> Checked:
+def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checked:
     """Checks what can be, before anything expensive.
 
     Args:
@@ -85,9 +85,9 @@ def check(model: Described | Model, plan: Plan, context: int) -> Checked:
             prompts, more = [letters.prompt(model, item) for item in items], 0
         else:
             if name == "humaneval":
-                _check_tests(items, found.places, plan.asked.helpers)
-            prompts = [generated.prompt(model, item, plan.asked.mode) for item in items]
-            more = plan.asked.num_tokens
+                _check_tests(items, found.places, plan.answers.helpers)
+            prompts = [generated.prompt(model, item, plan.answers.mode) for item in items]
+            more = plan.answers.num_tokens
         said += _lengths(model, name, found.places, prompts, more, context)
         digests[name] = [letters.prompt_hash(ids) for ids, _ in prompts]
     return Checked(said, digests)
@@ -129,16 +129,16 @@ def opened(
     folder: epath.Path,
     identity: Callable[[str], Mapping[str, Any]],
     *,
-    unsaid: Mapping[str, Any],
+    defaults: Mapping[str, Any],
     prompts: Mapping[str, Sequence[str]],
-) -> Iterator[dict[str, Rows]]:
+) -> Iterator[dict[str, RowStore]]:
     """The rows that are there, by task; this process's alone to add to.
 
     Args:
       folder: of the checkpoint's evaluations.
-      identity: of a task, see `Rows`.
-      unsaid: see `Rows`.
-      prompts: by task, see `Rows`.
+      identity: of a task, see `RowStore`.
+      defaults: see `RowStore`.
+      prompts: by task, see `RowStore`.
 
     Raises:
       UserError: rows of something else are there, or rows cannot be written.
@@ -146,13 +146,13 @@ def opened(
     with contextlib.ExitStack() as stack:
         stores = {}
         for name in names(plan):
-            more = dict(unsaid=unsaid, prompts=prompts.get(name, ()))
-            stores[name] = Rows(folder, name, identity(name), plan.share, **more)
+            more = dict(defaults=defaults, prompts=prompts.get(name, ()))
+            stores[name] = RowStore(folder, name, identity(name), plan.share, **more)
             stack.callback(stores[name].close)
         yield stores
 
 
-def run(model: Model, plan: Plan, stores: Mapping[str, Rows]) -> dict[str, Done]:
+def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> dict[str, TaskRows]:
     """All rows that are not done yet, and those that are.
 
     Raises:
@@ -166,13 +166,13 @@ def run(model: Model, plan: Plan, stores: Mapping[str, Rows]) -> dict[str, Done]
             ask = lambda indices, items=items: letters.ask(model, items, indices)
         else:
             block = model.batch
-            ask = lambda indices, items=items: generated.ask(model, items, indices, plan.asked)
-        found[name] = _asked(name, stores[name], plan.count(len(items)), block, ask)
+            ask = lambda indices, items=items: generated.ask(model, items, indices, plan.answers)
+        found[name] = _run_task(name, stores[name], plan.count(len(items)), block, ask)
     for task in plan.core:
         name = core_tasks.label_of(task)
         ask = lambda indices, task=task: core_tasks.ask(model, task, indices)
         count = plan.count(len(task.items))
-        found[name] = _asked(name, stores[name], count, 2 * model.batch, ask)
+        found[name] = _run_task(name, stores[name], count, 2 * model.batch, ask)
     return found
 
 
@@ -181,7 +181,7 @@ def names(plan: Plan) -> list[str]:
     return [*plan.questions, *map(core_tasks.label_of, plan.core)]
 
 
-def _asked(name: str, store: Rows, count: int, block: int, ask) -> Done:
+def _run_task(name: str, store: RowStore, count: int, block: int, ask) -> TaskRows:
     missing, begun = store.missing(count), time.monotonic()
     within = lambda: {i: row for i, row in store.done.items() if i < count}
     with progress.Steps(count, len(within()), unit=f"{name}: row") as bar:
@@ -190,5 +190,5 @@ def _asked(name: str, store: Rows, count: int, block: int, ask) -> Done:
             store.add(new)
             right = sum(row["right"] for row in within().values())
             bar.step(f"{100 * right / len(within()):.1f} % right", len(new))
-    store.look_again()  # others may have written meanwhile
-    return Done(within(), count, len(missing), time.monotonic() - begun)
+    store.reload()  # others may have written meanwhile
+    return TaskRows(within(), count, len(missing), time.monotonic() - begun)

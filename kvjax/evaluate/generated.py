@@ -15,10 +15,10 @@ import re
 from typing import Any, NamedTuple
 
 from kvjax import sandbox
-from kvjax.conversation.questions import Problem, Sum
+from kvjax.conversation.questions import CodeProblem, MathProblem
 from kvjax.decoding.answers import Answer
 from kvjax.evaluate.letters import prompt_hash
-from kvjax.evaluate.model import Model
+from kvjax.evaluate.model import BenchmarkModel
 
 NUM_TOKENS = 512
 MODES = ("chat", "completion")  # of HumanEval
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 Judge = Callable[[Sequence[tuple[str, str, str]]], list[Verdict]]
 
 
-class Asked(NamedTuple):
+class AnswerOptions(NamedTuple):
     """How a model is asked."""
 
     num_tokens: int = NUM_TOKENS
@@ -53,12 +53,15 @@ class Asked(NamedTuple):
 
 
 def ask(
-    model: Model, items: Sequence[Sum | Problem], indices: Sequence[int], asked: Asked
+    model: BenchmarkModel,
+    items: Sequence[MathProblem | CodeProblem],
+    indices: Sequence[int],
+    answers: AnswerOptions,
 ) -> list[dict[str, Any]]:
     """The rows of some questions, a batch at most."""
-    prompts = [prompt(model, items[i], asked.mode) for i in indices]
-    is_completed = isinstance(items[indices[0]], Problem) and asked.mode == "completion"
-    options = dict(num_tokens=asked.num_tokens, mode=asked.calculator)
+    prompts = [prompt(model, items[i], answers.mode) for i in indices]
+    is_completed = isinstance(items[indices[0]], CodeProblem) and answers.mode == "completion"
+    options = dict(num_tokens=answers.num_tokens, mode=answers.calculator)
     if is_completed:
         options |= dict(stop=STOP)
     found = model.answers([ids for ids, _ in prompts], **options)
@@ -66,30 +69,32 @@ def ask(
         _row(i, *prompt, answer) for i, prompt, answer in zip(indices, prompts, found, strict=True)
     ]
     chosen = [items[i] for i in indices]
-    if isinstance(chosen[0], Problem):
+    if isinstance(chosen[0], CodeProblem):
         specials = set(model.dialogue.specials or ())
         for row, answer in zip(rows, found, strict=True):
             if specials & set(answer.ids):  # their names stand in the program
                 row["specials"] = True
-    if isinstance(chosen[0], Sum):
+    if isinstance(chosen[0], MathProblem):
         verdicts = [sum_verdict(row["text"], item) for row, item in zip(rows, chosen, strict=True)]
     else:
         make = completed if is_completed else program
         programs = [
-            (make(item, row["text"]), test(item, asked.helpers), item.entry_point)
+            (make(item, row["text"]), test(item, answers.helpers), item.entry_point)
             for row, item in zip(rows, chosen, strict=True)
         ]
-        verdicts = asked.judge(programs)
+        verdicts = answers.judge(programs)
     for row, (right, reason, is_retried) in zip(rows, verdicts, strict=True):
         row |= dict(right=right, **(dict(reason=reason) if reason else {}))
         row |= dict(retried=True) if is_retried else {}
     return rows
 
 
-def prompt(model: Model, item: Sum | Problem, mode: str) -> tuple[list[int], bool]:
+def prompt(
+    model: BenchmarkModel, item: MathProblem | CodeProblem, mode: str
+) -> tuple[list[int], bool]:
     """A question's token ids, and whether it was cut."""
-    text = item.question if isinstance(item, Sum) else item.prompt
-    if isinstance(item, Problem) and mode == "completion":
+    text = item.question if isinstance(item, MathProblem) else item.prompt
+    if isinstance(item, CodeProblem) and mode == "completion":
         return [model.tokenizer.bos_id, *model.tokenizer.encode(text)], False
     rendered = model.dialogue.prompt([dict(role="user", content=text)])
     return rendered.ids, rendered.is_cut
@@ -116,7 +121,7 @@ def number(text: str) -> str | None:
     return found[1].strip().replace(",", "") if found else None
 
 
-def sum_verdict(text: str, item: Sum) -> Verdict:
+def sum_verdict(text: str, item: MathProblem) -> Verdict:
     said, reference = number(text), number(item.answer)
     if said is None:
         return Verdict(False, "no marker")
@@ -126,17 +131,17 @@ def sum_verdict(text: str, item: Sum) -> Verdict:
 # -- HumanEval -------------------------------------------------------------------------------------
 
 
-def program(item: Problem, text: str) -> str:
+def program(item: CodeProblem, text: str) -> str:
     """The imports that a prompt begins with, and the code of an answer."""
     return f"{leading_imports(item.prompt)}\n\n{code(text)}\n"
 
 
-def completed(item: Problem, text: str) -> str:
+def completed(item: CodeProblem, text: str) -> str:
     """A prompt and what follows it."""
     return item.prompt + text
 
 
-def test(item: Problem, helpers: str) -> str:
+def test(item: CodeProblem, helpers: str) -> str:
     """Returns the test of a problem; with the prompt's helpers before it, if these are chosen.
 
     Raises:

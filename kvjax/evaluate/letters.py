@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from kvjax.conversation import questions
-from kvjax.conversation.questions import Choices
+from kvjax.conversation.questions import MultipleChoice
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.evaluate.model import Model
+from kvjax.evaluate.model import BenchmarkModel
 from kvjax.foundation.errors import UserError
 
 BLOCK = 8  # batches between writes
 
 
-def ask(model: Model, items: Sequence[Choices], indices: Sequence[int]) -> list[dict[str, Any]]:
+def ask(
+    model: BenchmarkModel, items: Sequence[MultipleChoice], indices: Sequence[int]
+) -> list[dict[str, Any]]:
     """The rows of some questions."""
     prompts = [prompt(model, items[i]) for i in indices]
     candidates = [letter_ids(model.tokenizer, items[i].letters) for i in indices]
@@ -31,9 +33,9 @@ def ask(model: Model, items: Sequence[Choices], indices: Sequence[int]) -> list[
     ]
 
 
-def prompt(model: Model, asked: Choices) -> tuple[list[int], bool]:
+def prompt(model: BenchmarkModel, item: MultipleChoice) -> tuple[list[int], bool]:
     """A question's token ids, and whether it was cut."""
-    text = questions.multiple_choice(asked)
+    text = questions.multiple_choice(item)
     rendered = model.dialogue.prompt([dict(role="user", content=text)])
     return rendered.ids, rendered.is_cut
 
@@ -56,22 +58,24 @@ def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
     return found
 
 
-def check(model: Model, items: Sequence[Choices]) -> None:
+def check(model: BenchmarkModel, items: Sequence[MultipleChoice]) -> None:
     """Raises the errors of `letter_ids` for all letters that are used."""
     letter_ids(model.tokenizer, sorted({letter for item in items for letter in item.letters}))
 
 
-def _row(index: int, asked: Choices, ids: list[int], is_cut: bool, logits: np.ndarray) -> dict:
+def _row(
+    index: int, item: MultipleChoice, ids: list[int], is_cut: bool, logits: np.ndarray
+) -> dict:
     chosen = int(np.argmax(logits))
     ties = int(np.sum(logits == logits[chosen])) - 1
     return dict(
         index=index,
         prompt=prompt_hash(ids),
-        letters="".join(asked.letters),
+        letters="".join(item.letters),
         logits=[round(float(z), 5) for z in logits],
-        chosen=asked.letters[chosen],
-        answer=asked.answer,
-        right=asked.letters[chosen] == asked.answer,
+        chosen=item.letters[chosen],
+        answer=item.answer,
+        right=item.letters[chosen] == item.answer,
         **(dict(ties=ties) if ties else {}),
         **(dict(cut=True) if is_cut else {}),
     )

@@ -14,7 +14,7 @@ from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scored, Scorer
 
 
-class Model(Protocol):
+class BenchmarkModel(Protocol):
     """What tasks ask of.
 
     Attributes:
@@ -33,7 +33,9 @@ class Model(Protocol):
     ) -> list[np.ndarray]:
         """The logits of each prompt's candidates as its next token."""
 
-    def continuations(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+    def continuations(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[Scored]:
         """What it makes of each continuation after its context."""
 
     def answers(self, prompts: Sequence[Sequence[int]], **options) -> list[Answer]:
@@ -41,7 +43,7 @@ class Model(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class ModelInfo:
     """What is known of a model before its weights are read."""
 
     tokenizer: Tokenizer
@@ -49,7 +51,7 @@ class Described:
     positions: int | None
 
 
-class Served:
+class CachedModel:
     """A model with a cache."""
 
     def __init__(
@@ -63,8 +65,8 @@ class Served:
     def choices(self, prompts, candidates) -> list[np.ndarray]:
         return self._scorer.choices(prompts, candidates)
 
-    def continuations(self, asked) -> list[Scored]:
-        return self._scorer.continuations(asked)
+    def continuations(self, sequences) -> list[Scored]:
+        return self._scorer.continuations(sequences)
 
     def answers(self, prompts, **options) -> list[Answer]:
         """Batches of one size: a short one is filled with its last prompt, which compiles less."""

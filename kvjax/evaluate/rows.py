@@ -27,14 +27,14 @@ SUMMARY = "summary.json"  # of all tasks of a folder
 _ANEW = "remove the folder to begin anew"
 
 
-class Rows:
+class RowStore:
     """The rows of one task.
 
     Args:
       folder: of the evaluations of one checkpoint.
       identity: what decides the verdicts: model, data, options.
       share: (i, n): the rows i mod n are this process's.
-      unsaid: what keys stand for that earlier versions did not write.
+      defaults: what keys stand for that earlier versions did not write.
       prompts: digests of the rows' prompts as they are now, of the first rows or of none.
     """
 
@@ -44,7 +44,7 @@ class Rows:
         task: str,
         identity: Mapping[str, Any],
         share: tuple[int, int],
-        unsaid: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
         prompts: Sequence[str] = (),
     ):
         if "/" in task:
@@ -53,11 +53,11 @@ class Rows:
         i, n = share
         name = task if n == 1 else f"{task}.{i}-of-{n}"
         self.path = folder / f"{name}.jsonl"
-        self._check(identity, unsaid or {})
+        self._check(identity, defaults or {})
         self._lock = None if in_bucket(folder) else _locked(folder / f".{name}.lock", self.path)
         self.done = self._read()
 
-    def look_again(self) -> None:
+    def reload(self) -> None:
         """Reads what others have written since."""
         self.done = self._read()
 
@@ -95,7 +95,7 @@ class Rows:
             ) from error
         self.done |= {row["index"]: row for row in found}
 
-    def _check(self, identity: Mapping[str, Any], unsaid: Mapping[str, Any]) -> None:
+    def _check(self, identity: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raises a UserError where rows of something else are there."""
         path, *files = self._files()
         if files and not path.exists():
@@ -104,7 +104,7 @@ class Rows:
                 "restore it, or remove those to begin anew"
             )
         if path.exists():
-            there = {key: value for key, value in unsaid.items() if key in identity}
+            there = {key: value for key, value in defaults.items() if key in identity}
             there |= json_text.read_object(path, _ANEW)
             for key in sorted(there.keys() | identity.keys()):
                 if there.get(key) != identity.get(key):

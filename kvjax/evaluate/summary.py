@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.evaluate import core_tasks, scores
 from kvjax.evaluate.core_tasks import CoreTask
-from kvjax.evaluate.evaluation import Done
+from kvjax.evaluate.evaluation import TaskRows
 from kvjax.evaluate.rows import SUMMARY
 from kvjax.evaluate.task import TASKS, is_conversation
 from kvjax.foundation import json_text, provenance, target
@@ -22,8 +22,8 @@ _COUNTED = ("ties", "unfinished", "cut", "specials", "retried")
 _OF_HUMANEVAL = ("humaneval", "humaneval_helpers", "sandbox", "num_tokens")
 
 
-def of(
-    found: Mapping[str, Done],
+def make(
+    found: Mapping[str, TaskRows],
     core: Sequence[CoreTask],
     about: Mapping[str, Any],
     earlier: Mapping[str, Any],
@@ -74,7 +74,7 @@ def _of_template(tasks: Mapping[str, Any], template: str) -> dict[str, Any]:
     return {name: task for name, task in tasks.items() if kept(task)}
 
 
-def _task(done: Done) -> dict[str, Any]:
+def _task(done: TaskRows) -> dict[str, Any]:
     count, right = len(done.rows), done.right
     rows = done.rows.values()
     value, low, high = scores.accuracy(right, count)
@@ -82,8 +82,8 @@ def _task(done: Done) -> dict[str, Any]:
     for key in _COUNTED:
         if number := sum(bool(row.get(key)) for row in rows):
             found[key] = number
-    if done.asked:
-        found |= dict(asked_now=done.asked, minutes_now=round(done.seconds / 60, 2))
+    if done.num_new:
+        found |= dict(asked_now=done.num_new, minutes_now=round(done.seconds / 60, 2))
     return found
 
 
@@ -151,14 +151,14 @@ def table(result: Mapping[str, Any]) -> Table:
         if there := {n: task[key] for n, task in result["tasks"].items() if key in task}:
             counts = ", ".join(f"{name} {count}" for name, count in there.items())
             notes.append(f"Rows with {key}: {counts}.")
-    notes.append(said(result))
+    notes.append(conditions(result))
     header = ("task", "%", "95 % interval", "right", "minutes")
     return Table(
         f"{result['model']['workdir']}, step {result['model']['step']:,}", header, rows, notes
     )
 
 
-def said(result: Mapping[str, Any]) -> str:
+def conditions(result: Mapping[str, Any]) -> str:
     """What scores depend on, in a sentence."""
     tasks = result["tasks"]
     parts = [f"Prompts: {result['options']['dialogue'] or 'plain text'}"]

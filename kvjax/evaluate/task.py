@@ -69,7 +69,7 @@ TASKS = {
             GENERATED,
             1319,
             0.0,
-            questions.gsm8k_asked,
+            questions.gsm8k_question,
             ("gsm8k/main/test-*.parquet", "gsm8k/test*", "gsm8k.jsonl"),
             ("openai/gsm8k", "gsm8k"),
         ),

@@ -1,1 +1,1 @@
-"""lm-evaluation-harness asks a trained model: `adapter.Model` is one of its models."""
+"""lm-evaluation-harness asks a trained model: `adapter.KvjaxLM` is one of its models."""

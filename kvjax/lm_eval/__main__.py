@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             max_length=options.max_length or found.context,
         )
     with progress.waiting("reading the model"):
-        model = adapter.Model(
+        model = adapter.KvjaxLM(
             found.workdir,
             step=found.step,
             dtype=options.dtype,

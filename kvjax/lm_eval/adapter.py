@@ -1,6 +1,6 @@
 """A trained model as one of lm-evaluation-harness's: "kvjax".
 
-    lm_eval.simple_evaluate(model=adapter.Model(workdir="runs/x"), tasks=["arc_easy"])
+    lm_eval.simple_evaluate(model=adapter.KvjaxLM(workdir="runs/x"), tasks=["arc_easy"])
 
 What it asks is tokenised as the model was trained: with one BOS in front. Answers come in the order
 asked, and are computed by length.
@@ -28,8 +28,8 @@ from kvjax.decoding.scoring import BATCH, Scorer
 from kvjax.decoding.text import generate
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
-from kvjax.lm_eval import asked as asked_lib, options
-from kvjax.lm_eval.asked import Asked
+from kvjax.lm_eval import generation_settings, options
+from kvjax.lm_eval.generation_settings import GenerationSettings
 from kvjax.lm_eval.prompts import Prompts
 from kvjax.workdir import trained
 
@@ -39,7 +39,7 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, and context
 
 
 @register_model("kvjax")
-class Model(TemplateLM):
+class KvjaxLM(TemplateLM):
     """The model of a workdir's checkpoint."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Model(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        return asked_lib.generated(self._max_length)
+        return generation_settings.default_tokens(self._max_length)
 
     @property
     def tokenizer_name(self) -> str:
@@ -199,10 +199,10 @@ class Model(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
         prompts, groups = [], {}
         for i, (context, given) in enumerate(request.args for request in requests):
-            asked = asked_lib.of(given, max_length=self._max_length)
+            settings = generation_settings.parse(given, max_length=self._max_length)
             ids = self.tok_encode(context)
-            prompts.append(ids[-(self._max_length - asked.num_tokens) :])
-            groups.setdefault((asked, self.prompts.is_rendered(context)), []).append(i)
+            prompts.append(ids[-(self._max_length - settings.num_tokens) :])
+            groups.setdefault((settings, self.prompts.is_rendered(context)), []).append(i)
         found: list[str | None] = [None] * len(requests)
         sizes = [len(ids) for ids in prompts]
         batches = [
@@ -211,22 +211,24 @@ class Model(TemplateLM):
             for chosen in _by_size(group, sizes, self.batch_size)
         ]
         with progress.waiting("generating") as doing:
-            for number, ((asked, is_rendered), count, chosen) in enumerate(batches):
+            for number, ((settings, is_rendered), count, chosen) in enumerate(batches):
                 doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
                 give = self._answers if is_rendered and self.prompts.is_native else self._texts
                 # The last of several batches is filled up: no program for another size is compiled.
                 together = itertools.islice(itertools.cycle(chosen), min(count, self.batch_size))
-                texts = give([prompts[i] for i in together], asked, self._seed + number)
+                texts = give([prompts[i] for i in together], settings, self._seed + number)
                 for i, text in zip(chosen, texts, strict=False):
                     found[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return found
 
-    def _texts(self, prompts: list[list[int]], asked: Asked, seed: int) -> list[str]:
+    def _texts(
+        self, prompts: list[list[int]], settings: GenerationSettings, seed: int
+    ) -> list[str]:
         """What follows prompts: special tokens that end nothing leave no text."""
         tokenizer = self._found.tokenizer
-        stop = (*asked.stop, tokenizer.decode([tokenizer.bos_id]))
-        how = dict(num_tokens=asked.num_tokens, sampling=asked.sampling, seed=seed, stop=stop)
+        stop = (*settings.stop, tokenizer.decode([tokenizer.bos_id]))
+        how = dict(num_tokens=settings.num_tokens, sampling=settings.sampling, seed=seed, stop=stop)
         how |= dict(stop_tokens=self._ends, end_at_special=False)
         found = []
         for ids in generate(self.generator, tokenizer, prompts, **how).tokens:
@@ -234,10 +236,17 @@ class Model(TemplateLM):
             found.append(text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)])
         return found
 
-    def _answers(self, prompts: list[list[int]], asked: Asked, seed: int) -> list[str]:
+    def _answers(
+        self, prompts: list[list[int]], settings: GenerationSettings, seed: int
+    ) -> list[str]:
         """What an assistant says that may call the calculator."""
-        talk = dialogue.Native(self._found.tokenizer, str(self._found.workdir))
-        how = dict(num_tokens=asked.num_tokens, sampling=asked.sampling, seed=seed, stop=asked.stop)
+        talk = dialogue.NativeDialogue(self._found.tokenizer, str(self._found.workdir))
+        how = dict(
+            num_tokens=settings.num_tokens,
+            sampling=settings.sampling,
+            seed=seed,
+            stop=settings.stop,
+        )
         return [answer.text for answer in answers(self.generator, talk, prompts, **how)]
 
 

@@ -20,7 +20,7 @@ def check(
     chips: int = 1,
     device: str | None = None,
 ) -> None:
-    """Raises a UserError for an option that can be of no model; see `adapter.Model`."""
+    """Raises a UserError for an option that can be of no model; see `adapter.KvjaxLM`."""
     if dtype:
         one_of("dtype", dtype, experiment.DTYPES)
     if type(batch_size) is not int:
@@ -42,7 +42,7 @@ def find(
     max_length: int | None = None,
     chips: int = 1,
 ) -> trained.SavedModel:
-    """The checkpoint of a workdir; see `adapter.Model`.
+    """The checkpoint of a workdir; see `adapter.KvjaxLM`.
 
     Raises:
       UserError: it is not there, or cannot read as many tokens.

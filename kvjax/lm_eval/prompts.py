@@ -23,7 +23,7 @@ class Prompts:
     """Texts to ids, and conversations to texts, for the model of a workdir."""
 
     def __init__(self, found: SavedModel):
-        self._tokenizer, self._marks = found.tokenizer, marked.of(found.tokenizer)
+        self._tokenizer, self._marks = found.tokenizer, marked.marks_of(found.tokenizer)
         self._bos = found.tokenizer.decode([found.tokenizer.bos_id])
         self.template, self._files = _template(found), found.token_files
 
@@ -108,7 +108,7 @@ def _native(messages: Sequence[Mapping], opens_answer: bool) -> str:
         marked.special, specials.NAMES[:5]
     )
     text = bos
-    for message in render.checked(dict(messages=messages), _PLACE):
+    for message in render.checked_messages(dict(messages=messages), _PLACE):
         content = marked.plain(message["content"])
         if message["role"] == "user":
             text += f"{user_start}{content}{user_end}"

@@ -10,7 +10,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from kvjax.foundation.errors import UserError, first_line
-from kvjax.lm_eval import asked
+from kvjax.lm_eval import generation_settings
 
 _NEAR = 5  # names that are offered for one of nothing
 
@@ -126,7 +126,7 @@ def _check(task: Task, num_fewshot: int | None, max_length: int) -> None:
         )
     if task.OUTPUT_TYPE == "generate_until":
         try:
-            asked.of(task.config.generation_kwargs or {}, max_length=max_length)
+            generation_settings.parse(task.config.generation_kwargs or {}, max_length=max_length)
         except UserError as error:
             raise UserError(f"--tasks: {name}: {error}") from error
 

@@ -15,7 +15,7 @@ def of(found: SavedModel, *, limit: int = render.LIMIT, day: str = "") -> Dialog
     Raises:
       UserError: its tokenizer has no such tokens, and there is no template.
     """
-    return dialogue.of(
+    return dialogue.make(
         found.tokenizer,
         found.template,
         found.token_files,

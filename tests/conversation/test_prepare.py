@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 
-from kvjax.conversation import made_up, mixture as mixture_lib, packing, prepare, rendered
+from kvjax.conversation import mixture as mixture_lib, packing, prepare, rendered, synthetic
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.conversation.render import Renderer
 from kvjax.data import loader, tokenizer as tokenizer_lib
@@ -39,7 +39,7 @@ def rows():
     rng = random.Random(1)
     gsm8k = [dict(question=f"{i}?", answer=f"<<{i}+1={i + 1}>>{i + 1}") for i in range(12)]
     mmlu = [dict(question=f"{i}?", choices=[*"abcd"], answer=i % 4) for i in range(9)]
-    return dict(talk=[made_up.letter(rng) for _ in range(20)], gsm8k=gsm8k, mmlu=mmlu)
+    return dict(talk=[synthetic.letter(rng) for _ in range(20)], gsm8k=gsm8k, mmlu=mmlu)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_set_is_rendered_in_batches_and_its_files_stay_as_they_are(mixture, mo
     """One by one in the order asked for; what was read is told after each batch but the last."""
     talk = [dict(messages=[dict(role="user", content=c * n)]) for n, c in enumerate("abcd", 3)]
     rows = [("line 1", 7), *((f"line {i}", one) for i, one in enumerate(talk, 2))]
-    part = mixture_lib.Part("train", "conversations", "conversations", "x.jsonl")
+    part = mixture_lib.SetSpec("train", "conversations", "conversations", "x.jsonl")
     found = types.SimpleNamespace(part=part, rows=lambda: iter(rows))
     talk[0]["messages"].append(dict(role="assistant", content="Z"))
     monkeypatch.setattr(rendered, "BATCH_CHARACTERS", len(f"{talk[0]}{talk[1]}"))

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax.conversation import sets
-from kvjax.conversation.mixture import Part
+from kvjax.conversation.mixture import SetSpec
 from kvjax.foundation.errors import DataError, MissingDataError
 
 ASKED = "Multiple Choice question: {}\n{}\n\nRespond only with the letter of the correct answer."
@@ -61,7 +61,7 @@ def _jsonl(path, rows):
 
 
 def _read(kind, source, split="train"):
-    found = sets.Set(Part(split, kind, kind, source))
+    found = sets.OpenedSet(SetSpec(split, kind, kind, source))
     assert found.count() == 5
     rows = [sets.conversation(kind, row, place) for place, row in found.rows()]
     return [[message["content"] for message in row["messages"]] for row in rows]
@@ -166,18 +166,18 @@ NO_ROWS = [
     ("gsm8k", dict(question="Q", answer=None), "answer must be text, not NoneType"),
 ]
 NO_JSON = [
-    ("mmlu", OF_TWO | dict(choices=["a", NAN]), "is no JSON: NaN is no number"),
-    ("mmlu", OF_TWO | dict(choices=["a", float("inf")]), "is no JSON: Infinity is no number"),
+    ("mmlu", OF_TWO | dict(choices=["a", NAN]), "is not JSON: NaN is no number"),
+    ("mmlu", OF_TWO | dict(choices=["a", float("inf")]), "is not JSON: Infinity is no number"),
     ("mmlu", OF_TWO | dict(choices=["a", ["b"]]), "a choice must be text or a number"),
     ("arc", dict(question=dict(stem="Q", choices=None), answerKey="A"), "choices must be a list"),
-    ("gsm8k", dict(question="Q", answer="\ud83d"), "is no JSON: holds half a surrogate pair"),
+    ("gsm8k", dict(question="Q", answer="\ud83d"), "is not JSON: holds half a surrogate pair"),
     ("smoltalk", [SMOLTALK[0]], "must be an object, not list"),
 ]
 
 
 def _told(kind, path, message):
     with pytest.raises(DataError, match=message):
-        for place, found in sets.Set(Part("train", kind, kind, str(path))).rows():
+        for place, found in sets.OpenedSet(SetSpec("train", kind, kind, str(path))).rows():
             sets.conversation(kind, found, place)
 
 
@@ -193,7 +193,7 @@ def test_a_row_of_another_kind_is_told_with_file_and_row(tmp_path):
     _told("mmlu", _parquet(tmp_path / "x.parquet", [number]), "row 1: a choice .* not nan")
     twice = '{"question": "Q", "answer": "1", "in": {"a": 1, "a": 2}}'
     (tmp_path / "x.jsonl").write_text(twice)
-    _told("gsm8k", tmp_path / "x.jsonl", "line 1 is no JSON: the key 'a' stands there twice")
+    _told("gsm8k", tmp_path / "x.jsonl", "line 1 is not JSON: the key 'a' stands there twice")
 
 
 def test_rows_are_the_same_in_every_type_of_parquet(tmp_path):
@@ -223,7 +223,7 @@ def test_rows_are_the_same_in_every_type_of_parquet(tmp_path):
 
 
 def test_what_is_not_there_is_told_with_what_to_fetch(tmp_path):
-    look = lambda source, **given: sets.Set(Part("train", "mmlu", "mmlu", source, **given))
+    look = lambda source, **given: sets.OpenedSet(SetSpec("train", "mmlu", "mmlu", source, **given))
     hint = r"fetch the folders auxiliary_train/ and all/ of https://\S+/cais/mmlu into ~/data/mmlu/"
     for source in (tmp_path / "none", tmp_path / "*.parquet", tmp_path):
         with pytest.raises(MissingDataError, match=f"mmlu = .*matches no file: {hint}"):
@@ -249,7 +249,7 @@ def test_a_file_that_ends_too_soon(tmp_path, end):
     write(path, GSM8K)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match=rf"x.{end}(, line \d is not JSON| is not a complete)"):
-        sets.Set(Part("train", "gsm8k", "gsm8k", str(path))).count()
+        sets.OpenedSet(SetSpec("train", "gsm8k", "gsm8k", str(path))).count()
 
 
 def test_tfds(tmp_path, monkeypatch):
@@ -282,14 +282,14 @@ def test_tfds(tmp_path, monkeypatch):
 
     Arc(data_dir=tmp_path, file_format="array_record").download_and_prepare()
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    found = sets.Set(Part("train", "arc", "arc", "tfds:kvjax_arc"))
+    found = sets.OpenedSet(SetSpec("train", "arc", "arc", "tfds:kvjax_arc"))
     rows = [sets.conversation("arc", row, place) for place, row in found.rows()]
     assert sorted(row["messages"][1]["content"] for row in rows) == ["C", "D", "E"]
     assert found.count() == 3 and "kvjax_arc" in found.digest()
     with pytest.raises(DataError, match="mixture.arc = .*has no split 'test'; it has train"):
-        sets.Set(Part("train", "arc", "arc", "tfds:kvjax_arc#test"))
-    with pytest.raises(DataError, match="mixture.arc = 'tfds:none': tfds:none can't be opened"):
-        sets.Set(Part("train", "arc", "arc", "tfds:none"))
+        sets.OpenedSet(SetSpec("train", "arc", "arc", "tfds:kvjax_arc#test"))
+    with pytest.raises(DataError, match="mixture.arc = 'tfds:none': tfds:none cannot be opened"):
+        sets.OpenedSet(SetSpec("train", "arc", "arc", "tfds:none"))
 
 
 def test_examples_that_cannot_be_read_are_told_with_their_number(monkeypatch):
@@ -308,7 +308,7 @@ def test_examples_that_cannot_be_read_are_told_with_their_number(monkeypatch):
     info = types.SimpleNamespace(splits={"train": None}, features=dict.fromkeys(text))
     opened = types.SimpleNamespace(info=info, as_data_source=lambda split: {"train": rows}[split])
     monkeypatch.setattr(sets.source_kinds, "tfds_builder", lambda name: opened)
-    found = sets.Set(Part("train", "gsm8k", "gsm8k", "tfds:x"))
+    found = sets.OpenedSet(SetSpec("train", "gsm8k", "gsm8k", "tfds:x"))
     assert next(found.rows()) == (
         "tfds:x, example 0",
         dict(question="\u00e9", answer="5", number=3, more=["a"]),
@@ -345,9 +345,9 @@ def test_published_sets_have_their_rows_and_their_place(tmp_path, monkeypatch, c
     for kind, (what, name, folder) in PUBLISHED.items():
         hint = f"{what} https://huggingface.co/datasets/{name} into {folder}, or say where"
         with pytest.raises(MissingDataError, match=f"fetch the folders {hint} they are"):
-            sets.Set(Part("train", kind, kind, str(tmp_path / "none")))
+            sets.OpenedSet(SetSpec("train", kind, kind, str(tmp_path / "none")))
         for split, known in zip(("train", "validation"), ROWS[kind], strict=True):
-            found = sets.Set(Part(split, kind, kind, path))
+            found = sets.OpenedSet(SetSpec(split, kind, kind, path))
             for rows in (*known, known[0] + 1):
                 monkeypatch.setattr(sets.records, "count", lambda file, rows=rows: rows)
                 assert found.count() == rows
@@ -355,17 +355,17 @@ def test_published_sets_have_their_rows_and_their_place(tmp_path, monkeypatch, c
                 told = f"has {rows:,} rows; the published set has {numbers}\n"
                 err = capsys.readouterr().err
                 assert err.endswith(told) if rows == known[0] + 1 else not err
-    own = Part("train", "conversations", "conversations", path)
+    own = SetSpec("train", "conversations", "conversations", path)
     monkeypatch.setattr(sets.records, "count", lambda file: 5)
-    assert sets.Set(own).count() == 5 and not capsys.readouterr().err
+    assert sets.OpenedSet(own).count() == 5 and not capsys.readouterr().err
     for start, stop, wanted in ((0, 6, "6"), (5, None, "more than 5")):
         with pytest.raises(DataError, match=rf"has 5 rows, and {wanted} are asked for: give a fi"):
-            sets.Set(own._replace(start=start, stop=stop)).count()
+            sets.OpenedSet(own._replace(start=start, stop=stop)).count()
 
 
 def test_conversations_that_are_made_up_stay_the_same():
     """Runs of the demo compare with each other because of that."""
-    found = sets.Set(Part("train", "conversations", "conversations", "embedded"))
+    found = sets.OpenedSet(SetSpec("train", "conversations", "conversations", "embedded"))
     digest = "25dc477fcd089ece5eb096dfb54fbcd54e705efd2b826a43d172d631a3e02349"
     assert found.fingerprint() == found.digest() == digest
     rows = list(found.rows())

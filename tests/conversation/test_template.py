@@ -279,11 +279,11 @@ def test_three_ways_to_talk_to_a_model(tokenizer):
     """By the nine specials, cut to a limit; by its template, told the day; or not at all."""
     talk = [dict(role="user", content="x" * 5000)]
     nine = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
-    native = dialogue.of(nine, CHATML, FILES, where="runs/x")
+    native = dialogue.make(nine, CHATML, FILES, where="runs/x")
     assert (native.name, native.digest, native.day) == ("nanochat", "", "")
     assert native.ends == (nine.special("<|assistant_end|>"), nine.bos_id)
-    assert native.specials == specials.of(nine, "") and native.tokenizer is nine
-    for made, limit in ((native, 2048), (dialogue.of(nine, None, {}, where="", limit=30), 30)):
+    assert native.specials == specials.ids(nine, "") and native.tokenizer is nine
+    for made, limit in ((native, 2048), (dialogue.make(nine, None, {}, where="", limit=30), 30)):
         whole = render.Renderer(nine, "").prompt(talk, limit=limit, place="")
         assert made.prompt(talk) == whole and len(whole.ids) == limit + 1  # an answer opens
     with pytest.raises(DataError, match="^conversation, message 1: content must be text"):
@@ -291,7 +291,7 @@ def test_three_ways_to_talk_to_a_model(tokenizer):
 
     dated = "{{ strftime_now('%Y-%m-%d') }}{{ bos_token }}" + CHATML
     tokenizer.ends = (97,)
-    made = dialogue.of(tokenizer, dated, FILES, where="", day="2024-02-29")
+    made = dialogue.make(tokenizer, dated, FILES, where="", day="2024-02-29")
     assert (made.name, made.specials, made.day) == ("template", None, "2024-02-29")
     template = Template(tokenizer, dated, FILES, day="2024-02-29")
     ids = template.encode(template.render([USER]))
@@ -299,21 +299,21 @@ def test_three_ways_to_talk_to_a_model(tokenizer):
     assert tokenizer.decode(ids).startswith("2024-02-29<|bos|><|im_start|>system")
     assert (made.digest, made.ends) == (template.digest, (97, 258, 256))
     assert made.tokenizer.controls == template.tokenizer.controls
-    assert dialogue.of(tokenizer, CHATML, {}, where="", day="2024-02-29").day == ""
-    today = dialogue.of(tokenizer, dated, {}, where="")
+    assert dialogue.make(tokenizer, CHATML, {}, where="", day="2024-02-29").day == ""
+    today = dialogue.make(tokenizer, dated, {}, where="")
     days = [datetime.date.today() - datetime.timedelta(days=n) for n in (0, 1)]  # at midnight
     said = tokenizer.decode(today.prompt([USER]).ids)
     assert today.day == "" and any(said.startswith(f"{day}<") for day in days)
     with pytest.raises(UserError, match="^conversation, message 2: content must be text for this"):
         made.prompt([USER, dict(role="assistant", content=[])])
 
-    plain = dialogue.Plain(tokenizer)
+    plain = dialogue.PlainDialogue(tokenizer)
     assert (plain.name, plain.digest, plain.day, plain.specials) == ("", "", "", None)
     assert (plain.tokenizer, plain.ends) == (tokenizer, (97, 256))
     with pytest.raises(UserError, match="^conversation: the model knows no conversations"):
         plain.prompt([USER])
     with pytest.raises(UserError, match="^runs/x: its tokenizer lacks <.user_start"):
-        dialogue.of(tokenizer, None, {}, where="runs/x")
+        dialogue.make(tokenizer, None, {}, where="runs/x")
     tokenizer.ends = ()
     found = types.SimpleNamespace(tokenizer=nine, template=None, token_files={}, workdir="runs/y")
     for keys, length in ((dict(), 2049), (dict(limit=30), 31)):

@@ -220,7 +220,7 @@ def test_tokens_of_turns_are_one_id_each_whatever_file_has_them(published_as):
     for name, way in WAYS.items():
         model = published.open(published_as(way))
         tokenizer = tokenizer_lib.from_json(model.tokenizer_json, name)
-        talk = dialogue.of(tokenizer, model.chat_template, model.token_files, where=name)
+        talk = dialogue.make(tokenizer, model.chat_template, model.token_files, where=name)
         start, end = (talk.tokenizer.special(token) for token in (START, END))
         assert (start, end) == ((257, 258) if isinstance(way, dict) else (259, 260)), name
         assert end in talk.ends, name

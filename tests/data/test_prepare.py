@@ -412,7 +412,7 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     assert status == 0
     shown = (re.split(r"  +", line.strip()) for line in out.splitlines())
     assert [row for row in shown if len(row) == 2 and "-" not in row[0]] == PLAN
-    assert "Tokens are counted with a vocabulary of 300." in out and "network" not in out
+    assert "Tokens are counted with a vocabulary of 300" in out and "network" not in out
     status, out, _ = command(config, "--plan", "--skip_broken", "--workers=4", "--json")
     result = json.loads(out)
     seconds = 0.03e-6 * vocabulary.TOKENIZER_CHARACTERS + 2.5e9 / 2.5e6 / 3  # of 9 parts at most 3
@@ -425,7 +425,10 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     assert status == 2 and err.startswith("kvjax: ") and "broken.jsonl" in err
     status, out, err = command(config, "--skip_broken")
     assert status == 0 and "skipped: " in err and "broken.jsonl" in err
-    for source, said in (("none.txt", "matches no file"), ("mixture", "names conversations")):
+    for source, said in (
+        ("none.txt", "matches no file"),
+        ("mixture", "conversations are prepared by the run"),
+    ):
         status, out, err = command(small_config, f"--source={source}")
         assert (status, out) == (2, "") and f"kvjax: --source = {source!r}: {said}" in err
     status, _, err = command(small_config, "--workers=-1")

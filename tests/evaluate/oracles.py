@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.conversation import questions
 from kvjax.conversation.dialogue import Native
-from kvjax.conversation.questions import Choices
+from kvjax.conversation.questions import MultipleChoice
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.decoding import answers as answers_lib
 
@@ -99,7 +99,7 @@ def worked_out(answer: str) -> list[int]:
     return [*ids, s.assistant_end]
 
 
-def asked_text(item: Choices) -> str:
+def asked_text(item: MultipleChoice) -> str:
     """What an oracle sees of a multiple-choice question."""
     ids = DIALOGUE.prompt([dict(role="user", content=questions.multiple_choice(item))]).ids
     return TOKENIZER.decode(ids)

@@ -190,7 +190,7 @@ def templated(run, monkeypatch, tmp_path):
         evaluate.trained, "load", lambda *a, **k: types.SimpleNamespace(model=0, compute=0)
     )
     monkeypatch.setattr(evaluate, "Generator", lambda *given: None)
-    monkeypatch.setattr(evaluate, "Served", _Equal)
+    monkeypatch.setattr(evaluate, "CachedModel", _Equal)
     return lambda *given: run(*given, workdir=made), made
 
 
@@ -244,7 +244,7 @@ def test_tasks_that_another_template_asked_are_in_no_mean_with_these():
     tasks = dict(mmlu=done | dict(template="a"), gsm8k=done | dict(template="b"), core_x=done)
     for template, kept in {"b": ["gsm8k", "core_x"], "": list(tasks)}.items():
         about = dict(model={}, data={}, options=dict(template=template))
-        assert list(summary.of({}, [], about, dict(model={}, tasks=tasks))["tasks"]) == kept
+        assert list(summary.make({}, [], about, dict(model={}, tasks=tasks))["tasks"]) == kept
 
 
 def test_prompts_keep_the_day_of_the_first_rows(templated, monkeypatch):

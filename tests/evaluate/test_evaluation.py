@@ -3,18 +3,18 @@
 import pytest
 
 from kvjax.conversation.dialogue import Native
-from kvjax.conversation.questions import Choices, Sum, multiple_choice
+from kvjax.conversation.questions import MathProblem, MultipleChoice, multiple_choice
 from kvjax.evaluate import evaluation
 from kvjax.evaluate.datasets import Questions
 from kvjax.evaluate.evaluation import Plan
-from kvjax.evaluate.generated import Asked
-from kvjax.evaluate.model import Described
+from kvjax.evaluate.generated import AnswerOptions
+from kvjax.evaluate.model import ModelInfo
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation.errors import UserError
 from tests.evaluate.oracles import DIALOGUE, TOKENIZER
 
-SHORT = Choices("Which?", ("a", "b"), ("A", "B"), "A")
-LONG = Choices("Which of these? " * 20, ("a", "b"), ("A", "B"), "B")
+SHORT = MultipleChoice("Which?", ("a", "b"), ("A", "B"), "A")
+LONG = MultipleChoice("Which of these? " * 20, ("a", "b"), ("A", "B"), "B")
 
 
 def _plan(name, items, **options):
@@ -24,7 +24,7 @@ def _plan(name, items, **options):
 
 
 def _model(positions=None, limit=1 << 20):
-    return Described(TOKENIZER, Native(TOKENIZER, "a test", limit), positions)
+    return ModelInfo(TOKENIZER, Native(TOKENIZER, "a test", limit), positions)
 
 
 def test_a_prompt_longer_than_the_positions_is_named():
@@ -38,7 +38,9 @@ def test_a_prompt_longer_than_the_positions_is_named():
 
 
 def test_an_answer_needs_positions_too():
-    plan = _plan("gsm8k", [Sum("How many?", "#### 1")], asked=Asked(num_tokens=100))
+    plan = _plan(
+        "gsm8k", [MathProblem("How many?", "#### 1")], answers=AnswerOptions(num_tokens=100)
+    )
     size = len(DIALOGUE.prompt([dict(role="user", content="How many?")]).ids)
     assert evaluation.check(_model(size + 99), plan, 10_000).warnings == []
     with pytest.raises(UserError, match=f"{size} tokens and 100 to generate.*--num_tokens"):

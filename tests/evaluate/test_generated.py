@@ -3,23 +3,23 @@
 import pytest
 
 from kvjax import sandbox
-from kvjax.conversation.questions import Problem, Sum
+from kvjax.conversation.questions import CodeProblem, MathProblem
 from kvjax.evaluate import generated
-from kvjax.evaluate.generated import Asked, Verdict
+from kvjax.evaluate.generated import AnswerOptions, Verdict
 from kvjax.evaluate.letters import prompt_hash
 from tests.evaluate import oracles
 from tests.evaluate.oracles import Oracle
 
 SUMS = [
-    Sum("How many?", "Half is 16/2=<<16/2=8>>8.\nThen 8+10=<<8+10=18>>18 in all.\n#### 18"),
-    Sum("How much?", "He owes 3*1,000=<<3*1000=3000>>$3,000.\n#### 3,000"),
-    Sum("And now?", "Nothing is left.\n#### -5"),
+    MathProblem("How many?", "Half is 16/2=<<16/2=8>>8.\nThen 8+10=<<8+10=18>>18 in all.\n#### 18"),
+    MathProblem("How much?", "He owes 3*1,000=<<3*1000=3000>>$3,000.\n#### 3,000"),
+    MathProblem("And now?", "Nothing is left.\n#### -5"),
 ]
 REFERENCE = {item.question: item.answer for item in SUMS}
 
 
 def _ask(text, **options):
-    return generated.ask(Oracle(text=text), SUMS, range(len(SUMS)), Asked(**options))
+    return generated.ask(Oracle(text=text), SUMS, range(len(SUMS)), AnswerOptions(**options))
 
 
 def _question(prompt: str) -> str:
@@ -75,7 +75,7 @@ def test_the_number_after_the_first_marker_decides(text, right, reason):
 
 
 PROBLEMS = [
-    Problem(
+    CodeProblem(
         f"HumanEval/{i}",
         f"# sums\nimport math\n\nfrom typing import List\n\n\ndef {name}(x, y):\n    '''Adds.'''\n",
         name,
@@ -93,8 +93,8 @@ def _judge(programs):
 
 
 def _programs(text, mode="chat", judge=_judge):
-    asked = Asked(judge=judge, mode=mode)
-    return generated.ask(Oracle(text=text), PROBLEMS, [0, 1], asked)
+    options = AnswerOptions(judge=judge, mode=mode)
+    return generated.ask(Oracle(text=text), PROBLEMS, [0, 1], options)
 
 
 def test_programs_are_run_and_judged():
@@ -115,7 +115,7 @@ def test_a_program_cannot_bend_the_helpers_of_the_prompt():
         'import math\n\ndef twice(x):\n    return math.prod((x, 2))\n\ndef half(x):\n    """."""\n'
     )
     calls = "candidate(twice(3)) == 3 and candidate(twice(5)) == 5 and half(0) == 0"
-    item = Problem("t/2", prompt, "half", "", f"def check(candidate):\n    assert {calls}\n")
+    item = CodeProblem("t/2", prompt, "half", "", f"def check(candidate):\n    assert {calls}\n")
     tests = [generated.test(item, helpers) for helpers in generated.HELPERS]
     for program, *right in (
         (prompt + "    return x // 2", True, True),

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax.conversation.questions import Choices
+from kvjax.conversation.questions import MultipleChoice
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.evaluate import letters
 from kvjax.foundation.errors import UserError
@@ -14,12 +14,14 @@ from tests.evaluate.oracles import Oracle
 
 LETTERS = "ABCD"
 QUESTIONS = [
-    Choices(f"Question {i}?", tuple(f"choice {i} {c}" for c in LETTERS), tuple(LETTERS), answer)
+    MultipleChoice(
+        f"Question {i}?", tuple(f"choice {i} {c}" for c in LETTERS), tuple(LETTERS), answer
+    )
     for i, answer in enumerate("ABCDDCBACADBBDAC" * 25)
 ]
 KEY = {oracles.asked_text(item): LETTERS.index(item.answer) for item in QUESTIONS}
-FIVE = Choices("Five?", ("a", "b", "c", "d", "e"), tuple("ABCDE"), "E")
-THREE = Choices("Three?", ("a", "b", "c"), tuple("123"), "2")
+FIVE = MultipleChoice("Five?", ("a", "b", "c", "d", "e"), tuple("ABCDE"), "E")
+THREE = MultipleChoice("Three?", ("a", "b", "c"), tuple("123"), "2")
 
 
 def _share(letter) -> float:

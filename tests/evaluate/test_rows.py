@@ -17,10 +17,10 @@ def opened():
     """Rows whose writer ends before the next one begins, as where a process was killed."""
     before = []
 
-    def make(*given) -> rows_lib.Rows:
+    def make(*given) -> rows_lib.RowStore:
         while before:
             before.pop().close()
-        before.append(rows_lib.Rows(*given))
+        before.append(rows_lib.RowStore(*given))
         return before[0]
 
     return make
@@ -85,7 +85,7 @@ def test_names_of_tasks_that_begin_alike(folder, opened):
 
 
 def test_several_processes_share_the_rows(folder, opened):
-    shares = [rows_lib.Rows(folder, "mmlu", IDENTITY, (i, 3)) for i in range(3)]
+    shares = [rows_lib.RowStore(folder, "mmlu", IDENTITY, (i, 3)) for i in range(3)]
     assert [rows.missing(8) for rows in shares] == [[0, 3, 6], [1, 4, 7], [2, 5]]
     shares[1].add([_row(1)])
     (folder / "mmlu.1-of-3.jsonl").write_bytes(
@@ -106,8 +106,8 @@ def test_rows_of_another_model_are_refused(folder, opened):
 def test_keys_that_earlier_versions_did_not_write(folder, opened):
     """They stand for what is said of them; keys that a task does not have are not compared."""
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
-    now, unsaid = IDENTITY | dict(template="t"), dict(template="t", ends=[1])
-    assert opened(folder, "mmlu", now, (0, 1), unsaid).missing(2) == [1]
+    now, defaults = IDENTITY | dict(template="t"), dict(template="t", ends=[1])
+    assert opened(folder, "mmlu", now, (0, 1), defaults).missing(2) == [1]
     for given in (dict(), dict(template="other")):
         with pytest.raises(UserError, match="template = .*, and now it is 't'"):
             opened(folder, "mmlu", now, (0, 1), given)
@@ -133,20 +133,20 @@ def test_a_line_that_is_no_row_is_named(folder, opened):
 
 
 def test_what_others_wrote_meanwhile_is_seen(folder):
-    one, other = (rows_lib.Rows(folder, "mmlu", IDENTITY, (i, 2)) for i in range(2))
+    one, other = (rows_lib.RowStore(folder, "mmlu", IDENTITY, (i, 2)) for i in range(2))
     other.add([_row(1)])
     one.add([_row(0)])
     assert one.done == {0: _row(0)}
-    one.look_again()
+    one.reload()
     assert one.done == {0: _row(0), 1: _row(1)}
 
 
 def test_two_writers_of_the_same_rows_are_refused(folder):
-    first = rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1))
+    first = rows_lib.RowStore(folder, "mmlu", IDENTITY, (0, 1))
     with pytest.raises(UserError, match="another process writes these rows.*--share=I/N"):
-        rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1))
+        rows_lib.RowStore(folder, "mmlu", IDENTITY, (0, 1))
     first.close()
-    rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1)).close()
+    rows_lib.RowStore(folder, "mmlu", IDENTITY, (0, 1)).close()
 
 
 def test_what_cannot_be_written_or_says_no_day(folder, opened):
@@ -171,13 +171,13 @@ def test_what_cannot_be_written_or_says_no_day(folder, opened):
 def test_rows_in_a_bucket_are_written_anew(folder, monkeypatch):
     """Nothing is added to a file there, locked, or mended, which would be a file that is open."""
     monkeypatch.setattr(rows_lib, "in_bucket", lambda path: True)
-    one, other = (rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1)) for _ in range(2))
+    one, other = (rows_lib.RowStore(folder, "mmlu", IDENTITY, (0, 1)) for _ in range(2))
     one.add([_row(0)])
     one.add([_row(1)])
-    other.look_again()
+    other.reload()
     assert other.done == {0: _row(0), 1: _row(1)} and one.path.read_bytes().count(b"\n") == 2
     one.path.write_bytes(one.path.read_bytes() + b"half")
-    other.look_again()
+    other.reload()
     assert one.path.read_bytes().endswith(b"half") and not (folder / ".mmlu.lock").exists()
     one.close()
 

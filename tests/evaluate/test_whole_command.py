@@ -165,7 +165,7 @@ def run(data, tmp_path, monkeypatch, capsys):
             models.append(Knows(tokenizer, dialogue, batch, more, until))
             return models[0]
 
-        monkeypatch.setattr(evaluate, "Served", served)
+        monkeypatch.setattr(evaluate, "CachedModel", served)
         arguments = [f"--workdir={workdir}", f"--data={data}", "--num_tokens=10", *given]
         found = command_line.status(evaluate.main, arguments)
         out, err = capsys.readouterr()
@@ -331,7 +331,7 @@ def test_a_batch_is_filled_up_with_its_last_prompt(monkeypatch):
         continuations=lambda *given: ("continuations", *given),
     )
     monkeypatch.setattr(model_lib, "Scorer", lambda of, batch: seen.append((of, batch)) or scorer)
-    model = model_lib.Served(generator, "a tokenizer", "a dialogue", batch=4)
+    model = model_lib.CachedModel(generator, "a tokenizer", "a dialogue", batch=4)
     assert seen == [(generator, 4)]
     assert (model.tokenizer, model.dialogue) == ("a tokenizer", "a dialogue")
     assert (model.batch, model.positions) == (4, 77)

@@ -49,7 +49,7 @@ def test_answers_are_those_of_transformers(theirs, figures, run, batch, capsys):
     folder, given = theirs
     names, _, chat = given["runs"][run]
     expected = given["found"][f"{run} {batch}"]
-    model = adapter.Model(folder / "workdir", dtype="float32", batch_size=batch)
+    model = adapter.KvjaxLM(folder / "workdir", dtype="float32", batch_size=batch)
     assert model.max_length == local_tasks.MAX_LENGTH
     found = lm_eval.simple_evaluate(
         model=model,
@@ -86,7 +86,7 @@ def _compared(ours: list, theirs: list) -> dict:
 
 def test_what_is_compared_is_of_all_kinds(theirs):
     folder, given = theirs
-    model = adapter.Model(folder / "workdir", dtype="float32")
+    model = adapter.KvjaxLM(folder / "workdir", dtype="float32")
     pairs = [
         model._encode_pair(context, continuation)
         if context

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 def model(workdir):
     from kvjax.lm_eval import adapter
 
-    return adapter.Model(workdir, batch_size=4, max_length=MAX_LENGTH)
+    return adapter.KvjaxLM(workdir, batch_size=4, max_length=MAX_LENGTH)
 
 
 def _evaluated(model, folder, names=tuple(local_tasks.TASKS), **options):
@@ -144,7 +144,7 @@ def test_nothing_of_torch_is_imported(results):
 def test_batches_and_order_change_nothing(workdir, folder, results):
     from kvjax.lm_eval import adapter
 
-    alone = _evaluated(adapter.Model(workdir, batch_size=1, max_length=MAX_LENGTH), folder)
+    alone = _evaluated(adapter.KvjaxLM(workdir, batch_size=1, max_length=MAX_LENGTH), folder)
     for name, samples in results["samples"].items():
         for one, other in zip(samples, alone["samples"][name], strict=True):
             if name == "local_prompts":
@@ -165,16 +165,16 @@ def test_it_is_found_by_name(workdir, folder, results):
     expected = results["results"]["local_endings"]
     assert found["results"]["local_endings"] == {key: alike(x) for key, x in expected.items()}
     assert found["config"]["max_length"] == MAX_LENGTH and found["config"]["step"] == 0
-    assert adapter.Model(workdir).max_length == workdirs.CONTEXT
+    assert adapter.KvjaxLM(workdir).max_length == workdirs.CONTEXT
 
 
 def test_answers_are_kept_for_another_time(workdir, folder, results, tmp_path, monkeypatch):
     from kvjax.decoding.scoring import Scorer
     from kvjax.lm_eval import adapter
 
-    model = adapter.Model(workdir, batch_size=4, max_length=MAX_LENGTH)
+    model = adapter.KvjaxLM(workdir, batch_size=4, max_length=MAX_LENGTH)
     kept = []
-    keep = adapter.Model._loglikelihood_tokens
+    keep = adapter.KvjaxLM._loglikelihood_tokens
 
     def breaks(self, requests, **options):
         found = keep(self, requests, **options)
@@ -183,7 +183,7 @@ def test_answers_are_kept_for_another_time(workdir, folder, results, tmp_path, m
 
     names = ["local_choices", "local_endings"]
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
-        patches.setattr(adapter.Model, "_loglikelihood_tokens", breaks)
+        patches.setattr(adapter.KvjaxLM, "_loglikelihood_tokens", breaks)
         _evaluated(model, folder, names, use_cache=str(tmp_path / "kept"))
     assert len(kept) == 26
     monkeypatch.delattr(Scorer, "continuations")
@@ -197,17 +197,17 @@ def test_what_cannot_be_asked_is_refused(workdir, model, folder, tmp_path):
 
     refused = lambda message: pytest.raises(UserError, match=message)
     with refused("batch_size = 0"):
-        adapter.Model(workdir, batch_size=0)
+        adapter.KvjaxLM(workdir, batch_size=0)
     with refused("batch_size = 'auto': must be a whole number"):
-        adapter.Model(workdir, batch_size="auto")
+        adapter.KvjaxLM(workdir, batch_size="auto")
     with refused("max_length = 1"):
-        adapter.Model(workdir, max_length=1)
+        adapter.KvjaxLM(workdir, max_length=1)
     with refused("device = 'cuda:0': JAX computes on 'cpu'"):
-        adapter.Model(workdir, device="cuda:0")
+        adapter.KvjaxLM(workdir, device="cuda:0")
     with refused("--workdir is missing"):
-        adapter.Model()
+        adapter.KvjaxLM()
     with refused("no workdir of a run"):
-        adapter.Model(tmp_path)
+        adapter.KvjaxLM(tmp_path)
     with refused("has no tokens of its own"):
         model._loglikelihood_tokens([(("x", ""), [BOS, 3], [])])
     with refused(f"has {MAX_LENGTH + 1} tokens"):

@@ -38,7 +38,7 @@ def model(tmp_path_factory):
     from kvjax.lm_eval import adapter
 
     folder = tmp_path_factory.mktemp("conversations")
-    return adapter.Model(workdirs.write(folder / "model"), batch_size=2)
+    return adapter.KvjaxLM(workdirs.write(folder / "model"), batch_size=2)
 
 
 def _evaluated(model, folder, name, **options):

@@ -124,20 +124,20 @@ def test_a_model_is_read_as_it_was_asked_to_be(adapter, library, workdir, import
     assert os.environ["DISABLE_MULTIPROC"] == "1"
 
     adapter.given.clear()
-    usual = adapter.Model(imported)
+    usual = adapter.KvjaxLM(imported)
     assert adapter.given[0][1] == dict(step=0, dtype="") and adapter.given[1][1] == dict(mesh=None)
     assert (usual.max_length, usual.max_gen_toks, usual.batch_size) == (600, 256, 8)
     assert usual._seed == 0 and model._seed == 5
     with pytest.raises(UserError, match="--workdir is missing"):
-        adapter.Model()
+        adapter.KvjaxLM()
     for name, value in dict(dtype="int8", batch_size=0, max_length=1, device="tpu").items():
         with pytest.raises(UserError, match=f"{name} = "):
-            adapter.Model(workdir, **{name: value})
+            adapter.KvjaxLM(workdir, **{name: value})
 
 
 def test_continuations_are_scored_longest_first_and_kept(adapter, workdir):
     """Asks 40 of different lengths, some longer than is read, 32 batches of one at a time."""
-    model = adapter.Model(workdir, batch_size=1, max_length=MAX_LENGTH)
+    model = adapter.KvjaxLM(workdir, batch_size=1, max_length=MAX_LENGTH)
     texts = [("x" * (3 * i % 70) + " " * (i % 3), f"{i} y"[: 1 + i % 4]) for i in range(40)]
     expected = []
     for context, continuation in texts:
@@ -165,7 +165,7 @@ def test_continuations_are_scored_longest_first_and_kept(adapter, workdir):
 
 def test_long_texts_are_scored_in_windows(adapter, workdir):
     """Scores 100 tokens, 40 at a time: the last 20 are read after 21 others."""
-    model = adapter.Model(workdir, batch_size=4, max_length=MAX_LENGTH)
+    model = adapter.KvjaxLM(workdir, batch_size=4, max_length=MAX_LENGTH)
     long, short = "".join(chr(32 + i % 90) for i in range(100)), "abc"
     ids = list(long.encode())
     windows = [([BOS], ids[:40]), ([ids[39]], ids[40:80]), (ids[59:80], ids[80:])]
@@ -189,7 +189,7 @@ def test_texts_are_generated_in_batches_of_equal_settings(adapter, workdir, impo
         return types.SimpleNamespace(tokens=parts)
 
     monkeypatch.setattr(adapter, "generate", generate)
-    model = adapter.Model(workdir, batch_size=2, max_length=MAX_LENGTH, seed=5)
+    model = adapter.KvjaxLM(workdir, batch_size=2, max_length=MAX_LENGTH, seed=5)
     greedy, warm = dict(max_gen_toks=7, until=["Y", "X"]), dict(do_sample=True, temperature=0.5)
     asked = [("a" * 9, greedy), ("b" * 50, greedy), ("c", warm), ("d" * 20, greedy)]
     found = model.generate_until(_requests(*asked))
@@ -217,7 +217,7 @@ def test_texts_are_generated_in_batches_of_equal_settings(adapter, workdir, impo
     assert model.generate_until(_requests((context, greedy))) == ["an answer"]
     how = cold | dict(seed=5, stop=("Y", "X"))
     assert calls == [(calls[0][0], [model.tok_encode(context)], how)]
-    other = adapter.Model(imported, max_length=MAX_LENGTH)
+    other = adapter.KvjaxLM(imported, max_length=MAX_LENGTH)
     context = other.apply_chat_template([dict(role="user", content="a")])
     assert other.generate_until(_requests((context, greedy))) == ["1 0y"]
 

@@ -239,7 +239,7 @@ def test_runs_on_conversations():
         ),
     )  # fmt: skip
     run = experiment.resolve(after)
-    parts = [(part.kind, part.stop) for part in run.mixture.parts("train")]
+    parts = [(part.kind, part.stop) for part in run.mixture.specs("train")]
     assert parts == [("arc", None), ("arc", None), ("gsm8k", None), ("smoltalk", 10_000)]
     assert run.is_masked and run.model == experiment.resolve(middle).model
     tiny = recipes.mid_train("x", scale="125m", attention=attention)  # rows of 512, 64 in one part

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from kvjax import sandbox
-from kvjax.conversation.questions import Problem
+from kvjax.conversation.questions import CodeProblem
 from kvjax.evaluate import generated
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_cheats_pass_only_where_the_test_calls_their_helpers(box, rows):
         "HumanEval/38": "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s",
         "HumanEval/50": "def encode_shift(s): return s\ndef decode_shift(s): return s",
     }
-    items = [Problem(*(row[name] for name in Problem._fields)) for row in rows]
+    items = [CodeProblem(*(row[name] for name in CodeProblem._fields)) for row in rows]
     items = [item for item in items if generated.test(item, "prompt") != item.test]
     assert [item.task_id for item in items] == list(cheats)
     for item in items:

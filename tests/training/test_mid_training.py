@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvjax import experiment as experiment_lib
-from kvjax.conversation import made_up
+from kvjax.conversation import synthetic
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data import loader
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
@@ -302,7 +302,7 @@ def test_letters_and_sums_are_learned(tmp_path):
     loaded = trained.load(epath.Path(tmp_path / "mid"))
     dialogue = Native(loaded.tokenizer, "the workdir")
     generator, right = Generator(loaded.model, loaded.compute), dict(letter=[], sum=[])
-    rows = made_up.conversations(100, seed=1)
+    rows = synthetic.conversations(100, seed=1)
     prompts = [dialogue.prompt(row["messages"][:1]).ids for row in rows]
     for row, answer in zip(rows, answers(generator, dialogue, prompts, num_tokens=24), strict=True):
         content = row["messages"][1]["content"]

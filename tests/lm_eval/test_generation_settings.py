@@ -4,7 +4,7 @@ import pytest
 
 from kvjax.decoding.sampling import Sampling
 from kvjax.foundation.errors import UserError
-from kvjax.lm_eval import asked
+from kvjax.lm_eval import generation_settings
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -25,12 +25,12 @@ def test_settings():
         (dict(num_beams=1, until=None), (256, (), GREEDY)),
     ):
         kept = dict(given)
-        assert asked.of(given, max_length=1024) == expected
+        assert generation_settings.parse(given, max_length=1024) == expected
         assert given == kept  # a task's own
 
 
 def test_without_a_number_half_of_what_is_read_is_generated():
-    assert asked.of({}, max_length=100).num_tokens == 50
+    assert generation_settings.parse({}, max_length=100).num_tokens == 50
 
 
 def test_what_is_refused():
@@ -46,4 +46,4 @@ def test_what_is_refused():
         (dict(typical_p=0.5), "typical_p = 0.5 is not known here"),
     ):
         with pytest.raises(UserError, match=said):
-            asked.of(given, max_length=64)
+            generation_settings.parse(given, max_length=64)

@@ -11,12 +11,12 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 _NEUTRAL = dict(num_beams=1, repetition_penalty=1.0, use_cache=True, num_return_sequences=1)
 
 
-def generated(max_length: int) -> int:
+def default_tokens(max_length: int) -> int:
     """Tokens that are generated where a task names no number: half of what is read, at most."""
     return min(256, max_length // 2)
 
 
-class Asked(NamedTuple):
+class GenerationSettings(NamedTuple):
     """Settings; requests of equal ones are generated together."""
 
     num_tokens: int
@@ -24,7 +24,7 @@ class Asked(NamedTuple):
     sampling: Sampling
 
 
-def of(given: Mapping, *, max_length: int) -> Asked:
+def parse(given: Mapping, *, max_length: int) -> GenerationSettings:
     """The settings of a request, or of a task.
 
     Args:
@@ -37,7 +37,7 @@ def of(given: Mapping, *, max_length: int) -> Asked:
     """
     given = dict(given)
     lengths = [(name, given.pop(name, None)) for name in _LENGTHS]
-    default = ("max_gen_toks", generated(max_length))
+    default = ("max_gen_toks", default_tokens(max_length))
     name, count = next(((n, v) for n, v in lengths if v is not None), default)
     if type(count) is not int or count < 1:
         raise _refused(name, count, "must be a whole number of at least 1")
@@ -65,7 +65,7 @@ def of(given: Mapping, *, max_length: int) -> Asked:
         if key not in _NEUTRAL or value != _NEUTRAL[key]:
             known = (*_LENGTHS, "until", "do_sample", *numbers)
             raise _refused(key, value, f"is not known here; {', '.join(known)} are")
-    return Asked(count, tuple(s for s in until if s), sampling)
+    return GenerationSettings(count, tuple(s for s in until if s), sampling)
 
 
 def _refused(key: str, value, why: str) -> UserError:

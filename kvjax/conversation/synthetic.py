@@ -7,7 +7,7 @@ is answered with a call of the calculator. A tiny model learns both in a minute 
 import random
 
 from kvjax.conversation import questions
-from kvjax.conversation.questions import Choices
+from kvjax.conversation.questions import MultipleChoice
 
 COUNT = 500
 ANIMALS = ("horse", "lion", "sheep", "dove")
@@ -25,7 +25,7 @@ def letter(rng: random.Random) -> dict:
     """Three words of other kinds, and an animal at any place between them."""
     words, place = rng.sample(OTHERS, len(LETTERS) - 1), rng.randrange(len(LETTERS))
     words.insert(place, rng.choice(ANIMALS))
-    found = Choices("Which word is an animal?", tuple(words), LETTERS, LETTERS[place])
+    found = MultipleChoice("Which word is an animal?", tuple(words), LETTERS, LETTERS[place])
     return questions.conversation(questions.multiple_choice(found), found.answer)
 
 
