@@ -1,21 +1,21 @@
 """The calculator that an assistant calls while it answers (nanochat, commit 0f00788).
 
-Allowed are digits and + - * / . ( ) and blanks, commas are dropped, `**` is refused. Values are
-Python's: whole numbers stay whole, `/` gives a float. Nothing is evaluated that could be anything
-but arithmetic: Python's parser reads the text, and only numbers and operators are followed.
+Expressions consist of digits, + - * / . ( ) and blanks; commas are dropped and `**` is refused.
+Values are Python's: integers stay integers, `/` gives a float. Expressions are parsed by Python and
+evaluated here, so that nothing but arithmetic can run.
 
-Two ways to write the result:
+Two modes of writing the result:
 
-    nanochat  as Python does: 16 / 2 is 8.0. The training texts of GSM8K say 8, and a model trained
-              on them is told 8.0: of the 4,282 calls in its test set 978 differ by that.
-    dataset   as the data set does: without .0, rounded to 10 digits
+    nanochat  as Python does: 16 / 2 is 8.0. GSM8K's training texts say 8, so a model trained on
+      them reads another output than in training in 978 of the test set's 4,282 calls.
+    dataset   as GSM8K does: without .0, rounded to 10 digits
 """
 
 import ast
 import operator
 
 MODES = ("nanochat", "dataset")
-MAX_CHARACTERS = 1000  # of an expression; nanochat has no limit but 3 s
+MAX_CHARACTERS = 1000  # of an expression; nanochat limits time instead, to 3 s
 _ALLOWED = frozenset("0123456789*+-/.() ")
 _BINARY = {
     ast.Add: operator.add,
@@ -28,7 +28,7 @@ _UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def result(expression: str, mode: str = "nanochat") -> str | None:
-    """What the calculator answers; None if it answers nothing.
+    """Returns the calculator's output; None if the expression is refused or has no value.
 
     Args:
       mode: one of MODES.
@@ -41,29 +41,29 @@ def result(expression: str, mode: str = "nanochat") -> str | None:
         found = int(found) if found.is_integer() else found
     try:
         return str(found)
-    except ValueError:  # more digits than Python writes
+    except ValueError:  # above Python's limit of digits
         return None
 
 
 def value(expression: str) -> int | float | None:
-    """The value of an expression; None for what is refused or has none."""
+    """Returns the value of an expression; None if it is refused or has none."""
     text = expression.replace(",", "")
     if not text.strip() or len(text) > MAX_CHARACTERS or not _ALLOWED.issuperset(text):
         return None
     if "**" in text:
         return None
     try:
-        return _of(ast.parse(text.strip(), mode="eval").body)
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
 
 
-def _of(node: ast.AST) -> int | float:
+def _evaluate(node: ast.AST) -> int | float:
     match node:
         case ast.Constant(value=int() | float() as number):
             return number
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](_of(operand))
+            return _UNARY[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_of(left), _of(right))
-    raise ValueError("no arithmetic")
+            return _BINARY[type(op)](_evaluate(left), _evaluate(right))
+    raise ValueError("not arithmetic")

@@ -1,4 +1,4 @@
-"""How a model is talked to: by the nine specials, or by the template it was published with."""
+"""Converts messages to prompts: with nine special tokens, or with a published chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -11,15 +11,15 @@ from kvjax.foundation.errors import UserError
 
 
 class Dialogue(Protocol):
-    """Messages to the tokens that an answer follows.
+    """Converts messages to a prompt that an answer follows.
 
     Attributes:
       name: "nanochat", "template", or "" for none.
       tokenizer: of the model.
-      ends: ids that end an answer.
-      digest: of its chat template; "" for none.
-      day: that its template is told, if it asks for one and one was given; else "".
-      specials: of a model that may call the calculator; None: it never does.
+      ends: token ids that end an answer.
+      digest: of the chat template; "" without one.
+      day: the date that the template writes, if it writes one and one was given; else "".
+      specials: ids of the special tokens, for a model that may call the calculator; else None.
     """
 
     name: str
@@ -30,18 +30,18 @@ class Dialogue(Protocol):
     specials: Specials | None
 
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
-        """What the assistant goes on from; the last message is the user's.
+        """Renders a prompt for the assistant; the last message must be the user's.
 
         Raises:
-          DataError: roles that do not alternate, a content that is no text; with the place.
+          DataError: roles that do not alternate, content that is not text.
         """
 
 
 class NativeDialogue:
-    """nanochat's, see `kvjax.conversation.render`.
+    """nanochat's format, see `kvjax.conversation.render`.
 
     Args:
-      limit: tokens that a prompt is cut to before its answer is asked for.
+      limit: maximum tokens of a prompt; longer ones lose their end.
     """
 
     name = "nanochat"
@@ -50,7 +50,7 @@ class NativeDialogue:
     def __init__(self, tokenizer: Tokenizer, where: str, limit: int = render.LIMIT):
         self._renderer, self._limit = render.Renderer(tokenizer, where), limit
         self.tokenizer, self.specials = tokenizer, self._renderer.specials
-        # Not all specials: a call's end goes on.
+        # The other special tokens do not end an answer: text follows a calculator call.
         self.ends = (self.specials.assistant_end, self.specials.bos)
 
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
@@ -58,7 +58,7 @@ class NativeDialogue:
 
 
 class PlainDialogue:
-    """No dialogue at all: texts go on, and end as the tokenizer's documents do."""
+    """No conversations: plain texts, which end like the tokenizer's documents."""
 
     name = ""
     digest, day = "", ""
@@ -73,7 +73,7 @@ class PlainDialogue:
 
 
 class TemplatedDialogue:
-    """That of a published model: a template in Jinja, as Hugging Face has them."""
+    """A published model's Jinja chat template, as on Hugging Face."""
 
     name = "template"
     specials = None
@@ -102,14 +102,15 @@ def make(
     limit: int = render.LIMIT,
     day: str = "",
 ) -> Dialogue:
-    """The nine specials if the tokenizer has them, else the template.
+    """Returns a dialogue with the nine special tokens if the tokenizer has them, else the template.
 
     Args:
-      where: for messages: the workdir.
-      day: that a template is told, as 2026-11-27; "": the present one.
+      where: the workdir, for messages.
+      limit: see `NativeDialogue`.
+      day: the date that a template writes, as 2026-11-27; "": today.
 
     Raises:
-      UserError: neither is there.
+      UserError: neither the tokens nor a template.
     """
     if specials_lib.missing(tokenizer) and template is not None:
         return TemplatedDialogue(tokenizer, template, token_files, day)

@@ -1,6 +1,6 @@
-"""Chat templates are rendered in another process: they are programs of whoever published them.
+"""Renders chat templates in a separate process, since they are code from a model's publisher.
 
-Jinja's sandbox keeps a template from this machine's files, not from its memory and time.
+Jinja's sandbox protects files, not memory and time.
 """
 
 from collections.abc import Mapping
@@ -13,42 +13,42 @@ import sys
 import threading
 import weakref
 
-import jinja2  # noqa: F401  without it the worker would end as at a limit
+import jinja2  # noqa: F401  a missing package fails here, not as a worker that exceeds its limits
 
 from kvjax.foundation.errors import DataError, UserError, first_line
 
 _WORKER = pathlib.Path(__file__).parent / "jinja_worker.py"
 _MEMORY = 1 << 30  # bytes
-_SECONDS = 20  # of one conversation, which takes some milliseconds
-_TRIAL_SECONDS = 2  # of compiling a template, or of a conversation of some words
-_CHARACTERS = 1 << 24  # that a conversation may have
+_SECONDS = 20  # CPU time for one conversation, which normally takes milliseconds
+_TRIAL_SECONDS = 2  # to compile a template, or to render a short conversation
+_CHARACTERS = 1 << 24  # maximum of rendered text
 
 
 class LimitError(UserError):
-    """A chat template that takes too much memory or time, or writes too long a text."""
+    """A chat template that exceeds its limit of memory, time or text."""
 
 
 def literals(template: str) -> str:
-    """Returns the texts of a template, outside of its blocks or quoted in them, one a line.
+    """Returns the literal texts of a template, outside of blocks or quoted in them, one per line.
 
     Raises:
-      UserError: a template that is none.
-      LimitError: it takes too much memory or time.
+      UserError: not a valid template.
+      LimitError: too much memory or time.
     """
     return _answer(template, None, "", trial=True)["text"]
 
 
 def render(template: str, values: Mapping, day: str = "", *, trial: bool = False) -> str:
-    """Returns the text of a template.
+    """Renders a template.
 
     Args:
-      values: what it sees, JSON-able.
-      day: that it is told by strftime_now, in ISO's format; "": the present one.
-      trial: whether the conversation has some words only; its text is kept.
+      values: its variables, JSON-able.
+      day: date for strftime_now, in ISO format; "": today.
+      trial: a short conversation: cached, with a lower time limit.
 
     Raises:
-      UserError: a template that is none.
-      LimitError: it takes too much memory or time.
+      UserError: not a valid template.
+      LimitError: too much memory or time.
       DataError: the template refuses the values, or they are too long.
     """
     answer = _answer(template, values, day, trial)
@@ -60,25 +60,27 @@ def render(template: str, values: Mapping, day: str = "", *, trial: bool = False
 def _answer(template: str, values: Mapping | None, day: str, trial: bool) -> dict[str, str]:
     seconds = _TRIAL_SECONDS if trial else _SECONDS
     request = json.dumps(dict(template=template, values=values, day=day, seconds=seconds))
-    answer = _tried(request) if trial else _asked(request)
+    answer = _cached_answer(request) if trial else _worker_answer(request)
     if answer is None:
         limits = f"{_MEMORY >> 30} GiB of memory, {seconds} seconds or {_CHARACTERS:,} characters"
         given = len(json.dumps(values, ensure_ascii=False))
         if given > _CHARACTERS // 2:
             raise DataError(
-                f"a conversation of {given:,} characters: the chat template takes more than "
+                f"a conversation of {given:,} characters: the chat template needs more than "
                 f"{limits} for it: shorten it"
             )
         raise LimitError(
-            f"chat_template.jinja takes more than {limits} for a conversation: correct it, or "
+            f"chat_template.jinja needs more than {limits} for a conversation: correct it, or "
             "remove it"
         )
     if "broken" in answer:
-        raise UserError(f"chat_template.jinja is no template: {first_line(answer['broken'])}")
+        raise UserError(
+            f"chat_template.jinja is not a valid template: {first_line(answer['broken'])}"
+        )
     return answer
 
 
-def _asked(request: str) -> dict[str, str] | None:
+def _worker_answer(request: str) -> dict[str, str] | None:
     answer = _worker().ask(request)
     if answer is None:
         _worker.cache_clear()  # it has ended
@@ -86,13 +88,13 @@ def _asked(request: str) -> dict[str, str] | None:
 
 
 @functools.lru_cache(maxsize=16)
-def _tried(request: str) -> dict[str, str] | None:
-    """Returns the answer as `_asked`, which several readers of one model wait for once."""
-    return _asked(request)
+def _cached_answer(request: str) -> dict[str, str] | None:
+    """Returns `_worker_answer`, cached: a model's template is inspected several times."""
+    return _worker_answer(request)
 
 
 class _Worker:
-    """The process, which ends with this one."""
+    """The worker process, killed with this object."""
 
     def __init__(self):
         limits = map(str, (_MEMORY, _CHARACTERS))
@@ -102,12 +104,12 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # keeps Ctrl-C from the worker
         )
         weakref.finalize(self, _end, self._process)
 
     def ask(self, request: str) -> dict | None:
-        """Returns the answer to a line of JSON; None where the process ended before it had one."""
+        """Returns the answer to a line of JSON; None if the process ended without one."""
         with self._lock:
             try:
                 self._process.stdin.write(request.encode() + b"\n")

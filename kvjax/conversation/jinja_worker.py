@@ -1,9 +1,9 @@
-"""Renders chat templates in a process of its own, which has little memory and little time.
+"""Renders chat templates in a process with limited memory and time.
 
-It is run as a file, by `jinja_process`, and imports nothing of kvjax. A line of JSON on standard
-input is a request: {template, values, day, seconds}; a line on standard output is the answer:
-{text}, without values that of the template's literals, or {error} of rendering, or {broken} of
-what is no template. Without an answer it was too much.
+Run as a file by `jinja_process`; imports nothing of kvjax. Each line of JSON on standard input is a
+request, {template, values, day, seconds}; each line on standard output is its answer: {text}
+(without values, the template's literals), {error} for a failed rendering or {broken} for an invalid
+template. The process ends without an answer if a limit is exceeded.
 """
 
 import datetime
@@ -23,7 +23,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        # Of the processor; it ends the process.
+        # CPU time; SIGPROF ends the process.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         answer = _answer(request)
         if len(answer.get("text", "")) > characters:
@@ -38,7 +38,7 @@ def _answer(request: dict) -> dict[str, str]:
         template = _compiled(request["template"])
     except MemoryError:
         raise
-    except Exception as error:  # also of Python's compiler, where blocks are nested too deeply
+    except Exception as error:  # Jinja's, or Python's compiler for too deeply nested blocks
         return dict(broken=str(error) or type(error).__name__)
     if request["values"] is None:
         tokens = template.environment.lexer.tokenize(request["template"])
@@ -53,12 +53,12 @@ def _answer(request: dict) -> dict[str, str]:
 
 
 class _Day:
-    """The day that templates are told."""
+    """The date that templates read; None: today."""
 
     now: datetime.datetime | None = None
 
     @classmethod
-    def written(cls, form: str) -> str:
+    def strftime(cls, form: str) -> str:
         return (cls.now or datetime.datetime.now()).strftime(form)
 
 
@@ -69,12 +69,12 @@ def _compiled(text: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _Day.written
+    environment.globals["strftime_now"] = _Day.strftime
     return environment.from_string(text)
 
 
 class _Generation(ext.Extension):
-    """{% generation %}, around what an assistant is trained on: here a block like others."""
+    """{% generation %}, which marks text that the assistant is trained on; a plain block here."""
 
     tags = frozenset({"generation"})
 
@@ -89,7 +89,7 @@ def _refuse(message: str):
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own escapes what HTML does not allow."""
+    """Jinja's own `tojson` without HTML escapes, as in transformers."""
     options = dict(indent=indent, separators=separators, sort_keys=sort_keys)
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 

@@ -1,11 +1,11 @@
-"""Texts in which the control tokens that are meant are marked; any other name is ordinary text.
+"""Marks control tokens in rendered text, so that their names in messages stay ordinary text.
 
-A chat template makes one text of a conversation, in which a control token that the template wrote
-and one that a user typed would look alike. So names in messages are hidden before it is rendered:
-the names in what comes out are the template's, which are marked, and what was hidden is put back.
+A chat template renders a conversation to one text, in which a control token that the template wrote
+and one that a user typed look alike. So names in messages are replaced by placeholders before
+rendering; names in the result are then the template's and get a mark, and the placeholders are
+replaced by the names.
 
-Marks are code points that Unicode leaves to programs (noncharacters). Where a message holds such,
-they are hidden as names are.
+Marks and placeholders use Unicode noncharacters, which are escaped in messages in the same way.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _HIDDEN = f"{_MARK}[{_DIGITS}]+{_END}"
 
 
 class Marks:
-    """Marks and reads texts for one tokenizer."""
+    """Escapes messages, marks renderings and encodes marked texts, for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):
         flags, names = tokenizer.added_tokens(), tokenizer.controls
@@ -33,7 +33,7 @@ class Marks:
         self._to_hide = re.compile(any_of((*names, _MARK, _END, *_DIGITS)))
         self._made = re.compile(f"({_HIDDEN})|{any_of(names)}")
         self._ids = {name: tokenizer.special(name) for name in names}
-        # transformers lets some tokens take the blanks beside them along.
+        # Added tokens with lstrip or rstrip absorb adjacent blanks, as in transformers.
         pieces = (
             (r"\s*" if name in flags and flags[name].lstrip else "")
             + f"{_MARK}({re.escape(name)})"
@@ -43,12 +43,12 @@ class Marks:
         self._meant = re.compile("|".join((f"{_MARK}{_MARK}", *pieces)))
 
     def hide(self, value, kept: frozenset[str] = frozenset()):
-        """A message, or a part of one, with the names in its texts hidden.
+        """Replaces the control tokens' names in all texts of a message by placeholders.
 
-        A name's beginning that ends a text is hidden too: what follows may complete it.
+        A prefix of a name at the end of a text is replaced too: the template may complete it.
 
         Args:
-          kept: names that stay as they are.
+          kept: names that stay.
         """
         if isinstance(value, str):
             return self._end_hidden(self._names_hidden(value, kept))
@@ -76,7 +76,7 @@ class Marks:
         return f"{_MARK}{''.join(_DIGITS[int(digit)] for digit in digits)}{_END}"
 
     def of_rendered(self, text: str) -> str:
-        """What was rendered from hidden messages, marked."""
+        """Marks the names in a text rendered from hidden messages; restores placeholders."""
 
         def made(found: re.Match) -> str:
             if not found[1]:
@@ -87,7 +87,7 @@ class Marks:
         return self._made.sub(made, text)
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a marked text, each stretch between control tokens by itself."""
+        """Returns the ids of a marked text; text between control tokens is encoded separately."""
         ids, stretch, at = [], "", 0
 
         def end_stretch() -> None:
@@ -110,15 +110,15 @@ class Marks:
 
 @functools.lru_cache(maxsize=4)
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """Those of a tokenizer, made once."""
+    """Returns the marks of a tokenizer, cached."""
     return Marks(tokenizer)
 
 
 def special(name: str) -> str:
-    """Returns the mark for a control token in a marked text."""
+    """Returns the marked form of a control token."""
     return f"{_MARK}{name}"
 
 
 def plain(text: str) -> str:
-    """Ordinary text, in a marked one: whatever it holds."""
+    """Returns the marked form of ordinary text."""
     return text.replace(_MARK, _MARK * 2)

@@ -1,9 +1,9 @@
-"""Which conversations a run trains on: published sets and own ones, in nanochat's order.
+"""The mixture of conversations that a run trains on: published sets and the user's, as in nanochat.
 
     config.mixture.smoltalk = "~/data/smol-smoltalk/data/train-*.parquet"
     config.mixture.validation_mmlu = "~/data/mmlu/all/test-*.parquet#0:5200"
 
-Each key names its kind of rows (`conversation.questions` reads them).
+The key determines how rows are read (see `conversation.questions`).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.text import check_text
 
-LIMIT = 2048  # tokens that a conversation is cut to
+LIMIT = 2048  # maximum tokens of a conversation
 KINDS = ("smoltalk", "mmlu", "gsm8k", "arc", "conversations")
 LOSSES = ("all", "assistant")
 PACKS = ("stream", "whole", "single")
@@ -35,12 +35,12 @@ class SetSpec(NamedTuple):
     kind: str  # one of KINDS
     key: str  # of config.mixture
     source: str  # a file, folder, glob or tfds:NAME
-    start: int = 0  # of its rows, once they are shuffled
+    start: int = 0  # range of its shuffled rows
     stop: int | None = None
 
     @property
     def where(self) -> str:
-        """The config's key and value that name this set, for messages."""
+        """The config key and value of this set, for messages."""
         rows = f"#{self.start}:{'' if self.stop is None else self.stop}"
         whole = not self.start and self.stop is None
         return f"config.mixture.{self.key} = {self.source + ('' if whole else rows)!r}"
@@ -48,32 +48,32 @@ class SetSpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """Sets of conversations, each shuffled, mixed and packed into rows.
+    """Sets of conversations, each shuffled, then mixed and packed into rows.
 
-    A value is comma-separated; each part of it is a set: a file, folder or glob (JSON lines as
-    config.data has them, .parquet, .csv), or tfds:NAME#SPLIT, and behind it #START:STOP where not
-    all of its rows, as they are shuffled, are wanted. Empty: none of that kind. `conversations` may
-    also be "embedded", 500 that are made up.
+    A value is comma-separated; each item is a set: a file, folder or glob (JSON lines as in
+    config.data, .parquet, .csv), or tfds:NAME#SPLIT; #START:STOP behind it selects a range of its
+    shuffled rows. Empty: no set of that kind. `conversations` may also be "embedded", 500 synthetic
+    ones.
     """
 
     smoltalk: str = ""  # rows with `messages`, as SmolTalk has them
     mmlu: str = ""  # question, choices, answer; the original's CSV too
     gsm8k: str = ""  # question, answer with <<calls>> of the calculator
     arc: str = ""  # question, choices, answerKey
-    conversations: str = ""  # your own: {"messages": [{"role", "content"}, ...]} a line
+    conversations: str = ""  # your own: one {"messages": [{"role", "content"}, ...]} per line
     validation_smoltalk: str = ""  # the same for validation
     validation_mmlu: str = ""  # the same for validation
     validation_gsm8k: str = ""  # the same for validation
     validation_arc: str = ""  # the same for validation
     validation_conversations: str = ""  # the same for validation
-    order: tuple[str, ...] = KINDS  # in which sets are laid side by side before they are mixed
+    order: tuple[str, ...] = KINDS  # of the sets before they are mixed
     seed: int = 42  # of the shuffles
-    limit: int = LIMIT  # tokens that a conversation is cut to, at its end
-    loss: str = "all"  # targets that count: "all", or what the "assistant" says
-    # "stream": one after the other, cut where a row ends. "whole": as many whole ones as fit in a
-    # row. "single": one a row. Of the last two what is left of a row is filled and does not count.
+    limit: int = LIMIT  # maximum tokens of a conversation; longer ones lose their end
+    loss: str = "all"  # targets that count in the loss: "all", or the "assistant"'s
+    # "stream": concatenated and cut at row ends. "whole": as many whole conversations as fit in a
+    # row. "single": one per row. With the last two, rows are padded; padding has loss 0.
     pack: str = "stream"
-    skip_broken: bool = False  # leave out rows that are no conversation, and list them
+    skip_broken: bool = False  # skip and list rows that are not conversations
 
     def __post_init__(self):
         for key in _keys():
@@ -82,11 +82,10 @@ class MixtureConfig:
                 source, *_ = _parsed(key, item)
                 if not source.startswith("tfds:"):
                     runtime.path(f"config.mixture.{key}", source)
-        at = lambda key: (f"config.mixture.{key}", getattr(self, key))
-        between(*at("seed"), 0, (1 << 32) - 1)
-        between(*at("limit"), 2, config_lib.MAX_SEQUENCE_LENGTH)
-        one_of(*at("loss"), LOSSES)
-        one_of(*at("pack"), PACKS)
+        between("config.mixture.seed", self.seed, 0, (1 << 32) - 1)
+        between("config.mixture.limit", self.limit, 2, config_lib.MAX_SEQUENCE_LENGTH)
+        one_of("config.mixture.loss", self.loss, LOSSES)
+        one_of("config.mixture.pack", self.pack, PACKS)
         if sorted(self.order) != sorted(KINDS):
             raise UserError(
                 f"config.mixture.order = {self.order!r}: must name each of {', '.join(KINDS)} once"
@@ -95,16 +94,16 @@ class MixtureConfig:
             if not self.specs(split):
                 keys = ", ".join(_key(split, kind) for kind in KINDS)
                 raise UserError(
-                    f"config.mixture: names no conversations for {split}: give one of {keys}"
+                    f"config.mixture: has no conversations for {split}: set one of {keys}"
                 )
 
     @property
     def is_masked(self) -> bool:
-        """Whether some targets do not count."""
+        """True if some targets do not count in the loss."""
         return self.loss != "all" or self.pack != "stream"
 
     def specs(self, split: str) -> list[SetSpec]:
-        """The sets of `train` or `validation`, in order."""
+        """Returns the sets of `train` or `validation`, in order."""
         keys = [(kind, _key(split, kind)) for kind in self.order]
         return [
             SetSpec(split, kind, key, *_parsed(key, item))
@@ -122,7 +121,7 @@ def _keys() -> list[str]:
 
 
 def _parsed(key: str, item: str) -> tuple[str, int, int | None]:
-    """A source, and the range of its rows."""
+    """Splits SOURCE#START:STOP."""
     found = _ROWS.fullmatch(item)
     if not found:
         return item, 0, None
@@ -136,12 +135,12 @@ def _parsed(key: str, item: str) -> tuple[str, int, int | None]:
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """The rows of a set in the order that Hugging Face's `shuffle(seed)` gives them, int64."""
+    """Returns the row order of Hugging Face's `shuffle(seed)`, int64."""
     return np.random.default_rng(seed).permutation(count)
 
 
 def mixed(counts: Sequence[int], seed: int) -> list[tuple[int, int]]:
-    """All (set, place in it), shuffled as nanochat's TaskMixture does."""
+    """Returns all (set, index of its row), shuffled as by nanochat's TaskMixture."""
     pairs = [(i, place) for i, count in enumerate(counts) for place in range(count)]
     random.Random(seed).shuffle(pairs)
     return pairs

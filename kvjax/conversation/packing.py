@@ -1,4 +1,4 @@
-"""Rendered conversations as rows: one stream, or each whole in a row."""
+"""Packs rendered conversations into rows: as one stream, several whole ones or one per row."""
 
 from collections.abc import Iterable
 
@@ -6,24 +6,25 @@ import numpy as np
 
 from kvjax.data.packed_rows import ShardWriter
 
-Tokens = tuple[np.ndarray, np.ndarray]  # ids and mask, uint8, of equal length
-WAITING = 1024  # conversations that the best fit is looked for among
+Tokens = tuple[np.ndarray, np.ndarray]  # ids and loss mask (uint8), of equal length
+WAITING = 1024  # conversations that best-fit packing chooses from
 
 
 def write_stream(writer: ShardWriter, conversations: Iterable[Tokens]) -> None:
-    """One after the other; rows are cut every T tokens, as those of texts."""
+    """Writes conversations as one stream, cut into rows every T tokens, like texts."""
     for ids, mask in conversations:
         writer.add(ids, mask)
 
 
 def write_whole(writer: ShardWriter, conversations: Iterable[Tokens], row: int, fill: int) -> int:
-    """Writes rows of `row` tokens of whole conversations, next the largest that fits (best fit).
+    """Writes rows of `row` tokens with whole conversations, packed best-fit.
 
-    What is left of a row is filled with `fill`, which does not count. Rows begin with the
-    conversation that has waited for longest, so the order stays about what it was.
+    A row starts with the conversation that has waited longest, so that the order is roughly kept;
+    then the largest one that fits is added until none does. The rest is padded with `fill`, which
+    does not count in the loss.
 
     Returns:
-      Tokens of filling.
+      Number of padding tokens.
     """
     waiting, filled, more = [], 0, iter(conversations)
     while True:
@@ -42,7 +43,7 @@ def write_whole(writer: ShardWriter, conversations: Iterable[Tokens], row: int, 
 
 
 def write_single(writer: ShardWriter, conversations: Iterable[Tokens], row: int, fill: int) -> int:
-    """Each in a row of its own; what is returned, and the filling, as of `write_whole`."""
+    """Writes one conversation per row; returns the number of padding tokens."""
     filled = 0
     for one in conversations:
         filled += row - len(one[0])

@@ -1,12 +1,13 @@
-"""The rows of a mixture, prepared once: a function of files, seed and tokenizer.
+"""Prepares the rows of a mixture, once: a function of files, seed and tokenizer.
 
-What is written is a data set like that of texts, which `kvjax.data.loader` opens; where some
-targets do not count, its rows have a second feature, a byte a token. The manifest lists what of
-every set was read, cut and rejected, with the SHA-256 of its files.
+The result is a data set like that of texts, which `kvjax.data.loader` opens; rows have a loss mask
+if some targets do not count. The manifest lists rows read, cut and rejected per set, and the
+SHA-256 of its files.
 """
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -27,42 +28,42 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import progress
 from kvjax.foundation.errors import DataError, warn
 
-# Part of every key: raise it when the same conversations would be written as other rows.
+# Part of the folder's name: raise it when the same conversations would be written as other rows.
 VERSION = 1
 _LETTERS = "ABCDE"
 
 
 class _Split(NamedTuple):
-    """What is in one, for the manifest."""
+    """Content of a split, for the manifest."""
 
     shard: packed_rows.Shard
     counts: list[SetCounts]
-    bytes: int  # of text, as its tokens have it
-    filled: int  # tokens of filling
-    yardstick: float  # bits per byte
+    bytes: int  # of text, counted by its tokens
+    padding: int  # tokens
+    xz_bits_per_byte: float
 
 
 def prepare(
     mixture: MixtureConfig, data: DataConfig, tokenizer: Tokenizer, *, shown: bool = True
 ) -> epath.Path:
-    """The folder of a mixture's rows, written if it is not there yet.
+    """Returns the folder of a mixture's rows; writes it if it does not exist yet.
 
     Args:
-      data: its row length and its folder.
-      tokenizer: with all special tokens.
-      shown: say on standard error how far it is.
+      data: row length and folder.
+      tokenizer: must have all special tokens.
+      shown: print progress to stderr.
 
     Raises:
-      MissingDataError: a set that is not there, or not whole; with what to fetch.
-      DataError: a row that is no conversation, too few of them for one row; with file and row.
+      MissingDataError: a set is missing or incomplete; the message says what to download.
+      DataError: a row that is not a conversation, too few for one row; with file and row.
     """
-    with progress.waiting("looking at the conversations", shown=shown):
+    with progress.waiting("inspecting the conversations", shown=shown):
         opened = {split: [sets.OpenedSet(p) for p in mixture.specs(split)] for split in SPLITS}
         _check_apart(opened)
         marks = {split: [one.fingerprint() for one in found] for split, found in opened.items()}
-    asked = dataclasses.asdict(mixture)
+    values = dataclasses.asdict(mixture)
     rows = [[(p.kind, p.start, p.stop) for p in mixture.specs(split)] for split in SPLITS]
-    options = [asked[key] for key in ("seed", "limit", "loss", "pack", "skip_broken")]
+    options = [values[key] for key in ("seed", "limit", "loss", "pack", "skip_broken")]
     text = tokenizer.to_json()
     key = digest_of(FORMAT_VERSION, VERSION, marks, rows, options, text, data.sequence_length)
     path = data.root / "datasets" / key
@@ -88,14 +89,14 @@ def _write(
     found = {}
     with progress.waiting("rendering conversations", shown=shown) as doing, folders.writing(folder):
         for split in SPLITS:
-            say = lambda text, split=split: doing.now(f"rendering conversations, {split}, {text}")
+            say = functools.partial(_say, doing, split)
             found[split] = _write_split(rows, split, opened[split], mixture, data, renderer, say)
         if not found["train"].shard.rows:
             tokens = sum(one.tokens for one in found["train"].counts)
             raise DataError(
-                f"config.data.sequence_length = {data.sequence_length}: the conversations for "
-                f"train have {tokens} tokens, and a row needs {data.sequence_length + 1}: lower "
-                "it, or give more conversations"
+                f"config.data.sequence_length = {data.sequence_length}: the train split has "
+                f"{tokens} tokens, and a row needs {data.sequence_length + 1}: lower it, or add "
+                "conversations"
             )
         shards = {split: [one.shard] for split, one in found.items()}
         length = data.sequence_length + 1
@@ -103,6 +104,10 @@ def _write(
         tokenizer.save(folder / TOKENIZER)
         info = _info(found, mixture, data, tokenizer)
         manifest.write(folder, info, manifest.digests(folder))
+
+
+def _say(doing: progress.waiting, split: str, text: str) -> None:
+    doing.now(f"rendering conversations, {split}, {text}")
 
 
 def _write_split(
@@ -123,11 +128,10 @@ def _write_split(
         spec, count = one.spec, one.count()
         counts = SetCounts(spec.key, spec.source, one.digest(), count)
         order = mixture_lib.shuffled(count, mixture.seed)[spec.start : spec.stop]
-        told = lambda read, spec=spec, order=order: say(f"{spec.kind} {read:,} of {len(order):,}")
-        common = (mixture, renderer, limit, dtype, compressor, told)
+        common = (mixture, renderer, limit, dtype, compressor, say)
         rendered.append(RenderedSet(one, order, counts, *common))
         if counts.rejected:
-            warn(f"{spec.where}: {counts.rejected:,} of {count:,} rows were left out")
+            warn(f"{spec.where}: {counts.rejected:,} of {count:,} rows were skipped")
     say("writing rows")
     token_bytes_V, num_bytes = tokenizer.token_bytes(), 0
 
@@ -142,19 +146,20 @@ def _write_split(
     path = folder / packed_rows.shard_name(split, 0, 1)
     masked = mixture.is_masked
     writer = packed_rows.ShardWriter(path, data.sequence_length, dtype, masked=masked)
-    filled = 0
+    padding = 0
     try:
         if mixture.pack == "stream":
             packing.write_stream(writer, conversations())
         else:
             pack = packing.write_whole if mixture.pack == "whole" else packing.write_single
-            filled = pack(writer, conversations(), row, tokenizer.bos_id)
-        stays = split == "validation" and mixture.pack == "stream"
-        shard = writer.close(tokenizer.bos_id if stays else None)
+            padding = pack(writer, conversations(), row, tokenizer.bos_id)
+        # Like texts: validation pads the last row of a stream, training drops its tokens.
+        padded = split == "validation" and mixture.pack == "stream"
+        shard = writer.close(tokenizer.bos_id if padded else None)
     finally:
         writer.abandon()
-    yardstick = compressor.bits_per_byte() if compressor else 0.0
-    return _Split(shard, [one.counts for one in rendered], num_bytes, filled, yardstick)
+    xz = compressor.bits_per_byte() if compressor else 0.0
+    return _Split(shard, [one.counts for one in rendered], num_bytes, padding, xz)
 
 
 def _info(
@@ -171,14 +176,14 @@ def _info(
             "sha256": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
         },
         "dtype": dtype_of(tokenizer).name,
-        "xz_bits_per_byte": found["validation"].yardstick,
+        "xz_bits_per_byte": found["validation"].xz_bits_per_byte,
         "splits": {
             split: {
                 "documents": sum(c.read - c.rejected for c in one.counts),
                 "bytes": one.bytes,
                 "tokens": sum(c.tokens for c in one.counts),
                 "rows": one.shard.rows,
-                "filling": one.filled,
+                "filling": one.padding,
                 "sets": [dataclasses.asdict(c) for c in one.counts],
             }
             for split, one in found.items()
@@ -187,19 +192,19 @@ def _info(
 
 
 def _check_apart(opened: dict[str, list[sets.OpenedSet]]) -> None:
-    """Raises a DataError if a row is trained on and validated with."""
+    """Raises a DataError if training and validation share rows."""
     for one in opened["train"]:
         for other in opened["validation"]:
             a, b = one.spec, other.spec
             same = a.source == b.source or {*map(os.fspath, one.files)} & {
                 *map(os.fspath, other.files)
             }
-            end = lambda spec: np.inf if spec.stop is None else spec.stop
-            apart = a.source == b.source and (end(a) <= b.start or end(b) <= a.start)
+            a_stop, b_stop = (np.inf if x.stop is None else x.stop for x in (a, b))
+            apart = a.source == b.source and (a_stop <= b.start or b_stop <= a.start)
             if same and not apart:
                 raise DataError(
-                    f"{b.where}: shares rows with {a.where}, which are trained on. Give other "
-                    "files, or of the same ones other rows: SOURCE#0:900 and SOURCE#900:1000"
+                    f"{b.where}: shares rows with {a.where}, which are for training. Give other "
+                    "files, or disjoint ranges of rows: SOURCE#0:900 and SOURCE#900:1000"
                 )
 
 
@@ -212,6 +217,6 @@ def _check_letters(tokenizer: Tokenizer) -> None:
             odd.append(letter)
     if odd:
         warn(
-            f"the tokenizer reads {', '.join(odd)} otherwise in a question (- choice={odd[0]}) "
-            "than as its answer: multiple choice is harder to learn"
+            f"{', '.join(odd)}: another token in a question (- choice={odd[0]}) than as its "
+            "answer, by this tokenizer: multiple choice is harder to learn"
         )

@@ -1,6 +1,6 @@
-"""Rows of published sets as conversations: MMLU, ARC, GSM8K, HumanEval, SmolTalk.
+"""Parses rows of published sets: MMLU, ARC, GSM8K, HumanEval, SmolTalk.
 
-Each function takes a row as its files have it, and a place for messages (a file and a row).
+Each function takes a row as stored in the set's files, and its file and row number for messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ class MultipleChoice(NamedTuple):
     answer: str  # one of the letters
 
 
-def multiple_choice(asked: MultipleChoice) -> str:
-    """The user's message.
+def multiple_choice(item: MultipleChoice) -> str:
+    """Returns the user's message (nanochat's format).
 
-    The letter follows its choice, with no blank before it: so it is the same token in the question
-    and as the answer.
+    The letter follows its choice without a blank, so that it is the same token in question and
+    answer.
     """
-    lines = [f"- {c}={letter}" for c, letter in zip(asked.choices, asked.letters, strict=True)]
+    lines = [f"- {c}={letter}" for c, letter in zip(item.choices, item.letters, strict=True)]
     return "\n".join(
         [
-            f"Multiple Choice question: {asked.question}",
+            f"Multiple Choice question: {item.question}",
             *lines,
             "",
             "Respond only with the letter of the correct answer.",
@@ -41,15 +41,15 @@ def multiple_choice(asked: MultipleChoice) -> str:
 
 
 def conversation(question: str, answer) -> dict:
-    """A question of the user's, and the assistant's answer: text, or parts."""
-    asked = dict(role="user", content=question)
-    return dict(messages=[asked, dict(role="assistant", content=answer)])
+    """Returns a conversation of one question and its answer, which is text or a list of parts."""
+    messages = [dict(role="user", content=question), dict(role="assistant", content=answer)]
+    return dict(messages=messages)
 
 
 def mmlu(row: Mapping, place: str) -> MultipleChoice:
-    """A row of MMLU: question, choices, answer (0 to 3, or a letter); or wrapped in `train`.
+    """Parses a row of MMLU: question, choices, answer (0 to 3, or a letter); or wrapped in `train`.
 
-    MultipleChoice may be numbers or empty text: they are written as they are.
+    Choices may be numbers or empty.
     """
     if set(row) == {"train"} and isinstance(row["train"], Mapping):
         row = row["train"]
@@ -66,7 +66,7 @@ def mmlu(row: Mapping, place: str) -> MultipleChoice:
 
 
 def mmlu_csv(cells: Sequence[str], place: str) -> MultipleChoice:
-    """A line of MMLU's original CSV: question, four choices, letter."""
+    """Parses a line of MMLU's original CSV: question, four choices, letter."""
     if len(cells) != 6:
         raise DataError(f"{place}: has {len(cells)} cells; question, A, B, C, D and letter are 6")
     question, *choices, answer = cells
@@ -74,7 +74,7 @@ def mmlu_csv(cells: Sequence[str], place: str) -> MultipleChoice:
 
 
 def arc(row: Mapping, place: str) -> MultipleChoice:
-    """A row of ARC, as Parquet has it or as the original: letters are the row's own, A-E or 1-5."""
+    """Parses a row of ARC, Parquet or original JSON; letters are the row's own, A-E or 1-5."""
     question, answer = _keys(row, ("question", "answerKey"), place)
     if isinstance(question, Mapping):  # {stem, choices: [{text, label}]}
         stem, found = _keys(question, ("stem", "choices"), place)
@@ -94,30 +94,30 @@ def arc(row: Mapping, place: str) -> MultipleChoice:
 
 
 def gsm8k(row: Mapping, place: str) -> dict:
-    """A row of GSM8K: question and answer, whose <<...>> are calls of the calculator."""
+    """Parses a row of GSM8K as a conversation; <<...>> become calculator calls."""
     question, answer = _keys(row, ("question", "answer"), place)
     parts = calls(_text(answer, "answer", place))
     return conversation(_text(question, "question", place), parts)
 
 
 class MathProblem(NamedTuple):
-    """A question of GSM8K and the text that answers it."""
+    """A question of GSM8K and its reference answer."""
 
     question: str
     answer: str
 
 
 def gsm8k_question(row: Mapping, place: str) -> MathProblem:
-    """A row of GSM8K that is asked, its answer as it is written."""
+    """Parses a row of GSM8K for evaluation."""
     question, answer = _keys(row, ("question", "answer"), place)
     return MathProblem(_text(question, "question", place), _text(answer, "answer", place))
 
 
 def calls(answer: str) -> list[dict]:
-    """The parts of an answer of GSM8K.
+    """Splits an answer of GSM8K into text and calculator calls.
 
-    Inside <<...>> what stands before the last = is asked, what follows is the output (empty if
-    there is no =). The text after a call repeats the result.
+    In <<expression=output>>, the text before the last = is the expression; output may be missing.
+    The text after a call repeats the result.
     """
     parts = []
     for piece in _CALL.split(answer):
@@ -133,7 +133,7 @@ def calls(answer: str) -> list[dict]:
 
 
 def smoltalk(row: Mapping, place: str) -> dict:
-    """A row of SmolTalk: it has `messages`; what else it has is left out."""
+    """Parses a row of SmolTalk: keeps `messages` only."""
     (messages,) = _keys(row, ("messages",), place)
     return dict(messages=messages)
 
@@ -149,7 +149,7 @@ class CodeProblem(NamedTuple):
 
 
 def humaneval(row: Mapping, place: str) -> CodeProblem:
-    """A row of HumanEval."""
+    """Parses a row of HumanEval."""
     values = _keys(row, CodeProblem._fields, place)
     return CodeProblem(
         *(_text(v, k, place) for k, v in zip(CodeProblem._fields, values, strict=True))
@@ -160,14 +160,14 @@ def _keys(row, keys: Sequence[str], place: str) -> list:
     if not isinstance(row, Mapping):
         raise DataError(f"{place}: must be an object with {', '.join(keys)}, not {row!r:.80}")
     if lacking := [key for key in keys if key not in row]:
-        raise DataError(f"{place}: lacks {', '.join(lacking)}; it has {', '.join(map(str, row))}")
+        raise DataError(f"{place}: has no {', '.join(lacking)}; it has {', '.join(map(str, row))}")
     return [row[key] for key in keys]
 
 
 def _choices(choices, place: str) -> tuple[str, ...]:
     choices = _list(choices, place)
     if not 2 <= len(choices) <= len(_LETTERS):
-        raise DataError(f"{place}: has {len(choices)} choices; 2 to {len(_LETTERS)} can be asked")
+        raise DataError(f"{place}: has {len(choices)} choices; must be 2 to {len(_LETTERS)}")
     return _written(choices, place)
 
 
@@ -178,7 +178,7 @@ def _list(value, place: str) -> Sequence:
 
 
 def _written(values: Sequence, place: str) -> tuple[str, ...]:
-    """MultipleChoice or their labels as text; null, NaN and objects are none."""
+    """Converts choices or labels to text; raises for null, NaN and objects."""
     for value in values:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not (isinstance(value, str) or number):

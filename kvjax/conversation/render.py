@@ -1,11 +1,11 @@
-"""A conversation as token ids, and which of them the assistant is trained on.
+"""Renders conversations as token ids with a loss mask.
 
-nanochat's rendering (commit 0f00788):
+nanochat's format (commit 0f00788):
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> content <|assistant_end|> ...
 
-The mask is 1 on what the assistant says, calls of the calculator and its own end; 0 on everything
-else, what the calculator answers included. Parts of a content are encoded each by itself.
+The mask is 1 on the assistant's text, its calculator calls and <|assistant_end|>; 0 on everything
+else, including the calculator's output. The parts of a content are encoded separately.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,15 +25,15 @@ class Rendered(NamedTuple):
     """A conversation's tokens."""
 
     ids: list[int]
-    mask: list[int]  # of each token: 1 if the assistant is trained on it
-    is_cut: bool = False  # whether it was longer than the limit
+    mask: list[int]  # 1 for tokens that count in the loss
+    is_cut: bool = False  # True if it was longer than the limit
 
 
 class Renderer:
-    """Renders with one tokenizer.
+    """Renders conversations with one tokenizer.
 
     Args:
-      where: for messages: whose tokenizer it is.
+      where: the tokenizer's owner, for messages.
 
     Raises:
       UserError: a tokenizer without the special tokens.
@@ -46,10 +46,10 @@ class Renderer:
     def __call__(
         self, conversation: Conversation, *, limit: int = LIMIT, place: str = "conversation"
     ) -> Rendered:
-        """All of a conversation, cut at its end to `limit` tokens.
+        """Renders a conversation; keeps its first `limit` tokens.
 
         Args:
-          place: for messages: the file and row that it is from.
+          place: file and row, for messages.
 
         Raises:
           DataError: see `checked_messages`.
@@ -61,10 +61,10 @@ class Renderer:
     def batch(
         self, conversations: Sequence[tuple[Conversation, str]], *, limit: int = LIMIT
     ) -> list[Rendered | DataError]:
-        """Renders many conversations, each with its place, on all cores; see `__call__`.
+        """Renders many conversations, given with their file and row, on all cores; see `__call__`.
 
         Returns:
-          The tokens of each, or what is wrong with it.
+          The tokens of each, or its error.
         """
         found, texts = [], []
         for conversation, place in conversations:
@@ -79,7 +79,7 @@ class Renderer:
         return [x if isinstance(x, DataError) else _joined(x, encoded, limit) for x in found]
 
     def _pieces(self, conversation: Conversation, place: str) -> Iterator[tuple[int | str, int]]:
-        """Ids of special tokens and texts in order, and whether each is trained on."""
+        """Yields special token ids and texts in order, each with its loss mask."""
         s = self.specials
         around = dict(
             python=(s.python_start, s.python_end, 1),
@@ -103,7 +103,7 @@ class Renderer:
     def prompt(
         self, messages: list[dict], *, limit: int = LIMIT, place: str = "conversation"
     ) -> Rendered:
-        """What the assistant goes on from after messages of which the last is the user's."""
+        """Renders messages, the last of them the user's, and opens the assistant's answer."""
         ids, mask, is_cut = self(dict(messages=messages), limit=limit, place=place)
         return Rendered([*ids, self.specials.assistant_start], [*mask, 0], is_cut)
 
@@ -120,11 +120,11 @@ def _joined(
 
 
 def checked_messages(conversation: Conversation, place: str) -> list[dict]:
-    """Its messages, a system message joined to the first of the user.
+    """Returns a conversation's messages, a system message merged into the first user message.
 
     Raises:
-      DataError: not an object with `messages`, roles that do not alternate, a content of another
-        type or an unknown part; with the place.
+      DataError: not an object with `messages`, roles that do not alternate, content of another type
+        or an unknown part.
     """
     messages = conversation.get("messages") if isinstance(conversation, Mapping) else None
     if not isinstance(messages, (list, tuple)) or not messages:
@@ -142,8 +142,8 @@ def checked_messages(conversation: Conversation, place: str) -> list[dict]:
         wanted = ("user", "assistant")[i % 2]
         if message["role"] != wanted:
             raise DataError(
-                f"{place}: roles must alternate user, assistant, user, ... (a system message comes "
-                f"first only); message {i + 1} is of {message['role']!r} and must be of {wanted!r}"
+                f"{place}: roles must alternate user, assistant, user, ... (after an optional "
+                f"system message); message {i + 1} has role {message['role']!r}, not {wanted!r}"
             )
         where = f"{place}, message {i + 1}"
         if wanted == "user" or isinstance(message["content"], str):
@@ -169,10 +169,10 @@ def _check_parts(content, where: str) -> None:
 
 
 def _text(text, where: str) -> None:
-    """Raises a DataError for what is no text, or has halves of characters."""
+    """Raises a DataError unless a content is text that UTF-8 can encode."""
     if not isinstance(text, str):
         raise DataError(f"{where}: content must be text, not {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: holds half a surrogate pair, which is no text") from error
+        raise DataError(f"{where}: has an unpaired surrogate, which UTF-8 cannot encode") from error

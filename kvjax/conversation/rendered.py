@@ -1,4 +1,4 @@
-"""A set's conversations as tokens in memory: one by one in any order, as its place asks for."""
+"""A set's conversations as tokens in memory, in any order."""
 
 from collections.abc import Callable, Iterator
 import dataclasses
@@ -17,31 +17,31 @@ from kvjax.foundation.errors import DataError, first_line
 
 @dataclasses.dataclass
 class SetCounts:
-    """What a manifest says of a set."""
+    """Content of a set, for the manifest."""
 
     key: str  # of config.mixture
     source: str
     sha256: str
     rows: int  # in its files
-    read: int = 0  # of them
+    read: int = 0  # rows that the mixture uses
     cut: int = 0  # longer than the limit
-    rejected: int = 0  # no conversations
+    rejected: int = 0  # not conversations
     tokens: int = 0
-    trained: int = 0  # tokens that the assistant is trained on
+    trained: int = 0  # tokens with loss mask 1
     first_rejected: list[str] = dataclasses.field(default_factory=list)  # messages
 
 
 class RenderedSet:
-    """The rows of a set that a mixture asks for, rendered.
+    """The rendered rows of a set that a mixture uses.
 
     Args:
-      order: which rows, in the set's own order once it is shuffled.
+      order: row indices, in the set's shuffled order.
       dtype: of tokens.
-      compressor: gets the text, in the files' order; None: nothing does.
-      say: called with how many rows are read.
+      compressor: receives all text, in the files' order; None: no compression.
+      say: called with progress.
 
     Raises:
-      DataError: a row that is no conversation, unless those are left out.
+      DataError: a row that is not a conversation, unless these are skipped.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class RenderedSet:
         limit: int,
         dtype: np.dtype,
         compressor: "Compressor | None",
-        say: Callable[[int], None],
+        say: Callable[[str], None],
     ):
         self.counts, self._order = counts, order
         self._limit, self._dtype, self._renderer = limit, dtype, renderer
         self._chunks: list[Tokens] = []
-        # For each row: its chunk, and where it begins and ends there.
+        # Of each row: its chunk, and start and end within it; -1 if rejected.
         self._places = np.full((counts.rows, 3), -1, np.int64)
         wanted = np.zeros(counts.rows, bool)
         wanted[order] = True
@@ -70,17 +70,17 @@ class RenderedSet:
             if not wanted[i]:
                 continue
             try:
-                told = sets.conversation(found.spec.kind, row, place)
+                parsed = sets.conversation(found.spec.kind, row, place)
             except DataError as error:
                 self._reject(error, mixture.skip_broken)
                 counts.read += 1
                 continue
-            batch.append((i, told, place))
-            characters += len(str(told))
+            batch.append((i, parsed, place))
+            characters += len(str(parsed))
             if characters >= BATCH_CHARACTERS:
                 self._render(batch, mixture, compressor)
                 batch, characters = [], 0
-                say(counts.read)
+                say(f"{found.spec.kind} {counts.read:,} of {len(order):,}")
         self._render(batch, mixture, compressor)
         if counts.read < len(order):
             raise DataError(f"{found.spec.where}: its files shrank while they were read")
@@ -89,7 +89,7 @@ class RenderedSet:
         return len(self._order)
 
     def __getitem__(self, place: int) -> Tokens | None:
-        """The conversation there; None: that row was rejected."""
+        """Returns the conversation at an index of `order`; None if its row was rejected."""
         chunk, start, stop = self._places[self._order[place]]
         if chunk < 0:
             return None
@@ -97,9 +97,9 @@ class RenderedSet:
         return ids[start:stop], mask[start:stop]
 
     def _render(self, batch, mixture: MixtureConfig, compressor: "Compressor | None") -> None:
-        told = [(conversation, place) for _, conversation, place in batch]
+        conversations = [(conversation, place) for _, conversation, place in batch]
         ids, mask, end, counts = [], [], 0, self.counts
-        results = self._renderer.batch(told, limit=self._limit)
+        results = self._renderer.batch(conversations, limit=self._limit)
         for (i, conversation, _), result in zip(batch, results, strict=True):
             counts.read += 1
             if isinstance(result, DataError):
@@ -119,34 +119,32 @@ class RenderedSet:
 
     def _reject(self, error: DataError, allowed: bool) -> None:
         if not allowed:
-            raise DataError(
-                f"{error}. config.mixture.skip_broken=True leaves such rows out"
-            ) from error
+            raise DataError(f"{error}. config.mixture.skip_broken=True skips such rows") from error
         self.counts.rejected += 1
         if len(self.counts.first_rejected) < MAX_MESSAGES:
             self.counts.first_rejected.append(first_line(error))
 
 
 class Compressor:
-    """What `xz -9e` makes of the text of conversations: a yardstick beside bits per byte."""
+    """Compresses the text of conversations with `xz -9e`, as a reference for bits per byte."""
 
     def __init__(self):
         self._xz, self._in, self._out = lzma.LZMACompressor(preset=XZ_PRESET), 0, 0
 
     def add(self, conversation: dict) -> None:
-        """One more."""
+        """Adds a conversation."""
         for text in texts(conversation):
             content = text.encode()
             self._in += len(content)
             self._out += len(self._xz.compress(content))
 
     def bits_per_byte(self) -> float:
-        """Compressed bits per byte of all text that was added; nothing can be added afterwards."""
+        """Returns compressed bits per byte of all text; call it once, at the end."""
         return 8 * (self._out + len(self._xz.flush())) / max(self._in, 1)
 
 
 def texts(conversation: dict[str, Any]) -> Iterator[str]:
-    """What a conversation says, piece by piece."""
+    """Yields the texts of a conversation."""
     for message in conversation["messages"]:
         content = message["content"]
         if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""The sets of a mixture: their files, how many rows they have, their rows as conversations."""
+"""Opens the sets of a mixture: files, number of rows, rows as conversations."""
 
 from collections.abc import Iterator
 import hashlib
@@ -16,15 +16,16 @@ from kvjax.data import matching, records, source_kinds
 from kvjax.foundation.errors import DataError, MissingDataError, first_line, warn
 
 TFDS = "tfds:"
-EMBEDDED = "embedded"  # conversations that are made up
+EMBEDDED = "embedded"  # the synthetic conversations
 _HUB = "https://huggingface.co/datasets"
-# What to fetch, and how many rows the published splits have.
+# What to download, and the folder to put it in.
 _PUBLISHED = {
     "smoltalk": (f"data/ of {_HUB}/HuggingFaceTB/smol-smoltalk", "~/data/smol-smoltalk/data/"),
     "mmlu": (f"auxiliary_train/ and all/ of {_HUB}/cais/mmlu", "~/data/mmlu/"),
     "gsm8k": (f"main/ of {_HUB}/openai/gsm8k", "~/data/gsm8k/main/"),
     "arc": (f"ARC-Easy/ and ARC-Challenge/ of {_HUB}/allenai/ai2_arc", "~/data/ai2_arc/"),
 }
+# Rows of the published splits.
 COUNTS = {
     ("train", "smoltalk"): (460_341,),
     ("train", "mmlu"): (99_842,),
@@ -39,10 +40,10 @@ _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\..*)")
 
 
 class OpenedSet:
-    """One set of a mixture, looked at: its files are there.
+    """A set of a mixture whose files exist.
 
     Raises:
-      MissingDataError: it is not there, or a part of it; with what to fetch.
+      MissingDataError: it is missing or incomplete; the message says what to download.
     """
 
     def __init__(self, spec: SetSpec):
@@ -64,7 +65,7 @@ class OpenedSet:
                 )
 
     def fingerprint(self) -> str:
-        """Changes when the rows do; cheap."""
+        """Returns a hash that changes when the rows do."""
         if self.is_tfds:
             info = self._builder.info
             return f"{info.full_name} {self._split} {info.splits[self._split].shard_lengths}"
@@ -73,14 +74,14 @@ class OpenedSet:
         return " ".join(map(source_kinds.file_hash, self.files))
 
     def digest(self) -> str:
-        """SHA-256 of all bytes that are read; of TFDS its name and sizes."""
+        """Returns the SHA-256 of all files; for TFDS, name and sizes."""
         return records.digest(self.files) if self.files else self.fingerprint()
 
     def count(self) -> int:
-        """How many rows it has; a warning where the published set has another number.
+        """Returns the number of rows; warns if it differs from the published set's.
 
         Raises:
-          DataError: fewer than are asked for, or none.
+          DataError: too few for the spec's range, or none.
         """
         spec = self.spec
         if self.is_tfds:
@@ -96,13 +97,13 @@ class OpenedSet:
         if found < (spec.stop or spec.start + 1):
             wanted = f"{spec.stop:,}" if spec.stop else f"more than {spec.start:,}"
             raise DataError(
-                f"{spec.where}: has {found:,} rows, and {wanted} are asked for: {_advice(spec)}, "
-                "or ask for less"
+                f"{spec.where}: has {found:,} rows, and {wanted} are needed: {_advice(spec)}, or "
+                "lower the range"
             )
         return found
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        """Each row, and its place for messages."""
+        """Yields (file and row number, row)."""
         if self.is_tfds:
             yield from self._examples()
         if self.is_synthetic:
@@ -118,7 +119,7 @@ class OpenedSet:
             place = f"{self.spec.source}, example {i}"
             try:
                 example = examples[i]
-            except Exception as error:  # damage, or a network: its libraries' errors do not tell
+            except Exception as error:  # TFDS's errors do not separate damage from a network's
                 raise DataError(f"{place} cannot be read: {first_line(error)}") from error
             try:
                 yield place, _plain(example, features)
@@ -127,10 +128,10 @@ class OpenedSet:
 
 
 def conversation(kind: str, row, place: str) -> dict:
-    """A row of a kind of set as a conversation.
+    """Parses a row as a conversation.
 
     Raises:
-      DataError: it is none; with its place.
+      DataError: the row is of another form.
     """
     if kind in ("smoltalk", "conversations"):
         return questions.smoltalk(row, place)
@@ -138,12 +139,12 @@ def conversation(kind: str, row, place: str) -> dict:
         return questions.gsm8k(row, place)
     read = questions.arc if kind == "arc" else questions.mmlu
     read = questions.mmlu_csv if kind == "mmlu" and isinstance(row, list) else read
-    asked = read(row, place)
-    return questions.conversation(questions.multiple_choice(asked), asked.answer)
+    item = read(row, place)
+    return questions.conversation(questions.multiple_choice(item), item.answer)
 
 
 def _plain(value, feature):
-    """What TFDS gives as Python has it: text for bytes, names for classes, lists for arrays."""
+    """Converts a TFDS value to plain Python: text for bytes, class names, lists for arrays."""
     if isinstance(value, dict):
         inner = getattr(feature, "feature", feature)  # of a sequence of dicts, a dict of sequences
         return {key: _plain(one, inner[key]) for key, one in value.items()}
@@ -159,7 +160,7 @@ def _plain(value, feature):
 
 
 def _files(spec: SetSpec) -> list[epath.Path]:
-    """Returns the files of a path, folder or pattern; no shard is missing."""
+    """Returns the files of a path, folder or glob, after checking that no shard is missing."""
     found = matching.files(spec.source, records.SUFFIXES, spec.where, f": {_advice(spec)}")
     for file in found:
         if shard := _SHARD.fullmatch(file.name):
@@ -180,6 +181,6 @@ def _check_shards(spec: SetSpec, found, file: epath.Path, start, number, count, 
 
 def _advice(spec: SetSpec) -> str:
     if spec.kind not in _PUBLISHED:
-        return 'give a file of {"messages": [{"role", "content"}, ...]} lines'
+        return 'give a file with lines of {"messages": [{"role", "content"}, ...]}'
     what, folder = _PUBLISHED[spec.kind]
-    return f"fetch the folders {what} into {folder}, or say where they are"
+    return f"download the folders {what} to {folder}, or give another path"

@@ -1,6 +1,6 @@
-"""The nine special tokens that conversations are rendered with (nanochat, commit 0f00788).
+"""The nine special tokens of rendered conversations (nanochat, commit 0f00788).
 
-Ids do not matter, presence does. A name written out in a user's text stays ordinary text.
+Their ids do not matter. A name that occurs in a user's text stays ordinary text.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ NAMES = tokenizer_lib.CONVERSATION_SPECIALS
 
 
 class Specials(NamedTuple):
-    """Their ids in a tokenizer."""
+    """Ids of the special tokens in a tokenizer."""
 
     bos: int
     user_start: int
@@ -27,23 +27,23 @@ class Specials(NamedTuple):
 
 
 def missing(tokenizer: Tokenizer) -> list[str]:
-    """The names that a tokenizer lacks."""
+    """Returns the special tokens that a tokenizer lacks."""
     return [name for name in NAMES if tokenizer.special(name) is None]
 
 
 def ids(tokenizer: Tokenizer, where: str) -> Specials:
-    """The ids of all nine.
+    """Returns the ids of all nine special tokens.
 
     Args:
-      where: for messages: whose tokenizer it is.
+      where: the tokenizer's owner, for messages.
 
     Raises:
-      UserError: a tokenizer that lacks some of them.
+      UserError: the tokenizer lacks some of them.
     """
     if lacking := missing(tokenizer):
         raise UserError(
-            f"{where}: its tokenizer lacks {', '.join(lacking)}: the model knows no conversations. "
-            "Mid-train it first, which adds them: python -m kvjax.main "
+            f"{where}: its tokenizer lacks {', '.join(lacking)}: the model was not trained on "
+            "conversations. Mid-train it first, which adds them: python -m kvjax.main "
             "--config=configs/mid/lrkv_128m.py --config.train.parent=WORKDIR"
         )
     return Specials(*(tokenizer.special(name) for name in NAMES))

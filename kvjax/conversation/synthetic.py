@@ -1,7 +1,7 @@
-"""500 conversations that are made up: letters and small sums, for a laptop and for tests.
+"""500 synthetic conversations, for a laptop and for tests: letters and small sums.
 
-Half ask which of four words is an animal, and are answered by a letter; half ask for a sum, which
-is answered with a call of the calculator. A tiny model learns both in a minute or two.
+Half ask which of four words is an animal, answered by a letter; half ask for a sum, answered with a
+calculator call. A tiny model learns both in one or two minutes.
 """
 
 import random
@@ -16,13 +16,13 @@ LETTERS = tuple("ABCD")
 
 
 def conversations(count: int = COUNT, seed: int = 0) -> list[dict]:
-    """So many of them, the same ones for a seed; letters and sums in turn."""
+    """Returns `count` conversations, letters and sums in turn; deterministic in the seed."""
     rng = random.Random(seed)
     return [letter(rng) if i % 2 == 0 else sum_of_two(rng) for i in range(count)]
 
 
 def letter(rng: random.Random) -> dict:
-    """Three words of other kinds, and an animal at any place between them."""
+    """Returns a question with one animal among three other words."""
     words, place = rng.sample(OTHERS, len(LETTERS) - 1), rng.randrange(len(LETTERS))
     words.insert(place, rng.choice(ANIMALS))
     found = MultipleChoice("Which word is an animal?", tuple(words), LETTERS, LETTERS[place])
@@ -30,7 +30,7 @@ def letter(rng: random.Random) -> dict:
 
 
 def sum_of_two(rng: random.Random) -> dict:
-    """Two numbers of one digit, as GSM8K writes it."""
+    """Returns a sum of two one-digit numbers, in GSM8K's format."""
     a, b = rng.randrange(10), rng.randrange(10)
     parts = questions.calls(f"<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}")
     return questions.conversation(f"What is {a} + {b}?", parts)

@@ -1,8 +1,9 @@
-"""The chat templates that models are published with: Jinja, rendered in a sandbox.
+"""Published chat templates: Jinja, rendered in a separate process.
 
-Templates see what transformers shows them (5.23), so that a conversation has the ids that its
-`apply_chat_template` gives; but control tokens written out in a message stay ordinary text (see
-`controls`). In an assistant's message those of an answer's format are the tokens, as </think>.
+Templates get the variables of transformers (5.23), so that a conversation has the ids of its
+`apply_chat_template`, except that control tokens written in a message stay ordinary text (see
+`controls`). In an assistant's message, tokens of its answer format (as </think>) are control
+tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +16,9 @@ from kvjax.foundation.errors import DataError
 
 _FILE = "tokenizer_config.json"  # names the special tokens that templates write
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_ROLES = ("system", "developer", "user", "assistant", "tool")  # which templates tell apart
-_DATED = "strftime_now"  # by which templates ask for the day
-_HERE = "\ufddc"  # where a message is to be continued
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # compared by templates
+_DATED = "strftime_now"  # the function that gives templates the date
+_HERE = "\ufddc"  # marks the end of a message that is to be continued
 
 
 def encode(
@@ -28,16 +29,16 @@ def encode(
     *,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """The ids of a conversation.
+    """Returns the token ids of a conversation.
 
     Args:
-      messages: {role, content}; what the template makes of other keys, it may have.
+      messages: {role, content}, and other keys that the template reads.
       template_text: a workdir's chat_template.jinja.
       token_files: of the model, see `kvjax.workdir.origin`.
-      add_generation_prompt: whether what opens an answer follows.
+      add_generation_prompt: open an answer at the end.
 
     Raises:
-      UserError: a template that is none.
+      UserError: an invalid template.
       DataError: messages that the template refuses.
     """
     made = Template(tokenizer, template_text, token_files)
@@ -45,22 +46,22 @@ def encode(
 
 
 class Template:
-    """A model's template: messages to marked text (see `marked`), and that to ids.
+    """A model's chat template: messages to marked text (see `marked`), and marked text to ids.
 
     Args:
       text: a workdir's chat_template.jinja.
       token_files: of the model, see `kvjax.workdir.origin`.
-      day: that the template is told, as 2026-11-27; "": the present one.
-      named: special tokens that other files of its model name.
+      day: date for the template, as 2026-11-27; "": today.
+      named: further special tokens that the model's files name.
 
     Attributes:
-      tokenizer: with the template's control tokens; its `ends` have the one that ends a turn.
-      missing: tokens that the model's files name, the template writes and the tokenizer lacks.
-      digest: of its text and the tokens that it names, SHA-256.
-      is_dated: whether it may write the day.
+      tokenizer: with the template's control tokens; `ends` include the one that ends a turn.
+      missing: named tokens that the template writes and the tokenizer lacks.
+      digest: SHA-256 of the template and the tokens that it names.
+      is_dated: True if it may write the date.
 
     Raises:
-      UserError: a template that is none.
+      UserError: an invalid template.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Template:
         literals = jinja_process.literals(text)
         self._text, self._day = text, day
         self._tokens = _named_tokens(token_files.get(_FILE, {}))
-        said = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
-        self.digest, self.is_dated = hashlib.sha256(said.encode()).hexdigest(), _DATED in text
+        used = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
+        self.digest, self.is_dated = hashlib.sha256(used.encode()).hexdigest(), _DATED in text
         named = {*self._tokens.values(), *named}
         found = controls.find(tokenizer, text, literals, named, self._tried)
         self.missing = sorted(found.missing)
@@ -93,14 +94,15 @@ class Template:
         add_generation_prompt: bool = True,
         go_on: bool = False,
     ) -> str:
-        """A conversation as marked text.
+        """Renders a conversation as marked text.
 
         Args:
-          go_on: whether the text ends within the last message, to be continued.
+          add_generation_prompt: open an answer at the end.
+          go_on: end within the last message, which is to be continued.
 
         Raises:
           DataError: messages that the template refuses.
-          UserError: it takes too much memory or time.
+          UserError: too much memory or time.
         """
         hidden = [self._hidden(message) for message in messages]
         if go_on:
@@ -109,16 +111,16 @@ class Template:
         if go_on:
             before, here, after = text.rpartition(_HERE)
             if not here:
-                raise DataError("the chat template leaves out the message that is to be continued")
+                raise DataError("the chat template drops the message that is to be continued")
             text = before if after.startswith(" ") else before.rstrip()  # as transformers does
         return self._marks.of_rendered(text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a marked text."""
+        """Returns the ids of a marked text."""
         return self._marks.encode(text)
 
     def _hidden(self, message: Mapping) -> dict:
-        """Returns a message in which no text is the name of a control token."""
+        """Returns a message with placeholders for the names of control tokens in it."""
         role = message.get("role")
         hidden = self._marks.hide(message, self._inner if role == "assistant" else frozenset())
         return hidden | (dict(role=role) if role in _ROLES else {})
@@ -130,14 +132,14 @@ class Template:
 
         Raises:
           DataError: the template refuses them.
-          UserError: it takes too much memory or time.
+          UserError: too much memory or time.
         """
         given = dict(messages=messages, tools=None, documents=None)
         given |= dict(add_generation_prompt=opens_answer)
         return jinja_process.render(self._text, self._tokens | given, self._day, trial=trial)
 
     def _tried(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
-        """Renders messages with the template; returns "" where it refuses them."""
+        """Renders messages with the template; returns "" if it refuses them."""
         try:
             return self._rendered(messages, opens_answer, trial=True)
         except DataError:
@@ -145,7 +147,7 @@ class Template:
 
 
 def _named_tokens(said: Mapping) -> dict[str, str]:
-    """bos_token and so on, as far as a model's files name them."""
+    """Returns bos_token and so on, those that a model's files name."""
     found = {}
     for name in (f"{kind}_token" for kind in _NAMED):
         value = said.get(name)

@@ -213,7 +213,7 @@ def test_rows_that_are_no_conversation(tmp_path, mixture, rows):
     """An error with file and row; left out and listed where that is asked for."""
     path = tmp_path / "gsm8k.jsonl"
     _write(path, [*rows["gsm8k"][:5], dict(question="?"), *rows["gsm8k"][6:]])
-    message = "gsm8k.jsonl, line 6: lacks answer.*config.mixture.skip_broken=True leaves such rows"
+    message = "gsm8k.jsonl, line 6: has no answer.*config.mixture.skip_broken=True skips such rows"
     with pytest.raises(DataError, match=message):
         _open(mixture, _data(tmp_path))
     assert not list((tmp_path / "out" / "datasets").iterdir())
@@ -228,7 +228,7 @@ def test_rows_that_are_no_conversation(tmp_path, mixture, rows):
         if one["rejected"]
     }
     assert sum(map(len, found.values())) == 2
-    assert any("line 6: lacks answer" in m for m in found.get("gsm8k", ["", ""]))
+    assert any("line 6: has no answer" in m for m in found.get("gsm8k", ["", ""]))
     talked = found.get("smoltalk") or found.get("validation_smoltalk")
     assert "line 4: roles must alternate" in talked[0]
     documents = sum(dataset.info["splits"][s]["documents"] for s in ("train", "validation"))
@@ -239,21 +239,21 @@ def test_a_set_is_rendered_in_batches_and_its_files_stay_as_they_are(mixture, mo
     """One by one in the order asked for; what was read is told after each batch but the last."""
     talk = [dict(messages=[dict(role="user", content=c * n)]) for n, c in enumerate("abcd", 3)]
     rows = [("line 1", 7), *((f"line {i}", one) for i, one in enumerate(talk, 2))]
-    part = mixture_lib.SetSpec("train", "conversations", "conversations", "x.jsonl")
-    found = types.SimpleNamespace(part=part, rows=lambda: iter(rows))
+    spec = mixture_lib.SetSpec("train", "conversations", "conversations", "x.jsonl")
+    found = types.SimpleNamespace(spec=spec, rows=lambda: iter(rows))
     talk[0]["messages"].append(dict(role="assistant", content="Z"))
     monkeypatch.setattr(rendered, "BATCH_CHARACTERS", len(f"{talk[0]}{talk[1]}"))
     order, said, renderer = np.array([4, 0, 2, 1]), [], Renderer(TOKENIZER)
     compressor = rendered.Compressor()
 
     def read(count, skip_broken=True, order=order, compressor=None):
-        counts = rendered.Counts("conversations", "x.jsonl", "", count)
+        counts = rendered.SetCounts("conversations", "x.jsonl", "", count)
         kept = dataclasses.replace(mixture, skip_broken=skip_broken)
         given = (renderer, 8, np.uint16, compressor, said.append)
         return rendered.RenderedSet(found, order, counts, kept, *given)
 
     made = read(5, compressor=compressor)
-    assert said == [3] and len(made) == 4 and made[1] is None
+    assert said == ["conversations 3 of 4"] and len(made) == 4 and made[1] is None
     for place, i in ((0, 4), (2, 2), (3, 1)):
         whole = renderer(rows[i][1], limit=8)
         ids, mask = made[place]
@@ -294,7 +294,7 @@ def test_cut_conversations_are_counted(tmp_path, mixture):
 
 
 def test_too_few_conversations_for_a_row(tmp_path, mixture):
-    with pytest.raises(DataError, match=r"sequence_length = 99999: the conversations for train"):
+    with pytest.raises(DataError, match=r"sequence_length = 99999: the train split"):
         _open(mixture, _data(tmp_path, sequence_length=99999))
 
 
@@ -314,8 +314,8 @@ def test_validation_is_not_trained_on(tmp_path, mixture):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (dict(smoltalk=""), "config.mixture: names no conversations for train: give one of smol"),
-        (dict(validation_smoltalk=""), "names no conversations for validation: .*validation_mmlu"),
+        (dict(smoltalk=""), "config.mixture: has no conversations for train: set one of smol"),
+        (dict(validation_smoltalk=""), "has no conversations for validation: .*validation_mmlu"),
         (dict(smoltalk="a#5:5"), r"config.mixture.smoltalk = 'a#5:5': must be SOURCE#START:STOP"),
         (dict(smoltalk="#1:5"), "config.mixture.smoltalk = '#1:5': must be SOURCE#START:STOP"),
         (
@@ -352,6 +352,6 @@ def test_letters_that_are_other_tokens_in_a_question_are_told(tmp_path, mixture,
     texts = ["a=A b=B c=C d=D e=E " * 9, "- x=A\n- y=B\n- z=C\n- w=D\n- v=E\n" * 9]
     learned = tokenizer_lib.train(texts, 274, tokenizer_lib.CONVERSATION_SPECIALS)
     prepare.prepare(mixture, _data(tmp_path), learned, shown=False)
-    assert "the tokenizer reads A, B, C, D, E otherwise in a question" in capsys.readouterr().err
+    assert "A, B, C, D, E: another token in a question" in capsys.readouterr().err
     _open(mixture, _data(tmp_path))
     assert "otherwise in a question" not in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_smoltalk(tmp_path, write):
 NAN = float("nan")
 OF_TWO = dict(question="Q", choices=["a", "b"], answer=0)
 NO_ROWS = [
-    ("smoltalk", dict(text="a"), "lacks messages; it has text"),
+    ("smoltalk", dict(text="a"), "has no messages; it has text"),
     ("mmlu", OF_TWO | dict(choices=["a"]), "has 1 choices; 2 to 26"),
     ("mmlu", OF_TWO | dict(answer=2), "answer = 2 must be 0 to 1"),
     ("mmlu", OF_TWO | dict(answer=None), "answer = None must be 0 to 1"),
@@ -157,7 +157,7 @@ NO_ROWS = [
     ("mmlu", OF_TWO | dict(choices=None), "choices must be a list"),
     ("mmlu", OF_TWO | dict(choices=["a", None]), "a choice must be text or a number, not None"),
     ("mmlu", OF_TWO | dict(question=None), "question must be text, not NoneType"),
-    ("mmlu", dict(choices=["a", "b"], answer=0), "lacks question"),
+    ("mmlu", dict(choices=["a", "b"], answer=0), "has no question"),
     ("arc", ARC[0] | dict(answerKey="E"), "answerKey = 'E' is not among the labels"),
     ("arc", ARC[0] | dict(answerKey=None), "answerKey = None is not among the labels"),
     ("arc", ARC[0] | dict(choices=dict(text=["a", "b"], label=None)), "choices must be a list"),
@@ -224,7 +224,9 @@ def test_rows_are_the_same_in_every_type_of_parquet(tmp_path):
 
 def test_what_is_not_there_is_told_with_what_to_fetch(tmp_path):
     look = lambda source, **given: sets.OpenedSet(SetSpec("train", "mmlu", "mmlu", source, **given))
-    hint = r"fetch the folders auxiliary_train/ and all/ of https://\S+/cais/mmlu into ~/data/mmlu/"
+    hint = (
+        r"download the folders auxiliary_train/ and all/ of https://\S+/cais/mmlu to ~/data/mmlu/"
+    )
     for source in (tmp_path / "none", tmp_path / "*.parquet", tmp_path):
         with pytest.raises(MissingDataError, match=f"mmlu = .*matches no file: {hint}"):
             look(str(source))
@@ -235,7 +237,7 @@ def test_what_is_not_there_is_told_with_what_to_fetch(tmp_path):
         look(f"{tmp_path}/train-*.parquet")
     _parquet(tmp_path / "train-00002-of-00004.parquet", MMLU)
     assert look(str(tmp_path)).count() == 20
-    with pytest.raises(DataError, match=f"#0:21'.*has 20 rows, and 21 are asked for: {hint}"):
+    with pytest.raises(DataError, match=f"#0:21'.*has 20 rows, and 21 are needed: {hint}"):
         look(str(tmp_path), stop=21).count()
     (tmp_path / "x.txt").write_text("a")
     with pytest.raises(DataError, match=r"x.txt ends in none of .jsonl"):
@@ -343,8 +345,8 @@ def test_published_sets_have_their_rows_and_their_place(tmp_path, monkeypatch, c
     """A warning where a split has another number; what is missing is told with where to get it."""
     path = _jsonl(tmp_path / "x.jsonl", GSM8K)
     for kind, (what, name, folder) in PUBLISHED.items():
-        hint = f"{what} https://huggingface.co/datasets/{name} into {folder}, or say where"
-        with pytest.raises(MissingDataError, match=f"fetch the folders {hint} they are"):
+        hint = f"{what} https://huggingface.co/datasets/{name} to {folder}, or give another"
+        with pytest.raises(MissingDataError, match=f"download the folders {hint}"):
             sets.OpenedSet(SetSpec("train", kind, kind, str(tmp_path / "none")))
         for split, known in zip(("train", "validation"), ROWS[kind], strict=True):
             found = sets.OpenedSet(SetSpec(split, kind, kind, path))
@@ -359,7 +361,7 @@ def test_published_sets_have_their_rows_and_their_place(tmp_path, monkeypatch, c
     monkeypatch.setattr(sets.records, "count", lambda file: 5)
     assert sets.OpenedSet(own).count() == 5 and not capsys.readouterr().err
     for start, stop, wanted in ((0, 6, "6"), (5, None, "more than 5")):
-        with pytest.raises(DataError, match=rf"has 5 rows, and {wanted} are asked for: give a fi"):
+        with pytest.raises(DataError, match=rf"has 5 rows, and {wanted} are needed: give a fi"):
             sets.OpenedSet(own._replace(start=start, stop=stop)).count()
 
 

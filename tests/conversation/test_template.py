@@ -271,7 +271,7 @@ def test_a_message_to_be_continued(tokenizer):
     trimmed = Template(tokenizer, CHATML, {})
     text = trimmed.render([USER, assistant], go_on=True, **options)
     assert tokenizer.decode(trimmed.encode(text)).endswith("The answer<|im_end|> is")
-    with pytest.raises(DataError, match="leaves out the message"):
+    with pytest.raises(DataError, match="drops the message"):
         Template(tokenizer, "x", {}).render([USER], go_on=True)
 
 
@@ -328,7 +328,7 @@ def test_three_ways_to_talk_to_a_model(tokenizer):
 
 
 def test_what_is_refused(tokenizer):
-    with pytest.raises(UserError, match="chat_template.jinja is no template: "):
+    with pytest.raises(UserError, match="chat_template.jinja is not a valid template: "):
         Template(tokenizer, "{% for %}", {})
     refuse = lambda text: Template(tokenizer, text, {}).render([USER])
     with pytest.raises(DataError, match="refuses a conversation: no system here"):
@@ -350,7 +350,7 @@ def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
         monkeypatch.setattr(jinja_process, name, 0.3)
     jinja_process._worker.cache_clear()
     blocks = "{% if true %}" * 3000 + "{% endif %}" * 3000
-    with pytest.raises(UserError, match="is no template: maximum recursion depth"):
+    with pytest.raises(UserError, match="is not a valid template: maximum recursion depth"):
         Template(tokenizer, blocks, {})
     for text in (
         "{{ 'x' * 10**10 }}",
@@ -362,7 +362,7 @@ def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
         "{% endfor %}",
         "{{ range(99999) | list * 99999 }}",
     ):
-        with pytest.raises(UserError, match="takes more than 1 GiB of memory, 0.3 seconds or 16,7"):
+        with pytest.raises(UserError, match="needs more than 1 GiB of memory, 0.3 seconds or 16,7"):
             Template(tokenizer, text, {}).render([USER])
         assert Template(tokenizer, "ok", {}).render([USER]) == "ok"
     process = jinja_process._worker()._process.pid

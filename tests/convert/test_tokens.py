@@ -253,15 +253,15 @@ def test_a_template_over_its_limits_is_told_and_waited_for_once(
 ):
     monkeypatch.setattr(jinja_process, "_TRIAL_SECONDS", 0.3, raising=False)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    said = "chat_template.jinja takes more than 1 GiB of memory, 0.3 seconds or"
+    said = "chat_template.jinja needs more than 1 GiB of memory, 0.3 seconds or"
     files = _flagged(True)
     files["tokenizer_config.json"] |= dict(chat_template=loops)
     with pytest.raises(UserError, match=f"0.gguf: {said}"):
         published.open(published_as(files))
     workdir = write(published.open(published_as(_flagged(True))), tmp_path / "workdir")
     (workdir / "chat_template.jinja").write_text(loops + CHATML)
-    asked = mock.Mock(wraps=jinja_process._asked)
-    monkeypatch.setattr(jinja_process, "_asked", asked)
+    asked = mock.Mock(wraps=jinja_process._worker_answer)
+    monkeypatch.setattr(jinja_process, "_worker_answer", asked)
     for _ in range(3):
         assert trained.find(workdir).tokenizer.ends == (256,)
     assert capsys.readouterr().err.count(said) == 1
@@ -406,7 +406,7 @@ def test_a_source_without_a_token_that_opens_a_document(source):
     with pytest.raises(UserError) as error:
         published.open(source)
     said = str(error.value)
-    assert said.startswith(f"{source}: no special token opens a document: one of <|bos|>")
+    assert said.startswith(f"{source}: no special token opens a document: it needs one of <|bos|>")
     assert (
         DEEPSEEK in said and "whose tokenizer_config.json has a special token as bos_token" in said
     )

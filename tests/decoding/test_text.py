@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as cache_lib
-from kvjax.conversation.dialogue import Native, Plain
+from kvjax.conversation.dialogue import NativeDialogue, PlainDialogue
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.decoding import answers as answers_lib
 from kvjax.decoding.generation import Timing
@@ -169,7 +169,7 @@ def test_texts_are_asked_for_and_told_piece_by_piece(make_mechanism):
 def test_an_assistant_calls_the_calculator_while_it_answers():
     """And is told what it says; an answer ends by itself, at a stop string, or by its length."""
     names = tokenizer_lib.CONVERSATION_SPECIALS
-    talk = Native(tokenizer_lib.byte_tokenizer().with_specials(names), "here")
+    talk = NativeDialogue(tokenizer_lib.byte_tokenizer().with_specials(names), "here")
     s = talk.specials
 
     def call(text):
@@ -214,7 +214,7 @@ def test_an_assistant_calls_the_calculator_while_it_answers():
     assert scripted.log == [([[1]], given | dict(stop_tokens=talk.ends))]
     assert answers_lib.Answer() == answers_lib.Answer([], "", [], False)
     plain = Scripted([[s.python_start, *b"1+1", s.python_end, None]], 9)
-    (answer,) = answers_lib.answers(plain, Plain(talk.tokenizer), [[1]], num_tokens=9)
+    (answer,) = answers_lib.answers(plain, PlainDialogue(talk.tokenizer), [[1]], num_tokens=9)
     assert answer.calls == [] and answer.ids == call(b"1+1")
     for keys, message in ((dict(mode="x"), "calculator = 'x'"), (dict(stop=[""]), "is empty")):
         with pytest.raises(UserError, match=message):

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvjax.conversation import questions
-from kvjax.conversation.dialogue import Native
+from kvjax.conversation.dialogue import NativeDialogue
 from kvjax.conversation.questions import MultipleChoice
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.decoding import answers as answers_lib
 
 TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
-DIALOGUE = Native(TOKENIZER, "a test", limit=1 << 20)
+DIALOGUE = NativeDialogue(TOKENIZER, "a test", limit=1 << 20)
 
 
 class Oracle:

@@ -324,7 +324,7 @@ def test_what_is_asked_where_nothing_is_said():
 def test_a_malformed_row_is_named(checked, tmp_path):
     sets = dict(mmlu=MMLU, arc_easy=ARC, gsm8k=GSM8K, humaneval=HUMANEVAL)
     for task, row, said in (
-        ("mmlu", dict(question="a"), "line 6: lacks choices, answer"),
+        ("mmlu", dict(question="a"), "line 6: has no choices, answer"),
         ("mmlu", dict(question="a", choices=["b", "c"], answer=2), "answer = 2 must be 0 to 1"),
         ("mmlu", dict(question="a", choices="bc", answer=0), "choices must be a list"),
         ("arc_easy", ARC[0] | dict(answerKey="9"), "answerKey = '9' is not among the labels"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.conversation.dialogue import Native
+from kvjax.conversation.dialogue import NativeDialogue
 from kvjax.conversation.questions import MathProblem, MultipleChoice, multiple_choice
 from kvjax.evaluate import evaluation
 from kvjax.evaluate.datasets import Questions
@@ -24,7 +24,7 @@ def _plan(name, items, **options):
 
 
 def _model(positions=None, limit=1 << 20):
-    return ModelInfo(TOKENIZER, Native(TOKENIZER, "a test", limit), positions)
+    return ModelInfo(TOKENIZER, NativeDialogue(TOKENIZER, "a test", limit), positions)
 
 
 def test_a_prompt_longer_than_the_positions_is_named():

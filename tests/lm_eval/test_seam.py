@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import __version__
-from kvjax.conversation.dialogue import Native
+from kvjax.conversation.dialogue import NativeDialogue
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.decoding import program
 from kvjax.decoding.answers import Answer
@@ -207,7 +207,7 @@ def test_texts_are_generated_in_batches_of_equal_settings(adapter, workdir, impo
     assert model.kept == kept
 
     def answers(generator, talk, prompts, **how):
-        assert generator is adapter.generator and isinstance(talk, Native)
+        assert generator is adapter.generator and isinstance(talk, NativeDialogue)
         calls.append((talk.name, list(prompts), how))
         return [Answer(text="an answer") for _ in prompts]
 

@@ -239,7 +239,10 @@ def test_what_cannot_be_started(source, whole, tmp_path):
     missing = MADE_UP | dict(gsm8k=str(tmp_path / "none.parquet"))
     other = _mid(source, here, mixture=missing)
     _bad(
-        other, run, "config.mixture.gsm8k = .*matches no file: fetch the folders", MissingDataError
+        other,
+        run,
+        "config.mixture.gsm8k = .*matches no file: download the folders",
+        MissingDataError,
     )
     assert not list(run.glob("*.json"))
 
@@ -287,7 +290,7 @@ def test_letters_and_sums_are_learned(tmp_path):
     Trained by their command lines, with all of XLA's optimisations. Rounding differs by machine:
     300 steps of 8 rows gave 20 to 23 of 25 letters; these gave all of 200, and are cheaper.
     """
-    from kvjax.conversation.dialogue import Native
+    from kvjax.conversation.dialogue import NativeDialogue
     from kvjax.decoding.answers import answers
     from kvjax.decoding.generator import Generator
 
@@ -300,7 +303,7 @@ def test_letters_and_sums_are_learned(tmp_path):
         command += [f"--config.data.directory={tmp_path}/data"]
         subprocess.run(command, cwd=ROOT, check=True, timeout=540)
     loaded = trained.load(epath.Path(tmp_path / "mid"))
-    dialogue = Native(loaded.tokenizer, "the workdir")
+    dialogue = NativeDialogue(loaded.tokenizer, "the workdir")
     generator, right = Generator(loaded.model, loaded.compute), dict(letter=[], sum=[])
     rows = synthetic.conversations(100, seed=1)
     prompts = [dialogue.prompt(row["messages"][:1]).ids for row in rows]
