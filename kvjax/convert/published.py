@@ -100,8 +100,8 @@ class PublishedModel:
             return self.tokenizer_json
         if template.missing:
             raise UserError(
-                f"{source}: its chat template writes {', '.join(template.missing)}, which has no id "
-                f"in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from the "
+                f"{source}: its chat template writes {', '.join(template.missing)}, which has no "
+                f"id in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from the "
                 "same model"
             )
         found = template.tokenizer.to_json()

@@ -276,7 +276,7 @@ def test_a_set_is_rendered_in_batches_and_its_files_stay_as_they_are(mixture, mo
     packed = lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
     assert compressor.bits_per_byte() == 8 * len(packed) / len(text)
     assert rendered.Compressor().bits_per_byte() == 8 * len(lzma.compress(b""))
-    with pytest.raises(DataError, match=f"^{told}. config.mixture.skip_broken=True leaves such"):
+    with pytest.raises(DataError, match=f"^{told}. config.mixture.skip_broken=True skips such"):
         read(5, skip_broken=False)
     where = "^config.mixture.conversations = 'x.jsonl': its files"
     with pytest.raises(DataError, match=f"{where} grew while they were read"):

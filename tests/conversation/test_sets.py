@@ -150,7 +150,7 @@ NAN = float("nan")
 OF_TWO = dict(question="Q", choices=["a", "b"], answer=0)
 NO_ROWS = [
     ("smoltalk", dict(text="a"), "has no messages; it has text"),
-    ("mmlu", OF_TWO | dict(choices=["a"]), "has 1 choices; 2 to 26"),
+    ("mmlu", OF_TWO | dict(choices=["a"]), "has 1 choices; must be 2 to 26"),
     ("mmlu", OF_TWO | dict(answer=2), "answer = 2 must be 0 to 1"),
     ("mmlu", OF_TWO | dict(answer=None), "answer = None must be 0 to 1"),
     ("mmlu", OF_TWO | dict(choices="ab"), "choices must be a list"),
