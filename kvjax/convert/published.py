@@ -101,8 +101,8 @@ class PublishedModel:
         if template.missing:
             raise UserError(
                 f"{source}: its chat template writes {', '.join(template.missing)}, which has no "
-                f"id in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from the "
-                "same model"
+                f"id in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from "
+                "the same model"
             )
         found = template.tokenizer.to_json()
         return self.tokenizer_json if found == tokenizer.to_json() else found
