@@ -1,20 +1,21 @@
-"""Compiles a run for chips that this machine does not have: does it fit, how fast can it be?
+"""Compiles a run for absent chips: memory per chip, and a lower bound of the time.
 
     python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=v5p:2x2x4
     python -m kvjax.aot --config=configs/lrkv_128m.py --topology=v5e:4x4 --sweep
     python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=h200:1 --step=decode --batch=16
 
-Compiles the whole training step (or a decode step) for a topology: TPUs by libtpu, GPUs by JAX's
-CUDA plugin. Prints memory per chip, FLOPs, collectives, and the least time the step can take (a
-roofline: see kvjax/aot/roofline.py for what it counts). From that time follow the highest possible
-MFU and the least number of days. Config keys are overridden as --config.compute.remat=dots.
-Status 0: it fits, with a tenth of memory to spare; 1: it does not; 2: it cannot be compiled.
+Compiles the training step (or a decode step) for a topology: TPUs with libtpu, GPUs with JAX's CUDA
+plugin. Prints memory per chip, FLOPs, collectives, and a lower bound of the step's time (a
+roofline, kvjax/aot/roofline.py), from which an upper bound of MFU and a lower bound of days follow.
+Config keys are overridden as --config.compute.remat=dots.
+Exit status 0: fits into 90 % of the memory; 1: does not fit; 2: cannot be compiled.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 
@@ -30,7 +31,7 @@ from kvjax.hardware import topology
 
 RESULTS = checkout.RESULTS / "aot.jsonl"
 STEPS = ("train", "decode")
-DECODE = dict(batch=1, length=8192, chips=1)  # options of a decode step
+DECODE = {"batch": 1, "length": 8192, "chips": 1}  # options of a decode step
 ASSUMPTIONS = (
     "every resource at its datasheet's rate all the time, the three overlapping perfectly",
     "elementwise work and what products read inside a layer cost nothing",
@@ -40,7 +41,7 @@ ASSUMPTIONS = (
 
 
 def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
-    """Everything the command says of a compiled training step, JSON-able."""
+    """Returns the result for a compiled training step, JSON-able."""
     bound = compilation.bound(step, experiment)
     T = experiment.data.sequence_length
     causal_kernel = compilation.kernel_when_run(step.causal_kernel, step.device, experiment)
@@ -60,7 +61,7 @@ def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
         attention=_attention(causal_kernel, compiled_kernel=step.causal_kernel),
         collectives=hlo.summary(step.collectives),
         wire_bytes=step.wire_bytes,
-        replicated=[dict(parameter=path, bytes=size) for path, size in step.whole],
+        replicated=[dict(parameter=path, bytes=size) for path, size in step.replicated],
         bound=dict(
             seconds=bound.seconds,
             by=bound.binding,
@@ -78,22 +79,22 @@ def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
 
 
 def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
-    """What the bound takes attention for, and what was compiled if that is another."""
+    """Returns the attention that the bound assumes, and the compiled one if it differs."""
     names = {True: "causal kernel", False: "all T keys"}
     other = "" if causal_kernel == compiled_kernel else f" (compiled: {names[compiled_kernel]})"
     return names[causal_kernel] + other
 
 
 def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chips: int) -> dict:
-    """All that is said of a decode step, JSON-able; raises as `compilation.decode_step`."""
+    """Returns the result for a decode step, JSON-able; raises as `compilation.decode_step`."""
     step = compilation.decode_step(experiment, name, batch=batch, length=length, chips=chips)
-    whole = formulas.decode_cost(
+    cost = formulas.decode_cost(
         experiment.model, length=length, batch=batch, dtype=compilation.BF16
     )
-    per_chip = dataclasses.replace(  # weights are on every chip, caches split
-        whole,
-        cache_bytes=whole.cache_bytes // chips,
-        attention_flops_per_token=whole.attention_flops_per_token // chips,
+    per_chip = dataclasses.replace(  # weights are replicated, caches split
+        cost,
+        cache_bytes=cost.cache_bytes // chips,
+        attention_flops_per_token=cost.attention_flops_per_token // chips,
     )
     seconds = per_chip.seconds(step.device)
     return _shared(step) | dict(
@@ -102,7 +103,7 @@ def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chip
         topology=name,
         batch=batch,
         length=length,
-        flops_per_token=whole.flops_per_token,
+        flops_per_token=cost.flops_per_token,
         read_bytes=per_chip.bytes,
         collectives=hlo.summary(step.collectives),
         wire_bytes=step.wire_bytes,
@@ -111,12 +112,15 @@ def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chip
 
 
 def sweep(experiment: Experiment, name: str, compiles: int, out: Output) -> dict:
-    """The report of the best candidate, with the overrides that make it and all that was tried.
+    """Returns the result of the best candidate, its overrides and all candidates.
 
     Raises:
-      UserError: nothing that was compiled fits; the message says by how much.
+      UserError: no compiled candidate fits; the message has the sizes.
     """
-    say = lambda line: print(line, file=sys.stderr, flush=True)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     tried = search.search(experiment, name, compiles=compiles, say=say)
     rows = [_candidate(c) for c in tried]
     tables.show_candidates(rows, out)
@@ -135,7 +139,7 @@ def _why_none(tried: list[search.Candidate], name: str) -> str:
     if all(c.failure for c in tried):
         return f"None compiled: {tried[0].failure}"
     large = [c for c in tried if not c.failure]
-    nearest = min(large, key=lambda c: c.needed or math.inf)  # 0: not known
+    nearest = min(large, key=lambda c: c.needed or math.inf)  # 0: unknown
     return search.advice(nearest.experiment, name, nearest.needed)
 
 
@@ -163,7 +167,8 @@ def _shared(step: compilation.Step) -> dict:
     return dict(
         device=step.device.name,
         chips=step.chips,
-        memory=memory | dict(total=step.memory.total, hbm=step.device.hbm_bytes, part=step.part),
+        memory=memory
+        | dict(total=step.memory.total, hbm=step.device.hbm_bytes, part=step.memory_share),
         memory_is_upper_bound=step.upper_bound,
         fits=step.fits,
         xla=step.xla,
@@ -192,12 +197,13 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__, config=True)
     add = parser.add_argument
     add("--topology", required=True, help=f"kind and shape: {topology.examples()}")
-    add("--step", default="train", help=f"of {', '.join(STEPS)} (train)")
-    add("--batch", type=int, help="of --step=decode: sequences decoded together (1)")
-    add("--length", type=int, help="of --step=decode: tokens in each cache (8192)")
-    add("--chips", type=int, help="of --step=decode: chips that caches are split over (1)")
-    add("--sweep", action="store_true", help="of --step=train: tries meshes, parts, remat policies")
-    add("--compiles", type=int, help="of --sweep: at most so many, minutes each (6)")
+    add("--step", default="train", help=f"one of {', '.join(STEPS)} (train)")
+    add("--batch", type=int, help="for --step=decode: sequences decoded together (1)")
+    add("--length", type=int, help="for --step=decode: tokens in each cache (8192)")
+    add("--chips", type=int, help="for --step=decode: chips over which caches are split (1)")
+    text = "for --step=train: search mesh, gradient accumulation and remat policy"
+    add("--sweep", action="store_true", help=text)
+    add("--compiles", type=int, help="for --sweep: most compilations, minutes each (6)")
     add("--save", action="store_true", help="keep the result in experiments/results/aot.jsonl")
     add("--output", default="", help="write the JSON to this file")
     parser.add_output()
@@ -209,69 +215,71 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         target.check(str(RESULTS.parent), (RESULTS.name,), "--save")
     decode = options.step == "decode"
     if decode and options.sweep:
-        raise UserError("--sweep: is of --step=train; of a decode step give --batch and --chips")
+        raise UserError(
+            "--sweep: only with --step=train; for a decode step use --batch and --chips"
+        )
     for key, default in DECODE.items():
-        _own_option(options, key, default, decode, of="--step=decode")
-    _own_option(options, "compiles", 6, options.sweep, of="--sweep")
+        _set_default(options, key, default, decode, needs="--step=decode")
+    _set_default(options, "compiles", 6, options.sweep, needs="--sweep")
     return options
 
 
-def _own_option(options, key: str, default: int, used: bool, *, of: str) -> None:
-    """Puts a default where nothing is given; raises where it is given and would not be used."""
+def _set_default(options, key: str, default: int, used: bool, *, needs: str) -> None:
+    """Sets an option's default; raises if the option is given and would not be used."""
     value = getattr(options, key)
     if value is not None and not used:
-        raise UserError(f"--{key} = {value}: is of {of}; leave it out, or add {of}")
+        raise UserError(f"--{key} = {value}: only with {needs}; leave it out, or add {needs}")
     setattr(options, key, default if value is None else value)
     at_least(f"--{key}", getattr(options, key), 1)
 
 
 def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
-    """The result, and what to say to someone whose config does not fit."""
+    """Returns the result, and advice if it does not fit."""
     name, overrides = options.topology, options.overrides
     config = command_line.load_config(options.config, overrides)
     experiment = experiment_lib.resolve(config)
-    asked = dict(overrides=overrides, resolved=to_text(config).splitlines())
+    given = dict(overrides=overrides, resolved=to_text(config).splitlines())
     if options.step == "decode":
         shape = {key: getattr(options, key) for key in DECODE}
-        help_ = lambda needed: search.decode_advice(experiment, name, needed, **shape)
+        advise = functools.partial(search.decode_advice, experiment, name, **shape)
         waiting = progress.waiting(f"compiling the decode step for {name}")
-        with _named(experiment, name, help_), waiting:
+        with _named(experiment, name, advise), waiting:
             result = decoding(experiment, name, **shape)
-        return result | asked, "" if result["fits"] else help_(result["memory"]["total"])
+        return result | given, "" if result["fits"] else advise(result["memory"]["total"])
     if options.sweep:
-        return sweep(experiment, name, options.compiles, out) | asked, ""
-    help_ = lambda needed: search.advice(experiment, name, needed)
+        return sweep(experiment, name, options.compiles, out) | given, ""
+    advise = functools.partial(search.advice, experiment, name)
     waiting = progress.waiting(f"compiling the training step for {name}")
-    with _named(experiment, name, help_), waiting:
+    with _named(experiment, name, advise), waiting:
         step = compilation.training_step(experiment, name)
-    advice = "" if step.fits else help_(step.memory.total)
-    return training(experiment, name, step) | asked, advice
+    advice = "" if step.fits else advise(step.memory.total)
+    return training(experiment, name, step) | given, advice
 
 
 @contextlib.contextmanager
-def _named(experiment: Experiment, name: str, advice: Callable[[int], str]) -> Iterator[None]:
-    """Says of what does not compile what it is, and of what is too large what would fit."""
+def _named(experiment: Experiment, name: str, advise: Callable[[int], str]) -> Iterator[None]:
+    """Adds config and topology to compilation errors, and advice if memory is short."""
     try:
         yield
     except compilation.TooLarge as error:
-        said = f"{error}. {advice(error.needed)}"
-        raise UserError(f"{experiment.name} does not fit {name}: {said}") from error
+        message = f"{error}. {advise(error.needed)}"
+        raise UserError(f"{experiment.name} does not fit {name}: {message}") from error
     except compilation.DoesNotCompile as error:
         raise UserError(f"{experiment.name} does not compile for {name}: {error}") from error
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status, see the module's docstring."""
+    """Returns the exit status, see the module's docstring."""
     options = _options(arguments)
     if options.save:
         provenance.check_commit("--save", RESULTS)
     out = Output(options)
-    runtime.start(compilation_cache=False)  # what is compiled here cannot be read back here
+    runtime.start(compilation_cache=False)  # programs for absent devices cannot be read back
     with command_line.naming_options(options):
         result, advice = _run(options, out)
     try:
         _save(result, options.output, options.save)
-    finally:  # whether it could be written or not
+    finally:  # also if writing fails
         tables.show(result, out, limit=compilation.LIMIT)
     if advice:
         command_line.say(advice)

@@ -1,4 +1,4 @@
-"""Compiles a training or decode step for absent chips, and says what it needs of them."""
+"""Compiles a training or decode step for absent chips; reads its memory and collectives."""
 
 import dataclasses
 import math
@@ -21,55 +21,55 @@ from kvjax.training import preflight
 from kvjax.training.program import Program
 
 BF16 = jnp.dtype(jnp.bfloat16)
-LIMIT = 0.9  # of a chip's memory: the rest is for the runtime and fragmentation
-LARGE = 10**6  # bytes above which a parameter that is whole on every chip is named
+LIMIT = 0.9  # share of a chip's memory; the rest is for the runtime and fragmentation
+LARGE = 10**6  # bytes above which a replicated parameter is reported
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
-_RAN_OUT = (  # and whether arguments are counted
+_RAN_OUT = (  # messages, and True if their size includes the program's arguments
     (rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)", False),
     (rf"Used {_SIZE} of {_SIZE} hbm", True),
 )
 
 
 class TooLarge(UserError):
-    """The compiler gave up: `needed` bytes per chip, of `there`; 0 and 0 where it does not say."""
+    """The program needs `needed` bytes of a chip's `available`; both are 0 if unknown."""
 
-    def __init__(self, message: str, needed: int, there: int):
+    def __init__(self, message: str, needed: int, available: int):
         super().__init__(message)
-        self.needed, self.there = needed, there
+        self.needed, self.available = needed, available
 
 
 class DoesNotCompile(UserError):
-    """The compiler gave up for another reason, or what it made cannot be read."""
+    """The compiler failed for a reason other than memory, or its program cannot be parsed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A compiled step of an experiment on a topology; bytes are of one chip."""
+    """A compiled step of an experiment on a topology; bytes are per chip."""
 
     device: Device
     mesh: dict[str, int]
     memory: Memory
-    upper_bound: bool  # memory: the real attention needs less
+    upper_bound: bool  # True if the attention of a run needs less memory than XLA's
     collectives: tuple[Collective, ...]
-    causal_kernel: bool  # attention, as compiled, leaves out what the mask hides
-    whole: tuple[tuple[str, int], ...]  # parameters that no axis splits, and their bytes
+    causal_kernel: bool  # the compiled attention skips masked keys
+    replicated: tuple[tuple[str, int], ...]  # parameters that no axis shards, and their bytes
     seconds_to_lower: float
     seconds_to_compile: float
-    xla: dict[str, float]  # the compiler's own count; bodies of loops once
+    xla: dict[str, float]  # the compiler's own FLOPs and bytes, loop bodies counted once
 
     @property
     def chips(self) -> int:
         return math.prod(self.mesh.values())
 
     @property
-    def part(self) -> float:
-        """The part of the chip's memory that it takes."""
+    def memory_share(self) -> float:
+        """Share of the chip's memory."""
         return self.memory.total / self.device.hbm_bytes
 
     @property
     def fits(self) -> bool:
-        return self.part <= LIMIT
+        return self.memory_share <= LIMIT
 
     @property
     def wire_bytes(self) -> float:
@@ -77,25 +77,25 @@ class Step:
 
 
 def datasheet(name: str) -> Device:
-    """The datasheet of the chips that a topology's name begins with."""
+    """Returns the datasheet of a topology's chips."""
     return datasheets.get(name.partition(":")[0])
 
 
 def training_step(experiment: Experiment, name: str) -> Step:
-    """The whole training step, compiled.
+    """Compiles the training step.
 
     Args:
       name: a topology, see `topology.get_devices`.
 
     Raises:
       UserError: an unknown topology, a mesh or batch that does not divide.
-      TooLarge: the compiler finds no place for it.
-      DoesNotCompile: it fails otherwise.
+      TooLarge: it does not fit into memory.
+      DoesNotCompile: the compiler fails otherwise.
     """
     devices = topology.get_devices(name)
     platform = devices[0].platform
     on_gpu = _is_gpu(datasheet(name))
-    if on_gpu:  # cuDNN's attention needs its library to be lowered
+    if on_gpu:  # lowering cuDNN's attention needs the library
         changed = dataclasses.replace(experiment.compute, attention="xla")
         experiment = dataclasses.replace(experiment, compute=changed)
     mesh = sharding.make_mesh(experiment.mesh, devices)
@@ -107,7 +107,7 @@ def training_step(experiment: Experiment, name: str) -> Step:
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = program.train_step.lower(*arguments)
-    except NotImplementedError as error:  # an attention that does not take these shapes
+    except NotImplementedError as error:  # the attention does not take these shapes
         raise DoesNotCompile(first_line(error)) from error
     return _compile(
         lowered,
@@ -116,27 +116,26 @@ def training_step(experiment: Experiment, name: str) -> Step:
         device=datasheet(name),
         mesh=dict(mesh.shape),
         upper_bound=on_gpu,
-        whole=_whole(program.abstract_state["params"]) if mesh.size > 1 else (),
+        replicated=_replicated(program.abstract_state["params"]) if mesh.size > 1 else (),
     )
 
 
 def decode_step(
     experiment: Experiment, name: str, *, batch: int, length: int, chips: int = 1
 ) -> Step:
-    """One step of decoding: a token for each of `batch` caches of `length`.
+    """Compiles a decode step: one token for each of `batch` caches of `length` tokens.
 
     Args:
-      chips: of the topology, over which the caches' tokens are split; each has all weights.
+      chips: chips of the topology over which the caches' tokens are split; weights are replicated.
 
     Raises:
-      UserError: an unknown topology, or one of fewer chips.
-      TooLarge: the compiler finds no place for it.
-      DoesNotCompile: it fails otherwise.
+      UserError: an unknown topology, or one with fewer chips.
+      TooLarge: it does not fit into memory.
+      DoesNotCompile: the compiler fails otherwise.
     """
     mesh = decode_program.make_mesh(chips, topology.get_devices(name))
     start = time.perf_counter()
-    shape = dict(batch=batch, length=length)
-    lowered = decode_program.lowered_step(experiment.model, mesh, **shape)
+    lowered = decode_program.lowered_step(experiment.model, mesh, batch=batch, length=length)
     caches = batch * length * formulas.cache_bytes_per_token(experiment.model, BF16) // chips
     return _compile(
         lowered,
@@ -145,12 +144,12 @@ def decode_step(
         device=datasheet(name),
         mesh=dict(mesh.shape),
         upper_bound=False,
-        whole=(),
+        replicated=(),
     )
 
 
 def bound(step: Step, experiment: Experiment) -> roofline.Bound:
-    """The roofline of a compiled training step, with the attention that its run uses."""
+    """Returns the roofline of a compiled training step, with the attention of a real run."""
     return roofline.training_step(
         experiment,
         step.device,
@@ -161,18 +160,18 @@ def bound(step: Step, experiment: Experiment) -> roofline.Bound:
 
 
 def kernel_when_run(compiled: bool, device: Device, experiment: Experiment) -> bool:
-    """Whether attention is a kernel, which leaves out what the mask hides, when the step is run.
+    """Returns True if a run's attention is a kernel, which skips masked keys.
 
-    A GPU then runs cuDNN's, which cannot be compiled without one: here XLA's stands for it.
+    A GPU runs cuDNN's, which cannot be compiled without a GPU; XLA's is compiled in its place.
 
     Args:
-      compiled: whether it is one in the program compiled here.
+      compiled: True if the program compiled here has a kernel.
     """
     return compiled or (_is_gpu(device) and experiment.uses_attention_kernel("gpu"))
 
 
 def kernel_when_compiled_here(device: Device, experiment: Experiment) -> bool:
-    """Whether attention will be such a kernel in the program compiled here."""
+    """Returns True if the program compiled here will have an attention kernel."""
     return not _is_gpu(device) and experiment.compute.attention != "xla"
 
 
@@ -205,37 +204,35 @@ def _compile(lowered, start: float, arguments: int, **known) -> Step:
 
 
 def too_large(error: Exception, arguments: int) -> TooLarge | None:
-    """The sizes in what a TPU's compiler says when memory runs out; None of another error.
+    """Parses the sizes in a TPU compiler's out-of-memory message; None for another error.
 
     Args:
-      arguments: bytes of the program's, which the compiler does not always count.
+      arguments: bytes of the program's arguments, which the compiler does not always include.
     """
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message:
         return None
     for pattern, counted in _RAN_OUT:
-        if found := re.search(pattern, message):
-            needed, there = (
-                round(float(number) * _UNITS[unit]) for number, unit in _pairs(found.groups())
-            )
-            needed += 0 if counted else arguments
-            over = f"{needed / 1e9:.1f} GB, and a chip has {there / 1e9:.1f} GB"
-            return TooLarge(f"the compiler needs {over}", needed, there)
+        if match := re.search(pattern, message):
+            number, unit, limit, limit_unit = match.groups()
+            needed = round(float(number) * _UNITS[unit]) + (0 if counted else arguments)
+            available = round(float(limit) * _UNITS[limit_unit])
+            sizes = f"{needed / 1e9:.1f} GB, and a chip has {available / 1e9:.1f} GB"
+            return TooLarge(f"the compiler needs {sizes}", needed, available)
     return TooLarge(first_line(error), 0, 0)
 
 
-def _pairs(items):
-    return zip(items[::2], items[1::2], strict=True)
-
-
 def _bytes(tree) -> int:
-    """Bytes of a tree's arrays on one chip."""
-    own = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
-    return sum(math.prod(own(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Returns the bytes of a tree's arrays on one chip."""
+    total = 0
+    for x in jax.tree.leaves(tree):
+        shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+        total += math.prod(shape) * x.dtype.itemsize
+    return total
 
 
-def _whole(params) -> tuple[tuple[str, int], ...]:
-    """Parameters of more than LARGE bytes that lie whole on every chip."""
+def _replicated(params) -> tuple[tuple[str, int], ...]:
+    """Returns paths and bytes of replicated parameters of more than LARGE bytes."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         size = math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -1,9 +1,9 @@
 """Memory and collectives of a compiled program, read from its executable.
 
-The text that XLA prints after optimisation names every collective, but not how often it runs: what
-stands in a loop runs as often as the loop turns, and compilers hide collectives. A TPU's
-reduce-scatter is a fusion that calls `all-reduce-scatter`; one of its asynchronous collectives
-stands in the fusion that starts it, in those that run beside it and in the one that awaits it.
+XLA's text after optimisation names every collective, but not its number of runs: a collective in a
+loop runs as often as the loop does, and compilers hide collectives. A TPU's reduce-scatter is a
+fusion that calls `all-reduce-scatter`; an asynchronous collective appears in the fusion that starts
+it, in the fusions that run beside it and in the fusion that awaits it.
 """
 
 import collections
@@ -16,13 +16,18 @@ import re
 
 import jax
 
-# Scopes (jax.named_scope, or keys of the state) that a collective is counted under; then, for what
-# has none, parts of the names that JAX gives to passes.
+# Scopes (jax.named_scope, or keys of the state) of collectives; for collectives without one, names
+# that JAX gives to passes.
 SCOPES = ("muon", "latents", "loss", "attention", "mlp", "embedding", "head", "optimizer")
 _PASSES = {"rematted_computation": "recomputed", "transpose": "backward", "jvp": "forward"}
 KINDS = (
-    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
-    *("ragged-all-to-all", "collective-broadcast"),
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
 )
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _TYPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,]*)\]")
@@ -34,7 +39,7 @@ class Memory:
     """Bytes on one device while the program runs."""
 
     arguments: int
-    outputs: int  # that are not updated in place
+    outputs: int  # without outputs that alias arguments
     temporaries: int
     program: int
 
@@ -44,9 +49,9 @@ class Memory:
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """What the compiler reserves for a program.
+    """Returns the memory that the compiler reserves for a program.
 
-    `peak_memory_in_bytes` is not used: on a TPU it counts the on-chip memory too.
+    `peak_memory_in_bytes` is not used, since on a TPU it includes on-chip memory.
     """
     m = compiled.memory_analysis()
     return Memory(
@@ -59,23 +64,19 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective of the program and how often it runs in one call.
-
-    `bytes` are one device's of one run: of an all-gather what it makes, of the others what they
-    take.
-    """
+    """A collective of the program and its number of runs in one call."""
 
     kind: str
-    bytes: int
-    group: int  # devices that take part together
+    bytes: int  # of one device and run: an all-gather's output, the other kinds' input
+    group: int  # devices in a group
     times: int = 1
     op_name: str = ""
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes a device sends in one run, by ring algorithms.
+        """Bytes that a device sends in one run, by ring algorithms.
 
-        Among devices they send least; switches that add (NVLink SHARP) can do with less.
+        Rings send least among devices; switches that reduce (NVLink SHARP) can send less.
         """
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
@@ -83,14 +84,14 @@ class Collective:
 
     @property
     def scope(self) -> str:
-        """The first of SCOPES that its op_name has; else the pass; else "other"."""
+        """The first of SCOPES in its op_name; else the pass; else "other"."""
         names = set(re.findall(r"\w+", self.op_name))
         known = dict(zip(SCOPES, SCOPES, strict=True)) | _PASSES
         return next((scope for name, scope in known.items() if name in names), "other")
 
 
 def summary(found: Sequence[Collective]) -> list[dict]:
-    """Totals by kind and scope: runs, bytes and bytes sent per call; JSON-able, most sent first."""
+    """Returns totals by kind and scope: runs, bytes and bytes sent per call; most sent first."""
     totals = collections.defaultdict(lambda: dict(count=0, bytes=0, wire_bytes=0.0))
     for c in found:
         row = totals[c.kind, c.scope]
@@ -102,15 +103,15 @@ def summary(found: Sequence[Collective]) -> list[dict]:
 
 
 def collectives(text: str) -> list[Collective]:
-    """The collectives of an optimised HLO module, loops counted by their trip counts.
+    """Returns the collectives of an optimised HLO module, with loops' trip counts applied.
 
-    All branches are counted. A group of one device communicates nothing and is left out.
+    All branches are counted. Groups of one device are left out.
 
     Args:
       text: `compiled.as_text()`.
 
     Raises:
-      ValueError: a loop that holds a collective turns an unknown number of times.
+      ValueError: a loop with a collective has an unknown trip count.
     """
     return _Module(text).run()
 
@@ -124,14 +125,14 @@ class _Instruction:
 
     @functools.cached_property
     def operands(self) -> list[str]:
-        """Names inside the parentheses of the call."""
+        """Names of the operands."""
         depth = itertools.accumulate((c == "(") - (c == ")") for c in self.rest)
         end = next(end for end, open_ in enumerate(depth) if not open_)
         return re.findall(r"%([\w.\-]+)", self.rest[:end])
 
     def attribute(self, pattern: str) -> str | None:
-        found = re.search(pattern, self.rest)
-        return found and found[1]
+        match = re.search(pattern, self.rest)
+        return match and match[1]
 
     @property
     def op_name(self) -> str:
@@ -139,9 +140,9 @@ class _Instruction:
 
     @property
     def constant(self) -> int | None:
-        """Its value, if it is an integer constant."""
-        found = re.match(r"\((-?\d+)\)", self.rest) if self.opcode == "constant" else None
-        return found and int(found[1])
+        """The value of an integer constant; None for other instructions."""
+        match = re.match(r"\((-?\d+)\)", self.rest) if self.opcode == "constant" else None
+        return match and int(match[1])
 
 
 class _Module:
@@ -161,14 +162,14 @@ class _Module:
                 self.entry = name if line.startswith("ENTRY") else self.entry
             elif line.startswith("  ") and name:
                 self._add(name, line.strip())
-        self.found: dict[str, list[Collective]] = {}
+        self._collectives: dict[str, list[Collective]] = {}  # by computation
 
     def _add(self, computation: str, line: str) -> None:
         left, equals, right = line.partition(" = ")
         opcode = _OPCODE.search(f" {right}") if equals else None
         if not opcode:
             return
-        # The type stands before the opcode; the match is one longer, for the space put before.
+        # The type precedes the opcode; positions are one larger, because of the added space.
         type_, rest = right[: max(opcode.start() - 1, 0)], right[opcode.end() - 2 :]
         instruction = _Instruction(left.split("%")[-1].split()[-1], opcode[1], type_, rest)
         self.computations[computation][instruction.name] = instruction
@@ -176,42 +177,42 @@ class _Module:
             self.roots[computation] = instruction
 
     def run(self) -> list[Collective]:
-        return self.of(self.entry)
+        return self.collectives(self.entry)
 
-    def of(self, computation: str) -> list[Collective]:
-        """The collectives of one run of a computation and of all that it calls."""
-        if computation not in self.found:
+    def collectives(self, computation: str) -> list[Collective]:
+        """Returns the collectives of one run of a computation and of the computations it calls."""
+        if computation not in self._collectives:
             instructions = self.computations.get(computation, {})
             continued = "AsyncCollectiveStart" not in "".join(
                 i.rest for i in instructions.values() if i.opcode == "custom-call"
             )
-            self.found[computation] = []
+            self._collectives[computation] = []
             for i in instructions.values():
                 if "chain_id=" in i.rest and continued and i.opcode in KINDS:
                     continue  # counted where it starts
-                self.found[computation] += self._at(computation, i)
-        return self.found[computation]
+                self._collectives[computation] += self._of_instruction(computation, i)
+        return self._collectives[computation]
 
-    def _at(self, computation: str, i: _Instruction) -> list[Collective]:
+    def _of_instruction(self, computation: str, i: _Instruction) -> list[Collective]:
         kind = i.opcode.removesuffix("-start")
         if kind in KINDS:
             return self._collective(computation, i, kind)
         called = _CALLS.findall(i.rest)
         if branches := i.attribute(r"branch_computations=\{([^}]*)\}"):
             called += re.findall(r"[\w.\-]+", branches)
-        inside = [c for name in called for c in self.of(name)]
+        inside = [c for name in called for c in self.collectives(name)]
         if not inside:
             return []
         if i.opcode == "while":
-            turns = self._turns(computation, i)
-            inside = [dataclasses.replace(c, times=c.times * turns) for c in inside]
+            trips = self._trip_count(computation, i)
+            inside = [dataclasses.replace(c, times=c.times * trips) for c in inside]
         name = i.op_name or self._user_name(computation, i)
         return [c if c.op_name else dataclasses.replace(c, op_name=name) for c in inside]
 
     def _collective(self, computation: str, i: _Instruction, kind: str) -> list[Collective]:
         group = self._group(i)
         size = _bytes(i.type)
-        # Started ones have operands and results in their type, of which the larger counts.
+        # The type of a -start instruction has operands and results; only the larger is counted.
         if i.opcode in ("all-gather-start", "reduce-scatter-start"):
             size = size * group // (group + 1)
         elif i.opcode == "all-to-all-start":
@@ -228,7 +229,7 @@ class _Module:
         return [Collective(kind=kind, bytes=size, group=group, op_name=name)]
 
     def _is_scattered(self, computation: str) -> bool:
-        """Whether an all-reduce in it is the half of a reduce-scatter: only slices leave."""
+        """Returns True if an all-reduce in this computation is part of a reduce-scatter."""
         return "all-reduce-scatter" in computation
 
     def _user_name(self, computation: str, i: _Instruction) -> str:
@@ -236,7 +237,7 @@ class _Module:
         return next((u.op_name for u in users if u.op_name), "")
 
     def _group(self, i: _Instruction) -> int:
-        """Devices of one group: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['a'=2,'b'=2] {'b'}`."""
+        """Returns a group's size: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['a'=2,'b'=2] {'b'}`."""
         if "source_target_pairs=" in i.rest:
             return self.devices
         if sizes := i.attribute(r"replica_groups=\[\d+,(\d+)\]"):
@@ -245,12 +246,12 @@ class _Module:
             return len(first.split(","))
         if mesh := re.search(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", i.rest):
             axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-            named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])  # 'b':(2)4 is a part of b
-            return math.prod(int(part) if part else axes[name] for name, part in named)
+            named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])  # 'b':(2)4 is a sub-axis of b
+            return math.prod(int(size) if size else axes[name] for name, size in named)
         return self.devices
 
-    def _turns(self, computation: str, loop: _Instruction) -> int:
-        """How often a loop turns: as the compiler says, or from its counter and its condition."""
+    def _trip_count(self, computation: str, loop: _Instruction) -> int:
+        """Returns a loop's trip count, from the compiler or from its counter and condition."""
         known = loop.attribute(r'known_trip_count[^\d}]*"?(\d+)')
         if known:
             return int(known)
@@ -271,7 +272,7 @@ class _Module:
         return max(0, -(-(ends.pop() + (direction == "LE") - start) // step))
 
     def _start_and_step(self, computation, loop, index: int | None) -> tuple[int, int]:
-        """A loop counter's start and step; 0 and 1, as in JAX's loops, if they are not plain."""
+        """Returns a loop counter's start and step; 0 and 1, as in JAX's loops, if unknown."""
         start, step = 0, 1
         if index is None:
             return start, step
@@ -292,7 +293,7 @@ class _Module:
 
 
 def _bytes(type_: str) -> int:
-    """The logical bytes of all arrays in a type."""
+    """Returns the logical bytes of all arrays in a type."""
     return sum(
         math.ceil(math.prod(int(d) for d in shape.split(",") if d) * _bits(dtype) / 8)
         for dtype, shape in _TYPE.findall(type_)

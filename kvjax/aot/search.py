@@ -1,8 +1,8 @@
-"""The search for the mesh, accumulation and rematerialisation that suit a topology best.
+"""Searches for the best mesh, gradient accumulation and rematerialisation on a topology.
 
-A compile takes minutes, so candidates are first put in order by a prediction (`predict`), whose
-temporaries each compile corrects; then compiled in that order until one fits. Where nothing does,
-`advice` and `decode_advice` say what would.
+A compilation takes minutes, so candidates are sorted by a prediction (`predict`), whose temporaries
+each compilation corrects, and compiled in that order until one fits. If none fits, `advice` and
+`decode_advice` name settings that are predicted to fit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,45 +20,45 @@ from kvjax.model import parameters
 from kvjax.model.transformer import REMAT_POLICIES
 from kvjax.training import memory_estimate
 
-MESHES = ("data", "fsdp", "tensor")  # `sequence` stays as the config has it
-TENSOR = (1, 2, 4, 8)  # ways worth trying
+MESHES = ("data", "fsdp", "tensor")  # axes that are searched; `sequence` is the config's
+TENSOR = (1, 2, 4, 8)  # sizes of `tensor` that are tried
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is predicted of a candidate: bytes on a chip, and a roofline with its collectives."""
+    """Predicted bytes on a chip, and the roofline with predicted collectives."""
 
-    state: int  # parameters and optimizer, as arguments
+    state: int  # parameters and optimizer state, the program's arguments
     temporaries: float
     bound: roofline.Bound
 
     @property
     def order(self) -> tuple[float, float]:
-        """Better is less: the bound, to a thousandth; then the time if nothing overlapped."""
+        """Sort key, best first: the bound to 3 digits, then the time without overlap."""
         b = self.bound
         return float(f"{b.seconds:.3g}"), b.compute + b.hbm + b.interconnect
 
 
 @dataclasses.dataclass
 class Candidate:
-    """An experiment with its keys changed, and what became of it."""
+    """An experiment with changed keys, its prediction and the result of its compilation."""
 
     experiment: Experiment
     predicted: Prediction
     step: Step | None = None
     too_large: TooLarge | None = None
-    failure: str = ""  # why it did not compile, if memory was not it
+    failure: str = ""  # the compiler's error, if it is not about memory
 
     @property
     def needed(self) -> int:
-        """Bytes on a chip as the compiler says; 0 where it does not."""
+        """Bytes on a chip by the compiler; 0 if unknown."""
         if self.step:
             return self.step.memory.total
         return self.too_large.needed if self.too_large else 0
 
     @property
     def overrides(self) -> list[str]:
-        """What to add to the command line."""
+        """Options of the command line that make this candidate."""
         e = self.experiment
         return [
             *(f"--config.mesh.{axis}={getattr(e.mesh, axis)}" for axis in MESHES),
@@ -68,18 +68,18 @@ class Candidate:
 
 
 def candidates(experiment: Experiment, device: Device, chips: int) -> list[Candidate]:
-    """Every mesh over the chips, accumulation and policy that divides; best predicted first."""
+    """Returns all meshes, accumulations and policies that divide; best predicted first."""
     found = []
     for mesh in _meshes(experiment, chips):
         rows = experiment.train.batch_size // (mesh.data * mesh.fsdp)
-        for parts in sharding.divisors(rows):
-            if parts & (parts - 1):
+        for accumulation in sharding.divisors(rows):
+            if accumulation & (accumulation - 1):
                 continue  # powers of two are enough
             for remat in REMAT_POLICIES:
                 changed = dataclasses.replace(
                     experiment,
                     mesh=mesh,
-                    train=dataclasses.replace(experiment.train, grad_accumulation=parts),
+                    train=dataclasses.replace(experiment.train, grad_accumulation=accumulation),
                     compute=dataclasses.replace(experiment.compute, remat=remat),
                 )
                 found.append(Candidate(changed, predict(changed, device)))
@@ -102,24 +102,26 @@ def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]
 
 
 def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
-    """Whether every axis of the mesh divides the weights that it splits."""
+    """Returns True if every axis of the mesh divides the weights that it shards."""
     return sharding.divides(dataclasses.asdict(mesh), *parameters.abstract(experiment.model))
 
 
 def predict(experiment: Experiment, device: Device) -> Prediction:
-    """Memory of what would be compiled for one candidate, and time of its run, by formulas."""
+    """Predicts memory of the program compiled here and time of a run, by formulas."""
     kernel = compilation.kernel_when_compiled_here(device, experiment)
     mesh = dataclasses.asdict(experiment.mesh)
     config, c = experiment.model, experiment.model.block
     compute = experiment.compute.resolve("tpu", c.num_layers)
-    parts = experiment.train.grad_accumulation
+    accumulation = experiment.train.grad_accumulation
     memory = memory_estimate.estimate(
         config,
         compute,
-        rows_per_device=experiment.train.batch_size // parts // (mesh["data"] * mesh["fsdp"]),
+        rows_per_device=experiment.train.batch_size
+        // accumulation
+        // (mesh["data"] * mesh["fsdp"]),
         sequence_length=experiment.data.sequence_length,
         **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
-        accumulation_steps=parts,
+        accumulation_steps=accumulation,
         attention_kernel=kernel,
         optimizer=experiment.optimizer,
         lanes=memory_estimate.lane_width("gpu" if device.name in topology.GPUS else "tpu"),
@@ -138,13 +140,13 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
 
 
 def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> list[Candidate]:
-    """Candidates compiled, in that order: the config as it is, then those predicted to be better.
+    """Compiles the config itself, then candidates in predicted order; returns all compiled ones.
 
-    Ends when none that may fit is predicted to be better than the best that does.
+    Ends when no candidate that may fit is predicted to be faster than the best one that fits.
 
     Args:
-      compiles: at most.
-      say: called with a line of progress before each compile.
+      compiles: largest number of compilations.
+      say: called with a line of progress before each compilation.
 
     Raises:
       UserError: an unknown topology, or the config's own mesh does not divide.
@@ -164,22 +166,26 @@ def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> li
             candidate.failure = str(error)
             say(f"did not compile: {error}")
         tried.append(candidate)
-        found = best(tried)
-        better = lambda c, found=found: not found or c.predicted.order < found.predicted.order
         done = [c.experiment for c in tried]
-        fit = lambda c: may_fit(c, device, corrections(tried))
-        todo = [c for c in todo if c.experiment not in done and better(c) and fit(c)]
+        fastest, corrected = best(tried), corrections(tried)
+        todo = [
+            c
+            for c in todo
+            if c.experiment not in done
+            and (not fastest or c.predicted.order < fastest.predicted.order)
+            and may_fit(c, device, corrected)
+        ]
     return tried
 
 
 def _with_mesh(experiment: Experiment, name: str) -> Experiment:
-    """The experiment with every axis of its mesh a number."""
+    """Returns the experiment with its mesh's sizes resolved to numbers."""
     mesh = sharding.make_mesh(experiment.mesh, topology.get_devices(name))
     return dataclasses.replace(experiment, mesh=sharding.MeshConfig(**mesh.shape))
 
 
 def best(tried: Iterable[Candidate]) -> Candidate | None:
-    """The fastest candidate that fits: by the bound of its time, then by that without overlap."""
+    """Returns the fastest candidate that fits, by its compiled bound; None if none fits."""
 
     def order(c: Candidate):
         return dataclasses.replace(c.predicted, bound=compilation.bound(c.step, c.experiment)).order
@@ -188,7 +194,7 @@ def best(tried: Iterable[Candidate]) -> Candidate | None:
 
 
 def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
-    """Temporaries measured over those predicted, by rematerialisation policy."""
+    """Returns compiled over predicted temporaries, by rematerialisation policy."""
     found = {}
     for c in tried:
         temporaries = c.needed - c.predicted.state
@@ -198,7 +204,7 @@ def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
 
 
 def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -> bool:
-    """Whether it is predicted to fit, with a tenth of doubt."""
+    """Returns True if the candidate is predicted to fit, within 10 %."""
     remat = candidate.experiment.compute.remat
     factor = corrected.get(remat, max(corrected.values(), default=1.0))
     need = candidate.predicted.state + factor * candidate.predicted.temporaries
@@ -206,16 +212,19 @@ def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -
 
 
 def advice(experiment: Experiment, name: str, needed: int) -> str:
-    """What would fit, of a training step that does not: predicted, corrected by `needed` bytes.
+    """Returns settings that are predicted to fit, for a training step that does not.
 
     Args:
-      needed: of one chip; 0 where it is not known.
+      needed: bytes of one chip, which correct the prediction; 0 if unknown.
     """
     device, own = compilation.datasheet(name), _with_mesh(experiment, name)
     limit = compilation.LIMIT * device.hbm_bytes
     here = predict(own, device)
     factor = max(needed - here.state, 0) / here.temporaries if needed else 1.0
-    fits = lambda p: p.state + factor * p.temporaries <= limit
+
+    def fits(predicted: Prediction) -> bool:
+        return predicted.state + factor * predicted.temporaries <= limit
+
     chips = math.prod(dataclasses.asdict(own.mesh).values())
     lines = [f"{_over(device, needed)} Predicted to fit:"]
     if other := next((c for c in candidates(own, device, chips) if fits(c.predicted)), None):
@@ -224,16 +233,17 @@ def advice(experiment: Experiment, name: str, needed: int) -> str:
         rows = own.train.batch_size // own.train.grad_accumulation
         if rows % (times * own.mesh.data * own.mesh.fsdp):
             break
-        holds = lambda mesh: fits(predict(dataclasses.replace(own, mesh=mesh), device))
-        if mesh := next(filter(holds, _larger(own, times)), None):
+        larger = (dataclasses.replace(own, mesh=mesh) for mesh in _larger(own, times))
+        if other := next((e for e in larger if fits(predict(e, device))), None):
+            mesh = other.mesh
             split = "" if mesh.data == own.mesh.data else f" with --config.mesh.data={mesh.data}"
-            lines.append(f"  as it is, on {times * chips} chips of {device.name}{split}")
+            lines.append(f"  unchanged, on {times * chips} chips of {device.name}{split}")
             break
-    return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  no candidate"])
 
 
 def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
-    """Meshes of so many times the chips: along fsdp as far as it divides, in whole tiles first."""
+    """Returns meshes with `times` the chips, along data and fsdp; whole tiles first."""
     found = []
     for copies in (2**n for n in range(times.bit_length())):
         sizes = dict(data=own.mesh.data * copies, fsdp=own.mesh.fsdp * times // copies)
@@ -245,34 +255,34 @@ def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
 def decode_advice(
     experiment: Experiment, name: str, needed: int, *, batch: int, length: int, chips: int
 ) -> str:
-    """What would fit, of a decode step that does not: caches, corrected by `needed` bytes.
+    """Returns batches and chips that are predicted to fit, for a decode step that does not.
 
     Args:
-      needed: of one chip; 0 where it is not known.
+      needed: bytes of one chip, which correct the size of the caches; 0 if unknown.
     """
     device = compilation.datasheet(name)
     weights = formulas.weight_bytes(experiment.model, compilation.BF16)
     free = compilation.LIMIT * device.hbm_bytes - weights
     caches = batch * length * formulas.cache_bytes_per_token(experiment.model, compilation.BF16)
-    caches *= max(1.0, (needed - weights) * chips / caches)  # padded, copied
+    caches *= max(1.0, (needed - weights) * chips / caches)  # padding and copies
     over = _over(device, needed)
     if free <= 0:
-        return f"{over} Weights alone are {weights / 1e9:.1f} GB, and every chip has all of them."
+        return f"{over} Weights alone are {weights / 1e9:.1f} GB on every chip."
     lines = [f"{over} Predicted to fit:"]
     if most := min(math.floor(free * chips * batch / caches), batch - 1):
         lines.append(f"  on {chips} of these chips: --batch={most}")
     more = next((n for n in (2**i * chips for i in range(1, 12)) if caches / n <= free), None)
     if more:
-        lines.append(f"  as it is, over --chips={more} of {device.name}")
-    return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
+        lines.append(f"  unchanged, on --chips={more} of {device.name}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  no candidate"])
 
 
 def _over(device: Device, needed: int) -> str:
-    """By how much `needed` bytes are too many for a chip."""
+    """Returns a sentence with the bytes by which a chip's limit is exceeded."""
     if not needed:
-        return "By how much it is too large the compiler does not say."
+        return "The compiler does not report the size."
     limit = compilation.LIMIT * device.hbm_bytes
     return (
-        f"It is over {compilation.LIMIT:.0%} of a {device.name}'s "
-        f"{device.hbm_bytes / 1e9:.0f} GB by {(needed - limit) / 1e9:.1f} GB a chip."
+        f"It exceeds {compilation.LIMIT:.0%} of a {device.name}'s "
+        f"{device.hbm_bytes / 1e9:.0f} GB by {(needed - limit) / 1e9:.1f} GB per chip."
     )

@@ -21,7 +21,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
 
 TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
-WHOLE = (("mlp/down", 4 * 504 * 500),)
+REPLICATED = (("mlp/down", 4 * 504 * 500),)
 
 
 def experiment(file=TINY, *overrides):
@@ -55,11 +55,11 @@ Memory per chip, an upper bound
 | HBM | 16.00 |
 
 50.7% of HBM, at most 90%: fits
-whole on every chip: mlp/down, 1.0 MB
+replicated on every chip: mlp/down, 1.0 MB
 
 1.017 GFLOP per token; TFLOP per step and chip
 
-| model | needed | rematerialised | Newton-Schulz | XLA's, loops once |
+| model | needed | rematerialised | Newton-Schulz | by XLA, loops once |
 |---|---:|---:|---:|---:|
 | 66.64 | 66.64 | 5.10 | 0.17 | 3.00 |
 
@@ -120,8 +120,10 @@ def _step(arguments, **known) -> compilation.Step:
 def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
     """Figures of the bound are those of the formulas, which have tests of their own."""
     mesh, asked = dict(data=2, fsdp=4, sequence=1, tensor=1), []
-    train = _step(3 * 10**9, mesh=mesh, upper_bound=True, whole=WHOLE, xla=dict(flops=3e12))
-    decode = _step(14 * 10**9, mesh=dict(cache=4), upper_bound=False, whole=(), xla={})
+    train = _step(
+        3 * 10**9, mesh=mesh, upper_bound=True, replicated=REPLICATED, xla=dict(flops=3e12)
+    )
+    decode = _step(14 * 10**9, mesh=dict(cache=4), upper_bound=False, replicated=(), xla={})
 
     def compiled(step):
         return lambda *arguments, **shape: asked.append((arguments, shape)) or step
@@ -204,7 +206,7 @@ def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
     said = said.partition("\n")[2]
     assert said.startswith(_DECODING)
     assert said[len(_DECODING) :].startswith(
-        "kvjax: It is over 90% of a v5e's 16 GB by 4.7 GB a chip."
+        "kvjax: It exceeds 90% of a v5e's 16 GB by 4.7 GB per chip."
     )
     cache = 3 * 1000 * formulas.cache_bytes_per_token(e.model, compilation.BF16)
     cost = formulas.decode_cost(e.model, length=1000, batch=3, dtype=compilation.BF16)
@@ -294,9 +296,9 @@ def test_what_is_too_large_says_by_how_much_and_what_fits(cached, capsys):
     assert command_line.status(aot.main, [*arguments]) == 2
     error = capsys.readouterr().err
     assert re.search(r"lrkv_tiny does not fit v5e:2x2: the compiler needs [\d,.]+ GB", error)
-    assert re.search(r"over 90% of a v5e's 16 GB by [\d,.]+ GB a chip", error)
+    assert re.search(r"exceeds 90% of a v5e's 16 GB by [\d,.]+ GB per chip", error)
     assert re.search(r"on these 4 chips: --config.mesh.*--config.train.grad_accumulation", error)
-    assert re.search(r"as it is, on \d+ chips of v5e", error)
+    assert re.search(r"unchanged, on \d+ chips of v5e", error)
 
 
 @pytest.mark.aot
@@ -326,7 +328,7 @@ def test_large_parameters_that_no_axis_splits_are_named():
         mlp=dict(up=place((None, "x"), 500, 504), down=place((), 504, 500)),
         gain=place((), 500, 500),  # a megabyte, and no more
     )
-    assert compilation._whole(params) == (("mlp/down", 4 * 504 * 500),)
+    assert compilation._replicated(params) == (("mlp/down", 4 * 504 * 500),)
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -339,11 +341,11 @@ BAD = [
     (["--topology=v5e:2x2", "--step=decode", "--batch=0"], "--batch = 0"),
     (["--topology=v5e:2x2", "--sweep", "--compiles=0"], "--compiles = 0"),
     (["--topology=v5e:2x2", "--step=decode", "--chips=0"], "--chips = 0: must be at least 1"),
-    (["--topology=v5e:2x2", "--step=decode", "--sweep"], "--sweep: is of --step=train"),
-    (["--topology=v5e:2x2", "--chips=2"], "--chips = 2: is of --step=decode"),
-    (["--topology=v5e:2x2", "--sweep", "--batch=1"], "--batch = 1: is of --step=decode"),
-    (["--topology=v5e:2x2", "--length=99"], "--length = 99: is of --step=decode"),
-    (["--topology=v5e:2x2", "--compiles=6"], "--compiles = 6: is of --sweep"),
+    (["--topology=v5e:2x2", "--step=decode", "--sweep"], "--sweep: only with --step=train"),
+    (["--topology=v5e:2x2", "--chips=2"], "--chips = 2: only with --step=decode"),
+    (["--topology=v5e:2x2", "--sweep", "--batch=1"], "--batch = 1: only with --step=decode"),
+    (["--topology=v5e:2x2", "--length=99"], "--length = 99: only with --step=decode"),
+    (["--topology=v5e:2x2", "--compiles=6"], "--compiles = 6: only with --sweep"),
     (["--topology=v5e:2x2", "--config.train.nope=1"], "no key 'nope'"),
     (["--topology=v5e:2x2", "--config=nowhere.py"], "no such file"),
     (["--topology=v5e:2x2", "--output=/dev/null/x.json"], "--output = '/dev/null'"),
@@ -390,13 +392,13 @@ def test_what_the_compiler_says_when_memory_runs_out():
     ):
         said = jax.errors.JaxRuntimeError(text.format(needed, there))
         error = compilation.too_large(said, arguments=10**9)
-        assert (error.needed, error.there) == (round(needed_bytes), round(there_bytes))
+        assert (error.needed, error.available) == (round(needed_bytes), round(there_bytes))
         assert str(error) == (
             f"the compiler needs {needed_bytes / 1e9:.1f} GB, and a chip has "
             f"{there_bytes / 1e9:.1f} GB"
         )
     silent = compilation.too_large(RuntimeError("RESOURCE_EXHAUSTED: much\nmore"), arguments=9)
-    assert (str(silent), silent.needed, silent.there) == ("RESOURCE_EXHAUSTED: much", 0, 0)
+    assert (str(silent), silent.needed, silent.available) == ("RESOURCE_EXHAUSTED: much", 0, 0)
     other = jax.errors.JaxRuntimeError("INTERNAL: 422.97G")
     assert compilation.too_large(other, arguments=0) is None
 
@@ -437,7 +439,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 def test_a_step_is_what_the_compiler_says_of_it(monkeypatch):
     clock = iter([10.0, 12.0, 15.5])
     monkeypatch.setattr(compilation.time, "perf_counter", lambda: next(clock))
-    known = dict(device=datasheets.get("v4"), mesh=dict(data=2, fsdp=2), whole=WHOLE)
+    known = dict(device=datasheets.get("v4"), mesh=dict(data=2, fsdp=2), replicated=REPLICATED)
     known |= dict(upper_bound=False)
     counted = {"flops": 7.0, "bytes accessed": 8.0, "utilization": 1.0}
     lowered = _Lowered(text=_REDUCED, counted=counted)
@@ -452,7 +454,7 @@ def test_a_step_is_what_the_compiler_says_of_it(monkeypatch):
         xla={"flops": 7.0, "bytes accessed": 8.0},
         **known,
     )
-    assert (step.chips, step.part, step.wire_bytes) == (4, 5418 / (32 * 2**30), 48.0)
+    assert (step.chips, step.memory_share, step.wire_bytes) == (4, 5418 / (32 * 2**30), 48.0)
     monkeypatch.setattr(compilation.time, "perf_counter", lambda: 0.0)
     for kernel in ("splash", "__cudnn$fmha"):
         made = compilation._compile(_Lowered(text=_REDUCED + kernel), 0.0, 0, **known)
@@ -480,7 +482,7 @@ def test_steps_are_those_of_a_run_for_the_devices_of_a_topology(monkeypatch):
         return made_of[0]
 
     monkeypatch.setattr(compilation, "Program", noted)
-    monkeypatch.setattr(compilation, "_whole", lambda params: params)
+    monkeypatch.setattr(compilation, "_replicated", lambda params: params)
     monkeypatch.setattr(compilation, "_compile", lambda *made, **known: (made, known))
     made, known = compilation.training_step(e, "h200:4")
     lowered, start, arguments = made
@@ -490,14 +492,14 @@ def test_steps_are_those_of_a_run_for_the_devices_of_a_topology(monkeypatch):
     own = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     placed = (made_of[0].abstract_state, made_of[0].abstract_rows)
     assert arguments == sum(map(own, jax.tree.leaves(placed)))
-    assert known.pop("whole") is made_of[0].abstract_state["params"]
+    assert known.pop("replicated") is made_of[0].abstract_state["params"]
     assert known == dict(mesh=dict(data=1, fsdp=2, sequence=1, tensor=2), upper_bound=True)
 
     made, known = compilation.decode_step(e, "v5e:2x2", batch=3, length=256, chips=2)
     cache = 3 * 256 * formulas.cache_bytes_per_token(e.model, compilation.BF16) // 2
     assert made[2] == formulas.weight_bytes(e.model, compilation.BF16) + cache
     assert known == dict(
-        device=datasheets.get("v5e"), mesh=dict(cache=2), upper_bound=False, whole=()
+        device=datasheets.get("v5e"), mesh=dict(cache=2), upper_bound=False, replicated=()
     )
     assert "x256xbf16>" in made[0].as_text()
     with pytest.raises(UserError, match="chips = 5: there are 4"):
@@ -552,10 +554,10 @@ def test_a_decode_step_that_is_too_large_says_what_fits(needed, monkeypatch, cap
     arguments += [f"--batch={batch}", f"--length={length}", f"--chips={chips}"]
     assert command_line.status(aot.main, [*arguments]) == 2
     error = capsys.readouterr().err
-    said = r"over 90% of a v5e's 16 GB by 185\.6 GB" if needed else "does not say"
+    said = r"exceeds 90% of a v5e's 16 GB by 185\.6 GB" if needed else "does not report the size"
     assert re.search(f"lrkv_128m does not fit v5e:4x4: the compiler needs more.*{said}", error)
     (most,) = map(int, re.findall(r"on 2 of these chips: --batch=(\d+)", error))
-    (more,) = map(int, re.findall(r"as it is, over --chips=(\d+) of v5e", error))
+    (more,) = map(int, re.findall(r"unchanged, on --chips=(\d+) of v5e", error))
 
     model = experiment(MEDIUM).model
     weights = formulas.weight_bytes(model, compilation.BF16)

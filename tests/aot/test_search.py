@@ -38,7 +38,7 @@ def fake_step(experiment, name, temporaries, causal_kernel=True):
         upper_bound=False,
         collectives=(),
         causal_kernel=causal_kernel,
-        whole=(),
+        replicated=(),
         seconds_to_lower=0.0,
         seconds_to_compile=0.0,
         xla={},
@@ -148,9 +148,9 @@ def test_candidates_are_all_that_divide(chips, sequence):
 def test_advice_names_accumulation_and_chips(compiler):
     start = experiment(MEDIUM, "--config.compute.remat=none")
     text = search.advice(start, "v5e:8", 100 * 10**9)
-    assert "by 85.6 GB a chip" in text
+    assert "by 85.6 GB per chip" in text
     (here,) = re.findall(r"on these 8 chips: (.*)", text)
-    (chips,) = map(int, re.findall(r"as it is, on (\d+) chips", text))
+    (chips,) = map(int, re.findall(r"unchanged, on (\d+) chips", text))
     own = search.predict(
         dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=8)),
         datasheets.get("v5e"),
@@ -168,13 +168,13 @@ def test_advice_names_accumulation_and_chips(compiler):
 
 def test_advice_names_no_chips_that_the_batch_does_not_divide_over(compiler):
     start = experiment(MEDIUM, "--config.train.batch_size=8")
-    over = "It is over 90% of a v5e's 16 GB by 5.6 GB a chip. Predicted to fit:\n"
+    over = "It exceeds 90% of a v5e's 16 GB by 5.6 GB per chip. Predicted to fit:\n"
     here = "  on these 8 chips: --config.mesh.data="
     of_eight = search.advice(start, "v5e:8", 20 * 10**9)
-    assert of_eight.startswith(over + here) and "as it is" not in of_eight
+    assert of_eight.startswith(over + here) and "unchanged" not in of_eight
     of_many = search.advice(experiment(MEDIUM), "v5e:8", 20 * 10**9)
     assert of_many.startswith(over + here)
-    assert of_many.splitlines()[2:] == ["  as it is, on 16 chips of v5e"]
+    assert of_many.splitlines()[2:] == ["  unchanged, on 16 chips of v5e"]
 
 
 def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
@@ -195,7 +195,7 @@ def test_advice_splits_weights_as_far_as_they_divide(compiler):
     for needed in (20 * 10**9, 400 * 10**9, 900 * 10**9):
         assert needed > state
         text = search.advice(start, "v5e:8", needed)
-        pattern = r"as it is, on (\d+) chips of v5e(?: with --config.mesh.data=(\d+))?"
+        pattern = r"unchanged, on (\d+) chips of v5e(?: with --config.mesh.data=(\d+))?"
         ((chips, copies),) = re.findall(pattern, text)
         numbers[needed] = int(chips), int(copies or 1)
     assert all(chips // copies in (16, 32) for chips, copies in numbers.values()), numbers
@@ -261,7 +261,9 @@ def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
 @pytest.mark.slow
 def test_a_sweep_whose_compiler_says_no_numbers(compiler):
     compiler.scale, compiler.says = 1e6, False
-    with pytest.raises(UserError, match="none of 2 candidates fits. By how much.* does not say"):
+    with pytest.raises(
+        UserError, match="none of 2 candidates fits. The compiler does not report the size"
+    ):
         aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
 
 
@@ -271,7 +273,7 @@ def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
     for candidate, needed in zip(found, (0, 30 * 10**9, 20 * 10**9), strict=True):
         candidate.too_large = TooLarge("too large", needed, 0)
     monkeypatch.setattr(search, "search", lambda *_, **__: found)
-    with pytest.raises(UserError, match=r"by 5\.6 GB a chip"):
+    with pytest.raises(UserError, match=r"by 5\.6 GB per chip"):
         aot.sweep(experiment(MEDIUM), "v5e:8", 3, OUT)
 
 
@@ -312,16 +314,16 @@ def test_candidates_in_a_table(capsys):
     tables.show_candidates(rows, OUT)
     assert capsys.readouterr().out.splitlines() == [
         "",
-        "Candidates, in the order compiled; what did not compile has predicted times",
+        "Candidates, in the order compiled; times are predicted if compiling failed",
         "",
-        "| mesh | parts | remat | GB predicted | GB needed | fits | bound ms | by | ms in sum | "
-        "MFU at most |",
+        "| mesh | accumulation | remat | GB predicted | GB needed | fits | bound ms | by | "
+        "ms without overlap | MFU at most |",
         "|---|---:|---|---:|---|---|---:|---|---:|---:|",
         "| fsdp 4 tensor 2 | 2 | dots | 1.23 | 9.88 | yes | 12.3 | hbm | 56.7 | 45.7% |",
-        "| one chip | 1 | full | 1.23 | not said | no | 12.3 | hbm | 56.7 | 45.7% |",
+        "| one chip | 1 | full | 1.23 | unknown | no | 12.3 | hbm | 56.7 | 45.7% |",
         "| fsdp 4 tensor 2 | 2 | dots | 1.23 | - | did not compile | 12.3 | hbm | 56.7 | 45.7% |",
         "",
-        "Did not compile (dots, 2 parts): INTERNAL: no",
+        "Did not compile (dots, accumulation 2): INTERNAL: no",
     ]
 
 
