@@ -1,1 +1,1 @@
-"""lm-evaluation-harness asks a trained model: `adapter.KvjaxLM` is one of its models."""
+"""Runs tasks of lm-evaluation-harness on a trained model, by the adapter `adapter.KvjaxLM`."""

@@ -1,11 +1,11 @@
-"""Tasks of lm-evaluation-harness, asked of a trained model.
+"""Runs tasks of lm-evaluation-harness on a trained model.
 
     python -m kvjax.lm_eval --workdir=runs/x --tasks=arc_easy,lambada_openai
     python -m kvjax.lm_eval --workdir=runs/x --include_path=~/tasks --tasks=mine --num_fewshot=5
 
-The tasks are the library's own, whose data it downloads, or those of a folder of YAML files, which
-may name files that are there. The library is an extra: pip install 'kvjax[lm-eval]'. Tasks that run
-programs of a model are refused: kvjax.evaluate has a sandbox.
+Tasks are the library's own, whose data it downloads, or those of a folder of YAML files, which may
+name local files. The library is an extra: pip install 'kvjax[lm-eval]'. Tasks that execute the
+model's programs are refused; use kvjax.evaluate, which has a sandbox.
 """
 
 import argparse
@@ -29,9 +29,18 @@ from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
-_RESAMPLED = 1000  # draws for a standard error that has no formula
-_KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples")
-_KEPT += ("higher_is_better", "configs", "samples")
+_BOOTSTRAP = 1000  # resamples for standard errors without a formula
+_SAVED_KEYS = (
+    "results",
+    "groups",
+    "group_subtasks",
+    "versions",
+    "n-shot",
+    "n-samples",
+    "higher_is_better",
+    "configs",
+    "samples",
+)
 
 
 def _parser() -> command_line.Parser:
@@ -39,25 +48,26 @@ def _parser() -> command_line.Parser:
     parser.add_output()
     add = parser.add_argument
     add("--workdir", default="", help="a run's folder, local or gs://")
-    add("--tasks", default="", help="names of tasks, groups or tags, with commas; * for anything")
+    text = "comma-separated names of tasks, groups or tags; * matches anything"
+    add("--tasks", default="", help=text)
     add("--include_path", default="", help="a folder with more tasks, as .yaml files")
-    add("--num_fewshot", type=int, help="examples that are shown first (as a task says)")
-    add("--limit", type=int, help="questions of each task, the first ones (all)")
-    add("--batch_size", type=int, default=BATCH, help=f"sequences at once ({BATCH})")
-    add("--max_length", type=int, help="tokens that are read at most (those of training)")
-    text = "ask in a conversation, as the model was trained to have them"
+    add("--num_fewshot", type=int, help="few-shot examples per question (the task's)")
+    add("--limit", type=int, help="first N questions of each task (all)")
+    add("--batch_size", type=int, default=BATCH, help=f"sequences per batch ({BATCH})")
+    add("--max_length", type=int, help="maximum tokens of a sequence (the training length)")
+    text = "put questions into a conversation, in the model's chat format"
     add("--apply_chat_template", action="store_true", help=text)
-    add("--system", default="", help="what a conversation begins with; needs the above")
-    add("--step", type=int, help="of the checkpoint (the latest)")
-    add("--dtype", default="", help="to compute in (the run's)")
-    add("--chips", type=int, default=1, help="devices that a cache's tokens are split over (1)")
-    add("--seed", type=int, default=0, help="of what tasks ask to be sampled (0)")
-    add("--out", default="", help="a file for all results and answers, as JSON")
+    add("--system", default="", help="system message; needs --apply_chat_template")
+    add("--step", type=int, help="step of the checkpoint (the latest)")
+    add("--dtype", default="", help="compute dtype (the run's)")
+    add("--chips", type=int, default=1, help="devices to shard a cache's tokens over (1)")
+    add("--seed", type=int, default=0, help="for tasks that sample (0)")
+    add("--out", default="", help="a JSON file for all results and answers")
     return parser
 
 
 def main(arguments: list[str]) -> None:
-    """Evaluates; see the module's docstring."""
+    """Runs the evaluation; see the module's docstring."""
     values = _parser().parse(arguments)
     with command_line.naming_options(values):
         _run(values, Output(values))
@@ -94,7 +104,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             seed=options.seed,
             **sizes,
         )
-    with contextlib.redirect_stdout(sys.stderr):  # it prints now and then
+    with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
         results = lm_eval.simple_evaluate(
             model=model,
             tasks=read,
@@ -103,35 +113,35 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             log_samples=bool(options.out),
             system_instruction=options.system or None,
             apply_chat_template=options.apply_chat_template,
-            bootstrap_iters=_RESAMPLED,
+            bootstrap_iters=_BOOTSTRAP,
         )
-    said = json_text.plain(_said(results, model, options))
-    text = json.dumps(said, default=str, indent=1) + "\n"  # in ASCII: tasks may hold surrogates
+    saved = json_text.plain(_saved(results, model, options))
+    text = json.dumps(saved, default=str, indent=1) + "\n"  # ASCII: tasks may hold surrogates
     try:
         if options.out:
             file = target_lib.check_file("--out", options.out)
             target_lib.write(file.parent, {file.name: text.encode()})
-    finally:  # whether it could be written or not
-        _print(results, text, out, kept=bool(options.out))
+    finally:  # print the results even if the file cannot be written
+        _print(results, text, out, saved=bool(options.out))
     if options.out:
         out.say(f"\nwritten: {options.out}", wrap=False)
-    said.pop("samples", None)
-    out.result(json.loads(json.dumps(said, default=str)))
+    saved.pop("samples", None)
+    out.result(json.loads(json.dumps(saved, default=str)))
 
 
-def _print(results: dict, text: str, out: Output, *, kept: bool) -> None:
-    """Prints the table; where that fails and nothing is kept, writes the results elsewhere."""
+def _print(results: dict, text: str, out: Output, *, saved: bool) -> None:
+    """Prints the table; if that fails and no file was written, saves the results elsewhere."""
     try:
         out.table(*_table(results))
     except OSError as error:
-        if kept or isinstance(error, BrokenPipeError):
+        if saved or isinstance(error, BrokenPipeError):
             raise
         where = target_lib.elsewhere({"results.json": text.encode()})
         raise UserError(f"the table cannot be printed ({error.strerror}). {where}") from error
 
 
 def _checked(options: argparse.Namespace) -> list[str]:
-    """The names of the tasks; a UserError for what is wrong whatever the model is."""
+    """Returns the names of the tasks; raises a UserError for invalid options."""
     command_line.require(
         options,
         workdir="the folder of a trained run, as runs/lrkv_tiny",
@@ -141,10 +151,10 @@ def _checked(options: argparse.Namespace) -> list[str]:
         if getattr(options, key) is not None:
             at_least(key, getattr(options, key), least)
     if options.system and not options.apply_chat_template:
-        raise UserError("--system: is for conversations: give --apply_chat_template with it")
+        raise UserError("--system: is for conversations: add --apply_chat_template")
     names = [name.strip() for name in options.tasks.split(",")]
     if not all(names):
-        raise UserError(f"--tasks={options.tasks}: a name is empty: give them with commas between")
+        raise UserError(f"--tasks={options.tasks}: has an empty name: separate names by commas")
     if options.include_path:
         options.include_path = _folder(options.include_path)
     if options.out:
@@ -153,7 +163,7 @@ def _checked(options: argparse.Namespace) -> list[str]:
 
 
 def _folder(include_path: str) -> str:
-    """The folder with tasks; a UserError where it is not there, or has none."""
+    """Returns the folder of tasks; raises a UserError if it does not exist or has none."""
     folder = os.fspath(runtime.folder("--include_path", include_path))
     try:
         there = next(pathlib.Path(folder).rglob("*.yaml"), None)
@@ -161,13 +171,13 @@ def _folder(include_path: str) -> str:
         raise UserError(f"--include_path={include_path}: {error.strerror or error}") from error
     if there is None:
         raise UserError(
-            f"--include_path={include_path}: must be a folder here, with tasks as .yaml files"
+            f"--include_path={include_path}: must be a local folder with tasks as .yaml files"
         )
     return folder
 
 
-def _said(results: dict, model, options: argparse.Namespace) -> dict:
-    """What is kept of the results, with what they are of."""
+def _saved(results: dict, model, options: argparse.Namespace) -> dict:
+    """Returns the results to save, with the model and the options."""
     import lm_eval
 
     about = model.get_model_info() | dict(
@@ -179,7 +189,7 @@ def _said(results: dict, model, options: argparse.Namespace) -> dict:
         kvjax=__version__,
         lm_eval=lm_eval.__version__,
     )
-    return dict(model=about) | {key: results[key] for key in _KEPT if key in results}
+    return dict(model=about) | {key: results[key] for key in _SAVED_KEYS if key in results}
 
 
 def _table(results: dict) -> tuple[list[str], list[list[str]]]:

@@ -1,16 +1,16 @@
-"""A trained model as one of lm-evaluation-harness's: "kvjax".
+"""A trained model as an `LM` of lm-evaluation-harness, registered as "kvjax".
 
     lm_eval.simple_evaluate(model=adapter.KvjaxLM(workdir="runs/x"), tasks=["arc_easy"])
 
-What it asks is tokenised as the model was trained: with one BOS in front. Answers come in the order
-asked, and are computed by length.
+Texts are tokenised as in training, with one BOS in front. Requests are batched by length; answers
+come in the order of the requests.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 import itertools
 import os
 
-# Standard errors would be computed in forked processes, which JAX's threads may block.
+# The library would compute standard errors in forked processes, which JAX's threads may deadlock.
 os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
 from etils import epath
@@ -33,9 +33,10 @@ from kvjax.lm_eval.generation_settings import GenerationSettings
 from kvjax.lm_eval.prompts import Prompts
 from kvjax.workdir import trained
 
-_KEPT_AFTER = 32  # batches that are scored before their answers are kept
+_CACHED_AFTER = 32  # batches between writes to the library's cache of answers
 
-Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, and context, continuation
+# (texts or None, context ids, continuation ids), as lm-evaluation-harness passes them.
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model("kvjax")
@@ -59,16 +60,16 @@ class KvjaxLM(TemplateLM):
 
         Args:
           step: of the checkpoint; None: the latest.
-          dtype: to compute in, instead of the run's.
-          batch_size: sequences that are read, or generated, at once.
-          max_length: tokens of what is read, at most; None: those that the model was trained on.
-          chips: devices that the cache's tokens are split over.
-          seed: of what is sampled.
-          device: for lm-evaluation-harness, which may give it; JAX chooses.
-          max_batch_size: likewise; batches are of one size.
+          dtype: compute dtype; "": the run's.
+          batch_size: sequences per batch, for scoring and generation.
+          max_length: maximum tokens of a sequence; None: the training length.
+          chips: devices that a cache's tokens are sharded over.
+          seed: for sampling.
+          device: accepted for lm-evaluation-harness; JAX chooses the device.
+          max_batch_size: accepted likewise; unused.
 
         Raises:
-          UserError: an option that cannot be, or a workdir that cannot be read.
+          UserError: an invalid option, or a workdir that cannot be read.
         """
         super().__init__()
         del max_batch_size
@@ -90,21 +91,21 @@ class KvjaxLM(TemplateLM):
         self._device = jax.devices()[0].platform
 
     def get_model_info(self) -> dict:
-        """What lm-evaluation-harness keeps beside the results."""
+        """Returns what lm-evaluation-harness saves with the results."""
         return dict(
             workdir=str(self._found.workdir),
             step=self._found.step,
-            tokenizer=self.prompts.name,  # with the chat template
+            tokenizer=self.prompts.name,  # a digest that covers the chat template
             dtype=self.generator.compute.dtype,
             max_length=self._max_length,
-            calculator=calculator.MODES[0],  # of models that call it, in conversation
+            calculator=calculator.MODES[0],  # for models that call it, in conversations
         )
 
     # -- texts and tokens --------------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
-        return self._found.tokenizer.bos_id  # documents begin with it
+        return self._found.tokenizer.bos_id  # separates documents
 
     @property
     def max_length(self) -> int:
@@ -132,13 +133,16 @@ class KvjaxLM(TemplateLM):
         return self.prompts.render(chat_history, opens_answer=add_generation_prompt)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Both as one text is encoded, split behind the tokens of the context."""
+        """Encodes context + continuation as one text, split after the context's tokens.
+
+        Trailing blanks of the context belong to the continuation, as in the library.
+        """
         kept = context.rstrip()
         whole = self.tok_encode(self.prompts.joined(kept, context[len(kept) :] + continuation))
         ids = self.tok_encode(kept)
         return whole[: len(ids)], whole[len(ids) :]
 
-    # -- what is asked -----------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -150,17 +154,20 @@ class KvjaxLM(TemplateLM):
         found = [None] * len(requests)
         sizes = [len(context) + len(continuation) for _, context, continuation in requests]
         with progress.waiting("scoring") as doing:
-            for chosen in _by_size(range(len(requests)), sizes, self.batch_size * _KEPT_AFTER):
+            for chosen in _by_size(range(len(requests)), sizes, self.batch_size * _CACHED_AFTER):
                 doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
-                parts = [self._kept(requests[i]) for i in chosen]
+                parts = [self._truncated(requests[i]) for i in chosen]
                 for i, scored in zip(chosen, self._scorer.continuations(parts), strict=True):
                     found[i] = (scored.log_likelihood, scored.is_greedy)
                     if requests[i][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
         return found
 
-    def _kept(self, request: Pair) -> tuple[list[int], list[int]]:
-        """Context and continuation, of which the last max_length + 1 tokens."""
+    def _truncated(self, request: Pair) -> tuple[list[int], list[int]]:
+        """Truncates the context on the left, to max_length + 1 tokens in all.
+
+        The last token of a continuation is not an input.
+        """
         _, context, continuation = request
         return context[-(self._max_length + 1 - len(continuation)) :], continuation
 
@@ -169,16 +176,18 @@ class KvjaxLM(TemplateLM):
         for texts, _, continuation in requests:
             if not continuation:
                 raise UserError(
-                    f"the continuation {texts[1]!r} after {texts[0][-40:]!r} has no tokens of its "
-                    "own: it is empty, or one token with the end of the context"
+                    f"the continuation {texts[1]!r} after {texts[0][-40:]!r} has no tokens: it is "
+                    "empty, or shares a token with the end of the context"
                 )
             if len(continuation) > self._max_length:
                 raise UserError(
                     f"the continuation {texts[1][:40]!r} ... has {len(continuation)} tokens, and "
-                    f"the model reads {self._max_length} (max_length)"
+                    f"the maximum is {self._max_length} (max_length)"
                 )
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
+        # A window of up to max_length tokens is scored after the previous window's last token, the
+        # first one after BOS; each token of a text is scored once.
         windows, counts = [], []
         for (text,) in (request.args for request in requests):
             of_text = utils.get_rolling_token_windows(
@@ -213,10 +222,13 @@ class KvjaxLM(TemplateLM):
         with progress.waiting("generating") as doing:
             for number, ((settings, is_rendered), count, chosen) in enumerate(batches):
                 doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
-                give = self._answers if is_rendered and self.prompts.is_native else self._texts
-                # The last of several batches is filled up: no program for another size is compiled.
+                is_native = is_rendered and self.prompts.is_native
+                generate_batch = self._answers if is_native else self._texts
+                # Pad the last batch with repeats: another size would compile another program.
                 together = itertools.islice(itertools.cycle(chosen), min(count, self.batch_size))
-                texts = give([prompts[i] for i in together], settings, self._seed + number)
+                texts = generate_batch(
+                    [prompts[i] for i in together], settings, self._seed + number
+                )
                 for i, text in zip(chosen, texts, strict=False):
                     found[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
@@ -225,13 +237,22 @@ class KvjaxLM(TemplateLM):
     def _texts(
         self, prompts: list[list[int]], settings: GenerationSettings, seed: int
     ) -> list[str]:
-        """What follows prompts: special tokens that end nothing leave no text."""
+        """Generates texts after prompts; special tokens that do not end them are dropped."""
         tokenizer = self._found.tokenizer
         stop = (*settings.stop, tokenizer.decode([tokenizer.bos_id]))
-        how = dict(num_tokens=settings.num_tokens, sampling=settings.sampling, seed=seed, stop=stop)
-        how |= dict(stop_tokens=self._ends, end_at_special=False)
+        generated = generate(
+            self.generator,
+            tokenizer,
+            prompts,
+            num_tokens=settings.num_tokens,
+            sampling=settings.sampling,
+            seed=seed,
+            stop=stop,
+            stop_tokens=self._ends,
+            end_at_special=False,
+        )
         found = []
-        for ids in generate(self.generator, tokenizer, prompts, **how).tokens:
+        for ids in generated.tokens:
             text = tokenizer.decode([i for i in ids if i not in self._without_text])
             found.append(text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)])
         return found
@@ -239,7 +260,7 @@ class KvjaxLM(TemplateLM):
     def _answers(
         self, prompts: list[list[int]], settings: GenerationSettings, seed: int
     ) -> list[str]:
-        """What an assistant says that may call the calculator."""
+        """Generates answers of an assistant, which may call the calculator."""
         talk = dialogue.NativeDialogue(self._found.tokenizer, str(self._found.workdir))
         how = dict(
             num_tokens=settings.num_tokens,
@@ -251,6 +272,6 @@ class KvjaxLM(TemplateLM):
 
 
 def _by_size(items: Iterable[int], sizes: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Some items after the other, those of the largest size first."""
+    """Yields batches of items, largest first."""
     for chosen in itertools.batched(sorted(items, key=lambda i: -sizes[i]), count):
         yield list(chosen)

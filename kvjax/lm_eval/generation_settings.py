@@ -1,4 +1,4 @@
-"""How a task of lm-evaluation-harness wants text to be generated."""
+"""Parses the generation_kwargs of a task of lm-evaluation-harness."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,17 +7,17 @@ from kvjax.decoding.sampling import Sampling
 from kvjax.foundation.errors import UserError
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# What others take and a generator here does not, where it changes nothing.
+# Options of other generators, accepted with values that change nothing.
 _NEUTRAL = dict(num_beams=1, repetition_penalty=1.0, use_cache=True, num_return_sequences=1)
 
 
 def default_tokens(max_length: int) -> int:
-    """Tokens that are generated where a task names no number: half of what is read, at most."""
+    """Returns the number of tokens to generate if a task sets none: at most half of max_length."""
     return min(256, max_length // 2)
 
 
 class GenerationSettings(NamedTuple):
-    """Settings; requests of equal ones are generated together."""
+    """Settings of a generation; requests with equal settings are batched together."""
 
     num_tokens: int
     stop: tuple[str, ...]
@@ -25,15 +25,14 @@ class GenerationSettings(NamedTuple):
 
 
 def parse(given: Mapping, *, max_length: int) -> GenerationSettings:
-    """The settings of a request, or of a task.
+    """Returns the settings of a request, or of a task.
 
     Args:
       given: its generation_kwargs.
-      max_length: tokens of a prompt and what follows it.
+      max_length: maximum tokens of a prompt and its continuation.
 
     Raises:
-      UserError: a value that cannot be, a key that a generator here does not know, or more tokens
-        than leave room for a prompt.
+      UserError: an invalid value, an unknown key, or more tokens than leave room for a prompt.
     """
     given = dict(given)
     lengths = [(name, given.pop(name, None)) for name in _LENGTHS]
@@ -45,8 +44,8 @@ def parse(given: Mapping, *, max_length: int) -> GenerationSettings:
         raise _refused(
             name,
             count,
-            f"must leave room for a prompt in the {max_length} tokens that the model reads; "
-            "--max_length sets another number, which it may not have been trained on",
+            f"must leave room for a prompt in {max_length} tokens; --max_length changes this "
+            "maximum, possibly to a length that the model was not trained on",
         )
     do_sample = given.pop("do_sample", None)
     numbers = dict(temperature=1.0, top_k=0, top_p=1.0)
@@ -64,7 +63,7 @@ def parse(given: Mapping, *, max_length: int) -> GenerationSettings:
     for key, value in given.items():
         if key not in _NEUTRAL or value != _NEUTRAL[key]:
             known = (*_LENGTHS, "until", "do_sample", *numbers)
-            raise _refused(key, value, f"is not known here; {', '.join(known)} are")
+            raise _refused(key, value, f"is not supported; {', '.join(known)} are")
     return GenerationSettings(count, tuple(s for s in until if s), sampling)
 
 

@@ -1,4 +1,4 @@
-"""What a model is asked with, checked before any weight is read."""
+"""Checks options of a model before its weights are read."""
 
 from etils import epath
 import jax
@@ -20,7 +20,7 @@ def check(
     chips: int = 1,
     device: str | None = None,
 ) -> None:
-    """Raises a UserError for an option that can be of no model; see `adapter.KvjaxLM`."""
+    """Raises a UserError for an option that no model accepts; see `adapter.KvjaxLM`."""
     if dtype:
         one_of("dtype", dtype, experiment.DTYPES)
     if type(batch_size) is not int:
@@ -30,9 +30,11 @@ def check(
         at_least("max_length", max_length, 2)
     if chips != 1:
         program.make_mesh(chips, jax.local_devices())
-    here = jax.devices()[0].platform
-    if device not in (None, here):
-        raise UserError(f"device = {device!r}: JAX computes on {here!r}; JAX_PLATFORMS chooses")
+    platform = jax.devices()[0].platform
+    if device not in (None, platform):
+        raise UserError(
+            f"device = {device!r}: JAX uses {platform!r}; JAX_PLATFORMS selects another"
+        )
 
 
 def find(
@@ -42,15 +44,15 @@ def find(
     max_length: int | None = None,
     chips: int = 1,
 ) -> trained.SavedModel:
-    """The checkpoint of a workdir; see `adapter.KvjaxLM`.
+    """Returns the checkpoint of a workdir; see `adapter.KvjaxLM`.
 
     Raises:
-      UserError: it is not there, or cannot read as many tokens.
+      UserError: it does not exist, or the model has fewer positions than `max_length`.
     """
     if not workdir:
         raise UserError("--workdir is missing: give the folder of a trained run, as runs/lrkv_tiny")
     found = trained.find(workdir, step=step)
     limit = max_positions(found.experiment.model, chips)
     if max_length is not None and limit is not None and max_length > limit:
-        raise UserError(f"max_length = {max_length}: the model has positions for {limit} tokens")
+        raise UserError(f"max_length = {max_length}: the model has only {limit} positions")
     return found

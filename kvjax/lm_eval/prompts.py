@@ -1,7 +1,7 @@
-"""The texts that lm-evaluation-harness asks with, as token ids.
+"""Converts the texts of lm-evaluation-harness to token ids.
 
-It passes texts about, also those that a chat template made. These begin with a sign, so that they
-are read with their marks (see `kvjax.conversation.marked`) and no other text is.
+The library passes rendered conversations as plain strings. They start with a sentinel here, so that
+only they are encoded with the marks of `kvjax.conversation.marked`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin
 from kvjax.workdir.trained import SavedModel
 
-_RENDERED = "\ufdef"  # opens what a template made: a code point that is no character
+_RENDERED = "\ufdef"  # sentinel of rendered conversations: a Unicode noncharacter
 _PLACE = "a conversation of the task"
 
 
 class Prompts:
-    """Texts to ids, and conversations to texts, for the model of a workdir."""
+    """Encodes texts and renders conversations for the model of a workdir."""
 
     def __init__(self, found: SavedModel):
         self._tokenizer, self._marks = found.tokenizer, marked.marks_of(found.tokenizer)
@@ -29,20 +29,20 @@ class Prompts:
 
     @property
     def is_native(self) -> bool:
-        """Whether conversations are those of `kvjax.conversation.render`."""
+        """True if conversations are rendered by `kvjax.conversation.render`."""
         return not specials.missing(self._tokenizer)
 
     @property
     def name(self) -> str:
-        """A name for the tokenizer with the template: a digest of what their prompts depend on."""
-        said = f"{self._tokenizer.to_json()}\0{self.template}\0{json.dumps(self._files)}"
-        return f"kvjax-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+        """A name for the tokenizer: a digest of everything that its prompts depend on."""
+        content = f"{self._tokenizer.to_json()}\0{self.template}\0{json.dumps(self._files)}"
+        return f"kvjax-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
     def encode(self, text: str, *, opened: bool = True) -> list[int]:
-        """The ids of a text.
+        """Returns the ids of a text.
 
         Args:
-          opened: whether BOS comes first, once; what a template made begins as it does.
+          opened: start with one BOS; a rendered conversation has its own start.
         """
         if self.is_rendered(text):
             return self._marks.encode(text[1:])
@@ -52,22 +52,22 @@ class Prompts:
 
     @staticmethod
     def is_rendered(text: str) -> bool:
-        """Whether a template made a text."""
+        """Returns True if a text is a rendered conversation."""
         return text.startswith(_RENDERED)
 
     def joined(self, context: str, continuation: str) -> str:
-        """Both as one text, for `encode`."""
+        """Concatenates a context and a continuation, for `encode`."""
         rendered = self.is_rendered(context)
         return context + (marked.plain(continuation) if rendered else continuation)
 
     def render(self, messages: Sequence[Mapping], *, opens_answer: bool = True) -> str:
-        """A conversation as a text for `encode`.
+        """Renders a conversation as a text for `encode`.
 
         Args:
-          opens_answer: whether an answer is to follow; else the last message is to be continued.
+          opens_answer: open an answer at the end; if False, the last message is to be continued.
 
         Raises:
-          UserError: the model knows no conversations, or not this one.
+          UserError: the model has no chat format, or refuses this conversation.
         """
         if self.template is None:
             raise UserError(no_template())
@@ -82,13 +82,14 @@ class Prompts:
 
 
 def no_template() -> str:
-    """What is wrong with a model that knows no conversations."""
+    """Returns the message for a model without a chat format."""
     return (
-        "--apply_chat_template: the model knows no conversations: its tokenizer lacks the special "
+        "--apply_chat_template: the model has no chat format: its tokenizer lacks the special "
         f"tokens of conversations, and its workdir has no {origin.CHAT_TEMPLATE}"
     )
 
 
+# Describes the native format to lm-evaluation-harness; never rendered by Jinja.
 _NATIVE = (
     "{bos}{% for message in messages %}{start of role}{{ message.content }}{end of role}"
     "{% endfor %}{start of assistant}"
@@ -96,14 +97,14 @@ _NATIVE = (
 
 
 def _template(found: SavedModel) -> str | None:
-    """The text of the template; a description where conversations are rendered without one."""
+    """Returns the model's chat template, or a description of the native format."""
     if not specials.missing(found.tokenizer):
         return _NATIVE
     return found.template
 
 
 def _native(messages: Sequence[Mapping], opens_answer: bool) -> str:
-    """The text of the ids that `kvjax.conversation.render` gives for a conversation."""
+    """Renders a conversation as `kvjax.conversation.render` does, as a marked text."""
     bos, user_start, user_end, assistant_start, assistant_end = map(
         marked.special, specials.NAMES[:5]
     )

@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness: its own, and those of a folder of YAML files."""
+"""Loads tasks of lm-evaluation-harness: its own, and those of a folder of YAML files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import difflib
@@ -12,47 +12,47 @@ from lm_eval.tasks import TaskManager
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.lm_eval import generation_settings
 
-_NEAR = 5  # names that are offered for one of nothing
+_NEAR = 5  # names suggested for an unknown one
 
 
 def read(
     names: Sequence[str], include_path: str, *, num_fewshot: int | None, max_length: int
 ) -> list[Task | Group]:
-    """The tasks of these names, with their data; * and ? stand for anything.
+    """Loads the tasks of these names, with their data; * and ? are wildcards.
 
     Args:
       include_path: a folder with more tasks; "": none.
-      num_fewshot: examples that are shown; None: as many as a task says.
-      max_length: tokens that the model reads.
+      num_fewshot: few-shot examples; None: as a task says.
+      max_length: maximum tokens of a sequence.
 
     Raises:
-      UserError: a name of nothing, a task that cannot be read, that runs a model's programs, asks
-        with more than text, or for what the model cannot do.
+      UserError: an unknown name, a task that cannot be read, executes the model's programs, has
+        other inputs than text, or needs more than the model supports.
     """
     manager, found = _manager(names, include_path)
     for name in found:
         for task, config in _configs(manager, name):
             if config.get("unsafe_code"):
                 raise UserError(_unsafe(task))
-    things = []
+    loaded_tasks = []
     for name in found:
         try:
             loaded = manager.load(name)
-        except Exception as error:  # a YAML file may name any function, and any data
+        except Exception as error:  # a YAML file may call any function and load any data
             raise UserError(
                 f"--tasks: {name} cannot be read: {type(error).__name__}: {first_line(error)}"
             ) from error
         for task in loaded["tasks"].values():
             _check(task, num_fewshot, max_length)
         group = loaded["groups"].get(name)
-        things += [group] if group is not None else loaded["tasks"].values()
-    return things
+        loaded_tasks += [group] if group is not None else loaded["tasks"].values()
+    return loaded_tasks
 
 
 def _manager(names: Sequence[str], include_path: str) -> tuple[TaskManager, list[str]]:
-    """What knows these names, and all that they match.
+    """Returns a task manager that knows these names, and all task names that they match.
 
-    Reading the index of all tasks takes ten seconds: it is done where the folder's do not suffice.
+    Indexing all of the library's tasks takes 10 s, so it is skipped if the folder's suffice.
     """
     if include_path:
         manager = TaskManager(include_path=include_path, include_defaults=False)
@@ -81,8 +81,8 @@ def _matching(names: Sequence[str], known: Sequence[str]) -> list[str]:
             near = difflib.get_close_matches(name, known, n=_NEAR) or [
                 other for other in known if name.lower() in other.lower()
             ]
-            hint = f"; near are {', '.join(near[:_NEAR])}" if near else ""
-            raise UserError(f"--tasks: there is no {name!r} among {len(known):,} tasks{hint}")
+            hint = f"; similar ones are {', '.join(near[:_NEAR])}" if near else ""
+            raise UserError(f"--tasks: {name!r} is none of {len(known):,} tasks{hint}")
         found += there
     return list(dict.fromkeys(found))
 
@@ -90,7 +90,7 @@ def _matching(names: Sequence[str], known: Sequence[str]) -> list[str]:
 def _configs(
     manager: TaskManager, name: str, seen: set[str] | None = None
 ) -> Iterator[tuple[str, Mapping]]:
-    """(name, YAML config) of a task, group or tag and of all its members; {} of unknown names."""
+    """Yields (name, YAML config) of a task, group or tag and its members; {} for unknown names."""
     seen = set() if seen is None else seen
     if name in seen:
         return
@@ -104,7 +104,7 @@ def _configs(
     members = config.get("task")
     members = members if isinstance(members, list) else sorted(entry.tags) if not config else []
     for member in members:
-        if isinstance(member, Mapping):  # a task or group with changes, or one told in place
+        if isinstance(member, Mapping):  # a task or group with overrides, or an inline one
             yield str(member.get("task", name)), member
             inner = member.get("task") or member.get("group")
             if isinstance(inner, str) and inner in manager.task_index:
@@ -119,10 +119,10 @@ def _check(task: Task, num_fewshot: int | None, max_length: int) -> None:
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(_unsafe(name))
     if getattr(task, "MULTIMODAL", False):
-        raise UserError(f"--tasks: {name} asks with more than text, which the model does not read")
+        raise UserError(f"--tasks: {name} has other inputs than text, which the model cannot read")
     if task.OUTPUT_TYPE == "loglikelihood_rolling" and num_fewshot:
         raise UserError(
-            f"--num_fewshot={num_fewshot}: {name} scores texts, with no examples: give 0"
+            f"--num_fewshot={num_fewshot}: {name} scores whole texts, without examples: give 0"
         )
     if task.OUTPUT_TYPE == "generate_until":
         try:
@@ -133,6 +133,6 @@ def _check(task: Task, num_fewshot: int | None, max_length: int) -> None:
 
 def _unsafe(name: str) -> str:
     return (
-        f"--tasks: {name} runs programs that the model writes, and lm-evaluation-harness would run "
-        "them as they are: python -m kvjax.evaluate --tasks=humaneval runs them in a sandbox"
+        f"--tasks: {name} executes programs that the model writes, and lm-evaluation-harness has "
+        "no sandbox: python -m kvjax.evaluate --tasks=humaneval has one"
     )

@@ -202,15 +202,15 @@ def test_what_cannot_be_asked_is_refused(workdir, model, folder, tmp_path):
         adapter.KvjaxLM(workdir, batch_size="auto")
     with refused("max_length = 1"):
         adapter.KvjaxLM(workdir, max_length=1)
-    with refused("device = 'cuda:0': JAX computes on 'cpu'"):
+    with refused("device = 'cuda:0': JAX uses 'cpu'"):
         adapter.KvjaxLM(workdir, device="cuda:0")
     with refused("--workdir is missing"):
         adapter.KvjaxLM()
     with refused("no workdir of a run"):
         adapter.KvjaxLM(tmp_path)
-    with refused("has no tokens of its own"):
+    with refused("has no tokens: it is empty"):
         model._loglikelihood_tokens([(("x", ""), [BOS, 3], [])])
     with refused(f"has {MAX_LENGTH + 1} tokens"):
         model._loglikelihood_tokens([(("x", "y"), [BOS], [3] * (MAX_LENGTH + 1))])
-    with refused("the model knows no conversations"):
+    with refused("the model has no chat format"):
         _evaluated(model, folder, ["local_prompts"], apply_chat_template=True)

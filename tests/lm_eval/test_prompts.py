@@ -97,6 +97,6 @@ def test_what_is_refused(prompts, tmp_path):
     with pytest.raises(UserError, match="roles must alternate"):
         prompts.render([_user("a"), _user("b")])
     plain = workdirs.write(tmp_path / "plain", tokenizer=tokenizer_lib.byte_tokenizer())
-    with pytest.raises(UserError, match="the model knows no conversations"):
+    with pytest.raises(UserError, match="the model has no chat format"):
         Prompts(trained.find(plain)).render([_user("a")])
     assert Prompts(trained.find(plain)).template is None

@@ -156,9 +156,9 @@ def test_continuations_are_scored_longest_first_and_kept(adapter, workdir):
     assert model.kept == [("loglikelihood", texts[i], found[i]) for i in order]
 
     refused = lambda said: pytest.raises(UserError, match=said)
-    with refused(f"continuation '' after '{'x' * 40}' has no tokens of its own"):
+    with refused(f"continuation '' after '{'x' * 40}' has no tokens: it is empty"):
         model.loglikelihood(_requests(("x" * 50, "")))
-    with refused(f"'{'y' * 40}' ... has 41 tokens, and the model reads 40"):
+    with refused(f"'{'y' * 40}' ... has 41 tokens, and the maximum is 40"):
         model.loglikelihood(_requests(("x", "y" * 41)))
     model.loglikelihood(_requests(("x", "y" * 40)))
 
@@ -287,11 +287,9 @@ def test_tasks_by_names_patterns_tags_and_groups(index):
 
 
 def test_tasks_that_cannot_be_asked(index):
-    unsafe = (
-        "runs programs that the model writes, and lm-evaluation-harness would run them as they "
-    )
-    unsafe += "are: python -m kvjax.evaluate --tasks=humaneval runs them in a sandbox"
-    near = lambda *numbers: "; near are " + ", ".join(f"blimp_{i}" for i in numbers)
+    unsafe = "executes programs that the model writes, and lm-evaluation-harness has no sandbox: "
+    unsafe += "python -m kvjax.evaluate --tasks=humaneval has one"
+    near = lambda *numbers: "; similar ones are " + ", ".join(f"blimp_{i}" for i in numbers)
     for name, said in {
         "humaneval": f"humaneval {unsafe}",
         "code": f"humaneval {unsafe}",
@@ -299,20 +297,20 @@ def test_tasks_that_cannot_be_asked(index):
         "deep": f"humaneval {unsafe}",
         "told": f"inner {unsafe}",
         "written": f"written {unsafe}",
-        "pictures": "pictures asks with more than text, which the model does not read",
+        "pictures": "pictures has other inputs than text, which the model cannot read",
         "broken": "broken cannot be read: KeyError: 'output_type'",
-        "arc_eazy": "there is no 'arc_eazy' among 23 tasks; near are arc_easy",
-        "blimp_x": f"there is no 'blimp_x' among 23 tasks{near(6, 5, 4, 3, 2)}",
-        "LIM": f"there is no 'LIM' among 23 tasks{near(0, 1, 2, 3, 4)}",
-        "zzz": "there is no 'zzz' among 23 tasks",
+        "arc_eazy": "'arc_eazy' is none of 23 tasks; similar ones are arc_easy",
+        "blimp_x": f"'blimp_x' is none of 23 tasks{near(6, 5, 4, 3, 2)}",
+        "LIM": f"'LIM' is none of 23 tasks{near(0, 1, 2, 3, 4)}",
+        "zzz": "'zzz' is none of 23 tasks",
     }.items():
         with pytest.raises(UserError) as refused:
             index(name)
         assert str(refused.value) == f"--tasks: {said}"
     refused = lambda said: pytest.raises(UserError, match=said)
-    with refused("--tasks: beams: generation_kwargs: num_beams = 4 is not known here"):
+    with refused("--tasks: beams: generation_kwargs: num_beams = 4 is not supported"):
         index("beams")
-    with refused("--num_fewshot=3: texts scores texts, with no examples"):
+    with refused("--num_fewshot=3: texts scores whole texts, without examples"):
         index("texts", num_fewshot=3)
     with refused("gsm8k: .*max_gen_toks = 9 must leave room"):
         index("gsm8k", max_length=9)
