@@ -1,12 +1,12 @@
-"""Scores a trained model on benchmarks, as the LRKV paper's Table 3 does, by nanochat's protocol.
+"""Evaluates a trained model on benchmarks: the LRKV paper's Table 3, by nanochat's protocol.
 
     python -m kvjax.evaluate --workdir=runs/x --tasks=arc_easy,arc_challenge,mmlu,gsm8k,humaneval
     python -m kvjax.evaluate --workdir=runs/x --tasks=core --data=~/data
     python -m kvjax.evaluate --compare=runs/a,runs/b
 
-Data are local files: what is missing is said, with what to fetch and where to put it. Every row is
-kept in WORKDIR/evaluations/STEP/: the same command goes on where a killed one ended. HumanEval's
-programs run in a sandbox. --compare asks nothing: it reads the rows of two models.
+Benchmarks are read from local files; if one is missing, the message names the download. Every row
+is saved at once in WORKDIR/evaluations/STEP/, so that the same command resumes a killed evaluation.
+HumanEval's programs run in a sandbox. --compare evaluates nothing: it compares saved rows.
 """
 
 import argparse
@@ -51,27 +51,28 @@ def _parser() -> command_line.Parser:
     add("--workdir", default="", help="a run's folder, local or gs://")
     add("--tasks", default="", help=f"some of {', '.join(task_lib.NAMES)} (the first five)")
     add("--data", default=datasets.FOLDER, help=f"the folder of all data sets ({datasets.FOLDER})")
-    text = "TASK=PATH: that task's file or glob instead; may be repeated"
+    text = "TASK=PATH: another file or glob for a task; may be repeated"
     add("--file", action="append", default=[], help=text)
-    add("--step", type=int, help="of the checkpoint (the latest)")
-    add("--dtype", default="", help="to compute in (the run's)")
-    add("--batch", type=int, default=BATCH, help=f"prompts at once ({BATCH})")
-    add("--limit", type=int, default=0, help="the first rows of each set only; 0: all (0)")
-    text = f"tokens that an answer may have ({generated.NUM_TOKENS})"
+    add("--step", type=int, help="step of the checkpoint (the latest)")
+    add("--dtype", default="", help="compute dtype (the run's)")
+    add("--batch", type=int, default=BATCH, help=f"prompts per batch ({BATCH})")
+    add("--limit", type=int, default=0, help="first N rows of each set; 0: all (0)")
+    text = f"maximum tokens of an answer ({generated.NUM_TOKENS})"
     add("--num_tokens", type=int, default=generated.NUM_TOKENS, help=text)
-    text = "how the calculator writes: nanochat: 8.0; dataset: 8 (nanochat)"
+    text = "format of the calculator's output: nanochat: 8.0; dataset: 8 (nanochat)"
     add("--calculator", default=calculator.MODES[0], help=text)
-    text = "chat: the whole function is asked for; completion: the prompt goes on (chat)"
+    text = "chat: ask for the whole function; completion: continue the prompt (chat)"
     add("--humaneval", default=generated.MODES[0], help=text)
-    text = "whose helpers 3 of its tests call: the program's, as in the original, or the prompt's, "
-    text += "which no program can bend to a wrong answer (program)"
+    text = "helpers that 3 of its tests call: the program's, as in the original, or the prompt's, "
+    text += "which no program can redefine (program)"
     add("--humaneval_helpers", default=generated.HELPERS[0], help=text)
-    add("--sandbox", default="auto", help="auto, linux or wasm (auto: what holds here)")
-    text = "run HumanEval's programs with no sandbox but limits; results say so"
+    add("--sandbox", default="auto", help="auto, linux or wasm (auto: one that works here)")
+    text = "run HumanEval's programs with limits but no sandbox; recorded in the results"
     add("--allow_unsandboxed_code", action="store_true", help=text)
-    add("--share", default="0/1", help="I/N: rows i mod n, of N processes that share them (0/1)")
+    text = "I/N: rows i mod n, for N processes that share the work (0/1)"
+    add("--share", default="0/1", help=text)
     add("--out", default="", help="the folder of the rows (WORKDIR/evaluations/STEP)")
-    add("--compare", default="", help="two workdirs A,B: their rows beside each other")
+    add("--compare", default="", help="two workdirs A,B: compare their saved rows")
     return parser
 
 
@@ -90,7 +91,9 @@ def _compare(options: argparse.Namespace, out: Output) -> None:
     parser = _parser()
     for name, value in vars(options).items():
         if name not in ("compare", "json", "markdown") and value != parser.get_default(name):
-            raise UserError(f"--compare and --{name}: give one of them; --compare asks nothing")
+            raise UserError(
+                f"--compare and --{name}: give one of them; --compare evaluates nothing"
+            )
     names = compare.groups(options.compare)
     found = compare.compare(*([compare.open(name) for name in side] for side in names))
     out.show(compare.table(found, *names))
@@ -133,33 +136,37 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     dialogue = _dialogue(
         found, names, options.humaneval, rows.day(epath.Path(folder)) or str(datetime.date.today())
     )
-    described = ModelInfo(found.tokenizer, dialogue, max_positions(found.experiment.model))
-    checked = evaluation.check(described, plan, found.context)
+    info = ModelInfo(found.tokenizer, dialogue, max_positions(found.experiment.model))
+    checked = evaluation.check(info, plan, found.context)
     for text in [*checked.warnings, *datasets.other_counts(questions.values())]:
         warn(text)
     data = datasets.data_info(questions)
     if core:
         data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))
     about = _about(options, found, data, dialogue, box)
-    identity = lambda name: _identity(name, about, data)
-    said = dict(defaults=_defaults(found, about["options"]), prompts=checked.prompts)
-    with evaluation.opened(plan, epath.Path(folder), identity, **said) as stores:
+    with evaluation.opened(
+        plan,
+        epath.Path(folder),
+        identities={name: _identity(name, about, data) for name in evaluation.names(plan)},
+        defaults=_defaults(found, about["options"]),
+        prompts=checked.prompts,
+    ) as stores:
         with progress.waiting("reading the model"):
             loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
             generator = Generator(loaded.model, loaded.compute)
-            del loaded  # the generator has the weights: once is enough
+            del loaded  # frees the weights that the generator has converted
         model = CachedModel(generator, found.tokenizer, dialogue, batch=options.batch)
         done = evaluation.run(model, plan, stores)
     result = summary.make(done, core, about, summary.read(epath.Path(folder)))
     try:
         path = summary.write(epath.Path(folder), result)
-    finally:  # whether it could be written or not
+    finally:  # show the results even if they cannot be written
         out.show(summary.table(result))
     out.say(f"\nwritten: {path}", wrap=False)
     out.result(result)
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def _names(option: str) -> tuple[str, ...]:
@@ -176,15 +183,15 @@ def _share(option: str) -> tuple[int, int]:
 
 
 def _box(options: argparse.Namespace):
-    """The sandbox, tried out; a UserError where none holds."""
+    """Opens and tests the sandbox; raises a UserError if none works here."""
     kind = "none" if options.allow_unsandboxed_code else options.sandbox
     try:
-        with progress.waiting("trying the sandbox"):
+        with progress.waiting("testing the sandbox"):
             return sandbox.open(kind)
     except sandbox.SandboxError as error:
         raise UserError(
-            f"humaneval runs programs that a model wrote, and no sandbox holds here: {error}. "
-            "Leave humaneval out of --tasks, or give --allow_unsandboxed_code on a machine that "
+            f"humaneval runs programs that a model wrote, and no sandbox works here: {error}. "
+            "Remove humaneval from --tasks, or give --allow_unsandboxed_code on a machine that "
             "you can lose"
         ) from error
 
@@ -204,10 +211,10 @@ def _answer_options(options: argparse.Namespace, box) -> AnswerOptions:
 
 
 def _dialogue(found: trained.SavedModel, names: tuple[str, ...], mode: str, day: str) -> Dialogue:
-    """How the model is talked to; not at all, if it cannot be and no task needs it.
+    """Returns the model's chat format; plain text if it has none and no task needs it.
 
     Args:
-      day: that its template is told.
+      day: date for a chat template.
     """
     plain = {task_lib.CORE, *(["humaneval"] if mode == "completion" else [])}
     if set(names) <= plain and specials_lib.missing(found.tokenizer):
@@ -219,12 +226,12 @@ def _folder(found: trained.SavedModel) -> epath.Path:
     return found.workdir / FOLDER / str(found.step)
 
 
-# -- what results say ------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def _about(options, found: trained.SavedModel, data: Mapping, dialogue, box) -> dict[str, Any]:
     tokenizer = hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest()
-    helpers = options.humaneval_helpers  # named where it is another than that of earlier results
+    helpers = options.humaneval_helpers  # recorded only if not the default, like earlier results
     return dict(
         model=dict(
             workdir=str(found.workdir),
@@ -250,7 +257,7 @@ def _about(options, found: trained.SavedModel, data: Mapping, dialogue, box) -> 
 
 
 def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the verdicts of a task."""
+    """Returns everything that determines the verdicts of a task."""
     task = task_lib.TASKS.get(name)
     options = about["options"]
     found = dict(
@@ -271,10 +278,10 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
 
 
 def _defaults(found: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of keys of an identity, for rows from before these were written.
+    """Returns values of identity keys that rows of earlier versions do not record.
 
-    Template and day count as the same: the prompt of each row tells. Answers ended at what the
-    model's files name, and the calculator, where HumanEval had one, is taken to be nanochat's.
+    Template and day are taken to be the present ones, since every row's prompt is compared. Answers
+    ended at the tokens named in the model's files, and the calculator was nanochat's.
     """
     ends = options["ends"]
     if options["dialogue"] != "nanochat":

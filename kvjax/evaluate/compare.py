@@ -1,4 +1,4 @@
-"""Two models on the same questions: `--compare=runs/a,runs/b`, from the rows that they have.
+"""Compares two models on the same questions, from saved rows: `--compare=runs/a,runs/b`.
 
 Several seeds of a model are joined by +: `--compare=a0+a1+a2,b0+b1+b2`.
 """
@@ -19,17 +19,17 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import named
 from kvjax.foundation.output import Table
 
-# What may differ between two models that are compared.
+# Identity keys that may differ between two models.
 _OF_MODEL = ("checkpoint", "tokenizer", "template", "day", "ends")
-_DEFAULTS = dict(calculator=calculator.MODES[0])  # where earlier versions did not write it
+_DEFAULTS = dict(calculator=calculator.MODES[0])  # of rows of earlier versions
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """The rows of one checkpoint: by task its identity and verdicts by row.
+    """Saved rows of one checkpoint: by task its identity, and verdicts by row.
 
     Attributes:
-      chances: by task of CORE the accuracy of guessing, if its summary has all of CORE.
+      chances: accuracy of guessing by CORE task, if the evaluation has all of CORE.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Evaluated:
 
 
 def groups(option: str) -> tuple[list[str], list[str]]:
-    """The workdirs of both sides.
+    """Returns the workdirs of both sides.
 
     Raises:
       UserError: not two sides.
@@ -47,18 +47,18 @@ def groups(option: str) -> tuple[list[str], list[str]]:
     sides = [[name.strip() for name in side.split("+")] for side in option.split(",")]
     if len(sides) != 2 or not all(name for side in sides for name in side):
         raise UserError(
-            f"--compare={option}: give two workdirs, as runs/a,runs/b; seeds of one model are "
-            "joined by +, as a0+a1,b0+b1; WORKDIR@STEP is the evaluation of that step"
+            f"--compare={option}: give two workdirs, as runs/a,runs/b; join seeds of one model by "
+            "+, as a0+a1,b0+b1; WORKDIR@STEP is the evaluation of that step"
         )
     return sides[0], sides[1]
 
 
 def open(name: str, option: str = "--compare") -> Evaluated:
-    """The evaluation of a workdir, of its latest step that has one, or of WORKDIR@STEP.
+    """Reads the evaluation of a workdir's latest evaluated step, or of WORKDIR@STEP.
 
     Args:
-      name: of a workdir; or a folder of rows that --out named.
-      option: that the name is of, for messages.
+      name: a workdir, or a folder of rows written by --out.
+      option: the option that names it, for messages.
 
     Raises:
       UserError: there is none.
@@ -84,7 +84,7 @@ def _read(name: str, folder: epath.Path) -> Evaluated:
     for file in named(folder, "*.json"):
         task = file.name.removesuffix(".json")
         if not (parts := rows_lib.files_of(folder, task)):
-            continue  # the summary, or a file of somebody else's
+            continue  # the summary, or an unrelated file
         identities[task] = json_text.read_object(file, "evaluate again")
         found = {}
         for part in parts:
@@ -98,15 +98,15 @@ def _folders(root: epath.Path) -> list[epath.Path]:
 
 
 def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, dict]:
-    """Compares the answers to the questions that all have, by task; then means of tasks.
+    """Compares verdicts on the questions that all models answered, by task; then means over tasks.
 
-    Each entry has the score of either side and the difference with its interval; of a task also the
-    number of questions and, of two single models, the questions that only one got right with the
-    p-value of McNemar's exact test. `combined` is the mean of the five tasks, `core` CORE's mean of
-    centred accuracies, each if all of its tasks are there.
+    Each entry has the score of both sides and their difference with its interval. Tasks also have
+    the number of questions and, for two single models, the questions that only one of them got
+    right and the p-value of McNemar's exact test. `combined` is the mean of the five tasks, `core`
+    CORE's mean of centred accuracies; each needs all of its tasks.
 
     Raises:
-      UserError: nothing in common, or other data or options.
+      UserError: no questions in common, or other data or options.
     """
     everyone = [*one, *other]
     shared = [t for t in everyone[0].verdicts if all(t in e.verdicts for e in everyone)]
@@ -122,7 +122,7 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
         if len(one) == len(other) == 1:
             found[task] |= _tested(*(side[0] for side in sides))
     if not found:
-        raise UserError("--compare: the two sides have no question of a task in common")
+        raise UserError("--compare: the two sides have no questions in common")
     if found.keys() >= TASKS.keys():
         found["combined"] = _entry(paired.mean([differences[t] for t in TASKS]))
     chances = everyone[0].chances
@@ -152,13 +152,13 @@ def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
         for key in sorted(a.keys() | b.keys()):
             if key not in _OF_MODEL and a.get(key) != b.get(key):
                 raise UserError(
-                    f"--compare: {task} was asked with {key} = {a.get(key)!r} of {first.name} and "
-                    f"with {b.get(key)!r} of {e.name}: evaluate both alike"
+                    f"--compare: {task} was evaluated with {key} = {a.get(key)!r} for {first.name} "
+                    f"and with {b.get(key)!r} for {e.name}: evaluate both with the same"
                 )
 
 
 def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -> Table:
-    """The differences as a table for a terminal."""
+    """Returns the differences as a table."""
     rows = []
     for task, entry in found.items():
         score = Score(**entry["difference"])
@@ -174,19 +174,19 @@ def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -
             )
         )
     header = ("task", "first, %", "second, %", "difference", "interval", "p", "questions")
-    notes = ["Intervals hold 95 %; of means of tasks the squares of distances to bounds are added."]
+    notes = ["95 % intervals; for means over tasks, distances to the bounds add in quadrature."]
     notes += _tests(found)
     if min(len(one), len(other)) < 3:
         notes.append("A claim between mechanisms needs three seeds of each.")
-    return Table(f"{'+'.join(one)} beside {'+'.join(other)}", header, rows, notes)
+    return Table(f"{'+'.join(one)} and {'+'.join(other)}", header, rows, notes)
 
 
 def _tests(found: Mapping[str, dict]) -> list[str]:
-    """Says which tests reject after Holm's correction."""
+    """Returns a note on the tests that reject after Holm's correction."""
     p_values = {task: entry["p"] for task, entry in found.items() if "p" in entry}
     if not p_values:
-        return ["They are over questions and seeds (Welch's t)."]
+        return ["Intervals cover questions and seeds (Welch's t)."]
     adjusted = intervals.holm(list(p_values.values()))
-    apart = [task for task, p in zip(p_values, adjusted, strict=True) if p <= intervals.LEVEL]
-    text = f"p: McNemar's exact test. {', '.join(apart) or 'No task'} differs at 5 %"
+    differing = [task for task, p in zip(p_values, adjusted, strict=True) if p <= intervals.LEVEL]
+    text = f"p: McNemar's exact test. {', '.join(differing) or 'No task'} differs at 5 %"
     return [text + (f" after Holm's correction for {len(p_values)}." if len(p_values) > 1 else ".")]

@@ -1,9 +1,9 @@
-"""CORE (DCLM, arXiv 2406.11794): 22 tasks for base models, few-shot, as nanochat scores them.
+"""CORE (DCLM, arXiv 2406.11794): 22 few-shot tasks for base models, scored as by nanochat.
 
 The bundle is a folder with `core.yaml`, `eval_meta_data.csv` and `eval_data/`. Rows are shuffled by
-Random(1337); shots of row i are drawn by Random(1234 + i) from the others. Each answer follows the
-shots and its question; of several the one of fewest mean nats per token wins. CORE is the mean of
-(accuracy - chance)/(1 - chance).
+Random(1337); the shots of row i are drawn from the other rows by Random(1234 + i). An answer is
+appended to the shots and its question; of several answers, the one with the lowest mean loss per
+token (nats) is chosen. CORE is the mean of (accuracy - chance)/(1 - chance).
 """
 
 import collections
@@ -37,19 +37,20 @@ COUNT = 22
 _BASELINE = "Random baseline"
 _LABEL = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # float() takes 2_5 for 25
-Sequences = list[tuple[list[int], list[int]]]
+Sequences = list[tuple[list[int], list[int]]]  # contexts and continuations, as token ids
 
 
 @dataclasses.dataclass(frozen=True)
 class CoreTask:
-    """One of the tasks.
+    """A task of CORE.
 
     Attributes:
       label: its name.
       kind: one of KINDS.
       delimiter: between a question and its answer.
-      chance: the accuracy of guessing.
-      items: shuffled, with the place of each.
+      chance: accuracy of guessing.
+      items: rows, shuffled.
+      places: file and row number of each, for messages.
     """
 
     label: str
@@ -63,17 +64,17 @@ class CoreTask:
 
 
 def read(folder: epath.Path) -> list[CoreTask]:
-    """The tasks of a bundle.
+    """Reads the tasks of a bundle.
 
     Raises:
-      MissingDataError: a file of it is not there.
-      DataError: one that cannot be read, with file and row.
+      MissingDataError: a file is missing.
+      DataError: a file that cannot be read, with file and row.
     """
     for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
         if not (folder / name).exists():
             raise MissingDataError(
                 f"core: {os.fspath(folder / name)} is missing: the bundle of DCLM's CORE has "
-                "core.yaml, eval_meta_data.csv and eval_data/. Where there is a network: "
+                "core.yaml, eval_meta_data.csv and eval_data/. Download "
                 "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip, 162 MB"
             )
     baselines = _baselines(folder / "eval_meta_data.csv")
@@ -85,7 +86,7 @@ def read(folder: epath.Path) -> list[CoreTask]:
 
 
 def digest(folder: epath.Path, tasks: Sequence[CoreTask]) -> str:
-    """SHA-256 of all files of a bundle that its tasks are read from."""
+    """Returns the SHA-256 of all files that a bundle's tasks are read from."""
     names = [folder / "core.yaml", folder / "eval_meta_data.csv"]
     return records.digest([*names, *(task.file for task in tasks)])
 
@@ -107,7 +108,7 @@ def _entries(path: epath.Path) -> list[dict]:
 
 
 def _baselines(path: epath.Path) -> dict[str, list[tuple[str, str | None]]]:
-    """Returns by task its lines of the file, each with the accuracy of guessing, a cell in %."""
+    """Returns the accuracy of guessing by task, as (position, cell in %)."""
     name, label = os.fspath(path), "Eval Task"
     try:
         rows = csv.DictReader(io.StringIO(readers.read_bytes(path).decode("utf-8-sig"), newline=""))
@@ -160,7 +161,7 @@ def _task(folder: epath.Path, entry: dict, baselines: Mapping) -> CoreTask:
 
 
 def _chance(place: str, text: str | None) -> float:
-    """Returns the accuracy of guessing, a fraction, from its cell in %."""
+    """Returns the accuracy of guessing as a fraction, from its cell in %."""
     chance = float(text) / 100 if _NUMBER.fullmatch((text or "").strip()) else math.nan
     if not 0 <= chance < 1:
         said = f"{place}: {_BASELINE} = {text!r:.80}"
@@ -169,7 +170,7 @@ def _chance(place: str, text: str | None) -> float:
 
 
 def _shots(place: str, given: object, path: epath.Path, rows: int) -> int:
-    """Returns how many rows are shown before each question: a number, or the first of a list."""
+    """Returns the number of few-shot examples: num_fewshot, or its first element."""
     shots = given[0] if isinstance(given, list) and given else given
     if type(shots) is not int or shots < 0:
         raise DataError(f"{place}: num_fewshot = {given!r:.200}: must be a whole number from 0")
@@ -182,7 +183,7 @@ def _shots(place: str, given: object, path: epath.Path, rows: int) -> int:
 
 
 def _check_row(item, kind: str, place: str) -> None:
-    """Raises a DataError for a row that is none of the kind's."""
+    """Raises a DataError for a row without the keys of its kind."""
     keys = _KEYS[kind]
     if not isinstance(item, dict) or (lacking := [key for key in keys if key not in item]):
         lacking = ", ".join(lacking if isinstance(item, dict) else keys)
@@ -204,7 +205,7 @@ def _check_row(item, kind: str, place: str) -> None:
 
 
 def ask(model: BenchmarkModel, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of some questions."""
+    """Scores some rows; returns a record for each."""
     sequences, owners = [], []
     for i in indices:
         new = prompts(model, task, i)
@@ -229,12 +230,15 @@ def _row(task: CoreTask, i: int, sequences: Sequences, scored: Sequence[Scored])
 
 
 def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
-    """What is scored for a row: the tokens before each answer, and its own."""
+    """Returns a row's sequences to score: per answer, the tokens before it and its own."""
     rng = random.Random(1234 + i)
     others = [j for j in range(len(task.items)) if j != i]
     shots = [task.items[j] for j in rng.sample(others, task.shots)] if task.shots else []
     item, place = task.items[i], task.places[i]
-    encode = lambda text: [model.tokenizer.bos_id, *model.tokenizer.encode(text)]
+
+    def encode(text: str) -> list[int]:
+        return [model.tokenizer.bos_id, *model.tokenizer.encode(text)]
+
     if task.kind == "language_modeling":
         before = "".join(
             _shot(shot["context"].strip(), shot["continuation"], task) for shot in shots
@@ -243,20 +247,19 @@ def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
         without, whole = encode(before.strip()), encode(before + item["continuation"])
         if whole[: len(without)] != without or len(whole) == len(without):
             raise DataError(
-                f"{place}: the tokens of the prompt are no prefix of those with the answer"
+                f"{place}: the prompt's tokens are not a prefix of those of prompt and answer"
             )
         return [_fitting(model, whole, len(without))]
     if task.kind == "multiple_choice":
         before = "".join(_shot(s["query"], s["choices"][s["gold"]], task) for s in shots)
         before += item["query"] + task.delimiter
         found = [encode(before + choice) for choice in item["choices"]]
-        start = _shared(found)
+        start = _shared(found)  # tokens of the choices begin behind the common prefix
         return [_fitting(model, ids, min(start, len(ids) - 1)) for ids in found]
-    of = lambda shot: _shot(shot["context_options"][shot["gold"]], shot["continuation"], task)
-    before = "".join(map(of, shots))
+    before = "".join(_shot(s["context_options"][s["gold"]], s["continuation"], task) for s in shots)
     tail = task.delimiter + item["continuation"]
     found = [encode(before + option + tail) for option in item["context_options"]]
-    size = _shared([ids[::-1] for ids in found])
+    size = _shared([ids[::-1] for ids in found])  # the options differ, the continuation is common
     return [_fitting(model, ids, max(1, len(ids) - size)) for ids in found]
 
 
@@ -265,7 +268,7 @@ def _shot(question: str, answer: str, task: CoreTask) -> str:
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all begin with."""
+    """Returns the length of the common prefix."""
     count = 0
     for tokens in zip(*sequences, strict=False):
         if len(set(tokens)) > 1:
@@ -275,13 +278,13 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def _fitting(model: BenchmarkModel, ids: list[int], start: int) -> tuple[list[int], list[int]]:
-    """Context and continuation; of what is longer than the model's positions the end."""
+    """Splits ids into context and continuation; drops the start of what exceeds the positions."""
     if model.positions is not None and len(ids) - 1 > model.positions:
-        gone = len(ids) - 1 - model.positions
-        ids, start = ids[gone:], max(1, start - gone)
+        excess = len(ids) - 1 - model.positions
+        ids, start = ids[excess:], max(1, start - excess)
     return ids[:start], ids[start:]
 
 
 def label_of(task: CoreTask) -> str:
-    """The name of its files."""
+    """Returns the name of a task's files of rows."""
     return f"core_{task.label}"

@@ -1,4 +1,4 @@
-"""Finds the files of a task and reads its questions; nothing is ever downloaded."""
+"""Finds and reads the files of a benchmark; never downloads."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
@@ -12,16 +12,16 @@ from kvjax.evaluate.task import Task
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError, MissingDataError
 
-FOLDER = "~/data"  # where mid-training looks, too
+FOLDER = "~/data"  # as in the configs of mid-training
 
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """A task's questions.
+    """Questions of a task.
 
     Attributes:
-      items: parsed, in the order of the files.
-      places: the file and row of each.
+      items: parsed, in file order.
+      places: file and row number of each, for messages.
       digest: SHA-256 of the files.
     """
 
@@ -33,15 +33,15 @@ class Questions:
 
 
 def read(task: Task, folder: str, given: str = "") -> Questions:
-    """The questions of a task.
+    """Reads the questions of a task.
 
     Args:
       folder: of all tasks' data, see `Task.patterns`.
-      given: instead: a file, a folder or a pattern.
+      given: a file, folder or glob to read instead.
 
     Raises:
-      MissingDataError: no file; what to fetch and where to put it.
-      DataError: a row that is none of the task's, with file and row.
+      MissingDataError: no file; the message names the download.
+      DataError: a row of another form, with file and row.
     """
     files = _given(task, given) if given else _found(task, folder)
     items, places = [], []
@@ -49,19 +49,21 @@ def read(task: Task, folder: str, given: str = "") -> Questions:
         for place, row in records.read(file):
             is_cells = isinstance(row, list)
             if is_cells and task.parse_cells is None:
-                raise DataError(f"{place}: {task.name} has no CSV form: give JSON lines or Parquet")
+                raise DataError(
+                    f"{place}: {task.name} is not read from CSV: give JSON lines or Parquet"
+                )
             items.append((task.parse_cells if is_cells else task.parse)(row, place))
             places.append(place)
     names = tuple(os.fspath(file) for file in files)
     if not items:
-        raise DataError(f"{task.name}: {', '.join(names)} has no row")
+        raise DataError(f"{task.name}: {', '.join(names)} has no rows")
     return Questions(task, items, places, names, records.digest(files))
 
 
 def other_counts(found: Iterable[Questions]) -> list[str]:
-    """What to say of sets that have other numbers of rows than the published ones."""
+    """Returns warnings for sets whose number of rows differs from the published one."""
     return [
-        f"{q.task.name}: {', '.join(q.files[:3])} has {len(q.items):,} rows, and the published set "
+        f"{q.task.name}: {', '.join(q.files[:3])} has {len(q.items):,} rows, the published set has "
         f"{q.task.rows:,}: scores are not comparable with published ones"
         for q in found
         if len(q.items) != q.task.rows
@@ -69,10 +71,10 @@ def other_counts(found: Iterable[Questions]) -> list[str]:
 
 
 def file_options(texts: Sequence[str]) -> dict[str, str]:
-    """By task, what `--file=TASK=PATH` gives.
+    """Parses `--file=TASK=PATH` options to paths by task.
 
     Raises:
-      DataError: not of that form.
+      DataError: another form.
     """
     found = {}
     for text in texts:
@@ -96,9 +98,9 @@ def _found(task: Task, folder: str) -> list[epath.Path]:
     repository, name = task.fetch
     looked = ", ".join(task.patterns)
     raise MissingDataError(
-        f"{task.name}: no file is in {os.fspath(root)} (looked for {looked}). Where there is a "
-        f"network: hf download {repository} --repo-type=dataset --local-dir="
-        f"{os.fspath(root / name)}; or name a file: --file={task.name}=PATH"
+        f"{task.name}: no file in {os.fspath(root)} (looked for {looked}). Download it: "
+        f"hf download {repository} --repo-type=dataset --local-dir={os.fspath(root / name)}; or "
+        f"give a file: --file={task.name}=PATH"
     )
 
 
@@ -111,7 +113,7 @@ def _matching(pattern: epath.Path) -> list[epath.Path]:
 
 
 def data_info(all_questions: Mapping[str, Questions]) -> dict[str, dict]:
-    """What results say of the data."""
+    """Returns the description of the data for results."""
     return {
         name: dict(files=list(q.files), sha256=q.digest, rows=len(q.items), published=q.task.rows)
         for name, q in all_questions.items()

@@ -1,8 +1,9 @@
-"""Asks a model all questions of its tasks, a block at a time, and keeps every row."""
+"""Runs the questions of all tasks in blocks, and saves every row."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -22,14 +23,14 @@ from kvjax.foundation.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one evaluation asks.
+    """The questions of one evaluation.
 
     Attributes:
-      questions: by task, in the order that they are asked in.
-      core: the tasks of CORE, if it is asked.
-      answers: how texts are generated and judged.
-      limit: only the first rows of each set; 0: all.
-      share: (i, n): rows i mod n.
+      questions: by task, in order.
+      core: the tasks of CORE, if selected.
+      answers: options of generation and judging.
+      limit: use the first rows of each set; 0: all.
+      share: (i, n): use rows i mod n.
     """
 
     questions: Mapping[str, Questions]
@@ -44,11 +45,12 @@ class Plan:
 
 @dataclasses.dataclass
 class TaskRows:
-    """The rows of one task.
+    """Rows of a task after a run.
 
     Attributes:
-      total: questions of the set, or as many as the limit asks.
-      seconds: that this call took, for `asked` of the rows.
+      total: number of questions, at most the limit.
+      num_new: rows evaluated by this run.
+      seconds: time of this run.
     """
 
     rows: dict[int, dict]
@@ -62,22 +64,22 @@ class TaskRows:
 
 
 class Checked(NamedTuple):
-    """Result of checking a plan: warnings, and by task the digests of its rows' prompts."""
+    """Result of checking a plan: warnings, and digests of the rows' prompts by task."""
 
     warnings: list[str]
     prompts: dict[str, list[str]]
 
 
 def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checked:
-    """Checks what can be, before anything expensive.
+    """Checks a plan before weights are read.
 
     Args:
-      context: tokens that the model was trained on: what goes beyond is warned of.
+      context: training length in tokens; longer prompts give a warning.
 
     Raises:
-      UserError: what cannot be asked.
+      UserError: questions that the model cannot answer.
     """
-    said, digests = [], {}
+    warnings, digests = [], {}
     for name, found in plan.questions.items():
         items = found.items[: plan.count(len(found.items))]
         if found.task.kind == LETTERS:
@@ -88,13 +90,13 @@ def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checke
                 _check_tests(items, found.places, plan.answers.helpers)
             prompts = [generated.prompt(model, item, plan.answers.mode) for item in items]
             more = plan.answers.num_tokens
-        said += _lengths(model, name, found.places, prompts, more, context)
+        warnings += _lengths(model, name, found.places, prompts, more, context)
         digests[name] = [letters.prompt_hash(ids) for ids, _ in prompts]
-    return Checked(said, digests)
+    return Checked(warnings, digests)
 
 
 def _check_tests(items, places, helpers: str) -> None:
-    for item, place in zip(items, places, strict=False):  # of a limit, the first places
+    for item, place in zip(items, places, strict=False):  # a limit shortens items
         try:
             test = generated.test(item, helpers)
             sandbox.check(sandbox.Problem("", test, item.entry_point))
@@ -105,55 +107,60 @@ def _check_tests(items, places, helpers: str) -> None:
 def _lengths(model, name, places, prompts, more: int, context: int) -> list[str]:
     lengths = [len(ids) for ids, _ in prompts]
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    needed = lengths[longest] + max(0, more - 1)
+    needed = lengths[longest] + max(0, more - 1)  # the last generated token is not an input
     if model.positions is not None and needed > model.positions:
-        ask = f" and {more} to generate" if more else ""
+        generation = f" and {more} to generate" if more else ""
         raise UserError(
-            f"{places[longest]}: {lengths[longest]} tokens{ask}; the model's positions end after "
-            f"{model.positions}: leave out {name}" + (", or lower --num_tokens" if more else "")
+            f"{places[longest]}: {lengths[longest]} tokens{generation}; the model has "
+            f"{model.positions} positions: remove {name} from --tasks"
+            + (", or lower --num_tokens" if more else "")
         )
-    said = []
+    warnings = []
     if beyond := sum(length + more > context for length in lengths):
-        said.append(
-            f"{name}: {beyond:,} of {len(lengths):,} prompts may go past the {context:,} tokens "
-            "that the model was trained on"
+        warnings.append(
+            f"{name}: {beyond:,} of {len(lengths):,} prompts may exceed the training length of "
+            f"{context:,} tokens"
         )
     if cut := sum(is_cut for _, is_cut in prompts):
-        said.append(f"{name}: {cut:,} prompts are longer than the limit, and lose their end")
-    return said
+        warnings.append(f"{name}: {cut:,} prompts are longer than the limit, and lose their end")
+    return warnings
 
 
 @contextlib.contextmanager
 def opened(
     plan: Plan,
     folder: epath.Path,
-    identity: Callable[[str], Mapping[str, Any]],
     *,
+    identities: Mapping[str, Mapping[str, Any]],
     defaults: Mapping[str, Any],
     prompts: Mapping[str, Sequence[str]],
 ) -> Iterator[dict[str, RowStore]]:
-    """The rows that are there, by task; this process's alone to add to.
+    """Opens the saved rows of each task, locked for this process.
 
     Args:
       folder: of the checkpoint's evaluations.
-      identity: of a task, see `RowStore`.
-      defaults: see `RowStore`.
-      prompts: by task, see `RowStore`.
+      identities, defaults, prompts: see `RowStore`; by task but for `defaults`.
 
     Raises:
-      UserError: rows of something else are there, or rows cannot be written.
+      UserError: there are rows of another model or other options, or rows cannot be written.
     """
     with contextlib.ExitStack() as stack:
         stores = {}
         for name in names(plan):
-            more = dict(defaults=defaults, prompts=prompts.get(name, ()))
-            stores[name] = RowStore(folder, name, identity(name), plan.share, **more)
+            stores[name] = RowStore(
+                folder,
+                name,
+                identities[name],
+                plan.share,
+                defaults=defaults,
+                prompts=prompts.get(name, ()),
+            )
             stack.callback(stores[name].close)
         yield stores
 
 
 def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> dict[str, TaskRows]:
-    """All rows that are not done yet, and those that are.
+    """Evaluates all missing rows, and returns the rows of each task.
 
     Raises:
       UserError: rows cannot be written.
@@ -163,32 +170,32 @@ def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> di
         items, task = found_questions.items, found_questions.task
         if task.kind == LETTERS:
             block = letters.BLOCK * model.batch
-            ask = lambda indices, items=items: letters.ask(model, items, indices)
+            ask = functools.partial(letters.ask, model, items)
         else:
             block = model.batch
-            ask = lambda indices, items=items: generated.ask(model, items, indices, plan.answers)
+            ask = functools.partial(generated.ask, model, items, answers=plan.answers)
         found[name] = _run_task(name, stores[name], plan.count(len(items)), block, ask)
     for task in plan.core:
         name = core_tasks.label_of(task)
-        ask = lambda indices, task=task: core_tasks.ask(model, task, indices)
+        ask = functools.partial(core_tasks.ask, model, task)
         count = plan.count(len(task.items))
         found[name] = _run_task(name, stores[name], count, 2 * model.batch, ask)
     return found
 
 
 def names(plan: Plan) -> list[str]:
-    """The names under which a plan keeps rows: those of question sets, then of CORE tasks."""
+    """Returns the names of a plan's files of rows: question sets, then CORE tasks."""
     return [*plan.questions, *map(core_tasks.label_of, plan.core)]
 
 
 def _run_task(name: str, store: RowStore, count: int, block: int, ask) -> TaskRows:
     missing, begun = store.missing(count), time.monotonic()
-    within = lambda: {i: row for i, row in store.done.items() if i < count}
-    with progress.Steps(count, len(within()), unit=f"{name}: row") as bar:
+    with progress.Steps(count, len(store.first(count)), unit=f"{name}: row") as bar:
         for start in range(0, len(missing), block):
             new = ask(missing[start : start + block])
             store.add(new)
-            right = sum(row["right"] for row in within().values())
-            bar.step(f"{100 * right / len(within()):.1f} % right", len(new))
-    store.reload()  # others may have written meanwhile
-    return TaskRows(within(), count, len(missing), time.monotonic() - begun)
+            done = store.first(count)
+            right = sum(row["right"] for row in done.values())
+            bar.step(f"{100 * right / len(done):.1f} % right", len(new))
+    store.reload()  # other processes may have added rows meanwhile
+    return TaskRows(store.first(count), count, len(missing), time.monotonic() - begun)

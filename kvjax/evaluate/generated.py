@@ -1,12 +1,12 @@
-"""GSM8K and HumanEval: a text is written, greedily, and judged.
+"""GSM8K and HumanEval: answers are generated greedily and judged.
 
-GSM8K is right if the number after the first `#### ` is the reference's, compared as text once its
-commas are gone: `18.0` for 18 is wrong, and so is no marker. HumanEval is right if the program runs
-through the set's test, in a sandbox (see `kvjax.sandbox`).
+GSM8K is right if the number after the first `#### ` equals the reference's, as text without commas:
+`18.0` for 18 is wrong, and so is an answer without the marker. HumanEval is right if the program
+passes the set's test, in a sandbox (see `kvjax.sandbox`).
 
 The tests of HumanEval/32, 38 and 50 call a helper of the prompt (`poly`, `encode_cyclic`,
-`encode_shift`). In the original they call the program's, so that a program passes which redefines
-the helper to fit a wrong answer. HELPERS chooses: the program's, or the prompt's own.
+`encode_shift`). In the original they call the program's definition, so that a program can pass by
+redefining the helper to fit a wrong answer. HELPERS selects the program's helper or the prompt's.
 """
 
 import ast
@@ -23,7 +23,7 @@ from kvjax.evaluate.model import BenchmarkModel
 NUM_TOKENS = 512
 MODES = ("chat", "completion")  # of HumanEval
 HELPERS = ("program", "prompt")  # whose helpers HumanEval's tests call
-# What ends a function that a model completes (Chen et al., 2021).
+# Stop sequences of a completed function (Chen et al., 2021).
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
 _NUMBER = re.compile(r"#### (-?[0-9.,]+)")
@@ -31,25 +31,25 @@ _FENCED = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
 
 
 class Verdict(NamedTuple):
-    """What judging an answer gave: whether it is right, why not, whether it was judged twice."""
+    """Judgement of an answer: right or not, the reason, and whether it was judged twice."""
 
     right: bool
     reason: str = ""
     is_retried: bool = False
 
 
-# Programs, tests and entry points to verdicts.
+# Judges (program, test, entry point) triples.
 Judge = Callable[[Sequence[tuple[str, str, str]]], list[Verdict]]
 
 
 class AnswerOptions(NamedTuple):
-    """How a model is asked."""
+    """Options of generating and judging answers."""
 
     num_tokens: int = NUM_TOKENS
     calculator: str = "nanochat"  # see `kvjax.conversation.calculator`
     mode: str = MODES[0]  # of HumanEval
     helpers: str = HELPERS[0]  # of HumanEval
-    judge: Judge | None = None  # of programs
+    judge: Judge | None = None  # for HumanEval
 
 
 def ask(
@@ -58,7 +58,7 @@ def ask(
     indices: Sequence[int],
     answers: AnswerOptions,
 ) -> list[dict[str, Any]]:
-    """The rows of some questions, a batch at most."""
+    """Generates and judges the answers to some questions, at most one batch; returns their rows."""
     prompts = [prompt(model, items[i], answers.mode) for i in indices]
     is_completed = isinstance(items[indices[0]], CodeProblem) and answers.mode == "completion"
     options = dict(num_tokens=answers.num_tokens, mode=answers.calculator)
@@ -72,7 +72,7 @@ def ask(
     if isinstance(chosen[0], CodeProblem):
         specials = set(model.dialogue.specials or ())
         for row, answer in zip(rows, found, strict=True):
-            if specials & set(answer.ids):  # their names stand in the program
+            if specials & set(answer.ids):  # the program contains their names
                 row["specials"] = True
     if isinstance(chosen[0], MathProblem):
         verdicts = [sum_verdict(row["text"], item) for row, item in zip(rows, chosen, strict=True)]
@@ -92,7 +92,7 @@ def ask(
 def prompt(
     model: BenchmarkModel, item: MathProblem | CodeProblem, mode: str
 ) -> tuple[list[int], bool]:
-    """A question's token ids, and whether it was cut."""
+    """Returns a question's token ids, and True if it was cut."""
     text = item.question if isinstance(item, MathProblem) else item.prompt
     if isinstance(item, CodeProblem) and mode == "completion":
         return [model.tokenizer.bos_id, *model.tokenizer.encode(text)], False
@@ -116,39 +116,39 @@ def _row(index: int, ids: list[int], is_cut: bool, answer: Answer) -> dict:
 
 
 def number(text: str) -> str | None:
-    """What stands after the first marker, without commas; None without one."""
+    """Returns the number after the first marker, without commas; None if there is none."""
     found = _NUMBER.search(text)
     return found[1].strip().replace(",", "") if found else None
 
 
 def sum_verdict(text: str, item: MathProblem) -> Verdict:
-    said, reference = number(text), number(item.answer)
-    if said is None:
+    found, reference = number(text), number(item.answer)
+    if found is None:
         return Verdict(False, "no marker")
-    return Verdict(said == reference, "" if said == reference else f"{said} for {reference}")
+    return Verdict(found == reference, "" if found == reference else f"{found} for {reference}")
 
 
 # -- HumanEval -------------------------------------------------------------------------------------
 
 
 def program(item: CodeProblem, text: str) -> str:
-    """The imports that a prompt begins with, and the code of an answer."""
+    """Returns the program of a chat answer: the prompt's imports, then the answer's code."""
     return f"{leading_imports(item.prompt)}\n\n{code(text)}\n"
 
 
 def completed(item: CodeProblem, text: str) -> str:
-    """A prompt and what follows it."""
+    """Returns the program of a completion: prompt and continuation."""
     return item.prompt + text
 
 
 def test(item: CodeProblem, helpers: str) -> str:
-    """Returns the test of a problem; with the prompt's helpers before it, if these are chosen.
+    """Returns the test of a problem, preceded by the prompt's helpers if these are selected.
 
     Raises:
-      SandboxError: test or prompt are not Python.
+      SandboxError: the test or the prompt is not Python.
     """
-    asked = set(sandbox.asked_names(sandbox.Problem("", item.test, item.entry_point)))
-    if helpers == "program" or not asked - {item.entry_point}:
+    called = set(sandbox.asked_names(sandbox.Problem("", item.test, item.entry_point)))
+    if helpers == "program" or not called - {item.entry_point}:
         return item.test
     try:
         tree = ast.parse(item.prompt)
@@ -161,13 +161,13 @@ def test(item: CodeProblem, helpers: str) -> str:
 
 
 def code(text: str) -> str:
-    """The first fenced block of an answer, else all of it."""
+    """Returns the first fenced block of an answer; all of it without a fence."""
     found = _FENCED.search(text)
     return (found[1] if found else text).strip()
 
 
 def leading_imports(prompt: str) -> str:
-    """Lines of import before the first that is neither import, comment nor blank."""
+    """Returns the import lines before the first line that is not an import, a comment or blank."""
     found = []
     for line in map(str.strip, prompt.split("\n")):
         if line.startswith(("import ", "from ")):

@@ -1,8 +1,7 @@
-"""Multiple choice by letter: ARC and MMLU, zero-shot, as nanochat asks them.
+"""Multiple choice by letter: ARC and MMLU, zero-shot, in nanochat's format.
 
-After the prompt's last token the logits of this row's letters are compared; the largest is the
-answer, the first of equal ones. Models that know no conversations score near chance here: that is
-the protocol.
+The answer is the row's letter with the largest logit after the prompt; of equal ones the first.
+Models that were not trained on conversations score near chance.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ BLOCK = 8  # batches between writes
 def ask(
     model: BenchmarkModel, items: Sequence[MultipleChoice], indices: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The rows of some questions."""
+    """Evaluates some questions; returns their rows."""
     prompts = [prompt(model, items[i]) for i in indices]
     candidates = [letter_ids(model.tokenizer, items[i].letters) for i in indices]
     found = model.choices([ids for ids, _ in prompts], candidates)
@@ -34,14 +33,14 @@ def ask(
 
 
 def prompt(model: BenchmarkModel, item: MultipleChoice) -> tuple[list[int], bool]:
-    """A question's token ids, and whether it was cut."""
+    """Returns a question's token ids, and True if it was cut."""
     text = questions.multiple_choice(item)
     rendered = model.dialogue.prompt([dict(role="user", content=text)])
     return rendered.ids, rendered.is_cut
 
 
 def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
-    """The token of each letter.
+    """Returns the token id of each letter.
 
     Raises:
       UserError: a letter that is not one token.
@@ -52,14 +51,14 @@ def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
         if len(ids) != 1:
             raise UserError(
                 f"the letter {letter!r} is {len(ids)} tokens in this tokenizer: answers cannot be "
-                "compared by letter. Leave out arc_easy, arc_challenge and mmlu"
+                "compared by letter. Remove arc_easy, arc_challenge and mmlu from --tasks"
             )
         found += ids
     return found
 
 
 def check(model: BenchmarkModel, items: Sequence[MultipleChoice]) -> None:
-    """Raises the errors of `letter_ids` for all letters that are used."""
+    """Raises a UserError if a letter of the questions is not one token."""
     letter_ids(model.tokenizer, sorted({letter for item in items for letter in item.letters}))
 
 
@@ -82,5 +81,5 @@ def _row(
 
 
 def prompt_hash(ids: Sequence[int]) -> str:
-    """What tells prompts apart, in results."""
+    """Returns a digest of a prompt."""
     return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:16]

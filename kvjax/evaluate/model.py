@@ -1,4 +1,4 @@
-"""The model that is asked, behind three methods: tests put oracles in its place."""
+"""The model under evaluation, as an interface of three methods that tests implement by oracles."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,12 +15,12 @@ from kvjax.decoding.scoring import Scored, Scorer
 
 
 class BenchmarkModel(Protocol):
-    """What tasks ask of.
+    """A model that tasks are evaluated on.
 
     Attributes:
-      dialogue: how it is talked to.
-      positions: how many tokens it has positions for; None: any number.
-      batch: prompts that are answered side by side.
+      dialogue: its chat format.
+      positions: maximum number of positions; None: unlimited.
+      batch: prompts per batch.
     """
 
     tokenizer: Tokenizer
@@ -31,20 +31,20 @@ class BenchmarkModel(Protocol):
     def choices(
         self, prompts: Sequence[Sequence[int]], candidates: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
-        """The logits of each prompt's candidates as its next token."""
+        """Returns the logits of each prompt's candidates as its next token."""
 
     def continuations(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[Scored]:
-        """What it makes of each continuation after its context."""
+        """Scores each continuation after its context."""
 
     def answers(self, prompts: Sequence[Sequence[int]], **options) -> list[Answer]:
-        """See `kvjax.decoding.answers.answers`."""
+        """Generates answers, see `kvjax.decoding.answers.answers`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model before its weights are read."""
+    """Properties of a model that are known before its weights are read."""
 
     tokenizer: Tokenizer
     dialogue: Dialogue
@@ -52,7 +52,7 @@ class ModelInfo:
 
 
 class CachedModel:
-    """A model with a cache."""
+    """A model that decodes with a cache."""
 
     def __init__(
         self, generator: Generator, tokenizer: Tokenizer, dialogue: Dialogue, *, batch: int
@@ -69,7 +69,7 @@ class CachedModel:
         return self._scorer.continuations(sequences)
 
     def answers(self, prompts, **options) -> list[Answer]:
-        """Batches of one size: a short one is filled with its last prompt, which compiles less."""
+        """Generates answers; pads the batch, so that one program is compiled."""
         count = len(prompts)
         prompts = [*prompts, *[prompts[-1]] * (self.batch - count)]
         found = answers_lib.answers(self._generator, self.dialogue, prompts, **options)

@@ -1,9 +1,9 @@
-"""Differences between two models that answered the same questions, with 95 % intervals.
+"""Differences between two models on the same questions, with 95 % intervals.
 
-One model against one: McNemar's exact test, and the interval of Fay and Lumbard (Statistics in
-Medicine 40, 2021), which excludes 0 if and only if that test rejects at 5 %. Means of several tasks
-add the squares of distances to bounds (Zou and Donner, 2008). Several seeds of a model add the
-square of Welch's t interval over seeds.
+For two models: McNemar's exact test, and the interval of Fay and Lumbard (Statistics in Medicine
+40, 2021), which excludes 0 if and only if the test rejects at 5 %. For means over tasks, squared
+distances to the bounds are added (Zou and Donner, 2008). For several seeds, the square of Welch's t
+interval over seeds is added.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from kvjax.evaluate import scores
 from kvjax.evaluate.scores import Score
 
 _TAIL = 0.025  # on either side of a 95 % interval
-_NODES = 500
+_NODES = 500  # quantiles of the numerical integration over s
 
 
 def p_value(only_first: int, only_second: int) -> float:
@@ -71,12 +71,12 @@ def _lower_bound(only_first: int, only_second: int, questions: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A score of one model less that of another.
+    """The score of one model minus that of another.
 
     Attributes:
       first_S, second_S: scores of each model's seeds.
-      below, above: distances from the difference to the bounds that follow from the questions.
-      most: the largest difference that there can be, 1 of shares.
+      below, above: distances to the bounds, over questions.
+      most: largest possible difference: 1 for accuracies.
     """
 
     first_S: np.ndarray
@@ -89,7 +89,7 @@ class Difference:
     def score(self) -> Score:
         """The difference of means over seeds, with its interval over questions and seeds.
 
-        Welch's t of a few seeds goes beyond what can be: bounds are at most `most` from 0.
+        Bounds are clipped to `most`, which Welch's t of few seeds can exceed.
         """
         value = float(np.mean(self.first_S) - np.mean(self.second_S))
         seeds = _welch_half(self.first_S, self.second_S)
@@ -97,7 +97,7 @@ class Difference:
         return Score(value, max(low, -self.most), min(high, self.most))
 
     def centred(self, chance: float) -> "Difference":
-        """Returns the difference of scores of which 0 is guessing and 1 everything right."""
+        """Returns the difference of centred scores: 0 is guessing, 1 all right."""
         return Difference(
             scores.centred(self.first_S, chance),
             scores.centred(self.second_S, chance),
@@ -108,10 +108,10 @@ class Difference:
 
 
 def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
-    """Returns the difference of shares of right answers of one task.
+    """Returns the difference of accuracies on one task.
 
-    Distances are means over pairs of a seed of each model, scaled by how much less the difference
-    of means over seeds varies from question to question than those of pairs.
+    Distances to the bounds are means over pairs of seeds, scaled by the ratio of standard
+    deviations over questions: that of the difference of means over seeds to that of pairs.
 
     Args:
       first_SQ, second_SQ: verdicts, 0 or 1, of each model's seeds on the same questions.
@@ -130,9 +130,9 @@ def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
 
 
 def mean(differences: Sequence[Difference]) -> Difference:
-    """Returns the difference of the plain means of several tasks' scores.
+    """Returns the difference of means over tasks.
 
-    Tasks have other questions, so that their distances add in squares; a seed has one mean.
+    Tasks have different questions, so that their distances add in quadrature; seeds are paired.
     """
     return Difference(
         np.mean([each.first_S for each in differences], axis=0),
@@ -144,7 +144,7 @@ def mean(differences: Sequence[Difference]) -> Difference:
 
 
 def _welch_half(first_S: np.ndarray, second_S: np.ndarray) -> float:
-    """Returns half of Welch's 95 % interval over seeds; 0 where no model has several seeds."""
+    """Returns half the width of Welch's 95 % interval over seeds; 0 for single seeds."""
     from scipy import special
 
     parts = [

@@ -1,9 +1,9 @@
-"""Rows that are done, on disk: one line of JSON each, flushed at once, never lost.
+"""Saved rows of an evaluation: JSON lines, flushed at once.
 
-A row ends with a checksum of itself (`json_text.with_checksum`), which older ones lack.
-WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl where several processes share the rows.
-Beside them TASK.json says what was asked of which model: rows of another are refused, and so is a
-row whose prompt, by its digest, is another than it would be now.
+A row ends with its checksum (`json_text.with_checksum`; missing in old rows). The file is
+WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl if several processes share the rows.
+TASK.json beside it identifies model, data and options: rows of others are refused, and so is a row
+whose prompt digest differs from that of the present prompt.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,18 +24,18 @@ from kvjax.foundation.files import in_bucket, named, write_atomically
 
 FOLDER = "evaluations"
 SUMMARY = "summary.json"  # of all tasks of a folder
-_ANEW = "remove the folder to begin anew"
+_ANEW = "remove the folder to start over"
 
 
 class RowStore:
-    """The rows of one task.
+    """The saved rows of one task.
 
     Args:
       folder: of the evaluations of one checkpoint.
-      identity: what decides the verdicts: model, data, options.
-      share: (i, n): the rows i mod n are this process's.
-      defaults: what keys stand for that earlier versions did not write.
-      prompts: digests of the rows' prompts as they are now, of the first rows or of none.
+      identity: everything that determines the verdicts: model, data, options.
+      share: (i, n): this process evaluates the rows i mod n.
+      defaults: values of identity keys that earlier versions did not write.
+      prompts: digests of the present prompts, of the first rows or of none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RowStore:
         prompts: Sequence[str] = (),
     ):
         if "/" in task:
-            raise UserError(f"{task}: must hold no '/', for its rows are in files of that name")
+            raise UserError(f"{task}: must not contain '/', since its rows are files of that name")
         self._folder, self._task, self._share, self._prompts = folder, task, share, prompts
         i, n = share
         name = task if n == 1 else f"{task}.{i}-of-{n}"
@@ -58,29 +58,33 @@ class RowStore:
         self.done = self._read()
 
     def reload(self) -> None:
-        """Reads what others have written since."""
+        """Reads the files again, with rows that other processes have added."""
         self.done = self._read()
 
+    def first(self, count: int) -> dict[int, dict]:
+        """Returns the finished rows among the first `count`."""
+        return {i: row for i, row in self.done.items() if i < count}
+
     def close(self) -> None:
-        """Lets another process write these rows."""
+        """Releases the lock on these rows."""
         if self._lock is not None:
             self._lock.close()
 
     def missing(self, count: int) -> list[int]:
-        """The rows of this process, of `count` in all, that are not done."""
+        """Returns this process's unfinished rows among the first `count`."""
         i, n = self._share
         return [row for row in range(i, count, n) if row not in self.done]
 
     def add(self, found: Iterable[Mapping[str, Any]]) -> None:
-        """Writes rows; each has its `index`.
+        """Appends rows, each with its `index`.
 
         Raises:
-          UserError: they cannot be written; what was written before stays.
+          UserError: they cannot be written; earlier rows stay.
         """
         found = list(found)
         text = "".join(json.dumps(json_text.with_checksum(row)) + "\n" for row in found)
         try:
-            if in_bucket(self.path):  # where nothing can be added to a file
+            if in_bucket(self.path):  # objects cannot be appended to
                 before = self.path.read_text() if self.path.exists() else ""
                 self.path.write_text(before + text)
             else:
@@ -90,27 +94,27 @@ class RowStore:
                     os.fsync(file.fileno())
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be written: {error.strerror or error}. Rows before are kept; "
-                "mend that and run the same command again"
+                f"{self.path} cannot be written: {error.strerror or error}. Earlier rows are kept; "
+                "run the same command again once it can"
             ) from error
         self.done |= {row["index"]: row for row in found}
 
     def _check(self, identity: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Raises a UserError where rows of something else are there."""
+        """Writes the identity; raises a UserError if it differs from that of existing rows."""
         path, *files = self._files()
         if files and not path.exists():
             raise UserError(
-                f"{path} is missing, and does not say which model {_listed(files)} are of: "
-                "restore it, or remove those to begin anew"
+                f"{path} is missing, which identifies the model of {_listed(files)}: restore it, "
+                "or remove these files to start over"
             )
         if path.exists():
-            there = {key: value for key, value in defaults.items() if key in identity}
-            there |= json_text.read_object(path, _ANEW)
-            for key in sorted(there.keys() | identity.keys()):
-                if there.get(key) != identity.get(key):
+            saved = {key: value for key, value in defaults.items() if key in identity}
+            saved |= json_text.read_object(path, _ANEW)
+            for key in sorted(saved.keys() | identity.keys()):
+                if saved.get(key) != identity.get(key):
                     raise UserError(
-                        f"{self._folder}: rows of {self._task} are there with {key} = "
-                        f"{there.get(key)!r}, and now it is {identity.get(key)!r}. "
+                        f"{self._folder}: existing rows of {self._task} have {key} = "
+                        f"{saved.get(key)!r}, and now it is {identity.get(key)!r}. "
                         f"{self._advice()}"
                     )
             return
@@ -124,28 +128,28 @@ class RowStore:
         found = {}
         for path in self._files()[1:]:
             if path == self.path and not in_bucket(path):
-                _mend(path)
+                _truncate(path)
             found |= {row["index"]: row for row in of_file(path)}
         self._check_prompts(found)
         return dict(sorted(found.items()))
 
     def _check_prompts(self, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Raises a UserError for a row that was asked otherwise than it would be now."""
+        """Raises a UserError for a row whose prompt differs from the present one."""
         for i, prompt in enumerate(self._prompts):
-            there = found.get(i, {}).get("prompt", prompt)
-            if there != prompt:
+            saved = found.get(i, {}).get("prompt", prompt)
+            if saved != prompt:
                 raise UserError(
-                    f"{self._folder}: row {i} of {self._task} was asked with a prompt of digest "
-                    f"{there}, and now it is {prompt}: by another chat template, or another kvjax. "
+                    f"{self._folder}: row {i} of {self._task} has prompt digest {saved}, and now "
+                    f"it is {prompt}: another chat template, or another version of kvjax. "
                     f"{self._advice()}"
                 )
 
     def _files(self) -> list[epath.Path]:
-        """Returns the file that says what was asked, which may be missing, and files of rows."""
+        """Returns the identity's file, which may be missing, and the files of rows."""
         return [self._folder / f"{self._task}.json", *files_of(self._folder, self._task)]
 
     def _advice(self) -> str:
-        return f"Give another --out, or remove {_listed(self._files())} to begin anew"
+        return f"Give another --out, or remove {_listed(self._files())} to start over"
 
 
 def _listed(files: Iterable[epath.Path]) -> str:
@@ -153,57 +157,57 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 
 def day(folder: epath.Path) -> str:
-    """Returns the day that the prompts of a folder's rows have, as 2026-11-27; "" without one."""
+    """Returns the date in the prompts of a folder's rows, as 2026-11-27; "" if they have none."""
     for path in (folder / f"{task}.json" for task in TASKS):
-        said = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
+        found = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
         try:
-            if said:
-                return str(datetime.date.fromisoformat(said))
+            if found:
+                return str(datetime.date.fromisoformat(found))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{path}: day = {said!r} is no date: {_ANEW}") from error
+            raise UserError(f"{path}: day = {found!r} is not a date: {_ANEW}") from error
     return ""
 
 
 def files_of(folder: epath.Path, task: str) -> list[epath.Path]:
-    """Returns the files with a task's rows, of all shares."""
+    """Returns the files of a task's rows, of all shares."""
     name = re.compile(rf"{re.escape(task)}(\.\d+-of-\d+)?\.jsonl")
     return [path for path in named(folder, "*.jsonl") if name.fullmatch(path.name)]
 
 
 def of_file(path: epath.Path) -> list[dict]:
-    """The rows of a file, but for a last line that is half-written.
+    """Reads the rows of a file, without a last line that is incomplete.
 
     Raises:
-      UserError: another line that is no row, or not the row that was written.
+      UserError: another line is damaged.
     """
     *lines, last = path.read_bytes().split(b"\n")
     with contextlib.suppress(ValueError):
         _row(last[:-1])
-        lines.append(last)  # a whole row, with a damaged end of line
+        lines.append(last)  # a complete row whose newline is damaged
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(_row(line))
         except ValueError as error:
             raise UserError(
-                f"{path}, line {number} is no row ({first_line(error)}): remove that line, and its "
-                "question is asked again"
+                f"{path}, line {number} is damaged ({first_line(error)}): remove that line, and "
+                "its question is evaluated again"
             ) from error
     return rows
 
 
 def _row(line: bytes) -> dict:
-    """Returns the row of a line; raises a ValueError if there is none."""
+    """Parses the row of a line; raises a ValueError if it is not one."""
     row = json_text.parse(line)
     if not isinstance(row, dict) or type(row.get("index")) is not int:
-        raise ValueError("no object with an index")
+        raise ValueError("not an object with an index")
     if type(row.get("right")) is not bool:
-        raise ValueError("it has no verdict")
+        raise ValueError("no verdict")
     return json_text.without_checksum(row)
 
 
 def _locked(lock: epath.Path, path: epath.Path) -> IO:
-    """A file that this process alone has locked while it lives.
+    """Opens and locks a file for the lifetime of this process.
 
     Raises:
       UserError: another process writes the same rows, or the folder cannot be written.
@@ -213,15 +217,15 @@ def _locked(lock: epath.Path, path: epath.Path) -> IO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(
-            f"{path}: another process writes these rows: wait for it, or give each its --share=I/N"
+            f"{path}: another process writes these rows: wait for it, or give each a --share=I/N"
         ) from error
     except OSError as error:
         raise UserError(f"{lock} cannot be written: {error.strerror or error}") from error
     return file
 
 
-def _mend(path: epath.Path) -> None:
-    """Cuts off a line that a killed process left half-written: that row is asked again."""
+def _truncate(path: epath.Path) -> None:
+    """Removes an incomplete last line, left by a killed process; its row is evaluated again."""
     content = path.read_bytes()
     rest = content.rpartition(b"\n")[2]
     if rest:

@@ -1,4 +1,4 @@
-"""Scores from verdicts: accuracies with intervals, combined, ChatCORE; `paired` has differences."""
+"""Scores from verdicts: accuracies with intervals, combined accuracy, ChatCORE."""
 
 from collections.abc import Mapping
 import math
@@ -12,7 +12,7 @@ _Z = 1.959963984540054  # of a two-sided interval of 95 %
 
 
 class Score(NamedTuple):
-    """A share, and an interval of 95 % around it."""
+    """An accuracy or difference with its 95 % interval."""
 
     value: float
     low: float
@@ -20,7 +20,7 @@ class Score(NamedTuple):
 
 
 def accuracy(right: int, count: int) -> Score:
-    """The share of right answers, with Wilson's interval: no bound leaves 0 to 1."""
+    """Returns the share of right answers with Wilson's interval, which stays within 0 to 1."""
     share, z2 = right / count, _Z * _Z
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = _Z * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
@@ -28,12 +28,12 @@ def accuracy(right: int, count: int) -> Score:
 
 
 def combined(found: Mapping[str, tuple[int, int]]) -> Score | None:
-    """The plain mean of the five accuracies (LRKV, Table 3); None unless all five are there.
+    """Returns the mean of the five accuracies (LRKV, Table 3); None unless all five are there.
 
-    Its interval adds the squares of their distances to their own bounds (Zou and Donner, 2008).
+    Distances to the bounds add in quadrature (Zou and Donner, 2008).
 
     Args:
-      found: by task, right answers and questions.
+      found: right answers and questions, by task.
     """
     if not found.keys() >= TASKS.keys():
         return None
@@ -45,7 +45,7 @@ def combined(found: Mapping[str, tuple[int, int]]) -> Score | None:
 
 
 def chat_core(found: Mapping[str, tuple[int, int]]) -> float | None:
-    """nanochat's ChatCORE: the mean of (a - b)/(1 - b), b what guessing scores."""
+    """Returns nanochat's ChatCORE: the mean of (accuracy - chance)/(1 - chance)."""
     if not found.keys() >= TASKS.keys():
         return None
     return float(
@@ -56,5 +56,5 @@ def chat_core(found: Mapping[str, tuple[int, int]]) -> float | None:
 
 
 def centred(share: float | np.ndarray, chance: float) -> float | np.ndarray:
-    """0 for guessing, 1 for everything right."""
+    """Returns (share - chance)/(1 - chance): 0 for guessing, 1 for all right."""
     return (share - chance) / (1 - chance)

@@ -1,4 +1,4 @@
-"""What an evaluation found, as a table and as summary.json."""
+"""The results of an evaluation, as a table and as summary.json."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -16,8 +16,8 @@ from kvjax.foundation import json_text, provenance, target
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Table
 
-# Counts of rows with: equal logits; answers without an end; prompts that were cut; special tokens
-# in a program; programs that were judged a second time.
+# Counted rows: with equal logits; with an unfinished answer; with a cut prompt; with special tokens
+# in a program; whose program was judged twice.
 _COUNTED = ("ties", "unfinished", "cut", "specials", "retried")
 _OF_HUMANEVAL = ("humaneval", "humaneval_helpers", "sandbox", "num_tokens")
 
@@ -28,12 +28,12 @@ def make(
     about: Mapping[str, Any],
     earlier: Mapping[str, Any],
 ) -> dict:
-    """All scores, with what they depend on.
+    """Returns all scores, with model, data and options.
 
     Args:
       about: model, data, options.
-      earlier: an earlier summary; of the same model its other tasks are kept, unless they were
-        asked by another chat template.
+      earlier: an earlier summary; its other tasks are kept if they are of the same model and chat
+        template.
     """
     before = earlier if earlier.get("model") == about["model"] else {}
     chances = {core_tasks.label_of(task): task.chance for task in core}
@@ -63,15 +63,17 @@ def _chances(tasks: Mapping[str, Mapping]) -> dict[str, float]:
 
 
 def chances_of_core(result: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the accuracy of guessing by task of CORE; {} unless the summary scores CORE."""
+    """Returns the accuracy of guessing by CORE task; {} unless the summary scores CORE."""
     return _chances(result.get("tasks", {})) if "core" in result else {}
 
 
 def _of_template(tasks: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Tasks that were not asked by another chat template, as far as both say which it was."""
-    same = ("", template)
-    kept = lambda task: not template or task.get("template", "") in same
-    return {name: task for name, task in tasks.items() if kept(task)}
+    """Returns the tasks without another chat template; a missing or empty template matches any."""
+    return {
+        name: task
+        for name, task in tasks.items()
+        if not template or task.get("template", "") in ("", template)
+    }
 
 
 def _task(done: TaskRows) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def _task(done: TaskRows) -> dict[str, Any]:
 
 
 def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task's score depends on beside model and data."""
+    """Returns the options that a task's score depends on."""
     options = about["options"]
     keys = dict(gsm8k=("calculator", "num_tokens"), humaneval=_OF_HUMANEVAL).get(name, ())
     if options["template"] and is_conversation(name, options["humaneval"]):
@@ -98,11 +100,11 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: epath.Path) -> dict:
-    """Reads the folder's earlier summary; {} without one, or with a warning if it is damaged."""
+    """Returns the folder's summary; {} without one, or with a warning if it is damaged."""
     if not (folder / SUMMARY).exists():
         return {}
     try:
-        advice = "the scores of tasks that are not asked now are left out of it"
+        advice = "scores of tasks that are not evaluated now are lost"
         return json_text.read_record(folder / SUMMARY, advice)
     except UserError as error:
         warn(str(error))
@@ -110,7 +112,7 @@ def read(folder: epath.Path) -> dict:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """The scores of a result as a table for a terminal."""
+    """Returns the scores as a table."""
     rows = []
     for name, task in result["tasks"].items():
         low, high = task["interval"]
@@ -131,25 +133,25 @@ def table(result: Mapping[str, Any]) -> Table:
         rows.append(("combined", f"{100 * mean['value']:.1f}", interval, "-", "-"))
     notes = []
     if "chat_core" in result:
-        notes.append(f"ChatCORE {result['chat_core']:.3f}: guessing counts as 0.")
+        notes.append(f"ChatCORE {result['chat_core']:.3f} (0 is guessing).")
     if "core" in result:
         count = result["core_tasks"]
-        notes.append(f"CORE {result['core']:.4f}, of {count} tasks.")
+        notes.append(f"CORE {result['core']:.4f}, over {count} tasks.")
         if count != core_tasks.COUNT:
             notes.append(f"The published CORE has {core_tasks.COUNT} tasks: not comparable.")
     partial = [n for n, task in result["tasks"].items() if task["rows"] < task["of"]]
     if partial:
-        notes.append(f"Not all rows are done of {', '.join(partial)}.")
+        notes.append(f"Incomplete: {', '.join(partial)}.")
     other = [
         name
         for name, data in result["data"].items()
         if name in TASKS and result["tasks"].get(name, {}).get("rows") != data["published"]
     ]
     if other:
-        notes.append(f"Not the published set, or not all of it: {', '.join(other)}.")
+        notes.append(f"Not the whole published set: {', '.join(other)}.")
     for key in _COUNTED:
-        if there := {n: task[key] for n, task in result["tasks"].items() if key in task}:
-            counts = ", ".join(f"{name} {count}" for name, count in there.items())
+        if counted := {n: task[key] for n, task in result["tasks"].items() if key in task}:
+            counts = ", ".join(f"{name} {count}" for name, count in counted.items())
             notes.append(f"Rows with {key}: {counts}.")
     notes.append(conditions(result))
     header = ("task", "%", "95 % interval", "right", "minutes")
@@ -159,7 +161,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def conditions(result: Mapping[str, Any]) -> str:
-    """What scores depend on, in a sentence."""
+    """Returns the options that scores depend on, as a sentence."""
     tasks = result["tasks"]
     parts = [f"Prompts: {result['options']['dialogue'] or 'plain text'}"]
     if "gsm8k" in tasks:
@@ -173,7 +175,7 @@ def conditions(result: Mapping[str, Any]) -> str:
 
 
 def write(folder: epath.Path, result: Mapping[str, Any]) -> epath.Path:
-    """Writes summary.json with the machine, versions and command."""
+    """Writes summary.json, with machine, versions and command."""
     made = json_text.with_checksum(dict(result, made_by=provenance.provenance()))
     target.write(folder, {SUMMARY: f"{json.dumps(made, indent=1)}\n".encode()})
     return folder / SUMMARY

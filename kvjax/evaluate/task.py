@@ -1,7 +1,6 @@
-"""What can be asked of a model: the five tasks of the LRKV paper's Table 3, as nanochat asks them.
+"""The benchmarks: the five tasks of the LRKV paper's Table 3, in nanochat's format.
 
-And CORE (DCLM), for models that know no conversations: `core_tasks`. Counts are those of the
-published sets; chance is what guessing scores.
+CORE (DCLM), for base models, is in `core_tasks`.
 """
 
 from collections.abc import Callable
@@ -19,13 +18,13 @@ class Task:
 
     Attributes:
       name: as in `--tasks`.
-      kind: LETTERS: one of a few letters is chosen; GENERATED: a text is written and judged.
-      rows: that the set has.
-      chance: the score of guessing.
-      parse: a row of a file, and its place, to a question.
-      parse_cells: the same of a line of CSV, if the set has that form.
-      patterns: where its files lie in the data folder, the first that is there.
-      fetch: the repository of Hugging Face's hub, and the folder it goes to.
+      kind: LETTERS: a letter is chosen; GENERATED: a text is generated and judged.
+      rows: number of rows of the published set.
+      chance: accuracy of guessing.
+      parse: parses a row of a file, given its position for messages.
+      parse_cells: likewise for a line of CSV, if the set has that form.
+      patterns: globs of its files in the data folder; the first that matches is used.
+      fetch: repository on Hugging Face's hub, and the folder to download it to.
     """
 
     name: str
@@ -94,9 +93,9 @@ NAMES = (*TASKS, CORE)
 
 
 def is_conversation(name: str, humaneval: str) -> bool:
-    """True if a task is asked in a conversation, so that a chat template makes its prompts.
+    """Returns True if a task's prompts are conversations, so that they depend on a chat template.
 
     Args:
-      humaneval: how HumanEval is asked, see `generated.MODES`.
+      humaneval: format of HumanEval's prompts, see `generated.MODES`.
     """
     return name in TASKS and (name != "humaneval" or humaneval == "chat")

@@ -119,7 +119,7 @@ def test_all_five_tasks(run, workdir):
     assert written.pop("made_by")["command"] and written == result
     rows = (workdir / "evaluations" / "0" / "mmlu.jsonl").read_text().splitlines()
     assert [json.loads(row)["index"] for row in rows] == list(range(5))
-    assert "mmlu" in err and "5 rows, and the published set 14,042" in err
+    assert "mmlu" in err and "5 rows, the published set has 14,042" in err
     # Again: nothing is asked, everything is there.
     status, out, _ = run("--json", "--batch=4")
     again = json.loads(out)
@@ -157,7 +157,7 @@ def test_rows_of_another_checkpoint_are_refused(run, workdir, tmp_path):
     other = workdirs.write(tmp_path / "other")
     shutil.copytree(workdir / "evaluations", tmp_path / "other" / "evaluations")
     status, _, err = run("--tasks=mmlu", workdir=other)
-    assert status == 2 and "rows of mmlu are there with checkpoint" in err
+    assert status == 2 and "existing rows of mmlu have checkpoint" in err
 
 
 class _Equal:
@@ -225,15 +225,15 @@ def test_rows_of_what_changes_a_prompt_or_an_answer_are_refused(templated):
             path.write_text(text)
 
     other = TEMPLATE.replace("<|u|>", "<|u|> ")
-    refused(template, other, "rows of mmlu are there with template = '")
-    refused(template, other, "row 0 of mmlu was asked with a prompt of digest", *new)
-    refused(tokens, json.dumps(TOKENS | dict(bos_token="")), "rows of mmlu are there with template")
+    refused(template, other, "existing rows of mmlu have template = '")
+    refused(template, other, "row 0 of mmlu has prompt digest", *new)
+    refused(tokens, json.dumps(TOKENS | dict(bos_token="")), "existing rows of mmlu have template")
     ended = json.dumps(TOKENS | dict(eos_token="<|u|>"))
     refused(
-        tokens, ended, "rows of gsm8k are there with ends = [256, 258], and now it is [256, 257"
+        tokens, ended, "existing rows of gsm8k have ends = [256, 258], and now it is [256, 257"
     )
     # From before, when the template's own end was none: answers went on.
-    refused(tokens, json.dumps(TOKENS), "rows of gsm8k are there with ends = [256], and now", *new)
+    refused(tokens, json.dumps(TOKENS), "existing rows of gsm8k have ends = [256], and now", *new)
     _forget(rows, *new)
     status, out, err = run("--tasks=mmlu", "--json")
     assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 5, err
@@ -347,7 +347,7 @@ def test_a_model_without_conversations_is_told_what_to_do(checked, tmp_path):
 def test_prompts_beyond_the_models_context_are_counted(run, tmp_path):
     other = workdirs.write(tmp_path / "short", context=50)
     _, _, err = run("--tasks=mmlu", "--limit=3", workdir=other)
-    assert "mmlu: 3 of 3 prompts may go past the 50 tokens" in err
+    assert "mmlu: 3 of 3 prompts may exceed the training length of the 50 tokens" in err
 
 
 def test_no_sandbox_is_no_humaneval(checked, monkeypatch):

@@ -146,7 +146,7 @@ def test_what_is_longer_than_the_positions_keeps_its_end(bundle):
     assert TOKENIZER.decode(continuation).strip() == task.items[0]["continuation"]
     for encode in (lambda text: [len(text)] * len(text), lambda text: [1]):  # another one; none
         model.tokenizer = types.SimpleNamespace(bos_id=0, encode=encode)
-        with pytest.raises(DataError, match="line 2: the tokens of the prompt are no prefix of"):
+        with pytest.raises(DataError, match="line 2: the prompt's tokens are not a prefix of"):
             core_tasks.prompts(model, task, 0)
 
 

@@ -54,8 +54,8 @@ def test_files_lie_where_they_are_published_or_as_they_are_named(tmp_path, monke
         raise OSError("it cannot be listed")
 
     monkeypatch.setattr(datasets.matching, "matching", fails)
-    command = f"hf download cais/mmlu --repo-type=dataset --local-dir={folder}/mmlu; or name"
-    with pytest.raises(MissingDataError, match=f"mmlu: no file is in {folder} .*{command}"):
+    command = f"hf download cais/mmlu --repo-type=dataset --local-dir={folder}/mmlu; or give"
+    with pytest.raises(MissingDataError, match=f"mmlu: no file in {folder} .*{command}"):
         datasets._found(TASKS["mmlu"], str(folder))
 
 
@@ -64,7 +64,7 @@ def test_what_is_no_set_is_refused_and_another_count_is_told(tmp_path):
     cells.write_text("1 + 1?,#### 2\n")
     empty.write_text("")
     for file, said in {
-        cells: "cells.csv, row 1: gsm8k has no CSV form: give JSON lines or Parquet",
+        cells: "cells.csv, row 1: gsm8k is not read from CSV: give JSON lines or Parquet",
         empty: "gsm8k: .*empty.jsonl has no row",
     }.items():
         with pytest.raises(DataError, match=said):
@@ -72,6 +72,6 @@ def test_what_is_no_set_is_refused_and_another_count_is_told(tmp_path):
     files = ("a", "b", "c", "d")
     sets = [Questions(task, range(count), (), files, "") for count in (1318, 1319)]
     assert datasets.other_counts(sets) == [
-        "gsm8k: a, b, c has 1,318 rows, and the published set 1,319: scores are not comparable "
+        "gsm8k: a, b, c has 1,318 rows, the published set has 1,319: scores are not comparable "
         "with published ones"
     ]

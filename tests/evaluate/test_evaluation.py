@@ -31,7 +31,7 @@ def test_a_prompt_longer_than_the_positions_is_named():
     plan = _plan("mmlu", [SHORT, LONG])
     size = len(DIALOGUE.prompt([dict(role="user", content=multiple_choice(LONG))]).ids)
     assert evaluation.check(_model(size), plan, 10_000).warnings == []
-    said = f"rows.jsonl, line 2: {size} tokens; the model's positions end after {size - 1}"
+    said = f"rows.jsonl, line 2: {size} tokens; the model has {size - 1} positions"
     with pytest.raises(UserError, match=said):
         evaluation.check(_model(size - 1), plan, 10_000)
     evaluation.check(_model(size - 1), _plan("mmlu", [SHORT, LONG], limit=1), 10_000)
@@ -51,6 +51,6 @@ def test_what_is_cut_or_goes_past_the_context_is_counted():
     plan = _plan("mmlu", [SHORT, LONG, LONG])
     beyond, cut = evaluation.check(_model(limit=200), plan, 150).warnings
     assert beyond == (
-        "mmlu: 2 of 3 prompts may go past the 150 tokens that the model was trained on"
+        "mmlu: 2 of 3 prompts may exceed the training length of 150 tokens"
     )
     assert cut == "mmlu: 2 prompts are longer than the limit, and lose their end"

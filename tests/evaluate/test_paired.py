@@ -120,7 +120,7 @@ def test_a_comparison_of_two_models_and_of_seeds():
     )
     elsewhere = _evaluated({"mmlu": 3}, questions=1)
     elsewhere.verdicts["mmlu"] = {48: True}
-    with pytest.raises(UserError, match="--compare: the two sides have no question of a task in"):
+    with pytest.raises(UserError, match="--compare: the two sides have no questions in"):
         compare.compare([one], [elsewhere])
     elsewhere.identities["gsm8k"], elsewhere.verdicts["gsm8k"] = {}, {2: True, 0: False, 50: True}
     (gsm8k,) = compare.compare([one], [elsewhere]).values()

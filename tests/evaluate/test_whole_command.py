@@ -45,14 +45,13 @@ core_x         66.7   30.0 to 90.3  4 of 6      1.5
 core_y         75.0   30.1 to 95.4  3 of 4      1.5
 combined       53.3   38.0 to 67.8       -        -
 
-ChatCORE 0.440: guessing counts as 0.
+ChatCORE 0.440 (0 is guessing).
 
-CORE 0.5000, of 2 tasks.
+CORE 0.5000, over 2 tasks.
 
 The published CORE has 22 tasks: not comparable.
 
-Not the published set, or not all of it: arc_easy, arc_challenge, mmlu, gsm8k,
-humaneval.
+Not the whole published set: arc_easy, arc_challenge, mmlu, gsm8k, humaneval.
 
 Rows with unfinished: gsm8k 3.
 
@@ -192,7 +191,7 @@ def test_scores_of_all_tasks_at_once_and_one_by_one(run, data):
     }
     assert len(asked) == sum(COUNTS.values()) + COUNTS["core_x"] + COUNTS["core_y"]
     assert TABLE in err and err.startswith(
-        f"WARNING: arc_easy: {data}/arc_easy.jsonl has 5 rows, and the published set 2,376: "
+        f"WARNING: arc_easy: {data}/arc_easy.jsonl has 5 rows, the published set has 2,376: "
     )
     own = dict(arc_easy={}, gsm8k=dict(unfinished=3, calculator="nanochat", num_tokens=10))
     own["humaneval"] = dict(retried=3, humaneval="chat", sandbox="a box + a lock", num_tokens=10)
@@ -281,7 +280,7 @@ def test_rows_are_asked_once_by_whoever_has_them(run):
     out, err, _ = run(*two, "--share=0/3", "--json")
     (task,) = _tasks(out).values()
     assert (task["rows"], task["right"], task["of"]) == (6, 4, 8)
-    assert "Not all rows are done of mmlu." in err and "combined" not in json.loads(out)
+    assert "Incomplete: mmlu." in err and "combined" not in json.loads(out)
     assert asked(*two) == [2, 5] and asked(*two) == []
 
     generated = ("--tasks=gsm8k", "--batch=2")
@@ -393,7 +392,7 @@ def test_two_models_on_the_questions_of_both(run, tmp_path, capsys):
     kept = json.loads((other / "mmlu.json").read_text())
     (other / "mmlu.json").write_text(json.dumps(kept | dict(data="other")))
     assert command_line.status(evaluate.main, [sides]) == 2
-    assert "mmlu was asked with data = " in capsys.readouterr()[1]
+    assert "mmlu was evaluated with data = " in capsys.readouterr()[1]
     shutil.rmtree(other)
     assert command_line.status(evaluate.main, [sides]) == 2
     assert "has no evaluation" in capsys.readouterr()[1]
