@@ -6,15 +6,12 @@ appended to the shots and its question; of several answers, the one with the low
 token (nats) is chosen. CORE is the mean of (accuracy - chance)/(1 - chance).
 """
 
-import collections
 from collections.abc import Mapping, Sequence
 import csv
 import dataclasses
 import io
-import math
 import os
 import random
-import re
 from typing import Any
 
 from etils import epath
@@ -25,7 +22,6 @@ from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import BenchmarkModel
 from kvjax.foundation.errors import DataError, MissingDataError, first_line
-from kvjax.foundation.text import check_text
 
 KINDS = ("multiple_choice", "schema", "language_modeling")
 _KEYS = {
@@ -35,8 +31,6 @@ _KEYS = {
 }
 COUNT = 22
 _BASELINE = "Random baseline"
-_LABEL = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
-_NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # float() takes 2_5 for 25
 Sequences = list[tuple[list[int], list[int]]]  # contexts and continuations, as token ids
 
 
@@ -78,11 +72,7 @@ def read(folder: epath.Path) -> list[CoreTask]:
                 "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip, 162 MB"
             )
     baselines = _baselines(folder / "eval_meta_data.csv")
-    tasks = [_task(folder, entry, baselines) for entry in _entries(folder / "core.yaml")]
-    for label, count in collections.Counter(task.label for task in tasks).items():
-        if count > 1:
-            raise DataError(f"{os.fspath(folder / 'core.yaml')}: {count} tasks are named {label}")
-    return tasks
+    return [_task(folder, entry, baselines) for entry in _entries(folder / "core.yaml")]
 
 
 def digest(folder: epath.Path, tasks: Sequence[CoreTask]) -> str:
@@ -107,79 +97,49 @@ def _entries(path: epath.Path) -> list[dict]:
         raise DataError(f"{os.fspath(path)} lists no tasks: {first_line(error)}") from error
 
 
-def _baselines(path: epath.Path) -> dict[str, list[tuple[str, str | None]]]:
-    """Returns the accuracy of guessing by task, as (position, cell in %)."""
+def _baselines(path: epath.Path) -> dict[str, float]:
+    """Returns the accuracy of guessing by task, as a fraction."""
     name, label = os.fspath(path), "Eval Task"
     try:
-        rows = csv.DictReader(io.StringIO(readers.read_bytes(path).decode("utf-8-sig"), newline=""))
-        if not {label, _BASELINE} <= set(rows.fieldnames or ()):
-            raise DataError(f'{name} must have columns "{label}" and "{_BASELINE}"')
-        found = collections.defaultdict(list)
-        for row in rows:
-            found[row[label]].append((f"{name}, line {rows.line_num}", row[_BASELINE]))
-        return dict(found)
+        text = readers.read_bytes(path).decode("utf-8-sig")
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        return {row[label]: float(row[_BASELINE]) / 100 for row in rows}
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{name} is no CSV in UTF-8: {first_line(error)}") from error
-
-
-def _task(folder: epath.Path, entry: dict, baselines: Mapping) -> CoreTask:
-    label, kind, uri = entry["label"], entry["icl_task_type"], entry["dataset_uri"]
-    if not isinstance(label, str) or not _LABEL.fullmatch(label):
+        raise DataError(f"{name} is not CSV in UTF-8: {first_line(error)}") from error
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{os.fspath(folder / 'core.yaml')}: label = {label!r:.200}: names files: must be up "
-            "to 100 letters, digits, '_', '-' and '.'"
-        )
+            f'{name} must have columns "{label}" and "{_BASELINE}", the latter in %: '
+            f"{first_line(error)}"
+        ) from error
+
+
+def _task(folder: epath.Path, entry: dict, baselines: Mapping[str, float]) -> CoreTask:
+    label, kind, uri = entry["label"], entry["icl_task_type"], entry["dataset_uri"]
     place = f"{os.fspath(folder / 'core.yaml')}: {label}"
     if kind not in KINDS:
         raise DataError(f"{place}: icl_task_type = {kind!r:.200}: must be one of {KINDS}")
-    delimiter = entry.get("continuation_delimiter", " ")
-    for key, text in dict(dataset_uri=uri, continuation_delimiter=delimiter).items():
-        if not isinstance(text, str):
-            raise DataError(f"{place}: {key} = {text!r:.200}: must be text")
-        check_text(f"{place}: {key}", text)
     if label not in baselines:
-        raise DataError(
-            f"{os.fspath(folder / 'eval_meta_data.csv')} has no row of {label}: what does guessing "
-            "score?"
-        )
-    cell, *more = baselines[label]
-    if more:
-        raise DataError(f"{more[0][0]}: {label} has a row already: keep one of them")
-    path = folder / "eval_data" / uri
+        raise DataError(f"{os.fspath(folder / 'eval_meta_data.csv')} has no row of {label}")
+    path = folder / "eval_data" / str(uri)
     if not path.is_file():
         raise MissingDataError(
-            f"{place}: dataset_uri = {uri!r}: {os.fspath(path)} is no file: fetch the bundle again"
+            f"{place}: dataset_uri = {uri!r}: {os.fspath(path)} does not exist: download the "
+            "bundle again"
         )
-    chance = _chance(*cell)
     pairs = [(item, place) for place, item in records.read(path)]
     for item, place_of_item in pairs:
         _check_row(item, kind, place_of_item)
-    shots = _shots(place, entry["num_fewshot"], path, len(pairs))
+    shots = entry["num_fewshot"]
+    shots = shots[0] if isinstance(shots, list) and shots else shots
+    if type(shots) is not int or not 0 <= shots < len(pairs):
+        raise DataError(
+            f"{place}: num_fewshot = {shots!r:.200}: must be less than the {len(pairs)} rows of "
+            f"{os.fspath(path)}"
+        )
     random.Random(1337).shuffle(pairs)
     items, places = zip(*pairs, strict=True)
-    return CoreTask(label, kind, shots, delimiter, chance, items, places, path)
-
-
-def _chance(place: str, text: str | None) -> float:
-    """Returns the accuracy of guessing as a fraction, from its cell in %."""
-    chance = float(text) / 100 if _NUMBER.fullmatch((text or "").strip()) else math.nan
-    if not 0 <= chance < 1:
-        said = f"{place}: {_BASELINE} = {text!r:.80}"
-        raise DataError(f"{said}: must be a number from 0 to below 100")
-    return chance
-
-
-def _shots(place: str, given: object, path: epath.Path, rows: int) -> int:
-    """Returns the number of few-shot examples: num_fewshot, or its first element."""
-    shots = given[0] if isinstance(given, list) and given else given
-    if type(shots) is not int or shots < 0:
-        raise DataError(f"{place}: num_fewshot = {given!r:.200}: must be a whole number from 0")
-    if shots >= rows:
-        raise DataError(
-            f"{place}: num_fewshot = {shots}: {os.fspath(path)} has {rows} rows; each needs as "
-            "many others"
-        )
-    return shots
+    delimiter = entry.get("continuation_delimiter", " ")
+    return CoreTask(label, kind, shots, delimiter, baselines[label], items, places, path)
 
 
 def _check_row(item, kind: str, place: str) -> None:
@@ -187,7 +147,7 @@ def _check_row(item, kind: str, place: str) -> None:
     keys = _KEYS[kind]
     if not isinstance(item, dict) or (lacking := [key for key in keys if key not in item]):
         lacking = ", ".join(lacking if isinstance(item, dict) else keys)
-        raise DataError(f"{place}: lacks {lacking}, which {kind} needs")
+        raise DataError(f"{place}: has no {lacking}, which {kind} needs")
     for key in keys:
         if key in ("choices", "context_options"):
             several = item[key]

@@ -229,9 +229,7 @@ def test_rows_of_what_changes_a_prompt_or_an_answer_are_refused(templated):
     refused(template, other, "row 0 of mmlu has prompt digest", *new)
     refused(tokens, json.dumps(TOKENS | dict(bos_token="")), "existing rows of mmlu have template")
     ended = json.dumps(TOKENS | dict(eos_token="<|u|>"))
-    refused(
-        tokens, ended, "existing rows of gsm8k have ends = [256, 258], and now it is [256, 257"
-    )
+    refused(tokens, ended, "existing rows of gsm8k have ends = [256, 258], and now it is [256, 257")
     # From before, when the template's own end was none: answers went on.
     refused(tokens, json.dumps(TOKENS), "existing rows of gsm8k have ends = [256], and now", *new)
     _forget(rows, *new)

@@ -50,7 +50,5 @@ def test_an_answer_needs_positions_too():
 def test_what_is_cut_or_goes_past_the_context_is_counted():
     plan = _plan("mmlu", [SHORT, LONG, LONG])
     beyond, cut = evaluation.check(_model(limit=200), plan, 150).warnings
-    assert beyond == (
-        "mmlu: 2 of 3 prompts may exceed the training length of 150 tokens"
-    )
+    assert beyond == ("mmlu: 2 of 3 prompts may exceed the training length of 150 tokens")
     assert cut == "mmlu: 2 prompts are longer than the limit, and lose their end"
