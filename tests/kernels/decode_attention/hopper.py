@@ -1,7 +1,7 @@
-"""Shared memory of a Hopper GPU as Pallas promises it: Mosaic GPU's interpreter, made unforgiving.
+"""A strict model of a Hopper GPU's shared memory for Mosaic GPU's interpreter.
 
-The interpreter runs products (wgmma) and copies (TMA) at once, and sees what was written at once.
-A GPU runs both beside its threads, through a proxy of their own. Here a kernel fails at the first
+The interpreter completes products (wgmma) and copies (TMA) at once, and makes stores visible at
+once. A GPU runs both asynchronously, through a proxy of their own. Here a kernel fails at the first
 access to shared memory that only the interpreter orders:
 
     earlier            later                     what must lie between them
@@ -14,9 +14,9 @@ An accumulator is read when no product into it is in flight. A wait for all but 
 the n youngest in flight.
 
 Pallas orders the threads' own loads and stores, and registers (wgmma.fence); neither is modelled.
-It also puts a barrier of the warpgroup before every copy, but promises none: here only commit_smem
-is one. The model is of one warpgroup per block, of products and of copies into shared memory; a
-kernel with more is refused. Clusters are not modelled either.
+It also puts a barrier of the warpgroup before every copy, but does not promise it: here only
+commit_smem is a barrier. The model covers one warpgroup per program, products, and copies into
+shared memory; other kernels and clusters are refused.
 
 Importing this installs it, for interpreters with `InterpretGPUParams` of this module.
 """
@@ -68,8 +68,8 @@ class _Access:
 
 
 @dataclasses.dataclass
-class _Block:
-    """What a block of the grid has done and not ordered."""
+class _Program:
+    """Accesses of a program of the grid that are not ordered yet."""
 
     accesses: list[_Access] = dataclasses.field(default_factory=list)
     # The oldest first: an accumulator and its operands.
@@ -104,20 +104,20 @@ class _Block:
             raise Hazard(f"no wgmma_wait before the accumulator: {line}")
 
 
-def _block() -> _Block:
+def _program() -> _Program:
     memory = gpu_callbacks._get_shared_memory()
     if memory.num_pallas_threads_per_block != 1 or memory.num_blocks_per_cluster != 1:
-        raise NotImplementedError("one warpgroup per block, no clusters")
-    return vars(memory).setdefault("unordered", _Block())  # a memory lives as long as a kernel
+        raise NotImplementedError("one warpgroup per program, no clusters")
+    return vars(memory).setdefault("unordered", _Program())  # a memory lives as long as a kernel
 
 
-# -- what the interpreter calls --------------------------------------------------------------------
+# -- callbacks of the interpreter ------------------------------------------------------------------
 
 _CALLBACKS: dict[str, Callable] = {}  # by their names in `gpu_callbacks`
 
 
 def _before(name: str) -> Callable:
-    """Decorates what is done before the interpreter's callback, with its arguments by name."""
+    """Decorates a function that runs before the interpreter's callback, with named arguments."""
     original = getattr(gpu_callbacks, name)
     signature = inspect.signature(original)
 
@@ -127,7 +127,7 @@ def _before(name: str) -> Callable:
         def callback(*args, **kwargs):
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            note(_block(), bound.arguments)
+            note(_program(), bound.arguments)
             return original(*args, **kwargs)
 
         _CALLBACKS[name] = callback
@@ -157,56 +157,56 @@ def _accessed(kind: str, arguments: dict, which: str = "", barrier=None) -> list
 
 
 @_before("_get")
-def _(block, arguments):
+def _(program, arguments):
     for access in _accessed("load", arguments):
-        block.access(access)
+        program.access(access)
 
 
 @_before("_swap")
-def _(block, arguments):
+def _(program, arguments):
     for access in _accessed("store", arguments):
-        block.access(access)
+        program.access(access)
 
 
 @_before("copy_gmem_to_smem")
-def _(block, arguments):
+def _(program, arguments):
     barrier = _key(arguments["barrier_allocation_key_as_array"])
     for access in _accessed("copy", arguments, "dst_", barrier):
-        block.access(access)
+        program.access(access)
 
 
 @_before("wgmma")
-def _(block, arguments):
+def _(program, arguments):
     operands = [o for name in ("a_", "b_") for o in _accessed("product", arguments, name)]
     for operand in operands:
-        block.access(operand)
-    block.products.append((_key(arguments["acc_allocation_key_as_array"]), operands))
+        program.access(operand)
+    program.products.append((_key(arguments["acc_allocation_key_as_array"]), operands))
 
 
 @_before("wgmma_accumulator_deref")
-def _(block, arguments):
+def _(program, arguments):
     if arguments["wait_n"] is not None:
-        block.wait(arguments["wait_n"])
-    block.read(_key(arguments["acc_allocation_key_as_array"]), _line(arguments))
+        program.wait(arguments["wait_n"])
+    program.read(_key(arguments["acc_allocation_key_as_array"]), _line(arguments))
 
 
 @_before("commit_smem")
-def _(block, arguments):
-    block.commit()
+def _(program, arguments):
+    program.commit()
 
 
 @_before("_barrier_wait")
-def _(block, arguments):
+def _(program, arguments):
     key = arguments["allocation_key_as_array"]
     barrier = gpu_callbacks._get_shared_memory().get_barrier(
         gpu_callbacks.HostAllocationKey.from_array(key)
     )
-    block.arrive(_key(key), barrier.num_arrivals)
+    program.arrive(_key(key), barrier.num_arrivals)
 
 
 @gpu_callbacks.fail_on_exception
 def _wgmma_wait(*, token, thread, n: int):
-    _block().wait(n)
+    _program().wait(n)
     return token
 
 

@@ -1,8 +1,8 @@
-"""What a compiled Hopper kernel leaves to chance in shared memory, read from its PTX.
+"""Finds unordered accesses to shared memory in a compiled Hopper kernel's PTX.
 
-Every path through the program is followed. Addresses are not read, so that an order is asked of all
-accesses of two kinds, and a ring may have one product in flight while it fills another slot. The
-order of PTX's proxies is asked for as it is written, by whatever it is there:
+Follows every path through the program. Addresses are not read: an order is required between all
+accesses of two kinds, except that one product may be in flight while a ring fills another slot. The
+order of PTX's proxies is required as PTX defines it:
 
     earlier                         later                  what must lie between them
     st.shared, stmatrix             wgmma, bulk copy       fence.proxy.async, then bar.sync
@@ -10,9 +10,9 @@ order of PTX's proxies is asked for as it is written, by whatever it is there:
     wgmma                           st.shared, stmatrix    commit_group, wait_group 0
     wgmma, but the youngest group   bulk copy              commit_group, wait_group, then bar.sync
 
-Between a product and a copy into what it has read there is no fence: both are of one proxy. That
-a copy has arrived, and which slot it fills, is not read (`hopper` models both); nor are registers
-(wgmma.fence): ptxas adds what is missing.
+A copy into a product's operand needs no fence after the product: both belong to one proxy. Arrivals
+of copies and slots are not read (`hopper` models both), nor are registers (wgmma.fence): ptxas adds
+missing fences.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ _DONE, _FENCED, _ACCESSED = range(3)  # how far loads and stores are from being 
 
 
 class _State(NamedTuple):
-    """What one path has left unordered."""
+    """Accesses that one path has not ordered."""
 
     stored: int = _DONE
     loaded: int = _DONE
@@ -50,7 +50,7 @@ class _State(NamedTuple):
 
 
 def hazards(ptx: str) -> list[str]:
-    """What is wrong, by line.
+    """Returns a message for each unordered access, by line.
 
     Raises:
       ValueError: there is no product, or no copy.

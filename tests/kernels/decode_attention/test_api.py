@@ -1,4 +1,4 @@
-"""What None stands for, and that falling back to XLA says why."""
+"""The default implementation, and the log of falling back to XLA."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""Decode attention tile by tile against its definition, for every way of reading a cache."""
+"""Decode attention tile by tile against its definition, for every cache layout."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ from tests.kernels.decode_attention import agreement
 B, S, H, HV, R, C, P = 3, 40, 8, 6, 3, 10, 4
 BASE = 100.0
 
-# What each builder below is called with: heads and options.
+# Builders below and their arguments, heads and options.
 VARIANTS = {
     "mha": ("grouped", dict(N=4, K=4)),
     "gqa": ("grouped", dict(N=6, K=2, bias=True)),
@@ -48,7 +48,7 @@ VARIANTS = {
     "mla": ("latent", dict(N=4)),
     "gla": ("latent", dict(N=4, latents=(2,))),
     "mlra": ("latent", dict(N=8, latents=(2, 2))),
-    "gta": ("latent", dict(N=4, latents=(2,), met=4, up=False)),
+    "gta": ("latent", dict(N=4, latents=(2,), key_channels=4, up=False)),
     "shared_kv": ("latent", dict(N=4, latents=(2,), up=False, rope=False)),
     "mla_lrkv": ("latent_residual", dict(N=4)),
     "tpa": ("tensor_product", dict(N=4)),
@@ -61,7 +61,7 @@ VARIANTS = {
 
 
 class _Draw:
-    """The operands and the cache of one call of decode attention, by kind."""
+    """Draws the inputs and the cache of one call of decode attention, by kind."""
 
     def __init__(self, T, B=B, S=S, H=H, Hv=HV, R=R, dtype=np.float64):
         self.T, self.B, self.S, self.H, self.Hv, self.R = T, B, S, H, Hv, R
@@ -123,12 +123,14 @@ class _Draw:
         own["gain"] = self.positive(self.H) if gain else None
         return cache_layouts.TiedInputs(**own, **self.common(bias)), cache
 
-    def latent(self, N, latents=(), met=None, up=True, rope=True):
+    def latent(self, N, latents=(), key_channels=None, up=True, rope=True):
         G = math.prod(latents)
         cache = dict(latent=self.cached(*latents, C)) | (
             dict(rope_key=self.cached(P)) if rope else {}
         )
-        own = dict(query=self.query(N, met or C), rope_query=self.query(N, P) if rope else None)
+        own = dict(
+            query=self.query(N, key_channels or C), rope_query=self.query(N, P) if rope else None
+        )
         own["up_value"] = self.normal(G, C, N // G, self.Hv) if up else None
         return cache_layouts.LatentInputs(**own, scale=0.3), cache
 
@@ -177,28 +179,28 @@ WAYS = {"tiled": xla.tiled, "whole": xla.whole}
 
 
 @functools.partial(jax.jit, static_argnames=("way", "tile_kv"))
-def _attend(operands, cache, first_B, way, tile_kv):
-    return WAYS[way](operands, cache, first_B, tile_kv)[0]
+def _attend(inputs, cache, first_B, way, tile_kv):
+    return WAYS[way](inputs, cache, first_B, tile_kv)[0]
 
 
 _definition = jax.jit(reference.decode_attention)
 
 
 def test_flops_by_hand():
-    """For one query, and for each token; 2 per multiply-add, 3 of a channel that is rotated."""
+    """FLOPs per query and per token; 2 per multiply-add, 3 per rotated channel."""
     rotated = dict(rope_base=BASE)
     factored = functools.partial(FactoredSizes, J=1, Rv=7, H=8, Hv=4, scaled=True)
     products = functools.partial(TensorProductSizes, N=6, R=2, Rv=3, H=8, Hv=4)
     P = rope.basis(8, BASE, 512, np.finfo(np.float32).eps / 8)[0].shape[1]
-    turning = 5 * 8 * (3 + 2 * P) / 512 + 2 * 5 * P + 2 * 5
+    per_head = 5 * 8 * (3 + 2 * P) / 512 + 2 * 5 * P + 2 * 5
     expected = [
         (GroupedSizes(N=6, K=3, H=8, Hv=4), 0, 144),
         (ResidualSizes(N=6, K=3, R=5, H=8, Hv=4, **rotated), 240, 546),
         (ResidualSizes(N=6, K=3, R=5, H=8, Hv=4, rope_base=None), 720, 270),
-        (ResidualSizes(N=3, K=3, R=5, H=8, Hv=4, **rotated), 480, 105 + 3 * turning),
+        (ResidualSizes(N=3, K=3, R=5, H=8, Hv=4, **rotated), 480, 105 + 3 * per_head),
         (factored(N=6, K=3, R=5, rope_base=None), 816, 150),
         (factored(N=6, K=3, R=5, **rotated), 336, 498),
-        (factored(N=3, K=3, R=5, **rotated), 528, 45 + 3 * turning),
+        (factored(N=3, K=3, R=5, **rotated), 528, 45 + 3 * per_head),
         (factored(N=6, K=3, R=0, rope_base=None), 336, 186),
         (factored(N=6, K=3, R=0, Rv=0, rope_base=None, scaled=False), 0, 144),
         (TiedSizes(N=6, K=3, J=1, R=5, H=8, normed=True, gain=True, **rotated), 480, 660),
@@ -215,7 +217,7 @@ def test_flops_by_hand():
 
 
 def test_shapes_of_real_models():
-    """Bytes of a token in bfloat16, FLOPs of a query; other authors' cache as much as MLA."""
+    """Bytes of a token in bfloat16, FLOPs of a query; rivals' caches are as large as MLA's."""
     shared = dict.fromkeys(RIVALS, 1664)
     large = dict(mha=9216, gqa=3072, mqa=512, thin_keys=5760, lrkv=5192, lrkv_no_norm=5120)
     large |= dict(lrkv_no_rope=5192, lrkv_gqa=2072, mla=1664) | shared
@@ -237,17 +239,17 @@ def test_shapes_of_real_models():
     )
     assert (SHAPES["d12"]["mfa"].N, SHAPES["d12"]["gta"].G, SHAPES["d12"]["gqa"].K) == (8, 2, 3)
     for shape in (shape for of in SHAPES.values() for shape in of.values()):
-        operands, cache = abstract(shape, batch=2, length=16, dtype=jnp.float32)
-        o = jax.eval_shape(reference.decode_attention, operands, cache, jnp.zeros(2, jnp.int32))
+        inputs, cache = abstract(shape, batch=2, length=16, dtype=jnp.float32)
+        o = jax.eval_shape(reference.decode_attention, inputs, cache, jnp.zeros(2, jnp.int32))
         width = shape.Hv or shape.C
         assert o.shape == (2, 1, shape.N, width)
-        channels = operands.query.shape[-1] + getattr(shape, "P", 0)
-        assert operands.scale == channels**-0.5
+        channels = inputs.query.shape[-1] + getattr(shape, "P", 0)
+        assert inputs.scale == channels**-0.5
 
 
 @pytest.mark.parametrize("name, angles", [("lrkv", True), ("gqa", True), ("mqa", False)])
 def test_a_capacity_beyond_the_angles_of_positions(name, angles):
-    """lrkv rotates, gqa has a bias by position, mqa reads no angle."""
+    """lrkv rotates, gqa has a bias by position, mqa needs no angles."""
     run = lambda S: jax.eval_shape(decode_attention, *_abstract(name, S), jnp.zeros(B, jnp.int32))
     run(2**20)
     if not angles:
@@ -259,9 +261,9 @@ def test_a_capacity_beyond_the_angles_of_positions(name, angles):
 
 def _abstract(name, S):
     """One query per sequence, and a cache of S tokens, as shapes."""
-    operands, cache = jax.eval_shape(lambda: _build(name, 1, dtype=np.float32))
+    inputs, cache = jax.eval_shape(lambda: _build(name, 1, dtype=np.float32))
     of = lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], S), x.dtype)
-    return operands, {field: of(array) for field, array in cache.items()}
+    return inputs, {field: of(array) for field, array in cache.items()}
 
 
 def test_every_class_of_operands_is_tested(x64):
@@ -271,18 +273,18 @@ def test_every_class_of_operands_is_tested(x64):
     }
 
 
-def test_kinds_that_block_sizes_are_tuned_for(x64):
+def test_kinds_that_tile_sizes_are_tuned_for(x64):
     names = ("mha", "lrkv", "lrkv_one_base_each", "lrkv_no_rope", "factored", "factored_joint")
     names += ("factored_no_rope", "factored_values", "mla", "mla_lrkv", "tpa")
     built = [_build(name, 1) for name in names]
-    assert [operands.kind(cache) for operands, cache in built] == [
+    assert [inputs.kind(cache) for inputs, cache in built] == [
         *("grouped", "residual_rotated_normed", "residual_rotated", "residual_normed"),
         *("factored_rotated_normed", "factored_rotated", "factored_normed", "factored"),
         *("latent", "latentresidual", "tensorproduct"),
     ]
 
 
-# Of each kind of operands that READERS does not have; mlra has several latents.
+# Kinds of inputs that quick.READERS does not have; mlra has several latents.
 _OTHERS = (
     "lrkv_no_rope",
     "factored",
@@ -306,7 +308,7 @@ _OTHERS += ("tpa", "tpa_fixed_heads", "tpa_fixed_channels", "tpa_shared", "mla_p
     ),
 )
 def test_equals_the_definition(x64, name, way, T):
-    """Tiles that do not divide the cache, one that is longer than it; ragged lengths."""
+    """With tiles that do not divide the cache, a tile longer than the cache, ragged lengths."""
     given, cache = _build(name, T)
     ragged = [[17, 0, 36], [15, 16, 17], [37, 37, 37], [0, 0, 0]]  # 37 + 3 tokens fill the cache
     for tile_kv in (16, 64) if (way, T) == ("tiled", 1) and name in quick.READERS else (16,):
@@ -325,7 +327,7 @@ def test_equals_the_definition(x64, name, way, T):
 )
 @pytest.mark.parametrize("name", quick.only(["lrkv"], ["mha", "lrkv", "factored", "mla"]))
 def test_a_window_of_the_last_tokens(x64, name, T, window):
-    """Tiles before it are not read: what stands there may be anything."""
+    """Tiles before the window are not read: they hold NaN."""
     given, cache = _build(name, T)
     first_B = jnp.asarray([37, 16, 15], jnp.int32)
     definition = jax.jit(functools.partial(reference.decode_attention, window=window))
@@ -361,8 +363,8 @@ def test_kernels_have_no_window(x64):
 
 @pytest.mark.parametrize("first", [[3, 0, 20], [250, 3, 17]], ids=["short", "long"])
 @pytest.mark.parametrize("name", quick.only(["lrkv"], ["mha", "lrkv", "kv_tied_one_each", "mla"]))
-def test_either_way_through_a_cache_that_is_much_longer_than_a_tile(x64, name, first):
-    """What is chosen on CPU depends on the longest sequence; the result does not."""
+def test_a_cache_much_longer_than_a_tile(x64, name, first):
+    """The CPU's path depends on the longest sequence; the result does not."""
     kind, options = VARIANTS[name]
     given, cache = getattr(_Draw(1, S=256), kind)(**options)
     first_B = jnp.asarray(first, jnp.int32)
@@ -381,7 +383,7 @@ def test_either_way_through_a_cache_that_is_much_longer_than_a_tile(x64, name, f
     ],
 )
 def test_far_positions(x64, name, way, T):
-    """Four tiles of 512, the last in the thousands; the folded query of LRKV turns with each."""
+    """Four tiles of 512, up to position 2,045; LRKV's absorbed query is rotated for each."""
     kind, options = VARIANTS[name]
     options = options | dict(rope_base=10_000.0)
     given, cache = getattr(_Draw(T, S=2048, H=16), kind)(**options)
@@ -429,7 +431,7 @@ class _Abstract(_Draw):
     "name, T", quick.only([("lrkv", 1)], [(name, T) for name in LARGE for T in (1, 4)])
 )
 def test_nothing_grows_with_expanded_keys(name, T):
-    """Temporary memory is a tile's and the logits'; the definition expands the cache."""
+    """Temporaries are a tile and the logits; the definition expands the cache."""
     kind, options = LARGE[name]
 
     def bytes_of(implementation, slots):

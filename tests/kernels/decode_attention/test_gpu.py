@@ -26,8 +26,8 @@ slow = pytest.mark.slow
 D12 = {name: shapes.SHAPES["d12"][name] for name in shapes.OURS}
 
 
-def _run(operands, cache, first_B, **parameters):
-    return gpu.decode_attention(operands, cache, first_B, interpret=INTERPRET, **parameters)
+def _run(inputs, cache, first_B, **parameters):
+    return gpu.decode_attention(inputs, cache, first_B, interpret=INTERPRET, **parameters)
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def _jitted(**parameters):
 
 
 NO_ROPE = ResidualSizes(N=8, K=4, J=2, H=64, Hv=192, rope_base=None)
-# Splits of 128 tokens in tiles of 64: the edges of both, and of a ring that holds no whole tile.
+# The edges of splits of 128 tokens and tiles of 64, also with a ring smaller than a tile.
 EDGES = (0, 63, 64, 127, 128, 200, 255)
 
 
@@ -82,8 +82,8 @@ def test_equals_the_definition(shape, firsts, parameters):
 
 
 @slow
-def test_a_split_as_long_as_its_angles_allow():
-    """The table of 1,024 tokens loses what lies behind its 64th singular value."""
+def test_the_longest_split():
+    """The table of 1,024 tokens is cut at its 64th singular value."""
     run = functools.partial(_run, split=1024)
     shape = ResidualSizes(N=1, K=1, Hv=64)
     agreement.check(run, shape, firsts=(1100,), length=1152, dtype=jnp.bfloat16)
@@ -104,14 +104,14 @@ def test_equals_the_definition_at_d12(name):
         pytest.param(LatentSizes(N=2, C=64), marks=slow),
     ],
 )
-def test_what_a_sequence_has_not_reached_does_not_matter(shape):
-    """NaN from the first slot behind its end: in its last tile, and in tiles that are not read."""
-    operands, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
+def test_slots_behind_a_sequence_do_not_matter(shape):
+    """They hold NaN: in its last tile, and in tiles that are not read."""
+    inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
     first_B = jnp.asarray([5, 200], jnp.int32)
     behind = np.arange(384) > np.asarray(first_B)[:, None]
     poison = lambda x: np.where(behind[:, *(None,) * (x.ndim - 2)], np.nan, np.asarray(x))
     poisoned = {name: poison(array).astype(array.dtype) for name, array in cache.items()}
-    run = lambda cache: _jitted(split=256)(operands, cache, first_B)
+    run = lambda cache: _jitted(split=256)(inputs, cache, first_B)
     o = run(poisoned)
     assert np.isfinite(o).all()
     np.testing.assert_array_equal(o, run(cache))
@@ -128,27 +128,27 @@ def test_what_a_sequence_has_not_reached_does_not_matter(shape):
         ],
     ),
 )
-def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
-    """The default leaves to XLA what `check` refuses; nothing else may fail."""
+def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
+    """The default leaves to XLA only shapes that `check` refuses."""
     shape = ResidualSizes(N=N, K=K, R=R, H=H)
-    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.bfloat16)
+    inputs, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.bfloat16)
     try:
-        gpu.check(operands, cache)
+        gpu.check(inputs, cache)
     except NotImplementedError:
         return
-    o = jax.eval_shape(_run, operands, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    o = jax.eval_shape(_run, inputs, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     assert o.shape == (1, 1, N, 128)
-    plan = plans.ResidualAdapter(operands, cache).plan
-    basis = -(-H // 128) * 128 // 64  # ring slots that the basis takes, while another one loads
+    plan = plans.ResidualAdapter(inputs, cache).plan
+    basis = -(-H // 128) * 128 // 64  # ring slots that hold the basis; another one must load
     assert plans.slots(plan, 64, scaled=True) > basis
 
 
 @pytest.mark.slow
 def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
-    """A sequence that has ended says its next slot, which may be behind the cache."""
+    """A sequence that has ended has its next slot in first_B, which may be S."""
     shape = ResidualSizes(N=1, K=1, H=64, Hv=64)
-    operands, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
-    run = lambda *firsts: _jitted(split=256)(operands, cache, jnp.asarray(firsts, jnp.int32))
+    inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
+    run = lambda *firsts: _jitted(split=256)(inputs, cache, jnp.asarray(firsts, jnp.int32))
     np.testing.assert_array_equal(run(384, 10), run(383, 10))
 
 
@@ -161,8 +161,8 @@ def test_queries_in_float32_are_taken(shape):
     """Absorbed MLA has such queries."""
 
     @jax.jit
-    def run(operands, cache, first_B):
-        wide = dataclasses.replace(operands, query=operands.query.astype(jnp.float32))
+    def run(inputs, cache, first_B):
+        wide = dataclasses.replace(inputs, query=inputs.query.astype(jnp.float32))
         return _run(wide, cache, first_B)
 
     agreement.check(run, shape, firsts=(100,), length=128, dtype=jnp.bfloat16)
@@ -195,15 +195,15 @@ def test_queries_in_float32_are_taken(shape):
         (GroupedSizes(N=1, K=1), dict(wgmma_in_flight=-1), "wgmma_in_flight = -1: split must be"),
     ],
 )
-def test_sizes_that_do_not_go_together(shape, parameters, message):
-    operands, cache = shapes.abstract(shape, batch=1, length=2048, dtype=jnp.bfloat16)
+def test_sizes_that_do_not_fit_each_other(shape, parameters, message):
+    inputs, cache = shapes.abstract(shape, batch=1, length=2048, dtype=jnp.bfloat16)
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(functools.partial(_run, **parameters), operands, cache, first_B)
+        jax.eval_shape(functools.partial(_run, **parameters), inputs, cache, first_B)
 
 
 def test_slots_and_registers_of_real_models():
-    """With d36's heads: slabs that fit half a multiprocessor, registers of a thread."""
+    """Ring slots that fit half a multiprocessor, and registers of a thread, at d36."""
     found = {}
     for name in ("mha", "gqa", "thin_keys", "lrkv", "lrkv_no_rope", "mla"):
         shape = shapes.SHAPES["d36"][name]
@@ -226,25 +226,25 @@ def test_slots_and_registers_of_real_models():
 
 @pytest.mark.parametrize("batch", [1, 4, 32, 500])
 @pytest.mark.parametrize("length", [128, 4224, 32_768])
-def test_splits_fill_the_multiprocessors_where_there_are_tokens_enough(batch, length):
+def test_splits_fill_the_multiprocessors_if_there_are_enough_tokens(batch, length):
     split = gpu._split(batch, length, 128)
     count = batch * -(-length // split)
     assert split % 128 == 0 and (split >= 256 or length < 256)
     assert count >= 132 or split <= 384
-    assert count <= 2 * 8 * 132 or split >= length  # no more than are worth merging
+    assert count <= 2 * 8 * 132 or split >= length  # few enough to merge
 
 
 def test_layers_share_one_kernel():
-    """Lowering one for a GPU takes seconds."""
+    """Lowering a kernel for a GPU takes seconds."""
     shape = GroupedSizes(N=1, K=1, H=64, Hv=64)
-    operands, cache = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
+    inputs, cache = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
 
     @jax.jit
-    def layers(operands, caches, first_B):
-        return [_run(operands, cache, first_B) for cache in caches]
+    def layers(inputs, caches, first_B):
+        return [_run(inputs, cache, first_B) for cache in caches]
 
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    text = layers.lower(operands, [cache] * 3, first_B).as_text()
+    text = layers.lower(inputs, [cache] * 3, first_B).as_text()
     assert text.count("func.func private @attend") == 1 and text.count("call @attend") == 3
 
 
@@ -288,7 +288,7 @@ def _replaced(field, change):
         ),
     ],
 )
-def test_what_it_does_not_take_is_named_with_the_fallback(shape, change, message):
+def test_refusals_name_the_reason_and_the_fallback(shape, change, message):
     arrays = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=f"{message}.*'xla'"):
         gpu.check(*jax.eval_shape(change, *arrays))

@@ -1,4 +1,4 @@
-"""The model of shared memory that the GPU kernel runs on in tests: it flags races, and no more."""
+"""The model of shared memory (`hopper`) flags races, and nothing else."""
 
 import functools
 import re
@@ -112,6 +112,6 @@ def test_what_is_not_modelled_is_refused(steps, threads):
 
 @pytest.mark.parametrize("steps", [["store", "product", "wait"], ["product", "commit", "copy"]])
 def test_the_interpreter_alone_sees_no_product(steps):
-    """When it does, the model can go."""
+    """If this fails, the model is no longer needed."""
     _run(steps, plgpu.InterpretGPUParams(detect_races=True))
     assert not agreement.races()

@@ -1,4 +1,4 @@
-"""The reading of compiled kernels: each line that orders two others is missed where it is gone."""
+"""`ptx` reports each line that orders two accesses if it is deleted."""
 
 import pytest
 

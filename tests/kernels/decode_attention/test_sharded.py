@@ -1,4 +1,4 @@
-"""A cache split over chips by tokens: the one-device result, whoever holds which token.
+"""A cache whose tokens are split over chips gives the result of one device.
 
 Shapes are small enough that a sequence goes round the chips several times: stripes of 8 tokens, 24
 slots per chip.
@@ -148,18 +148,18 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 3])
 def test_a_chip_with_nothing_to_see(x64, T):
-    """Its output is finite and weighs nothing."""
+    """Its output is finite and has no share."""
     draw = np.random.default_rng(0)
     shape = ResidualSizes(N=4, K=4, R=3, H=8, Hv=8)
-    operands, cache = agreement.problem(shape, batch=2, length=SLOTS, dtype=jnp.float64)
+    inputs, cache = agreement.problem(shape, batch=2, length=SLOTS, dtype=jnp.float64)
     queries = jnp.asarray(draw.standard_normal((2, T, 4, 8)))
-    operands = type(operands)(**vars(operands) | dict(query=queries, residual_query=queries))
+    inputs = type(inputs)(**vars(inputs) | dict(query=queries, residual_query=queries))
     first_B = jnp.asarray([4, 9], jnp.int32)
 
     @functools.partial(jax.jit, static_argnames="tile_kv")
     def part(chip, tile_kv):
         return xla.attend_with_lse(
-            operands, cache, first_B, Stripes(STRIPE, 8, chip), tile_kv=tile_kv
+            inputs, cache, first_B, Stripes(STRIPE, 8, chip), tile_kv=tile_kv
         )
 
     for tile_kv in (4, 512):
@@ -184,8 +184,8 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
     options = dict(splits=2 if mechanism == "gqa" else 1, interpret=interpret)
 
     @jax.jit
-    def attend(operands, part, first_B, chip):
-        return tpu.attend_with_lse(operands, part, first_B, Stripes(128, 2, chip), **options)
+    def attend(inputs, part, first_B, chip):
+        return tpu.attend_with_lse(inputs, part, first_B, Stripes(128, 2, chip), **options)
 
     on_chip = lambda o, part, first_B, held: attend(o, part, first_B, jnp.int32(held.chip))
     run = agreement.over_chips(on_chip, chips=2, size=128, slots=384)
@@ -195,7 +195,7 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_merging_parts_whose_logits_are_of_any_size(scale):
-    """By log-sum-exps that no float32 has the exponential of; one chip has nothing to see."""
+    """With log-sum-exps whose exponentials overflow float32; one chip sees no token."""
     mesh, rng = _mesh(4), np.random.default_rng(0)
     o = rng.standard_normal((4, 2, 1, 3, 5)).astype(np.float32)  # [chip, B, T, N, V]
     log_sum_exp = (scale * rng.standard_normal((4, 2, 1, 3))).astype(np.float32)
@@ -215,26 +215,26 @@ def test_merging_parts_whose_logits_are_of_any_size(scale):
 
 def test_implementations_that_read_whole_caches_say_so():
     shape = GroupedSizes(N=4, K=2, H=8, Hv=8)
-    operands, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
+    inputs, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(_mesh(2).abstract_mesh):
         for name in ("gpu", "reference"):
             with pytest.raises(NotImplementedError, match=f"'{name}' reads a whole.*xla, tpu"):
-                decode_attention(operands, cache, jnp.zeros(1, jnp.int32), implementation=name)
+                decode_attention(inputs, cache, jnp.zeros(1, jnp.int32), implementation=name)
 
 
 def test_the_default_is_a_kernel_that_takes_a_chips_part(monkeypatch):
     shape = GroupedSizes(N=4, K=2, H=8, Hv=8)
-    operands, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
+    inputs, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
     seen = []
     for name in ("tpu", "gpu"):
-        check = lambda operands, cache: seen.append(cache["base_key"].shape)
+        check = lambda inputs, cache: seen.append(cache["base_key"].shape)
         monkeypatch.setitem(api._CHECKS, name, check)
 
     def default(kernels, axis):
         monkeypatch.setattr(api, "kernels_of", lambda device: kernels)
         mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return api.default(operands, cache)
+            return api.default(inputs, cache)
 
     assert default("tpu", "cache") == "tpu" and seen == [(1, 2, 8, SLOTS // 2)]
     assert default("gpu", "cache") == "xla"  # its kernel does not give log-sum-exps

@@ -22,7 +22,7 @@ from kvjax.kernels.decode_attention.tpu import attention as tpu, operators
 from kvjax.kernels.decode_attention.tpu.interfaces import Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 from kvjax.kernels.profile import tpu_static
-from tests.kernels.decode_attention import agreement, parts as plain_parts
+from tests.kernels.decode_attention import agreement, components as plain
 
 INTERPRET = pltpu.InterpretParams(
     detect_races=True,
@@ -41,7 +41,7 @@ def _jitted(**options):
     return jax.jit(functools.partial(interpreted, **options))
 
 
-# -- parts, and plans of them ----------------------------------------------------------------------
+# -- components ------------------------------------------------------------------------------------
 
 B, N, S, TILE_KV = 2, 6, 768, 256
 
@@ -53,8 +53,8 @@ def _draw(*shape, sequences=(B,)):
     return jnp.asarray(_random.standard_normal((*sequences, *shape)), FLOAT32)
 
 
-def _parts(delay_values):
-    """All kinds of keys and values, none as large as another; and what multiplies their logits."""
+def _components(delay_values):
+    """Returns every kind of keys and values, in different sizes, and a key scale."""
     if not delay_values:  # values that are keys
         own = operators.VectorKeys(_draw(N, 32), _draw(3, 32, S))
         shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
@@ -75,22 +75,22 @@ def _parts(delay_values):
 
 
 @pytest.mark.parametrize("delay_values", [False, True])
-def test_the_pipeline_is_a_softmax_over_the_sum_of_its_parts_logits(delay_values):
-    """Two splits, of which a short sequence fills one; two scorings to a tile."""
-    parts, key_scale = _parts(delay_values)
+def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(delay_values):
+    """Two splits, of which a short sequence fills one; two score tiles in a tile."""
+    components, key_scale = _components(delay_values)
     options = dict(
         heads=N, capacity=S, scale=0.25, key_scale=key_scale, tile_kv=TILE_KV, score_tile=128
     )
     options |= dict(splits=2, delay_values=delay_values, vmem_bytes=2**26)
     first_B = jnp.asarray([600, 100], jnp.int32)
-    run = jax.jit(functools.partial(attend, parts, interpret=INTERPRET, **options))
-    got, expected = run(first_B), plain_parts.attended(parts, first_B, **options)
+    run = jax.jit(functools.partial(attend, components, interpret=INTERPRET, **options))
+    got, expected = run(first_B), plain.attend(components, first_B, **options)
     assert not agreement.races()
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-5, atol=1e-5)
 
 
-PLANS = [
+CASES = [
     (GroupedSizes(N=3, K=3, H=16, Hv=32), {}),
     (GroupedSizes(N=3, K=3, H=16, Hv=32), dict(values="diagonal")),
     (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(tile_kv=128)),
@@ -101,33 +101,32 @@ PLANS = [
 ]
 
 
-def test_plans_of_parts_are_the_definition(monkeypatch):
-    """Of a whole cache, and of two chips' stripes; the kernel itself is left out."""
-    asked = []
+def test_components_of_cache_layouts_are_the_definition(monkeypatch):
+    """On a whole cache, and on two chips' stripes; plain JAX replaces the pipeline."""
+    calls = []
 
-    def attended(parts, first_B, **options):
-        asked.append(
-            [*(options[name] for name in ("tile_kv", "score_tile", "splits", "delay_values"))]
-        )
-        return plain_parts.attended(parts, first_B, **options)
+    def attend(components, first_B, **options):
+        names = ("tile_kv", "score_tile", "splits", "delay_values")
+        calls.append([options[name] for name in names])
+        return plain.attend(components, first_B, **options)
 
-    monkeypatch.setattr(tpu, "attend", attended)
+    monkeypatch.setattr(tpu, "attend", attend)
     tpu._run.clear_cache()
-    for shape, options in PLANS:
+    for shape, options in CASES:
         run = functools.partial(tpu.decode_attention, **options)
         agreement.check(run, shape, firsts=(250, 63), length=256, dtype=FLOAT32)
         part = functools.partial(tpu.attend_with_lse, **options)
         over_chips = agreement.over_chips(part, chips=2, size=128, slots=384)
-        firsts = (700, 384, 100)  # of the last the second chip holds nothing
+        firsts = (700, 384, 100)  # the second chip holds no token of the last sequence
         agreement.check(over_chips, shape, firsts=firsts, length=768, dtype=FLOAT32)
     tpu._run.clear_cache()
-    lags = [type(shape) is ResidualSizes and shape.rope_base is not None for shape, _ in PLANS]
-    own = [(options.get("tile_kv", 256), options.get("splits", 1)) for _, options in PLANS]
-    assert asked[::2] == [
-        [b, b, s, delay_values] for (b, s), delay_values in zip(own, lags, strict=True)
+    delayed = [type(shape) is ResidualSizes and shape.rope_base is not None for shape, _ in CASES]
+    own = [(options.get("tile_kv", 256), options.get("splits", 1)) for _, options in CASES]
+    assert calls[::2] == [
+        [b, b, s, delay_values] for (b, s), delay_values in zip(own, delayed, strict=True)
     ]
-    assert asked[1::2] == [
-        [128, 128, s, delay_values] for (_, s), delay_values in zip(own, lags, strict=True)
+    assert calls[1::2] == [
+        [128, 128, s, delay_values] for (_, s), delay_values in zip(own, delayed, strict=True)
     ]
 
 
@@ -143,7 +142,7 @@ def test_equals_the_definition_at_d12(mechanism, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "dtype"), OF_RIVALS)
 def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
-    """Several latents, queries that meet a part of a latent, values that are latents."""
+    """Several latents, keys that are a part of a latent, values that are latents."""
     run = _jitted(tile_kv=128, score_tile=128)
     agreement.check(run, SHAPES["d12"][mechanism], firsts=(200, 0), length=256, dtype=dtype)
 
@@ -163,8 +162,8 @@ def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
         ("lrkv_no_rope", dict(values="diagonal", splits=2)),
     ],
 )
-def test_splits_blocks_and_ways_of_weighing_change_nothing(mechanism, options):
-    """In a short sequence one of two splits has nothing to see."""
+def test_splits_tiles_and_operators_of_values_change_nothing(mechanism, options):
+    """One of two splits of a short sequence has no token."""
     run = _jitted(**(dict(tile_kv=128, score_tile=128) | options))
     shape = SHAPES["d12"][mechanism]
     agreement.check(run, shape, firsts=(450, 100), length=512, dtype=FLOAT32)
@@ -188,25 +187,25 @@ def test_several_bases(bases):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["mha", "mla", "lrkv"])
-def test_blocks_behind_a_sequence_are_not_read(mechanism):
-    """A sequence of one tile_kv reads one: the rest may be anything, NaN included."""
+def test_tiles_behind_a_sequence_are_not_read(mechanism):
+    """Sequences of one tile read one tile; the others hold NaN."""
     shape = SHAPES["d12"][mechanism]
-    operands, cache = agreement.problem(shape, batch=2, length=384, dtype=BFLOAT16)
+    inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=BFLOAT16)
     first_B = jnp.asarray([100, 127], jnp.int32)
     poisoned = jax.tree.map(np.array, cache)
     for array in poisoned.values():
         array[..., 128:] = np.nan
-    run = lambda cache: _jitted(tile_kv=128, splits=2)(operands, cache, first_B)
+    run = lambda cache: _jitted(tile_kv=128, splits=2)(inputs, cache, first_B)
     np.testing.assert_array_equal(run(poisoned), run(cache))
 
 
 @pytest.mark.slow
 def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
-    """A sequence that has ended says its next slot, which may be behind the cache."""
+    """A sequence that has ended has its next slot in first_B, which may be S."""
     shape = SHAPES["d12"]["lrkv"]
-    operands, cache = agreement.problem(shape, batch=2, length=384, dtype=BFLOAT16)
+    inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=BFLOAT16)
     attend = _jitted(tile_kv=128, splits=2)
-    run = lambda *firsts: attend(operands, cache, jnp.asarray(firsts, jnp.int32))
+    run = lambda *firsts: attend(inputs, cache, jnp.asarray(firsts, jnp.int32))
     np.testing.assert_array_equal(run(384, 10), run(383, 10))
 
 
@@ -219,11 +218,11 @@ def _tied(o, c):
 
 
 def test_programs_in_64_bits_are_left_to_xla(x64):
-    operands, cache = shapes.abstract(SHAPES["d12"]["mha"], batch=1, length=128, dtype=BFLOAT16)
+    inputs, cache = shapes.abstract(SHAPES["d12"]["mha"], batch=1, length=128, dtype=BFLOAT16)
     with pytest.raises(NotImplementedError, match="32-bit programs, not .*x64: use 'xla'"):
-        tpu.check(operands, cache)
+        tpu.check(inputs, cache)
     with pytest.raises(NotImplementedError, match="in 32 bits: .*x64.*use 'xla'"):
-        gpu.check(operands, cache)
+        gpu.check(inputs, cache)
 
 
 def _with_bias(o, c):
@@ -249,7 +248,7 @@ def test_what_they_do_not_take_is_named_with_the_fallback(change, message):
         jax.eval_shape(functools.partial(decode_attention, implementation="tpu"), *arrays)
 
 
-# Bundles that the compiler scheduled, of the cycles that the cache's bytes take from HBM.
+# Scheduled bundles over the cycles that the cache's bytes take from HBM, at most.
 MOST = dict(
     lrkv=dict(v5e=0.40, v5p=0.50, v4=0.55),
     lrkv_no_rope=dict(v5e=0.60, v5p=0.60, v4=0.60),
@@ -291,7 +290,7 @@ def test_a_race_would_be_seen():
 
 
 WIDE = GroupedSizes(N=128, K=128)
-SIZES = [  # kind, shape, batch, length: tile_kv, tokens score_tile at once, splits, bytes
+SIZES = [  # kind, shape, batch, length: tile_kv, score_tile, splits, bytes
     ("TPU v4", SHAPES["d36"]["mha"], 1, 4096, (512, 512, 2, 11_403_264)),
     ("TPU v4", SHAPES["d36"]["lrkv"], 2, 32_768, (1024, 256, 1, 14_589_952)),
     ("TPU v4", WIDE, 1, 4096, (128, 128, 2, 34_275_328)),
@@ -308,7 +307,7 @@ SIZES = [  # kind, shape, batch, length: tile_kv, tokens score_tile at once, spl
         1,
         4096,
         (512, 512, 1, 10_620_928),
-    ),  # nobody knows its memory: v4's
+    ),  # an unknown chip: v4's memory
 ]
 
 
@@ -326,7 +325,7 @@ def test_sizes_fit_the_chip_or_are_left_to_xla(monkeypatch):
             tpu.check(*problem)
 
 
-# What needs more than v4 has with large blocks, and takes smaller ones.
+# Shapes that do not fit v4's VMEM with large tiles.
 TIGHT = [
     (ResidualSizes(N=32, K=8), BFLOAT16),
     (ResidualSizes(N=18, K=18, R=128), FLOAT32),
@@ -337,11 +336,11 @@ TIGHT = [
 
 @pytest.mark.aot
 @pytest.mark.parametrize("shape, dtype", TIGHT)
-def test_blocks_shrink_until_v4_has_room(shape, dtype):
+def test_tiles_shrink_until_they_fit_v4(shape, dtype):
     device = topology.tpu_devices("v4:2x2x1")[0]
-    operands, cache = shapes.abstract(shape, batch=2, length=16_384, dtype=dtype)
+    inputs, cache = shapes.abstract(shape, batch=2, length=16_384, dtype=dtype)
     first_B = jax.ShapeDtypeStruct((2,), jnp.int32)
-    compiled = topology.compile_for(device, jax.jit(tpu.decode_attention), operands, cache, first_B)
+    compiled = topology.compile_for(device, jax.jit(tpu.decode_attention), inputs, cache, first_B)
     assert "tpu_custom_call" in compiled.as_text()
 
 

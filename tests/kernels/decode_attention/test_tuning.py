@@ -1,4 +1,4 @@
-"""Block sizes from tuned.json: which entry is taken, and what happens where none can be."""
+"""Tile sizes from tuned.json: the entry that is taken, and the default if none can be used."""
 
 import functools
 import json
@@ -139,23 +139,23 @@ def test_keys():
 
 
 def test_only_the_very_batch_and_length(write):
-    """Where what is tuned does not carry over."""
+    """For parameters that do not carry over to other sizes."""
     write({KIND: {KEY: _entry(256)}})
     found = lambda key: tuning.parameters(key, KIND, default=DEFAULT, nearest=False)["tile_kv"]
     assert (found(KEY), found(_key(8, 65_536))) == (256, DEFAULT["tile_kv"])
 
 
 @pytest.mark.parametrize("tile_kv", [1, 64, 100_000])
-def test_a_block_that_cannot_be_is_rounded(write, tile_kv):
+def test_impossible_tiles_are_rounded(write, tile_kv):
     """To a divisor of the capacity, in whole lanes."""
-    operands, cache = shapes.abstract(
+    inputs, cache = shapes.abstract(
         shapes.SHAPES["d12"]["mha"], batch=1, length=384, dtype=jnp.bfloat16
     )
-    key = tuning.key("tpu", operands, cache)
+    key = tuning.key("tpu", inputs, cache)
     write({tuning.current_device_kind(): {key: _entry(tile_kv)}})
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
     run = functools.partial(tpu.decode_attention, interpret=True)
-    assert jax.eval_shape(run, operands, cache, first_B).shape == (1, 1, 6, 128)
+    assert jax.eval_shape(run, inputs, cache, first_B).shape == (1, 1, 6, 128)
 
 
 def test_what_is_saved_is_found(write):
@@ -186,10 +186,10 @@ def test_the_entries_kept_in_the_repository():
     [(tpu, tpu, dict(tile_kv=256, score_tile=128, splits=2)), (gpu, gpu.kernel, dict(split=256))],
 )
 def test_the_kernels_take_what_was_tuned(write, monkeypatch, kernel, module, entry):
-    """What the caller says goes before."""
+    """The caller's parameters take precedence."""
     shape = shapes.SHAPES["d12"]["mha"]
-    operands, cache = shapes.abstract(shape, batch=1, length=1024, dtype=jnp.bfloat16)
-    key = tuning.key(kernel.__name__.split(".")[-2], operands, cache)
+    inputs, cache = shapes.abstract(shape, batch=1, length=1024, dtype=jnp.bfloat16)
+    key = tuning.key(kernel.__name__.split(".")[-2], inputs, cache)
     kind = tuning.current_device_kind()
     write({kind: {key: dict(parameters=entry, source="measured")}})
     taken = []
@@ -206,5 +206,5 @@ def test_the_kernels_take_what_was_tuned(write, monkeypatch, kernel, module, ent
     for said in ({}, {name: 2 * value for name, value in entry.items()}):
         run = functools.partial(kernel.decode_attention, **said)
         with pytest.raises(Enough):
-            jax.eval_shape(run, operands, cache, first_B)
+            jax.eval_shape(run, inputs, cache, first_B)
     assert taken == [entry, {name: 2 * value for name, value in entry.items()}]

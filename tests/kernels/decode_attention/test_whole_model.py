@@ -23,7 +23,7 @@ ATTENTION = dict(
 )
 # Errors of bfloat16 are pooled over eight sequences: over two, one draw of weights in five had a
 # kernel 1.13 times as far from the truth as XLA; over eight, four draws had 1.00 to 1.05. The
-# first sequence goes into its second tile_kv.
+# first sequence reaches its second tile.
 PROMPTS, STEPS = (127, 3, 61, 90, 5, 126, 32, 100), 2
 
 

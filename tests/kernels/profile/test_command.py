@@ -145,7 +145,7 @@ def test_what_a_compiler_reports_of_a_gpus_kernel(monkeypatch):
     gpu_static = pytest.importorskip("kvjax.kernels.profile.gpu_static")
     asked = []
 
-    def compile_for(device, function, operands, cache, first_B):
+    def compile_for(device, function, inputs, cache, first_B):
         asked.append((device, cache["base_key"].shape, cache["base_key"].dtype, first_B.shape))
         assert os.environ["MOSAIC_GPU_DUMP_PTX"] == "1" and first_B.dtype == jnp.int32
         assert not jax.config.jax_enable_compilation_cache

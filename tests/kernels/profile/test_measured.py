@@ -287,7 +287,7 @@ def test_candidates_are_the_modules_own_where_it_says_so(monkeypatch):
     own = dict(tile_kv=(64, 128), split=(1, 2), unknown=(1,))
     module = types.ModuleType("fake")
     module.CANDIDATES = own
-    function = lambda operands, cache, first_B, *, tile_kv=128, split=1: None
+    function = lambda inputs, cache, first_B, *, tile_kv=128, split=1: None
     function.__module__ = "fake"
     monkeypatch.setitem(sys.modules, "fake", module)
     monkeypatch.setitem(measured.IMPLEMENTATIONS, "fake", function)

@@ -25,14 +25,14 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
         seen.append((float(cache[0]), float(query.ravel()[0])))
         return np.float32(1e30 * len(seen))[None]
 
-    def call(operands, cache, first_B):
+    def call(inputs, cache, first_B):
         del first_B
         result = jax.ShapeDtypeStruct((1,), jnp.float32)
-        return jax.pure_callback(attend, result, operands.query, cache["base_key"])
+        return jax.pure_callback(attend, result, inputs.query, cache["base_key"])
 
-    operands = cache_layouts.GroupedInputs(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
+    inputs = cache_layouts.GroupedInputs(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
     caches = [dict(base_key=jnp.full((1,), float(i))) for i in range(3)]
-    out = timing.chain(call, passes=2)(2, operands, caches, jnp.zeros((1,), jnp.int32))
+    out = timing.chain(call, passes=2)(2, inputs, caches, jnp.zeros((1,), jnp.int32))
     assert [cache for cache, _ in seen] == [0.0, 1.0, 2.0] * 4
     # Call i returned 1e30·i, of which the next query got 1e-30.
     np.testing.assert_allclose([q for _, q in seen], np.cumsum(range(12)), rtol=1e-6)
@@ -42,10 +42,10 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
 def test_a_chain_reads_the_caches_where_they_are():
     """Its program computes within the loop, and has no room for a copy of a cache."""
     shape = GroupedSizes(N=2, K=2)
-    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.float32)
+    inputs, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.float32)
     call = lambda o, c, first_B: jnp.sum(o.query[:, 0, :, :, None] * c["base_key"], axis=2)
     rounds, first_B = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (1,)))
-    compiled = timing.chain(call, 5).lower(rounds, operands, [cache] * 3, first_B).compile()
+    compiled = timing.chain(call, 5).lower(rounds, inputs, [cache] * 3, first_B).compile()
     _, _, entry = compiled.as_text().rpartition("\nENTRY")
     assert "while(" in entry and '"known_trip_count":{"n":"5"}' in compiled.as_text()
     assert "fusion(" not in entry
@@ -54,14 +54,12 @@ def test_a_chain_reads_the_caches_where_they_are():
 
 
 def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
-    operands, _ = shapes.problem(
-        ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16
-    )
-    moved = timing._follow(operands, jnp.full((3,), 2.0))
-    jax.tree.map(np.testing.assert_array_equal, moved, operands)
-    assert moved.expand_key is operands.expand_key
-    assert moved.query is not operands.query
-    assert moved.residual_query is not operands.residual_query
+    inputs, _ = shapes.problem(ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16)
+    moved = timing._follow(inputs, jnp.full((3,), 2.0))
+    jax.tree.map(np.testing.assert_array_equal, moved, inputs)
+    assert moved.expand_key is inputs.expand_key
+    assert moved.query is not inputs.query
+    assert moved.residual_query is not inputs.residual_query
 
 
 def test_the_slope_leaves_out_what_a_run_costs():
@@ -287,9 +285,9 @@ def test_a_problem_is_a_ring_of_full_caches_none_like_another():
     shape = ResidualSizes(N=2, K=2, R=16)
     sizes = dict(batch=2, length=3000, dtype=jnp.dtype(jnp.bfloat16))
     problem = contenders.Problem(contenders.Setup(shape=shape, copies=2, passes=1, **sizes))
-    operands, cache = shapes.abstract(shape, batch=2, length=3000, dtype=jnp.bfloat16)
+    inputs, cache = shapes.abstract(shape, batch=2, length=3000, dtype=jnp.bfloat16)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-    assert kinds(problem.inputs) == kinds(operands)
+    assert kinds(problem.inputs) == kinds(inputs)
     assert [kinds(c) for c in problem.caches] == [kinds(cache)] * 2
     assert problem.first_B.tolist() == [2999, 2999]
     a, b = (c["base_key"].astype(jnp.float32) for c in problem.caches)

@@ -125,10 +125,10 @@ def test_what_such_a_process_compiles(monkeypatch):
     attend = lambda *arrays, **options: taken.append(options) or arrays[0].query
     monkeypatch.setitem(tpu_static.IMPLEMENTATIONS, "tpu", attend)
     tpu_static._compile("v4", "d12", "gqa", '{"tile_kv": 512}')
-    ((device, function, (operands, cache, first_B)),) = asked
-    jax.eval_shape(function, operands, cache, first_B)
+    ((device, function, (inputs, cache, first_B)),) = asked
+    jax.eval_shape(function, inputs, cache, first_B)
     assert (device, taken) == ("v4:2x2x1", [dict(tile_kv=512)])
-    assert operands.query.shape == (1, 1, 6, 128) and operands.query.dtype == jnp.bfloat16
+    assert inputs.query.shape == (1, 1, 6, 128) and inputs.query.dtype == jnp.bfloat16
     assert cache["base_key"].shape == (1, 3, 128, 32_768) and first_B.dtype == jnp.int32
 
 

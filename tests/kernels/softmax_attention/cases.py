@@ -52,7 +52,7 @@ def run(arrays, **options):
 
 
 def exact(arrays, **options):
-    """The same in float64 by XLA."""
+    """Computes the result in float64 by XLA."""
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
         return run(wide, implementation="xla", **options)

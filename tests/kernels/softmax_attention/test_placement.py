@@ -100,7 +100,7 @@ def test_causality(small_blocks, implementation, sequence):
 @pytest.mark.parametrize("implementation", ["xla", "splash"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_copy_of_the_keys_for_each_device(small_blocks, implementation, causal):
-    """The same as one copy for all; each copy's gradients are by its device's queries alone."""
+    """Copies give the result of one array; their gradients come from their device's queries."""
     mesh, order = cases.mesh(sequence=2, fsdp=2, tensor=2), zigzag(LENGTH, 2)
     arrays, segments, expected = _expected_on_one_device(2, causal)
     copied = P(("sequence", "data", "fsdp"))

@@ -101,7 +101,7 @@ ORDERS = {
 @pytest.mark.parametrize("process", [mask_info.process_mask, mask_info.process_mask_dkv])
 @pytest.mark.parametrize("window", [0, 700])
 def test_blocks_of_the_mask_are_those_of_its_elements(order, process, window):
-    """What a block's two elements say is what its [128, 256] elements say."""
+    """A block's two elements give the result of its [128, 256] elements."""
     (positions, shards), length = ORDERS[order], 2048
     far = positions[:, None] - np.arange(length)[None]
     dense = (far >= 0) & (far < (window or length))
@@ -117,7 +117,7 @@ def test_blocks_of_the_mask_are_those_of_its_elements(order, process, window):
 
 
 def test_masks_of_equal_positions_are_equal():
-    """The library finds what it made of a mask by the mask."""
+    """The library caches its tables by mask."""
     mask = splash._Causal(zigzag(512, 2), 512)
     assert mask == splash._Causal(zigzag(512, 2), 512)
     assert hash(mask) == hash(splash._Causal(zigzag(512, 2), 512))
@@ -126,7 +126,7 @@ def test_masks_of_equal_positions_are_equal():
     assert mask != splash._Causal(zigzag(512, 2), 512, window=3)
 
 
-# -- what it does not take -------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 SPLASH_REFUSES = [
     (dict(dtype=jnp.float16), {}, "float16: must be bfloat16 or float32"),
@@ -141,7 +141,7 @@ SPLASH_REFUSES = [
 
 @pytest.mark.parametrize("shape, sizes, message", SPLASH_REFUSES, ids=lambda x: str(x)[:40])
 def test_splash_says_what_it_does_not_take(monkeypatch, caplog, shape, sizes, message):
-    """Named, it is an error that names XLA; left to the device, XLA it is."""
+    """Refused by name with a hint at XLA; by default XLA replaces it."""
     arrays, options = cases.shapes(**shape), dict(mesh=cases.mesh(**sizes) if sizes else None)
     with pytest.raises(NotImplementedError, match=f"^splash.*{message}.*'xla' takes this"):
         cases.trace(arrays, implementation="splash", **options)

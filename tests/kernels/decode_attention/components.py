@@ -1,0 +1,58 @@
+"""Components of a TPU kernel in plain JAX: logits from their inputs, softmax, values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.decode_attention.tpu import operators
+
+
+def attend(components, first_B, *, heads, capacity, scale, key_scale, **options):
+    """Returns outputs [B, N, width] and log-sum-exps [B, N], as `pipeline.attend`.
+
+    `options` are tile sizes and orders, which do not change the result.
+    """
+    z_BNS = scale * sum(_logits(c.keys, heads) for c in components)
+    if key_scale is not None:
+        z_BNS = z_BNS * _per_head(key_scale, heads)[:, :, 0]
+    seen_B1S = jnp.arange(capacity)[None, None] <= first_B[:, None, None]
+    z_BNS = jnp.where(seen_B1S, z_BNS, -jnp.inf)
+    p_BNS = jax.nn.softmax(z_BNS, axis=-1)
+    outputs = [
+        jnp.einsum("BNS,BNVS->BNV", p_BNS, _per_head(_values(c), heads))
+        for c in components
+        if c.values is not None
+    ]
+    return outputs, jax.nn.logsumexp(z_BNS, axis=-1)
+
+
+def _logits(keys, N: int):
+    x = {name: given.array.astype(jnp.float32) for name, given in keys.inputs.items()}
+    keys_BNHS = _per_head(x["keys"], N)
+    match keys:
+        case operators.MatrixKeys():
+            query_BNH = x["query"].reshape(len(x["query"]), N, -1)
+            return jnp.einsum("BNH,BNHS->BNS", query_BNH, keys_BNHS)
+        case operators.VectorKeys():
+            return jnp.einsum("BHN,BNHS->BNS", x["query"], keys_BNHS)
+    # RotatingKeys: the query is rotated to each tile's first slot, then by the table to each slot.
+    (q, r), (cos, sin) = jnp.moveaxis(x["query"], 1, 0), jnp.moveaxis(x["angles"], 1, 0)
+    q, r, cos, sin = q[:, None], r[:, None], cos[None, :, None], sin[None, :, None]
+    rotated = q * cos + r * sin, r * cos - q * sin  # [B, tiles, N, H]
+    kv_head = np.arange(N) * len(x["expand"]) // N
+    absorbed = sum(
+        jnp.einsum("BtNH,NRH->BNRtH", part, x[name][kv_head])
+        for part, name in zip(rotated, ("expand", "swapped"), strict=True)
+    )
+    query_BNRS = (absorbed @ x["table"]).reshape(keys_BNHS.shape)
+    return jnp.sum(query_BNRS * keys_BNHS, axis=2)
+
+
+def _values(component):
+    keys = component.keys.inputs["keys"]
+    return component.values.inputs.get("values", keys).array.astype(jnp.float32)
+
+
+def _per_head(x_BKHS, N: int):
+    """Repeats KV heads for their query heads: [B, N, H, S]."""
+    return jnp.take(x_BKHS, np.arange(N) * x_BKHS.shape[1] // N, axis=1)
