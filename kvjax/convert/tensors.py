@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.convert import digests, finite
 from kvjax.foundation import extras, json_text
 from kvjax.foundation.errors import UserError, first_line
-from kvjax.foundation.files import named, special
+from kvjax.foundation.files import is_special, named
 from kvjax.layers.weight import Axes
 
 SINGLE = "model.safetensors"
@@ -107,7 +107,7 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, StoredTensor]
     import safetensors
 
     # Opening a pipe would block.
-    missing = [n for n in names if special(folder / n) or not (folder / n).exists()]
+    missing = [n for n in names if is_special(folder / n) or not (folder / n).exists()]
     files, broken = {}, []
     for name in names:
         try:

@@ -8,7 +8,7 @@ from etils import epath
 from kvjax.data import formats, readers
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import MissingDataError, first_line
-from kvjax.foundation.files import in_bucket, special
+from kvjax.foundation.files import in_bucket, is_special
 
 _MAGIC = "*?["
 
@@ -40,8 +40,8 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
                 f"{where}: {os.fspath(file)} ends in none of {formats.listed(suffixes)}: convert "
                 "or rename it"
             )
-        if kind := special(file):
-            raise readers.SourceError(f"{where}: {os.fspath(file)} is {kind}: give files")
+        if is_special(file):
+            raise readers.SourceError(f"{where}: {os.fspath(file)} is a pipe or device: give files")
         if not in_bucket(file) and not file.exists():
             raise readers.SourceError(
                 f"{where}: {os.fspath(file)} is a link to nothing: mend or remove it"

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 from etils import epath
 
 from kvjax.foundation.errors import DataError
-from kvjax.foundation.files import special
+from kvjax.foundation.files import is_special
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16
@@ -159,8 +159,8 @@ def line_start(path: epath.Path, offset: int) -> int:
 
 def open_file(path: epath.Path) -> BinaryIO:
     """Opens a file for reading bytes; raises a DataError on failure."""
-    if kind := special(path):
-        raise DataError(f"{os.fspath(path)} is {kind}: give a file")
+    if is_special(path):
+        raise DataError(f"{os.fspath(path)} is a pipe or device: give a file")
     try:
         return path.open("rb")
     except FileNotFoundError as error:

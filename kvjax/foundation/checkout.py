@@ -1,7 +1,6 @@
-"""The folder of this package, and the folders beside it in a checkout.
+"""Folders of this package, and those beside it in a checkout.
 
-An installed package has only PACKAGE, with the configs in it. Code that needs another folder says
-so if it is missing.
+An installed package has only PACKAGE, with the configs in it.
 """
 
 import pathlib
@@ -10,7 +9,7 @@ import kvjax
 
 PACKAGE = pathlib.Path(kvjax.__file__).parent
 ROOT = PACKAGE.parent
-CONFIGS = PACKAGE / "configs"  # of an installed package; a checkout has them beside it
+CONFIGS = PACKAGE / "configs"  # in an installed package; in a checkout beside it
 CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
-EXPERIMENTS = CONFIGS.parent / "experiments"  # beside them: site-packages may have another
+EXPERIMENTS = CONFIGS.parent / "experiments"  # not ROOT's: site-packages may have another
 RESULTS = EXPERIMENTS / "results"

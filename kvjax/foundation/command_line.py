@@ -1,12 +1,12 @@
-"""What all commands share: options, `--config=FILE --config.key=value`, errors, exit statuses.
+"""The frame of every command: options, `--config=FILE --config.key=value`, errors, exit statuses.
 
 A command is a function of its arguments that prints and returns an exit status or None:
 
     if __name__ == "__main__":
         command_line.run(main)
 
-What the user must change ends it with one message on standard error and status 2, never with a
-traceback; Ctrl-C with 130; a reader who has seen enough (`| head`) with 1 and no word.
+User errors print one message on standard error and exit with status 2, without a traceback; Ctrl-C
+exits with 130, a closed pipe (`| head`) with 1 and no message.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from kvjax import __version__
 from kvjax.foundation import environment, extras, interrupted
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import NativePanicError, UserError, first_line, panics_as_errors
-from kvjax.foundation.files import special
 
 if typing.TYPE_CHECKING:
     import ml_collections
@@ -39,7 +38,7 @@ Command = Callable[[list[str]], int | None]
 
 
 def run(command: Command) -> NoReturn:
-    """Runs a command with this process's arguments and ends the process with its status."""
+    """Runs a command with this process's arguments and exits with its status."""
 
     def checked(arguments: list[str]) -> int | None:
         environment.check()
@@ -51,8 +50,8 @@ def run(command: Command) -> NoReturn:
 
 
 def status(command: Command, arguments: Sequence[str]) -> int:
-    """Runs a command, prints what the user must change, and returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character is no error
+    """Runs a command, prints its user error if there is one, and returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal's encoding may lack characters
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")
     try:
@@ -71,7 +70,7 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         say("interrupted")
         return interrupted.STATUS
     except Exception as error:
-        if interrupted.taken():  # a library took it for an error of its own
+        if interrupted.taken():  # a library turned KeyboardInterrupt into its own exception
             say("interrupted")
             return interrupted.STATUS
         reason = reason_of(error)
@@ -86,7 +85,7 @@ def status(command: Command, arguments: Sequence[str]) -> int:
 
 
 def reason_of(error: Exception) -> str | None:
-    """What to tell the user, or None where only a traceback helps: a bug."""
+    """Returns the message for an error, or None for a bug, which needs its traceback."""
     text = str(error)
     if isinstance(error, (UserError, NotImplementedError)):
         return text
@@ -97,17 +96,17 @@ def reason_of(error: Exception) -> str | None:
     if isinstance(error, NativePanicError):
         place = traceback.extract_tb(error.__cause__.__traceback__)[-1]
         return (
-            f"a library that {place.filename} calls (line {place.lineno}) failed in its native "
-            f"code: {text}. Is what it was given damaged?"
+            f"{place.filename}, line {place.lineno}: a library failed in its native code: {text}. "
+            "Is its input damaged?"
         )
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        return f"out of memory ({first_line(error)}): ask for less at once, or a larger machine"
+        return f"out of memory ({first_line(error)}): reduce sizes, or use a larger machine"
     return environment.refused(error)
 
 
 @contextlib.contextmanager
 def naming_options(options: argparse.Namespace) -> Iterator[None]:
-    """Around what says "seed = -1: ..." of values that were given as options: --seed = -1."""
+    """Rewrites "seed = -1: ..." to "--seed = -1: ..." in user errors about option values."""
     try:
         yield
     except UserError as error:
@@ -118,55 +117,62 @@ def naming_options(options: argparse.Namespace) -> Iterator[None]:
 
 
 def require(options: argparse.Namespace, **meant: str) -> None:
-    """Raises a UserError for the first of these options that is empty, telling what is meant."""
-    for name, what in meant.items():
+    """Raises a UserError for the first of these options that is empty.
+
+    Args:
+      meant: a description of the value by option.
+    """
+    for name, description in meant.items():
         if not getattr(options, name):
-            raise UserError(f"--{name} is missing: give {what}")
+            raise UserError(f"--{name} is missing: give {description}")
 
 
 def say(message: str) -> None:
-    """A line for the user on standard error, where no result is."""
-    with contextlib.suppress(OSError, ValueError):  # it may be closed, or full
+    """Prints a line for the user on standard error."""
+    with contextlib.suppress(OSError, ValueError):  # a closed stream, a full disk
         print(f"kvjax: {message}", file=sys.stderr, flush=True)
 
 
 def _open_standard_streams() -> None:
-    """Opens /dev/null for what was closed (`<&-`): else the next file gets its number."""
+    """Reopens closed standard streams (`>&-`) on /dev/null; the next file would get their
+    descriptor.
+    """
     for number, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: `number`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _discard_output() -> None:
-    """Leaves nothing for the interpreter to write, and to fail on, when it exits."""
+    """Redirects standard output to /dev/null, so that the flush at exit cannot fail."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def program() -> str:
-    """How this process was started, without its arguments."""
+    """Returns the command that started this process, without arguments."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" where something known is close to a word, or ""."""
+    """Returns "; did you mean 'x'?" for the closest known word, or ""."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose help is a module's docstring; what it cannot parse is a UserError."""
+    """An ArgumentParser whose help is a module's docstring; parse errors are UserErrors."""
 
     def __init__(self, doc: str, *, config: bool = False):
-        """
+        """Creates a parser with --version.
+
         Args:
           doc: the command's module docstring.
-          config: whether the command takes `--config=FILE` and overrides of its keys.
+          config: add `--config=FILE` and overrides of its keys.
         """
         super().__init__(
             prog=program(),
@@ -181,24 +187,23 @@ class Parser(argparse.ArgumentParser):
                 type=_config_file,
                 default=DEFAULT_CONFIG,
                 metavar="FILE",
-                help="the config; keys are overridden as --config.train.num_steps=100 "
+                help="config file; override keys as --config.train.num_steps=100 "
                 "(configs/lrkv_tiny.py; `python -m kvjax.main --help` lists the keys)",
             )
         self.add_argument("--version", action="version", version=f"kvjax {__version__}")
 
     def add_output(self) -> None:
-        """Adds --json and --markdown, which `kvjax.foundation.output.Output` obeys."""
-        text = "one line of JSON on standard output; the tables go to standard error"
+        """Adds --json and --markdown for `kvjax.foundation.output.Output`."""
+        text = "one line of JSON on standard output; tables on standard error"
         self.add_argument("--json", action="store_true", help=text)
-        text = "tables as Markdown, as wide as they are"
+        text = "tables in Markdown, not wrapped"
         self.add_argument("--markdown", action="store_true", help=text)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The options; of a command with a config also `overrides`, the keys given.
+        """Returns the options; with a config also `overrides`, the keys given.
 
         Raises:
-          UserError: an option that is not there (with the one that was meant) or a value of
-            another type.
+          UserError: an unknown option (with the closest known one) or a value of another type.
         """
         arguments, overrides = _split_overrides(arguments)
         if overrides and not self._takes_config:
@@ -219,12 +224,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"unknown option {given}{hint}")
 
     def _print_message(self, message, file=None):
-        (file or sys.stderr).write(message)  # argparse's own says nothing of a full disk
+        (file or sys.stderr).write(message)  # argparse's own ignores a full disk
 
     def error(self, message: str):
-        wrong = re.fullmatch(r"argument (--\w+): invalid (\w+) value: (.*)", message, re.S)
-        if wrong:
-            option, kind, value = wrong.groups()
+        match = re.fullmatch(r"argument (--\w+): invalid (\w+) value: (.*)", message, re.S)
+        if match:
+            option, kind, value = match.groups()
             expected = dict(int="a whole number", float="a number").get(kind, kind)
             message = f"{option}={value.strip(chr(39))}: must be {expected}"
         raise UserError(message.removeprefix("argument "))
@@ -237,20 +242,19 @@ def _config_file(text: str) -> pathlib.Path:
 
 
 def config_file(file: pathlib.Path) -> pathlib.Path:
-    """Returns the file itself if it exists, else the shipped config of that name, if there is one.
+    """Returns the file if it exists, else the shipped config of that name, if there is one.
 
     `configs/lrkv_tiny.py` is found from any folder, and in an installed package.
     """
     first, *rest = file.parts or ("",)
     shipped = CONFIGS.joinpath(*rest)
-    with contextlib.suppress(OSError):  # a name that is too long
-        if first == CONFIGS.name and not file.exists() and shipped.exists():
-            return shipped
+    if first == CONFIGS.name and not file.exists() and shipped.exists():
+        return shipped
     return file
 
 
 class _Help(argparse.HelpFormatter):
-    """Paragraphs filled to the terminal's width; what is indented in them stays as it is."""
+    """Fills paragraphs to the terminal's width; leaves those with indented lines as they are."""
 
     def _fill_text(self, text, width, indent):
         del indent
@@ -259,7 +263,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without those of config keys, and those as --config.key=value each."""
+    """Splits arguments into other options and config overrides (--config.key=value each)."""
     others, overrides = [], []
     left = list(arguments)
     while left:
@@ -274,7 +278,7 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def config_names() -> dict[str, list[str]]:
-    """The configs there are, without .py, by folder: "configs/", "configs/ranks/" and so on."""
+    """Returns the shipped configs, without .py, by folder ("configs/", "configs/ranks/", ...)."""
     folders = sorted({path.parent for path in CONFIGS.rglob("*.py")})
     return {
         f"{folder.relative_to(CONFIGS.parent)}/": sorted(path.stem for path in folder.glob("*.py"))
@@ -283,15 +287,14 @@ def config_names() -> dict[str, list[str]]:
 
 
 def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collections.ConfigDict":
-    """The config that a file's `get_config()` gives.
+    """Returns the config of a file's `get_config()`, with overrides applied.
 
     Args:
       file: a Python file, as in configs/.
       overrides: as on the command line: "--config.train.num_steps=100".
 
     Raises:
-      UserError: the file, or a key of an override, is not there (the message says what is), or a
-        value has another type.
+      UserError: no such file or key (the message lists the known ones), or a value of another type.
     """
     config = _config_of(config_file(pathlib.Path(file)))
     if not overrides:
@@ -308,7 +311,7 @@ def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collec
     for override in overrides:
         try:
             values(["", override])
-        except Exception as error:  # each type of value has its own
+        except Exception as error:  # differs by type of value
             raise UserError(f"{override}: {_expected(override, config)}") from error
     return values[name].value
 
@@ -316,33 +319,27 @@ def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collec
 def _config_of(file: pathlib.Path) -> "ml_collections.ConfigDict":
     import ml_collections
 
-    try:
-        there = file.is_file()
-    except OSError as error:  # a name that is too long
-        raise UserError(f"{PREFIX}={file}: {error.strerror}") from error
-    if not there:
+    if not file.is_file():
         raise UserError(f"{PREFIX}={file}: {_no_file(file)}")
     try:
         get_config = runpy.run_path(str(file)).get("get_config")
         config = get_config and get_config()
-    except (Exception, SystemExit) as error:  # anything can be wrong with a file of Python
+    except (Exception, SystemExit) as error:  # a config is any Python code
         raise UserError(f"{PREFIX}={file}: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(
-            f"{PREFIX}={file}: has no get_config() that returns a ConfigDict; see "
+            f"{PREFIX}={file}: needs a get_config() that returns a ConfigDict, as in "
             "configs/lrkv_tiny.py"
         )
     return config.lock()
 
 
 def _no_file(file: pathlib.Path) -> str:
-    """What is wrong with the name of a config file, and what there is instead."""
+    """Returns the problem with a config file's name, and the closest existing names."""
     ours = {path.stem: path for path in sorted(CONFIGS.rglob("*.py"), reverse=True)}
     if file.is_dir():
-        there = ", ".join(path.name for path in sorted(file.glob("*.py"))) or "no .py file"
-        return f"is a folder; give a file. There: {there}"
-    if kind := special(file):
-        return f"is {kind}; give a file"
+        files = ", ".join(path.name for path in sorted(file.glob("*.py"))) or "no .py file"
+        return f"is a folder; give a file. It has {files}"
     close = difflib.get_close_matches(file.stem, ours, n=1, cutoff=0.7)
     if close:
         return f"no such file; did you mean {PREFIX}={_shipped_name(ours[close[0]])}?"
@@ -355,7 +352,7 @@ def _shipped_name(file: pathlib.Path) -> str:
 
 
 def _check(override: str, config: "ml_collections.ConfigDict") -> None:
-    """Raises a UserError for an override that the config has no key for."""
+    """Raises a UserError for an override that does not name a key of the config."""
     import ml_collections
 
     flag, equals, _ = override.partition("=")
@@ -374,13 +371,13 @@ def _check(override: str, config: "ml_collections.ConfigDict") -> None:
     if isinstance(section, ml_collections.ConfigDict):
         raise UserError(f"{flag}: {here} is a section; give one of {', '.join(sorted(section))}")
     if flag.startswith("--no") and (equals or not isinstance(section, bool)):
-        raise UserError(f"{flag}: only a key that is true or false is negated, without a value")
+        raise UserError(f"{flag}: --no takes a key that is true or false, without a value")
     if not equals and not isinstance(section, bool):
         raise UserError(f"{flag}: give a value, as in {flag}={section}")
 
 
 def _elsewhere(key: str, config: "ml_collections.ConfigDict") -> str:
-    """ "; did you mean config.train.num_steps?" for a key of another section, or ""."""
+    """Returns "; did you mean config.train.num_steps?" for a key of another section, or ""."""
     found = [f"config.{name}.{key}" for name, part in config.items() if _has(part, key)]
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -392,10 +389,16 @@ def _has(part, key: str) -> bool:
 
 
 def _expected(override: str, config: "ml_collections.ConfigDict") -> str:
-    """What a key that was given a value of another type may be."""
+    """Returns the type that an override's value must have."""
     value = config
     for key in override.partition("=")[0].removeprefix("--").split(".")[1:]:
         value = value[key]
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    kinds |= {tuple: "a tuple, as (8, 16)", list: "a list, as [8, 16]"}
+    kinds = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        tuple: "a tuple, as (8, 16)",
+        list: "a list, as [8, 16]",
+    }
     return f"must be {kinds.get(type(value), type(value).__name__)}; its default is {value!r}"

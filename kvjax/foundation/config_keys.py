@@ -1,4 +1,4 @@
-"""The keys of a config's section with their meaning, from the dataclass that it becomes."""
+"""Keys of a config section and their meanings, from the dataclass behind it."""
 
 import dataclasses
 import inspect
@@ -8,7 +8,7 @@ import textwrap
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key: its default as text ("" where it has none) and what it means."""
+    """A config key: its default as text ("" if required) and its meaning."""
 
     name: str
     default: str
@@ -16,9 +16,10 @@ class Key:
 
 
 def keys(cls: type) -> list[Key]:
-    """The fields of a config dataclass; meanings are its comments, or its docstring's paragraphs.
+    """Returns the fields of a config dataclass; meanings come from comments or docstring
+    paragraphs.
 
-    A comment stands behind a field, or in whole lines above it, in the class that has it last.
+    A comment follows the field on its line or precedes it on lines of its own.
     """
     sources = [textwrap.dedent(inspect.getsource(c)) for c in cls.__mro__ if c is not object]
     paragraphs = dict(re.findall(r"^(\w+): (.+(?:\n  .+)*)", inspect.getdoc(cls) or "", re.M))

@@ -1,4 +1,4 @@
-"""From an ml_collections ConfigDict to frozen dataclasses, once, with errors that name the key."""
+"""Converts an ml_collections ConfigDict to frozen dataclasses, with errors that name the key."""
 
 import dataclasses
 import typing
@@ -10,11 +10,11 @@ from kvjax.foundation.text import check_text
 
 
 def to_dataclass(cls: type, values: ml_collections.ConfigDict, where: str):
-    """An instance of a frozen dataclass from the part of a config that has its name.
+    """Returns a frozen dataclass made from a section of a config.
 
     Raises:
-      UserError: for a key the dataclass does not have, a key it needs and does not get, or a value
-        of another type. Integers pass as floats and lists as tuples, nothing else is converted.
+      UserError: an unknown or missing key, or a value of another type. Integers pass as floats and
+        lists as tuples; nothing else is converted.
     """
     if not isinstance(values, ml_collections.ConfigDict):
         raise UserError(f"{where} = {values!r}: must be a section, with keys")
@@ -34,17 +34,14 @@ def to_dataclass(cls: type, values: ml_collections.ConfigDict, where: str):
 
 
 def checked(value, hint, key: str):
-    """The value as the annotated type, one of int, float, bool, str, tuple[int, ...].
+    """Returns the value as the annotated type: int, float, bool, str or tuple[int, ...].
 
     Raises:
-      UserError: for a value of another type; integers pass as floats and lists as tuples.
+      UserError: a value of another type; integers pass as floats and lists as tuples.
     """
     wanted = typing.get_origin(hint) or hint
     if wanted is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise UserError(f"{key} = {value}: is no number that a computer has") from error
+        return float(value)
     if wanted is tuple and isinstance(value, (list, tuple)):
         (item, _) = typing.get_args(hint)
         return tuple(checked(v, item, f"{key}[{i}]") for i, v in enumerate(value))
@@ -56,14 +53,14 @@ def checked(value, hint, key: str):
 
 
 def one_of(key: str, value, allowed) -> None:
-    """Raises a UserError unless the value is one of those allowed."""
+    """Raises a UserError unless the value is allowed."""
     if value not in allowed:
         raise UserError(f"{key} = {value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 
 def at_least(key: str, value, minimum) -> None:
     """Raises a UserError unless the value is at least the minimum."""
-    if not value >= minimum:  # NaN is not
+    if not value >= minimum:  # also refuses NaN
         raise UserError(f"{key} = {value}: must be at least {minimum}")
 
 
@@ -71,22 +68,17 @@ def between(key: str, value, low, high, *, zero: str = "") -> None:
     """Raises a UserError unless low <= value <= high.
 
     Args:
-      zero: what 0 means, where that is allowed too.
+      zero: meaning of 0, if 0 is allowed, too.
     """
-    if low <= value <= high or (zero and value == 0):  # NaN is neither
+    if low <= value <= high or (zero and value == 0):  # also refuses NaN
         return
-
-    def shown(bound):
-        return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
-
+    low, high = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (low, high))
     none = f"0 ({zero}), or " if zero else ""
-    raise UserError(
-        f"{key} = {value}: must be {none}at least {shown(low)} and at most {shown(high)}"
-    )
+    raise UserError(f"{key} = {value}: must be {none}at least {low} and at most {high}")
 
 
 def to_text(config: ml_collections.ConfigDict) -> str:
-    """One "key = value" line per leaf, sorted: what golden tests and workdirs keep."""
+    """Returns one sorted "key = value" line per leaf, as goldens and workdirs keep it."""
     return "\n".join(f"{key} = {value!r}" for key, value in sorted(_leaves(config))) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Exceptions that are a message to the user, not a bug; other exceptions in a line; warnings."""
+"""User errors, other exceptions in one line, and warnings."""
 
 from collections.abc import Iterator
 import contextlib
@@ -6,50 +6,50 @@ import sys
 
 
 class UserError(Exception):
-    """Something outside the program must change: a config key, a file, a machine.
+    """An error that the user can resolve: a config key, a file, a machine.
 
-    The message names the key or file, its value, what is allowed and what to do. Command lines
+    The message names the key or file, its value, the allowed values and the remedy. Command lines
     print it without a traceback and exit with status 2.
     """
 
 
 class DataError(UserError, ValueError):
-    """A data set that cannot be as asked for."""
+    """A data set that cannot be used as requested."""
 
 
 class MissingDataError(UserError, FileNotFoundError):
-    """A file or folder of data that is not there."""
+    """A data file or folder that does not exist."""
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of an exception's text, to quote in a message; its type if it has no text.
+    """Returns the first line of an exception's text, or its type if it has no text.
 
-    Runtimes put pages after it: the program, addresses, advice.
+    Runtimes append pages: the program, addresses, advice.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 class NativePanicError(RuntimeError):
-    """A panic of a library in Rust, which is a BaseException as the library raises it."""
+    """A panic in a Rust library, which raises it as a BaseException."""
 
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Around calls of a library in Rust: raises a NativePanicError for its panic."""
+    """Turns panics of Rust libraries into NativePanicErrors."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # its class cannot be imported
+        if type(error).__name__ != "PanicException":  # PyO3 does not export its class
             raise
         raise NativePanicError(first_line(error)) from error
 
 
 def warn(text: str) -> None:
-    """One line on stderr, above a progress bar: something its user must know, and the run goes on.
+    """Prints a warning on standard error, above a progress bar.
 
-    Not a log's, whose level libraries change.
+    Not through `logging`, whose level libraries change.
     """
-    bars = sys.modules.get("tqdm")  # without it there is no bar
-    write = bars.tqdm.write if bars else print
+    tqdm = sys.modules.get("tqdm")  # not imported: no progress bar
+    write = tqdm.tqdm.write if tqdm else print
     write(f"WARNING: {text}", file=sys.stderr)
     sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""Optional packages, by the extra of setup.py that installs each."""
+"""Optional packages, and the extra in setup.py that installs each."""
 
 import importlib.util
 
 from kvjax.foundation.errors import UserError
 
-EXTRAS = {  # by module
+EXTRAS = {  # module: extra
     "apache_beam": "beam",
     "gcsfs": "gcs",
     "gguf": "convert",
@@ -15,21 +15,21 @@ EXTRAS = {  # by module
     "safetensors": "convert",
     "wasmtime": "sandbox",
 }
-_APART = ("aot", "beam", "lm-eval")  # their requirements disagree with others'
+_APART = ("aot", "beam", "lm-eval")  # requirements that conflict with others
 
 
 def require(what: str, module: str) -> None:
     """Raises a UserError that names the extra, unless its module is installed.
 
     Args:
-      what: needs the module, as the message says it: "--tasks".
+      what: the option or file that needs the module, for the message.
     """
     if importlib.util.find_spec(module) is None:
         raise UserError(f"{what} needs {module}, which is not installed: {command(module)}")
 
 
 def missing(error: ModuleNotFoundError) -> str | None:
-    """Returns what to install for a failed import; None if the package is there: a bug."""
+    """Returns the install command for a failed import; None if the package is installed (a bug)."""
     package = (error.name or "").partition(".")[0]
     if not package or importlib.util.find_spec(package) is not None:
         return None
@@ -37,7 +37,7 @@ def missing(error: ModuleNotFoundError) -> str | None:
 
 
 def command(module: str) -> str:
-    """Returns the command that installs a module that kvjax needs, always or as an extra."""
+    """Returns the command that installs a module."""
     extra = EXTRAS.get(module)
     if extra is None:
         return "pip install kvjax"

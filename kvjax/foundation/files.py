@@ -1,4 +1,4 @@
-"""Reads and writes files of a workdir, local or in a bucket, so that nothing is lost."""
+"""File operations that work alike on local disks and in buckets."""
 
 import errno
 import fnmatch
@@ -9,33 +9,21 @@ from etils import epath
 
 
 def in_bucket(path: epath.PathLike) -> bool:
-    """Whether a path names something in a bucket (gs://, s3://), not on a disk."""
+    """Returns True for paths in a bucket (gs://, s3://)."""
     return "://" in os.fspath(path)
 
 
-_SPECIAL = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def special(path: epath.PathLike) -> str:
-    """Returns the kind of what is neither a file nor a folder ("a pipe"); else "".
-
-    Whoever opens a pipe waits until somebody writes to it, maybe for ever.
-    """
-    if in_bucket(path):
-        return ""
+def is_special(path: epath.PathLike) -> bool:
+    """Returns True for pipes, sockets and devices; opening a pipe may block forever."""
     try:
-        return _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode), "")
-    except (OSError, ValueError):  # not there, or no path (NUL): who opens it says so
-        return ""
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def size(path: epath.PathLike) -> int | None:
-    """Bytes of a file; None if it is not there. Of a local one the system is asked directly."""
+    """Returns the bytes of a file, or None if it does not exist."""
     try:
         return epath.Path(path).stat().length if in_bucket(path) else os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -43,10 +31,10 @@ def size(path: epath.PathLike) -> int | None:
 
 
 def named(folder: epath.Path, pattern: str) -> list[epath.Path]:
-    """Returns what lies in a folder with a name of a pattern, by name; [] where no folder is.
+    """Returns the visible entries of a folder that match a pattern, sorted; [] if there is no
+    folder.
 
-    etils' `glob` takes brackets in the folder's own path for a part of the pattern. Hidden files
-    are left out.
+    Unlike etils' `glob`, brackets in the folder's own path are literal.
     """
     try:
         names = [path.name for path in folder.iterdir()]
@@ -66,7 +54,7 @@ def write_atomically(path: epath.Path, text: str) -> None:
 
 
 def unused(path: epath.Path) -> epath.Path:
-    """The path if nothing is there; else with -2, -3 and so on after its stem."""
+    """Returns the path if it is free, else with -2, -3, ... after its stem."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1
@@ -75,10 +63,10 @@ def unused(path: epath.Path) -> epath.Path:
 
 
 class Watched:
-    """A local folder that is to stay where it is; of a bucket nothing is watched.
+    """Detects that a local folder was moved or removed; ignores buckets.
 
     Args:
-      path: of a folder that is there.
+      path: of an existing folder.
     """
 
     def __init__(self, path: epath.Path):
@@ -86,7 +74,7 @@ class Watched:
         self._open = None if in_bucket(path) else os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def change(self) -> tuple[str, epath.Path | None]:
-        """Returns a phrase that says where the folder is now, and that path; "" if it stayed."""
+        """Returns where the folder moved, as a phrase and a path; ("", None) if it did not."""
         if self._open is None:
             return "", None
         try:
@@ -94,7 +82,7 @@ class Watched:
                 return "", None
         except OSError:
             pass
-        try:  # Linux knows where it is
+        try:  # /proc follows renames
             new = epath.Path(os.readlink(f"/proc/self/fd/{self._open}"))
             if os.path.samestat(os.stat(new), os.fstat(self._open)):
                 return f"was moved to {new}", new
@@ -110,13 +98,13 @@ class Watched:
 
 
 def forget_listings(path: epath.Path) -> None:
-    """Makes the next look at a bucket see what other processes wrote; nothing on a disk."""
+    """Drops cached listings of a bucket, so that other processes' files become visible."""
     if in_bucket(path):
         epath.backend.fsspec_backend.fs(path).invalidate_cache()
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
-    """Moves a file or folder that may be there; in a bucket, which has no folders, by file."""
+    """Moves a file or folder, if it exists; in a bucket file by file."""
     if not in_bucket(source):
         if source.exists():
             source.rename(target)

@@ -1,7 +1,7 @@
-"""Ctrl-C ends a process with status 130 and no traceback, from the first import on.
+"""Makes Ctrl-C end a process with status 130 and no traceback, from the first import on.
 
-Python raises KeyboardInterrupt wherever it happens to be. In a destructor or in a callback from C
-that is printed and forgotten, and a library may take it for an error of its own, or go on.
+Python raises KeyboardInterrupt at an arbitrary point. In a destructor or a C callback it is printed
+and dropped, and a library may turn it into its own exception, or continue.
 """
 
 import _thread
@@ -13,51 +13,53 @@ import threading
 import time
 
 STATUS = 130
-_PATIENCE = 1.0  # seconds between a Ctrl-C and the first look at what became of it
+_PATIENCE = 1.0  # seconds after a Ctrl-C before checking that it is being handled
 _received = _taken = False
 
 
 def received() -> bool:
-    """Whether there was a Ctrl-C, whatever became of the KeyboardInterrupt."""
+    """Returns True if there was a Ctrl-C, even if its KeyboardInterrupt was swallowed."""
     return _received
 
 
 def taken() -> bool:
-    """Whether there was a Ctrl-C; from here on it is the caller who ends the process for it."""
+    """Returns True if there was a Ctrl-C; from then on the caller has to end the process."""
     global _taken
     _taken = _received
     return _taken
 
 
 def quietly() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt once and ends the process; a second, at once.
+    """Installs the handler: Ctrl-C raises KeyboardInterrupt once; a second one kills the process.
 
-    A process that ignores Ctrl-C (in the background of a script) goes on ignoring it.
+    A process that ignores Ctrl-C (a script's background job) keeps ignoring it.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     signal.signal(signal.SIGINT, _raise)
     usual, unraisable = sys.excepthook, sys.unraisablehook
     sys.excepthook = lambda *args: _leave() if _received else usual(*args)
-    # Not for every error that a destructor meets while the process goes to its end.
 
-    def is_ours(args):
-        return issubclass(args.exc_type, KeyboardInterrupt)
+    def on_unraisable(args):  # other errors in destructors keep their report
+        if issubclass(args.exc_type, KeyboardInterrupt):
+            _leave()
+        unraisable(args)
 
-    sys.unraisablehook = lambda args: _leave() if is_ours(args) else unraisable(args)
+    sys.unraisablehook = on_unraisable
 
 
 def _raise(number, frame):
     global _received
     _received = True
     signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is at its end
-        _thread.start_new_thread(_insist, ())  # takes no lock, which this thread may hold
+    with contextlib.suppress(RuntimeError):  # no threads at interpreter shutdown
+        # threading.Thread takes locks that the interrupted thread may hold.
+        _thread.start_new_thread(_insist, ())
     raise KeyboardInterrupt
 
 
 def _insist():
-    """Ends the process if something swallowed the KeyboardInterrupt and went on."""
+    """Ends the process if the KeyboardInterrupt was swallowed."""
     while not _taken:
         time.sleep(_PATIENCE)
         if not _taken and not _is_handled():
@@ -65,7 +67,7 @@ def _insist():
 
 
 def _is_handled() -> bool:
-    """Whether the main thread handles a KeyboardInterrupt now, or cleans up for one."""
+    """Returns True while the main thread handles a KeyboardInterrupt or cleans up after one."""
     error = sys._current_exceptions().get(threading.main_thread().ident)
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__

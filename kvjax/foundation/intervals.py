@@ -7,15 +7,15 @@ import math
 
 import numpy as np
 
-LEVEL = 0.05  # of tests, where intervals hold 95 %
+LEVEL = 0.05  # significance level, matching 95 % intervals
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The mean of one number for each seed.
+    """The mean of one number per seed.
 
     Attributes:
-      half: half the width of its 95 % interval, Student's t over seeds; None of one seed.
+      half: half the width of its 95 % interval (Student's t over seeds); None for one seed.
     """
 
     mean: float
@@ -23,29 +23,29 @@ class Estimate:
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the interval leaves 0 out on one side; 0 where it does not."""
+        """1 or -1 if the interval excludes 0, else 0."""
         if self.half is None or abs(self.mean) <= self.half:
             return 0
         return 1 if self.mean > 0 else -1
 
     def times(self, factor: float) -> "Estimate":
-        """The estimate times a factor: in another unit, as points of a share."""
+        """Returns the estimate in another unit."""
         return Estimate(factor * self.mean, None if self.half is None else factor * self.half)
 
     def shown(self, digits: str = ".2f") -> str:
-        """The text that cells of a table have: 98.12 ± 0.40."""
+        """Formats the estimate for a table: 98.12 ± 0.40."""
         more = "" if self.half is None else f" ± {self.half:{digits.lstrip('+')}}"
         return f"{self.mean:{digits}}{more}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of values, one for each seed, with its interval; a single value has none."""
+    """Returns the mean of one value per seed with its interval; a single value has none."""
     mean, half = over_seeds(np.array(values, float)[:, None])
     return Estimate(float(mean[0]), None if half is None else float(half[0]))
 
 
 def over_seeds(values_SX: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Means [X] of values [seeds, X], and half their intervals; None of one seed."""
+    """Returns means [X] of values [seeds, X], and half their intervals; None for one seed."""
     count = len(values_SX)
     mean = values_SX.mean(axis=0)
     if count < 2:
@@ -55,14 +55,15 @@ def over_seeds(values_SX: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 
 @functools.cache
 def _t(count: int) -> float:
-    """Student's t that 95 % of samples of so many values stay under, both signs."""
+    """Returns the two-sided 95 % quantile of Student's t for `count` samples."""
     from scipy import special
 
     return float(special.stdtrit(count - 1, 0.975))
 
 
 def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
-    """First less second, seed by seed, of the seeds that both have; None where there is none.
+    """Returns first minus second, paired by seed, over the seeds that both have; None if there is
+    none.
 
     Args:
       first, second: by seed.
@@ -83,7 +84,7 @@ def p_value(found: Estimate, count: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Returns p-values adjusted for their number by Holm's step-down method, in the given order."""
+    """Returns p-values adjusted by Holm's step-down method, in the given order."""
     order = np.argsort(p_values)
     left = np.arange(len(order), 0, -1)
     adjusted = np.empty(len(order))

@@ -1,4 +1,4 @@
-"""Reads JSON from files that hold anything, makes data what JSON can hold, guards records."""
+"""JSON: reads files with errors for users, converts data, and guards records by a checksum."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -11,19 +11,18 @@ from etils import epath
 import numpy as np
 
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import special
 
-# May be half a surrogate pair: its escape, or bytes that Python's reader lets pass.
+# A lone surrogate: its escape, or its bytes, which Python's decoder accepts.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 CHECKSUM = "crc32"
 
 
 def parse(text: str | bytes):
-    """What the text says.
+    """Parses JSON.
 
     Raises:
-      ValueError: it is not UTF-8, no JSON, or nested deeper than Python recurses.
+      ValueError: not UTF-8, not JSON, or nested deeper than Python recurses.
     """
     try:
         return json.loads(text)
@@ -32,11 +31,10 @@ def parse(text: str | bytes):
 
 
 def parse_strictly(text: bytes):
-    """Returns what the text says, where all readers of JSON agree on it.
+    """Parses JSON that every reader understands alike.
 
     Raises:
-      ValueError: see `parse`; NaN or Infinity, a key that stands twice in an object, half a
-        surrogate pair.
+      ValueError: see `parse`; also NaN or Infinity, a repeated key, a lone surrogate.
     """
     try:
         found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
@@ -46,21 +44,21 @@ def parse_strictly(text: bytes):
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError as error:
-        raise ValueError(f"holds half a surrogate pair, which is no text ({error})") from error
+        raise ValueError(f"has a lone surrogate ({error})") from error
 
 
 def check_once(text: str | bytes, key: str) -> None:
-    """Raises a ValueError for an object that has a key twice: Python would take the last."""
+    """Raises a ValueError if the object repeats a key, of which Python would take the last."""
     try:
         pairs = json.loads(text, object_pairs_hook=tuple)
     except RecursionError:
-        return  # told by who parses it
+        return  # reported when it is parsed
     if isinstance(pairs, tuple) and sum(name == key for name, _ in pairs) > 1:
         raise ValueError(f"the key {key!r} stands there twice")
 
 
 def _refuse_constant(name: str):
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _unique(pairs: list[tuple]) -> dict:
@@ -73,16 +71,14 @@ def _unique(pairs: list[tuple]) -> dict:
 
 
 def read_object(path: epath.Path, advice: str) -> dict:
-    """The object that a file holds.
+    """Returns the JSON object in a file.
 
     Args:
-      advice: what to do about a file that is missing or damaged; the end of the error.
+      advice: remedy for a missing or damaged file, the end of the message.
 
     Raises:
-      UserError: it is missing, cannot be read, or holds no JSON object.
+      UserError: it is missing, unreadable, or not a JSON object.
     """
-    if kind := special(path):
-        raise UserError(f"{path} is {kind}: {advice}")
     try:
         tree = parse(path.read_bytes())
     except FileNotFoundError as error:
@@ -92,14 +88,14 @@ def read_object(path: epath.Path, advice: str) -> dict:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): {advice}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{path} is no JSON object: {advice}")
+        raise UserError(f"{path} is not a JSON object: {advice}")
     return tree
 
 
 def plain(data):
-    """Returns data as JSON has it.
+    """Converts data to JSON's types.
 
-    Numpy's numbers and arrays become Python's, dataclasses their fields, NaN and infinity null.
+    NumPy numbers and arrays become Python's, dataclasses their fields, NaN and infinity null.
     """
     if dataclasses.is_dataclass(data):
         return plain({field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
@@ -115,19 +111,18 @@ def plain(data):
 
 
 def with_checksum(record: Mapping) -> dict:
-    """Returns a record with a last key that holds the CRC-32 of its JSON.
+    """Appends the CRC-32 of a record's JSON as its last key.
 
-    CRC-32 reveals every change within 32 bits in a row, so any flipped bit and any wrong byte, and
-    all but one in 2^32 of other changes. It is no guard against somebody who means it.
+    CRC-32 detects every error within 32 consecutive bits, and all but one in 2^32 others.
     """
     return dict(record) | {CHECKSUM: _crc32(record)}
 
 
 def without_checksum(record: dict) -> dict:
-    """Returns what `with_checksum` was given, or as it is a record that never had a checksum.
+    """Returns the record without its checksum; records without one pass unchanged.
 
     Raises:
-      ValueError: the record is not what its checksum was made of.
+      ValueError: the checksum does not match.
     """
     if not record:
         return record
@@ -136,16 +131,16 @@ def without_checksum(record: dict) -> dict:
     is_right = value == _crc32(rest)
     if name == CHECKSUM and is_right:
         return rest
-    if CHECKSUM in record or is_right:  # right under another name: the name is damaged
-        raise ValueError("its checksum is not that of its content")
+    if CHECKSUM in record or is_right:  # a valid sum under another name: the name is damaged
+        raise ValueError("its checksum does not match its content")
     return record
 
 
 def read_record(path: epath.Path, advice: str) -> dict:
-    """Returns the record of a file, of `with_checksum` or older; a UserError as of `read_object`.
+    """Returns the record in a file, with or without a checksum; errors as in `read_object`.
 
     Args:
-      advice: also of a record that is not what was written.
+      advice: remedy for a damaged record, too.
     """
     try:
         return without_checksum(read_object(path, advice))

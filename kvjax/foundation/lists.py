@@ -1,4 +1,4 @@
-"""Reads options that are lists, as --mechanisms=mha,lrkv and --batch=1,8, and checks the items."""
+"""Parses list options such as --mechanisms=mha,lrkv and --batch=1,8."""
 
 from collections.abc import Collection
 
@@ -7,14 +7,14 @@ from kvjax.foundation.errors import UserError
 
 
 def one(option: str, name: str, known: Collection[str]) -> None:
-    """Raises a UserError unless the name is known, and says which is close to it."""
+    """Raises a UserError unless the name is known; suggests the closest one."""
     if name not in known:
         meant = did_you_mean(name, known)
         raise UserError(f"{option}: {name!r} is none of {', '.join(known)}{meant}")
 
 
 def names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
-    """The names of a comma-separated list, each once; a UserError unless all are known."""
+    """Returns the names of a comma-separated list, each once; refuses unknown ones."""
     found = tuple(dict.fromkeys(text.split(",")))
     for name in found:
         one(f"{option}={text}", name, known)
@@ -24,7 +24,9 @@ def names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
 def integers(
     option: str, text: str, at_least: int = 1, at_most: int | None = None
 ) -> tuple[int, ...]:
-    """The numbers of a comma-separated list, each once; a UserError unless all lie in the range."""
+    """Returns the numbers of a comma-separated list, each once; raises a UserError outside the
+    range.
+    """
     try:
         found = tuple(dict.fromkeys(map(int, text.split(","))))
     except ValueError:

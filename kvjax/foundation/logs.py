@@ -1,4 +1,4 @@
-"""What is logged once, however often it happens."""
+"""Logging of repeated messages."""
 
 import functools
 import logging
@@ -6,10 +6,10 @@ import logging
 
 @functools.cache
 def log_once(logger: str, level: int, message: str) -> None:
-    """Logs a message the first time that it comes.
+    """Logs a message the first time only.
 
     Args:
       logger: its name, the module's `__name__`.
-      level: of `logging`; from WARNING on it is seen without any set-up.
+      level: of `logging`; shown by default from WARNING on.
     """
     logging.getLogger(logger).log(level, "%s", message)

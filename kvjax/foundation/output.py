@@ -1,4 +1,4 @@
-"""What a command prints: text and tables that fit a terminal, Markdown, or JSON."""
+"""Output of commands: text and tables that fit the terminal, Markdown, or JSON."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,12 @@ import textwrap
 from kvjax.foundation import json_text
 
 GAP = "  "
-NARROWEST = 12  # columns that words are broken into at least, where even words do not fit
+NARROWEST = 12  # minimum width of a column whose words are broken
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with the words above it, and notes below."""
+    """A table with a title above it and notes below."""
 
     title: str
     header: Sequence[str]
@@ -25,7 +25,7 @@ class Table:
 
 
 class Output:
-    """Text and tables on standard output; with --json they go to standard error.
+    """Text and tables on standard output; on standard error with --json.
 
     Args:
       options: with `json` and `markdown`, see `command_line.Parser.add_output`.
@@ -39,10 +39,10 @@ class Output:
         return sys.stderr if self._json else sys.stdout
 
     def say(self, text: str = "", *, wrap: bool = True) -> None:
-        """A line or paragraph, wrapped to the terminal's width unless it is Markdown.
+        """Prints a line or paragraph, wrapped to the terminal's width unless it is Markdown.
 
         Args:
-          wrap: False: it stays one line, as what is to be typed must.
+          wrap: False keeps it on one line, as for commands to copy.
         """
         if wrap and not self._markdown:
             text = "\n".join(
@@ -51,30 +51,30 @@ class Output:
         print(text, file=self._stream, flush=True)
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence]) -> None:
-        """A table under an empty line; cells are text or str() of what they are."""
+        """Prints a table after an empty line."""
         make = markdown if self._markdown else aligned
         print("\n" + "\n".join(make(header, rows)), file=self._stream, flush=True)
 
     def show(self, table: Table) -> None:
-        """A table, between its title and its notes."""
+        """Prints a table with its title and notes."""
         self.say(table.title)
         self.table(table.header, table.rows)
         for note in table.notes:
             self.say(f"\n{note}")
 
     def result(self, result: dict) -> None:
-        """One line of JSON, if it was asked for."""
+        """Prints one line of JSON with --json."""
         if self._json:
             print(json.dumps(json_text.plain(result)), flush=True)
 
 
 def width() -> int:
-    """Columns of the terminal ($COLUMNS counts first); 80 where there is none."""
+    """Returns the terminal's columns ($COLUMNS takes precedence); 80 without a terminal."""
     return max(shutil.get_terminal_size().columns, 40)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
-    """The lines of a Markdown table: columns of figures to the right, of words to the left."""
+    """Returns the lines of a Markdown table, with numbers aligned to the right."""
     rows = [[str(cell) for cell in row] for row in rows]
     right = _are_figures(header, rows)
 
@@ -86,10 +86,10 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
-    """The lines of a table no wider than the terminal.
+    """Returns the lines of a table no wider than the terminal.
 
-    Headers and words wrap, figures never do. What does not fit side by side follows below, in
-    blocks that each begin with the first column.
+    Headers and words wrap, numbers never do. Columns that do not fit continue below, in blocks that
+    each repeat the first column.
     """
     rows = [[str(cell) for cell in row] for row in rows]
     right = _are_figures(header, rows)
@@ -98,7 +98,7 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
     least = [max(map(len, w)) for w in words]
     for i, figures in enumerate(right):
         longest = max(map(len, columns[i][1:]), default=0)
-        if figures and longest <= width() // 2:  # "1.9 ± 0.1" stays in one line, a sentence wraps
+        if figures and longest <= width() // 2:  # "1.9 ± 0.1" stays on one line, sentences wrap
             least[i] = max(least[i], longest)
         else:
             least[i] = min(least[i], max(NARROWEST, width() // 2))
@@ -113,7 +113,7 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
 
 
 def _blocks(least: Sequence[int]) -> list[list[int]]:
-    """Which columns stand side by side: the first in every block."""
+    """Returns the columns of each block, with the first column in every block."""
     blocks = [[0]]
     for i in range(1, len(least)):
         block = [*blocks[-1], i]
@@ -125,11 +125,11 @@ def _blocks(least: Sequence[int]) -> list[list[int]]:
 
 
 def _lines(columns, least, right) -> list[str]:
-    """A block: every column as wide as its longest cell if there is room, else narrower."""
+    """Returns the lines of a block, with columns as wide as their longest cell if there is room."""
     most = [max(map(len, column)) for column in columns]
     room = width() - len(GAP) * (len(columns) - 1)
     widths = list(least)
-    while sum(widths) < room and widths != most:  # the narrowest for what it holds grows first
+    while sum(widths) < room and widths != most:  # widen the narrowest column that wraps
         i = min((i for i in range(len(widths)) if widths[i] < most[i]), key=widths.__getitem__)
         widths[i] += 1
     lines = []
@@ -148,7 +148,7 @@ def _lines(columns, least, right) -> list[str]:
 
 
 def _are_figures(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
-    """By column: whether most cells that say anything begin as a number does."""
+    """Returns for each column True if most of its non-empty cells begin like numbers."""
     found = []
     for i in range(len(header)):
         cells = [c for row in rows if (c := row[i].strip("*`")) and c != "-"]

@@ -1,4 +1,4 @@
-"""Progress on standard error: nothing is silent for long, and logs have no bars."""
+"""Progress on standard error: a line or bar on terminals, occasional lines in logs."""
 
 import contextlib
 import sys
@@ -12,37 +12,37 @@ _BAR = 20  # characters
 
 
 def size(count: float) -> str:
-    """Bytes, or characters, for a reader: 12.3 MB."""
+    """Formats bytes: 12.3 MB."""
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def count(number: float) -> str:
-    """Tokens, say, for a reader: 12.3M."""
+    """Formats a number of tokens: 12.3M."""
     return f"{number / 1e9:,.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
 def bar(share: float) -> str:
-    """How far something is, from 0 to 1: ━━━━──── 50 %."""
+    """Formats a share from 0 to 1 as a bar: ━━━━──── 50 %."""
     done = round(_BAR * min(max(share, 0), 1))
     return f"{'━' * done}{'─' * (_BAR - done)} {100 * share:.0f} %"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a reader: 3.4 h."""
+    """Formats seconds: 3.4 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
 
 
 class waiting:  # reads as `with waiting("...")`
-    """Says what is under way once it takes over three seconds, and for how long since.
+    """Reports work that takes over three seconds, with its elapsed time.
 
-    A terminal gets one line that counts seconds and is gone in the end; a log gets a line after
-    three seconds, one every half minute, and one for the end.
+    A terminal shows one line that disappears at the end; a log gets a line after three seconds, one
+    every half minute, and one at the end.
 
     Args:
-      what: "compiling the decode step", say.
-      shown: False: nothing is said.
+      what: for example "compiling the decode step".
+      shown: False: nothing is printed.
     """
 
     def __init__(self, what: str, *, shown: bool = True):
@@ -52,11 +52,11 @@ class waiting:  # reads as `with waiting("...")`
             self._ended.set()
 
     def now(self, what: str) -> None:
-        """What is under way from here on."""
+        """Changes the description of the work."""
         self._what, self._where = what, ""
 
     def at(self, where: str) -> None:
-        """Where in it the work is: "LRKV, 2 of 14"."""
+        """Sets the position in the work: "LRKV, 2 of 14"."""
         self._where = f": {where}"
 
     def __enter__(self):
@@ -70,7 +70,7 @@ class waiting:  # reads as `with waiting("...")`
         self.end()
 
     def end(self) -> None:
-        """Nothing is waited for any more; may be called again."""
+        """Ends the report; may be called again."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -95,28 +95,33 @@ class waiting:  # reads as `with waiting("...")`
                 self._say(f"kvjax: {self._what}{self._where} ({self._seconds:.0f} s so far)", "\n")
 
     def _say(self, text: str, end: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed, or full
+        with contextlib.suppress(OSError, ValueError):  # a closed stream, a full disk
             print(text, end=end, file=self._stream, flush=True)
 
 
 class Steps:
-    """How far a loop of steps has come: a bar on a terminal, else a line every ten seconds.
+    """Progress of a loop: a bar on a terminal, else a line every ten seconds.
 
     Args:
-      total: steps in all.
-      start: those taken before.
+      total: steps in total.
+      start: steps done before.
       shown: False: nothing is printed.
-      unit: what one step is.
+      unit: name of one step.
     """
 
     def __init__(self, total: int, start: int, *, shown: bool = True, unit: str = "step"):
-        import tqdm  # only where there are steps
+        import tqdm  # late: slow to import
 
         self._unit = unit
         self._total, self._done, self._shown = total, start, shown
         self._terminal, self._said = sys.stderr.isatty(), time.monotonic()
-        bar = dict(mininterval=0.5, unit=unit, disable=not (shown and self._terminal))
-        self._bar = tqdm.tqdm(total=total, initial=start, **bar)
+        self._bar = tqdm.tqdm(
+            total=total,
+            initial=start,
+            mininterval=0.5,
+            unit=unit,
+            disable=not (shown and self._terminal),
+        )
 
     def __enter__(self):
         return self
@@ -125,10 +130,10 @@ class Steps:
         self._bar.close()
 
     def step(self, text: str, count: int = 1) -> None:
-        """One more step is done, or several.
+        """Advances by `count` steps.
 
         Args:
-          text: its figures.
+          text: metrics of the step.
         """
         self._done += count
         self._bar.set_postfix_str(text, False)
@@ -136,11 +141,11 @@ class Steps:
         waited = time.monotonic() - self._said > _STEPS_EVERY
         if self._shown and not self._terminal and (waited or self._done == self._total):
             self._said = time.monotonic()
-            of = f"{self._unit} {self._done:,} of {self._total:,}"
-            print(f"{of}: {text}", file=sys.stderr, flush=True)
+            position = f"{self._unit} {self._done:,} of {self._total:,}"
+            print(f"{position}: {text}", file=sys.stderr, flush=True)
 
     def write(self, text: str) -> None:
-        """A line on standard output, above the bar."""
+        """Prints a line on standard output, above the bar."""
         if self._shown:
             self._bar.write(text)
             sys.stdout.flush()

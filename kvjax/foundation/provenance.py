@@ -1,4 +1,4 @@
-"""Results saved with what somebody needs to make them again: command, commit, machine, versions."""
+"""Results saved with the command, commit, machine and versions that reproduce them."""
 
 from collections.abc import Mapping
 import datetime
@@ -20,15 +20,15 @@ from kvjax.foundation.checkout import PACKAGE, ROOT
 from kvjax.foundation.command_line import program, say
 from kvjax.foundation.errors import UserError
 
-_BEGUN = time.monotonic()  # about when the process began: imported before anything is done
-# What a commit is marked "+" for: changes but those of results, which do not change each other.
+_BEGUN = time.monotonic()  # approximate start of the process: commands import this first
+# Changes that mark a commit with "+"; results do not affect each other.
 _CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
-CODE = ("kvjax", "experiments")  # folders whose Python files decide a result
+CODE = ("kvjax", "experiments")  # folders whose Python files determine a result
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def provenance(*packages: str) -> dict:
-    """JSON-able; `packages` are named beside the usual ones, where they are installed."""
+    """Returns JSON-able software and hardware; `packages` are listed if installed."""
     found = software(*packages)
     machine = f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB"
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
@@ -37,7 +37,7 @@ def provenance(*packages: str) -> dict:
 
 
 def software(*packages: str) -> dict:
-    """The same without the machine: no device is asked, which another process may hold."""
+    """Returns the same without the machine, so that no device is initialised."""
     versions = {name: _version(name) for name in (*_PACKAGES, *packages)}
     return {
         "command": " ".join([program(), *sys.argv[1:]]),
@@ -82,24 +82,24 @@ def save(
 
 
 def check_commit(option: str, folder: pathlib.Path) -> None:
-    """Raises a UserError if results for a folder of the checkout would come from no commit.
+    """Raises a UserError if results saved in the checkout would come from uncommitted code.
 
     Args:
-      option: that asks for them; the message names it.
-      folder: of the results; outside of the checkout nothing is asked of it.
+      option: that saves them, for the message.
+      folder: of the results; folders outside the checkout always pass.
     """
     if folder.is_relative_to(ROOT) and (changes := _git(*_CHANGES)):
         first = changes.splitlines()[0].strip()
         raise UserError(
-            f"{option}: the checkout has changes that no commit has ({first}), so the result could "
-            "not be made again; commit them first, or leave the option out"
+            f"{option}: the checkout has uncommitted changes ({first}), so the result would not be "
+            "reproducible; commit them, or leave the option out"
         )
 
 
 def code_on_disk() -> dict[str, str]:
-    """Digests of the Python files of each folder in CODE as they are on disk now.
+    """Returns digests of the Python files of each folder in CODE.
 
-    A result made before a commit was rewritten can be matched by them with the commit that landed.
+    They identify the commit of a result even if the commit is rewritten later.
     """
     return {
         folder: code_digest({_name(path): _blob(path) for path in (ROOT / folder).rglob("*.py")})
@@ -109,7 +109,7 @@ def code_on_disk() -> dict[str, str]:
 
 
 def code_digest(blobs: Mapping[str, str]) -> str:
-    """Returns a digest of files by names and git's ids of their contents (`git ls-tree -r`)."""
+    """Returns a digest of files by name and Git blob id (`git ls-tree -r`)."""
     lines = (f"{name} {blob}\n" for name, blob in sorted(blobs.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
@@ -119,7 +119,7 @@ def _name(path: pathlib.Path) -> str:
 
 
 def _blob(path: pathlib.Path) -> str:
-    """Git's id of a file's content."""
+    """Returns Git's id of a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 

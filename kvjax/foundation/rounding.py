@@ -1,6 +1,6 @@
-"""Sizes in whole multiples of something."""
+"""Rounding to multiples."""
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least n."""
+    """Returns the smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Files and folders that a command is asked to write: tried before its work, not lost after it."""
+"""Output files and folders: checked before the work, kept elsewhere if writing fails after it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 import contextlib
@@ -10,17 +10,17 @@ from etils import epath
 
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError, first_line
-from kvjax.foundation.files import in_bucket, special
+from kvjax.foundation.files import in_bucket, is_special
 
 
 def check(out: str, names: Iterable[str], option: str = "--out") -> epath.Path:
-    """Returns the folder that an option names, after trying to make it and its files.
+    """Returns the folder that an option names, after test-writing its files.
 
     Args:
-      names: of the files that are to be written there.
+      names: of the files to write there.
 
     Raises:
-      UserError: they cannot be.
+      UserError: they cannot be written.
     """
     path = runtime.folder(option, out)
     if not in_bucket(path):
@@ -29,7 +29,7 @@ def check(out: str, names: Iterable[str], option: str = "--out") -> epath.Path:
 
 
 def check_file(option: str, text: str) -> epath.Path:
-    """Returns the file that an option names, links followed, after trying to make it.
+    """Returns the file that an option names, with links resolved, after test-writing it.
 
     Raises:
       UserError: it cannot be written, or is a folder.
@@ -43,14 +43,14 @@ def check_file(option: str, text: str) -> epath.Path:
 
 
 def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
-    """Raises a UserError unless these files can be written; leaves what is there as it is."""
+    """Raises a UserError unless these files can be written; changes nothing."""
     for name in names:
         if os.path.isdir(path / name):
-            raise UserError(f"{given}: {name} is a folder there: give another, or move it")
-        if kind := special(path / name):
-            raise UserError(f"{given}: {name} is {kind}: give another")
+            raise UserError(f"{given}: {name} is a folder: give another, or move it")
+        if is_special(path / name):
+            raise UserError(f"{given}: {name} is a pipe or device: give another")
     new = _missing(path)
-    last = next(one for one in (path, *path.parents) if one not in new)
+    existing = next(one for one in (path, *path.parents) if one not in new)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -58,8 +58,8 @@ def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
                 with open(_temporary(path / name), "x"):
                     os.unlink(_temporary(path / name))
     except OSError as error:
-        why = f"nothing can be made in {last} ({error.strerror or error})"
-        raise UserError(f"{given}: cannot be written: {why}") from error
+        reason = f"nothing can be created in {existing} ({error.strerror or error})"
+        raise UserError(f"{given}: cannot be written: {reason}") from error
     finally:
         _remove(new)
 
@@ -69,12 +69,12 @@ def _temporary(path: epath.Path) -> epath.Path:
 
 
 def _missing(path: epath.Path) -> list[epath.Path]:
-    """Returns the folders of a path that are not there, the deepest first."""
+    """Returns the missing folders of a path, deepest first."""
     return [one for one in (path, *path.parents) if not one.exists()]
 
 
 def _remove(folders: Iterable[epath.Path]) -> None:
-    """Removes folders, but those that are not there or in which somebody else wrote."""
+    """Removes folders that are empty."""
     for one in folders:
         with contextlib.suppress(OSError):
             os.rmdir(one)
@@ -82,17 +82,18 @@ def _remove(folders: Iterable[epath.Path]) -> None:
 
 @contextlib.contextmanager
 def folder(path: epath.Path) -> Iterator[None]:
-    """Makes a folder before it is needed; it is gone again where the block fails.
+    """Creates a folder for the block; removes it again if the block fails.
 
     Raises:
-      UserError: it cannot be made.
+      UserError: it cannot be created.
     """
     new = [] if in_bucket(path) else _missing(path)
     try:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--out: {path} cannot be made: {error.strerror or error}") from error
+            reason = error.strerror or error
+            raise UserError(f"--out: {path} cannot be created: {reason}") from error
         yield
     except BaseException:
         _remove(new)
@@ -100,10 +101,10 @@ def folder(path: epath.Path) -> Iterator[None]:
 
 
 def write(target: epath.Path, files: Mapping[str, bytes], option: str = "--out") -> None:
-    """Writes files into a folder, each whole or not at all: somebody may look.
+    """Writes files into a folder, each whole or not at all.
 
     Raises:
-      UserError: they cannot be written there; says where they were written instead.
+      UserError: writing failed; names the place where the files were written instead.
     """
     temporary = {target / name: _temporary(target / name) for name in files}
     try:
@@ -112,22 +113,22 @@ def write(target: epath.Path, files: Mapping[str, bytes], option: str = "--out")
             path.write_bytes(content)
         for path, written in temporary.items():
             written.replace(path)
-    except Exception as error:  # clients of buckets raise types of their own
+    except Exception as error:  # bucket clients raise their own types
         raise UserError(
             f"{option}: {target} cannot be written ({first_line(error)}). {elsewhere(files)}"
         ) from error
     finally:
         for path in temporary.values():
-            with contextlib.suppress(Exception):  # the failure is told once
+            with contextlib.suppress(Exception):  # the first failure is reported
                 path.unlink(missing_ok=True)
 
 
 def elsewhere(files: Mapping[str, bytes]) -> str:
-    """Writes files into a new temporary folder; returns a sentence that says where they are."""
+    """Writes files into a new temporary folder; returns a sentence with their paths."""
     try:
         rescue = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-"))
         for name, content in files.items():
             (rescue / name).write_bytes(content)
     except OSError as error:
-        return f"Nor could anything be written to {tempfile.gettempdir()}: {error.strerror}"
+        return f"Nor can anything be written to {tempfile.gettempdir()}: {error.strerror}"
     return f"Nothing is lost: {', '.join(str(rescue / name) for name in files)}"

@@ -226,7 +226,7 @@ def test_what_is_refused_before_any_work(run, workdir, made, tmp_path):
         ("--texts=a=rows.jsonl",): "'a': {here}/rows.jsonl, line 1 has no key 'text'; it has "
         "['words']. Set --text_key to the key with the text.\n",
         ("--texts=a=missing.txt",): "--texts=a=missing.txt: is not there: give a file of text",
-        ("--texts=a=/dev/null",): "--texts = '/dev/null': is a device; give a file",
+        ("--texts=a=/dev/null",): "--texts = '/dev/null': must be a file or folder",
         ("--texts=a=folder",): "--texts=a=folder: is a folder: give a file of text",
         ("--texts=a=" + "x" * 300,): "x: is not there: give a file of text",
         ("--texts=short.txt",): "'short.txt' is no text: give NAME=FILE",
@@ -237,8 +237,8 @@ def test_what_is_refused_before_any_work(run, workdir, made, tmp_path):
         ("--texts=embedded,embedded",): "'Shakespeare' is there twice",
         ("--beside=missing",): "--beside = 'missing': there is no such folder or file",
         ("--out=short.txt",): "--out = 'short.txt': must be a folder",
-        ("--out=taken",): "--out = 'taken': report.html is a folder there",
-        ("--out=/proc",): "--out = '/proc': cannot be written: nothing can be made in /",
+        ("--out=taken",): "--out = 'taken': report.html is a folder",
+        ("--out=/proc",): "--out = '/proc': cannot be written: nothing can be created in /",
         ("--out=" + "x" * 300,): "File name too long",
         ("--step=3",): "unknown option --step",
     }.items():

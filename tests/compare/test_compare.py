@@ -506,7 +506,7 @@ def test_compute_is_counted_in_two_ways():
         (["{runs}/l0", "{runs}/l0/config.json"], "l0/config.json: is a file; give workdirs"),
         (["{runs}", "--scores={runs}/nothing"], "--scores: .*nothing: no such folder"),
         (["{runs}", "--out={runs}/l0/config.json"], "must be a folder"),
-        (["ftp://x/y"], "nothing here opens ftp://"),
+        (["ftp://x/y"], "ftp:// is not supported"),
     ],
 )
 def test_bad_input_is_one_line(two, capfd, arguments, said):

@@ -320,7 +320,7 @@ def test_validation_is_not_trained_on(tmp_path, mixture):
         (dict(smoltalk="#1:5"), "config.mixture.smoltalk = '#1:5': must be SOURCE#START:STOP"),
         (
             dict(smoltalk="hdfs://a"),
-            "config.mixture.smoltalk = 'hdfs://a': nothing here opens hdfs",
+            "config.mixture.smoltalk = 'hdfs://a': hdfs:// is not supported",
         ),
         (dict(order=("smoltalk",)), r"config.mixture.order = \('smoltalk',\): must name each of"),
         (dict(seed=-1), "config.mixture.seed = -1"),

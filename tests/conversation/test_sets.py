@@ -166,11 +166,15 @@ NO_ROWS = [
     ("gsm8k", dict(question="Q", answer=None), "answer must be text, not NoneType"),
 ]
 NO_JSON = [
-    ("mmlu", OF_TWO | dict(choices=["a", NAN]), "is not JSON: NaN is no number"),
-    ("mmlu", OF_TWO | dict(choices=["a", float("inf")]), "is not JSON: Infinity is no number"),
+    ("mmlu", OF_TWO | dict(choices=["a", NAN]), "is not JSON: NaN is not a JSON number"),
+    (
+        "mmlu",
+        OF_TWO | dict(choices=["a", float("inf")]),
+        "is not JSON: Infinity is not a JSON number",
+    ),
     ("mmlu", OF_TWO | dict(choices=["a", ["b"]]), "a choice must be text or a number"),
     ("arc", dict(question=dict(stem="Q", choices=None), answerKey="A"), "choices must be a list"),
-    ("gsm8k", dict(question="Q", answer="\ud83d"), "is not JSON: holds half a surrogate pair"),
+    ("gsm8k", dict(question="Q", answer="\ud83d"), "is not JSON: has a lone surrogate"),
     ("smoltalk", [SMOLTALK[0]], "must be an object, not list"),
 ]
 

@@ -198,7 +198,7 @@ BAD = [
     (["--source=SRC", "--out=OUT/ "], "--out = ' ': must be a folder's name"),
     (["--source=SRC", "--out=OUT/a\tb"], "printable text"),
     (["--source=SRC", "--out=OUT@3"], "must not end in @NUMBER"),
-    (["--source=SRC", "--out=OUT/a\\b"], "holds a backslash, which TensorStore takes for"),
+    (["--source=SRC", "--out=OUT/a\\b"], "has a backslash, which TensorStore reads as"),
     (["--source=SRC", "--out=."], "--out = '.': cannot be replaced: give a new folder in it"),
     (
         ["--source=SRC", "--out=OUT", "--method=thin_keys", "--rank=9"],

@@ -194,7 +194,7 @@ def test_configs_that_are_not_those_of_the_tensors(copied, keys, said):
     "file, text, said",
     [
         ("config.json", "{", "config.json is not JSON"),
-        ("config.json", "[]", "config.json is no JSON object"),
+        ("config.json", "[]", "config.json is not a JSON object"),
         ("config.json", None, "config.json is missing: download it again"),
         ("tokenizer.json", None, "tokenizer.json is missing: load the tokenizer"),
         ("tokenizer.json", "{}", "its tokenizer.json cannot be read"),

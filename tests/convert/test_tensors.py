@@ -142,7 +142,7 @@ def test_an_index_of_other_files(tmp_path, arrays, index, said):
 
 
 @pytest.mark.parametrize(
-    "text, said", [("{", "is not JSON"), ("[]", "is no JSON object"), ("{}", "weight_map must")]
+    "text, said", [("{", "is not JSON"), ("[]", "is not a JSON object"), ("{}", "weight_map must")]
 )
 def test_an_index_that_is_none(tmp_path, arrays, text, said):
     shard(tmp_path, arrays)

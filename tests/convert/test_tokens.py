@@ -415,7 +415,7 @@ def test_a_source_without_a_token_that_opens_a_document(source):
 @pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json"])
 def test_damaged_files_of_a_workdir(chat, tmp_path, file):
     workdir = write(published.open(chat), tmp_path / "workdir")
-    for text, said in (("{", "is not JSON"), ("[]", "is no JSON object")):
+    for text, said in (("{", "is not JSON"), ("[]", "is not a JSON object")):
         (workdir / file).write_text(text)
         with pytest.raises(UserError, match=f"{file} {said}.*: restore it, or remove it"):
             trained.find(workdir)

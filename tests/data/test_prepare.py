@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_written_is_told(small_config, monkeypatch, tmp_
         with pytest.raises(UserError, match=message):
             prepare.prepare(dataclasses.replace(small_config, directory=directory))
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(UserError, match="KVJAX_CACHE = .*: must be a folder, and .*file is none"):
+    with pytest.raises(UserError, match="KVJAX_CACHE = .*: must be a folder, and .*file is a file"):
         prepare.prepare(dataclasses.replace(small_config, directory=""))
 
 

@@ -151,8 +151,8 @@ def test_source_that_matches_nothing_is_named(documents, tmp_path):
     for source, message in (
         ("data.csv", r"data\.csv ends in none of \.txt"),
         ("data[.]csv", r"data\.csv ends in none of \.txt"),
-        ("", r"pipe\.jsonl is a pipe: give files"),
-        ("*.jsonl", r"pipe\.jsonl is a pipe: give files"),
+        ("", r"pipe\.jsonl is a pipe or device: give files"),
+        ("*.jsonl", r"pipe\.jsonl is a pipe or device: give files"),
         ("*.ndjson", r"zero\.ndjson is a link to nothing"),
         ("**x", r"cannot be opened: Invalid pattern"),
     ):

@@ -280,7 +280,7 @@ def test_what_is_wrong_is_one_line(checked):
         "--share=2/2": "--share=2/2: give I/N",
         "--file=mmlu": "--file=mmlu: give TASK=PATH",
         "--file=mmlu=nowhere.jsonl": "--file=mmlu = 'nowhere.jsonl': matches no file",
-        "--file=mmlu=/dev/null": "--file=mmlu = '/dev/null': is a device",
+        "--file=mmlu=/dev/null": "--file=mmlu = '/dev/null': must be a file or folder",
         "--data=/dev/null": "--data = '/dev/null': must be a folder",
         "--file=mmul=x": "--file",
         "--batch=0": "--batch = 0: must be at least 1",

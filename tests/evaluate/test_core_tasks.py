@@ -184,12 +184,16 @@ def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
         (choice, "\n[1]\n", "choice.jsonl, line 2 must be an object"),
         (choice, row('["a", "b"]', 2), "line 1: gold = 2: must be 0 to 1"),
         *((choice, row('["a", "b"]', x), "gold = ") for x in ('"1"', "-1", "true", "null")),
-        (choice, row('["a", "b"]', "NaN"), "choice.jsonl, line 1 is not JSON: NaN is no number"),
+        (
+            choice,
+            row('["a", "b"]', "NaN"),
+            "line 1 is not JSON: NaN is not a JSON number",
+        ),
         *((choice, row(x, 0), "choices must be a list of texts") for x in ('"ab"', "[]", "[1]")),
         (
             choice,
             row('["a", "\\ud800"]', 0),
-            "choice.jsonl, line 1 is not JSON: holds half a surrogate pair",
+            "choice.jsonl, line 1 is not JSON: has a lone surrogate",
         ),
         (choice, row('["a", "\\ud83d\\ude00"]', 0), "the 1 rows of"),  # a whole pair
         ("eval_data/words.jsonl", '{"context": 1, "continuation": "a"}', "context must be text"),

@@ -37,8 +37,8 @@ def test_overrides_are_typed_and_the_config_is_locked():
         ("--config.train=7", "config.train is a section; give one of bad_steps, batch_size"),
         ("--config.num_steps=7", "no key 'num_steps'; did you mean config.train.num_steps\\?"),
         ("--config.train.num_steps", "give a value, as in --config.train.num_steps=500"),
-        ("--noconfig.train.num_steps", "only a key that is true or false is negated"),
-        ("--noconfig.model.bias=true", "only a key that is true or false is negated, without a"),
+        ("--noconfig.train.num_steps", "--no takes a key that is true or false"),
+        ("--noconfig.model.bias=true", "--no takes a key that is true or false, without a"),
         ("--config.model.bias=perhaps", "must be true or false; its default is False"),
         ("--config.attention.layer_ranks=(1,", "must be a tuple, as \\(8, 16\\)"),
     ],
@@ -68,10 +68,8 @@ def test_no_such_file_says_what_there_is():
         load_config(pathlib.Path("nothing/of/the/kind.py"))
     with pytest.raises(UserError, match="no such file; in"):
         load_config(pathlib.Path("\ud800"))
-    with pytest.raises(UserError, match="is a folder; give a file. There: .*lrkv_tiny.py"):
+    with pytest.raises(UserError, match="is a folder; give a file. It has .*lrkv_tiny.py"):
         load_config(LRKV.parent)
-    with pytest.raises(UserError, match="^--config=x{5000}: File name too long$"):
-        load_config(pathlib.Path("x" * 5000))
 
 
 def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path, monkeypatch):
@@ -113,7 +111,7 @@ def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
         (NotImplementedError("no such kernel"), 2, "kvjax: no such kernel\n"),
         (FileNotFoundError(2, "not there", "x"), 2, "kvjax: [Errno 2] not there: 'x'\n"),
         (TimeoutError(), 2, "kvjax: TimeoutError\n"),
-        (MemoryError(), 2, "kvjax: out of memory (MemoryError): ask for less at once,"),
+        (MemoryError(), 2, "kvjax: out of memory (MemoryError): reduce sizes,"),
         (
             ModuleNotFoundError("x", name="no_such.part"),
             2,
@@ -203,7 +201,7 @@ def test_what_was_closed_is_opened_and_what_cannot_be_written_is_left(monkeypatc
 @pytest.mark.parametrize(
     "code, message",
     [
-        ("a = 1", "has no get_config"),
+        ("a = 1", "needs a get_config"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
         ("def get_config(): return {}['x']", "KeyError: 'x'"),
     ],

@@ -51,7 +51,9 @@ def test_a_result_says_what_made_it_and_how_long_the_process_ran(tmp_path, monke
     monkeypatch.setattr(provenance.target.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(UserError, match="^--save: .*file cannot be written"):
         provenance.save(tmp_path / "file" / "x.json", {})
-    with pytest.raises(UserError, match=r"^--write: the checkout has changes .*\(M kvjax/x.py\)"):
+    with pytest.raises(
+        UserError, match=r"^--write: the checkout has uncommitted changes .*\(M kvjax/x.py\)"
+    ):
         provenance.check_commit("--write", ROOT / "experiments")
     provenance.check_commit("--write", tmp_path)
 

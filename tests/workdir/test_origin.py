@@ -100,7 +100,7 @@ def test_ends_are_tokens_that_there_are():
     "text, said",
     [
         ("{", "is not JSON"),
-        ("3", "is no JSON object: restore it, or remove it"),
+        ("3", "is not a JSON object: restore it, or remove it"),
         ("{}", ": context = None is a NoneType; it must be"),
         ('{"context": "8"}', ": context = '8' is a str"),
         ('{"context": 0}', ": context = 0: must be at least 1"),

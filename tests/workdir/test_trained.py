@@ -134,7 +134,7 @@ def test_a_config_that_cannot_be_read(run, copy):
     (copy / "config.json").write_text(json.dumps(config | {"attention": 3}))
     expect(run, copy, "config.json: 'int' object")
     (copy / "config.json").write_text("[1]")
-    expect(run, copy, "config.json is no JSON object")
+    expect(run, copy, "config.json is not a JSON object")
     (copy / "config.json").write_text('{"model_type": "llama"}')
     expect(run, copy, "is a published model, and no workdir yet: `python -m kvjax.convert --source")
     (copy / "config.json").write_text("{")
@@ -182,5 +182,5 @@ def test_what_is_no_config(tmp_path, content):
 
 
 def test_a_workdir_that_nothing_opens():
-    with pytest.raises(UserError, match="^--workdir = 'hdfs://host/run': nothing here opens"):
+    with pytest.raises(UserError, match="^--workdir = 'hdfs://host/run': hdfs:// is not supported"):
         trained.experiment_of("hdfs://host/run")
