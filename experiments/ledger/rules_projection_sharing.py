@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.ledger import judge
+from experiments.models import linear
+from experiments.models.labeller import Labeller
 from experiments.studies.images import EPOCHS
 from experiments.studies.sequence_tasks import CURVES_OF
 from experiments.tasks import encoders
 from experiments.tasks.encoders import CALLED, VARIANTS
-from kvjax.attention import GroupedConfig, linear
+from kvjax.attention import GroupedConfig
 from kvjax.costs import formulas
 from kvjax.foundation.intervals import Estimate
 from kvjax.layers import rope
-from kvjax.model.labeller import Labeller
 
 _SAMPLE = "a sample of the paper's grid"
 _SOLVED = 0.9995  # as printed, 1.000

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
@@ -29,7 +30,6 @@ from kvjax.foundation.configuration import at_least
 from kvjax.foundation.intervals import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import BlockConfig
-from kvjax.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 
 NAME = "cross_attention"
 NAMES = "zero one two three four five six seven eight nine".split()

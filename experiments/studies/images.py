@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.models.labeller import Labeller
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
@@ -33,7 +34,6 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
-from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Compute
 
 FOLDER = "images"  # of results

@@ -21,19 +21,19 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.models.linear import LinearConfig
+from experiments.models.recurrent import RecurrentConfig, RecurrentTransformer
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
 from experiments.tasks import learner, sequences, text
 from experiments.tasks.learner import Learner
 from kvjax.attention import GroupedConfig
-from kvjax.attention.linear import LinearConfig
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.intervals import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
-from kvjax.model.recurrent import RecurrentConfig, RecurrentTransformer
 from kvjax.model.transformer import Compute, Transformer
 
 NAME = "linear_attention"

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.models.labeller import Labeller
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
@@ -34,7 +35,6 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
-from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Compute
 
 NAME = "sequence_tasks"

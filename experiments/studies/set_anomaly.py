@@ -25,6 +25,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.models.labeller import Labeller
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
@@ -36,7 +37,6 @@ from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
-from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Compute
 
 NAME = "set_anomaly"

@@ -2,9 +2,9 @@
 
 import argparse
 
+from experiments.models.diagonal import DiagonalConfig
 from experiments.tasks import learner
 from kvjax.attention import GroupedConfig
-from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation import lists
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
@@ -44,7 +44,7 @@ def transformer(
       variant: a key of `VARIANTS`.
       channels: channels of the position-dependent map of "+" variants, the paper's m.
       labels: number of labels.
-      diagonal_norm: see `kvjax.attention.diagonal`.
+      diagonal_norm: see `experiments.models.diagonal`.
       block: keys of `BlockConfig`, with mlp_dim.
     """
     tie, plus = VARIANTS[variant]

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.diagonal import DiagonalConfig
+from experiments.models.linear import LinearConfig
 from kvjax.attention import (
     MECHANISMS,
     FactoredConfig,
@@ -21,8 +23,6 @@ from kvjax.attention import (
     SharedKVConfig,
     TPAConfig,
 )
-from kvjax.attention.diagonal import DiagonalConfig
-from kvjax.attention.linear import LinearConfig
 from kvjax.attention.mechanism import QK_NORMS
 from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError

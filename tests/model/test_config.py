@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from kvjax.attention.diagonal import DiagonalConfig
+from experiments.models.diagonal import DiagonalConfig
+from experiments.models.encoder_decoder import EncoderDecoderConfig
+from experiments.models.recurrent import RecurrentConfig
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model.config import BlockConfig, TransformerConfig
-from kvjax.model.encoder_decoder import EncoderDecoderConfig
-from kvjax.model.recurrent import RecurrentConfig
 from kvjax.model.transformer import Compute
 
 SHAPE = dict(num_layers=3, d_model=16, mlp_dim=32)

@@ -6,13 +6,13 @@ from flax import nnx, traverse_util
 import jax
 import numpy as np
 
+from experiments.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from experiments.models.labeller import Labeller
+from experiments.models.linear import LinearConfig
+from experiments.models.recurrent import RecurrentConfig, RecurrentTransformer
 from kvjax.attention import GroupedConfig
-from kvjax.attention.linear import LinearConfig
 from kvjax.layers.weight import Axes, axes_of
 from kvjax.model.config import BlockConfig, TransformerConfig
-from kvjax.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from kvjax.model.labeller import Labeller
-from kvjax.model.recurrent import RecurrentConfig, RecurrentTransformer
 from kvjax.model.transformer import Transformer
 
 BLOCK = BlockConfig(num_layers=2, d_model=16, mlp_dim=24, bias=True, norm_gain=True, norm_bias=True)

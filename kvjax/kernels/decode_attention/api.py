@@ -8,7 +8,6 @@ import importlib
 import logging
 
 import jax
-import jax.numpy as jnp
 
 from kvjax.cache import stripes
 from kvjax.foundation.logs import log_once
@@ -76,43 +75,6 @@ def decode_attention(
     if stripes.num_chips() > 1:
         return sharded.decode_attention(inputs, cache, first_B, implementation=name, **options)
     return IMPLEMENTATIONS[name](inputs, cache, first_B, **options)
-
-
-def memory_attention(
-    operands: DecodeInputs,
-    cache: Mapping[str, jax.Array],
-    lengths_B: jax.Array,
-    *,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Attention of T queries per sequence over a memory that each sees whole: [B, T, N, Hv].
-
-    One query per sequence is what `decode_attention` takes after the memory's last token: kernels
-    serve it. Several go by XLA.
-
-    Args:
-      cache: arrays [B, *shape, S] written once; finite behind a memory's length.
-      lengths_B: [B] tokens of each memory; of one that is empty the output is 0.
-
-    Raises:
-      NotImplementedError: several queries by a kernel, or over a memory that is split over chips.
-      ValueError: an unknown implementation.
-    """
-    last_B = jnp.maximum(lengths_B - 1, 0)
-    if operands.query.shape[1] == 1:
-        o_BTNH = decode_attention(operands, cache, last_B, implementation=implementation)
-    else:
-        name = implementation or "xla"
-        _check_known(name)
-        if is_kernel(name):
-            raise NotImplementedError(
-                f"implementation = {name!r}: several queries over a whole memory are for 'xla' and "
-                "'reference'"
-            )
-        if stripes.num_chips() > 1:
-            raise NotImplementedError("several queries over a memory that is split over chips")
-        o_BTNH = IMPLEMENTATIONS[name](operands, cache, last_B, causal=False)
-    return jnp.where((lengths_B > 0)[:, None, None, None], o_BTNH, 0)
 
 
 def _check_known(name: str) -> None:

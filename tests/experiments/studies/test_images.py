@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.labeller import Labeller
 from experiments.studies import images, set_anomaly
 from experiments.tasks import anomalies, encoders, images as images_lib
 from kvjax.foundation.errors import UserError
-from kvjax.model.labeller import Labeller
 
 
 def test_squares_are_read_by_rows_and_edges_are_cut():

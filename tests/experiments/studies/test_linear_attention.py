@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.models.recurrent import RecurrentTransformer
 from experiments.studies import linear_attention
 from experiments.studies.linear_attention import KINDS, TASKS
 from experiments.tasks import text
-from kvjax.model.recurrent import RecurrentTransformer
 from kvjax.model.transformer import Transformer
 
 

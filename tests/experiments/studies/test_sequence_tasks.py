@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.diagonal import DiagonalConfig
+from experiments.models.labeller import Labeller
 from experiments.studies import diagonal, sequence_tasks
 from experiments.studies.kept import Kept
 from experiments.tasks import encoders
-from kvjax.attention.diagonal import DiagonalConfig
-from kvjax.model.labeller import Labeller
 
 
 def _kept(tmp_path, runs):

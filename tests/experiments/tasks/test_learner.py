@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.labeller import Labeller
 from experiments.studies import sequence_tasks, thin_keys_tasks
 from experiments.tasks import encoders, learner, sequences
-from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Transformer
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import linear
-from kvjax.attention.linear import LinearAttention, LinearConfig
+from experiments.models import linear
+from experiments.models.linear import LinearAttention, LinearConfig
 from kvjax.foundation.errors import UserError
 from tests import quick
 from tests.compiled import compiled

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention.linear import LinearAttention, LinearConfig, State
+from experiments.models.linear import LinearAttention, LinearConfig, State
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import sinusoid

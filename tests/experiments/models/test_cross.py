@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.cross import CrossAttention
 from kvjax import cache as cache_lib
 from kvjax.attention import GroupedConfig, MLAConfig
-from kvjax.attention.cross import CrossAttention
 from kvjax.attention.grouped import Grouped
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.labeller import Labeller
 from kvjax.model.config import BlockConfig, TransformerConfig
-from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Compute
 from tests.mechanisms import random_values
 from tests.reference import rms

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention.linear import LinearConfig
+from experiments.models.linear import LinearConfig
+from experiments.models.recurrent import RecurrentConfig, RecurrentTransformer, greedy
 from kvjax.foundation.errors import UserError
 from kvjax.layers import sinusoid
 from kvjax.model.config import BlockConfig
-from kvjax.model.recurrent import RecurrentConfig, RecurrentTransformer, greedy
 from tests import quick
 from tests.reference import rms
 

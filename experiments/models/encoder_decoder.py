@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.models.cross import CrossAttention, check as check_cross
 from kvjax import cache as cache_lib
-from kvjax.attention.cross import CrossAttention, check as check_cross
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.foundation.configuration import one_of

@@ -9,6 +9,8 @@ Cache: once per token of the memory, 2(H + N·R) elements of LRKV, and N wide 1/
 normed. Without RoPE its eq. 3 and 4 hold as written, but for those 1/rms.
 """
 
+from collections.abc import Mapping
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ from kvjax.attention.grouped import Grouped, GroupedConfig
 from kvjax.attention.mechanism import require
 from kvjax.cache import append
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention.api import memory_attention
+from kvjax.kernels.decode_attention import api
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import weight
@@ -121,3 +124,36 @@ def _cut(memory_BSD: jax.Array, lengths_B: jax.Array) -> jax.Array:
     """Zeros behind each memory's length: what lies there may be anything, NaN too."""
     there_BS = jnp.arange(memory_BSD.shape[1], dtype=jnp.int32)[None] < lengths_B[:, None]
     return jnp.where(there_BS[..., None], memory_BSD, jnp.zeros((), memory_BSD.dtype))
+
+
+def memory_attention(
+    inputs: DecodeInputs,
+    cache: Mapping[str, jax.Array],
+    lengths_B: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attention of T queries per sequence over the whole of a memory: [B, T, N, Hv].
+
+    One query per sequence is the query of `decode_attention` at the memory's last token, which the
+    kernels serve. Several queries are for XLA and the reference: there is no causal mask.
+
+    Args:
+      cache: arrays [B, *shape, S], finite behind a memory's length.
+      lengths_B: [B] tokens of each memory; the output of an empty memory is 0.
+
+    Raises:
+      NotImplementedError: several queries by a kernel.
+    """
+    last_B = jnp.maximum(lengths_B - 1, 0)
+    if inputs.query.shape[1] == 1:
+        o_BTNH = api.decode_attention(inputs, cache, last_B, implementation=implementation)
+    else:
+        name = implementation or "xla"
+        if api.is_kernel(name):
+            raise NotImplementedError(
+                f"implementation = {name!r}: several queries over a whole memory are for 'xla' and "
+                "'reference'"
+            )
+        o_BTNH = api.IMPLEMENTATIONS[name](inputs, cache, last_B, causal=False)
+    return jnp.where((lengths_B > 0)[:, None, None, None], o_BTNH, 0)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.diagonal import DiagonalConfig
 from kvjax.attention import Attention
-from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick, reference

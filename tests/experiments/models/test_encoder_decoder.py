@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.models.diagonal import DiagonalConfig
+from experiments.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from kvjax import cache as cache_lib
 from kvjax.attention import GroupedConfig
-from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
-from kvjax.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from tests import quick
 
 B, S, T, V = 3, 7, 6, 11

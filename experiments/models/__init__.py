@@ -1,0 +1,1 @@
+"""Models and mechanisms that only studies use; of one device."""
