@@ -1,17 +1,19 @@
-"""Reading prepared data at the size of real runs: many rows, many shards, a store that is slow.
+"""Reading prepared data: of the embedded corpus, of many rows in many shards, from a slow store.
 
     python -m experiments.benchmarks.data_reading [--save] [--rows=50000000] [--shards=10000]
 
-Makes a data set of tiny rows in a temporary folder. Its shards are one file under many names, so
-their contents are in the page cache; what is timed is opening, finding and decoding. A new process
-opens it, takes a batch from the start, then one from the middle, then reads for a while; resident
-memory is what it has beyond its imports.
+Prepares the embedded corpus into a temporary folder (cold), again (warm), and reads batches of 32
+rows of 256 tokens.
 
-Then rows of 2048 tokens come from two stores whose answers take a while each, by how many rows are
-asked for at once and how many batches are made at once: from a folder, and from a stand-in for a
-bucket on this machine (neither encryption nor a network's bandwidth slow it down). From few shards,
-whose readers all stay open, and from so many that hardly any reader is open when a row of it is
-wanted. Prints two tables. Needs Linux.
+Makes a data set of tiny rows. Its shards are one file under many names, so their contents are in
+the page cache, and opening, finding and decoding are timed. A new process opens it, takes a batch
+from the start, then one from the middle, then reads for --seconds; resident memory is counted
+beyond its imports.
+
+Reads rows of 2048 tokens from two stores with a latency, by rows requested at once and batches made
+at once: a folder, and a stand-in for a bucket on this machine (without encryption or a limit of
+bandwidth). From few shards, whose readers all stay open, and from many, whose readers are mostly
+closed when a row is read. Prints three tables. Needs Linux.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from kvjax.data import (
     loader,
     manifest,
     packed_rows,
+    prepare,
     shards,
     tokenizer as tokenizer_lib,
 )
@@ -73,7 +76,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--rows", type=int, default=50_000_000, help="of the large data set (50000000)")
     add("--shards", type=int, default=10_000, help="of the large data set (10000)")
-    add("--repeats", type=int, default=3, help="processes that open it: medians are told (3)")
+    add("--repeats", type=int, default=3, help="processes that open it, for medians (3)")
     add("--seconds", type=float, default=1.0, help="how long to read at each setting (1)")
     add("--save", action="store_true", help="write experiments/results/data_reading.json")
     parser.add_output()
@@ -95,18 +98,38 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
     options = _options(arguments)
+    corpus = embedded(options.seconds)
     opened = at_scale(options.rows, options.shards, options.repeats, options.seconds)
     read = from_a_store(options.seconds)
     out = Output(options)
-    out.table(("figure", "value"), [(name, f"{value:,}") for name, value in opened.items()])
+    for figures in (corpus, opened):
+        out.table(("figure", "value"), [(name, f"{value:,}") for name, value in figures.items()])
     keys = ("store", "shards", "rows_at_once", "batches_at_once")
     header = ("store", "shards", "rows at once", "batches at once")
     header += tuple(f"tokens/s at {1000 * latency:.0f} ms" for latency in LATENCIES)
     rates = lambda row: (f"{rate:,}" for rate in row["tokens_per_second"])
     cells = [(*(row[key] for key in keys), *rates(row)) for row in read]
     out.table(header, cells)
-    result = dict(opened=opened, latencies_s=LATENCIES, from_a_store=read)
+    result = {"embedded": corpus, "opened": opened}
+    result |= {"latencies_s": LATENCIES, "from_a_store": read}
     record.record("data_reading", result, out, save=options.save)
+
+
+def embedded(seconds: float) -> dict:
+    """Returns seconds to prepare and open the embedded corpus, and tokens per second of reading."""
+    with tempfile.TemporaryDirectory() as folder, progress.waiting("reading the corpus"):
+        config = config_lib.DataConfig(directory=folder, sequence_length=256)
+        times = [time.perf_counter()]
+        for _ in range(2):  # cold, warm
+            prepared = prepare.prepare(config)
+            times.append(time.perf_counter())
+        dataset = loader.open_dataset(prepared)
+        times.append(time.perf_counter())
+        keys = {"sequence_length": 256, "batch_size": 32, "seed": 0, "position": 0}
+        rate = 256 * _rows_per_second(loader.train_batches(dataset, **keys), seconds, warmup=20)
+    cold, warm, opening = (round(end - start, 3) for start, end in itertools.pairwise(times))
+    figures = {"prepare_cold_seconds": cold, "prepare_warm_seconds": warm, "open_seconds": opening}
+    return figures | {"tokens_per_second": round(rate), "cores": os.cpu_count()}
 
 
 def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
@@ -207,9 +230,9 @@ def open_and_read(path: str, rows: int, seconds: float) -> dict:
     )
 
 
-def _rows_per_second(batches, seconds: float) -> float:
-    """Over at least so many seconds, after as many batches as are read ahead."""
-    for _ in itertools.islice(batches, 4):
+def _rows_per_second(batches: Iterator, seconds: float, warmup: int = 4) -> float:
+    """Returns rows per second, over at least `seconds`, after `warmup` batches."""
+    for _ in itertools.islice(batches, warmup):
         pass
     start, rows = time.perf_counter(), 0
     while (taken := time.perf_counter() - start) < seconds:

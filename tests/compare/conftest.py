@@ -2,9 +2,9 @@
 
 import pytest
 
-from experiments.benchmarks.compare_speed import write_run
 from kvjax.compare import report
 from tests import golden
+from tests.compare.written import write_run
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.benchmarks.compare_speed import write_run
 from kvjax import experiment as experiment_lib
 from kvjax.analysis.page import document, draw
 from kvjax.compare import (
@@ -28,6 +27,7 @@ from kvjax.foundation.checkout import CONFIGS, ROOT
 from kvjax.foundation.errors import UserError
 from tests import golden
 from tests.compare.command import run
+from tests.compare.written import write_run
 
 STEPS = (25, 50, 75, 100)
 

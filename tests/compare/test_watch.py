@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from experiments.benchmarks.compare_speed import write_run
 from kvjax.compare import __main__ as command, runs as runs_lib
 from tests import golden
 from tests.compare.command import run
+from tests.compare.written import write_run
 
 
 def test_watching_ends_when_all_runs_have(two, drawn, tmp_path, capfd, monkeypatch):

