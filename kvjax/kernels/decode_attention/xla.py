@@ -102,13 +102,14 @@ def tiled(
     B, T, N = inputs.query.shape[:3]
     tiles = problem.tiles
 
-    def step(i, carry):
+    def step(i, carry):  # one tile of the online softmax
         max_BNT, sum_BNT, outputs = carry
         start, tile = problem.tile(i)
         z_BNTs, seen_BNTs = problem.masked(
             tiles.logits(tile, stripes.position(start)), start, i * problem.tile_kv
         )
         new_max_BNT = jnp.maximum(max_BNT, jnp.max(z_BNTs, axis=-1))
+        # `where`, since exp(_MASKED - _MASKED) is 1 in a tile that the query does not see.
         p_BNTs = jnp.where(seen_BNTs, jnp.exp(z_BNTs - new_max_BNT[..., None]), 0)
         decay_BNT = jnp.exp(max_BNT - new_max_BNT)
         added = tiles.weighted_sums(p_BNTs, tile)
@@ -169,7 +170,7 @@ class _Problem:
 
     def for_tiles(self, step, carry):
         """Runs `step(i, carry)` over the tiles that any sequence has reached and still sees."""
-        if self.S == self.tile_kv:
+        if self.S == self.tile_kv:  # one tile needs no loop
             return step(0, carry)
         held = self.stripes.num_held(jnp.max(self.first_B) + self.T)
         first, reached = 0, -(-held // self.tile_kv)

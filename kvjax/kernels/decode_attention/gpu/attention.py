@@ -90,6 +90,7 @@ def check(inputs: DecodeInputs, cache: Cache) -> None:
 
 
 def _refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
+    # From shapes and dtypes alone, before anything is traced.
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     if device.platform == "gpu" and not re.search(_HOPPER, device.device_kind):
         return f"needs Hopper's matrix instructions: here {device.device_kind}"
@@ -106,7 +107,7 @@ def _refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
         if array.dtype != dtype:
             return f"takes {name} in {dtype}: here {array.dtype}"
     S = next(iter(cache.values())).shape[-1]
-    if S % _CAPACITY:
+    if S % _CAPACITY:  # tiles would read past the end
         return f"needs a capacity in multiples of {_CAPACITY}: here S = {S}"
     adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
     if adapter.refusal is not None:
@@ -135,7 +136,7 @@ def _merge(
     o: jax.Array, maximum: jax.Array, total: jax.Array, first_B: jax.Array, split: int
 ) -> jax.Array:
     """Merges splits by their shares of the softmax: [B, head tiles, channels, columns]."""
-    B, s, g, slabs, rows, n = o.shape
+    B, s, g, slabs, rows, n = o.shape  # s splits, g head tiles
     starts_s = jnp.arange(s, dtype=first_B.dtype) * split
     reached_Bs = starts_s[None] <= first_B[:, None]  # other splits were not written
 
@@ -143,6 +144,7 @@ def _merge(
         condition = reached_Bs.reshape(B, s, *(1,) * (x.ndim - 2))
         return jnp.where(jnp.broadcast_to(condition, x.shape), x, other)
 
+    # Outputs are unnormalised and relative to their split's maximum (base 2).
     maximum_Bsgn = where_reached(maximum, -jnp.inf)
     weight_Bsgn = jnp.exp2(maximum_Bsgn - jnp.max(maximum_Bsgn, axis=1, keepdims=True))
     total_Bgn = jnp.sum(weight_Bsgn * where_reached(total, 0), axis=1)

@@ -84,6 +84,8 @@ class Keys:
     def __init__(self, inputs: dict[str, Input], scratch: dict[str, pltpu.VMEM] | None = None):
         self.inputs, self.scratch = inputs, scratch or {}
 
+    # The order of calls in a grid step: start (first tile only), rotate, score.
+
     def start(self, refs: Refs) -> None:
         """Runs before a split's first tile."""
 
@@ -116,6 +118,9 @@ class Values:
     ):
         self.inputs, self.scratch = inputs, scratch or {}
         self.out_dims, self.buffer_rows = out_dims, buffer_rows
+
+    # The order of calls: start, then per tile rescale and accumulate, finish after the last tile.
+    # With delayed values accumulate runs first, on the previous tile.
 
     def start(self, refs: Refs) -> None:
         """Runs before a split's first tile; `row_buffer` is zeroed already."""

@@ -134,9 +134,10 @@ def attend(
     def rows(count):
         return pltpu.VMEM((count, LANES), jnp.float32)
 
+    # Refs of a component have its number before their names: "0.keys", "1.out".
     inputs, scratch = named("inputs"), named("scratch")
     if key_scale is not None:
-        inputs.append(("key_scale", Input(key_scale, "keys")))
+        inputs.append(("key_scale", Input(key_scale, "keys")))  # [1, K, 1, tile_kv]
     layout = _Layout(
         components,
         heads=heads,
@@ -145,8 +146,10 @@ def attend(
         delay_values=delay_values,
         scale=scale,
     )
+    # Buffers of float32 [rows, 128]; every lane of maximum, total and decay has the head's number.
     scratch += [("row_buffer", rows(layout.buffer_rows)), ("logits", rows(layout.logit_rows))]
     scratch += [(name, rows(padded(heads))) for name in ("maximum", "total", "decay")]
+    # Outputs [1, 1, *dims] of each sequence and split, written in its last grid step.
     outputs = [(f"{i}.out", c.values.out_dims) for i, c in enumerate(components) if c.values]
     outputs.append(("log_sum_exp", (padded(heads), LANES)))
     names = [name for name, _ in (*inputs, *outputs, *scratch)]
@@ -200,7 +203,8 @@ def _spec(x: Input, s: int, P: int, delay_values: bool) -> pl.BlockSpec:
     dims = x.array.shape[1:]  # x.array: [B, *dims], of a cache array [B, ..., S]
 
     def tile(b, p, i, first):
-        # Past the split's end the index stays at its last tile: Pallas copies no block twice.
+        # Past the split's end the index stays at its last tile, and Pallas does not copy a block
+        # again whose index stays the same: tiles that a sequence has not reached are never read.
         reached, per_split = _tile_counts(first[b], s, P)
         return jnp.minimum(p * per_split + jnp.clip(i, 0, per_split - 1), reached - 1)
 
@@ -211,10 +215,11 @@ def _spec(x: Input, s: int, P: int, delay_values: bool) -> pl.BlockSpec:
         return pl.BlockSpec(
             (1, *dims[:-1], s), lambda b, p, i, f: (b, *zeros, tile(b, p, i - delay_values, f))
         )
-    if x.piece == "tile":
+    if x.piece == "tile":  # [1, *dims]
         return pl.BlockSpec((1, *dims), lambda b, p, i, f: (tile(b, p, i, f), 0, *zeros))
-    if x.piece == "sequence":
+    if x.piece == "sequence":  # [1, *dims], copied once per sequence
         return pl.BlockSpec((1, *dims), lambda b, p, i, f: (b, 0, *zeros))
+    # "all": the whole array, copied once.
     return pl.BlockSpec(x.array.shape, lambda b, p, i, f: (0, 0, *zeros))
 
 
@@ -246,6 +251,7 @@ class _Layout:
         buffer, logits = rows(tile_kv), rows(tile_kv)  # the weights, the logits of a tile
         self.scores, self.sums = [], []
         for c in components:
+            # Scores of `score_tile` tokens only: `_combine_scores` adds them to the logits at once.
             by_head = c.keys.by_head
             self.scores.append(buffer if by_head else logits)
             buffer += by_head * rows(score_tile)
@@ -301,7 +307,7 @@ class _Step:
 
     def run(self) -> None:
         pl.when(self.i == 0)(self._initialise)
-        pl.when(self.i < self.num_tiles)(self._attend_tile)
+        pl.when(self.i < self.num_tiles)(self._attend_tile)  # steps past the end do nothing
         if self.layout.delay_values:
             pl.when(self.i == self.num_tiles)(self._accumulate_last_tile)
         pl.when(self.i == pl.num_programs(2) - 1)(self._finish)
@@ -361,13 +367,15 @@ class _Step:
     def _run_heads(self, start, score: list[_Bound], accumulate: list[_Bound]) -> None:
         """Scores and accumulates `score_tile` tokens from `start` on, interleaved by head."""
         tokens = pl.ds(start, self.layout.score_tile)
+        # All heads at once on the matrix unit, or a function to run head by head below.
         by_head = [c.keys.score(c.refs, tokens, c.scores) for c in score]
         by_head += [c.values.accumulate(c.refs, tokens, c.weights) for c in accumulate]
+        # Head n of all components, then head n + 1, so that the scheduler can overlap them.
         for n in range(self.layout.heads):
             for run_head in by_head:
-                if run_head is not None:  # None: all heads were done at once
+                if run_head is not None:  # None: all heads are done
                     run_head(n)
-        if score:
+        if score:  # slot of the new token, relative to this tile
             last = self.first - (self.p * self.per_split + self.i) * self.layout.tile_kv
             self._combine_scores(tokens, last)
 
@@ -375,10 +383,10 @@ class _Step:
         """Adds and scales the components' scores of these tokens; masks slots after `last`."""
         N, refs = self.layout.heads, self.refs
         K = refs["key_scale"].shape[1] if "key_scale" in refs else 0
-        for c, (column, at) in enumerate(columns(tokens)):
+        for c, (column, at) in enumerate(columns(tokens)):  # z: [N, 128]
             z = self.layout.scale * sum(x.scores[c, 0, N] for x in self.components)
             if K:
-                scale_K = refs["key_scale"][0, :, 0, at]
+                scale_K = refs["key_scale"][0, :, 0, at]  # [K, 128]
                 z = z * (scale_K if K == N else jnp.repeat(scale_K, N // K, axis=0))
             slot = at.start + jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
             self.logits[column, 0, N] = jnp.where(slot <= last, z, _MASKED)
@@ -393,7 +401,7 @@ class _Step:
         by_head = any(c.values and c.values.by_head for c in self.components)
         # Over columns first, row by row of registers; across the 128 lanes once.
         largest = functools.reduce(jnp.maximum, (logits[c, 0, N] for c in columns))
-        old = refs["maximum"][head]
+        old = refs["maximum"][head]  # [N, 128], as new, decay and total
         new = jnp.maximum(old, jnp.max(largest, axis=1, keepdims=True))
         total = jnp.zeros_like(new)
         for c in columns:
