@@ -79,7 +79,7 @@ def inspect_sources(
       FileNotFoundError: a source or tokenizer does not exist.
       ValueError: a source cannot be read, or a split is empty.
     """
-    with progress.waiting("looking at the sources", shown=shown) as doing:
+    with progress.waiting("inspecting the sources", shown=shown) as doing:
         found = sources.fingerprints(config, doing.now)
         source = sources.fingerprint(config, found)
     extra = ("skip_broken",) if skip_broken else ()

@@ -147,7 +147,7 @@ def test(item: CodeProblem, helpers: str) -> str:
     Raises:
       SandboxError: the test or the prompt is not Python.
     """
-    called = set(sandbox.asked_names(sandbox.Problem("", item.test, item.entry_point)))
+    called = set(sandbox.called_names(sandbox.Problem("", item.test, item.entry_point)))
     if helpers == "program" or not called - {item.entry_point}:
         return item.test
     try:

@@ -1,4 +1,4 @@
-"""A box: layers and limits, in which programs are judged."""
+"""A box: judges programs behind layers of protection, within limits."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
@@ -17,18 +17,18 @@ from kvjax.sandbox.limits import Limits
 from kvjax.sandbox.problem import Problem
 from kvjax.sandbox.process import Failure, Process, TimedOutError, readable
 
-_OF_A_CORE = 0.9  # of the time: what had as much is not slow because of others
+_CPU_SHARE = 0.9  # a timeout with more CPU time than this share is not due to a busy machine
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What came of a program.
+    """Result of judging a program.
 
     Attributes:
       passed: `check` returned.
-      reason: why it has not; empty if it has.
+      reason: of a failure; empty if passed.
       seconds: from the start of the interpreters to the verdict.
-      retried: it was out of time once, and this is what came of the second time.
+      retried: it timed out once, and this is the second result.
     """
 
     passed: bool
@@ -38,22 +38,22 @@ class Verdict:
 
 
 class Box:
-    """Judges programs behind layers that hold.
+    """Judges programs behind layers that are verified to hold.
 
     Args:
-      layers: what is asked for.
+      layers: the requested layers.
       limits: of each judgement.
-      without: layers that this machine does not have, and why.
+      without: layers that this machine lacks, with the reason.
 
     Attributes:
-      layers: the names of those that hold, for results.
+      layers: names of the layers that hold, for results.
 
     Raises:
-      SandboxError: no interpreter starts behind them, or one that is asked for does not hold.
+      SandboxError: no interpreter starts behind them, or a requested layer does not hold.
     """
 
     def __init__(self, layers: Layers, limits: Limits = Limits(), without: tuple[str, ...] = ()):
-        self._asked, self.limits, self.without = layers, limits, without
+        self._requested, self.limits, self.without = layers, limits, without
         self._running, self._lock = set(), threading.Lock()
         self._held = None
         with self._pair():
@@ -61,10 +61,10 @@ class Box:
         self.layers = layers.names(self._held)
 
     def judge(self, *, program: str, test: str, entry_point: str) -> Verdict:
-        """Whether `check(entry_point)` of the test returns for the program.
+        """Judges a program: it passes if `check(entry_point)` of the test returns.
 
         Raises:
-          SandboxError: the test is none, whatever the program; or no interpreter starts any more.
+          SandboxError: the test is invalid, or no interpreter starts any more.
         """
         return self._judge(Problem(program, test, entry_point))
 
@@ -74,18 +74,18 @@ class Box:
         workers: int = 0,
         on_verdict: Callable[[int, Verdict], None] | None = None,
     ) -> list[Verdict]:
-        """Verdicts in the order of the problems, whatever the number of workers.
+        """Returns verdicts in the order of the problems, for any number of workers.
 
         Args:
-          workers: judged at the same time; 0: as many as this process has cores.
-          on_verdict: called with the index of a problem when its verdict is there, in any order.
+          workers: problems judged at once; 0: one per core.
+          on_verdict: called with a problem's index and its verdict, in any order.
 
         Raises:
-          SandboxError: see `judge`; before anything is run if a test is none.
+          SandboxError: see `judge`; for an invalid test before anything runs.
         """
         problems = list(problems)
         for problem in problems:
-            problem_lib.asked_names(problem)
+            problem_lib.called_names(problem)
         with futures.ThreadPoolExecutor(workers or _cores()) as pool:
             at = {pool.submit(self._judge, problem): i for i, problem in enumerate(problems)}
             try:
@@ -99,12 +99,12 @@ class Box:
                 raise
 
     def with_limits(self, limits: Limits) -> "Box":
-        """The same layers with other limits."""
-        return Box(self._asked, limits, self.without)
+        """Returns a box of the same layers with other limits."""
+        return Box(self._requested, limits, self.without)
 
     def _judge(self, problem: Problem) -> Verdict:
-        names, start = problem_lib.asked_names(problem), time.perf_counter()
-        reason, retries = problem_lib.why_not_a_program(problem.program), 0
+        names, start = problem_lib.called_names(problem), time.perf_counter()
+        reason, retries = problem_lib.invalid_program(problem.program), 0
         if reason is None:
             reason, again = self._run(problem, names)
             while again and retries < self.limits.retries:
@@ -113,25 +113,27 @@ class Box:
         return Verdict(not reason, reason, time.perf_counter() - start, retried=retries > 0)
 
     def _run(self, problem: Problem, names: list[str]) -> tuple[str, bool]:
-        """Why a program failed, empty if it passed; whether the machine was too busy to tell."""
+        """Returns a program's failure, empty if it passed; and True if it should be retried."""
         try:
             with self._pair() as pair:
                 said = self._verdict(*pair, problem, names)
         except TimedOutError as error:
             used = sum(process.cpu_seconds for process in pair)
-            again = used < _OF_A_CORE * self.limits.seconds
+            again = used < _CPU_SHARE * self.limits.seconds
             return f"{error} after {self.limits.seconds:g} s", again
         except Failure as failure:
             return str(failure), False
         outcome, _, text = said.partition(" ")
         if outcome == "broken":
-            raise SandboxError(f"test of {problem.entry_point} asks nothing: {readable(text)}")
+            raise SandboxError(
+                f"test of {problem.entry_point} never calls the program: {readable(text)}"
+            )
         return "" if outcome == "passed" else readable(text) or "the judge failed", False
 
     def _verdict(
         self, candidate: Process, judge: Process, problem: Problem, names: list[str]
     ) -> str:
-        """The last that the judge says; raises a Failure of either."""
+        """Passes calls between judge and candidate; returns the judge's last line."""
         deadline = time.monotonic() + self.limits.seconds
         outcome, _, text = candidate.ask(json.dumps(problem.program), deadline).partition(" ")
         if outcome != "value":
@@ -144,16 +146,16 @@ class Box:
 
     @contextlib.contextmanager
     def _pair(self) -> Iterator[tuple[Process, Process]]:
-        """A candidate and a judge, started at the same time and locked."""
+        """Yields a candidate and a judge, started at once and locked."""
         deadline = time.monotonic() + self.limits.start_seconds
-        command, pair = self._asked.command(self.limits), []
+        command, pair = self._requested.command(self.limits), []
         try:
             try:
                 for role in ("candidate", "judge"):
                     pair.append(Process(command, ENVIRONMENT, role, self.limits.output_bytes))
                     with self._lock:
                         self._running.add(pair[-1])
-                    pair[-1].send(json.dumps(self._asked.request(role, self.limits)), deadline)
+                    pair[-1].send(json.dumps(self._requested.request(role, self.limits)), deadline)
                 for process in pair:
                     self._check(json.loads(process.receive(deadline)))
             except (Failure, OSError) as failure:
@@ -166,24 +168,24 @@ class Box:
                 process.end()
 
     def _check(self, held: dict[str, int]) -> None:
-        """Raises a SandboxError unless all holds that was asked for, as it did at first."""
-        for name in self._asked.of_the_kernel():
+        """Raises a SandboxError unless all requested layers hold, as they did at first."""
+        for name in self._requested.kernel_layers():
             if held.get(name, 0) <= 0:
                 raise SandboxError(f"{name}: {missing(held, name)}")
         if self._held is None:
             self._held = held
         if held != self._held:
-            raise SandboxError(f"layers hold no longer as they did: {held}, not {self._held}")
+            raise SandboxError(f"the layers that hold have changed: {held}, not {self._held}")
 
     def _kill(self) -> None:
-        """Ends what is judged at the moment."""
+        """Kills all running interpreters."""
         with self._lock:
             for process in self._running:
                 process.kill()
 
 
 def missing(held: dict[str, int], name: str) -> str:
-    """What the kernel said of a layer."""
+    """Returns the kernel's error for a layer, as text."""
     number = -held.get(name, -errno.ENOSYS)
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 

@@ -2,8 +2,8 @@
 
 
 class SandboxError(Exception):
-    """Nothing can be judged: no layer holds, or the problem is not one.
+    """Nothing can be judged: no layer holds, or the problem is invalid.
 
-    The message says what was found and what would help. It is never about a candidate's program:
-    whatever that does is a verdict.
+    The message names the cause and a remedy. It is never about a candidate's program, whose every
+    behaviour is a verdict.
     """

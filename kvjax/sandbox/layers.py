@@ -1,4 +1,4 @@
-"""Layers between a program and the machine, and the command that starts an interpreter behind."""
+"""Layers of protection around an interpreter, and the command that starts it behind them."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -8,26 +8,25 @@ import sys
 from kvjax.sandbox import namespaces, sources, webassembly
 from kvjax.sandbox.limits import Limits
 
-# Sets are ordered alike each time.
-ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-# Neither the folder it is in, nor packages; nothing is written beside what is imported.
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # a fixed order of sets
+# No imports from the current folder or from packages; no .pyc files.
 OPTIONS = ("-P", "-s", "-S", "-B", "-c")
 
 
 def base_interpreter() -> str:
-    """The interpreter that a virtual environment was made of."""
+    """Returns the interpreter that the virtual environment is based on."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What is put around both interpreters; resource limits always are.
+    """The layers around both interpreters; resource limits always apply.
 
     Attributes:
-      seccomp: only the system calls of a running interpreter.
-      landlock: reads only what it imports.
-      bubblewrap: namespaces and a root of its own.
-      wasm: CPython in WebAssembly instead of this machine's; without the layers above.
+      seccomp: allow only the system calls of a running interpreter.
+      landlock: allow reading only the interpreter's imports.
+      bubblewrap: namespaces with a separate root.
+      wasm: CPython in WebAssembly instead of this machine's; excludes the layers above.
     """
 
     seccomp: bool = False
@@ -36,7 +35,7 @@ class Layers:
     wasm: webassembly.Runtime | None = None
 
     def command(self, limits: Limits) -> list[str]:
-        """Starts an interpreter that waits for its first request."""
+        """Returns the command of an interpreter that waits for its first request."""
         interpreter = base_interpreter()
         if self.wasm:
             guest = ["python", *OPTIONS, sources.interpreter(locks_itself=False)]
@@ -48,7 +47,7 @@ class Layers:
         return command
 
     def request(self, role: str, limits: Limits) -> dict:
-        """The first request: how it locks itself, and as what it goes on."""
+        """Returns the first request: how the interpreter locks itself, and its role."""
         if self.wasm:
             return dict(role=role, lock=None)
         lock = dict(
@@ -61,13 +60,13 @@ class Layers:
         )
         return dict(role=role, lock=lock)
 
-    def of_the_kernel(self) -> tuple[str, ...]:
-        """Those that an interpreter puts around itself, by the names in its report."""
-        asked = {"landlock": self.landlock, "seccomp": self.seccomp}
-        return tuple(name for name, wanted in asked.items() if wanted)
+    def kernel_layers(self) -> tuple[str, ...]:
+        """Returns the layers that an interpreter applies to itself, by name in its report."""
+        requested = {"landlock": self.landlock, "seccomp": self.seccomp}
+        return tuple(name for name, wanted in requested.items() if wanted)
 
     def names(self, held: Mapping[str, int]) -> tuple[str, ...]:
-        """What results say of them, with the versions that hold."""
+        """Returns the names of the layers for results, with versions."""
         found = ["rlimits"]
         found += ["seccomp"] if held.get("seccomp", 0) > 0 else []
         found += [f"landlock {version}"] if (version := held.get("landlock", 0)) > 0 else []

@@ -1,18 +1,18 @@
-"""What a candidate may use."""
+"""Limits of a judgement."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Budgets of one judgement; past one of them both interpreters are killed.
+    """Budgets of one judgement; both interpreters are killed when one is exceeded.
 
-    How deep values may be nested is `inside.values.NESTING`.
+    The nesting depth of values is limited by `inside.values.NESTING`.
     """
 
-    seconds: float = 5.0  # of both together, once they have started
-    cpu_seconds: int = 5  # of each
-    memory_bytes: int = 256 << 20  # of each
-    output_bytes: int = 1 << 20  # that each replies in all
+    seconds: float = 5.0  # wall time after both have started
+    cpu_seconds: int = 5  # per interpreter
+    memory_bytes: int = 256 << 20  # per interpreter
+    output_bytes: int = 1 << 20  # total of replies per interpreter
     start_seconds: float = 60.0  # to start on a busy machine
-    retries: int = 1  # after `seconds` were not enough: the machine may have been busy
+    retries: int = 1  # after a timeout that a busy machine may have caused

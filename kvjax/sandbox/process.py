@@ -1,6 +1,6 @@
-"""A locked interpreter, from outside: started, asked line by line, killed.
+"""A locked interpreter, seen from outside: started, sent lines, killed.
 
-Nothing that it writes is interpreted here but a random number in front of each line.
+Of its output, only a random number in front of each line is interpreted here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,28 +13,28 @@ import tempfile
 import time
 
 OUT_OF_TIME = "out of time"
-_LAST_SECONDS = 2.0  # from the last of its pipes to its end
+_EXIT_SECONDS = 2.0  # between the closing of its pipes and its exit
 
 
 class Failure(Exception):
-    """The other side did not do as it must; the text says how."""
+    """The interpreter broke the protocol; the text says how."""
 
 
 class TimedOutError(Failure):
-    """Nothing came in time."""
+    """No reply before the deadline."""
 
 
 class Process:
-    """An interpreter with two pipes, a session and an empty folder of its own.
+    """An interpreter with two pipes, and a session and an empty folder of its own.
 
     Args:
       command: program and arguments.
-      environment: all that it has.
-      who: it is called this in what is said of it.
-      most_bytes: that it may reply in all.
+      environment: its whole environment.
+      who: its name in messages.
+      most_bytes: maximum total of its replies.
 
     Attributes:
-      cpu_seconds: that it used, once it has been killed; 0 if it is not known.
+      cpu_seconds: used by it, once it has been killed; 0 if unknown.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class Process:
         os.set_blocking(self._out, False)
 
     def ask(self, text: str, deadline: float) -> str:
-        """The reply to a line of ASCII; both without the line's end.
+        """Sends a line of ASCII and returns the reply, both without the newline.
 
         Raises:
-          Failure: of the reply, or there was one before it was asked for.
+          Failure: an invalid reply, or output before the request.
         """
         self.send(text, deadline)
         return self.receive(deadline)
 
     def send(self, text: str, deadline: float) -> None:
-        """The first half of `ask`."""
+        """Sends a request, prefixed by a new random number."""
         if self._wait(self._out, select.POLLIN, deadline=None):
             if os.read(self._out, 1):
-                raise Failure(f"the {self._who} wrote before it was asked")
+                raise Failure(f"the {self._who} wrote before a request")
             raise Failure(self._ended())
         self._number = secrets.token_hex(16).encode()
         rest = memoryview(self._number + b" " + text.encode("ascii") + b"\n")
@@ -88,7 +88,7 @@ class Process:
                 raise Failure(self._ended()) from None
 
     def receive(self, deadline: float) -> str:
-        """The second half of `ask`."""
+        """Returns the reply, which must repeat the request's random number."""
         line = bytearray()
         while not line.endswith(b"\n"):
             self._wait(self._out, select.POLLIN, deadline)
@@ -105,18 +105,18 @@ class Process:
         number, _, text = bytes(line[:-1]).partition(b" ")
         if not secrets.compare_digest(number, self._number) or not text.isascii():
             said = readable(bytes(line))
-            raise Failure(f"the {self._who} wrote a reply that was not asked for: {said}")
+            raise Failure(f"the {self._who} wrote a reply to no request: {said}")
         return text.decode("ascii")
 
     def kill(self) -> None:
-        """Ends it at once; another thread that waits for it gets a Failure."""
+        """Kills it; a thread that waits for it gets a Failure."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # macOS: EPERM for one that has ended
+        except (ProcessLookupError, PermissionError):  # macOS: EPERM if it has exited
             pass
 
     def end(self) -> None:
-        """Kills it and removes what it had."""
+        """Kills it and removes its folder."""
         if self._process.returncode is None:
             self.kill()
         self._process.stdin.close()
@@ -129,14 +129,14 @@ class Process:
             return 0.0
         try:
             _, status, used = os.wait4(self._process.pid, 0)
-        except ChildProcessError:  # where children are ignored
+        except ChildProcessError:  # SIGCHLD is ignored, so the kernel has reaped it
             self._process.returncode = 0
             return 0.0
         self._process.returncode = os.waitstatus_to_exitcode(status)
         return used.ru_utime + used.ru_stime
 
     def _wait(self, descriptor: int, event: int, deadline: float | None) -> bool:
-        """Whether there is something; with a deadline there is, or it is a TimedOutError."""
+        """Returns True if there is an event; raises a TimedOutError at a deadline."""
         poll = select.poll()
         poll.register(descriptor, event)
         if deadline is None:
@@ -147,10 +147,10 @@ class Process:
 
     def _ended(self, said: bytes = b"") -> str:
         try:
-            status = self._process.wait(_LAST_SECONDS)
+            status = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return f"the {self._who} closed its pipes"
-        if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):  # the second as bubblewrap says it
+        if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):  # the second by bubblewrap
             return f"the {self._who} used up its CPU time"
         kind = f"signal {-status}" if status < 0 else f"status {status}"
         text = readable(said)
@@ -158,6 +158,6 @@ class Process:
 
 
 def readable(said: bytes | str) -> str:
-    """What a locked interpreter says, to be shown: neither long nor with control characters."""
+    """Returns an interpreter's output for a message: printable characters, at most 300."""
     text = said if isinstance(said, str) else said[:10000].decode("ascii", "replace")
     return "".join(c for c in text if c.isprintable()).strip(' "')[:300]

@@ -1,7 +1,7 @@
-"""Whether a box judges, and whether it holds, before anything is judged in it.
+"""Tests that a box judges and that its layers hold, before it is used.
 
-First a right program must pass and a wrong one fail: where no program runs at all, every attack
-seems to be held. Then a program tries what no layer may let through.
+First a right program must pass and a wrong one fail: if no program ran at all, every attack would
+seem to be prevented. Then a program tries what every layer must prevent.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _RIGHT = "def add(a, b):\n    return a + b\n"
 _WRONG = "def add(a, b):\n    return a - b\n"
 _LOOP = "while True: pass\n"
 _SECONDS = 0.1  # for the loop
-# Returns None if it could, and raises if it could not.
+# Statements that raise if they are prevented.
 _BREACHES = {
     "writes a file": "open({file!r}, 'w').close()",
     "connects": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
@@ -37,13 +37,13 @@ def attempt(what):
 
 
 def check(box: Box, *, breaches: bool = True) -> None:
-    """Returns if it does.
+    """Tests a box.
 
     Args:
-      breaches: whether it must hold, too.
+      breaches: test that the layers hold, too.
 
     Raises:
-      SandboxError: what it does wrong.
+      SandboxError: a test failed.
     """
     right = box.judge(program=_RIGHT, test=_TEST, entry_point="add")
     if not right.passed:
@@ -59,7 +59,7 @@ def check(box: Box, *, breaches: bool = True) -> None:
 
 
 def _hold(box: Box) -> None:
-    """Raises a SandboxError if a program of it got out."""
+    """Raises a SandboxError if a program gets out of the box."""
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.create_server(("127.0.0.1", 0)) as listener,

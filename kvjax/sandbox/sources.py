@@ -1,4 +1,4 @@
-"""The program text of a locked interpreter, which can import nothing of this package."""
+"""The source of a locked interpreter as one text, since it cannot import this package."""
 
 import functools
 import importlib.util
@@ -23,21 +23,21 @@ sys.modules[{package!r} + ".{first}"].main()
 
 
 def text_of(name: str) -> str:
-    """The text of a module of `inside`."""
+    """Returns the source of a module of `inside`."""
     whole = f"{_PACKAGE}.{name}"
     return importlib.util.find_spec(whole).loader.get_source(whole)
 
 
 @functools.cache
 def interpreter(*, locks_itself: bool) -> str:
-    """The program for `python -c` of candidate and judge, with its own lock if `locks_itself`."""
+    """Returns the source of candidate and judge, with the lock if `locks_itself`."""
     names = (*_EVERYWHERE, *(_LOCKED_BY_THE_KERNEL if locks_itself else ()), "start")
     return _program(names)
 
 
 @functools.cache
 def host() -> str:
-    """The program for `python -c` that runs a guest in WebAssembly."""
+    """Returns the source for `python -c` that runs a guest in WebAssembly."""
     return _program(("limits", "host"))
 
 

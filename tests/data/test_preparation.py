@@ -552,7 +552,7 @@ def test_the_plan_is_about_what_it_takes(config, capsys):
     assert 0.5 < plan["row_bytes"] / size < 2
     assert plan["seconds"] > 0 and plan["workers"] == 2
     assert command_line.status(prepare.main, arguments[:-2]) == 0
-    assert "It is prepared" in capsys.readouterr().out
+    assert "Already prepared" in capsys.readouterr().out
 
 
 def test_a_tokenizer_learns_from_a_sample_of_all_parts(config, monkeypatch):

@@ -472,7 +472,7 @@ def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
     said = "\n".join(told)
     size = f"{pathlib.Path(larger_config.source).stat().st_size / 1e6:.1f} MB"
     for what in (
-        "kvjax: looking at config.data.source, 1 files",
+        "kvjax: inspecting config.data.source, 1 files",
         "kvjax: opening the sources",
         "kvjax: reading for the tokenizer",
         "kvjax: training 400 tokens on",

@@ -147,7 +147,7 @@ def test_a_test_that_fails_before_it_asks_is_an_error(box):
         "check = 3\n",
         "def check(candidate): pass\n",
     ):
-        with pytest.raises(sandbox.SandboxError, match="test of add asks nothing: "):
+        with pytest.raises(sandbox.SandboxError, match="test of add never calls the program: "):
             judged(box, RIGHT, test)
 
 
@@ -197,7 +197,7 @@ def test_a_sleep_is_tried_again_and_counted(box):
 
 
 def test_what_had_a_core_is_not_tried_again(box, monkeypatch):
-    monkeypatch.setattr(box_lib, "_OF_A_CORE", 0.0)  # whatever it used
+    monkeypatch.setattr(box_lib, "_CPU_SHARE", 0.0)  # whatever it used
     again = box.with_limits(dataclasses.replace(box.limits, seconds=0.3, retries=1))
     verdict = judged(again, "while True: pass")
     assert not verdict.passed and not verdict.retried

@@ -76,7 +76,7 @@ def test_less_is_refused(opened):
         (HERE | dict(seccomp=0), BWRAP, "seccomp: Success"),
     ):
         for name in ("linux", "auto"):
-            with pytest.raises(sandbox.SandboxError, match=f"no sandbox holds.*{message}") as error:
+            with pytest.raises(sandbox.SandboxError, match=f"no sandbox works.*{message}") as error:
                 opened(held, bubblewrap, name)
             assert ("wasm: it is not here" in str(error.value)) == (name == "auto")
             assert "It needs seccomp (Linux 3.17) and either Landlock" in str(error.value)
@@ -93,7 +93,7 @@ def test_other_machines_have_webassembly_alone(opened, monkeypatch):
     runtime = webassembly.Runtime("/packages", "/x.cwasm", "wasmtime 1")
     for name, value, told in (
         ("sys.platform", "darwin", "this is darwin"),
-        ("platform.machine", lambda: "riscv64", "riscv64: seccomp is known on x86_64, aarch64"),
+        ("platform.machine", lambda: "riscv64", "riscv64: seccomp needs x86_64 or aarch64"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
@@ -213,7 +213,7 @@ def test_layers_are_commands_requests_and_names(monkeypatch):
         cpu_seconds=7,
     )
     assert wasm.request("candidate", limits) == dict(role="candidate", lock=None)
-    assert (bare.of_the_kernel(), both.of_the_kernel()) == ((), ("landlock", "seccomp"))
+    assert (bare.kernel_layers(), both.kernel_layers()) == ((), ("landlock", "seccomp"))
     assert bare.names(HERE | NO_LANDLOCK | dict(seccomp=0)) == ("none",) == bare.names({})
     assert both.names(HERE) == ("rlimits", "seccomp", "landlock 7", "namespaces (bwrap 0.8.0)")
     assert bare.names(NO_LANDLOCK | dict(landlock=0)) == ("rlimits", "seccomp")
@@ -255,7 +255,7 @@ def test_an_interpreter_that_does_not_start(monkeypatch):
 def test_a_layer_that_holds_no_longer_is_an_error(monkeypatch):
     box = Box(Layers(seccomp=True, landlock=True))
     monkeypatch.setattr(box, "_held", {"seccomp": 1, "landlock": 1})
-    with pytest.raises(sandbox.SandboxError, match="layers hold no longer as they did"):
+    with pytest.raises(sandbox.SandboxError, match="the layers that hold have changed"):
         box.judge(**RIGHT)
 
 

@@ -8,7 +8,7 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 1\n"
 
 
 def asked(test):
-    return problem_lib.asked_names(Problem("", test, "f"))
+    return problem_lib.called_names(Problem("", test, "f"))
 
 
 def test_names_that_a_test_does_not_define():
@@ -49,7 +49,7 @@ def check(candidate, *rest, key=None, **more):
 def test_what_cannot_be_judged(keys, message):
     problem = Problem(**(dict(program="", test=CHECK, entry_point="f") | keys))
     with pytest.raises(SandboxError, match=message):
-        problem_lib.asked_names(problem)
+        problem_lib.called_names(problem)
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_what_cannot_be_judged(keys, message):
     ],
 )
 def test_what_is_no_program(program, reason):
-    assert problem_lib.why_not_a_program(program) == reason
+    assert problem_lib.invalid_program(program) == reason

@@ -60,7 +60,7 @@ REPLIES = [
 
 
 def test_another_reply_is_a_failure(started, monkeypatch):
-    monkeypatch.setattr(process_lib, "_LAST_SECONDS", 0.5)
+    monkeypatch.setattr(process_lib, "_EXIT_SECONDS", 0.5)
     running = [started(READ + code) for code, _ in REPLIES]
     for process in running:
         process.send("hello", soon())
@@ -87,7 +87,7 @@ def test_what_is_shown_is_short_and_without_control_characters():
 def test_a_reply_before_its_request_is_a_failure(started):
     process = started("print('0 fine', flush=True)\n" + READ)
     time.sleep(0.5)
-    with pytest.raises(Failure, match="wrote before it was asked"):
+    with pytest.raises(Failure, match="wrote before a request"):
         process.ask("hello", soon())
 
 

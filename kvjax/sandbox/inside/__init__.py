@@ -1,5 +1,5 @@
-"""What runs in the locked interpreters: sent to them as text, so it imports the standard library.
+"""Code that runs in the locked interpreters; sent as text, so it imports the standard library only.
 
-`start` is what both begin with. Nothing here is trusted by the process that judges: it counts
-bytes, compares random numbers and hands lines on.
+`start` is the entry point. The judging process trusts nothing here: it counts bytes, compares
+random numbers and passes lines on.
 """

@@ -1,4 +1,4 @@
-"""Runs a program and answers calls of what it defines."""
+"""Runs the program and answers calls of its functions."""
 
 import json
 import sys
@@ -9,17 +9,20 @@ from kvjax.sandbox.inside.channel import Channel
 
 
 def serve(channel: Channel) -> None:
-    """Runs the program that is received, then answers calls for ever.
+    """Runs the program it receives, then answers calls until it is killed.
 
-    Replies are `value` with the value, or `raised` with the name of an exception.
+    Replies are `value` with the result, or `raised` with an exception's name.
     """
-    program = types.ModuleType("candidate")  # not __main__: its demonstrations do not run
+    program = types.ModuleType("candidate")  # not __main__, so its demonstrations do not run
     sys.modules["candidate"] = program
-    run = lambda text: exec(compile(text, "<program>", "exec"), program.__dict__)
-    channel.reply(_outcome(run, json.loads(channel.receive())))
+    channel.reply(_outcome(_run, json.loads(channel.receive()), program.__dict__))
     while True:
         name, args, keywords = values.decode(json.loads(channel.receive()))
         channel.reply(_outcome(_call, program.__dict__, name, args, keywords))
+
+
+def _run(text: str, names: dict) -> None:
+    exec(compile(text, "<program>", "exec"), names)
 
 
 def _call(names: dict, name: str, args: tuple, keywords: dict) -> object:

@@ -1,17 +1,17 @@
-"""A locked interpreter's end of its two pipes: a line is asked, a line is replied."""
+"""A locked interpreter's end of its two pipes: a line per request, a line per reply."""
 
 import os
 
 
 class Channel:
-    """Requests on descriptor 0, replies on 1; each reply begins with its request's number."""
+    """Requests on descriptor 0, replies on 1; each reply repeats its request's number."""
 
     def __init__(self):
-        self._read, self._write = os.read, os.write  # whatever a program does to `os`
+        self._read, self._write = os.read, os.write  # a program may replace those in `os`
         self._rest, self._number = b"", b""
 
     def receive(self) -> str:
-        """The next request, waited for; without one any more the process ends."""
+        """Waits for the next request; ends the process if the pipe is closed."""
         while b"\n" not in self._rest:
             found = self._read(0, 1 << 16)
             if not found:
@@ -22,7 +22,7 @@ class Channel:
         return text.decode("ascii")
 
     def reply(self, text: str) -> None:
-        """Replies to the request that was received last; `text` is ASCII without line ends."""
+        """Replies to the last request; `text` is ASCII without newlines."""
         rest = self._number + b" " + text.encode("ascii") + b"\n"
         while rest:
             rest = rest[self._write(1, rest) :]

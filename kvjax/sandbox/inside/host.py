@@ -1,4 +1,4 @@
-"""Runs an interpreter in WebAssembly whose standard input and output are this process's."""
+"""Runs an interpreter in WebAssembly on this process's standard input and output."""
 
 import json
 import os
@@ -8,23 +8,23 @@ from kvjax.sandbox.inside import limits
 
 
 def main() -> None:
-    """Reads what to run from the command line; limits itself; runs it to its end."""
-    asked = json.loads(sys.argv[1])
-    sys.path.append(asked["packages"])
+    """Runs the guest of the command line's request, within limits, until it exits."""
+    request = json.loads(sys.argv[1])
+    sys.path.append(request["packages"])
     import wasmtime
 
     engine = wasmtime.Engine()
-    module = wasmtime.Module.deserialize_file(engine, asked["compiled"])
+    module = wasmtime.Module.deserialize_file(engine, request["compiled"])
     linker, store = wasmtime.Linker(engine), wasmtime.Store(engine)
     linker.define_wasi()
     guest = wasmtime.WasiConfig()
-    guest.argv, guest.env = asked["arguments"], [tuple(pair) for pair in asked["environment"]]
+    guest.argv, guest.env = request["arguments"], [tuple(pair) for pair in request["environment"]]
     guest.inherit_stdin()
     guest.inherit_stdout()
     store.set_wasi(guest)
-    store.set_limits(memory_size=asked["memory_bytes"])
+    store.set_limits(memory_size=request["memory_bytes"])
     instance = linker.instantiate(store, module)
-    limits.limit(memory_bytes=None, cpu_seconds=asked["cpu_seconds"], processes=None)
+    limits.limit(memory_bytes=None, cpu_seconds=request["cpu_seconds"], processes=None)
     try:
         instance.exports(store)["_start"](store)
     except (wasmtime.Trap, wasmtime.ExitTrap, wasmtime.WasmtimeError):

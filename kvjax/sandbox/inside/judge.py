@@ -1,4 +1,4 @@
-"""Runs the data set's test, which calls the candidate through a proxy."""
+"""Runs the data set's test, which calls the candidate through proxies."""
 
 import builtins
 import json
@@ -11,14 +11,14 @@ _CALLED = "<test>"
 
 
 class CandidateError(Exception):
-    """The candidate raised something that has no name here."""
+    """The candidate raised an exception that is not a builtin."""
 
 
 def serve(channel: Channel) -> None:
-    """Runs the test that is received, calls `check` with a proxy, and replies what came of it.
+    """Runs the test it receives, calls `check` with a proxy, and replies with the outcome.
 
     Replies are `call` with a call of the candidate, whose outcome is the next request, and last
-    `passed`, or `failed` with a reason, or `broken` with one: the test ended before it asked.
+    `passed`, `failed` with a reason, or `broken` with a reason if the test ended without a call.
     """
     task = json.loads(channel.receive())
     judge = _Judge(channel)
@@ -27,24 +27,24 @@ def serve(channel: Channel) -> None:
         exec(compile(task["test"], _CALLED, "exec"), names)
         names["check"](judge.proxy(task["entry_point"]))
     except BaseException as error:
-        judge.end("failed" if judge.asked else "broken", _where(error))
-    judge.end("passed" if judge.asked else "broken", "check returns")
+        judge.end("failed" if judge.has_called else "broken", _where(error))
+    judge.end("passed" if judge.has_called else "broken", "check returns")
 
 
 class _Judge:
     def __init__(self, channel: Channel):
-        self._channel, self.asked = channel, False
+        self._channel, self.has_called = channel, False
 
     def end(self, outcome: str, reason: str = "") -> None:
-        """Replies for the last time; a test that catches everything cannot go on."""
+        """Replies and exits, which a test that catches every exception cannot prevent."""
         self._channel.reply(f"{outcome} {json.dumps(reason)}")
         os._exit(0)
 
     def proxy(self, name: str):
-        """A function that has the candidate call its function of this name."""
+        """Returns a function that calls the candidate's function of this name."""
 
         def candidate(*args, **keywords):
-            self.asked = True
+            self.has_called = True
             try:
                 call = json.dumps(values.encode((name, args, keywords)))
             except ValueError as error:
@@ -65,18 +65,18 @@ class _Judge:
 
 
 def _exception(name: str) -> Exception:
-    """The builtin exception of this name, unless it is one that ends programs."""
+    """Returns a builtin exception by name; a CandidateError for others."""
     kind = getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return CandidateError(f"the candidate raised {name[:100]}")
     try:
         return kind("the candidate raised it")
-    except TypeError:  # UnicodeDecodeError and its like want more
+    except TypeError:  # UnicodeDecodeError and others need more arguments
         return CandidateError(f"the candidate raised {name}")
 
 
 def _where(error: BaseException) -> str:
-    """The exception's name, and the last line of the test that it passed."""
+    """Returns an exception's name and message, with the line of the test that raised it."""
     line, trace = None, error.__traceback__
     while trace:
         if trace.tb_frame.f_code.co_filename == _CALLED:
@@ -89,5 +89,5 @@ def _where(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     try:
         return str(error).partition("\n")[0][:100]
-    except Exception:  # it holds an integer too long to be printed
+    except Exception:  # its text holds an integer above Python's limit of digits
         return ""

@@ -1,4 +1,4 @@
-"""System calls that the standard library does not have."""
+"""System calls that the standard library lacks."""
 
 import ctypes
 import os
@@ -8,33 +8,33 @@ _CAPABILITIES_VERSION = 0x20080522
 
 
 def call(number: int, *args) -> int:
-    """The result of a system call, by number.
+    """Returns the result of a system call, by number.
 
     Args:
       args: integers and pointers.
 
     Raises:
-      OSError: it failed.
+      OSError: the call failed.
     """
     whole = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
     return _checked(_LIBRARY.syscall(ctypes.c_long(number), *whole))
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets one thing of this process.
+    """Sets one attribute of this process.
 
     Raises:
-      OSError: it failed.
+      OSError: the call failed.
     """
     zeros = [ctypes.c_ulong(0)] * 3
     _checked(_LIBRARY.prctl(ctypes.c_int(option), ctypes.c_ulong(value), *zeros))
 
 
 def drop_capabilities() -> None:
-    """Takes from this process what root can do beyond other users; it cannot be had back.
+    """Drops this process's capabilities, irrevocably.
 
     Raises:
-      OSError: it failed.
+      OSError: the call failed.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
     _checked(_LIBRARY.capset(header, (ctypes.c_uint32 * 6)()))

@@ -1,4 +1,4 @@
-"""Landlock, layer L: files beneath some paths can be read, and nothing else can be opened."""
+"""Landlock: allows reading files beneath given paths, and opening nothing else."""
 
 from collections.abc import Sequence
 import ctypes
@@ -7,7 +7,7 @@ import stat
 
 from kvjax.sandbox.inside.kernel import call
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every processor
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every architecture
 _VERSION = 1
 _PATH_BENEATH = 1
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
@@ -25,10 +25,12 @@ class _PathBeneath(ctypes.Structure):
 
 
 def restrict(readable: Sequence[str]) -> int:
-    """The version of Landlock that holds from now on; TCP from 4, signals from 6.
+    """Restricts this process, irrevocably; returns the version of Landlock.
+
+    TCP is restricted from version 4, signals from version 6.
 
     Args:
-      readable: files and folders that can still be read.
+      readable: files and folders that remain readable.
 
     Raises:
       OSError: there is no Landlock (ENOSYS, EOPNOTSUPP), or a path cannot be opened.
@@ -40,12 +42,12 @@ def restrict(readable: Sequence[str]) -> int:
         network=_NETWORK if version >= 4 else 0,
         scope=_SCOPE if version >= 6 else 0,
     )
-    size = 8 if version < 4 else 16 if version < 6 else 24  # what the kernel knows of it
+    size = 8 if version < 4 else 16 if version < 6 else 24  # of the struct in that version
     ruleset = call(_CREATE_RULESET, ctypes.byref(rules), size, 0)
     for path in readable:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
         folder = stat.S_ISDIR(os.fstat(opened).st_mode)
-        allowed = _READ_FILE | (_READ_DIRECTORY if folder else 0)  # EINVAL for a file else
+        allowed = _READ_FILE | (_READ_DIRECTORY if folder else 0)  # a file gives EINVAL with both
         rule = _PathBeneath(allowed=allowed, parent=opened)
         call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
         os.close(opened)

@@ -1,15 +1,15 @@
-"""Resource limits of the calling process: layer R."""
+"""Resource limits of the calling process."""
 
 import resource
 
 
 def limit(*, memory_bytes: int | None, cpu_seconds: int, processes: int | None) -> None:
-    """Lowers soft and hard limits; processes are not limited for root by any kernel.
+    """Lowers soft and hard limits; no kernel limits processes of root.
 
     Args:
-      memory_bytes: of address space; None where a runtime reserves far more than it uses.
-      cpu_seconds: SIGXCPU then, SIGKILL a second later.
-      processes: and threads, of the user; None where a runtime starts threads of its own.
+      memory_bytes: address space; None for a runtime that reserves far more than it uses.
+      cpu_seconds: SIGXCPU after this time, SIGKILL one second later.
+      processes: of the user, including threads; None for a runtime that starts threads.
     """
     for name, soft, hard in (
         ("AS", memory_bytes, memory_bytes),
@@ -24,5 +24,6 @@ def limit(*, memory_bytes: int | None, cpu_seconds: int, processes: int | None) 
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None and soft is not None:
             most = resource.getrlimit(kind)[1]
-            lower = lambda value, most=most: value if most < 0 else min(value, most)
-            resource.setrlimit(kind, (lower(soft), lower(hard)))
+            if most >= 0:  # negative: unlimited
+                soft, hard = min(soft, most), min(hard, most)
+            resource.setrlimit(kind, (soft, hard))

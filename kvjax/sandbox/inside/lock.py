@@ -1,4 +1,4 @@
-"""Locks the process that calls it, for good: limits, Landlock, system calls."""
+"""Locks the calling process, irrevocably: limits, Landlock, seccomp."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 def lock(
     *, use_landlock: bool, use_seccomp: bool, parent: int | None, **budgets
 ) -> dict[str, int | str]:
-    """What holds from now on: the version of Landlock, 1 for seccomp, or minus an errno.
+    """Applies the layers; returns the version of Landlock and 1 for seccomp, or minus an errno.
 
     Args:
-      use_landlock: reads only what the interpreter imports from, and writes nowhere.
-      use_seccomp: only the system calls of a running interpreter.
-      parent: without it this process ends; None if it cannot be seen from here.
+      use_landlock: allow reading only the interpreter's imports, and no writing.
+      use_seccomp: allow only the system calls of a running interpreter.
+      parent: end with this process; None if it is invisible from here.
       budgets: of `limits.limit`.
     """
     held = {}
@@ -27,13 +27,14 @@ def lock(
         if parent is not None and os.getppid() != parent:
             raise SystemExit
         prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        prctl(_PR_SET_DUMPABLE, 0)  # no core file, nor a program that would be given one
+        prctl(_PR_SET_DUMPABLE, 0)  # no core files, and no core_pattern program
     limits.limit(**budgets)
     if use_landlock:
         readable = [path for path in sys.path if os.path.exists(path)]
         held["landlock"] = _tried(landlock.restrict, readable)
     if use_seccomp:
-        drop_capabilities()  # with them madvise takes memory from the machine, mmap page zero
+        # With capabilities, madvise could offline memory and mmap could map page zero.
+        drop_capabilities()
         held["seccomp"] = _tried(seccomp.restrict)
     return held
 

@@ -1,8 +1,9 @@
-"""Seccomp, layer S: the system calls of a running interpreter, and no others.
+"""Seccomp: allows the system calls of a running interpreter, and no others.
 
-What is not listed answers EPERM, which Python reports. Files are opened for reading only. There is
-no socket, process, thread, program, signal to another process, mount, namespace, tracing, keyring,
-memory file or io_uring, and no way to raise a limit. Another architecture's numbers kill.
+Other calls fail with EPERM, which Python reports. Files can only be opened for reading. There are
+no sockets, processes, threads, programs, signals to other processes, mounts, namespaces, tracing,
+keyrings, memory files or io_uring, and limits cannot be raised. Calls of another architecture kill
+the process.
 """
 
 import collections
@@ -13,7 +14,7 @@ import struct
 
 from kvjax.sandbox.inside.kernel import call
 
-# Number on x86-64, on aarch64; None where there is no such call.
+# Number on x86-64 and on aarch64; None if the architecture lacks the call.
 CALLS = {
     "read": (0, 63),
     "write": (1, 64),
@@ -81,14 +82,14 @@ CALLS = {
     "statx": (332, 291),
     "faccessat2": (439, 439),
 }
-# Allowed if an argument is fit: see `_conditions`.
+# Allowed for some arguments: see `_conditions`.
 OPEN, OPENAT = (2, None), (257, 56)
 FCNTL, IOCTL, PRLIMIT = (72, 25), (16, 29), (302, 261)
-# Its flags are behind a pointer, so it is as if there were none: libraries then try `clone`.
+# Its flags are behind a pointer, which a filter cannot read: ENOSYS makes libraries try `clone`.
 CLONE3 = (435, 435)
 
 _FCNTL = (1, 2, 3)  # F_GETFD, F_SETFD, F_GETFL; F_SETOWN would have a signal sent to anyone
-_IOCTL = (0x5401, 0x5450, 0x5451)  # TCGETS, FIONCLEX, FIOCLEX; TIOCSTI would type
+_IOCTL = (0x5401, 0x5450, 0x5451)  # TCGETS, FIONCLEX, FIOCLEX; TIOCSTI would inject terminal input
 READING = os.O_RDONLY | os.O_CLOEXEC
 for _name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"):
     READING |= getattr(os, _name, 0)
@@ -96,7 +97,7 @@ for _name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"):
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_*
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF opcodes
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in seccomp_data
-_X32 = 0x40000000  # numbers of x86-64's other calling convention begin here
+_X32 = 0x40000000  # first number of the x32 ABI
 
 
 # Column of the tables above, AUDIT_ARCH_*, number of seccomp(2).
@@ -108,10 +109,10 @@ PROCESSORS = {
 
 
 def restrict() -> int:
-    """Allows only the calls above from now on; returns 1. Needs no_new_privs.
+    """Restricts this process to the calls above; returns 1. Needs no_new_privs.
 
     Raises:
-      OSError: the kernel has no seccomp (ENOSYS, EINVAL), or the processor no table here.
+      OSError: the kernel has no seccomp (ENOSYS, EINVAL), or there is no table for the processor.
     """
     processor = PROCESSORS.get(os.uname().machine)
     if processor is None:
@@ -125,8 +126,8 @@ def restrict() -> int:
 
 
 def program(processor: Processor) -> bytes:
-    """The filter, in the kernel's BPF."""
-    number = lambda row: row[processor.column]
+    """Returns the filter as BPF code."""
+    column = processor.column
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, processor.architecture),
@@ -136,30 +137,37 @@ def program(processor: Processor) -> bytes:
         (_RETURN, 0, 0, KILL),
     ]
     for row in CALLS.values():
-        if number(row) is not None:
-            code += [(_EQUAL, 0, 1, number(row)), (_RETURN, 0, 0, ALLOW)]
-    code += [(_EQUAL, 0, 1, number(CLONE3)), (_RETURN, 0, 0, ERROR | errno.ENOSYS)]
+        if row[column] is not None:
+            code += [(_EQUAL, 0, 1, row[column]), (_RETURN, 0, 0, ALLOW)]
+    code += [(_EQUAL, 0, 1, CLONE3[column]), (_RETURN, 0, 0, ERROR | errno.ENOSYS)]
     for row, checks in _conditions():
-        if number(row) is not None:
-            code += [(_EQUAL, 0, len(checks), number(row)), *checks]
+        if row[column] is not None:
+            code += [(_EQUAL, 0, len(checks), row[column]), *checks]
     code.append((_RETURN, 0, 0, ERROR | errno.EPERM))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
 def _conditions() -> list[tuple]:
-    """Calls and the code that decides on them by their arguments."""
+    """Returns calls with the code that checks their arguments."""
     allow, refuse = (_RETURN, 0, 0, ALLOW), (_RETURN, 0, 0, ERROR | errno.EPERM)
-    # The kernel reads 32 bits of flags and commands; pointers have two halves.
-    low = lambda argument: (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
-    high = lambda argument: (_LOAD, 0, 0, _ARGUMENTS + 8 * argument + 4)
     zero = [(_EQUAL, 1, 0, 0), refuse]
-    reading = lambda argument: [low(argument), (_AND, 0, 0, ~READING & 0xFFFFFFFF), *zero, allow]
+
+    # Flags and commands are 32 bits, the low half; pointers have two halves.
+    def low(argument):
+        return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+
+    def high(argument):
+        return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument + 4)
+
+    def reading(argument):
+        return [low(argument), (_AND, 0, 0, ~READING & 0xFFFFFFFF), *zero, allow]
 
     def one_of(argument, commands):
         compared = [step for c in commands for step in ((_EQUAL, 0, 1, c), allow)]
         return [low(argument), *compared, refuse]
 
-    own_limits = [low(0), *zero, low(2), *zero, high(2), *zero, allow]  # asked, not set
+    # prlimit of this process, without new values.
+    own_limits = [low(0), *zero, low(2), *zero, high(2), *zero, allow]
     return [
         (OPEN, reading(1)),
         (OPENAT, reading(2)),

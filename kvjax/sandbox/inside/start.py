@@ -1,4 +1,4 @@
-"""The first thing that a locked interpreter does: it locks itself, and says what holds."""
+"""Entry point of a locked interpreter: locks itself, and reports which layers hold."""
 
 import importlib
 import io
@@ -8,13 +8,13 @@ import sys
 from kvjax.sandbox.inside import candidate, judge
 from kvjax.sandbox.inside.channel import Channel
 
-# The first is seeded; the second may need a library that cannot be read later.
+# `random` is seeded below; `zlib` may need a library that cannot be read once locked.
 _EARLY = ("random", "zlib")
 _ROLES = {"candidate": candidate.serve, "judge": judge.serve}
 
 
 class _Nowhere(io.RawIOBase):
-    """Takes what is printed."""
+    """Discards output."""
 
     def writable(self) -> bool:
         return True
@@ -24,19 +24,19 @@ class _Nowhere(io.RawIOBase):
 
 
 def main() -> None:
-    """Locks this process as the first request says, replies what holds, and takes its role."""
+    """Applies the layers of the first request, replies with those that hold, and takes its role."""
     channel = Channel()
-    asked = json.loads(channel.receive())
+    request = json.loads(channel.receive())
     for name in _EARLY:
         importlib.import_module(name)
     held = {}
-    if asked["lock"]:
+    if request["lock"]:
         from kvjax.sandbox.inside import lock
 
-        held = lock.lock(**asked["lock"])
-    sys.modules["random"].seed(0)  # the same verdict each time
+        held = lock.lock(**request["lock"])
+    sys.modules["random"].seed(0)  # reproducible verdicts
     sys.stdin = io.StringIO()
     sys.stdout = sys.stderr = io.TextIOWrapper(io.BufferedWriter(_Nowhere()), encoding="utf-8")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     channel.reply(json.dumps(held))
-    _ROLES[asked["role"]](channel)
+    _ROLES[request["role"]](channel)

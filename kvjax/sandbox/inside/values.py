@@ -1,8 +1,8 @@
-"""Plain data as JSON and back: what may pass between a candidate and its judge.
+"""Encodes plain data as JSON, for calls and results between a judge and its candidate.
 
-None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, nested at most
-NESTING deep. A subclass becomes its base. Anything else becomes an `Opaque`. Floats and integers
-are written in hexadecimal: exactly, and in time that grows with their length.
+Supports None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, nested
+at most NESTING deep. A subclass becomes its base, anything else an `Opaque`. Floats and integers
+are hexadecimal: exact, and in time linear in their length.
 """
 
 NESTING = 200
@@ -10,9 +10,9 @@ _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Opaque:
-    """Stands for a value that is not plain data: equal to nothing, and nothing can be asked of it.
+    """Replaces a value that is not plain data: equal to nothing.
 
-    Its truth and its inequality raise, so that no test passes because of what it cannot see.
+    Its truth value and inequality raise, so that no test passes because of a value it cannot see.
     """
 
     __hash__ = object.__hash__
@@ -28,10 +28,10 @@ class Opaque:
 
 
 def encode(value: object, depth: int = 0) -> object:
-    """JSON-able, see the module.
+    """Returns a value as JSON-able data.
 
     Raises:
-      ValueError: nested too deep.
+      ValueError: nested too deeply.
     """
     if depth > NESTING:
         raise ValueError(f"nested more than {NESTING} deep")
@@ -57,10 +57,10 @@ def encode(value: object, depth: int = 0) -> object:
 
 
 def decode(found: object, depth: int = 0) -> object:
-    """The value that was encoded.
+    """Returns the value that was encoded.
 
     Raises:
-      ValueError, TypeError: it is no encoding, or one of what cannot be (an unhashable key).
+      ValueError, TypeError: not an encoding, or one of an impossible value (an unhashable key).
     """
     if depth > NESTING:
         raise ValueError(f"nested more than {NESTING} deep")
