@@ -1,5 +1,6 @@
-"""Runs beside each other: `python -m kvjax.compare runs/a runs/b`.
+"""Compares training runs: `python -m kvjax.compare runs/a runs/b`.
 
-`runs` reads workdirs and says which cannot be compared, `groups` takes means over seeds, `savings`
-asks who reaches a loss with fewer tokens, `report` shows it. Nothing here reads a weight.
+`runs` reads workdirs and reports those that cannot be compared, `groups` averages over seeds,
+`savings` computes how many fewer tokens reach a loss, `report` shows the results. No weights are
+read.
 """

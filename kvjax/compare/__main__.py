@@ -1,13 +1,13 @@
-"""Training runs beside each other: bits per byte against tokens, compute and seconds.
+"""Compares training runs: bits per byte against tokens, compute and time.
 
     python -m kvjax.compare runs/a runs/b                 # workdirs, or folders of them
     python -m kvjax.compare runs/studies --out=runs/compare/tiny
-    python -m kvjax.compare runs/now runs/before --watch  # as long as something is being trained
+    python -m kvjax.compare runs/now runs/before --watch  # until all runs have ended
     python -m kvjax.compare runs/base --scores=runs/mid   # with scores after mid-training
 
-Runs that differ by nothing but their seed become one curve with a 95 % band. Prints a table and
-writes compare.html, one file that needs no network, compare.png and compare.json. Nothing is loaded
-but what runs write down, so it works on buckets, other machines' runs and runs that go on.
+Runs that differ only in their seed become one curve with a 95 % band. Prints a table and writes
+compare.html (a self-contained file), compare.png and compare.json. Reads only metrics, so it works
+on buckets, runs of other machines and unfinished runs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from kvjax.compare import (
     savings as savings_lib,
 )
 from kvjax.compare.groups import Group
-from kvjax.compare.runs import LeftOut
+from kvjax.compare.runs import SkippedRun
 from kvjax.foundation import (
     command_line,
     json_text,
@@ -44,31 +44,31 @@ from kvjax.foundation.output import Output
 
 HTML, PNG, JSON = "compare.html", "compare.png", "compare.json"
 _LEAD = (
-    "Training runs beside each other. Those that differ by their seed alone are one curve, with "
-    "the 95 % interval of its mean."
+    "Training runs. Runs that differ only in their seed are one curve, with the 95 % interval of "
+    "its mean."
 )
 _WATCH = 30  # seconds
-_MOST_WATCH = 86_400
+_MAX_WATCH = 86_400
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     parser.add_output()
     add = parser.add_argument
-    add("workdirs", nargs="*", metavar="WORKDIR", help="a run's folder, or a folder of such")
-    text = "seed: runs that differ by their seed are one curve; none: each is one (seed)"
+    add("workdirs", nargs="*", metavar="WORKDIR", help="a run's folder, or a folder of runs")
+    text = "seed: runs that differ only in their seed are one curve; none: a curve per run (seed)"
     add("--group", default="seed", help=text)
     add("--against", default="", help="the curve that others are compared with (the first)")
-    text = "workdirs, separated by commas, whose evaluations count for the run they started from"
+    text = "comma-separated workdirs whose evaluations count for the run they started from"
     add("--scores", default="", help=text)
     add("--out", default="runs/compare", help="the folder to write (runs/compare)")
-    text = f"look again after so many seconds ({_WATCH}) until every run has ended"
+    text = f"repeat every N seconds ({_WATCH}) until all runs have ended"
     add("--watch", type=int, nargs="?", const=_WATCH, default=0, metavar="SECONDS", help=text)
     options = parser.parse(arguments)
     lists.one("--group", options.group, groups_lib.WAYS)
-    between("--watch", options.watch, 0, _MOST_WATCH)
+    between("--watch", options.watch, 0, _MAX_WATCH)
     if not options.workdirs:
-        raise UserError("no workdir is given: name runs, as runs/a runs/b, or a folder of runs")
+        raise UserError("no workdir is given: give runs, as runs/a runs/b, or a folder of runs")
     if len(set(options.workdirs)) < len(options.workdirs):
         twice = next(name for name in options.workdirs if options.workdirs.count(name) > 1)
         raise UserError(f"{twice} is given twice")
@@ -76,10 +76,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
-    """Compares; see the module's docstring."""
+    """Compares runs; see the module's docstring."""
     options = _options(arguments)
     target = target_lib.check(options.out, (HTML, PNG, JSON))
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its caches
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # else it logs building its font cache
     out = Output(options)
     with target_lib.folder(target):
         result = _watched(options, target, out)
@@ -87,17 +87,17 @@ def main(arguments: list[str]) -> None:
 
 
 def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> dict:
-    """Compares once, or until no run is unfinished; what was found the last time.
+    """Compares once, or repeatedly until all runs have ended; returns the last result.
 
-    What can be compared at first must stay so for itself alone: a folder that goes, or a run that
-    comes and is of other things, is left out of later looks.
+    The runs of the first comparison must be comparable. In later ones, a folder that disappears, or
+    a new run that is not comparable, is skipped.
     """
     if not options.watch:
         return _once(options, target, out, *_read(options.workdirs, running=False))
     named, gone, first = list(options.workdirs), [], set()
     while True:
         lost = [name for name in named if first and not runs_lib.is_there(name)]
-        gone += [LeftOut(name, "is not there any more") for name in lost]
+        gone += [SkippedRun(name, "is not there any more") for name in lost]
         named = [name for name in named if name not in lost]
         runs, left_out = _read(named, running=True) if named else ([], [])
         if first:
@@ -105,9 +105,9 @@ def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> di
             unfit = runs_lib.incomparable(runs)
             fit = [run for run in runs if run.name not in unfit]
             unfit |= groups_lib.repeats(fit) if options.group == "seed" else {}
-            left_out += [LeftOut(name, why) for name, why in unfit.items()]
+            left_out += [SkippedRun(name, why) for name, why in unfit.items()]
             runs = [run for run in runs if run.name not in unfit]
-        # What is evaluated for the first time comes later; what cannot be read stays so.
+        # Wait for runs without an evaluation yet, but not for those that cannot be read.
         waiting = [one for one in left_out if one.may_come]
         ends = all(run.finished for run in runs) and not waiting
         if runs or ends:
@@ -124,14 +124,14 @@ def _read(names: Sequence[str], *, running: bool):
 
 
 def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozenset()) -> dict:
-    """Prints and writes what there is now.
+    """Prints and writes one comparison.
 
     Args:
-      first: names of the runs of the first look, if this is a later one.
+      first: names of the runs of the first comparison, if this is a later one.
     """
     if not runs:
-        said = "; ".join(f"{one.name} {one.why}" for one in left_out)
-        raise UserError(f"nothing to compare: {said}")
+        reasons = "; ".join(f"{one.name} {one.why}" for one in left_out)
+        raise UserError(f"nothing to compare: {reasons}")
     runs_lib.check_comparable(runs)
     groups = groups_lib.groups(runs, options.group)
     names = [name for name in options.scores.split(",") if name]
@@ -145,9 +145,9 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
     if saved:
         out.show(report.savings_table(saved))
     for one in left_out:
-        out.say(f"- left out: {one.name} {one.why}")
+        out.say(f"- skipped: {one.name} {one.why}")
     for name, seeds in lacking.items():
-        out.say(f"- {name} lacks seed {', '.join(map(str, seeds))}, which others have")
+        out.say(f"- {name} has no seed {', '.join(map(str, seeds))}, which others have")
     with progress.waiting("drawing"):
         made = report.sections(groups, reference, rows, saved, left_out, lacking, scores)
         again = options.watch if not all(run.finished for run in runs) else 0
@@ -172,22 +172,24 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
 
 
 def _reference(name: str, groups: Sequence[Group], first: Collection[str]) -> Group:
-    """The group that others are compared with: the first, or what is named.
+    """Returns the group that others are compared with: by name, or the first.
 
-    In later looks a name may have changed, as others of its config came, or be gone with its run.
+    With --watch, a name may change as other runs of its config appear, or disappear with its run.
     """
     if not name:
         return groups[0]
-    called = lambda group: name in (group.name, group.one.experiment.name)
     if first:
-        there = lambda group: any(run.name in first for run in group.runs.values())
-        return next((g for g in groups if called(g) and there(g)), groups[0])
+        for group in groups:
+            is_old = any(run.name in first for run in group.runs.values())
+            if is_old and name in (group.name, group.one.experiment.name):
+                return group
+        return groups[0]
     lists.one("--against", name, [group.name for group in groups])
     return next(group for group in groups if group.name == name)
 
 
-def _about(runs: Sequence[runs_lib.Run]) -> dict:
-    made = provenance.software("matplotlib")  # a run that is watched may hold all devices
+def _about(runs: Sequence[runs_lib.ComparedRun]) -> dict:
+    made = provenance.software("matplotlib")  # no devices: a watched run may hold all of them
     return {
         "Runs": ", ".join(run.name for run in runs),
         "Data set": runs[0].data["data set"],

@@ -1,7 +1,7 @@
-"""Scores of evaluations that belong to compared runs: the vertical axis of LRKV's figure 5.
+"""Benchmark scores of compared runs: the vertical axis of LRKV's figure 5.
 
-`kvjax.evaluate` leaves WORKDIR/evaluations/STEP/summary.json. A compared run has the scores of its
-own workdir, or those of a run that started from it (mid-training: parent.json names the parent).
+`kvjax.evaluate` writes WORKDIR/evaluations/STEP/summary.json. A run has the scores of its own
+workdir, or of a run that started from it (mid-training: parent.json names the parent).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,27 @@ from etils import epath
 
 from kvjax.compare import runs as runs_lib
 from kvjax.compare.groups import Group
-from kvjax.compare.runs import LeftOut, Run
+from kvjax.compare.runs import ComparedRun, SkippedRun
 from kvjax.foundation import json_text, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import lineage
 
 _EVALUATIONS, _SUMMARY = "evaluations", "summary.json"
 _RESTORE = "evaluate again, or remove it"
-# Measures by their key in summary.json, and their names.
+# Names of scores, by key of summary.json.
 MEASURES = {"combined": "mean of the five tasks, %", "core": "CORE, %"}
 Scores = Mapping[str, Mapping[str, float]]  # by run, by measure
 
 
-def read(runs: Sequence[Run], names: Sequence[str]) -> tuple[Scores, list[LeftOut]]:
-    """Returns the scores of the compared runs, and workdirs without a score of one of them.
+def read(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Scores, list[SkippedRun]]:
+    """Returns the scores of the compared runs, and workdirs without a usable score.
 
     Args:
       runs: the compared runs.
       names: further workdirs with evaluations, or folders of workdirs.
 
     Raises:
-      UserError: a name is no folder.
+      UserError: a name is not a folder.
     """
     by_workdir = {_resolved(run.workdir): run.name for run in runs}
     scores: dict[str, Mapping[str, float]] = {}
@@ -43,24 +43,24 @@ def read(runs: Sequence[Run], names: Sequence[str]) -> tuple[Scores, list[LeftOu
         try:
             found, parent = _latest(workdir), _parent(workdir)
         except (OSError, UserError) as error:
-            left_out.append(LeftOut(name, f"has scores that cannot be read: {error}"))
+            left_out.append(SkippedRun(name, f"has scores that cannot be read: {error}"))
             continue
         if found is None:
             if name not in by_workdir.values():
-                left_out.append(LeftOut(name, "has no evaluation", may_come=True))
+                left_out.append(SkippedRun(name, "was not evaluated", may_come=True))
             continue
         owner = by_workdir.get(_resolved(workdir)) or by_workdir.get(parent)
         if owner is None:
-            left_out.append(LeftOut(name, "is evaluated, but no compared run nor its child"))
+            left_out.append(SkippedRun(name, "is neither a compared run nor started from one"))
         elif owner in scores and name != owner:
-            left_out.append(LeftOut(name, f"is a second evaluation of {owner}"))
+            left_out.append(SkippedRun(name, f"is a second evaluation of {owner}"))
         else:
             scores[owner] = found
     return scores, left_out
 
 
 def points(groups: Sequence[Group], scores: Scores, measure: str) -> dict[str, dict[int, float]]:
-    """Returns a score for each seed that has ended, by group; groups without one are left out."""
+    """Returns the score of each finished seed, by group; omits groups without scores."""
     found = {
         group.name: {
             seed: scores[run.name][measure]
@@ -73,7 +73,7 @@ def points(groups: Sequence[Group], scores: Scores, measure: str) -> dict[str, d
 
 
 def _latest(workdir: epath.Path) -> dict[str, float] | None:
-    """Returns the latest evaluated step's scores in percent, by measure; None without one."""
+    """Returns the scores of the latest evaluated step, in percent; None without an evaluation."""
     folder = workdir / _EVALUATIONS
     steps = [int(x.name) for x in folder.iterdir() if x.name.isdecimal()] if folder.exists() else []
     for step in sorted(steps, reverse=True):
@@ -90,12 +90,12 @@ def _scores(file: epath.Path) -> dict[str, float]:
     for measure in MEASURES:
         score = found.get(measure, 0.0)
         if isinstance(score, bool) or not isinstance(score, int | float):
-            raise UserError(f"{file}: {measure} is no number: {_RESTORE}")
+            raise UserError(f"{file}: {measure} is not a number: {_RESTORE}")
     return {measure: 100.0 * found[measure] for measure in MEASURES if measure in found}
 
 
 def _parent(workdir: epath.Path) -> str | None:
-    """Returns the resolved path of the workdir that a run started from, if it started from one."""
+    """Returns the resolved workdir that a run started from; None if it started from none."""
     file = workdir / lineage.PARENT
     if not file.exists():
         return None

@@ -1,4 +1,4 @@
-"""Runs that differ by their seed alone, as one curve with a band."""
+"""Groups runs that differ only in their seed, as one curve with a band."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,7 +8,7 @@ import json
 import numpy as np
 
 from kvjax.compare import runs as runs_lib
-from kvjax.compare.runs import LeftOut, Run
+from kvjax.compare.runs import ComparedRun, SkippedRun
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import Estimate, estimate, over_seeds
 
@@ -17,7 +17,7 @@ WAYS = ("seed", "none")
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Bits per byte by step: means over seeds, and half of their 95 % intervals (0: one seed)."""
+    """Bits per byte by step: means over seeds, half widths of 95 % intervals (0 for one seed)."""
 
     steps: np.ndarray
     tokens: np.ndarray
@@ -31,16 +31,16 @@ class Group:
     """Runs of one config with different seeds.
 
     Attributes:
-      name: of the config, with the keys that tell it from others of that name.
+      name: of the config; with the keys that differ, if several configs have that name.
       runs: by seed.
     """
 
     name: str
-    runs: dict[int, Run]
+    runs: dict[int, ComparedRun]
 
     @property
-    def one(self) -> Run:
-        """Any of them, for what they share."""
+    def one(self) -> ComparedRun:
+        """An arbitrary run, for common properties."""
         return next(iter(self.runs.values()))
 
     @property
@@ -48,18 +48,18 @@ class Group:
         return all(run.finished for run in self.runs.values())
 
     @functools.cached_property
-    def ended(self) -> list[Run]:
-        """Those that its figures are of: that have ended or, while none has, all."""
+    def ended(self) -> list[ComparedRun]:
+        """Finished runs, which the group's numbers are of; all runs while none has finished."""
         return [run for run in self.runs.values() if run.finished] or list(self.runs.values())
 
     @property
     def tokens(self) -> int:
-        """That the shortest of `ended` was trained on up to its last evaluation."""
+        """Training tokens up to the last evaluation, of the shortest of `ended`."""
         return int(min(run.tokens[-1] for run in self.ended))
 
     @property
     def seconds(self) -> float:
-        """That training took until then, the mean of `ended`."""
+        """Training seconds up to the last evaluation, mean over `ended`."""
         return float(np.mean([run.seconds[-1] for run in self.ended]))
 
     @functools.cached_property
@@ -69,13 +69,13 @@ class Group:
 
     @functools.cached_property
     def family(self) -> str:
-        """What is the same for runs of other lengths too."""
-        what = {key: x for key, x in self.one.what.items() if key != runs_lib.STEPS}
-        return json.dumps(what, sort_keys=True)
+        """A key that is equal for runs that differ only in length or seed."""
+        keys = {key: x for key, x in self.one.what.items() if key != runs_lib.STEPS}
+        return json.dumps(keys, sort_keys=True)
 
     @property
     def finals(self) -> dict[int, float]:
-        """Bits per byte at the end, by seed, of those that have ended."""
+        """Final bits per byte of finished runs, by seed."""
         return {seed: run.final for seed, run in self.runs.items() if run.finished}
 
     @property
@@ -84,7 +84,7 @@ class Group:
 
     @functools.cached_property
     def curve(self) -> Curve:
-        """At the steps at which all of them were evaluated."""
+        """The mean curve at the steps at which all seeds were evaluated."""
         runs = list(self.runs.values())
         steps = functools.reduce(np.intersect1d, [run.steps for run in runs])
         at = [np.searchsorted(run.steps, steps) for run in runs]
@@ -96,20 +96,20 @@ class Group:
         return Curve(steps, tokens, seconds.mean(axis=0), mean, half)
 
 
-def groups(runs: Sequence[Run], way: str) -> list[Group]:
-    """Runs in groups, which stand in the order in which their first runs were given.
+def groups(runs: Sequence[ComparedRun], way: str) -> list[Group]:
+    """Groups runs, in the order of their first runs.
 
     Args:
-      way: "seed": runs that differ by nothing else are one; "none": each by itself.
+      way: "seed": runs that differ only in their seed; "none": one group per run.
 
     Raises:
-      UserError: two runs of one config and one seed.
+      UserError: two runs of one config and seed.
     """
     if way == "none":
         return [Group(run.name, {run.seed: run}) for run in runs]
     for name, why in repeats(runs).items():
         raise UserError(f"{name} {why}: give one of them, or --group=none")
-    found: dict[str, dict[int, Run]] = {}
+    found: dict[str, dict[int, ComparedRun]] = {}
     for run in runs:
         found.setdefault(json.dumps(run.what, sort_keys=True), {})[run.seed] = run
     members = [dict(sorted(there.items())) for there in found.values()]
@@ -117,9 +117,9 @@ def groups(runs: Sequence[Run], way: str) -> list[Group]:
     return [Group(name, there) for name, there in zip(names, members, strict=True)]
 
 
-def repeats(runs: Sequence[Run]) -> dict[str, str]:
-    """By name the runs that are an earlier one again; why is said of the run, as "has ..."."""
-    first: dict[tuple[str, int], Run] = {}
+def repeats(runs: Sequence[ComparedRun]) -> dict[str, str]:
+    """Returns runs that repeat an earlier run's config and seed, and why ("has ...")."""
+    first: dict[tuple[str, int], ComparedRun] = {}
     found = {}
     for run in runs:
         before = first.setdefault((json.dumps(run.what, sort_keys=True), run.seed), run)
@@ -128,9 +128,9 @@ def repeats(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
-    """The name of each run's config; where several have one name, with the keys that differ."""
-    called: dict[str, list[Run]] = {}
+def _names(runs: Sequence[ComparedRun]) -> list[str]:
+    """Returns each config's name; with the keys that differ if several have that name."""
+    called: dict[str, list[ComparedRun]] = {}
     for run in runs:
         called.setdefault(run.experiment.name, []).append(run)
     found = []
@@ -143,19 +143,19 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def _differing(one: Run, other: Run) -> set[str]:
+def _differing(one: ComparedRun, other: ComparedRun) -> set[str]:
     keys = one.what.keys() | other.what.keys()
     return {key for key in keys if one.what.get(key) != other.what.get(key)}
 
 
-def without_curve(found: Sequence[Group]) -> list[LeftOut]:
-    """Groups whose seeds were never evaluated at one step."""
-    why = "has no curve: no step was evaluated with all of its seeds"
-    return [LeftOut(g.name, why, may_come=True) for g in found if not len(g.curve.steps)]
+def without_curve(found: Sequence[Group]) -> list[SkippedRun]:
+    """Returns groups whose seeds were never evaluated at a common step."""
+    why = "has no curve: no step was evaluated for all of its seeds"
+    return [SkippedRun(g.name, why, may_come=True) for g in found if not len(g.curve.steps)]
 
 
 def missing_seeds(found: Sequence[Group]) -> dict[str, list[int]]:
-    """By group the seeds that others have and it has not."""
+    """Returns, by group, the seeds that other groups have and it lacks."""
     every = {seed for group in found for seed in group.runs}
     lacking = {group.name: sorted(every - group.runs.keys()) for group in found}
     return {name: seeds for name, seeds in lacking.items() if seeds}

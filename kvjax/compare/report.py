@@ -1,4 +1,4 @@
-"""What a comparison shows: tables for a terminal, sections of a page, panels of a picture."""
+"""Shows a comparison: tables for a terminal, sections of a page, panels of a picture."""
 
 from collections.abc import Callable, Mapping, Sequence
 import math
@@ -10,14 +10,14 @@ from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
 from kvjax.compare import downstream
 from kvjax.compare.downstream import Scores
 from kvjax.compare.groups import Curve, Group
-from kvjax.compare.runs import LeftOut
+from kvjax.compare.runs import SkippedRun
 from kvjax.compare.savings import Saving
 from kvjax.foundation import output
 from kvjax.foundation.intervals import Estimate, difference, estimate
 
-_MOST_POINTS = 200  # of a curve in a drawing: more cannot be seen, and would have to be sent
+_MAX_POINTS = 200  # of a drawn curve
 _BPB = "validation bits per byte"
-# By name of an axis: what it is, where a point of a curve lies on it, and units, largest first.
+# Horizontal axes by name: label, values of a curve, and units, largest first.
 _FLOPS = ((1e18, "exaFLOPs"), (1e15, "petaFLOPs"), (1e12, "teraFLOPs"), (1e9, "gigaFLOPs"))
 _TOKENS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1, "one by one"))
 _SECONDS = ((86_400, "days"), (3600, "hours"), (1, "seconds"))
@@ -30,26 +30,26 @@ AXES: Mapping[str, Axis] = {
         _FLOPS,
     ),
     "six_n": (
-        "training compute, 6N a token",
+        "training compute, 6N per token",
         lambda group, curve: curve.tokens * group.costs["six_n"],
         _FLOPS,
     ),
     "seconds": ("training time", lambda _, curve: curve.seconds, _SECONDS),
 }
 _TEXTS = {
-    "tokens": "What each model makes of the same tokens.",
-    "flops": "FLOPs forward and backward, from shapes: matrices and attention over all keys of a "
-    "row, nothing recomputed.",
-    "six_n": "6N FLOPs a token: N is the weights that multiply a token, so neither the input "
-    "embedding nor attention's products count.",
-    "seconds": "Steps alone, without compilation, evaluation and saving. Runs on other machines, "
-    "or beside other work, do not compare.",
+    "tokens": "Loss of each model on the same training tokens.",
+    "flops": "FLOPs of the forward and backward pass, from shapes: matrices, and attention over "
+    "all keys of a row, without recomputation.",
+    "six_n": "6N FLOPs per token: N is the weights that multiply a token, without the input "
+    "embedding and attention's products.",
+    "seconds": "Training steps only, without compilation, evaluation and saving. Not comparable "
+    "between machines, or under other load.",
 }
-_FIGURE_4 = "LRKV's figure 4 counts so: 733 exaFLOPs of MHA are 6 x 2.444B weights x 50B tokens."
+_FIGURE_4 = "As in LRKV's figure 4: 733 exaFLOPs of MHA are 6 x 2.444B weights x 50B tokens."
 
 
 def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
-    """A row of each group: costs, and what it came to."""
+    """Returns a row per group: costs and final loss."""
     found = []
     for group in groups:
         final = group.final
@@ -86,19 +86,19 @@ def _shown(row: Mapping, name: str, digits: str) -> str:
 
 
 def _of_some(row: Mapping) -> str:
-    """Which seeds a figure is of, where others have not ended."""
+    """Returns the finished seeds as text, if others have not finished; else ""."""
     ended = row["finished_seeds"]
     some = 0 < len(ended) < len(row["seeds"])
     return f" (seed {_seeds(row)})" if some else ""
 
 
 def _seeds(row: Mapping) -> str:
-    """Those that have ended, which a final figure is of."""
+    """Returns the finished seeds as text."""
     return ",".join(map(str, row["finished_seeds"]))
 
 
 def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
-    """The rows for a terminal, or as Markdown."""
+    """Returns the rows as a table for a terminal, or for Markdown."""
     unit, called = _unit(max(row["flops"] for row in found), _FLOPS)
     header = ("run", "parameters", "cache bytes per token", "seeds", "tokens")
     header += (called, "as 6N", "s", "bits per byte", f"against {reference.name}")
@@ -119,14 +119,12 @@ def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
     ]
     notes = ()
     if any(len(row["seeds"]) > 1 for row in found):
-        notes = (
-            "± are 95 % intervals, Student's t over seeds; differences are taken seed by seed",
-        )
+        notes = ("± are 95 % intervals, Student's t over seeds; differences are paired by seed",)
     return output.Table("Training runs", header, made, notes)
 
 
 def savings_table(found: Sequence[Saving]) -> output.Table:
-    """Who needs fewer tokens, for a terminal."""
+    """Returns savings as a table for a terminal."""
     made = [
         (
             s.leader,
@@ -142,9 +140,9 @@ def savings_table(found: Sequence[Saving]) -> output.Table:
 
 
 _HORIZON = (
-    "within a run, as LRKV's figure 3 does it: where the leader, in the middle of its schedule, "
-    "passes the other's end. Equal horizon: from runs of several lengths that have all ended; - "
-    "where there are none that enclose the loss"
+    "within a run, as in LRKV's figure 3: tokens at which the leader, in the middle of its "
+    "schedule, passes the other's final loss. Equal horizon: from finished runs of several "
+    "lengths; - if their losses do not enclose the other's"
 )
 
 
@@ -160,18 +158,18 @@ def sections(
     reference: Group,
     found: Sequence[Mapping],
     saved: Sequence[Saving],
-    left_out: Sequence[LeftOut],
+    left_out: Sequence[SkippedRun],
     lacking: Mapping[str, Sequence[int]],
     scores: Scores,
 ) -> list[Section]:
-    """The page's parts."""
+    """Returns the sections of the page."""
     ends = _cache_points(groups), *_score_points(groups, scores)
     return [
         _results(found, reference, left_out, lacking),
         Section(
             "curves",
             "Curves",
-            "Point at a curve to read a number, or use the arrow keys; the buttons hide curves.",
+            "Point at a curve or use the arrow keys to read values; the buttons hide curves.",
             figures=[_figure(groups, axis) for axis in _axes(groups)],
             tables=[],
             data={group.name: _data(group) for group in groups},
@@ -184,19 +182,19 @@ def sections(
 def _results(
     found: Sequence[Mapping],
     reference: Group,
-    left_out: Sequence[LeftOut],
+    left_out: Sequence[SkippedRun],
     lacking: Mapping[str, Sequence[int]],
 ) -> Section:
     table = terminal(found, reference)
     plain = ("name", "parameters", "cache_bytes", "tokens", "flops", "flops_six_n", "seconds")
     text = Text(
-        "Each run, or the mean of runs that differ by their seed alone.",
-        f"Less is better. The last column is the difference from {reference.name}, seed by seed, "
-        "of runs of the same length. ± are 95 % intervals, Student's t over seeds.",
+        "Each run, or the mean of runs that differ only in their seed.",
+        f"Lower is better. The last column is the difference from {reference.name}, paired by "
+        "seed, for runs of the same length. ± are 95 % intervals, Student's t over seeds.",
     )
     columns = [Column("run"), Column("parameters", ",d"), Column("cache bytes per token", ",d")]
     columns += [Column("tokens", ",d"), Column("FLOPs", ".4g"), Column("as 6N", ".4g")]
-    columns += [Column("s", ",.0f"), Column("seeds that ended")]
+    columns += [Column("s", ",.0f"), Column("finished seeds")]
     columns += [Column("bits per byte", ".4f")]
     columns += [Column("±", ".4f"), Column(f"against {reference.name}", "+.4f"), Column("±", ".4f")]
     numbers = ("bpb", "bpb_half_interval", "against", "against_half_interval")
@@ -204,28 +202,28 @@ def _results(
         [*(row[key] for key in plain), _seeds(row), *(row[key] for key in numbers)] for row in found
     ]
     tables = [Table(table.title, columns, made, text)]
-    said = [(one.name, one.why) for one in left_out]
-    said += [(name, "lacks seed " + ", ".join(map(str, s))) for name, s in lacking.items()]
-    if said:
+    skipped = [(one.name, one.why) for one in left_out]
+    skipped += [(name, "has no seed " + ", ".join(map(str, s))) for name, s in lacking.items()]
+    if skipped:
         text = Text("Runs that are not in the figures, and groups that lack a seed.", "")
-        tables.append(Table("Left out", [Column("run"), Column("why")], said, text))
+        tables.append(Table("Skipped", [Column("run"), Column("why")], skipped, text))
     finished = [row for row in found if row["bpb"] is not None]
     lead = f"{len(found)} rows of {sum(len(row['seeds']) for row in found)} runs."
     if finished:
         best = min(finished, key=lambda row: row["bpb"])
-        lead += f" The least: {best['name']}, {_shown(best, 'bpb', '.4f')} bits per byte"
+        lead += f" The best: {best['name']}, {_shown(best, 'bpb', '.4f')} bits per byte"
         lead += f"{_of_some(best)}."
     return Section("results", "Results", lead, [], tables, dict(rows=list(found)))
 
 
 def _axes(groups: Sequence[Group]) -> list[str]:
-    """Those that something is known of."""
+    """Returns the axes that there is data for."""
     timed = any(np.isfinite(group.curve.seconds).any() for group in groups)
     return [name for name in AXES if name != "seconds" or timed]
 
 
 def _lines(groups: Sequence[Group], axis: str) -> dict:
-    """Arguments of `draw.lines`."""
+    """Returns arguments of `draw.lines`."""
     label, place, units = AXES[axis]
     series, bands = {}, {}
     ends = [place(group, group.curve) for group in groups]
@@ -240,28 +238,28 @@ def _lines(groups: Sequence[Group], axis: str) -> dict:
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit that there is one of; else the smallest."""
+    """Returns the largest unit that is at most `largest`; else the smallest."""
     return next((unit for unit in units if largest >= unit[0]), units[-1])
 
 
 def _thinned(curve: Curve) -> Curve:
-    """The curve at as many points as can be seen: the last, and more where it is steep."""
+    """Returns a curve at up to _MAX_POINTS points: the last one, and more where it is steep."""
     count = len(curve.steps)
-    if count <= _MOST_POINTS:
+    if count <= _MAX_POINTS:
         return curve
-    wanted = [space(1, count, _MOST_POINTS // 2) for space in (np.geomspace, np.linspace)]
+    wanted = [space(1, count, _MAX_POINTS // 2) for space in (np.geomspace, np.linspace)]
     kept = np.unique(np.round(np.concatenate(wanted)).astype(int) - 1)
     return Curve(*(getattr(curve, name)[kept] for name in Curve.__dataclass_fields__))
 
 
 def panels(groups: Sequence[Group], scores: Scores) -> list[dict]:
-    """Returns the panels of the picture as arguments of `draw.lines`: curves, then ends of runs."""
+    """Returns arguments of `draw.lines` for the picture's panels: curves, then final points."""
     ends = _cache_points(groups), *_score_points(groups, scores)
     return [_lines(groups, axis) for axis in _axes(groups)] + [panel for panel in ends if panel]
 
 
 def _cache_points(groups: Sequence[Group]) -> dict:
-    """Arguments of `draw.lines`: final bits per byte against cache bytes; {} while no run ended."""
+    """Returns arguments of `draw.lines` for final loss against cache bytes; {} without any."""
     ended = [(group, group.final) for group in groups if group.final]
     if not ended:
         return {}
@@ -274,7 +272,7 @@ def _cache_points(groups: Sequence[Group]) -> dict:
 
 
 def _score_points(groups: Sequence[Group], scores: Scores) -> list[dict]:
-    """Arguments of `draw.lines` for each measure that a group has, against bits per byte."""
+    """Returns arguments of `draw.lines` per measure, for scores against bits per byte."""
     panels = []
     by_name = {group.name: group for group in groups}
     for measure, label in downstream.MEASURES.items():
@@ -295,7 +293,7 @@ def _interval(found: Estimate) -> tuple[list[float], list[float]]:
 
 
 def _ends(panels: Sequence[dict]) -> Section:
-    """Draws a figure for each panel of points: a run's end, or the mean of its seeds' ends."""
+    """Returns a section with a figure per panel of final points, means over seeds."""
     figures, data = [], {}
     for arguments in panels:
         svg, curves = draw.live_lines(**arguments)
@@ -304,16 +302,16 @@ def _ends(panels: Sequence[dict]) -> Section:
         title = f"{arguments['y'][0].upper()}{arguments['y'][1:]} against {arguments['x']}"
         figures.append(Figure(title, svg, said, _text_of_points(arguments["x"], points), curves))
         data[title] = points
-    lead = "Where runs that have ended stand: a point each, or the mean of their seeds."
+    lead = "Final results of finished runs: a point per run, or the mean over seeds."
     return Section("ends", "Cache and scores", lead, figures, [], data)
 
 
 def _text_of_points(x: str, points: Mapping[str, tuple[float, float]]) -> Text:
     bars = "Bars are 95 % intervals over seeds."
     if x != _BPB:
-        return Text("What a small cache costs.", f"Lower and further left is better. {bars}")
+        return Text("Loss against cache size.", f"Lower and further left is better. {bars}")
     xs, ys = np.array(list(points.values())).T
-    shown = "Whether better pretraining gives better scores."
+    shown = "Benchmark scores against pretraining loss."
     if len(xs) > 2 and np.ptp(xs) and np.ptp(ys):
         shown += f" R² = {np.corrcoef(xs, ys)[0, 1] ** 2:.3f} over {len(xs)} points."
     paper = "LRKV's figure 5 gives R² = 0.786 over five mechanisms at 2.5B."
@@ -335,37 +333,31 @@ def _figure(groups: Sequence[Group], axis: str) -> Figure:
 
 
 def _data(group: Group) -> dict:
-    """A curve, for who draws it anew."""
+    """Returns a curve's data, to redraw it."""
     curve = group.curve
     columns = ("steps", "tokens", "seconds", "bpb", "half")
     return {name: getattr(curve, name) for name in columns} | dict(seeds=sorted(group.runs))
 
 
 def _savings(saved: Sequence[Saving]) -> Section:
-    share = lambda found, name: None if found is None else getattr(found, name)
-    percent = lambda x: None if x is None else 100 * x
-    made = [
-        [
-            *(one.leader, one.behind, one.tokens),
-            *(
-                percent(share(found, name))
-                for found in (one.within_a_run, one.at_equal_horizon)
-                for name in ("mean", "half")
-            ),
-        ]
-        for one in saved
-    ]
+    made = []
+    for one in saved:
+        row = [one.leader, one.behind, one.tokens]
+        for found in (one.within_a_run, one.at_equal_horizon):
+            numbers = (None, None) if found is None else (found.mean, found.half)
+            row += [None if x is None else 100 * x for x in numbers]
+        made.append(row)
     columns = [Column("leader"), Column("reaches the end of"), Column("tokens", ",d")]
     for way in ("fewer within a run, %", "fewer at equal horizon, %"):
         columns += [Column(way, ".1f"), Column("±", ".1f")]
     text = Text(
-        "The share of tokens that the leader needs less than the other.",
+        "Share of tokens that the leader saves against the other.",
         _HORIZON[0].upper() + _HORIZON[1:] + ".",
         "LRKV's figure 3 gives 18.7 % fewer steps than MHA at 2.5B, within a run.",
     )
     lead = (
-        "A run in the middle of its schedule is compared with one whose learning rate has decayed: "
-        "only runs that have all ended tell what a shorter run would have reached."
+        "Within a run, a run in the middle of its schedule is compared with one whose learning "
+        "rate has decayed: only finished runs show the loss of a shorter run."
     )
     table = Table("Fewer tokens to the same bits per byte", columns, made, text)
     return Section("savings", "Fewer tokens", lead, [], [table], dict(rows=made))

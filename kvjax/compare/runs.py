@@ -1,4 +1,4 @@
-"""Training runs as their workdirs tell them: what was asked, and bits per byte by step."""
+"""Reads training runs from their workdirs: config, and bits per byte by step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
@@ -22,12 +22,11 @@ from kvjax.foundation.files import forget_listings
 from kvjax.workdir import checkpoint, metrics, storage, trained
 
 CONFIG = "config.json"
-# What is read by many at once: a bucket answers late, and each workdir has four small files.
-_AT_ONCE = 16
-_DEEPEST = 3  # folders below one that is named: a data set's have no end
-_MOST_STEPS, _FASTEST = 2**53, 1e18  # tokens/s: beyond that no record is one
-# Keys of a config that name a run, and change nothing that is computed. A workdir has none of those
-# that say when a run is looked at (`workdir.identity`).
+# Threads that read workdirs: each has four small files, and a bucket has a high latency.
+_THREADS = 16
+_MAX_DEPTH = 3  # of folders that are searched for workdirs
+_MAX_STEPS, _MAX_SPEED = 2**53, 1e18  # tokens/s; larger values are damaged records
+# Config keys that name a run and change no computation, beside those that `workdir.identity` drops.
 _COSMETIC = ("name", "train.seed")
 SEED, STEPS, _SOURCE = "train.seed", "train.num_steps", "data.source"
 _TOKENIZER, _DATA_SET, _UNKNOWN = "tokenizer", "data set", "missing"
@@ -35,16 +34,16 @@ _FILES = {_TOKENIZER: manifest.TOKENIZER, _DATA_SET: manifest.MANIFEST}
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """A run that was begun.
+class ComparedRun:
+    """A run that has begun.
 
     Attributes:
-      keys: of its config, as "model.mlp_dim".
-      data: digests by name of what must be the same for bits per byte to compare.
+      keys: flattened config, as "model.mlp_dim".
+      data: properties that must be equal for bits per byte to be comparable, by name.
       steps, bpb: [evaluations] of the validation split, steps ascending.
-      seconds: [evaluations] that training took until then, without compilation and evaluations;
-        nan where timing.jsonl does not tell.
-      finished: whether the last step was evaluated.
+      seconds: [evaluations] training time so far, without compilation and evaluation; nan if
+        timing.jsonl lacks it.
+      finished: True if the last step was evaluated.
     """
 
     name: str
@@ -73,27 +72,27 @@ class Run:
 
     @functools.cached_property
     def what(self) -> dict[str, object]:
-        """Keys that decide what is computed, but for the seed; defaults, maybe newer, left out."""
-        usual = experiment_lib.defaults(str(self.keys["attention.kind"]))
-        same = lambda key, value: key in usual and value == _stored(usual[key])
+        """Config keys that determine the computation, without the seed and without default values.
+
+        Defaults are dropped, so that a run from before a key existed equals a run with its default.
+        """
+        defaults = {
+            key: list(value) if isinstance(value, tuple) else value  # as in JSON
+            for key, value in experiment_lib.defaults(str(self.keys["attention.kind"])).items()
+        }
         found = {
             key: value
             for key, value in self.keys.items()
-            if key not in _COSMETIC and not same(key, value)
+            if key not in _COSMETIC and (key not in defaults or value != defaults[key])
         }
-        if is_prepared(str(found.get(_SOURCE, ""))):  # it may have moved; `data` says what it is
+        if is_prepared(str(found.get(_SOURCE, ""))):  # a path; `data` identifies the content
             del found[_SOURCE]
         return found
 
 
-def _stored(value):
-    """A value as JSON has it."""
-    return list(value) if isinstance(value, tuple) else value
-
-
 @dataclasses.dataclass(frozen=True)
-class LeftOut:
-    """A workdir that has nothing to compare, and why; `may_come`: the run may mend it yet."""
+class SkippedRun:
+    """A workdir that cannot be compared, and why; `may_come`: training may still change that."""
 
     name: str
     why: str
@@ -101,19 +100,19 @@ class LeftOut:
 
 
 def is_there(name: str) -> bool:
-    """Whether a folder that is named is there now."""
+    """Returns True if a folder exists now."""
     path = runtime.path("a workdir", name)
     forget_listings(path)
     return path.exists()
 
 
 def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
-    """The workdirs that are named, or that lie in a folder that is.
+    """Returns the named workdirs, and workdirs in named folders.
 
-    With them stand folders that have none, or have theirs further down: `read` says so.
+    Folders without a workdir are included: `read` reports them.
 
     Raises:
-      UserError: there is nothing of that name, or a file.
+      UserError: a name that does not exist, or is a file.
     """
     found: dict[str, epath.Path] = {}
     for name in names:
@@ -123,15 +122,15 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
         if not path.is_dir():
             raise UserError(f"{name}: is a file; give workdirs of runs, or a folder of them")
         name = os.fsencode(name.rstrip("/")).decode(errors="backslashreplace")
-        # A workdir that was only begun has no config yet; the caller says that nothing is there.
-        found |= _in(name, path, _DEEPEST) or {name: path}
+        # A run that is just starting has no config yet; `read` reports it.
+        found |= _in(name, path, _MAX_DEPTH) or {name: path}
     return list(found.items())
 
 
 def _in(name: str, path: epath.Path, deep: int) -> dict[str, epath.Path]:
-    """Workdirs in a folder; where it has none itself, in its folders: a run may be sweeps/a.
+    """Returns the workdirs in a folder; if it has none, those of its subfolders (as sweeps/a).
 
-    Beside a folder's own workdirs stand those of its folders that have some.
+    Beside its own workdirs, subfolders that contain workdirs are returned, for a message.
     """
     if (path / CONFIG).exists():
         return {name: path}
@@ -151,54 +150,51 @@ def _in(name: str, path: epath.Path, deep: int) -> dict[str, epath.Path]:
 
 def read(
     places: Iterable[tuple[str, epath.Path]], *, running: bool
-) -> tuple[list[Run], list[LeftOut]]:
-    """Runs in the given order, and what is left out.
+) -> tuple[list[ComparedRun], list[SkippedRun]]:
+    """Reads runs in the given order; returns runs and skipped ones.
 
     Args:
-      running: whether runs that have not ended are taken as far as they are.
+      running: include unfinished runs.
     """
-    with futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+    with futures.ThreadPoolExecutor(_THREADS) as pool:
         found = list(pool.map(lambda place: _read(*place, running=running), places))
-    runs = [one for one in found if isinstance(one, Run)]
-    return runs, [one for one in found if isinstance(one, LeftOut)]
+    runs = [one for one in found if isinstance(one, ComparedRun)]
+    return runs, [one for one in found if isinstance(one, SkippedRun)]
 
 
-def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
+def _read(name: str, workdir: epath.Path, *, running: bool) -> ComparedRun | SkippedRun:
     if not (workdir / CONFIG).exists():
-        if _in(name, workdir, _DEEPEST):
-            return LeftOut(name, "holds runs of its own: name it to compare them")
-        return LeftOut(name, f"has no {CONFIG}: no run was begun there", may_come=True)
+        if _in(name, workdir, _MAX_DEPTH):
+            return SkippedRun(name, "contains runs: name it to compare them")
+        return SkippedRun(name, f"has no {CONFIG}: no run has started there", may_come=True)
     try:
         tree = json_text.read_object(workdir / CONFIG, "restore it, or train again")
         experiment = trained.experiment_of(workdir)
     except UserError as error:
-        return LeftOut(name, f"cannot be read: {error}")
+        return SkippedRun(name, f"cannot be read: {error}")
     records = _records(name, workdir, metrics.METRICS)
     evaluated = {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
     if not evaluated:
-        # Training evaluates before it saves the last step, and has records from its first on; what
-        # was converted has weights alone.
+        # Training evaluates before it saves the last step, so a saved last step without an
+        # evaluation is final; so are converted models, which have checkpoints but no metrics.
         saved = storage.steps(workdir / checkpoint.CHECKPOINTS)
         converted = bool(saved) and not (workdir / metrics.METRICS).exists()
         ended = converted or experiment.train.num_steps in saved
-        return LeftOut(name, "was never evaluated", may_come=not ended)
-    if odd := [step for step in evaluated if not 0 <= step <= _MOST_STEPS]:
-        return LeftOut(name, f"has a record of step {odd[0]}, which is none")
+        return SkippedRun(name, "was never evaluated", may_come=not ended)
+    if odd := [step for step in evaluated if not 0 <= step <= _MAX_STEPS]:
+        return SkippedRun(name, f"has a record of step {odd[0]}, which is out of range")
     steps = np.array(sorted(evaluated), np.int64)
-    try:
-        bpb = np.array([float(evaluated[step]) for step in steps.tolist()])
-    except OverflowError:
-        return LeftOut(name, "has bits per byte that no float holds")
+    bpb = np.array([float(evaluated[step]) for step in steps.tolist()])
     if not np.isfinite(bpb).all():
         bad = int(steps[~np.isfinite(bpb)][0])
-        return LeftOut(name, f"has bits per byte that are no number, at step {bad}")
+        return SkippedRun(name, f"has bits per byte that are not finite, at step {bad}")
     finished = _is_finished(workdir, experiment, int(steps[-1]))
     if not finished and not running:
         planned = experiment.train.num_steps
         of = f" of {planned:,}" if planned else ""
         why = f"is unfinished, evaluated up to step {steps[-1]:,}{of}"
-        return LeftOut(name, why, may_come=True)
-    return Run(
+        return SkippedRun(name, why, may_come=True)
+    return ComparedRun(
         name=name,
         workdir=workdir,
         experiment=experiment,
@@ -214,49 +210,50 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
 def _records(name: str, workdir: epath.Path, file: str) -> list[dict]:
     records, broken = metrics.read_checked(workdir / file)
     if broken:
-        warn(f"{name}/{file}: {broken}; such lines are left out")
+        warn(f"{name}/{file}: {broken}; such lines are skipped")
     return records
 
 
 def _is_finished(workdir: epath.Path, experiment: experiment_lib.Experiment, last: int) -> bool:
     if experiment.train.num_steps:
         return last >= experiment.train.num_steps
-    # Once over a mixture's rows, which only that run has counted.
+    # One epoch of a mixture, whose number of steps is not in the config.
     return last in storage.steps(workdir / checkpoint.CHECKPOINTS)
 
 
 def _data(workdir: epath.Path, experiment: experiment_lib.Experiment) -> dict[str, str]:
-    digest = lambda path: (
-        hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else _UNKNOWN
-    )
     return {
-        _TOKENIZER: digest(workdir / manifest.TOKENIZER),
-        _DATA_SET: digest(workdir / manifest.MANIFEST),
+        _TOKENIZER: _digest(workdir / manifest.TOKENIZER),
+        _DATA_SET: _digest(workdir / manifest.MANIFEST),
         "config.train.eval_rows": str(experiment.train.eval_rows or "all"),
-        # A run reads as much of longer prepared rows as its own hold, in validation too.
+        # Validation uses the first sequence_length + 1 tokens of longer prepared rows.
         "config.data.sequence_length": str(experiment.data.sequence_length),
     }
 
 
-def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Until each step: a process after another, each from its first step on.
+def _digest(path: epath.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else _UNKNOWN
 
-    A record tells the rate since its process's first step, which is counted at that rate; steps
-    that a later process took again count once.
+
+def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Returns the training seconds up to each step, summed over a run's processes.
+
+    A record has the mean rate since its process's first step, which counts at that rate; steps that
+    a later process repeated count once.
     """
     per_step = tokens[-1] / steps[-1]
     at, ends = [0], [0.0]
     first, before, rate = 1, 0.0, None
     for record in _records(name, workdir, metrics.TIMING):
         step = max(record["step"], 1)
-        if step > _MOST_STEPS:
+        if step > _MAX_STEPS:
             continue
-        if "seconds_to_first_step" in record:
-            kept = [i for i, there in enumerate(at) if there < step]
+        if "seconds_to_first_step" in record:  # a new process: drop steps that it repeats
+            kept = [i for i, earlier in enumerate(at) if earlier < step]
             at, ends = [at[i] for i in kept], [ends[i] for i in kept]
             more = (step - 1 - at[-1]) * per_step / rate if rate else 0.0
             first, before = step, ends[-1] + more
-        elif 0 < record.get("tokens_per_second", 0) < _FASTEST and step > at[-1]:
+        elif 0 < record.get("tokens_per_second", 0) < _MAX_SPEED and step > at[-1]:
             rate = record["tokens_per_second"]
             at.append(step)
             ends.append(before + (step - first + 1) * per_step / rate)
@@ -266,10 +263,10 @@ def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarr
     return np.interp(steps, at, ends) + beyond
 
 
-def incomparable(runs: Sequence[Run]) -> dict[str, str]:
-    """By name the runs whose bits per byte are, or may be, of other things than the first's.
+def incomparable(runs: Sequence[ComparedRun]) -> dict[str, str]:
+    """Returns runs whose bits per byte are, or may be, of other data than the first run's.
 
-    Why is said of the run, as "cannot be compared ...".
+    The reasons read "cannot be compared ...".
     """
     if len(runs) == 1:
         return {}
@@ -279,8 +276,8 @@ def incomparable(runs: Sequence[Run]) -> dict[str, str]:
         missing = next((what for what in _FILES if run.data[what] == _UNKNOWN), None)
         if missing:
             found[run.name] = (
-                f"cannot be compared: {_FILES[missing]} is missing, so nothing tells whether its "
-                f"{missing} is that of others; restore it, or leave the run out"
+                f"cannot be compared: {_FILES[missing]} is missing, so its {missing} is unknown; "
+                "restore it, or remove the run from the list"
             )
         elif first is None:
             first = run
@@ -291,21 +288,21 @@ def incomparable(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
-    """Raises a UserError for runs whose bits per byte are, or may be, of different things."""
+def check_comparable(runs: Sequence[ComparedRun]) -> None:
+    """Raises a UserError for runs whose bits per byte are, or may be, of different data."""
     for name, why in incomparable(runs).items():
-        raise UserError(f"{name} {why}. Compare runs on one data set, read alike")
+        raise UserError(f"{name} {why}. Compare runs on the same validation data")
 
 
-# -- what a model costs ----------------------------------------------------------------------------
+# -- costs of a model ------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
 def costs(model, sequence_length: int) -> dict[str, int]:
-    """Parameters, and for one token the cache's bytes (bfloat16), FLOPs as counted here, and 6N.
+    """Returns parameters and, per token, cache bytes (bfloat16), training FLOPs and 6N.
 
-    N is the weights that multiply a token: neither input embedding nor attention's products are
-    in it, as in LRKV's figure 4, whose 733 exaFLOPs are 6 x 2.444B x 50B tokens.
+    N is the weights that multiply a token, without the input embedding and attention's products, as
+    in LRKV's figure 4, whose 733 exaFLOPs are 6 x 2.444B x 50B tokens.
     """
     return dict(
         parameters=formulas.parameters(model)["total"],

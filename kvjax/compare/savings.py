@@ -1,9 +1,9 @@
-"""Who reaches another's final loss with fewer tokens, asked in two ways.
+"""Tokens that one model saves in reaching another's final loss, computed in two ways.
 
-LRKV's figure 3 looks for the step at which one run passes another's final loss ("fewer steps"). At
-that step the first run is in the middle of its schedule, while the second has just decayed its
-learning rate, so the answer is too small. `at_equal_horizon` compares runs that have all ended:
-the first config's final losses at several lengths say how long a run would have to be.
+LRKV's figure 3 takes the step at which one run passes another's final loss ("fewer steps"). At that
+step the first run is in the middle of its schedule, while the second has decayed its learning rate,
+so the saving is underestimated. `at_equal_horizon` compares finished runs only: final losses of the
+first config at several lengths give the length that it would need.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,21 @@ import itertools
 import numpy as np
 
 from kvjax.compare.groups import Group
-from kvjax.compare.runs import Run
+from kvjax.compare.runs import ComparedRun
 from kvjax.foundation.intervals import Estimate, estimate
 
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """What one group saves against another.
+    """Tokens that one group saves against another.
 
     Attributes:
-      tokens: that the one behind was trained on.
-      within_a_run: the share of tokens that the leader needs less, figure 3's way; None where it
-        never gets there with one of its seeds.
-      at_equal_horizon: the same from runs that have ended; None where the leader's config has no
-        runs of two lengths that enclose the other's loss.
+      leader, behind: names of the groups.
+      tokens: training tokens of the one behind.
+      within_a_run: share of tokens that the leader saves by LRKV's figure 3; None if one of its
+        seeds never reaches the loss.
+      at_equal_horizon: the same from finished runs; None if the leader's config has no runs of two
+        lengths whose losses enclose the other's.
     """
 
     leader: str
@@ -37,7 +38,7 @@ class Saving:
 
 
 def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
-    """What the leader of each group and the reference saves, both having ended equally long."""
+    """Returns the saving of each finished group or of the reference, at equal length."""
     if reference.final is None:
         return []
     families: dict[str, list[Group]] = {}
@@ -57,9 +58,9 @@ def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
 
 
 def within_a_run(leader: Group, behind: Group) -> Estimate | None:
-    """LRKV figure 3: 1 less the tokens at which the leader passes the other's end, seed by seed.
+    """Returns the share of tokens left when the leader passes the other's final loss (figure 3).
 
-    None where it never does with some seed: a mean of the others would speak for them alone.
+    None if some seed never does, since the mean over the others would be biased.
     """
     shares = [
         _share(leader.runs[seed], final, int(behind.tokens))
@@ -69,13 +70,13 @@ def within_a_run(leader: Group, behind: Group) -> Estimate | None:
     return estimate(shares) if shares and None not in shares else None
 
 
-def _share(run: Run, target: float, tokens: int) -> float | None:
-    """The share of `tokens` that is left when a run reaches a loss; None if it never does."""
+def _share(run: ComparedRun, target: float, tokens: int) -> float | None:
+    """Returns the share of `tokens` left when a run reaches a loss; None if it never does."""
     there = np.flatnonzero(run.bpb <= target)
     if not len(there):
         return None
     i = int(there[0])
-    if i == 0:  # nothing is known before the first evaluation
+    if i == 0:  # no interpolation before the first evaluation
         return float(1 - run.tokens[0] / tokens)
     high, low = run.bpb[i - 1], run.bpb[i]
     step = run.tokens[i] - run.tokens[i - 1]
@@ -84,7 +85,7 @@ def _share(run: Run, target: float, tokens: int) -> float | None:
 
 
 def at_equal_horizon(family: Sequence[Group], behind: Group) -> Estimate | None:
-    """The same from final losses alone, linear in the logarithm of the tokens between them.
+    """Returns the saving from final losses, interpolated linearly in log tokens.
 
     Args:
       family: groups of the leader's config, of several lengths.
@@ -98,7 +99,7 @@ def at_equal_horizon(family: Sequence[Group], behind: Group) -> Estimate | None:
 
 
 def _between(ended: Sequence[tuple[int, float]], target: float, tokens: int) -> float | None:
-    """From (tokens, final loss), tokens ascending."""
+    """Interpolates in (tokens, final loss), tokens ascending; None outside."""
     for (few, high), (many, low) in itertools.pairwise(ended):
         if low <= target <= high and low < high:
             part = (high - target) / (high - low)

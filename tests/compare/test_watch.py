@@ -56,7 +56,7 @@ def test_watching_does_not_wait_for_what_cannot_be_read(two, drawn, tmp_path, ca
     monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
     assert run(two, f"--out={tmp_path / 'out'}", "--watch=5") == 0
     said = " ".join(capfd.readouterr().out.split())
-    assert "infinite has bits per byte that are no number, at step 75" in said
+    assert "infinite has bits per byte that are not finite, at step 75" in said
 
 
 def test_what_goes_and_what_does_not_fit_is_left_out(two, drawn, tmp_path, capfd, monkeypatch):
@@ -79,7 +79,7 @@ def test_what_goes_and_what_does_not_fit_is_left_out(two, drawn, tmp_path, capfd
     assert len(looks) == 1
     said = "".join(capfd.readouterr().out.split())  # lines end at hyphens too
     for line in (
-        f"left out: {tmp_path / 'named'} is not there any more",
+        f"skipped: {tmp_path / 'named'} is not there any more",
         f"a_other cannot be compared with {two}/l0: its data set is another",
         "a_third cannot be compared: dataset.json is missing",
         f"a_repeat has the config and the seed (0) of {two}/l0",
