@@ -1,6 +1,9 @@
-"""The attention module: a mechanism, softmax attention, an output projection.
+"""The attention module of every model: a mechanism, softmax attention, an output projection.
 
-Training's softmax attention is a library's, over expanded keys and values; `decode` reads a cache.
+            q, raw = project(x)
+training    k, v = keys_values(raw)                o = softmax_attention(q, k, v)
+decoding    cache = append(cache, encode(raw))     o = decode_attention(decode_inputs(q), cache)
+            y = (combine(o) * sigmoid(x W_gate)) W_out       the gate is optional
 """
 
 from flax import nnx
@@ -19,7 +22,7 @@ from kvjax.layers.weight import linear, weight
 
 
 class Attention(nnx.Module):
-    """Softmax attention [B, T, D] -> [B, T, D] with the keys and values of a mechanism."""
+    """Softmax attention [B, T, D] -> [B, T, D] over the keys and values of a mechanism."""
 
     def __init__(self, config: MechanismConfig, d_model: int, *, rngs: nnx.Rngs):
         sizes = dict(N=config.num_heads, H=config.value_dim, D=d_model)
@@ -40,37 +43,37 @@ class Attention(nnx.Module):
         temperature: jax.Array | None = None,
         **options,
     ) -> jax.Array:
-        """Attention of a row's tokens among themselves.
+        """Applies self-attention to whole rows (training).
 
         Args:
-          positions: of the tokens, in the order they lie in; of context parallelism one order for
-            all rows.
-          mesh: of several devices. Where rows are split over `sequence`, what each token computes
-            once (bases and latents) travels, and every device expands it: at d36 0.56 of the
-            bytes of keys and values.
-          segment_ids_BS: of the row's tokens in order, whatever order they lie in.
-          temperature: [], what logits are divided by; None: 1.
+          positions: positions of the tokens in storage order. With context parallelism the storage
+            order is a permutation of the row, the same for all rows.
+          mesh: mesh of several devices. If rows are sharded over `sequence`, the devices exchange
+            `raw` (bases and latents, computed once per token) and each expands it to keys and
+            values: at d36 that is 0.56 of the bytes of keys and values.
+          segment_ids_BS: segment ids in the order of positions, not in storage order.
+          temperature: scalar array that logits are divided by; None: 1.
           window, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
         if segment_ids_BS is not None and self.mechanism.config.needs_whole_rows:
-            raise ValueError("segment_ids_BS: this attention takes a row as one text")
+            raise ValueError("segment_ids_BS: this attention needs whole rows")
         if temperature is not None:
             q_BTNH = q_BTNH / temperature.astype(q_BTNH.dtype)
-        query_positions = positions
+        key_positions = positions
         if mesh is not None and mesh.shape["sequence"] > 1:
             order_T = np.asarray(positions.index)[0]
-            options |= dict(query_positions_T=order_T)
+            options["query_positions_T"] = order_T
             if segment_ids_BS is not None:
-                options |= dict(query_segment_ids_BT=segment_ids_BS[:, order_T])
+                options["query_segment_ids_BT"] = segment_ids_BS[:, order_T]
             with jax.named_scope("latents"):
                 fields = self.mechanism.config.entry()
                 raw = {
-                    name: _on_every_device(x, fields.get(name), order_T, mesh)
+                    name: _copy_to_sequence_devices(x, fields.get(name), order_T, mesh)
                     for name, x in raw.items()
                 }
-            positions = jax.tree.map(lambda a: a[:, np.argsort(order_T)], positions)
-        k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
+            key_positions = jax.tree.map(lambda a: a[:, np.argsort(order_T)], positions)
+        k_BTKH, v_BTKH = self.mechanism.keys_values(raw, key_positions)
         o_BTNH = softmax_attention(
             q_BTNH,
             k_BTKH,
@@ -82,7 +85,7 @@ class Attention(nnx.Module):
             mesh=mesh,
             **options,
         )
-        return self.project_out(o_BTNH, x_BTD, query_positions)
+        return self.project_out(o_BTNH, x_BTD, positions)
 
     def decode(
         self,
@@ -95,24 +98,33 @@ class Attention(nnx.Module):
         window: int = 0,
         implementation: str | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Attention of T new tokens over a cache that they join: ([B, T, D], the layer's cache).
+        """Appends T new tokens to a layer's cache and attends to all of it.
 
         Args:
-          positions: of the new tokens; those of a sequence follow its cached ones.
-          layer: one layer of a `kvjax.cache.Cache`; the result takes its place.
-          counts_B: how many of the T tokens are real; the rest is padding at the end.
+          positions: positions of the new tokens, which continue each sequence's cached tokens.
+          layer: one layer of a `kvjax.cache.Cache`.
+          counts_B: number of real tokens among the T; the rest is padding at the end.
           window, implementation: see `decode_attention`.
+
+        Returns:
+          The output [B, T, D] and the updated layer.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
         first_B = positions.index[:, 0]
         layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
         inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
-        how = dict(window=window, implementation=implementation)
-        o_BTNH = decode_attention(inputs, layer, first_B, **how)
+        o_BTNH = decode_attention(
+            inputs, layer, first_B, window=window, implementation=implementation
+        )
         return self.project_out(o_BTNH.astype(x_BTD.dtype), x_BTD, positions), layer
 
     def project_out(self, o_BTNH: jax.Array, x_BTD: jax.Array, positions: Positions) -> jax.Array:
-        """[B, T, D] of what softmax attention made for queries at `positions`."""
+        """Combines, gates and projects the outputs of softmax attention: [B, T, D].
+
+        Args:
+          x_BTD: the layer's input, for the gate.
+          positions: positions of the queries.
+        """
         o_BTNH = self.mechanism.combine(o_BTNH, positions)
         if self.gate is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(linear(x_BTD, self.gate[...]))
@@ -120,26 +132,27 @@ class Attention(nnx.Module):
 
 
 def project_heads(o_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    """[B, T, D] of all heads' outputs, by a weight of axes "N H -> D"."""
+    """Applies an output projection of axes "N H -> D": [B, T, D]."""
     B, T, N, Hv = o_BTNH.shape
     y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), out[...].reshape(N * Hv, -1))
     return y_BTD if bias is None else y_BTD + bias[...][None, None]
 
 
-def _on_every_device(
+def _copy_to_sequence_devices(
     x_BT: jax.Array, field: Field | None, order_T: np.ndarray, mesh: jax.sharding.Mesh
 ) -> jax.Array:
-    """[sequence * B, T, ..], tokens in order: a copy of a row for each device that has part of it.
+    """Copies whole rows, sorted by position, to each device along `sequence`: [sequence·B, T, ..].
 
-    As copies, what is made of them has gradients of its own on every device, which are summed where
-    the copies were made: latents travel both ways. One array for all devices would have the
-    gradients of the expanded keys and values summed.
+    The copies are separate array elements, not one replicated array: each device's keys and values
+    then depend on its own copy, and the backward pass sums gradients of latents, which are small.
+    With one replicated array it would sum gradients of the expanded keys and values.
     """
-    # Heads are split over `tensor`; one base, or what has no heads, is whole.
+    # Heads are sharded over `tensor`; a single base, or a field without heads, is replicated.
     heads = ()
     if field is not None and (field.heads or 1) > 1:
         heads = (*[None] * field.head_axis, "tensor")
-    x_BT = constrain(x_BT, mesh, BATCH, "sequence", *heads)  # or its projection's input travels
+    # Sharded first: otherwise the compiler gathers the input of the projection instead.
+    x_BT = constrain(x_BT, mesh, BATCH, "sequence", *heads)
     x_BT = sort_tokens(order_T, constrain(x_BT, mesh, BATCH, None, *heads))
     x_CBT = jnp.broadcast_to(x_BT[None], (mesh.shape["sequence"], *x_BT.shape))
     x_CBT = constrain(x_CBT, mesh, "sequence", BATCH, None, *heads)

@@ -1,7 +1,8 @@
-"""The contract between a mechanism and everything that runs it.
+"""The interface of a mechanism: `MechanismConfig` (sizes, cache entry) and `Mechanism` (weights).
 
-The law: decoding from `encode`'s entry, with `decode_inputs`, equals softmax attention over
-`keys_values`, for every mechanism and any split of the tokens.
+The law that every mechanism satisfies (tests/attention/law.py): decode attention over the entries
+of `encode` with `decode_inputs` equals softmax attention over `keys_values`, for any division of
+the tokens into prefill and decode steps.
 """
 
 import dataclasses
@@ -18,40 +19,39 @@ from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Base, Positions, Rotary, rotate
 from kvjax.layers.weight import linear, weight
 
-MAX_DIM = 1 << 16  # of heads, and of what one of them has
+MAX_DIM = 1 << 16  # largest number of heads, channels or ranks that a config may have
 QK_NORMS = ("none", "rms", "rms_gain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MechanismConfig:
-    """Everything about a mechanism that a shape can depend on; each adds keys of its own.
+    """Keys that every mechanism has, and the properties that other packages read.
 
-    Each has `key_dim`, channels of a key, H, and `value_dim`, channels of a value, Hv.
+    Subclasses add their own keys, among them `key_dim` (channels of a key, H) and `value_dim`
+    (channels of a value, Hv), as keys or as properties.
     """
 
     num_heads: int  # query heads, N
     qk_norm: str = "rms"  # norm of queries and keys: "rms", "rms_gain" (a gain learned) or "none"
     bias: bool = False  # on the output only
     norm_epsilon: float = 1e-6  # epsilon of the norms
-    # Queries are made of a normed latent of so many channels, Cq; 0: of the layer's input.
-    query_rank: int = 0
+    query_rank: int = 0  # low-rank queries, from a normed latent of Cq channels; 0: full rank
     latent_scale: bool = False  # normed latents of C channels are multiplied by sqrt(D/C)
-    # Every channel of a head's output is multiplied by a sigmoid of the layer's input.
-    output_gate: bool = False
+    output_gate: bool = False  # heads' outputs are multiplied by sigmoid(x W), per channel
 
     @property
     def title(self) -> str:
-        """What reports call it: the field's name, and the size that its cache depends on."""
+        """Name in reports: the mechanism and the size that its cache depends on."""
         return f"{type(self).__name__.removesuffix('Config')}, {self.num_heads} heads"
 
     @property
     def output_bias(self) -> bool:
-        """Whether the output projection has a bias."""
+        """True if the output projection has a bias."""
         return self.bias
 
     @property
     def rope_dim(self) -> int:
-        """Channels rotated by RoPE."""
+        """Channels that RoPE rotates."""
         return self.key_dim
 
     @property
@@ -61,115 +61,120 @@ class MechanismConfig:
 
     @property
     def query_heads(self) -> int:
-        """Heads of what `project` returns, each with a softmax; `combine` makes N of them."""
+        """Heads of the queries, each with a softmax of its own; `combine` reduces them to N."""
         return self.num_heads
 
     @property
     def key_heads(self) -> int:
-        """Heads of what `keys_values` returns; the cache may have fewer."""
+        """Heads of the expanded keys and values; the cache may have fewer."""
         return self.query_heads
 
     @property
     def scale(self) -> float:
-        """What a logit is multiplied by, 1/sqrt(H) of the key as the mechanism means it."""
+        """Factor on the logits, usually 1/sqrt(channels of the expanded key)."""
         return self.query_dim**-0.5
 
     @property
     def needs_angles(self) -> bool:
-        """Whether logits depend on angles of positions in a model without RoPE too."""
+        """True if logits depend on positions in a model without RoPE too."""
         return False
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether what a token sees depends on all tokens of its row, later ones too."""
+        """True if attention weights depend on all tokens of the row, later ones included."""
         return False
 
     @property
     def absorbed(self) -> tuple[str, ...]:
-        """Weights, by attribute of the module, that decoding folds into query and output."""
+        """Attributes of the module's weights that decoding absorbs into queries and outputs."""
         return ()
 
     @property
     def extra_flops(self) -> int:
-        """FLOPs of a token's forward pass beyond attention and the use of each weight once."""
+        """FLOPs per token of a forward pass, beyond attention and one product per weight."""
         return 0
 
     @property
     def extra_activations(self) -> int:
-        """Elements of products per token that a weight makes beyond its first: head by head."""
+        """Activations per token, beyond one product per weight: a weight applied to each head."""
         return 0
 
     def entry(self) -> dict[str, Field]:
-        """What the cache keeps per token and layer."""
+        """Returns the fields that the cache stores per token and layer."""
         raise NotImplementedError
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
-        """What decoding from the entry costs, in a model with RoPE of that base or without."""
+        """Returns the FLOPs of decode attention per query and per key; rope_base None: no RoPE."""
         raise NotImplementedError
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Mechanism":
-        """The module that holds the weights."""
+        """Creates the module with the weights."""
         raise NotImplementedError
 
 
 class Mechanism(nnx.Module):
-    """Projections to queries, keys and values, and to what a cache keeps of them.
+    """Projections to queries, keys and values, and to cache entries.
 
-    `raw` is whatever the mechanism computes once per token from the input: `keys_values` expands
-    it, `encode` compresses it. What is named as a field of the entry has that field's axes.
+    `raw` holds the activations that the mechanism computes once per token from the input (bases,
+    latents); `keys_values` expands them, `encode` turns them into a cache entry. An array of `raw`
+    with the name of a field has that field's axes.
     """
 
     config: MechanismConfig
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        """q_BTNH, rotated and normalised, and raw."""
+        """Returns queries q_BTNH, normed and rotated, and raw."""
         raise NotImplementedError
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        """k_BTKH, rotated and normalised as a whole, and v_BTKHv; K divides the query heads."""
+        """Returns k_BTKH, normed and rotated, and v_BTKHv; K divides the query heads."""
         raise NotImplementedError
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        """The cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
+        """Returns the cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
         raise NotImplementedError
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
-        """What decode attention needs besides the cache, from `project`'s queries.
+        """Returns the decode inputs for the queries of `project`.
 
-        What is folded into weights is float32 or wider: it is not rounded twice.
+        Queries with absorbed weights are at least float32, so that they are not rounded twice.
 
         Args:
-          rope_base: of the model's rotary positions, or None in a model without them.
+          rope_base: frequencies of the model's RoPE; None: no RoPE.
         """
         raise NotImplementedError
 
     def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
-        """[B, T, N, Hv] of what softmax attention makes of the query heads, before the output
-        projection; in training and decoding alike.
+        """Maps outputs of softmax attention [B, T, query_heads, V] to [B, T, N, Hv].
+
+        Applied before the gate and the output projection, in training and decoding.
 
         Args:
-          positions: of the queries.
+          positions: positions of the queries.
         """
         del positions
         return o_BTNV
 
-    # -- queries of a rank -------------------------------------------------------------------------
+    # -- low-rank queries --------------------------------------------------------------------------
 
     def query_weight(self, output: str, d_model: int, *, rngs: nnx.Rngs, **sizes: int) -> nnx.Param:
-        """A weight from what queries are made of, see `query_input`, to the axes `output`."""
+        """Creates a weight from `query_input` to the axes `output`."""
         rank = self.config.query_rank
         letter, width = ("C", rank) if rank else ("D", d_model)
         return weight(f"{letter} -> {output}", rngs, **sizes | {letter: width})
 
     def add_query_latent(self, d_model: int, *, rngs: nnx.Rngs) -> None:
-        """Makes what `query_input` needs; drawn last, where models share what they share."""
+        """Creates the query down-projection, if configured.
+
+        Called last in a module's __init__: models of equal seed then share all their other weights.
+        """
         c = self.config
         if c.query_rank:
             self.query_down = weight("D -> C", rngs, D=d_model, C=c.query_rank)
             self.query_latent_norm = latent_norm(c, c.query_rank, "C", rngs=rngs)
 
     def query_input(self, x_BTD: jax.Array) -> jax.Array:
-        """What queries are made of: the input or, where they have a rank, norm(x W) [B, T, Cq]."""
+        """Returns the query projection's input: x or, with query_rank, norm(x W) [B, T, Cq]."""
         if not self.config.query_rank:
             return x_BTD
         latent_BTC = self.query_latent_norm(linear(x_BTD, self.query_down[...]))
@@ -183,11 +188,11 @@ def require(condition: bool, key: str, value, allowed: str) -> None:
 
 
 def check_common(config: MechanismConfig, *dims: str, has_latent: bool = False) -> None:
-    """Raises a UserError for what every mechanism has: heads, dims, norm.
+    """Raises a UserError for bad values of the keys that every mechanism has.
 
     Args:
-      dims: its other keys that are sizes of at least 1.
-      has_latent: whether keys or values are made of a normed latent.
+      dims: further keys that are sizes of at least 1.
+      has_latent: keys or values come from a normed latent.
     """
     for key in ("num_heads", "key_dim", *dims):
         between(f"config.attention.{key}", getattr(config, key), 1, MAX_DIM)
@@ -197,40 +202,40 @@ def check_common(config: MechanismConfig, *dims: str, has_latent: bool = False) 
     )
     between("config.attention.query_rank", config.query_rank, 0, MAX_DIM)
     if config.latent_scale:
-        allowed = "has no latent to scale here: give query_rank, or set it to False"
+        allowed = "there is no normed latent to scale: set query_rank, or set it to False"
         require(has_latent or config.query_rank > 0, "latent_scale", True, allowed)
 
 
 def check_divides(config: MechanismConfig, key: str, of: str) -> None:
-    """Raises a UserError unless one number of the config, at least 1, divides another."""
-    whole, part = getattr(config, of), getattr(config, key)
-    between(f"config.attention.{key}", part, 1, MAX_DIM)
-    require(whole % part == 0, key, part, f"must divide {of} = {whole}")
+    """Raises a UserError unless the key `key`, at least 1, divides the key `of`."""
+    dividend, divisor = getattr(config, of), getattr(config, key)
+    between(f"config.attention.{key}", divisor, 1, MAX_DIM)
+    require(dividend % divisor == 0, key, divisor, f"must divide {of} = {dividend}")
 
 
 def check_residual(config: MechanismConfig, at_rank_0: str, inits: tuple[str, ...]) -> None:
-    """Raises a UserError for what residuals of heads have: a rank and a start.
+    """Raises a UserError for a bad rank or initialisation of residuals.
 
     Args:
-      at_rank_0: what the mechanism is without residuals.
-      inits: how they may start.
+      at_rank_0: name of the mechanism without residuals.
+      inits: allowed values of residual_init.
     """
-    smaller = min(config.key_dim, config.value_dim)
-    allowed = f"must lie in [0, {smaller}], the smaller of key_dim and value_dim (0 is {at_rank_0})"
-    require(0 <= config.rank <= smaller, "rank", config.rank, allowed)
+    most = min(config.key_dim, config.value_dim)
+    allowed = f"must lie in [0, {most}], the smaller of key_dim and value_dim (0 is {at_rank_0})"
+    require(0 <= config.rank <= most, "rank", config.rank, allowed)
     init = config.residual_init
     require(init in inits, "residual_init", repr(init), f"must be one of {inits}")
 
 
 def check_convertible(config: MechanismConfig, allowed: str) -> None:
-    """Raises a UserError for what formats and conversions of published models do not know."""
+    """Raises a UserError for options that conversions and published formats do not support."""
     for key in ("query_rank", "latent_scale", "output_gate"):
         value = getattr(config, key)
         require(not value, key, value, allowed)
 
 
 def head_norm(dim: int, qk_norm: str, *, epsilon: float, rngs: nnx.Rngs) -> Norm | None:
-    """The norm of a query or key head, or None."""
+    """Creates the norm of query or key heads, or returns None."""
     if qk_norm == "none":
         return None
     gain = qk_norm == "rms_gain"
@@ -240,25 +245,26 @@ def head_norm(dim: int, qk_norm: str, *, epsilon: float, rngs: nnx.Rngs) -> Norm
 def latent_norm(
     config: MechanismConfig, dim: int | tuple[int, ...], axes: str, *, rngs: nnx.Rngs
 ) -> Norm:
-    """The norm of a latent, which there always is; with gains where heads have them."""
-    options = dict(gain=config.qk_norm == "rms_gain", epsilon=config.norm_epsilon)
-    return Norm(dim, kind="rms", bias=False, **options, axes=axes, rngs=rngs)
+    """Creates the norm of a latent; unlike `head_norm` it exists for every qk_norm."""
+    gain = config.qk_norm == "rms_gain"
+    epsilon = config.norm_epsilon
+    return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, axes=axes, rngs=rngs)
 
 
 def scaled_latent(config: MechanismConfig, latent_BTC: jax.Array, d_model: int) -> jax.Array:
-    """A normed latent, by sqrt(D/C) if so configured: as long as the input (MLRA's alpha)."""
+    """Multiplies a normed latent by sqrt(D/C), if configured (MLRA's alpha)."""
     if not config.latent_scale:
         return latent_BTC
     return latent_BTC * math.sqrt(d_model / latent_BTC.shape[-1])
 
 
 def normalise_and_rotate(x_BTNH: jax.Array, norm: Norm | None, rotary: Rotary | None) -> jax.Array:
-    """QK-norm, then RoPE. Without a gain the two commute; with one (Qwen3) this is the order."""
+    """Applies QK-norm, then RoPE. They commute without a gain; with one, this is Qwen3's order."""
     if norm is not None:
         x_BTNH = norm(x_BTNH)
     return x_BTNH if rotary is None else rotate(x_BTNH, rotary)
 
 
 def gain_of(norm: Norm | None) -> jax.Array | None:
-    """[H] gain of a head norm, or None."""
+    """Returns the gain [H] of a head norm, or None."""
     return None if norm is None or norm.gain is None else norm.gain[...]
