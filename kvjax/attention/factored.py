@@ -1,12 +1,12 @@
-"""Keys, values or both of low rank, with no base: what compressing a trained model's cache gives.
+"""Low-rank keys, values or both, without a base: the form of a compressed pretrained model.
 
     K_k = C^K[j(k)] B^K_k        V_k = C^V[j(k)] B^V_k        C^K = X A^K, C^V = X A^V
 
-with K KV heads reading J latents of R channels, which are what is cached (thin keys, section 2.3).
-J = K is a rank for each head; J = 1 is one latent for all heads. Without RoPE decoding folds B^K
-into the query; with it, keys are rotated when they are read. LRKV has a base beside the latents.
-Cache: J·R elements of keys and of values each, K·H of what has no rank, and K wide 1/rms where
-keys are normed.
+K KV heads read J latents of R channels, and the cache stores the latents (thin keys, section 2.3).
+J = K factors each head by itself; J = 1 is one latent for all heads. Without RoPE, decoding absorbs
+B^K into the query; with RoPE it expands and rotates keys as it reads them. LRKV (`grouped.py`) adds
+a base to the latents. Cache: J·R elements each of keys and values (K·H if not factored), and K wide
+1/rms if keys are factored and normed.
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ from kvjax.layers.weight import affine, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactoredConfig(MechanismConfig):
-    """N, K, J, both ranks, H and Hv."""
+    """Sizes N, K, J, both ranks, H and Hv."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
     num_latents: int  # latents, J; divides num_kv_heads
-    key_rank: int  # channels of a key latent; 0: keys are whole
-    value_rank: int  # channels of a value latent; 0: values are whole
+    key_rank: int  # channels of a key latent; 0: keys are not factored
+    value_rank: int  # channels of a value latent; 0: values are not factored
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "rms"  # norm of queries and whole keys: "rms", "rms_gain" or "none"
+    qk_norm: str = "rms"  # norm of queries and expanded keys: "rms", "rms_gain" or "none"
     bias: bool = False  # on queries, keys, values (or their latents) and the output
     out_bias: bool = True  # with bias: on the output too
 
@@ -53,9 +53,9 @@ class FactoredConfig(MechanismConfig):
         check_common(self, "num_kv_heads", "num_latents", "value_dim")
         check_divides(self, "num_kv_heads", "num_heads")
         check_divides(self, "num_latents", "num_kv_heads")
-        kv_heads, latents = self.num_kv_heads, self.num_latents
+        heads_per_latent = self.num_kv_heads // self.num_latents
         for key, dim in (("key_rank", self.key_dim), ("value_rank", self.value_dim)):
-            most = min(MAX_DIM, dim * kv_heads // latents)
+            most = min(MAX_DIM, dim * heads_per_latent)
             allowed = (
                 f"must lie in [0, {most}], at most the {dim} channels of each head that reads a "
                 "latent (0: not factored)"
@@ -77,48 +77,56 @@ class FactoredConfig(MechanismConfig):
 
     @property
     def scales_keys(self) -> bool:
-        """Whether the norm of a key is cached beside its latent."""
+        """True if 1/rms of expanded keys is cached beside their latents."""
         return bool(self.key_rank) and self.qk_norm != "none"
 
     def entry(self) -> dict[str, Field]:
-        K, J = self.num_kv_heads, self.num_latents
-        of = lambda rank, dim: Field("J R", (J, rank)) if rank else Field("K H", (K, dim))
+        def field(rank: int, dim: int) -> Field:
+            if rank:
+                return Field("J R", (self.num_latents, rank))
+            return Field("K H", (self.num_kv_heads, dim))
+
         fields = {
-            "key": of(self.key_rank, self.key_dim),
-            "value": of(self.value_rank, self.value_dim),
+            "key": field(self.key_rank, self.key_dim),
+            "value": field(self.value_rank, self.value_dim),
         }
         if self.scales_keys:
-            fields["key_scale"] = Field("K 1", (K, 1), wide=True)
+            fields["key_scale"] = Field("K 1", (self.num_kv_heads, 1), wide=True)
         return fields
 
     @property
     def absorbed(self) -> tuple[str, ...]:
-        names = dict(expand_key=self.key_rank, expand_value=self.value_rank)
-        return tuple(name for name, rank in names.items() if rank)
+        ranks = {"expand_key": self.key_rank, "expand_value": self.value_rank}
+        return tuple(name for name, rank in ranks.items() if rank)
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         shape = dict(N=self.num_heads, K=self.num_kv_heads, J=self.num_latents)
         ranks = dict(R=self.key_rank, Rv=self.value_rank, H=self.key_dim, Hv=self.value_dim)
         sizes = FactoredSizes(**shape, **ranks, rope_base=rope_base, scaled=self.scales_keys)
         flops = sizes.flops()
-        once = self.num_kv_heads * self.key_dim * (2 * self.key_rank + 3) if self.scales_keys else 0
-        return DecodeFlops(flops.per_query + once, flops.per_key)
+        norm = 0
+        if self.scales_keys:  # expands the new token's keys for their 1/rms
+            norm = self.num_kv_heads * self.key_dim * (2 * self.key_rank + 3)
+        return DecodeFlops(flops.per_query + norm, flops.per_key)
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Factored":
         return Factored(self, d_model, rngs=rngs)
 
 
 class Factored(Mechanism):
-    """The weights of both factors and their projections."""
+    """Projections to queries and latents, and the factors that expand latents to heads."""
 
     def __init__(self, config: FactoredConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, J=c.num_latents)
-        bias = lambda axes, **sizes: weight(axes, rngs, init="zeros", **sizes) if c.bias else None
+
+        def bias(axes, **sizes):
+            return weight(axes, rngs, init="zeros", **sizes) if c.bias else None
+
         self.query = self.query_weight("N H", d_model, rngs=rngs, H=c.key_dim, **sizes)
         self.query_bias = bias("N H", H=c.key_dim, **sizes)
-        both = dict(key=(c.key_rank, c.key_dim), value=(c.value_rank, c.value_dim))
-        for name, (rank, dim) in both.items():
+        kinds = (("key", c.key_rank, c.key_dim), ("value", c.value_rank, c.value_dim))
+        for name, rank, dim in kinds:
             axes, out = ("J R", dict(R=rank)) if rank else ("K H", dict(H=dim))
             setattr(self, name, weight(f"D -> {axes}", rngs, **out, **sizes))
             setattr(self, f"{name}_bias", bias(axes, **out, **sizes))
@@ -137,20 +145,19 @@ class Factored(Mechanism):
         return normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary), raw
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        k_BTKH = normalise_and_rotate(self._whole_keys(raw), self.key_norm, positions.rotary)
+        k_BTKH = normalise_and_rotate(self._expanded_keys(raw), self.key_norm, positions.rotary)
         v_BTKH = raw["value"]
-        return k_BTKH, _expand(v_BTKH, self.expand_value) if self.config.value_rank else v_BTKH
+        if self.config.value_rank:
+            v_BTKH = _expand(v_BTKH, self.expand_value)
+        return k_BTKH, v_BTKH
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        """Latents as they are, whole keys normed and rotated.
-
-        With latents and a norm also 1/rms of the whole key, a positive number per token and head.
-        """
+        """Returns latents, and 1/rms of their expanded keys; unfactored keys normed and rotated."""
         entry = dict(raw)
         if not self.config.key_rank:
             entry["key"] = normalise_and_rotate(raw["key"], self.key_norm, positions.rotary)
         elif self.config.scales_keys:
-            entry["key_scale"] = inverse_rms(self._whole_keys(raw), self.config.norm_epsilon)
+            entry["key_scale"] = inverse_rms(self._expanded_keys(raw), self.config.norm_epsilon)
         return entry
 
     def decode_inputs(
@@ -169,14 +176,14 @@ class Factored(Mechanism):
             rope_base=rope_base if c.key_rank else None,
         )
 
-    def _whole_keys(self, raw: dict) -> jax.Array:
-        """[B, T, K, H] before norm and rotation."""
+    def _expanded_keys(self, raw: dict) -> jax.Array:
+        """Returns keys [B, T, K, H] before norm and rotation."""
         return _expand(raw["key"], self.expand_key) if self.config.key_rank else raw["key"]
 
 
 def _expand(latent_BTJR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:
-    """[B, T, K, H]: each head's part of the latent that it reads."""
+    """Expands latents to KV heads, [B, T, K, H]; head k reads latent k·J // K."""
     B, T, J, R = latent_BTJR.shape
-    expand_JKRH = expand_KRH[...].reshape(J, -1, R, expand_KRH.shape[-1])
-    whole_BTJKH = jnp.einsum("BTJR,JKRH->BTJKH", latent_BTJR, expand_JKRH)
-    return whole_BTJKH.reshape(B, T, -1, expand_KRH.shape[-1])
+    expand_JkRH = expand_KRH[...].reshape(J, -1, R, expand_KRH.shape[-1])
+    heads_BTJkH = jnp.einsum("BTJR,JkRH->BTJkH", latent_BTJR, expand_JkRH)
+    return heads_BTJkH.reshape(B, T, -1, expand_KRH.shape[-1])

@@ -2,9 +2,10 @@
 
     k_n = [c_j W_n^UK, r]      v_n = c_j W_n^UV      c_j = norm(x W_j^D),  r = Rot(norm(x W^KR))
 
-MLA with J latents of C channels: head n reads latent j = n·J // N, all read the rotated key r of P
-channels. Cache: J·C + P elements. On one chip it costs about 1/J of MLA's FLOPs per byte; over
-several, by heads, each holds its own latents. One latent is `mla`, weight for weight.
+MLA with J latents of C channels: head n reads latent j = n·J // N, and all heads read the rotated
+key r of P channels. Cache: J·C + P elements. Decoding needs about 1/J of MLA's FLOPs per byte, and
+with heads sharded over chips each chip stores only its own latents. J = 1 is `mla`, with equal
+weights.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from kvjax.layers.weight import weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GLAConfig(MLAConfig):
-    """N, J, C, P, H and Hv."""
+    """Sizes N, J, C, P, H and Hv."""
 
     num_latents: int  # latents, J; divides num_heads
     latent_dim: int  # channels of each latent, C
@@ -46,21 +47,21 @@ class GLAConfig(MLAConfig):
 
 
 class GLA(MLA):
-    """Content keys and values from the latent of a head's group, position from one shared key."""
+    """Content keys and values from the latent of the head's group, position from one shared key."""
 
-    latents = "J"  # the axes that count latents
+    latents = "J"  # axes that count latents; MLRA has "G J"
 
     def __init__(self, config: GLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         counts = dict(zip(self.latents.split(), c.entry()["latent"].shape[:-1], strict=True))
         sizes = dict(D=d_model, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim, **counts)
-        of_group = sizes | dict(N=c.num_heads // counts["J"])
-        of_all = sizes | dict(N=c.num_heads)
-        self.query = self.query_weight("N H", d_model, rngs=rngs, **of_all)
+        group = sizes | dict(N=c.num_heads // counts["J"])  # heads that read one latent
+        sizes |= dict(N=c.num_heads)
+        self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
         self.down = weight(f"D -> {self.latents} C", rngs, **sizes)
-        self.up_key = weight(f"{self.latents}: C -> N H", rngs, **of_group)
-        self.up_value = weight(f"{self.latents}: C -> N H", rngs, **of_group | dict(H=c.value_dim))
-        self.rope_query = self.query_weight("N P", d_model, rngs=rngs, **of_all)
+        self.up_key = weight(f"{self.latents}: C -> N H", rngs, **group)
+        self.up_value = weight(f"{self.latents}: C -> N H", rngs, **group | dict(H=c.value_dim))
+        self.rope_query = self.query_weight("N P", d_model, rngs=rngs, **sizes)
         self.rope_key = weight("D -> P", rngs, **sizes)
         dims = (*counts.values(), c.latent_dim)
         self.latent_norm = latent_norm(c, dims, f"{self.latents} C", rngs=rngs)
@@ -71,15 +72,15 @@ class GLA(MLA):
         self.add_query_latent(d_model, rngs=rngs)
 
     def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:
-        return self._up(raw["latent"], self.up_key), self._up(raw["latent"], self.up_value)
+        return _up(raw["latent"], self.up_key), _up(raw["latent"], self.up_value)
 
     def decode_inputs(
         self, q_BTNH: jax.Array, rope_base: Base | None
     ) -> cache_layouts.DecodeInputs:
-        """The content query times up_key meets the latent of its group itself."""
-        del rope_base  # the rotated key is cached
+        """Absorbs up_key into the content query, so that it scores the latents themselves."""
+        del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
-        up_JCnH = _flat(self.up_key)
+        up_JCnH = _flatten_latents(self.up_key)
         B, T, N, H = q_BTNH.shape
         q_BTJnH = q_BTNH.reshape(B, T, up_JCnH.shape[0], -1, H)
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -87,18 +88,19 @@ class GLA(MLA):
         return cache_layouts.LatentInputs(
             query=query.reshape(B, T, N, -1),
             rope_query=q_BTNP,
-            up_value=_flat(self.up_value),
+            up_value=_flatten_latents(self.up_value),
             scale=self.config.scale,
         )
 
-    def _up(self, latent_BTJC: jax.Array, up: nnx.Param) -> jax.Array:
-        """[B, T, N, H] of every query head."""
-        up_JCnH = _flat(up)
-        latent_BTJC = latent_BTJC.reshape(*latent_BTJC.shape[:2], *up_JCnH.shape[:2])
-        x_BTJnH = jnp.einsum("BTJC,JCnH->BTJnH", latent_BTJC, up_JCnH)
-        return x_BTJnH.reshape(*x_BTJnH.shape[:2], -1, x_BTJnH.shape[-1])
+
+def _up(latent_BTJC: jax.Array, up: nnx.Param) -> jax.Array:
+    """Expands latents to all query heads, [B, T, N, H]."""
+    up_JCnH = _flatten_latents(up)
+    latent_BTJC = latent_BTJC.reshape(*latent_BTJC.shape[:2], *up_JCnH.shape[:2])
+    x_BTJnH = jnp.einsum("BTJC,JCnH->BTJnH", latent_BTJC, up_JCnH)
+    return x_BTJnH.reshape(*x_BTJnH.shape[:2], -1, x_BTJnH.shape[-1])
 
 
-def _flat(up: nnx.Param) -> jax.Array:
-    """[J, C, n, H]: one axis of all latents; n heads read each."""
+def _flatten_latents(up: nnx.Param) -> jax.Array:
+    """Reshapes [J, C, n, H] or [G, J, C, n, H] to [latents, C, n, H]; n heads read each latent."""
     return up[...].reshape(-1, *up.shape[-3:])

@@ -1,17 +1,21 @@
-"""MHA, GQA, MQA, LRKV, LRKV x GQA, thin keys and projection sharing: one family.
+"""One family: MHA, GQA, MQA, LRKV, LRKV x GQA, thin keys, projection sharing and MFA.
 
     K_k = Base^K[j(k)] + R^K_k B^K_k        V_k = Base^V[j(k)] + R^V_k B^V_k        # LRKV eq. 2
 
-with N query heads reading K KV heads reading J bases, and R^K = X U^K of rank R (B is stored
-transposed, [R, H]). J = K and rank 0 is MHA (K = N), GQA or MQA (K = 1); J = 1 and K = N with
-rank R is LRKV; H < Hv is thin keys. MFA (arXiv 2412.19255) is MQA with heads of 256 and queries of
-a rank: the number of heads costs no cache. Cache: J·(H + Hv) + 2·K·R elements, and K wide 1/rms
-where keys with residuals are normed; J·H + K·R where values are the keys.
+N query heads read K KV heads, which share J bases and add residuals of rank R; R^K = X U^K are the
+residual latents (B is stored transposed, [R, H]).
 
-Projections may be shared (`tie`, projection sharing eq. 2-4): "kv", Q-K=V, values are the keys
-before norm and RoPE; "qk", Q=K-V, queries are the keys; "qkv", both. `position_channels` adds that
-paper's "+": fixed 2-D sinusoids of m channels on the logits, mapped back by m weights. `alibi` is
-ALiBi (arXiv 2108.12409): logits fall with the distance of the key, by a slope for each head.
+    J = K, R = 0       MHA (K = N), GQA, MQA (K = 1)
+    J = 1, K = N       LRKV; J > 1: LRKV x GQA
+    H < Hv             thin keys
+    J = K = 1, R = 0   with heads of 256 channels and low-rank queries: MFA (arXiv 2412.19255)
+
+Cache: J·(H + Hv) + 2·K·R elements, and K wide 1/rms if keys with residuals are normed; J·H + K·R
+elements if values are the keys.
+
+Projection sharing (arXiv 2606.04032, eq. 2-4; `tie`): "kv" is Q-K=V, values are the keys before
+norm and RoPE; "qk" is Q=K-V, queries are the keys; "qkv" is Q=K=V. `position_channels` is that
+paper's "+", `alibi` is ALiBi (arXiv 2108.12409); see `position_bias.py` for both.
 """
 
 import dataclasses
@@ -47,33 +51,31 @@ from kvjax.layers.weight import affine, weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
-
-
 RESIDUAL_INITS = ("linear", "zeros", "pca")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedConfig(MechanismConfig):
-    """N, K, J, R, H and Hv of the family, and what is tied."""
+    """Sizes N, K, J, R, H and Hv, and the family's variants."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
     num_bases: int  # bases, J; divides num_kv_heads
-    rank: int  # rank of the residuals, R; 0: KV heads of a base are equal
+    rank: int  # rank of the residuals, R; 0: no residuals
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "rms"  # norm of queries and whole keys: "rms", "rms_gain" or "none"
+    qk_norm: str = "rms"  # norm of queries and keys (base + residual): "rms", "rms_gain", "none"
     bias: bool = False  # on queries, bases and the output
     out_bias: bool = True  # with bias: on the output too
     latent_bias: bool = False  # with bias: on the latents of residuals too
-    # How B starts: "linear" like every matrix, "zeros" (as MQA), or "pca": base, U and B as what is
-    # nearest to heads drawn as MHA's.
+    # Initial B: "linear" like every matrix; "zeros" (the model starts as MQA); "pca": base, U and B
+    # are the best approximation of K independent random heads.
     residual_init: str = "linear"
-    # Where the model has RoPE: "full" rotates whole keys; "shared" the base only, and an unrotated
-    # query meets the residual: another model, cheaper to decode.
+    # In a model with RoPE: "full" rotates base + residual; "shared" rotates the base alone, and the
+    # unrotated query scores the residual: a different model, cheaper to decode.
     rope: str = "full"
     tie: str = "none"  # "kv": Q-K=V; "qk": Q=K-V; "qkv": Q=K=V; "none"
-    position_channels: int = 0  # m of the "+" variants, even; 0: none
-    alibi: bool = False  # logits fall with distance, in each head by a slope of its own
+    position_channels: int = 0  # m of "+" in projection sharing, even; 0: none
+    alibi: bool = False  # linear biases on logits, one slope per head
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", "num_bases", "value_dim")
@@ -91,25 +93,26 @@ class GroupedConfig(MechanismConfig):
             "must be even, half of it for the row and half for the column, or 0; "
             f"at most {MAX_DIM:,}",
         )
-        both = "must be False where position_channels are on the logits"
-        require(not (channels and self.alibi), "alibi", self.alibi, both)
+        exclusive = "must be False if position_channels is not 0"
+        require(not (channels and self.alibi), "alibi", self.alibi, exclusive)
         self._check_ties()
 
     def _check_ties(self) -> None:
         if self.tie == "none":
             return
-        shown = repr(self.tie)
+        tie = repr(self.tie)
         if self.ties_values:
-            same = f"needs value_dim = {self.value_dim} equal to key_dim = {self.key_dim}"
-            require(self.key_dim == self.value_dim, "tie", shown, same)
+            allowed = f"needs value_dim = {self.value_dim} equal to key_dim = {self.key_dim}"
+            require(self.key_dim == self.value_dim, "tie", tie, allowed)
         if self.ties_queries:
-            every = f"needs num_kv_heads = {self.num_kv_heads} and num_bases = {self.num_bases} "
-            every += f"equal to num_heads = {self.num_heads}, and rank 0"
-            fits = self.num_bases == self.num_heads and not self.rank
-            require(fits, "tie", shown, every)
-            allowed = f"must be 0 where queries are the keys (tie = {shown})"
+            allowed = (
+                f"needs num_kv_heads = {self.num_kv_heads} and num_bases = {self.num_bases} "
+                f"equal to num_heads = {self.num_heads}, and rank 0"
+            )
+            require(self.num_bases == self.num_heads and not self.rank, "tie", tie, allowed)
+            allowed = f"must be 0 if queries are the keys (tie = {tie})"
             require(not self.query_rank, "query_rank", self.query_rank, allowed)
-        require(self.rope == "full", "rope", repr(self.rope), "must be 'full' where keys are tied")
+        require(self.rope == "full", "rope", repr(self.rope), "must be 'full' if keys are tied")
 
     @property
     def title(self) -> str:
@@ -122,7 +125,7 @@ class GroupedConfig(MechanismConfig):
 
     @property
     def _shared(self) -> str:
-        """What heads share, by the field's names."""
+        """Name of the sharing between heads."""
         bases, heads = self.num_bases, self.num_kv_heads
         if self.rank:
             over = f" over {bases} bases" if bases > 1 else ""
@@ -144,13 +147,13 @@ class GroupedConfig(MechanismConfig):
 
     @property
     def splits_rope(self) -> bool:
-        """Whether an unrotated residual stands beside a rotated base."""
+        """True if the base is rotated and the residual is not (rope="shared")."""
         return bool(self.rank) and self.rope == "shared"
 
     @property
     def query_dim(self) -> int:
-        parts = 2 if self.splits_rope else 1
-        return parts * self.key_dim + position_bias.channels(self)
+        copies = 2 if self.splits_rope else 1  # rotated for the base, unrotated for the residual
+        return copies * self.key_dim + position_bias.channels(self)
 
     @property
     def key_heads(self) -> int:
@@ -167,7 +170,7 @@ class GroupedConfig(MechanismConfig):
         if self.rank:  # LRKV eq. 5: 2(H + N·R) elements per token
             residual = Field("K R", (self.num_kv_heads, self.rank))
             fields["residual_key"] = residual
-            if not self.ties_values:  # with tied values the norm is taken when keys are read
+            if not self.ties_values:  # tied: decoding norms keys as it reads them
                 fields["residual_value"] = residual
                 if self.qk_norm != "none":
                     fields["key_scale"] = Field("K 1", (self.num_kv_heads, 1), wide=True)
@@ -183,14 +186,15 @@ class GroupedConfig(MechanismConfig):
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         flops = self._sizes(rope_base).flops()
-        once = 0
-        if self.rank and self.qk_norm != "none" and not self.ties_values:  # 1/rms of the new key
-            once = self.num_kv_heads * self.key_dim * (2 * self.rank + 3)
-        biased = 2 * self.num_heads if self.alibi else self.position_channels
-        return DecodeFlops(flops.per_query + once, flops.per_key + biased)
+        norm = 0
+        if self.rank and self.qk_norm != "none" and not self.ties_values:
+            # Expands the new token's keys for their 1/rms.
+            norm = self.num_kv_heads * self.key_dim * (2 * self.rank + 3)
+        bias = 2 * self.num_heads if self.alibi else self.position_channels
+        return DecodeFlops(flops.per_query + norm, flops.per_key + bias)
 
     def _sizes(self, rope_base: Base | None) -> Sizes:
-        """The sizes of the way its cache is read."""
+        """Returns the sizes of the cache layout that decoding uses."""
         shape = dict(N=self.num_heads, K=self.num_kv_heads, H=self.key_dim)
         normed = self.qk_norm != "none"
         if self.ties_values:
@@ -213,14 +217,15 @@ class GroupedConfig(MechanismConfig):
 
 
 class Grouped(Mechanism):
-    """The family's weights and its projections."""
+    """Projections to queries, bases and residual latents, and the residuals' factors B."""
 
     def __init__(
         self, config: GroupedConfig, d_model: int, *, rngs: nnx.Rngs, query_width: int = 0
     ):
-        """
+        """Creates the weights.
+
         Args:
-          query_width: of what queries are made of; 0: d_model, what keys and values are made of.
+          query_width: width of the queries' input in cross attention; 0: d_model.
         """
         self.config = c = config
         query_width = query_width or d_model
@@ -228,7 +233,10 @@ class Grouped(Mechanism):
             D=d_model, N=c.num_heads, K=c.num_kv_heads, J=c.num_bases, R=c.rank, H=c.key_dim
         )
         value_sizes = sizes | dict(H=c.value_dim)
-        bias = lambda axes, sizes: weight(axes, rngs, init="zeros", **sizes) if c.bias else None
+
+        def bias(axes, sizes):
+            return weight(axes, rngs, init="zeros", **sizes) if c.bias else None
+
         if not c.ties_queries:
             self.query = self.query_weight("N H", query_width, rngs=rngs, **sizes)
             self.query_bias = bias("N H", sizes)
@@ -240,39 +248,36 @@ class Grouped(Mechanism):
         self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
         self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
         if c.position_channels:
-            # The 1x1 map is these over m, so that it starts as the identity on the logits.
-            channels = dict(init="ones", C=c.position_channels)
-            self.position_map = weight("C", rngs, **channels)
-        # Drawn last, so that models of equal seed share every weight they have in common.
+            # The "+" divides by m, so ones start as the identity on the logits.
+            self.position_map = weight("C", rngs, init="ones", C=c.position_channels)
+        # Drawn last, so that models of equal seed share all other weights.
         if c.rank:
-            expand = dict(init="zeros" if c.residual_init == "zeros" else "linear")
-            latent_bias = lambda: bias("K R", sizes) if c.latent_bias else None
+            init = "zeros" if c.residual_init == "zeros" else "linear"
             self.latent_key = weight("D -> K R", rngs, **sizes)  # LRKV eq. 1: U
-            self.latent_key_bias = latent_bias()
+            self.latent_key_bias = bias("K R", sizes) if c.latent_bias else None
             if not c.ties_values:
                 self.latent_value = weight("D -> K R", rngs, **sizes)
-                self.latent_value_bias = latent_bias()
-            self.expand_key = weight("K: R -> H", rngs, **expand, **sizes)  # B, transposed
+                self.latent_value_bias = bias("K R", sizes) if c.latent_bias else None
+            self.expand_key = weight("K: R -> H", rngs, init=init, **sizes)  # B, transposed
             if not c.ties_values:
-                self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
+                self.expand_value = weight("K: R -> H", rngs, init=init, **value_sizes)
         self.add_query_latent(query_width, rngs=rngs)
         if c.rank and c.residual_init == "pca":
-            allowed = (
-                f"must be at most config.model.d_model = {d_model}: so many components there are"
-            )
+            allowed = f"must be at most config.model.d_model = {d_model} with residual_init = 'pca'"
             require(c.rank <= d_model, "rank", c.rank, allowed)
             for kind in ("key",) if c.ties_values else ("key", "value"):
-                whole_DKH = weight("D -> K H", rngs, **(sizes if kind == "key" else value_sizes))
-                parts = pca_factors(whole_DKH[...], c.num_bases, c.rank)
-                for name, part in zip(("base", "latent", "expand"), parts, strict=True):
-                    getattr(self, f"{name}_{kind}")[...] = part
+                heads_DKH = weight("D -> K H", rngs, **(sizes if kind == "key" else value_sizes))
+                base, latent, expand = pca_factors(heads_DKH[...], c.num_bases, c.rank)
+                getattr(self, f"base_{kind}")[...] = base
+                getattr(self, f"latent_{kind}")[...] = latent
+                getattr(self, f"expand_{kind}")[...] = expand
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         raw = self.raw(x_BTD)
         return self.queries(x_BTD, raw, positions), raw
 
     def raw(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
-        """What keys and values are made of, of [B, T, D]: arrays [B, T, J, H] and [B, T, K, R]."""
+        """Projects [B, T, D] to bases [B, T, J, H] and residual latents [B, T, K, R]."""
         c = self.config
         raw = {"base_key": affine(x_BTD, self.base_key, self.base_key_bias)}
         if not c.ties_values:
@@ -284,7 +289,7 @@ class Grouped(Mechanism):
         return raw
 
     def queries(self, x_BTD: jax.Array, raw: dict, positions: Positions) -> jax.Array:
-        """[B, T, N, H], or as many channels as `query_dim` says; `raw` where they are the keys."""
+        """Returns queries [B, T, N, query_dim]; tied queries are the keys in `raw`."""
         c = self.config
         if c.ties_queries:
             q_BTNH = raw["base_key"]
@@ -296,29 +301,29 @@ class Grouped(Mechanism):
             q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
             rotated = q_BTNH if positions.rotary is None else rotate(q_BTNH, positions.rotary)
             q_BTNH = jnp.concatenate([rotated, q_BTNH], axis=-1)
-        return position_bias.queries_with_channels(c, q_BTNH, self._map())
+        return position_bias.queries_with_channels(c, q_BTNH, self._position_map())
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         c = self.config
-        whole_BTKH = self._whole_keys(raw)
+        unnormed_BTKH = self._unnormed_keys(raw)
         if c.ties_values:
-            v_BTKH = whole_BTKH
+            v_BTKH = unnormed_BTKH
         elif c.rank:
             v_BTKH = _add_residual(raw["base_value"], raw["residual_value"], self.expand_value)
         else:
             v_BTKH = raw["base_value"]
         if c.splits_rope:
-            k_BTKH = self._split_keys(raw, whole_BTKH, positions)
+            k_BTKH = self._split_keys(raw, unnormed_BTKH, positions)
         else:
-            k_BTKH = normalise_and_rotate(whole_BTKH, self.key_norm, positions.rotary)
+            k_BTKH = normalise_and_rotate(unnormed_BTKH, self.key_norm, positions.rotary)
         return position_bias.keys_with_channels(c, k_BTKH, positions), v_BTKH
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        """The bases and latents of LRKV eq. 5; with rank 0 the keys and values themselves.
+        """Returns the bases and residual latents of LRKV eq. 5; with rank 0, keys and values.
 
-        With a residual, what is rotated ahead is the base (times the norm's gain); the norm of
-        the whole key is one positive number per token and KV head, kept in float32 or wider.
-        With tied values the entry is the keys before norm and rotation.
+        With residuals, the cached base is rotated and multiplied by the norm's gain, and 1/rms of
+        the key (base + residual) is a field of its own, one number per token and KV head. With tied
+        values the entry holds keys before norm and rotation.
         """
         c = self.config
         if c.ties_values:
@@ -328,8 +333,7 @@ class Grouped(Mechanism):
             return {"base_key": k_BTJH, "base_value": raw["base_value"]}
         entry = dict(raw)
         if self.key_norm is not None:
-            scale_BTK1 = inverse_rms(self._whole_keys(raw), c.norm_epsilon)
-            entry["key_scale"] = scale_BTK1
+            entry["key_scale"] = inverse_rms(self._unnormed_keys(raw), c.norm_epsilon)
             entry["base_key"] = _times_gain(entry["base_key"], gain_of(self.key_norm))
         if positions.rotary is not None:
             entry["base_key"] = rotate(entry["base_key"], positions.rotary)
@@ -339,7 +343,7 @@ class Grouped(Mechanism):
         self, q_BTNH: jax.Array, rope_base: Base | None
     ) -> cache_layouts.DecodeInputs:
         c = self.config
-        q_BTNH, bias = position_bias.split_queries(c, q_BTNH, self._map())
+        q_BTNH, bias = position_bias.split_queries(c, q_BTNH, self._position_map())
         shared = dict(bias=bias, scale=c.scale)
         gain = gain_of(self.key_norm)
         if c.ties_values:
@@ -365,28 +369,28 @@ class Grouped(Mechanism):
             **shared,
         )
 
-    def _whole_keys(self, raw: dict) -> jax.Array:
-        """[B, T, K, H] keys before norm and rotation ([B, T, J, H] with rank 0)."""
+    def _unnormed_keys(self, raw: dict) -> jax.Array:
+        """Returns keys before norm and rotation, [B, T, K, H] ([B, T, J, H] with rank 0)."""
         if not self.config.rank:
             return raw["base_key"]
         return _add_residual(raw["base_key"], raw["residual_key"], self.expand_key)
 
-    def _split_keys(self, raw: dict, whole_BTKH: jax.Array, positions: Positions) -> jax.Array:
-        """[B, T, K, 2H]: the rotated base beside the residual, both by the norm of their sum."""
-        B, T, K, H = whole_BTKH.shape
+    def _split_keys(self, raw: dict, unnormed_BTKH: jax.Array, positions: Positions) -> jax.Array:
+        """Returns [B, T, K, 2H]: rotated base and unrotated residual, both over their sum's rms."""
+        B, T, K, H = unnormed_BTKH.shape
         J = self.config.num_bases
         base_BTJ1H = raw["base_key"][:, :, :, None]
         base_BTKH = jnp.broadcast_to(base_BTJ1H, (B, T, J, K // J, H)).reshape(B, T, K, H)
-        both = [base_BTKH, _residual(raw["residual_key"], self.expand_key)]
+        keys = [base_BTKH, _expand(raw["residual_key"], self.expand_key)]
         if self.key_norm is not None:
-            scale_BTK1 = inverse_rms(whole_BTKH, self.config.norm_epsilon)
-            both = [(x.astype(scale_BTK1.dtype) * scale_BTK1).astype(x.dtype) for x in both]
-            both = [_times_gain(x, gain_of(self.key_norm)) for x in both]
+            scale_BTK1 = inverse_rms(unnormed_BTKH, self.config.norm_epsilon)
+            keys = [(x.astype(scale_BTK1.dtype) * scale_BTK1).astype(x.dtype) for x in keys]
+            keys = [_times_gain(x, gain_of(self.key_norm)) for x in keys]
         if positions.rotary is not None:
-            both[0] = rotate(both[0], positions.rotary)
-        return jnp.concatenate(both, axis=-1)
+            keys[0] = rotate(keys[0], positions.rotary)
+        return jnp.concatenate(keys, axis=-1)
 
-    def _map(self) -> jax.Array | None:
+    def _position_map(self) -> jax.Array | None:
         return self.position_map[...] if self.config.position_channels else None
 
 
@@ -394,15 +398,16 @@ def _times_gain(x: jax.Array, gain_H: jax.Array | None) -> jax.Array:
     return x if gain_H is None else x * gain_H.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def _residual(latent_BTKR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:
+def _expand(latent_BTKR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:
+    """Expands residual latents to [B, T, K, H]."""
     return jnp.einsum("BTKR,KRH->BTKH", latent_BTKR, expand_KRH[...])
 
 
 def _add_residual(base_BTJH: jax.Array, latent_BTKR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:
-    """[B, T, K, H]: each KV head's base plus its low-rank residual (LRKV eq. 2)."""
-    residual_BTKH = _residual(latent_BTKR, expand_KRH)
+    """Returns each KV head's base plus its low-rank residual, [B, T, K, H] (LRKV eq. 2)."""
+    residual_BTKH = _expand(latent_BTKR, expand_KRH)
     B, T, K, H = residual_BTKH.shape
     J = base_BTJH.shape[2]
-    grouped = residual_BTKH.reshape(B, T, J, K // J, H)
-    base = jnp.broadcast_to(base_BTJH[:, :, :, None], grouped.shape)
-    return (base + grouped).reshape(B, T, K, H)
+    residual_BTJkH = residual_BTKH.reshape(B, T, J, K // J, H)
+    base_BTJkH = jnp.broadcast_to(base_BTJH[:, :, :, None], residual_BTJkH.shape)
+    return (base_BTJkH + residual_BTJkH).reshape(B, T, K, H)

@@ -2,10 +2,10 @@
 
     k_k = [c_k's first H - P channels, r]        v_k = c_k        c = x W^KV,  r = Rot(norm(x W^KR))
 
-with K KV heads of H channels, a rotated key r of P channels for all of them, and queries of which
-the last P channels are rotated. Cache: K·H + P elements; values and the unrotated part of keys are
-one read. c, which is key and value at once, is not normed; `qk_norm` is of the rest, and the paper
-has none.
+with K KV heads of H channels, one rotated key r of P channels for all heads, and queries whose last
+P channels are rotated. Cache: K·H + P elements; values and the unrotated part of keys are read
+once. c is key and value at once and is not normed; `qk_norm` norms queries and r (the paper has no
+norm).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from kvjax.layers.weight import linear, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GTAConfig(MechanismConfig):
-    """N, K, H and P."""
+    """Sizes N, K, H and P."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
     key_dim: int  # channels of a key, and of a value, H
@@ -57,7 +57,7 @@ class GTAConfig(MechanismConfig):
 
     @property
     def content_dim(self) -> int:
-        """Channels of a key that are a value's first, H - P."""
+        """Channels of a key that are the value's first channels, H - P."""
         return self.key_dim - self.rope_key_dim
 
     @property
@@ -75,7 +75,7 @@ class GTAConfig(MechanismConfig):
         return fields
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
-        del rope_base  # the rotated key is cached
+        del rope_base  # the cached key is already rotated
         shape = dict(N=self.num_heads, C=self.key_dim, P=self.rope_key_dim)
         return LatentSizes(**shape, key_channels=self.content_dim, Hv=0).flops()
 
@@ -84,7 +84,7 @@ class GTAConfig(MechanismConfig):
 
 
 class GTA(Mechanism):
-    """Values per KV head, whose first channels are keys too, and one shared rotated key."""
+    """Values per KV head whose first channels are also keys, and one shared rotated key."""
 
     def __init__(self, config: GTAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
@@ -127,7 +127,7 @@ class GTA(Mechanism):
     def decode_inputs(
         self, q_BTNH: jax.Array, rope_base: Base | None
     ) -> cache_layouts.DecodeInputs:
-        del rope_base  # the rotated key is cached
+        del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.content_dim], axis=-1)
         rope_query = q_BTNP if self.config.rope_key_dim else None
         scale = self.config.scale

@@ -2,10 +2,10 @@
 
     k_k = Rot(norm(c_k))        v_k = c_k + a * (c_k M)        c = x W^K
 
-with K KV heads (one in the paper) of H channels, a map M [H, H] and gates a [H] that start at 0: it
-begins as Q-K=V. Queries are of a rank there (`query_rank`). What c is with RoPE the sources do not
-say; here it is taken before norm and rotation, so that values know no position. The map is linear:
-it is applied once to the sum. Cache: c, K·H elements.
+with K KV heads (one in the paper) of H channels, a map M [H, H] and gates a [H] that start at 0, so
+that training starts as Q-K=V. The paper's queries have low rank (`query_rank`). It does not define
+c under RoPE; here c is the key before norm and rotation, so values carry no position. The map is
+linear, so it is applied once, to the weighted sum of c. Cache: c, K·H elements.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from kvjax.layers.weight import linear, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MFAKRConfig(MechanismConfig):
-    """N, K, H and Cq."""
+    """Sizes N, K, H and Cq."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
     key_dim: int  # channels of a key, and of a value, H
@@ -76,7 +76,7 @@ class MFAKRConfig(MechanismConfig):
 
 
 class MFAKR(Mechanism):
-    """Queries, keys, and the map that makes values of keys."""
+    """Projections to queries and keys, and the map from keys to values."""
 
     def __init__(self, config: MFAKRConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
@@ -113,6 +113,7 @@ class MFAKR(Mechanism):
         )
 
     def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
+        """Applies v = c + a * (c M) to the weighted sums of c."""
         del positions
         gate_111V = self.value_gate[...].reshape(1, 1, 1, -1)
         return o_BTNV + gate_111V * linear(o_BTNV, self.value_map[...])

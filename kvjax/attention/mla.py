@@ -3,13 +3,12 @@
     k_n = [c W_n^UK, r]        v_n = c W_n^UV        c = norm(x W^D),  r = Rot(norm(x W^KR))
 
 with queries [q_n, Rot(q_n^R)]. Cache: one latent c of C channels and one rotated key r of P for all
-heads, C + P elements. Decoding folds W^UK into the query and W^UV into the output, and is exact:
-what is rotated is cached as it is. `gla.py` has several latents, `mla_lrkv.py` residuals of heads
-beside it, `mla_paper.py` no RoPE key.
+heads, C + P elements. Decoding absorbs W^UK into the query and W^UV into the output; that
+is exact, because only r is rotated. Variants: several latents (`gla.py`), low-rank residuals per
+head (`mla_lrkv.py`), no RoPE key (`mla_paper.py`).
 """
 
 import dataclasses
-import functools
 
 from flax import nnx
 import jax
@@ -34,10 +33,10 @@ from kvjax.layers.weight import linear, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLAConfig(MechanismConfig):
-    """N, C, P, H and Hv."""
+    """Sizes N, C, P, H and Hv."""
 
     latent_dim: int  # channels of the latent, C
-    rope_key_dim: int  # P, one rotated key for all heads
+    rope_key_dim: int  # channels of the rotated key that all heads share, P
     key_dim: int  # channels of a key that come from the latent, H
     value_dim: int  # channels of a value, Hv
     qk_norm: str = "rms"  # norm of query and RoPE key; the latent is always normed
@@ -68,7 +67,7 @@ class MLAConfig(MechanismConfig):
         return ("up_key", "up_value")
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
-        del rope_base  # the rotated key is cached
+        del rope_base  # the cached key is already rotated
         shape = dict(N=self.query_heads, C=self.latent_dim, P=self.rope_key_dim, Hv=self.value_dim)
         return LatentSizes(**shape, absorbed_channels=self.key_dim).flops()
 
@@ -96,9 +95,9 @@ class MLA(Mechanism):
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        wide = self.query_input(x_BTD)
-        q_BTNH = normalise_and_rotate(linear(wide, self.query[...]), self.query_norm, None)
-        q_BTNP = linear(wide, self.rope_query[...])
+        query_input = self.query_input(x_BTD)
+        q_BTNH = normalise_and_rotate(linear(query_input, self.query[...]), self.query_norm, None)
+        q_BTNP = linear(query_input, self.rope_query[...])
         q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
         k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
         latent_BTC = self.latent_norm(linear(x_BTD, self.down[...]))
@@ -115,7 +114,7 @@ class MLA(Mechanism):
         return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), v_BTNH
 
     def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:
-        """[B, T, N, H] of keys without their rotated channels, and values."""
+        """Returns the content channels of keys [B, T, N, H], and values [B, T, N, Hv]."""
         return linear(raw["latent"], self.up_key[...]), linear(raw["latent"], self.up_value[...])
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
@@ -124,13 +123,14 @@ class MLA(Mechanism):
     def decode_inputs(
         self, q_BTNH: jax.Array, rope_base: Base | None
     ) -> cache_layouts.DecodeInputs:
-        """The content query times up_key meets the latent itself (DeepSeek-V2, section 2.1)."""
-        del rope_base  # the rotated key is cached
+        """Absorbs up_key into the content query (DeepSeek-V2, section 2.1)."""
+        del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-        fold = functools.partial(jnp.einsum, "BTNH,CNH->BTNC", preferred_element_type=wide)
         return cache_layouts.LatentInputs(
-            query=fold(q_BTNH, self.up_key[...]),
+            query=jnp.einsum(
+                "BTNH,CNH->BTNC", q_BTNH, self.up_key[...], preferred_element_type=wide
+            ),
             rope_query=q_BTNP,
             up_value=self.up_value[...][None],
             scale=self.config.scale,

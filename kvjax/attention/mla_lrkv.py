@@ -1,12 +1,12 @@
-"""LRKV over MLA's latent: a latent for all heads as the base, a low-rank residual per head.
+"""LRKV over MLA: a latent shared by all heads as the base, plus a low-rank residual per head.
 
     k_n = [c W_n^UK + m_n^K B_n^K, r]      v_n = c W_n^UV + m_n^V B_n^V
 
-with c and r as in `mla.py` and residuals m_n = x U_n of rank R (LRKV eq. 2, `grouped.py`): what
-a head needs and the latent lacks goes past it. LRKV's paper leaves it for future work (5),
-"hybridized with MLA for extreme memory constraints", without equations: these are ours.
-Cache: C + P + 2·N·R elements. Decoding is exact and rebuilds no key, since no residual is rotated:
-2N(2C + P) + 4NR FLOPs per cached token. Rank 0 is `mla`, weight for weight.
+with c and r as in `mla.py` and residual latents m_n = x U_n of rank R (LRKV eq. 2, `grouped.py`),
+which bypass the latent's bottleneck. LRKV's section 5 names the combination as future work
+("hybridized with MLA for extreme memory constraints") without equations; these are ours.
+Cache: C + P + 2·N·R elements. Decoding rebuilds no key, since residuals are not rotated:
+2N(2C + P) + 4NR FLOPs per cached token. Rank 0 is `mla`, with equal weights.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from kvjax.layers.weight import linear, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLALRKVConfig(MLAConfig):
-    """N, C, P, R, H and Hv."""
+    """Sizes N, C, P, R, H and Hv."""
 
     rank: int  # rank of the residuals, R; 0: MLA
-    residual_init: str = "linear"  # how B starts: "linear" like every matrix, or "zeros" (as MLA)
+    residual_init: str = "linear"  # initial B: "linear" like every matrix, or "zeros" (as MLA)
 
     def __post_init__(self):
         super().__post_init__()
@@ -61,11 +61,11 @@ class MLALRKVConfig(MLAConfig):
 
 
 class MLALRKV(MLA):
-    """MLA whose heads have residuals that do not come from the latent."""
+    """MLA with a low-rank residual per head, computed from the input."""
 
     def __init__(self, config: MLALRKVConfig, d_model: int, *, rngs: nnx.Rngs):
         super().__init__(config, d_model, rngs=rngs)
-        if config.rank:  # drawn last, so that models of equal seed share what they have in common
+        if config.rank:  # drawn last, so that models of equal seed share all other weights
             sizes = dict(D=d_model, N=config.num_heads, R=config.rank, H=config.key_dim)
             expand = dict(init=config.residual_init, rngs=rngs)
             self.latent_key = weight("D -> N R", rngs, **sizes)  # U
@@ -91,18 +91,19 @@ class MLALRKV(MLA):
     def decode_inputs(
         self, q_BTNH: jax.Array, rope_base: Base | None
     ) -> cache_layouts.DecodeInputs:
-        """Returns MLA's inputs, with the content query folded into rank space (LRKV eq. 3)."""
-        of_latent = super().decode_inputs(q_BTNH, rope_base)
+        """Returns MLA's inputs, and the content query carried to rank space (LRKV eq. 3)."""
+        mla = super().decode_inputs(q_BTNH, rope_base)
         if not self.config.rank:
-            return of_latent
+            return mla
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         q_BTNH = q_BTNH[..., : self.config.key_dim]
-        fold = dict(preferred_element_type=wide)
         return cache_layouts.LatentResidualInputs(
-            query=of_latent.query,
-            rope_query=of_latent.rope_query,
-            residual_query=jnp.einsum("BTNH,NRH->BTNR", q_BTNH, self.expand_key[...], **fold),
-            up_value=of_latent.up_value[0],
+            query=mla.query,
+            rope_query=mla.rope_query,
+            residual_query=jnp.einsum(
+                "BTNH,NRH->BTNR", q_BTNH, self.expand_key[...], preferred_element_type=wide
+            ),
+            up_value=mla.up_value[0],
             expand_value=self.expand_value[...],
-            scale=of_latent.scale,
+            scale=mla.scale,
         )

@@ -1,9 +1,9 @@
-"""MLA as the LRKV paper counts it (section 5, Table 1): keys rebuilt per head, then turned.
+"""MLA as the LRKV paper counts it (section 5, Table 1): no RoPE key; keys are rebuilt per head.
 
     k_n = Rot(norm(c W_n^UK))        v_n = c W_n^UV        c = x W^D
 
-Cache: the latent c, C elements. No RoPE key is mentioned there, so decoding rebuilds every head's
-key for every cached token: it is compute-bound.
+Cache: the latent c, C elements. Since whole keys are rotated, W^UK cannot be absorbed: decoding
+rebuilds every head's key for every cached token and is compute-bound.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from kvjax.layers.weight import linear, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperMLAConfig(MechanismConfig):
-    """N, C, H and Hv."""
+    """Sizes N, C, H and Hv."""
 
     latent_dim: int  # channels of the latent, C
     key_dim: int  # channels of a key, H
@@ -50,7 +50,7 @@ class PaperMLAConfig(MechanismConfig):
         return ("up_key", "up_value")
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
-        """Every head's key is rebuilt from the latent, for every cached token."""
+        """Counts rebuilding every head's key for every cached token."""
         shape = dict(N=self.num_heads, C=self.latent_dim, H=self.key_dim, Hv=self.value_dim)
         return RebuiltSizes(**shape, rope_base=rope_base, normed=self.qk_norm != "none").flops()
 
@@ -59,7 +59,7 @@ class PaperMLAConfig(MechanismConfig):
 
 
 class PaperMLA(Mechanism):
-    """W_K,h = W_down W_up,h (LRKV Table 1)."""
+    """Projections with W_K,h = W_down W_up,h (LRKV Table 1)."""
 
     def __init__(self, config: PaperMLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config

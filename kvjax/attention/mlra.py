@@ -2,10 +2,10 @@
 
     o_n = G^-1/2 sum_g softmax(s q_n·[c_l W_gn^UK, r]) c_l W_gn^UV        l = (g, n·J // N)
 
-Each head has G softmaxes, one per branch, over latents of its own: the sum over blocks of MLA's key
-stands outside of the softmax, so it is another model than MLA. G = 4, J = 1 is MLRA-4, G = J = 2 is
-MLRA-2. Cache: G·J latents of C channels and one rotated key of P, G·J·C + P elements. It is GLA
-with G·N heads, whose branches share queries and output projection.
+Each head has G softmaxes, one per branch, each over latents of its own. (MLA sums the branches'
+logits inside one softmax, so this is a different model.) G = 4, J = 1 is MLRA-4; G = J = 2 is
+MLRA-2. Cache: G·J latents of C channels and one rotated key of P channels, G·J·C + P elements.
+Implemented as GLA with G·N heads whose branches share queries and output projection.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from kvjax.layers.rope import Positions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLRAConfig(GLAConfig):
-    """N, G, J, C, P, H and Hv."""
+    """Sizes N, G, J, C, P, H and Hv."""
 
     num_branches: int  # branches, G, each with a softmax per head
     num_latents: int  # latents of each branch, J; divides num_heads
@@ -49,7 +49,7 @@ class MLRAConfig(GLAConfig):
 
 
 class MLRA(GLA):
-    """Queries once for every branch, branches first; the mean of branches times sqrt(G)."""
+    """GLA on queries repeated for each branch; outputs are summed over branches / sqrt(G)."""
 
     latents = "G J"
 

@@ -1,12 +1,16 @@
-"""What places of tokens add to logits, as last channels of queries and keys.
+"""Position biases on logits, as extra channels of queries and keys: ALiBi, and "+" models.
 
-Any attention kernel adds it; decoding takes the channels off again and gives a bias instead, so
-that the cache keeps none of them.
+In training the channels make any attention kernel add the bias. Decoding removes them from queries
+and passes a `Bias` to decode attention instead, so that the cache stores no extra channels.
 
-ALiBi's are in `kvjax.layers.alibi`. The others are the "+" of projection sharing (arXiv
-2606.04032): a map w/m on A_ts + P_ts, with P_ts the encodings of row t and column s in m/2 channels
-each. A row's part is the same for all keys and leaves softmax unchanged. What remains is
-mean(w)·A_ts, a temperature, plus w's second half times the encoding of s: a bias per key.
+ALiBi's channels are in `kvjax.layers.alibi`. The "+" of projection sharing (arXiv 2606.04032)
+replaces logits A_ts by w·(A_ts + P_ts)/m, summed over m channels, where P_ts holds the sinusoidal
+encodings e of row t and column s in m/2 channels each:
+
+    logit = mean(w)·A_ts + sum_i w_i e_i(t)/m + sum_i w_(m/2+i) e_i(s)/m
+
+The first term is a temperature; the second is the same for all keys, so softmax cancels it; the
+third is a bias per key.
 """
 
 import jax
@@ -19,12 +23,12 @@ from kvjax.layers.rope import Positions
 
 
 def channels(config) -> int:
-    """How many there are, of a `GroupedConfig`."""
+    """Returns the number of extra channels of a `GroupedConfig`."""
     return alibi.CHANNELS if config.alibi else config.position_channels // 2
 
 
 def keys_with_channels(config, k_BTKH: jax.Array, positions: Positions) -> jax.Array:
-    """Keys and their channels."""
+    """Appends the bias channels to keys."""
     if config.alibi:
         return alibi.append_position_digits(k_BTKH, positions.index)
     if not config.position_channels:
@@ -36,10 +40,10 @@ def keys_with_channels(config, k_BTKH: jax.Array, positions: Positions) -> jax.A
 
 
 def queries_with_channels(config, q_BTNH: jax.Array, map_C: jax.Array | None) -> jax.Array:
-    """Queries and their channels.
+    """Appends the bias channels to queries, and applies the temperature of "+".
 
     Args:
-      map_C: w of the "+", where there is one.
+      map_C: w of "+", or None.
     """
     if config.alibi:
         return alibi.append_slopes(q_BTNH, config.scale)
@@ -56,7 +60,7 @@ def queries_with_channels(config, q_BTNH: jax.Array, map_C: jax.Array | None) ->
 def split_queries(
     config, q_BTNH: jax.Array, map_C: jax.Array | None
 ) -> tuple[jax.Array, Bias | None]:
-    """Queries without their channels, and the bias that stands for these; None for none."""
+    """Splits queries into content channels and an equivalent bias (None without one)."""
     if config.alibi:
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         bias = cache_layouts.SlopeBias(slopes=jnp.asarray(alibi.slopes(config.num_heads), wide))
@@ -68,6 +72,6 @@ def split_queries(
 
 
 def _column_weights(map_C: jax.Array) -> jax.Array:
-    """[C/2]: what the second half of the map gives a key's encoding."""
+    """Returns the weights of a key's encoding, [m/2]: w's second half over m."""
     m = map_C.shape[0]
     return map_C[m // 2 :] / m

@@ -1,9 +1,10 @@
-"""One vector as key and value, turned back in the output ("S2"; the base of DeepSeek-V4).
+"""Shared KV: one rotated vector is key and value ("S2"; the base of DeepSeek-V4).
 
-    k_k = v_k = Rot(c_k)        o_n = Rot^-t(sum_s p_s v_s)        c = norm(x W^KV)
+    k_k = v_k = Rot_s(c_k)        o_n = Rot_-t(sum_s p_s v_s)        c = norm(x W^KV)
 
-with K KV heads of H channels, of which the last P are rotated; t is the query's position, so values
-enter at relative positions (VO-RoPE; Su, kexue.fm 10862 and 10907). Cache: Rot(c), K·H elements.
+with K KV heads of H channels, of which RoPE rotates the last P. The output is rotated back by the
+query's position t, so each value enters at its relative position s - t (VO-RoPE; Su, kexue.fm 10862
+and 10907). Cache: Rot_s(c), K·H elements.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from kvjax.layers.weight import linear, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedKVConfig(MechanismConfig):
-    """N, K, H and P."""
+    """Sizes N, K, H and P."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
     key_dim: int  # channels of a key, which is the value, H
@@ -66,7 +67,7 @@ class SharedKVConfig(MechanismConfig):
         return {"latent": Field("K H", (self.num_kv_heads, self.key_dim))}
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
-        del rope_base  # what is rotated is cached
+        del rope_base  # the cached vector is already rotated
         return LatentSizes(N=self.num_heads, C=self.key_dim, P=0, Hv=0).flops()
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "SharedKV":
@@ -74,7 +75,7 @@ class SharedKVConfig(MechanismConfig):
 
 
 class SharedKV(Mechanism):
-    """Queries, and what is key and value."""
+    """Projections to queries and to the shared keys and values."""
 
     def __init__(self, config: SharedKVConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
@@ -91,8 +92,8 @@ class SharedKV(Mechanism):
             q_BTNH = self.query_norm(q_BTNH)
         latent_BTKH = self.latent_norm(linear(x_BTD, self.latent[...]))
         latent_BTKH = scaled_latent(self.config, latent_BTKH, x_BTD.shape[-1])
-        turned = lambda x_BTNH: self._turned(x_BTNH, positions.rotary)
-        return turned(q_BTNH), {"latent": turned(latent_BTKH)}
+        latent_BTKH = self._rotate_last(latent_BTKH, positions.rotary)
+        return self._rotate_last(q_BTNH, positions.rotary), {"latent": latent_BTKH}
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         return raw["latent"], raw["latent"]
@@ -103,16 +104,19 @@ class SharedKV(Mechanism):
     def decode_inputs(
         self, q_BTNH: jax.Array, rope_base: Base | None
     ) -> cache_layouts.DecodeInputs:
-        del rope_base  # what is rotated is cached
+        del rope_base  # the cached vector is already rotated
         return cache_layouts.LatentInputs(query=q_BTNH, scale=self.config.scale)
 
     def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
+        """Rotates outputs back by the query's position."""
         rotary = positions.rotary
-        return self._turned(o_BTNV, None if rotary is None else Rotary(rotary.cos, -rotary.sin))
+        inverse = None if rotary is None else Rotary(rotary.cos, -rotary.sin)
+        return self._rotate_last(o_BTNV, inverse)
 
-    def _turned(self, x_BTNH: jax.Array, rotary: Rotary | None) -> jax.Array:
-        """The last P channels rotated."""
+    def _rotate_last(self, x_BTNH: jax.Array, rotary: Rotary | None) -> jax.Array:
+        """Rotates the last P channels."""
         if rotary is None or not self.config.rope_key_dim:
             return x_BTNH
-        still, turning = jnp.split(x_BTNH, [self.config.key_dim - self.config.rope_key_dim], -1)
-        return jnp.concatenate([still, rotate(turning, rotary)], axis=-1)
+        split = self.config.key_dim - self.config.rope_key_dim
+        first, last = jnp.split(x_BTNH, [split], axis=-1)
+        return jnp.concatenate([first, rotate(last, rotary)], axis=-1)
