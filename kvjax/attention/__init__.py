@@ -1,4 +1,4 @@
-"""The attention mechanisms. Most caches are a shared base plus a low-rank residual per head:
+"""Attention mechanisms. Most caches are a shared base plus a low-rank residual per head:
 
     K_k = base^K[j(k)] + r^K_k B^K_k        V_k = base^V[j(k)] + r^V_k B^V_k
 
@@ -22,12 +22,12 @@ Query head n uses KV head k(n) = n·K // N, and KV head k uses base j(k) = k·J 
     MFA                          1               1           0       2·H (low-rank queries)
     TPA                          ranks R, R' of keys and values      (R + R')·N + R·H + R'·Hv
 
-(*) and one float32 1/rms per token and KV head where keys are normed. The "+" of tied projections,
-a temperature and a bias per key position, caches nothing more. LRKV with `rope="shared"` (RoPE on
-the base alone) or in a model without RoPE is another model than LRKV, and cheaper to decode.
+(*) plus one float32 1/rms per token and KV head if keys are normed. The "+" of tied projections
+(a temperature and a bias per key position) adds nothing to the cache. LRKV with `rope="shared"`
+(RoPE on the base alone) or in a model without RoPE is a different model, cheaper to decode.
 
-`attention.py` is the module that every model uses, `mechanism.py` the contract of a mechanism; each
-mechanism is one file, registered in `MECHANISMS`.
+`attention.py` is the module that every model uses, `mechanism.py` the interface of a mechanism;
+each mechanism is one file, registered in `MECHANISMS`.
 """
 
 from kvjax.attention.attention import Attention
@@ -47,8 +47,8 @@ MECHANISMS = {
     "grouped": GroupedConfig,  # MHA, GQA, MQA, LRKV, LRKV x GQA, thin keys, Q-K=V, MFA
     "factored": FactoredConfig,  # keys, values or both of low rank
     "mla": MLAConfig,
-    "mla_lrkv": MLALRKVConfig,  # residuals of heads beside the latent
-    "mla_paper": PaperMLAConfig,
+    "mla_lrkv": MLALRKVConfig,  # LRKV residuals over MLA's latent
+    "mla_paper": PaperMLAConfig,  # no RoPE key
     "gla": GLAConfig,
     "mlra": MLRAConfig,
     "gta": GTAConfig,
@@ -56,19 +56,3 @@ MECHANISMS = {
     "mfa_kr": MFAKRConfig,
     "tpa": TPAConfig,
 }
-
-__all__ = [
-    "MECHANISMS",
-    "Attention",
-    "FactoredConfig",
-    "GLAConfig",
-    "GTAConfig",
-    "GroupedConfig",
-    "MFAKRConfig",
-    "MLAConfig",
-    "MLALRKVConfig",
-    "MLRAConfig",
-    "PaperMLAConfig",
-    "SharedKVConfig",
-    "TPAConfig",
-]

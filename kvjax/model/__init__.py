@@ -1,1 +1,1 @@
-"""The Transformer, with any attention mechanism, and its loss. No files and no training here."""
+"""The Transformer with any attention mechanism, its decoder and its loss."""

@@ -1,4 +1,4 @@
-"""The config of a Transformer, frozen: everything a parameter's shape depends on."""
+"""Frozen configs of a Transformer: everything that parameters' shapes depend on."""
 
 import dataclasses
 import itertools
@@ -9,17 +9,20 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import norm, rope
 
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
-# Far above any model: a slip is told of its key, not of the memory it would need.
-_LARGEST = dict(
-    **dict(num_layers=10_000, d_model=1 << 20, mlp_dim=1 << 22),
-    **dict(max_positions=1 << 24, rope_original=1 << 24),
-)
+# Far above any model, so that a typing error is reported by its key and not as out of memory.
+_MAX_SIZES = {
+    "num_layers": 10_000,
+    "d_model": 1 << 20,
+    "mlp_dim": 1 << 22,
+    "max_positions": 1 << 24,
+    "rope_original": 1 << 24,
+}
 ACTIVATIONS = ("relu2", "relu", "gelu", "gelu_exact", "swiglu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The Transformer's options; defaults are nanochat's (commit 0f00788)."""
+    """Options of the Transformer; defaults are nanochat's (commit 0f00788)."""
 
     num_layers: int  # layers, L
     d_model: int  # width, D
@@ -27,32 +30,32 @@ class BlockConfig:
     norm: str = "rms"  # "rms" or "layer"
     norm_gain: bool = False  # learned gains in the norms
     norm_bias: bool = False  # learned biases in the norms
-    norm_epsilon: float = 1e-6  # added to the mean square, or the variance
-    norm_after: bool = False  # norm(x + f(x)), as Transformers first had it, not x + f(norm(x))
-    embedding_norm: bool = True  # a norm right after the embedding
-    positions: str = "rope"  # "rope", "learned", "sinusoidal" (added, fixed) or "none"
-    rope_base: float = 10_000.0  # base of RoPE's angles
-    # Llama 3's scaling: pairs that turn less than rope_low times in rope_original tokens turn
-    # rope_factor times slower, more than rope_high times as before, others a mixture.
+    norm_epsilon: float = 1e-6  # added to the mean square (rms) or the variance (layer)
+    norm_after: bool = False  # post-norm: norm(x + f(x)) instead of x + f(norm(x))
+    embedding_norm: bool = True  # norm after the embedding
+    positions: str = "rope"  # "rope", "learned", "sinusoidal" (fixed, added) or "none"
+    rope_base: float = 10_000.0  # base of RoPE's frequencies
+    # Llama 3's scaling: pairs with fewer than rope_low turns in rope_original tokens are slowed by
+    # rope_factor, pairs with more than rope_high turns are unchanged, others interpolated.
     rope_factor: float = 1.0  # 1: no scaling
     rope_low: float = 1.0  # turns
     rope_high: float = 4.0  # turns, more than rope_low
     rope_original: int = 8192  # tokens
-    rope_fraction: float = 1.0  # share of the rotated channels' pairs that turn, at least one
-    window: int = 0  # a token sees so many, itself the last of them; 0: all before it
-    max_positions: int = 2048  # rows of the table when positions are learned
-    activation: str = "relu2"  # "relu2", "relu", "gelu" (by tanh), "gelu_exact" or "swiglu"
-    dropout: float = 0.0  # of what attention and MLP add, in training
-    bias: bool = False  # in the MLP (attention has its own key)
+    rope_fraction: float = 1.0  # partial RoPE: share of pairs that are rotated, at least one pair
+    window: int = 0  # sliding window: tokens attended to, including the query's own; 0: no window
+    max_positions: int = 2048  # rows of the table of learned positions
+    activation: str = "relu2"  # "relu2", "relu", "gelu" (tanh), "gelu_exact" or "swiglu"
+    dropout: float = 0.0  # dropout rate on outputs of attention and MLP, in training
+    bias: bool = False  # biases in the MLP (attention has its own key)
     tied_head: bool = False  # the head is the embedding
-    logit_softcap: float = 15.0  # c·tanh(z/c); 0: none
-    causal: bool = True  # a token sees none after it; training needs it
-    embedding_std: float = 1.0  # of embeddings and learned positions at the start
-    matrix_std: float = 0.0  # of matrices at the start; 0: min(1, sqrt(out/in))/sqrt(in)
-    zero_outputs: bool = True  # attention.out, mlp.down and the head start at 0, or like others
+    logit_softcap: float = 15.0  # c in c·tanh(z/c); 0: none
+    causal: bool = True  # causal mask; training needs it
+    embedding_std: float = 1.0  # initial standard deviation of embedding and learned positions
+    matrix_std: float = 0.0  # initial standard deviation of matrices; 0: from fan in and fan out
+    zero_outputs: bool = True  # attention.out, mlp.down and the head start at 0
 
     def __post_init__(self):
-        for key, most in _LARGEST.items():
+        for key, most in _MAX_SIZES.items():
             between(f"config.model.{key}", getattr(self, key), 1, most)
         between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
         between("config.model.dropout", self.dropout, 0.0, 0.99)
@@ -72,7 +75,8 @@ class BlockConfig:
         between("config.model.window", self.window, 0, rope.MAX_POSITION)
         if self.window and not self.causal:
             raise UserError(
-                f"config.model.window = {self.window}: is of causal models; set it to 0 (no window)"
+                f"config.model.window = {self.window}: needs config.model.causal = True; or set it "
+                "to 0 (no window)"
             )
         one_of("config.model.norm", self.norm, norm.KINDS)
         one_of("config.model.positions", self.positions, POSITIONS)
@@ -80,24 +84,29 @@ class BlockConfig:
 
     @property
     def angles_base(self) -> rope.Base | None:
-        """What gives RoPE its frequencies, or None in a model without."""
+        """Frequencies of RoPE (see `rope.frequencies`), or None in a model without RoPE."""
         if self.positions != "rope":
             return None
         base = self.rope_base
         if self.rope_factor != 1:
-            turns = (self.rope_low, self.rope_high)
-            base = rope.Llama3(self.rope_base, self.rope_factor, *turns, self.rope_original)
+            base = rope.Llama3(
+                base=self.rope_base,
+                factor=self.rope_factor,
+                low=self.rope_low,
+                high=self.rope_high,
+                original=self.rope_original,
+            )
         return base if self.rope_fraction == 1 else rope.Partial(base, self.rope_fraction)
 
 
 def has_alibi(mechanism: MechanismConfig) -> bool:
-    """Whether its logits fall with distance."""
+    """Returns True for a mechanism with ALiBi."""
     return getattr(mechanism, "alibi", False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A whole model: its blocks, the mechanism of every layer, its vocabulary."""
+    """A whole model: options, the mechanism of every layer, vocabulary size."""
 
     block: BlockConfig
     mechanisms: tuple[MechanismConfig, ...]  # one per layer
@@ -112,18 +121,18 @@ class TransformerConfig:
         if self.block.positions != "none" and any(has_alibi(m) for m in self.mechanisms):
             raise UserError(
                 f"config.attention.alibi = True: needs config.model.positions = 'none', not "
-                f"{self.block.positions!r}: slopes say where a key stands"
+                f"{self.block.positions!r}: ALiBi replaces other position encodings"
             )
         if not self.block.causal and any(has_alibi(m) for m in self.mechanisms):
             raise UserError(
-                "config.attention.alibi = True: needs config.model.causal = True: where later "
-                "tokens are seen too, slopes would favour them"
+                "config.attention.alibi = True: needs config.model.causal = True: without a "
+                "causal mask the biases favour later tokens"
             )
         for layer, mechanism in enumerate(self.mechanisms):
             if self.block.causal and mechanism.needs_whole_rows:
                 raise UserError(
-                    f"config.model.causal = True: must be False where attention depends on whole "
-                    f"rows, as that of layer {layer} does ({type(mechanism).__name__})"
+                    f"config.model.causal = True: must be False, because attention of layer "
+                    f"{layer} needs whole rows ({type(mechanism).__name__})"
                 )
         for mechanism in self.mechanisms:
             for key in ("latent_dim", "query_rank"):
@@ -131,25 +140,25 @@ class TransformerConfig:
                 if width > self.block.d_model:
                     raise UserError(
                         f"config.attention.{key} = {width}: must be at most config.model.d_model = "
-                        f"{self.block.d_model}, of which it is made: more hold nothing more"
+                        f"{self.block.d_model}, the width of its input"
                     )
         for mechanism in self.mechanisms if self.block.positions == "rope" else ():
             if mechanism.rope_dim % 2:
                 raise UserError(
-                    f"config.attention: {mechanism.rope_dim} channels of a key are rotated by RoPE "
-                    "in pairs: make key_dim even (rope_key_dim where there is one), or set "
-                    "config.model.positions"
+                    f"config.attention: RoPE rotates channels in pairs, and a key has "
+                    f"{mechanism.rope_dim} rotated channels: make key_dim (or rope_key_dim) even, "
+                    "or set config.model.positions"
                 )
 
     @property
     def layer_groups(self) -> tuple[tuple[MechanismConfig, int], ...]:
-        """Runs of layers with equal mechanism, as (mechanism, number of layers)."""
+        """Layer groups: consecutive layers with equal mechanisms, as (mechanism, num layers)."""
         runs = itertools.groupby(self.mechanisms)
         return tuple((mechanism, len(tuple(run))) for mechanism, run in runs)
 
     @property
     def angle_limit(self) -> int | None:
-        """How many tokens positions have angles for; None in a model that uses none."""
+        """Number of positions that have angles; None in a model without angles."""
         fixed = self.block.positions in ("rope", "sinusoidal")
         has_angles = fixed or any(m.needs_angles for m in self.mechanisms)
         return rope.MAX_POSITION if has_angles else None

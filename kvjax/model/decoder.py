@@ -1,4 +1,4 @@
-"""A Transformer over a cache: layers unrolled, each with weights and cache arrays of its own."""
+"""A Transformer over a cache, with unrolled layers: separate weights and cache arrays for each."""
 
 from flax import nnx
 import jax
@@ -12,10 +12,10 @@ from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 
 
 class Decoder(Transformer):
-    """Made once from a Transformer, with weights in the dtypes of `transformer.compute_dtypes`.
+    """Decodes with a Transformer's weights, cast once to `transformer.compute_dtypes`.
 
-    Stacks that training scans over are taken apart here: a slice of a stack at every step would
-    copy all weights at every step.
+    The stacked layers that training scans over are unstacked here: slicing a stack inside the step
+    would copy all weights at every step.
     """
 
     def __init__(self, model: Transformer, compute: Compute = Compute()):
@@ -23,15 +23,14 @@ class Decoder(Transformer):
         self.compute = compute
         graph, weights = nnx.split(model)
         weights = nnx.to_pure_dict(weights)
-        cast = lambda w, dtype: w.astype(dtype)
-        model = nnx.merge(
-            graph, jax.tree.map(cast, weights, compute_dtypes(weights, compute.dtype))
-        )
+        dtypes = compute_dtypes(weights, compute.dtype)
+        weights = jax.tree.map(lambda w, dtype: w.astype(dtype), weights, dtypes)
+        model = nnx.merge(graph, weights)
         for name in ("embedding", "positions", "head", "embedding_norm", "final_norm"):
             setattr(self, name, getattr(model, name))
         self.layers = nnx.List([])
-        for (_, length), segment in zip(model.config.layer_groups, model.segments, strict=True):
-            graph, weights = nnx.split(segment)
+        for (_, length), group in zip(model.config.layer_groups, model.segments, strict=True):
+            graph, weights = nnx.split(group)
             for i in range(length):
                 self.layers.append(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
 
@@ -43,13 +42,16 @@ class Decoder(Transformer):
         *,
         implementation: str | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Final activations [B, T, D] of new tokens, and the cache that holds them too.
+        """Decodes T new tokens per sequence.
 
         Args:
-          tokens_BT: the next tokens of every sequence, padding at the end.
-          counts_B: how many of them are real, 0 to T; activations of padding mean nothing. They
-            must fit: `kvjax.cache.check_capacity` is for the caller, on the host.
+          tokens_BT: next tokens of every sequence, padding at the end.
+          counts_B: number of real tokens, 0 to T. The caller checks that they fit the cache
+            (`kvjax.cache.check_capacity`, on the host).
           implementation: see `kvjax.kernels.decode_attention.api`.
+
+        Returns:
+          Final activations [B, T, D] (undefined for padding), and the updated cache.
         """
         c = self.config.block
         T = tokens_BT.shape[1]
@@ -67,6 +69,6 @@ class Decoder(Transformer):
 
 
 def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacity: int) -> Cache:
-    """An empty cache for a model; see `kvjax.cache.abstract`."""
+    """Allocates an empty cache for a model; see `kvjax.cache.abstract`."""
     shape = dict(batch=batch, capacity=capacity, dtype=compute.dtype)
     return cache_lib.allocate(config.mechanisms, **shape)

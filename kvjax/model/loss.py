@@ -1,4 +1,9 @@
-"""Cross-entropy without a [B, T, V] array in memory."""
+"""Cross-entropy without a [B, T, V] array in memory.
+
+With V = 65,536 the logits of a batch would be its largest activation by far. The sequence is cut
+into `Compute.loss_chunks` slices of t tokens; only one slice's [B, t, V] logits exist at a time. On
+several devices each processes its own tokens (shard_map) with the full head.
+"""
 
 import functools
 
@@ -9,9 +14,9 @@ from jax.sharding import Mesh, PartitionSpec as P
 from kvjax.distributed.sharding import BATCH
 from kvjax.model.transformer import Compute, Transformer, logits
 
-_TOKENS = P(BATCH, "sequence")  # of [B, T, ...]
-# The vocabulary's axis, `tensor`, is left to the compiler. In order: collectives over axes in
-# another order are other programs, and a set's order is drawn anew in every process.
+_TOKENS = P(BATCH, "sequence")  # sharding of [B, T, ...]
+# The compiler shards the vocabulary (`tensor`). A tuple, not a set: the order of axes is part of a
+# collective, all processes must agree on it, and a set of strings has another order in each.
 _MANUAL = (*BATCH, "sequence")
 
 
@@ -23,7 +28,7 @@ def token_losses(
     compute: Compute = Compute(),
     **row,
 ) -> jax.Array:
-    """Nats of every target, [B, T], in float32 or wider; logits are made in slices of T.
+    """Returns the cross-entropy of every target in nats, [B, T], in float32 or wider.
 
     Args:
       row: positions_BT, segment_ids_BS, see `Transformer`.
@@ -36,14 +41,14 @@ def token_losses(
 def losses_from_hidden(
     head_DV: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, softcap: float, compute: Compute
 ) -> jax.Array:
-    """`token_losses` of final activations and a head."""
+    """Computes `token_losses` from final activations and a head."""
 
     def nats(head_DV, x_BTD, targets_BT):
         slices = (_split(x_BTD, compute.loss_chunks), _split(targets_BT, compute.loss_chunks))
         return _join(jax.lax.map(lambda xs: _nats(head_DV, *xs, softcap), slices))
 
     in_specs = (P(), _TOKENS, _TOKENS)
-    return _by_device(nats, compute.mesh, in_specs, _TOKENS)(head_DV, x_BTD, targets_BT)
+    return _per_device(nats, compute.mesh, in_specs, _TOKENS)(head_DV, x_BTD, targets_BT)
 
 
 def mean_loss(
@@ -56,14 +61,14 @@ def mean_loss(
     compute: Compute = Compute(),
     **row,
 ) -> jax.Array:
-    """The mean of `token_losses`, made to be differentiated.
+    """Returns the mean of `token_losses`, with a memory-efficient gradient.
 
-    The forward pass takes each slice's gradients while its logits are at hand; the backward pass
-    only scales them. So logits are computed once and never kept.
+    The forward pass computes each slice's gradients right after its logits; the backward pass only
+    scales them by the cotangent. Logits are computed once and never stored.
 
     Args:
-      weights_BT: what each target counts; None: 1.
-      scale: on the sum; None: 1 / B·T, which makes it the mean.
+      weights_BT: weight of each target (the loss mask); None: 1.
+      scale: factor on the sum; None: 1 / (B·T), the mean.
       row: positions_BT, segment_ids_BS, dropout, see `Transformer`.
     """
     x_BTD = model(tokens_BT, compute=compute, **row)
@@ -75,10 +80,10 @@ def mean_loss(
 
 
 def _reciprocal(count: int) -> jax.Array | float:
-    """1 / count, so that weights of 1 with their sum give the bits that no weights do.
+    """Returns 1 / count, bit-identical to the same factor passed in as an argument.
 
-    XLA makes a product of a division by a number that it knows, and merges that number with others
-    that it knows: of no consequence for powers of two alone.
+    Without the barrier XLA would fold the constant into neighbouring constants, which changes
+    rounding unless it is a power of two. A run with weights of 1 must equal one without weights.
     """
     if count & (count - 1) == 0:
         return 1.0 / count
@@ -96,13 +101,13 @@ def distillation_loss(
     dropout: jax.Array | None = None,
     **row,
 ) -> jax.Array:
-    """The mean of (1 - share)·cross-entropy + share·KL(teacher || model), to be differentiated.
+    """Returns the mean of (1 - share)·cross-entropy + share·KL(teacher || model).
 
-    Logits of both are made in slices of T, and again in the backward pass.
+    Logits of both models are computed in slices of T, and recomputed in the backward pass.
 
     Args:
-      teacher: of the same vocabulary; it learns nothing, and drops nothing.
-      dropout, row: positions_BT, segment_ids_BS, see `Transformer`.
+      teacher: model with the same vocabulary, applied without dropout and gradient.
+      dropout, row: see `Transformer`.
     """
     x_BTD = model(tokens_BT, compute=compute, dropout=dropout, **row)
     y_BTD = teacher(tokens_BT, compute=compute, **row)
@@ -123,14 +128,14 @@ def distillation_loss(
         slices = tuple(_split(x, compute.loss_chunks) for x in arrays_BT)
         return _join(jax.lax.map(lambda xs: slice_loss(heads, *xs), slices))
 
-    specs = dict(in_specs=((P(), P()), _TOKENS, _TOKENS, _TOKENS), out_specs=_TOKENS)
+    in_specs = ((P(), P()), _TOKENS, _TOKENS, _TOKENS)
     with jax.named_scope("loss"):
-        of_device = _by_device(losses, compute.mesh, **specs)
-        return jnp.mean(of_device(heads, x_BTD, jax.lax.stop_gradient(y_BTD), targets_BT))
+        losses = _per_device(losses, compute.mesh, in_specs, _TOKENS)
+        return jnp.mean(losses(heads, x_BTD, jax.lax.stop_gradient(y_BTD), targets_BT))
 
 
 def _nats(head_DV, x_BtD, targets_Bt, softcap: float) -> jax.Array:
-    """[B, t]: of each target."""
+    """Returns the cross-entropy of each target, [B, t]."""
     z_BtV = logits(x_BtD, head_DV, softcap)
     target_Bt = jnp.take_along_axis(z_BtV, targets_Bt[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(z_BtV, axis=-1) - target_Bt
@@ -142,10 +147,11 @@ def _sum_of_nats(softcap, chunks, mesh, head_DV, x_BTD, targets_BT, weights_BT=N
 
 
 def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targets_BT, weights_BT):
-    """The sum, and the gradients for head and activations.
+    """Returns the weighted sum of nats, and its gradients for head and activations.
 
-    Every device goes through its own tokens and adds up a head's gradient of its own; those are
-    summed once, after the last slice, each device taking its part.
+    Each device accumulates a full head gradient [D, V] over its own tokens. The gradients are
+    reduced over devices once, after the last slice: a reduce-scatter over `fsdp`, then a sum over
+    the other axes, so that less is sent.
     """
 
     def loss(head_DV, x_BtD, targets_Bt, weights_Bt=None):
@@ -171,17 +177,23 @@ def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targe
         return total, dhead_DV.astype(head_DV.dtype), _join(dx)
 
     in_specs = (P(), _TOKENS, _TOKENS, *[_TOKENS] * len(weights))
-    specs = dict(in_specs=in_specs, out_specs=(P(), P("fsdp"), _TOKENS))
-    total, *gradients = _by_device(sums, mesh, **specs)(head_DV, x_BTD, targets_BT, *weights)
+    sums = _per_device(sums, mesh, in_specs, (P(), P("fsdp"), _TOKENS))
+    total, *gradients = sums(head_DV, x_BTD, targets_BT, *weights)
     return total, tuple(gradients)
 
 
-def _by_device(function, mesh: Mesh | None, in_specs, out_specs):
-    """A function applied to every device's own tokens, with the whole head."""
+def _per_device(function, mesh: Mesh | None, in_specs, out_specs):
+    """Maps a function over the devices' own tokens; arguments of spec P() are whole on each."""
     if mesh is None:
         return function
-    specs = dict(in_specs=in_specs, out_specs=out_specs)
-    return jax.shard_map(function, mesh=mesh, axis_names={*_MANUAL}, check_vma=False, **specs)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={*_MANUAL},
+        check_vma=False,
+    )
 
 
 def _scale_gradients(softcap, chunks, mesh, gradients, cotangent):
@@ -193,13 +205,13 @@ _sum_of_nats.defvjp(_sum_and_gradients, _scale_gradients)
 
 
 def _split(x_BT: jax.Array, chunks: int) -> jax.Array:
-    """[B, T, ...] to [n, B, T/n, ...], n the largest divisor of T up to `chunks`."""
+    """Reshapes [B, T, ...] to [n, B, T/n, ...], n the largest divisor of T up to `chunks`."""
     B, T = x_BT.shape[:2]
     n = next(n for n in range(min(chunks, T), 0, -1) if T % n == 0)
     return jnp.moveaxis(x_BT.reshape(B, n, T // n, *x_BT.shape[2:]), 1, 0)
 
 
 def _join(x_nBt: jax.Array) -> jax.Array:
-    """The inverse of `_split`."""
+    """Inverts `_split`."""
     n, B, t = x_nBt.shape[:3]
     return jnp.moveaxis(x_nBt, 0, 1).reshape(B, n * t, *x_nBt.shape[3:])

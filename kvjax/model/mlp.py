@@ -1,4 +1,4 @@
-"""The feed-forward layer: D -> M -> D."""
+"""The MLP of a block: D -> M -> D."""
 
 from flax import nnx
 import jax
@@ -8,9 +8,10 @@ from kvjax.layers.weight import linear, weight
 
 
 class MLP(nnx.Module):
-    """relu(x W)^2, relu(x W), gelu(x W) or swish(x G)·(x W), then back to D (zero at the start).
+    """Computes f(x W_up) W_down, or (silu(x W_gate) * (x W_up)) W_down with "swiglu".
 
-    "gelu" is its approximation by tanh, "gelu_exact" the one with erf.
+    f is relu^2 ("relu2"), relu, gelu approximated by tanh ("gelu"), or gelu by erf ("gelu_exact").
+    W_down starts at zero in the default recipe.
     """
 
     def __init__(self, d_model: int, mlp_dim: int, *, activation: str, bias: bool, rngs: nnx.Rngs):

@@ -1,6 +1,6 @@
-"""What configs share: scales, mechanisms, presets. A config file picks from here and runs nothing.
+"""Sections of configs: scales, mechanisms, optimizer presets. A config file combines them:
 
-config = recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))
+recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))
 """
 
 from kvjax.recipes.conversations import EMBEDDED_CONVERSATIONS, chat_sft, mid_train
@@ -30,39 +30,3 @@ from kvjax.recipes.mechanisms import (
 from kvjax.recipes.optimizers import PRESETS, adamw, nanochat, paper_text, tuning
 from kvjax.recipes.pretraining import pretrain
 from kvjax.recipes.scales import VOCAB_SIZE
-
-__all__ = [
-    "EMBEDDED_CONVERSATIONS",
-    "HEAD_DIM",
-    "PRESETS",
-    "TUNED",
-    "VOCAB_SIZE",
-    "adamw",
-    "chat_sft",
-    "factored",
-    "gla",
-    "gqa",
-    "grouped",
-    "gta",
-    "imported",
-    "lrkv",
-    "mfa",
-    "mfa_kr",
-    "mha",
-    "mid_train",
-    "mla",
-    "mla_lrkv",
-    "mla_paper",
-    "mlra",
-    "mqa",
-    "nanochat",
-    "paper_text",
-    "pretrain",
-    "projection_sharing",
-    "recover",
-    "shared_kv",
-    "thin_keys",
-    "tpa",
-    "tuning",
-    "without_qk_norm",
-]

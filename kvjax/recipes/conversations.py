@@ -1,30 +1,31 @@
-"""Runs that go on from a trained model, on conversations."""
+"""Configs of runs that continue a trained model on conversations: mid-training and SFT."""
+
+from dataclasses import asdict
 
 import ml_collections
 
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data.config import MIXTURE, PARENT
 from kvjax.recipes.pretraining import pretrain
-from kvjax.recipes.section import keys
 
 
 def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
-    """The config of a run that goes on from a pretrained one, on conversations.
+    """Returns the config of mid-training: a pretrained model continued on conversations.
 
-    As karpathy/nanochat's mid_train (commit 0f00788), which the LRKV paper's Table 3 has: one pass
-    over SmolTalk, MMLU and GSM8K, every target counts, the optimizer begins anew at the full rates
-    of pretraining, constant and over the last fifth linear to 0, nothing clipped. Known
-    differences: rows overlap by one token, where nanochat leaves out a target between batches;
-    they are shuffled once more; and what `nanochat` above says.
+    As karpathy/nanochat's mid_train (commit 0f00788), used for the LRKV paper's Table 3: one epoch
+    of SmolTalk, MMLU and GSM8K; all targets count; a new optimizer state at the learning rates of
+    pretraining, with a linear cooldown over the last fifth; no clipping. Known differences: rows
+    overlap by one token (nanochat omits the target between batches); rows are shuffled again; and
+    the list in `optimizers.nanochat`.
 
     Args:
-      name: the file's name, with its folder; the parent is runs/ and that of the file.
-      scale, attention: of the parent, as in `pretrain`.
-      sections: keys in which the run differs: train=dict(parent="runs/other@1000").
+      name: name of the config file, with its folder; the parent is runs/NAME without the folder.
+      scale, attention: as in `pretrain`, equal to the parent's.
+      sections: keys that differ: train=dict(parent="runs/other@1000").
     """
     config = pretrain(name, scale=scale, attention=attention).unlock()
     rows = 524_288 // 2048
-    # As many rows of a part as in pretraining.
+    # Microbatches of as many rows as in pretraining.
     parts = rows * config.train.grad_accumulation // config.train.batch_size
     config.train.update(
         parent=f"runs/{name.rpartition('/')[2]}",
@@ -35,25 +36,26 @@ def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
         eval_rows=5120,  # 10.5M tokens
         checkpoint_every=150,
         keep_checkpoints=2,
-        sample_tokens=0,  # a text that no conversation is
+        sample_tokens=0,  # the sample prompt is not a conversation
     )
     config.data.update(source=MIXTURE, tokenizer=PARENT, sequence_length=2048)
     config.optimizer.update(clip_norm=0.0)
-    config.mixture = ml_collections.ConfigDict(keys(_MID_TRAINING))
+    config.mixture = ml_collections.ConfigDict(asdict(_MID_TRAINING))
     for section, values in sections.items():
         config[section].update(values)
     return config.lock()
 
 
 def chat_sft(name: str, *, scale: str, attention: dict, **sections: dict):
-    """The config of a run that goes on from a mid-trained one: nanochat's chat_sft (same commit).
+    """Returns the config of supervised fine-tuning: nanochat's chat_sft (same commit).
 
-    20,843 conversations, one a row, of which only what the assistant says counts, 32 a step; all
-    rates times 0.02, linear to 0; Muon's momentum 0.95. nanochat divides each part's loss by the
-    part's own targets, here a step's is divided by all of its.
+    20,843 conversations, one per row, 32 rows per step; only the assistant's tokens count; all
+    learning rates times 0.02, with linear decay to 0; Muon's momentum is 0.95. nanochat divides
+    each microbatch's loss by its own number of targets; here a step's loss is divided by all its
+    targets.
 
     Args:
-      name: the file's name; the parent is runs/mid/ and that of the file.
+      name: name of the config file; the parent is runs/mid/NAME.
       scale, attention, sections: as in `mid_train`.
     """
     config = mid_train(name, scale=scale, attention=attention).unlock()
@@ -65,9 +67,8 @@ def chat_sft(name: str, *, scale: str, attention: dict, **sections: dict):
         eval_rows=0,
         checkpoint_every=100,
     )
-    rates = dict(lr_scale=0.02, schedule="linear", momentum_warmup_steps=0)
-    config.optimizer.update(rates)
-    config.mixture = ml_collections.ConfigDict(keys(_CHAT))
+    config.optimizer.update(lr_scale=0.02, schedule="linear", momentum_warmup_steps=0)
+    config.mixture = ml_collections.ConfigDict(asdict(_CHAT))
     for section, values in sections.items():
         config[section].update(values)
     return config.lock()
@@ -81,8 +82,8 @@ _MID_TRAINING = MixtureConfig(
     validation_mmlu="~/data/mmlu/all/test-*.parquet#0:5200",
     validation_gsm8k="~/data/gsm8k/main/test-*.parquet#0:420",
 )
-# Made up, for a laptop; in the place of those that a recipe names.
-EMBEDDED_CONVERSATIONS = keys(
+# Synthetic conversations in place of the data sets above, for training on a laptop.
+EMBEDDED_CONVERSATIONS = asdict(
     MixtureConfig(conversations="embedded#0:450", validation_conversations="embedded#450:500")
 )
 _CHAT = MixtureConfig(

@@ -1,4 +1,6 @@
-"""Attention sections: one function for each mechanism, of heads, ranks and widths."""
+"""Attention sections of configs: one function per mechanism, from heads, ranks and widths."""
+
+from dataclasses import asdict
 
 from kvjax.attention import (
     FactoredConfig,
@@ -14,16 +16,15 @@ from kvjax.attention import (
     TPAConfig,
 )
 from kvjax.foundation.errors import UserError
-from kvjax.recipes.section import keys
 
 HEAD_DIM = 128
 
 
 def grouped(num_heads: int, *, kv_heads: int, bases: int, rank: int, dim: int = HEAD_DIM) -> dict:
-    """N query heads, K KV heads, J bases, rank R, head dims H = Hv."""
+    """Any member of `attention/grouped.py`: N query heads, K KV heads, J bases, rank R, H = Hv."""
     shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_bases=bases, rank=rank)
     config = GroupedConfig(**shape, key_dim=dim, value_dim=dim)
-    return dict(kind="grouped", layer_ranks=()) | keys(config)
+    return dict(kind="grouped", layer_ranks=()) | asdict(config)
 
 
 def mha(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
@@ -45,7 +46,7 @@ def lrkv(num_heads: int, *, rank: int, dim: int = HEAD_DIM) -> dict:
 def thin_keys(
     num_heads: int, *, key_dim: int, kv_heads: int | None = None, dim: int = HEAD_DIM
 ) -> dict:
-    """Keys (and queries) of fewer channels than values."""
+    """Keys and queries with fewer channels than values."""
     return gqa(num_heads, kv_heads=kv_heads or num_heads, dim=dim) | dict(key_dim=key_dim)
 
 
@@ -57,15 +58,19 @@ def projection_sharing(
     channels: int = 0,
     dim: int = HEAD_DIM,
 ) -> dict:
-    """Q-K=V is tie="kv" (with kv_heads Q-GQA, Q-MQA), Q=K-V "qk", Q=K=V "qkv"; channels: "+"."""
+    """Projection sharing: tie="kv" is Q-K=V (Q-GQA, Q-MQA by kv_heads), "qk" Q=K-V, "qkv" Q=K=V.
+
+    Args:
+      channels: position channels of "+"; 0: without.
+    """
     shape = gqa(num_heads, kv_heads=kv_heads or num_heads, dim=dim)
     return shape | dict(tie=tie, position_channels=channels)
 
 
 def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int = HEAD_DIM) -> dict:
-    """Position from one key of rope_dim channels that is cached beside the latent."""
+    """DeepSeek-V2's MLA: a shared latent, and one shared RoPE key of rope_dim channels."""
     shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    return dict(kind="mla") | keys(MLAConfig(**shape, rope_key_dim=rope_dim))
+    return dict(kind="mla") | asdict(MLAConfig(**shape, rope_key_dim=rope_dim))
 
 
 def mla_lrkv(
@@ -76,16 +81,16 @@ def mla_lrkv(
     rope_dim: int = HEAD_DIM // 2,
     dim: int = HEAD_DIM,
 ) -> dict:
-    """LRKV over MLA's latent: a latent for all heads and residuals of `rank` for each."""
+    """LRKV over MLA: a latent shared by all heads, and residuals of `rank` per head."""
     shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
     config = MLALRKVConfig(**shape, rope_key_dim=rope_dim, rank=rank)
-    return dict(kind="mla_lrkv") | keys(config)
+    return dict(kind="mla_lrkv") | asdict(config)
 
 
 def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
-    """Every head's keys are rebuilt from the latent and rotated, as the LRKV paper counts MLA."""
+    """MLA as the LRKV paper counts it: no RoPE key; keys are rebuilt from the latent."""
     shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    return dict(kind="mla_paper") | keys(PaperMLAConfig(**shape))
+    return dict(kind="mla_paper") | asdict(PaperMLAConfig(**shape))
 
 
 def factored(
@@ -97,15 +102,15 @@ def factored(
     value_rank: int = 0,
     dim: int = HEAD_DIM,
 ) -> dict:
-    """Keys of low rank from J latents, of values too if they have a rank; no base."""
+    """Low-rank keys from J latents, without a base; low-rank values too if value_rank > 0."""
     shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_latents=latents)
     shape |= dict(key_rank=key_rank, value_rank=value_rank)
     config = FactoredConfig(**shape, key_dim=dim, value_dim=dim)
-    return dict(kind="factored", layer_ranks=()) | keys(config)
+    return dict(kind="factored", layer_ranks=()) | asdict(config)
 
 
 def without_qk_norm(attention: dict, *, bias: bool = False) -> dict:
-    """A mechanism without QK-norm, as others' models have it, and with biases if they do."""
+    """Removes QK-norm from a section, as in most published models; optionally adds biases."""
     return attention | dict(qk_norm="none", bias=bias)
 
 
@@ -113,14 +118,14 @@ def without_qk_norm(attention: dict, *, bias: bool = False) -> dict:
 
 
 def mfa(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -> dict:
-    """Multi-matrix factorization attention: few, wide KV heads, and queries of a rank."""
+    """Multi-matrix factorization attention: few wide KV heads and low-rank queries."""
     return gqa(num_heads, kv_heads=kv_heads, dim=dim) | dict(query_rank=query_rank)
 
 
 def mfa_kr(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -> dict:
     """MFA with keys reused as values."""
     shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, query_rank=query_rank)
-    return dict(kind="mfa_kr") | keys(MFAKRConfig(**shape))
+    return dict(kind="mfa_kr") | asdict(MFAKRConfig(**shape))
 
 
 def gla(
@@ -132,10 +137,10 @@ def gla(
     query_rank: int = 0,
     dim: int = HEAD_DIM,
 ) -> dict:
-    """Grouped latent attention: several latents of `latent` channels, and a key of rope_dim."""
+    """Grouped latent attention: several latents, and one RoPE key of rope_dim channels."""
     shape = dict(num_heads=num_heads, num_latents=latents, latent_dim=latent, key_dim=dim)
     shape |= dict(value_dim=dim, rope_key_dim=rope_dim, query_rank=query_rank)
-    return dict(kind="gla") | keys(GLAConfig(**shape))
+    return dict(kind="gla") | asdict(GLAConfig(**shape))
 
 
 def mlra(
@@ -147,20 +152,20 @@ def mlra(
     query_rank: int = 0,
     dim: int = HEAD_DIM,
 ) -> dict:
-    """Multi-head low-rank attention over four latents: MLRA-2 or MLRA-4 by its branches, or 1."""
+    """Multi-head low-rank attention over four latents; 2 branches are MLRA-2, 4 are MLRA-4."""
     if branches not in (1, 2, 4):
-        raise UserError(f"branches = {branches}: must be 1, 2 or 4, of four latents in all")
+        raise UserError(f"branches = {branches}: must be 1, 2 or 4 (they share four latents)")
     shape = dict(num_heads=num_heads, num_branches=branches, num_latents=4 // branches)
     shape |= dict(latent_dim=latent, key_dim=dim, value_dim=dim)
     config = MLRAConfig(**shape, rope_key_dim=rope_dim, query_rank=query_rank)
-    return dict(kind="mlra") | keys(config)
+    return dict(kind="mlra") | asdict(config)
 
 
 def gta(num_heads: int, *, kv_heads: int, dim: int = HEAD_DIM, rope_dim: int | None = None) -> dict:
-    """Grouped-tied attention; half of a key's channels are rotated, if nothing else is said."""
+    """Grouped-tied attention; by default half of a key's channels are rotated."""
     rope_dim = dim // 2 if rope_dim is None else rope_dim
     shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, rope_key_dim=rope_dim)
-    return dict(kind="gta") | keys(GTAConfig(**shape))
+    return dict(kind="gta") | asdict(GTAConfig(**shape))
 
 
 def shared_kv(
@@ -171,9 +176,9 @@ def shared_kv(
     rope_dim: int = HEAD_DIM // 2,
     query_rank: int = 0,
 ) -> dict:
-    """One vector as key and value; the last rope_dim of its channels are rotated."""
+    """Shared KV: one vector is key and value; its last rope_dim channels are rotated."""
     shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, rope_key_dim=rope_dim)
-    return dict(kind="shared_kv") | keys(SharedKVConfig(**shape, query_rank=query_rank))
+    return dict(kind="shared_kv") | asdict(SharedKVConfig(**shape, query_rank=query_rank))
 
 
 def tpa(
@@ -187,4 +192,4 @@ def tpa(
     """Tensor product attention; query_factors = 0 is "KV-only"."""
     shape = dict(num_heads=num_heads, key_rank=key_rank, value_rank=value_rank)
     config = TPAConfig(**shape, query_factors=query_factors, key_dim=dim, value_dim=dim)
-    return dict(kind="tpa") | keys(config)
+    return dict(kind="tpa") | asdict(config)

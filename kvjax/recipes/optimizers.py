@@ -1,29 +1,31 @@
-"""Optimizer sections: what a recipe says of learning rates, Muon, AdamW and the schedule."""
+"""Optimizer sections of configs: learning rates, Muon, AdamW and the schedule."""
+
+from dataclasses import asdict
 
 from kvjax.optim import OptimizerConfig
-from kvjax.recipes.section import keys
 
 
 def nanochat() -> dict:
     """karpathy/nanochat, commit 0f00788 (2025-10-19).
 
-    Known differences of a run with this preset from nanochat's own:
+    Known differences between a run with this preset and nanochat:
 
-    - weights, embedding included, are float32 and cast when used (nanochat keeps the embedding in
-      bfloat16, and its RoPE tables); logits are soft-capped in float32, not bfloat16;
-    - keys rotate by +t·theta, not -t·theta, and are normed before, not after (the same function);
-    - RMSNorm adds 1e-6, not the dtype's epsilon;
+    - weights, including the embedding, are stored in float32 and cast before use (nanochat keeps
+      the embedding and RoPE tables in bfloat16); logits are soft-capped in float32, not bfloat16;
+    - keys rotate by +t·theta instead of -t·theta, and after instead of before the norm (the same
+      function);
+    - RMSNorm adds 1e-6 instead of the dtype's epsilon;
     - Newton-Schulz runs in the compute dtype (bfloat16 in nanochat);
-    - rows are shuffled anew each epoch; nanochat reads its shards in order;
+    - rows are reshuffled each epoch; nanochat reads its shards in order;
     - validation counts whole rows of the held-out documents, not a fixed number of batches.
     """
-    return keys(OptimizerConfig())
+    return asdict(OptimizerConfig())
 
 
 def paper_text() -> dict:
-    """What LRKV section 5 and appendix A say: cosine with warmup, decay 0.1, betas (0.9, 0.95).
+    """The text of LRKV's section 5 and appendix A: cosine, weight decay 0.1, betas (0.9, 0.95).
 
-    The length of the warmup is not given; 1,000 steps is our choice.
+    The paper does not give the length of the warmup; 1,000 steps is our choice.
     """
     return nanochat() | dict(
         adam_b1=0.9,
@@ -36,9 +38,9 @@ def paper_text() -> dict:
 
 
 def tuning() -> dict:
-    """Thin keys, section 3.7: a learning rate of 5e-5; the rest is AdamW as PyTorch has it.
+    """Fine-tuning in thin keys' section 3.7: a constant learning rate of 5e-5.
 
-    The paper does not name its optimizer, schedule or weight decay.
+    The paper does not name optimizer, schedule or weight decay; here AdamW with PyTorch's defaults.
     """
     rates = dict.fromkeys(("matrix", "embedding", "head", "vector"), 5e-5)
     return nanochat() | dict(
@@ -54,14 +56,14 @@ def tuning() -> dict:
 
 
 def adamw(rate: float, d_model: int, *, weight_decay: float, **keys) -> dict:
-    """AdamW with one learning rate and one weight decay for all weights, cosine after a warmup.
+    """AdamW with one learning rate and one weight decay for all weights, cosine schedule.
 
     Args:
-      d_model: D: the optimizer scales two rates by (D/768)^-1/2, which is taken back here.
-      keys: of `OptimizerConfig`.
+      d_model: D, to undo the optimizer's factor (D/768)^-1/2 on embedding and head.
+      keys: further keys of `OptimizerConfig`.
     """
     scaled = rate * (d_model / 768) ** 0.5
-    found = dict(
+    section = dict(
         matrices="adamw",
         matrix_learning_rate=rate,
         vector_learning_rate=rate,
@@ -74,7 +76,7 @@ def adamw(rate: float, d_model: int, *, weight_decay: float, **keys) -> dict:
         adam_epsilon=1e-8,
         schedule="cosine",
     )
-    return found | keys
+    return section | keys
 
 
 PRESETS = {"nanochat": nanochat, "paper_text": paper_text, "tuning": tuning}

@@ -1,20 +1,21 @@
-"""Sizes of models, their data and budgets: depth is the one dial."""
+"""Sizes of models with their data and training budgets; depth sets all sizes, as in nanochat."""
+
+from dataclasses import asdict
 
 from kvjax.model.config import BlockConfig
 from kvjax.recipes import optimizers
-from kvjax.recipes.section import keys
 
 VOCAB_SIZE = 65_536
 
 
 def model(depth: int) -> dict:
-    """A model of depth layers and width 64·depth; the rest is nanochat's."""
+    """Returns a model section: `depth` layers, width 64·depth, MLP 4 x the width."""
     width = 64 * depth
-    return keys(BlockConfig(num_layers=depth, d_model=width, mlp_dim=4 * width))
+    return asdict(BlockConfig(num_layers=depth, d_model=width, mlp_dim=4 * width))
 
 
 def tiny() -> dict:
-    """Width 128, 4 layers, 1.3M parameters: minutes on two CPU cores."""
+    """4 layers of width 128, 1.3M parameters: trains in minutes on two CPU cores."""
     model = dict(num_layers=4, d_model=128, mlp_dim=512)
     return dict(model=model, train=dict(num_steps=500, eval_every=100, checkpoint_every=100))
 
@@ -43,8 +44,8 @@ def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -
     )
 
 
-def _classic(layers: int, width: int, mlp_dim: int, **model) -> dict:
-    """Other authors' models: weights N(0, 0.02²), norms with gains, a tied head, nothing capped."""
+def _gpt2(layers: int, width: int, mlp_dim: int, **model) -> dict:
+    """A GPT-2-style model section: N(0, 0.02²) weights, norm gains, tied head, no soft cap."""
     shape = dict(num_layers=layers, d_model=width, mlp_dim=mlp_dim, norm_gain=True)
     start = dict(embedding_std=0.02, matrix_std=0.02, zero_outputs=False)
     off = dict(embedding_norm=False, logit_softcap=0.0, tied_head=True)
@@ -62,20 +63,31 @@ def _sharing(
     steps: int,
     every: int,
 ) -> dict:
-    """Projection sharing's language models (arXiv 2606.04032, section 3.3), from their code.
+    """Projection sharing's language models (arXiv 2606.04032, section 3.3), from the authors' code.
 
-    GPT-2's form; 2,048 learned positions; AdamW, with weight decay on everything. The authors pad
-    each document to a row and count the padding; here documents are packed, and none sees another.
+    GPT-2's architecture with 2,048 learned positions; AdamW with weight decay on all weights. The
+    authors pad each document to a row and count the padding in the loss; here documents are packed
+    with a document mask.
 
     Args:
-      rows: of 2,048 tokens per step, in so many parts.
-      steps: that are planned; between two evaluations there are `every`.
+      rows: rows of 2,048 tokens per step.
+      parts: microbatches per step.
+      steps: steps of the run.
+      every: steps between evaluations and checkpoints.
     """
-    form = dict(norm="layer", norm_bias=True, norm_epsilon=1e-5, bias=True, dropout=0.1)
-    form |= dict(positions="learned", max_positions=2048, activation="gelu_exact")
+    options = dict(
+        norm="layer",
+        norm_bias=True,
+        norm_epsilon=1e-5,
+        bias=True,
+        dropout=0.1,
+        positions="learned",
+        max_positions=2048,
+        activation="gelu_exact",
+    )
     decay = dict(warmup_steps=warmup, final_fraction=0.1, weight_decay=0.1)
     return dict(
-        model=_classic(layers, width, 4 * width, **form),
+        model=_gpt2(layers, width, 4 * width, **options),
         optimizer=optimizers.adamw(rate, width, adam_b2=0.95, **decay),
         data=dict(
             source="~/data/slimpajama/*.jsonl.zst",
@@ -101,13 +113,13 @@ def _sharing(
 def _llama_125m() -> dict:
     """Thin keys' LLaMA-style model (arXiv 2603.04427, section 3.6): WikiText-103, 5 epochs.
 
-    The paper's words are its tokens, 21,800 or so (its parameters lie between 21,761 and 21,832).
-    Here as many are learned by BPE, so that texts are encoded byte for byte.
+    The paper tokenizes by words; its parameter counts imply a vocabulary between 21,761 and 21,832.
+    Here BPE learns 21,800 tokens, so that every text can be encoded.
     """
-    form = dict(activation="swiglu", rope_base=10_000.0, norm_epsilon=1e-6)
+    options = dict(activation="swiglu", rope_base=10_000.0, norm_epsilon=1e-6)
     decay = dict(warmup_steps=2_000, final_fraction=0.1, weight_decay=0.1)
     return dict(
-        model=_classic(12, 768, 2048, **form),
+        model=_gpt2(12, 768, 2048, **options),
         optimizer=optimizers.adamw(3e-4, 768, adam_b2=0.95, **decay),
         data=dict(
             source="~/data/wikitext-103/train-*.parquet",

@@ -385,9 +385,9 @@ BAD = [
     (
         "mha",
         dict(latent_scale=True),
-        "latent_scale = True.*no latent to scale here: give query_rank",
+        "latent_scale = True.*no normed latent to scale: set query_rank",
     ),
-    ("mla_paper", dict(latent_scale=True), "latent_scale = True.*no latent"),
+    ("mla_paper", dict(latent_scale=True), "latent_scale = True.*no normed latent"),
     ("gla", dict(num_latents=3), "num_latents = 3.*must divide num_heads = 4"),
     ("gla", dict(num_latents=0), "num_latents = 0.*at least 1"),
     ("mlra", dict(num_branches=0), "num_branches = 0.*at least 1"),

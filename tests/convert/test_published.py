@@ -177,7 +177,7 @@ def test_tensors_that_are_not_those_of_the_config(copied, change, said):
             "k_proj.weight has shape (8, 16), and (16, 16)",
         ),
         (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide num_heads = 4"),
-        (dict(head_dim=5), "are rotated by RoPE in pairs"),
+        (dict(head_dim=5), "RoPE rotates channels in pairs"),
         (dict(num_hidden_layers=10**6), "config.model.num_layers = 1000000: must be at"),
         (dict(vocab_size=41), "has shape (40, 16), and (41, 16)"),
     ],

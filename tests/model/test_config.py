@@ -73,7 +73,8 @@ def test_what_a_block_may_be():
         assert _said(**{key: "batch"}) == f"config.model.{key} = 'batch': must be one of {known}"
     assert not _said(logit_softcap=0.0) and not _said(window=4) and not _said(causal=False)
     assert "rope_high = 1.0: must be more than config.model.rope_low = 1.0" in _said(rope_high=1.0)
-    assert "window = 4: is of causal models; set it to 0" in _said(window=4, causal=False)
+    said = _said(window=4, causal=False)
+    assert "window = 4: needs config.model.causal = True; or set it to 0" in said
 
 
 def test_a_block_is_nanochats_if_not_told_otherwise():
@@ -115,10 +116,10 @@ def test_alibi_is_the_only_word_on_positions_of_causal_models(make_mechanism):
         of(positions="none", causal=False)
 
 
-def test_a_mean_over_the_row_is_of_models_that_see_it(make_mechanism):
+def test_a_mean_over_the_row_needs_a_bidirectional_model(make_mechanism):
     mechanism = DiagonalConfig(**dataclasses.asdict(make_mechanism("qkv_tied")))
     assert _config(mechanism, causal=False).mechanisms[0].needs_whole_rows
-    with pytest.raises(UserError, match="must be False where attention dep.* that of layer 0"):
+    with pytest.raises(UserError, match="attention of layer 0 needs whole rows"):
         _config(mechanism)
 
 
@@ -128,14 +129,14 @@ def test_odd_rope_dim(make_mechanism):
         (make_mechanism("mla", rope_key_dim=5), 5),
         (make_mechanism("mla_paper", key_dim=9), 9),
     ):
-        with pytest.raises(UserError, match=f"config.attention: {odd} channels.*even"):
+        with pytest.raises(UserError, match=f"config.attention: .* {odd} rotated channels.*even"):
             _config(mechanism)
         _config(mechanism, positions="none")  # nothing is rotated
     _config(make_mechanism("mla", key_dim=7))  # only the RoPE key is rotated
     _config(make_mechanism("mha", value_dim=7))
 
 
-def test_latents_are_no_wider_than_what_they_are_made_of(make_mechanism):
+def test_latents_are_no_wider_than_their_input(make_mechanism):
     for name, key in (("mla", "latent_dim"), ("gqa", "query_rank")):
         said = f"attention.{key} = 17: must be at most config.model.d_model = 16"
         with pytest.raises(UserError, match=said):
@@ -143,8 +144,8 @@ def test_latents_are_no_wider_than_what_they_are_made_of(make_mechanism):
         _config(make_mechanism(name, **{key: 16}))
 
 
-def test_a_part_of_no_rotated_channels_is_none():
-    """Shared KV and GTA may rotate none, whatever part of them would turn."""
+def test_partial_rope_of_no_channels_is_empty():
+    """Shared KV and GTA may rotate no channels, whatever the fraction."""
     assert rope.frequencies(0, rope.Partial(100.0, 0.5)).shape == (0,)
     assert rope.frequencies(8, rope.Partial(100.0, 0.01)).astype(bool).sum() == 1
 

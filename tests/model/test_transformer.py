@@ -287,7 +287,7 @@ def test_dropout(make_mechanism, randomise):
     graph, layers = nnx.split(model.segments[0])
     block = lambda: nnx.merge(graph, jax.tree.map(lambda w: w[0], layers))
     y_BTD = np.ones((8, T, 64), np.float32)
-    dropped = np.asarray(jax.jit(lambda key: block()._dropped(y_BTD, key))(key))
+    dropped = np.asarray(jax.jit(lambda key: block()._apply_dropout(y_BTD, key))(key))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
     assert abs(np.mean(dropped == 0) - 0.25) < 4 * np.sqrt(0.25 * 0.75 / dropped.size)
 

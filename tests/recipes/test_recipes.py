@@ -153,7 +153,7 @@ def test_mechanisms():
         assert required <= expected.keys() and changed == optional, section
         assert ("layer_ranks" in section) == (kind in ("grouped", "factored"))
         assert section.keys() - {"kind", "layer_ranks"} == {field.name for field in fields}
-    with pytest.raises(UserError, match="branches = 3: must be 1, 2 or 4, of four latents in all"):
+    with pytest.raises(UserError, match="branches = 3: must be 1, 2 or 4 .they share four latents"):
         recipes.mlra(6, branches=3, latent=9)
 
 
