@@ -293,7 +293,7 @@ def test_dropout(make_mechanism, randomise):
 
     def keys(key):
         found, own, x_BTD = [], block(), np.ones((B, T, D), np.float32)
-        own._dropped = lambda y_BTD, key: found.append(key) or y_BTD
+        own._apply_dropout = lambda y_BTD, key: found.append(key) or y_BTD
         places = rope.positions(np.arange(T)[None], 8, 10_000.0)
         own(x_BTD, places, compute=Compute(), dropout=key, causal=True)
         return found
