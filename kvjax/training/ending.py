@@ -1,6 +1,6 @@
-"""What a run leaves behind its last step: curves, a sample, and a line of figures.
+"""Files written after the last step: curves, a sample, and a line of figures.
 
-Of several processes the first one writes it. Everything that matters is saved before.
+The first process writes them. Checkpoint and records are saved before.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,63 +22,73 @@ from kvjax.workdir.checkpoint import CHECKPOINTS, read_parameters
 
 
 def write(
-    given: PreparedRun,
+    run: PreparedRun,
     graph: nnx.GraphDef,
     params: dict,
     folder: epath.Path,
     evaluations: Sequence[dict],
 ) -> dict[str, float]:
-    """Writes curves and sample, and says the last figures; those of the last evaluation.
+    """Writes curves and sample, prints the last figures, and returns the last evaluation.
 
     Args:
-      graph: of the model, with the parameters `params`.
-      folder: where records are read fastest.
-      evaluations: records, at least one.
+      graph: of the model with the parameters `params`.
+      folder: holds metrics.jsonl; local if the workdir is in a bucket.
+      evaluations: records of metrics.jsonl, at least one.
     """
-    last, e = evaluations[-1], given.experiment
-    yardstick = given.dataset.info["xz_bits_per_byte"]
-    options = dict(title=e.name, yardstick=yardstick, folder=folder)
-    draw = lambda: metrics_lib.draw_curves(given.workdir, **options)
-    _write(given.workdir / "curves.png", draw)
+    last, e = evaluations[-1], run.experiment
+    yardstick = run.dataset.info["xz_bits_per_byte"]
+
+    def curves():
+        metrics_lib.draw_curves(run.workdir, title=e.name, yardstick=yardstick, folder=folder)
+
+    _write(run.workdir / "curves.png", curves)
     if e.train.sample_tokens:
         with progress.waiting("writing a sample"):
-            text = _sample(given, graph, params)
-        path = given.workdir / "sample.txt"
+            text = _sample(run, graph, params)
+        path = run.workdir / "sample.txt"
         _write(path, lambda: write_atomically(path, text + "\n"))
         print(f"\n--- sample ---\n{text}\n--------------\n")
     print(
         f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
         f"tokens (xz -9e on the same text: {yardstick:.4f}); "
         f"{runtime.seconds_since_launch():.0f} s in this process\n"
-        f"curves, metrics, sample and checkpoints: {given.workdir}\n"
-        f"with `pip install tensorboard`: tensorboard --logdir {given.workdir}"
+        f"curves, metrics, sample and checkpoints: {run.workdir}\n"
+        f"with `pip install tensorboard`: tensorboard --logdir {run.workdir}"
     )
     return last
 
 
 def _write(path: epath.Path, write: Callable[[], object]) -> None:
-    """Writes a file; a failure is a warning, for all that matters is saved before."""
+    """Writes a file; a failure is only a warning, since the run itself is saved."""
     try:
         write()
-    except Exception as error:  # clients of buckets and libraries that draw raise many types
+    except Exception as error:  # bucket clients and matplotlib raise many types
         warn(f"{path} was not written: {first_line(error)}")
 
 
-def _sample(given: PreparedRun, graph: nnx.GraphDef, params: dict) -> str:
-    """config.train.sample_prompt and what follows it, as far as the model has positions."""
-    e, tokenizer = given.experiment, given.dataset.tokenizer
+def _sample(run: PreparedRun, graph: nnx.GraphDef, params: dict) -> str:
+    """Returns config.train.sample_prompt with its continuation, up to the model's positions."""
+    e, tokenizer = run.experiment, run.dataset.tokenizer
     prompt = e.train.sample_prompt
     num_tokens, limit = e.train.sample_tokens, max_positions(e.model)
     if limit is not None:
         num_tokens = min(num_tokens, limit - len(tokenizer.encode(prompt)))
     if num_tokens < 1:
         return prompt
-    if distributed.count() > 1:  # no process has all of them
-        one = jax.sharding.SingleDeviceSharding(given.mesh.local_devices[0])
-        place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=one)
-        asked = jax.tree.map(place, params, compute_dtypes(params, given.compute.dtype))
-        params = read_parameters(given.workdir / CHECKPOINTS, e.train.num_steps, asked)
-    generator = Generator(nnx.merge(graph, params), given.compute)
-    options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)
-    text = generate(generator, tokenizer, [prompt], **options).texts[0]
+    if distributed.count() > 1:  # no process holds all parameters: read them from the checkpoint
+        sharding = jax.sharding.SingleDeviceSharding(run.mesh.local_devices[0])
+        abstract = jax.tree.map(
+            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+            params,
+            compute_dtypes(params, run.compute.dtype),
+        )
+        params = read_parameters(run.workdir / CHECKPOINTS, e.train.num_steps, abstract)
+    text = generate(
+        Generator(nnx.merge(graph, params), run.compute),
+        tokenizer,
+        [prompt],
+        num_tokens=num_tokens,
+        seed=e.train.seed,
+        end_at_special=False,
+    ).texts[0]
     return prompt + text.replace(tokenizer.decode([tokenizer.bos_id]), "\n\n")

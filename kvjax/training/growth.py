@@ -1,68 +1,65 @@
-"""A trained model gets rows for tokens that its vocabulary lacked: embedding and head grow.
+"""Adds rows to a trained model's embedding and head for new tokens.
 
-New rows of the embedding are drawn as all were at first, those of the head are zero; so the logits
-of the tokens that were there stay what they are, to the bit where the processor sums a product of
-the new width in the order of the old. With tied heads the embedding alone grows.
+New rows of the embedding keep their random initialisation; new columns of the head are zero. Logits
+of the old tokens are thus unchanged (to the bit where the matrix product sums in the same order at
+the new width). With tied heads only the embedding grows.
 """
 
 import jax
 import jax.numpy as jnp
 
-_AXES = {"embedding": 0, "head": 1}  # in [V, D] and [D, V]
+_VOCABULARY_AXES = {"embedding": 0, "head": 1}  # in [V, D] and [D, V]
 
 
 def abstract_before(abstract: dict, vocab_size: int) -> dict:
-    """The parameters of a model as they are read before they grow.
+    """Returns the abstract parameters to read before growth.
 
     Args:
       abstract: ShapeDtypeStructs with shardings, of the grown model.
-      vocab_size: of the model that is read; as many: nothing changes.
+      vocab_size: of the smaller model.
     """
-
-    def one(name: str, x):
-        axis = _AXES[name]
-        if x.shape[axis] == vocab_size:
-            return x
-        shape = tuple(vocab_size if i == axis else n for i, n in enumerate(x.shape))
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=_whole_along(x.sharding, axis))
-
-    return abstract | {name: one(name, abstract[name]) for name in _there(abstract)}
+    before = dict(abstract)
+    for name in _growable_names(abstract):
+        x, axis = abstract[name], _VOCABULARY_AXES[name]
+        if x.shape[axis] != vocab_size:
+            shape = tuple(vocab_size if i == axis else n for i, n in enumerate(x.shape))
+            sharding = _unsharded_along(x.sharding, axis)
+            before[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+    return before
 
 
 def growable(params: dict) -> dict:
-    """Those of a model's parameters that may grow; the others are let go."""
-    return {name: params[name] for name in _there(params)}
+    """Returns the parameters with a vocabulary axis; the others may be freed."""
+    return {name: params[name] for name in _growable_names(params)}
 
 
 def grow(params: dict, drawn: dict, abstract: dict) -> dict:
-    """Parameters with the rows that they lack.
+    """Appends the missing rows and columns.
 
     Args:
-      params: as `smaller` asked for them.
-      drawn: a new model's embedding and head.
+      params: read as `abstract_before` describes them.
+      drawn: `growable` parameters of a newly initialised model.
       abstract: of the grown model.
     """
+    grown = dict(params)
+    for name in _growable_names(params):
+        old, new, axis = params[name], drawn[name], _VOCABULARY_AXES[name]
+        if old.shape != new.shape:
 
-    def one(name: str):
-        old, new, axis = params[name], drawn[name], _AXES[name]
-        if old.shape == new.shape:
-            return old
-        zero = name == "head"
+            def join(old, new, name=name, axis=axis):
+                more = jax.lax.slice_in_dim(new, old.shape[axis], None, axis=axis)
+                more = jnp.zeros_like(more) if name == "head" else more
+                return jnp.concatenate([old, more], axis)
 
-        def join(old, new):
-            more = jax.lax.slice_in_dim(new, old.shape[axis], None, axis=axis)
-            return jnp.concatenate([old, jnp.zeros_like(more) if zero else more], axis)
-
-        return jax.jit(join, out_shardings=abstract[name].sharding)(old, new)
-
-    return params | {name: one(name) for name in _there(params)}
+            grown[name] = jax.jit(join, out_shardings=abstract[name].sharding)(old, new)
+    return grown
 
 
-def _there(params: dict) -> list[str]:
-    return [name for name in _AXES if params.get(name) is not None]
+def _growable_names(params: dict) -> list[str]:
+    return [name for name in _VOCABULARY_AXES if params.get(name) is not None]
 
 
-def _whole_along(sharding: jax.sharding.NamedSharding, axis: int) -> jax.sharding.NamedSharding:
-    """A sharding that does not split an axis: what is not there yet may be what makes it divide."""
+def _unsharded_along(sharding: jax.sharding.NamedSharding, axis: int) -> jax.sharding.NamedSharding:
+    """Replicates an axis: the mesh may divide the grown vocabulary only."""
     spec = [None if i == axis else part for i, part in enumerate(sharding.spec)]
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))

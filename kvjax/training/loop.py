@@ -1,8 +1,8 @@
-"""The training loop, one per process of a job; all go through the same steps.
+"""The training loop; each process of a job runs it, through the same steps.
 
-Every run is a function of its config: the same config gives the same numbers to the bit on the
-same machine (measured on CPU), killed and resumed or not. The loop dispatches step n, then reads
-the metrics of step n - 1, so the device never waits for the host.
+A run is a function of its config: on one machine the same config gives bit-identical metrics
+(measured on CPU), also when the run was killed and resumed. The loop dispatches step n before it
+reads the metrics of step n - 1, so the device does not wait for the host.
 """
 
 from collections.abc import Callable
@@ -35,61 +35,59 @@ def train(
     *,
     prepare_hours: float = PREPARE_HOURS,
 ) -> dict[str, float]:
-    """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
+    """Trains to the end or to `train.stop_after`; resumes from the workdir's checkpoint if any.
 
     Args:
-      prepare_hours: that preparing its data may take, if they are not there.
+      prepare_hours: limit of the estimated time to prepare the data.
 
     Returns:
       The last validation record: step, tokens, validation_loss, validation_bpb.
 
     Raises:
-      UserError: a config, workdir, data set or machine that cannot be used as asked, before
-        anything expensive; a bad step (see `TrainConfig`) or a full disk, with the last checkpoint
-        intact.
-      SystemExit: saved on a signal; the status is in `distributed`.
+      UserError: the config does not fit the workdir, the data or the machine (raised before
+        anything expensive), a bad step (see `TrainConfig`), or a full disk; checkpoints are intact.
+      SystemExit: saved on a signal; statuses are listed in `distributed`.
     """
-    with preflight.prepare_run(config, workdir, prepare_hours) as given:
-        return TrainingLoop(given).run()
+    with preflight.prepare_run(config, workdir, prepare_hours) as run:
+        return TrainingLoop(run).run()
 
 
 class TrainingLoop:
-    """One process's part of a run: its state, its loop, and for the first process its files."""
+    """One process's loop over steps; the first process also prints and writes metrics."""
 
-    def __init__(self, given: preflight.PreparedRun):
-        self.given = given
-        self.experiment, self.compute, self.mesh, self.workdir, self.dataset, *models = given
-        experiment, mesh, workdir = self.experiment, self.mesh, self.workdir
-        self.parent, self.teacher = models
-        taught_by = self.teacher and self.teacher.experiment.model
-        bos_id = self.dataset.tokenizer.bos_id
-        self.program = Program(experiment, self.compute, mesh, taught_by, bos_id)
-        self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
-        keep = experiment.train.keep_checkpoints
-        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=keep)
+    def __init__(self, run: preflight.PreparedRun):
+        self.prepared = run
+        self.experiment, self.compute, self.dataset = run.experiment, run.compute, run.dataset
+        self.mesh, self.workdir = run.mesh, run.workdir
+        self.parent, self.teacher = run.parent, run.teacher
+        experiment, train = run.experiment, run.experiment.train
+        teacher_model = run.teacher and run.teacher.experiment.model
+        bos_id = run.dataset.tokenizer.bos_id
+        self.program = Program(experiment, run.compute, run.mesh, teacher_model, bos_id)
+        self.schedule = learning_rate_schedule(experiment.optimizer, train.num_steps)
+        self.checkpoints = Checkpoints(run.workdir / CHECKPOINTS, keep=train.keep_checkpoints)
         self.snapshots = None
-        if experiment.train.snapshot_every:
-            self.snapshots = Checkpoints(workdir / SNAPSHOTS, keep=None)
+        if train.snapshot_every:
+            self.snapshots = Checkpoints(run.workdir / SNAPSHOTS, keep=None)
         self.first = distributed.index() == 0
         self.flops_per_token = formulas.training_flops_per_token(
             experiment.model, experiment.data.sequence_length
         )
-        self.batch_sharding = sharding.batch_sharding(mesh)
+        self.batch_sharding = sharding.batch_sharding(run.mesh)
         self.interruption = distributed.Interruption()
         distributed.abort_message.checkpoints = self.checkpoints.describe
 
     def run(self) -> dict[str, float]:
-        """Restores or initialises, loops, and writes down the end."""
-        with (
-            self.interruption.handling_signals()
-        ):  # what comes while it starts waits for the first step
-            state, step = self._steps()
+        """Restores or initialises, trains, and writes the final outputs."""
+        # A signal during startup or compilation ends the loop before its first step.
+        with self.interruption.handling_signals():
+            state, step = self._restore_and_train()
         if step < self.experiment.train.num_steps:
             return self._stopped(step)
         return self._finish(state)
 
-    def _steps(self) -> tuple[dict, int]:
-        """The state after the last step, saved, and which step that is."""
+    def _restore_and_train(self) -> tuple[dict, int]:
+        """Trains and saves; returns the last state and its step."""
         c = self.experiment.train
         with self._waiting("reading the checkpoint"):
             restored = self.checkpoints.restore(self.program.abstract_state)
@@ -99,6 +97,7 @@ class TrainingLoop:
             state, position, start = restored
         self.writer = metrics_lib.NullWriter()
         if self.first:
+            # Drops records of steps after the checkpoint: they are about to be taken again.
             self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
         self._announce(start)
         stop = min(c.num_steps, c.stop_after or c.num_steps)
@@ -109,11 +108,11 @@ class TrainingLoop:
             with self._waiting("saving the last checkpoint"):
                 if step:
                     self._save(step, state, last=True)
-                else:  # stopped before: there is nothing to save
+                else:  # stopped before the first step: nothing to save
                     self.checkpoints.close()
-                self._keeping_snapshots(lambda snapshots: snapshots.close())
+                self._with_snapshots(Checkpoints.close)
             return state, step
-        except BrokenPipeError:  # whoever read the output has left
+        except BrokenPipeError:  # an OSError too, but no failure of the disk
             raise
         except OSError as error:
             raise UserError(
@@ -121,47 +120,48 @@ class TrainingLoop:
                 f"{self.checkpoints.steps()}); mend that and run the same command to resume"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # records are written already, or have raised
+            with contextlib.suppress(OSError):  # an unwritten record has raised before
                 self.writer.close()
 
     def _initial(self) -> dict:
-        """The state before the first step: weights drawn, or the parent's."""
+        """Returns the state before the first step, with the parent's weights if there is one."""
         with self._waiting("drawing the initial weights"):
             state = self.program.init(jax.random.key(self.experiment.train.seed))
         if self.parent is None:
             return state
         with self._waiting(f"reading {self.parent.workdir}"):
-            asked = self.program.abstract_state["params"]
-            # Only those rows of the drawn weights are needed that the parent lacks.
+            abstract = self.program.abstract_state["params"]
+            # Frees the drawn weights before the parent's are read, all but possible new rows.
             drawn = growth.growable(state.pop("params"))
-            place = growth.abstract_before(asked, self.parent.experiment.model.vocab_size)
-            params = read_parameters(self.parent.checkpoints, self.parent.step, place)
-            params = growth.grow(params, drawn, asked)
-        return state | dict(params=params)
+            before = growth.abstract_before(abstract, self.parent.experiment.model.vocab_size)
+            params = read_parameters(self.parent.checkpoints, self.parent.step, before)
+            params = growth.grow(params, drawn, abstract)
+        return state | {"params": params}
 
     def _waiting(self, what: str) -> progress.waiting:
         return progress.waiting(what, shown=self.first)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.first:
             print(text, flush=True)
 
     def _announce(self, start: int) -> None:
-        e = self.experiment
+        e, processes = self.experiment, distributed.count()
         counts = formulas.parameters(e.model)
         cache = formulas.cache_bytes_per_token(e.model, self.compute.dtype)
-        self._say(
+        self._print(
             f"{e.name}: {counts['total']:,} parameters, {cache:,} cache bytes per token "
             f"({self.compute.dtype}), {e.train.num_steps:,} steps of {e.tokens_per_step:,} tokens, "
             f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
-            + (f", {n} processes" if (n := distributed.count()) > 1 else "")
+            + (f", {processes} processes" if processes > 1 else "")
         )
-        self._say(f"workdir {self.workdir}" + (f", resuming from step {start:,}" if start else ""))
+        resuming = f", resuming from step {start:,}" if start else ""
+        self._print(f"workdir {self.workdir}{resuming}")
 
     def _stopped(self, step: int) -> dict:
         signal = self.interruption.signal
         where = f"at step {step} of {self.experiment.train.num_steps}, saved"
-        self._say(
+        self._print(
             f"Stopped {f'on {signal.name}' if signal else 'as asked'} "
             f"{where if step else 'before the first step'}. The same command goes on from there."
         )
@@ -169,24 +169,27 @@ class TrainingLoop:
             sys.exit(distributed.STATUS[signal])
         return {}
 
-    def _rows(self, batches, batch_size: int):
-        """Batches of this process as arrays of the whole mesh."""
+    def _global_batches(self, batches, batch_size: int):
+        """Yields this process's batches as arrays over the whole mesh."""
         shape = (batch_size, self.experiment.data.sequence_length + 1)
         for rows in batches:
             yield jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
 
-    def _share(self, batch_size: int) -> dict[str, int]:
-        """What the loader must be told, for all processes together to read a batch."""
+    def _loader_options(self, batch_size: int) -> dict[str, int]:
+        """Returns the loader's options for this process's share of each batch."""
         index, count = loader.share(self.batch_sharding, batch_size)
-        length = self.experiment.data.sequence_length
-        share = dict(process_index=index, process_count=count)
-        return dict(sequence_length=length, batch_size=batch_size, **share)
+        return {
+            "sequence_length": self.experiment.data.sequence_length,
+            "batch_size": batch_size,
+            "process_index": index,
+            "process_count": count,
+        }
 
     def _loop(self, state: dict, position: int, start: int, stop: int) -> tuple[dict, int]:
-        """Steps start .. stop - 1, or until a signal; the state and the number of steps taken."""
+        """Runs steps start .. stop - 1, or until a signal; returns the state and its step."""
         c, e = self.experiment.train, self.experiment
-        options = self._share(c.batch_size) | dict(seed=c.seed, position=position)
-        batches = self._rows(loader.train_batches(self.dataset, **options), c.batch_size)
+        options = self._loader_options(c.batch_size) | {"seed": c.seed, "position": position}
+        batches = self._global_batches(loader.train_batches(self.dataset, **options), c.batch_size)
         train_step, teacher = self._train_step(), self._teacher()
         pending, done = None, start
         clock = metrics_lib.Clock(
@@ -196,19 +199,19 @@ class TrainingLoop:
             local_devices=self.mesh.local_devices,
         )
         if c.snapshot_every and start % c.snapshot_every == 0:
-            self._keep_snapshot(start, state)  # which a run that ended early may lack
+            self._keep_snapshot(start, state)  # lacking if the last run ended before it was written
         with progress.Steps(c.num_steps, start, shown=self.first) as bar:
             while done < stop and not self.interruption.should_stop(done):
-                state, metrics = train_step(state, next(batches), *teacher)
-                if pending is not None:
+                state, metrics = train_step(state, next(batches), *teacher)  # donates `state`
+                if pending is not None:  # step n is running: now read the metrics of step n - 1
                     self._report(*pending, bar, clock)
                 done += 1
                 pending = (done, metrics)
                 evaluate = done % c.eval_every == 0 or done == c.num_steps
                 save = done % c.checkpoint_every == 0
                 snapshot = c.snapshot_every and done % c.snapshot_every == 0
-                if evaluate or save or snapshot:  # only a state known to be finite is saved
-                    self._report(*pending, bar, clock)
+                if evaluate or save or snapshot:
+                    self._report(*pending, bar, clock)  # raises before a bad state could be saved
                     pending = None
                     with clock.paused():
                         if evaluate:
@@ -222,18 +225,19 @@ class TrainingLoop:
         return state, done
 
     def _teacher(self) -> list[dict]:
-        """The teacher's parameters, if there is one."""
+        """Reads the teacher's parameters, if there is one."""
         if self.teacher is None:
             return []
         with self._waiting(f"reading {self.teacher.workdir}"):
-            found, asked = self.teacher, self.program.abstract_teacher
-            return [read_parameters(found.checkpoints, found.step, asked)]
+            abstract = self.program.abstract_teacher
+            return [read_parameters(self.teacher.checkpoints, self.teacher.step, abstract)]
 
     def _train_step(self) -> Callable:
-        """The program's; of several processes all have compiled it before any of them begins.
+        """Compiles the training step; returns once all processes have compiled it.
 
-        Whoever compiles faster would wait in the first collective, and gloo gives up after 30 s.
-        Processes that compile different programs would wait there for ever: a UserError.
+        Without that barrier a process that compiles faster waits in its first collective, which
+        gloo gives up after 30 s. Processes that would compile different programs get a UserError:
+        their collectives would wait for each other for ever.
         """
         program = self.program
         with self._waiting("compiling the training step"):
@@ -248,7 +252,7 @@ class TrainingLoop:
     def _report(
         self, step: int, metrics: dict, bar: progress.Steps, clock: metrics_lib.Clock
     ) -> None:
-        """Waits for a step's metrics, checks them, writes them down."""
+        """Waits for a step's metrics, checks them, and records them every `log_every` steps."""
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         first = clock.steps == 0
         clock.tick()
@@ -261,18 +265,19 @@ class TrainingLoop:
         speed = f"{clock.tokens_per_second:,.0f} tokens/s"
         bar.step(f"loss {values['loss']:.3f}, {speed}")
         if step % c.log_every == 0 or step == c.num_steps:
-            taken = step - 1 - values.get("skipped_steps", 0)
-            rate = float(self.schedule(max(taken, 0))) * e.optimizer.matrix_learning_rate
+            # The optimizer counts from 0 and does not count skipped steps.
+            updates = step - 1 - values.get("skipped_steps", 0)
+            rate = float(self.schedule(max(updates, 0))) * e.optimizer.matrix_learning_rate
             rate *= e.optimizer.lr_scale
             tokens = step * e.tokens_per_step
-            known = {name: value for name, value in values.items() if math.isfinite(value)}
-            known |= dict(learning_rate=rate, exaflops=tokens * self.flops_per_token / 1e18)
-            self.writer.write(step, tokens=tokens, **known)
+            finite = {name: value for name, value in values.items() if math.isfinite(value)}
+            exaflops = tokens * self.flops_per_token / 1e18
+            self.writer.write(step, tokens=tokens, **finite, learning_rate=rate, exaflops=exaflops)
             if timing := clock.lap():
                 self.writer.write_timing(step, **timing)
 
     def _check_values(self, step: int, values: dict[str, float]) -> None:
-        """Raises a UserError for a step after which the run cannot or should not go on."""
+        """Raises a UserError if the run cannot or should not continue after this step."""
         c = self.experiment.train
         wrong = [f"{name} = {v}" for name, v in values.items() if not math.isfinite(v)]
         if values.get("bad") and not wrong:
@@ -280,6 +285,7 @@ class TrainingLoop:
                 f"loss = {values['loss']:.4g}, over config.train.spike_factor = {c.spike_factor} "
                 f"times {values['mean_loss']:.4g}, the mean of recent ones"
             ]
+        # A skipped step is no error, unless the weights themselves are not finite.
         if c.bad_steps == "skip" and math.isfinite(values.get("param_norm", math.nan)):
             if values["bad_steps_in_a_row"] < c.max_bad_steps:
                 return
@@ -292,11 +298,11 @@ class TrainingLoop:
             )
 
     def _evaluate(self, step: int, params: dict, bar: progress.Steps) -> None:
-        """Bits per byte over the validation split, or its first `eval_rows` rows."""
+        """Records bits per byte over the validation split, or its first `eval_rows` rows."""
         e = self.experiment
         size = e.train.batch_size // e.train.grad_accumulation
-        options = self._share(size) | dict(limit=e.train.eval_rows)
-        batches = self._rows(loader.validation_batches(self.dataset, **options), size)
+        options = self._loader_options(size) | {"limit": e.train.eval_rows}
+        batches = self._global_batches(loader.validation_batches(self.dataset, **options), size)
         token_bytes_V = self.dataset.token_bytes
         token_bytes_V = np.pad(token_bytes_V, (0, e.model.vocab_size - len(token_bytes_V)))
         sums = np.zeros(6 if e.is_masked else 3)
@@ -305,11 +311,11 @@ class TrainingLoop:
                 part = self.program.eval_step(params, rows, token_bytes_V)
                 sums += jax.device_get(part)
         nats, num_bytes, targets = sums[:3]
-        record = dict(
-            tokens=step * e.tokens_per_step,
-            validation_loss=nats / targets,
-            validation_bpb=nats / (math.log(2) * num_bytes),
-        )
+        record = {
+            "tokens": step * e.tokens_per_step,
+            "validation_loss": nats / targets,
+            "validation_bpb": nats / (math.log(2) * num_bytes),
+        }
         over = ""
         if e.is_masked:
             record["validation_bpb_all"] = sums[3] / (math.log(2) * sums[4])
@@ -319,39 +325,40 @@ class TrainingLoop:
         bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte{over}")
 
     def _save(self, step: int, state: dict, last: bool = False) -> None:
-        """Saves; a failure before the last save is a warning, and the run goes on.
+        """Saves a checkpoint. A failed save is a warning, unless it is the last.
 
-        In a job of several processes it ends the run: the others cannot know of it. So do records
-        that cannot be written, once the state is saved.
+        With several processes it ends the run, since the others do not notice it. Records that
+        cannot be written end it too, but only after the state is saved.
         """
         position = step * self.experiment.train.batch_size
-        unwritten = None
+        flush_error = None
         try:
+            # Records before the checkpoint: a resumed run never lacks records of its past.
             self.writer.flush()
         except OSError as error:
-            unwritten = error
+            flush_error = error
         try:
             self.checkpoints.save(step, state, position)
             if last:
                 self.checkpoints.close()
-            elif unwritten:
+            elif flush_error:
                 self.checkpoints.wait()
         except OSError as error:
             if last or distributed.count() > 1:
                 raise
             warn(f"{error}; the run goes on, its checkpoints are {self._saved_steps()}")
-        if unwritten:
-            raise unwritten
+        if flush_error:
+            raise flush_error
 
     def _keep_snapshot(self, step: int, state: dict) -> None:
-        """Keeps the parameters alone; a failure is a warning, as of `_save`."""
+        """Keeps the parameters of a step; a failure is a warning, as in `_save`."""
         if self.snapshots and self.checkpoints.is_moved():
-            self._save(step, state)  # all of the state, and the run ends
-        kept = dict(params=state["params"], step=state["step"])
+            self._save(step, state)  # saves all of the state where the workdir is now, and raises
+        kept = {"params": state["params"], "step": state["step"]}
         position = step * self.experiment.train.batch_size
-        self._keeping_snapshots(lambda snapshots: snapshots.save(step, kept, position))
+        self._with_snapshots(lambda snapshots: snapshots.save(step, kept, position))
 
-    def _keeping_snapshots(self, do: Callable[[Checkpoints], None]) -> None:
+    def _with_snapshots(self, do: Callable[[Checkpoints], None]) -> None:
         if self.snapshots is None:
             return
         try:
@@ -367,8 +374,8 @@ class TrainingLoop:
         return self.checkpoints.steps()
 
     def _finish(self, state: dict) -> dict[str, float]:
-        """Sample, curves and the last figures."""
-        distributed.gather("written", "")  # the records, by the first one
+        """Writes sample and curves; returns the last evaluation."""
+        distributed.gather("written", "")  # the first process has closed metrics.jsonl
         folder = self.writer.folder or self.workdir
         records = metrics_lib.read_records(folder / metrics_lib.METRICS)
         evaluations = [r for r in records if {"validation_bpb", "tokens"} <= r.keys()]
@@ -376,4 +383,4 @@ class TrainingLoop:
             return evaluations[-1] if evaluations else {}
         if not evaluations:
             raise UserError(f"{folder / metrics_lib.METRICS} has lost its records")
-        return ending.write(self.given, self.program.graph, state["params"], folder, evaluations)
+        return ending.write(self.prepared, self.program.graph, state["params"], folder, evaluations)

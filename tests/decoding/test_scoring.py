@@ -59,7 +59,7 @@ def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
 
 def test_what_cannot_be_scored_is_refused(make_model):
     scorer = Scorer(Generator(make_model("lrkv")))
-    broken = make_model("lrkv")
+    broken = nnx.clone(make_model("lrkv"))  # models are shared between tests
     broken.embedding[...] = np.nan * broken.embedding[...]
     broken = Scorer(Generator(broken))
     for ask in (lambda: broken.continuations([([1], [2])]), lambda: broken.choices([[1]], [[2]])):
