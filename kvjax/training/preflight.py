@@ -1,4 +1,4 @@
-"""What a run starts from, checked before anything expensive: machine, memory, workdir, data."""
+"""Checks before anything expensive: the config alone, against the workdir, against the machine."""
 
 from collections.abc import Iterator
 import contextlib
@@ -24,24 +24,25 @@ from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
+from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.optim import trainable
 from kvjax.training import conversations, memory_estimate
 from kvjax.workdir import checkpoint, identity, lineage, origin, storage, trained
 
-_GPU_ROOM = 72 * 10**9  # of 80 GB
-_UNSURE = 1.25  # of an accelerator's memory: more is refused before its compiler is asked
+_GPU_ROOM = 72 * 10**9  # bytes of an 80 GB device that a run can use
+_MARGIN = 1.25  # of an accelerator's memory: its compiler decides on estimates below this
 
 
 class PreparedRun(NamedTuple):
-    """A run's config, resolved, and all that it names."""
+    """A resolved config and everything that it names."""
 
     experiment: Experiment
     compute: Compute
     mesh: jax.sharding.Mesh
     workdir: epath.Path
     dataset: loader.PackedDataset
-    parent: trained.SavedModel | None  # what it starts from
+    parent: trained.SavedModel | None  # its weights start the run; None once the run has begun
     teacher: trained.SavedModel | None
 
 
@@ -49,25 +50,20 @@ class PreparedRun(NamedTuple):
 def prepare_run(
     config: ml_collections.ConfigDict, workdir: epath.PathLike, hours: float
 ) -> Iterator[PreparedRun]:
-    """Everything that a run needs before it compiles; the workdir is its own until the end.
+    """Checks a run and prepares its data; holds the workdir's lock until the block ends.
 
     Args:
-      hours: that preparing its data may take.
+      hours: limit of the estimated time to prepare the data.
 
     Raises:
-      UserError: a config, workdir, data set or machine that cannot be used as asked.
+      UserError: the config does not fit the workdir, the data or the machine.
     """
-    check_processes(config)
-    experiment = experiment_lib.resolve(config)
-    workdir = runtime.workdir(workdir)  # may be of the config's name, which is checked now
+    experiment = resolve(config)
+    workdir = runtime.workdir(workdir)  # runs/NAME by default, so only now that the name is checked
     check_vocabulary(experiment)
-    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
-    platform = mesh.devices.flat[0].platform
-    compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
-    check_mesh(experiment, mesh)
-    begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
-    parent, teacher = find_parent_and_teacher(experiment, begun=begun)
-    check_memory(experiment, compute, mesh, teacher)
+    begun, parent, teacher = check_against_workdir(experiment, workdir)
+    mesh, compute = check_against_machine(experiment, teacher)
+    # From here on files are written.
     with identity.exclusive(workdir):
         distributed.check_shared(workdir)
         first = distributed.index() == 0
@@ -80,27 +76,64 @@ def prepare_run(
         else:
             dataset = conversations.prepare_dataset(experiment, workdir, parent)
             config, experiment = conversations.one_epoch(config, experiment, dataset)
-            if first:
+            if first:  # again: only now is the number of steps known
                 identity.check_config(workdir, config, compute.dtype)
         if first:
             identity.check_data(workdir, dataset)
         check_tokenizer(experiment, dataset, parent=parent, teacher=teacher)
         if first:
             identity.record(workdir, config, compute.dtype, dataset)
-            if begun and not origin.is_recorded(workdir):  # by a kvjax that kept nothing of it
-                _inherit(workdir, _parent_that_is_there(experiment, dataset))
-            elif not begun:
-                _inherit(workdir, parent)
-                _write_parent(workdir, parent)
-        distributed.gather("claimed", "")  # the first one may have found another run there
+            _record_parent(workdir, experiment, dataset, parent, begun=begun)
+        distributed.gather("claimed", "")  # fails on all processes if the first one's checks do
         yield PreparedRun(experiment, compute, mesh, workdir, dataset, parent, teacher)
 
 
-def _inherit(workdir: epath.Path, parent: trained.SavedModel | None) -> None:
+def resolve(config: ml_collections.ConfigDict) -> Experiment:
+    """Resolves the config, which must be the same on all processes of the job."""
+    check_processes(config)
+    return experiment_lib.resolve(config)
+
+
+def check_against_workdir(
+    experiment: Experiment, workdir: epath.Path
+) -> tuple[bool, trained.SavedModel | None, trained.SavedModel | None]:
+    """Returns if the run has begun, its parent (None if begun) and its teacher; writes nothing."""
+    begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
+    return begun, *find_parent_and_teacher(experiment, begun=begun)
+
+
+def check_against_machine(
+    experiment: Experiment, teacher: trained.SavedModel | None
+) -> tuple[jax.sharding.Mesh, Compute]:
+    """Returns the mesh, which divides model and batch and has the memory, and how to compute."""
+    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
+    platform = mesh.devices.flat[0].platform
+    compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
+    check_mesh(experiment, mesh)
+    check_memory(experiment, compute, mesh, teacher)
+    return mesh, compute
+
+
+def _record_parent(
+    workdir: epath.Path,
+    experiment: Experiment,
+    dataset: loader.PackedDataset,
+    parent: trained.SavedModel | None,
+    *,
+    begun: bool,
+) -> None:
+    """Records the parent of a run that has no checkpoint yet.
+
+    Runs begun by versions that recorded nothing get the parent's context and template, if it is
+    still there.
+    """
+    if begun and origin.is_recorded(workdir):
+        return
+    if begun:
+        parent = _surviving_parent(experiment, dataset)
     origin.inherit(workdir, parent and parent.workdir, parent.context if parent else 0)
-
-
-def _write_parent(workdir: epath.Path, parent: trained.SavedModel | None) -> None:
+    if begun:
+        return
     if parent is None:
         lineage.remove(workdir)
         return
@@ -108,10 +141,10 @@ def _write_parent(workdir: epath.Path, parent: trained.SavedModel | None) -> Non
         lineage.write(workdir, parent.workdir, parent.checkpoints, parent.step)
 
 
-def _parent_that_is_there(
+def _surviving_parent(
     experiment: Experiment, dataset: loader.PackedDataset
 ) -> trained.SavedModel | None:
-    """What a run that has begun started from, if it is still there, and still such a model."""
+    """Returns the parent of a run that has begun, if it still exists and is the same model."""
     name = experiment.train.parent
     with contextlib.suppress(UserError, OSError):
         parent = trained.named("config.train.parent", name) if name else None
@@ -125,11 +158,11 @@ def check_processes(config: ml_collections.ConfigDict) -> None:
     """Raises a UserError on every process unless all run the same config with the same code."""
     given = dict(line.split(" = ", 1) for line in to_text(config).splitlines())
     given = {f"config.{key}": value for key, value in given.items()}
-    distributed.check_same(given | {"jax": jax.__version__, "kvjax's code": _digest()})
+    distributed.check_same(given | {"jax": jax.__version__, "kvjax's code": _code_digest()})
 
 
-def _digest() -> str:
-    """A digest of the source files of kvjax, since a host of a pod may have an old copy."""
+def _code_digest() -> str:
+    """Hashes kvjax's source files: a host of a pod may have an old copy."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
@@ -139,15 +172,15 @@ def _digest() -> str:
 def prepare_dataset(
     data: DataConfig, hours: float = PREPARE_HOURS, *, spare: bool = False
 ) -> loader.PackedDataset:
-    """The data set of a run, prepared if need be by all processes that share its folder.
+    """Opens the data set, prepared if need be by all processes that share its folder.
 
     Args:
-      hours: that preparing it may take.
-      spare: the model may have rows that no token uses, as published ones do.
+      hours: limit of the estimated time to prepare it.
+      spare: the model's vocabulary may be larger than the tokenizer's, as in published models.
 
     Raises:
-      UserError: what `prepare` raises; a tokenizer with another vocabulary than the config's; on
-        every process, that they have different data.
+      UserError: see `prepare`; a tokenizer with another vocabulary; on every process, processes
+        with different data.
     """
     if is_prepared(data.source) or distributed.count() == 1:
         path = prepare.prepare(data, hours=hours)
@@ -165,12 +198,14 @@ def prepare_dataset(
 
 
 def _fits(vocab_size: int, data: DataConfig, spare: bool) -> bool:
-    """Whether a tokenizer has the vocabulary of a config, or where rows may be spare, fewer."""
     return vocab_size == data.vocab_size or (spare and vocab_size < data.vocab_size)
 
 
 def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
-    """The folder of the data set: the first process begins and ends, each makes a share."""
+    """Prepares a share of the data on each process; returns the folder of the whole.
+
+    The leader of the processes that share the folder begins, waits for the others, and finishes.
+    """
     team = distributed.Team("data", data.root)
     leads = team.index == 0
     hosts = distributed.gather("hosts", socket.gethostname())
@@ -188,63 +223,68 @@ def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
     if leads:
         team.wait_for("made")
         if making:
-            making.make()  # what a process that sees other sources has left, if any
+            making.make()  # parts that a process with other sources has left
             making.finish()
         team.announce("finished")
     team.wait_for("finished", leader=True)
-    return prepare.prepare(data, hours=hours, shown=leads)  # it is there, if all see one source
+    return prepare.prepare(data, hours=hours, shown=leads)  # finds what was just finished
 
 
 def find_parent_and_teacher(
     experiment: Experiment, *, begun: bool
 ) -> tuple[trained.SavedModel | None, trained.SavedModel | None]:
-    """The parent and the teacher of a run, if its config names them.
+    """Finds the models that the config names.
 
     Args:
-      begun: the run has a checkpoint of its own, and needs its parent no more.
+      begun: the run has a checkpoint of its own, and no longer needs its parent.
 
     Raises:
-      UserError: no workdir with a checkpoint; a parent of another model than the config's; a
-        teacher of another vocabulary; parameters to tune that the model does not have.
+      UserError: no workdir with a checkpoint; a parent of another model; a teacher of another
+        vocabulary; trainable parameters that the model does not have.
     """
     c, model = experiment.train, experiment.model
     shapes, axes = parameters.abstract(model)
     trainable(experiment.optimizer, axes)
-    parent = c.parent and not begun and trained.named("config.train.parent", c.parent)
+    parent = trained.named("config.train.parent", c.parent) if c.parent and not begun else None
     if parent:
-        before = conversations.parent_model(experiment, parent)
-        shapes = parameters.abstract(before).shapes
+        expected = conversations.parent_model(experiment, parent)
+        shapes = parameters.abstract(expected).shapes
         checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
-        # Keys of drawing weights, which are not drawn here, and of training.
-        start = dict(matrix_std=0.0, embedding_std=1.0, zero_outputs=True, dropout=0.0)
-        plain = lambda m: dataclasses.replace(m, block=dataclasses.replace(m.block, **start))
-        if plain(parent.experiment.model) != plain(before):
+        if _as_computed(parent.experiment.model) != _as_computed(expected):
             raise UserError(
                 f"config.train.parent = {c.parent!r}: its weights have the shapes of this model, "
                 "and it computes with them otherwise: set config.model and config.attention to "
                 f"what {parent.workdir / 'config.txt'} says"
             )
-    teacher = c.teacher and trained.named("config.train.teacher", c.teacher)
+    teacher = trained.named("config.train.teacher", c.teacher) if c.teacher else None
     if teacher and teacher.experiment.model.vocab_size != model.vocab_size:
         raise UserError(
             f"config.train.teacher = {c.teacher!r}: has a vocabulary of "
             f"{teacher.experiment.model.vocab_size}, this model {model.vocab_size}"
         )
-    return parent or None, teacher or None
+    return parent, teacher
+
+
+def _as_computed(model: TransformerConfig) -> TransformerConfig:
+    """Returns a model's config with fixed values of the keys that only initialise or regularise."""
+    block = dataclasses.replace(
+        model.block, matrix_std=0.0, embedding_std=1.0, zero_outputs=True, dropout=0.0
+    )
+    return dataclasses.replace(model, block=block)
 
 
 def check_tokenizer(
     experiment: Experiment, dataset: loader.PackedDataset, **models: trained.SavedModel | None
 ) -> None:
-    """Raises a UserError unless models that a run starts from read the tokens of its data set."""
-    for key, found in models.items():
-        if found is None:
+    """Raises a UserError unless `models` (parent, teacher) share the data set's vocabulary."""
+    for key, model in models.items():
+        if model is None:
             continue
-        theirs = found.tokenizer
+        theirs = model.tokenizer
         if experiment.mixture is not None:
             theirs = theirs.with_specials(CONVERSATION_SPECIALS)
         if theirs.vocabulary() != dataset.tokenizer.vocabulary():
-            file = found.workdir / manifest.TOKENIZER
+            file = model.workdir / manifest.TOKENIZER
             raise UserError(
                 f"config.train.{key} = {getattr(experiment.train, key)!r}: reads other tokens than "
                 f"{dataset.path} holds: set config.data.tokenizer = {str(file)!r}"
@@ -256,19 +296,16 @@ def check_vocabulary(experiment: Experiment) -> None:
     data = experiment.data
     if data.tokenizer in ("bpe", PARENT):
         return
-    there = vocabulary.load(data)
-    if not _fits(there.vocab_size, data, spare=bool(experiment.train.parent)):
+    vocab_size = vocabulary.load(data).vocab_size
+    if not _fits(vocab_size, data, spare=bool(experiment.train.parent)):
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "
-            f"{there.vocab_size}; set the key to that"
+            f"{vocab_size}; set the key to that"
         )
 
 
 def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises a UserError unless the mesh divides what it splits.
-
-    That is the weights, the tokens of a row, every part of a batch, and a batch over hosts.
-    """
+    """Raises a UserError unless the mesh divides weights, rows' tokens and parts of the batch."""
     weights = parameters.abstract(experiment.model)
     try:
         sharding.parameter_shardings(mesh, *weights)
@@ -290,15 +327,15 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 
 
 def _mesh_that_divides(mesh: jax.sharding.Mesh, weights: parameters.Parameters) -> str:
-    """Overrides for as many devices: as much of `tensor` as there may be, then of `fsdp`."""
+    """Returns overrides for as many devices, with the largest `tensor`, then `fsdp`, possible."""
     devices = mesh.size // mesh.shape["sequence"]
     meshes = (
-        dict(data=devices // tensor // fsdp, fsdp=fsdp, tensor=tensor)
+        {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
         for tensor in reversed(sharding.divisors(mesh.shape["tensor"]))
         for fsdp in reversed(sharding.divisors(devices // tensor))
-    )  # the last one splits no weight
-    found = next(m for m in meshes if sharding.divides(dict(mesh.shape) | m, *weights))
-    flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in found.items())
+    )  # the last one, data = devices, shards no weight
+    fitting = next(m for m in meshes if sharding.divides(dict(mesh.shape) | m, *weights))
+    flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in fitting.items())
     return f"Over these {mesh.size} devices this mesh divides: {flags}"
 
 
@@ -308,11 +345,11 @@ def check_memory(
     mesh: jax.sharding.Mesh,
     teacher: trained.SavedModel | None = None,
 ) -> None:
-    """Raises a UserError, with the bytes by part, if the devices present cannot hold the run.
+    """Raises a UserError with the bytes per device if the devices cannot hold the run.
 
-    An accelerator's compiler decides itself where it is close; the system would kill a CPU's run.
+    Close to the limit an accelerator's compiler decides; on a CPU the kernel would kill the run.
     """
-    c = experiment.train
+    c, device = experiment.train, mesh.devices.flat[0]
     need = memory_estimate.estimate(
         experiment.model,
         compute,
@@ -322,16 +359,19 @@ def check_memory(
         sequence_length=experiment.data.sequence_length,
         **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},
         accumulation_steps=c.grad_accumulation,
-        attention_kernel=experiment.uses_attention_kernel(mesh.devices.flat[0].platform),
-        lanes=memory_estimate.lane_width(mesh.devices.flat[0].platform),
+        attention_kernel=experiment.uses_attention_kernel(device.platform),
+        lanes=memory_estimate.lane_width(device.platform),
     )
-    device, there = mesh.devices.flat[0], runtime.memory_per_device()
-    if need.total <= there * (1 if device.platform == "cpu" else _UNSURE):
+    there = runtime.memory_per_device()
+    if need.total <= there * (1 if device.platform == "cpu" else _MARGIN):
         return
-    gb = lambda count: f"{count / 1e9:,.1f} GB"
+
+    def gb(count):
+        return f"{count / 1e9:,.1f} GB"
+
     split = need.parameters + need.optimizer + need.gradients
     everything = split * mesh.shape["fsdp"] * mesh.shape["tensor"] + need.activations * mesh.size
-    own = _GPU_ROOM - need.weights  # which every device needs, however many there are
+    own = _GPU_ROOM - need.weights  # not sharded
     enough = f"{math.ceil(everything / own)} or more" if own > 0 else "no number of"
     raise UserError(
         f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "

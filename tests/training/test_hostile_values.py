@@ -90,7 +90,7 @@ def resident(name):
 def digested_once():
     """That all processes run the same code is asked of the same files each time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "_digest", functools.cache(preflight._digest))
+        patch.setattr(preflight, "_code_digest", functools.cache(preflight._code_digest))
         yield
 
 

@@ -231,10 +231,10 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
         assert events[-3:] == [("gather", "claimed", ""), "given", "let go"]
         start = [
             *(("check_processes", config), ("check_vocabulary", e)),
-            *(("make_mesh", "ways", "devices"), ("check_mesh", e, mesh)),
             ("find_parent_and_teacher", e, ("begun", bool(steps))),
-            *(("check_memory", e, compute, mesh, teacher), ("exclusive", w), ("check_shared", w)),
-            ("index",),
+            *(("make_mesh", "ways", "devices"), ("check_mesh", e, mesh)),
+            ("check_memory", e, compute, mesh, teacher),
+            *(("exclusive", w), ("check_shared", w), ("index",)),
         ]
         assert events[: len(start)] == start
         return events[len(start) : -3]
@@ -296,7 +296,7 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
     patch(preflight.preparation_estimate, "check", lambda *a, **k: note("check", *a, **k))
     patch(preflight.prepare, "prepare", lambda *a, **k: note("prepare", *a, **k) or "rows")
     patch(loader, "open_dataset", {"rows": rows}.get)
-    team = types.SimpleNamespace(size=3, announce=lambda word: note("say", word))
+    team = types.SimpleNamespace(size=3, announce=lambda word: note("announce", word))
     team.wait_for = lambda word, **k: note("wait", word, **k)
     making = types.SimpleNamespace(
         make=lambda **k: note("make", **k), finish=lambda: note("finish")
@@ -314,15 +314,23 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
         return events[2:-1]
 
     corpus, team.index = None, 0
-    shown, finished = ("shown", True), ("say", "finished")
+    shown, finished = ("shown", True), ("announce", "finished")
     own, rest = ("make", ("workers", 3), ("share", (0, 3)), shown), ("make",)
     ready = [("wait", "finished", ("leader", True)), ("prepare", data, ("hours", 2.5), shown)]
     assert found(parts=5) == [
         *(("look", data, shown), ("check", corpus, 9, 2.5, shown), ("begin", corpus, shown)),
-        *(("say", "begun"), own, ("say", "made"), ("wait", "made"), rest, ("finish",), finished),
+        *(
+            ("announce", "begun"),
+            own,
+            ("announce", "made"),
+            ("wait", "made"),
+            rest,
+            ("finish",),
+            finished,
+        ),
         *ready,
     ]
-    said = [("say", "begun"), ("say", "made"), ("wait", "made"), finished]
+    said = [("announce", "begun"), ("announce", "made"), ("wait", "made"), finished]
     assert found(parts=0) == [("look", data, shown), *said, *ready]
     team.index, index, cores = 1, 1, 0
     hidden = ("shown", False)
@@ -330,9 +338,16 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
     begun = [("wait", "begun", ("leader", True)), ("look", data, hidden)]
     ready[1] = ("prepare", data, ("hours", 2.5), hidden)
     assert found(parts=5) == [
-        *(*begun, ("begin", corpus, hidden), ("say", "begun"), own, ("say", "made"), *ready),
+        *(
+            *begun,
+            ("begin", corpus, hidden),
+            ("announce", "begun"),
+            own,
+            ("announce", "made"),
+            *ready,
+        ),
     ]
-    assert found(parts=0) == [*begun, ("say", "begun"), ("say", "made"), *ready]
+    assert found(parts=0) == [*begun, ("announce", "begun"), ("announce", "made"), *ready]
     # What is there already is nobody's to prepare; nor is there a team of one.
     for count, source in ((3, "prepared:rows"), (1, "text")):
         monkeypatch.setattr(preflight.distributed, "count", lambda n=count: n)
