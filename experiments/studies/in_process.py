@@ -25,6 +25,7 @@ from kvjax.foundation.output import Output
 # What decides what a small model learns, beside the study itself and its task.
 _DECIDES = (
     *(PACKAGE / name for name in ("attention", "layers", "model", "kernels/softmax_attention")),
+    EXPERIMENTS / "models",
     EXPERIMENTS / "tasks" / "learner.py",
 )
 

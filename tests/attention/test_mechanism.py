@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.models.diagonal import DiagonalConfig
-from experiments.models.linear import LinearConfig
 from kvjax.attention import (
     MECHANISMS,
     FactoredConfig,
@@ -251,11 +249,10 @@ def test_defaults_of_configs_which_never_change():
     grouped = dict(out_bias=True, latent_bias=False, residual_init="linear", rope="full")
     grouped |= dict(tie="none", position_channels=0, alibi=False)
     own = {cls: common for cls in MECHANISMS.values()}
-    own[GroupedConfig] = own[DiagonalConfig] = common | grouped
+    own[GroupedConfig] = common | grouped
     own[FactoredConfig] = common | dict(out_bias=True)
     own[MLALRKVConfig] = common | dict(residual_init="linear")
     own[TPAConfig] = common | dict(fixed="none", shared_factors=False, factor_init="linear")
-    own[LinearConfig] = dict(tie="none", decay=1.0)
     for cls, expected in own.items():
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         missing = dataclasses.MISSING

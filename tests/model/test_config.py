@@ -5,9 +5,6 @@ import math
 
 import pytest
 
-from experiments.models.diagonal import DiagonalConfig
-from experiments.models.encoder_decoder import EncoderDecoderConfig
-from experiments.models.recurrent import RecurrentConfig
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model.config import BlockConfig, TransformerConfig
@@ -89,7 +86,7 @@ def test_a_block_is_nanochats_if_not_told_otherwise():
 
 
 def test_configs_never_change_and_name_what_they_are_given():
-    for cls in (BlockConfig, TransformerConfig, EncoderDecoderConfig, RecurrentConfig, Compute):
+    for cls in (BlockConfig, TransformerConfig, Compute):
         made = cls.__dataclass_params__
         assert made.frozen and made.kw_only, cls
 
@@ -114,13 +111,6 @@ def test_alibi_is_the_only_word_on_positions_of_causal_models(make_mechanism):
         of(positions="learned")
     with pytest.raises(UserError, match="alibi = True: needs config.model.causal = True"):
         of(positions="none", causal=False)
-
-
-def test_a_mean_over_the_row_needs_a_bidirectional_model(make_mechanism):
-    mechanism = DiagonalConfig(**dataclasses.asdict(make_mechanism("qkv_tied")))
-    assert _config(mechanism, causal=False).mechanisms[0].needs_whole_rows
-    with pytest.raises(UserError, match="attention of layer 0 needs whole rows"):
-        _config(mechanism)
 
 
 def test_odd_rope_dim(make_mechanism):

@@ -12,6 +12,7 @@ from experiments.models.diagonal import DiagonalConfig
 from kvjax.attention import Attention
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
+from kvjax.model.config import BlockConfig, TransformerConfig
 from tests import quick, reference
 from tests.compiled import compiled
 
@@ -110,3 +111,15 @@ def test_only_where_queries_are_keys(build, name, refused):
         build(name, normalised=True)
     with pytest.raises(UserError, match="alibi = True: must be False where the diagonal"):
         build("qk_tied", normalised=True, alibi=True)
+
+
+def test_a_mean_over_the_row_needs_a_bidirectional_model(make_mechanism):
+    mechanism = DiagonalConfig(**dataclasses.asdict(make_mechanism("qkv_tied")))
+
+    def model(causal):
+        block = BlockConfig(num_layers=1, d_model=16, mlp_dim=32, causal=causal)
+        return TransformerConfig(block=block, mechanisms=(mechanism,), vocab_size=32)
+
+    assert model(causal=False).mechanisms[0].needs_whole_rows
+    with pytest.raises(UserError, match="attention of layer 0 needs whole rows"):
+        model(causal=True)
