@@ -1,4 +1,4 @@
-"""How a result is written down: with the command, machine, versions and commit that made it."""
+"""Writes results with the command, machine, versions and commit that made them."""
 
 import pathlib
 import tempfile
@@ -10,14 +10,14 @@ from kvjax.foundation.output import Output
 
 
 def check(save: bool) -> None:
-    """Raises a UserError if what is measured could not be saved: to be called before."""
+    """Raises a UserError if results could not be saved; call it before measuring."""
     if save:
         check_folder("--save", RESULTS)
         provenance.check_commit("--save", RESULTS)
 
 
 def check_folder(option: str, folder: pathlib.Path) -> None:
-    """Makes a folder; raises a UserError that names the option unless files can be made in it."""
+    """Creates a folder; raises a UserError that names the option if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -28,7 +28,7 @@ def check_folder(option: str, folder: pathlib.Path) -> None:
 
 
 def record(name: str, result: dict, out: Output, *, save: bool) -> None:
-    """Gives the result to `out`; with `save` also writes results/<name>.json.
+    """Prints the result to `out`; with `save` also writes results/<name>.json.
 
     Args:
       name: file name, may contain folders.
@@ -42,5 +42,5 @@ def record(name: str, result: dict, out: Output, *, save: bool) -> None:
 
 
 def keep(name: str, result: dict, *, quiet: bool = False) -> None:
-    """Writes results/<name>.json: see `record`; says where unless `quiet`."""
+    """Writes results/<name>.json; prints the path unless `quiet`."""
     provenance.save(RESULTS / f"{name}.json", result, quiet=quiet)

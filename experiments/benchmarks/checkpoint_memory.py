@@ -3,9 +3,9 @@
     python -m experiments.benchmarks.checkpoint_memory [--save]
 
 A training state of 300 MB (float32) is written by four processes as fsdp = 4, and by one process
-with one device, and loaded by four as fsdp = 2 x tensor = 2. What counts is how far a process's
-resident memory rises at its highest above where it was before loading, beside the bytes that its
-devices then hold and beside the whole state. Prints a table. Needs Linux.
+with one device, and loaded by four as fsdp = 2 x tensor = 2. Measures the peak of each process's
+resident memory above its level before loading. Prints a table, with the bytes that its devices hold
+afterwards and those of the whole state. Needs Linux.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check(d_model: int, num_layers: int) -> None:
-    """Raises a UserError where the state cannot be split, held or written."""
+    """Raises a UserError if the state cannot be sharded, held or written."""
     if not _CLEAR.exists():
         raise UserError(f"{_CLEAR} is not there: only Linux says how high memory rose")
     one, two = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
@@ -80,7 +80,10 @@ def main(arguments: list[str]) -> None:
     _check(**shape)
     rows = measure(**shape)
     out = Output(options)
-    mb = lambda sizes: ", ".join(f"{size / 1e6:.0f}" for size in sizes)
+
+    def mb(sizes: list[float]) -> str:
+        return ", ".join(f"{size / 1e6:.0f}" for size in sizes)
+
     header = ("written as", "state, MB", "of it in each of 4, MB", "peak above before, MB")
     cells = [
         (r["written"], mb([r["state_bytes"]]), mb(r["local_bytes"]), mb(r["peak_bytes"]))
@@ -91,7 +94,7 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(*, d_model: int, num_layers: int) -> list[dict]:
-    """A row per way of writing; lists have one entry per process that loads."""
+    """Returns a row per way of writing; its lists have one entry per process that loads."""
     shape = dict(d_model=d_model, num_layers=num_layers)
     rows = []
     waiting = progress.waiting(f"{PROCESSES} processes that write and load a checkpoint")
@@ -108,7 +111,7 @@ def measure(*, d_model: int, num_layers: int) -> list[dict]:
 
 
 def _job(processes: int, task: dict) -> list[dict]:
-    """What each of several processes, with one CPU device each, says at its end.
+    """Returns the results of several processes with one CPU device each.
 
     Raises:
       UserError: one of them failed, or they took too long; none is left running.
@@ -141,7 +144,7 @@ def _job(processes: int, task: dict) -> list[dict]:
 
 
 def work(task: dict) -> None:
-    """A process of a job."""
+    """Runs one process of a job; prints its result."""
     runtime.start()
     distributed.start(**task["job"])
     with distributed.end_together():
@@ -149,7 +152,7 @@ def work(task: dict) -> None:
 
 
 def experiment(d_model: int, num_layers: int, mesh: dict[str, int]) -> experiment_lib.Experiment:
-    """LRKV of that width and depth over a mesh."""
+    """Returns the experiment of an LRKV model on a mesh."""
     config = recipes.pretrain("wide", scale="tiny", attention=recipes.lrkv(8, rank=16, dim=64))
     config.model.update(num_layers=num_layers, d_model=d_model, mlp_dim=4 * d_model)
     config.mesh.update(mesh)
@@ -178,7 +181,7 @@ def _write_or_load(task: dict) -> dict:
 
 
 def _reset_peak() -> int:
-    """Makes the kernel count the highest resident memory from here on; what it is now."""
+    """Resets the process's peak of resident memory; returns its resident bytes."""
     time.sleep(1)  # threads that start
     _CLEAR.write_text("5")
     return _status("VmRSS")

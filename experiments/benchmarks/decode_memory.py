@@ -3,11 +3,11 @@
     python -m experiments.benchmarks.decode_memory [--topology=v5e:2x2] [--batches=1,8] [--save]
     python -m experiments.benchmarks.decode_memory --mechanism=MHA --mechanism='thin keys, 32'
 
-Four layers at the LRKV paper's d36, bfloat16, compiled ahead of time for one chip of a TPU that
-need not be there (`pip install -e '.[aot]'`). Physical bytes are those of the cache as an argument,
-its padding to tiles included. Temporary memory is compared between caches of 1K and 32K tokens: it
-must not grow with the cache, and the whole cache must be aliased, that is updated in place. Below,
-the same for one layer's attention alone on the CPU, float32. Prints tables.
+Four layers at the LRKV paper's d36, bfloat16, compiled ahead of time for one chip of a TPU, which
+need not be attached (`pip install -e '.[aot]'`). Physical bytes are the cache's as an argument,
+with its padding to tiles. Temporary memory is compared between caches of 1K and 32K tokens: it must
+not grow with the cache, and the whole cache must be aliased, that is updated in place. A second
+table has the same for one layer's attention on the CPU, float32.
 """
 
 import argparse
@@ -43,18 +43,21 @@ def step_memory(
     device: jax.Device,
     implementation: str | None = None,
 ) -> dict:
-    """Bytes of the step (one token per sequence -> logits and cache, the cache donated)."""
-    make = lambda: Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16))
+    """Returns bytes of a step (one token per sequence -> logits and cache, which is donated)."""
+
+    def make() -> Decoder:
+        return Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16))
+
     graph, state = nnx.split(nnx.eval_shape(make))
     cache = cache_lib.abstract(config.mechanisms, batch=batch, capacity=length, dtype=BF16)
-    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    tokens, counts = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((batch, 1), (batch,)))
 
     def step(weights, tokens, cache, counts):
         decoder = nnx.merge(graph, weights)
         x_BTD, cache = decoder(tokens, cache, counts, implementation=implementation)
         return decoder.logits(x_BTD), cache
 
-    arguments = (nnx.to_pure_dict(state), integers(batch, 1), cache, integers(batch))
+    arguments = (nnx.to_pure_dict(state), tokens, cache, counts)
     compiled = topology.compile_for(device, jax.jit(step, donate_argnums=2), *arguments)
     touch = jax.jit(lambda cache: jax.tree.map(lambda x: x + 1, cache), donate_argnums=0)
     alone = topology.compile_for(device, touch, cache).memory_analysis()
@@ -72,7 +75,7 @@ def step_memory(
 
 
 def attention_memory(name: str, length: int) -> dict:
-    """Bytes of one layer's attention on the CPU, one sequence, one query."""
+    """Returns bytes of one layer's attention on the CPU, one sequence, one query."""
     function, arguments = abstract_attention(name, length, jnp.dtype(jnp.float32))
     memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
     cache = sum(x.size * x.dtype.itemsize for x in arguments[2].values())
@@ -80,7 +83,7 @@ def attention_memory(name: str, length: int) -> dict:
 
 
 def growth(short: dict, long: dict) -> float:
-    """Temporary memory's growth as a part of the cache's."""
+    """Returns temporary memory's growth over the cache's."""
     return (long["temporary"] - short["temporary"]) / (long["logical"] - short["logical"])
 
 
@@ -140,7 +143,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check_memory(names: list[str], batch: int, topology_name: str) -> None:
-    """Raises a UserError if a chip has no room for a cache that is to be compiled for."""
+    """Raises a UserError if the largest cache does not fit a chip."""
     there = datasheets.get(topology_name.partition(":")[0]).hbm_bytes
     for name in names:
         each = formulas.cache_bytes_per_token(model(name, LAYERS), BF16)

@@ -1,11 +1,11 @@
-"""What an evaluation takes: letters of multiple choice, and answers alone or side by side.
+"""Time of an evaluation: letters of multiple choice, and answers one by one or in batches.
 
     python -m experiments.benchmarks.evaluation_speed --workdir=runs/smollm2 --data=FOLDER [--save]
 
-Letters: all questions of mmlu.jsonl as `python -m kvjax.evaluate --tasks=mmlu` asks them, what is
-compiled counted apart. Answers: the first --prompts questions of GSM8K, up to --num_tokens tokens
-each, one after another and --batch at once, in turns of --repeats; both give the same tokens, or
-the first that differ are told. Prints a table: medians, least and most.
+Letters: all questions of mmlu.jsonl with the prompts of `python -m kvjax.evaluate --tasks=mmlu`,
+with and without compilation. Answers: the first --prompts questions of GSM8K, up to --num_tokens
+tokens each, one after another and --batch at once, alternating --repeats times. Prints a table of
+medians, and the number of answers whose tokens are the same in both.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from kvjax.workdir import dialogue as dialogue_lib, trained
 
 
 def measure(workdir: epath.Path, data: str, sizes: dict) -> dict:
-    """Seconds of letters, and seconds and tokens of answers by batch."""
+    """Returns seconds of letters, and seconds and tokens of answers by batch."""
     found = trained.find(workdir)
     questions = {name: datasets.read(TASKS[name], data).items for name in ("mmlu", "gsm8k")}
     loaded = trained.load(workdir)

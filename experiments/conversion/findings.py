@@ -1,4 +1,4 @@
-"""What thin keys and LRKV say of conversion, and what came out: sentences made from results."""
+"""Findings on claims of thin keys and LRKV about conversion: sentences made from results."""
 
 from collections.abc import Iterator
 import math
@@ -15,7 +15,7 @@ from experiments.conversion.outcomes import (
 
 
 def findings(outcomes: Outcomes) -> list[str]:
-    """One sentence or two for each claim that there are results for."""
+    """Returns one or two sentences for each claim with results."""
     found = [*_keys_and_queries(outcomes), *_half_rank(outcomes), *_objectives(outcomes)]
     for setting in outcomes.settings()[:1]:
         found += [*_recovery(outcomes, setting), *_by_bytes(outcomes, setting)]
@@ -23,7 +23,7 @@ def findings(outcomes: Outcomes) -> list[str]:
 
 
 def losses(outcomes: Outcomes, curve: str) -> dict[int, float]:
-    """Relative change of perplexity by rank; {} where there is no such curve."""
+    """Returns the relative change of perplexity by rank; {} without the curve."""
     found, base = outcomes.curve(curve), outcomes.original["perplexity"]
     points = found["points"] if found else ()
     return {point["rank"]: relative(point["perplexity"], base) for point in points}
@@ -61,14 +61,15 @@ def _half_rank(outcomes: Outcomes) -> Iterator[str]:
 
 
 def _objectives(outcomes: Outcomes) -> Iterator[str]:
-    """How much of the loss calibration saves, which no paper tried."""
+    """States how much of the loss calibration saves, which no paper tried."""
     for name, curve in (("thin keys", "key_per_head"), ("LRKV", "lrkv")):
         plain, calibrated = (losses(outcomes, f"{curve}_{o}") for o in ("weights", "outputs"))
-        base = lambda loss: math.log(1 + loss)
-        ranks = [rank for rank in plain if rank in calibrated and base(plain[rank]) > 0.001]
+        ranks = [r for r in plain if r in calibrated and math.log(1 + plain[r]) > 0.001]
         if not ranks:
             continue
-        ratio = statistics.median(base(calibrated[rank]) / base(plain[rank]) for rank in ranks)
+        ratio = statistics.median(
+            math.log(1 + calibrated[r]) / math.log(1 + plain[r]) for r in ranks
+        )
         yield (
             f"holding outputs instead of weights leaves {ratio:.0%} of the loss in log-perplexity "
             f"by {name} (median of {len(ranks)} ranks)"
@@ -90,7 +91,7 @@ def _recovery(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
 
 
 def recovered_share(outcomes: Outcomes, variant: Tuned) -> float | None:
-    """1 - loss against the tuned control / loss against the original, in log-perplexity.
+    """Returns 1 - loss against the tuned control / loss against the original, in log-perplexity.
 
     None where less than 2 % was lost.
     """

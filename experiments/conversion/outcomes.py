@@ -14,17 +14,17 @@ CONTROL = "control"
 
 
 def relative(perplexity: float, base: float) -> float:
-    """How much more, as a share."""
+    """Returns the relative increase over `base`."""
     return perplexity / base - 1
 
 
 def percent(share: float) -> str:
-    """A relative change, with as many digits as say something."""
+    """Returns a relative change as text, with one decimal below 100 %."""
     return f"{100 * share:+,.{1 if abs(share) < 1 else 0}f} %"
 
 
 def said_of(variant: str) -> str:
-    """A variant's name in words."""
+    """Returns a variant's name in words."""
     if variant == "control":
         return "none (the control)"
     kind, rank = re.fullmatch(r"(.*)_r(\d+)", variant).groups()
@@ -58,7 +58,7 @@ class Tuned:
         return estimate(list(self.after.values())).half
 
     def against_control(self) -> tuple[float, float | None] | None:
-        """The mean relative change seed by seed, and half its interval; None of the control."""
+        """Returns the mean relative change by seed and half its interval; None for the control."""
         seeds = [seed for seed in self.after if seed in self.control]
         if self.name == CONTROL or not seeds:
             return None
@@ -69,7 +69,7 @@ class Tuned:
 
 @dataclasses.dataclass(frozen=True)
 class TuningSetting:
-    """Runs that learned in the same way, the control first."""
+    """Runs of one tuning recipe, the control first."""
 
     said: str
     variants: Sequence[Tuned]
@@ -90,7 +90,7 @@ class Outcomes:
 
     @functools.cached_property
     def before(self) -> dict[str, dict]:
-        """Curves by name, and "original"."""
+        """Returns curves by name, and "original"."""
         found = kept.named(f"{self.name}/before")
         return {name.rpartition("/")[2]: result for name, result in found.items()}
 
@@ -100,18 +100,18 @@ class Outcomes:
 
     @property
     def whole_rank(self) -> int:
-        """The rank at which nothing is lost, as tables count ranks."""
+        """Returns the rank without loss, in the tables' unit."""
         head, heads = self.original["head_dim"], self.original["num_heads"]
         return head * heads if self.name == "whisper" else head
 
     @property
     def rank(self) -> str:
-        """The header of a column of ranks."""
+        """Returns the header of a column of ranks."""
         return f"rank of {self.whole_rank}" + (" per head" if self.name != "whisper" else "")
 
     @property
     def said(self) -> str:
-        """The figure without conversion, and what of."""
+        """Returns a sentence with the perplexity without conversion."""
         settings = self.original["settings"]
         rows = settings.get("validation_rows", 0)
         tokens = settings.get("validation_tokens") or rows * settings["row_length"]
@@ -122,7 +122,7 @@ class Outcomes:
         return self.before.get(name)
 
     def settings(self) -> list[TuningSetting]:
-        """What was tuned, the setting with most runs first."""
+        """Returns the tuning settings, most runs first."""
         groups: dict[str, dict[str, dict]] = {}
         for name, result in kept.named(f"{self.name}/after").items():
             *_, folder, run = name.split("/")
@@ -147,8 +147,7 @@ def _setting(runs: Sequence[dict]) -> TuningSetting:
         )
         for name, found in by_variant.items()
     ]
-    kind = lambda variant: re.sub(r"_r\d+$", "", variant.name)
-    made.sort(key=lambda v: (v.name != CONTROL, kind(v), -v.share))
+    made.sort(key=lambda v: (v.name != CONTROL, re.sub(r"_r\d+$", "", v.name), -v.share))
     s = runs[0]["settings"]
     share = s.get("teacher_share", 0.0)
     learns = f"text and the original's predictions ({share:g} of the loss)" if share else "text"

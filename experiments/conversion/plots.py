@@ -54,7 +54,7 @@ def write() -> list[pathlib.Path]:
 
 
 def figures() -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """A name and a function for each picture."""
+    """Yields each picture's name and function."""
     for name in SUBJECTS:
         outcomes = Outcomes(name)
         if outcomes.original is None:
@@ -69,7 +69,7 @@ def _parts_there() -> Iterator[tuple[str, str]]:
 
 
 def cache(outcomes: Outcomes) -> Figure:
-    """Perplexity over the share of the cache that is left: not tuned, and tuned."""
+    """Plots perplexity over the share of the cache that is left, before and after tuning."""
     settings = outcomes.settings()[:1]
     figure = Figure(figsize=(6.2 + 4.6 * len(settings), 5.8), layout="constrained")
     axes = figure.subplots(1, 1 + len(settings), sharey=True, squeeze=False)[0]
@@ -144,7 +144,7 @@ def _finish(axes: Axes) -> None:
 
 
 def parts(outcomes: Outcomes) -> Figure:
-    """Thin keys' Table 5: the loss by rank of keys, queries, both and values, by SVD."""
+    """Plots thin keys' Table 5: the loss by rank of keys, queries, both and values, by SVD."""
     modes = [m for m in ("joint", "per_head") if losses(outcomes, f"key_{m}_weights")]
     figure = Figure(figsize=(1.6 + 4.4 * len(modes), 4.4), layout="constrained")
     title = f"{outcomes.title}: what can be of low rank"

@@ -51,7 +51,7 @@ def _before(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _parts(outcomes: Outcomes) -> Iterator[Table]:
-    """Thin keys' Table 5, for each mode and objective that all parts have."""
+    """Yields thin keys' Table 5, for each mode and objective that all parts have."""
     for mode, of_mode in _OF_MODE.items():
         for objective in ("weights", "inputs"):
             curves = {
@@ -69,7 +69,7 @@ def _parts(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _objectives(outcomes: Outcomes) -> Iterator[Table]:
-    """Thin keys by what is held least: errors of weights, inputs or outputs."""
+    """Yields thin keys by objective: least error of weights, inputs or outputs."""
     for part in ("key", "key_value"):
         curves = {}
         for mode in (*_OF_MODE, "split"):  # that of joint latents, ranks by what outputs lose
@@ -88,7 +88,7 @@ def _objectives(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _savings(outcomes: Outcomes) -> Iterator[Table]:
-    """Thin keys' Table 6: what keys alone save."""
+    """Yields thin keys' Table 6: the cache that keys alone save."""
     curve = outcomes.curve("key_per_head_outputs")
     if curve is None:
         return
@@ -121,7 +121,7 @@ def _of_lrkv(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _by_rank(outcomes: Outcomes, curves: Iterable[dict], first: dict | None = None) -> list[tuple]:
-    """A row for each rank: perplexity of every curve, and how much more that is."""
+    """Returns a row per rank: perplexity of every curve, and its relative increase."""
     points = [{point["rank"]: point["perplexity"] for point in curve["points"]} for curve in curves]
     rows = []
     for rank in dict.fromkeys(rank for of_curve in points for rank in of_curve):
@@ -145,7 +145,7 @@ def _loss(perplexity: float | None, outcomes: Outcomes) -> str:
 
 
 def _after(outcomes: Outcomes) -> Iterator[Table]:
-    """Thin keys' Tables 7 and 9: a table for each way to tune, the control first."""
+    """Yields thin keys' Tables 7 and 9: a table per tuning recipe, the control first."""
     for setting in outcomes.settings():
         rows = [_tuned_row(variant, outcomes) for variant in setting.variants]
         seeds = sorted({len(variant.after) for variant in setting.variants})
