@@ -1,4 +1,4 @@
-"""What `python -m kvjax.main --help` says below the options: keys, meanings, configs."""
+"""The help of `python -m kvjax.main` below its options: keys, meanings, configs."""
 
 import textwrap
 
@@ -24,15 +24,15 @@ SECTIONS = {
 
 
 def text() -> str:
-    """All keys by section, then the mechanisms' keys by kind, then the configs there are."""
+    """Lists all keys by section, the mechanisms' keys by kind, and the configs of the checkout."""
     lines = []
     for section, cls in SECTIONS.items():
         lines += [f"keys of config.{section}:", *_table(keys(cls)), ""]
     for kind, cls in MECHANISMS.items():
         lines += [f"keys of config.attention with kind={kind!r}:", *_table(keys(cls)), ""]
     lines += [
-        "config.attention.layer_ranks: rank by layer instead of `rank`, or of",
-        "those of `key_rank` and `value_rank` that are not 0; (): all the same",
+        "config.attention.layer_ranks: one rank per layer, instead of `rank` or of the",
+        "positive ones of `key_rank` and `value_rank`; (): the same rank in all layers",
         "",
         "configs:",
     ]
@@ -46,10 +46,10 @@ def text() -> str:
     return "\n".join(lines)
 
 
-def _table(found: list[Key]) -> list[str]:
+def _table(section: list[Key]) -> list[str]:
     return [
         line
-        for key in found
+        for key in section
         for line in textwrap.wrap(
             f"{key.name}{f' ({key.default})' if key.default else ''}: {key.meaning}",
             output.width(),

@@ -1,4 +1,4 @@
-"""A config, resolved once into frozen dataclasses; bad values raise here."""
+"""Resolves a config into frozen dataclasses, once; bad values raise UserErrors here."""
 
 import dataclasses
 from typing import Any
@@ -27,40 +27,43 @@ MAX_SAMPLE_TOKENS = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Lengths in optimizer steps; a batch is `batch_size` rows of data.sequence_length tokens.
+    """Length, data order, validation, checkpoints and handling of bad steps.
 
-    A step is bad if its loss or the norm of its gradient is not finite, or, with spike_factor > 0,
-    if its loss is more than spike_factor times the recent mean: exponential, over good steps, each
-    weighing `program.MEAN_WEIGHT`, from the first one on. With bad_steps = "stop" the run ends
-    there, its checkpoints intact. With "skip" parameters and optimizer stay as they were, and so
-    does the optimizer's count of steps (its schedule ends as many steps later); the batch is used
-    up, the step is counted in metrics.jsonl as skipped_steps, and max_bad_steps of them in a row
-    end the run. Weights that are not finite always do.
+    Lengths are in optimizer steps; a batch is `batch_size` rows of data.sequence_length tokens.
+
+    A step is bad if its loss or gradient norm is not finite, or, with spike_factor > 0, if its loss
+    exceeds spike_factor times the exponential mean of good steps' losses (`program.MEAN_WEIGHT`).
+    bad_steps = "stop" ends the run and keeps its checkpoints. "skip" leaves parameters, optimizer
+    state and its step count unchanged (so the schedule ends later), consumes the batch and counts
+    it in metrics.jsonl as skipped_steps; max_bad_steps in a row end the run. Non-finite weights
+    always end it.
     """
 
-    num_steps: int  # steps of the optimizer, in all; 0: once over the rows of config.mixture
-    batch_size: int  # rows per step, over all devices and parts
-    grad_accumulation: int = 1  # the batch goes through the model in this many parts
-    seed: int = 0  # draws the initial weights and the order of rows
+    num_steps: int  # optimizer steps in total; 0: one epoch of config.mixture
+    batch_size: int  # rows per step, over all devices and microbatches
+    grad_accumulation: int = 1  # number of microbatches per step
+    seed: int = 0  # of initial weights and the order of rows
     log_every: int = 10  # steps between records in metrics.jsonl
     eval_every: int = 250  # steps between validations; the last step has one too
-    eval_rows: int = 0  # rows to validate on, from the start of the split; 0: all
+    eval_rows: int = 0  # validation rows, from the start of the split; 0: all
     checkpoint_every: int = 250  # steps between checkpoints; the last step has one too
-    keep_checkpoints: int = 2  # how many of the latest are kept
-    snapshot_every: int = 0  # steps between parameters that are kept for analysis; 0: none
+    keep_checkpoints: int = 2  # number of latest checkpoints to keep
+    snapshot_every: int = 0  # steps between snapshots of parameters for analysis; 0: none
     stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
-    bad_steps: str = "stop"  # what a bad step does: "stop" the run, or "skip" the step
-    spike_factor: float = 0.0  # a loss over this many times the recent mean is bad; 0: none is
-    max_bad_steps: int = 10  # bad steps in a row before the run stops, with "skip"
-    sample_prompt: str = "The king "  # what the sample at the end goes on from
-    sample_tokens: int = 100  # tokens of text sampled at the end; 0: none
-    separate: bool = False  # attention stays within a document or conversation: a BOS begins one
-    parent: str = ""  # the workdir of a trained model that this run starts from; "": from nothing
-    teacher: str = ""  # the workdir of a model whose predictions are learned; "": none
-    teacher_share: float = 0.5  # of the loss that is KL(teacher || model), with a teacher
+    bad_steps: str = "stop"  # on a bad step "stop" the run, or "skip" the step
+    spike_factor: float = 0.0  # a loss above this times the recent mean is bad; 0: never
+    max_bad_steps: int = 10  # bad steps in a row that end the run, with "skip"
+    sample_prompt: str = "The king "  # prompt of the sample at the end
+    sample_tokens: int = 100  # length of the sample at the end; 0: no sample
+    separate: bool = False  # document mask: attention within a document (a BOS begins one)
+    parent: str = ""  # workdir of the trained model that this run starts from; "": random weights
+    teacher: str = ""  # workdir of the teacher for distillation; "": none
+    teacher_share: float = 0.5  # share of KL(teacher || model) in the loss, with a teacher
 
     def __post_init__(self):
-        at = lambda key: (f"config.train.{key}", getattr(self, key))
+        def at(key):
+            return f"config.train.{key}", getattr(self, key)
+
         for key in ("log_every", "eval_every", "checkpoint_every"):
             between(*at(key), 1, MAX_COUNT)
         for key in ("keep_checkpoints", "max_bad_steps"):
@@ -78,7 +81,7 @@ class TrainConfig:
                 runtime.path(*at(key))
         if self.spike_factor and not 1 < self.spike_factor <= 1e6:
             raise UserError(
-                f"config.train.spike_factor = {self.spike_factor}: must be 0 (no loss is a spike) "
+                f"config.train.spike_factor = {self.spike_factor}: must be 0 (no check for spikes) "
                 "or above 1, up to 1e6"
             )
         if self.batch_size % self.grad_accumulation:
@@ -90,14 +93,16 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """See `kvjax.model.transformer.Compute`; "auto" and -1 go by the platform."""
+    """Options of `kvjax.model.transformer.Compute`; "auto" and -1 depend on the platform."""
 
     dtype: str = "auto"  # dtype of activations; "auto": float32 on CPU, bfloat16 elsewhere
-    remat: str = "none"  # what the backward pass recomputes: "none", "dots", "attention", "full"
-    unroll: str = "auto"  # the scan over layers: "on", "off", "auto" (on CPU up to 8)
-    query_chunk: int = -1  # queries attended at once by XLA; 0: all; -1: 64 on CPU, else all
-    loss_chunks: int = 8  # slices of a row that logits are made in
-    attention: str = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU), or "auto": by the device
+    # Activations recomputed in the backward pass: "none"; "dots", all but products with weights;
+    # "attention", all but outputs of the attention kernel; "full", all.
+    remat: str = "none"
+    unroll: str = "auto"  # unroll the scan over layers: "on", "off", "auto" (CPU, up to 8 layers)
+    query_chunk: int = -1  # queries per chunk of XLA's attention; 0: all; -1: 64 on CPU, else all
+    loss_chunks: int = 8  # slices of a row whose logits are computed at once
+    attention: str = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU) or "auto" (by device)
 
     def __post_init__(self):
         one_of("config.compute.dtype", self.dtype, DTYPES)
@@ -108,6 +113,7 @@ class ComputeConfig:
         one_of("config.compute.attention", self.attention, ("auto", "xla", "splash", "cudnn"))
 
     def resolve(self, platform: str, num_layers: int) -> Compute:
+        """Returns the options for a platform: "cpu", "gpu" or "tpu"."""
         on_cpu = platform == "cpu"
         dtype = {"auto": "float32" if on_cpu else "bfloat16"}.get(self.dtype, self.dtype)
         if dtype == "float64" and not jax.config.jax_enable_x64:
@@ -126,7 +132,7 @@ class ComputeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything `train` needs to know."""
+    """A resolved config: everything that training depends on."""
 
     name: str
     model: TransformerConfig
@@ -135,46 +141,44 @@ class Experiment:
     train: TrainConfig
     compute: ComputeConfig
     mesh: MeshConfig
-    mixture: MixtureConfig | None = None  # of conversations, instead of texts
+    mixture: MixtureConfig | None = None  # conversations; None: text documents
 
     def __post_init__(self):
         check_name("config.name", self.name)
         self._check_mixture()
         if self.train.separate and self.compute.attention == "cudnn":
             raise UserError(
-                "config.compute.attention = 'cudnn': takes no documents that do not see each other "
+                "config.compute.attention = 'cudnn': does not support the document mask "
                 "(config.train.separate); give 'auto' or 'xla'"
             )
         if self.train.num_steps:
-            learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises if they disagree
+            learning_rate_schedule(
+                self.optimizer, self.train.num_steps
+            )  # raises if it does not fit
 
     def uses_attention_kernel(self, platform: str) -> bool:
-        """Whether softmax attention of training is a kernel there, as far as keys decide.
-
-        Args:
-          platform: "cpu", "gpu" or "tpu"; a GPU's takes no documents that do not see each other.
-        """
+        """Returns True if training's attention can use a fused kernel on a platform."""
         if platform == "cpu" or self.compute.attention == "xla":
             return False
-        return platform != "gpu" or not self.train.separate
+        return platform != "gpu" or not self.train.separate  # cuDNN has no document mask
 
     def _check_mixture(self) -> None:
-        """Raises a UserError where there is a mixture, or none, and other keys ask otherwise."""
-        source, there = self.data.source, self.mixture is not None
-        if there != (source == MIXTURE) and not (there and is_prepared(source)):
+        """Raises a UserError if other keys contradict config.mixture, or its absence."""
+        source, has_mixture = self.data.source, self.mixture is not None
+        if has_mixture and source != MIXTURE and not is_prepared(source):
             raise UserError(
-                f"config.data.source = {source!r}: "
-                + (
-                    f"with conversations (config.mixture) it must be {MIXTURE!r}, or prepared: and "
-                    "the folder of their rows"
-                    if there
-                    else "needs config.mixture, which names conversations: see configs/mid"
-                )
+                f"config.data.source = {source!r}: with conversations (config.mixture) it must be "
+                f"{MIXTURE!r}, or prepared: and the folder of their rows"
             )
-        if there and self.data.tokenizer == "bpe":
+        if not has_mixture and source == MIXTURE:
             raise UserError(
-                "config.data.tokenizer = 'bpe': conversations teach no tokenizer; give "
-                f"{PARENT!r} (that of config.train.parent), 'byte' or a tokenizer.json"
+                f"config.data.source = {source!r}: needs config.mixture, which names "
+                "conversations: see configs/mid"
+            )
+        if has_mixture and self.data.tokenizer == "bpe":
+            raise UserError(
+                "config.data.tokenizer = 'bpe': no tokenizer is trained on conversations; give "
+                f"{PARENT!r} (the tokenizer of config.train.parent), 'byte' or a tokenizer.json"
             )
         if self.data.tokenizer == PARENT and not self.train.parent:
             raise UserError(
@@ -183,15 +187,15 @@ class Experiment:
             )
         if self.is_masked and self.train.teacher:
             raise UserError(
-                f"config.train.teacher = {self.train.teacher!r}: where some targets do not count "
-                "(config.mixture.loss, config.mixture.pack) nothing is learned from a teacher"
+                f"config.train.teacher = {self.train.teacher!r}: distillation does not support a "
+                "loss mask (config.mixture.loss, config.mixture.pack)"
             )
-        if not there:
+        if not has_mixture:
             between("config.train.num_steps", self.train.num_steps, 1, MAX_COUNT)
 
     @property
     def is_masked(self) -> bool:
-        """Whether rows say of every target if it counts."""
+        """True if rows have a loss mask."""
         return self.mixture is not None and self.mixture.is_masked
 
     @property
@@ -200,7 +204,7 @@ class Experiment:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raises a UserError for a name that cannot be a folder's: the default workdir is runs/NAME."""
+    """Raises a UserError for a name that is no folder name: the default workdir is runs/NAME."""
     check_text(key, name)
     if not name.strip() or name != name.strip() or ".." in name.split("/") or name[0] in "./":
         raise UserError(
@@ -212,29 +216,31 @@ def check_name(key: str, name: str) -> None:
 
 
 def resolve(config: ml_collections.ConfigDict) -> Experiment:
-    """The experiment a config describes.
+    """Resolves a config.
 
     Raises:
-      UserError: an unknown or missing key, a wrong type, a value that cannot be; see each class.
+      UserError: an unknown or missing key, a wrong type, or a bad value; see each class.
     """
-    parts = {
+    sections = {
         "optimizer": OptimizerConfig,
         "data": DataConfig,
         "train": TrainConfig,
         "compute": ComputeConfig,
         "mesh": MeshConfig,
     }
-    known = {"name", "model", "attention", *parts}
+    known = {"name", "model", "attention", *sections}
     if set(config) - {"mixture"} != known:
         raise UserError(
             f"config: unknown {sorted(set(config) - known - {'mixture'})}, missing "
             f"{sorted(known - set(config))}"
         )
     if "mixture" in config:
-        parts["mixture"] = MixtureConfig
+        sections["mixture"] = MixtureConfig
     name = checked(config.name, str, "config.name")
     block = to_dataclass(BlockConfig, config.model, "config.model")
-    resolved = {key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in parts.items()}
+    resolved = {
+        key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in sections.items()
+    }
     model = TransformerConfig(
         block=block,
         mechanisms=_mechanisms(config.attention, block.num_layers),
@@ -250,7 +256,7 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
 
 
 def defaults(kind: str) -> dict[str, Any]:
-    """By dotted key, what a config means that lacks it, with attention of that kind."""
+    """Returns the default of every key, by dotted name, for attention of that kind."""
     sections = {
         "model": BlockConfig,
         "attention": MECHANISMS[kind],
@@ -269,31 +275,31 @@ def defaults(kind: str) -> dict[str, Any]:
 
 
 def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
-    """One mechanism per layer: `attention.kind` with its own keys, rank from `layer_ranks`."""
-    given = dict(attention)
-    kind = given.pop("kind", None)
-    layer_ranks = given.pop("layer_ranks", ())
+    """Returns one mechanism per layer, with the ranks of `layer_ranks` if given."""
+    section = dict(attention)
+    kind = section.pop("kind", None)
+    layer_ranks = section.pop("layer_ranks", ())
     one_of("config.attention.kind", kind, tuple(MECHANISMS))
-    mechanism = to_dataclass(MECHANISMS[kind], ml_collections.ConfigDict(given), "config.attention")
+    section = ml_collections.ConfigDict(section)
+    mechanism = to_dataclass(MECHANISMS[kind], section, "config.attention")
     ranks = checked(layer_ranks, tuple[int, ...], "config.attention.layer_ranks")
     if not ranks:
         return (mechanism,) * num_layers
     keys = rank_keys(mechanism)
     if not keys:
         raise UserError(f"config.attention.layer_ranks: {kind!r} has no rank; leave it empty")
-    return tuple(_of_rank(mechanism, keys, rank, i) for i, rank in enumerate(ranks))
+    return tuple(_with_rank(mechanism, keys, rank, i) for i, rank in enumerate(ranks))
 
 
 def rank_keys(mechanism) -> tuple[str, ...]:
-    """The keys of a mechanism's config that `layer_ranks` sets; of keys and of values those alone
-    that have a rank.
-    """
+    """Returns the keys of a mechanism that `layer_ranks` sets: rank, or the positive ones of
+    key_rank and value_rank."""
     if hasattr(mechanism, "rank"):
         return ("rank",)
     return tuple(key for key in ("key_rank", "value_rank") if getattr(mechanism, key, 0))
 
 
-def _of_rank(mechanism, keys: tuple[str, ...], rank: int, layer: int):
+def _with_rank(mechanism, keys: tuple[str, ...], rank: int, layer: int):
     try:
         return dataclasses.replace(mechanism, **dict.fromkeys(keys, rank))
     except UserError as error:

@@ -1,1 +1,1 @@
-"""What a model costs, from its shapes; `python -m kvjax.costs` prints it."""
+"""Costs of a model from its shapes; `python -m kvjax.costs` prints them."""

@@ -1,12 +1,12 @@
-"""The command `python -m kvjax.costs`: what a config costs, as tables.
+"""The command `python -m kvjax.costs`: prints the costs of a config as tables.
 
     python -m kvjax.costs --config=configs/lrkv_2p5b.py
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --device=h200 --batch=16
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --chips=8
 
-Prints parameters and training FLOPs, then what decoding costs at four context lengths and what fits
-the devices; with --chips, what each of several keeps and reads of a cache split by tokens or by
-heads; with --all, for every config of the same scale side by side.
+Prints parameters and training FLOPs; costs of decoding at four context lengths, the largest batch
+and the shortest step by device; with --chips, cache bytes and reads per chip for a cache sharded by
+tokens or by heads; with --all, the same for every config of the same scale.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ from kvjax.hardware import datasheets
 from kvjax.hardware.datasheets import Device
 
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
-SPLITS = ("tokens", "heads")  # of a cache, over several chips
+SPLITS = ("tokens", "heads")  # how a cache is sharded over chips
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -35,11 +35,11 @@ def report(
     on: list[Device],
     chips: int = 1,
 ) -> dict:
-    """Everything the command says of one config, JSON-able.
+    """Returns all costs of one config as JSON values.
 
-    Largest batches and least milliseconds per step are by device, one chip; null where `batch`
-    sequences do not fit it. With several chips, per chip: bytes of the cache per token, and GB read
-    per step, weights whole on each.
+    `largest_batch` and `least_ms` (per step) are by device, for one chip; null if `batch` sequences
+    do not fit. With several chips also cache bytes per token and chip, and GB read per step and
+    chip with replicated weights.
     """
     config = experiment.model
     shape = dict(dtype=dtype, chips=chips)
@@ -65,8 +65,10 @@ def report(
             )
         )
         if chips > 1:
-            read = lambda cache, cost=cost: cost.weight_bytes + cache * batch * cost.length
-            decode[-1]["gb_per_chip_and_step"] = {b: read(c) / 1e9 for b, c in by_chip.items()}
+            decode[-1]["gb_per_chip_and_step"] = {
+                split: (cost.weight_bytes + cache_bytes * batch * cost.length) / 1e9
+                for split, cache_bytes in by_chip.items()
+            }
     return dict(
         config=experiment.name,
         parameters=formulas.parameters(config),
@@ -134,11 +136,14 @@ def _print(
         ],
     )
     out.say(f"\nLeast milliseconds per step of {batch}: bytes / bandwidth, or FLOPs / peak if more")
-    time = lambda ms: "-" if ms is None else f"{ms:.3g}"
     out.table(
         ["config", "context", *names],
         [
-            (config, f"{d['context']:,}", *map(time, d["least_ms"].values()))
+            (
+                config,
+                f"{d['context']:,}",
+                *("-" if ms is None else f"{ms:.3g}" for ms in d["least_ms"].values()),
+            )
             for config, d in contexts
         ],
     )
@@ -178,12 +183,12 @@ def main(arguments: list[str]) -> None:
     add(
         "--device",
         action="append",
-        help=f"of {', '.join(datasheets.DEVICES)}; may be repeated (all)",
+        help=f"one of {', '.join(datasheets.DEVICES)}; may be repeated (all)",
     )
     add("--batch", type=int, default=1, help="sequences decoded together (1)")
-    add("--chips", type=int, default=1, help="that a cache is split over (1)")
-    add("--dtype", default="bfloat16", help=f"of weights and cache: {', '.join(_DTYPES)}")
-    add("--all", action="store_true", help="beside it, every config of the same scale")
+    add("--chips", type=int, default=1, help="number of chips that a cache is sharded over (1)")
+    add("--dtype", default="bfloat16", help=f"dtype of weights and cache: {', '.join(_DTYPES)}")
+    add("--all", action="store_true", help="include every config of the same scale")
     parser.add_output()
     options = parser.parse(arguments)
     at_least("--batch", options.batch, 1)
@@ -195,9 +200,9 @@ def main(arguments: list[str]) -> None:
     on = [datasheets.get(name) for name in names]
     file = options.config
     files = [file]
-    if options.all:  # the file first: what is wrong with it is told of it
-        beside = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
-        files += [path for path in beside if path.name != file.name]
+    if options.all:  # the given file first, so that its errors are reported first
+        same_scale = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
+        files += [path for path in same_scale if path.name != file.name]
     shape = dict(batch=options.batch, chips=options.chips)
     shape |= dict(dtype=jnp.dtype(options.dtype), on=on)
     reports = []

@@ -1,1 +1,1 @@
-"""Chips: datasheets, and topologies to compile for, which this machine need not have."""
+"""Accelerators: datasheets, and topologies to compile for without having the hardware."""

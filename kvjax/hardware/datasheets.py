@@ -1,4 +1,4 @@
-"""Accelerators as their makers describe them: memory, bandwidth and arithmetic of one chip."""
+"""Datasheet figures of accelerators: memory, bandwidth and peak FLOP/s of one chip."""
 
 import dataclasses
 import math
@@ -13,24 +13,24 @@ _GOOGLE = "cloud.google.com/tpu/docs/{}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """One chip: what its datasheet promises, not what a program gets."""
+    """One chip, with peak figures of its datasheet (programs reach less)."""
 
     name: str
     hbm_bytes: int
     bandwidth: float  # of HBM, bytes/s
     bf16_flops: float  # dense bfloat16, FLOP/s
     source: str
-    interconnect: float = math.inf  # what all links to other chips send at once, bytes/s
+    interconnect: float = math.inf  # of all links to other chips, one direction, bytes/s
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte above which arithmetic, not memory, sets the time."""
+        """Ridge of the roofline: FLOP per byte above which a program is compute-bound."""
         return self.bf16_flops / self.bandwidth
 
 
-# Where editions of a page differ by rounding (v4: 1200 or 1228 GB/s; v6e: 1600 or 1640 GB/s), the
-# figure with more digits; where by unit (v5p: 95 GB or GiB), the smaller memory. Of interconnects
-# the pages add both directions (v5e 400, v5p 1200, v6e 800, NVLink 900 GB/s): half of that.
+# Pages differ between editions. By rounding (v4: 1200 or 1228 GB/s; v6e: 1600 or 1640 GB/s): the
+# figure with more digits. By unit (v5p: 95 GB or GiB): the smaller memory. Interconnects are given
+# for both directions together (v5e 400, v5p 1200, v6e 800, NVLink 900 GB/s): half of that.
 DEVICES = {
     device.name: device
     for device in (
@@ -86,7 +86,7 @@ DEVICES = {
 }
 
 
-_KINDS = {  # as JAX names them; a GPU's has its name as a word
+_KINDS = {  # jax.Device.device_kind of TPUs; of a GPU it contains the name as a word
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -98,7 +98,7 @@ _KINDS = {  # as JAX names them; a GPU's has its name as a word
 
 
 def for_device(device: jax.Device) -> Device | None:
-    """The datasheet of a device that is there; None where there is none (a CPU, another GPU)."""
+    """Returns the datasheet of a device of this machine, or None (a CPU, an unlisted GPU)."""
     kind = device.device_kind
     words = kind.lower().split() if device.platform == "gpu" else []
     name = _KINDS.get(kind) or next((name for name in DEVICES if name in words), None)
@@ -106,10 +106,10 @@ def for_device(device: jax.Device) -> Device | None:
 
 
 def get(name: str) -> Device:
-    """The device of that name.
+    """Returns the datasheet of that name.
 
     Raises:
-      UserError: an unknown name; the message lists those known.
+      UserError: an unknown name.
     """
     if name not in DEVICES:
         raise UserError(f"device {name!r}: known are {', '.join(DEVICES)}")

@@ -1,4 +1,4 @@
-"""Devices to compile for, by a name: TPUs and GPUs that this machine need not have."""
+"""Devices to compile for by name, such as "v5e:4x4": TPUs and GPUs that this machine lacks."""
 
 import os
 
@@ -10,7 +10,7 @@ from kvjax.foundation import extras
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.hardware import datasheets
 
-# libtpu reads these when it is loaded; without them it looks for the machine's own TPU.
+# libtpu reads these when it is loaded; without them it searches this machine for a TPU.
 _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
     "TPU_SKIP_MDS_QUERY": "1",
@@ -19,7 +19,7 @@ _ENVIRONMENT = {
 }
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 GPUS_PER_HOST = 8
-SHAPES = {  # some that there are
+SHAPES = {  # examples, for messages
     "v4": ("2x2x1", "2x2x4", "4x4x4"),
     "v5e": ("2x2", "4x4", "8x8", "16x16"),
     "v5p": ("2x2x1", "2x2x4", "4x4x4"),
@@ -30,7 +30,7 @@ SHAPES = {  # some that there are
 GPUS = ("h100", "h200")
 KINDS = tuple(kind for kind in SHAPES if kind not in GPUS)
 
-# A GpuTargetConfigProto: what XLA asks a GPU, here of Hopper's full SXM part.
+# A GpuTargetConfigProto: the properties that XLA would query from the GPU, here Hopper SXM's.
 _HOPPER = """
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
@@ -49,20 +49,20 @@ device_description_str: "NVIDIA {name}"
 
 
 def get_devices(name: str) -> list[jax.Device]:
-    """The devices of a topology, to lower and compile for; nothing can run on them.
+    """Returns the devices of a topology, to lower and compile for; nothing can run on them.
 
     Args:
-      name: a kind and its shape in chips, "v5e:4x4", "v5p:2x2x4"; of GPUs how many one host has,
-        "h200:8".
+      name: KIND:SHAPE; SHAPE is chips along each side ("v5e:4x4", "v5p:2x2x4"), or the number of
+        GPUs in one host ("h200:8").
 
     Raises:
-      UserError: an unknown name (the message lists those known), or the compiler is not installed.
+      UserError: an unknown name, or the compiler is not installed.
     """
     return gpu_devices(name) if name.partition(":")[0] in GPUS else tpu_devices(name)
 
 
 def tpu_devices(name: str) -> list[jax.Device]:
-    """The devices of a TPU topology, one per chip; see `get_devices`."""
+    """Returns the devices of a TPU topology, one per chip; see `get_devices`."""
     kind, _, shape = name.partition(":")
     if kind not in KINDS or not shape:
         raise UserError(_unknown(name))
@@ -78,7 +78,7 @@ def tpu_devices(name: str) -> list[jax.Device]:
 
 
 def examples() -> str:
-    """Names there are, by kind."""
+    """Returns examples of names, by kind."""
     return "; ".join(" ".join(f"{kind}:{s}" for s in shapes) for kind, shapes in SHAPES.items())
 
 
@@ -90,9 +90,9 @@ def _unknown(name: str) -> str:
 
 
 def gpu_device(name: str) -> jax.Device:
-    """A GPU to lower and compile for, "h100" or "h200"; nothing can run on it.
+    """Returns a GPU to lower and compile for, "h100" or "h200"; nothing can run on it.
 
-    Pallas kernels are lowered inside `jax.sharding.use_abstract_mesh` of a mesh with this device.
+    Lower Pallas kernels inside `jax.sharding.use_abstract_mesh` of a mesh with this device.
 
     Raises:
       UserError: an unknown name, or JAX's CUDA plugin is not installed.
@@ -103,7 +103,7 @@ def gpu_device(name: str) -> jax.Device:
 
 
 def gpu_devices(name: str) -> list[jax.Device]:
-    """The GPUs of one host, "h200:8"; see `get_devices`."""
+    """Returns the GPUs of one host, "h200:8"; see `get_devices`."""
     kind, _, count = name.partition(":")
     if kind not in GPUS or not count.isdecimal() or not 1 <= int(count) <= GPUS_PER_HOST:
         raise UserError(_unknown(name))
@@ -115,7 +115,7 @@ def gpu_devices(name: str) -> list[jax.Device]:
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            topology=f"1x1x{int(count)}",  # partitions x hosts x GPUs of each
+            topology=f"1x1x{int(count)}",  # partitions x hosts x GPUs per host
             target_config=target,
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
@@ -126,20 +126,23 @@ def gpu_devices(name: str) -> list[jax.Device]:
 
 
 def lower_for(device: jax.Device, function, *arguments) -> jax.stages.Lowered:
-    """A jitted function lowered for one device of a topology.
+    """Lowers a jitted function for one device of a topology.
 
-    What the function chooses by device, its kernels among it, it chooses for this one.
+    The function sees this device as its platform and chooses kernels for it.
 
     Args:
       arguments: arrays or ShapeDtypeStructs, in trees.
     """
     mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def abstract(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device)
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return function.lower(*jax.tree.map(place, arguments))
+        return function.lower(*jax.tree.map(abstract, arguments))
 
 
 def compile_for(device: jax.Device, function, *arguments) -> jax.stages.Compiled:
-    """A jitted function compiled for one device of a topology; see `lower_for`."""
+    """Compiles a jitted function for one device of a topology; see `lower_for`."""
     return lower_for(device, function, *arguments).compile()

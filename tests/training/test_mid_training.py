@@ -225,7 +225,7 @@ def test_what_cannot_be_started(source, whole, tmp_path):
     _bad(_mid(source, ""), run, "tokenizer = 'parent': config.train.parent is empty; give")
     other = _mid(source, here)
     other.data.tokenizer = "bpe"
-    _bad(other, run, "config.data.tokenizer = 'bpe': conversations teach no tokenizer")
+    _bad(other, run, "config.data.tokenizer = 'bpe': no tokenizer is trained on conversations")
     other = _mid(source, here)
     other.data.update(source="embedded", tokenizer="byte")
     _bad(other, run, r"config.data.source = 'embedded': with conversations .* must be 'mixture'")
@@ -235,7 +235,7 @@ def test_what_cannot_be_started(source, whole, tmp_path):
     other = runs.small_config(*source, num_steps=0)
     _bad(other, run, "config.train.num_steps = 0: must be at least 1")
     other = _mid(source, here, mixture=MADE_UP | dict(pack="whole"), teacher=here)
-    _bad(other, run, "config.train.teacher = .*nothing is learned from a teacher")
+    _bad(other, run, "config.train.teacher = .*distillation does not support a loss mask")
     missing = MADE_UP | dict(gsm8k=str(tmp_path / "none.parquet"))
     other = _mid(source, here, mixture=missing)
     _bad(
