@@ -68,18 +68,14 @@ def decode_attention(
     if S > rope.MAX_POSITION and _needs_angles(inputs):
         raise ValueError(f"a capacity of {S}: keys have angles up to {rope.MAX_POSITION} tokens")
     name = implementation or ("xla" if window else default(inputs, cache))
-    _check_known(name)
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     if window and is_kernel(name):
         raise NotImplementedError(f"the {name.upper()} kernels have no window: use 'xla'")
     options = {"window": window} if window else {}  # which kernels do not have
     if stripes.num_chips() > 1:
         return sharded.decode_attention(inputs, cache, first_B, implementation=name, **options)
     return IMPLEMENTATIONS[name](inputs, cache, first_B, **options)
-
-
-def _check_known(name: str) -> None:
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
 
 
 def _needs_angles(inputs: DecodeInputs) -> bool:

@@ -65,7 +65,7 @@ def _cache_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
 def problem(
     shape: Sizes, *, batch: int, length: int, dtype: jnp.dtype, seed: int = 0
 ) -> tuple[DecodeInputs, dict[str, jax.Array]]:
-    """Draws inputs and a full cache without zeros; logits are as large as those of normed keys."""
+    """Draws inputs and a full cache without zeros; logits are as large as with normed keys."""
     key = iter(jax.random.split(jax.random.key(seed), 16))
 
     def draw(*dims):

@@ -276,8 +276,8 @@ def _problem(setup: contenders.Setup, need: int, left: float) -> contenders.Prob
     return result_or_reason(lambda: contenders.Problem(setup))
 
 
-def _too_large(need: float, left: float, what: str = "") -> str:
-    return f"{what}{need / 1e9:.1f} GB do not fit: {left / 1e9:.1f} GB are left"
+def _too_large(need: float, left: float, owner: str = "") -> str:
+    return f"{owner}{need / 1e9:.1f} GB do not fit: {left / 1e9:.1f} GB are left"
 
 
 def candidates(implementation: str) -> list[dict[str, int]]:

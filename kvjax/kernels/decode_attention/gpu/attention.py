@@ -47,14 +47,14 @@ def decode_attention(
 
     Args:
       tile_kv: tokens of a tile, 64 or 128; None: the plan's, see TILE_KV in `plans`.
-      split: tokens of a split, a multiple of `tile_kv`; None: from `tuned.json`, or as many splits
-        as fill the GPU.
+      split: tokens of a split, a multiple of `tile_kv`; None: from `tuned.json`, or enough
+        splits to fill the GPU.
       slots: slabs of 64 channels by `tile_kv` tokens that a program's ring holds.
       wgmma_in_flight: products in flight at once, from 1 to `slots`.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Raises:
-      NotImplementedError: inputs or shapes that the kernel does not take, and those it does.
+      NotImplementedError: inputs or shapes that the kernel does not take; see `check`.
       ValueError: sizes that do not fit each other.
     """
     check(inputs, cache)

@@ -101,7 +101,7 @@ def attend_with_lse(
       interpret: False, or `pltpu.InterpretParams`.
 
     Raises:
-      NotImplementedError: inputs or shapes that this kernel does not take, and those it does.
+      NotImplementedError: inputs or shapes that this kernel does not take; see `check`.
     """
     check(inputs, cache)
     S, chip = _capacity(cache), _chip()
@@ -178,7 +178,7 @@ def check(inputs: DecodeInputs, cache: Cache) -> None:
         refuse("32-bit programs", "one with jax_enable_x64")
     need, there = _vmem_bytes(inputs, cache, LANES, LANES), _chip().vmem_bytes
     if need > there:
-        refuse(f"what fits {there / 2**20:.0f} MiB of VMEM", f"{need / 2**20:.1f} MiB")
+        refuse(f"shapes that fit {there / 2**20:.0f} MiB of VMEM", f"{need / 2**20:.1f} MiB")
 
 
 def _capacity(cache: Cache) -> int:

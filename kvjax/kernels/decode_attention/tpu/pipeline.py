@@ -192,7 +192,7 @@ def attend(
 def _tile_counts(first, s: int, P: int):
     """Returns the tiles that a sequence has reached, and the tiles of each of its splits.
 
-    Splits are equal parts of what is reached, not of the capacity, so that both cores have work.
+    Splits are equal parts of the reached tiles, not of the capacity, so that both cores have work.
     """
     reached = first // s + 1
     return reached, (reached + P - 1) // P
@@ -316,7 +316,7 @@ class _Step:
         """Resets the softmax and the sums before the split's first tile."""
         refs = self.refs
         refs["maximum"][...] = jnp.full_like(refs["maximum"], _MASKED)
-        # VMEM holds the previous split's, or nothing initialised, whose NaN would survive a decay.
+        # VMEM has the previous split's values or is uninitialised, and NaN would survive any decay.
         for name in ("total", "row_buffer", "logits"):
             refs[name][...] = jnp.zeros_like(refs[name])
         for c in self.components:
