@@ -163,8 +163,7 @@ def sections(
     scores: Scores,
 ) -> list[Section]:
     """Returns the sections of the page."""
-    ends = _cache_points(groups), *_score_points(groups, scores)
-    return [
+    made = [
         _results(found, reference, left_out, lacking),
         Section(
             "curves",
@@ -174,9 +173,12 @@ def sections(
             tables=[],
             data={group.name: _data(group) for group in groups},
         ),
-        *([_savings(saved)] if saved else []),
-        *([_ends([panel for panel in ends if panel])] if ends[0] else []),
     ]
+    if saved:
+        made.append(_savings(saved))
+    if cache := _cache_points(groups):
+        made.append(_ends([cache, *_score_points(groups, scores)]))
+    return made
 
 
 def _results(
@@ -254,8 +256,9 @@ def _thinned(curve: Curve) -> Curve:
 
 def panels(groups: Sequence[Group], scores: Scores) -> list[dict]:
     """Returns arguments of `draw.lines` for the picture's panels: curves, then final points."""
-    ends = _cache_points(groups), *_score_points(groups, scores)
-    return [_lines(groups, axis) for axis in _axes(groups)] + [panel for panel in ends if panel]
+    curves = [_lines(groups, axis) for axis in _axes(groups)]
+    cache = _cache_points(groups)
+    return curves + ([cache] if cache else []) + _score_points(groups, scores)
 
 
 def _cache_points(groups: Sequence[Group]) -> dict:
@@ -298,9 +301,9 @@ def _ends(panels: Sequence[dict]) -> Section:
     for arguments in panels:
         svg, curves = draw.live_lines(**arguments)
         points = {name: (x[0], y[0]) for name, (x, y) in arguments["series"].items()}
-        said = "; ".join(f"{name}: {y:.4g} at {x:.6g}" for name, (x, y) in points.items())
+        ends = "; ".join(f"{name}: {y:.4g} at {x:.6g}" for name, (x, y) in points.items())
         title = f"{arguments['y'][0].upper()}{arguments['y'][1:]} against {arguments['x']}"
-        figures.append(Figure(title, svg, said, _text_of_points(arguments["x"], points), curves))
+        figures.append(Figure(title, svg, ends, _text_of_points(arguments["x"], points), curves))
         data[title] = points
     lead = "Final results of finished runs: a point per run, or the mean over seeds."
     return Section("ends", "Cache and scores", lead, figures, [], data)

@@ -26,7 +26,7 @@ CONFIG = "config.json"
 _THREADS = 16
 _MAX_DEPTH = 3  # of folders that are searched for workdirs
 _MAX_STEPS, _MAX_SPEED = 2**53, 1e18  # tokens/s; larger values are damaged records
-# Config keys that name a run and change no computation, beside those that `workdir.identity` drops.
+# Config keys that name a run and change no computation (`workdir.identity` drops others).
 _COSMETIC = ("name", "train.seed")
 SEED, STEPS, _SOURCE = "train.seed", "train.num_steps", "data.source"
 _TOKENIZER, _DATA_SET, _UNKNOWN = "tokenizer", "data set", "missing"
@@ -128,7 +128,7 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
 
 
 def _in(name: str, path: epath.Path, deep: int) -> dict[str, epath.Path]:
-    """Returns the workdirs in a folder; if it has none, those of its subfolders (as sweeps/a).
+    """Returns the workdirs in a folder; if it has none, its subfolders' (as sweeps/a).
 
     Beside its own workdirs, subfolders that contain workdirs are returned, for a message.
     """

@@ -129,7 +129,7 @@ def _parsed(key: str, item: str) -> tuple[str, int, int | None]:
     if not source or (stop is not None and stop <= start):
         raise UserError(
             f"config.mixture.{key} = {item!r}: must be SOURCE#START:STOP with START below STOP; "
-            "either may be left out"
+            "either may be omitted"
         )
     return source, start, stop
 

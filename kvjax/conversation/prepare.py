@@ -1,6 +1,6 @@
 """Prepares the rows of a mixture, once: a function of files, seed and tokenizer.
 
-The result is a data set like that of texts, which `kvjax.data.loader` opens; rows have a loss mask
+The result is a data set that `kvjax.data.loader` opens, as for texts; rows have a loss mask
 if some targets do not count. The manifest lists rows read, cut and rejected per set, and the
 SHA-256 of its files.
 """

@@ -146,11 +146,11 @@ class Template:
             return ""
 
 
-def _named_tokens(said: Mapping) -> dict[str, str]:
-    """Returns bos_token and so on, those that a model's files name."""
+def _named_tokens(config: Mapping) -> dict[str, str]:
+    """Returns the special tokens of a tokenizer_config.json: bos_token and so on."""
     found = {}
     for name in (f"{kind}_token" for kind in _NAMED):
-        value = said.get(name)
+        value = config.get(name)
         value = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(value, str):
             found[name] = value

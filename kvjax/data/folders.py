@@ -95,7 +95,7 @@ def published(file: epath.Path, shown: bool) -> Iterator[epath.Path]:
 
 
 def rename(staging: epath.Path, file: epath.Path) -> None:
-    """Renames a complete folder to that of `file`, unless another process did so first."""
+    """Renames a complete folder to the folder of `file`, unless another process was first."""
     try:
         staging.rename(file.parent)
     except OSError as error:

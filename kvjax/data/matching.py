@@ -44,7 +44,7 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
             raise readers.SourceError(f"{where}: {os.fspath(file)} is a pipe or device: give files")
         if not in_bucket(file) and not file.exists():
             raise readers.SourceError(
-                f"{where}: {os.fspath(file)} is a link to nothing: mend or remove it"
+                f"{where}: {os.fspath(file)} is a broken link: repair or remove it"
             )
     return found
 

@@ -29,7 +29,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Its stored size in bytes, about that of its text unless compressed."""
+        """Its stored size in bytes, about the size of its text unless compressed."""
         return sum(piece.bytes for piece in self.slices)
 
 

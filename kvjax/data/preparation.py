@@ -257,8 +257,8 @@ def _plan(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _content_keys(config: config_lib.DataConfig) -> dict[str, Any]:
-    asked = dataclasses.asdict(config)
-    return {key: value for key, value in asked.items() if key != "directory"}
+    values = dataclasses.asdict(config)
+    return {key: value for key, value in values.items() if key != "directory"}
 
 
 @functools.cache

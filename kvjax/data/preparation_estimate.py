@@ -87,9 +87,9 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     config, parts = corpus.config, corpus.parts
     step = max(1, len(parts) // SAMPLED_PARTS)
     sampled = parts[step // 2 :: step][:SAMPLED_PARTS]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     texts = [text for part in sampled for text in _texts(corpus, part)]
-    reading = time.perf_counter() - begun
+    reading = time.perf_counter() - start
     if not any(texts):
         raise DataError(
             f"{_named(corpus)}: the {len(sampled)} sampled parts have no readable text. Is "
@@ -101,17 +101,17 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:
         encoding = float("inf")
         for _ in range(4):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             encoded, *_ = pool.map(tokenizer.encode_batch, [texts] * side_by_side)
-            encoding = min(encoding, time.perf_counter() - begun)
+            encoding = min(encoding, time.perf_counter() - start)
     with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
         path, dtype = pathlib.Path(folder) / "rows", tokenized_part.dtype_of(tokenizer)
         writer = packed_rows.ShardWriter(path, config.sequence_length, dtype)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for ids in encoded:
             writer.add(ids.astype(dtype))
         shard = writer.close(tokenizer.bos_id)
-        writing = time.perf_counter() - begun
+        writing = time.perf_counter() - start
     content = "".join(texts).encode()
     text_bytes = len(content)
     writing += _measuring(content) * _held_out(corpus)
@@ -134,9 +134,9 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
 
 def _measuring(content: bytes) -> float:
     """Returns the seconds that xz takes to compress a text, as it does validation text."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     lzma.compress(content[:_COMPRESSED], preset=tokenized_part.XZ_PRESET)
-    return (time.perf_counter() - begun) * len(content) / min(_COMPRESSED, len(content))
+    return (time.perf_counter() - start) * len(content) / min(_COMPRESSED, len(content))
 
 
 def _held_out(corpus: Corpus) -> float:
@@ -164,12 +164,12 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
         made = vocabulary.tokenizer(config, key, corpus.parts, ErrorCollector(True), shown=False)
         return tokenizer_lib.from_json(made.to_json(), config.tokenizer, threads=1), 0.0
     for size in (config.vocab_size, *(s for s in _VOCABULARIES if s < config.vocab_size)):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             made = tokenizer_lib.train(texts, size)
         except DataError:
             continue
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         return tokenizer_lib.from_json(made.to_json(), config.tokenizer, threads=1), seconds
     return tokenizer_lib.byte_tokenizer(), 0.0
 

@@ -181,7 +181,7 @@ def parquet_rows(
 def _rows_of(
     batch, name: str, number: int, on_error: readers.OnError
 ) -> Iterator[tuple[str, dict]]:
-    """Yields the rows of a batch; `number` is that of its first row in the file."""
+    """Yields the rows of a batch; `number` is its first row's number in the file."""
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError):  # text that is not UTF-8, dates out of Python's range

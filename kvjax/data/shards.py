@@ -1,4 +1,4 @@
-"""Reads rows by index from ArrayRecord shards, of which few are open at a time.
+"""Reads rows by index from ArrayRecord shards, keeping few of them open.
 
 A data set may have ten thousand shards. Their numbers of rows stand in the description beside them,
 so a shard is opened when its first row is read, and the least recently used one is closed when too

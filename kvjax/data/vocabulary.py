@@ -112,7 +112,7 @@ def _training_texts(
     characters = reported = 0
     limit = TOKENIZER_CHARACTERS // len(parts)
     for part in parts:
-        begun = characters
+        start = characters
         for split, piece in parts_lib.split_pieces(config, part, on_error):
             if split != "train":
                 continue
@@ -121,6 +121,6 @@ def _training_texts(
             if characters - reported > _PROGRESS_CHARACTERS:
                 reported = characters
                 doing.now(f"reading for the tokenizer, {progress.size(characters)}")
-            if characters - begun >= limit:
+            if characters - start >= limit:
                 break
     doing.now(f"training {config.vocab_size:,} tokens on {progress.size(characters)}")

@@ -216,7 +216,7 @@ def _dialogue(found: trained.SavedModel, names: tuple[str, ...], mode: str, day:
     Args:
       day: date for a chat template.
     """
-    plain = {task_lib.CORE, *(["humaneval"] if mode == "completion" else [])}
+    plain = {task_lib.CORE, "humaneval"} if mode == "completion" else {task_lib.CORE}
     if set(names) <= plain and specials_lib.missing(found.tokenizer):
         return PlainDialogue(found.tokenizer)
     return dialogue_lib.of(found, day=day)
@@ -231,8 +231,7 @@ def _folder(found: trained.SavedModel) -> epath.Path:
 
 def _about(options, found: trained.SavedModel, data: Mapping, dialogue, box) -> dict[str, Any]:
     tokenizer = hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest()
-    helpers = options.humaneval_helpers  # recorded only if not the default, like earlier results
-    return dict(
+    about = dict(
         model=dict(
             workdir=str(found.workdir),
             step=found.step,
@@ -248,12 +247,14 @@ def _about(options, found: trained.SavedModel, data: Mapping, dialogue, box) -> 
             num_tokens=options.num_tokens,
             calculator=options.calculator,
             humaneval=options.humaneval,
-            **({} if helpers == generated.HELPERS[0] else dict(humaneval_helpers=helpers)),
             sandbox=" + ".join(box.layers) if box else "",
             dtype=str(trained.compute_of(found, options.dtype).dtype),
             limit=options.limit,
         ),
     )
+    if options.humaneval_helpers != generated.HELPERS[0]:  # earlier results lack the key
+        about["options"]["humaneval_helpers"] = options.humaneval_helpers
+    return about
 
 
 def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

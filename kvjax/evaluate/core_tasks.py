@@ -207,7 +207,7 @@ def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
         without, whole = encode(before.strip()), encode(before + item["continuation"])
         if whole[: len(without)] != without or len(whole) == len(without):
             raise DataError(
-                f"{place}: the prompt's tokens are not a prefix of those of prompt and answer"
+                f"{place}: the prompt's tokens are not a prefix of the tokens of prompt and answer"
             )
         return [_fitting(model, whole, len(without))]
     if task.kind == "multiple_choice":

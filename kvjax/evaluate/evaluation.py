@@ -189,7 +189,7 @@ def names(plan: Plan) -> list[str]:
 
 
 def _run_task(name: str, store: RowStore, count: int, block: int, ask) -> TaskRows:
-    missing, begun = store.missing(count), time.monotonic()
+    missing, start_time = store.missing(count), time.monotonic()
     with progress.Steps(count, len(store.first(count)), unit=f"{name}: row") as bar:
         for start in range(0, len(missing), block):
             new = ask(missing[start : start + block])
@@ -198,4 +198,4 @@ def _run_task(name: str, store: RowStore, count: int, block: int, ask) -> TaskRo
             right = sum(row["right"] for row in done.values())
             bar.step(f"{100 * right / len(done):.1f} % right", len(new))
     store.reload()  # other processes may have added rows meanwhile
-    return TaskRows(store.first(count), count, len(missing), time.monotonic() - begun)
+    return TaskRows(store.first(count), count, len(missing), time.monotonic() - start_time)

@@ -84,8 +84,11 @@ def ask(
         ]
         verdicts = answers.judge(programs)
     for row, (right, reason, is_retried) in zip(rows, verdicts, strict=True):
-        row |= dict(right=right, **(dict(reason=reason) if reason else {}))
-        row |= dict(retried=True) if is_retried else {}
+        row["right"] = right
+        if reason:
+            row["reason"] = reason
+        if is_retried:
+            row["retried"] = True
     return rows
 
 
@@ -101,15 +104,19 @@ def prompt(
 
 
 def _row(index: int, ids: list[int], is_cut: bool, answer: Answer) -> dict:
-    return dict(
-        index=index,
-        prompt=prompt_hash(ids),
-        text=answer.text,
-        tokens=len(answer.ids),
-        **(dict(calls=[list(call) for call in answer.calls]) if answer.calls else {}),
-        **({} if answer.is_ended else dict(unfinished=True)),
-        **(dict(cut=True) if is_cut else {}),
-    )
+    row = {
+        "index": index,
+        "prompt": prompt_hash(ids),
+        "text": answer.text,
+        "tokens": len(answer.ids),
+    }
+    if answer.calls:
+        row["calls"] = [list(call) for call in answer.calls]
+    if not answer.is_ended:
+        row["unfinished"] = True
+    if is_cut:
+        row["cut"] = True
+    return row
 
 
 # -- GSM8K -----------------------------------------------------------------------------------------

@@ -67,17 +67,20 @@ def _row(
 ) -> dict:
     chosen = int(np.argmax(logits))
     ties = int(np.sum(logits == logits[chosen])) - 1
-    return dict(
-        index=index,
-        prompt=prompt_hash(ids),
-        letters="".join(item.letters),
-        logits=[round(float(z), 5) for z in logits],
-        chosen=item.letters[chosen],
-        answer=item.answer,
-        right=item.letters[chosen] == item.answer,
-        **(dict(ties=ties) if ties else {}),
-        **(dict(cut=True) if is_cut else {}),
-    )
+    row = {
+        "index": index,
+        "prompt": prompt_hash(ids),
+        "letters": "".join(item.letters),
+        "logits": [round(float(z), 5) for z in logits],
+        "chosen": item.letters[chosen],
+        "answer": item.answer,
+        "right": item.letters[chosen] == item.answer,
+    }
+    if ties:
+        row["ties"] = ties
+    if is_cut:
+        row["cut"] = True
+    return row
 
 
 def prompt_hash(ids: Sequence[int]) -> str:

@@ -111,7 +111,7 @@ def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
     """Returns the difference of accuracies on one task.
 
     Distances to the bounds are means over pairs of seeds, scaled by the ratio of standard
-    deviations over questions: that of the difference of means over seeds to that of pairs.
+    deviations over questions: the difference of means over seeds by a pair's difference.
 
     Args:
       first_SQ, second_SQ: verdicts, 0 or 1, of each model's seeds on the same questions.

@@ -3,7 +3,7 @@
 A row ends with its checksum (`json_text.with_checksum`; missing in old rows). The file is
 WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl if several processes share the rows.
 TASK.json beside it identifies model, data and options: rows of others are refused, and so is a row
-whose prompt digest differs from that of the present prompt.
+whose prompt digest differs from the present prompt's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,7 +100,7 @@ class RowStore:
         self.done |= {row["index"]: row for row in found}
 
     def _check(self, identity: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Writes the identity; raises a UserError if it differs from that of existing rows."""
+        """Writes the identity; raises a UserError if existing rows have another one."""
         path, *files = self._files()
         if files and not path.exists():
             raise UserError(

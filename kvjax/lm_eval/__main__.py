@@ -3,8 +3,8 @@
     python -m kvjax.lm_eval --workdir=runs/x --tasks=arc_easy,lambada_openai
     python -m kvjax.lm_eval --workdir=runs/x --include_path=~/tasks --tasks=mine --num_fewshot=5
 
-Tasks are the library's own, whose data it downloads, or those of a folder of YAML files, which may
-name local files. The library is an extra: pip install 'kvjax[lm-eval]'. Tasks that execute the
+Tasks are the library's own, whose data it downloads, or YAML files in a folder, which may name
+local files. The library is an extra: pip install 'kvjax[lm-eval]'. Tasks that execute the
 model's programs are refused; use kvjax.evaluate, which has a sandbox.
 """
 

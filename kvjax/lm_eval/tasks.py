@@ -1,4 +1,4 @@
-"""Loads tasks of lm-evaluation-harness: its own, and those of a folder of YAML files."""
+"""Loads tasks of lm-evaluation-harness: its own, and YAML files of a folder."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import difflib

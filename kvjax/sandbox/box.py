@@ -116,14 +116,14 @@ class Box:
         """Returns a program's failure, empty if it passed; and True if it should be retried."""
         try:
             with self._pair() as pair:
-                said = self._verdict(*pair, problem, names)
+                reply = self._verdict(*pair, problem, names)
         except TimedOutError as error:
             used = sum(process.cpu_seconds for process in pair)
             again = used < _CPU_SHARE * self.limits.seconds
             return f"{error} after {self.limits.seconds:g} s", again
         except Failure as failure:
             return str(failure), False
-        outcome, _, text = said.partition(" ")
+        outcome, _, text = reply.partition(" ")
         if outcome == "broken":
             raise SandboxError(
                 f"test of {problem.entry_point} never calls the program: {readable(text)}"
@@ -139,10 +139,10 @@ class Box:
         if outcome != "value":
             return f"failed the program raised {readable(text)}"
         task = dict(test=problem.test, entry_point=problem.entry_point, names=names)
-        said = judge.ask(json.dumps(task), deadline)
-        while said.startswith("call "):
-            said = judge.ask(candidate.ask(said.removeprefix("call "), deadline), deadline)
-        return said
+        reply = judge.ask(json.dumps(task), deadline)
+        while reply.startswith("call "):
+            reply = judge.ask(candidate.ask(reply.removeprefix("call "), deadline), deadline)
+        return reply
 
     @contextlib.contextmanager
     def _pair(self) -> Iterator[tuple[Process, Process]]:

@@ -37,8 +37,9 @@ class Bubblewrap:
             self.path,
             *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
             *("--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY, "--clearenv"),
-            *(("--disable-userns",) if self.forbids_more else ()),
         ]
+        if self.forbids_more:
+            command.append("--disable-userns")
         for name, value in environment.items():
             command += ["--setenv", name, value]
         command += ["--size", str(_SIZE), "--tmpfs", "/tmp", "--chdir", "/tmp"]

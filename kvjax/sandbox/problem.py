@@ -32,9 +32,6 @@ def called_names(problem: Problem) -> list[str]:
     Raises:
       SandboxError: an invalid test or entry point.
     """
-    for name in ("program", "test", "entry_point"):
-        if not isinstance(value := getattr(problem, name), str):
-            raise SandboxError(f"{name} is {type(value).__name__}: must be str")
     if not problem.entry_point.isidentifier():
         raise SandboxError(f"entry_point = {problem.entry_point!r}: must be a name of Python")
     try:

@@ -99,13 +99,13 @@ class Process:
             if self._left < 0:
                 raise Failure(f"the {self._who} wrote more than {self._most:,} bytes")
             if b"\n" in found[:-1]:
-                said = readable(bytes(line + found))
-                raise Failure(f"the {self._who} wrote more than its reply: {said}")
+                output = readable(bytes(line + found))
+                raise Failure(f"the {self._who} wrote more than its reply: {output}")
             line += found
         number, _, text = bytes(line[:-1]).partition(b" ")
         if not secrets.compare_digest(number, self._number) or not text.isascii():
-            said = readable(bytes(line))
-            raise Failure(f"the {self._who} wrote a reply to no request: {said}")
+            output = readable(bytes(line))
+            raise Failure(f"the {self._who} wrote a reply to no request: {output}")
         return text.decode("ascii")
 
     def kill(self) -> None:
@@ -145,7 +145,7 @@ class Process:
             raise TimedOutError(OUT_OF_TIME)
         return True
 
-    def _ended(self, said: bytes = b"") -> str:
+    def _ended(self, output: bytes = b"") -> str:
         try:
             status = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -153,11 +153,11 @@ class Process:
         if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):  # the second by bubblewrap
             return f"the {self._who} used up its CPU time"
         kind = f"signal {-status}" if status < 0 else f"status {status}"
-        text = readable(said)
+        text = readable(output)
         return f"the {self._who} ended with {kind}" + (f": {text}" if text else "")
 
 
-def readable(said: bytes | str) -> str:
+def readable(output: bytes | str) -> str:
     """Returns an interpreter's output for a message: printable characters, at most 300."""
-    text = said if isinstance(said, str) else said[:10000].decode("ascii", "replace")
+    text = output if isinstance(output, str) else output[:10000].decode("ascii", "replace")
     return "".join(c for c in text if c.isprintable()).strip(' "')[:300]

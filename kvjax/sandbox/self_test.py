@@ -79,5 +79,5 @@ def _hold(box: Box) -> None:
         except BlockingIOError:
             connected = False
         if not verdict.passed or connected or os.path.exists(file):
-            said = verdict.reason or "its program reached a file or a port"
-            raise SandboxError(f"self-test: the layers do not hold: {said}")
+            reason = verdict.reason or "its program reached a file or a port"
+            raise SandboxError(f"self-test: the layers do not hold: {reason}")

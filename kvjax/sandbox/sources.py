@@ -31,8 +31,8 @@ def text_of(name: str) -> str:
 @functools.cache
 def interpreter(*, locks_itself: bool) -> str:
     """Returns the source of candidate and judge, with the lock if `locks_itself`."""
-    names = (*_EVERYWHERE, *(_LOCKED_BY_THE_KERNEL if locks_itself else ()), "start")
-    return _program(names)
+    locking = _LOCKED_BY_THE_KERNEL if locks_itself else ()
+    return _program((*_EVERYWHERE, *locking, "start"))
 
 
 @functools.cache

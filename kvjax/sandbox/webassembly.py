@@ -146,8 +146,8 @@ def _compile(
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SandboxError(f"cannot compile {file}: {error}") from error
         if run.returncode:
-            said = (run.stderr.strip().splitlines() or [f"status {run.returncode}"])[-1]
-            raise SandboxError(f"cannot compile {file}: {said}")
+            error_text = (run.stderr.strip().splitlines() or [f"status {run.returncode}"])[-1]
+            raise SandboxError(f"cannot compile {file}: {error_text}")
         compiled = cache / _name(kind, pathlib.Path(made))
         os.replace(made, compiled)
         return compiled

@@ -1,4 +1,4 @@
-"""Runs beside each other: what is compared, means over seeds, who needs fewer tokens."""
+"""Comparisons of runs: comparability, means over seeds, token savings."""
 
 import hashlib
 import json
@@ -221,7 +221,7 @@ def test_odd_times_change_no_others(tmp_path, odd):
 
 
 def test_runs_lie_in_folders_of_folders(tmp_path):
-    """Those of a folder's own are enough; that others lie deeper is said."""
+    """Only a folder's own workdirs are compared; deeper ones are reported."""
     write_run(tmp_path / "runs" / "sweeps" / "b", seed=1)
     write_run(tmp_path / "runs" / "sweeps" / "wide" / "c", seed=2)
     write_run(tmp_path / "runs" / "tall" / "d", seed=3)
@@ -485,7 +485,7 @@ def test_a_long_curve_is_drawn_at_as_many_points_as_can_be_seen(tmp_path):
 
 
 def test_compute_is_counted_in_two_ways():
-    """By shapes, and as 6N: 6 x 2.444B x 50B tokens are LRKV figure 4's 733 exaFLOPs."""
+    """FLOPs from shapes, and 6N: 6 x 2.444B x 50B tokens are LRKV figure 4's 733 exaFLOPs."""
     model = experiment_lib.resolve(command_line.load_config(CONFIGS / "mha_2p5b.py")).model
     found = runs_lib.costs(model, 2048)
     assert found["six_n"] * 50e9 / 1e18 == pytest.approx(733.3, abs=0.5)

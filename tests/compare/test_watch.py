@@ -1,4 +1,4 @@
-"""Runs that are watched as they go on: what comes, what goes, when it ends."""
+"""Watched runs: new ones, removed ones, the end."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Workdirs of made-up runs."""
+"""Workdirs of synthetic runs."""
 
 from collections.abc import Sequence
 import json

@@ -1,4 +1,4 @@
-"""The calculator says what Python says of arithmetic, nothing of anything else, and soon."""
+"""The calculator agrees with Python on arithmetic, refuses everything else, and is fast."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def _joined(children):
 
 
 def _python(text):
-    """What Python makes of it, if that is a number."""
+    """Returns Python's value of an expression if it is a number."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -35,7 +35,7 @@ def _write(path, rows):
 
 @pytest.fixture(scope="module")
 def rows():
-    """By file: conversations, and questions of GSM8K and MMLU."""
+    """Returns conversations, and questions of GSM8K and MMLU, by file."""
     rng = random.Random(1)
     gsm8k = [dict(question=f"{i}?", answer=f"<<{i}+1={i + 1}>>{i + 1}") for i in range(12)]
     mmlu = [dict(question=f"{i}?", choices=[*"abcd"], answer=i % 4) for i in range(9)]

@@ -1,4 +1,4 @@
-"""Files of five rows in each published format are the conversations that they should be."""
+"""Files of five rows in each published format become the expected conversations."""
 
 import json
 import types

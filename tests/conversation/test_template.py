@@ -1,4 +1,4 @@
-"""Published chat templates: what they see, and special tokens that a user wrote out."""
+"""Published chat templates: their variables, and control tokens in a user's text."""
 
 import datetime
 import itertools
@@ -276,7 +276,7 @@ def test_a_message_to_be_continued(tokenizer):
 
 
 def test_three_ways_to_talk_to_a_model(tokenizer):
-    """By the nine specials, cut to a limit; by its template, told the day; or not at all."""
+    """The nine specials, with a limit; a template, with a date; or neither."""
     talk = [dict(role="user", content="x" * 5000)]
     nine = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
     native = dialogue.make(nine, CHATML, FILES, where="runs/x")

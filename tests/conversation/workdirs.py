@@ -1,4 +1,4 @@
-"""Workdirs of tiny models that know conversations, with random weights."""
+"""Workdirs of tiny random models with conversation tokens."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Corpora of many small parts, and what is asked of a preparation of them."""
+"""Corpora of many small parts, and helpers for tests that prepare them."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ PART = 1000  # bytes
 
 
 def files(folder) -> dict[str, bytes]:
-    """By path, the bytes of every file."""
+    """Returns the bytes of every file, by path."""
     folder = pathlib.Path(folder)
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

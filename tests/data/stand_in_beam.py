@@ -1,4 +1,4 @@
-"""As much of Apache Beam as kvjax.data.beam uses: a pipeline is run here, one element at a time."""
+"""A stand-in for the part of Apache Beam that kvjax.data.beam uses; runs elements one by one."""
 
 import argparse
 import importlib.machinery

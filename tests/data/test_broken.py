@@ -1,4 +1,4 @@
-"""What of a corpus cannot be read: told, or left out; and what mending it costs."""
+"""Unreadable sources and records: refused, or skipped and listed."""
 
 import dataclasses
 import errno

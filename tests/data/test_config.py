@@ -37,7 +37,7 @@ def test_bad_value_is_refused(key, value, allowed):
 
 
 def test_defaults_and_what_never_changes():
-    """All dataclasses stay as they were made, but for readers of rows that count who uses them."""
+    """Dataclasses are frozen, except the entries of open readers."""
     expected = dict(source="embedded", validation_source="", validation_fraction=0.005)
     expected |= dict(text_key="text", tokenizer="bpe", vocab_size=2048, sequence_length=256)
     assert dataclasses.asdict(config_lib.DataConfig()) == expected | dict(

@@ -1,4 +1,4 @@
-"""Prepared data that are not as they were written: made again in the cache, told elsewhere."""
+"""Damaged prepared data: prepared again in the cache, refused elsewhere."""
 
 import dataclasses
 import json

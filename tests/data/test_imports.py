@@ -1,4 +1,4 @@
-"""What prepares data imports neither JAX nor what needs it: its workers can be small."""
+"""Preparing data imports neither JAX nor libraries that need it, so that workers stay small."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ IMPORTED = f"print([name for name in {NOT_NEEDED} if name in sys.modules])"
 
 
 def imported(program, *arguments):
-    """What of NOT_NEEDED a program of its own process has imported in the end."""
+    """Returns the modules of NOT_NEEDED that a program has imported at its end."""
     command = [sys.executable, "-c", f"import sys\n{program}\n{IMPORTED}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -234,7 +234,7 @@ def test_the_part_of_a_process_that_is_alone():
 
 
 def test_the_parts_of_a_huge_batch_cost_nothing():
-    """What a config asks for is looked at before the machine's memory is."""
+    """Config keys are checked before the machine's memory."""
     rows = 10**9
     by_process = {0: [(0, rows // 2), (rows // 2, rows)]}
     tracemalloc.start()

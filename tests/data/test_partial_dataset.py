@@ -1,4 +1,4 @@
-"""The folder of a preparation under way: who works there is left alone, who is gone is not."""
+"""The folder of a preparation: live processes are left alone, files of dead ones are removed."""
 
 import dataclasses
 import os

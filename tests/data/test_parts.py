@@ -1,4 +1,4 @@
-"""A corpus cut into parts has the documents, the splits and the tokens of the whole."""
+"""The parts of a corpus have the documents, splits and tokens of the whole."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def _parts(config):
 
 
 def _pieces(config):
-    """By split, the pieces of all parts in order; and how many parts there are."""
+    """Returns the pieces of all parts in order, by split, and the number of parts."""
     found, cut = {split: [] for split in manifest.SPLITS}, _parts(config)
     for part in cut:
         for split, piece in parts.split_pieces(config, part):
@@ -156,7 +156,7 @@ def _flat(pieces):
 
 
 def test_parts_are_larger_where_rows_are_long():
-    """What is left out of a part is less than a row, and a part has hundreds."""
+    """A part drops less than a row of hundreds."""
     for length in (16, 2048, 1 << 15, 1 << 17, 1 << 20):
         config = config_lib.DataConfig(sequence_length=length)
         rows = parts.part_bytes(config) / (4 * length)

@@ -1,4 +1,4 @@
-"""A corpus of many parts: the same bytes however it was made, killed or not, and no text twice."""
+"""A corpus of many parts: the same bytes however it was prepared, killed or not."""
 
 import collections
 import concurrent.futures.process
@@ -116,7 +116,7 @@ def test_no_document_is_lost_or_twice_and_none_of_validation_in_training(config,
 
 
 def _shards(dataset, split):
-    """By part, the tokens of its rows as one stream."""
+    """Returns the tokens of each part's rows as one stream."""
     folder = pathlib.Path(dataset.path) / manifest.ROWS / manifest.ROWS_VERSION
     info = json.loads((folder / "dataset_info.json").read_text())
     lengths = next(s["shardLengths"] for s in info["splits"] if s["name"] == split)
@@ -226,7 +226,7 @@ def _stop_after(monkeypatch, config, count):
 
 @pytest.mark.slow
 def test_a_source_that_changed_between_attempts_begins_anew(config, expected, monkeypatch, capsys):
-    """What was made before resumes once the source is as it was."""
+    """The earlier attempt resumes once the source is restored."""
     _stop_after(monkeypatch, config, 4)
     (folder,) = config.root.glob("datasets/.under-way-*")
     done = files(folder / "done")
@@ -286,7 +286,7 @@ def test_a_part_that_nobody_made_is_told(config):
 
 
 def test_a_bucket_s_listing_is_not_remembered(config, bucket, monkeypatch):
-    """What workers wrote is seen, though the launcher looked before."""
+    """Files written by workers are visible although the launcher listed the folder before."""
     remote = dataclasses.replace(config, directory="gs://out/data")
     _stop_after(monkeypatch, remote, 6)
     asked = []

@@ -1,4 +1,4 @@
-"""Every token is a target once, bytes add up, and a data set is there whole or not at all."""
+"""Every token is a target once, byte counts agree, and a data set is complete or absent."""
 
 import dataclasses
 import json
@@ -242,7 +242,7 @@ with mock.patch(sys.argv[1], die):
 
 
 def assert_datasets_are_whole(root):
-    """All data sets that can be seen can be used."""
+    """Every visible data set is usable."""
     for path in root.glob("datasets/[!.]*"):
         assert len(loader.open_dataset(path).rows("train")) > 0
     for path in root.glob("tokenizers/[!.]*"):
@@ -313,7 +313,7 @@ def test_two_preparations_at_once_agree(larger_config):
 
 
 def test_abandoned_staging_is_removed_and_a_living_one_is_not(small_config, tmp_path, monkeypatch):
-    """By several processes at once: each passes over what another has removed."""
+    """Several processes at once: each ignores folders that another has removed."""
     remove = shutil.rmtree
 
     def twice(path, **options):

@@ -1,4 +1,4 @@
-"""Files are streamed whole, in pieces that change no token, and errors name file and place."""
+"""Files are streamed completely, cut between tokens, and errors name file and position."""
 
 import bz2
 import codecs

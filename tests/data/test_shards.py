@@ -1,4 +1,4 @@
-"""Every row comes back by its index, whatever is open, from wherever it lies."""
+"""Every row is read by its index, from any storage, with any number of open shards."""
 
 import asyncio
 from concurrent import futures
@@ -178,7 +178,7 @@ def test_the_shard_unused_for_longest_is_closed(dataset, opened, monkeypatch):
 
 
 def test_rows_that_take_long_are_read_at_once(dataset, written, monkeypatch):
-    """In a folder rows are read at once while the last ones took long, and no longer."""
+    """A folder's rows are read concurrently only while the last ones were slow."""
     together, threads = threading.Barrier(8), set()
 
     class Elsewhere(shards.ArrayRecordReader):
@@ -258,7 +258,7 @@ def test_rows_are_those_that_tfds_reads(written, dataset):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
-    """All rows were written by TFDS before they were written here."""
+    """Early versions wrote rows by TFDS."""
     import tensorflow_datasets as tfds
 
     expected_NT = np.random.default_rng(0).integers(1 << 16, size=(20, T + 1)).astype(dtype)

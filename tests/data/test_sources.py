@@ -1,4 +1,4 @@
-"""Every document is in one split, no text in both, and what can't be used is told."""
+"""Every document is in exactly one split, and unusable sources are refused."""
 
 import collections
 import hashlib
@@ -153,7 +153,7 @@ def test_source_that_matches_nothing_is_named(documents, tmp_path):
         ("data[.]csv", r"data\.csv ends in none of \.txt"),
         ("", r"pipe\.jsonl is a pipe or device: give files"),
         ("*.jsonl", r"pipe\.jsonl is a pipe or device: give files"),
-        ("*.ndjson", r"zero\.ndjson is a link to nothing"),
+        ("*.ndjson", r"zero\.ndjson is a broken link"),
         ("**x", r"cannot be opened: Invalid pattern"),
     ):
         with pytest.raises(readers.SourceError, match=f"config.data.source = .*{message}"):
@@ -211,7 +211,7 @@ def test_fingerprint_follows_content_and_split_not_place(write_jsonl, tmp_path):
 
 
 def test_a_byte_order_mark_makes_other_data(split_texts, tmp_path):
-    """What was prepared when it was kept as text is not taken for what is read today."""
+    """Data prepared while the mark was kept as text have another fingerprint."""
     path = tmp_path / "marked.txt"
     path.write_bytes(b"\xef\xbb\xbfa\nb\nc\nd\n")
     assert split_texts(source=str(path), validation_fraction=0.5) == [["a\nb\n"], ["c\nd\n"]]

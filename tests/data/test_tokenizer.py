@@ -1,4 +1,4 @@
-"""Tokens round-trip, know their bytes, and are the same for the same texts."""
+"""Tokens round-trip, count their bytes, and are deterministic in the texts."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Models that know what to say, behind the interface of a real one."""
+"""Oracles: models with known answers, behind the interface of a real one."""
 
 from collections.abc import Callable, Sequence
 
@@ -100,6 +100,6 @@ def worked_out(answer: str) -> list[int]:
 
 
 def asked_text(item: MultipleChoice) -> str:
-    """What an oracle sees of a multiple-choice question."""
+    """Returns an oracle's view of a multiple-choice question."""
     ids = DIALOGUE.prompt([dict(role="user", content=questions.multiple_choice(item))]).ids
     return TOKENIZER.decode(ids)

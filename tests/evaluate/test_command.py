@@ -1,4 +1,4 @@
-"""The command from options to summary.json, and what can be wrong with it."""
+"""The command from options to summary.json, and its user errors."""
 
 import csv
 import datetime
@@ -264,7 +264,7 @@ def test_prompts_keep_the_day_of_the_first_rows(templated, monkeypatch):
 
 @pytest.fixture
 def checked(run, monkeypatch):
-    """The same function as `run`; to read or compile anything is an error."""
+    """Runs the command like `run`, but reading or compiling a model is an error."""
 
     def enough(*given, **options):
         raise AssertionError("it would begin")

@@ -1,4 +1,4 @@
-"""CORE on a made-up bundle: which tokens are scored, and what that comes to."""
+"""CORE on a small synthetic bundle: scored tokens and scores."""
 
 import json
 import types

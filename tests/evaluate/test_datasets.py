@@ -1,4 +1,4 @@
-"""The sets of questions: what was published, where files are looked for, what is said of others."""
+"""Question sets: published sizes, search paths, warnings for others."""
 
 from etils import epath
 import pytest

@@ -1,4 +1,4 @@
-"""What is checked before a model is asked anything."""
+"""Checks before a model is evaluated."""
 
 import pytest
 

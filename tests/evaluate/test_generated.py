@@ -1,4 +1,4 @@
-"""GSM8K and HumanEval: what is right, and what the calculator adds on the way."""
+"""GSM8K and HumanEval: judging answers, and calculator calls."""
 
 import pytest
 

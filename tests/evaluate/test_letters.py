@@ -1,4 +1,4 @@
-"""Multiple choice: the letter with the largest logit, of this row's letters alone."""
+"""Multiple choice: the letter with the largest logit among the row's letters."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rows that are done stay, and only they are not asked again."""
+"""Saved rows are kept and not evaluated again."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""From verdicts to scores."""
+"""Scores from verdicts."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The whole command with a model that knows some answers: scores, tables, rows that are shared."""
+"""The whole command with an oracle: scores, tables, shared rows."""
 
 import hashlib
 import itertools

@@ -72,7 +72,7 @@ def test_answers_are_those_of_transformers(theirs, figures, run, batch, capsys):
 
 
 def _compared(ours: list, theirs: list) -> dict:
-    """How close answers are; fails where texts differ, or numbers by more than rounding."""
+    """Compares answers; fails if texts differ, or numbers by more than rounding."""
     if isinstance(theirs[0][0][0], str):
         assert ours == theirs and any(text for ((text,),) in ours)
         return dict(texts=len(ours), that_differ=0)

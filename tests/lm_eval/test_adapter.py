@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's tasks, asked of a model with random weights."""
+"""Tasks of lm-evaluation-harness on a model with random weights."""
 
 import os
 import sys

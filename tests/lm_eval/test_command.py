@@ -39,7 +39,7 @@ def run(workdir, folder, capfd):
 
 @pytest.fixture
 def refused(run, monkeypatch):
-    """What the command says; no weight must be read before."""
+    """Returns the command's message; fails if weights are read first."""
     from kvjax.workdir import checkpoint
 
     monkeypatch.delattr(checkpoint, "read_parameters")

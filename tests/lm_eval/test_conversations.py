@@ -1,4 +1,4 @@
-"""Tasks asked in a conversation, and texts that are sampled."""
+"""Tasks in a chat format, and sampled texts."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Texts that lm-evaluation-harness passes about, and their token ids."""
+"""Token ids of the texts that lm-evaluation-harness passes."""
 
 import dataclasses
 

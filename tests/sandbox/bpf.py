@@ -1,10 +1,10 @@
-"""What the kernel makes of a seccomp filter: classic BPF over one system call's data."""
+"""An interpreter of seccomp filters: classic BPF over one system call's data."""
 
 import struct
 
 
 def decide(program: bytes, architecture: int, number: int, arguments=()) -> int:
-    """What the filter returns for a system call."""
+    """Returns the filter's verdict on a system call."""
     words = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, architecture, 0, *(word % 2**64 for word in words))
     code = list(struct.iter_unpack("<HBBI", program))

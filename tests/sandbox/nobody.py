@@ -26,10 +26,7 @@ def why_not() -> str | None:
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
-    """What `python` with these arguments printed, in a copy of the sandbox and its tests.
-
-    The interpreter may lie where only root can look: then it is mounted again, for this command.
-    """
+    """Returns the output of `python` in a copy of the sandbox and its tests."""
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What a program must not reach: files, listeners and the process that judges; looked at after."""
+"""Things that a program must not reach: files, listeners and the judging process."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ class Outside(contextlib.ExitStack):
         self._before = self._state()
 
     def changes(self) -> list[str]:
-        """What is not as it was, or has arrived."""
+        """Returns differences from the initial state."""
         now = self._state()
         found = [name for name in now if now[name] != self._before[name]]
         for listener in self._listeners:

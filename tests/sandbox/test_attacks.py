@@ -1,4 +1,4 @@
-"""The whole list of attacks: on every combination of layers, by other users, on lesser kernels."""
+"""All attacks: on every combination of layers, by other users, on lesser kernels."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ REAL = (
 
 
 def through(*rows):
-    """What got through, by combination; there must be a row that was tried."""
+    """Returns successful attacks by combination; fails if no combination was tried."""
     assert any("layers" in row for row in rows), rows
     return {row["combination"]: row["through"] for row in rows if row.get("through")}
 
@@ -125,7 +125,7 @@ except sandbox.SandboxError as error:
 
 
 def opened(lacks, policy="linux"):
-    """What opening a box says on a kernel that lacks something."""
+    """Returns the message of opening a box on a kernel that lacks something."""
     code = OPEN.format(policy=policy)
     command = [sys.executable, "-m", "tests.sandbox.missing", lacks, sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

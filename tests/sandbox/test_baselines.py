@@ -19,13 +19,13 @@ ONCE = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
 
 
 def by_status(program, test=TEST):
-    """Whether a file ends with status 0."""
+    """Returns True if a file exits with status 0."""
     code = f"{program}\n{test}\ncheck(add)\n"
     return subprocess.run([sys.executable, "-I", "-c", code], check=False).returncode == 0
 
 
 def by_word(program, test=TEST):
-    """Whether a process says that nothing was raised."""
+    """Returns True if a process reports no exception."""
     code = f"{program}\n{test}\ncheck(add)\n"
     runner = f"try:\n    exec({code!r}, {{}})\n    print('passed')\nexcept BaseException: pass"
     run = subprocess.run([sys.executable, "-I", "-c", runner], capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""Programs are judged: right ones pass, and nothing else does, whatever it tries."""
+"""Judging programs: right ones pass, and nothing else does."""
 
 import contextlib
 import dataclasses

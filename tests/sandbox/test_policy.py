@@ -1,4 +1,4 @@
-"""A box is opened behind layers that hold, or nothing is run and the error names each of them."""
+"""A box opens behind layers that hold; else the error names each layer."""
 
 import dataclasses
 import errno
@@ -130,7 +130,7 @@ class Told:
 
 
 def test_a_box_is_tried_before_it_judges(monkeypatch):
-    """What is right, wrong, endless, and what no layer may let through, one by one."""
+    """A right, a wrong and an endless program, and each breach that a layer must prevent."""
     late = "out of time after 0.1 s"
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
     ask = dict(test=check, entry_point="add")

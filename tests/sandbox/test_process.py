@@ -1,4 +1,4 @@
-"""What the process that judges takes from a locked interpreter: one line, when it asked for it."""
+"""The protocol with a locked interpreter: one line per request."""
 
 import os
 import sys
@@ -38,11 +38,11 @@ def test_a_reply_to_the_request(started):
 
 ENDED = "^the program ended with "
 REPLIES = [
-    ("print('0 fine')", "a reply that was not asked for: 0 fine$"),
-    ("print(number[:-1], 'fine')", "a reply that was not asked for"),
-    ("print('x' + number[1:], 'fine')", "a reply that was not asked for"),
-    ("print()", "a reply that was not asked for"),
-    ("os.write(1, number.encode() + b' \\xff\\n')", "a reply that was not asked for"),
+    ("print('0 fine')", "a reply to no request: 0 fine$"),
+    ("print(number[:-1], 'fine')", "a reply to no request"),
+    ("print('x' + number[1:], 'fine')", "a reply to no request"),
+    ("print()", "a reply to no request"),
+    ("os.write(1, number.encode() + b' \\xff\\n')", "a reply to no request"),
     (
         "os.write(1, (number + ' a\\n' + number + ' b\\n').encode())",
         "more than its reply: .* a.* b",

@@ -1,4 +1,4 @@
-"""Plain data goes through JSON and comes back; nothing else does."""
+"""Plain data round-trips through JSON, and nothing else does."""
 
 import collections
 import enum

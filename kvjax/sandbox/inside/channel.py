@@ -7,7 +7,7 @@ class Channel:
     """Requests on descriptor 0, replies on 1; each reply repeats its request's number."""
 
     def __init__(self):
-        self._read, self._write = os.read, os.write  # a program may replace those in `os`
+        self._read, self._write = os.read, os.write  # a program may replace them in `os`
         self._rest, self._number = b"", b""
 
     def receive(self) -> str:

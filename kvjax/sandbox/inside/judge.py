@@ -82,8 +82,8 @@ def _where(error: BaseException) -> str:
         if trace.tb_frame.f_code.co_filename == _CALLED:
             line = trace.tb_lineno
         trace = trace.tb_next
-    said = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
-    return said + (f" in line {line} of the test" if line else "")
+    text = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
+    return text + (f" in line {line} of the test" if line else "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ class _Nowhere(io.RawIOBase):
 
 
 def main() -> None:
-    """Applies the layers of the first request, replies with those that hold, and takes its role."""
+    """Applies the layers of the first request, replies which ones hold, and takes its role."""
     channel = Channel()
     request = json.loads(channel.receive())
     for name in _EARLY:
