@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvjax.analysis import reports, texts as texts_lib
-from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures import subspace_methods
 from kvjax.analysis.reports.behaviour import measurements as behaviour_measurements
 from kvjax.analysis.reports.compression import (
     measurements as compression_measurements,
@@ -68,7 +68,7 @@ def _if_there(
 def diversity(model: LazyModel, _: Request) -> Numbers:
     """Returns effective ranks of heads' bilinear forms in percent: keys, rotated keys, values."""
     found = diversity_measurements.of_model(model.name, model)
-    kinds = {"": found.plain, "_with_rope": found.turning, "_of_values": found.values}
+    kinds = {"": found.plain, "_with_rope": found.rotated, "_of_values": found.values}
     numbers = {}
     for suffix, layers in kinds.items():
         for name in _PERCENT if layers else ():
@@ -114,10 +114,10 @@ def compression(model: LazyModel, request: Request) -> Numbers:
     measured = compression_measurements.measure(model, request.texts, longest, longest)
     found = compression_results.Results(model.name, request, measured)
     ways = {
-        "half_rank_by_weights": key_ways.WEIGHTS,
-        "half_rank_by_all_weights": key_ways.JOINT,
-        "half_rank_by_text": key_ways.CALIBRATED,
-        "half_rank_of_context": key_ways.CONTEXT,
+        "half_rank_by_weights": subspace_methods.WEIGHTS,
+        "half_rank_by_all_weights": subspace_methods.JOINT,
+        "half_rank_by_text": subspace_methods.CALIBRATED,
+        "half_rank_of_context": subspace_methods.CONTEXT,
     }
     times = {
         name: found.times((way, found.at_weights), found.half)

@@ -27,7 +27,7 @@ def write(model: LazyModel, request: Request, folder: pathlib.Path, lead: str) -
       lead: what stands above them: what the model is.
     """
     sections, seconds = {}, {}
-    for name in reports.there():
+    for name in reports.available():
         module = reports.module(name)
         try:
             getattr(module, "check", lambda *_: None)(model, request)

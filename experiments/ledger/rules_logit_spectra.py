@@ -90,7 +90,7 @@ def worst_rows() -> dict[str, tuple[float, float]]:
     steepness_N1 = np.linspace(0, 1.5, _HEADS)[:, None]
     size_NH = 4 * np.arange(1, _CHANNELS + 1) ** -steepness_N1
     query_LNH, key_LNH = rng.normal(size=(2, _TOKENS, _HEADS, _CHANNELS))
-    field = logits.field(query_LNH * size_NH, key_LNH, 1 / np.sqrt(_CHANNELS))
+    field = logits.centred_logits(query_LNH * size_NH, key_LNH, 1 / np.sqrt(_CHANNELS))
     found = {}
     for rank in (2, 4, 8):
         bound_N = logits.softmax_bound(field, rank)

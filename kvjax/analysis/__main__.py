@@ -60,7 +60,7 @@ def _parser() -> command_line.Parser:
     add("--workdir", default="", help="a run's folder; its latest checkpoint is read")
     add("--model", default="", help="instead: a folder of a published model, or a .gguf file")
     add("--beside", default="", help="another workdir or model to compare with")
-    names = ", ".join(reports.there())
+    names = ", ".join(reports.available())
     add("--reports", default="", help=f"some of {names} (all that the model has something for)")
     text = "NAME=FILE,...; embedded: parts of two books that no run trains on (embedded)"
     add("--texts", default=texts.EMBEDDED, help=text)
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
 
 def _names(option: str) -> tuple[str, ...]:
     """The reports of the option, in the order of the page."""
-    known = reports.there()
+    known = reports.available()
     asked = lists.names("--reports", option, known) if option else known
     return tuple(name for name in known if name in asked)
 

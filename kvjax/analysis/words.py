@@ -19,7 +19,7 @@ def stages(num_layers: int) -> dict[str, int]:
     return {f"{kept[index]}, layer {index}": index for index in sorted(kept)}
 
 
-def in_words(values: Sequence[float | None], *, of: str = "layer", digits: str = ".1f") -> str:
+def summarise(values: Sequence[float | None], *, of: str = "layer", digits: str = ".1f") -> str:
     """The mean and the ends of a curve, with where they are."""
     there = [(value, i) for i, value in enumerate(values) if value is not None]
     if not there:

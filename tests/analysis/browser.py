@@ -278,7 +278,10 @@ def test_tables_sort(shown):
     for table in range(shown.value('document.querySelectorAll("table").length')):
         row = f'document.querySelectorAll("table")[{table}].tHead.rows[0]'
         for column in range(shown.value(f"{row}.cells.length")):
-            of = lambda text, at=(table, column): shown.value(text % at)
+
+            def of(text, at=(table, column)):
+                return shown.value(text % at)
+
             before = of(COLUMN)
             shown.value(f'{row}.cells[{column}].querySelector("button").click()')
             assert of(SORTED) == "ascending"
@@ -326,7 +329,10 @@ def test_curves_are_hidden_and_their_points_told(shown):
     right, down, *_ = curves[0]["points"][-1]
     place = f"new DOMPoint({right}, {down}).matrixTransform({figure}.querySelector('svg')"
     at = shown.value(f"(({{x, y}}) => [x, y])({place}.getScreenCTM()))")
-    move = lambda x, y: shown("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def move(x, y):
+        return shown("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     move(*at)
     assert shown.value(told).startswith(f"{curves[0]['name']}: ")
     assert shown.value(f'{figure}.querySelectorAll("circle.dot").length') == 1

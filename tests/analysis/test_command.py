@@ -57,7 +57,7 @@ def made(monkeypatch):
         return types.SimpleNamespace(section=section)
 
     modules = {name: report(name) for name in ("first", "second")}
-    monkeypatch.setattr(reports, "there", lambda: tuple(modules))
+    monkeypatch.setattr(reports, "available", lambda: tuple(modules))
     monkeypatch.setattr(reports, "module", modules.__getitem__)
     return types.SimpleNamespace(modules=modules, asked=asked)
 
@@ -351,7 +351,7 @@ class Broken:
 
 
 def test_reports_are_there_by_name():
-    found = reports.there()
+    found = reports.available()
     assert set(found) <= set(reports.NAMES) and "diversity" in found
     for name in found:
         assert callable(reports.module(name).section)

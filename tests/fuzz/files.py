@@ -38,7 +38,7 @@ def file_cases() -> Iterator[Case]:
         )
         for name in files:
             yield of(f"--config=../shared/{name}.py", says=(f"{name}.py", "missing", "'data'"))
-        for name in ("", ".", "configs", FOLDER, FILE, MISSING, LONG, "lrkv_tiny", "/dev/null"):
+        for name in ("", ".", "configs", FOLDER, FILE, MISSING, "lrkv_tiny", "/dev/null"):
             yield of(f"--config={name}", says=("config",))
         for name in (SNOWMAN, NO_UTF8, SURROGATE, "a\x01b", f"{ROOT}/configs", "lrkv_tyni.py"):
             yield of(f"--config={name}", says=("config",))

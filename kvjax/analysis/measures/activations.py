@@ -90,7 +90,10 @@ def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) 
 def attention(layer: Layer, sequence: int) -> tuple[np.ndarray, np.ndarray]:
     """[N, T, T] probabilities and [T, N, Hv] outputs of heads on one sequence, in float64."""
     N, K = layer.query_BTNH.shape[2], layer.key_BTKH.shape[2]
-    of = lambda x_BTNH: x_BTNH[sequence].astype(np.float64).swapaxes(0, 1)
+
+    def of(x_BTNH):
+        return x_BTNH[sequence].astype(np.float64).swapaxes(0, 1)
+
     query_NTH = of(layer.query_BTNH) * layer.scale
     key_NTH, value_NTH = (
         np.repeat(of(x), N // K, axis=0) for x in (layer.key_BTKH, layer.value_BTKH)
@@ -146,7 +149,7 @@ def _attention(attend: Attend | None) -> type[Attention]:
     if attend is None:
         return Attention
 
-    class Changed(Attention):
+    class PatchedAttention(Attention):
         def __call__(self, x_BTD, positions, *, causal, window=0, **_):
             q_BTNH, raw = self.mechanism.project(x_BTD, positions)
             k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
@@ -154,7 +157,7 @@ def _attention(attend: Attend | None) -> type[Attention]:
             o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, scale, Mask(causal, window))
             return self.project_out(o_BTNH, x_BTD, positions)
 
-    return Changed
+    return PatchedAttention
 
 
 def _projections(c, mechanism: MechanismConfig, length: int):

@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
     subspaces: Sequence[Subspaces]
     rank: int
-    turned: bool
+    after_rope: bool
 
 
 class Runs:
@@ -57,7 +57,7 @@ class Runs:
         for name, parts in self._x.items():
             cut = cuts.get(name)
             program = self._program(
-                mechanism, (rotated.start, rotated.stop), cut is not None and cut.turned
+                mechanism, (rotated.start, rotated.stop), cut is not None and cut.after_rope
             )
             arrays, first = cut and _arrays(cut), 0
             for i, x_BTD in enumerate(parts):
@@ -81,13 +81,16 @@ def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
     different = {id(each): each for each in cut.subspaces}
     with few_threads(cut.subspaces[0].center_JC.shape[1]):
         made = {at: each.projectors(cut.rank) for at, each in different.items()}
-    stacked = lambda arrays: np.stack([x.astype(np.float32) for x in arrays])
+
+    def stacked(arrays):
+        return np.stack([x.astype(np.float32) for x in arrays])
+
     centers = stacked(each.center_JC for each in cut.subspaces)
     return centers, stacked(made[id(each)] for each in cut.subspaces)
 
 
 def _program(
-    model: LazyModel, length: int, mechanism: MechanismConfig, rotated: tuple, turned: bool
+    model: LazyModel, length: int, mechanism: MechanismConfig, rotated: tuple, after_rope: bool
 ):
     """A block's forward pass, compiled: of its weights, x and a cut, the new x."""
     block = model.transformer.block
@@ -104,9 +107,9 @@ def _program(
                 _, v_BTKH = self.mechanism.keys_values(raw, positions)
                 _, raw = self.mechanism.project(h_BTD, still)
                 k_BTKH, _ = self.mechanism.keys_values(raw, still)
-                k_BTKH = k_BTKH if cut is None or turned else _cut(k_BTKH, *cut)
-                k_BTKH = _turn(k_BTKH, rotated, positions.rotary)
-                k_BTKH = _cut(k_BTKH, *cut) if cut is not None and turned else k_BTKH
+                k_BTKH = k_BTKH if cut is None or after_rope else _cut(k_BTKH, *cut)
+                k_BTKH = _rotate(k_BTKH, rotated, positions.rotary)
+                k_BTKH = _cut(k_BTKH, *cut) if cut is not None and after_rope else k_BTKH
                 scale, mask = mechanism.scale, Mask(causal, window)
                 o_BTNH = activations.plain(q_BTNH, k_BTKH, v_BTKH, scale, mask)
                 return self.project_out(o_BTNH, h_BTD, positions)
@@ -123,7 +126,7 @@ def _program(
     return run
 
 
-def _turn(k_BTKH: jax.Array, rotated: tuple[int, int], rotary: rope.Rotary | None) -> jax.Array:
+def _rotate(k_BTKH: jax.Array, rotated: tuple[int, int], rotary: rope.Rotary | None) -> jax.Array:
     """Keys with those channels turned by RoPE."""
     first, last = rotated
     if rotary is None or first == last:

@@ -96,19 +96,19 @@ def of_layer(heads: Heads, part: str = "key", *, distances: int = 0) -> Diversit
     Raises:
       UserError: there is one head only.
     """
-    plain, turning = with_and_without_turns(heads, part, distances)
+    plain, turning = plain_and_rotated(heads, part, distances)
     return turning or plain
 
 
-def with_and_without_turns(
+def plain_and_rotated(
     heads: Heads, part: str, distances: int
 ) -> tuple[Diversity, Diversity | None]:
     """`of_layer` without distances and with them, of the same products; None where nothing turns
     or there are no distances."""
     check(heads.num_heads)
     if part == "value":
-        return of_gram(Products(heads.value_DKH, heads.out_NHD.transpose(2, 0, 1)).gram()), None
-    products = Products(heads.query_DNH, heads.key_DKH)
+        return of_gram(FormProducts(heads.value_DKH, heads.out_NHD.transpose(2, 0, 1)).gram()), None
+    products = FormProducts(heads.query_DNH, heads.key_DKH)
     plain = of_gram(products.gram())
     if not distances or not len(heads.frequencies_F):
         return plain, None
@@ -154,7 +154,7 @@ def centred(gram_NN: np.ndarray) -> np.ndarray:
     return gram_NN - row_N[:, None] - row_N + gram_NN.mean()
 
 
-class Products:
+class FormProducts:
     """Inner products of the channels of all heads with each other, of both sides of their forms.
 
     Either side may have fewer heads that divide those of the other; each is read by as many.
@@ -187,8 +187,13 @@ class Products:
         """
         H = self._sides[0][0].shape[-1]
         phase_H = rotary.phases(H, rotated, frequencies_F)
-        weight_HH = _mean_turn(phase_H - phase_H[:, None], distances)
-        both = lambda x_HNH: rotary.diagonal(rotary.diagonal(x_HNH, rotated, 0).conj(), rotated)
+        weight_HH = _mean_rotation(phase_H - phase_H[:, None], distances)
+
+        def both(x_HNH):
+            return rotary.to_complex_channels(
+                rotary.to_complex_channels(x_HNH, rotated, 0).conj(), rotated
+            )
+
         rows = []
         for left_HNH, right_HNH in self._blocks():
             left_HNH = both(left_HNH) * weight_HH[:, None]
@@ -201,7 +206,7 @@ class Products:
             yield tuple(inner[of_N[i]][:, of_N] for inner, of_N in self._sides)
 
 
-def _mean_turn(angle: np.ndarray, distances: int) -> np.ndarray:
+def _mean_rotation(angle: np.ndarray, distances: int) -> np.ndarray:
     """Mean of e^{i·d·angle} over d = 0 to n - 1."""
     half, sine = angle / 2, np.sin(angle / 2)
     ratio = np.sin(distances * half) / (distances * np.where(sine == 0, 1.0, sine))

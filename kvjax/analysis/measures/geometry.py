@@ -28,7 +28,7 @@ _SAME = 1e-13  # of a head's norm: what differs from the mean by less is roundin
 _ROUNDING = 1e-10  # of the largest singular value: a matrix has no direction below it
 
 
-class Parts(NamedTuple):
+class BaseAndResiduals(NamedTuple):
     """The keys or values of a layer as J bases and K residuals."""
 
     base_DJH: np.ndarray
@@ -45,36 +45,41 @@ class Parts(NamedTuple):
     def total_DKH(self) -> np.ndarray:
         return self.base_DKH + self.residual_DKH
 
-    def canonical(self) -> "Parts":
+    def canonical(self) -> "BaseAndResiduals":
         """The same heads, with the mean of each base's heads as the base."""
-        return in_canonical_gauge(self.total_DKH, self.base_DJH.shape[1], self.rank)
+        return canonical_parts(self.total_DKH, self.base_DJH.shape[1], self.rank)
 
 
-def in_canonical_gauge(total_DKH: np.ndarray, bases: int, rank: int) -> Parts:
+def canonical_parts(total_DKH: np.ndarray, bases: int, rank: int) -> BaseAndResiduals:
     """Heads as J means and what differs from them; residuals have any rank."""
     D, K, H = total_DKH.shape
     base_DJH = total_DKH.reshape(D, bases, K // bases, H).mean(axis=2)
     residual_DKH = total_DKH - np.repeat(base_DJH, K // bases, axis=1)
     residual_DKH[:, norms(residual_DKH) <= _SAME * norms(total_DKH)] = 0  # heads all alike
-    return Parts(base_DJH, residual_DKH, rank)
+    return BaseAndResiduals(base_DJH, residual_DKH, rank)
 
 
-def random_like(parts: Parts, seed: int | Sequence[int]) -> Parts:
+def random_like(parts: BaseAndResiduals, seed: int | Sequence[int]) -> BaseAndResiduals:
     """Parts of independent normal factors, with the norms that these have: what to compare with."""
     rng = np.random.default_rng(seed)
     D, K, H = parts.residual_DKH.shape
     R = parts.rank
     base_DJH = rng.normal(size=parts.base_DJH.shape)
     residual_DKH = einsum("DKR,KRH->DKH", rng.normal(size=(D, K, R)), rng.normal(size=(K, R, H)))
-    sized = lambda w, like: w * (norms(like) / norms(w))[:, None]
-    return Parts(sized(base_DJH, parts.base_DJH), sized(residual_DKH, parts.residual_DKH), R)
+
+    def sized(w, like):
+        return w * (norms(like) / norms(w))[:, None]
+
+    return BaseAndResiduals(
+        sized(base_DJH, parts.base_DJH), sized(residual_DKH, parts.residual_DKH), R
+    )
 
 
 def has_residuals(config: MechanismConfig) -> bool:
     return isinstance(config, GroupedConfig) and config.rank > 0
 
 
-def of_layer(model: LazyModel, index: int) -> dict[str, Parts]:
+def of_layer(model: LazyModel, index: int) -> dict[str, BaseAndResiduals]:
     """The parts of a layer's "key" and "value"; none of values that are the keys.
 
     Raises:
@@ -92,14 +97,19 @@ def of_layer(model: LazyModel, index: int) -> dict[str, Parts]:
     return found
 
 
-def read(weights: dict, config: GroupedConfig) -> dict[str, Parts]:
+def read(weights: dict, config: GroupedConfig) -> dict[str, BaseAndResiduals]:
     """The parts from a mechanism's weights, as a pure dict; see `has_residuals`."""
     found = {}
     for name in ("key",) if config.ties_values else ("key", "value"):
-        wide = lambda weight: np.asarray(weights[weight], np.float64)
+
+        def wide(weight):
+            return np.asarray(weights[weight], np.float64)
+
         gain = weights.get(f"{name}_norm", {}).get("gain", 1.0)
         residual_DKH = einsum("DKR,KRH->DKH", wide(f"latent_{name}"), wide(f"expand_{name}"))
-        found[name] = Parts(wide(f"base_{name}") * gain, residual_DKH * gain, config.rank)
+        found[name] = BaseAndResiduals(
+            wide(f"base_{name}") * gain, residual_DKH * gain, config.rank
+        )
     return found
 
 
@@ -109,7 +119,7 @@ def totals(model: LazyModel, index: int) -> dict[str, np.ndarray]:
     return dict(key=heads.key_DKH, value=heads.value_DKH)
 
 
-class Split(NamedTuple):
+class PartGeometry(NamedTuple):
     """Bases and residuals of a layer in one gauge, compared.
 
     Attributes:
@@ -134,7 +144,7 @@ class Split(NamedTuple):
     reads: tuple[np.ndarray, ...]
 
 
-def split(parts: Parts) -> Split:
+def part_geometry(parts: BaseAndResiduals) -> PartGeometry:
     """What is to be said of bases and residuals; see `Split`."""
     bases = directions(parts.base_DJH)
     of_K = np.arange(parts.residual_DKH.shape[1]) * len(bases) // parts.residual_DKH.shape[1]
@@ -142,7 +152,7 @@ def split(parts: Parts) -> Split:
     angles = tuple(
         principal_cosines(bases[j], residual) for j, residual in zip(of_K, residuals, strict=True)
     )
-    return Split(
+    return PartGeometry(
         norms(parts.base_DJH),
         norms(parts.residual_DKH),
         cosines(parts.base_DKH, parts.residual_DKH),
@@ -152,7 +162,7 @@ def split(parts: Parts) -> Split:
     )
 
 
-class Optimal(NamedTuple):
+class BestResiduals(NamedTuple):
     """What the best matrices of rank R (Eckart-Young) do for heads W_k, in shares of |W_k|^2.
 
     Learned residuals of rank R lose nothing of their own W_k, with the base that was learned beside
@@ -175,7 +185,12 @@ class Optimal(NamedTuple):
     distance_K: np.ndarray
 
 
-def optimal(heads: Parts, found: Split, learned: Parts, reads: Sequence[np.ndarray]) -> Optimal:
+def best_residuals(
+    heads: BaseAndResiduals,
+    found: PartGeometry,
+    learned: BaseAndResiduals,
+    reads: Sequence[np.ndarray],
+) -> BestResiduals:
     """Heads, their own or those of another model, beside residuals that were learned.
 
     Of another model the overlap says something only if head k of one belongs to head k of the
@@ -193,7 +208,7 @@ def optimal(heads: Parts, found: Split, learned: Parts, reads: Sequence[np.ndarr
     best_DKH = np.empty_like(total_DKH)
     for k, best_DR in enumerate(found.reads):  # Eckart-Young: what those directions read
         best_DKH[:, k] = best_DR @ (best_DR.T @ heads.residual_DKH[:, k])
-    return Optimal(
+    return BestResiduals(
         _over(lost(total_DKH, heads.rank), energy_K),
         _over(lost(heads.residual_DKH, heads.rank), energy_K),
         np.array([overlap(principal_cosines(best, own)) for best, own in both]),

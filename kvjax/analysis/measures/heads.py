@@ -113,7 +113,10 @@ def read(
     """
     with jax.enable_x64(True):
         mechanism = _without_norms(_merged(weights, config, d_model))
-        of = lambda x_TD, at=None: _projected(mechanism, x_TD, at, rope_base)
+
+        def of(x_TD, at=None):
+            return _projected(mechanism, x_TD, at, rope_base)
+
         nothing = of(np.zeros((1, d_model)))
         maps = [x - b for x, b in zip(of(np.eye(d_model)), nothing, strict=True)]
         x_TD = np.random.default_rng(0).normal(size=(3, d_model))
@@ -207,12 +210,12 @@ def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Bas
     frequencies_F = rope.frequencies(config.rope_dim, rope_base)
     last = int(channels[-1]) + 1
     rotated = slice(last - config.rope_dim, last)
-    expected_TNH = turn(still_TNH, rotated, frequencies_F)
+    expected_TNH = rotate_one_token(still_TNH, rotated, frequencies_F)
     if np.abs(expected_TNH - turned_TNH).max() > _TOLERANCE * np.abs(still_TNH).max():
         raise UserError("RoPE turns channels in another way than pairs half of them apart")
     return rotated, frequencies_F
 
 
-def turn(x_TNH: np.ndarray, rotated: slice, frequencies_F: np.ndarray) -> np.ndarray:
+def rotate_one_token(x_TNH: np.ndarray, rotated: slice, frequencies_F: np.ndarray) -> np.ndarray:
     """Queries or keys turned by one token."""
-    return rotary.turned(x_TNH, rotated, np.exp(1j * frequencies_F))
+    return rotary.rotate_pairs(x_TNH, rotated, np.exp(1j * frequencies_F))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.analysis.measures import key_subspaces, key_ways
+from kvjax.analysis.measures import key_subspaces, subspace_methods
 from kvjax.analysis.measures.activations import Layer
 from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.convert.factors import few_threads
@@ -20,45 +20,52 @@ QUERIES = 64  # that errors are measured on, at least where there are so many
 
 def rank(channels: int, length: int) -> int:
     """Channels that are kept of so many, on texts of a length."""
-    return min(key_ways.rank(SHARE, channels), max(1, length // 4))
+    return min(subspace_methods.rank(SHARE, channels), max(1, length // 4))
 
 
-def at(length: int, r: int) -> tuple[int, ...]:
+def prefix_lengths(length: int, r: int) -> tuple[int, ...]:
     """Half of all tokens, a quarter, and so on while they tell a subspace of that rank; least
     first."""
     halved = [length >> i for i in range(1, length.bit_length())]
-    return tuple(sorted(t for t in halved if key_ways.determines(t, r)))
+    return tuple(sorted(t for t in halved if subspace_methods.enough_tokens(t, r)))
 
 
-def spread(tokens: int, length: int) -> np.ndarray:
+def evenly_spaced(tokens: int, length: int) -> np.ndarray:
     """So many places of a text, evenly, none of them at its ends."""
     return ((2 * np.arange(tokens) + 1) * length) // (2 * tokens)
 
 
-class Grown(NamedTuple):
+class PrefixSubspaces(NamedTuple):
     """Subspaces of a row's first tokens, of as many that are spread over it, and of all."""
 
     first: list[Subspaces]
-    spread: list[Subspaces]
+    evenly_spaced: list[Subspaces]
     whole: Subspaces
 
 
-def grown(layer: Layer, rope: Rope, row: int, where: str, tokens: Sequence[int], r: int) -> Grown:
+def prefix_subspaces(
+    layer: Layer, rope: Rope, row: int, where: str, tokens: Sequence[int], r: int
+) -> PrefixSubspaces:
     """Those of rank r, of so many tokens each."""
     _, T, _, H = layer.key_BTKH.shape
-    of = lambda some: key_ways.of_rows(layer, rope, where, [row], some).first(r)
+
+    def of(some):
+        return subspace_methods.of_rows(layer, rope, where, [row], some).first(r)
+
     with few_threads(H):
-        return Grown(
-            [of(slice(t)) for t in tokens], [of(spread(t, T)) for t in tokens], of(slice(None))
+        return PrefixSubspaces(
+            [of(slice(t)) for t in tokens],
+            [of(evenly_spaced(t, T)) for t in tokens],
+            of(slice(None)),
         )
 
 
-def overlaps(found: Grown) -> np.ndarray:
+def overlaps(found: PrefixSubspaces) -> np.ndarray:
     """[K, tokens, 2] with the subspace of all: of that of the first tokens, and of spread ones."""
     with few_threads(found.whole.center_JC.shape[1]):
         each = [
             [key_subspaces.overlap(one, found.whole) for one in both]
-            for both in zip(found.first, found.spread, strict=True)
+            for both in zip(found.first, found.evenly_spaced, strict=True)
         ]
     return np.moveaxis(np.array(each), -1, 0)
 
@@ -69,7 +76,11 @@ def later_errors(
     """[N, ...] errors of logits under each for queries of the second half; nan without one."""
     _, T, _, H = layer.key_BTKH.shape
     with few_threads(H):
-        cuts = [key_ways.cut(layer, rope, row, where, one, r) for one in of if one is not None]
+        cuts = [
+            subspace_methods.cut_keys(layer, rope, row, where, one, r)
+            for one in of
+            if one is not None
+        ]
     found_NA = key_subspaces.errors(layer, row, cuts, later_queries(T)).logit_NA
     there = np.array([one is not None for one in of])
     every_NA = np.full((len(found_NA), len(of)), np.nan)

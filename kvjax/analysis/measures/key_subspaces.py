@@ -125,22 +125,24 @@ def rope_of(heads: Heads) -> Rope:
     return Rope(heads.rotated.start, tuple(heads.frequencies_F.tolist()))
 
 
-def turned_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int) -> np.ndarray:
+def rotated_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int) -> np.ndarray:
     """[K, H, H] second moments of queries as keys before RoPE meet them.
 
     A query stands d tokens behind a key and is turned by so much against it: the mean over all
     pairs of L tokens that the mask leaves. That leaves out that near and far keys may differ.
     """
-    pairs_HH, mean_HH = _turns_over_pairs(rope, moment_KHH.shape[-1], mask, length)
+    pairs_HH, mean_HH = _rotations_over_pairs(rope, moment_KHH.shape[-1], mask, length)
     found_KHH = (pairs_HH @ moment_KHH @ pairs_HH.conj().T) * mean_HH
     return (pairs_HH.conj().T @ found_KHH @ pairs_HH).real
 
 
 @functools.lru_cache(maxsize=64)
-def _turns_over_pairs(rope: Rope, H: int, mask: Mask, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _rotations_over_pairs(
+    rope: Rope, H: int, mask: Mask, length: int
+) -> tuple[np.ndarray, np.ndarray]:
     """A unitary [H, H] matrix to complex channels, and what turns make of a moment of those: each
     entry by a number, [H, H]."""
-    pairs_HH = rotary.diagonal(np.eye(H), rope.rotated, 0)
+    pairs_HH = rotary.to_complex_channels(np.eye(H), rope.rotated, 0)
     frequencies_H = rotary.phases(H, rope.rotated, rope.frequencies)
     queries, keys = np.nonzero(mask.visible(length))
     distances_A, counts_A = np.unique(queries - keys, return_counts=True)
@@ -148,10 +150,10 @@ def _turns_over_pairs(rope: Rope, H: int, mask: Mask, length: int) -> tuple[np.n
     return pairs_HH, (turns_HA * (counts_A / counts_A.sum())) @ turns_HA.conj().T
 
 
-def turned(x_TKH: np.ndarray, rope: Rope) -> np.ndarray:
+def rotate_by_position(x_TKH: np.ndarray, rope: Rope) -> np.ndarray:
     """Keys or queries by RoPE at positions 0, 1, 2, ..."""
     angles_TF = np.outer(np.arange(len(x_TKH)), rope.frequencies)
-    return rotary.turned(x_TKH, rope.rotated, np.exp(1j * angles_TF)[:, None])
+    return rotary.rotate_pairs(x_TKH, rope.rotated, np.exp(1j * angles_TF)[:, None])
 
 
 def bias(layer: Layer, heads: Heads) -> np.ndarray:
@@ -169,7 +171,7 @@ def bias(layer: Layer, heads: Heads) -> np.ndarray:
 # -- what is lost ----------------------------------------------------------------------------------
 
 
-class Errors(NamedTuple):
+class CutErrors(NamedTuple):
     """What cutting keys in A ways changes for each query head.
 
     Attributes:
@@ -183,14 +185,19 @@ class Errors(NamedTuple):
 
 def errors(
     layer: Layer, row: int, cut_ATKH: Sequence[np.ndarray], queries: slice = slice(None)
-) -> Errors:
+) -> CutErrors:
     """What cut keys, as attention uses them, change for some of a row's queries."""
-    part = lambda x_BTNH: x_BTNH[row].astype(np.float64)
+
+    def part(x_BTNH):
+        return x_BTNH[row].astype(np.float64)
+
     query_TNH, value_TKH = part(layer.query_BTNH)[queries] * layer.scale, part(layer.value_BTKH)
     key_TKH = part(layer.key_BTKH)
     N, K = query_TNH.shape[1], key_TKH.shape[1]
     visible_TS = layer.mask.visible(len(key_TKH))[queries]
-    share = lambda lost, whole: float(np.linalg.norm(lost) / (np.linalg.norm(whole) or 1.0))
+
+    def share(lost, whole):
+        return float(np.linalg.norm(lost) / (np.linalg.norm(whole) or 1.0))
 
     def of(n):
         query_TH, k = query_TNH[:, n], n * K // N
@@ -204,7 +211,7 @@ def errors(
             output_A.append(share(softmax(lost_TS, visible_TS) @ value_SH - o_TH, o_TH))
         return logit_A, output_A
 
-    return Errors(*map(np.array, zip(*logits.side_by_side(of, range(N)), strict=True)))
+    return CutErrors(*map(np.array, zip(*logits.parallel_map(of, range(N)), strict=True)))
 
 
 def centred(z_TS: np.ndarray, visible_TS: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from kvjax.foundation import runtime
 _NOTHING = 1e-12  # of the largest singular value: what smaller ones stand for is rounding
 
 
-class Field(NamedTuple):
+class CentredLogits(NamedTuple):
     """The thin SVD of each head's E [L, L], R = min(L, H).
 
     Attributes:
@@ -50,7 +50,7 @@ class Field(NamedTuple):
         return left_LR @ self.right_NLR[head, keys, :rank].T
 
 
-def field(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> Field:
+def centred_logits(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> CentredLogits:
     """E = Z - mean of each row over all keys, Z = scale · q k^T, of each query head.
 
     Logit spectra eq. 2 and 3. Every query meets every key, those behind it too, as in the paper.
@@ -63,7 +63,7 @@ def field(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> Field:
     keys_NLP, right_NPH = (np.repeat(x, N // K, axis=0) for x in (keys_KLP, right_KPH))
     core_NPP = scale * left_NPH @ right_NPH.swapaxes(1, 2)
     left_NPR, values_NR, right_NRP = np.linalg.svd(core_NPP)
-    return Field(queries_NLP @ left_NPR, values_NR, keys_NLP @ right_NRP.swapaxes(1, 2))
+    return CentredLogits(queries_NLP @ left_NPR, values_NR, keys_NLP @ right_NRP.swapaxes(1, 2))
 
 
 def energies(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> np.ndarray:
@@ -81,7 +81,9 @@ def _centred(key_LKH: np.ndarray) -> np.ndarray:
     return key_KLH - key_KLH.mean(axis=1, keepdims=True)
 
 
-def masked_field(query_LH: np.ndarray, key_LH: np.ndarray, scale: float, mask: Mask) -> np.ndarray:
+def masked_centred_logits(
+    query_LH: np.ndarray, key_LH: np.ndarray, scale: float, mask: Mask
+) -> np.ndarray:
     """[L, L] E of what one head's queries see: centred over those keys, zero at the others.
 
     A row's softmax is the same with it. Of causal attention it is a lower triangle, of full rank:
@@ -107,13 +109,13 @@ def masked_energies(
     N, K = query_LNH.shape[1], key_LKH.shape[1]
 
     def of(head):
-        e_LL = masked_field(query_LNH[:, head], key_LKH[:, head * K // N], scale, mask)
+        e_LL = masked_centred_logits(query_LNH[:, head], key_LKH[:, head * K // N], scale, mask)
         return np.maximum(np.linalg.eigvalsh(e_LL @ e_LL.T)[::-1], 0)
 
-    return np.stack(side_by_side(of, range(N)))
+    return np.stack(parallel_map(of, range(N)))
 
 
-def side_by_side(function: Callable, items: Iterable) -> list:
+def parallel_map(function: Callable, items: Iterable) -> list:
     """What a function makes of each item, one item to a core; BLAS has one thread."""
     with (
         runtime.blas_threads(1),
@@ -132,7 +134,9 @@ class Interaction:
     """
 
     def __init__(self, heads: Heads):
-        r = lambda w_DNH: np.linalg.qr(w_DNH.swapaxes(0, 1), mode="r")
+        def r(w_DNH):
+            return np.linalg.qr(w_DNH.swapaxes(0, 1), mode="r")
+
         self._heads = heads
         self._query_NPH = r(heads.query_DNH)
         key_KPH = r(heads.key_DKH)
@@ -144,7 +148,9 @@ class Interaction:
 
     def energies_at(self, distance: int) -> np.ndarray:
         """[N, H] of a query that stands so many tokens behind the key."""
-        return self._energies(self._turned(np.exp(1j * distance * self._heads.frequencies_F)))
+        return self._energies(
+            self._rotated_queries(np.exp(1j * distance * self._heads.frequencies_F))
+        )
 
     def energies_averaged(self, length: int) -> np.ndarray:
         """[N, H] of the mean over all pairs of a query and a key not behind it in L tokens.
@@ -155,11 +161,11 @@ class Interaction:
         distances_L = np.arange(length)
         pairs_L = (length - distances_L) / (length * (length + 1) / 2)
         turns_LF = np.exp(1j * np.outer(distances_L, self._heads.frequencies_F))
-        return self._energies(self._turned(pairs_L @ turns_LF))
+        return self._energies(self._rotated_queries(pairs_L @ turns_LF))
 
-    def _turned(self, turn_F: np.ndarray) -> np.ndarray:
+    def _rotated_queries(self, turn_F: np.ndarray) -> np.ndarray:
         """Queries with each pair of channels, as a complex number, by a factor."""
-        return rotary.turned(self._query_NPH, self._heads.rotated, turn_F)
+        return rotary.rotate_pairs(self._query_NPH, self._heads.rotated, turn_F)
 
     def _energies(self, query_NPH: np.ndarray) -> np.ndarray:
         core_NPP = query_NPH @ self._key_NPH.swapaxes(1, 2)
@@ -169,7 +175,7 @@ class Interaction:
 # -- what bounds softmax ---------------------------------------------------------------------------
 
 
-def delocalisation(found: Field) -> np.ndarray:
+def delocalisation(found: CentredLogits) -> np.ndarray:
     """[N, R] sqrt(L) · max_j |v_j| of E's right singular vectors, at most sqrt(L); beta is the
     largest of a head's (logit spectra eq. 6).
 
@@ -181,12 +187,12 @@ def delocalisation(found: Field) -> np.ndarray:
     return np.where(there_NR, spread_NR, np.nan)
 
 
-def beta(found: Field) -> np.ndarray:
+def beta(found: CentredLogits) -> np.ndarray:
     """[N] the largest `delocalisation` of each head; 0 of a head whose E is zero."""
     return np.nan_to_num(delocalisation(found)).max(axis=1)
 
 
-def softmax_bound(found: Field, rank: int) -> np.ndarray:
+def softmax_bound(found: CentredLogits, rank: int) -> np.ndarray:
     """[N] what no row of |p - p_r|_1 exceeds: beta / sqrt(L) · the sum of the values left out.
 
     Logit spectra, proposition 4.1. It rests on |u| <= 1 and |v| <= beta / sqrt(L).

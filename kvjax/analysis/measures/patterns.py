@@ -43,10 +43,13 @@ def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
     most_T = np.log(np.maximum(visible_TT.sum(axis=1), 2))
     index_T = np.arange(length)
     distance_TT = np.abs(index_T[:, None] - index_T)
-    diagonal_NT = lambda offset: np.pad(
-        np.diagonal(p_NTT, offset, axis1=1, axis2=2), [(0, 0), (-offset, 0)]
-    )
-    mean = lambda x_NT, at_T=rows_T: x_NT[:, at_T].mean(axis=1)
+
+    def diagonal_NT(offset):
+        return np.pad(np.diagonal(p_NTT, offset, axis1=1, axis2=2), [(0, 0), (-offset, 0)])
+
+    def mean(x_NT, at_T=rows_T):
+        return x_NT[:, at_T].mean(axis=1)
+
     return Statistics(
         entropy_N=mean(entropy_NT / most_T),
         keys_N=mean(np.exp(entropy_NT)),
@@ -118,7 +121,10 @@ def repeated(tokens_A: np.ndarray, block: int, rows: int, seed: int) -> np.ndarr
       tokens_A: different tokens, as many as a block has at least.
     """
     rng = np.random.default_rng(seed)
-    draw = lambda: rng.choice(tokens_A, block, replace=False)
+
+    def draw():
+        return rng.choice(tokens_A, block, replace=False)
+
     return np.stack([np.tile(draw(), 2) for _ in range(rows)]).astype(np.int32)
 
 

@@ -37,7 +37,7 @@ def cosine(left_DNH: np.ndarray, right_DNH: np.ndarray) -> float | None:
     return float(left @ right / size) if size else None
 
 
-class Products:
+class ProjectionProducts:
     """The projections' products with each other, W_a^T W_b, of which the measures are made."""
 
     def __init__(self, projections: Mapping[str, np.ndarray]):

@@ -4,7 +4,7 @@ second imaginary, and a turn is a factor. Channels that it does not turn are lef
 import numpy as np
 
 
-def turned(x: np.ndarray, rotated: slice, factor: np.ndarray) -> np.ndarray:
+def rotate_pairs(x: np.ndarray, rotated: slice, factor: np.ndarray) -> np.ndarray:
     """[..., H] queries, keys or weights with each pair of channels by a factor.
 
     Args:
@@ -17,7 +17,7 @@ def turned(x: np.ndarray, rotated: slice, factor: np.ndarray) -> np.ndarray:
     return found
 
 
-def diagonal(x: np.ndarray, rotated: slice, axis: int = -1) -> np.ndarray:
+def to_complex_channels(x: np.ndarray, rotated: slice, axis: int = -1) -> np.ndarray:
     """An axis of channels with (x + iy)/√2 and (x - iy)/√2 in place of RoPE's pairs x, y.
 
     A unitary map, in which turns are diagonal; of the identity and axis 0 it is the map itself.

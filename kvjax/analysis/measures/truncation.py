@@ -16,10 +16,10 @@ import numpy as np
 from kvjax.analysis.measures import activations, logits
 from kvjax.analysis.measures.activations import Attend, Mask
 
-_ROWS_AT_ONCE = 128  # few enough for a core's cache
+_BATCH_ROWS = 128  # few enough for a core's cache
 
 
-class Errors(NamedTuple):
+class TruncationErrors(NamedTuple):
     """What cutting E changes, for each head and each rank that it is cut to.
 
     Attributes:
@@ -32,7 +32,9 @@ class Errors(NamedTuple):
     output_NR: np.ndarray
 
 
-def errors(found: logits.Field, value_LKH: np.ndarray, ranks: Sequence[int], mask: Mask) -> Errors:
+def errors(
+    found: logits.CentredLogits, value_LKH: np.ndarray, ranks: Sequence[int], mask: Mask
+) -> TruncationErrors:
     """What is lost of probabilities and outputs over the keys that each query sees.
 
     Logit spectra, section 4.3, and its first open question. (2·R + 2·Hv)·L² FLOPs and L²
@@ -45,20 +47,23 @@ def errors(found: logits.Field, value_LKH: np.ndarray, ranks: Sequence[int], mas
     def of(head):
         value_LH = value_LKH[:, head * K // N].astype(np.float64)
         parts = []
-        for first in range(0, length, _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            seen = slice(first + _ROWS_AT_ONCE if mask.causal else length)
-            attend = lambda rank, rows=rows, seen=seen: activations.softmax(
-                found.truncated(head, rank, rows, seen), visible_LL[rows, seen]
-            )
+        for first in range(0, length, _BATCH_ROWS):
+            rows = slice(first, first + _BATCH_ROWS)
+            seen = slice(first + _BATCH_ROWS if mask.causal else length)
+
+            def attend(rank, rows=rows, seen=seen):
+                return activations.softmax(
+                    found.truncated(head, rank, rows, seen), visible_LL[rows, seen]
+                )
+
             parts.append(_of_rows(attend, value_LH[seen], ranks))
         each_RL, lost_RL, size_L = (np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
         size = np.sqrt(size_L.sum())
         output_R = np.sqrt(lost_RL.sum(axis=1)) / size if size else np.zeros(len(ranks))
         return each_RL.mean(axis=1), each_RL.max(axis=1), output_R
 
-    by_head = logits.side_by_side(of, range(N))
-    return Errors(*map(np.stack, zip(*by_head, strict=True)))
+    by_head = logits.parallel_map(of, range(N))
+    return TruncationErrors(*map(np.stack, zip(*by_head, strict=True)))
 
 
 def _of_rows(
@@ -87,7 +92,10 @@ def attention_of_rank(rank: int) -> Attend:
         left_BNPH = jnp.linalg.qr(q_BTNH.swapaxes(1, 2), mode="r")
         key_BKTH = k_BTKH.swapaxes(1, 2)
         keys_BKTP, right_BKPH = jnp.linalg.qr(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
-        every = lambda x_BKTH: jnp.repeat(x_BKTH, N // K, axis=1)
+
+        def every(x_BKTH):
+            return jnp.repeat(x_BKTH, N // K, axis=1)
+
         right_BNPH = every(right_BKPH)
         _, _, vectors_BNRP = jnp.linalg.svd(left_BNPH @ right_BNPH.swapaxes(2, 3))
         vectors_BNRP = vectors_BNRP[:, :, :rank]

@@ -95,7 +95,10 @@ def _curves(figure: Figure) -> str:
     """What page.js reads of a drawing whose points it tells."""
     if not figure.curves:
         return ""
-    short = lambda point: [*(round(place, 1) for place in point[:2]), *(_six(x) for x in point[2:])]
+
+    def short(point):
+        return [*(round(place, 1) for place in point[:2]), *(_six(x) for x in point[2:])]
+
     found = [
         dict(name=curve.name, color=curve.color, points=[short(point) for point in curve.points])
         for curve in figure.curves
@@ -173,11 +176,13 @@ def _value(number: float) -> str:
 
 
 def _list(about: Mapping[str, str | Mapping]) -> str:
-    said = lambda value: (
-        ", ".join(f"{name} {one}" for name, one in value.items())
-        if isinstance(value, Mapping)
-        else str(value)
-    )
+    def said(value):
+        return (
+            ", ".join(f"{name} {one}" for name, one in value.items())
+            if isinstance(value, Mapping)
+            else str(value)
+        )
+
     rows = (f"<dt>{_escaped(k)}</dt><dd>{_escaped(said(v))}</dd>" for k, v in about.items() if v)
     return f"\n<dl>{''.join(rows)}</dl>\n"
 

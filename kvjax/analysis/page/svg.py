@@ -103,7 +103,10 @@ def _smaller(png: re.Match) -> str:
 
 def _rounded(text: re.Match) -> str:
     """Coordinates to hundredths, in one line."""
-    shorter = lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+
+    def shorter(number):
+        return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+
     return re.sub(r"-?\d+\.\d+", shorter, " ".join(text[0].split()))
 
 

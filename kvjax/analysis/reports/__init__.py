@@ -14,7 +14,7 @@ import types
 NAMES = ("diversity", "geometry", "projections", "logits", "compression", "behaviour")
 
 
-def there() -> tuple[str, ...]:
+def available() -> tuple[str, ...]:
     """The names of the reports, in the order of the page."""
     return tuple(name for name in NAMES if importlib.util.find_spec(f"{__name__}.{name}.report"))
 

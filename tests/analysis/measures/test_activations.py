@@ -84,7 +84,10 @@ def _check(model):
 def _check_plain(layer, *, rotates):
     """Without RoPE a token meets itself as it does with it; others it meets differently."""
     G = layer.query_BTNH.shape[2] // layer.key_BTKH.shape[2]
-    logits = lambda q, k: np.einsum("BTNH,BSNH->BNTS", q, np.repeat(k, G, axis=2))
+
+    def logits(q, k):
+        return np.einsum("BTNH,BSNH->BNTS", q, np.repeat(k, G, axis=2))
+
     with_BNTT = logits(layer.query_BTNH, layer.key_BTKH)
     without_BNTT = logits(layer.plain_query_BTNH, layer.plain_key_BTKH)
     same = np.eye(LENGTH, dtype=bool)
@@ -163,7 +166,10 @@ def test_perplexity_with_plain_attention_is_the_models(name):
 def test_attention_is_changed_in_all_layers():
     """Values alone, as if each token saw itself only: layers behind are given what it makes."""
     model = _made(workdirs.grouped(4, 4))
-    alone = lambda q, k, v, scale, mask: v
+
+    def alone(q, k, v, scale, mask):
+        return v
+
     plain, changed = (list(activations.layers(model, ROWS_BT, a)) for a in (None, alone))
     np.testing.assert_array_equal(plain[0].input_BTD, changed[0].input_BTD)
     assert np.abs(plain[1].input_BTD - changed[1].input_BTD).max() > 0.1

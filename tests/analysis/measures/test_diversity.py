@@ -14,7 +14,10 @@ D, N, H = 12, 4, 6
 def _heads(K=N, rotated=slice(0, 0), D=D, seed=0):
     rng = np.random.default_rng(seed)
     frequencies = rope.frequencies(rotated.stop - rotated.start, 50.0)
-    draw = lambda *shape: rng.normal(size=shape)
+
+    def draw(*shape):
+        return rng.normal(size=shape)
+
     weights = draw(D, N, H), draw(D, K, H), draw(D, K, H), draw(N, H, D)
     return Heads(*weights, rotated, frequencies, H**-0.5)
 
@@ -28,7 +31,7 @@ def _turned(w_DNH, turns_NHH):
 
 
 def _gram(left_DNH, right_DNH):
-    return diversity.Products(left_DNH, right_DNH).gram()
+    return diversity.FormProducts(left_DNH, right_DNH).gram()
 
 
 def _of_forms(forms_NDD):
@@ -56,31 +59,34 @@ def test_means_over_distances_are_the_means_of_sums(rotated, K):
     keys_DNH, turned_DNH, total = np.repeat(heads.key_DKH, N // K, axis=1), heads.query_DNH, 0
     for _ in range(7):
         total = total + _of_forms(np.einsum("DNH,ENH->NDE", turned_DNH, keys_DNH))
-        turned_DNH = heads_lib.turn(turned_DNH, heads.rotated, heads.frequencies_F)
-    of = lambda n: diversity.of_layer(heads, distances=n).gram_NN
+        turned_DNH = heads_lib.rotate_one_token(turned_DNH, heads.rotated, heads.frequencies_F)
+
+    def of(n):
+        return diversity.of_layer(heads, distances=n).gram_NN
+
     np.testing.assert_allclose(of(7), total / 7, rtol=1e-11)
     np.testing.assert_allclose(of(1), of(0), rtol=1e-11)
 
 
 def test_both_are_of_the_same_products():
     heads = _heads(rotated=slice(0, 6))
-    plain, turning = diversity.with_and_without_turns(heads, "key", 7)
+    plain, turning = diversity.plain_and_rotated(heads, "key", 7)
     assert plain.rank == diversity.of_layer(heads).rank
     assert turning.rank == diversity.of_layer(heads, distances=7).rank != plain.rank
-    assert diversity.with_and_without_turns(_heads(), "key", 7)[1] is None
-    assert diversity.with_and_without_turns(heads, "value", 7)[1] is None
+    assert diversity.plain_and_rotated(_heads(), "key", 7)[1] is None
+    assert diversity.plain_and_rotated(heads, "value", 7)[1] is None
 
 
 def test_a_pair_that_turns_as_another_does():
     """Equal frequencies, of which a difference is zero."""
     heads = _heads(rotated=slice(0, 6))
     same = np.full(3, 0.7)
-    products = diversity.Products(heads.query_DNH, heads.key_DKH)
+    products = diversity.FormProducts(heads.query_DNH, heads.key_DKH)
     found = products.mean_gram(heads.rotated, same, 5)
     turned_DNH, total = heads.query_DNH, 0
     for _ in range(5):
         total = total + _gram(turned_DNH, heads.key_DKH)
-        turned_DNH = heads_lib.turn(turned_DNH, heads.rotated, same)
+        turned_DNH = heads_lib.rotate_one_token(turned_DNH, heads.rotated, same)
     np.testing.assert_allclose(found, total / 5, rtol=1e-11)
 
 
@@ -122,7 +128,10 @@ def test_heads_alike():
     """But for rotations and sizes of their own: one direction, and none when centred."""
     heads, turns = _heads(), _rotations(N)
     sizes = np.array([1.0, 2.0, 0.5, 3.0])[:, None, None]
-    of = lambda w_DNH: np.repeat(w_DNH[:, :1], N, axis=1)
+
+    def of(w_DNH):
+        return np.repeat(w_DNH[:, :1], N, axis=1)
+
     query, key = _turned(of(heads.query_DNH), turns * sizes), _turned(of(heads.key_DKH), turns)
     found = diversity.of_gram(_gram(query, key))
     np.testing.assert_allclose(found.similarity_NN, np.ones((N, N)), rtol=1e-12)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.analysis.measures import geometry, heads as heads_lib
-from kvjax.analysis.measures.geometry import Parts
+from kvjax.analysis.measures.geometry import BaseAndResiduals
 from kvjax.convert import model as model_lib
 from kvjax.foundation.errors import UserError
 from tests import quick
@@ -18,7 +18,7 @@ D, K, J, R, H = 16, 4, 2, 3, 6
 def _parts(seed=0, J=J, R=R):
     rng = np.random.default_rng(seed)
     residual = np.einsum("DKR,KRH->DKH", rng.normal(size=(D, K, R)), rng.normal(size=(K, R, H)))
-    return Parts(rng.normal(size=(D, J, H)), residual, R)
+    return BaseAndResiduals(rng.normal(size=(D, J, H)), residual, R)
 
 
 def _model(name="lrkv_gqa", **keys):
@@ -70,19 +70,21 @@ def test_the_canonical_gauge_is_that_of_the_heads():
         mean.residual_DKH.reshape(D, J, K // J, H).sum(axis=2), 0, atol=1e-13
     )
     moved = np.random.default_rng(1).normal(size=(D, J, H))
-    other = Parts(parts.base_DJH + moved, parts.residual_DKH - np.repeat(moved, K // J, axis=1), R)
+    other = BaseAndResiduals(
+        parts.base_DJH + moved, parts.residual_DKH - np.repeat(moved, K // J, axis=1), R
+    )
     for one, same in zip(mean[:2], other.canonical()[:2], strict=True):
         np.testing.assert_allclose(same, one, atol=1e-13)
-    raw, shifted = geometry.split(parts), geometry.split(other)
+    raw, shifted = geometry.part_geometry(parts), geometry.part_geometry(other)
     assert np.abs(raw.base_norm_J - shifted.base_norm_J).max() > 0.1
 
 
 def test_heads_alike_have_no_residual_in_the_canonical_gauge():
     """Not their rounding, which would have directions."""
     total = np.repeat(_parts().base_DJH[:, :1], 3, axis=1) * 0.1
-    mean = geometry.in_canonical_gauge(total, 1, R)
+    mean = geometry.canonical_parts(total, 1, R)
     np.testing.assert_array_equal(mean.residual_DKH, 0)
-    assert np.isnan(geometry.split(mean).overlap_K).all()
+    assert np.isnan(geometry.part_geometry(mean).overlap_K).all()
 
 
 def test_random_parts_have_the_norms_and_the_rank_of_those_they_stand_beside():
@@ -97,14 +99,17 @@ def test_random_parts_have_the_norms_and_the_rank_of_those_they_stand_beside():
 
 def test_split_against_its_definition():
     parts = _parts()
-    found = geometry.split(parts)
+    found = geometry.part_geometry(parts)
     for k in range(K):
         base, residual = parts.base_DJH[:, k * J // K], parts.residual_DKH[:, k]
         assert found.base_norm_J[k * J // K] == pytest.approx(np.linalg.norm(base))
         assert found.residual_norm_K[k] == pytest.approx(np.linalg.norm(residual))
         cosine = np.sum(base * residual) / np.linalg.norm(base) / np.linalg.norm(residual)
         assert found.cosine_K[k] == pytest.approx(cosine)
-        onto = lambda w: w @ np.linalg.pinv(w)
+
+        def onto(w):
+            return w @ np.linalg.pinv(w)
+
         overlap = np.trace(onto(base) @ onto(residual)) / R
         assert found.overlap_K[k] == pytest.approx(overlap)
         assert len(found.angles[k]) == R and (np.diff(found.angles[k]) <= 0).all()
@@ -112,7 +117,7 @@ def test_split_against_its_definition():
 
 def test_split_takes_the_strongest_directions_in_the_canonical_gauge():
     mean = _parts().canonical()
-    found = geometry.split(mean)
+    found = geometry.part_geometry(mean)
     for k in range(K):
         left, _, _ = np.linalg.svd(mean.residual_DKH[:, k], full_matrices=False)
         base = mean.base_DJH[:, k * J // K]
@@ -126,28 +131,30 @@ def test_parts_of_other_channels_and_of_the_same():
     base, residual = np.zeros((D, 1, H)), np.zeros((D, K, H))
     base[:H, 0] = np.eye(H)
     residual[H : H + R] = np.random.default_rng(0).normal(size=(R, K, H))
-    apart = geometry.split(Parts(base, residual, R))
+    apart = geometry.part_geometry(BaseAndResiduals(base, residual, R))
     np.testing.assert_allclose(apart.overlap_K, 0, atol=1e-15)
     np.testing.assert_allclose(apart.cosine_K, 0, atol=1e-15)
     mixed = np.einsum("DH,KHG->DKG", base[:, 0], np.random.default_rng(0).normal(size=(K, H, H)))
-    best = Parts(base, mixed, R)
-    np.testing.assert_allclose(geometry.split(best).overlap_K, 1)
-    inside = geometry.split(parts._replace(residual_DKH=np.repeat(-2 * parts.base_DJH, K, 1)))
+    best = BaseAndResiduals(base, mixed, R)
+    np.testing.assert_allclose(geometry.part_geometry(best).overlap_K, 1)
+    inside = geometry.part_geometry(
+        parts._replace(residual_DKH=np.repeat(-2 * parts.base_DJH, K, 1))
+    )
     np.testing.assert_allclose(inside.cosine_K, -1)
 
 
 def test_overlap_by_chance():
     """H/D on average, over random residuals."""
-    found = [geometry.split(_parts(seed)).overlap_K.mean() for seed in range(150)]
+    found = [geometry.part_geometry(_parts(seed)).overlap_K.mean() for seed in range(150)]
     assert abs(np.mean(found) - H / D) < 4 * np.std(found) / np.sqrt(len(found)) < 0.05
 
 
 def test_residuals_of_nothing():
     parts = _parts()
-    found = geometry.split(parts._replace(residual_DKH=0 * parts.residual_DKH))
+    found = geometry.part_geometry(parts._replace(residual_DKH=0 * parts.residual_DKH))
     assert np.isnan(found.cosine_K).all() and np.isnan(found.overlap_K).all()
     assert (found.residual_norm_K == 0).all() and all(a.size == 0 for a in found.angles)
-    nothing = geometry.split(parts._replace(base_DJH=0 * parts.base_DJH))
+    nothing = geometry.part_geometry(parts._replace(base_DJH=0 * parts.base_DJH))
     assert np.isnan(nothing.cosine_K).all()
     np.testing.assert_array_equal(nothing.overlap_K, 0)
 
@@ -168,8 +175,10 @@ def test_what_the_best_matrix_of_a_rank_leaves(rank):
 
 
 def _optimal(total_DKH, learned):
-    heads = geometry.in_canonical_gauge(total_DKH, learned.base_DJH.shape[1], learned.rank)
-    return geometry.optimal(heads, geometry.split(heads), learned, geometry.split(learned).reads)
+    heads = geometry.canonical_parts(total_DKH, learned.base_DJH.shape[1], learned.rank)
+    return geometry.best_residuals(
+        heads, geometry.part_geometry(heads), learned, geometry.part_geometry(learned).reads
+    )
 
 
 def test_optimal_residuals():
@@ -179,7 +188,7 @@ def test_optimal_residuals():
     """
     rng = np.random.default_rng(0)
     low = np.einsum("DKR,KRH->DKH", rng.normal(size=(D, 2, 1)), rng.normal(size=(2, 1, H)))
-    learned = Parts(rng.normal(size=(D, 1, H)), low, 2)
+    learned = BaseAndResiduals(rng.normal(size=(D, 1, H)), low, 2)
     found = _optimal(learned.total_DKH, learned)
     np.testing.assert_allclose(found.with_mean_K, 0, atol=1e-12)
     np.testing.assert_allclose(found.overlap_K, 1)  # one direction each, in the span of both
@@ -208,7 +217,7 @@ def test_distance_from_the_best_residual():
         assert found[k] == pytest.approx(expected / np.linalg.norm(best[:, k]))
     assert (found > 0.1).all()
     base = (parts.total_DKH - best).mean(axis=1, keepdims=True)
-    same = Parts(base, best, R)
+    same = BaseAndResiduals(base, best, R)
     np.testing.assert_allclose(_optimal(parts.total_DKH, same).distance_K, 0, atol=1e-12)
     nothing = parts._replace(residual_DKH=0 * best)
     np.testing.assert_allclose(_optimal(parts.total_DKH, nothing).distance_K, 1)
@@ -221,9 +230,10 @@ def test_unrelated_residuals_as_large_as_the_best():
     squares = []
     for seed in range(150):
         one, other = _parts(seed), _parts(seed + 1000)
-        heads = geometry.in_canonical_gauge(other.total_DKH, J, R)
+        heads = geometry.canonical_parts(other.total_DKH, J, R)
         best = [
-            r @ r.T @ heads.residual_DKH[:, k] for k, r in enumerate(geometry.split(heads).reads)
+            r @ r.T @ heads.residual_DKH[:, k]
+            for k, r in enumerate(geometry.part_geometry(heads).reads)
         ]
         size = geometry.norms(np.stack(best, axis=1)) / geometry.norms(one.residual_DKH)
         one = one._replace(residual_DKH=one.residual_DKH * size[:, None])
@@ -232,7 +242,9 @@ def test_unrelated_residuals_as_large_as_the_best():
 
 
 def test_which_mechanisms_have_residuals():
-    of = lambda name: workdirs.MODELS[name][1]
+    def of(name):
+        return workdirs.MODELS[name][1]
+
     assert geometry.has_residuals(of("lrkv")) and geometry.has_residuals(of("lrkv_gqa"))
     for other in (of("mha"), of("mqa"), of("thin_keys"), workdirs.mla()):
         assert not geometry.has_residuals(other)

@@ -64,7 +64,7 @@ def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
 
     turned_TNH = np.tensordot(x_TD, found.query_DNH, 1)
     for _ in range(3):
-        turned_TNH = heads_lib.turn(turned_TNH, found.rotated, found.frequencies_F)
+        turned_TNH = heads_lib.rotate_one_token(turned_TNH, found.rotated, found.frequencies_F)
     key_TNH = np.tensordot(x_TD, found.of_queries(found.key_DKH), 1)
     got_NTS = np.einsum("TNH,SNH->NTS", turned_TNH, key_TNH)
     np.testing.assert_allclose(got_NTS, expected_NTS, atol=1e-9 * np.abs(expected_NTS).max())
@@ -89,10 +89,13 @@ def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
         for name in {"query", "rope_query"} & inner.keys():
             inner[name] = inner[name] * gain_C[:, None, None]
     expected = heads_lib.read(weights | dict(mechanism=inner), plain, D, None)
-    gain = lambda *names: np.concatenate(
-        [np.ones(0)]
-        + [weights["mechanism"][name]["gain"] for name in names if name in weights["mechanism"]]
-    )
+
+    def gain(*names):
+        return np.concatenate(
+            [np.ones(0)]
+            + [weights["mechanism"][name]["gain"] for name in names if name in weights["mechanism"]]
+        )
+
     queries, keys = gain("query_norm", "rope_query_norm"), gain("key_norm", "rope_key_norm")
     more = found.query_DNH.shape[-1] - len(queries)  # the "+" of projection sharing
     queries = np.concatenate([queries, np.ones(more)])
@@ -181,9 +184,9 @@ def test_what_turns_is_seen_on_queries():
 
 @pytest.mark.slow
 def test_channels_that_rope_turns(make_mechanism):
-    of = lambda name, base=BASE: heads_lib.read(
-        _weights(make_mechanism(name))[0], make_mechanism(name), D, base
-    )
+    def of(name, base=BASE):
+        return heads_lib.read(_weights(make_mechanism(name))[0], make_mechanism(name), D, base)
+
     assert of("mha").rotated == slice(0, 8) and len(of("mha").frequencies_F) == 4
     assert of("mha", None).rotated == slice(0, 0)
     c = make_mechanism("mla")

@@ -9,8 +9,8 @@ from kvjax.analysis.measures import (
     heads as heads_lib,
     key_drift,
     key_subspaces,
-    key_ways,
     logits,
+    subspace_methods,
 )
 from kvjax.analysis.measures.activations import Layer, Mask
 from kvjax.analysis.measures.key_subspaces import Rope
@@ -90,15 +90,19 @@ def test_rows_are_centred_each_alone_or_together():
     key_BTKH[1] += 10 * np.random.default_rng(5).normal(size=(K, H))
     each, together = (_of(query_BTNH, key_BTKH, each_row=flag) for flag in (True, False))
     np.testing.assert_allclose(each.center_JC, key_BTKH.mean(axis=(0, 1)))
-    lost = lambda of: sum(
-        _lost(q, k, of.cut(k, 2)) for q, k in zip(query_BTNH, key_BTKH, strict=True)
-    )
+
+    def lost(of):
+        return sum(_lost(q, k, of.cut(k, 2)) for q, k in zip(query_BTNH, key_BTKH, strict=True))
+
     assert (lost(each) < 0.9 * lost(together)).all()
-    whole = lambda of: sum(
-        ((q[:, 2 * k : 2 * k + 2] @ (of.cut(x, 2) - x)[:, k].T) ** 2).sum()
-        for q, x in zip(query_BTNH, key_BTKH, strict=True)
-        for k in range(K)
-    )
+
+    def whole(of):
+        return sum(
+            ((q[:, 2 * k : 2 * k + 2] @ (of.cut(x, 2) - x)[:, k].T) ** 2).sum()
+            for q, x in zip(query_BTNH, key_BTKH, strict=True)
+            for k in range(K)
+        )
+
     assert whole(together) < whole(each)
 
 
@@ -124,9 +128,12 @@ def test_keys_of_some_rank_keep_their_subspace(s):
 def test_overlap():
     """It is 1 in any basis of one subspace, 0 if orthogonal, a squared cosine at one angle."""
     eye, rng = np.eye(H), np.random.default_rng(0)
-    of = lambda *rows: key_subspaces.Subspaces(
-        np.zeros((1, H)), np.stack(rows, axis=1)[None], np.stack(rows)[None]
-    )
+
+    def of(*rows):
+        return key_subspaces.Subspaces(
+            np.zeros((1, H)), np.stack(rows, axis=1)[None], np.stack(rows)[None]
+        )
+
     mixed = rng.normal(size=(2, 2)) @ eye[:2]
     assert key_subspaces.overlap(of(*eye[:2]), of(*mixed))[0] == pytest.approx(1)
     assert key_subspaces.overlap(of(*eye[:2]), of(*eye[2:4]))[0] == pytest.approx(0)
@@ -140,14 +147,14 @@ def test_turned_moments_are_the_mean_over_pairs():
     query_BTNH = _arrays()[0][0, :, :, None].swapaxes(1, 2).reshape(T, N, H)
     plain_KHH = key_subspaces.moments(query_BTNH[None], K)
     for mask in (Mask(), Mask(window=3), ALL):
-        found_KHH = key_subspaces.turned_moments(plain_KHH, ROPE, mask, 7)
+        found_KHH = key_subspaces.rotated_moments(plain_KHH, ROPE, mask, 7)
         expected_KHH, visible = np.zeros((K, H, H)), np.argwhere(mask.visible(7))
         for t, s in visible:
             turns_HH = _turn(t - s)
             expected_KHH += turns_HH @ plain_KHH @ turns_HH.T / len(visible)
         np.testing.assert_allclose(found_KHH, expected_KHH, atol=1e-12)
     nothing = Rope(0, ())
-    same_KHH = key_subspaces.turned_moments(plain_KHH, nothing, Mask(), 7)
+    same_KHH = key_subspaces.rotated_moments(plain_KHH, nothing, Mask(), 7)
     np.testing.assert_allclose(same_KHH, plain_KHH, atol=1e-12)
 
 
@@ -165,7 +172,7 @@ def test_turned_moments_are_those_that_queries_have_for_keys():
     rng = np.random.default_rng(0)
     query_TH, error_H = rng.normal(size=(T, H)), rng.normal(size=H)
     moment = key_subspaces.moments(query_TH[None, :, None], 1)
-    found = error_H @ key_subspaces.turned_moments(moment, ROPE, Mask(), T)[0] @ error_H
+    found = error_H @ key_subspaces.rotated_moments(moment, ROPE, Mask(), T)[0] @ error_H
     squares = [
         ((query_TH @ _turn(t).T @ _turn(s) @ error_H) ** 2).mean()
         for t in range(T)
@@ -179,9 +186,9 @@ def test_tokens_spread_over_a_text_are_as_far_apart_as_they_are():
     layer, at_T = _layer(*_arrays(), mask=Mask()), np.array([1, 6, 7, 15, 22])
     plain_KHH = key_subspaces.moments(query_BTNH[:1, at_T], K)
     for span in (22, 5):
-        turned_KHH = key_subspaces.turned_moments(plain_KHH, ROPE, Mask(), span)
+        turned_KHH = key_subspaces.rotated_moments(plain_KHH, ROPE, Mask(), span)
         expected = key_subspaces.of_text(turned_KHH, key_BTKH[:1, at_T], each_row=False)
-        found = key_ways.of_rows(layer, ROPE, key_ways.BEFORE, [0], at_T)
+        found = subspace_methods.of_rows(layer, ROPE, subspace_methods.BEFORE, [0], at_T)
         same = [np.allclose(a, b) for a, b in zip(found, expected, strict=True)]
         assert all(same) == (span == 22)
 
@@ -189,7 +196,7 @@ def test_tokens_spread_over_a_text_are_as_far_apart_as_they_are():
 def test_turned_keys():
     x_TKH = _arrays()[1][0]
     expected = np.stack([x_KH @ _turn(t).T for t, x_KH in enumerate(x_TKH)])
-    np.testing.assert_allclose(key_subspaces.turned(x_TKH, ROPE), expected, atol=1e-12)
+    np.testing.assert_allclose(key_subspaces.rotate_by_position(x_TKH, ROPE), expected, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -208,7 +215,9 @@ def test_turned_keys_are_those_of_attention(name):
     read = zip(heads_lib.layers(model), activations.layers(model, rows_BT), strict=True)
     for i, (heads, layer) in enumerate(read):
         if len(heads.frequencies_F):
-            found = key_subspaces.turned(layer.plain_key_BTKH[0], key_subspaces.rope_of(heads))
+            found = key_subspaces.rotate_by_position(
+                layer.plain_key_BTKH[0], key_subspaces.rope_of(heads)
+            )
             np.testing.assert_allclose(found, layer.key_BTKH[0], atol=1e-4)
         made_KH = key_subspaces.bias(layer, heads)
         inner = model.weights.get(("segments", 0, "attention", "mechanism", "base_key_bias"))
@@ -287,7 +296,7 @@ def test_the_whole_context_is_best_on_itself():
         for name in ("half", "other", "weights"):
             assert (lost["context"] < lost[name]).all()
         found = key_subspaces.errors(layer, 0, [ways["context"].cut(key_BTKH[0], r)])
-        field = logits.field(query_BTNH[0], key_BTKH[0], SCALE)
+        field = logits.centred_logits(query_BTNH[0], key_BTKH[0], SCALE)
         least_N = np.sqrt(field.energies_NR[:, r:].sum(axis=1) / field.energies_NR.sum(axis=1))
         assert (found.logit_NA[:, 0] >= least_N - 1e-9).all()
 
@@ -316,8 +325,8 @@ def _process(seed, T, H, turn_HH=None, heads=3):
 
 def _later(layer, tokens, r):
     """[N] errors of later logits under the subspace of the first tokens."""
-    nothing, where = Rope(0, ()), key_ways.ANYWHERE
-    of = key_ways.of_rows(layer, nothing, where, [0], slice(tokens))
+    nothing, where = Rope(0, ()), subspace_methods.ANYWHERE
+    of = subspace_methods.of_rows(layer, nothing, where, [0], slice(tokens))
     return key_drift.later_errors(layer, nothing, 0, where, [of], r)[:, 0]
 
 
@@ -350,17 +359,17 @@ def test_what_keys_do_not_tell_queries_do():
 def test_drift_is_told_from_sampling():
     """A process that stays as it is has none, although few tokens do not tell its subspace; one
     that turns has."""
-    T, H, r, nothing, where = 256, 16, 4, Rope(0, ()), key_ways.ANYWHERE
-    at = key_drift.at(T, r)
+    T, H, r, nothing, where = 256, 16, 4, Rope(0, ()), subspace_methods.ANYWHERE
+    at = key_drift.prefix_lengths(T, r)
     turn_HH = np.roll(np.eye(H), H // 2, axis=0)
 
     def measured(turn_HH):
         overlaps, errors = [], []
         for seed in range(6):
             layer = _process(seed, T, H, turn_HH)
-            grown = key_drift.grown(layer, nothing, 0, where, at, r)
+            grown = key_drift.prefix_subspaces(layer, nothing, 0, where, at, r)
             overlaps.append(key_drift.overlaps(grown))
-            both = [*grown.first, *grown.spread]
+            both = [*grown.first, *grown.evenly_spaced]
             errors.append(key_drift.later_errors(layer, nothing, 0, where, both, r))
         errors_T = np.mean(errors, axis=(0, 1)).reshape(2, len(at))
         return np.mean(overlaps, axis=(0, 1)).T, errors_T
@@ -399,4 +408,6 @@ def test_turns_are_those_of_the_model():
     rotary = rope_lib.rotary(np.arange(T)[None], H, 100.0)
     expected = rope_lib.rotate(jnp.asarray(x_BTKH[:1]), rotary)[0]
     made = Rope(0, tuple(rope_lib.frequencies(H, 100.0)))
-    np.testing.assert_allclose(key_subspaces.turned(x_BTKH[0], made), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        key_subspaces.rotate_by_position(x_BTKH[0], made), expected, atol=1e-5
+    )

@@ -39,7 +39,7 @@ def arrays(request):
 
 
 def test_field_is_the_svd_of_the_matrix(arrays):
-    found, e_NLL = logits.field(*arrays, SCALE), _matrices(*arrays)
+    found, e_NLL = logits.centred_logits(*arrays, SCALE), _matrices(*arrays)
     L = e_NLL.shape[1]
     assert found.values_NR.shape == (N, min(L, H))
     energies_NR = logits.energies(*arrays, SCALE)
@@ -68,7 +68,7 @@ def test_a_known_spectrum():
     rng = np.random.default_rng(1)
     left_LR = np.linalg.qr(rng.normal(size=(9, 4)))[0]
     right_LR = np.linalg.qr(np.column_stack([np.ones(9), rng.normal(size=(9, 4))]))[0][:, 1:]
-    found = logits.field((left_LR * [4, 2, 1, 1])[:, None], right_LR[:, None] + 7, 0.5)
+    found = logits.centred_logits((left_LR * [4, 2, 1, 1])[:, None], right_LR[:, None] + 7, 0.5)
     np.testing.assert_allclose(found.values_NR, [[2, 1, 0.5, 0.5]], atol=1e-12)
     ranks = [
         int(spectrum.energy_rank(found.energies_NR, share)[0]) for share in (0.7, 0.8, 0.95, 0.99)
@@ -81,7 +81,7 @@ def test_a_known_spectrum():
 
 def test_what_does_not_change_the_spectrum():
     query_LNH, key_LKH = _keys()
-    expected_NR = logits.field(query_LNH, key_LKH, SCALE).energies_NR
+    expected_NR = logits.centred_logits(query_LNH, key_LKH, SCALE).energies_NR
     rng = np.random.default_rng(2)
     turn_KHH = np.linalg.qr(rng.normal(size=(K, H, H)))[0]
     turn_NHH = np.repeat(turn_KHH, N // K, axis=0)
@@ -92,11 +92,13 @@ def test_what_does_not_change_the_spectrum():
     shifted = (query_LNH, key_LKH + rng.normal(size=(K, H)))  # softmax does not see it
     mixed = rng.permutation(len(query_LNH))
     for arrays in (turned, shifted, (query_LNH, key_LKH[mixed]), (query_LNH[mixed], key_LKH)):
-        np.testing.assert_allclose(logits.field(*arrays, SCALE).energies_NR, expected_NR, rtol=1e-9)
+        np.testing.assert_allclose(
+            logits.centred_logits(*arrays, SCALE).energies_NR, expected_NR, rtol=1e-9
+        )
     heads = [2, 3, 0, 1]
-    swapped_NR = logits.field(query_LNH[:, heads], key_LKH[:, [1, 0]], SCALE).energies_NR
+    swapped_NR = logits.centred_logits(query_LNH[:, heads], key_LKH[:, [1, 0]], SCALE).energies_NR
     np.testing.assert_allclose(swapped_NR, expected_NR[heads], rtol=1e-9)
-    doubled_NR = logits.field(query_LNH, key_LKH, 2 * SCALE).energies_NR
+    doubled_NR = logits.centred_logits(query_LNH, key_LKH, 2 * SCALE).energies_NR
     np.testing.assert_allclose(doubled_NR, 4 * expected_NR, rtol=1e-9)
 
 
@@ -108,7 +110,7 @@ def test_masked_field(mask):
     energies_NL = logits.masked_energies(query_LNH, key_LKH, SCALE, mask)
     for head in range(N):
         q_LH, k_LH = query_LNH[:, head], key_LKH[:, head // 2]
-        e_LL = logits.masked_field(q_LH, k_LH, SCALE, mask)
+        e_LL = logits.masked_centred_logits(q_LH, k_LH, SCALE, mask)
         np.testing.assert_array_equal(e_LL[~visible_LL], 0)
         np.testing.assert_allclose(e_LL.sum(axis=1), 0, atol=1e-12)
         expected_LL = _softmax(SCALE * q_LH @ k_LH.T, visible_LL)
@@ -122,7 +124,10 @@ def test_masked_field(mask):
 
 def _heads(rotated=slice(2, 6), d_model=9):
     rng = np.random.default_rng(3)
-    draw = lambda heads: rng.normal(size=(d_model, heads, 6))
+
+    def draw(heads):
+        return rng.normal(size=(d_model, heads, 6))
+
     pairs = (rotated.stop - rotated.start) // 2
     return heads_lib.Heads(
         draw(N),
@@ -139,7 +144,7 @@ def _interactions(heads, distance):
     """[N, D, D] of the definition, turned one token at a time."""
     query_DNH = heads.query_DNH
     for _ in range(distance):
-        query_DNH = heads_lib.turn(query_DNH, heads.rotated, heads.frequencies_F)
+        query_DNH = heads_lib.rotate_one_token(query_DNH, heads.rotated, heads.frequencies_F)
     return np.einsum("DNH,ENH->NDE", query_DNH, heads.of_queries(heads.key_DKH))
 
 
@@ -181,13 +186,16 @@ def test_delocalisation_of_vectors_that_are_known():
     query_LNH = rng.normal(size=(16, 1, 1))
     one, alternating = np.zeros((16, 1, 1)), np.ones((16, 1, 1))
     one[3], alternating[::2] = 1, -1
-    beta = lambda key_LKH: float(logits.beta(logits.field(query_LNH, key_LKH, 1.0))[0])
+
+    def beta(key_LKH):
+        return float(logits.beta(logits.centred_logits(query_LNH, key_LKH, 1.0))[0])
+
     assert beta(one) == pytest.approx(4 * np.sqrt(15 / 16))  # the vector is centred
     assert beta(alternating) == pytest.approx(1)
     assert beta(0 * one) == 0
     query_LNH, key_LKH = _keys()
     key_LKH[..., -1] = 2 * key_LKH[..., 0]  # a direction less
-    found = logits.field(query_LNH, key_LKH, 1.0)
+    found = logits.centred_logits(query_LNH, key_LKH, 1.0)
     spread_NR = logits.delocalisation(found)
     np.testing.assert_array_equal(np.isnan(spread_NR), np.tile(np.arange(H) == H - 1, (N, 1)))
     np.testing.assert_array_equal(logits.beta(found), np.nanmax(spread_NR, axis=1))
@@ -195,7 +203,7 @@ def test_delocalisation_of_vectors_that_are_known():
 
 
 def test_softmax_bound_is_that_of_the_definition():
-    found = logits.field(*_keys(), SCALE)
+    found = logits.centred_logits(*_keys(), SCALE)
     for head, e_LL in enumerate(_matrices(*_keys())):
         _, values_L, right_LL = np.linalg.svd(e_LL)
         beta = np.sqrt(12) * np.abs(right_LL[:H]).max()

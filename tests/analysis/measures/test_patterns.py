@@ -63,7 +63,10 @@ def test_patterns_that_are_known(mask):
     assert own.entropy_N[0] == 0 and own.keys_N[0] == 1
     before = patterns.statistics(_one_key(mask, lambda t: max(t - 1, 0)), visible_TT)
     assert before.previous_N[0] == 1
-    seen = lambda t: 0 if visible_TT[t, 0] else t
+
+    def seen(t):
+        return 0 if visible_TT[t, 0] else t
+
     assert patterns.statistics(_one_key(mask, seen), visible_TT).first_N[0] == 1
 
 

@@ -13,7 +13,7 @@ def _draw(K=N, H=H, D=D, seed=0):
 
 
 def _two(left, right):
-    return projections.Products(dict(left=left, right=right))
+    return projections.ProjectionProducts(dict(left=left, right=right))
 
 
 def test_cosine_of_whole_matrices():
@@ -38,7 +38,10 @@ def test_there_is_no_cosine_of_other_channels_or_of_nothing():
 
 def test_overlap_is_the_cosine_of_second_moments():
     left, right = _draw(), _draw(K=2, H=5, seed=1)
-    moment = lambda w: np.einsum("anh,bnh->ab", w, w)
+
+    def moment(w):
+        return np.einsum("anh,bnh->ab", w, w)
+
     both = moment(left), moment(right)
     expected = np.sum(both[0] * both[1]) / np.prod([np.linalg.norm(m) for m in both])
     assert _two(left, right).overlap("left", "right") == pytest.approx(expected)
@@ -74,7 +77,7 @@ def test_overlap_by_chance_is_the_mean_over_rotations():
 @pytest.mark.parametrize("shape", ((D, N, H), (8, N, H)))  # tall and wide
 def test_effective_ranks(shape):
     left = np.random.default_rng(0).normal(size=shape)
-    found = projections.Products(dict(left=left))
+    found = projections.ProjectionProducts(dict(left=left))
     singular = np.linalg.svd(left.reshape(len(left), -1), compute_uv=False)
     for power, rank in zip((1, 2), found.effective_ranks("left"), strict=True):
         share = singular**power / np.sum(singular**power)
@@ -85,6 +88,6 @@ def test_effective_ranks(shape):
 @pytest.mark.parametrize("shape", ((300, 300), (400, 100), (100, 400)))
 def test_effective_ranks_by_chance_are_those_of_a_random_matrix(shape):
     w = np.random.default_rng(0).normal(size=(shape[0], 1, shape[1]))
-    found = projections.Products(dict(w=w)).effective_ranks("w")
+    found = projections.ProjectionProducts(dict(w=w)).effective_ranks("w")
     expected = projections.effective_ranks_by_chance(*shape)
     np.testing.assert_allclose(found, expected, rtol=0.01)

@@ -22,7 +22,7 @@ def _turn(distance):
 def test_turned(distance):
     x_TNH = np.random.default_rng(0).normal(size=(4, 2, H))
     before = x_TNH.copy()
-    found = rotary.turned(x_TNH, ROTATED, np.exp(1j * distance * FREQUENCIES_F))
+    found = rotary.rotate_pairs(x_TNH, ROTATED, np.exp(1j * distance * FREQUENCIES_F))
     np.testing.assert_allclose(found, x_TNH @ _turn(distance), atol=1e-14)
     np.testing.assert_array_equal(x_TNH, before)
 
@@ -30,14 +30,14 @@ def test_turned(distance):
 def test_turned_by_positions():
     x_TNH = np.random.default_rng(0).normal(size=(4, 2, H))
     angles_TF = np.outer(np.arange(4), FREQUENCIES_F)
-    found = rotary.turned(x_TNH, ROTATED, np.exp(1j * angles_TF)[:, None])
+    found = rotary.rotate_pairs(x_TNH, ROTATED, np.exp(1j * angles_TF)[:, None])
     expected = np.stack([x_TNH[t] @ _turn(t) for t in range(4)])
     np.testing.assert_allclose(found, expected, atol=1e-14)
 
 
 def test_turns_are_diagonal():
     """In the channels that a unitary map leads to they are, with the phases as diagonal."""
-    to_HH = rotary.diagonal(np.eye(H), ROTATED, 0)
+    to_HH = rotary.to_complex_channels(np.eye(H), ROTATED, 0)
     np.testing.assert_allclose(to_HH @ to_HH.conj().T, np.eye(H), atol=1e-15)
     phase_H = rotary.phases(H, ROTATED, FREQUENCIES_F)
     found = to_HH @ _turn(5).T @ to_HH.conj().T  # of columns
@@ -47,7 +47,7 @@ def test_turns_are_diagonal():
 
 def test_diagonal_of_an_axis():
     x_HTH = np.random.default_rng(0).normal(size=(H, 3, H))
-    to_HH = rotary.diagonal(np.eye(H), ROTATED, 0)
-    first, last = (rotary.diagonal(x_HTH, ROTATED, axis) for axis in (0, -1))
+    to_HH = rotary.to_complex_channels(np.eye(H), ROTATED, 0)
+    first, last = (rotary.to_complex_channels(x_HTH, ROTATED, axis) for axis in (0, -1))
     np.testing.assert_allclose(first, np.tensordot(to_HH, x_HTH, 1), atol=1e-14)
     np.testing.assert_allclose(last, x_HTH @ to_HH.T, atol=1e-14)

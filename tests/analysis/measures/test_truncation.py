@@ -16,7 +16,10 @@ RANKS = (1, 3, H)
 
 def _arrays(seed=0, length=L):
     rng = np.random.default_rng(seed)
-    draw = lambda heads, dim: rng.normal(size=(length, heads, dim)) + rng.normal(size=(heads, dim))
+
+    def draw(heads, dim):
+        return rng.normal(size=(length, heads, dim)) + rng.normal(size=(heads, dim))
+
     return draw(N, H), draw(K, H), draw(K, HV)
 
 
@@ -33,9 +36,9 @@ def _attended(query_LNH, key_LKH, value_LKH, head, rank, mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_errors_are_those_of_the_definition(mask, monkeypatch):
     """A few rows at a time."""
-    monkeypatch.setattr(truncation, "_ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(truncation, "_BATCH_ROWS", 5)
     arrays = _arrays()
-    field = logits.field(*arrays[:2], SCALE)
+    field = logits.centred_logits(*arrays[:2], SCALE)
     found = truncation.errors(field, arrays[2], RANKS, mask)
     for head in range(N):
         p_LL, o_LH = _attended(*arrays, head, H, mask)
@@ -51,7 +54,7 @@ def test_errors_are_those_of_the_definition(mask, monkeypatch):
 
 def test_no_values_are_no_error_of_outputs():
     query_LNH, key_LKH, value_LKH = _arrays()
-    field = logits.field(query_LNH, key_LKH, SCALE)
+    field = logits.centred_logits(query_LNH, key_LKH, SCALE)
     found = truncation.errors(field, 0 * value_LKH, RANKS, Mask())
     np.testing.assert_array_equal(found.output_NR, 0)
 
@@ -59,7 +62,7 @@ def test_no_values_are_no_error_of_outputs():
 def _check_bound(layer, sequence):
     """Proposition 4.1 with the mask and without; it says something: it is nowhere 0."""
     part = [x[sequence] for x in (layer.query_BTNH, layer.key_BTKH, layer.value_BTKH)]
-    field = logits.field(*part[:2], layer.scale)
+    field = logits.centred_logits(*part[:2], layer.scale)
     ranks = (1, 2, 4)
     bound_NR = np.stack([logits.softmax_bound(field, r) for r in ranks], axis=1)
     for mask in (Mask(causal=False), layer.mask):
@@ -87,7 +90,7 @@ def test_proposition_4_1_holds_where_it_is_tight(seed):
     sign_L = rng.choice([-1.0, 1.0], 64)
     query_LNH = rng.normal(size=(64, 1, 2))
     key_LKH = np.stack([rng.normal(size=64), 0.1 * sign_L], axis=1)[:, None]
-    field = logits.field(query_LNH, key_LKH, 0.1)
+    field = logits.centred_logits(query_LNH, key_LKH, 0.1)
     bound = float(logits.softmax_bound(field, 1)[0])
     worst = float(truncation.errors(field, key_LKH, [1], Mask(False)).worst_NR[0, 0])
     assert 0.05 * bound < worst <= bound
@@ -115,7 +118,10 @@ def test_perplexity_under_logits_of_some_rank(name):
     block, mechanism, _ = workdirs.MODELS[name]
     model = workdirs.Made(workdirs.config(block, mechanism))
     rows_BT = np.random.default_rng(0).integers(0, 256, (2, 30)).astype(np.int32)
-    of = lambda rank: activations.perplexity(model, rows_BT, truncation.attention_of_rank(rank))
+
+    def of(rank):
+        return activations.perplexity(model, rows_BT, truncation.attention_of_rank(rank))
+
     expected = activations.perplexity(model, rows_BT)
     assert of(mechanism.query_dim) == pytest.approx(expected, rel=1e-4)
     assert abs(of(1) / expected - 1) > 1e-3

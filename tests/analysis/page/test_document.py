@@ -25,14 +25,20 @@ VOID = ("meta", "link", "br")
 def drawings() -> dict[str, str]:
     """Every kind of figure, with names and numbers of many sizes."""
     r = np.random.default_rng(0)
-    walk = lambda count: (range(count), r.normal(size=count).cumsum() + 90)
+
+    def walk(count):
+        return (range(count), r.normal(size=count).cumsum() + 90)
+
     causal = [
         f"{text}, {how}"
         for text in ("Shakespeare", "King James Bible")
         for how in ("causal", "all")
     ]
     stages = ("early, layer 0", "middle, layer 15", "late, layer 29")
-    maps = lambda *shape: {f"layer {i}": r.random(shape[1:]) for i in range(shape[0])}
+
+    def maps(*shape):
+        return {f"layer {i}": r.random(shape[1:]) for i in range(shape[0])}
+
     triangle = np.where(np.tri(48) > 0, 1.0, np.nan)
     return {
         "Curves over layers": draw.lines(
@@ -126,7 +132,10 @@ def sections() -> list[Section]:
         for title, svg in drawings().items()
     ]
     lead = "Are heads independent of each other? They fill 95.4 % of the directions there are."
-    of = lambda name, title, figures, tables: Section(name, title, lead, figures, tables, {})
+
+    def of(name, title, figures, tables):
+        return Section(name, title, lead, figures, tables, {})
+
     return [
         of("diversity", "Diversity of heads", drawn[:4], tables()[:1]),
         of("geometry", "Geometry & <factors>", drawn[4:], tables()[1:]),

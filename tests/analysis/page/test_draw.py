@@ -89,7 +89,10 @@ def test_what_is_drawn(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     long = "0123456789" * 12  # is cut where a line is full
-    line = lambda xs, ys, **how: draw.lines({"a": (xs, ys)}, x="x", y="y", **how)
+
+    def line(xs, ys, **how):
+        return draw.lines({"a": (xs, ys)}, x="x", y="y", **how)
+
     at = np.arange(26.0)
     draw.lines(
         {"many": (at, at**2), "one": ((4.0,), (70.0,)), long: (at[:13], 9 * at[:13] + 5)},
@@ -105,7 +108,10 @@ def test_what_is_drawn(monkeypatch):
     line((1.0, 1e6), (1.0, 50.0), log_y=True)
     signed = np.array([[-1.0, 0.25, np.nan, 3.0, 4.0], [2.0, -0.5, 1.0, 0.0, 2.5]])
     draw.heatmaps({long: signed}, x="x", y=long, bar="bar")
-    grid = lambda *shape: np.linspace(2, 3, np.prod(shape)).reshape(shape)
+
+    def grid(*shape):
+        return np.linspace(2, 3, np.prod(shape)).reshape(shape)
+
     draw.heatmaps({"a": np.full((2, 3), 3.0)}, x="x", y="y")
     draw.heatmaps({"a": grid(9, 3), long: grid(4, 7)}, x="x", y="y", high=5)
     draw.heatmaps({str(i): grid(3, 14) + i for i in range(4)}, x="x", y="y", low=0)
@@ -130,7 +136,10 @@ def test_how_many_of_what_is_drawn():
     legends = {(): 1, (8, 8): 2, (1,) * 6: 4, (9,) * 5: 3, (13, 1, 1): 3, (14, 1, 1): 2, (53,): 1}
     names = {lengths: ["n" * length for length in lengths] for lengths in legends}
     assert {key: draw._legend_columns(each) for key, each in names.items()} == legends
-    height = lambda *lengths: round(draw._legend_height(["n" * length for length in lengths]), 2)
+
+    def height(*lengths):
+        return round(draw._legend_height(["n" * length for length in lengths]), 2)
+
     assert [height(), height(1), height(53), height(8, 8, 53, 1, 1)] == [0, 0.32, 0.54, 2.3]
     marked = [(0, 1), (2, 1), (2, 13), (1, 24), (1, 25), (4, 36)]
     expected = [(0, 1), (0, 1), (0, 2), (1, 2), (1, 3), (1, 3)]

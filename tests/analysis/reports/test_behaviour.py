@@ -82,7 +82,10 @@ def test_numbers_are_those_of_the_functions(model, measured):
 def test_layers_are_compared_on_the_same_tokens(model, measured):
     rows_BT = np.concatenate([tokens_T[: 2 * LENGTH].reshape(2, -1) for tokens_T in TEXTS.values()])
     layers = list(activations.layers(model, rows_BT))
-    flat = lambda x: x.reshape(4 * LENGTH, -1)
+
+    def flat(x):
+        return x.reshape(4 * LENGTH, -1)
+
     expected_LL = cka.linear_cka([flat(layer.input_BTD) for layer in layers])
     np.testing.assert_allclose(measured.inputs_LL, expected_LL, atol=1e-6)
     outputs = [np.stack([activations.attention(layer, b)[1] for b in range(4)]) for layer in layers]
@@ -259,9 +262,12 @@ def test_layers_of_several_kinds():
 
 def test_windows_are_compared_with_those_of_another_text():
     """Also where a text has fewer; and of one text with each other."""
-    pairs = lambda *lengths: measurements._rows(
-        {str(i): np.zeros(n, np.int32) for i, n in enumerate(lengths)}, 10
-    )[1].tolist()
+
+    def pairs(*lengths):
+        return measurements._rows(
+            {str(i): np.zeros(n, np.int32) for i, n in enumerate(lengths)}, 10
+        )[1].tolist()
+
     assert pairs(25, 25) == [2, 3, 0, 1]
     assert pairs(25, 10, 20) == [2, 2, 3, 0, 1]
     assert pairs(20) == [1, 0] and pairs(10) == [0]

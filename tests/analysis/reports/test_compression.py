@@ -17,12 +17,12 @@ from kvjax.analysis.measures import (
     heads as heads_lib,
     key_drift,
     key_subspaces,
-    key_ways,
     spectrum,
+    subspace_methods,
 )
 from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.cut_keys import Cut
-from kvjax.analysis.measures.key_ways import AFTER, BEFORE
+from kvjax.analysis.measures.subspace_methods import AFTER, BEFORE
 from kvjax.analysis.page import document
 from kvjax.analysis.reports.compression import measurements, report as report
 from kvjax.analysis.reports.compression.results import Results
@@ -67,7 +67,7 @@ def section(measured):
 
 def test_fixed_subspaces_see_no_token_that_is_measured():
     tokens = {name: np.arange(200) + 1000 * i for i, name in enumerate("ab")}
-    read = key_ways.windows(tokens, 14, 32)
+    read = subspace_methods.windows(tokens, 14, 32)
     assert read.measured_BT.tolist() == [
         list(range(first, first + 15)) for first in (0, 15, 1000, 1015)
     ]
@@ -76,29 +76,33 @@ def test_fixed_subspaces_see_no_token_that_is_measured():
     assert read.fixed_CT[:4, 0].tolist() == [32, 74, 116, 158]  # evenly over 12 that there are
     assert read.rows().shape == (4 + 8, 14) and read.later
     assert read.pools(0) == {
-        key_ways.CALIBRATED: tuple(range(4, 12)),
-        key_ways.OTHERS: tuple(range(8, 12)),
+        subspace_methods.CALIBRATED: tuple(range(4, 12)),
+        subspace_methods.OTHERS: tuple(range(8, 12)),
     }
-    assert read.pools(3)[key_ways.OTHERS] == tuple(range(4, 8))
+    assert read.pools(3)[subspace_methods.OTHERS] == tuple(range(4, 8))
 
 
 def test_short_texts_have_fixed_subspaces_of_each_other():
     """And one alone has none; rows have a token less where there is none to predict."""
     tokens = {name: np.arange(32) + 1000 * i for i, name in enumerate("ab")}
-    read = key_ways.windows(tokens, 32, 32)
+    read = subspace_methods.windows(tokens, 32, 32)
     assert read.length == 31 and not read.later
     np.testing.assert_array_equal(read.fixed_CT, read.measured_BT[:, :-1])
-    assert read.pools(0) == {key_ways.CALIBRATED: (3,)}
-    assert key_ways.windows(dict(a=tokens["a"]), 15, 32).pools(0) == {}
-    assert len(key_ways.windows(tokens, 16, 32).measured_BT) == 2  # not one row more than fits
+    assert read.pools(0) == {subspace_methods.CALIBRATED: (3,)}
+    assert subspace_methods.windows(dict(a=tokens["a"]), 15, 32).pools(0) == {}
+    assert (
+        len(subspace_methods.windows(tokens, 16, 32).measured_BT) == 2
+    )  # not one row more than fits
 
 
 def test_ranks_differ():
-    ranks = lambda H: [key_ways.rank(share, H) for share in key_ways.shares(H)]
+    def ranks(H):
+        return [subspace_methods.rank(share, H) for share in subspace_methods.shares(H)]
+
     assert ranks(64) == [8, 16, 32, 48]
     assert ranks(8) == [1, 2, 4, 6]
     assert ranks(4) == [1, 2, 3]
-    assert ranks(2) == [1] and key_ways.shares(2) == (0.5,)
+    assert ranks(2) == [1] and subspace_methods.shares(2) == (0.5,)
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -107,32 +111,34 @@ def test_ranks_differ():
 @pytest.mark.slow
 def test_errors_and_spectra(model, measured):
     """Against the subspaces made one by one."""
-    read = key_ways.windows(TEXTS, 16, 40)
+    read = subspace_methods.windows(TEXTS, 16, 40)
     layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
         rope, at = key_subspaces.rope_of(heads), slice(4 * i, 4 * i + 4)
         weights = key_subspaces.of_weights(heads.key_DKH, np.zeros((2, 8)))
         joint = key_subspaces.of_weights(heads.key_DKH, np.zeros((2, 8)), together=True)
         for b in range(4):
-            of = functools.partial(key_ways.of_rows, layer, rope)
+            of = functools.partial(subspace_methods.of_rows, layer, rope)
             others = range(8, 12) if b < 2 else range(4, 8)
             expected = {
-                (key_ways.WEIGHTS, BEFORE): (weights, 4),
-                (key_ways.JOINT, BEFORE): (joint, 8),
+                (subspace_methods.WEIGHTS, BEFORE): (weights, 4),
+                (subspace_methods.JOINT, BEFORE): (joint, 8),
             }
             for where in (BEFORE, AFTER):
                 expected |= {
-                    (key_ways.CALIBRATED, where): (of(where, range(4, 12)), 4),
-                    (key_ways.OTHERS, where): (of(where, others), 4),
-                    (key_ways.CONTEXT, where): (of(where, [b]), 4),
-                    (key_ways.FIRST_HALF, where): (of(where, [b], slice(8)), 4),
+                    (subspace_methods.CALIBRATED, where): (of(where, range(4, 12)), 4),
+                    (subspace_methods.OTHERS, where): (of(where, others), 4),
+                    (subspace_methods.CONTEXT, where): (of(where, [b]), 4),
+                    (subspace_methods.FIRST_HALF, where): (of(where, [b], slice(8)), 4),
                 }
-            mean = expected[key_ways.CALIBRATED, BEFORE][0].center_JC
-            expected[key_ways.WEIGHTS_MEAN, BEFORE] = (weights._replace(center_JC=mean), 4)
+            mean = expected[subspace_methods.CALIBRATED, BEFORE][0].center_JC
+            expected[subspace_methods.WEIGHTS_MEAN, BEFORE] = (weights._replace(center_JC=mean), 4)
             assert set(expected) == set(measured.errors)
             for way, (subspaces, r) in expected.items():
                 if way[1] == BEFORE:
-                    cut = key_subspaces.turned(subspaces.cut(layer.plain_key_BTKH[b], r), rope)
+                    cut = key_subspaces.rotate_by_position(
+                        subspaces.cut(layer.plain_key_BTKH[b], r), rope
+                    )
                 else:
                     cut = subspaces.cut(layer.key_BTKH[b], r)
                 errors = key_subspaces.errors(layer, b, [cut], slice(8, None))
@@ -158,13 +164,13 @@ def test_errors_and_spectra(model, measured):
 @pytest.mark.slow
 def test_runs_are_those_of_the_ways(model, measured):
     """Each cut where it is found, at its rank; losses are of the second halves."""
-    read = key_ways.windows(TEXTS, 16, 40)
-    both = {(key_ways.CONTEXT, AFTER): 4, (key_ways.JOINT, BEFORE): 8}
+    read = subspace_methods.windows(TEXTS, 16, 40)
+    both = {(subspace_methods.CONTEXT, AFTER): 4, (subspace_methods.JOINT, BEFORE): 8}
     runs = cut_keys.Runs(model, read.measured_BT[:, :-1], list(both))
     layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
-        ways = key_ways.of_layer(heads, layer, read, rotates=True, joint=True)
-        cuts = {way: Cut(ways[way], r, turned=way[1] == AFTER) for way, r in both.items()}
+        ways = subspace_methods.of_layer(heads, layer, read, rotates=True, joint=True)
+        cuts = {way: Cut(ways[way], r, after_rope=way[1] == AFTER) for way, r in both.items()}
         runs.layer(i, cuts, heads.rotated)
     for way, nats_BT in runs.losses(read.measured_BT[:, 9:]).items():
         np.testing.assert_allclose(measured.nats[way, 1 / 2], nats_BT, atol=1e-4)
@@ -173,13 +179,13 @@ def test_runs_are_those_of_the_ways(model, measured):
 
 def test_fixed_subspaces_of_each_text():
     """Drift takes one subspace for each text, that of its first row."""
-    read = key_ways.windows({name: np.arange(32) for name in "ab"}, 15, 32)
+    read = subspace_methods.windows({name: np.arange(32) for name in "ab"}, 15, 32)
     one, other = (
         key_subspaces.Subspaces(np.zeros((1, 4)), np.eye(4)[None], i * np.eye(4)[None])
         for i in (1, 2)
     )
-    ways = {(key_ways.CALIBRATED, AFTER): [one, one, other, other]}
-    ways[key_ways.CONTEXT, BEFORE] = [one] * 4
+    ways = {(subspace_methods.CALIBRATED, AFTER): [one, one, other, other]}
+    ways[subspace_methods.CONTEXT, BEFORE] = [one] * 4
     found = measurements._fixed(ways, read)
     assert [each.write_JRC[0, 0, 0] for each in found[AFTER]] == [1, 2]
     assert found[BEFORE] == [None, None]
@@ -189,9 +195,12 @@ def test_queries_weigh_as_keys_meet_them(model):
     """Before RoPE turned by how far they are from keys, rows together; after it each row alone."""
     layer = next(activations.layers(model, np.stack([t[:20] for t in TEXTS.values()])))
     rope = key_subspaces.rope_of(heads_lib.of_layer(model, 0))
-    of = lambda x_BTNH: x_BTNH[:, 3:12].astype(np.float64)
+
+    def of(x_BTNH):
+        return x_BTNH[:, 3:12].astype(np.float64)
+
     moment_KHH = key_subspaces.moments(of(layer.plain_query_BTNH), 2)
-    turned_KHH = key_subspaces.turned_moments(moment_KHH, rope, Mask(window=9), 9)
+    turned_KHH = key_subspaces.rotated_moments(moment_KHH, rope, Mask(window=9), 9)
     after_KHH = key_subspaces.moments(of(layer.query_BTNH), 2)
     plain_BTKH, key_BTKH = of(layer.plain_key_BTKH), of(layer.key_BTKH)
     expected = {
@@ -199,7 +208,7 @@ def test_queries_weigh_as_keys_meet_them(model):
         AFTER: key_subspaces.of_text(after_KHH, key_BTKH, each_row=True),
     }
     for where, one in expected.items():
-        found = key_ways.of_rows(layer, rope, where, [0, 1], slice(3, 12))
+        found = subspace_methods.of_rows(layer, rope, where, [0, 1], slice(3, 12))
         np.testing.assert_allclose(found.projectors(3), one.projectors(3), rtol=1e-9)
     still = key_subspaces.of_text(moment_KHH, plain_BTKH, each_row=False)
     assert np.abs(still.projectors(3) - expected[BEFORE].projectors(3)).max() > 1e-2
@@ -210,31 +219,33 @@ def test_drift(model, measured):
     """Drift on the longest rows; the last two errors are those of all tokens and of other text."""
     assert measured.drift_at == (5, 10, 20) and measured.drift_rank == 2
     rows_BT = np.stack([tokens_T[:40] for tokens_T in TEXTS.values()])
-    read = key_ways.windows(TEXTS, 16, 40)
+    read = subspace_methods.windows(TEXTS, 16, 40)
     other = list(activations.layers(model, read.rows()))
     layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT), strict=True)
     for i, (heads, layer) in enumerate(layers):
         rope = key_subspaces.rope_of(heads)
         for where in (BEFORE, AFTER):
             made = [
-                key_ways.of_rows(layer, rope, where, [1], tokens).first(2)
+                subspace_methods.of_rows(layer, rope, where, [1], tokens).first(2)
                 for tokens in (slice(10), np.arange(2, 40, 4), slice(40))
             ]
             found = measured.overlap[where][1, 2 * i : 2 * i + 2, 1]
             for j in (0, 1):
                 expected = key_subspaces.overlap(made[j], made[2])
                 np.testing.assert_allclose(found[:, j], expected, rtol=1e-3)
-            fixed = key_ways.of_rows(other[i], rope, where, range(4, 12))
-            cuts = [key_ways.cut(layer, rope, 1, where, one, 2) for one in (*made, fixed)]
+            fixed = subspace_methods.of_rows(other[i], rope, where, range(4, 12))
+            cuts = [
+                subspace_methods.cut_keys(layer, rope, 1, where, one, 2) for one in (*made, fixed)
+            ]
             errors = key_subspaces.errors(layer, 1, cuts, slice(20, None)).logit_NA
             found = measured.drift_error[where][1, 4 * i : 4 * i + 4]
             np.testing.assert_allclose(found[:, [1, 4, 6, 7]], errors, rtol=1e-3)
 
 
 def test_places_that_are_spread():
-    assert key_drift.spread(4, 16).tolist() == [2, 6, 10, 14]
+    assert key_drift.evenly_spaced(4, 16).tolist() == [2, 6, 10, 14]
     for t in (5, 16, 31):
-        places = key_drift.spread(t, 31)
+        places = key_drift.evenly_spaced(t, 31)
         assert len(set(places.tolist())) == t and set(np.diff(places)) <= {31 // t, -(-31 // t)}
 
 
@@ -242,14 +253,23 @@ def test_subspaces_are_of_no_rank_that_tokens_do_not_tell():
     """Twice as many tokens at least, for drift and for the first half."""
     for channels, length in ((64, 1024), (64, 64), (128, 64), (8, 40), (64, 16), (4, 17)):
         r = key_drift.rank(channels, length)
-        at = key_drift.at(length, r)
+        at = key_drift.prefix_lengths(length, r)
         assert at and min(at) >= 2 * r and max(at) == length // 2 and r <= channels / 4
-    assert key_drift.rank(64, 1024) == 16 and key_drift.at(1024, 16) == (32, 64, 128, 256, 512)
-    read = key_ways.windows({name: np.arange(64) for name in "ab"}, 31, 64)
-    half = [r for r in range(1, 33) if read.determine((key_ways.FIRST_HALF, AFTER), r)]
+    assert key_drift.rank(64, 1024) == 16 and key_drift.prefix_lengths(1024, 16) == (
+        32,
+        64,
+        128,
+        256,
+        512,
+    )
+    read = subspace_methods.windows({name: np.arange(64) for name in "ab"}, 31, 64)
+    half = [r for r in range(1, 33) if read.enough_tokens((subspace_methods.FIRST_HALF, AFTER), r)]
     assert read.length == 31 and max(half) == 7
-    assert max(r for r in range(99) if read.determine((key_ways.CALIBRATED, AFTER), r)) == 31
-    assert read.determine((key_ways.CONTEXT, AFTER), 31)
+    assert (
+        max(r for r in range(99) if read.enough_tokens((subspace_methods.CALIBRATED, AFTER), r))
+        == 31
+    )
+    assert read.enough_tokens((subspace_methods.CONTEXT, AFTER), 31)
 
 
 BIASES = dict(qk_norm="none", bias=True)
@@ -272,15 +292,15 @@ def test_runs_with_all_channels_are_the_model(name):
     rows_BT = np.random.default_rng(3).integers(0, 256, (count, 13)).astype(np.int32)
     runs = cut_keys.Runs(model, rows_BT[:, :-1], [None, "before", "after", "fewer"])
     layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT[:, :-1]), strict=True)
-    first = key_ways.places(rotates=model.transformer.block.angles_base is not None)[0]
+    first = subspace_methods.places(rotates=model.transformer.block.angles_base is not None)[0]
     for i, (heads, layer) in enumerate(layers):
         rope, H = key_subspaces.rope_of(heads), layer.key_BTKH.shape[-1]
         before, after = (
-            [key_ways.of_rows(layer, rope, where, [b]) for b in range(count)]
+            [subspace_methods.of_rows(layer, rope, where, [b]) for b in range(count)]
             for where in (first, AFTER)
         )
-        cuts = dict(before=Cut(before, H, turned=False), after=Cut(after, H, turned=True))
-        runs.layer(i, cuts | dict(fewer=Cut(before, 2, turned=False)), heads.rotated)
+        cuts = dict(before=Cut(before, H, after_rope=False), after=Cut(after, H, after_rope=True))
+        runs.layer(i, cuts | dict(fewer=Cut(before, 2, after_rope=False)), heads.rotated)
     expected = activations.losses(model, rows_BT)
     found = runs.losses(rows_BT[:, 1:][:, 5:])
     for one in (None, "before", "after"):
@@ -297,13 +317,13 @@ def test_runs_are_those_of_keys_cut_one_by_one(turned):
     rows_BT = np.random.default_rng(3).integers(0, 256, (5, 12)).astype(np.int32)
     heads, layer = heads_lib.of_layer(model, 0), next(activations.layers(model, rows_BT))
     rope, where = key_subspaces.rope_of(heads), AFTER if turned else BEFORE
-    of_rows = [key_ways.of_rows(layer, rope, where, [b]) for b in range(5)]
+    of_rows = [subspace_methods.of_rows(layer, rope, where, [b]) for b in range(5)]
     model.weights["segments", 0, "mlp", "down"][:] = 0
     runs = cut_keys.Runs(model, rows_BT, [None, "cut"])
     begun = np.concatenate(runs._x[None])
-    runs.layer(0, dict(cut=Cut(of_rows, 3, turned=turned)), heads.rotated)
+    runs.layer(0, dict(cut=Cut(of_rows, 3, after_rope=turned)), heads.rotated)
     for b in (0, 4):
-        key_TKH = key_ways.cut(layer, rope, b, where, of_rows[b], 3)
+        key_TKH = subspace_methods.cut_keys(layer, rope, b, where, of_rows[b], 3)
         cut = layer._replace(key_BTKH=key_TKH[None], query_BTNH=layer.query_BTNH[b : b + 1])
         cut = cut._replace(value_BTKH=layer.value_BTKH[b : b + 1])
         expected_TD = np.tensordot(activations.attention(cut, 0)[1], heads.out_NHD, 2)
@@ -321,24 +341,28 @@ def test_numbers_of_the_report(model, measured, section):
     assert len(rows) == 11 * 4 - 2  # half of 16 tokens does not tell rank 6
     ran = {key for key, row in rows.items() if row["perplexity"]}
     few = {(name, where, r) for name, where, r in rows if r in (2, 4)}
-    few = {key for key in few if key[1] == AFTER or key[0] == key_ways.FIRST_HALF}
-    assert few - ran == {(key_ways.OTHERS, AFTER, r) for r in (2, 4)}
-    assert {key for key in ran if key[1] == AFTER or key[0] == key_ways.FIRST_HALF} == few & ran
+    few = {key for key in few if key[1] == AFTER or key[0] == subspace_methods.FIRST_HALF}
+    assert few - ran == {(subspace_methods.OTHERS, AFTER, r) for r in (2, 4)}
+    assert {
+        key for key in ran if key[1] == AFTER or key[0] == subspace_methods.FIRST_HALF
+    } == few & ran
     assert len(ran) == 4 * 4 + 2 + 3 * 2
-    row = rows[key_ways.FIRST_HALF, AFTER, 2]
-    errors = measured.errors[key_ways.FIRST_HALF, AFTER][:, :, 1]
+    row = rows[subspace_methods.FIRST_HALF, AFTER, 2]
+    errors = measured.errors[subspace_methods.FIRST_HALF, AFTER][:, :, 1]
     assert row["logit"]["median"] == np.median(errors[..., 0])
     assert row["output"]["high"] == np.quantile(errors[..., 1], 0.75)
     between = np.std([np.median(errors[:2, :, 0]), np.median(errors[2:, :, 0])])
     assert row["logit"]["between_texts"] == pytest.approx(between)
-    nats_BT = measured.nats[(key_ways.FIRST_HALF, AFTER), 1 / 4]  # [4, 8]: the second halves
+    nats_BT = measured.nats[
+        (subspace_methods.FIRST_HALF, AFTER), 1 / 4
+    ]  # [4, 8]: the second halves
     more = (nats_BT - measured.nats[None]).astype(np.float64)
     found = row["perplexity"]
     assert found["times"] == pytest.approx(math.exp(more.mean()), rel=1e-5)
     low = more.mean() - 1.96 * more.std() / math.sqrt(32)
     assert found["low"] == pytest.approx(math.exp(low), rel=1e-5)
     assert found["by_text"]["two"] == pytest.approx(math.exp(nats_BT[2:].mean()), rel=1e-5)
-    assert rows[key_ways.OTHERS, AFTER, 2]["perplexity"] is None
+    assert rows[subspace_methods.OTHERS, AFTER, 2]["perplexity"] is None
     rows_BT = np.concatenate([tokens_T[:34].reshape(2, 17) for tokens_T in TEXTS.values()])
     expected = activations.losses(model, rows_BT)[:, 8:].mean()
     assert section.data["perplexity"]["all"] == pytest.approx(math.exp(expected), rel=1e-4)
@@ -371,7 +395,7 @@ def test_data_has_every_head(measured, section):
     said = [one["median"] for one in drift["drift_of_overlap"]]
     assert said == np.median(gap_BKT, axis=(0, 1)).tolist()
     assert section.tables[3].rows[-3][10] == said[-1]
-    half = section.data["errors_of_heads"][f"{key_ways.FIRST_HALF}, {AFTER}"]
+    half = section.data["errors_of_heads"][f"{subspace_methods.FIRST_HALF}, {AFTER}"]
     assert half[0][0][3] == [None, None] and half[0][0][2][0] > 0
 
 
@@ -406,7 +430,7 @@ def test_rows_with_the_same_subspaces_share_their_projectors(monkeypatch):
         for i in (1, 2)
     )
     monkeypatch.setattr(key_subspaces.Subspaces, "projectors", projectors)
-    centers, found = cut_keys._arrays(Cut([one, one, other, one], 4, turned=False))
+    centers, found = cut_keys._arrays(Cut([one, one, other, one], 4, after_rope=False))
     assert [id(of) for of in made] == [id(one), id(other)] and set().union(*threads) == {1}
     assert found[:, 0, 0, 0].tolist() == [1, 1, 2, 1] and centers.shape == (4, 1, 4)
 
@@ -415,9 +439,9 @@ def test_keys_that_nothing_turns_stay():
     """Without RoPE, and where it turns no channel; others turn as `rope.rotate` says."""
     key_BTKH = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
     rotary = rope_lib.rotary(np.arange(3)[None], 4, 100.0)
-    assert cut_keys._turn(key_BTKH, (1, 5), None) is key_BTKH
-    assert cut_keys._turn(key_BTKH, (3, 3), rotary) is key_BTKH
-    found = cut_keys._turn(jnp.asarray(key_BTKH), (1, 5), rotary)
+    assert cut_keys._rotate(key_BTKH, (1, 5), None) is key_BTKH
+    assert cut_keys._rotate(key_BTKH, (3, 3), rotary) is key_BTKH
+    found = cut_keys._rotate(jnp.asarray(key_BTKH), (1, 5), rotary)
     np.testing.assert_array_equal(found[..., 1:5], rope_lib.rotate(key_BTKH[..., 1:5], rotary))
     np.testing.assert_array_equal(found[..., [0, 5]], key_BTKH[..., [0, 5]])
 
@@ -431,7 +455,11 @@ def _results(made, spectra, nats, texts=TEXTS):
 
 
 M, W = measurements.SPECTRUM_INTERACTION, measurements.SPECTRUM_WEIGHTS
-ALL_HEADS, FIXED, JOINT = measurements.SPECTRUM_JOINT, key_ways.CALIBRATED, key_ways.JOINT
+ALL_HEADS, FIXED, JOINT = (
+    measurements.SPECTRUM_JOINT,
+    subspace_methods.CALIBRATED,
+    subspace_methods.JOINT,
+)
 
 
 @pytest.fixture
@@ -454,12 +482,14 @@ def test_verdicts_are_those_of_the_numbers(lead):
 
 
 def test_what_a_fixed_subspace_cannot_is_told_by_what_one_of_the_context_can(lead):
-    said = lead({}, {FIXED: 0.3, key_ways.CONTEXT: 0.29})
+    said = lead({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.29})
     assert "That does not hold of keys cut before RoPE" in said and "Neither can." in said
     assert "+1.0 % (+1.0 to +1.0) from the second to the first" in said
-    said = lead({}, {FIXED: 0.3, key_ways.CONTEXT: 0.1})
+    said = lead({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.1})
     assert "That holds of keys cut before RoPE" in said and "Neither can." not in said
-    said = lead({}, {FIXED: 0.04, key_ways.CONTEXT: -0.04})  # both are little, and differ by 8 %
+    said = lead(
+        {}, {FIXED: 0.04, subspace_methods.CONTEXT: -0.04}
+    )  # both are little, and differ by 8 %
     assert "That holds of keys cut before RoPE" in said
 
 
@@ -468,7 +498,7 @@ def test_what_is_not_sure_is_not_told(lead):
     around = np.random.default_rng(0).normal(size=(4, 8))
     said = lead({}, {FIXED: 0.06 + 0.3 * around, JOINT: 0.04 + 0.3 * around})
     assert said.count("cannot be told") == 2 and said.endswith("what they do with text.")
-    said = lead({}, {FIXED: 0.35 + 0.3 * around, key_ways.CONTEXT: 0.3})
+    said = lead({}, {FIXED: 0.35 + 0.3 * around, subspace_methods.CONTEXT: 0.3})
     assert "Whether that holds cannot be told of keys" in said and "Neither can" not in said
     said = lead({}, {FIXED: 0.5 + 0.3 * around, JOINT: 0.5 + 0.3 * around})
     assert "cannot be told" not in said and "That holds of keys" in said
@@ -480,11 +510,12 @@ def test_what_is_said_of_all_together_is_what_was_measured(lead, measured):
     said = lead({M: [2, 8, 8]}, little)
     assert "M is not flat here" in said and "rules nothing out" not in said
     errors = [
-        np.median(measured.errors[name, BEFORE][:, :, 2, 0]) for name in (FIXED, key_ways.OTHERS)
+        np.median(measured.errors[name, BEFORE][:, :, 2, 0])
+        for name in (FIXED, subspace_methods.OTHERS)
     ]
     said = lead({}, {JOINT: 0.3})
     assert f"{errors[0]:.3f} with a fixed one, and {errors[1]:.3f} where" in said
-    alone = {way: x for way, x in measured.errors.items() if way[0] != key_ways.OTHERS}
+    alone = {way: x for way, x in measured.errors.items() if way[0] != subspace_methods.OTHERS}
     found = _results(dataclasses.replace(measured, errors=alone), {}, {JOINT: 0.3})
     assert report._lead(found).endswith("whether other texts tell the same is not measured.")
 
@@ -536,7 +567,7 @@ def test_what_stands_beside_gpt2_and_what_there_is_no_other_text_for(lead, measu
     nats = {of: x for of, x in measured.nats.items() if of is None or of[0][0] != FIXED}
     found = Results("m", REQUEST, dataclasses.replace(measured, nats=nats, later=False))
     said = "There was no other text, or too little, to find a fixed one on; one that knows the "
-    context = found.times((key_ways.CONTEXT, BEFORE), found.half)
+    context = found.times((subspace_methods.CONTEXT, BEFORE), found.half)
     assert f"{said}context costs {100 * (context.times - 1):+.1f} %" in report._lead(found)
     assert report._later(found).text.read.endswith("The fixed one has seen the other texts only.")
     assert said not in lead({}, {})
@@ -551,7 +582,11 @@ def test_one_short_text_and_one_head_of_keys():
     assert "no other text, or too little, to find" in found.lead
     assert "one for each" not in found.lead
     names = {row["way"] for row in found.data["ways"]}
-    assert names == {key_ways.WEIGHTS, key_ways.CONTEXT, key_ways.FIRST_HALF}
+    assert names == {
+        subspace_methods.WEIGHTS,
+        subspace_methods.CONTEXT,
+        subspace_methods.FIRST_HALF,
+    }
     assert "fixed" not in [row[1] for row in found.tables[3].rows]
     assert "an SVD of each head, not the paper's one" in found.lead
 
@@ -563,7 +598,7 @@ def test_models_without_rope_that_see_all_tokens():
     found = report.section(model, Request(SHORT, (16,)))
     json.dumps(found.data, allow_nan=False)
     ways = {(row["way"], row["where"]) for row in found.data["ways"]}
-    assert {where for _, where in ways} == {key_ways.ANYWHERE}
+    assert {where for _, where in ways} == {subspace_methods.ANYWHERE}
     assert len(ways) == 6 and len(found.figures) == 4 and "After RoPE" not in found.lead
 
 

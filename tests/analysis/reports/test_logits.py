@@ -71,13 +71,16 @@ def test_what_is_measured(model, measured):
 def _check_one(measured, layer, at, length):
     i, b = at
     query, key, value, plain_query, plain_key = (x[b] for x in layer[:5])
-    close = lambda got, wanted: np.testing.assert_allclose(
-        got[i, b], wanted, rtol=1e-4, atol=1e-4 * np.nanmax(np.abs(wanted))
-    )
-    field = logits.field(query, key, layer.scale)
+
+    def close(got, wanted):
+        return np.testing.assert_allclose(
+            got[i, b], wanted, rtol=1e-4, atol=1e-4 * np.nanmax(np.abs(wanted))
+        )
+
+    field = logits.centred_logits(query, key, layer.scale)
     R = min(length, 8)
     close(measured.energies["E", length][..., :R], field.energies_NR)
-    plain_field = logits.field(plain_query, plain_key, layer.scale)
+    plain_field = logits.centred_logits(plain_query, plain_key, layer.scale)
     close(measured.energies["E, without RoPE", length][..., :R], plain_field.energies_NR)
     causal_NL = logits.masked_energies(query, key, layer.scale, layer.mask)
     close(measured.energies["E, causal", length], causal_NL)
@@ -315,7 +318,10 @@ def test_what_is_not_finite_is_named():
 def test_all_that_it_says(model, measured, monkeypatch):
     """Perplexity is measured at the length nearest to the paper's, and at the longest."""
     asked = []
-    noted = lambda *given, **at: (asked.append((given, at)), measured)[1]
+
+    def noted(*given, **at):
+        return (asked.append((given, at)), measured)[1]
+
     monkeypatch.setattr(measurements, "measure", noted)
     golden.note_drawings(monkeypatch)
     golden.check(report.section(model, REQUEST))

@@ -10,7 +10,7 @@ import pytest
 from kvjax.analysis import words
 from kvjax.analysis.measures import diversity, geometry, heads as heads_lib, projections
 from kvjax.analysis.reports.diversity import report as diversity_report
-from kvjax.analysis.reports.diversity.measurements import Found
+from kvjax.analysis.reports.diversity.measurements import ModelDiversity
 from kvjax.analysis.reports.geometry import evolution, measurements, report as geometry_report
 from kvjax.analysis.reports.projections import report as projections_report
 from kvjax.analysis.request import Request
@@ -70,19 +70,19 @@ def test_diversity_has_the_numbers_of_every_layer():
     data = section.data["models"]["gqa"]
     for index, heads in enumerate(heads_lib.layers(model)):
         plain = diversity.of_layer(heads)
-        turning = diversity.of_layer(heads, distances=model.context)
+        rotated = diversity.of_layer(heads, distances=model.context)
         found = data["key"][index]
         assert found["share"] == plain.share
         assert found["centred_share_of_possible"] == plain.centred_share_of_possible
         assert found["similarity"] == plain.similarity_NN.tolist()
         assert found["gram"] == plain.gram_NN.tolist() != found["similarity"]
-        assert data["key_with_rope"][index]["gram"] == turning.gram_NN.tolist()
+        assert data["key_with_rope"][index]["gram"] == rotated.gram_NN.tolist()
         assert found["components"]["0.9"] == plain.components()
-        assert data["key_with_rope"][index]["share"] == turning.share != plain.share
+        assert data["key_with_rope"][index]["share"] == rotated.share != plain.share
         assert data["value"][index]["rank"] == diversity.of_layer(heads, "value").rank
         row = section.tables[1].rows[index]
         assert row[:3] == [index, plain.rank, 100 * plain.share]
-        assert row[9] == 100 * turning.share
+        assert row[9] == 100 * rotated.share
     means, *published = section.tables[0].rows
     assert means[4] == pytest.approx(100 * np.mean([one["share"] for one in data["key"]]))
     row = next(row for row in published if row[1:3] == ["MHA", "2.5B"])
@@ -189,12 +189,15 @@ def test_levels_of_n_heads_are_there_for_models_of_one_n():
         diversity_report.section(_model("mha"), Request({}, (), beside=_made(mechanism)))
         for mechanism in (grouped(2, 2), two, [two, grouped(4, 4), two])
     )
-    levels = lambda section: [
-        name
-        for figure in section.figures[:3]
-        for name in ("most possible of N", "N", "N - 1")
-        if f">{name}</text>" in figure.svg
-    ]
+
+    def levels(section):
+        return [
+            name
+            for figure in section.figures[:3]
+            for name in ("most possible of N", "N", "N - 1")
+            if f">{name}</text>" in figure.svg
+        ]
+
     assert levels(same) == ["most possible of N", "N", "N - 1"]
     assert not levels(other) and not levels(mixed)
     assert "mha: 4 heads; made (beside): 2 heads" in other.figures[2].alternative
@@ -207,7 +210,7 @@ def test_levels_of_n_heads_are_there_for_models_of_one_n():
 
 def test_a_head_that_does_nothing_is_named():
     plain = [diversity.of_gram(np.diag(x)) for x in ([1.0, 2.0, 3.0], [1.0, 0.0, 0.0])]
-    found = Found("made", "MHA", 40, plain, None, plain)
+    found = ModelDiversity("made", "MHA", 40, plain, None, plain)
     assert diversity_report._lead([found]) == (
         "Do heads of a layer compute different attention logits? Each head's form W_Q W_Kᵀ is "
         "compared with the others'; no text is involved. In made (MHA, 3 heads in 2 layers) heads "
@@ -249,16 +252,16 @@ def test_geometry_has_the_numbers_of_every_layer_and_head():
         parts, whole = geometry.of_layer(model, index), geometry.totals(beside, index)
         for name, each in parts.items():
             found = section.data["layers"][index][name]
-            raw, mean = geometry.split(each), geometry.split(each.canonical())
+            raw, mean = geometry.part_geometry(each), geometry.part_geometry(each.canonical())
             assert found["base_norm"] == raw.base_norm_J.tolist()
             assert found["canonical_residual_norm"] == mean.residual_norm_K.tolist()
             assert found["cosine"] == raw.cosine_K.tolist()
             assert found["overlap"] == raw.overlap_K.tolist() != found["random_overlap"]
             assert found["canonical_overlap"] == mean.overlap_K.tolist()
             assert found["angles"] == [angles.tolist() for angles in raw.angles]
-            own = geometry.optimal(each.canonical(), mean, each, raw.reads)
-            there = geometry.in_canonical_gauge(whole[name], 2, 3)
-            other = geometry.optimal(there, geometry.split(there), each, raw.reads)
+            own = geometry.best_residuals(each.canonical(), mean, each, raw.reads)
+            there = geometry.canonical_parts(whole[name], 2, 3)
+            other = geometry.best_residuals(there, geometry.part_geometry(there), each, raw.reads)
             assert found["lost_with_mean"] == own.with_mean_K.tolist()
             assert found["beside_lost_alone"] == other.alone_K.tolist()
             assert found["beside_best_overlap"] == other.overlap_K.tolist()
@@ -274,7 +277,9 @@ def test_geometry_has_the_numbers_of_every_layer_and_head():
 
 @pytest.mark.slow
 def test_random_factors_are_of_the_seed():
-    of = lambda seed: geometry_report.section(_model("lrkv"), Request({}, (), seed=seed)).data
+    def of(seed):
+        return geometry_report.section(_model("lrkv"), Request({}, (), seed=seed)).data
+
     layers = [of(seed)["layers"] for seed in (0, 0, 1)]
     drawn = [[layer["key"]["random_overlap"] for layer in found] for found in layers]
     assert drawn[0] == drawn[1]
@@ -319,13 +324,13 @@ def test_what_geometry_says_of_odd_models():
     Layers without residuals, or without values of their own, are left out.
     """
     rng = np.random.default_rng(0)
-    parts = geometry.Parts(rng.normal(size=(9, 1, 4)), rng.normal(size=(9, 3, 4)), 2)
+    parts = geometry.BaseAndResiduals(rng.normal(size=(9, 1, 4)), rng.normal(size=(9, 3, 4)), 2)
     one = measurements._of_parts(parts, rng.normal(size=(9, 2, 4)), None)
     assert one.beside is None and len(one.beside_norm_K) == 2
-    whole = measurements.Part(one.total_norm_K)
+    whole = measurements.PartMeasurements(one.total_norm_K)
     layers = [dict(key=one), dict(key=whole, value=one), dict(key=one)]
     turns, others = "turns the base alone", "other has other numbers of channels or KV heads: only"
-    plain, turning = grouped(4, 1, 3), grouped(4, 1, 3, rope="shared")
+    plain, rotated = grouped(4, 1, 3), grouped(4, 1, 3, rope="shared")
 
     def lead(mechanism, **how):
         model = _made([plain, mechanism, plain])
@@ -334,7 +339,7 @@ def test_what_geometry_says_of_odd_models():
     beside = _made(grouped(2, 2), name="other")
     said = lead(plain)
     assert turns not in said and others not in said and "There are no snapshots" in said
-    said = lead(turning, beside=beside, snapshots=[(0, beside)])
+    said = lead(rotated, beside=beside, snapshots=[(0, beside)])
     assert turns in said and f"{others} norms are compared with it." in said
     assert "There are no snapshots" not in said
     layers[0] = dict(key=measurements._of_parts(parts, rng.normal(size=(9, 3, 4)), None))
@@ -372,7 +377,7 @@ def test_projections_has_the_numbers_of_every_layer():
     section = projections_report.section(model, NOTHING)
     for index, heads in enumerate(heads_lib.layers(model)):
         of = projections.of_heads(heads)
-        products, found = projections.Products(of), section.data["layers"][index]
+        products, found = projections.ProjectionProducts(of), section.data["layers"][index]
         assert found["cosine"]["query_key"] == projections.cosine(of["query"], of["key"])
         assert found["overlap"]["key_value"] == products.overlap("key", "value")
         by_values, by_squares = products.effective_ranks("value")

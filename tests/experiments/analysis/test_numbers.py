@@ -54,7 +54,7 @@ def test_effective_ranks_are_means_over_layers_in_percent(lrkv):
 @pytest.mark.slow
 def test_only_residuals_have_a_geometry(lrkv):
     found = numbers.geometry(lrkv, REQUEST)
-    splits = [geometry.split(geometry.of_layer(lrkv, i)["key"]) for i in range(2)]
+    splits = [geometry.part_geometry(geometry.of_layer(lrkv, i)["key"]) for i in range(2)]
     assert found["key_overlap"] == pytest.approx(np.mean([one.overlap_K for one in splits]))
     assert list(numbers.geometry(_model(2, 2), REQUEST)) == ["key_total_norm"]
 
@@ -65,7 +65,7 @@ def test_components_and_divergence_are_those_of_the_text(lrkv):
     layers = list(activations.layers(lrkv, rows_BT))
     found = numbers.logits(lrkv, REQUEST)
     fields = [
-        logits.field(layer.query_BTNH[b], layer.key_BTKH[b], layer.scale)
+        logits.centred_logits(layer.query_BTNH[b], layer.key_BTKH[b], layer.scale)
         for layer in layers
         for b in range(2)
     ]

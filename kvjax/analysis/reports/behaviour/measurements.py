@@ -70,7 +70,7 @@ class Behaviour:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class BehaviourMeasurements:
     """What the heads of a model do, layer by layer, and how it was measured.
 
     Attributes:
@@ -100,7 +100,9 @@ class Measured:
         return [layer.statistics[name] for layer in self.layers]
 
 
-def measure(model: LazyModel, texts: Mapping[str, np.ndarray], length: int, seed: int) -> Measured:
+def measure(
+    model: LazyModel, texts: Mapping[str, np.ndarray], length: int, seed: int
+) -> BehaviourMeasurements:
     """All of it, with one layer's patterns in memory.
 
     Raises:
@@ -124,11 +126,14 @@ def measure(model: LazyModel, texts: Mapping[str, np.ndarray], length: int, seed
             doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
             one, output_TNH = _of_layer(layer, again, block, at_T, others_B)
             found.append(dataclasses.replace(one, weights_NN=_weights(model, i)))
-            flat = lambda x: x.reshape(len(at_T), -1).astype(np.float32)
+
+            def flat(x):
+                return x.reshape(len(at_T), -1).astype(np.float32)
+
             inputs.append(flat(_tokens(layer.input_BTD)[at_T]))
             outputs.append(flat(output_TNH))
         doing.now("likeness of layers")
-        return Measured(
+        return BehaviourMeasurements(
             layers=found,
             length=length,
             sequences=len(rows_BT),
@@ -180,7 +185,7 @@ def _of_layer(
     sequences."""
     count = len(layer.query_BTNH)
     visible_TT = layer.mask.visible(layer.query_BTNH.shape[1])
-    by_sequence = logits.side_by_side(lambda b: activations.attention(layer, b), range(count))
+    by_sequence = logits.parallel_map(lambda b: activations.attention(layer, b), range(count))
     p_BNTT, o_BTNH = map(list, zip(*by_sequence, strict=True))
 
     def of(b):
@@ -193,7 +198,7 @@ def _of_layer(
             patterns.divergences(*patterns.without_first(p_NTT, visible_TT)),
         )
 
-    means = [np.mean(x, axis=0) for x in zip(*logits.side_by_side(of, range(count)), strict=True)]
+    means = [np.mean(x, axis=0) for x in zip(*logits.parallel_map(of, range(count)), strict=True)]
     statistics_SN, content_N, divergence_NN, without_first_NN = means
     repeated_BNTT = [activations.attention(again, b)[0] for b in range(len(again.query_BTNH))]
     output_TNH = _tokens(np.stack(o_BTNH))[at_T]

@@ -13,9 +13,9 @@ import numpy as np
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Figure, Section, Text
 from kvjax.analysis.reports.behaviour import measurements, tables
-from kvjax.analysis.reports.behaviour.results import Head, Results, there
+from kvjax.analysis.reports.behaviour.results import Head, Results, finite
 from kvjax.analysis.request import Request, check_texts, reference_length
-from kvjax.analysis.words import in_words, stages
+from kvjax.analysis.words import stages, summarise
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
@@ -194,9 +194,9 @@ def _curves(
     layers = list(range(found.num_layers))
     for name, statistic in names.items():
         low_L, median_L, high_L = found.quartiles(statistic)
-        series[name] = (layers, there(median_L))
-        bands[name] = (there(low_L), there(high_L))
-        told.append(f"{name}: {in_words(there(median_L), digits='.2f')}")
+        series[name] = (layers, finite(median_L))
+        bands[name] = (finite(low_L), finite(high_L))
+        told.append(f"{name}: {summarise(finite(median_L), digits='.2f')}")
     return series, bands, told
 
 
@@ -255,11 +255,11 @@ def _divergences(found: Results) -> Figure:
     distances = {"": "divergence_NN", ", without the first token": "without_first_NN"}
     for kind, shared in _kinds(found).items():
         for suffix, distance in distances.items():
-            low_L, median_L, high_L = map(there, found.of_pairs(distance, shared))
+            low_L, median_L, high_L = map(finite, found.of_pairs(distance, shared))
             series[f"{kind}{suffix}"] = (layers, median_L)
             if not suffix:
                 bands[kind] = (low_L, high_L)
-            told.append(f"{kind}{suffix}: {in_words(median_L, digits='.2f')}")
+            told.append(f"{kind}{suffix}: {summarise(median_L, digits='.2f')}")
     return Figure(
         "How different the patterns of a layer's heads are",
         draw.lines(

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.reports.behaviour.measurements import Behaviour, Measured
+from kvjax.analysis.reports.behaviour.measurements import Behaviour, BehaviourMeasurements
 
 # What heads may be noticed for: the statistic, and whether the largest is meant.
 ROLES = {
@@ -65,7 +65,9 @@ class Pairs:
 class Results:
     """What was measured of one model."""
 
-    def __init__(self, name: str, measured: Measured, heads: Sequence[tuple[int, int]] = ()):
+    def __init__(
+        self, name: str, measured: BehaviourMeasurements, heads: Sequence[tuple[int, int]] = ()
+    ):
         """With the (layer, head) that maps are asked of."""
         self.name, self.measured = name, measured
         self._asked = [Head("", layer, head) for layer, head in heads]
@@ -123,10 +125,10 @@ class Results:
             else None
             for layer in self.measured.layers
         ]
-        there = [value for value in found if value is not None]
-        if not there:
+        finite = [value for value in found if value is not None]
+        if not finite:
             return None
-        low, median, high = np.quantile(there, (0.25, 0.5, 0.75)).tolist()
+        low, median, high = np.quantile(finite, (0.25, 0.5, 0.75)).tolist()
         return Relation(tuple(found), low, median, high)
 
     def by_head(self, statistic: str) -> np.ndarray:
@@ -185,7 +187,10 @@ class Results:
     def data(self) -> dict:
         """Every number, by layer and head."""
         m = self.measured
-        plain = lambda x, digits=_DIGITS: _plain(np.round(np.asarray(x, np.float64), digits))
+
+        def plain(x, digits=_DIGITS):
+            return _plain(np.round(np.asarray(x, np.float64), digits))
+
         layers = [
             dict(
                 num_kv_heads=layer.num_kv_heads,
@@ -234,7 +239,7 @@ def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
     return float(stats.spearmanr(x_P, y_P).statistic)
 
 
-def there(values) -> list[float | None]:
+def finite(values) -> list[float | None]:
     """Numbers as lists, None where there is none."""
     return _plain(np.asarray(values, np.float64))
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvjax.analysis.page.section import Cell, Column, Table, Text
-from kvjax.analysis.reports.behaviour.results import Head, Results, there
+from kvjax.analysis.reports.behaviour.results import Head, Results, finite
 
 _EACH = 3  # heads of a role
 _STATISTICS = {
@@ -86,9 +86,9 @@ def _pairs(found: Results) -> Table:
 
 def _layers(found: Results) -> Table:
     medians = {
-        name: there(found.quartiles(statistic)[1]) for name, statistic in _STATISTICS.items()
+        name: finite(found.quartiles(statistic)[1]) for name, statistic in _STATISTICS.items()
     }
-    pairs = {name: there(found.of_pairs(x_NN)[1]) for name, x_NN in _DISTANCES.items()}
+    pairs = {name: finite(found.of_pairs(x_NN)[1]) for name, x_NN in _DISTANCES.items()}
     relations = {name: found.relation(x_NN) for name, x_NN in _DISTANCES.items()}
     columns = [Column("layer", "d"), *_columns(_STATISTICS)]
     columns += [Column(f"{name}, pairs" if "pairs" not in name else name) for name in pairs]

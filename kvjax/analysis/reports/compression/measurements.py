@@ -11,15 +11,15 @@ from kvjax.analysis.measures import (
     heads as heads_lib,
     key_drift,
     key_subspaces,
-    key_ways,
     logits,
     spectrum,
+    subspace_methods,
 )
 from kvjax.analysis.measures.activations import Layer
 from kvjax.analysis.measures.cut_keys import Cut, Runs
 from kvjax.analysis.measures.heads import Heads
 from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
-from kvjax.analysis.measures.key_ways import AFTER, CALIBRATED, Way
+from kvjax.analysis.measures.subspace_methods import AFTER, CALIBRATED, Method
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
@@ -39,7 +39,7 @@ _ROUNDING = 1e-9  # of the largest singular value: what a smaller one is
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class CompressionMeasurements:
     """Numbers by way, of all layers' heads one after the other; rows are those of `Windows`.
 
     Attributes:
@@ -66,8 +66,8 @@ class Measured:
     length: int
     texts_B: np.ndarray
     later: bool
-    errors: Mapping[Way, np.ndarray]
-    nats: Mapping[tuple[Way, float] | None, np.ndarray]
+    errors: Mapping[Method, np.ndarray]
+    nats: Mapping[tuple[Method, float] | None, np.ndarray]
     spectra: Mapping[str, np.ndarray]
     drift_rank: int
     drift_length: int
@@ -78,7 +78,7 @@ class Measured:
 
 def measure(
     model: LazyModel, texts: Mapping[str, np.ndarray], length: int, longest: int
-) -> Measured:
+) -> CompressionMeasurements:
     """All of it; subspaces are found on the model as it is.
 
     Args:
@@ -87,26 +87,31 @@ def measure(
     Raises:
       UserError: activations or losses that are not finite.
     """
-    read = key_ways.windows(texts, length, longest)
+    read = subspace_methods.windows(texts, length, longest)
     dims = [mechanism.query_dim for mechanism in model.transformer.mechanisms]
-    kept, H = key_ways.shares(min(dims)), max(dims)
+    kept, H = subspace_methods.shares(min(dims)), max(dims)
     found = collections.defaultdict(list)
     with progress.waiting("keys of low rank") as doing:
         ropes, fixed, nats = _by_way(model, read, kept, found, doing)
         doing.now("drift of subspaces")
         r = key_drift.rank(H, longest)
-        at = key_drift.at(longest, r)
+        at = key_drift.prefix_lengths(longest, r)
         longest_BT = np.stack([tokens_T[:longest] for tokens_T in texts.values()])
         for i, layer in enumerate(activations.layers(model, longest_BT)):
             doing.at(f"{i + 1} of {len(dims)} layers")
             _drift(layer, ropes[i], fixed[i], at, found)
-    named = lambda name: {
-        key[1]: np.concatenate(arrays, axis=1) for key, arrays in found.items() if key[0] == name
-    }
-    return Measured(
+
+    def named(name):
+        return {
+            key[1]: np.concatenate(arrays, axis=1)
+            for key, arrays in found.items()
+            if key[0] == name
+        }
+
+    return CompressionMeasurements(
         key_dim=H,
         shares=kept,
-        ranks=tuple(key_ways.rank(share, H) for share in kept),
+        ranks=tuple(subspace_methods.rank(share, H) for share in kept),
         length=read.length,
         texts_B=read.texts_B,
         later=read.later,
@@ -123,9 +128,9 @@ def measure(
 
 def _by_way(
     model: LazyModel,
-    read: key_ways.Windows,
+    read: subspace_methods.Windows,
     kept: Sequence[float],
-    found: Mapping[tuple[str, Way | str], list],
+    found: Mapping[tuple[str, Method | str], list],
     doing: progress.waiting,
 ) -> tuple[list[Rope], list[dict[str, list[Subspaces | None]]], dict]:
     """Errors and spectra of each layer into `found`.
@@ -134,23 +139,23 @@ def _by_way(
       By layer RoPE, and by place the fixed subspaces of each text or None; and the nats of each
       run.
     """
-    joint = key_ways.has_joint(model.transformer.mechanisms)
+    joint = subspace_methods.has_joint_svd(model.transformer.mechanisms)
     rotates = model.transformer.block.angles_base is not None
     ropes, fixed, runs = [], [], None
     layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
         doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
         with few_threads(heads.key_DKH.shape[2]):
-            ways = key_ways.of_layer(heads, layer, read, rotates=rotates, joint=joint)
+            ways = subspace_methods.of_layer(heads, layer, read, rotates=rotates, joint=joint)
             for name, numbers in _spectra(heads, layer, len(read.texts_B), joint).items():
                 found["spectrum", name].append(numbers)
         for way, errors in _errors(heads, layer, ways, kept, read).items():
             found["errors", way].append(errors)
         cuts = {
-            (way, share): Cut(of_rows, key_ways.rank_of(way, share, heads), way[1] == AFTER)
+            (way, share): Cut(of_rows, subspace_methods.rank_of(way, share, heads), way[1] == AFTER)
             for way, of_rows in ways.items()
             for share in kept
-            if key_ways.runs_with(way, share) and _tells(read, way, share, heads)
+            if subspace_methods.is_run(way, share) and _tells(read, way, share, heads)
         }
         runs = runs or Runs(model, read.measured_BT[:, :-1], [None, *cuts])
         runs.layer(i, cuts, heads.rotated)
@@ -164,13 +169,13 @@ def _by_way(
     return ropes, fixed, nats
 
 
-def _tells(read: key_ways.Windows, way: Way, share: float, heads: Heads) -> bool:
+def _tells(read: subspace_methods.Windows, way: Method, share: float, heads: Heads) -> bool:
     """Whether a way's tokens tell subspaces of so much of a head."""
-    return read.determine(way, key_ways.rank(share, heads.key_DKH.shape[2]))
+    return read.enough_tokens(way, subspace_methods.rank(share, heads.key_DKH.shape[2]))
 
 
 def _fixed(
-    ways: Mapping[Way, Sequence[Subspaces]], read: key_ways.Windows
+    ways: Mapping[Method, Sequence[Subspaces]], read: subspace_methods.Windows
 ) -> dict[str, list[Subspaces | None]]:
     """By place the fixed subspaces of each text; None: there are none."""
     _, first = np.unique(read.texts_B, return_index=True)
@@ -184,18 +189,18 @@ def _fixed(
 def _errors(
     heads: Heads,
     layer: Layer,
-    ways: Mapping[Way, Sequence[Subspaces]],
+    ways: Mapping[Method, Sequence[Subspaces]],
     kept: Sequence[float],
-    read: key_ways.Windows,
-) -> dict[Way, np.ndarray]:
+    read: subspace_methods.Windows,
+) -> dict[Method, np.ndarray]:
     """By way [B, N, ranks, 2] of queries of the second half; nan: see `Measured`."""
     length, rope = layer.key_BTKH.shape[1], key_subspaces.rope_of(heads)
     queries, found = key_drift.later_queries(length), collections.defaultdict(list)
     for b in range(len(next(iter(ways.values())))):
         with few_threads(heads.key_DKH.shape[2]):
             cuts = [
-                key_ways.cut(
-                    layer, rope, b, way[1], of_rows[b], key_ways.rank_of(way, share, heads)
+                subspace_methods.cut_keys(
+                    layer, rope, b, way[1], of_rows[b], subspace_methods.rank_of(way, share, heads)
                 )
                 for way, of_rows in ways.items()
                 for share in kept
@@ -210,7 +215,10 @@ def _errors(
 def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.ndarray]:
     """By matrix [B or 1, heads, 3]: see `Measured`."""
     D, K, H = heads.key_DKH.shape
-    energies = lambda x_LH: np.linalg.svd(np.linalg.qr(x_LH, mode="r"), compute_uv=False) ** 2
+
+    def energies(x_LH):
+        return np.linalg.svd(np.linalg.qr(x_LH, mode="r"), compute_uv=False) ** 2
+
     found = {SPECTRUM_WEIGHTS: energies(heads.key_DKH.swapaxes(0, 1))[None]}
     if joint:
         found[SPECTRUM_JOINT] = energies(heads.key_DKH.reshape(1, 1, D, K * H))
@@ -220,7 +228,7 @@ def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.nd
     found[SPECTRUM_CENTRED] = energies(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
     of = zip(layer.query_BTNH[:B], layer.key_BTKH, strict=False)
     found[SPECTRUM_LOGITS] = np.stack(
-        [logits.field(query, key, layer.scale).energies_NR for query, key in of]
+        [logits.centred_logits(query, key, layer.scale).energies_NR for query, key in of]
     )
     made = {}
     for name, energy in found.items():
@@ -250,9 +258,9 @@ def _drift(
     for where, ends in fixed.items():
         overlaps, errors = [], []
         for b, end in enumerate(ends):
-            grown = key_drift.grown(layer, rope, b, where, at, r)
+            grown = key_drift.prefix_subspaces(layer, rope, b, where, at, r)
             overlaps.append(key_drift.overlaps(grown))
-            of = [*grown.first, *grown.spread, grown.whole, end]
+            of = [*grown.first, *grown.evenly_spaced, grown.whole, end]
             errors.append(key_drift.later_errors(layer, rope, b, where, of, r))
         found["overlap", where].append(np.stack(overlaps))
         found["drift", where].append(np.stack(errors))

@@ -1,6 +1,6 @@
 """The report on where the papers contradict each other: can a fixed subspace hold a head's keys?"""
 
-from kvjax.analysis.measures import heads as heads_lib, key_ways
+from kvjax.analysis.measures import heads as heads_lib, subspace_methods
 from kvjax.analysis.measures.spread import Spread
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Figure, Section, Text
@@ -127,8 +127,8 @@ def _needs(found: Results, matrix: str) -> str:
 
 def _of_svd(found: Results) -> str:
     way = _svd(found)
-    if way[0] == key_ways.JOINT:
-        each = _more(found, (key_ways.WEIGHTS, found.at_weights))
+    if way[0] == subspace_methods.JOINT:
+        each = _more(found, (subspace_methods.WEIGHTS, found.at_weights))
         how = f"with one SVD for all heads, {each} with one for each"
         matrix = measurements.SPECTRUM_JOINT
     else:
@@ -157,16 +157,16 @@ def _said(flag: bool | None, yes: str, no: str) -> str:
     return "Whether that holds cannot be told" if flag is None else yes if flag else no
 
 
-def _svd(found: Results) -> key_ways.Way:
+def _svd(found: Results) -> subspace_methods.Method:
     """The weights' subspaces that come nearest to thin keys."""
-    joint = (key_ways.JOINT, found.at_weights)
-    return joint if joint in found.measured.errors else (key_ways.WEIGHTS, found.at_weights)
+    joint = (subspace_methods.JOINT, found.at_weights)
+    return joint if joint in found.measured.errors else (subspace_methods.WEIGHTS, found.at_weights)
 
 
 def _of_fixed(found: Results) -> str:
     """Logit spectra's conclusion: of one way against the other."""
     claim = "(4) Logit spectra: fixed projections cannot do what those of a context can. "
-    fixed, context = _fixed(found), (key_ways.CONTEXT, found.at_weights)
+    fixed, context = _fixed(found), (subspace_methods.CONTEXT, found.at_weights)
     known = _more(found, context)
     if not _ran(found, fixed):
         return (
@@ -184,22 +184,22 @@ def _of_fixed(found: Results) -> str:
     )
 
 
-def _fixed(found: Results) -> key_ways.Way:
-    return key_ways.CALIBRATED, found.at_weights
+def _fixed(found: Results) -> subspace_methods.Method:
+    return subspace_methods.CALIBRATED, found.at_weights
 
 
 def _of_rope(found: Results) -> str:
     names = {
-        "a fixed one": key_ways.CALIBRATED,
-        "one found on the first half of the text": key_ways.FIRST_HALF,
-        "one that knows the context": key_ways.CONTEXT,
+        "a fixed one": subspace_methods.CALIBRATED,
+        "one found on the first half of the text": subspace_methods.FIRST_HALF,
+        "one that knows the context": subspace_methods.CONTEXT,
     }
     after = [
-        f"{said} costs {_more(found, (name, key_ways.AFTER))}"
+        f"{said} costs {_more(found, (name, subspace_methods.AFTER))}"
         for said, name in names.items()
-        if _ran(found, (name, key_ways.AFTER))
+        if _ran(found, (name, subspace_methods.AFTER))
     ]
-    half = (key_ways.FIRST_HALF, key_ways.BEFORE)
+    half = (subspace_methods.FIRST_HALF, subspace_methods.BEFORE)
     before = (
         f"; that of the first half before RoPE: {_more(found, half)}" if _ran(found, half) else ""
     )
@@ -211,7 +211,10 @@ def _of_rope(found: Results) -> str:
 
 def _reconciled(found: Results) -> list[str]:
     """Why they do not contradict each other, where the numbers say so."""
-    over = lambda way: _ran(found, way) and found.times(way, found.half).is_over(_SMALL)
+
+    def over(way):
+        return _ran(found, way) and found.times(way, found.half).is_over(_SMALL)
+
     fixed, svd = _fixed(found), _svd(found)
     if not _ran(found, fixed) or over(fixed) is not False or over(svd) is None:
         return []
@@ -222,22 +225,25 @@ def _reconciled(found: Results) -> list[str]:
             "A flat M rules nothing out here: weights alone give a subspace that text keeps to."
         ]
     said = "Weights alone do not tell which directions those are, text does"
-    others = (key_ways.OTHERS, found.at_weights)
+    others = (subspace_methods.OTHERS, found.at_weights)
     if others not in found.measured.errors or found.half not in found.told(others):
         return [f"{said}; whether other texts tell the same is not measured."]
-    error = lambda way: found.error(way, found.half)["logit"].median
+
+    def error(way):
+        return found.error(way, found.half)["logit"].median
+
     return [
         f"{said}: the error of logits is {error(fixed):.3f} with a fixed one, and "
         f"{error(others):.3f} where that has seen nothing of the same text."
     ]
 
 
-def _ran(found: Results, way: key_ways.Way) -> bool:
+def _ran(found: Results, way: subspace_methods.Method) -> bool:
     """Whether the whole model ran so at half the channels."""
     return found.times(way, found.half) is not None
 
 
-def _more(found: Results, way: key_ways.Way) -> str:
+def _more(found: Results, way: subspace_methods.Method) -> str:
     return _percent(found.times(way, found.half))
 
 
@@ -259,15 +265,15 @@ def _figures(found: Results) -> list[Figure]:
 def _names(found: Results, where: str) -> list[str]:
     """The ways of a place that lines are drawn of."""
     here = [name for name, at in found.ways() if at == where and found.told((name, at))]
-    return [name for name in here if name != key_ways.WEIGHTS_MEAN]
+    return [name for name in here if name != subspace_methods.WEIGHTS_MEAN]
 
 
 def _cut_where(where: str) -> str:
     """What is cut, in a sentence."""
     return {
-        key_ways.BEFORE: "Keys are cut before RoPE and turned as they are read",
-        key_ways.AFTER: "Keys are cut after RoPE, as attention meets them",
-        key_ways.ANYWHERE: "Keys are cut as attention meets them; the model has no RoPE",
+        subspace_methods.BEFORE: "Keys are cut before RoPE and turned as they are read",
+        subspace_methods.AFTER: "Keys are cut after RoPE, as attention meets them",
+        subspace_methods.ANYWHERE: "Keys are cut as attention meets them; the model has no RoPE",
     }[where]
 
 
@@ -278,7 +284,7 @@ def _logits(found: Results, where: str) -> Figure:
         at = found.told((name, where))
         spreads = [found.error((name, where), i)["logit"] for i in at]
         series[name] = ([ranks[i] for i in at], [one.median for one in spreads])
-        if name in (key_ways.CALIBRATED, key_ways.CONTEXT):
+        if name in (subspace_methods.CALIBRATED, subspace_methods.CONTEXT):
             bands[name] = ([one.low for one in spreads], [one.high for one in spreads])
         told.append(_at_ranks(name, *series[name]))
     return Figure(
@@ -313,7 +319,7 @@ def _perplexity(found: Results, where: str) -> Figure:
         if at:
             times = [found.times((name, where), i).times for i in at]
             series[name] = ([ranks[i] for i in at], times)
-    if where != key_ways.AFTER and H * tables.PUBLISHED_HEADS == tables.PUBLISHED_CHANNELS:
+    if where != subspace_methods.AFTER and H * tables.PUBLISHED_HEADS == tables.PUBLISHED_CHANNELS:
         published = zip(*tables.published_by_rank().values(), strict=True)
         series["GPT-2, SVD of all heads (thin keys)"] = tuple(map(list, published))
     told = [_at_ranks(name, *line) for name, line in series.items()]

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from kvjax.analysis.measures import key_drift, key_ways
-from kvjax.analysis.measures.key_ways import Way
+from kvjax.analysis.measures import key_drift, subspace_methods
 from kvjax.analysis.measures.spread import Spread, spread
-from kvjax.analysis.reports.compression.measurements import Measured
+from kvjax.analysis.measures.subspace_methods import Method
+from kvjax.analysis.reports.compression.measurements import CompressionMeasurements
 from kvjax.analysis.request import Request
 
 _SURE = 1.96  # standard errors to either side: 95 %
@@ -50,15 +50,18 @@ class Drift:
 class Results:
     """What was measured, in the numbers that figures and tables show."""
 
-    def __init__(self, name: str, request: Request, measured: Measured):
+    def __init__(self, name: str, request: Request, measured: CompressionMeasurements):
         self.name, self.texts, self.measured = name, tuple(request.texts), measured
         shares = measured.shares
         self.half = min(range(len(shares)), key=lambda i: abs(shares[i] - 0.5))
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[Method]:
         """Before RoPE first, in the order of `key_ways.NAMES`."""
-        where = (key_ways.BEFORE, key_ways.AFTER, key_ways.ANYWHERE)
-        order = lambda way: (where.index(way[1]), key_ways.NAMES.index(way[0]))
+        where = (subspace_methods.BEFORE, subspace_methods.AFTER, subspace_methods.ANYWHERE)
+
+        def order(way):
+            return (where.index(way[1]), subspace_methods.NAMES.index(way[0]))
+
         return sorted(self.measured.errors, key=order)
 
     def places(self) -> list[str]:
@@ -79,22 +82,22 @@ class Results:
         length = self.measured.length
         return len(range(*key_drift.later_queries(length).indices(length)))
 
-    def told(self, way: Way) -> list[int]:
+    def told(self, way: Method) -> list[int]:
         """Which of the ranks the tokens that a way looks at tell."""
         errors = self.measured.errors[way]
         return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
 
-    def error(self, way: Way, i: int) -> dict[str, Spread]:
+    def error(self, way: Method, i: int) -> dict[str, Spread]:
         """The spread of the errors of logits and of outputs at the i-th rank."""
         found_BNA = self._by_text(self.measured.errors[way][:, :, i])
         return {name: spread(found_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))}
 
-    def runs(self, way: Way) -> list[int]:
+    def runs(self, way: Method) -> list[int]:
         """Which of the ranks the whole model ran with."""
         shares = self.measured.shares
         return [i for i in range(len(shares)) if (way, shares[i]) in self.measured.nats]
 
-    def times(self, way: Way, i: int, over: Way | None = None) -> Times | None:
+    def times(self, way: Method, i: int, over: Method | None = None) -> Times | None:
         """At the i-th rank, over the model's own or over that of another way; None where the model
         did not run so."""
         share = self.measured.shares[i]
@@ -107,7 +110,7 @@ class Results:
         middle = more_BT.mean()
         return Times(*map(math.exp, (middle, middle - _SURE * error, middle + _SURE * error)))
 
-    def perplexity(self, name: tuple[Way, float] | None) -> tuple[float, dict[str, float]]:
+    def perplexity(self, name: tuple[Method, float] | None) -> tuple[float, dict[str, float]]:
         """The perplexity on all texts together, and on each by its name."""
         nats_BT = self.measured.nats[name].astype(np.float64)
         of_texts = self._by_text(nats_BT).mean(axis=1)
@@ -127,7 +130,7 @@ class Results:
                     perplexity=self._run(way, i),
                 )
 
-    def _run(self, way: Way, i: int) -> dict | None:
+    def _run(self, way: Method, i: int) -> dict | None:
         times = self.times(way, i)
         if times is None:
             return None

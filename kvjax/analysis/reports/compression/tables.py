@@ -261,7 +261,9 @@ def data(found: Results) -> dict:
 
 
 def _drift_data(found: Results, where: str) -> dict:
-    spreads = lambda many: [dataclasses.asdict(one) for one in many]
+    def spreads(many):
+        return [dataclasses.asdict(one) for one in many]
+
     first, even = found.overlaps(where)
     return dict(
         overlap=dict(first=spreads(first), spread=spreads(even)),

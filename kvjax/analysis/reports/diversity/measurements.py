@@ -11,14 +11,14 @@ from kvjax.foundation.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ModelDiversity:
     """What was measured of a model, layer by layer."""
 
     label: str
     mechanism: str
     distances: int
     plain: list[Diversity]
-    turning: list[Diversity] | None  # with RoPE; None without
+    rotated: list[Diversity] | None  # with RoPE; None without
     values: list[Diversity]
 
     @property
@@ -41,26 +41,26 @@ def check(model: LazyModel) -> None:
     heads_lib.check(model)
 
 
-def of_model(label: str, model: LazyModel) -> Found:
+def of_model(label: str, model: LazyModel) -> ModelDiversity:
     """The diversity of heads in every layer; one layer's weights are in memory at a time."""
-    plain, turning, values = [], [], []
+    plain, rotated, values = [], [], []
     with few_threads(model.transformer.block.d_model):
         for heads in heads_lib.layers(model):
-            still, turned = diversity.with_and_without_turns(heads, "key", model.context)
+            still, turned = diversity.plain_and_rotated(heads, "key", model.context)
             plain.append(still)
-            turning += [turned] if turned else []
+            rotated += [turned] if turned else []
             values.append(diversity.of_layer(heads, "value"))
     names = mechanism_names(model.transformer.mechanisms)
-    rotated = turning if len(turning) == len(plain) else None
-    return Found(label, names, model.context, plain, rotated, values)
+    rotated = rotated if len(rotated) == len(plain) else None
+    return ModelDiversity(label, names, model.context, plain, rotated, values)
 
 
-def numbers(one: Found) -> dict:
+def numbers(one: ModelDiversity) -> dict:
     """All that was measured of a model, as JSON has it."""
-    kinds = dict(key=one.plain, key_with_rope=one.turning or [], value=one.values)
+    kinds = dict(key=one.plain, key_with_rope=one.rotated or [], value=one.values)
     return dict(
         mechanism=one.mechanism,
-        distances=one.distances if one.turning else None,
+        distances=one.distances if one.rotated else None,
         **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
     )
 

@@ -9,9 +9,9 @@ from kvjax.analysis.measures.diversity import Diversity
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
 from kvjax.analysis.reports.diversity import measurements
-from kvjax.analysis.reports.diversity.measurements import Found
+from kvjax.analysis.reports.diversity.measurements import ModelDiversity
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import in_words, stages
+from kvjax.analysis.words import stages, summarise
 from kvjax.convert.model import LazyModel
 
 _SHARE = 0.9  # of the variance, for which components are counted
@@ -73,12 +73,12 @@ def _percent(layers: Sequence[Diversity], name: str) -> list[float]:
     return [100 * getattr(one, name) for one in layers]
 
 
-def _prefixes(found: list[Found]) -> list[tuple[str, Found]]:
+def _prefixes(found: list[ModelDiversity]) -> list[tuple[str, ModelDiversity]]:
     """What stands before the name of a series: which model's it is, if there are two."""
     return [(f"{one.label}: " if len(found) > 1 else "", one) for one in found]
 
 
-def _heads(one: Found) -> str:
+def _heads(one: ModelDiversity) -> str:
     return f"{' or '.join(map(str, one.num_heads))} heads"
 
 
@@ -87,10 +87,10 @@ def _over_layers(series: dict[str, list[float]]) -> dict[str, tuple[list[int], l
 
 
 def _words(series: dict[str, list[float]], **how) -> str:
-    return "; ".join(f"{name}: {in_words(ys, **how)}" for name, ys in series.items()) + "."
+    return "; ".join(f"{name}: {summarise(ys, **how)}" for name, ys in series.items()) + "."
 
 
-def _rank_figures(found: list[Found]) -> list[Figure]:
+def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
     """Figures 6, 9, 14 and 15."""
     plain, centred, both = {}, {}, {}
     for of, one in _prefixes(found):
@@ -99,17 +99,17 @@ def _rank_figures(found: list[Found]) -> list[Figure]:
         centred[f"{of}% of N"] = _percent(one.plain, "centred_share")
         both[f"{of}not centred"] = [each.rank for each in one.plain]
         both[f"{of}centred"] = [each.centred_rank for each in one.plain]
-        if one.turning:
-            plain[f"{of}with RoPE"] = _percent(one.turning, "share")
+        if one.rotated:
+            plain[f"{of}with RoPE"] = _percent(one.rotated, "share")
             name = f"{of}with RoPE, % of N - 1"
-            centred[name] = _percent(one.turning, "centred_share_of_possible")
+            centred[name] = _percent(one.rotated, "centred_share_of_possible")
     counts = {N for one in found for N in one.num_heads}
     (N,) = counts if len(counts) == 1 else (None,)  # without one there are no levels
     heads = "; ".join(f"{of}{_heads(one)}" for of, one in _prefixes(found))
     rope = (
         " With RoPE: similarities are means over relative positions from 0 to the length that the "
         "model was trained on; the paper leaves positions out."
-        if any(one.turning for one in found)
+        if any(one.rotated for one in found)
         else ""
     )
     return [
@@ -167,22 +167,28 @@ def _rank_figures(found: list[Found]) -> list[Figure]:
     ]
 
 
-def _layer_figures(found: list[Found]) -> list[Figure]:
+def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
     """Figures 7, 10 to 13, and 16 to 18: early, middle and late layers."""
     few = {
         f"{of}{name}": one.plain[index]
         for of, one in _prefixes(found)
         for name, index in stages(one.num_layers).items()
     }
-    numbered = lambda ys, first=1: (list(range(first, first + len(ys))), list(map(float, ys)))
+
+    def numbered(ys, first=1):
+        return (list(range(first, first + len(ys))), list(map(float, ys)))
+
     centred = {name: numbered(one.centred_N[:-1]) for name, one in few.items()}
     uncentred = {name: numbered(one.uncentred_N) for name, one in few.items()}
     held = {
         name: numbered(100 * spectrum.cumulative(one.centred_N[:-1])) for name, one in few.items()
     }
-    listed = lambda series: "; ".join(
-        f"{name}: {', '.join(f'{y:.3g}' for y in ys)}" for name, (_, ys) in series.items()
-    )
+
+    def listed(series):
+        return "; ".join(
+            f"{name}: {', '.join(f'{y:.3g}' for y in ys)}" for name, (_, ys) in series.items()
+        )
+
     counted = "; ".join(f"{name}: {one.components(_SHARE)}" for name, one in few.items())
     similar = "; ".join(f"{name}: {one.mean_similarity:.3f}" for name, one in few.items())
     matrices = {name: one.similarity_NN for name, one in few.items()}
@@ -241,7 +247,7 @@ def _layer_figures(found: list[Found]) -> list[Figure]:
     ]
 
 
-def _value_figure(found: list[Found]) -> Figure:
+def _value_figure(found: list[ModelDiversity]) -> Figure:
     series = {}
     for of, one in _prefixes(found):
         series[f"{of}not centred, % of N"] = _percent(one.values, "share")
@@ -263,11 +269,11 @@ def _value_figure(found: list[Found]) -> Figure:
 # -- tables and numbers ----------------------------------------------------------------------------
 
 
-def _published_table(found: list[Found]) -> Table:
+def _published_table(found: list[ModelDiversity]) -> Table:
     rows = []
     for one in found:
         N = one.num_heads[0] if len(one.num_heads) == 1 else _heads(one)
-        kinds = {"": one.plain} | ({", with RoPE": one.turning} if one.turning else {})
+        kinds = {"": one.plain} | ({", with RoPE": one.rotated} if one.rotated else {})
         for suffix, layers in kinds.items():
             means = [
                 float(np.mean(_percent(layers, name)))
@@ -302,7 +308,7 @@ def _published_table(found: list[Found]) -> Table:
     )
 
 
-def _layer_table(one: Found) -> Table:
+def _layer_table(one: ModelDiversity) -> Table:
     columns = [
         Column("layer", "d"),
         Column("rank, not centred"),
@@ -319,12 +325,12 @@ def _layer_table(one: Found) -> Table:
     ]
     rows = []
     for index, each in enumerate(one.plain):
-        turning = one.turning[index] if one.turning else None
+        rotated = one.rotated[index] if one.rotated else None
         row = [index, each.rank, 100 * each.share, each.centred_rank, 100 * each.centred_share]
         row += [100 * each.centred_share_of_possible, each.components(_SHARE)]
         row += [100 * float(spectrum.cumulative(each.centred_N)[0]), each.mean_similarity]
-        row += [100 * turning.share if turning else None]
-        row += [100 * turning.centred_share_of_possible if turning else None]
+        row += [100 * rotated.share if rotated else None]
+        row += [100 * rotated.centred_share_of_possible if rotated else None]
         rows.append([*row, ", ".join(map(str, each.nothing)) or None])
     return Table(
         f"Layers of {one.label}",
@@ -338,7 +344,7 @@ def _layer_table(one: Found) -> Table:
     )
 
 
-def _lead(found: list[Found]) -> str:
+def _lead(found: list[ModelDiversity]) -> str:
     said = []
     for one in found:
         share = np.mean(_percent(one.plain, "share"))

@@ -56,17 +56,22 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
     def over_steps(wanted: Mapping[str, str], y: str) -> tuple[str, str]:
         curves = {label: [moment[key] for _, moment in evolution] for label, key in wanted.items()}
         there = {k: ys for k, ys in curves.items() if any(x is not None for x in ys)}
-        shown = lambda x: "none" if x is None else f"{x:.3g}"
+
+        def shown(x):
+            return "none" if x is None else f"{x:.3g}"
+
         words = "; ".join(f"{k}: {shown(ys[0])} to {shown(ys[-1])}" for k, ys in there.items())
         series = {label: (steps, ys) for label, ys in there.items()}
         span = f"From step {steps[0]} to {steps[-1]}, means over layers. {words}."
         return draw.lines(series, x="step", y=y), span
 
-    each = lambda *measures: {
-        f"{name}s, {measure.replace('_', ' ')}": f"{name}_{measure}"
-        for name in PARTS
-        for measure in measures
-    }
+    def each(*measures):
+        return {
+            f"{name}s, {measure.replace('_', ' ')}": f"{name}_{measure}"
+            for name in PARTS
+            for measure in measures
+        }
+
     norms = ("total_norm", *(("base_norm", "residual_norm") if apart else ()))
     found = [
         Figure(

@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 
 from kvjax.analysis.measures import geometry, heads as heads_lib
-from kvjax.analysis.measures.geometry import Optimal, Split
-from kvjax.analysis.measures.logits import side_by_side
+from kvjax.analysis.measures.geometry import BestResiduals, PartGeometry
+from kvjax.analysis.measures.logits import parallel_map
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 
@@ -15,21 +15,23 @@ PARTS = ("key", "value")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PartMeasurements:
     """The keys or the values of a layer; of a layer without residuals only its norms."""
 
     total_norm_K: np.ndarray
     rank: int = 0
     best_chance: float | None = None  # overlap of best residuals of unrelated heads
-    raw: Split | None = None
-    canonical: Split | None = None
-    own: Optimal | None = None
-    random: tuple[Split, Split, Optimal] | None = None  # raw, canonical and own of random factors
-    beside: Optimal | None = None
+    raw: PartGeometry | None = None
+    canonical: PartGeometry | None = None
+    own: BestResiduals | None = None
+    random: tuple[PartGeometry, PartGeometry, BestResiduals] | None = (
+        None  # raw, canonical and own of random factors
+    )
+    beside: BestResiduals | None = None
     beside_norm_K: np.ndarray | None = None
 
 
-Layers = list[dict[str, Part]]  # by part, of each layer
+Layers = list[dict[str, PartMeasurements]]  # by part, of each layer
 
 
 def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None = None) -> Layers:
@@ -59,34 +61,41 @@ def check(model: LazyModel, beside: LazyModel | None = None) -> None:
         heads_lib.check(beside)
 
 
-def _of_whole(total_DKH: np.ndarray, other_DKH: np.ndarray | None) -> Part:
+def _of_whole(total_DKH: np.ndarray, other_DKH: np.ndarray | None) -> PartMeasurements:
     beside_norm_K = None if other_DKH is None else geometry.norms(other_DKH)
-    return Part(geometry.norms(total_DKH), beside_norm_K=beside_norm_K)
+    return PartMeasurements(geometry.norms(total_DKH), beside_norm_K=beside_norm_K)
 
 
-def _of_all_parts(parts: dict[str, geometry.Parts], other: dict, seeds) -> dict[str, Part]:
+def _of_all_parts(
+    parts: dict[str, geometry.BaseAndResiduals], other: dict, seeds
+) -> dict[str, PartMeasurements]:
     """Keys on one core and values on another.
 
     Threads of BLAS would wait for each other on matrices a head wide: with two on two cores that
     others used too, the keys of 18 heads of 128 in 2,304 channels took 68 s, with one 2.4 s.
     """
-    of = lambda name: _of_parts(parts[name], other.get(name), seeds)
-    return dict(zip(parts, side_by_side(of, parts), strict=True))
+
+    def of(name):
+        return _of_parts(parts[name], other.get(name), seeds)
+
+    return dict(zip(parts, parallel_map(of, parts), strict=True))
 
 
-def _of_parts(parts: geometry.Parts, other_DKH: np.ndarray | None, seed) -> Part:
+def _of_parts(
+    parts: geometry.BaseAndResiduals, other_DKH: np.ndarray | None, seed
+) -> PartMeasurements:
     D = len(parts.residual_DKH)
     raw, canonical, own = _both_gauges(parts)
     beside = None
     if other_DKH is not None and other_DKH.shape == parts.residual_DKH.shape:
         bases = parts.base_DJH.shape[1]
-        heads = geometry.in_canonical_gauge(other_DKH, bases, parts.rank)
-        beside = geometry.optimal(heads, geometry.split(heads), parts, raw.reads)
+        heads = geometry.canonical_parts(other_DKH, bases, parts.rank)
+        beside = geometry.best_residuals(heads, geometry.part_geometry(heads), parts, raw.reads)
     random = None
     if seed is not None:
         *both, best = _both_gauges(geometry.random_like(parts, seed))
         random = (*map(_without_directions, both), best)
-    return Part(
+    return PartMeasurements(
         geometry.norms(parts.total_DKH),
         rank=parts.rank,
         best_chance=min(parts.rank, D) / D,
@@ -99,20 +108,22 @@ def _of_parts(parts: geometry.Parts, other_DKH: np.ndarray | None, seed) -> Part
     )
 
 
-def _without_directions(split: Split) -> Split:
+def _without_directions(split: PartGeometry) -> PartGeometry:
     """Its numbers alone: the directions of all layers would be gigabytes."""
     return split._replace(reads=())
 
 
-def _both_gauges(parts: geometry.Parts) -> tuple[Split, Split, Optimal]:
+def _both_gauges(
+    parts: geometry.BaseAndResiduals,
+) -> tuple[PartGeometry, PartGeometry, BestResiduals]:
     """The split as learned, in the canonical gauge, and the best residuals beside it."""
-    raw, heads = geometry.split(parts), parts.canonical()
-    canonical = geometry.split(heads)
-    return raw, canonical, geometry.optimal(heads, canonical, parts, raw.reads)
+    raw, heads = geometry.part_geometry(parts), parts.canonical()
+    canonical = geometry.part_geometry(heads)
+    return raw, canonical, geometry.best_residuals(heads, canonical, parts, raw.reads)
 
 
 # By head (bases: by base); None where a layer has no such part.
-MEASURES: dict[str, Callable[[Part], np.ndarray | None]] = {
+MEASURES: dict[str, Callable[[PartMeasurements], np.ndarray | None]] = {
     "total_norm": lambda part: part.total_norm_K,
     "base_norm": lambda part: part.raw and part.raw.base_norm_J,
     "residual_norm": lambda part: part.raw and part.raw.residual_norm_K,
@@ -145,7 +156,7 @@ def numbers(layers: Layers) -> list[dict]:
     return [{name: _of_part(part) for name, part in layer.items()} for layer in layers]
 
 
-def _of_part(part: Part) -> dict:
+def _of_part(part: PartMeasurements) -> dict:
     measured = {name: _numbers(pick(part)) for name, pick in MEASURES.items()}
     angles = {
         name: [_numbers(each) for each in split.angles] if split else None
@@ -161,7 +172,7 @@ def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
     return [float(x) if np.isfinite(x) else None for x in values]
 
 
-def measured(part: Part, measure: str) -> np.ndarray:
+def measured(part: PartMeasurements, measure: str) -> np.ndarray:
     """One of `MEASURES` of a part, by head; of those heads that have the number."""
     return _finite(MEASURES[measure](part))
 

@@ -11,7 +11,7 @@ from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
 from kvjax.analysis.reports.geometry import evolution, measurements
 from kvjax.analysis.reports.geometry.measurements import PARTS, Layers, mean, measured
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import in_words, mechanism_names, stages
+from kvjax.analysis.words import mechanism_names, stages, summarise
 from kvjax.convert.model import LazyModel
 
 
@@ -84,7 +84,7 @@ def _drawn(
         by_layer = [None] * len(layers)
         for i, x in found:
             by_layer[i] = float(x.mean())
-        words.append(f"{label}: {in_words(by_layer, digits=digits)}")
+        words.append(f"{label}: {summarise(by_layer, digits=digits)}")
     return draw.lines(series, x="layer", y=y, bands=bands, level=level), "; ".join(
         words or ["no residuals"]
     ) + "."
@@ -315,9 +315,10 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
 def _lead(model: LazyModel, request: Request, layers: Layers, apart: bool) -> str:
     mechanisms = mechanism_names(model.transformer.mechanisms)
     if apart:
-        over_heads = lambda measure: mean(
-            np.concatenate([measured(layer["key"], measure) for layer in layers])
-        )
+
+        def over_heads(measure):
+            return mean(np.concatenate([measured(layer["key"], measure) for layer in layers]))
+
         names = ("base_norm", "residual_norm", "overlap")
         found = {name: over_heads(name) for name in names}
         shown = {name: "none" if x is None else f"{x:.3g}" for name, x in found.items()}

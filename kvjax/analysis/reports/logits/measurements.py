@@ -28,7 +28,7 @@ Kind = tuple[str, int]  # one of these and the tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class LogitMeasurements:
     """Numbers by [layers, texts, heads, ...], with nan where a layer has fewer of something.
 
     Attributes:
@@ -58,7 +58,7 @@ def measure(
     *,
     perplexity_at: Sequence[int] = (),
     perplexity_tokens: int = 1024,
-) -> Measured:
+) -> LogitMeasurements:
     """All of it, on the first tokens of each text.
 
     Args:
@@ -94,10 +94,11 @@ def measure(
                 doing.at(f"rank {rank or key_dim} at {length} tokens")
                 tokens = max(perplexity_tokens, length)
                 perplexity[length, rank] = _perplexities(model, texts, length, tokens, rank)
-    named = lambda name, fill: {
-        key[1]: _stacked(arrays, fill) for key, arrays in found.items() if key[0] == name
-    }
-    return Measured(
+
+    def named(name, fill):
+        return {key[1]: _stacked(arrays, fill) for key, arrays in found.items() if key[0] == name}
+
+    return LogitMeasurements(
         ranks=ranks,
         key_dim=key_dim,
         energies=named("energies", 0.0),
@@ -144,7 +145,7 @@ def _of_layer(
             x[b, :length] for x in (layer.query_BTNH, layer.key_BTKH, layer.value_BTKH)
         )
         with few_threads(length):
-            field = logits.field(query, key, layer.scale)
+            field = logits.centred_logits(query, key, layer.scale)
             found["energies", (FIELD, length)].append(field.energies_NR)
             if rotates:
                 plain = (layer.plain_query_BTNH[b, :length], layer.plain_key_BTKH[b, :length])

@@ -206,7 +206,10 @@ def _errors(found: Results) -> Figure:
             mean_R, worst_R, _ = middle(errors).T.tolist()
             of = "causal: " if causal else ""
             series |= {f"{of}worst row": (list(ranks), worst_R), f"{of}mean": (list(ranks), mean_R)}
-    numbers = lambda ys: ", ".join(f"{y:.3g}" for y in ys)
+
+    def numbers(ys):
+        return ", ".join(f"{y:.3g}" for y in ys)
+
     told = "; ".join(f"{name}: {numbers(ys)}" for name, (_, ys) in series.items())
     return Figure(
         "How far probabilities move when logits are cut",

@@ -16,7 +16,7 @@ from kvjax.analysis.reports.logits.measurements import (
     PLAIN,
     WEIGHTS,
     Kind,
-    Measured,
+    LogitMeasurements,
 )
 from kvjax.analysis.request import Request, reference_length
 
@@ -27,7 +27,7 @@ COMPONENTS = (1, 2, 5, 10, 20, 40)  # of table 1
 class Results:
     """What was measured, in the numbers that figures and tables show."""
 
-    def __init__(self, name: str, request: Request, measured: Measured):
+    def __init__(self, name: str, request: Request, measured: LogitMeasurements):
         self.name, self.texts, self.lengths = name, tuple(request.texts), tuple(request.lengths)
         self.measured = measured
         self.at = reference_length(request.lengths)
@@ -91,7 +91,10 @@ class Results:
 
     def errors(self) -> list[dict]:
         """By length, mask and rank: medians of `truncation.Errors`, and of the bound."""
-        middle = lambda x: np.nanmedian(x, axis=(0, 1, 2)).tolist()
+
+        def middle(x):
+            return np.nanmedian(x, axis=(0, 1, 2)).tolist()
+
         rows = []
         for (tokens, causal), errors in self.measured.errors.items():
             bounds = middle(self.measured.bounds[tokens])
@@ -124,7 +127,10 @@ class Results:
         """By length and rank, of all texts together; rank None is the model as it is."""
         for (tokens, rank), found_B in self.measured.perplexity.items():
             plain_B = self.measured.perplexity[tokens, 0]
-            mean = lambda x_B: math.exp(np.log(x_B).mean())
+
+            def mean(x_B):
+                return math.exp(np.log(x_B).mean())
+
             yield dict(
                 tokens=tokens,
                 rank=rank or None,

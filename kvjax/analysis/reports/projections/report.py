@@ -10,7 +10,7 @@ from kvjax.analysis.measures.projections import NAMES, PAIRS
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, Text
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import in_words, mechanism_names
+from kvjax.analysis.words import mechanism_names, summarise
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 
@@ -71,13 +71,16 @@ def section(model: LazyModel, request: Request) -> Section:
 
 def _measure(heads: Heads) -> _Layer:
     found = projections.of_heads(heads)
-    products = projections.Products(found)
+    products = projections.ProjectionProducts(found)
     possible = {name: products.possible_rank(name) for name in NAMES}
     ranks = {name: products.effective_ranks(name) for name in NAMES}
     columns = {name: w.shape[1] * w.shape[2] for name, w in found.items()}
     D = len(heads.query_DNH)
     random = {n: projections.effective_ranks_by_chance(D, columns[n]) for n in NAMES}
-    share = lambda ranks, i: {name: ranks[name][i] / possible[name] for name in NAMES}
+
+    def share(ranks, i):
+        return {name: ranks[name][i] / possible[name] for name in NAMES}
+
     cosine = {(a, b): projections.cosine(found[a], found[b]) for a, b in PAIRS}
     chance = {
         (a, b): None if cosine[a, b] is None else (D * max(columns[a], columns[b])) ** -0.5
@@ -114,7 +117,7 @@ def _curves(series: dict[str, list[float | None]], y: str, digits: str) -> tuple
     there = {k: ys for k, ys in series.items() if any(value is not None for value in ys)}
     over_layers = {k: (list(range(len(ys))), ys) for k, ys in there.items()}
     svg = draw.lines(over_layers, x="layer", y=y)
-    return svg, "; ".join(f"{k}: {in_words(ys, digits=digits)}" for k, ys in there.items()) + "."
+    return svg, "; ".join(f"{k}: {summarise(ys, digits=digits)}" for k, ys in there.items()) + "."
 
 
 def _cosine_figure(layers: list[_Layer]) -> Figure:
@@ -159,7 +162,10 @@ def _overlap_figure(layers: list[_Layer]) -> Figure:
 
 def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
     of = dict(by_values="singular values", by_squares="squares of singular values")[kind]
-    percent = lambda kind, name: [100 * x for x in _pick(layers, kind, name)]
+
+    def percent(kind, name):
+        return [100 * x for x in _pick(layers, kind, name)]
+
     series = {name: percent(kind, name) for name in NAMES}
     by_chance: dict[tuple[float, ...], list[str]] = {}
     for name in NAMES:
@@ -255,7 +261,9 @@ def _lead(name: str, mechanisms: str, layers: list[_Layer]) -> str:
 
 
 def _plain(layer: _Layer) -> dict:
-    named = lambda key: "_".join(key) if isinstance(key, tuple) else key
+    def named(key):
+        return "_".join(key) if isinstance(key, tuple) else key
+
     return {
         name: {named(key): value for key, value in numbers.items()}
         for name, numbers in dataclasses.asdict(layer).items()

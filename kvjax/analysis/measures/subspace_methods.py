@@ -34,7 +34,7 @@ BEFORE = "before RoPE"
 AFTER = "after RoPE"
 ANYWHERE = "as they are"  # in a model without RoPE
 
-Way = tuple[str, str]  # how and where
+Method = tuple[str, str]  # how and where
 
 
 def places(*, rotates: bool) -> tuple[str, ...]:
@@ -55,14 +55,14 @@ def shares(channels: int) -> tuple[float, ...]:
     return tuple(share for r, share in sorted(found.items()) if r < channels)
 
 
-def runs_with(way: Way, share: float) -> bool:
+def is_run(way: Method, share: float) -> bool:
     """Whether the whole model runs with keys cut so: a run costs as much as the model does."""
     name, where = way
     few = name in FEW_RUNS or where == AFTER
     return name not in NO_RUNS and (share in FEW_SHARES or not few)
 
 
-def determines(tokens: int, r: int) -> bool:
+def enough_tokens(tokens: int, r: int) -> bool:
     """Whether so many tokens tell a subspace of that rank.
 
     t keys have t - 1 directions, and so few queries hardly weigh them. Of 64 channels that fall as
@@ -72,13 +72,13 @@ def determines(tokens: int, r: int) -> bool:
     return tokens >= 2 * r
 
 
-def has_joint(mechanisms: Sequence[MechanismConfig]) -> bool:
+def has_joint_svd(mechanisms: Sequence[MechanismConfig]) -> bool:
     """Whether there are heads that can share one SVD, and not too many."""
     channels = max(one.key_heads * one.query_dim for one in mechanisms)
     return max(one.key_heads for one in mechanisms) > 1 and channels <= WIDEST
 
 
-def rank_of(way: Way, share: float, heads: Heads) -> int:
+def rank_of(way: Method, share: float, heads: Heads) -> int:
     """Channels that are kept of each KV head, or of all of them together."""
     _, K, H = heads.key_DKH.shape
     return rank(share, H) * (K if way[0] == JOINT else 1)
@@ -118,14 +118,14 @@ class Windows:
         found = {CALIBRATED: after, OTHERS: others} if self.later else {CALIBRATED: others}
         return {name: tuple(pool.tolist()) for name, pool in found.items() if pool.size}
 
-    def determine(self, way: Way, r: int) -> bool:
+    def enough_tokens(self, way: Method, r: int) -> bool:
         """Whether the tokens that a way looks at tell subspaces of a head of that rank; those of a
         whole context are measured on itself, where what it does not tell is nothing."""
         rows = [self.pools(row).get(way[0]) for row in range(len(self.texts_B))]
         tokens = [len(pool) * self.length for pool in rows if pool]
         if way[0] == FIRST_HALF:
             tokens = [self.length // 2]
-        return all(determines(count, r) for count in tokens)
+        return all(enough_tokens(count, r) for count in tokens)
 
 
 def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windows:
@@ -151,7 +151,7 @@ def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windo
 
 def of_layer(
     heads: Heads, layer: Layer, read: Windows, *, rotates: bool, joint: bool
-) -> dict[Way, list[Subspaces]]:
+) -> dict[Method, list[Subspaces]]:
     """By way the subspaces for each measured row.
 
     Args:
@@ -194,7 +194,10 @@ def of_rows(
 
     Before RoPE queries are taken as far from keys as such tokens are, and independent of them.
     """
-    of = lambda x_BTNH: x_BTNH[list(rows)][:, tokens].astype(np.float64)
+
+    def of(x_BTNH):
+        return x_BTNH[list(rows)][:, tokens].astype(np.float64)
+
     if where != BEFORE:
         key_BTKH = of(layer.key_BTKH)
         moment_KHH = key_subspaces.moments(of(layer.query_BTNH), key_BTKH.shape[2])
@@ -202,12 +205,14 @@ def of_rows(
     key_BTKH = of(layer.plain_key_BTKH)
     K, at_T = key_BTKH.shape[2], np.arange(layer.plain_key_BTKH.shape[1])[tokens]
     moment_KHH = key_subspaces.moments(of(layer.plain_query_BTNH), K)
-    moment_KHH = key_subspaces.turned_moments(moment_KHH, rope, layer.mask, at_T[-1] + 1 - at_T[0])
+    moment_KHH = key_subspaces.rotated_moments(moment_KHH, rope, layer.mask, at_T[-1] + 1 - at_T[0])
     return key_subspaces.of_text(moment_KHH, key_BTKH, each_row=False)
 
 
-def cut(layer: Layer, rope: Rope, row: int, where: str, of: Subspaces, r: int) -> np.ndarray:
+def cut_keys(layer: Layer, rope: Rope, row: int, where: str, of: Subspaces, r: int) -> np.ndarray:
     """[T, K, H] a row's keys cut, as attention would use them."""
     if where == BEFORE:
-        return key_subspaces.turned(of.cut(layer.plain_key_BTKH[row].astype(np.float64), r), rope)
+        return key_subspaces.rotate_by_position(
+            of.cut(layer.plain_key_BTKH[row].astype(np.float64), r), rope
+        )
     return of.cut(layer.key_BTKH[row].astype(np.float64), r)
