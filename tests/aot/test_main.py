@@ -1,4 +1,4 @@
-"""`python -m kvjax.aot`: what it says of a run, and what it refuses; a sweep: test_search.py."""
+"""`python -m kvjax.aot`: results, tables and errors; sweeps are in test_search.py."""
 
 import dataclasses
 import json
@@ -30,14 +30,14 @@ def experiment(file=TINY, *overrides):
 
 @pytest.fixture
 def cached():
-    """Nothing compiled for a TPU is written to JAX's cache: it could not be read back."""
+    """Disables JAX's compilation cache: programs for TPUs could not be read back."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", before)
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- results and tables ----------------------------------------------------------------------------
 
 _TRAINING = """
 lrkv_128m (train) on v5e:8: 8 x v5e, data 2, fsdp 4
@@ -118,7 +118,7 @@ def _step(arguments, **known) -> compilation.Step:
 
 
 def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
-    """Figures of the bound are those of the formulas, which have tests of their own."""
+    """Figures of the bound come from the formulas, which are tested elsewhere."""
     mesh, asked = dict(data=2, fsdp=4, sequence=1, tensor=1), []
     train = _step(
         3 * 10**9, mesh=mesh, upper_bound=True, replicated=REPLICATED, xla=dict(flops=3e12)
@@ -278,7 +278,7 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
 
 @pytest.mark.aot
 def test_a_training_step_on_gpus_is_an_upper_bound(cached, capsys):
-    """XLA's attention stands for cuDNN's, which needs its library to be compiled."""
+    """XLA's attention replaces cuDNN's, which needs its library to be compiled."""
     pytest.importorskip("jax_cuda13_plugin")
     assert command_line.status(aot.main, [f"--config={TINY}", "--topology=h200:2", "--json"]) == 0
     out, tables = capsys.readouterr()
@@ -377,7 +377,7 @@ def test_a_mesh_that_does_not_divide(override, message, capsys):
 
 
 def test_what_the_compiler_says_when_memory_runs_out():
-    """Numbers of powers of 1,024; to the first message the program's arguments are added."""
+    """Units are powers of 1,024; the first message does not include the program's arguments."""
     before, used = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries ({}) exceeds available HBM ({}). HLO module: jit_train_step.",
@@ -403,11 +403,11 @@ def test_what_the_compiler_says_when_memory_runs_out():
     assert compilation.too_large(other, arguments=0) is None
 
 
-# -- what is compiled, and what a compiler cannot do -----------------------------------------------
+# -- steps, and errors of the compiler -------------------------------------------------------------
 
 
 class _Lowered:
-    """What lowers, and is compiled to a text or fails in the compiler."""
+    """A lowered program whose compilation gives a text or fails."""
 
     def __init__(self, error=None, text="", counted=None):
         self.error, self.text, self.counted = error, text, counted
@@ -466,7 +466,7 @@ def test_a_step_is_what_the_compiler_says_of_it(monkeypatch):
 
 
 def test_steps_are_those_of_a_run_for_the_devices_of_a_topology(monkeypatch):
-    """CPUs stand for the devices; nothing is compiled. A GPU's attention is XLA's here."""
+    """CPUs replace the devices, and nothing is compiled. A GPU's attention is XLA's here."""
     small = [
         "--config.model.num_layers=1",
         "--config.mesh.tensor=2",

@@ -1,4 +1,4 @@
-"""The roofline against products counted in the traced step, and against figures made by hand."""
+"""The roofline against products counted in the traced step, and against figures by hand."""
 
 import dataclasses
 import math
@@ -104,7 +104,7 @@ def test_flops_of_other_mechanisms(attention, remat):
     ],
 )
 def test_keeping_products_computes_those_of_each_head_again(attention, expansions):
-    """Kept are products with a weight; LRKV's with B, which has heads as a batch, are not."""
+    """Products with a weight are saved; with LRKV's B, batched over heads, they are not."""
     experiment = make(attention, remat="dots")
     flops = roofline.step_flops(experiment, causal_kernel=False)
     assert flops.total == traced(experiment)
@@ -156,8 +156,8 @@ def test_hbm_bytes_by_hand():
 
 
 def test_activations_of_an_lrkv_by_hand():
-    """With "dots" bases and latents are kept, and what attention and its output made; with "none"
-    expanded keys and values instead. Of grouped queries only as many keys as there are."""
+    """With "dots" bases, latents, attention and its output are saved; with "none" expanded keys and
+    values. GQA has one key per KV head."""
     per_token = lambda remat, attention, kernel=True: (
         (
             roofline.hbm_bytes(make(attention, remat=remat), ONE, causal_kernel=kernel)

@@ -1,4 +1,4 @@
-"""What fits a topology: the search, with a compiler that is a formula, and the advice it gives."""
+"""The search for settings that fit a topology, with a formula as the compiler, and its advice."""
 
 import argparse
 import dataclasses
@@ -47,7 +47,7 @@ def fake_step(experiment, name, temporaries, causal_kernel=True):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Needs `scale` times the temporaries predicted; gives up over the whole memory."""
+    """Needs `scale` times the predicted temporaries; raises TooLarge above a chip's memory."""
     calls = []
 
     def training_step(experiment, name):
@@ -103,7 +103,7 @@ def test_the_search_stops_after_as_many_compiles_as_are_allowed(compiler):
 
 
 def test_the_best_has_memory_to_spare(compiler):
-    """A step that compiles, in 95 % of memory, is none; slower ones that fit are."""
+    """A step in 95 % of memory compiles but does not count; slower ones that fit do."""
     found = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 8)[:3]
     for candidate, part in zip(found, (0.95, 0.5, 0.5), strict=True):
         temporaries = round(part * 16e9) - candidate.predicted.state
@@ -121,7 +121,7 @@ def test_overrides_of_a_candidate_make_it(compiler):
 
 @pytest.mark.parametrize("chips, sequence", [(16, 1), (12, 3)])
 def test_candidates_are_all_that_divide(chips, sequence):
-    """Against a search of everything: 48 rows, 6 heads, widths of 768 and more; parts are 2^n."""
+    """Against an exhaustive search: 48 rows, 6 heads, widths of 768 and more; 2^n accumulations."""
     options = ("--config.train.batch_size=48", f"--config.mesh.sequence={sequence}")
     found = search.candidates(experiment(MEDIUM, *options), datasheets.get("v5e"), chips)
     expected = {
@@ -185,7 +185,7 @@ def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
 
 @pytest.mark.slow
 def test_advice_splits_weights_as_far_as_they_divide(compiler):
-    """Whole tiles of 768 rows in 32 ways at most; chips beyond that are copies."""
+    """768 rows have whole tiles on at most 32 chips; further chips are replicas."""
     start = experiment(MEDIUM, "--config.compute.remat=full", "--config.train.batch_size=4096")
     state = search.predict(
         dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=8)),
@@ -211,7 +211,7 @@ def test_meshes_of_whole_tiles_come_first():
 
 @pytest.mark.parametrize("remat, passes, sums", [("none", 2, 4), ("full", 3, 6)])
 def test_what_is_sent_by_hand(remat, passes, sums):
-    """Weights of two bytes; of n chips each passes (n - 1)/n on, a sum twice."""
+    """Two bytes per weight; a chip of n sends (n - 1)/n, in an all-reduce twice that."""
     mesh = dict(data=2, fsdp=4, sequence=3, tensor=5)
     e = experiment(TINY, f"--config.compute.remat={remat}", "--config.train.grad_accumulation=4")
     weights = formulas.matrix_weights(e.model)
@@ -233,7 +233,7 @@ def test_what_is_sent_by_hand(remat, passes, sums):
 
 
 def test_gradients_of_broken_tiles_count_as_all_reduced():
-    """v4's compiler sends 27.2 GB a step and chip with 36 rows each, and 14.6 with 144."""
+    """v4's compiler sends 27.2 GB per step and chip with 36 rows each, and 14.6 with 144."""
     plain = experiment(CONFIGS / "lrkv_2p5b.py")
     wire = {}
     for data, fsdp in ((1, 64), (4, 16)):
@@ -249,7 +249,7 @@ def test_gradients_of_broken_tiles_count_as_all_reduced():
 
 @pytest.mark.parametrize("scale, says", [(1.0, True), (1.5, True), (1.0, False)])
 def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
-    """The state is part of what is needed; where no number is said nothing is learnt."""
+    """The state is part of the needed bytes; an unknown size corrects nothing."""
     (candidate, *_) = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 8)
     p = candidate.predicted
     needed = round(p.state + scale * p.temporaries)
@@ -338,7 +338,7 @@ def test_a_sweep_in_which_nothing_compiles(compiler):
 
 
 def test_advice_for_decoding_is_not_the_batch_that_failed():
-    """Caches fit by the formulas; the compiler gives up, and does not say by how much."""
+    """Caches fit by the formulas, but the compiler fails without a size."""
     shape = dict(batch=4, length=128, chips=1)
     text = search.decode_advice(experiment(), "v5e:4x4", 0, **shape)
     assert "--batch=3\n" in text and "--chips=2 of v5e" in text

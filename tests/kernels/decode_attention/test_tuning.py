@@ -139,7 +139,7 @@ def test_keys():
 
 
 def test_only_the_very_batch_and_length(write):
-    """For parameters that do not carry over to other sizes."""
+    """Some parameters do not carry over to other sizes."""
     write({KIND: {KEY: _entry(256)}})
     found = lambda key: tuning.parameters(key, KIND, default=DEFAULT, nearest=False)["tile_kv"]
     assert (found(KEY), found(_key(8, 65_536))) == (256, DEFAULT["tile_kv"])

@@ -1,4 +1,4 @@
-"""Whether an implementation is right on the device present: what is found, and what is said."""
+"""Checks of implementations on the device present: rows, tables and the exit status."""
 
 import itertools
 import json

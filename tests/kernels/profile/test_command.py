@@ -1,4 +1,4 @@
-"""`python -m kvjax.kernels.profile`: its options, messages, results and what it does without."""
+"""`python -m kvjax.kernels.profile`: options, messages, results and optional packages."""
 
 import json
 import os
@@ -175,7 +175,7 @@ def test_the_kinds_tuned_for_are_those_of_the_datasheets():
 
 @pytest.mark.slow
 def test_runs_with_jax_alone(tmp_path):
-    """On the CPU, from outside the checkout, without what training needs."""
+    """On the CPU, from outside the checkout, without training's packages."""
     program = """
 import sys
 BLOCKED = ("grain", "tensorflow_datasets", "tensorflow", "array_record", "ml_collections",
@@ -241,7 +241,7 @@ def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nothing_measured(monkeypatch, tmp_path):
-    """Measuring and tuning find nothing, at once; results go to a folder of the test."""
+    """Measuring and tuning return nothing at once; results go to a folder of the test."""
     monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
     runs = []
     monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 2e9))[1])
@@ -351,7 +351,7 @@ def test_results_are_saved_though_the_plot_fails(nothing_measured, monkeypatch, 
 
 
 def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
-    """Counted by what a compilation leaves there, with the cache on before and after."""
+    """Counts entries of the cache, which is on before and after."""
     gpu_static = pytest.importorskip("kvjax.kernels.profile.gpu_static")
     options = dict(
         jax_enable_compilation_cache=True,

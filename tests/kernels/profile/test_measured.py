@@ -1,4 +1,4 @@
-"""Rows of a measurement: what they say, whom they stand beside, what they leave out and why."""
+"""Rows of a measurement: rates, speedups, and reasons for missing figures."""
 
 import gc
 import itertools
@@ -20,7 +20,7 @@ from kvjax.kernels.profile import contenders, measured, timing
 
 @pytest.fixture(scope="module", autouse=True)
 def what_others_left_is_not_collected():
-    """A measurement collects garbage often: over what all tests left, a second each time."""
+    """A measurement collects garbage often; with all earlier tests' objects each takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -98,7 +98,7 @@ def test_flops_are_those_of_the_costs():
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """Contenders that take 1 s for MHA and half for LRKV; "tpu" refuses MHA and fails on LRKV.
+    """Contenders that take 1 s for MHA and 0.5 s for LRKV; "tpu" refuses MHA and fails on LRKV.
 
     Libraries take 3 s for MHA; torch has no memory for it. Returns the shapes held at each sample.
     """
@@ -157,7 +157,7 @@ def test_a_contender_that_cannot_is_a_row_that_says_why(seconds):
 
 
 def _bytes(monkeypatch, mechanisms):
-    """Bytes of each one's caches at 2 x 512 tokens, float32; memory for those of `mechanisms`."""
+    """Returns each mechanism's cache bytes at 2 x 512 tokens, float32; limits the memory."""
     run = _run(mechanisms=("mha", "gqa", "lrkv"))
     need = {name: measured._ring_bytes(run, name, 2, 512) for name in run.mechanisms}
     memory = sum(need[name] for name in mechanisms) + 1

@@ -1,4 +1,4 @@
-"""Which implementation is chosen, and what none of them takes."""
+"""The choice of an implementation, and arguments that all refuse."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What cuDNN is given and what it refuses; XLA computes in its place."""
+"""Arguments and refusals of cuDNN attention, with XLA in its place."""
 
 import types
 
@@ -17,7 +17,7 @@ from tests.kernels.softmax_attention.cases import BFLOAT16, FLOAT32
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """A GPU with cuDNN that is XLA and notes what it was given."""
+    """A GPU whose cuDNN is XLA and records its arguments."""
     calls = []
     attend = jax.nn.dot_product_attention
 
@@ -93,7 +93,7 @@ CUDNN_MESHES = [
 
 @pytest.mark.parametrize("sizes, K", quick.only(CUDNN_MESHES[1:2], CUDNN_MESHES), ids=str)
 def test_cudnn_on_several_devices(cudnn, sizes, K):
-    """Each calls it with its own rows and heads, and all are what XLA is on one, in float64.
+    """Each device calls it with its own rows and heads; together they equal XLA on one, in float64.
 
     Outputs, probabilities and gradients are rounded to 8 bits: a few times 2^-9.
     """
@@ -128,7 +128,7 @@ _FIRST_GPU = cudnn_lib._gpu
 
 
 def test_a_gpu_that_is_not_there_gets_xla(cudnn, monkeypatch):
-    """cuDNN's plans are made by cuDNN: compiling ahead of time has none."""
+    """Compiling cuDNN attention ahead of time would need cuDNN."""
     monkeypatch.setattr(cudnn_lib, "_gpu", _FIRST_GPU)
     with monkeypatch.context() as there:
         there.setattr(jax, "local_devices", lambda: [cudnn.gpu, None])

@@ -78,7 +78,7 @@ def test_splash_window(small_blocks, window):
 
 @pytest.mark.slow
 def test_inside_a_shard_map(small_blocks):
-    """Without a mesh, arrays are those of one device."""
+    """Without a mesh, arrays belong to one device."""
     arrays, mesh = cases.arrays(2, 2, 2, 16, 16), cases.mesh(data=2)
     run = functools.partial(softmax_attention, causal=True, implementation="splash")
     split = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
@@ -180,7 +180,7 @@ def test_keys_of_another_length_and_blocks_for_them():
 
 
 def _compiled(mesh, *, length, N, K, H, Hv, dtype=BFLOAT16, policy=None, segmented=False):
-    """Forward and backward pass over a batch of 4 by what is the device's default."""
+    """Compiles forward and backward pass over a batch of 4 with the device's default."""
     place = lambda x, *axes: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=NamedSharding(mesh, P(("data", "fsdp"), *axes))
     )
