@@ -1,4 +1,4 @@
-"""Mechanisms of a few heads and channels by name, and weights for them, none of which is zero."""
+"""Small mechanisms by name, and random weights for them, none of which is zero."""
 
 import math
 
@@ -20,6 +20,7 @@ from kvjax.attention import (
     TPAConfig,
 )
 from kvjax.layers.weight import Axes
+from tests import quick
 
 MECHANISMS = {
     "mha": (GroupedConfig, dict(num_kv_heads=4, num_bases=4, rank=0)),
@@ -85,15 +86,19 @@ MECHANISMS = {
         dict(query_factors=3, key_rank=2, value_rank=3, value_dim=6),
     ),
 }
+# LRKV, quick.KINDS, and the first mechanism of every other config class.
+_CLASSES = {MECHANISMS[name][0] for name in quick.KINDS}
+_FIRST = {cls: name for name, (cls, _) in reversed(MECHANISMS.items())}
+ALL_KINDS = ("lrkv", *quick.KINDS, *(n for cls, n in _FIRST.items() if cls not in _CLASSES))
 WITHOUT_VALUE_DIM = ("gta", "shared_kv", "mfa_kr")  # values have a key's channels
 FAMILIES = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 
 
 def random_values(state, seed=0, dtype=np.float64):
-    """Values for every variable of an nnx.State, none of them zero, as a pure dict.
+    """Returns random values for every variable of an nnx.State, none of them zero, as a pure dict.
 
-    A recipe starts with zeros in its output projections; with those, everything passes. Matrices
-    are N(0, 1/in); vectors (gains, biases) lie in [0.5, 1.5].
+    Recipes initialise output projections with zeros, with which any test of outputs passes.
+    Matrices are N(0, 1/in); vectors (gains, biases) lie in [0.5, 1.5].
     """
     rng = np.random.default_rng(seed)
 

@@ -42,14 +42,11 @@ def keep_to_own_cores() -> None:
         os.sched_setaffinity(0, cores[number::count] or [cores[number % len(cores)]])
 
 
-# One mechanism for each way of reading a cache of this project's own: plain, residual, factored,
-# tied, latent, rebuilt, latent with residuals.
+# One mechanism of tests/mechanisms.py per cache layout of this project: grouped, residual,
+# factored, tied, latent, rebuilt, latent with residuals.
 READERS = ("gqa", "lrkv_gqa", "factored_joint", "lrkv_kv_tied", "mla", "mla_paper", "mla_lrkv")
-# And those whose queries and keys are like no other's.
+# And mechanisms with unusual queries and keys.
 KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")
-# With the paper's own, and other authors'.
-ALL_KINDS = ("lrkv", *KINDS, "tpa", "gla", "mlra", "gta", "shared_kv", "mfa_kr")
-
 
 _WRITTEN = 0.015  # seconds of compiling; to write a program down took 0.008 under a profiler
 

@@ -44,7 +44,7 @@ BAD = [
     ("attention.num_heads", "4", "config.attention.num_heads = '4' is a str"),
     ("attention.rank", 33, "rank = 33: must lie in [0, 32]"),
     ("attention.rank", 2.0, "config.attention.rank = 2.0 is a float"),
-    ("attention.key_dim", 33, "33 channels"),
+    ("attention.key_dim", 33, "33 rotated channels"),
     ("attention.num_bases", 3, "num_bases = 3: must divide num_kv_heads = 4"),
     ("attention.qk_norm", "l2", "qk_norm = 'l2': must be one of"),
     ("attention.rnak", 3, "config.attention.rnak: no such key"),

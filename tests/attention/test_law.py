@@ -13,7 +13,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.foundation.errors import UserError
 from tests import quick, reference
 from tests.attention import law
-from tests.mechanisms import MECHANISMS
+from tests.mechanisms import ALL_KINDS, MECHANISMS
 
 # -- what is covered -------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ BFLOAT16_CASES = [
     (name, options)
     for name in MECHANISMS
     for options in BFLOAT16_OPTIONS
-    if name in quick.ALL_KINDS or options in (BFLOAT16_OPTIONS[0], BFLOAT16_OPTIONS[-1])
+    if name in ALL_KINDS or options in (BFLOAT16_OPTIONS[0], BFLOAT16_OPTIONS[-1])
 ]
 
 

@@ -9,9 +9,10 @@ from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scorer
 from tests import quick
 from tests.decoding.prompts import GREEDY, PROMPTS, V
+from tests.mechanisms import ALL_KINDS
 
 QUICK = ("lrkv",)
-CASES = quick.only(QUICK, quick.ALL_KINDS)
+CASES = quick.only(QUICK, ALL_KINDS)
 # By sequence and number of its tokens so far: what it goes on with.
 LAID = {
     (0, 1): [7, 7, 8],

@@ -14,6 +14,7 @@ from kvjax.decoding.scoring import Scorer
 from kvjax.foundation.errors import UserError
 from tests import quick
 from tests.decoding.prompts import V
+from tests.mechanisms import ALL_KINDS
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -35,7 +36,7 @@ def narrow(monkeypatch):
     monkeypatch.setattr(scoring, "WIDTH", 4)
 
 
-@pytest.mark.parametrize("name", quick.only(["lrkv"], quick.ALL_KINDS))
+@pytest.mark.parametrize("name", quick.only(["lrkv"], ALL_KINDS))
 def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
     model = make_model(name)
     rng = np.random.default_rng(0)

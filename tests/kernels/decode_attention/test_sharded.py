@@ -29,7 +29,7 @@ from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.layers import rope
 from tests import quick
 from tests.kernels.decode_attention import agreement
-from tests.mechanisms import MECHANISMS
+from tests.mechanisms import ALL_KINDS, MECHANISMS
 
 B, D, BASE = 3, 16, 100.0
 STRIPE, SLOTS = 8, 24  # of each chip
@@ -109,7 +109,7 @@ def short_tiles(monkeypatch):
     "mechanism_name, chips",
     quick.only(
         [("lrkv_gqa", 2)],
-        [(name, 2) for name in MECHANISMS] + [(name, 8) for name in quick.ALL_KINDS],
+        [(name, 2) for name in MECHANISMS] + [(name, 8) for name in ALL_KINDS],
     ),
 )
 def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, chips):
