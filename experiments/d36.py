@@ -6,7 +6,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax import cache as cache_lib, experiment as experiment_lib, recipes
+from kvjax import cache as cache_lib, config as config_lib, recipes
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.model.config import TransformerConfig
 
@@ -37,7 +37,7 @@ def model(name: str, layers: int) -> TransformerConfig:
     config.model.num_layers = layers
     if name == NO_ROPE:
         config.model.positions = "none"
-    return experiment_lib.resolve(config).model
+    return config_lib.resolve(config).model
 
 
 def abstract_attention(name: str, length: int, dtype: jnp.dtype) -> tuple[Callable, tuple]:

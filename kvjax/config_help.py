@@ -3,10 +3,10 @@
 import textwrap
 
 from kvjax.attention import MECHANISMS
+from kvjax.config import ComputeConfig, TrainConfig
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.foundation import command_line, output
 from kvjax.foundation.config_keys import Key, keys
 from kvjax.model.config import BlockConfig

@@ -12,10 +12,10 @@ import functools
 import ml_collections
 
 from kvjax.attention import MECHANISMS
+from kvjax.config import ComputeConfig, TrainConfig
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.foundation import configuration
 from kvjax.foundation.checkout import ROOT
 from kvjax.model.config import BlockConfig

@@ -77,13 +77,13 @@ def rows(source: str, directory: str) -> dict:
     """The first rows that this process reads, over several meshes, as texts."""
     import jax
 
-    from kvjax import distributed, experiment
+    from kvjax import config as config_lib, distributed
     from kvjax.data import loader
     from kvjax.distributed import sharding
     from kvjax.training import preflight
     from tests import runs
 
-    data = experiment.resolve(runs.small_config(source, directory)).data
+    data = config_lib.resolve(runs.small_config(source, directory)).data
     dataset = preflight.prepare_dataset(data)
     found = {}
     for name, axes in dict(fsdp4={}, tensor2=dict(tensor=2), tensor4=dict(tensor=4)).items():

@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-from kvjax import experiment as experiment_lib, recipes
+from kvjax import config as config_lib, recipes
 from kvjax.decoding import program as decode_program
 from kvjax.distributed import sharding
 from kvjax.training.program import Program
@@ -34,7 +34,7 @@ def programs(mechanism: str, mesh_name: str) -> dict[str, jax.stages.Lowered]:
         config.attention = MECHANISMS[mechanism]
     config.data.vocab_size = 272
     config.optimizer.newton_schulz_steps = 2
-    experiment = experiment_lib.resolve(config)
+    experiment = config_lib.resolve(config)
     compute = experiment.compute.resolve("cpu", config.model.num_layers)
     axes = MESHES[mesh_name]
     devices = jax.devices()[: math.prod(axes.values())]

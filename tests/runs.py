@@ -6,7 +6,7 @@ import random
 from etils import epath
 import ml_collections
 
-from kvjax import experiment as experiment_lib, recipes
+from kvjax import config as config_lib, recipes
 from kvjax.data import prepare
 from kvjax.workdir import metrics
 
@@ -66,7 +66,7 @@ def prepare_text(source: str, folder: pathlib.Path, name: str) -> pathlib.Path:
     text.write_text("\n".join(lines).replace("t", name[0]) + "\n")
     config = small_config(str(text), str(folder / "data"))
     config.data.update(tokenizer="bpe", vocab_size=272)
-    return pathlib.Path(prepare.prepare(experiment_lib.resolve(config).data))
+    return pathlib.Path(prepare.prepare(config_lib.resolve(config).data))
 
 
 def records(workdir) -> list[dict]:

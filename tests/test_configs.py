@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import ml_collections
 import pytest
 
-from kvjax import experiment
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation import configuration
 from kvjax.foundation.checkout import ROOT
@@ -108,7 +108,7 @@ def _load(name):
 
 @functools.cache
 def _resolve(name):
-    return experiment.resolve(_load(name).get_config())
+    return config_lib.resolve(_load(name).get_config())
 
 
 def _changes(name, other):
@@ -321,7 +321,7 @@ def test_no_golden_without_a_config():
 @pytest.mark.parametrize("name", quick.every(3, NAMES))
 def test_docstring(name):
     module = _load(name)
-    doc, run = module.__doc__, experiment.resolve(module.get_config())
+    doc, run = module.__doc__, config_lib.resolve(module.get_config())
     assert f"    python -m kvjax.main --config={FILES[name].relative_to(ROOT)}\n" in doc
     counts = formulas.parameters(run.model)
     pattern = r"([\d,]+) parameters, ([\d,]+) without the input embedding; ([\d,]+) cache\s+bytes"

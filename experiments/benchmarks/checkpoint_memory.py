@@ -22,7 +22,7 @@ import jax
 
 from experiments import record
 from experiments.benchmarks import contender, machine
-from kvjax import distributed, experiment as experiment_lib, recipes
+from kvjax import config as config_lib, distributed, recipes
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.foundation import command_line, progress, runtime
@@ -151,12 +151,12 @@ def work(task: dict) -> None:
         print(json.dumps(_write_or_load(task)), flush=True)
 
 
-def experiment(d_model: int, num_layers: int, mesh: dict[str, int]) -> experiment_lib.Experiment:
+def experiment(d_model: int, num_layers: int, mesh: dict[str, int]) -> config_lib.Experiment:
     """Returns the experiment of an LRKV model on a mesh."""
     config = recipes.pretrain("wide", scale="tiny", attention=recipes.lrkv(8, rank=16, dim=64))
     config.model.update(num_layers=num_layers, d_model=d_model, mlp_dim=4 * d_model)
     config.mesh.update(mesh)
-    return experiment_lib.resolve(config)
+    return config_lib.resolve(config)
 
 
 def _write_or_load(task: dict) -> dict:

@@ -30,7 +30,7 @@ from experiments import record
 from experiments.benchmarks import machine
 from experiments.benchmarks.random_model import RandomModel
 from experiments.conversion import smollm2
-from kvjax import experiment
+from kvjax import config as config_lib
 from kvjax.analysis.__main__ import HTML
 from kvjax.attention import GroupedConfig
 from kvjax.convert import huggingface, into_folder, into_workdir, model as model_lib
@@ -138,7 +138,7 @@ def analyses(folder: pathlib.Path, published: str, doing: progress.waiting) -> d
 
     published = published or smollm2.packaged()
     name = _name(published)
-    config = experiment.resolve(load_config(CONFIGS / f"{D36}.py")).model
+    config = config_lib.resolve(load_config(CONFIGS / f"{D36}.py")).model
     size = _BFLOAT16 * formulas.parameters(config)["total"]
     machine.check_room(f"{D36} with random weights", size, memory=0, disk=2)
     runtime.start()

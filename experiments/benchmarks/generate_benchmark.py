@@ -18,10 +18,10 @@ import numpy as np
 
 from experiments import record
 from kvjax import cache
+from kvjax.config import DTYPES
 from kvjax.costs import formulas
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
-from kvjax.experiment import DTYPES
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.benchmarks import contender
 from experiments.benchmarks.machine import matmul_rate
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
 from kvjax.foundation.command_line import load_config
@@ -18,7 +18,7 @@ from kvjax.training.program import Program
 WARMUP = 3
 
 
-def load(path: str, overrides: list[str]) -> experiment_lib.Experiment:
+def load(path: str, overrides: list[str]) -> config_lib.Experiment:
     """The experiment of a config file with some of its keys changed.
 
     Args:
@@ -28,7 +28,7 @@ def load(path: str, overrides: list[str]) -> experiment_lib.Experiment:
       UserError: what `load_config` and `resolve` raise.
     """
     overrides = [f"--config.{override}" for override in overrides]
-    return experiment_lib.resolve(load_config(pathlib.Path(path), overrides))
+    return config_lib.resolve(load_config(pathlib.Path(path), overrides))
 
 
 def training_speed(path: str, overrides: list[str], steps: int) -> dict:

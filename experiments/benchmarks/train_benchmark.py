@@ -32,8 +32,8 @@ from experiments.benchmarks import contender
 from experiments.benchmarks.jax_training import load
 from kvjax.aot.tables import OVER_100
 from kvjax.attention import GroupedConfig
+from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.experiment import Experiment
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import at_least, one_of

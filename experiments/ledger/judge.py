@@ -16,7 +16,7 @@ from etils import epath
 
 from experiments import record
 from experiments.ledger import printed
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation import json_text
 from kvjax.foundation.checkout import CONFIGS
@@ -160,9 +160,9 @@ def between(name: str, first: str, second: str) -> Difference:
 
 
 @functools.cache
-def experiment_of(config: str) -> experiment_lib.Experiment:
+def experiment_of(config: str) -> config_lib.Experiment:
     """Returns the experiment of a config, named as below configs/."""
-    return experiment_lib.resolve(load_config(CONFIGS / f"{config}.py"))
+    return config_lib.resolve(load_config(CONFIGS / f"{config}.py"))
 
 
 @functools.cache

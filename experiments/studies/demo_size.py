@@ -7,7 +7,7 @@ import dataclasses
 
 from experiments.studies import grid
 from experiments.studies.grid import Cell
-from kvjax import experiment as experiment_lib, recipes
+from kvjax import config as config_lib, recipes
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
@@ -106,7 +106,7 @@ def _starts() -> list[Cell]:
 
 def _rivals_starts() -> list[Cell]:
     """Rivals with MHA's parameters, each change against MHA of the same change."""
-    count = formulas.parameters(experiment_lib.resolve(load_config(TINY("mha"))).model)["total"]
+    count = formulas.parameters(config_lib.resolve(load_config(TINY("mha"))).model)["total"]
     changes = {
         "": {},
         "_per_head": PER_HEAD,
@@ -151,7 +151,7 @@ def _mechanisms() -> list[Cell]:
 
 def _equal() -> list[Cell]:
     """MHA's parameters by the MLP's width; GQA's cache bytes by the rank."""
-    count = formulas.parameters(experiment_lib.resolve(load_config(TINY("mha"))).model)["total"]
+    count = formulas.parameters(config_lib.resolve(load_config(TINY("mha"))).model)["total"]
     wide = lambda name: Cell(f"{name}_matched", TINY(name), grid.matched(TINY(name), count), "mha")
     return [
         _of("mha", "mha"),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from experiments.studies import code as code_lib, kept as kept_lib
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.data.config import is_prepared
 from kvjax.foundation import json_text, provenance
@@ -32,7 +32,7 @@ from kvjax.workdir import identity
 # What decides a run's numbers, in kvjax/.
 _DECIDES = (
     *("attention", "data", "layers", "model", "recipes", "kernels/softmax_attention"),
-    *("experiment.py", "optim.py", "training/program.py", "training/loop.py"),
+    *("config.py", "optim.py", "training/program.py", "training/loop.py"),
 )
 ABOUT = "study.json"  # in a run's folder: config, code and machine that trained it
 EVALUATIONS = 4  # of a run, evenly spaced
@@ -86,8 +86,8 @@ class Run:
         return config
 
     @functools.cached_property
-    def experiment(self) -> experiment_lib.Experiment:
-        return experiment_lib.resolve(self.config)
+    def experiment(self) -> config_lib.Experiment:
+        return config_lib.resolve(self.config)
 
     @property
     def flops(self) -> float:
@@ -104,7 +104,7 @@ class Run:
         prepared data lies: what it is stands in the run's folder.
         """
         tree = identity.identity(self.config, jnp.dtype(self.config.compute.dtype))
-        usual = experiment_lib.defaults(self.config.attention.kind)
+        usual = config_lib.defaults(self.config.attention.kind)
         every = traverse_util.flatten_dict(tree, sep=".")
         if is_prepared(every["data.source"]):
             every["data.source"] = "prepared"
@@ -127,7 +127,7 @@ def code_now() -> dict[str, str]:
 
 def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
     """The override of the MLP's width that brings a config nearest to so many parameters."""
-    count = lambda c: formulas.parameters(experiment_lib.resolve(c).model)["total"]
+    count = lambda c: formulas.parameters(config_lib.resolve(c).model)["total"]
     plain, wider = load_config(config), load_config(config)
     wider.model.mlp_dim += 1
     each = count(wider) - count(plain)

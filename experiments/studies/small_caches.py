@@ -22,7 +22,7 @@ from experiments.studies import grid, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP
 from experiments.studies.grid import Cell, Kept, Run
 from experiments.studies.kept import claim
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.analysis.words import mechanism_names
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, lists, runtime
@@ -55,7 +55,7 @@ def file_of(name: str) -> pathlib.Path:
 
 def cells(names: Sequence[str]) -> list[Cell]:
     """The cells of these mechanisms, each with about as many parameters as MHA."""
-    first = experiment_lib.resolve(load_config(file_of(FIRST)))
+    first = config_lib.resolve(load_config(file_of(FIRST)))
     count = formulas.parameters(first.model)["total"]
     return [Cell(name, file_of(name), grid.matched(file_of(name), count)) for name in names]
 
@@ -73,7 +73,7 @@ def _speeds() -> dict[str, dict]:
     return {row["mechanism"]: row for row in rows}
 
 
-def row(cell: Cell, experiment: experiment_lib.Experiment, kept: Mapping[str, dict]) -> dict:
+def row(cell: Cell, experiment: config_lib.Experiment, kept: Mapping[str, dict]) -> dict:
     """Figures of one mechanism.
 
     Args:

@@ -15,9 +15,9 @@ import re
 
 import jax.numpy as jnp
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
+from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.experiment import Experiment
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import one_of, to_text
@@ -111,7 +111,7 @@ def _target(path: pathlib.Path, item: str) -> Target:
         topology=parts[1],
         overrides=tuple(overrides),
         resolved=tuple(to_text(config).splitlines()),
-        experiment=experiment_lib.resolve(config),
+        experiment=config_lib.resolve(config),
     )
 
 

@@ -12,7 +12,7 @@ import pathlib
 import jax.numpy as jnp
 
 from experiments import record
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import CONFIGS
@@ -26,11 +26,11 @@ _HEADER = (
 )
 
 
-def load(path: pathlib.Path) -> experiment_lib.Experiment:
-    return experiment_lib.resolve(load_config(path))
+def load(path: pathlib.Path) -> config_lib.Experiment:
+    return config_lib.resolve(load_config(path))
 
 
-def row(experiment: experiment_lib.Experiment) -> dict:
+def row(experiment: config_lib.Experiment) -> dict:
     """Figures of one config; cache bytes are for bfloat16, per token, all layers."""
     counts = formulas.parameters(experiment.model)
     return dict(

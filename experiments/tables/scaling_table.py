@@ -28,8 +28,8 @@ import time
 from experiments.tables import lab_notes
 from experiments.tables.lab_notes import LabNote, Target
 from kvjax.aot import __main__ as aot
+from kvjax.config import defaults as defaults_of
 from kvjax.costs import formulas
-from kvjax.experiment import defaults as defaults_of
 from kvjax.foundation import command_line, progress, record_lines
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from experiments.tables.paper_figure import Figure, cache_bytes
-from kvjax import experiment, recipes
+from kvjax import config as config_lib, recipes
 from kvjax.model.config import TransformerConfig
 
 HEADS = {"128m": 6, "2p5b": 18, "6p3b": 25}
@@ -18,7 +18,7 @@ H = recipes.HEAD_DIM
 
 def at_scale(scale: str, attention: dict, **keys) -> TransformerConfig:
     """A scale of the LRKV paper with a mechanism of `recipes`, some of its keys replaced."""
-    return experiment.resolve(recipes.pretrain("x", scale=scale, attention=attention | keys)).model
+    return config_lib.resolve(recipes.pretrain("x", scale=scale, attention=attention | keys)).model
 
 
 def lrkv(scale: str, rank: int, **keys) -> TransformerConfig:

@@ -19,10 +19,10 @@ import functools
 import math
 import sys
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.aot import compilation, hlo, roofline, search, tables
+from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.experiment import Experiment
 from kvjax.foundation import checkout, command_line, progress, provenance, runtime, target
 from kvjax.foundation.configuration import at_least, one_of, to_text
 from kvjax.foundation.errors import UserError
@@ -237,7 +237,7 @@ def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
     """Returns the result, and advice if it does not fit."""
     name, overrides = options.topology, options.overrides
     config = command_line.load_config(options.config, overrides)
-    experiment = experiment_lib.resolve(config)
+    experiment = config_lib.resolve(config)
     given = dict(overrides=overrides, resolved=to_text(config).splitlines())
     if options.step == "decode":
         shape = {key: getattr(options, key) for key in DECODE}

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from kvjax.aot import hlo, roofline
 from kvjax.aot.hlo import Collective, Memory
+from kvjax.config import Experiment
 from kvjax.costs import formulas
 from kvjax.decoding import program as decode_program
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.hardware import datasheets, topology
 from kvjax.hardware.datasheets import Device

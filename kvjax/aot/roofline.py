@@ -22,8 +22,8 @@ import math
 
 import jax
 
+from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.experiment import Experiment
 from kvjax.hardware.datasheets import Device
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters

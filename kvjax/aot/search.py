@@ -11,9 +11,9 @@ import math
 
 from kvjax.aot import compilation, roofline, traffic
 from kvjax.aot.compilation import Step, TooLarge
+from kvjax.config import Experiment
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment
 from kvjax.hardware import topology
 from kvjax.hardware.datasheets import Device
 from kvjax.model import parameters

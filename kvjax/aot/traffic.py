@@ -7,8 +7,8 @@ bfloat16.
 from collections.abc import Mapping
 import math
 
+from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.experiment import Experiment
 
 ITEMSIZE = 2
 _TILE = 8  # rows; on v4 gradients with 36 rows per chip are all-reduced, with 144 or 200 scattered

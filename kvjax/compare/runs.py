@@ -12,7 +12,7 @@ from flax import traverse_util
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.data.config import is_prepared
@@ -48,7 +48,7 @@ class ComparedRun:
 
     name: str
     workdir: epath.Path
-    experiment: experiment_lib.Experiment
+    experiment: config_lib.Experiment
     keys: Mapping[str, object]
     data: Mapping[str, str]
     steps: np.ndarray
@@ -78,7 +78,7 @@ class ComparedRun:
         """
         defaults = {
             key: list(value) if isinstance(value, tuple) else value  # as in JSON
-            for key, value in experiment_lib.defaults(str(self.keys["attention.kind"])).items()
+            for key, value in config_lib.defaults(str(self.keys["attention.kind"])).items()
         }
         found = {
             key: value
@@ -214,14 +214,14 @@ def _records(name: str, workdir: epath.Path, file: str) -> list[dict]:
     return records
 
 
-def _is_finished(workdir: epath.Path, experiment: experiment_lib.Experiment, last: int) -> bool:
+def _is_finished(workdir: epath.Path, experiment: config_lib.Experiment, last: int) -> bool:
     if experiment.train.num_steps:
         return last >= experiment.train.num_steps
     # One epoch of a mixture, whose number of steps is not in the config.
     return last in storage.steps(workdir / checkpoint.CHECKPOINTS)
 
 
-def _data(workdir: epath.Path, experiment: experiment_lib.Experiment) -> dict[str, str]:
+def _data(workdir: epath.Path, experiment: config_lib.Experiment) -> dict[str, str]:
     return {
         _TOKENIZER: _digest(workdir / manifest.TOKENIZER),
         _DATA_SET: _digest(workdir / manifest.MANIFEST),

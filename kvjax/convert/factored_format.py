@@ -15,7 +15,7 @@ from etils import epath
 import ml_collections
 import numpy as np
 
-from kvjax import experiment, recipes
+from kvjax import config as config_lib, recipes
 from kvjax.convert import digests, source as source_lib
 from kvjax.convert.published import check_tokenizer, check_vocabulary, text_of
 from kvjax.convert.tensors import check, dtype_of, json_object, open_folder
@@ -132,6 +132,6 @@ def _config(folder: epath.Path) -> tuple[TransformerConfig, int]:
         config.unlock()
         config.model = ml_collections.ConfigDict(sections["model"])
         config.data.update(data)
-        return experiment.resolve(config).model, context
+        return config_lib.resolve(config).model, context
     except (UserError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from error

@@ -21,7 +21,7 @@ from flax import traverse_util
 import jax
 import numpy as np
 
-from kvjax import experiment, recipes
+from kvjax import config as config_lib, recipes
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import LazyModel
 from kvjax.data import manifest
@@ -47,7 +47,7 @@ def check(out: str) -> epath.Path:
     path = epath.Path(os.path.realpath(path))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"--out = {out!r}: exists already: give another, or move it away")
-    experiment.check_name("--out", path.name)
+    config_lib.check_name("--out", path.name)
     if re.search(r"@\d+$", path.name):
         raise UserError(f"--out = {out!r}: must not end in @NUMBER, which names a step")
     if pathlib.Path.cwd().is_relative_to(path) or os.path.ismount(path):

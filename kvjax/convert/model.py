@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.attention import MECHANISMS
 from kvjax.convert import finite
 from kvjax.data import manifest
@@ -172,7 +172,7 @@ def attention_section(config: TransformerConfig) -> dict:
     first = config.mechanisms[0]
     kind = next(name for name, cls in MECHANISMS.items() if cls is type(first))
     section = dict(kind=kind) | dataclasses.asdict(first)
-    keys = experiment_lib.rank_keys(first)
+    keys = config_lib.rank_keys(first)
     ranks = ()
     if keys:
         ranks = tuple(getattr(mechanism, keys[0], 0) for mechanism in config.mechanisms)

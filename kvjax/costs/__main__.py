@@ -13,7 +13,7 @@ import pathlib
 
 import jax.numpy as jnp
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, lists, progress
 from kvjax.foundation.configuration import at_least, one_of
@@ -28,7 +28,7 @@ _DTYPES = ("bfloat16", "float32")
 
 
 def report(
-    experiment: experiment_lib.Experiment,
+    experiment: config_lib.Experiment,
     *,
     batch: int,
     dtype: jnp.dtype,
@@ -82,10 +82,10 @@ def report(
     )
 
 
-def _resolve(file: pathlib.Path, overrides: list[str]) -> experiment_lib.Experiment:
+def _resolve(file: pathlib.Path, overrides: list[str]) -> config_lib.Experiment:
     config = command_line.load_config(file, overrides)
     try:
-        return experiment_lib.resolve(config)
+        return config_lib.resolve(config)
     except UserError as error:
         raise UserError(f"{file.name}: {error}") from error
 

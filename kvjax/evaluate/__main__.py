@@ -17,7 +17,7 @@ from typing import Any
 
 from etils import epath
 
-from kvjax import experiment, sandbox
+from kvjax import config as config_lib, sandbox
 from kvjax.conversation import calculator, specials as specials_lib
 from kvjax.conversation.dialogue import Dialogue, PlainDialogue
 from kvjax.decoding.generator import Generator, max_positions
@@ -115,7 +115,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         if name not in names:
             raise UserError(f"--file={name}=...: {name} is not among --tasks={','.join(names)}")
     if options.dtype:
-        one_of("dtype", options.dtype, experiment.DTYPES)
+        one_of("dtype", options.dtype, config_lib.DTYPES)
     runtime.start()
     found = trained.find(runtime.workdir(options.workdir), step=options.step)
     folder = runtime.folder("--out", options.out) if options.out else _folder(found)

@@ -3,7 +3,7 @@
 from etils import epath
 import jax
 
-from kvjax import experiment
+from kvjax import config as config_lib
 from kvjax.decoding import program
 from kvjax.decoding.generator import max_positions
 from kvjax.decoding.scoring import BATCH
@@ -22,7 +22,7 @@ def check(
 ) -> None:
     """Raises a UserError for an option that no model accepts; see `adapter.KvjaxLM`."""
     if dtype:
-        one_of("dtype", dtype, experiment.DTYPES)
+        one_of("dtype", dtype, config_lib.DTYPES)
     if type(batch_size) is not int:
         raise UserError(f"batch_size = {batch_size!r}: must be a whole number")
     at_least("batch_size", batch_size, 1)

@@ -6,9 +6,9 @@ import os
 
 import ml_collections
 
+from kvjax.config import ComputeConfig, TrainConfig
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError, first_line

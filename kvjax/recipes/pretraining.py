@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import ml_collections
 
+from kvjax.config import ComputeConfig, TrainConfig
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.recipes.optimizers import PRESETS
 from kvjax.recipes.scales import SCALES, model
 
@@ -23,7 +23,7 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
       sections: keys that differ from the scale: model=dict(mlp_dim=3264).
 
     Returns:
-      A locked ml_collections.ConfigDict; `kvjax.experiment.resolve` reads it.
+      A locked ml_collections.ConfigDict; `kvjax.config.resolve` reads it.
     """
     base = dict(
         name=name,

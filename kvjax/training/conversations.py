@@ -6,12 +6,12 @@ from etils import epath
 import ml_collections
 
 from kvjax import distributed
+from kvjax.config import Experiment
 from kvjax.conversation import prepare
 from kvjax.data import loader, manifest, tokenizer as tokenizer_lib, vocabulary
 from kvjax.data.config import PARENT, is_prepared
 from kvjax.data.prepare import prepared_folder
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS, Tokenizer
-from kvjax.experiment import Experiment
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 from kvjax.workdir import trained

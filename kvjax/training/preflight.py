@@ -12,12 +12,12 @@ from etils import epath
 import jax
 import ml_collections
 
-from kvjax import distributed, experiment as experiment_lib
+from kvjax import config as config_lib, distributed
+from kvjax.config import Experiment
 from kvjax.data import loader, manifest, preparation, preparation_estimate, prepare, vocabulary
 from kvjax.data.config import PARENT, PREPARE_HOURS, DataConfig, is_prepared
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment
 from kvjax.foundation import progress, runtime
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.configuration import to_text
@@ -91,7 +91,7 @@ def prepare_run(
 def resolve(config: ml_collections.ConfigDict) -> Experiment:
     """Resolves the config, which must be the same on all processes of the job."""
     check_processes(config)
-    return experiment_lib.resolve(config)
+    return config_lib.resolve(config)
 
 
 def check_against_workdir(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from kvjax.config import Experiment, TrainConfig
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment, TrainConfig
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig

@@ -14,7 +14,7 @@ from etils import epath
 import jax.numpy as jnp
 import ml_collections
 
-from kvjax import distributed, experiment
+from kvjax import config as config_lib, distributed
 from kvjax.data import loader, manifest, tokenizer
 from kvjax.data.config import is_prepared
 from kvjax.foundation import json_text
@@ -110,7 +110,7 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
     Folders of prepared data may have moved: `check_data` compares what is in them. A key that is
     newer than the workdir is there with its default.
     """
-    defaults = experiment.defaults(config.attention.kind)
+    defaults = config_lib.defaults(config.attention.kind)
     as_stored = lambda value: list(value) if isinstance(value, tuple) else value
 
     def same(key: str, there, now) -> bool:

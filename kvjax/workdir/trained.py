@@ -8,7 +8,7 @@ from flax import nnx
 import jax
 import ml_collections
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.conversation import specials
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
@@ -28,7 +28,7 @@ class SavedModel:
 
     workdir: epath.Path
     step: int
-    experiment: experiment_lib.Experiment
+    experiment: config_lib.Experiment
     tokenizer: Tokenizer  # with the ends and control tokens that its model was published with
     context: int  # tokens that the model was trained on, in this run or before
     token_files: origin.TokenFiles
@@ -83,7 +83,7 @@ def compute_of(found: SavedModel, dtype: str = "") -> Compute:
     """
     compute = found.experiment.compute
     if dtype:
-        one_of("dtype", dtype, experiment_lib.DTYPES)
+        one_of("dtype", dtype, config_lib.DTYPES)
         compute = dataclasses.replace(compute, dtype=dtype)
     num_layers = found.experiment.model.block.num_layers
     return compute.resolve(jax.devices()[0].platform, num_layers)
@@ -153,7 +153,7 @@ def named(key: str, text: str) -> SavedModel:
         raise UserError(f"{key} = {text!r}: {error}") from error
 
 
-def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
+def experiment_of(workdir: epath.Path) -> config_lib.Experiment:
     """What a workdir's config.json describes, without the mesh it was trained on.
 
     Raises:
@@ -172,7 +172,7 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
             f"--source={workdir} --out=runs/NAME` makes one"
         )
     try:  # the mesh is no part of what was trained
-        return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
+        return config_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
     except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -13,8 +13,8 @@ import pytest
 
 from kvjax.aot import __main__ as aot, compilation, hlo, roofline
 from kvjax.aot.compilation import TooLarge
+from kvjax.config import resolve
 from kvjax.costs import formulas
-from kvjax.experiment import resolve
 from kvjax.foundation import command_line, record_lines
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError

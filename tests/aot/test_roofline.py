@@ -9,9 +9,9 @@ import pytest
 
 from kvjax import recipes
 from kvjax.aot import roofline
+from kvjax.config import Experiment, resolve
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment, resolve
 from kvjax.hardware.datasheets import Device
 from kvjax.optim import newton_schulz
 from kvjax.training.program import Program

@@ -11,8 +11,8 @@ import pytest
 from kvjax.aot import __main__ as aot, compilation, roofline, search, tables, traffic
 from kvjax.aot.compilation import DoesNotCompile, TooLarge
 from kvjax.aot.hlo import Memory
+from kvjax.config import resolve
 from kvjax.costs import formulas
-from kvjax.experiment import resolve
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError

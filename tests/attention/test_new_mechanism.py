@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import attention, experiment as experiment_lib
+from kvjax import attention, config as config_lib
 from kvjax.analysis import __main__ as analysis
 from kvjax.attention.mechanism import Mechanism, MechanismConfig, check_common, normalise_and_rotate
 from kvjax.cache.field import Field
@@ -183,7 +183,7 @@ def test_it_has_a_title():
 
 
 def test_its_costs_and_sharding_follow(tmp_path):
-    model = experiment_lib.resolve(run_config(tmp_path)).model
+    model = config_lib.resolve(run_config(tmp_path)).model
     elements = 2 * R * (N + H)
     assert formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)) == 2 * 2 * elements
     cost = formulas.decode_cost(model, length=10, batch=1, dtype=jnp.dtype(jnp.bfloat16))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as cache_lib, experiment
+from kvjax import cache as cache_lib, config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
@@ -23,7 +23,7 @@ def _resolve(name):
     spec = importlib.util.spec_from_file_location(name, FILES[name])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return experiment.resolve(module.get_config())
+    return config_lib.resolve(module.get_config())
 
 
 @pytest.mark.parametrize("capacity, slots", [(1, 128), (128, 128), (129, 256), (1000, 1024)])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.analysis.page import document, draw
 from kvjax.compare import (
     __main__ as command,
@@ -486,7 +486,7 @@ def test_a_long_curve_is_drawn_at_as_many_points_as_can_be_seen(tmp_path):
 
 def test_compute_is_counted_in_two_ways():
     """FLOPs from shapes, and 6N: 6 x 2.444B x 50B tokens are LRKV figure 4's 733 exaFLOPs."""
-    model = experiment_lib.resolve(command_line.load_config(CONFIGS / "mha_2p5b.py")).model
+    model = config_lib.resolve(command_line.load_config(CONFIGS / "mha_2p5b.py")).model
     found = runs_lib.costs(model, 2048)
     assert found["six_n"] * 50e9 / 1e18 == pytest.approx(733.3, abs=0.5)
     assert found["flops"] > found["six_n"]

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvjax import cache as cache_lib, recipes
+from kvjax.config import resolve
 from kvjax.convert import (
     __main__ as command,
     into_workdir,
@@ -22,7 +23,6 @@ from kvjax.convert import (
 )
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.costs import formulas
-from kvjax.experiment import resolve
 from kvjax.foundation import command_line
 from kvjax.model import decoder
 from kvjax.workdir import trained

@@ -3,11 +3,11 @@
 import pytest
 
 from kvjax import recipes
+from kvjax.config import resolve
 from kvjax.convert import into_workdir, model as model_lib
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import ThinKeys
 from kvjax.decoding.generator import Generator
-from kvjax.experiment import resolve
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.d36 import MECHANISMS as D36, model as d36_model
-from kvjax import cache as cache_lib, experiment, recipes
+from kvjax import cache as cache_lib, config as config_lib, recipes
 from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.hardware import datasheets
@@ -45,7 +45,7 @@ def _attention(mechanism, scale, N):
 
 def _config(mechanism, scale):
     attention = _attention(mechanism, scale, SCALES[scale] // 2)
-    return experiment.resolve(recipes.pretrain("x", scale=scale, attention=attention)).model
+    return config_lib.resolve(recipes.pretrain("x", scale=scale, attention=attention)).model
 
 
 def _key_value_parameters(mechanism, scale, D, N):
@@ -194,7 +194,7 @@ def test_cache_of_lrkv_without_qk_norm():
         wide = formulas.cache_bytes_per_token(config, jnp.dtype(jnp.float32))
         assert wide == 2 * size
     grouped = recipes.grouped(18, kv_heads=6, bases=1, rank=64) | dict(qk_norm="none")
-    config = experiment.resolve(recipes.pretrain("x", scale="2p5b", attention=grouped)).model
+    config = config_lib.resolve(recipes.pretrain("x", scale="2p5b", attention=grouped)).model
     mha = formulas.cache_bytes_per_token(_config("mha", "2p5b"), bf16)
     assert round(100 * formulas.cache_bytes_per_token(config, bf16) / mha, 1) == 22.2
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import cache as cache_lib, experiment
+from kvjax import cache as cache_lib, config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
@@ -24,7 +24,7 @@ def _model(name, layers):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    model = experiment.resolve(module.get_config()).model
+    model = config_lib.resolve(module.get_config()).model
     block = dataclasses.replace(model.block, num_layers=layers)
     return dataclasses.replace(model, block=block, mechanisms=model.mechanisms[:layers])
 

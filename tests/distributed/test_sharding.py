@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.distributed import sharding
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.foundation import checkout, command_line
@@ -67,7 +67,7 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
 
 @pytest.mark.parametrize("path", quick.every(6, CONFIGS), ids=lambda path: path.stem)
 def test_every_large_parameter_of_every_config_is_split(path):
-    model = experiment_lib.resolve(command_line.load_config(path)).model
+    model = config_lib.resolve(command_line.load_config(path)).model
     shapes, axes = parameters.abstract(model)
     mesh = small_step.mesh("fsdp8")
     shardings = sharding.parameter_shardings(mesh, shapes, axes)
@@ -84,7 +84,7 @@ def test_every_large_parameter_of_every_config_is_split(path):
 def test_a_real_models_devices_hold_an_eighth_each(mesh_name):
     """But for LRKV's one base, which `tensor` does not split."""
     path = next(p for p in CONFIGS if p.stem == "lrkv_128m")
-    experiment = experiment_lib.resolve(command_line.load_config(path))
+    experiment = config_lib.resolve(command_line.load_config(path))
     mesh = small_step.mesh(mesh_name)
     compute = experiment.compute.resolve("cpu", experiment.model.block.num_layers)
     state = Program(experiment, compute, mesh).init(jax.random.key(0))
@@ -136,7 +136,7 @@ def test_a_device_computes_its_own_rows_only(mesh_name):
     full width (all tokens at an eighth of it are what the embedding's gradient adds up)."""
     config = runs.small_config("unused.txt", "", batch_size=32)
     config.data.sequence_length = 24
-    experiment = experiment_lib.resolve(config)
+    experiment = config_lib.resolve(config)
     compute = Compute(remat="full", loss_chunks=2)
     program = Program(experiment, compute, small_step.mesh(mesh_name))
     rows = jax.ShapeDtypeStruct(
@@ -289,7 +289,7 @@ def test_heads_that_do_not_divide():
         ("gqa_2p5b", 4, "does not divide the"),
     ):
         path = next(p for p in CONFIGS if p.stem == name)
-        weights = parameters.abstract(experiment_lib.resolve(command_line.load_config(path)).model)
+        weights = parameters.abstract(config_lib.resolve(command_line.load_config(path)).model)
         mesh = sharding.make_mesh(MeshConfig(tensor=tensor), jax.devices())
         with pytest.raises(UserError, match=f"config.mesh.tensor = {tensor} {said}"):
             sharding.parameter_shardings(mesh, *weights)

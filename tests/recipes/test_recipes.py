@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import experiment, optim, recipes
+from kvjax import config as config_lib, optim, recipes
 from kvjax.attention import MECHANISMS
+from kvjax.config import ComputeConfig, TrainConfig
 from kvjax.data.config import DataConfig
-from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig, TransformerConfig
@@ -238,10 +238,10 @@ def test_runs_on_conversations():
             loss="assistant", pack="single",
         ),
     )  # fmt: skip
-    run = experiment.resolve(after)
+    run = config_lib.resolve(after)
     parts = [(part.kind, part.stop) for part in run.mixture.specs("train")]
     assert parts == [("arc", None), ("arc", None), ("gsm8k", None), ("smoltalk", 10_000)]
-    assert run.is_masked and run.model == experiment.resolve(middle).model
+    assert run.is_masked and run.model == config_lib.resolve(middle).model
     tiny = recipes.mid_train("x", scale="125m", attention=attention)  # rows of 512, 64 in one part
     assert _changes(tiny, before)["train"]["grad_accumulation"] == 4
     assert tiny.data.sequence_length == 2048

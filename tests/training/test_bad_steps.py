@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.experiment import TrainConfig
+from kvjax.config import TrainConfig
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop, program
 from kvjax.workdir import metrics

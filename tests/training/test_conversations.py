@@ -6,7 +6,7 @@ import types
 from etils import epath
 import pytest
 
-from kvjax import distributed, experiment as experiment_lib
+from kvjax import config as config_lib, distributed
 from kvjax.conversation import prepare
 from kvjax.data import loader, tokenizer as tokenizer_lib
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
@@ -29,7 +29,7 @@ def mid():
         config.train.update(num_steps=num_steps, batch_size=4, grad_accumulation=1)
         config.train.parent = "runs/parent"
         config.mixture.loss = "assistant"
-        return config, experiment_lib.resolve(config)
+        return config, config_lib.resolve(config)
 
     return make
 

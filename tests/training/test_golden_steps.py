@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import experiment
+from kvjax import config as config_lib
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import load_config
 from kvjax.model import parameters
@@ -39,7 +39,7 @@ B, T, STEPS = 2, 32, 5
 
 def _figures(mechanism):
     """[loss, gradient norm] of each step. Queries and keys first move in the fourth."""
-    run = experiment.resolve(load_config(CONFIGS[mechanism]))
+    run = config_lib.resolve(load_config(CONFIGS[mechanism]))
     axes = parameters.abstract(run.model).axes
     optimizer = make_optimizer(
         run.optimizer,

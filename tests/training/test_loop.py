@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.distributed import sharding
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
@@ -70,7 +70,7 @@ def test_bits_per_byte_is_what_its_definition_says(whole):
 
     from kvjax.data import loader, prepare
 
-    experiment = experiment_lib.resolve(whole.config)
+    experiment = config_lib.resolve(whole.config)
     dataset = loader.open_dataset(prepare.prepare(experiment.data))
     from orbax.checkpoint import v1 as ocp
 
@@ -104,7 +104,7 @@ def test_a_relative_workdir(source, tmp_path, monkeypatch):
 def test_prepared_rows_that_are_too_short(source, tmp_path):
     from kvjax.data import prepare
 
-    folder = prepare.prepare(experiment_lib.resolve(runs.small_config(*source)).data)
+    folder = prepare.prepare(config_lib.resolve(runs.small_config(*source)).data)
     config = runs.small_config(*source, stop_after=1)
     config.data.update(source=f"prepared:{folder}", sequence_length=64)
     with pytest.raises(UserError, match=r"sequence_length=64 must be .* at most the 32"):

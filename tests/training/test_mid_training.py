@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.conversation import synthetic
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data import loader
@@ -252,12 +252,12 @@ def test_wrong_keys_of_the_section(source, whole):
     config = _mid(source, whole.workdir).unlock()
     config.mixture.smoltlak = "x"
     with pytest.raises(UserError, match="config.mixture.smoltlak: no such key; config.mixture has"):
-        experiment_lib.resolve(config)
+        config_lib.resolve(config)
     config = _mid(source, whole.workdir).unlock()
     config.mixtures = config.mixture
     del config.mixture
     with pytest.raises(UserError, match=r"config: unknown \['mixtures'\]"):
-        experiment_lib.resolve(config)
+        config_lib.resolve(config)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.data import loader, tokenizer
 from kvjax.data.config import PREPARE_HOURS, DataConfig
 from kvjax.distributed import sharding
@@ -36,7 +36,7 @@ def test_memory_is_checked_before_anything_is_allocated(tmp_path):
 
 def test_memory_is_that_of_the_run_and_an_accelerators_compiler_decides_what_is_close(monkeypatch):
     """There is a fifth less than the estimate; a CPU has no one to ask."""
-    found = experiment_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
+    found = config_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
     train = dataclasses.replace(found.train, batch_size=96, grad_accumulation=3)
     run = dataclasses.replace(found, train=train)
     shape = dict(data=2, fsdp=4, sequence=3, tensor=5)
@@ -87,13 +87,13 @@ def test_memory_is_that_of_the_run_and_an_accelerators_compiler_decides_what_is_
 
 def test_batches_must_divide_over_devices(source):
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, sequence=2), jax.devices()[:8])
-    experiment = experiment_lib.resolve(runs.small_config(*source, batch_size=6))
+    experiment = config_lib.resolve(runs.small_config(*source, batch_size=6))
     with pytest.raises(UserError, match=r"batch_size = 6 .* fsdp = 4; use a .* of 4: 4 or 8"):
         preflight.check_mesh(experiment, mesh)
-    two = experiment_lib.resolve(runs.small_config(*source, batch_size=4, grad_accumulation=2))
+    two = config_lib.resolve(runs.small_config(*source, batch_size=4, grad_accumulation=2))
     with pytest.raises(UserError, match=r"2 part\(s\) is 2 rows a part.* multiple of 8: 8$"):
         preflight.check_mesh(two, mesh)
-    preflight.check_mesh(experiment_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
+    preflight.check_mesh(config_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_batches_must_divide_over_devices(source):
     ],
 )
 def test_a_mesh_that_does_not_divide_names_one_that_does(name, devices, mesh, better):
-    run = experiment_lib.resolve(load_config(CONFIGS / f"{name}.py"))
+    run = config_lib.resolve(load_config(CONFIGS / f"{name}.py"))
     there = sharding.make_mesh(sharding.MeshConfig(**mesh), jax.devices()[:devices])
     with pytest.raises(
         UserError, match=f"not divide .* {devices} devices this mesh divides: .*{better}$"
@@ -145,7 +145,7 @@ def test_prepared_rows_with_another_vocabulary(source, tmp_path):
     folder = runs.prepare_text(source[0], tmp_path, "xylophone")
     config = runs.small_config(f"prepared:{folder}", "")
     config.data.update(vocab_size=300, tokenizer="bpe")
-    data = experiment_lib.resolve(config).data
+    data = config_lib.resolve(config).data
     with pytest.raises(UserError, match="^config.data.vocab_size = 300: the tokenizer .* has 272"):
         preflight.prepare_dataset(data)
 
@@ -197,7 +197,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     )
     parent, teacher, steps, known = found("older"), found("other"), [], False
     monkeypatch.setattr(jax, "devices", lambda: "devices")
-    monkeypatch.setattr(preflight.experiment_lib, "resolve", dict(texts=texts, talk=talk).get)
+    monkeypatch.setattr(preflight.config_lib, "resolve", dict(texts=texts, talk=talk).get)
     monkeypatch.setattr(runtime, "workdir", lambda path: epath.Path(path) / "full")
     monkeypatch.setattr(preflight.storage, "steps", lambda at: at.name == "checkpoints" and steps)
     monkeypatch.setattr(preflight.origin, "is_recorded", lambda workdir: known)

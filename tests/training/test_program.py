@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
+from kvjax.config import TrainConfig
 from kvjax.distributed import sharding
-from kvjax.experiment import TrainConfig
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.transformer import Compute

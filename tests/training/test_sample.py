@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
+from kvjax.config import TrainConfig
 from kvjax.data import tokenizer
 from kvjax.distributed import sharding
-from kvjax.experiment import TrainConfig
 from kvjax.foundation import runtime
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute, Transformer
@@ -128,7 +128,7 @@ def test_the_sample_is_the_same_each_time(whole, tmp_path):
 def test_a_sample_ends_where_positions_do(source):
     config = runs.small_config(*source, sample_tokens=60)
     config.model.update(positions="learned", max_positions=32)
-    experiment = experiment_lib.resolve(config)
+    experiment = config_lib.resolve(config)
     make = lambda: Transformer(experiment.model, jax.random.key(0))
     graph = parameters.graph(experiment.model)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()

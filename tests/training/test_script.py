@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import distributed, experiment as experiment_lib
+from kvjax import config as config_lib, distributed
+from kvjax.config import TrainConfig
 from kvjax.costs import formulas
 from kvjax.data import loader, prepare
 from kvjax.distributed import sharding
-from kvjax.experiment import TrainConfig
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop, preflight
@@ -112,7 +112,7 @@ def script(source, tmp_path, monkeypatch):
     config.train.update(keep_checkpoints=3, bad_steps="skip")
     config.optimizer.update(warmup_steps=3, cooldown_fraction=0.5, final_fraction=0.1)
     config.optimizer.update(matrix_learning_rate=0.03, lr_scale=0.5)
-    found = experiment_lib.resolve(config)
+    found = config_lib.resolve(config)
     dataset = loader.open_dataset(prepare.prepare(found.data))
     model = dataclasses.replace(found.model, vocab_size=VOCABULARY)
     mesh = sharding.make_mesh(found.mesh, jax.devices()[:2])
@@ -351,7 +351,7 @@ def test_a_run_begins_with_its_parents_weights_and_learns_from_its_teachers(
     script, tmp_path, monkeypatch, capsys
 ):
     """With rows for tokens that the parent lacks; and some targets do not count."""
-    monkeypatch.setattr(experiment_lib.Experiment, "is_masked", True)
+    monkeypatch.setattr(config_lib.Experiment, "is_masked", True)
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     found = {}

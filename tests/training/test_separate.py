@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute, Transformer
@@ -114,7 +114,7 @@ def test_cudnn_takes_no_such_rows(source):
     config = runs.small_config(*source, separate=True)
     config.compute.attention = "cudnn"
     with pytest.raises(UserError, match=r"attention = 'cudnn'.*train\.separate.*'auto' or 'xla'"):
-        experiment_lib.resolve(config)
+        config_lib.resolve(config)
 
 
 def test_a_gpu_has_no_kernel_for_them(source):
@@ -122,8 +122,8 @@ def test_a_gpu_has_no_kernel_for_them(source):
     kernels = {}
     for separate in (False, True):
         config = runs.small_config(*source, separate=separate)
-        found = experiment_lib.resolve(config)
+        found = config_lib.resolve(config)
         kernels[separate] = [found.uses_attention_kernel(p) for p in ("cpu", "gpu", "tpu")]
     assert kernels == {False: [False, True, True], True: [False, False, True]}
     config.compute.attention = "xla"
-    assert not experiment_lib.resolve(config).uses_attention_kernel("tpu")
+    assert not config_lib.resolve(config).uses_attention_kernel("tpu")

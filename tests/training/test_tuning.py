@@ -12,7 +12,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 import pytest
 
-from kvjax import experiment as experiment_lib, optim
+from kvjax import config as config_lib, optim
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.model.loss import distillation_loss, token_losses
@@ -132,8 +132,8 @@ def test_a_teacher_with_all_of_the_loss_is_learned(source, whole, tmp_path):
 
 def test_the_taught_loss_is_its_formula(x64, make_mechanism):
     rng = np.random.default_rng(0)
-    config = experiment_lib.TransformerConfig(
-        block=experiment_lib.BlockConfig(num_layers=1, d_model=8, mlp_dim=8, logit_softcap=5.0),
+    config = config_lib.TransformerConfig(
+        block=config_lib.BlockConfig(num_layers=1, d_model=8, mlp_dim=8, logit_softcap=5.0),
         mechanisms=(make_mechanism("lrkv"),),
         vocab_size=11,
     )
@@ -185,7 +185,7 @@ def test_adamw_for_matrices_is_optax_adamw():
 
 
 def test_memory_is_that_of_what_learns(source):
-    experiment = experiment_lib.resolve(runs.small_config(*source))
+    experiment = config_lib.resolve(runs.small_config(*source))
     everything = memory_estimate.resident_memory(experiment.model, 1)
     some = dataclasses.replace(experiment.optimizer, tuned=("query",))
     tuned = memory_estimate.resident_memory(experiment.model, 1, some)
@@ -249,7 +249,7 @@ def test_gradients_of_what_learns_are_those_of_everything(source):
     """A step of plain descent on queries alone moves them as a step on all parameters does."""
     import optax
 
-    experiment = experiment_lib.resolve(runs.small_config(*source))
+    experiment = config_lib.resolve(runs.small_config(*source))
     make = lambda: Transformer(experiment.model, jax.random.key(0))
     graph, state = nnx.split(nnx.eval_shape(make))
     rng = np.random.default_rng(0)

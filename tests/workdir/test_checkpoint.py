@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import experiment
+from kvjax import config as config_lib
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
@@ -275,7 +275,7 @@ def test_checkpoints_whose_names_were_swapped(tmp_path):
 def trained_state(tmp_path_factory):
     """A function of a step: a real state, of a model too small to train; and its abstract one."""
     config = runs.small_config("none", str(tmp_path_factory.mktemp("data")))
-    run = experiment.resolve(config)
+    run = config_lib.resolve(config)
     mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
     program = Program(run, run.compute.resolve("cpu", run.model.block.num_layers), mesh)
     state = program.init(jax.random.key(0))

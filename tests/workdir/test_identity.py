@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.data import loader, manifest, tokenizer as tokenizer_lib
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
@@ -163,10 +163,10 @@ def claims(workdir) -> dict[str, str]:
 def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
     workdir, go_on = begun
     before = claims(workdir)
-    on_gpu = lambda self, platform, layers, real=experiment_lib.ComputeConfig.resolve: real(
+    on_gpu = lambda self, platform, layers, real=config_lib.ComputeConfig.resolve: real(
         self, "gpu", layers
     )
-    monkeypatch.setattr(experiment_lib.ComputeConfig, "resolve", on_gpu)
+    monkeypatch.setattr(config_lib.ComputeConfig, "resolve", on_gpu)
     with pytest.raises(UserError) as error:
         go_on()
     assert "compute.dtype: there 'float32', now 'bfloat16'" in str(error.value)

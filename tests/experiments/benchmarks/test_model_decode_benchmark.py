@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import model_decode_benchmark as benchmark
-from kvjax import experiment
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
@@ -19,7 +19,7 @@ from kvjax.model import parameters
 @pytest.fixture(scope="module")
 def stepper():
     config = load_config(CONFIGS / "lrkv_tiny.py", ["--config.model.num_layers=1"])
-    return benchmark.Stepper(experiment.resolve(config).model)
+    return benchmark.Stepper(config_lib.resolve(config).model)
 
 
 def test_a_step_reads_the_weights_but_the_embedding(stepper):

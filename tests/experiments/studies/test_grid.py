@@ -14,7 +14,7 @@ import pytest
 
 from experiments.studies import code as code_lib, grid, side_by_side
 from experiments.studies.grid import Cell, Kept, Run
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
@@ -94,7 +94,7 @@ def test_widths_are_matched(name):
 def _parameters(file, width):
     config = load_config(file)
     config.model.mlp_dim = width
-    return formulas.parameters(experiment_lib.resolve(config).model)["total"]
+    return formulas.parameters(config_lib.resolve(config).model)["total"]
 
 
 def test_cores_are_shared_out(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from experiments.studies import rank_by_head
 from experiments.studies.rank_allocation import allocation
 from experiments.studies.rank_by_head import Judge, Residuals
-from kvjax import experiment as experiment_lib
+from kvjax import config as config_lib
 from kvjax.analysis.measures import spectrum
 from kvjax.foundation.errors import UserError
 from kvjax.model.loss import token_losses
@@ -95,7 +95,7 @@ def _model(**mechanism):
     """None of its weights is zero."""
     config = runs.small_config("embedded", "")
     config.attention.update(mechanism)
-    model = Transformer(experiment_lib.resolve(config).model, jax.random.key(0))
+    model = Transformer(config_lib.resolve(config).model, jax.random.key(0))
     graph, params = nnx.split(model)
     rng = np.random.default_rng(0)
     return nnx.merge(graph, jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), params))

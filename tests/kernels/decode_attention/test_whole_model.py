@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import experiment as experiment_lib, recipes
+from kvjax import config as config_lib, recipes
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention.gpu import attention as gpu
 from kvjax.kernels.decode_attention.tpu import attention as tpu
@@ -66,7 +66,7 @@ def _logits(model: Transformer, dtype, implementation: str) -> np.ndarray:
 def test_the_logits_are_those_of_the_xla_path(randomise, attention):
     config = recipes.pretrain("d12", scale="128m", attention=ATTENTION[attention])
     config.model.num_layers = 2
-    config = dataclasses.replace(experiment_lib.resolve(config).model, vocab_size=256)
+    config = dataclasses.replace(config_lib.resolve(config).model, vocab_size=256)
     model = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)[0]
     exact = _logits(model, jnp.float32, "xla")
     scale = np.abs(exact).max()

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import ml_collections
 import pytest
 
-from kvjax import experiment, recipes
-from kvjax.experiment import ComputeConfig, TrainConfig
+from kvjax import config as config_lib, recipes
+from kvjax.config import ComputeConfig, TrainConfig
 from kvjax.foundation.errors import UserError
 
 LRKV = recipes.lrkv(4, rank=16, dim=32)
@@ -24,7 +24,7 @@ def _set(path, value, attention=LRKV):
 
 
 def test_resolves():
-    run = experiment.resolve(_config())
+    run = config_lib.resolve(_config())
     assert run.name == "x"
     assert run.tokens_per_step == 32 * 256
     assert run.model.block.num_layers == len(run.model.mechanisms) == 4
@@ -33,7 +33,7 @@ def test_resolves():
 
 
 def test_rank_by_layer():
-    run = experiment.resolve(_set("attention.layer_ranks", (16, 8, 8, 0)))
+    run = config_lib.resolve(_set("attention.layer_ranks", (16, 8, 8, 0)))
     assert [m.rank for m in run.model.mechanisms] == [16, 8, 8, 0]
     assert [n for _, n in run.model.layer_groups] == [1, 2, 1]
 
@@ -101,14 +101,14 @@ BAD = [
 @pytest.mark.parametrize("path, value, message", BAD)
 def test_bad_values_name_the_key_and_the_value(path, value, message):
     with pytest.raises(UserError) as error:
-        experiment.resolve(_set(path, value))
+        config_lib.resolve(_set(path, value))
     assert message in str(error.value)
 
 
 def test_layer_ranks_need_a_rank():
     config = _set("attention.layer_ranks", (1, 2, 3, 4), recipes.mla(4, latent=48, dim=32))
     with pytest.raises(UserError, match="layer_ranks: 'mla' has no rank"):
-        experiment.resolve(config)
+        config_lib.resolve(config)
 
 
 def test_sections():
@@ -116,14 +116,14 @@ def test_sections():
     del config["mesh"]
     config["mash"] = 1
     with pytest.raises(UserError, match=r"unknown \['mash'\], missing \['mesh'\]"):
-        experiment.resolve(config)
+        config_lib.resolve(config)
 
 
 def test_missing_key_of_a_section():
     config = _config()
     del config.attention["num_heads"]
     with pytest.raises(UserError, match="config.attention: missing key.* num_heads"):
-        experiment.resolve(config)
+        config_lib.resolve(config)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_a_name_that_leads_out_of_the_folder_of_runs(name):
     config = _config()
     config.name = name
     with pytest.raises(UserError, match="config.name = .*must be a folder's name"):
-        experiment.resolve(config)
+        config_lib.resolve(config)
 
 
 @pytest.mark.parametrize("name", ["x", "sweeps/a", "a..b/c.d"])
 def test_a_name_that_is_a_folders(name):
     config = _config()
     config.name = name
-    assert experiment.resolve(config).name == name
+    assert config_lib.resolve(config).name == name
