@@ -57,5 +57,5 @@ def test_results_are_not_saved_from_changes(git, tmp_path):
     provenance.check_commit("--save", results)
     (tmp_path / "experiments" / "b.py").touch()
     provenance.check_commit("--save", tmp_path.parent)
-    with pytest.raises(UserError, match=r"--save: the checkout has changes .*experiments/b\.py"):
+    with pytest.raises(UserError, match=r"--save: .* has uncommitted changes .*experiments/b\.py"):
         provenance.check_commit("--save", results)
