@@ -109,10 +109,10 @@ def groups(runs: Sequence[ComparedRun], way: str) -> list[Group]:
         return [Group(run.name, {run.seed: run}) for run in runs]
     for name, why in repeats(runs).items():
         raise UserError(f"{name} {why}: give one of them, or --group=none")
-    found: dict[str, dict[int, ComparedRun]] = {}
+    by_config: dict[str, dict[int, ComparedRun]] = {}
     for run in runs:
-        found.setdefault(json.dumps(run.what, sort_keys=True), {})[run.seed] = run
-    members = [dict(sorted(there.items())) for there in found.values()]
+        by_config.setdefault(json.dumps(run.what, sort_keys=True), {})[run.seed] = run
+    members = [dict(sorted(there.items())) for there in by_config.values()]
     names = _names([next(iter(there.values())) for there in members])
     return [Group(name, there) for name, there in zip(names, members, strict=True)]
 
@@ -120,12 +120,12 @@ def groups(runs: Sequence[ComparedRun], way: str) -> list[Group]:
 def repeats(runs: Sequence[ComparedRun]) -> dict[str, str]:
     """Returns runs that repeat an earlier run's config and seed, and why ("has ...")."""
     first: dict[tuple[str, int], ComparedRun] = {}
-    found = {}
+    reasons = {}
     for run in runs:
         before = first.setdefault((json.dumps(run.what, sort_keys=True), run.seed), run)
         if before is not run:
-            found[run.name] = f"has the config and the seed ({run.seed}) of {before.name}"
-    return found
+            reasons[run.name] = f"has the config and the seed ({run.seed}) of {before.name}"
+    return reasons
 
 
 def _names(runs: Sequence[ComparedRun]) -> list[str]:
@@ -133,14 +133,14 @@ def _names(runs: Sequence[ComparedRun]) -> list[str]:
     called: dict[str, list[ComparedRun]] = {}
     for run in runs:
         called.setdefault(run.experiment.name, []).append(run)
-    found = []
+    names = []
     for run in runs:
         name = run.experiment.name
         alike = called[name]
         keys = sorted({key for other in alike for key in _differing(run, other)})
         more = [f"{key.partition('.')[2]}={run.keys.get(key, 'default')}" for key in keys]
-        found.append(" ".join([name, *more]))
-    return found
+        names.append(" ".join([name, *more]))
+    return names
 
 
 def _differing(one: ComparedRun, other: ComparedRun) -> set[str]:
@@ -148,14 +148,14 @@ def _differing(one: ComparedRun, other: ComparedRun) -> set[str]:
     return {key for key in keys if one.what.get(key) != other.what.get(key)}
 
 
-def without_curve(found: Sequence[Group]) -> list[SkippedRun]:
+def without_curve(groups: Sequence[Group]) -> list[SkippedRun]:
     """Returns groups whose seeds were never evaluated at a common step."""
     why = "has no curve: no step was evaluated for all of its seeds"
-    return [SkippedRun(g.name, why, may_come=True) for g in found if not len(g.curve.steps)]
+    return [SkippedRun(g.name, why, may_come=True) for g in groups if not len(g.curve.steps)]
 
 
-def missing_seeds(found: Sequence[Group]) -> dict[str, list[int]]:
+def missing_seeds(groups: Sequence[Group]) -> dict[str, list[int]]:
     """Returns, by group, the seeds that other groups have and it lacks."""
-    every = {seed for group in found for seed in group.runs}
-    lacking = {group.name: sorted(every - group.runs.keys()) for group in found}
+    every = {seed for group in groups for seed in group.runs}
+    lacking = {group.name: sorted(every - group.runs.keys()) for group in groups}
     return {name: seeds for name, seeds in lacking.items() if seeds}

@@ -80,14 +80,14 @@ class ComparedRun:
             key: list(value) if isinstance(value, tuple) else value  # as in JSON
             for key, value in config_lib.defaults(str(self.keys["attention.kind"])).items()
         }
-        found = {
+        keys = {
             key: value
             for key, value in self.keys.items()
             if key not in _COSMETIC and (key not in defaults or value != defaults[key])
         }
-        if is_prepared(str(found.get(_SOURCE, ""))):  # a path; `data` identifies the content
-            del found[_SOURCE]
-        return found
+        if is_prepared(str(keys.get(_SOURCE, ""))):  # a path; `data` identifies the content
+            del keys[_SOURCE]
+        return keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
     Raises:
       UserError: a name that does not exist, or is a file.
     """
-    found: dict[str, epath.Path] = {}
+    by_name: dict[str, epath.Path] = {}
     for name in names:
         path = runtime.path("a workdir", name)
         if not is_there(name):
@@ -123,8 +123,8 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
             raise UserError(f"{name}: is a file; give workdirs of runs, or a folder of them")
         name = os.fsencode(name.rstrip("/")).decode(errors="backslashreplace")
         # A run that is just starting has no config yet; `read` reports it.
-        found |= _in(name, path, _MAX_DEPTH) or {name: path}
-    return list(found.items())
+        by_name |= _in(name, path, _MAX_DEPTH) or {name: path}
+    return list(by_name.items())
 
 
 def _in(name: str, path: epath.Path, deep: int) -> dict[str, epath.Path]:
@@ -157,9 +157,9 @@ def read(
       running: include unfinished runs.
     """
     with futures.ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda place: _read(*place, running=running), places))
-    runs = [one for one in found if isinstance(one, ComparedRun)]
-    return runs, [one for one in found if isinstance(one, SkippedRun)]
+        results = list(pool.map(lambda place: _read(*place, running=running), places))
+    runs = [one for one in results if isinstance(one, ComparedRun)]
+    return runs, [one for one in results if isinstance(one, SkippedRun)]
 
 
 def _read(name: str, workdir: epath.Path, *, running: bool) -> ComparedRun | SkippedRun:
@@ -270,12 +270,12 @@ def incomparable(runs: Sequence[ComparedRun]) -> dict[str, str]:
     """
     if len(runs) == 1:
         return {}
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     first = None
     for run in runs:
         missing = next((what for what in _FILES if run.data[what] == _UNKNOWN), None)
         if missing:
-            found[run.name] = (
+            reasons[run.name] = (
                 f"cannot be compared: {_FILES[missing]} is missing, so its {missing} is unknown; "
                 "restore it, or remove the run from the list"
             )
@@ -284,8 +284,8 @@ def incomparable(runs: Sequence[ComparedRun]) -> dict[str, str]:
         elif name := next((x for x, digest in run.data.items() if digest != first.data[x]), None):
             both = f"{run.data[name]}, not {first.data[name]}"
             other = both if name.startswith("config") else "another"
-            found[run.name] = f"cannot be compared with {first.name}: its {name} is {other}"
-    return found
+            reasons[run.name] = f"cannot be compared with {first.name}: its {name} is {other}"
+    return reasons
 
 
 def check_comparable(runs: Sequence[ComparedRun]) -> None:

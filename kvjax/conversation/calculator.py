@@ -33,14 +33,14 @@ def result(expression: str, mode: str = "nanochat") -> str | None:
     Args:
       mode: one of MODES.
     """
-    found = value(expression)
-    if found is None:
+    answer = value(expression)
+    if answer is None:
         return None
-    if mode == "dataset" and isinstance(found, float):
-        found = round(found, 10)
-        found = int(found) if found.is_integer() else found
+    if mode == "dataset" and isinstance(answer, float):
+        answer = round(answer, 10)
+        answer = int(answer) if answer.is_integer() else answer
     try:
-        return str(found)
+        return str(answer)
     except ValueError:  # above Python's limit of digits
         return None
 

@@ -59,8 +59,8 @@ class Marks:
         return value
 
     def _names_hidden(self, text, kept: frozenset[str] = frozenset()):
-        def hidden(found: re.Match) -> str:
-            return found[0] if found[0] in kept else self._stand_in(found[0])
+        def hidden(match: re.Match) -> str:
+            return match[0] if match[0] in kept else self._stand_in(match[0])
 
         return self._to_hide.sub(hidden, text) if isinstance(text, str) else text
 
@@ -78,10 +78,10 @@ class Marks:
     def of_rendered(self, text: str) -> str:
         """Marks the names in a text rendered from hidden messages; restores placeholders."""
 
-        def made(found: re.Match) -> str:
-            if not found[1]:
-                return special(found[0])
-            number = int("".join(str(_DIGITS.index(digit)) for digit in found[1][1:-1]))
+        def made(match: re.Match) -> str:
+            if not match[1]:
+                return special(match[0])
+            number = int("".join(str(_DIGITS.index(digit)) for digit in match[1][1:-1]))
             return plain(self._hidden[number])
 
         return self._made.sub(made, text)
@@ -94,15 +94,15 @@ class Marks:
             if stretch:
                 ids.extend(self._tokenizer.encode(stretch))
 
-        for found in self._meant.finditer(text):
-            stretch += text[at : found.start()]
-            at = found.end()
-            if not found.lastindex:
+        for match in self._meant.finditer(text):
+            stretch += text[at : match.start()]
+            at = match.end()
+            if not match.lastindex:
                 stretch += _MARK
                 continue
             end_stretch()
             stretch = ""
-            ids.append(self._ids[found[found.lastindex]])
+            ids.append(self._ids[match[match.lastindex]])
         stretch += text[at:]
         end_stretch()
         return ids

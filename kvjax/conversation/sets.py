@@ -85,22 +85,22 @@ class OpenedSet:
         """
         spec = self.spec
         if self.is_tfds:
-            found = self._builder.info.splits[self._split].num_examples
+            count = self._builder.info.splits[self._split].num_examples
         elif self.is_synthetic:
-            found = synthetic.COUNT
+            count = synthetic.COUNT
         else:
-            found = sum(map(records.count, self.files))
+            count = sum(map(records.count, self.files))
         known = COUNTS.get((spec.split, spec.kind), ())
-        if known and found not in known:
+        if known and count not in known:
             numbers = " or ".join(f"{number:,}" for number in known)
-            warn(f"{spec.where}: has {found:,} rows; the published set has {numbers}")
-        if found < (spec.stop or spec.start + 1):
+            warn(f"{spec.where}: has {count:,} rows; the published set has {numbers}")
+        if count < (spec.stop or spec.start + 1):
             wanted = f"{spec.stop:,}" if spec.stop else f"more than {spec.start:,}"
             raise DataError(
-                f"{spec.where}: has {found:,} rows, and {wanted} are needed: {_advice(spec)}, or "
+                f"{spec.where}: has {count:,} rows, and {wanted} are needed: {_advice(spec)}, or "
                 "lower the range"
             )
-        return found
+        return count
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         """Yields (file and row number, row)."""
@@ -161,18 +161,18 @@ def _plain(value, feature):
 
 def _files(spec: SetSpec) -> list[epath.Path]:
     """Returns the files of a path, folder or glob, after checking that no shard is missing."""
-    found = matching.files(spec.source, records.SUFFIXES, spec.where, f": {_advice(spec)}")
-    for file in found:
+    files = matching.files(spec.source, records.SUFFIXES, spec.where, f": {_advice(spec)}")
+    for file in files:
         if shard := _SHARD.fullmatch(file.name):
-            _check_shards(spec, found, file, *shard.groups())
-    return found
+            _check_shards(spec, files, file, *shard.groups())
+    return files
 
 
-def _check_shards(spec: SetSpec, found, file: epath.Path, start, number, count, end) -> None:
+def _check_shards(spec: SetSpec, files, file: epath.Path, start, number, count, end) -> None:
     del number
-    there = {other.name for other in found if other.parent == file.parent}
+    present = {other.name for other in files if other.parent == file.parent}
     every = [f"{start}{i:05}-of-{count}{end}" for i in range(int(count))]
-    if missing := [name for name in every if name not in there]:
+    if missing := [name for name in every if name not in present]:
         raise MissingDataError(
             f"{spec.where}: {len(missing)} of {int(count)} shards are missing in "
             f"{os.fspath(file.parent)}, the first is {missing[0]}: {_advice(spec)}"

@@ -72,16 +72,16 @@ class PartialDataset:
         Raises:
           DataError: some parts were made with another plan.
         """
-        there = read_plan(self.folder)
-        if there is None and self.any_done():
+        saved = read_plan(self.folder)
+        if saved is None and self.any_done():
             warn(f"{os.fspath(self.folder)} has no readable {PLAN}: starting over")
             self.remove()
-        elif there is not None and there != plan:
-            if self._differ(there, plan):
+        elif saved is not None and saved != plan:
+            if self._differ(saved, plan):
                 self.remove()
         self.rows.mkdir(parents=True, exist_ok=True)
         (self.folder / DONE).mkdir(parents=True, exist_ok=True)
-        if there != plan:
+        if saved != plan:
             text = json.dumps(plan)
             if self.remote:
                 (self.folder / PLAN).write_text(text)
@@ -93,13 +93,13 @@ class PartialDataset:
             if _is_abandoned(work):
                 shutil.rmtree(work, ignore_errors=True)
 
-    def _differ(self, there: dict[str, Any], plan: dict[str, Any]) -> bool:
+    def _differ(self, saved: dict[str, Any], plan: dict[str, Any]) -> bool:
         """Returns True if another plan would write other rows; a DataError if some are written."""
-        keys = sorted(k for k in there.keys() | plan.keys() if there.get(k) != plan.get(k))
+        keys = sorted(k for k in saved.keys() | plan.keys() if saved.get(k) != plan.get(k))
         keys = [key for key in keys if key not in _DESCRIPTIVE]
         if not keys or not self.any_done():
             return bool(keys)
-        parts = "; ".join(f"{k}: {_short(there.get(k))}, now {_short(plan.get(k))}" for k in keys)
+        parts = "; ".join(f"{k}: {_short(saved.get(k))}, now {_short(plan.get(k))}" for k in keys)
         raise DataError(
             f"{os.fspath(self.folder)} was begun by other code or with another plan ({parts}). "
             "Resume it with the code and options that began it, or remove that folder"
@@ -145,14 +145,16 @@ class PartialDataset:
     def results(self) -> list[PartResult | None]:
         """Returns each part's result, in order; None for a part that is not finished or damaged."""
         done = self.folder / DONE
-        forget_listings(done)
+        forget_listings(done)  # of a bucket's cache: other workers have added marks
         names = {path.name for path in done.iterdir()} if done.exists() else set()
-        there = [f"{i:05}.json" in names for i in range(self.num_parts)]
+
+        def read(part: int) -> PartResult | None:
+            return self._result(part) if f"{part:05}.json" in names else None
+
         if not self.remote:
-            return [self._result(i) if is_there else None for i, is_there in enumerate(there)]
+            return [read(part) for part in range(self.num_parts)]
         with concurrent.futures.ThreadPoolExecutor(_CONCURRENT_READS) as pool:
-            read = pool.map(self._result, (i for i, is_there in enumerate(there) if is_there))
-            return [next(read) if is_there else None for is_there in there]
+            return list(pool.map(read, range(self.num_parts)))
 
     def _result(self, part: int) -> PartResult | None:
         mark = self.folder / DONE / f"{part:05}.json"
@@ -161,23 +163,23 @@ class PartialDataset:
         except FileNotFoundError:
             return None
         content = _parsed(content) or {}
-        if (made := _result_from(content)) is None:
+        if (result := _result_from(content)) is None:
             warn(f"{os.fspath(self.folder)}: {mark.name} is damaged: making part {part} again")
             return None
         if content["digest"] != self.digests[part]:
             return None  # made from other text
         if self.remote:  # objects appear whole
-            return made
-        for split, found in made.counts.items():
+            return result
+        for split, counts in result.counts.items():
             shard = self._shard(split, part)
             size = files.size(shard) or 0
-            if size != found.file_bytes:
+            if size != counts.file_bytes:
                 warn(
-                    f"{os.fspath(shard)} has {size:,} bytes, not {found.file_bytes:,}: making its "
+                    f"{os.fspath(shard)} has {size:,} bytes, not {counts.file_bytes:,}: making its "
                     "part again"
                 )
                 return None
-        return made
+        return result
 
     def _shard(self, split: str, part: int) -> epath.Path:
         return self.rows / packed_rows.shard_name(split, part, self.num_parts)
@@ -195,20 +197,23 @@ class PartialDataset:
         with made as folder:
             yield pathlib.Path(folder)
 
-    def publish(self, part: int, work: pathlib.Path, made: PartResult) -> None:
+    def publish(self, part: int, work: pathlib.Path, result: PartResult) -> None:
         """Moves a part's shards into place, then marks the part as finished."""
         if self.remote and self._result(part) is not None:
             return  # another process was first
         with folders.writing(self.folder):
-            for split, found in made.counts.items():
+            for split, counts in result.counts.items():
                 shard = self._shard(split, part)
-                if found.file_bytes:
+                if counts.file_bytes:
                     self._put(work / shard.name, shard)
                 else:
                     shard.unlink(missing_ok=True)  # from other text, see `forget`
-            counts = {split: vars(found) for split, found in made.counts.items()}
-            done = dict(digest=self.digests[part], counts=counts, left_out=made.skipped)
-            (work / DONE).write_text(json.dumps(done))
+            mark = {
+                "digest": self.digests[part],
+                "counts": {split: vars(counts) for split, counts in result.counts.items()},
+                "left_out": result.skipped,
+            }
+            (work / DONE).write_text(json.dumps(mark))
             self._put(work / DONE, self.folder / DONE / f"{part:05}.json")
             (self.folder / _FAILED / f"{part:05}.json").unlink(missing_ok=True)
 

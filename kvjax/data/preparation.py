@@ -80,8 +80,8 @@ def inspect_sources(
       ValueError: a source cannot be read, or a split is empty.
     """
     with progress.waiting("inspecting the sources", shown=shown) as doing:
-        found = sources.fingerprints(config, doing.now)
-        source = sources.fingerprint(config, found)
+        fingerprints = sources.fingerprints(config, doing.now)
+        source = sources.fingerprint(config, fingerprints)
     extra = ("skip_broken",) if skip_broken else ()
 
     def path(key: str, *parts) -> epath.Path:
@@ -90,22 +90,23 @@ def inspect_sources(
 
     key = vocabulary.key(config, source, 1)
     if folders.is_whole(path(key) / MANIFEST, manifest.read):
-        return Corpus(config, skip_broken, path(key), found)  # one part, or prepared before parts
+        # One part, or prepared by a version without parts.
+        return Corpus(config, skip_broken, path(key), fingerprints)
     key = vocabulary.key(config, source, 2)  # the same for every number of parts above one
-    found_path = path(key, parts_lib.part_bytes(config))
-    if folders.is_whole(found_path / MANIFEST, manifest.read):
-        return Corpus(config, skip_broken, found_path, found)
+    target = path(key, parts_lib.part_bytes(config))
+    if folders.is_whole(target / MANIFEST, manifest.read):
+        return Corpus(config, skip_broken, target, fingerprints)
     errors = ErrorCollector(skip_broken)
     with progress.waiting("opening the sources", shown=shown):
         sources.check(config, ErrorCollector(skip_broken))
         if not skip_broken:
             for split in SPLITS:  # raises for an empty split before a tokenizer is trained
                 next(sources.pieces(config, split))
-        parts = tuple(parts_lib.parts(config, found, errors))
+        parts = tuple(parts_lib.parts(config, fingerprints, errors))
     if len(parts) == 1:
         key = vocabulary.key(config, source, 1)
-        found_path = path(key)
-    return Corpus(config, skip_broken, found_path, found, parts, key, errors.skipped())
+        target = path(key)
+    return Corpus(config, skip_broken, target, fingerprints, parts, key, errors.skipped())
 
 
 class Preparation:
@@ -290,8 +291,8 @@ def _changed(folder: epath.Path, there: dict, config: config_lib.DataConfig) -> 
 
 
 def _check(config: config_lib.DataConfig, total: dict[str, Counts], skipped: Sequence[str]) -> None:
-    for split, found in total.items():
-        if not found.documents and not found.bytes:
+    for split, counts in total.items():
+        if not counts.documents and not counts.bytes:
             raise DataError(
                 f"config.data.source = {config.source!r}: the {split} split is empty once "
                 f"unreadable records are skipped{': ' + skipped[0] if skipped else ''}"

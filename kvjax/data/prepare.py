@@ -120,28 +120,28 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
         out.say(f"Already prepared: {os.fspath(path)}")
         out.result({"folder": os.fspath(path)})
         return
-    found = preparation_estimate.estimate(corpus, workers)
-    size, seconds = progress.size, found.seconds(workers)
-    step = found.reading + found.encoding + found.writing
+    estimate = preparation_estimate.estimate(corpus, workers)
+    size, seconds = progress.size, estimate.seconds(workers)
+    step = estimate.reading + estimate.encoding + estimate.writing
     rows = [
-        ("parts", f"{found.parts:,}"),
-        ("sources", size(found.source_bytes)),
-        ("text", size(found.text_bytes)),
-        ("tokens", progress.count(found.tokens)),
-        ("rate per core", f"{size(found.rate)}/s"),
-        ("of that, reading", f"{100 * found.reading / step:.0f} %"),
-        ("of that, encoding", f"{100 * found.encoding / step:.0f} %"),
-        ("of that, writing", f"{100 * found.writing / step:.0f} %"),
+        ("parts", f"{estimate.parts:,}"),
+        ("sources", size(estimate.source_bytes)),
+        ("text", size(estimate.text_bytes)),
+        ("tokens", progress.count(estimate.tokens)),
+        ("rate per core", f"{size(estimate.rate)}/s"),
+        ("of that, reading", f"{100 * estimate.reading / step:.0f} %"),
+        ("of that, encoding", f"{100 * estimate.encoding / step:.0f} %"),
+        ("of that, writing", f"{100 * estimate.writing / step:.0f} %"),
         ("processes", f"{workers}"),
         ("time", progress.duration(seconds)),
     ]
-    places = preparation_estimate.room(corpus, found, workers)
+    places = preparation_estimate.room(corpus, estimate, workers)
     for folder, needed, free in places:
         known = size(free) if free < float("inf") else "not known"
         rows.append((f"space in {folder}", f"{size(needed)} ({known} free)"))
     notes = []
-    if found.vocab_size != config.vocab_size and config.tokenizer == "bpe":
-        notes.append(f"Tokens are counted with a vocabulary of {found.vocab_size:,} tokens.")
+    if estimate.vocab_size != config.vocab_size and config.tokenizer == "bpe":
+        notes.append(f"Tokens are counted with a vocabulary of {estimate.vocab_size:,} tokens.")
     if in_bucket(path) or any(
         in_bucket(name) for marks in corpus.sources.values() for name, _ in marks
     ):
@@ -151,7 +151,7 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
         dict(folder=folder, needed=needed, free=free if free < float("inf") else None)
         for folder, needed, free in places
     ]
-    result = dataclasses.asdict(found) | dict(workers=workers, seconds=seconds)
+    result = dataclasses.asdict(estimate) | dict(workers=workers, seconds=seconds)
     out.result(result | dict(folder=os.fspath(path), room=room))
 
 

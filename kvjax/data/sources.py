@@ -38,20 +38,20 @@ def fingerprints(
     Raises:
       DataError: both keys name the same source.
     """
-    found = {}
+    marks_by_key = {}
     for key in ("source", "validation_source"):
-        found[key] = []
+        marks_by_key[key] = []
         for source in _sources(config, key):
-            found[key].append((source.name, source.fingerprint()))
-            say(f"inspecting config.data.{key}, {len(found[key]):,} files")
-    contents = [{mark for _, mark in marks} for marks in found.values()]
+            marks_by_key[key].append((source.name, source.fingerprint()))
+            say(f"inspecting config.data.{key}, {len(marks_by_key[key]):,} files")
+    contents = [{mark for _, mark in marks} for marks in marks_by_key.values()]
     if set.intersection(*contents):
         raise DataError(
             f"config.data.validation_source = {config.validation_source!r}: has a file in common "
             f"with config.data.source = {config.source!r}, so training would include validation "
             "text. Remove it from one of them"
         )
-    return found
+    return marks_by_key
 
 
 def fingerprint(
@@ -126,8 +126,8 @@ def split_pieces(
     split = "train" if slice.key == "source" else "validation"
     with _read_errors_as_messages(slice.name):
         _check_unchanged(source, slice)
-        for found, piece in source.split_pieces(held_out, slice.range, on_error):
-            yield split if config.validation_source else found, piece
+        for own_split, piece in source.split_pieces(held_out, slice.range, on_error):
+            yield split if config.validation_source else own_split, piece
         _check_unchanged(source, slice)
 
 
@@ -158,11 +158,11 @@ def _check_unchanged(source: source_kinds.Source, slice: Slice) -> None:
 def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
     """Returns bytes of text per stored byte of slices, approximately."""
     names = dict.fromkeys(piece.name for piece in slices)
-    found = [
+    opened = [
         source_kinds.open_source(name, config.text_key, f"config.data.source = {name!r}")
         for name in names
     ]
-    return sum(source.density() for source in found) / len(found)
+    return sum(source.density() for source in opened) / len(opened)
 
 
 def _key_and_part(config: config_lib.DataConfig, split: str) -> tuple[str, str]:
@@ -184,12 +184,12 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
       readers.EmptySplitError: the split has no documents.
     """
     key, part = _key_and_part(config, split)
-    found = False
+    has_pieces = False
     for source in _sources(config, key):
         for piece in source.pieces(part, config.validation_fraction):
-            found = True
+            has_pieces = True
             yield piece
-    if found:
+    if has_pieces:
         return
     named = f"config.data.{key} = {getattr(config, key)!r}"
     if part == "all" or not any(True for s in _sources(config, key) for _ in s.pieces("all", 0.0)):
@@ -212,7 +212,7 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.S
       UserError: it names a source that does not exist or cannot be read; the message names the
         item.
     """
-    found: list[source_kinds.Source] = []
+    opened: list[source_kinds.Source] = []
     for item in config_lib.split_source(getattr(config, key)):
         where = f"config.data.{key} = {item!r}"
         if item == "embedded":
@@ -226,5 +226,5 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.S
             )
             found_files = matching.files(item, source_kinds.SUFFIXES, where, advice)
             names = [os.fspath(path) for path in found_files]
-        found += [source_kinds.open_source(name, config.text_key, where) for name in names]
-    return found
+        opened += [source_kinds.open_source(name, config.text_key, where) for name in names]
+    return opened

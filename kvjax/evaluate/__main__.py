@@ -95,9 +95,9 @@ def _compare(options: argparse.Namespace, out: Output) -> None:
                 f"--compare and --{name}: give one of them; --compare evaluates nothing"
             )
     names = compare.groups(options.compare)
-    found = compare.compare(*([compare.open(name) for name in side] for side in names))
-    out.show(compare.table(found, *names))
-    out.result(dict(first=names[0], second=names[1], tasks=found))
+    differences = compare.compare(*([compare.open(name) for name in side] for side in names))
+    out.show(compare.table(differences, *names))
+    out.result(dict(first=names[0], second=names[1], tasks=differences))
 
 
 def _evaluate(options: argparse.Namespace, out: Output) -> None:
@@ -117,8 +117,8 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     if options.dtype:
         one_of("dtype", options.dtype, config_lib.DTYPES)
     runtime.start()
-    found = trained.find(runtime.workdir(options.workdir), step=options.step)
-    folder = runtime.folder("--out", options.out) if options.out else _folder(found)
+    saved = trained.find(runtime.workdir(options.workdir), step=options.step)
+    folder = runtime.folder("--out", options.out) if options.out else _folder(saved)
     with progress.waiting("reading the data"):
         questions = {
             name: datasets.read(task_lib.TASKS[name], options.data, files.get(name, ""))
@@ -134,28 +134,28 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     box = _box(options) if "humaneval" in names else None
     plan = Plan(questions, core, _answer_options(options, box), options.limit, share)
     dialogue = _dialogue(
-        found, names, options.humaneval, rows.day(epath.Path(folder)) or str(datetime.date.today())
+        saved, names, options.humaneval, rows.day(epath.Path(folder)) or str(datetime.date.today())
     )
-    info = ModelInfo(found.tokenizer, dialogue, max_positions(found.experiment.model))
-    checked = evaluation.check(info, plan, found.context)
+    info = ModelInfo(saved.tokenizer, dialogue, max_positions(saved.experiment.model))
+    checked = evaluation.check(info, plan, saved.context)
     for text in [*checked.warnings, *datasets.other_counts(questions.values())]:
         warn(text)
     data = datasets.data_info(questions)
     if core:
         data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))
-    about = _about(options, found, data, dialogue, box)
+    about = _about(options, saved, data, dialogue, box)
     with evaluation.opened(
         plan,
         epath.Path(folder),
         identities={name: _identity(name, about, data) for name in evaluation.names(plan)},
-        defaults=_defaults(found, about["options"]),
+        defaults=_defaults(saved, about["options"]),
         prompts=checked.prompts,
     ) as stores:
         with progress.waiting("reading the model"):
-            loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
+            loaded = trained.load(saved.workdir, step=saved.step, dtype=options.dtype)
             generator = Generator(loaded.model, loaded.compute)
             del loaded  # frees the weights that the generator has converted
-        model = CachedModel(generator, found.tokenizer, dialogue, batch=options.batch)
+        model = CachedModel(generator, saved.tokenizer, dialogue, batch=options.batch)
         done = evaluation.run(model, plan, stores)
     result = summary.make(done, core, about, summary.read(epath.Path(folder)))
     try:
@@ -210,32 +210,32 @@ def _answer_options(options: argparse.Namespace, box) -> AnswerOptions:
     )
 
 
-def _dialogue(found: trained.SavedModel, names: tuple[str, ...], mode: str, day: str) -> Dialogue:
+def _dialogue(saved: trained.SavedModel, names: tuple[str, ...], mode: str, day: str) -> Dialogue:
     """Returns the model's chat format; plain text if it has none and no task needs it.
 
     Args:
       day: date for a chat template.
     """
     plain = {task_lib.CORE, "humaneval"} if mode == "completion" else {task_lib.CORE}
-    if set(names) <= plain and specials_lib.missing(found.tokenizer):
-        return PlainDialogue(found.tokenizer)
-    return dialogue_lib.of(found, day=day)
+    if set(names) <= plain and specials_lib.missing(saved.tokenizer):
+        return PlainDialogue(saved.tokenizer)
+    return dialogue_lib.of(saved, day=day)
 
 
-def _folder(found: trained.SavedModel) -> epath.Path:
-    return found.workdir / FOLDER / str(found.step)
+def _folder(saved: trained.SavedModel) -> epath.Path:
+    return saved.workdir / FOLDER / str(saved.step)
 
 
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _about(options, found: trained.SavedModel, data: Mapping, dialogue, box) -> dict[str, Any]:
-    tokenizer = hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest()
+def _about(options, saved: trained.SavedModel, data: Mapping, dialogue, box) -> dict[str, Any]:
+    tokenizer = hashlib.sha256(saved.tokenizer.to_json().encode()).hexdigest()
     about = dict(
         model=dict(
-            workdir=str(found.workdir),
-            step=found.step,
-            checkpoint=checkpoint.fingerprint(found.checkpoints, found.step),
+            workdir=str(saved.workdir),
+            step=saved.step,
+            checkpoint=checkpoint.fingerprint(saved.checkpoints, saved.step),
             tokenizer=tokenizer,
         ),
         data=data,
@@ -248,7 +248,7 @@ def _about(options, found: trained.SavedModel, data: Mapping, dialogue, box) -> 
             calculator=options.calculator,
             humaneval=options.humaneval,
             sandbox=" + ".join(box.layers) if box else "",
-            dtype=str(trained.compute_of(found, options.dtype).dtype),
+            dtype=str(trained.compute_of(saved, options.dtype).dtype),
             limit=options.limit,
         ),
     )
@@ -261,7 +261,7 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
     """Returns everything that determines the verdicts of a task."""
     task = task_lib.TASKS.get(name)
     options = about["options"]
-    found = dict(
+    identity = dict(
         checkpoint=about["model"]["checkpoint"],
         tokenizer=about["model"]["tokenizer"],
         data=data[name if task else task_lib.CORE]["sha256"],
@@ -269,16 +269,16 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
         dialogue=options["dialogue"],
     )
     if task_lib.is_conversation(name, options["humaneval"]):
-        found |= dict(template=options["template"], day=options["day"])
+        identity |= dict(template=options["template"], day=options["day"])
     if task is not None and task.kind == task_lib.GENERATED:
-        found |= {key: options[key] for key in ("num_tokens", "ends", "calculator")}
+        identity |= {key: options[key] for key in ("num_tokens", "ends", "calculator")}
     if name == "humaneval":
         keys = ("humaneval", "humaneval_helpers", "sandbox")
-        found |= {key: options[key] for key in keys if key in options}
-    return found
+        identity |= {key: options[key] for key in keys if key in options}
+    return identity
 
 
-def _defaults(found: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(saved: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values of identity keys that rows of earlier versions do not record.
 
     Template and day are taken to be the present ones, since every row's prompt is compared. Answers
@@ -286,9 +286,9 @@ def _defaults(found: trained.SavedModel, options: Mapping[str, Any]) -> dict[str
     """
     ends = options["ends"]
     if options["dialogue"] != "nanochat":
-        vocab_size = found.experiment.model.vocab_size
-        named = origin.ends(found.token_files, found.tokenizer, vocab_size)
-        ends = sorted({*named, found.tokenizer.bos_id})
+        vocab_size = saved.experiment.model.vocab_size
+        named = origin.ends(saved.token_files, saved.tokenizer, vocab_size)
+        ends = sorted({*named, saved.tokenizer.bos_id})
     same = {key: options[key] for key in ("template", "day")}
     return same | dict(ends=ends, calculator=calculator.MODES[0])
 

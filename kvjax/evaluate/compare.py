@@ -86,10 +86,10 @@ def _read(name: str, folder: epath.Path) -> Evaluated:
         if not (parts := rows_lib.files_of(folder, task)):
             continue  # the summary, or an unrelated file
         identities[task] = json_text.read_object(file, "evaluate again")
-        found = {}
+        rows = {}
         for part in parts:
-            found |= {row["index"]: bool(row["right"]) for row in rows_lib.of_file(part)}
-        verdicts[task] = found
+            rows |= {row["index"]: bool(row["right"]) for row in rows_lib.of_file(part)}
+        verdicts[task] = rows
     return Evaluated(name, identities, verdicts, summary.chances_of_core(summary.read(folder)))
 
 
@@ -110,7 +110,7 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
     """
     everyone = [*one, *other]
     shared = [t for t in everyone[0].verdicts if all(t in e.verdicts for e in everyone)]
-    found, differences = {}, {}
+    results, differences = {}, {}
     for task in shared:
         _check_alike(task, everyone)
         rows = sorted(set.intersection(*(set(e.verdicts[task]) for e in everyone)))
@@ -118,18 +118,18 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
             continue
         sides = [np.array([[e.verdicts[task][i] for i in rows] for e in s]) for s in (one, other)]
         differences[task] = paired.difference(*sides)
-        found[task] = _entry(differences[task]) | {"rows": len(rows)}
+        results[task] = _entry(differences[task]) | {"rows": len(rows)}
         if len(one) == len(other) == 1:
-            found[task] |= _tested(*(side[0] for side in sides))
-    if not found:
+            results[task] |= _tested(*(side[0] for side in sides))
+    if not results:
         raise UserError("--compare: the two sides have no questions in common")
-    if found.keys() >= TASKS.keys():
-        found["combined"] = _entry(paired.mean([differences[t] for t in TASKS]))
+    if results.keys() >= TASKS.keys():
+        results["combined"] = _entry(paired.mean([differences[t] for t in TASKS]))
     chances = everyone[0].chances
-    if chances and found.keys() >= chances.keys() and all(e.chances == chances for e in everyone):
+    if chances and results.keys() >= chances.keys() and all(e.chances == chances for e in everyone):
         centred = [differences[t].centred(chance) for t, chance in chances.items()]
-        found["core"] = _entry(paired.mean(centred))
-    return found
+        results["core"] = _entry(paired.mean(centred))
+    return results
 
 
 def _entry(difference: Difference) -> dict:
@@ -157,10 +157,10 @@ def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
                 )
 
 
-def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -> Table:
+def table(results: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -> Table:
     """Returns the differences as a table."""
     rows = []
-    for task, entry in found.items():
+    for task, entry in results.items():
         score = Score(**entry["difference"])
         rows.append(
             (
@@ -175,15 +175,15 @@ def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -
         )
     header = ("task", "first, %", "second, %", "difference", "interval", "p", "questions")
     notes = ["95 % intervals; for means over tasks, distances to the bounds add in quadrature."]
-    notes += _tests(found)
+    notes += _tests(results)
     if min(len(one), len(other)) < 3:
         notes.append("A claim between mechanisms needs three seeds of each.")
     return Table(f"{'+'.join(one)} and {'+'.join(other)}", header, rows, notes)
 
 
-def _tests(found: Mapping[str, dict]) -> list[str]:
+def _tests(results: Mapping[str, dict]) -> list[str]:
     """Returns a note on the tests that reject after Holm's correction."""
-    p_values = {task: entry["p"] for task, entry in found.items() if "p" in entry}
+    p_values = {task: entry["p"] for task, entry in results.items() if "p" in entry}
     if not p_values:
         return ["Intervals cover questions and seeds (Welch's t)."]
     adjusted = intervals.holm(list(p_values.values()))

@@ -86,13 +86,13 @@ def _entries(path: epath.Path) -> list[dict]:
 
     keys = {"label", "dataset_uri", "num_fewshot", "icl_task_type"}
     try:
-        found = yaml.safe_load(readers.read_bytes(path))["icl_tasks"]
-        if not isinstance(found, list) or not found:
+        entries = yaml.safe_load(readers.read_bytes(path))["icl_tasks"]
+        if not isinstance(entries, list) or not entries:
             raise ValueError("icl_tasks must be a list of one task or more")
-        for number, entry in enumerate(found, 1):
+        for number, entry in enumerate(entries, 1):
             if not isinstance(entry, dict) or not keys <= entry.keys():
                 raise ValueError(f"task {number} of icl_tasks needs {', '.join(sorted(keys))}")
-        return found
+        return entries
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{os.fspath(path)} lists no tasks: {first_line(error)}") from error
 
@@ -213,14 +213,15 @@ def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
     if task.kind == "multiple_choice":
         before = "".join(_shot(s["query"], s["choices"][s["gold"]], task) for s in shots)
         before += item["query"] + task.delimiter
-        found = [encode(before + choice) for choice in item["choices"]]
-        start = _shared(found)  # tokens of the choices begin behind the common prefix
-        return [_fitting(model, ids, min(start, len(ids) - 1)) for ids in found]
+        sequences = [encode(before + choice) for choice in item["choices"]]
+        start = _shared(sequences)  # tokens of the choices begin behind the common prefix
+        return [_fitting(model, ids, min(start, len(ids) - 1)) for ids in sequences]
     before = "".join(_shot(s["context_options"][s["gold"]], s["continuation"], task) for s in shots)
     tail = task.delimiter + item["continuation"]
-    found = [encode(before + option + tail) for option in item["context_options"]]
-    size = _shared([ids[::-1] for ids in found])  # the options differ, the continuation is common
-    return [_fitting(model, ids, max(1, len(ids) - size)) for ids in found]
+    sequences = [encode(before + option + tail) for option in item["context_options"]]
+    # The options differ, and the continuation is their common suffix.
+    size = _shared([ids[::-1] for ids in sequences])
+    return [_fitting(model, ids, max(1, len(ids) - size)) for ids in sequences]
 
 
 def _shot(question: str, answer: str, task: CoreTask) -> str:

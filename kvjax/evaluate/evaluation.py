@@ -80,17 +80,17 @@ def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checke
       UserError: questions that the model cannot answer.
     """
     warnings, digests = [], {}
-    for name, found in plan.questions.items():
-        items = found.items[: plan.count(len(found.items))]
-        if found.task.kind == LETTERS:
+    for name, questions in plan.questions.items():
+        items = questions.items[: plan.count(len(questions.items))]
+        if questions.task.kind == LETTERS:
             letters.check(model, items)
             prompts, more = [letters.prompt(model, item) for item in items], 0
         else:
             if name == "humaneval":
-                _check_tests(items, found.places, plan.answers.helpers)
+                _check_tests(items, questions.places, plan.answers.helpers)
             prompts = [generated.prompt(model, item, plan.answers.mode) for item in items]
             more = plan.answers.num_tokens
-        warnings += _lengths(model, name, found.places, prompts, more, context)
+        warnings += _lengths(model, name, questions.places, prompts, more, context)
         digests[name] = [letters.prompt_hash(ids) for ids, _ in prompts]
     return Checked(warnings, digests)
 
@@ -165,22 +165,22 @@ def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> di
     Raises:
       UserError: rows cannot be written.
     """
-    found = {}
-    for name, found_questions in plan.questions.items():
-        items, task = found_questions.items, found_questions.task
+    results = {}
+    for name, questions in plan.questions.items():
+        items, task = questions.items, questions.task
         if task.kind == LETTERS:
             block = letters.BLOCK * model.batch
             ask = functools.partial(letters.ask, model, items)
         else:
             block = model.batch
-            ask = functools.partial(generated.ask, model, items, answers=plan.answers)
-        found[name] = _run_task(name, stores[name], plan.count(len(items)), block, ask)
+            ask = functools.partial(generated.ask, model, items, options=plan.answers)
+        results[name] = _run_task(name, stores[name], plan.count(len(items)), block, ask)
     for task in plan.core:
         name = core_tasks.label_of(task)
         ask = functools.partial(core_tasks.ask, model, task)
         count = plan.count(len(task.items))
-        found[name] = _run_task(name, stores[name], count, 2 * model.batch, ask)
-    return found
+        results[name] = _run_task(name, stores[name], count, 2 * model.batch, ask)
+    return results
 
 
 def names(plan: Plan) -> list[str]:

@@ -56,22 +56,23 @@ def ask(
     model: BenchmarkModel,
     items: Sequence[MathProblem | CodeProblem],
     indices: Sequence[int],
-    answers: AnswerOptions,
+    options: AnswerOptions,
 ) -> list[dict[str, Any]]:
     """Generates and judges the answers to some questions, at most one batch; returns their rows."""
-    prompts = [prompt(model, items[i], answers.mode) for i in indices]
-    is_completed = isinstance(items[indices[0]], CodeProblem) and answers.mode == "completion"
-    options = dict(num_tokens=answers.num_tokens, mode=answers.calculator)
+    prompts = [prompt(model, items[i], options.mode) for i in indices]
+    is_completed = isinstance(items[indices[0]], CodeProblem) and options.mode == "completion"
+    generation = dict(num_tokens=options.num_tokens, mode=options.calculator)
     if is_completed:
-        options |= dict(stop=STOP)
-    found = model.answers([ids for ids, _ in prompts], **options)
+        generation |= dict(stop=STOP)
+    answers = model.answers([ids for ids, _ in prompts], **generation)
     rows = [
-        _row(i, *prompt, answer) for i, prompt, answer in zip(indices, prompts, found, strict=True)
+        _row(i, *prompt, answer)
+        for i, prompt, answer in zip(indices, prompts, answers, strict=True)
     ]
     chosen = [items[i] for i in indices]
     if isinstance(chosen[0], CodeProblem):
         specials = set(model.dialogue.specials or ())
-        for row, answer in zip(rows, found, strict=True):
+        for row, answer in zip(rows, answers, strict=True):
             if specials & set(answer.ids):  # the program contains their names
                 row["specials"] = True
     if isinstance(chosen[0], MathProblem):
@@ -79,10 +80,10 @@ def ask(
     else:
         make = completed if is_completed else program
         programs = [
-            (make(item, row["text"]), test(item, answers.helpers), item.entry_point)
+            (make(item, row["text"]), test(item, options.helpers), item.entry_point)
             for row, item in zip(rows, chosen, strict=True)
         ]
-        verdicts = answers.judge(programs)
+        verdicts = options.judge(programs)
     for row, (right, reason, is_retried) in zip(rows, verdicts, strict=True):
         row["right"] = right
         if reason:
@@ -124,8 +125,8 @@ def _row(index: int, ids: list[int], is_cut: bool, answer: Answer) -> dict:
 
 def number(text: str) -> str | None:
     """Returns the number after the first marker, without commas; None if there is none."""
-    found = _NUMBER.search(text)
-    return found[1].strip().replace(",", "") if found else None
+    match = _NUMBER.search(text)
+    return match[1].strip().replace(",", "") if match else None
 
 
 def sum_verdict(text: str, item: MathProblem) -> Verdict:
@@ -169,16 +170,16 @@ def test(item: CodeProblem, helpers: str) -> str:
 
 def code(text: str) -> str:
     """Returns the first fenced block of an answer; all of it without a fence."""
-    found = _FENCED.search(text)
-    return (found[1] if found else text).strip()
+    match = _FENCED.search(text)
+    return (match[1] if match else text).strip()
 
 
 def leading_imports(prompt: str) -> str:
     """Returns the import lines before the first line that is not an import, a comment or blank."""
-    found = []
+    lines = []
     for line in map(str.strip, prompt.split("\n")):
         if line.startswith(("import ", "from ")):
-            found.append(line)
+            lines.append(line)
         elif line and not line.startswith("#"):
             break
-    return "\n".join(found)
+    return "\n".join(lines)

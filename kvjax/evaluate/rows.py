@@ -75,14 +75,14 @@ class RowStore:
         i, n = self._share
         return [row for row in range(i, count, n) if row not in self.done]
 
-    def add(self, found: Iterable[Mapping[str, Any]]) -> None:
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows, each with its `index`.
 
         Raises:
           UserError: they cannot be written; earlier rows stay.
         """
-        found = list(found)
-        text = "".join(json.dumps(json_text.with_checksum(row)) + "\n" for row in found)
+        rows = list(rows)
+        text = "".join(json.dumps(json_text.with_checksum(row)) + "\n" for row in rows)
         try:
             if in_bucket(self.path):  # objects cannot be appended to
                 before = self.path.read_text() if self.path.exists() else ""
@@ -97,7 +97,7 @@ class RowStore:
                 f"{self.path} cannot be written: {error.strerror or error}. Earlier rows are kept; "
                 "run the same command again once it can"
             ) from error
-        self.done |= {row["index"]: row for row in found}
+        self.done |= {row["index"]: row for row in rows}
 
     def _check(self, identity: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Writes the identity; raises a UserError if existing rows have another one."""
@@ -125,18 +125,18 @@ class RowStore:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def _read(self) -> dict[int, dict]:
-        found = {}
+        rows = {}
         for path in self._files()[1:]:
             if path == self.path and not in_bucket(path):
                 _truncate(path)
-            found |= {row["index"]: row for row in of_file(path)}
-        self._check_prompts(found)
-        return dict(sorted(found.items()))
+            rows |= {row["index"]: row for row in of_file(path)}
+        self._check_prompts(rows)
+        return dict(sorted(rows.items()))
 
-    def _check_prompts(self, found: Mapping[int, Mapping[str, Any]]) -> None:
+    def _check_prompts(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Raises a UserError for a row whose prompt differs from the present one."""
         for i, prompt in enumerate(self._prompts):
-            saved = found.get(i, {}).get("prompt", prompt)
+            saved = rows.get(i, {}).get("prompt", prompt)
             if saved != prompt:
                 raise UserError(
                     f"{self._folder}: row {i} of {self._task} has prompt digest {saved}, and now "
@@ -159,12 +159,12 @@ def _listed(files: Iterable[epath.Path]) -> str:
 def day(folder: epath.Path) -> str:
     """Returns the date in the prompts of a folder's rows, as 2026-11-27; "" if they have none."""
     for path in (folder / f"{task}.json" for task in TASKS):
-        found = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
+        date = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
         try:
-            if found:
-                return str(datetime.date.fromisoformat(found))
+            if date:
+                return str(datetime.date.fromisoformat(date))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{path}: day = {found!r} is not a date: {_ANEW}") from error
+            raise UserError(f"{path}: day = {date!r} is not a date: {_ANEW}") from error
     return ""
 
 

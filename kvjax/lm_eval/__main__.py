@@ -80,8 +80,8 @@ def _run(options: argparse.Namespace, out: Output) -> None:
 
     sizes = dict(max_length=options.max_length, chips=options.chips)
     options_lib.check(dtype=options.dtype, batch_size=options.batch_size, **sizes)
-    found = options_lib.find(runtime.workdir(options.workdir), step=options.step, **sizes)
-    if options.apply_chat_template and prompts.Prompts(found).template is None:
+    saved_model = options_lib.find(runtime.workdir(options.workdir), step=options.step, **sizes)
+    if options.apply_chat_template and prompts.Prompts(saved_model).template is None:
         raise UserError(prompts.no_template())
     extras.require("--tasks", "lm_eval")
     with progress.waiting("importing lm-evaluation-harness"):
@@ -93,12 +93,12 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             names,
             options.include_path,
             num_fewshot=options.num_fewshot,
-            max_length=options.max_length or found.context,
+            max_length=options.max_length or saved_model.context,
         )
     with progress.waiting("reading the model"):
         model = adapter.KvjaxLM(
-            found.workdir,
-            step=found.step,
+            saved_model.workdir,
+            step=saved_model.step,
             dtype=options.dtype,
             batch_size=options.batch_size,
             seed=options.seed,

@@ -75,15 +75,15 @@ class KvjaxLM(TemplateLM):
         del max_batch_size
         sizes = dict(max_length=max_length, chips=chips)
         options.check(dtype=dtype, batch_size=batch_size, device=device, **sizes)
-        found = options.find(workdir, step=step, **sizes)
-        self._found, self._seed = found, seed
-        self._max_length, self.batch_size = max_length or found.context, batch_size
-        self.prompts = Prompts(found)
+        saved = options.find(workdir, step=step, **sizes)
+        self._found, self._seed = saved, seed
+        self._max_length, self.batch_size = max_length or saved.context, batch_size
+        self.prompts = Prompts(saved)
         mesh = program.make_mesh(chips, jax.local_devices()) if chips != 1 else None
-        loaded = trained.load(found.workdir, step=found.step, dtype=dtype)
+        loaded = trained.load(saved.workdir, step=saved.step, dtype=dtype)
         self.generator = Generator(loaded.model, loaded.compute, mesh=mesh)
         self._scorer = Scorer(self.generator, batch=batch_size)
-        tokenizer = found.tokenizer
+        tokenizer = saved.tokenizer
         named = (tokenizer.special(name) for name in specials.NAMES)
         ends = (tokenizer.bos_id, *tokenizer.ends, *named)
         self._ends = sorted({i for i in ends if i is not None})
@@ -151,17 +151,17 @@ class KvjaxLM(TemplateLM):
         self, requests: Sequence[Pair], disable_tqdm: bool = True, **kwargs
     ) -> list[tuple[float, bool]]:
         self._check(requests)
-        found = [None] * len(requests)
+        scores = [None] * len(requests)
         sizes = [len(context) + len(continuation) for _, context, continuation in requests]
         with progress.waiting("scoring") as doing:
             for chosen in _by_size(range(len(requests)), sizes, self.batch_size * _CACHED_AFTER):
-                doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
+                doing.at(f"{sum(x is not None for x in scores):,} of {len(requests):,}")
                 parts = [self._truncated(requests[i]) for i in chosen]
                 for i, scored in zip(chosen, self._scorer.continuations(parts), strict=True):
-                    found[i] = (scored.log_likelihood, scored.is_greedy)
+                    scores[i] = (scored.log_likelihood, scored.is_greedy)
                     if requests[i][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
-        return found
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], scores[i])
+        return scores
 
     def _truncated(self, request: Pair) -> tuple[list[int], list[int]]:
         """Truncates the context on the left, to max_length + 1 tokens in all.
@@ -200,10 +200,10 @@ class KvjaxLM(TemplateLM):
             windows += [(None, *utils.make_disjoint_window(window)) for window in of_text]
             counts.append(len(windows) - before)
         scored = iter(self._loglikelihood_tokens(windows))
-        found = [float(sum(s for s, _ in itertools.islice(scored, n))) for n in counts]
-        for request, total in zip(requests, found, strict=True):
+        totals = [float(sum(s for s, _ in itertools.islice(scored, n))) for n in counts]
+        for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return found
+        return totals
 
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
         prompts, groups = [], {}
@@ -212,7 +212,7 @@ class KvjaxLM(TemplateLM):
             ids = self.tok_encode(context)
             prompts.append(ids[-(self._max_length - settings.num_tokens) :])
             groups.setdefault((settings, self.prompts.is_rendered(context)), []).append(i)
-        found: list[str | None] = [None] * len(requests)
+        results: list[str | None] = [None] * len(requests)
         sizes = [len(ids) for ids in prompts]
         batches = [
             (kind, len(group), chosen)
@@ -221,7 +221,7 @@ class KvjaxLM(TemplateLM):
         ]
         with progress.waiting("generating") as doing:
             for number, ((settings, is_rendered), count, chosen) in enumerate(batches):
-                doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
+                doing.at(f"{sum(x is not None for x in results):,} of {len(requests):,}")
                 is_native = is_rendered and self.prompts.is_native
                 generate_batch = self._answers if is_native else self._texts
                 # Pad the last batch with repeats: another size would compile another program.
@@ -230,9 +230,9 @@ class KvjaxLM(TemplateLM):
                     [prompts[i] for i in together], settings, self._seed + number
                 )
                 for i, text in zip(chosen, texts, strict=False):
-                    found[i] = text
+                    results[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
-        return found
+        return results
 
     def _texts(
         self, prompts: list[list[int]], settings: GenerationSettings, seed: int
@@ -251,11 +251,11 @@ class KvjaxLM(TemplateLM):
             stop_tokens=self._ends,
             end_at_special=False,
         )
-        found = []
+        texts = []
         for ids in generated.tokens:
             text = tokenizer.decode([i for i in ids if i not in self._without_text])
-            found.append(text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)])
-        return found
+            texts.append(text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)])
+        return texts
 
     def _answers(
         self, prompts: list[list[int]], settings: GenerationSettings, seed: int

@@ -51,8 +51,8 @@ def find(
     """
     if not workdir:
         raise UserError("--workdir is missing: give the folder of a trained run, as runs/lrkv_tiny")
-    found = trained.find(workdir, step=step)
-    limit = max_positions(found.experiment.model, chips)
+    saved = trained.find(workdir, step=step)
+    limit = max_positions(saved.experiment.model, chips)
     if max_length is not None and limit is not None and max_length > limit:
         raise UserError(f"max_length = {max_length}: the model has only {limit} positions")
-    return found
+    return saved

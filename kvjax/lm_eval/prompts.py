@@ -22,10 +22,10 @@ _PLACE = "a conversation of the task"
 class Prompts:
     """Encodes texts and renders conversations for the model of a workdir."""
 
-    def __init__(self, found: SavedModel):
-        self._tokenizer, self._marks = found.tokenizer, marked.marks_of(found.tokenizer)
-        self._bos = found.tokenizer.decode([found.tokenizer.bos_id])
-        self.template, self._files = _template(found), found.token_files
+    def __init__(self, saved: SavedModel):
+        self._tokenizer, self._marks = saved.tokenizer, marked.marks_of(saved.tokenizer)
+        self._bos = saved.tokenizer.decode([saved.tokenizer.bos_id])
+        self.template, self._files = _template(saved), saved.token_files
 
     @property
     def is_native(self) -> bool:
@@ -96,11 +96,11 @@ _NATIVE = (
 )
 
 
-def _template(found: SavedModel) -> str | None:
+def _template(saved: SavedModel) -> str | None:
     """Returns the model's chat template, or a description of the native format."""
-    if not specials.missing(found.tokenizer):
+    if not specials.missing(saved.tokenizer):
         return _NATIVE
-    return found.template
+    return saved.template
 
 
 def _native(messages: Sequence[Mapping], opens_answer: bool) -> str:

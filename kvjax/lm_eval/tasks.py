@@ -29,13 +29,13 @@ def read(
       UserError: an unknown name, a task that cannot be read, executes the model's programs, has
         other inputs than text, or needs more than the model supports.
     """
-    manager, found = _manager(names, include_path)
-    for name in found:
+    manager, matched = _manager(names, include_path)
+    for name in matched:
         for task, config in _configs(manager, name):
             if config.get("unsafe_code"):
                 raise UserError(_unsafe(task))
     loaded_tasks = []
-    for name in found:
+    for name in matched:
         try:
             loaded = manager.load(name)
         except Exception as error:  # a YAML file may call any function and load any data
@@ -58,10 +58,10 @@ def _manager(names: Sequence[str], include_path: str) -> tuple[TaskManager, list
         manager = TaskManager(include_path=include_path, include_defaults=False)
         known = manager.task_index
         try:
-            found = _matching(names, manager.all_tasks)
-            members = (m for name in found for m, config in _configs(manager, name) if not config)
+            matched = _matching(names, manager.all_tasks)
+            members = (m for name in matched for m, config in _configs(manager, name) if not config)
             if all(name in known for name in members):
-                return manager, found
+                return manager, matched
         except UserError:
             pass
     manager = TaskManager(include_path=include_path) if include_path else _all_tasks()
@@ -74,17 +74,17 @@ def _all_tasks() -> TaskManager:
 
 
 def _matching(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    found = []
+    matched = []
     for name in names:
-        there = [name] if name in known else fnmatch.filter(known, name)
-        if not there:
+        own = [name] if name in known else fnmatch.filter(known, name)
+        if not own:
             near = difflib.get_close_matches(name, known, n=_NEAR) or [
                 other for other in known if name.lower() in other.lower()
             ]
             hint = f"; similar ones are {', '.join(near[:_NEAR])}" if near else ""
             raise UserError(f"--tasks: {name!r} is none of {len(known):,} tasks{hint}")
-        found += there
-    return list(dict.fromkeys(found))
+        matched += own
+    return list(dict.fromkeys(matched))
 
 
 def _configs(
