@@ -1,18 +1,17 @@
-"""Several processes as one job: how they find each other, agree, and end together.
+"""Several processes as one job: they connect, agree, and end together.
 
-They talk through JAX's coordination service, which process 0 holds: a store of keys, no device and
-no collective. A job ends as one: what ends one process ends all, with one message and one status.
+They exchange text through JAX's coordination service, a key-value store in process 0, without
+devices or collectives. Whatever ends one process ends all, each with one message and a status:
 
     0    trained to the end, or to `train.stop_after`
-    2    something must be changed first (a UserError); the message says what
-    75   saved on SIGTERM, or a process was lost: the same command goes on (EX_TEMPFAIL)
-    130  saved on Ctrl-C, or before the first step nothing to save: the same command goes on
-    129  saved when its terminal closed (SIGHUP; not under `nohup`): the same command goes on
+    2    a user error; the message says what to change
+    75   saved on SIGTERM, or a process was lost: the same command resumes (EX_TEMPFAIL)
+    130  saved on Ctrl-C (before the first step there is nothing to save); resumes likewise
+    129  saved when its terminal closed (SIGHUP; not under `nohup`); resumes likewise
     1    a bug, with its traceback
 
-How long a loss can go unnoticed: gloo (CPU) sees a connection close at once or not at all, and the
-coordination service ends every process that is left once one was silent for `heartbeat_seconds`,
-or at once if it was process 0.
+A lost process is noticed at once if gloo (CPU) sees its connection close, or if it was process 0;
+else the coordination service ends the other processes after `heartbeat_seconds` of silence.
 """
 
 from kvjax.distributed.agreement import (

@@ -1,6 +1,6 @@
-"""What processes tell each other through the coordination service: a store of keys.
+"""Agreement between processes through the coordination service's key-value store.
 
-Nothing here touches a device or runs a collective.
+Nothing here uses a device or a collective.
 """
 
 import collections
@@ -15,34 +15,34 @@ from kvjax.foundation.errors import UserError
 
 
 def client():
-    """JAX's client of the coordination service; None in a process that is alone."""
+    """Returns JAX's client of the coordination service; None in a job of one process."""
     return _state().client
 
 
 def _state():
-    from jax._src import distributed  # where Orbax looks too
+    from jax._src import distributed  # not public; Orbax uses it too
 
     return distributed.global_state
 
 
 def count() -> int:
-    """Processes in the job, without touching a device."""
+    """Returns the number of processes, without initialising a device."""
     state = _state()
     return state.num_processes if state.client is not None else 1
 
 
 def index() -> int:
-    """Which of them this is; 0 writes what one process writes."""
+    """Returns the index of this process; process 0 writes the files that only one writes."""
     return _state().process_id if count() > 1 else 0
 
 
 def gather(name: str, text: str) -> list[str]:
-    """What every process gave, by process, once all have; the same list everywhere.
+    """Returns the texts of all processes, by index; a barrier without a time limit.
 
-    Waits as long as all of them live. All call it in the same order.
+    All processes must make the same calls in the same order.
 
     Args:
-      name: of this exchange, for the store.
+      name: of this exchange in the store.
     """
     if count() == 1:
         return [text]
@@ -52,10 +52,11 @@ def gather(name: str, text: str) -> list[str]:
     return [_wait_for(f"{key}/{i}") for i in range(count())]
 
 
-_exchanges = collections.Counter()
+_exchanges = collections.Counter()  # by name: keys of the store are written once
 
 
 def _wait_for(key: str) -> str:
+    """Waits for a key for as long as the job lives."""
     from jax.errors import JaxRuntimeError
 
     while True:
@@ -67,10 +68,10 @@ def _wait_for(key: str) -> str:
 
 
 def check_same(given: dict[str, Any]) -> None:
-    """Raises a UserError on every process unless all gave the same; names what differs.
+    """Raises a UserError on every process unless all pass the same values.
 
     Args:
-      given: what a process was started with, flat.
+      given: settings of this process, by name.
     """
     if rows := _differing("given", given):
         raise UserError(
@@ -83,10 +84,10 @@ def check_same(given: dict[str, Any]) -> None:
 def check_same_programs(texts: dict[str, str]) -> None:
     """Raises a UserError on every process unless all are about to compile the same programs.
 
-    Processes whose collectives are not the same wait for each other until a network gives up.
+    Different collectives would wait for each other until the network gives up.
 
     Args:
-      texts: of the lowered programs, by name.
+      texts: lowered programs, by name.
     """
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
     if rows := _differing("programs", digests):
@@ -99,10 +100,10 @@ def check_same_programs(texts: dict[str, str]) -> None:
 
 
 def check_same_rows(path: epath.Path, digest: str, advice: str) -> None:
-    """Raises a UserError on every process if they have different data sets at a path.
+    """Raises a UserError on every process if their data sets at `path` differ.
 
     Args:
-      advice: what to give all hosts.
+      advice: what to give all hosts, for the message.
     """
     theirs = gather("dataset", digest)
     if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
@@ -113,7 +114,7 @@ def check_same_rows(path: epath.Path, digest: str, advice: str) -> None:
 
 
 def _differing(name: str, given: dict[str, Any]) -> list[str]:
-    """A line for each key whose value is not the same everywhere, with who gave which."""
+    """Returns a line for each key with different values, naming the processes of each value."""
     everyone = [json.loads(text) for text in gather(name, json.dumps(given, default=str))]
     rows = []
     for key in sorted(set().union(*everyone)):
@@ -127,33 +128,38 @@ def _differing(name: str, given: dict[str, Any]) -> list[str]:
 
 
 def processes(who: list[int]) -> str:
-    """ "process 3", or "processes 0, 1, 2"."""
+    """Formats indices: "process 3", "processes 0, 1, 2"."""
     return f"process{'es' if len(who) > 1 else ''} {', '.join(map(str, who))}"
 
 
 def folder_leaders(name: str, folder: epath.Path) -> list[int]:
-    """By process, the first one that shares this folder with it: found out by files in it.
+    """Returns for each process the lowest index of those that see the same folder.
+
+    Each process writes a file and looks for the others' files.
 
     Args:
-      name: of this exchange, for the store.
-      folder: made if missing; each process gives its own path to it.
+      name: of this exchange in the store.
+      folder: this process's path to it; created if missing.
     """
     if count() == 1:
         return [0]
     token = gather(f"{name}/token", uuid.uuid4().hex)[0]
-    file = lambda process: folder / f".kvjax-{token}-{process}"
+
+    def file(process: int) -> epath.Path:
+        return folder / f".kvjax-{token}-{process}"
+
     folder.mkdir(parents=True, exist_ok=True)
     file(index()).write_text("")
     try:
         gather(f"{name}/written", "")
-        found = next(i for i in range(count()) if i == index() or file(i).exists())
-        return [int(text) for text in gather(f"{name}/found", str(found))]
+        first = next(i for i in range(count()) if i == index() or file(i).exists())
+        return [int(text) for text in gather(f"{name}/found", str(first))]
     finally:
         file(index()).unlink(missing_ok=True)
 
 
 def check_shared(workdir: epath.Path) -> None:
-    """Raises a UserError on every process if one of them does not see the first one's workdir."""
+    """Raises a UserError on every process if one does not see process 0's workdir."""
     apart = [i for i, leader in enumerate(folder_leaders("workdir", workdir)) if leader]
     if apart:
         raise UserError(
@@ -164,29 +170,29 @@ def check_shared(workdir: epath.Path) -> None:
 
 
 class Team:
-    """The processes of this job that share a folder; the first of them leads.
+    """The processes that share a folder; the first of them leads.
 
     Args:
-      name: as in `leaders`, used once in the life of the job.
+      name: see `folder_leaders`; may be used once per job.
 
     Attributes:
-      index: of this process among them; 0 leads.
-      size: how many they are.
+      index: of this process in the team; 0 leads.
+      size: number of processes.
     """
 
     def __init__(self, name: str, folder: epath.Path):
-        found = folder_leaders(name, folder)
-        self._members = [i for i, leader in enumerate(found) if leader == found[index()]]
+        leaders = folder_leaders(name, folder)
+        self._members = [i for i, leader in enumerate(leaders) if leader == leaders[index()]]
         self._key = f"kvjax/{name}"
         self.index, self.size = self._members.index(index()), len(self._members)
 
-    def announce(self, what: str) -> None:
-        """Tells the others that this process has come so far."""
+    def announce(self, stage: str) -> None:
+        """Tells the others that this process has finished a stage."""
         if self.size > 1:
-            client().key_value_set(f"{self._key}/{what}/{index()}", "")
+            client().key_value_set(f"{self._key}/{stage}/{index()}", "")
 
-    def wait_for(self, what: str, *, leader: bool = False) -> None:
-        """Waits for as long as it takes until all others, or the leader, said so."""
+    def wait_for(self, stage: str, *, leader: bool = False) -> None:
+        """Waits until all others, or the leader alone, have announced a stage; no time limit."""
         for member in self._members[:1] if leader else self._members:
             if member != index():
-                _wait_for(f"{self._key}/{what}/{member}")
+                _wait_for(f"{self._key}/{stage}/{member}")

@@ -1,4 +1,4 @@
-"""The end of a job: whatever ends one process ends all, with one message and one status."""
+"""Ends a job as one: whatever ends a process ends all, with one message and status."""
 
 from collections.abc import Callable
 import contextlib
@@ -28,9 +28,12 @@ _OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|UNIMPLEMENTED|out of memo
 
 
 class _AbortMessage:
-    """What is said when C++ aborts this process: the coordination service does for lost peers.
+    """Prints a message when C++ aborts this process, as the coordination service does on a loss.
 
-    The handler is Python called from whatever thread aborts, so it stays short.
+    The handler is Python code that runs in the aborting thread, so it stays short.
+
+    Attributes:
+      checkpoints: returns a sentence about the checkpoints that exist.
     """
 
     def __init__(self):
@@ -38,12 +41,13 @@ class _AbortMessage:
         self.checkpoints: Callable[[], str] = str
 
     def set(self, status: int, text: Callable[[], str]) -> None:
+        """Sets exit status and message of an abort; installs the handler at first."""
         self._status, self._text = status, text
         if self._handler is None:
-            self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._speak)
+            self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._print_and_exit)
             ctypes.CDLL(None).signal(int(signal.SIGABRT), self._handler)
 
-    def _speak(self, number: int) -> None:
+    def _print_and_exit(self, number: int) -> None:
         del number
         try:
             if text := self._text():
@@ -56,10 +60,10 @@ abort_message = _AbortMessage()
 
 
 def lost(who: str) -> str:
-    """What to say of a process that is gone.
+    """Returns the message for a lost process.
 
     Args:
-      who: which one, or how to find out.
+      who: its index, or where to look for it.
     """
     return (
         f"another process of this job was lost ({who}), and no step can be taken without it. "
@@ -69,31 +73,32 @@ def lost(who: str) -> str:
 
 @contextlib.contextmanager
 def end_together():
-    """Around all the work of a process: whatever ends it ends the whole job, with one message.
+    """Makes whatever ends the block end the whole job, with one message.
 
-    Nothing but a signal or a crash of the interpreter is left to C++ heartbeats. In a job of one
-    process it does nothing.
+    Only a kill or a crash of the interpreter is left to C++ heartbeats. Does nothing in a job of
+    one process.
     """
     if agreement.count() == 1:
         yield
         return
-    threading.excepthook = _one_line
+    threading.excepthook = _print_one_line
     logging.getLogger("absl").addFilter(_without_traceback)
     finished = threading.Event()
     watcher = threading.Thread(target=_watch, args=(finished,), daemon=True)
     watcher.start()
     try:
         yield
-        # The first one draws curves; leaving before it would count as a loss.
+        # Process 0 still draws curves; leaving before it would count as a loss.
         agreement.gather("end", "")
-    except SystemExit:  # agreed upon, or before anything was shared
+    except SystemExit:  # after an agreed signal, or before the processes exchanged anything
         raise
     except BaseException as error:
         expected = isinstance(error, (UserError, OSError))
         if isinstance(error, KeyboardInterrupt) or (interrupted.received() and not expected):
             _end("interrupted", interrupted.STATUS)
         if (loss := _loss_behind(error)) is not None:
-            time.sleep(_PATIENCE_SECONDS / 2)  # the one that stopped may say why: see `_watch`
+            # A process that stopped on purpose says why, and `_watch` then ends this one.
+            time.sleep(_PATIENCE_SECONDS / 2)
             _end(f"{lost(_silent())}. ({first_line(loss)})", TRY_AGAIN)
         if expected:
             _end(str(error), 2)
@@ -105,9 +110,9 @@ def end_together():
 
 
 def _loss_behind(error: BaseException | None) -> BaseException | None:
-    """The runtime's error, this one or a cause of it, that says that another process is gone.
+    """Returns the runtime error of a lost process among an error and its causes, or None.
 
-    A checkpoint that could not be written says so in an OSError, whose cause may be that.
+    An OSError of a checkpoint may have it as its cause.
     """
     while error is not None:
         if type(error).__name__ == "JaxRuntimeError" and _is_loss(str(error)):
@@ -117,34 +122,34 @@ def _loss_behind(error: BaseException | None) -> BaseException | None:
 
 
 def _is_loss(text: str) -> bool:
-    """Whether a runtime's error says that another process is gone; memory may run out in NCCL."""
+    """Returns True if a runtime error means a lost process; NCCL may also run out of memory."""
     return bool(_LOST.search(text)) and not _OWN.search(text)
 
 
-def _one_line(args) -> None:
-    """Instead of a traceback: a save under way fails in its thread when a process is lost."""
+def _print_one_line(args) -> None:
+    """Replaces tracebacks of threads: a pending save fails in its own when a process is lost."""
     reason = f"{args.exc_type.__name__}: {first_line(args.exc_value)}"
     print(f"thread {args.thread and args.thread.name}: {reason}", file=sys.stderr, flush=True)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """The same for what Orbax logs of it; what ends this process comes with its own traceback."""
+    """Shortens logged exceptions to one line; an error that ends the process has its traceback."""
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]
-        said = f"{record.getMessage()} {type(error).__name__}: {first_line(error)}"
-        record.msg, record.args, record.exc_info = said, (), None
+        text = f"{record.getMessage()} {type(error).__name__}: {first_line(error)}"
+        record.msg, record.args, record.exc_info = text, (), None
     return True
 
 
 def _watch(finished: threading.Event) -> None:
-    """Says that this process lives, and ends it when another one says that it has stopped."""
+    """Publishes a heartbeat, and ends this process when another one publishes that it stopped."""
     client, beats = agreement.client(), 0
     while not finished.wait(_POLL_SECONDS):
         beats += 1
         try:
             client.key_value_set(f"{_ALIVE}{agreement.index()}", str(beats), allow_overwrite=True)
             ended = client.key_value_dir_get(_ENDED)
-        except Exception:  # process 0 is gone: C++ has noticed too
+        except Exception:  # process 0 is gone: C++ notices too
             continue
         for key, text in ended:
             status, _, reason = text.partition(" ")
@@ -154,7 +159,7 @@ def _watch(finished: threading.Event) -> None:
 
 
 def _silent() -> str:
-    """Which processes have said nothing for a while."""
+    """Names the processes whose heartbeats have stopped."""
     client = agreement.client()
     try:
         before = dict(client.key_value_dir_get(_ALIVE))
@@ -168,8 +173,9 @@ def _silent() -> str:
 
 
 def _end(reason: str, status: int) -> NoReturn:
-    """Tells the others why this process ends, and ends it."""
-    abort_message.set(status, lambda: reason)  # process 0 may hear of it, and be gone, before
+    """Publishes why this process ends, and ends it."""
+    # First: process 0 may read it and exit, which aborts this process.
+    abort_message.set(status, lambda: reason)
     with contextlib.suppress(Exception):
         agreement.client().key_value_set(f"{_ENDED}{agreement.index()}", f"{status} {reason}")
     _leave(reason, status)
@@ -179,33 +185,36 @@ _leaving = threading.Lock()
 
 
 def _leave(text: str, status: int) -> NoReturn:
-    """Ends this process without the clean-up of JAX, which would wait for those that are gone.
+    """Prints a message and exits without JAX's clean-up, which would wait for lost processes.
 
-    Process 0 stays a little: what the others have to hear is in its store.
+    Process 0 stays until the others have read its store.
     """
-    _leaving.acquire()  # one message, whichever thread is first
+    _leaving.acquire()  # never released: only the first thread prints
     abort_message.set(status, lambda: text)
     say(text)
-    abort_message.set(status, str)
+    abort_message.set(status, str)  # the message is out: an abort prints nothing more
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     client = agreement.client()
-    with contextlib.suppress(Exception):  # without a reason: it has heard of one
+    with contextlib.suppress(Exception):  # without a reason, since that is another process's
         client.key_value_set(f"{_ENDED}{agreement.index()}", f"{status} ")
     with contextlib.suppress(Exception):
         if agreement.index() == 0:
-            _stay(client)
+            _wait_for_others(client)
     os._exit(status)
 
 
-def _stay(client) -> None:
-    """Returns when all have ended, or those that have not are silent."""
+def _wait_for_others(client) -> None:
+    """Returns when all processes have ended, or the heartbeats of the others have stopped."""
+
+    def process(key: str) -> str:
+        return key.rpartition("/")[2]
+
     beats, deadline = None, 0.0
     while len(ended := dict(client.key_value_dir_get(_ENDED))) < agreement.count():
-        name = lambda key: key.rpartition("/")[2]
-        over = {name(key) for key in ended}
-        left = {k: n for k, n in client.key_value_dir_get(_ALIVE) if name(k) not in over}
-        if left != beats:  # on a busy machine one may take long to hear of it
+        over = {process(key) for key in ended}
+        left = {k: n for k, n in client.key_value_dir_get(_ALIVE) if process(k) not in over}
+        if left != beats:  # alive: on a busy machine it may read the store late
             beats, deadline = left, time.monotonic() + _PATIENCE_SECONDS
         if time.monotonic() > deadline:
             return

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and SIGHUP end a loop of steps, on all processes after the same step."""
+"""Stops the training loop on SIGTERM, Ctrl-C and SIGHUP, after the same step on all processes."""
 
 import contextlib
 import os
@@ -13,28 +13,30 @@ _STOP = "kvjax/stop"
 
 
 class Interruption:
-    """SIGTERM, Ctrl-C and SIGHUP end a loop of steps, on all processes after the same step.
+    """A stop signal that all processes of a job obey after the same step.
 
-    A process is never more than one step ahead of another (it has the results of the step before
-    the last, to which all contributed): whoever gets the signal while n steps are dispatched asks
-    for the end after n + 2, and all have read that before they get there. It costs each process
-    one look at the coordination service a step, while the devices compute.
+    A process that has dispatched n steps has the results of step n - 1, to which all contributed:
+    no other is more than one step ahead. It therefore requests a stop after step n + 2, which every
+    process reads in time. Each step costs one read of the coordination service, while the devices
+    compute.
+
+    Attributes:
+      signal: the signal that ended the loop.
     """
 
     def __init__(self):
-        self.signal: signal.Signals | None = None  # what the loop ended for
+        self.signal: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
-        # One that came before, and that something swallowed, ends the loop too.
+        # A library may have swallowed an earlier Ctrl-C.
         self._received = signal.SIGINT if interrupted.taken() else None
-        self._asked = self._known = False
+        self._requested = self._known = False
         self._stop_step: int | None = None
 
     @contextlib.contextmanager
     def handling_signals(self):
-        """Takes the signals, but for those that this process ignores (`nohup`).
+        """Handles the signals, except those that this process ignores (`nohup`).
 
-        A second one ends the process; of SIGHUP there may be several, from the terminal and from
-        the shell.
+        A second signal ends the process at once; SIGHUP may come twice, from terminal and shell.
         """
         terminal = [number for number in (1, 2) if os.isatty(number)]
 
@@ -43,10 +45,12 @@ class Interruption:
             self._received = self._received or signal.Signals(number)
             if number == signal.SIGHUP:
                 signal.signal(number, signal.SIG_IGN)
-                _discard(terminal)  # what is written there would fail
+                _discard(terminal)  # writing to a closed terminal fails
             else:
                 signal.signal(number, signal.SIG_DFL)
-                _say(f"{signal.Signals(number).name}: stops after what is under way; again: now")
+                _write_line(
+                    f"{signal.Signals(number).name}: stops after what is under way; again: now"
+                )
 
         taken = [s for s in STATUS if signal.getsignal(s) != signal.SIG_IGN]
         before = {s: signal.signal(s, handle) for s in taken}
@@ -57,23 +61,24 @@ class Interruption:
                 signal.signal(number, handler)
 
     def should_stop(self, step: int) -> bool:
-        """Whether the loop ends here; call before every step, with the steps dispatched so far."""
+        """Returns True if the loop ends here; call before every step with the steps dispatched."""
         if agreement.count() == 1:
             self.signal = self._received
             return self.signal is not None
         if not self._known:
-            self._ask_and_look(step)
+            self._exchange(step)
         if not self._known or step < self._stop_step:
             return False
-        self.signal = self._agreed  # not before: a loop may end by itself first, on all processes
+        self.signal = self._agreed  # only now: the loop may reach its last step before
         return True
 
-    def _ask_and_look(self, step: int) -> None:
+    def _exchange(self, step: int) -> None:
+        """Requests a stop if this process got a signal; reads the first request of the job."""
         from jax.errors import JaxRuntimeError
 
         client = agreement.client()
-        if self._received and not self._asked:
-            self._asked = True
+        if self._received and not self._requested:
+            self._requested = True
             with contextlib.suppress(JaxRuntimeError):  # another process was first
                 client.key_value_set(_STOP, f"{step + 2} {self._received.name}")
         try:
@@ -87,14 +92,14 @@ class Interruption:
 
 
 def _discard(descriptors: list[int]) -> None:
-    """Sends to nowhere what is written to these files."""
+    """Redirects file descriptors to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
-def _say(text: str) -> None:
-    """A line on standard error from a signal handler, where Python's own files may be in use."""
+def _write_line(text: str) -> None:
+    """Writes a line to standard error from a signal handler, bypassing Python's buffers."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nkvjax: {text}\n".encode())

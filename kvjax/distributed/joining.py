@@ -1,4 +1,4 @@
-"""How a process finds its job: flags, environment, Slurm, the metadata of a TPU pod."""
+"""Connects a process to its job: by flags, environment, Slurm, or a TPU pod's metadata."""
 
 import os
 import socket
@@ -19,23 +19,26 @@ def start(
     connect_seconds: int = 300,
     heartbeat_seconds: int = 100,
 ) -> None:
-    """Joins this process to its job, if there is one; call before the first use of a device.
+    """Connects this process to its job, if there is one; call before the first use of a device.
 
-    What is given counts, then KVJAX_COORDINATOR, KVJAX_NUM_PROCESSES and KVJAX_PROCESS_ID; without
-    these Slurm's environment or a TPU pod's metadata, where they tell of more than one process; in
-    a process that is alone nothing is started.
+    Arguments take precedence over KVJAX_COORDINATOR, KVJAX_NUM_PROCESSES and KVJAX_PROCESS_ID, and
+    these over Slurm's environment and a TPU pod's metadata. A single process starts nothing.
 
     Args:
-      coordinator: host:port that process 0 listens on and all others reach.
-      num_processes: of the whole job.
-      process_id: this one's, from 0.
-      connect_seconds: how long to wait for the others.
-      heartbeat_seconds: how long a process may be silent before it counts as lost.
+      coordinator: host:port of process 0, reachable by all others.
+      num_processes: of the job.
+      process_id: of this process, from 0.
+      connect_seconds: limit of waiting for the others.
+      heartbeat_seconds: silence after which a process counts as lost.
 
     Raises:
-      UserError: half an address, a process that cannot be, a coordinator that does not answer.
+      UserError: an incomplete or invalid address, or a coordinator that does not answer.
     """
-    given = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+    given = {
+        "coordinator": coordinator,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
     for key, value in given.items():
         given[key] = _from_environment(key) if value is None else value
     missing = [key for key, value in given.items() if value is None]
@@ -51,7 +54,7 @@ def start(
             "on a TPU pod and under Slurm"
         )
     else:
-        where = given | dict(cluster_detection_method="deactivate")
+        where = given | {"cluster_detection_method": "deactivate"}
         _check(**given)
         if given["num_processes"] == 1:
             return
@@ -61,7 +64,7 @@ def start(
 
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # SIGTERM is `Interruption`'s; the service of JAX would take it too.
+    # JAX's preemption service would take SIGTERM, which `Interruption` handles.
     jax.config.update("jax_enable_preemption_service", False)
     abort_message.set(
         2,
@@ -112,7 +115,7 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _reach(coordinator: str, seconds: float) -> None:
-    """Waits until the coordinator answers; JAX's own wait ends in a C++ abort."""
+    """Waits until the coordinator accepts connections; JAX's own time-out is a C++ abort."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + seconds
     while True:
@@ -129,14 +132,14 @@ def _reach(coordinator: str, seconds: float) -> None:
 
 
 def _cluster() -> dict[str, Any] | None:
-    """What `jax.distributed.initialize` must be told under a scheduler; None for one process."""
+    """Returns options of `jax.distributed.initialize` for a scheduler; None for one process."""
     env = os.environ
     tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or "1"
     if "SLURM_STEP_NODELIST" in env and int(tasks) > 1:
-        return dict(cluster_detection_method="slurm", local_device_ids=_slurm_devices(env))
+        return {"cluster_detection_method": "slurm", "local_device_ids": _slurm_devices(env)}
     if env.get("JAX_PLATFORMS", "").startswith("cpu"):
         return None
-    from jax._src.clusters import cloud_tpu_cluster as tpu  # nothing public says how many there are
+    from jax._src.clusters import cloud_tpu_cluster as tpu  # no public interface has the count
 
     for cluster in (tpu.GkeTpuCluster, tpu.GceTpuCluster):
         if cluster.is_env_present():
@@ -145,10 +148,10 @@ def _cluster() -> dict[str, Any] | None:
 
 
 def _slurm_devices(env: dict[str, str]) -> list[int] | None:
-    """Which of the GPUs it sees a task takes; None: JAX's rule, GPU i for task i of a host.
+    """Returns the visible GPUs of this task; None: JAX's rule, GPU i for task i of a host.
 
-    That rule is wrong for one task per host, which should have all, and for tasks that Slurm lets
-    see one GPU each (--gpus-per-task=1).
+    The rule is wrong for a single task per host, which gets all GPUs, and for tasks that see one
+    GPU each (--gpus-per-task=1).
     """
     visible = [d for d in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     per_host = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]

@@ -1,13 +1,13 @@
-"""The mesh, and how arrays are split over it: one rule on the letters of a weight's axes.
+"""The mesh, and the sharding of weights by the letters of their axes.
 
     data      rows of the batch; weights are replicated
-    fsdp      rows of the batch; weights are split, gathered for use, their gradients scattered
-    sequence  tokens of a row (context parallelism): each device has a part of the queries and all
-              of the latents
+    fsdp      rows of the batch; weights are sharded, gathered for use, gradients scattered
+    sequence  tokens of a row (context parallelism): each device has part of the queries and all
+              latents
     tensor    heads, MLP channels, vocabulary
 
-Optimizer state lies as its parameter does. Nothing is padded: what a mesh does not divide is an
-error that names the numbers.
+Optimizer state is sharded as its parameter. Nothing is padded: axes that the mesh cannot divide
+are a user error.
 """
 
 from collections.abc import Mapping
@@ -27,16 +27,16 @@ from kvjax.layers.weight import Axes
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
 
-_TENSOR = frozenset("NKJMV")  # letters that `tensor` splits: heads, MLP channels, vocabulary
-_MODEL = "D"  # the letter that `fsdp` splits where a weight has it
+_TENSOR = frozenset("NKJMV")  # letters that `tensor` shards: heads, MLP channels, vocabulary
+_MODEL = "D"  # letter that `fsdp` shards if a weight has it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each axis; fsdp = 0 takes all that the others leave."""
+    """Devices along each axis."""
 
-    data: int = 1  # over rows; weights are copied
-    fsdp: int = 0  # over rows and weights; 0: all that are left
+    data: int = 1  # over rows; weights are replicated
+    fsdp: int = 0  # over rows and weights; 0: all devices that the other axes leave
     sequence: int = 1  # over the tokens of a row
     tensor: int = 1  # over heads, MLP channels, vocabulary
 
@@ -45,16 +45,16 @@ class MeshConfig:
             between(f"config.mesh.{key}", getattr(self, key), 0 if key == "fsdp" else 1, 1 << 20)
 
     def shape(self, devices: int) -> dict[str, int]:
-        """Devices along each axis of so many, fsdp = 0 filled in; they need not multiply to it."""
+        """Returns devices by axis with fsdp filled in; the product may differ from `devices`."""
         others = self.data * self.sequence * self.tensor
-        return dataclasses.asdict(self) | dict(fsdp=self.fsdp or max(devices // others, 1))
+        return dataclasses.asdict(self) | {"fsdp": self.fsdp or max(devices // others, 1)}
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
-    """The mesh over all devices, laid along their interconnect where that is known.
+    """Returns a mesh over all devices, aligned with their interconnect where JAX knows it.
 
     Raises:
-      UserError: the axes do not multiply to the devices; names the numbers and what would.
+      UserError: the product of the axes is not the number of devices.
     """
     others = config.data * config.sequence * config.tensor
     shape = config.shape(len(devices))
@@ -80,7 +80,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How rows [B, T + 1] are split: devices of a `sequence` or `tensor` group have the same."""
+    """Returns the sharding of rows [B, T + 1], replicated over `sequence` and `tensor`."""
     return NamedSharding(mesh, P(BATCH))
 
 
@@ -89,7 +89,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """How many ways the rows of a batch are split."""
+    """Returns the number of shards of a batch's rows."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
@@ -97,16 +97,15 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def spec(axes: str, shape: tuple[int, ...]) -> P:
-    """How a parameter is split, by the letters of its axes (see `kvjax.layers.weight`).
+    """Returns a parameter's PartitionSpec from the letters of its axes (`kvjax.layers.weight`).
 
-    `tensor` splits the first of N, K, J, M and V that is longer than 1. `fsdp` splits a matrix
-    along D, or along the last axis that is left where it has no D. A table of vectors ("V D",
-    "T D"), whose rows are looked up, is split along D by both. Vectors are otherwise whole, and so
-    is an axis of length 1 (LRKV's one base).
+    `tensor` shards the first of N, K, J, M and V that is longer than 1. `fsdp` shards a matrix
+    along D, or along its last free axis without D. A lookup table ("V D", "T D") is sharded along
+    D by both, since rows are looked up. Other vectors and axes of length 1 are replicated.
 
     Args:
-      axes: "D -> N H", say.
-      shape: with any number of stacked axes in front; those are not split.
+      axes: such as "D -> N H".
+      shape: any leading axes beyond `axes` are stacked layers, and not sharded.
     """
     parsed = Axes.parse(axes)
     names = parsed.names
@@ -122,19 +121,19 @@ def spec(axes: str, shape: tuple[int, ...]) -> P:
         if parsed.is_matrix:
             left = [i for i in range(len(names)) if i not in split]
             split |= dict.fromkeys([i for i in left if names[i] == _MODEL][:1] or left[-1:], "fsdp")
-    whole = lambda i: shape[stacked + i] == 1
-    return P(*[None] * stacked, *(None if whole(i) else split.get(i) for i in range(len(names))))
+    sharded = [None if shape[stacked + i] == 1 else split.get(i) for i in range(len(names))]
+    return P(*[None] * stacked, *sharded)
 
 
 def parameter_shardings(mesh: Mesh, shapes: Any, axes: Any) -> Any:
-    """The tree of NamedShardings of a tree of parameters.
+    """Returns a tree of NamedShardings for a tree of parameters.
 
     Args:
-      shapes: arrays, or ShapeDtypeStructs.
+      shapes: arrays or ShapeDtypeStructs.
       axes: the same tree of axes strings.
 
     Raises:
-      UserError: an axis of the mesh does not divide a parameter; the message names both.
+      UserError: an axis of the mesh does not divide a parameter.
     """
 
     def sharding(path, leaf, text):
@@ -146,7 +145,7 @@ def parameter_shardings(mesh: Mesh, shapes: Any, axes: Any) -> Any:
 
 
 def divides(shape: Mapping[str, int], shapes: Any, axes: Any) -> bool:
-    """Whether a mesh of that shape, devices by axis, divides all parameters it splits."""
+    """Returns True if a mesh of `shape` (devices by axis) divides all parameters."""
     try:
         parameter_shardings(AbstractMesh(tuple(shape.values()), tuple(shape)), shapes, axes)
     except UserError:
@@ -155,7 +154,10 @@ def divides(shape: Mapping[str, int], shapes: Any, axes: Any) -> bool:
 
 
 def state_shardings(mesh: Mesh, shapes: Any, axes: Any, state: Any) -> Any:
-    """Shardings of a training state: what has a parameter's path, under any prefix, lies as it.
+    """Returns shardings of a training state.
+
+    A leaf whose path ends in a parameter's path and has its shape is sharded as the parameter, so
+    optimizer moments are; other leaves are replicated.
 
     Args:
       shapes, axes: of the parameters, see `parameter_shardings`.
@@ -168,9 +170,9 @@ def state_shardings(mesh: Mesh, shapes: Any, axes: Any, state: Any) -> Any:
     def sharding(path, leaf):
         keys = _keys(path)
         for start in range(len(keys)):
-            shape, found = known.get(keys[start:], (None, None))
+            shape, parameter_sharding = known.get(keys[start:], (None, None))
             if shape == leaf.shape:
-                return found
+                return parameter_sharding
         return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, state)
@@ -191,37 +193,38 @@ def _check_divides(mesh: Mesh, name: str, shape: tuple[int, ...], axes: P) -> No
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes) -> jax.Array:
-    """An array laid out as the axes say (the rest whole); without a mesh, as it is."""
+    """Constrains an array's sharding (axes beyond `axes` replicated); no-op without a mesh."""
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
 
 def gather(weight: jax.Array, axes: str, mesh: Mesh | None) -> jax.Array:
-    """A weight whole along `fsdp`, as a product needs it; its gradient is scattered again.
+    """Gathers a weight along `fsdp` for a product; its gradient is scattered back.
 
-    Without the second half only the optimizer's state would tell the compiler how it lies.
+    The backward pass constrains the gradient's sharding; otherwise only the optimizer state would
+    hint it to the compiler.
     """
     if mesh is None:
         return weight
-    split = spec(axes, weight.shape)
-    whole = P(*(tuple(n for n in _tuple(names) if n != "fsdp") or None for names in split))
-    return _gather(mesh, split, whole, weight)
+    sharded = spec(axes, weight.shape)
+    gathered = P(*(tuple(n for n in _tuple(names) if n != "fsdp") or None for names in sharded))
+    return _gather(mesh, sharded, gathered, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(mesh: Mesh, split: P, whole: P, weight: jax.Array) -> jax.Array:
-    # Split first: what travels is the weight as it was cast, not as it is stored.
-    return constrain(constrain(weight, mesh, *split), mesh, *whole)
+def _gather(mesh: Mesh, sharded: P, gathered: P, weight: jax.Array) -> jax.Array:
+    # Sharded first, so that the weight is communicated in the dtype it was cast to.
+    return constrain(constrain(weight, mesh, *sharded), mesh, *gathered)
 
 
-def _gather_forward(mesh, split, whole, weight):
-    return _gather(mesh, split, whole, weight), None
+def _gather_forward(mesh, sharded, gathered, weight):
+    return _gather(mesh, sharded, gathered, weight), None
 
 
-def _gather_backward(mesh, split, whole, saved, gradient):
-    del whole, saved
-    return (constrain(gradient, mesh, *split),)
+def _gather_backward(mesh, sharded, gathered, residuals, gradient):
+    del gathered, residuals
+    return (constrain(gradient, mesh, *sharded),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -1,1 +1,1 @@
-"""Training: the loop, the step, the memory it takes, and what is checked before it starts."""
+"""Training: the loop, the step, its memory, and the checks before it."""

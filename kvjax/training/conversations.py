@@ -1,4 +1,4 @@
-"""What a run on conversations has that one on texts has not: its rows, its length, its growth."""
+"""Runs on conversations: their rows, their length in steps, and a vocabulary that may grow."""
 
 import dataclasses
 
@@ -18,10 +18,10 @@ from kvjax.workdir import trained
 
 
 def parent_model(experiment: Experiment, parent: trained.SavedModel) -> TransformerConfig:
-    """The model that a run's parent must have: on conversations its vocabulary may be smaller.
+    """Returns the model that a run's parent must have; its vocabulary may be smaller.
 
     Raises:
-      UserError: the run's vocabulary lacks room for its parent's rows and the special tokens.
+      UserError: the run's vocabulary is too small for the parent's and the special tokens.
     """
     model, there = experiment.model, parent.experiment.model.vocab_size
     if experiment.mixture is None:
@@ -41,14 +41,14 @@ def parent_model(experiment: Experiment, parent: trained.SavedModel) -> Transfor
 def prepare_dataset(
     experiment: Experiment, workdir: epath.Path, parent: trained.SavedModel | None
 ) -> loader.PackedDataset:
-    """The rows of a run on conversations, prepared if need be by the first of its processes.
+    """Opens the rows of a run on conversations; the first process prepares them if need be.
 
     Args:
-      parent: None: the run has begun, and its workdir has its tokenizer; or it has no parent.
+      parent: None if the run has begun (the tokenizer is then in its workdir) or has no parent.
 
     Raises:
-      UserError: what `conversation.prepare` raises; rows without the mask that the run asks for, or
-        with more tokens than the model has.
+      UserError: see `conversation.prepare`; rows with a loss mask where the config has none, or
+        without; a tokenizer larger than the model's vocabulary.
     """
     data = experiment.data
     if is_prepared(data.source):
@@ -76,9 +76,7 @@ def prepare_dataset(
 def one_epoch(
     config: ml_collections.ConfigDict, experiment: Experiment, dataset: loader.PackedDataset
 ) -> tuple[ml_collections.ConfigDict, Experiment]:
-    """A config and its experiment with the number of steps in which every row is seen once.
-
-    What fills no whole batch is left out. Where config.train.num_steps is not 0 nothing changes.
+    """Sets num_steps, if it is 0, to one epoch: each row once, without a last partial batch.
 
     Raises:
       UserError: too few rows for a step, or a schedule that needs more steps.
@@ -100,26 +98,28 @@ def one_epoch(
 def _tokenizer(
     experiment: Experiment, workdir: epath.Path, parent: trained.SavedModel | None
 ) -> Tokenizer:
+    """Returns the run's tokenizer with the special tokens of conversations."""
     if experiment.data.tokenizer != PARENT:
-        found = vocabulary.load(experiment.data)
+        tokenizer = vocabulary.load(experiment.data)
     elif parent is not None:
-        found = parent.tokenizer
+        tokenizer = parent.tokenizer
     else:
-        found = tokenizer_lib.load(workdir / manifest.TOKENIZER, "the workdir's tokenizer")
-    return found.with_specials(CONVERSATION_SPECIALS)
+        tokenizer = tokenizer_lib.load(workdir / manifest.TOKENIZER, "the workdir's tokenizer")
+    return tokenizer.with_specials(CONVERSATION_SPECIALS)
 
 
 def _prepare_together(experiment: Experiment, tokenizer: Tokenizer) -> epath.Path:
-    """The folder of the rows: of several processes that share it the first makes them."""
-    prepared = lambda shown: prepare.prepare(
-        experiment.mixture, experiment.data, tokenizer, shown=shown
-    )
+    """Prepares the rows in the first of the processes that share their folder; returns it."""
+
+    def rows(shown: bool) -> epath.Path:
+        return prepare.prepare(experiment.mixture, experiment.data, tokenizer, shown=shown)
+
     if distributed.count() == 1:
-        return prepared(True)
+        return rows(shown=True)
     team = distributed.Team("data", experiment.data.root)
     if team.index == 0:
-        prepared(True)
+        rows(shown=True)
         team.announce("finished")
     else:
         team.wait_for("finished", leader=True)
-    return prepared(False)
+    return rows(shown=False)

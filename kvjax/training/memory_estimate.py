@@ -1,9 +1,9 @@
-"""An estimate of the memory that a training step takes on a device, from shapes.
+"""Estimates the device memory of a training step from shapes.
 
-The compiler decides. The estimate is near enough to refuse a run, or to choose what to compile.
-What TPU compilers reserve between the paper-scale steps is within 3 % of it, and within a step
-within 11 %; with heads of 64 or 160 channels, which lie in lanes of 128 or not as the compiler sees
-fit, up to 28 % more (tests/training/test_memory_estimate.py).
+It is close enough to refuse a run, or to choose what to compile. For the paper-scale runs TPU
+compilers reserve within 3 % of it between steps and within 11 % during a step; with heads of 64 or
+160 channels, which the compiler may or may not pad to lanes of 128, up to 28 % more
+(tests/training/test_memory_estimate.py).
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from kvjax.optim import OptimizerConfig, parameter_labels, trainable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """Bytes per device; of them parameters and optimizer lie there between steps."""
+    """Bytes per device."""
 
-    parameters: int
-    optimizer: int
+    parameters: int  # resident between steps
+    optimizer: int  # resident between steps
     gradients: int
-    weights: int = 0  # gathered and cast, as products use them
+    weights: int = 0  # gathered and cast for matrix products
     activations: int = 0
 
     @property
@@ -47,38 +47,43 @@ def resident_memory(
     optimizer: OptimizerConfig = OptimizerConfig(),
     lanes: int = 1,
 ) -> TrainingMemory:
-    """Parameters, optimizer state and gradients in float32, split over `shards` devices.
+    """Returns parameters, optimizer state and gradients in float32, sharded over `shards` devices.
 
     Args:
-      lanes: that an array's last axis is padded to, see `lanes_of`.
+      lanes: multiple that an array's last axis is padded to, see `lane_width`.
     """
     shapes, axes = parameters.abstract(config)
-    laid_out = lambda shapes, axes: [
-        math.ceil(math.prod(x.shape) * _padding(x.shape, Axes.parse(text), shards, lanes))
-        for x, text in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)
-    ]
-    learned = laid_out(trainable(optimizer, shapes), trainable(optimizer, axes))
+
+    def padded_sizes(shapes, axes) -> list[int]:
+        return [
+            math.ceil(math.prod(x.shape) * _padding(x.shape, Axes.parse(text), shards, lanes))
+            for x, text in zip(jax.tree.leaves(shapes), jax.tree.leaves(axes), strict=True)
+        ]
+
+    learned = padded_sizes(trainable(optimizer, shapes), trainable(optimizer, axes))
     labels = jax.tree.leaves(parameter_labels(trainable(optimizer, axes)))
-    one = "matrix" if optimizer.matrices == "muon" else None  # Muon keeps one, Adam two
+    # Muon keeps one moment of a matrix, Adam two.
+    one_moment = "matrix" if optimizer.matrices == "muon" else None
     moments = sum(
-        size * (1 if label == one else 2) for size, label in zip(learned, labels, strict=True)
+        size * (1 if label == one_moment else 2)
+        for size, label in zip(learned, labels, strict=True)
     )
     return TrainingMemory(
-        parameters=4 * sum(laid_out(shapes, axes)) // shards,
+        parameters=4 * sum(padded_sizes(shapes, axes)) // shards,
         optimizer=4 * moments // shards,
         gradients=4 * sum(learned) // shards,
     )
 
 
 def lane_width(platform: str) -> int:
-    """What the last axis of an array in memory is a multiple of: a TPU's vector unit is so wide."""
+    """Returns the multiple that layouts pad an array's last axis to: a TPU's vector lanes."""
     return 128 if platform == "tpu" else 1
 
 
 def _padding(shape: tuple[int, ...], axes: Axes, shards: int, lanes: int) -> float:
-    """How much larger a weight lies in memory than it is, whichever axis is the last one there.
+    """Returns padded over actual size of a weight, with the axis last that needs least padding.
 
-    Heads of 64 channels take twice their bytes where the width is split to less than 128 too.
+    Heads of 64 channels take twice their bytes if the sharded width is below 128 too.
     """
     if not axes.is_matrix:
         return 1.0
@@ -103,35 +108,39 @@ def estimate(
     teacher: TransformerConfig | None = None,
     lanes: int = 1,
 ) -> TrainingMemory:
-    """The memory of a whole step.
+    """Estimates the memory of a whole step.
 
     Args:
-      rows_per_device: rows of one pass through the model (after gradient accumulation).
+      rows_per_device: rows of one forward pass (one part of gradient accumulation).
       fsdp, tensor, sequence: devices along these axes of the mesh.
-      parts: of gradient accumulation; from 2 on there is a second tree of gradients.
-      attention_kernel: softmax attention keeps no logits.
-      optimizer: which parameters learn, and by what.
-      teacher: a second model, whose weights lie beside.
-      lanes: see `lanes_of`.
+      accumulation_steps: parts of a batch; from 2 on there is a second tree of gradients.
+      attention_kernel: softmax attention is a kernel, which stores no logits.
+      optimizer: decides the trainable parameters and their moments.
+      teacher: a second model, whose weights are resident too.
+      lanes: see `lane_width`.
     """
     c, itemsize = config.block, compute.dtype.itemsize
-    resting = resident_memory(config, fsdp * tensor, optimizer, lanes)
+    resident = resident_memory(config, fsdp * tensor, optimizer, lanes)
     if teacher is not None:
-        beside = formulas.weight_bytes(teacher, compute.dtype) // (fsdp * tensor)
-        resting = dataclasses.replace(resting, parameters=resting.parameters + beside)
+        teacher_bytes = formulas.weight_bytes(teacher, compute.dtype) // (fsdp * tensor)
+        resident = dataclasses.replace(resident, parameters=resident.parameters + teacher_bytes)
     matrices = formulas.matrix_weights(config)
     layer = (matrices["attention"] + matrices["mlp"]) / c.num_layers
-    # Two layers on their way; the head, its gradient, and that in float32.
-    used = itemsize * 2 * layer + (2 * itemsize + 4) * matrices["head"]
+    # Gathered weights of two layers (the next one is prefetched); the head, and its gradient in
+    # both dtypes.
+    gathered = itemsize * 2 * layer + (2 * itemsize + 4) * matrices["head"]
     logits = 0 if attention_kernel else sequence_length
-    wide = 4 if compute.remat == "none" else itemsize  # seen in bytes, not in which arrays
-    padded = lambda dim: round_up(dim, lanes)
-    inside = [
+    wide = 4 if compute.remat == "none" else itemsize  # fitted to compilers' totals
+
+    def padded(dim: int) -> int:
+        return round_up(dim, lanes)
+
+    inside = [  # bytes per token within one layer
         wide
         * (
             2 * c.d_model  # normed inputs
             + 2 * m.query_heads * padded(m.query_dim) / tensor  # queries, before and after RoPE
-            # Keys and values, likewise: where a row is split, those of all of it.
+            # Keys and values likewise; under context parallelism of the whole row.
             + 2 * m.query_heads * (padded(m.query_dim) + padded(m.value_dim)) * sequence / tensor
             + m.query_heads * padded(m.value_dim) / tensor  # attention's output
             + 2 * c.mlp_dim / tensor
@@ -140,62 +149,61 @@ def estimate(
         for m in config.mechanisms
     ]
     inputs = c.num_layers * c.d_model
-    found = saved_activations(config, compute.remat, kernel=True)  # named, whoever computes it
-    if compute.remat == "dots":  # latents are gathered, so each device makes a whole row of these
-        found += weight_products(config).from_latents * (sequence - 1)
-    per_token = itemsize * (2 * inputs + (found - inputs) / tensor) + max(inside)
+    saved = saved_activations(config, compute.remat, kernel=True)  # saved by XLA's attention too
+    if compute.remat == "dots":  # latents are gathered: each device expands those of a whole row
+        saved += weight_products(config).from_latents * (sequence - 1)
+    per_token = itemsize * (2 * inputs + (saved - inputs) / tensor) + max(inside)
     if compute.remat == "none":
         per_token = 2 * itemsize * inputs + sum(inside)
     elif compute.remat != "full":  # log-sum-exp, float32
         per_token += 4 * sum(m.query_heads for m in config.mechanisms) / tensor
-    # Seen in bytes: seven copies of one layer's keys and values of the row's other parts.
+    # Fitted to compilers' totals: seven copies of one layer's keys and values of the row's other
+    # shards.
     keys_values = max(m.key_heads * (m.query_dim + m.value_dim) for m in config.mechanisms)
     per_token += 7 * itemsize * keys_values * (sequence - 1) / tensor
-    # Logits and their gradient in float32, and the gradient as it enters its products.
-    narrow = compute.dtype.itemsize if compute.dtype.itemsize < 4 else 0
-    per_token += (2 * 4 + narrow) * config.vocab_size / tensor / compute.loss_chunks
+    # Logits and their gradient in float32, and the gradient cast for its products.
+    cast = compute.dtype.itemsize if compute.dtype.itemsize < 4 else 0
+    per_token += (2 * 4 + cast) * config.vocab_size / tensor / compute.loss_chunks
     tokens = rows_per_device * sequence_length // sequence
     return dataclasses.replace(
-        resting,
-        gradients=min(accumulation_steps, 2) * resting.gradients,
-        weights=round(used / tensor),
+        resident,
+        gradients=min(accumulation_steps, 2) * resident.gradients,
+        weights=round(gathered / tensor),
         activations=round(tokens * per_token),
     )
 
 
 def saved_activations(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
-    """Elements per token that a backward pass needs and rematerialisation does not make again.
+    """Returns elements per token that are saved for the backward pass under a remat policy.
 
     Args:
-      kernel: attention by one, whose output all policies but "full" keep.
+      kernel: attention is a kernel, whose output all policies but "full" save.
     """
     c, mechanisms = config.block, config.mechanisms
-    inputs = c.num_layers * c.d_model  # of each layer
-    made = sum(m.query_heads * m.value_dim for m in mechanisms)  # by softmax attention
-    if remat == "none":  # and queries, keys, values, what was made of them; of the MLP one product
+    inputs = c.num_layers * c.d_model
+    attention = sum(m.query_heads * m.value_dim for m in mechanisms)  # outputs
+    if remat == "none":  # also queries, keys, values, and one product of the MLP
         expanded = sum(
             m.query_heads * m.query_dim + m.key_heads * (m.query_dim + m.value_dim)
             for m in mechanisms
         )
-        return inputs + made + expanded + c.num_layers * c.mlp_dim
-    with_weights = weight_products(config).saved_activations if remat == "dots" else 0
-    return inputs + with_weights + (made if kernel and remat != "full" else 0)
+        return inputs + attention + expanded + c.num_layers * c.mlp_dim
+    dots = weight_products(config).saved if remat == "dots" else 0
+    return inputs + dots + (attention if kernel and remat != "full" else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightProducts:
-    """The products with weights that a backward pass reads, for one token and all layers."""
+    """Matrix products with weights that the backward pass reads, per token over all layers."""
 
-    saved_activations: (
-        int  # elements that the policy "dots" keeps: made by weights without a batch axis
-    )
-    from_latents: int  # of these, keys and values made of latents
-    expansions: int  # multiply-adds with weights that have one
+    saved: int  # elements that the policy "dots" saves: of weights without a batch axis
+    from_latents: int  # of these, keys and values expanded from latents
+    expansions: int  # multiply-adds with weights that have a batch axis
 
 
 @functools.cache
 def weight_products(config: TransformerConfig) -> WeightProducts:
-    """Products with weights in the layers; embedding and head are outside of rematerialisation."""
+    """Counts products with weights in the layers; remat excludes embedding and head."""
     shapes, axes = parameters.abstract(config)
     elements = expansions = from_latents = 0
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
@@ -211,6 +219,4 @@ def weight_products(config: TransformerConfig) -> WeightProducts:
         elements += made
         from_latents += made if stored.reduction == ("C",) else 0
     elements += sum(m.extra_activations for m in config.mechanisms)
-    return WeightProducts(
-        saved_activations=elements, expansions=expansions, from_latents=from_latents
-    )
+    return WeightProducts(saved=elements, expansions=expansions, from_latents=from_latents)

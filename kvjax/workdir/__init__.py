@@ -1,1 +1,1 @@
-"""The folder of a run: checkpoints, records, what it belongs to, and the trained model in it."""
+"""A run's folder: identity, checkpoints, records, and the trained model in it."""

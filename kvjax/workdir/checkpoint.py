@@ -1,10 +1,9 @@
-"""Checkpoints of a run: atomic, asynchronous, and tied to the config that made them.
+"""Checkpoints of a run: atomic, asynchronous, and independent of the mesh.
 
-One checkpoint holds the training state (parameters, optimizer, step, random key) and the position
-in the data. A checkpoint that is damaged is set aside, and the one before it is used; what is no
-damage stops the run with its reason. All processes of a job write one checkpoint together, each
-what its devices hold, and each reads what its devices will hold: the mesh and the number of
-processes may be others.
+A checkpoint holds the training state (parameters, optimizer, step, random key) and the position in
+the data. A damaged checkpoint is set aside and the one before it restored; any other failure (I/O,
+memory) stops the run, since older state would silently replace a good checkpoint. All processes of
+a job write and read one checkpoint together, each the shards of its devices.
 """
 
 import contextlib
@@ -22,8 +21,8 @@ from kvjax.foundation.files import Watched, unused
 from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
-SNAPSHOTS = "snapshots"  # another one, of parameters alone, all of which are kept
-# Who reads a part of an array reads all chunks that it touches: this bounds what that is too much.
+SNAPSHOTS = "snapshots"  # the folder of parameters kept for analysis (`snapshot_every`)
+# Reading a shard reads every chunk that it touches: the chunk size bounds that excess.
 CHUNK_BYTES = 1 << 24
 
 
@@ -31,14 +30,14 @@ class Checkpoints:
     """The checkpoints of one workdir.
 
     Args:
-      directory: an epath; made if missing.
-      keep: how many of the latest to keep; None: all.
+      directory: created if missing.
+      keep: number of latest checkpoints to keep; None: all.
     """
 
     def __init__(self, directory: epath.Path, *, keep: int | None):
         self.directory = directory
         self._keep = keep
-        self._pending = None  # (step, response) of a save under way
+        self._pending = None  # (step, response) of an asynchronous save
         self._open()
         self._workdir = Watched(directory.parent)
 
@@ -48,7 +47,7 @@ class Checkpoints:
         context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
         self._checkpointer = ocp.training.Checkpointer(
             self.directory,
-            # The loop alone decides when to save.
+            # The training loop decides when to save.
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=policies.preservation_policies.LatestN(self._keep),
             cleanup_tmp_directories=True,
@@ -57,11 +56,14 @@ class Checkpoints:
         self._complete = {c.step for c in self._checkpointer.checkpoints}
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Returns the steps of complete checkpoints, ascending."""
         return [c.step for c in self._checkpointer.checkpoints if c.step in self._complete]
 
     def describe(self) -> str:
-        """A sentence for a message when nothing can be asked of Orbax or of a disk any more."""
+        """Returns a sentence that names the checkpoints, without reading the disk.
+
+        It is for the message of a process that C++ aborts (`distributed.abort_message`).
+        """
         latest = sorted(self._complete)[-(self._keep or 0) :]
         return f"Checkpoints of steps {latest} are in {self.directory}. "
 
@@ -69,12 +71,11 @@ class Checkpoints:
         """Starts a save; returns once the arrays are copied off the devices.
 
         Raises:
-          UserError: the workdir was moved or removed meanwhile: Orbax would make another one. The
-            step is saved where the workdir is now, if that is known, but not by several processes,
-            which may not agree on it.
-          OSError: the save before this one failed (see `wait`).
+          UserError: the workdir was moved or removed, and Orbax would create another one. A single
+            process saves the step at the new place, if that is known; several may disagree on it.
+          OSError: the previous save failed (see `wait`).
         """
-        items = dict(state=state, data=dict(position=np.asarray(position, np.int64)))
+        items = {"state": state, "data": {"position": np.asarray(position, np.int64)}}
         workdir = self.directory.parent
         change, new = self._workdir.change()
         if not change:
@@ -83,7 +84,7 @@ class Checkpoints:
         if new:
             self.directory = new / self.directory.name
         if new and distributed.count() == 1:
-            with contextlib.suppress(Exception):  # it is said that the step was not saved
+            with contextlib.suppress(Exception):  # the message then says `not saved`
                 self._remove_unfinished()
                 self._save(step, items)
                 self.wait()
@@ -109,60 +110,61 @@ class Checkpoints:
             response.on_complete(lambda _: self._complete.add(step))
 
     def is_moved(self) -> bool:
-        """Returns whether the workdir was moved or removed since it was opened."""
+        """Returns True if the workdir was moved or removed since it was opened."""
         return bool(self._workdir.change()[0])
 
     def wait(self) -> None:
-        """Waits for the save under way.
+        """Waits for the pending save.
 
         Raises:
-          OSError: if it failed (a full disk, say). The checkpoints before it are intact; what it
-            left half-written is removed, and saving goes on to work once there is room.
+          OSError: it failed, as on a full disk. Earlier checkpoints are intact, its partial files
+            are removed, and later saves work once there is room.
         """
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
         with self._reporting(step):
             response.result()
-        self._complete.add(step)  # the callback's thread may be later
+        self._complete.add(step)  # the callback may not have run yet
 
     @contextlib.contextmanager
     def _reporting(self, step: int):
-        """Any failure of a save as an OSError, after what it left is removed.
+        """Raises any failure of a save as an OSError, after removing its partial files.
 
-        With several processes the next start removes it: here the others may still be writing.
+        With several processes the next start removes them, since others may still be writing.
         """
         try:
             yield
-        except Exception as error:  # Orbax wraps what the file system said in several types
+        except Exception as error:  # Orbax wraps errors of the file system in several types
             if distributed.count() == 1:
                 self._remove_unfinished()
             why = storage.reason(error)
             raise OSError(f"checkpoint of step {step} was not written: {why}") from error
 
     def _remove_unfinished(self) -> None:
-        """Opens the folder anew, without what a save that failed left in it."""
+        """Reopens the folder, which removes partial files of a failed save."""
         self._pending = None
-        with contextlib.suppress(Exception):  # the failed save is reported once, by `wait`
+        with contextlib.suppress(Exception):  # `wait` reports the failed save once
             self._checkpointer.close()
-        self._open()  # cleans up temporary directories
+        self._open()  # cleanup_tmp_directories
 
     def restore(self, abstract_state: Any) -> tuple[Any, int, int] | None:
-        """(state, position, step) of the latest checkpoint that is whole, or None.
-
-        With several processes: that all of them find whole.
+        """Restores the latest checkpoint that no process finds damaged.
 
         Args:
           abstract_state: a tree of ShapeDtypeStructs with shardings.
 
+        Returns:
+          (state, position, step), or None without checkpoints.
+
         Raises:
-          UserError: checkpoints are there and all of them are damaged; or the latest that is not
-            cannot be loaded for another reason (I/O, memory, other arrays, another step's name).
+          UserError: all checkpoints are damaged; or one cannot be loaded for another reason (I/O,
+            memory, other arrays, a renamed folder).
         """
         damage = {}  # by step
         for step in reversed(self.steps()):
             items, damaged, other = self._load(step, abstract_state)
-            # On all processes alike: the first that has something to say.
+            # All processes act on the first report, so that they restore the same step.
             damaged = next(filter(None, distributed.gather("damaged", damaged)), "")
             other = next(filter(None, distributed.gather("restore", other)), "")
             storage.align_operation_ids()
@@ -171,7 +173,7 @@ class Checkpoints:
             if not damaged:
                 self._set_aside(damage, step)
                 return items["state"], int(items["data"]["position"]), step
-            del items  # before the next one takes as much memory
+            del items  # frees its memory before the next load
             damage[step] = damaged
             if distributed.index() == 0:
                 warn(f"checkpoint of step {step} cannot be read: {damaged}")
@@ -184,9 +186,9 @@ class Checkpoints:
         return None
 
     def _load(self, step: int, abstract_state: Any) -> tuple[dict | None, str, str]:
-        """What one checkpoint holds; if that is nothing, its damage or what else is in the way."""
+        """Loads one checkpoint; returns its items, or else its damage or another reason."""
         path = self.directory / str(step)
-        abstract = dict(state=abstract_state, data=dict(position=np.zeros((), np.int64)))
+        abstract = {"state": abstract_state, "data": {"position": np.zeros((), np.int64)}}
         try:
             with storage.single_process_context():
                 items = ocp.load_checkpointables(path, abstract)
@@ -197,14 +199,15 @@ class Checkpoints:
         except Exception as raised:  # corrupted files raise many types
             error = storage.listing_error(path) or raised
             reason, damaged = storage.reason(error), storage.is_damage(error)
-            asked = storage.shapes_of(abstract_state)
-            with contextlib.suppress(Exception):  # of damage that goes as far
+            wanted = storage.shapes_of(abstract_state)
+            with contextlib.suppress(Exception):  # the index may be damaged too
                 try:
                     there = storage.shapes(path / "state")
-                except FileNotFoundError as missing:  # in plainer words than Orbax's
-                    there, reason = asked, str(missing) if damaged else reason
-                if damaged and there != asked:
-                    return None, "", _other_model(path, there, asked)
+                except FileNotFoundError as missing:  # a plainer message than Orbax's
+                    there, reason = wanted, str(missing) if damaged else reason
+                # Orbax raises the same types for other shapes and for damage.
+                if damaged and there != wanted:
+                    return None, "", _other_model(path, there, wanted)
             other = (
                 f"{path} was not loaded: {reason}. That is no damage of the checkpoint, and "
                 "nothing was changed: mend it and run the same command again"
@@ -212,7 +215,7 @@ class Checkpoints:
             return (None, reason, "") if damaged else (None, "", other)
 
     def _set_aside(self, damaged: dict[int, str], good_step: int) -> None:
-        """Renames damaged checkpoints, so that saving can go on."""
+        """Renames damaged checkpoints, so that their steps can be saved again."""
         if not damaged:
             return
         self._checkpointer.close()
@@ -230,7 +233,7 @@ class Checkpoints:
 
 
 def check_step_number(path: epath.Path, state: dict) -> None:
-    """Raises a UserError if a checkpoint's folder is named after another step than it holds."""
+    """Raises a UserError unless a checkpoint's folder is named after the step it holds."""
     if "step" not in state:
         return
     step = int(state["step"].addressable_data(0))
@@ -242,23 +245,22 @@ def check_step_number(path: epath.Path, state: dict) -> None:
 
 
 def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> Any:
-    """The parameters of one checkpoint; optimizer state is not read.
+    """Reads the parameters of one checkpoint, without optimizer state.
 
     Args:
       step: one of `storage.steps`.
-      abstract_params: a tree of ShapeDtypeStructs with shardings, which need not be those of
-        training; arrays come in its dtypes.
+      abstract_params: a tree of ShapeDtypeStructs; their shardings and dtypes, which may differ
+        from training, are those of the result.
 
     Raises:
-      UserError: the checkpoint holds parameters of other names or shapes (says which), or another
-        step, or cannot be read.
+      UserError: the checkpoint holds other names or shapes, or another step, or cannot be read.
     """
     path = directory / str(step)
     with _reading(path):
         stored = _check_parameters(path, abstract_params)
-        tree = dict(params=abstract_params)
+        tree = {"params": abstract_params}
         if "step" in stored:
-            sharding = _whole(jax.tree.leaves(abstract_params)[0].sharding)
+            sharding = _scalar_sharding(jax.tree.leaves(abstract_params)[0].sharding)
             tree["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
         context = storage.single_process_context()
         context.pytree.loading.partial_load = True
@@ -268,41 +270,41 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
         return state["params"]
 
 
-def _whole(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding of a scalar on the devices of another array."""
+def _scalar_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Returns the sharding of a scalar on the devices of another array."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
 
 
 def fingerprint(directory: epath.Path, step: int) -> str:
-    """Returns the `storage.fingerprint` of a checkpoint's state; a UserError if it is not whole."""
+    """Returns `storage.fingerprint` of a checkpoint's state; a UserError if it is incomplete."""
     path = directory / str(step)
     with _reading(path):
         return storage.fingerprint(path / "state")
 
 
 def check_parameters(directory: epath.Path, step: int, abstract_params: Any) -> None:
-    """Raises the UserErrors of `read_parameters` that are known without reading any array."""
+    """Raises the UserErrors of `read_parameters` that need no array data."""
     path = directory / str(step)
     with _reading(path):
         _check_parameters(path, abstract_params)
 
 
 def _check_parameters(path: epath.Path, abstract_params: Any) -> dict:
-    """The shapes that a checkpoint holds, by dotted name; a UserError for another model's."""
+    """Returns stored shapes by dotted name; raises a UserError if the parameters' differ."""
     stored = storage.shapes(path / "state")
-    start = "params."
-    there = {k.removeprefix(start): shape for k, shape in stored.items() if k.startswith(start)}
-    asked = storage.shapes_of(abstract_params)
-    if there != asked:
-        raise UserError(_other_model(path, there, asked))
+    prefix = "params."
+    there = {k.removeprefix(prefix): shape for k, shape in stored.items() if k.startswith(prefix)}
+    wanted = storage.shapes_of(abstract_params)
+    if there != wanted:
+        raise UserError(_other_model(path, there, wanted))
     return stored
 
 
 @contextlib.contextmanager
 def _reading(path: epath.Path):
-    """What goes wrong when a checkpoint is read as a UserError that names the others there."""
+    """Raises any failure to read a checkpoint as a UserError that names the other checkpoints."""
     try:
         yield
     except UserError:
@@ -315,11 +317,11 @@ def _reading(path: epath.Path):
         ) from error
 
 
-def _other_model(path: epath.Path, there: dict, asked: dict) -> str:
-    """What to say of a checkpoint whose arrays have other names or shapes."""
-    differing = sorted(k for k in there.keys() | asked.keys() if there.get(k) != asked.get(k))
+def _other_model(path: epath.Path, there: dict, wanted: dict) -> str:
+    """Returns the message for a checkpoint whose arrays have other names or shapes."""
+    differing = sorted(k for k in there.keys() | wanted.keys() if there.get(k) != wanted.get(k))
     rows = [
-        f"  {k}: checkpoint {there.get(k, 'none')}, config {asked.get(k, 'none')}"
+        f"  {k}: checkpoint {there.get(k, 'none')}, config {wanted.get(k, 'none')}"
         for k in differing[:8]
     ]
     rows += [f"  and {len(differing) - 8} more"] if len(differing) > 8 else []

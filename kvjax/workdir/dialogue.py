@@ -1,4 +1,4 @@
-"""How the model of a workdir is talked to."""
+"""The chat format of a workdir's model."""
 
 from kvjax.conversation import dialogue, render
 from kvjax.conversation.dialogue import Dialogue
@@ -6,14 +6,14 @@ from kvjax.workdir.trained import SavedModel
 
 
 def of(found: SavedModel, *, limit: int = render.LIMIT, day: str = "") -> Dialogue:
-    """By the nine special tokens, or by the template that it was published with.
+    """Returns a dialogue in the nine special tokens, or in the model's published template.
 
     Args:
-      limit: tokens that a prompt of the first kind is cut to.
-      day: that a template is told, as 2026-11-27; "": the present one.
+      limit: tokens that prompts in special tokens are cut to.
+      day: date for templates, as 2026-11-27; "": today.
 
     Raises:
-      UserError: its tokenizer has no such tokens, and there is no template.
+      UserError: the tokenizer has no such tokens, and there is no template.
     """
     return dialogue.make(
         found.tokenizer,

@@ -1,7 +1,7 @@
-"""What a workdir belongs to: one process at a time, one config, one data set.
+"""Ties a workdir to one process at a time, one config, and one data set.
 
-A run is continued only as itself. What it computes may not change between its parts; when it looks,
-where it runs and when it stops may.
+A resumed run must compute the same numbers. Keys that decide only when it logs and saves, where it
+runs and when it stops may differ.
 """
 
 from collections.abc import Callable
@@ -25,17 +25,24 @@ from kvjax.workdir import lineage, origin, storage
 from kvjax.workdir.checkpoint import CHECKPOINTS, SNAPSHOTS
 
 _EARLIER = "earlier-run"
-# What a run writes beside its checkpoints. The last three say that it took a step, and are moved
-# last: who is killed in between moves the rest the next time.
+# Files of a run beside its checkpoints. The records, which show that a step was taken, are moved
+# last: after a kill in between, the next start moves the rest.
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
 _FILES = (*_CLAIMS, *origin.FILES, lineage.PARENT, SNAPSHOTS, "curves.png", "events", *_RECORDS)
-# Keys of `train`: when to look and when to stop.
+# Keys of `train` that change no number of a run.
 SCHEDULE_KEYS = (
-    *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "snapshot_every"),
-    *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
+    "log_every",
+    "eval_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "snapshot_every",
+    "stop_after",
+    "max_bad_steps",
+    "sample_prompt",
+    "sample_tokens",
 )
-# What may differ between a run and its continuation: not what is computed.
+# Keys that may differ when a run is resumed.
 _FREE_KEYS = {
     "train": (*SCHEDULE_KEYS, "grad_accumulation"),  # fewer chips take a batch in more parts
     "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
@@ -45,10 +52,10 @@ _FREE_KEYS = {
 
 @contextlib.contextmanager
 def exclusive(workdir: epath.Path):
-    """Holds the workdir for this process; a UserError if another one has it.
+    """Creates and locks the workdir; raises a UserError if another process holds the lock.
 
-    The lock is the operating system's, so it ends with its process, however that ends. Workdirs
-    that are not local (gs://) have none.
+    The operating system releases the lock when the process ends, however that happens. Workdirs in
+    buckets have no lock.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -69,15 +76,15 @@ def exclusive(workdir: epath.Path):
 
 
 def set_aside_earlier_run(workdir: epath.Path) -> None:
-    """Moves what a run left into a folder of its own if its checkpoints are gone, and says so.
+    """Moves a run's files into a folder of their own if its checkpoints are gone, with a warning.
 
-    A run that starts from its first step would write over it. Where no step was taken, nothing
-    is there that the next run would not write again, of another config perhaps.
+    A run that starts at its first step would overwrite them. Files of a run that took no step hold
+    nothing to keep.
     """
     if storage.steps(workdir / CHECKPOINTS):
         return
-    has_bytes = lambda path: path.exists() and path.stat().length > 0
-    if not any(has_bytes(workdir / name) for name in _RECORDS):
+    records = [workdir / name for name in _RECORDS if (workdir / name).exists()]
+    if not any(path.stat().length for path in records):
         if (workdir / SNAPSHOTS).exists():
             (workdir / SNAPSHOTS).rmtree()
         return
@@ -92,10 +99,10 @@ def set_aside_earlier_run(workdir: epath.Path) -> None:
 
 
 def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
-    """The part of a config that a workdir belongs to.
+    """Returns the part of a config that may not change when a run is resumed.
 
     Args:
-      dtype: that the run computes in: "auto" is another one on another platform.
+      dtype: of the computation; "auto" would resolve differently on another platform.
     """
     tree = {k: dict(v) if hasattr(v, "items") else v for k, v in config.items() if k != "mesh"}
     tree["compute"]["dtype"] = str(dtype)
@@ -105,16 +112,15 @@ def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
 
 
 def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
-    """Raises a UserError if a workdir has checkpoints of another config, or another dtype.
+    """Raises a UserError if a workdir has checkpoints of another config or dtype.
 
-    Folders of prepared data may have moved: `check_data` compares what is in them. A key that is
-    newer than the workdir is there with its default.
+    Prepared data may have moved: `check_data` compares their contents. A key that an older workdir
+    lacks counts as its default.
     """
     defaults = config_lib.defaults(config.attention.kind)
-    as_stored = lambda value: list(value) if isinstance(value, tuple) else value
 
     def same(key: str, there, now) -> bool:
-        if key == "compute.dtype" and there == "auto":  # as it was written once, unresolved
+        if key == "compute.dtype" and there == "auto":  # older workdirs store it unresolved
             warn(
                 f"{workdir} does not say in which dtype it was trained: it goes on in {now} "
                 "(--config.compute.dtype gives another)"
@@ -123,7 +129,8 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
         if key == "data.source" and is_prepared(there) and is_prepared(now):
             return True
         if there is None and key in defaults:
-            return now == as_stored(defaults[key])
+            default = defaults[key]
+            return now == (list(default) if isinstance(default, tuple) else default)  # as JSON
         return there == now
 
     check_identity(
@@ -136,13 +143,15 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
 
 
 def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
-    """Raises a UserError if a workdir has checkpoints trained on other rows, or tokens."""
-    advice = (
-        f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give these "
-        "to resume it"
+    """Raises a UserError if a workdir has checkpoints trained on other rows or tokens."""
+    check_identity(
+        workdir / "dataset.json",
+        _contents(dataset),
+        # Older workdirs store the folder's name instead of the digest.
+        same=lambda key, there, now: there in (now, dataset.path.name),
+        advice=f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give "
+        "these to resume it",
     )
-    same = lambda key, there, now: there in (now, dataset.path.name)  # the name, as it was once
-    check_identity(workdir / "dataset.json", _contents(dataset), same=same, advice=advice)
     path = workdir / manifest.TOKENIZER
     if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         return
@@ -160,7 +169,7 @@ def record(
     dtype: jnp.dtype,
     dataset: loader.PackedDataset,
 ) -> None:
-    """Writes down what a workdir belongs to, once it is known to be this run's."""
+    """Writes the run's identity; call after the checks above."""
     write_identity(workdir / "config.json", identity(config, dtype))
     write_atomically(workdir / "config.txt", to_text(config))
     write_identity(workdir / "dataset.json", _contents(dataset))
@@ -170,7 +179,7 @@ def record(
 
 
 def write_model(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
-    """Writes down a model that no run trained; in which dtype it computes goes by the platform."""
+    """Writes the identity of a converted model, with the dtype left to the platform."""
     write_identity(workdir / "config.json", identity(config, config.compute.dtype))
 
 
@@ -185,13 +194,14 @@ def check_identity(
     same: Callable[[str, Any, Any], bool] = lambda key, there, now: there == now,
     advice: str = "Give the same values to resume it",
 ) -> None:
-    """Raises a UserError if a workdir has checkpoints of something else; names what differs.
+    """Raises a UserError that names the differing keys if a workdir has other checkpoints.
 
     Args:
-      path: a .json file in the workdir, as `write_identity` writes it.
-      identity: what may not change between a run and its continuation, JSON-able, nested.
-      same: whether two values of a dotted key mean the same, None where there is none.
-      advice: how to resume what is there.
+      path: a file of `write_identity` in the workdir.
+      identity: nested JSON values.
+      same: (dotted key, stored value, new value) -> True if they are equivalent; None for a
+        missing value.
+      advice: how to resume the run that is there.
     """
     if not storage.steps(path.parent / CHECKPOINTS):
         return
@@ -215,7 +225,7 @@ def check_identity(
 
 
 def write_identity(path: epath.Path, identity: dict) -> None:
-    """Writes what `check_identity` compares; old workdirs say less, or the same otherwise."""
+    """Writes the file that `check_identity` compares."""
     write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
 

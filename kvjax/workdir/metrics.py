@@ -1,8 +1,8 @@
-"""What a run writes down: metrics.jsonl, timing.jsonl, TensorBoard events, curves.png.
+"""Records of a run: metrics.jsonl, timing.jsonl, TensorBoard events, curves.png.
 
-metrics.jsonl is a function of config and data alone: a run that was killed and resumed has the
-same bytes in it as one that was not. What depends on the clock goes to timing.jsonl. Every record
-ends with a checksum of itself (`json_text.with_checksum`), which older ones lack.
+metrics.jsonl is a function of config and data alone: a run that was killed and resumed writes the
+same bytes as one that was not. Times go to timing.jsonl. Every record ends with its checksum
+(`json_text.with_checksum`), which older workdirs lack.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ TIMING = "timing.jsonl"
 
 
 class MetricsWriter:
-    """Appends records of one run, keeping what earlier runs wrote up to the step resumed from.
+    """Appends the records of a run, after dropping those of steps beyond `resume_step`.
 
-    Files are written locally and, for a workdir elsewhere (gs://), copied there by `flush`. A copy
-    that fails is a warning, and made at the next flush. A file that holds other than records is set
-    aside, and its records go on.
+    Files are written locally; for a workdir in a bucket `flush` copies them there, and a failed
+    copy is a warning, since the next flush repeats it. A file with damaged lines is set aside, and
+    a new one continues its valid records.
 
     Attributes:
-      folder: where the files are written.
+      folder: local folder of the files.
     """
 
     def __init__(self, workdir: epath.Path, *, resume_step: int):
@@ -51,30 +51,31 @@ class MetricsWriter:
             text = "".join(_line(record) for record in kept)
             temporary = self._local / f".{name}.tmp"
             temporary.write_text(text)
-            temporary.replace(self._local / name)
+            temporary.replace(self._local / name)  # atomic: a kill leaves the old or the new file
             self._files[name] = open(self._local / name, "ab+", buffering=0)
         self._events = Events(self._local / "events", resume_step=resume_step)
 
     def write(self, step: int, **values: float) -> None:
-        """A record that config and data determine."""
-        self._append(METRICS, dict(step=step, **values))
+        """Appends a record that config and data determine."""
+        self._append(METRICS, {"step": step, **values})
 
     def write_timing(self, step: int, **values: float) -> None:
-        """A record that depends on the machine and the moment."""
-        self._append(TIMING, dict(step=step, **values))
+        """Appends a record that depends on the machine."""
+        self._append(TIMING, {"step": step, **values})
 
     def _append(self, name: str, record: dict) -> None:
         line = _line(record).encode()
-        if self._files[name].write(line) != len(line):  # unbuffered, so it can be short
+        if self._files[name].write(line) != len(line):  # unbuffered writes may be short
             raise OSError(errno.ENOSPC, f"no room for a record in {self._local / name}")
         for key, value in record.items():
             if key != "step":
                 self._events.write(key, value, record["step"])
 
     def flush(self) -> None:
-        """Raises OSError for a local disk that is full, or a file that was moved or removed.
+        """Flushes events and copies all files to a bucket; a failed copy is a warning.
 
-        A bucket that fails is a warning.
+        Raises:
+          OSError: the disk is full, or a file was moved or removed.
         """
         self._events.flush()
         for name, file in self._files.items():
@@ -94,14 +95,14 @@ class MetricsWriter:
                 file.close()
             self._events.close()
         finally:
-            if self._copy() and (failure := self._copy()):  # twice: nobody comes after this
+            if self._copy() and (failure := self._copy()):  # a second try: no flush follows
                 warn(
                     f"THE RECORDS OF THIS RUN WERE NOT COPIED to {self._remote}: {failure}. They "
                     f"are in {self._local} on this machine: copy them before it is gone"
                 )
 
     def _copy(self) -> str:
-        """Copies all files to a workdir elsewhere; why that failed, or ""."""
+        """Copies all files to the bucket, if any; returns the failure, or ""."""
         if self._remote is None:
             return ""
         try:
@@ -110,13 +111,13 @@ class MetricsWriter:
                     target = self._remote / str(path.relative_to(self._local))
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(path.read_bytes())
-        except Exception as error:  # clients of buckets raise types of their own
+        except Exception as error:  # bucket clients raise types of their own
             return f"{type(error).__name__}: {first_line(error)}"
         return ""
 
 
 class NullWriter:
-    """What the processes beside the first one have for a `MetricsWriter`: it writes nothing."""
+    """A `MetricsWriter` that writes nothing, for all processes but the first."""
 
     folder = None
 
@@ -132,13 +133,13 @@ class NullWriter:
 
 
 class Clock:
-    """How long steps take, without pauses; the first one, which compiles, is not counted.
+    """Measures the durations of steps, without pauses and without the first step.
 
     Args:
-      tokens_per_step: of all devices together.
-      flops_per_token: of the model (`costs.formulas.training_flops_per_token`), nothing recomputed.
-      num_devices: that train together, all of one kind.
-      local_devices: those of this process, whose memory it can see.
+      tokens_per_step: over all devices.
+      flops_per_token: `costs.formulas.training_flops_per_token`, without recomputation.
+      num_devices: of the job, all of one kind.
+      local_devices: of this process, whose memory statistics it can read.
     """
 
     def __init__(
@@ -148,10 +149,10 @@ class Clock:
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._num_devices, self._local_devices = num_devices, local_devices
         self._since = self._now = self._paused = 0.0
-        self._recent: list[float] = []  # seconds
+        self._recent: list[float] = []  # seconds of each step since the last lap
 
     def tick(self) -> None:
-        """A step has ended."""
+        """Records the end of a step."""
         before, self._now = self._now, time.monotonic()
         if self.steps == 0:
             self._since = self._now
@@ -162,6 +163,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self):
+        """Excludes the time of the block, as of an evaluation."""
         before = time.monotonic()
         yield
         self._paused = time.monotonic() - before
@@ -169,17 +171,17 @@ class Clock:
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of all devices together, since the first step."""
+        """Throughput of all devices since the first step."""
         elapsed = self._now - self._since
         return (self.steps - 1) * self._tokens_per_step / elapsed if elapsed > 0 else 0.0
 
     def lap(self) -> dict[str, float]:
-        """What timing.jsonl says of the steps since the last lap; {} of none.
+        """Returns a record for timing.jsonl of the steps since the last lap; {} if there are none.
 
-        tokens_per_second since the first step, and per device; of the lap's steps step_seconds at
-        50 and 90 % and the longest, and mfu against the datasheet's dense bfloat16, where the
-        device is known; hbm_peak_bytes, the most that any of this process's devices ever held,
-        where they tell.
+        It has tokens_per_second since the first step, in all and per device; the 50 and 90 %
+        quantiles and the maximum of the lap's step_seconds; mfu, relative to the datasheet's dense
+        bfloat16 peak, for known devices; and hbm_peak_bytes, the maximum over this process's
+        devices since its start, if they report it.
         """
         seconds, self._recent = self._recent, []
         if not seconds:
@@ -201,9 +203,9 @@ class Clock:
 
 
 class Events:
-    """TensorBoard's event file, written at once: a full disk raises here and now.
+    """TensorBoard's event file, written by the caller's thread, so that a full disk raises here.
 
-    (tensorboardX's SummaryWriter writes from a thread; where that fails, its caller blocks.)
+    tensorboardX's SummaryWriter writes from a thread of its own; if that fails, its caller blocks.
     """
 
     def __init__(self, directory: pathlib.Path, *, resume_step: int):
@@ -213,7 +215,7 @@ class Events:
         self._proto, self._scalar = event_pb2, summary.scalar
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = event_file_writer.EventsWriter(str(directory / "events"))
-        # Tells TensorBoard to forget what a run that was killed wrote beyond this step.
+        # TensorBoard drops events of a killed run beyond this step.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._event(step=resume_step + 1, session_log=start)
 
@@ -231,8 +233,12 @@ class Events:
 
 
 def _rescue(there: pathlib.Path, file: io.FileIO) -> str:
-    """Copies a file without a name to beside where it was, and says so; "" if it has a name."""
-    if os.fstat(file.fileno()).st_nlink:
+    """Saves the content of a deleted file; returns where, as part of a message, or "".
+
+    Args:
+      there: the path that the file had.
+    """
+    if os.fstat(file.fileno()).st_nlink:  # moved, not deleted
         return ""
     file.seek(0)
     target = unused(epath.Path(there.parent / f"replaced-{there.name}"))
@@ -245,17 +251,19 @@ def _line(record: dict) -> str:
 
 
 def read_records(path: epath.Path) -> list[dict]:
-    """The records of a .jsonl file, if there is one; lines that are none are left out.
+    """Returns the valid records of a .jsonl file, which may be missing.
 
-    A record has a step and numbers. The last line of a run that was killed may be half-written: it
-    is none, unless only its end of line is damaged.
+    A record has a step and numbers. A killed run may leave a partial last line, which is skipped.
     """
     return read_checked(path)[0]
 
 
 def read_checked(path: epath.Path) -> tuple[list[dict], str]:
-    """`read_records`, and which line is none, a half-written last one apart, or ""."""
-    try:  # another process may be renaming it
+    """Returns `read_records` and a description of the first invalid line, or "".
+
+    A partial last line is not invalid, but a whole record with a damaged line end is.
+    """
+    try:  # a running process may be replacing it
         content = path.read_bytes() if path.exists() else b""
     except FileNotFoundError:
         content = b""
@@ -276,10 +284,10 @@ def _record(line: bytes) -> dict | None:
         record = json_text.without_checksum(record) if isinstance(record, dict) else None
     except ValueError:
         return None
-    is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    return record if all(map(is_number, record.values())) else None
+    numbers = [type(value) in (int, float) for value in record.values()]  # bool is no number
+    return record if all(numbers) else None
 
 
 def _set_aside(path: epath.Path, why: str) -> None:
@@ -295,20 +303,21 @@ def draw_curves(
     yardstick: float | None,
     folder: epath.Path | None = None,
 ) -> epath.Path:
-    """curves.png from metrics.jsonl: training loss and validation bits per byte against tokens.
+    """Draws training loss and validation bits per byte against tokens to curves.png.
 
     Args:
-      folder: which holds metrics.jsonl, if not the workdir.
+      folder: holds metrics.jsonl, if not the workdir.
       yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
     """
-    from matplotlib import (
-        figure as figures,  # not pyplot, whose backend is the caller's
-        ticker,
-    )
+    # Not pyplot, whose backend belongs to the caller.
+    from matplotlib import figure as figures, ticker
 
     records = read_records((folder or workdir) / METRICS)
-    has = lambda r, key: key in r and "tokens" in r
-    series = lambda key: zip(*[(r["tokens"], r[key]) for r in records if has(r, key)], strict=True)
+
+    def series(key: str):
+        points = [(r["tokens"], r[key]) for r in records if key in r and "tokens" in r]
+        return zip(*points, strict=True)
+
     figure = figures.Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(*series("loss"), linewidth=1)
@@ -324,7 +333,7 @@ def draw_curves(
     for axes in (left, right):
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 50k, 1.5M
-    figure.suptitle(title, parse_math=False)  # a name is no TeX
+    figure.suptitle(title, parse_math=False)  # names may hold $
     picture, path = io.BytesIO(), workdir / "curves.png"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")

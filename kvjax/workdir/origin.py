@@ -1,7 +1,6 @@
-"""What a workdir keeps of the model that its run starts from, or that a conversion read.
+"""Copies of the parent's files in a workdir: context, chat template, token files.
 
-That model need not be there any more: its context, its chat template, and what Hugging Face's files
-say of its tokens are copied.
+The parent, a run or a published model, may be deleted later.
 """
 
 from collections.abc import Mapping
@@ -22,25 +21,25 @@ _CONTEXT = "context.json"
 _COPIED = (CHAT_TEMPLATE, TOKENIZER_CONFIG, GENERATION_CONFIG)
 FILES = (*_COPIED, _CONTEXT)
 
-TokenFiles = Mapping[str, dict]  # by name, the object of TOKENIZER_CONFIG and GENERATION_CONFIG
+TokenFiles = Mapping[str, dict]  # TOKENIZER_CONFIG and GENERATION_CONFIG, parsed
 
 
 def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) -> None:
-    """Writes down what a run starts from, instead of what a run before it did that took no step.
+    """Copies the parent's files, and removes copies of an earlier run that took no step.
 
-    Files that are there and that no run wrote stay as they are.
+    Files that the user put there are kept.
 
     Args:
-      parent: the workdir of that model; None: from nothing.
-      context: tokens that it was trained on.
+      parent: its workdir; None: the run starts from random weights.
+      context: length in tokens that the parent was trained on.
     """
-    _forget(workdir)
+    _remove_copies(workdir)
     if parent is None:
         return
     texts = {name: text_of(parent / name) for name in _COPIED if (parent / name).exists()}
     new = [name for name in texts if not (workdir / name).exists()]
-    # First what is ours: who is killed in between leaves no copy that looks like a user's file.
-    write_atomically(workdir / _CONTEXT, json.dumps(dict(context=context, files=new)) + "\n")
+    # The list of copies comes first: after a kill in between, no copy looks like a user's file.
+    write_atomically(workdir / _CONTEXT, json.dumps({"context": context, "files": new}) + "\n")
     for name, text in texts.items():
         if name in new:
             write_atomically(workdir / name, text)
@@ -49,12 +48,12 @@ def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) ->
 
 
 def is_recorded(workdir: epath.Path) -> bool:
-    """Whether it is written down what a run that started from a model started from."""
+    """Returns True if `inherit` has recorded a parent."""
     return (workdir / _CONTEXT).exists()
 
 
-def _forget(workdir: epath.Path) -> None:
-    """Removes what `inherit` wrote."""
+def _remove_copies(workdir: epath.Path) -> None:
+    """Removes the files that `inherit` wrote."""
     if not is_recorded(workdir):
         return
     files = _object(workdir / _CONTEXT).get("files")
@@ -65,7 +64,7 @@ def _forget(workdir: epath.Path) -> None:
 
 
 def context(workdir: epath.Path, row: int) -> int:
-    """Tokens that a model was trained on: in rows of its run, or before, where they were longer."""
+    """Returns the context of a model: the larger of its run's rows and its parent's context."""
     path = workdir / _CONTEXT
     if not path.exists():
         return row
@@ -75,42 +74,43 @@ def context(workdir: epath.Path, row: int) -> int:
 
 
 def chat_template(folder: epath.Path) -> str | None:
-    """Reads the Jinja chat template that the workdir's model was published with; None: without.
+    """Reads the Jinja chat template that the model was published with, if there is one.
 
     Raises:
-      UserError: it is no text.
+      UserError: the file is not UTF-8 text.
     """
     path = folder / CHAT_TEMPLATE
     return text_of(path) if path.exists() else None
 
 
 def token_files(folder: epath.Path) -> dict[str, dict]:
-    """Those of a folder that are there.
+    """Reads the token files that exist in a folder.
 
     Raises:
-      UserError: one that is no JSON object.
+      UserError: a file is no JSON object.
     """
     paths = [folder / name for name in (TOKENIZER_CONFIG, GENERATION_CONFIG)]
     return {path.name: _object(path) for path in paths if path.exists()}
 
 
 def token_ids(files: TokenFiles, kind: str, vocab_size: int) -> list[int]:
-    """The ids that GENERATION_CONFIG has for "bos", "eos" or "pad"; not those of no token."""
-    said = files.get(GENERATION_CONFIG, {}).get(f"{kind}_token_id")
-    said = said if isinstance(said, list) else [said]
-    return [i for i in said if type(i) is int and 0 <= i < vocab_size]
+    """Returns the ids in GENERATION_CONFIG of a kind ("bos", "eos" or "pad") in the vocabulary."""
+    ids = files.get(GENERATION_CONFIG, {}).get(f"{kind}_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    return [i for i in ids if type(i) is int and 0 <= i < vocab_size]
 
 
 def ends(files: TokenFiles, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """The ids of the tokens that end a text or a turn."""
+    """Returns the ids of tokens that end a text or a turn, from both token files."""
     text = files.get(TOKENIZER_CONFIG, {}).get("eos_token")
-    named = tokenizer.vocabulary().get(text) if isinstance(text, str) else None
-    found = [*token_ids(files, "eos", vocab_size), *([] if named is None else [named])]
-    return tuple(sorted(set(found)))
+    ids = set(token_ids(files, "eos", vocab_size))
+    if isinstance(text, str) and (named := tokenizer.vocabulary().get(text)) is not None:
+        ids.add(named)
+    return tuple(sorted(ids))
 
 
 def text_of(path: epath.Path) -> str:
-    """What a file of a workdir says; a UserError if it is no text."""
+    """Reads a text file; raises a UserError if it cannot be read or is not UTF-8."""
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:

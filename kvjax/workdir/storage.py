@@ -1,13 +1,13 @@
-"""How checkpoints are stored: Orbax's format, with a checksum of every byte that loading uses.
+"""Storage of checkpoints: Orbax's format with a checksum of every byte that loading uses.
 
-Importing this module changes four things in Orbax 0.12 that it has no option for. Every chunk of
-an array is a zstd frame with its checksum (XXH64 of the content, 32 bits kept), which whoever reads
-it verifies: the whole array or a part of it, on any mesh. (Orbax leaves it out, and has checksums
-of the index and of OCDBT's nodes only; a chunk may decode to other numbers.) A failure is told
-once, by who asked: not in Orbax's log with every thread's traceback, nor by event loops that ended
-before their last read. Time-outs are measured by a clock that nobody sets: by the wall clock, a
-save fails when that jumps. And what it globs for in a folder is found whatever the folder's path
-is: with brackets in it nothing was, and a checkpoint was left without its index.
+Importing this module patches Orbax 0.12 in four places that it has no options for:
+
+- Every chunk of an array is a zstd frame with its checksum (32 bits of XXH64 of the content), which
+  any reader verifies, on any mesh. Orbax has checksums of the index and of OCDBT's nodes only, so a
+  damaged chunk may decode to other numbers.
+- A failure is reported once, by the caller, without Orbax's log of every thread's traceback.
+- Time-outs use a monotonic clock: with the wall clock a save fails when that is set.
+- Globbing escapes the folder's own path: with brackets in it, a checkpoint was left without index.
 """
 
 import functools
@@ -36,28 +36,29 @@ from kvjax import distributed
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
 
-# What decoding raises where bytes are wrong or missing. Clients of buckets raise types of their own
-# and OSErrors, runtimes RuntimeErrors: whatever is not here does not say that a file is damaged.
+# Raised by decoding wrong or missing bytes. Bucket clients raise OSErrors and types of their own,
+# runtimes RuntimeErrors: none of these means that a file is damaged.
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, FileNotFoundError)
-# TensorStore's words for wrong bytes; its other ones (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for
-# an I/O error, RESOURCE_EXHAUSTED) speak of the machine. Where there is none, it is a wrong value.
-_OF_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
-_OF_CODEC = re.compile("ZSTD_|checksum|[Dd]igest")  # FAILED_PRECONDITION, as where a disk says no
+# Codes of TensorStore for wrong bytes. The others (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for
+# an I/O error, RESOURCE_EXHAUSTED) are failures of the machine; an error without one is of a value.
+_DAMAGE_CODES = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
+# Codecs report damage as FAILED_PRECONDITION, which some disks' refusals have too.
+_CODEC = re.compile("ZSTD_|checksum|[Dd]igest")
 _CODE = re.compile("[A-Z_]+(?=: )")
 _ARRAY = re.compile('"([^"]+)/(?:zarr\\.json|c(?:/[0-9]+)*)"')
-_INDEX = "manifest.ocdbt"  # of an item: names every file of its data
+_INDEX = "manifest.ocdbt"  # of an item: names all its data files
 _DETAILS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code).*", re.DOTALL)
 
 
 def _with_checksums(describe):
-    """Orbax's function that describes how an array is stored; what it gives, with checksums."""
+    """Wraps Orbax's function that builds an array's Zarr metadata, to add checksums."""
 
     @functools.wraps(describe)
     def described(*args, **kwargs):
         metadata = describe(*args, **kwargs)
         (sharding,) = metadata["codecs"]
         (zstd,) = (c for c in sharding["configuration"]["codecs"] if c["name"] == "zstd")
-        # Level 1 makes weights as small as Orbax's level 3, and saves the time of the checksum.
+        # Level 1 compresses weights as well as Orbax's level 3; the time saved pays the checksum.
         zstd["configuration"] |= dict(checksum=True, level=1)
         return metadata
 
@@ -68,7 +69,7 @@ tensorstore_utils._build_zarr3_metadata = _with_checksums(tensorstore_utils._bui
 
 
 class _SteadyTime(types.ModuleType):
-    """The module `time` with a `time()` that counts seconds since some moment and never jumps."""
+    """The module `time` with a monotonic `time()`."""
 
     time = staticmethod(time.monotonic)
 
@@ -77,11 +78,11 @@ class _SteadyTime(types.ModuleType):
 
 
 for _module in (compatibility, future, pytree_handler, signaling_client):
-    _module.time = _SteadyTime("time")  # which they subtract and compare
+    _module.time = _SteadyTime("time")  # they use differences only
 
 
 def _by_name(find):
-    """Returns etils' glob (which Orbax calls) for folders whose own path is not a pattern."""
+    """Wraps etils' glob, which Orbax calls, so that the folder's own path is no pattern."""
 
     @functools.wraps(find)
     def found(folder: epath.Path, pattern: str):
@@ -94,15 +95,15 @@ _PathClass = type(epath.Path())
 _PathClass.glob = _by_name(_PathClass.glob)
 
 
-def _is_told_elsewhere(record: logging.LogRecord) -> bool:
-    """Whether a line of the log is a failure inside Orbax, which is raised as well."""
+def _is_raised_too(record: logging.LogRecord) -> bool:
+    """Returns True for log records of failures in Orbax, which are also raised."""
     trace = record.exc_info[2] if record.exc_info else None
     text = " ".join([record.pathname, record.getMessage(), *_files(trace)])
     return "orbax" in text or "tensorstore" in text
 
 
 def _without_orbax(before, what):
-    """An unraisablehook: the other reads of a load that failed, which end after its event loop."""
+    """Drops unraisable errors of reads that outlive the event loop of a failed load."""
     closed = str(what.exc_value) == "Event loop is closed"
     if not closed and not any("orbax" in file for file in _files(what.exc_traceback)):
         before(what)
@@ -113,72 +114,74 @@ def _files(trace: types.TracebackType | None) -> list[str]:
 
 
 for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).addFilter(lambda record: not _is_told_elsewhere(record))
+    logging.getLogger(_name).addFilter(lambda record: not _is_raised_too(record))
 sys.unraisablehook = functools.partial(_without_orbax, sys.unraisablehook)
 warnings.filterwarnings("ignore", "coroutine .* was never awaited")
 
 
 def steps(directory: epath.Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending; what is half-written is none.
+    """Returns the steps of complete checkpoints in a folder, ascending.
 
-    Only looks, so it is safe beside a run that is writing there.
+    Reads only, so it is safe while a run writes there.
     """
     found = ocp.path.step.standard_name_format().find_all(directory)
     return sorted(checkpoint.step for checkpoint in found)
 
 
 def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the stored arrays by dotted name, each as under its checksum.
+    """Returns the shapes of stored arrays by dotted name.
 
     Args:
-      item: a folder in a checkpoint: its training state, say.
+      item: a folder in a checkpoint, such as its training state.
 
     Raises:
       FileNotFoundError: the folder or its index is missing, as after an interrupted copy.
     """
     index = item / _INDEX
-    if not index.exists():  # TensorStore takes it for an empty store
+    if not index.exists():  # TensorStore would open an empty store
         raise FileNotFoundError(f"{index} is not there: was the checkpoint copied whole?")
-    store = tensorstore.KvStore.open(dict(driver="ocdbt", base=_base(item))).result()
-    end = "/zarr.json"
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _base(item)}).result()
+    suffix = "/zarr.json"
     keys = [key.decode() for key in store.list().result()]
-    reads = {key: store.read(key) for key in keys if key.endswith(end)}
-    shape = lambda read: tuple(json.loads(read.result().value)["shape"])
-    return {key.removesuffix(end): shape(read) for key, read in reads.items()}
+    reads = {key: store.read(key) for key in keys if key.endswith(suffix)}  # in parallel
+    return {
+        key.removesuffix(suffix): tuple(json.loads(read.result().value)["shape"])
+        for key, read in reads.items()
+    }
 
 
 def fingerprint(item: epath.Path) -> str:
-    """What tells the arrays of a checkpoint from those of any other save, as a hash.
+    """Hashes an item's index, which no two saves share; no array is read.
 
-    Of the index, which names every file of data, drawn anew by each save: no array is read.
+    The index names every data file, and each save draws new names.
     """
     return hashlib.sha256((item / _INDEX).read_bytes()).hexdigest()
 
 
 def _base(item: epath.Path) -> str | dict:
-    """Where an item's files are, for TensorStore."""
+    """Returns TensorStore's specification of an item's folder."""
     folder = f"{item}/"
-    return folder if in_bucket(folder) else dict(driver="file", path=folder)
+    return folder if in_bucket(folder) else {"driver": "file", "path": folder}
 
 
 def array(item: epath.Path, name: str) -> tensorstore.TensorStore:
-    """One stored array, of which nothing is read yet; what is read of it is checked.
+    """Opens a stored array without reading it; reads verify checksums.
 
     Args:
       name: dotted, as in `shapes`.
     """
-    kvstore = dict(driver="ocdbt", base=_base(item), path=f"{name}/")
-    return tensorstore.open(dict(driver="zarr3", kvstore=kvstore), open=True).result()
+    kvstore = {"driver": "ocdbt", "base": _base(item), "path": f"{name}/"}
+    return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
 
 
 def shapes_of(tree) -> dict[str, tuple[int, ...]]:
-    """The same of a tree of arrays, or of ShapeDtypeStructs."""
+    """Returns shapes by dotted name, as `shapes`, of a tree of arrays or ShapeDtypeStructs."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
 
 
 def listing_error(path: epath.Path) -> OSError | None:
-    """Why a checkpoint's folders cannot be listed: what lies there seems not to be there at all."""
+    """Returns the error of listing a checkpoint's folders, whose files would else seem missing."""
     try:
         for item in path.iterdir():
             if item.is_dir():
@@ -191,24 +194,24 @@ def listing_error(path: epath.Path) -> OSError | None:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether a load failed for what it read: bytes that are wrong or not there.
+    """Returns True if a load failed because bytes are wrong or missing.
 
-    Not so where the machine failed (I/O, permissions, memory): a good checkpoint raises that too.
+    Failures of the machine (I/O, permissions, memory) are no damage: good checkpoints raise them.
     """
     cause = _deepest(error)
     code = _CODE.match(str(cause))
-    of_data = code is None or code[0] in _OF_DATA or _OF_CODEC.search(str(cause))
-    return isinstance(cause, _DAMAGED) and bool(of_data)
+    data_code = code is None or code[0] in _DAMAGE_CODES or _CODEC.search(str(cause))
+    return isinstance(cause, _DAMAGED) and bool(data_code)
 
 
 def reason(error: BaseException) -> str:
-    """What the deepest cause says, where Orbax leaves the useful text, in one line."""
+    """Returns one line from the deepest cause, which has the useful text."""
     cause = _deepest(error)
     text = _DETAILS.sub("", str(cause))
     code, array = _CODE.match(text), _ARRAY.search(text)
     if '": ' not in text or not (code or array):
         return f"{type(cause).__name__}: {first_line(cause)}"
-    # TensorStore: a code, what it was about to do, from the array down to a file, and the cause.
+    # TensorStore's text: a status code, the operation from array down to file, and the cause.
     parts = [code and code[0], array and array[1], first_line(text.rpartition('": ')[2])]
     return ": ".join(filter(None, parts))
 
@@ -220,7 +223,7 @@ def _deepest(error: BaseException) -> BaseException:
 
 
 def single_process_context() -> ocp.Context:
-    """Orbax without its barriers, at which this process would wait for others."""
+    """Returns an Orbax context for this process alone, without barriers."""
     context = ocp.Context()
     if distributed.count() > 1:
         me = distributed.index()
@@ -231,10 +234,12 @@ def single_process_context() -> ocp.Context:
 
 
 def align_operation_ids() -> None:
-    """Orbax numbers a process's operations, and its barriers by these: a load that failed in some
-    processes only leaves them waiting for each other at the next save.
+    """Advances Orbax's operation counter to the largest of all processes.
+
+    Orbax names its barriers by it: after a load that failed in some processes only, they would wait
+    for each other at the next save.
     """
-    counter = synchronization.OperationIdGenerator  # nothing public counts
+    counter = synchronization.OperationIdGenerator  # there is no public interface
     most = max(map(int, distributed.gather("operations", counter.get_current_operation_id())))
     while int(counter.get_current_operation_id()) < most:
         counter.next_operation_id()

@@ -1,9 +1,8 @@
-"""Parameters written as a checkpoint layer by layer: a model need not fit into memory.
+"""Writes parameters as a checkpoint layer by layer, for models that do not fit into memory.
 
-`checkpoint.read_parameters` reads it as it reads what training saved: Orbax's folders, metadata and
-arrays, with the checksums of `storage`. Orbax itself writes arrays whole, and an array holds all
-layers of a segment. Here TensorStore is given slices, by the specification that Orbax makes for the
-array; the rest is written by Orbax's own functions.
+The result is a checkpoint of Orbax with the checksums of `storage`, as training saves them. Orbax
+writes whole arrays only, and an array holds all layers of a layer group. Here slices are written
+with TensorStore, by Orbax's specification of the array; Orbax's own functions write the metadata.
 """
 
 import collections
@@ -40,47 +39,45 @@ from kvjax.foundation.files import in_bucket
 from kvjax.workdir import storage
 from kvjax.workdir.checkpoint import CHUNK_BYTES
 
-IN_FLIGHT_BYTES = 1 << 26  # of slices that TensorStore has copied and not yet written
-LEAST_CHUNK_BYTES = 1 << 20  # Orbax calls smaller ones slow
+IN_FLIGHT_BYTES = 1 << 26  # limit of bytes that TensorStore has copied and not yet written
+LEAST_CHUNK_BYTES = 1 << 20  # Orbax warns that smaller chunks are slow
 _ITEM = "state"  # as `Checkpoints.save` names it
 
 
 @contextlib.contextmanager
 def writing(directory: epath.Path, *, step: int = 0, shapes: dict) -> Iterator[Callable[..., None]]:
-    """A function that writes parameters; they are a checkpoint when the block has ended well.
+    """Yields a function that writes parameters; the checkpoint is complete when the block ends.
 
         with streamed.writing(workdir / CHECKPOINTS, shapes=abstract) as write:
             write(("embedding",), embedding_VD)
             for layer in range(32):
                 write(("segments", 0, "mlp", "up"), up_DM, index=layer)
 
-    It takes the keys of an array, and the array or its slice `index` along the first axis; both may
-    come in any order, and may be changed once it has returned. It keeps IN_FLIGHT_BYTES, and of
-    arrays up to CHUNK_BYTES the slices until the last one is there.
+    It takes the keys of an array, and the array or its slice `index` along the first axis, in any
+    order; the array may be reused once it has returned. Memory: IN_FLIGHT_BYTES, and all slices of
+    arrays up to CHUNK_BYTES until the last one is written.
 
-    However else the block ends, there is no checkpoint. A process that is killed leaves a folder
-    that nothing takes for one and that the next call for this step removes.
+    If the block raises, there is no checkpoint. A killed process leaves a temporary folder, which
+    nothing reads and the next call for this step removes.
 
-    One process writes: `identity.exclusive` keeps others out of a workdir.
+    Only one process may write; `identity.exclusive` locks a workdir.
 
     Args:
-      directory: an absolute path, made if missing: the checkpoints of a workdir.
-      shapes: a tree of ShapeDtypeStructs, with the dtypes to store: `model.parameters.abstract`
-        has that of a model.
+      directory: absolute path of a workdir's checkpoints, created if missing.
+      shapes: a tree of ShapeDtypeStructs with the dtypes to store, as `model.parameters.abstract`.
 
     Raises:
-      UserError: something is there already.
-      ValueError: what was written is not what `shapes` says: other names, shapes or dtypes, a slice
-        twice or not at all.
-      OSError: a full disk, say; in the words of `Checkpoints`.
+      UserError: the checkpoint exists already.
+      ValueError: other names, shapes or dtypes than in `shapes`; a slice twice or not at all.
+      OSError: a failed write (a full disk), with the message of `Checkpoints`.
     """
     path = epath.Path(directory) / str(step)
-    # What is not complete in a bucket is what a killed process left.
+    # In a bucket, a folder without its commit file is left by a killed process.
     if (step in storage.steps(path.parent)) if in_bucket(path) else path.exists():
         raise UserError(f"{path} is there already: move it away, or write another step")
-    # On a disk it gets its name at last; in a bucket, the file that says that it is complete.
+    # Committed last: by a rename on a disk, by a commit file in a bucket.
     temporary = atomicity_defaults.get_default_temporary_path_class(path).from_final(path)
-    state = dict(params=shapes, step=jax.ShapeDtypeStruct((), jnp.int32))
+    state = {"params": shapes, "step": jax.ShapeDtypeStruct((), jnp.int32)}
     arrays = _Arrays(temporary.get() / _ITEM, state)
     started = time.time_ns()
 
@@ -102,26 +99,26 @@ def writing(directory: epath.Path, *, step: int = 0, shapes: dict) -> Iterator[C
             asyncio_utils.run_sync(temporary.finalize())
     except BaseException:
         arrays.abandon()
-        with contextlib.suppress(Exception):  # what ended the block is raised
+        with contextlib.suppress(Exception):  # the block's own error is raised
             temporary.get().rmtree()
         raise
 
 
 @contextlib.contextmanager
 def _reporting(step: int):
-    """Any failure as `Checkpoints` raises it."""
+    """Raises any failure as the OSError that `Checkpoints` raises."""
     try:
         yield
-    except Exception as error:  # TensorStore raises several types for what a file system says
+    except Exception as error:  # TensorStore raises several types for errors of the file system
         why = storage.reason(error)
         raise OSError(f"checkpoint of step {step} was not written: {why}") from error
 
 
 class _Arrays:
-    """The arrays of an item of a checkpoint, on their way to a folder.
+    """Writer of one checkpoint item's arrays.
 
     Args:
-      folder: of the item, which need not be there.
+      folder: of the item; it may not exist yet.
       shapes: a tree of ShapeDtypeStructs.
     """
 
@@ -131,11 +128,11 @@ class _Arrays:
         self._infos = jax.tree.map_with_path(self._info, shapes)
         self._by_name = {info.name: info for info in jax.tree.leaves(self._infos)}
         self._shapes = dict(zip(self._by_name, jax.tree.leaves(shapes), strict=True))
-        # Along the first axis; a scalar has one.
+        # Unwritten slices along the first axis; a scalar has one.
         self._missing = {n: np.ones(x.shape[:1] or 1, bool) for n, x in self._shapes.items()}
-        self._gathered = {}  # by name: small arrays of which slices are missing
-        self._opened = {}  # by name: TensorStore's array, and ArrayMetadata
-        self._in_flight = collections.deque()  # bytes, and a future
+        self._gathered = {}  # name -> small array with slices missing
+        self._opened = {}  # name -> (TensorStore array, Orbax ArrayMetadata)
+        self._in_flight = collections.deque()  # (bytes, future)
         self._in_flight_bytes = 0
 
     def _info(self, path: tuple, _) -> types.ParamInfo:
@@ -167,7 +164,7 @@ class _Arrays:
             raise ValueError(f"{where}: {given} was given and {wanted} is wanted")
 
     def check_complete(self) -> None:
-        """Raises a ValueError that names what was not written."""
+        """Raises a ValueError that names missing arrays and slices."""
         names = [
             place
             for name, missing in self._missing.items()
@@ -180,14 +177,14 @@ class _Arrays:
             raise ValueError(f"not written: {', '.join(names[:8])}{more}")
 
     def write(self, name: str, array: np.ndarray, index: int | None) -> None:
-        """Writes what `check` has seen; returns when it has been copied."""
+        """Writes an array or slice that `check` accepted; returns when it has been copied."""
         self._missing[name][... if index is None else index] = False
         whole = self._shapes[name]
         if index is None:
             self._put(name, array, 0, whole.shape)
         elif math.prod(whole.shape) * whole.dtype.itemsize > CHUNK_BYTES:
             self._put(name, array[None], index, (1, *whole.shape[1:]))
-        else:  # a single chunk, which every slice would write anew
+        else:  # a single chunk, which every slice would rewrite: gather the slices first
             if name not in self._gathered:
                 self._gathered[name] = np.empty(whole.shape, whole.dtype)
             self._gathered[name][index] = array
@@ -195,7 +192,7 @@ class _Arrays:
                 self._put(name, self._gathered.pop(name), 0, whole.shape)
 
     def _put(self, name: str, array: np.ndarray, start: int, write_shape: tuple) -> None:
-        """Writes a part of an array, from `start` on along its first axis, chunk by chunk."""
+        """Writes part of an array chunk by chunk, from `start` along its first axis."""
         if name not in self._opened:
             self._opened[name] = self._open(name, write_shape)
         store, metadata = self._opened[name]
@@ -211,10 +208,10 @@ class _Arrays:
             future.copy.result()
 
     def _open(self, name: str, write_shape: tuple) -> tuple:
-        """An array in TensorStore, made; and Orbax's metadata of it.
+        """Creates an array in TensorStore; returns it with Orbax's metadata.
 
-        An array written whole has the chunks that `Checkpoints` gives it. Slices have as many,
-        each cut into layers: what a device of a mesh reads too much stays about the same.
+        An array written whole has the chunks of `Checkpoints`. One written in slices has one layer
+        per chunk and smaller chunks, so that a shard reads about the same excess.
         """
         whole = self._shapes[name]
         layers = 1 if write_shape == whole.shape else whole.shape[0]
@@ -228,27 +225,27 @@ class _Arrays:
             use_ocdbt=True,
             process_index=0,
         )
-        opened = lambda **how: tensorstore.open(
-            tensorstore.Spec(specification.json), context=self._context, **how
-        )
-        self._in_flight.append((0, opened(create=True)))  # on disk when what comes first is
-        return opened(open=True, assume_metadata=True).result(), specification.metadata
+        spec = tensorstore.Spec(specification.json)
+        # Created without waiting; assume_metadata opens the array before that is on disk.
+        self._in_flight.append((0, tensorstore.open(spec, context=self._context, create=True)))
+        array = tensorstore.open(spec, context=self._context, open=True, assume_metadata=True)
+        return array.result(), specification.metadata
 
     def _wait(self, most: int) -> None:
-        """Waits until at most so many bytes are in flight; below 0: until nothing is."""
+        """Waits until at most `most` bytes are in flight; if negative, until nothing is."""
         while self._in_flight and self._in_flight_bytes > most:
             size, future = self._in_flight.popleft()
             self._in_flight_bytes -= size
             future.result()
 
     def abandon(self) -> None:
-        """Waits until nothing is written any more."""
+        """Waits for all writes and ignores their errors."""
         for _, future in self._in_flight:
             with contextlib.suppress(Exception):
                 future.result()
 
     async def finish(self) -> None:
-        """Waits for what is in flight, and writes what Orbax keeps beside arrays."""
+        """Waits for all writes, then writes Orbax's metadata of the arrays."""
         self._wait(-1)
         infos, metadatas = [], []
         for name, info in self._by_name.items():
@@ -268,7 +265,7 @@ class _Arrays:
 
 
 def _write_metadata(folder: epath.Path, started: int) -> None:
-    """Writes what Orbax keeps of a checkpoint as a whole; `started` in nanoseconds."""
+    """Writes Orbax's metadata of the checkpoint; `started` in nanoseconds since the epoch."""
     handler = ocp.handlers.PyTreeHandler
     metadata = step_metadata_serialization.InternalCheckpointMetadata.create(
         handler_typestrs={_ITEM: f"{handler.__module__}.{handler.__qualname__}"},

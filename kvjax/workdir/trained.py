@@ -1,4 +1,4 @@
-"""A trained model from its workdir."""
+"""Finds and loads the trained model of a workdir."""
 
 import dataclasses
 import functools
@@ -24,16 +24,16 @@ from kvjax.workdir import checkpoint, origin, storage
 
 @dataclasses.dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint of a workdir, and what is known of it before any array is read."""
+    """A checkpoint of a workdir with its config and tokenizer; no array is read yet."""
 
     workdir: epath.Path
     step: int
     experiment: config_lib.Experiment
-    tokenizer: Tokenizer  # with the ends and control tokens that its model was published with
-    context: int  # tokens that the model was trained on, in this run or before
+    tokenizer: Tokenizer  # with the end and control tokens that the model was published with
+    context: int  # longest rows that the model was trained on, in tokens
     token_files: origin.TokenFiles
-    template: str | None  # of conversations, in Jinja
-    folder: str = checkpoint.CHECKPOINTS  # in the workdir; or that of snapshots
+    template: str | None  # chat template, Jinja
+    folder: str = checkpoint.CHECKPOINTS  # or SNAPSHOTS
 
     @property
     def checkpoints(self) -> epath.Path:
@@ -42,59 +42,59 @@ class SavedModel:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A trained model from a workdir."""
+    """A trained model with its parameters."""
 
     model: Transformer
     compute: Compute
     tokenizer: Tokenizer
-    context: int  # tokens that it was trained on, in this run or before
+    context: int  # see `SavedModel`
     step: int
 
 
 def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> LoadedModel:
-    """The model of a workdir's checkpoint, on one device, in the dtype it computes in.
+    """Loads a checkpoint's model onto one device, in the dtypes it is used in.
 
     Args:
       step: of the checkpoint; None: the latest.
-      dtype: instead of the run's config.compute.dtype.
+      dtype: overrides the run's config.compute.dtype.
 
     Raises:
-      UserError: not a workdir, no (such) checkpoint, one that cannot be read or of another model.
+      UserError: no workdir, no such checkpoint, or one that cannot be read.
     """
-    found = find(workdir, step=step)
-    config, compute = found.experiment.model, compute_of(found, dtype)
+    saved = find(workdir, step=step)
+    config, compute = saved.experiment.model, compute_of(saved, dtype)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = parameters.abstract(config).shapes
-    place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
-    params = checkpoint.read_parameters(
-        found.checkpoints,
-        found.step,
-        jax.tree.map(place, abstract, compute_dtypes(abstract, compute.dtype)),
+    abstract = jax.tree.map(
+        lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+        abstract,
+        compute_dtypes(abstract, compute.dtype),
     )
+    params = checkpoint.read_parameters(saved.checkpoints, saved.step, abstract)
     model = nnx.merge(parameters.graph(config), params)
-    return LoadedModel(model, compute, found.tokenizer, found.context, found.step)
+    return LoadedModel(model, compute, saved.tokenizer, saved.context, saved.step)
 
 
-def compute_of(found: SavedModel, dtype: str = "") -> Compute:
-    """How a model is computed here.
+def compute_of(saved: SavedModel, dtype: str = "") -> Compute:
+    """Resolves a model's compute options for this machine.
 
     Args:
-      dtype: instead of the run's config.compute.dtype.
+      dtype: overrides the run's config.compute.dtype.
     """
-    compute = found.experiment.compute
+    compute = saved.experiment.compute
     if dtype:
         one_of("dtype", dtype, config_lib.DTYPES)
         compute = dataclasses.replace(compute, dtype=dtype)
-    num_layers = found.experiment.model.block.num_layers
+    num_layers = saved.experiment.model.block.num_layers
     return compute.resolve(jax.devices()[0].platform, num_layers)
 
 
 def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
-    """A workdir's checkpoint of that step, or the latest.
+    """Finds a workdir's checkpoint; None: the latest.
 
     Raises:
-      UserError: not a workdir, or no (such) checkpoint, or a tokenizer of another model, or a file
-        of `origin` that cannot be read.
+      UserError: no workdir, no such checkpoint, or a tokenizer or file of `origin` that cannot be
+        read.
     """
     workdir = runtime.workdir(workdir)
     experiment = experiment_of(workdir)
@@ -112,7 +112,7 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
             tokenizer = Template(tokenizer, template, token_files).tokenizer
         except LimitError as error:
             _warn_once(f"{workdir}: {error}; until then its control tokens are ordinary text")
-        except UserError:  # a template that is none: who talks by it is told
+        except UserError:  # an invalid template is an error only where it is used
             pass
     return SavedModel(
         workdir,
@@ -126,22 +126,22 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
 
 
 def snapshots(workdir: epath.PathLike) -> list[SavedModel]:
-    """The parameters that a run kept of some of its steps, ascending; see `snapshot_every`.
+    """Finds a run's snapshots, ascending by step; see `snapshot_every`.
 
     Raises:
       UserError: see `find`.
     """
-    found = find(workdir)
-    steps = storage.steps(found.workdir / checkpoint.SNAPSHOTS)
-    of_step = dict(folder=checkpoint.SNAPSHOTS)
-    return [dataclasses.replace(found, step=step, **of_step) for step in steps]
+    latest = find(workdir)
+    steps = storage.steps(latest.workdir / checkpoint.SNAPSHOTS)
+    folder = checkpoint.SNAPSHOTS
+    return [dataclasses.replace(latest, step=step, folder=folder) for step in steps]
 
 
 def named(key: str, text: str) -> SavedModel:
-    """What a config's key names: a workdir, or WORKDIR@STEP.
+    """Finds the model that a config's key names, as WORKDIR or WORKDIR@STEP.
 
     Raises:
-      UserError: as `find`; the message begins with the key.
+      UserError: see `find`; the message starts with the key.
     """
     path, at, number = text.rpartition("@")
     by_step = at and number.isdecimal()
@@ -154,10 +154,10 @@ def named(key: str, text: str) -> SavedModel:
 
 
 def experiment_of(workdir: epath.Path) -> config_lib.Experiment:
-    """What a workdir's config.json describes, without the mesh it was trained on.
+    """Resolves a workdir's config.json with the default mesh.
 
     Raises:
-      UserError: not a workdir, or a config that cannot be read.
+      UserError: no workdir, or a config that cannot be read.
     """
     path = runtime.workdir(workdir) / "config.json"
     if not path.exists():
@@ -171,7 +171,7 @@ def experiment_of(workdir: epath.Path) -> config_lib.Experiment:
             f"{workdir} is a published model, and no workdir yet: `python -m kvjax.convert "
             f"--source={workdir} --out=runs/NAME` makes one"
         )
-    try:  # the mesh is no part of what was trained
+    try:  # config.json has no mesh: it is no part of a run's identity
         return config_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
     except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from error
@@ -190,7 +190,7 @@ def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:
             "file (and of a complete run changes nothing else)"
         )
     tokenizer = tokenizer_lib.load(path)
-    if tokenizer.vocab_size > vocab_size:  # published models have more: rows that no token uses
+    if tokenizer.vocab_size > vocab_size:  # fewer is fine: published models have unused rows
         raise UserError(
             f"{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}: restore the file "
             "that belongs to the run"

@@ -585,7 +585,7 @@ def test_a_parent_is_told_by_its_parameters(tmp_path, monkeypatch):
     told = hashlib.sha256(b"params.a.s () float32\n" + params["a"]["s"].tobytes())
     told.update(b"params.w (5, 3) float32\n" + params["w"].tobytes())
     for block in (1, 24, 1 << 28):
-        monkeypatch.setattr(lineage, "_BLOCK", block)
+        monkeypatch.setattr(lineage, "_READ_BYTES", block)
         lineage.write(workdir, epath.Path("/parent"), workdir / CHECKPOINTS, 4)
         text = (workdir / lineage.PARENT).read_text()
         expected = dict(workdir="/parent", step=4, sha256=told.hexdigest())
