@@ -50,12 +50,19 @@ def main(arguments: list[str]) -> None:
 def _print(name: str, text: str) -> None:
     start = f"  {name}"
     start = f"{start:<38}" if len(start) < 37 else f"{start}  "
-    indent = dict(initial_indent=start, subsequent_indent=" " * 38)
-    print(textwrap.fill(text, output.width(), break_on_hyphens=False, **indent))
+    print(
+        textwrap.fill(
+            text,
+            output.width(),
+            break_on_hyphens=False,
+            initial_indent=start,
+            subsequent_indent=" " * 38,
+        )
+    )
 
 
 def _first_line(path: pathlib.Path) -> str:
-    """The first line of a file's docstring."""
+    """Returns the first line of a file's docstring."""
     return path.read_text("utf-8").removeprefix('"""').partition("\n")[0].removesuffix('"""')
 
 

@@ -1,9 +1,9 @@
-"""Text from a trained run.
+"""Generates text with a trained model.
 
     python -m kvjax.generate --workdir=runs/lrkv_tiny --prompt='The king '
 
-Text goes to standard output as it comes, that of several prompts one after the other and numbered;
-figures and warnings go to standard error.
+Text is streamed to standard output; with several prompts, one after the other and numbered. Figures
+and warnings go to standard error.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def _parser() -> command_line.Parser:
 
 
 def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
-    """The prompts of both options; a UserError where one is empty or there is none."""
+    """Returns the prompts of both options; raises a UserError for an empty one, or none."""
     prompts = list(prompts)
     ask = "give text, as in --prompt='The king '"
     for prompt in prompts:
@@ -84,7 +84,7 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints text for the options given; figures and warnings go to standard error."""
+    """Generates; see the module's docstring."""
     values = _parser().parse(arguments)
     with command_line.naming_options(values):
         _run(values)
@@ -96,11 +96,11 @@ def _run(values: argparse.Namespace) -> None:
         raise UserError("--workdir is missing: the folder of a trained run, as runs/lrkv_tiny")
     prompts = read_prompts(values.prompt, values.prompt_file)
     sampling = Sampling(temperature=values.temperature, top_k=values.top_k, top_p=values.top_p)
-    options = dict(
-        num_tokens=values.num_tokens,
-        seed=values.seed,
-        capacity=values.capacity,
-    )
+    options = {
+        "num_tokens": values.num_tokens,
+        "seed": values.seed,
+        "capacity": values.capacity,
+    }
     check_options(**options)
     check_stop(values.stop)
     implementation = values.implementation or None
@@ -109,29 +109,30 @@ def _run(values: argparse.Namespace) -> None:
     mesh = None
     if values.chips != 1:
         mesh = program.make_mesh(values.chips, jax.local_devices())
-    devices = dict(implementation=implementation, mesh=mesh)
     with progress.waiting("reading the model"):
         loaded = load(runtime.workdir(values.workdir), step=values.step, dtype=values.dtype)
-        generator = Generator(loaded.model, loaded.compute, **devices)
+        generator = Generator(
+            loaded.model, loaded.compute, implementation=implementation, mesh=mesh
+        )
     tokenizer, context = loaded.tokenizer, loaded.context
-    del loaded  # the generator has the weights: once is enough
+    del loaded  # frees the weights that the generator has copied
     if written := sorted({s for prompt in prompts for s in tokenizer.written_out(prompt)}):
         names = ", ".join(written)
         say(f"special tokens in a prompt are read as the characters they are made of: {names}")
     longest = 1 + max(len(tokenizer.encode(prompt)) for prompt in prompts)
-    with progress.waiting("reading the prompts") as doing:
-        shown = _Shown(prompts, doing)
+    with progress.waiting("reading the prompts") as status:
+        output = _OrderedOutput(prompts, status)
 
-        def checked() -> None:
-            """Whatever is wrong has been said: what follows compiles, and takes its time."""
+        def on_compile() -> None:
+            # Called after the generator's checks: a warning before an error would mislead.
             if longest + values.num_tokens - 1 > context:
                 say(
                     f"a prompt of {longest} tokens and {values.num_tokens} to generate go past the "
                     f"{context} tokens the model was trained on: expect worse text there"
                 )
-            doing.now(f"compiling for {len(prompts)} prompt(s)")
+            status.now(f"compiling for {len(prompts)} prompt(s)")
 
-        result = _generated(
+        result = _generate(
             generator,
             tokenizer,
             prompts,
@@ -140,17 +141,17 @@ def _run(values: argparse.Namespace) -> None:
             stop=values.stop,
             stop_tokens=values.stop_token,
             end_at_special=values.end_at_special,
-            on_text=shown.add,
-            on_end=shown.end,
-            on_compile=checked,
-            on_prefill=lambda done, of: doing.at(f"{done} of {of} parts read"),
+            on_text=output.add,
+            on_end=output.end,
+            on_compile=on_compile,
+            on_prefill=lambda done, of: status.at(f"{done} of {of} parts read"),
         )
     sys.stdout.flush()
     say(result.summary())
 
 
-def _generated(*args, **options) -> GeneratedTexts:
-    """`generate`; a UserError where memory runs out."""
+def _generate(*args, **options) -> GeneratedTexts:
+    """Calls `generate`; raises a UserError if memory runs out."""
     try:
         return generate(*args, **options)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -162,29 +163,28 @@ def _generated(*args, **options) -> GeneratedTexts:
         ) from error
 
 
-class _Shown:
-    """Texts on standard output, in the order of the prompts.
+class _OrderedOutput:
+    """Prints texts in the order of the prompts, numbered if there are several.
 
-    The first that has not ended appears as it comes; what the next ones have by then follows at
-    once. Several are numbered.
+    The first text that is not complete is streamed; later ones are buffered until it ends.
     """
 
-    def __init__(self, prompts: Sequence[str], doing: progress.waiting):
-        self._waiting = list(prompts)  # by sequence, what is not printed yet
+    def __init__(self, prompts: Sequence[str], status: progress.waiting):
+        self._unprinted = list(prompts)  # of each sequence
         self._begun = [False] * len(prompts)
         self._ended = [False] * len(prompts)
         self._current = 0
-        self._doing = doing
+        self._status = status
 
     def add(self, b: int, text: str) -> None:
-        self._waiting[b] += text
+        self._unprinted[b] += text
         if b == self._current:
-            self._doing.end()
+            self._status.end()
             self._print(b)
 
     def end(self, b: int) -> None:
         self._ended[b] = True
-        self._doing.end()
+        self._status.end()
         while self._current < len(self._ended) and self._ended[self._current]:
             self._print(self._current)
             print(flush=True)
@@ -196,8 +196,8 @@ class _Shown:
         if not self._begun[b] and len(self._ended) > 1:
             print(f"--- {b + 1} ---")
         self._begun[b] = True
-        print(self._waiting[b], end="", flush=True)
-        self._waiting[b] = ""
+        print(self._unprinted[b], end="", flush=True)
+        self._unprinted[b] = ""
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Trains what a config describes.
+"""Trains the model that a config describes.
 
     python -m kvjax.main --config=configs/lrkv_tiny.py
 
-Keys are overridden as --config.train.num_steps=100. Running the same command again resumes.
-On several hosts the same command runs on each; on a TPU pod and under Slurm the processes find each
-other, elsewhere --coordinator, --num_processes and --process_id (or KVJAX_COORDINATOR and so on)
-tell them. Exit statuses: see configs/README.md, "How a run ends".
+Keys are overridden as --config.train.num_steps=100. The same command resumes a run. On several
+hosts, start it on each: on a TPU pod and under Slurm the processes find each other; elsewhere give
+--coordinator, --num_processes and --process_id (or KVJAX_COORDINATOR and so on). Exit statuses are
+listed in configs/README.md, "How a run ends".
 """
 
 from kvjax import distributed

@@ -1,1 +1,1 @@
-"""A conversation in the terminal: `python -m kvjax.chat`."""
+"""Chat in the terminal: `python -m kvjax.chat`."""

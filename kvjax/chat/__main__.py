@@ -1,11 +1,11 @@
-"""Talks with a trained model in the terminal.
+"""Chats with a trained model in the terminal.
 
     python -m kvjax.chat --workdir=runs/lrkv_128m_mid
     echo 'What is 2 + 3?' | python -m kvjax.chat --workdir=runs/lrkv_128m_mid --temperature=0
 
-A mid-trained model calls a calculator, which is shown as [2+3=5]; an imported one is talked to as
-it was published. The oldest turns are left out when the context is full. Ctrl-C ends an answer, and
-where none is given the program, as Ctrl-D does. Lines that begin with / are for the program: /help.
+A mid-trained model calls a calculator, shown as [2+3=5]; an imported one uses its published chat
+template. When the context is full, the oldest turns are left out. Ctrl-C ends an answer, or else
+the program, as Ctrl-D does. Lines that start with / are commands: /help lists them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _COMMANDS = {
     "/help": "says this",
     "/quit": "ends, as Ctrl-D does",
 }
-# What special tokens look like: the calculator's call and answer as [2+3=5].
+# Displayed text of special tokens: a calculator call and its result appear as [2+3=5].
 _SHOWN = {"python_start": "[", "python_end": "=", "output_start": "", "output_end": "]"}
 
 
@@ -56,7 +56,7 @@ def _parser() -> command_line.Parser:
 
 
 def main(arguments: list[str]) -> None:
-    """Talks until the input ends; see the module's docstring."""
+    """Chats until the input ends; see the module's docstring."""
     options = _parser().parse(arguments)
     with command_line.naming_options(options):
         _run(options)
@@ -70,31 +70,31 @@ def _run(options: argparse.Namespace) -> None:
     one_of("calculator", options.calculator, calculator.MODES)
     check_text("system", options.system)
     runtime.start()
-    found = trained.find(runtime.workdir(options.workdir), step=options.step)
-    dialogue = dialogue_lib.of(found, limit=sys.maxsize)  # `History` leaves out whole turns
+    saved = trained.find(runtime.workdir(options.workdir), step=options.step)
+    dialogue = dialogue_lib.of(saved, limit=sys.maxsize)  # no cut: `History` leaves out whole turns
     with progress.waiting("reading the model"):
-        loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
+        loaded = trained.load(saved.workdir, step=saved.step, dtype=options.dtype)
         generator = Generator(loaded.model, loaded.compute)
-        del loaded  # the generator has the weights: once is enough
-    context = _context(options, found, generator)
+        del loaded  # frees the weights that the generator has copied
+    context = _context(options, saved, generator)
     history = History(dialogue, context - options.num_tokens, options.system)
-    talk = ChatSession(generator, dialogue, history, options, sampling, context)
+    session = ChatSession(generator, dialogue, history, options, sampling, context)
     for line in lines():
-        talk.handle_line(line)
+        session.handle_line(line)
 
 
-def _context(options: argparse.Namespace, found: trained.SavedModel, generator: Generator) -> int:
-    """Tokens of a conversation that the model sees."""
-    context = options.context or found.context
+def _context(options: argparse.Namespace, saved: trained.SavedModel, generator: Generator) -> int:
+    """Returns the context in tokens: --context, or the trained one up to the model's positions."""
+    context = options.context or saved.context
     if generator.positions is not None and context > generator.positions:
         if options.context:
             raise UserError(
                 f"--context={context}: the model's positions end after {generator.positions} tokens"
             )
         context = generator.positions
-    if context > found.context:
+    if context > saved.context:
         warn(
-            f"--context={context}: the model was trained on {found.context:,} tokens at a time: "
+            f"--context={context}: the model was trained on {saved.context:,} tokens at a time: "
             "expect worse answers beyond"
         )
     if options.num_tokens >= context:
@@ -106,9 +106,9 @@ def _context(options: argparse.Namespace, found: trained.SavedModel, generator: 
 
 
 def lines() -> Iterator[str]:
-    """What the user types, a line at a time; or standard input's."""
+    """Yields the lines of the terminal or of standard input."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (input() then knows the arrow keys)
+        import readline  # noqa: F401  (line editing in input())
     ask = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -121,7 +121,7 @@ def lines() -> Iterator[str]:
 
 
 class ChatSession:
-    """A conversation with a model: hears a line, prints what comes of it."""
+    """A conversation with a model: handles lines of input and prints the answers."""
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ class ChatSession:
         self._options, self._sampling, self._context = options, sampling, context
         names = dialogue.specials._asdict() if dialogue.specials else {}
         self._shown = {names[key]: text for key, text in _SHOWN.items() if key in names}
-        self._said = 0
+        self._num_messages = 0
 
     def handle_line(self, line: str) -> None:
-        """A message, or a command; what is wrong with it is said, and nothing ends."""
+        """Answers a message or runs a command; prints user errors and goes on."""
         try:
             if line.startswith("/"):
                 self._run_command(line)
@@ -169,56 +169,56 @@ class ChatSession:
 
     def _answer(self, text: str) -> None:
         check_text("your message", text)
-        ids, gone = self.history.add_question(text)
-        if gone:
-            say(f"the context is full: the first {gone} turn(s) are left out")
+        ids, left_out = self.history.add_question(text)
+        if left_out:
+            say(f"the context is full: the first {left_out} turn(s) are left out")
         options = self._options
-        self._said += 1
+        self._num_messages += 1
         try:
-            with progress.waiting("reading the conversation") as reading:
-                heard = _AnswerPrinter(self._shown, reading)
-                with _interrupting(heard):
+            with progress.waiting("reading the conversation") as status:
+                printer = _AnswerPrinter(self._shown, status)
+                with _ended_by_interrupt(printer):
                     answers(
                         self._generator,
                         self._dialogue,
                         [ids],
                         num_tokens=options.num_tokens,
                         sampling=self._sampling,
-                        seed=(options.seed + self._said - 1) % (1 << 32),
+                        seed=(options.seed + self._num_messages - 1) % (1 << 32),
                         mode=options.calculator,
                         capacity=self._context,
-                        on_token=heard.token,
+                        on_token=printer.token,
                     )
         except _EndedError:
             pass
         except BaseException:
-            self.history.turns.pop()  # a message without an answer
+            self.history.turns.pop()  # keeps no message without an answer
             raise
         print(flush=True)
-        if heard.ids:
-            self.history.add_answer(heard.ids)
+        if printer.ids:
+            self.history.add_answer(printer.ids)
         else:
             self.history.turns.pop()
 
 
 class _EndedError(Exception):
-    """Ctrl-C while an answer is given."""
+    """Ctrl-C during an answer."""
 
 
 class _AnswerPrinter:
-    """Prints an answer as it comes.
+    """Prints an answer token by token.
 
     Args:
-      shown: by special token, what is printed in its place.
-      reading: what is said while nothing has come yet.
+      shown: displayed text by special token.
+      status: progress display, ended by the first token.
     """
 
-    def __init__(self, shown: dict[int, str], reading: progress.waiting):
-        self._shown, self._reading = shown, reading
+    def __init__(self, shown: dict[int, str], status: progress.waiting):
+        self._shown, self._status = shown, status
         self.ids, self.is_ended = [], False
 
     def token(self, b: int, token: int, text: str) -> None:
-        self._reading.end()
+        self._status.end()
         if self.is_ended:
             raise _EndedError
         if token >= 0:
@@ -227,11 +227,11 @@ class _AnswerPrinter:
 
 
 @contextlib.contextmanager
-def _interrupting(heard: _AnswerPrinter) -> Iterator[None]:
-    """Ctrl-C ends the answer that is heard; a second one while it ends changes nothing."""
+def _ended_by_interrupt(printer: _AnswerPrinter) -> Iterator[None]:
+    """Makes Ctrl-C end the answer at its next token, so that no step is left half-done."""
 
     def end(number, frame):
-        heard.is_ended = True
+        printer.is_ended = True
 
     before = signal.signal(signal.SIGINT, end)
     try:
