@@ -20,6 +20,7 @@ from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.command_line import say
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError, first_line
+from kvjax.foundation.text import check_text
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.workdir.trained import load
 
@@ -51,10 +52,11 @@ def _parser() -> command_line.Parser:
 def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
     """Returns the prompts of both options; raises a UserError for an empty one, or none."""
     prompts = list(prompts)
-    ask = "give text, as in --prompt='The king '"
+    advice = "give text, as in --prompt='The king '"
     for prompt in prompts:
         if not prompt:
-            raise UserError(f"--prompt='' is empty: {ask}")
+            raise UserError(f"--prompt='' is empty: {advice}")
+        check_text("--prompt", prompt)
     if file:
         name = "standard input" if file == "-" else f"--prompt_file={file}"
         try:
@@ -62,24 +64,18 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
                 content = sys.stdin.buffer.read()
             else:
                 content = runtime.path("--prompt_file", file).read_bytes()
+            text = content.decode("utf-8-sig")
         except OSError as error:
             raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
-        try:
-            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not UTF-8 text: {error}") from error
         lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-        for i, line in enumerate(lines):
+        for i, line in enumerate(lines, 1):
             if not line.strip():
-                raise UserError(f"{name}, line {i + 1} is blank: one prompt per line is needed")
+                raise UserError(f"{name}, line {i} is blank: one prompt per line is needed")
         prompts += lines
     if not prompts:
-        raise UserError(f"no prompt: {ask}, or --prompt_file=FILE with one per line (-: stdin)")
-    for prompt in prompts:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"--prompt={prompt!r} is not UTF-8 text: {error}") from error
+        raise UserError(f"no prompt: {advice}, or --prompt_file=FILE with one per line (-: stdin)")
     return prompts
 
 

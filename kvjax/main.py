@@ -11,7 +11,7 @@ listed in configs/README.md, "How a run ends".
 from kvjax import distributed
 from kvjax.data.config import PREPARE_HOURS
 from kvjax.foundation import command_line, runtime
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.configuration import at_least
 
 _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartbeat_seconds")
 
@@ -19,16 +19,25 @@ _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartb
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__, config=True)
     add = parser.add_argument
-    add("--workdir", default="", help="for checkpoints and metrics, local or gs:// (runs/NAME)")
-    hours, text = PREPARE_HOURS, f"that preparing its data may take ({PREPARE_HOURS:g})"
-    add("--prepare_hours", type=float, default=hours, help=text)
+    add(
+        "--workdir",
+        default="",
+        help="folder of checkpoints and metrics, local or gs:// (runs/NAME)",
+    )
+    text = f"limit of the estimated time to prepare its data ({PREPARE_HOURS:g})"
+    add("--prepare_hours", type=float, default=PREPARE_HOURS, help=text)
     job = parser.add_argument_group("several processes")
     add = job.add_argument
     add("--coordinator", help="process 0's host:port, or KVJAX_COORDINATOR")
-    add("--num_processes", type=int, help="how many there are, or KVJAX_NUM_PROCESSES")
-    add("--process_id", type=int, help="which one this is, from 0, or KVJAX_PROCESS_ID")
-    add("--connect_seconds", type=int, default=300, help="to wait for each other (300)")
-    add("--heartbeat_seconds", type=int, default=100, help="of silence: it is lost (100)")
+    add("--num_processes", type=int, help="number of processes, or KVJAX_NUM_PROCESSES")
+    add("--process_id", type=int, help="index of this process, from 0, or KVJAX_PROCESS_ID")
+    add("--connect_seconds", type=int, default=300, help="limit of waiting for each other (300)")
+    add(
+        "--heartbeat_seconds",
+        type=int,
+        default=100,
+        help="silence after which one counts as lost (100)",
+    )
     return parser
 
 
@@ -40,12 +49,9 @@ def main(arguments: list[str]) -> None:
 
         parser.epilog = config_help.text()
     options = parser.parse(arguments)
-    for name in ("connect_seconds", "heartbeat_seconds"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
-    hours = options.prepare_hours
-    if not 0 <= hours < float("inf"):
-        raise UserError(f"--prepare_hours={hours}: must be a number of hours, 0 or more")
+    at_least("--connect_seconds", options.connect_seconds, 1)
+    at_least("--heartbeat_seconds", options.heartbeat_seconds, 1)
+    at_least("--prepare_hours", options.prepare_hours, 0)
     config = command_line.load_config(options.config, options.overrides)
     runtime.start()
     workdir = options.workdir or f"runs/{config.get('name')}"
@@ -53,7 +59,7 @@ def main(arguments: list[str]) -> None:
     from kvjax.training import loop  # after the runtime is set up
 
     with distributed.end_together():
-        loop.train(config, workdir, prepare_hours=hours)
+        loop.train(config, workdir, prepare_hours=options.prepare_hours)
 
 
 if __name__ == "__main__":

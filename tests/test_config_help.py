@@ -49,11 +49,10 @@ def test_what_a_run_is_given(monkeypatch, capsys):
     monkeypatch.setattr(main.distributed, "start", note("job"))
     monkeypatch.setattr(loop, "train", note("train"))
     for given, said in (
-        ("--connect_seconds=0", "--connect_seconds=0: must be at least 1"),
-        ("--heartbeat_seconds=-1", "--heartbeat_seconds=-1: must be at least 1"),
-        ("--prepare_hours=-1", "--prepare_hours=-1.0: must be a number of hours, 0 or more"),
-        ("--prepare_hours=nan", "--prepare_hours=nan: must be a number of hours, 0 or more"),
-        ("--prepare_hours=inf", "--prepare_hours=inf: must be a number of hours, 0 or more"),
+        ("--connect_seconds=0", "--connect_seconds = 0: must be at least 1"),
+        ("--heartbeat_seconds=-1", "--heartbeat_seconds = -1: must be at least 1"),
+        ("--prepare_hours=-1", "--prepare_hours = -1.0: must be at least 0"),
+        ("--prepare_hours=nan", "--prepare_hours = nan: must be at least 0"),
     ):
         assert command_line.status(main.main, [given]) == 2 and not told
         assert capsys.readouterr().err == f"kvjax: {said}\n"

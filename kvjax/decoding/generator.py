@@ -166,27 +166,19 @@ class Generator:
     ) -> tuple[list[list[int]], list[int]]:
         """Returns prompts and stop tokens as lists of ints, all in the vocabulary."""
         V = self.config.vocab_size
-
-        def ids(tokens, message) -> list[int]:
-            numbers = []
-            for i, token in enumerate(tokens):
-                try:
-                    numbers.append(operator.index(token))
-                except TypeError:  # a float or a character
-                    numbers.append(-1)
-                if not 0 <= numbers[-1] < V:
-                    allowed = f"the vocabulary has {V} tokens, ids 0 to {V - 1}"
-                    raise UserError(f"{message(i + 1, token)}; {allowed}")
-            return numbers
-
         if not len(prompts):
             raise UserError("no prompts: give at least one")
-        checked = []
+        allowed = f"the vocabulary has {V} tokens, ids 0 to {V - 1}"
         for b, prompt in enumerate(prompts, 1):
             if not len(prompt):
                 raise UserError(f"prompt {b} has no tokens: start it with the tokenizer's BOS")
-            checked.append(ids(prompt, lambda i, t, b=b: f"prompt {b}, token {i}: no id {t}"))
-        return checked, ids(stop_tokens, lambda i, t: f"stop token {t}: no such id")
+            for i, token in enumerate(prompt, 1):
+                if not 0 <= token < V:
+                    raise UserError(f"prompt {b}, token {i}: no id {token}; {allowed}")
+        for token in stop_tokens:
+            if not 0 <= token < V:
+                raise UserError(f"stop token {token}: no such id; {allowed}")
+        return [list(map(operator.index, p)) for p in prompts], list(stop_tokens)
 
     def _check_memory(self, batch: int, capacity: int) -> int:
         """Returns the allocated capacity; raises a UserError if the cache does not fit."""

@@ -110,8 +110,6 @@ def spec(axes: str, shape: tuple[int, ...]) -> P:
     parsed = Axes.parse(axes)
     names = parsed.names
     stacked = len(shape) - len(names)
-    if stacked < 0:
-        raise ValueError(f"axes {axes!r} name more than the {len(shape)} axes of {shape}")
     split: dict[int, str | tuple[str, ...]] = {}
     if not parsed.is_matrix and len(names) == 2 and names[1] == _MODEL:
         split[1] = ("fsdp", "tensor")
