@@ -93,7 +93,7 @@ def test_several_prompts_are_numbered(warm, tmp_path):
 
 
 def test_the_first_of_several_prompts_appears_as_it_comes(capsys):
-    shown = generate_lib._Shown(["a", "b", "c"], progress.waiting("a test").__enter__())
+    shown = generate_lib._OrderedOutput(["a", "b", "c"], progress.waiting("a test").__enter__())
     texts = []
     for call in (
         lambda: shown.add(0, "1"),
