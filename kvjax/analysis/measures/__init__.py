@@ -1,6 +1,6 @@
-"""What can be asked of attention, one layer at a time.
+"""Measurements of attention, one layer at a time.
 
-`heads` reads a model's weights as matrices of each head, `activations` what they make of a text,
-and `cut_keys` runs a model with less of its keys; the others are pure functions on such arrays, in
+`heads` reads a model's weights as matrices per head, `activations` runs a text through them, and
+`cut_keys` runs a model with low-rank keys; the other modules are pure functions on such arrays, in
 float64.
 """

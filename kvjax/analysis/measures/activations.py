@@ -1,6 +1,6 @@
-"""What attention does on a text: queries, keys and values of each layer, and attention changed.
+"""Activations of attention on a text: queries, keys and values per layer, and modified attention.
 
-All is in float32, as the model computes it, with one layer's weights in memory.
+float32, as the model computes them, with one layer's weights in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ _QUERY_CHUNK = 64
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees."""
+    """The keys that a query attends to."""
 
     causal: bool = True  # those up to its own position only
     window: int = 0  # and of those the last so many, its own the last; 0: all
 
     def visible(self, length: int) -> np.ndarray:
-        """[L, L] bool: whether a query (row) sees a key (column)."""
+        """Returns [L, L] bool: True if a query (row) attends to a key (column)."""
         if not self.causal:
             return np.ones((length, length), bool)
         seen = np.tri(length, dtype=bool)
@@ -47,9 +47,9 @@ class Layer(NamedTuple):
     """A layer's attention on B sequences of T tokens; query head n reads KV head n // (N / K).
 
     Attributes:
-      query_BTNH, key_BTKH, value_BTKH: as attention uses them, normed and rotated.
-      plain_query_BTNH, plain_key_BTKH: the same without RoPE.
-      input_BTD: what enters attention, after the norm.
+      query_BTNH, key_BTKH, value_BTKH: as attention uses them, normalised and rotated.
+      plain_query_BTNH, plain_key_BTKH: without RoPE.
+      input_BTD: inputs of attention, after the norm.
       scale: of logits.
       mask: the model's.
     """
@@ -65,13 +65,13 @@ class Layer(NamedTuple):
 
 
 def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> Iterator[Layer]:
-    """Every layer's attention on rows of tokens, in order.
+    """Yields every layer's attention on rows of tokens.
 
     Args:
-      attend: in softmax attention's place, of all layers: later ones see what it makes.
+      attend: replacement for softmax attention in all layers; later layers see its outputs.
 
     Raises:
-      UserError: queries, keys or values are not finite; it names the layer and the heads.
+      UserError: queries, keys or values are not finite; names the layer and the heads.
     """
     c, length = model.transformer.block, rows_BT.shape[1]
     run = layerwise.LayerwisePass(model, rows_BT, attention=_attention(attend))
@@ -88,7 +88,7 @@ def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) 
 
 
 def attention(layer: Layer, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """[N, T, T] probabilities and [T, N, Hv] outputs of heads on one sequence, in float64."""
+    """Returns [N, T, T] probabilities and [T, N, Hv] head outputs on one sequence, in float64."""
     N, K = layer.query_BTNH.shape[2], layer.key_BTKH.shape[2]
 
     def of(x_BTNH):
@@ -104,8 +104,7 @@ def attention(layer: Layer, sequence: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def softmax(z_TT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
-    """[..., T, T] probabilities of logits over the keys that each query sees; it takes the logits'
-    memory."""
+    """Returns [..., T, T] probabilities over the visible keys; overwrites the logits."""
     np.copyto(z_TT, -np.inf, where=~visible_TT)
     z_TT -= z_TT.max(axis=-1, keepdims=True)
     np.exp(z_TT, out=z_TT)
@@ -114,13 +113,13 @@ def softmax(z_TT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
 
 
 def losses(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> np.ndarray:
-    """[B, T - 1] nats of every token after the first of a row, with changed attention.
+    """Returns [B, T - 1] losses in nats of every token but each row's first.
 
     Args:
-      attend: in softmax attention's place, of all layers.
+      attend: replacement for softmax attention in all layers.
 
     Raises:
-      UserError: they are not finite.
+      UserError: losses are not finite.
     """
     run = layerwise.LayerwisePass(model, rows_BT[:, :-1], attention=_attention(attend))
     for _ in run.layers():
@@ -132,20 +131,20 @@ def losses(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) 
 
 
 def perplexity(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> float:
-    """exp of the mean of `losses`."""
+    """Returns exp of the mean of `losses`."""
     return math.exp(losses(model, rows_BT, attend).mean(dtype=np.float64))
 
 
 def plain(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, scale: float, mask: Mask
 ) -> jax.Array:
-    """An `Attend`: softmax attention itself."""
+    """Applies softmax attention, as an `Attend`."""
     how = dict(implementation="xla", query_chunk=_QUERY_CHUNK)
     return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scale=scale, **mask._asdict(), **how)
 
 
 def _attention(attend: Attend | None) -> type[Attention]:
-    """`Attention` with something else in softmax attention's place."""
+    """Returns an `Attention` class that applies `attend` instead of softmax attention."""
     if attend is None:
         return Attention
 
@@ -161,7 +160,7 @@ def _attention(attend: Attend | None) -> type[Attention]:
 
 
 def _projections(c, mechanism: MechanismConfig, length: int):
-    """A compiled function of attention's weights and input: the arrays of a `Layer`."""
+    """Returns a compiled function from attention's weights and input to the arrays of a `Layer`."""
     module = nnx.eval_shape(lambda: Attention(mechanism, c.d_model, rngs=nnx.Rngs(0)))
     graph, _ = nnx.split(module)
     index = np.arange(length, dtype=np.int32)[None]

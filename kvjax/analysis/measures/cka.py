@@ -1,7 +1,7 @@
-"""Linear centred kernel alignment: how alike two sets of features of the same tokens are.
+"""Linear centred kernel alignment (CKA): similarity of two sets of features of the same tokens.
 
-"Similarity of neural network representations revisited" (Kornblith et al. 2019). It does not
-change when channels are rotated, shifted or all scaled together.
+"Similarity of neural network representations revisited" (Kornblith et al. 2019). Invariant to
+rotations, shifts and a common scale of channels.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ _NOTHING = 1e-24  # of the energy: what tokens differ by is rounding
 
 
 def linear_cka(features: Sequence[np.ndarray]) -> np.ndarray:
-    """[F, F] of features [T, D], whose widths may differ; nan where there is nothing to compare.
+    """Returns [F, F] CKA of features [T, D], whose widths may differ; nan for constant features.
 
-    HSIC is estimated without bias (Song et al. 2012; for CKA: Nguyen et al. 2021), from Gram
-    matrices without their diagonals. The plain estimate says 0.5 of unrelated features of as many
-    channels as tokens, and layers here are wider than texts are long. Of unrelated tokens this one
-    is 0 on average, and a little below it by chance.
+    Uses the unbiased estimate of HSIC (Song et al. 2012; for CKA: Nguyen et al. 2021), from Gram
+    matrices without their diagonals. The plain estimate gives 0.5 for unrelated features with as
+    many channels as tokens, and layers here are wider than texts are long. For unrelated features
+    this one is 0 on average, slightly below by chance.
 
-    Gram matrices are [T, T] where features are wider than that, and [D, D] otherwise.
+    Gram matrices are [T, T] if features are wider than that, else [D, D].
     """
     centred = [_centred(x_TD.astype(np.float64)) for x_TD in features]
     T = len(centred[0])
@@ -41,7 +41,7 @@ def _centred(x_TD: np.ndarray) -> np.ndarray:
 
 
 def _products(features: Sequence[np.ndarray]) -> np.ndarray:
-    """[F, F] |X^T Y|², which is also the inner product of X X^T and Y Y^T."""
+    """Returns [F, F] |X^T Y|², which equals the inner product of X X^T and Y Y^T."""
     T, F = len(features[0]), len(features)
     if max(x_TD.shape[1] for x_TD in features) > T:
         gram_FA = np.stack([(x_TD @ x_TD.T).ravel() for x_TD in features])

@@ -1,4 +1,6 @@
-"""A model run with the keys of all layers cut, several ways side by side, one layer in memory."""
+"""Runs of a model with low-rank keys in all layers, several variants side by side, one layer in
+memory.
+"""
 
 from collections.abc import Mapping, Sequence
 import functools
@@ -24,10 +26,10 @@ _COMPUTE = Compute()
 
 
 class Cut(NamedTuple):
-    """Which subspaces of keys are left, of each row of tokens.
+    """Subspaces that keys are projected to, one per row of tokens.
 
     Attributes:
-      turned: whether keys are cut after RoPE.
+      after_rope: True to project keys after RoPE.
     """
 
     subspaces: Sequence[Subspaces]
@@ -36,7 +38,7 @@ class Cut(NamedTuple):
 
 
 class Runs:
-    """Rows of tokens on their way through the model, once for each name."""
+    """Rows of tokens on their way through the model, once per variant name."""
 
     def __init__(self, model: LazyModel, rows_BT: np.ndarray, names: Sequence[str | tuple | None]):
         self._model = model
@@ -45,10 +47,10 @@ class Runs:
         self._program = functools.cache(functools.partial(_program, model, rows_BT.shape[1]))
 
     def layer(self, index: int, cuts: Mapping[str | tuple, Cut], rotated: slice) -> None:
-        """Takes the runs through one layer; those without a cut keep their keys.
+        """Runs every variant through one layer; variants without a cut keep their keys.
 
         Args:
-          rotated: the channels that RoPE turns.
+          rotated: channels that RoPE rotates.
         """
         mechanism = self._model.transformer.mechanisms[index]
         weights = jax.tree.map(
@@ -67,7 +69,7 @@ class Runs:
                 first = rows.stop
 
     def losses(self, targets_BT: np.ndarray) -> dict[str | tuple | None, np.ndarray]:
-        """By name [B, t] nats of the last t tokens' targets, after the last layer."""
+        """Returns by name [B, t] losses in nats of the last t tokens, after the last layer."""
         last = [x_BTD[:, -targets_BT.shape[1] :] for parts in self._x.values() for x_BTD in parts]
         self._pass.x = layerwise.row_batches(np.concatenate(last))
         every = self._pass.losses(np.concatenate([targets_BT] * len(self._x)))
@@ -76,8 +78,10 @@ class Runs:
 
 
 def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
-    """Centers [B, J, C] and projectors [B, J, C, C] of all rows, in float32; rows with the same
-    subspaces share the work."""
+    """Returns centers [B, J, C] and projectors [B, J, C, C] of all rows, in float32.
+
+    Rows with the same subspaces share the computation.
+    """
     different = {id(each): each for each in cut.subspaces}
     with few_threads(cut.subspaces[0].center_JC.shape[1]):
         made = {at: each.projectors(cut.rank) for at, each in different.items()}
@@ -92,7 +96,7 @@ def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
 def _program(
     model: LazyModel, length: int, mechanism: MechanismConfig, rotated: tuple, after_rope: bool
 ):
-    """A block's forward pass, compiled: of its weights, x and a cut, the new x."""
+    """Returns a block's compiled forward pass: (weights, x, cut) to the new x."""
     block = model.transformer.block
     index = np.arange(length, dtype=np.int32)[None]
     positions, still = (
@@ -127,7 +131,7 @@ def _program(
 
 
 def _rotate(k_BTKH: jax.Array, rotated: tuple[int, int], rotary: rope.Rotary | None) -> jax.Array:
-    """Keys with those channels turned by RoPE."""
+    """Applies RoPE to those channels of the keys."""
     first, last = rotated
     if rotary is None or first == last:
         return k_BTKH
@@ -135,7 +139,7 @@ def _rotate(k_BTKH: jax.Array, rotated: tuple[int, int], rotary: rope.Rotary | N
 
 
 def _cut(k_BTKH: jax.Array, center_BJC: jax.Array, projector_BJCC: jax.Array) -> jax.Array:
-    """`Subspaces.cut` of each row."""
+    """Applies `Subspaces.cut` to each row."""
     B, T = k_BTKH.shape[:2]
     center_B1JC = center_BJC[:, None]
     k_BTJC = k_BTKH.reshape(B, T, center_BJC.shape[1], -1) - center_B1JC

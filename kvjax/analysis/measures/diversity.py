@@ -1,14 +1,14 @@
-"""How different the heads of a layer are: their bilinear forms, compared by inner products.
+"""Diversity of a layer's heads: inner products of their bilinear forms.
 
     A_h = W_Q,h W_K,h^T            <A_i, A_j> = tr(A_i^T A_j) = sum of (Q_i^T Q_j) * (K_i^T K_j)
 
-LRKV (arXiv 2601.11471), section 6.3 and appendix C. Forms do not change when queries and keys of a
-head are rotated together, as logits do not. They are D x D and are never made: what is summed are
-H x H blocks, of products N·H x D x N·H.
+LRKV (arXiv 2601.11471), section 6.3 and appendix C. Forms are invariant to rotating queries and
+keys of a head together, as logits are. The D x D forms are never built: the sums run over H x H
+blocks of the products N·H x D x N·H.
 
-Where the paper is of two minds: inner products are normalised before they are centred (appendix C;
-section 6.3 centres them raw), and what is left has a rank of N - 1 at most, so that it is given as
-a share of N, as there, and of N - 1.
+The paper is ambiguous in two places. Inner products are normalised before they are centred here, as
+in appendix C (section 6.3 centres them raw). After centring the rank is at most N - 1, so ranks are
+given as a share of N, as in the paper, and of N - 1.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,15 @@ _ROUNDING = 1e-12  # of the trace: eigenvalues below it are none
 
 @dataclasses.dataclass(frozen=True)
 class Diversity:
-    """The forms of a layer's N heads, compared.
+    """Comparison of a layer's N heads.
 
     Attributes:
-      gram_NN: inner products as they are.
-      similarity_NN: the same over the norms of both forms, of -1 to 1.
+      gram_NN: inner products of the forms.
+      similarity_NN: divided by both norms, -1 to 1.
       uncentred_N: eigenvalues of the similarities, descending.
-      centred_N: those of the centred matrix: variances of principal components.
-      nothing: heads whose form is zero. They point nowhere: their similarity is 0, to themselves
-        too, and they are left out of both spectra, whose last values are zeros for them. So a
-        head that does nothing lowers both ranks.
+      centred_N: eigenvalues of the centred matrix: variances of principal components.
+      nothing: heads whose form is zero. Their similarity is 0, even to themselves, and both spectra
+        end in zeros for them, so a head that does nothing lowers both ranks.
     """
 
     gram_NN: np.ndarray
@@ -55,17 +54,17 @@ class Diversity:
 
     @property
     def centred_rank(self) -> float:
-        """Effective rank of the centred matrix, at most N - 1; 0 of heads all alike (LRKV C.1)."""
+        """Effective rank of the centred matrix, at most N - 1; 0 for identical heads (LRKV C.1)."""
         return float(spectrum.effective_rank(self.centred_N))
 
     @property
     def share(self) -> float:
-        """Effective rank without centring over N."""
+        """Effective rank without centring, over N."""
         return self.rank / self.num_heads
 
     @property
     def centred_share(self) -> float:
-        """Centred effective rank over N, as the paper has it: at most (N - 1)/N."""
+        """Centred effective rank over N, as in the paper: at most (N - 1)/N."""
         return self.centred_rank / self.num_heads
 
     @property
@@ -75,26 +74,28 @@ class Diversity:
 
     @property
     def mean_similarity(self) -> float:
-        """Mean of the entries off the diagonal."""
+        """Mean of the off-diagonal entries."""
         N = self.num_heads
         return float((self.similarity_NN.sum() - np.trace(self.similarity_NN)) / (N * (N - 1)))
 
     def components(self, share: float = 0.9) -> int:
-        """Principal components that hold that share of the variance (LRKV C.5)."""
+        """Returns the number of principal components that hold that share of the variance (LRKV
+        C.5).
+        """
         return int(spectrum.energy_rank(self.centred_N, share))
 
 
 def of_layer(heads: Heads, part: str = "key", *, distances: int = 0) -> Diversity:
-    """The heads of a layer, compared.
+    """Compares the heads of a layer.
 
     Args:
-      part: "key", forms of queries and keys, as in the paper; "value", forms W_V,h W_O,h of what
-        is read and where it is written, which the paper does not compare.
-      distances: 0, forms as they are without positions; n, inner products are means over the
-        relative positions 0 to n - 1, see `Products.mean_gram`. Nothing turns values.
+      part: "key" compares the forms of queries and keys, as in the paper; "value" the forms
+        W_V,h W_O,h, which the paper does not.
+      distances: 0 ignores positions; n averages inner products over relative positions 0 to n - 1,
+        see `FormProducts.mean_gram`. Values are not rotated.
 
     Raises:
-      UserError: there is one head only.
+      UserError: the layer has one head.
     """
     plain, turning = plain_and_rotated(heads, part, distances)
     return turning or plain
@@ -103,8 +104,10 @@ def of_layer(heads: Heads, part: str = "key", *, distances: int = 0) -> Diversit
 def plain_and_rotated(
     heads: Heads, part: str, distances: int
 ) -> tuple[Diversity, Diversity | None]:
-    """`of_layer` without distances and with them, of the same products; None where nothing turns
-    or there are no distances."""
+    """Returns `of_layer` without distances and with them, from the same products.
+
+    The second is None without RoPE or distances.
+    """
     check(heads.num_heads)
     if part == "value":
         return of_gram(FormProducts(heads.value_DKH, heads.out_NHD.transpose(2, 0, 1)).gram()), None
@@ -117,7 +120,7 @@ def plain_and_rotated(
 
 
 def check(num_heads: int) -> None:
-    """Raises a UserError if there are no two heads to compare."""
+    """Raises a UserError for fewer than two heads."""
     if num_heads < 2:
         raise UserError(
             f"config.attention.num_heads = {num_heads}: diversity compares the heads of a layer "
@@ -126,7 +129,7 @@ def check(num_heads: int) -> None:
 
 
 def of_gram(gram_NN: np.ndarray) -> Diversity:
-    """What the inner products of N forms say of them."""
+    """Compares N forms, given their inner products."""
     something_N = np.diagonal(gram_NN) > 0
     matrix_NN = similarity(gram_NN)
     there = np.ix_(something_N, something_N)
@@ -140,14 +143,14 @@ def of_gram(gram_NN: np.ndarray) -> Diversity:
 
 
 def similarity(gram_NN: np.ndarray) -> np.ndarray:
-    """[N, N] inner products over the norms of both forms (LRKV eq. 8); 0 where one is zero."""
+    """Returns [N, N] inner products over the norms of both forms (LRKV eq. 8); 0 if one is zero."""
     norm_N = np.sqrt(np.maximum(np.diagonal(gram_NN), 0))
     inverse_N = np.divide(1.0, norm_N, out=np.zeros_like(norm_N), where=norm_N > 0)
     return gram_NN * inverse_N[:, None] * inverse_N
 
 
 def centred(gram_NN: np.ndarray) -> np.ndarray:
-    """[N, N] inner products of the forms less their mean (LRKV eq. 9)."""
+    """Returns [N, N] inner products of the forms minus their mean (LRKV eq. 9)."""
     if not gram_NN.size:
         return gram_NN
     row_N = gram_NN.mean(axis=1)
@@ -155,9 +158,9 @@ def centred(gram_NN: np.ndarray) -> np.ndarray:
 
 
 class FormProducts:
-    """Inner products of the channels of all heads with each other, of both sides of their forms.
+    """Inner products of all heads' channels with each other, for both sides of their forms.
 
-    Either side may have fewer heads that divide those of the other; each is read by as many.
+    One side may have fewer heads, each shared by equally many heads of the other.
     """
 
     def __init__(self, left_DNH: np.ndarray, right_DNH: np.ndarray):
@@ -170,16 +173,18 @@ class FormProducts:
             self._sides.append((inner_KHKH, np.arange(N) * K // N))
 
     def gram(self) -> np.ndarray:
-        """[N, N] inner products <A_i, A_j> of the forms A_h = left_h right_h^T (LRKV eq. 8)."""
+        """Returns [N, N] inner products <A_i, A_j> of the forms A_h = left_h right_h^T (LRKV eq.
+        8).
+        """
         return np.stack([np.einsum("ajb,ajb->j", *blocks) for blocks in self._blocks()])
 
     def mean_gram(self, rotated: slice, frequencies_F: np.ndarray, distances: int) -> np.ndarray:
-        """[N, N] means of <A_i(d), A_j(d)> over d = 0 to n - 1, A_h(d) = W_Q,h R(d) W_K,h^T.
+        """Returns [N, N] means of <A_i(d), A_j(d)> over d = 0 to n - 1, with A_h(d) = W_Q,h R(d)
+        W_K,h^T.
 
-        A_h(d) gives the logits of a query that stands d tokens after a key, under RoPE. Where
-        rotations are diagonal, e^{i·d·theta_a}, the mean is a weight on each product of two entries
-        of the Gram blocks, the mean of e^{i·d·(theta_b - theta_a)}: a closed form. Mechanisms with
-        other forms at other distances are not in the paper.
+        A_h(d) gives the logits of a query d tokens after a key, under RoPE. In channels where
+        rotations are diagonal, e^{i·d·theta_a}, the mean multiplies each product of two entries of
+        the Gram blocks by the mean of e^{i·d·(theta_b - theta_a)}: a closed form. Not in the paper.
 
         Args:
           rotated, frequencies_F: as in `Heads`.
@@ -201,13 +206,13 @@ class FormProducts:
         return np.stack(rows)
 
     def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each head, its [H, N, H] inner products with all heads, of both sides."""
+        """Yields for each head its [H, N, H] inner products with all heads, on both sides."""
         for i in range(len(self._sides[0][1])):
             yield tuple(inner[of_N[i]][:, of_N] for inner, of_N in self._sides)
 
 
 def _mean_rotation(angle: np.ndarray, distances: int) -> np.ndarray:
-    """Mean of e^{i·d·angle} over d = 0 to n - 1."""
+    """Returns the mean of e^{i·d·angle} over d = 0 to n - 1."""
     half, sine = angle / 2, np.sin(angle / 2)
     ratio = np.sin(distances * half) / (distances * np.where(sine == 0, 1.0, sine))
     return np.where(sine == 0, 1.0, ratio * np.exp(1j * (distances - 1) * half))

@@ -1,14 +1,14 @@
-"""Base and residuals of LRKV's projections: how large they are, and whether they point apart.
+"""Norms and angles of LRKV's bases and residuals.
 
     W_k = base_j(k) + residual_k,        residual_k = U_k B_k^T of rank R            # LRKV eq. 1
 
-LRKV (arXiv 2601.11471), section 4 and figure 8. Where the base ends is a matter of convention: what
-all residuals of a base have in common can stand in either, W_k being the same. (The paper says any
-matrix can move; what is left in residuals must still have rank R.) So all is measured twice, with
-the parts as they were learned and in a canonical gauge that only W_k decides: the base is the mean
-of its heads, what is left of each head its residual, of any rank.
+LRKV (arXiv 2601.11471), section 4 and figure 8. The border between base and residual is a
+convention: a term common to all residuals of a base can belong to either, with the same W_k. (The
+paper says any matrix can move; residuals must keep rank R, though.) So everything is measured
+twice: with the parts as learned, and in the canonical form that W_k alone determines, where the
+base is the mean of its heads and the residual, of any rank, is the rest.
 
-Weights are as in `heads`: of keys each channel by its norm's gain, without biases.
+Weights are as in `heads`: keys are multiplied by their norm's gain, biases are left out.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ class BaseAndResiduals(NamedTuple):
         return self.base_DKH + self.residual_DKH
 
     def canonical(self) -> "BaseAndResiduals":
-        """The same heads, with the mean of each base's heads as the base."""
+        """Returns the same heads with the mean of each base's heads as the base."""
         return canonical_parts(self.total_DKH, self.base_DJH.shape[1], self.rank)
 
 
 def canonical_parts(total_DKH: np.ndarray, bases: int, rank: int) -> BaseAndResiduals:
-    """Heads as J means and what differs from them; residuals have any rank."""
+    """Splits heads into J means and the differences from them, which may have any rank."""
     D, K, H = total_DKH.shape
     base_DJH = total_DKH.reshape(D, bases, K // bases, H).mean(axis=2)
     residual_DKH = total_DKH - np.repeat(base_DJH, K // bases, axis=1)
@@ -60,7 +60,7 @@ def canonical_parts(total_DKH: np.ndarray, bases: int, rank: int) -> BaseAndResi
 
 
 def random_like(parts: BaseAndResiduals, seed: int | Sequence[int]) -> BaseAndResiduals:
-    """Parts of independent normal factors, with the norms that these have: what to compare with."""
+    """Returns independent normal factors with the norms of these parts, as a baseline."""
     rng = np.random.default_rng(seed)
     D, K, H = parts.residual_DKH.shape
     R = parts.rank
@@ -80,10 +80,10 @@ def has_residuals(config: MechanismConfig) -> bool:
 
 
 def of_layer(model: LazyModel, index: int) -> dict[str, BaseAndResiduals]:
-    """The parts of a layer's "key" and "value"; none of values that are the keys.
+    """Returns a layer's "key" and "value" parts; "value" is missing if values are the keys.
 
     Raises:
-      UserError: weights that are not finite.
+      UserError: weights are not finite.
     """
     weights = model_lib.read_layer(model, index, "attention", "mechanism")
     found = read(weights, model.transformer.mechanisms[index])
@@ -98,7 +98,7 @@ def of_layer(model: LazyModel, index: int) -> dict[str, BaseAndResiduals]:
 
 
 def read(weights: dict, config: GroupedConfig) -> dict[str, BaseAndResiduals]:
-    """The parts from a mechanism's weights, as a pure dict; see `has_residuals`."""
+    """Returns the parts of a mechanism's weights, given as a pure dict; see `has_residuals`."""
     found = {}
     for name in ("key",) if config.ties_values else ("key", "value"):
 
@@ -114,25 +114,26 @@ def read(weights: dict, config: GroupedConfig) -> dict[str, BaseAndResiduals]:
 
 
 def totals(model: LazyModel, index: int) -> dict[str, np.ndarray]:
-    """[D, K, H] keys and values of a layer of any mechanism; see `heads.of_layer`."""
+    """Returns [D, K, H] keys and values of a layer of any mechanism; see `heads.of_layer`."""
     heads = heads_lib.of_layer(model, index)
     return dict(key=heads.key_DKH, value=heads.value_DKH)
 
 
 class PartGeometry(NamedTuple):
-    """Bases and residuals of a layer in one gauge, compared.
+    """Bases and residuals of a layer, as learned or canonical, compared.
 
     Attributes:
       base_norm_J, residual_norm_K: Frobenius norms (LRKV figure 8).
-      cosine_K: of each residual and its base as vectors of D·H numbers; nan if one is zero. In the
-        canonical gauge residuals of a base sum to zero, and so do their products with it: cosines
-        have both signs, whatever the weights.
-      angles: for each head the cosines of the principal angles between the columns of its base
-        and the R strongest directions of the columns of its residual, descending. Columns are
-        what a part reads of the layer's input, subspaces of D channels.
-      overlap_K: means of their squares: the share of the residual's directions that lies in those
-        of the base; nan without a residual. By chance it is H/D on average for parts as they were
-        learned; in the canonical gauge it is more, as the mean has a part of every residual.
+      cosine_K: of each residual and its base as vectors of D·H numbers; nan if one is zero.
+        Canonical
+        residuals of a base sum to zero, and so do their products with it: cosines of both signs
+          occur for any weights.
+      angles: per head the cosines of the principal angles between the columns of its base and the R
+        strongest directions of its residual's columns, descending. Columns are directions of the
+        layer's input.
+      overlap_K: mean squared cosine: the share of the residual's directions inside the base's; nan
+        without a residual. By chance H/D on average for parts as learned, and more for canonical
+        ones, since the mean contains a part of every residual.
       reads: orthonormal bases [D, R] of those directions of each residual.
     """
 
@@ -145,7 +146,7 @@ class PartGeometry(NamedTuple):
 
 
 def part_geometry(parts: BaseAndResiduals) -> PartGeometry:
-    """What is to be said of bases and residuals; see `Split`."""
+    """Compares bases with residuals, see `PartGeometry`."""
     bases = directions(parts.base_DJH)
     of_K = np.arange(parts.residual_DKH.shape[1]) * len(bases) // parts.residual_DKH.shape[1]
     residuals = directions(parts.residual_DKH, parts.rank)
@@ -163,20 +164,19 @@ def part_geometry(parts: BaseAndResiduals) -> PartGeometry:
 
 
 class BestResiduals(NamedTuple):
-    """What the best matrices of rank R (Eckart-Young) do for heads W_k, in shares of |W_k|^2.
+    """Optimal rank-R residuals (Eckart-Young) for heads W_k; losses are shares of |W_k|^2.
 
-    Learned residuals of rank R lose nothing of their own W_k, with the base that was learned beside
-    them. LRKV section 6.3 compares with "the optimal rank-r truncated SVD" and gives no figures.
+    Learned residuals lose nothing of their own W_k, given their learned base. LRKV section 6.3
+    compares with "the optimal rank-r truncated SVD" and gives no figures.
 
     Attributes:
-      alone_K: lost with the best matrix of rank R in place of W_k, without a base.
-      with_mean_K: lost with the mean of the base's heads and the best residuals of rank R.
-      overlap_K: share of the learned residual's directions (of columns) that lies in those of
-        that best residual; nan without a residual. By chance it is R/D on average for heads of
-        another model. Of their own heads it is far more for random factors too.
-      distance_K: |learned residual - best residual| over |best residual|, Frobenius norms; nan if
-        the best is zero. 0: the same; 1: a learned one that is zero; sqrt(2): on average that of
-        unrelated ones as large as the best.
+      alone_K: loss of the best rank-R matrix in place of W_k, without a base.
+      with_mean_K: loss of the heads' mean as base, with the best residuals of rank R.
+      overlap_K: share of the learned residual's directions (columns) inside the best residual's;
+        nan without a residual. By chance R/D on average for another model's heads; for the same
+        heads random factors have far more.
+      distance_K: |learned - best| / |best|, Frobenius norms; nan if the best is zero. 0: identical;
+        1: the learned residual is zero; sqrt(2): unrelated ones of the best's size, on average.
     """
 
     alone_K: np.ndarray
@@ -191,16 +191,16 @@ def best_residuals(
     learned: BaseAndResiduals,
     reads: Sequence[np.ndarray],
 ) -> BestResiduals:
-    """Heads, their own or those of another model, beside residuals that were learned.
+    """Compares learned residuals with the best ones for heads of the same or another model.
 
-    Of another model the overlap says something only if head k of one belongs to head k of the
-    other: where one was made from the other, or both started from the same weights.
+    For another model the overlap is meaningful only if head k corresponds to head k: one model was
+    made from the other, or both started from the same weights.
 
     Args:
-      heads: in the canonical gauge.
-      found: their split.
-      learned: the parts as they were learned.
-      reads: the directions of their residuals, of their split.
+      heads: canonical parts.
+      found: their geometry.
+      learned: parts as learned.
+      reads: directions of the learned residuals, from their geometry.
     """
     total_DKH = heads.total_DKH
     energy_K = norms(total_DKH) ** 2
@@ -217,25 +217,25 @@ def best_residuals(
 
 
 def norms(w_DKH: np.ndarray) -> np.ndarray:
-    """[K] Frobenius norms."""
+    """Returns [K] Frobenius norms."""
     return np.sqrt(np.sum(w_DKH**2, axis=(0, 2)))
 
 
 def cosines(left_DKH: np.ndarray, right_DKH: np.ndarray) -> np.ndarray:
-    """[K] cosines of the heads' matrices as vectors of D·H numbers; nan if one is zero."""
+    """Returns [K] cosines of the heads' matrices as vectors of D·H numbers; nan if one is zero."""
     size_K = norms(left_DKH) * norms(right_DKH)
     return _over(np.sum(left_DKH * right_DKH, axis=(0, 2)), size_K)
 
 
 def _over(some_K: np.ndarray, size_K: np.ndarray) -> np.ndarray:
-    """Ratios; nan over zero."""
+    """Returns ratios; nan over zero."""
     return np.divide(some_K, size_K, out=np.full(len(size_K), np.nan), where=size_K > 0)
 
 
 def directions(w_DKH: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
-    """For each head an orthonormal basis [D, R] of its columns: of all, or of the R strongest.
+    """Returns per head an orthonormal basis [D, R] of its columns: all, or the R strongest.
 
-    Directions that are no more than rounding are left out: there are fewer in a head of lower rank.
+    Directions at the level of rounding are left out, so heads of lower rank have fewer.
     """
     found = []
     for w_DH in w_DKH.transpose(1, 0, 2):
@@ -246,9 +246,10 @@ def directions(w_DKH: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
 
 
 def principal_cosines(left_DA: np.ndarray, right_DB: np.ndarray) -> np.ndarray:
-    """Cosines of the principal angles between two subspaces given by orthonormal bases, descending.
+    """Returns the cosines of the principal angles between two subspaces (orthonormal bases),
+    descending.
 
-    Of the right one: as many as it has dimensions, zeros where the left one has fewer. Björck and
+    As many as the right subspace has dimensions, zero-padded if the left one has fewer. Björck and
     Golub 1973.
     """
     found = np.linalg.svd(left_DA.T @ right_DB, compute_uv=False) if left_DA.size else np.zeros(0)
@@ -258,12 +259,12 @@ def principal_cosines(left_DA: np.ndarray, right_DB: np.ndarray) -> np.ndarray:
 
 
 def overlap(cosines_B: np.ndarray) -> float:
-    """Mean of the squares; nan of no direction."""
+    """Returns the mean square; nan for no directions."""
     return float(np.mean(cosines_B**2)) if cosines_B.size else np.nan
 
 
 def lost(w_DKH: np.ndarray, rank: int) -> np.ndarray:
-    """[K] squares of Frobenius norms of what the best matrix of rank R leaves (Eckart-Young)."""
+    """Returns [K] squared Frobenius norms that the best rank-R matrix leaves (Eckart-Young)."""
     w_KDH = w_DKH.transpose(1, 0, 2)
     gram_KHH = w_KDH.transpose(0, 2, 1) @ w_KDH
     energies_KH = np.maximum(np.linalg.eigvalsh(gram_KHH), 0.0)  # ascending

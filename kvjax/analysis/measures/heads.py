@@ -1,8 +1,8 @@
-"""A layer's attention as matrices of each head, in float64, whatever its mechanism.
+"""A layer's attention as matrices per head, in float64, for any mechanism.
 
-But for norms and RoPE, queries, keys and values are linear in a layer's input. Which maps they are
-is asked of the mechanism itself: it is given the unit vectors, without norms (gains stay) and
-without positions. A new mechanism needs nothing here.
+Queries, keys and values are linear in a layer's input except for norms and RoPE. Their matrices are
+read off by projecting unit vectors through the mechanism, without norms (gains stay) and without
+positions, so new mechanisms need no code here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,13 +29,13 @@ _FEW_CHANNELS = 8  # of a layer's input, where any weights do
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Weights of one layer; biases, and gates of outputs, are left out.
+    """Weights of one layer, without biases and output gates.
 
-    A head is what has a softmax of its own: of MLRA, each branch of a head.
+    A head has its own softmax: each branch of an MLRA head is one.
 
     Attributes:
-      out_NHD: with what the mechanism makes of the heads' outputs before they are projected.
-      rotated: channels of queries and keys that RoPE turns, pairs half of them apart; an empty
+      out_NHD: includes `combine`, applied to heads' outputs before the output projection.
+      rotated: channels of queries and keys that RoPE rotates, in pairs half of them apart; an empty
         slice without RoPE.
       frequencies_F: radians per token of each pair.
       scale: of logits.
@@ -54,22 +54,22 @@ class Heads:
         return self.query_DNH.shape[1]
 
     def of_queries(self, w_DKH: np.ndarray) -> np.ndarray:
-        """[D, N, H]: for each query head the keys or values that it reads."""
+        """Returns [D, N, H]: the keys or values that each query head reads."""
         return np.repeat(w_DKH, self.num_heads // w_DKH.shape[1], axis=1)
 
 
 def layers(model: LazyModel) -> Iterator[Heads]:
-    """The heads of every layer; the weights of one are in memory.
+    """Yields the heads of every layer, with one layer's weights in memory.
 
     Raises:
-      UserError: a mechanism whose queries, keys or values are not linear but for norms and RoPE.
+      UserError: queries, keys or values are not linear except for norms and RoPE.
     """
     for index in range(len(model.transformer.mechanisms)):
         yield of_layer(model, index)
 
 
 def of_layer(model: LazyModel, index: int) -> Heads:
-    """The heads of one layer; see `layers`."""
+    """Returns the heads of one layer; see `layers`."""
     config, block = model.transformer.mechanisms[index], model.transformer.block
     weights = model_lib.read_layer(model, index, "attention")
     with _naming(model, index):
@@ -77,9 +77,7 @@ def of_layer(model: LazyModel, index: int) -> Heads:
 
 
 def check(model: LazyModel, indices: Iterable[int] | None = None) -> None:
-    """Raises the UserError of `layers` for a mechanism, of which no weights are read.
-
-    Few random weights of the same mechanism stand for them.
+    """Raises the UserError of `layers` without reading weights, on small random ones.
 
     Args:
       indices: of layers; None: all.
@@ -106,7 +104,7 @@ def _naming(model: LazyModel, index: int) -> Iterator[None]:
 def read(
     weights: dict, config: MechanismConfig, d_model: int, rope_base: rope.Base | None
 ) -> Heads:
-    """The heads of an `Attention`'s weights, as a pure dict of one layer.
+    """Returns the heads of an `Attention`'s weights, given as a pure dict of one layer.
 
     Args:
       rope_base: of the model's rotary positions, or None.
@@ -128,19 +126,19 @@ def read(
 
 
 def _merged(weights: dict, config: MechanismConfig, d_model: int) -> nnx.Module:
-    """The mechanism with those weights in float64."""
+    """Returns the mechanism with these weights in float64."""
     graph, _ = nnx.split(_shape(config, d_model))
     wide = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), weights)
     return nnx.merge(graph, wide).mechanism
 
 
 def _shape(config: MechanismConfig, d_model: int) -> Attention:
-    """An `Attention` without numbers."""
+    """Returns an abstract `Attention`."""
     return nnx.eval_shape(lambda: Attention(config, d_model, rngs=nnx.Rngs(0)))
 
 
 class _Gain(nnx.Module):
-    """What is left of a norm: each channel by its gain."""
+    """A norm reduced to its gain."""
 
     def __init__(self, norm: Norm):
         self.gain = norm.gain
@@ -164,7 +162,7 @@ def _without_norms(mechanism: Mechanism) -> Mechanism:
 def _projected(
     mechanism: nnx.Module, x_TD: np.ndarray, at: int | None, rope_base: rope.Base | None
 ) -> list[np.ndarray]:
-    """[T, N or K, H] queries, keys and values of inputs, all at one position or without any."""
+    """Returns [T, N or K, H] queries, keys and values, all at one position or without positions."""
     index = np.full((1, len(x_TD)), at or 0, np.int32)
     base = None if at is None else rope_base
     positions = rope.positions(index, mechanism.config.rope_dim, base)
@@ -173,7 +171,7 @@ def _projected(
 
 
 def _outputs(mechanism: Mechanism, out_NHD: np.ndarray) -> np.ndarray:
-    """What each query head's output is multiplied by: what `combine` makes of unit vectors."""
+    """Returns the matrix applied to each query head's output, with `combine` included."""
     if type(mechanism).combine is Mechanism.combine:
         return out_NHD
     heads, channels = mechanism.config.query_heads, mechanism.config.value_dim
@@ -200,7 +198,7 @@ def _check_linear(maps: list[np.ndarray], found: list[np.ndarray], x_TD: np.ndar
 
 
 def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Base | None):
-    """The channels that RoPE turns and their frequencies, seen on queries of some inputs."""
+    """Returns the channels that RoPE rotates and their frequencies, detected on queries."""
     if rope_base is None:
         return slice(0, 0), np.zeros(0)
     still_TNH, turned_TNH = of(x_TD)[0], of(x_TD, 1)[0]
@@ -217,5 +215,5 @@ def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Bas
 
 
 def rotate_one_token(x_TNH: np.ndarray, rotated: slice, frequencies_F: np.ndarray) -> np.ndarray:
-    """Queries or keys turned by one token."""
+    """Rotates queries or keys by one token."""
     return rotary.rotate_pairs(x_TNH, rotated, np.exp(1j * frequencies_F))

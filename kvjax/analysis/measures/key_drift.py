@@ -1,7 +1,7 @@
-"""How the subspace of a text's first tokens drifts as the text grows.
+"""Drift of the subspace of a text's first tokens as the text grows.
 
-Few tokens of a text that stays the same tell its subspace badly too: the control is as many tokens
-spread evenly over all of it. What the first tokens are further from than those is drift.
+Few tokens estimate a subspace badly even if nothing changes. The control is an equal number of
+tokens spread evenly over the text; the excess distance of the first tokens is drift.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,23 @@ QUERIES = 64  # that errors are measured on, at least where there are so many
 
 
 def rank(channels: int, length: int) -> int:
-    """Channels that are kept of so many, on texts of a length."""
+    """Returns the number of key channels to keep, on texts of a length."""
     return min(subspace_methods.rank(SHARE, channels), max(1, length // 4))
 
 
 def prefix_lengths(length: int, r: int) -> tuple[int, ...]:
-    """Half of all tokens, a quarter, and so on while they tell a subspace of that rank; least
-    first."""
+    """Returns half of all tokens, a quarter, ... while they determine rank r, ascending."""
     halved = [length >> i for i in range(1, length.bit_length())]
     return tuple(sorted(t for t in halved if subspace_methods.enough_tokens(t, r)))
 
 
 def evenly_spaced(tokens: int, length: int) -> np.ndarray:
-    """So many places of a text, evenly, none of them at its ends."""
+    """Returns evenly spaced positions of a text, none of them at its ends."""
     return ((2 * np.arange(tokens) + 1) * length) // (2 * tokens)
 
 
 class PrefixSubspaces(NamedTuple):
-    """Subspaces of a row's first tokens, of as many that are spread over it, and of all."""
+    """Subspaces of a row's first tokens, of equally many spread over it, and of all."""
 
     first: list[Subspaces]
     evenly_spaced: list[Subspaces]
@@ -46,7 +45,7 @@ class PrefixSubspaces(NamedTuple):
 def prefix_subspaces(
     layer: Layer, rope: Rope, row: int, where: str, tokens: Sequence[int], r: int
 ) -> PrefixSubspaces:
-    """Those of rank r, of so many tokens each."""
+    """Returns the rank-r subspaces for each number of tokens."""
     _, T, _, H = layer.key_BTKH.shape
 
     def of(some):
@@ -61,7 +60,7 @@ def prefix_subspaces(
 
 
 def overlaps(found: PrefixSubspaces) -> np.ndarray:
-    """[K, tokens, 2] with the subspace of all: of that of the first tokens, and of spread ones."""
+    """Returns [K, tokens, 2] overlaps of first and of spread tokens with the whole."""
     with few_threads(found.whole.center_JC.shape[1]):
         each = [
             [key_subspaces.overlap(one, found.whole) for one in both]
@@ -73,7 +72,7 @@ def overlaps(found: PrefixSubspaces) -> np.ndarray:
 def later_errors(
     layer: Layer, rope: Rope, row: int, where: str, of: Sequence[Subspaces | None], r: int
 ) -> np.ndarray:
-    """[N, ...] errors of logits under each for queries of the second half; nan without one."""
+    """Returns [N, ...] logit errors of each subspace on later queries; nan for None."""
     _, T, _, H = layer.key_BTKH.shape
     with few_threads(H):
         cuts = [
@@ -89,5 +88,5 @@ def later_errors(
 
 
 def later_queries(length: int) -> slice:
-    """Some of the second half, evenly."""
+    """Returns evenly spaced queries of the second half."""
     return slice(length // 2, None, max(1, length // 2 // QUERIES))

@@ -1,13 +1,11 @@
-"""Subspaces of a head's key channels that a cache could keep, and what is lost with the others.
+"""Subspaces of a head's key channels that a cache could keep, and the resulting errors.
 
-A key k is cut at rank r to c + (k - c) A_r B_r, with A_r [H, r] and B_r [r, H]: a cache keeps the r
-numbers (k - c) A_r, and the center c is a constant. With A = B^T the subspace is kept as it is; in
-general A_r B_r is an oblique projection, which weighs channels by what queries make of them. All
-arrays are in float64.
+Cutting a key k at rank r gives c + (k - c) A_r B_r, with A_r [H, r] and B_r [r, H]: a cache keeps
+the r numbers (k - c) A_r, and the center c is constant. A = B^T is an orthogonal projection; in
+general A_r B_r is an oblique one, weighted by the queries. All arrays are float64.
 
-RoPE turns queries and keys by their positions. Before RoPE the same directions of a key are left
-wherever it stands, and what is left is turned as it is read. After RoPE keys are cut as attention
-uses them.
+RoPE rotates queries and keys by position. Before RoPE one subspace serves all positions, and the
+rest of the key is rotated when it is read. After RoPE keys are cut as attention uses them.
 """
 
 from collections.abc import Sequence
@@ -26,14 +24,14 @@ _LINEAR = 1e-3  # relative: keys that differ less from input times weights, and 
 
 
 class Subspaces(NamedTuple):
-    """Directions of the keys of J heads with C channels, the most important ones first.
+    """Directions of the keys of J heads with C channels, most important first.
 
-    J is K, C is H; or J is 1, C is K·H: keys of all KV heads side by side.
+    J is K and C is H; or J is 1 and C is K·H: keys of all KV heads concatenated.
 
     Attributes:
-      center_JC: what is taken away before the cut and put back after it.
-      read_JCR: A, by column what is kept of a key.
-      write_JRC: B, by row where that goes.
+      center_JC: subtracted before the cut, added after it.
+      read_JCR: A, columns are the directions kept of a key.
+      write_JRC: B, rows are their reconstruction.
     """
 
     center_JC: np.ndarray
@@ -41,28 +39,28 @@ class Subspaces(NamedTuple):
     write_JRC: np.ndarray
 
     def first(self, rank: int) -> "Subspaces":
-        """Those of that rank."""
+        """Returns the rank-r subspaces."""
         return Subspaces(self.center_JC, self.read_JCR[..., :rank], self.write_JRC[:, :rank])
 
     def cut(self, key_TKH: np.ndarray, rank: int) -> np.ndarray:
-        """[T, K, H] keys with so many directions of each of the J left."""
+        """Returns [T, K, H] keys with `rank` directions of each of the J left."""
         some, J = self.first(rank), len(self.center_JC)
         key_JTC = key_TKH.reshape(len(key_TKH), J, -1).swapaxes(0, 1) - some.center_JC[:, None]
         found_JTC = key_JTC @ some.read_JCR @ some.write_JRC + some.center_JC[:, None]
         return found_JTC.swapaxes(0, 1).reshape(key_TKH.shape)
 
     def projectors(self, rank: int) -> np.ndarray:
-        """[J, C, C] A_r B_r."""
+        """Returns [J, C, C] A_r B_r."""
         some = self.first(rank)
         return some.read_JCR @ some.write_JRC
 
 
 def of_weights(key_DKH: np.ndarray, bias_KH: np.ndarray, *, together: bool = False) -> Subspaces:
-    """The truncated SVD of W_K: x W_K V V^T, biases kept (thin keys, section 3.5).
+    """Returns the truncated SVD of W_K: x W_K V V^T, with biases kept (thin keys, section 3.5).
 
     Args:
-      together: one SVD of all heads' weights, [D, K·H], as in that paper's table 5; else each
-        head's own.
+      together: one SVD of all heads' weights, [D, K·H], as in table 5 of the paper; else one per
+        head.
     """
     D, K, _ = key_DKH.shape
     J = 1 if together else K
@@ -72,22 +70,20 @@ def of_weights(key_DKH: np.ndarray, bias_KH: np.ndarray, *, together: bool = Fal
 
 
 def of_text(query_moment_KHH: np.ndarray, keys_BTKH: np.ndarray, *, each_row: bool) -> Subspaces:
-    """The directions that leave the least squared error over all pairs of queries and keys, by
-    second moments.
+    """Returns the subspaces with the least squared logit error over all pairs of queries and keys.
 
-    Queries of a second moment C_q make of a key's error e the squared error e C_q e^T in the mean.
-    Of centred keys with second moment C_k the least of it is left by the eigenvectors U of
-    C_q^(1/2) C_k C_q^(1/2): A = C_q^(1/2) U. That is the truncated SVD of E (logit spectra eq. 3),
-    of a KV head's queries one below the other, through factors of H channels. It is not the least
-    over the pairs that a causal mask leaves, nor where queries and keys depend on each other as
-    RoPE turns them.
+    With second moment C_q of the queries, a key error e causes the mean squared logit error e C_q
+    e^T. For centred keys of second moment C_k it is least for the eigenvectors U of C_q^(1/2) C_k
+    C_q^(1/2): A = C_q^(1/2) U. This is the truncated SVD of E (logit spectra eq. 3), for a KV
+    head's queries stacked, through factors of H channels. It is not optimal under a causal mask,
+    nor where RoPE makes queries and keys depend on each other.
 
-    t keys leave all but t - 1 directions at zero, and which of those come next would be rounding:
-    a ridge, too small to change the others, makes it the ones that queries weigh most.
+    t keys leave all but t - 1 directions at zero, whose order would be rounding noise: a tiny ridge
+    orders them by the queries' weight.
 
     Args:
-      each_row: keys are centred in each of B rows alone: after RoPE, where what is the same for
-        all keys of a row is nothing to its softmax.
+      each_row: centre keys per row: for keys after RoPE, where a shift common to a row cancels in
+        its softmax.
     """
     *_, K, H = keys_BTKH.shape
     center_KH = keys_BTKH.mean(axis=(0, 1))
@@ -102,15 +98,16 @@ def of_text(query_moment_KHH: np.ndarray, keys_BTKH: np.ndarray, *, each_row: bo
 
 
 def moments(x_BTNH: np.ndarray, K: int) -> np.ndarray:
-    """[K, H, H] second moments of keys, or of the queries that read each KV head."""
+    """Returns [K, H, H] second moments of keys, or of the queries that read each KV head."""
     *_, N, H = x_BTNH.shape
     x_KXH = np.moveaxis(x_BTNH.reshape(-1, K, N // K, H), 1, 0).reshape(K, -1, H)
     return x_KXH.swapaxes(1, 2) @ x_KXH / x_KXH.shape[1]
 
 
 class Rope(NamedTuple):
-    """What RoPE does: channels first and first + F, and so on, are a pair and turn per token by F
-    frequencies, in radians."""
+    """RoPE's rotated channels: first and first + F are a pair, and so on, with F frequencies in
+    radians.
+    """
 
     first: int
     frequencies: tuple[float, ...]
@@ -121,15 +118,15 @@ class Rope(NamedTuple):
 
 
 def rope_of(heads: Heads) -> Rope:
-    """That of a layer."""
+    """Returns a layer's `Rope`."""
     return Rope(heads.rotated.start, tuple(heads.frequencies_F.tolist()))
 
 
 def rotated_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int) -> np.ndarray:
-    """[K, H, H] second moments of queries as keys before RoPE meet them.
+    """Returns [K, H, H] second moments of queries relative to keys before RoPE.
 
-    A query stands d tokens behind a key and is turned by so much against it: the mean over all
-    pairs of L tokens that the mask leaves. That leaves out that near and far keys may differ.
+    A query d tokens after a key is rotated by d relative to it: the moment is averaged over all
+    pairs of L tokens under the mask, ignoring that near and far keys may differ.
     """
     pairs_HH, mean_HH = _rotations_over_pairs(rope, moment_KHH.shape[-1], mask, length)
     found_KHH = (pairs_HH @ moment_KHH @ pairs_HH.conj().T) * mean_HH
@@ -140,8 +137,9 @@ def rotated_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int)
 def _rotations_over_pairs(
     rope: Rope, H: int, mask: Mask, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A unitary [H, H] matrix to complex channels, and what turns make of a moment of those: each
-    entry by a number, [H, H]."""
+    """Returns a unitary [H, H] map to complex channels, and the mean rotation factor [H, H] per
+    entry.
+    """
     pairs_HH = rotary.to_complex_channels(np.eye(H), rope.rotated, 0)
     frequencies_H = rotary.phases(H, rope.rotated, rope.frequencies)
     queries, keys = np.nonzero(mask.visible(length))
@@ -151,15 +149,16 @@ def _rotations_over_pairs(
 
 
 def rotate_by_position(x_TKH: np.ndarray, rope: Rope) -> np.ndarray:
-    """Keys or queries by RoPE at positions 0, 1, 2, ..."""
+    """Applies RoPE to keys or queries at positions 0, 1, 2, ..."""
     angles_TF = np.outer(np.arange(len(x_TKH)), rope.frequencies)
     return rotary.rotate_pairs(x_TKH, rope.rotated, np.exp(1j * angles_TF)[:, None])
 
 
 def bias(layer: Layer, heads: Heads) -> np.ndarray:
-    """[K, H] what all keys before RoPE have that is not of the input: the bias of keys.
+    """Returns [K, H], the part common to all keys before RoPE that is not linear in the input: the
+    bias.
 
-    Zero where a norm stands between: a bias is cut there like the rest.
+    Zero if a norm follows the projection: a bias is then cut like the rest.
     """
     key_BTKH = layer.plain_key_BTKH.astype(np.float64)
     rest_BTKH = key_BTKH - np.tensordot(layer.input_BTD.astype(np.float64), heads.key_DKH, 1)
@@ -172,11 +171,11 @@ def bias(layer: Layer, heads: Heads) -> np.ndarray:
 
 
 class CutErrors(NamedTuple):
-    """What cutting keys in A ways changes for each query head.
+    """Relative errors per query head of cutting keys in A ways.
 
     Attributes:
-      logit_NA: |E - E_r| / |E|, Frobenius norms of logits centred over the keys that a query sees.
-      output_NA: |o - o_r| / |o|, likewise; 0 where there is no output.
+      logit_NA: |E - E_r| / |E|, Frobenius norms of logits centred over the visible keys.
+      output_NA: |o - o_r| / |o|; 0 without outputs.
     """
 
     logit_NA: np.ndarray
@@ -186,7 +185,7 @@ class CutErrors(NamedTuple):
 def errors(
     layer: Layer, row: int, cut_ATKH: Sequence[np.ndarray], queries: slice = slice(None)
 ) -> CutErrors:
-    """What cut keys, as attention uses them, change for some of a row's queries."""
+    """Returns the errors of cut keys, given as attention uses them, on some of a row's queries."""
 
     def part(x_BTNH):
         return x_BTNH[row].astype(np.float64)
@@ -215,7 +214,7 @@ def errors(
 
 
 def centred(z_TS: np.ndarray, visible_TS: np.ndarray) -> np.ndarray:
-    """Logits less the mean of those that each query sees, 0 at the others; in z's memory."""
+    """Centres logits over the visible keys, 0 at the others; in place."""
     z_TS *= visible_TS
     z_TS -= z_TS.sum(axis=1, keepdims=True) / visible_TS.sum(axis=1, keepdims=True)
     z_TS *= visible_TS
@@ -223,9 +222,9 @@ def centred(z_TS: np.ndarray, visible_TS: np.ndarray) -> np.ndarray:
 
 
 def overlap(one: Subspaces, other: Subspaces) -> np.ndarray:
-    """[J] the mean squared cosine of the principal angles between what two cuts leave of keys.
+    """Returns [J], the mean squared cosine of the principal angles between two subspaces.
 
-    1: the same subspace; r / H: as of two at random, in the mean.
+    1: the same subspace; r / H: two random ones, on average.
     """
     bases = [np.linalg.qr(each.write_JRC.swapaxes(1, 2))[0] for each in (one, other)]
     return ((bases[0].swapaxes(1, 2) @ bases[1]) ** 2).sum(axis=(1, 2)) / bases[0].shape[2]

@@ -1,10 +1,9 @@
-"""Spectra of attention's logits on a text and of the weights that make them, in float64.
+"""Spectra of attention logits on a text and of the weights behind them, in float64.
 
-Logit spectra (arXiv 2604.04384) compares two matrices of each head: E, the logits of L tokens with
-each row's mean taken away, which comes of text and weights, and M = W_Q W_K^T, of the weights.
-Energies are squares of singular values, descending. What has small factors is decomposed through
-them: E by QR of queries and keys, [L, H] each, and an SVD of H x H; M likewise. E of causal
-attention has none.
+Logit spectra (arXiv 2604.04384) compares two matrices per head: E, the logits of L tokens minus
+each row's mean, which depends on text and weights, and M = W_Q W_K^T of the weights. Energies are
+squared singular values, descending. Products of thin factors are decomposed through them: E by QR
+of queries and keys, [L, H] each, and an SVD of H x H; M likewise. Causal E has no thin factors.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,18 +43,19 @@ class CentredLogits(NamedTuple):
         queries: slice = slice(None),
         keys: slice = slice(None),
     ) -> np.ndarray:
-        """[L, L], or some rows and columns: the nearest matrix of that rank to a head's E; E itself
-        without a rank."""
+        """Returns the best rank-r approximation of a head's E, or some rows and columns; E without
+        a rank.
+        """
         left_LR = self.left_NLR[head, queries, :rank] * self.values_NR[head, :rank]
         return left_LR @ self.right_NLR[head, keys, :rank].T
 
 
 def centred_logits(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> CentredLogits:
-    """E = Z - mean of each row over all keys, Z = scale · q k^T, of each query head.
+    """Returns E = Z - mean of each row over all keys, with Z = scale · q k^T, for each query head.
 
-    Logit spectra eq. 2 and 3. Every query meets every key, those behind it too, as in the paper.
-    Taking the row's mean away is the same as centring keys, so that the rank of E is at most H (not
-    H + 1) and at most L - 1. It costs 4·L·H² FLOPs and an SVD of H x H for each head.
+    Logit spectra eq. 2 and 3. Every query sees every key, also later ones, as in the paper.
+    Subtracting the row mean equals centring keys, so E has rank at most H (not H + 1) and at most L
+    - 1. Costs 4·L·H² FLOPs and an SVD of H x H per head.
     """
     N, K = query_LNH.shape[1], key_LKH.shape[1]
     queries_NLP, left_NPH = np.linalg.qr(_by_head(query_LNH))
@@ -67,7 +67,7 @@ def centred_logits(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> 
 
 
 def energies(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> np.ndarray:
-    """[N, R] those of `field`, without its vectors: about half the work."""
+    """Returns [N, R] energies of `centred_logits` without vectors, in about half the time."""
     N, K = query_LNH.shape[1], key_LKH.shape[1]
     left_NPH = np.linalg.qr(_by_head(query_LNH), mode="r")
     right_NPH = np.repeat(np.linalg.qr(_centred(key_LKH), mode="r"), N // K, axis=0)
@@ -76,7 +76,7 @@ def energies(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> np.nda
 
 
 def _centred(key_LKH: np.ndarray) -> np.ndarray:
-    """[K, L, H] keys about their mean over tokens."""
+    """Returns [K, L, H] keys minus their mean over tokens."""
     key_KLH = _by_head(key_LKH)
     return key_KLH - key_KLH.mean(axis=1, keepdims=True)
 
@@ -84,11 +84,11 @@ def _centred(key_LKH: np.ndarray) -> np.ndarray:
 def masked_centred_logits(
     query_LH: np.ndarray, key_LH: np.ndarray, scale: float, mask: Mask
 ) -> np.ndarray:
-    """[L, L] E of what one head's queries see: centred over those keys, zero at the others.
+    """Returns [L, L] E of one head under a mask: centred over visible keys, zero elsewhere.
 
-    A row's softmax is the same with it. Of causal attention it is a lower triangle, of full rank:
-    the edge takes components of its own. Random queries and keys of 10 channels and 1,024 tokens
-    need 9 for 90 % of the energy of E, and 20 of this one's.
+    Its softmax rows are unchanged. Causal E is lower triangular and of full rank: the edge adds
+    components. Random queries and keys of 10 channels and 1,024 tokens need 9 for 90 % of the
+    energy of E, and 20 of the causal one.
     """
     visible_LL = mask.visible(len(query_LH))
     z_LL = scale * query_LH.astype(np.float64) @ key_LH.T.astype(np.float64)
@@ -101,10 +101,10 @@ def masked_centred_logits(
 def masked_energies(
     query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float, mask: Mask
 ) -> np.ndarray:
-    """[N, L] energies of each head's `masked_field`.
+    """Returns [N, L] energies of each head's `masked_centred_logits`.
 
-    Of E E^T, without vectors: 7/3·L³ FLOPs for each head and 32·L² bytes while it takes them, as
-    many heads at once as there are cores. At L = 1,024 that is 0.09 s of a core of a Xeon.
+    From E E^T, without vectors: 7/3·L³ FLOPs per head, and 32·L² bytes for each of as many heads at
+    once as there are cores. 0.09 s of a Xeon core at L = 1,024.
     """
     N, K = query_LNH.shape[1], key_LKH.shape[1]
 
@@ -116,7 +116,7 @@ def masked_energies(
 
 
 def parallel_map(function: Callable, items: Iterable) -> list:
-    """What a function makes of each item, one item to a core; BLAS has one thread."""
+    """Maps a function over items, one item per core, with one BLAS thread."""
     with (
         runtime.blas_threads(1),
         futures.ThreadPoolExecutor(runtime.cores()) as pool,
@@ -128,9 +128,9 @@ def parallel_map(function: Callable, items: Iterable) -> list:
 
 
 class Interaction:
-    """M = W_Q R W_K^T of each query head, R what RoPE does between two tokens (eq. 4).
+    """M = W_Q R W_K^T of each query head, with RoPE's relative rotation R (eq. 4).
 
-    Norms of queries and keys are left out but for their gains, and so are biases; see `Heads`.
+    Norms of queries and keys are reduced to their gains, and biases left out; see `Heads`.
     """
 
     def __init__(self, heads: Heads):
@@ -143,20 +143,21 @@ class Interaction:
         self._key_NPH = np.repeat(key_KPH, heads.num_heads // len(key_KPH), axis=0)
 
     def energies(self) -> np.ndarray:
-        """[N, H] without RoPE: R is the identity, as in the paper."""
+        """Returns [N, H] without RoPE, R = 1, as in the paper."""
         return self._energies(self._query_NPH)
 
     def energies_at(self, distance: int) -> np.ndarray:
-        """[N, H] of a query that stands so many tokens behind the key."""
+        """Returns [N, H] for a query `distance` tokens after the key."""
         return self._energies(
             self._rotated_queries(np.exp(1j * distance * self._heads.frequencies_F))
         )
 
     def energies_averaged(self, length: int) -> np.ndarray:
-        """[N, H] of the mean over all pairs of a query and a key not behind it in L tokens.
+        """Returns [N, H] of the mean over all pairs of a query and an earlier or equal key in L
+        tokens.
 
-        What fast pairs of channels do at one distance they undo at another: it has at most the
-        energy that M has at the distances of those pairs on average.
+        Fast channel pairs cancel between distances: the mean has at most the average energy of M
+        over the pairs' distances.
         """
         distances_L = np.arange(length)
         pairs_L = (length - distances_L) / (length * (length + 1) / 2)
@@ -164,7 +165,7 @@ class Interaction:
         return self._energies(self._rotated_queries(pairs_L @ turns_LF))
 
     def _rotated_queries(self, turn_F: np.ndarray) -> np.ndarray:
-        """Queries with each pair of channels, as a complex number, by a factor."""
+        """Multiplies each channel pair of the queries, as a complex number, by a factor."""
         return rotary.rotate_pairs(self._query_NPH, self._heads.rotated, turn_F)
 
     def _energies(self, query_NPH: np.ndarray) -> np.ndarray:
@@ -176,10 +177,10 @@ class Interaction:
 
 
 def delocalisation(found: CentredLogits) -> np.ndarray:
-    """[N, R] sqrt(L) · max_j |v_j| of E's right singular vectors, at most sqrt(L); beta is the
-    largest of a head's (logit spectra eq. 6).
+    """Returns [N, R] sqrt(L) · max_j |v_j| of E's right singular vectors, at most sqrt(L).
 
-    1: spread evenly over keys. Vectors of singular values that are but rounding have nan.
+    1: spread evenly over keys; nan for singular values at the level of rounding. beta is a head's
+    largest (logit spectra eq. 6).
     """
     length = found.right_NLR.shape[1]
     spread_NR = np.sqrt(length) * np.abs(found.right_NLR).max(axis=1)
@@ -188,33 +189,33 @@ def delocalisation(found: CentredLogits) -> np.ndarray:
 
 
 def beta(found: CentredLogits) -> np.ndarray:
-    """[N] the largest `delocalisation` of each head; 0 of a head whose E is zero."""
+    """Returns [N], the largest `delocalisation` of each head; 0 if its E is zero."""
     return np.nan_to_num(delocalisation(found)).max(axis=1)
 
 
 def softmax_bound(found: CentredLogits, rank: int) -> np.ndarray:
-    """[N] what no row of |p - p_r|_1 exceeds: beta / sqrt(L) · the sum of the values left out.
+    """Returns [N] bounds on a row's |p - p_r|_1: beta / sqrt(L) · the sum of the dropped values.
 
-    Logit spectra, proposition 4.1. It rests on |u| <= 1 and |v| <= beta / sqrt(L).
+    Logit spectra, proposition 4.1, from |u| <= 1 and |v| <= beta / sqrt(L).
     """
     length = found.right_NLR.shape[1]
     return beta(found) / np.sqrt(length) * found.values_NR[:, rank:].sum(axis=1)
 
 
 class KeyGeometry(NamedTuple):
-    """How evenly tokens and directions share the keys of each KV head."""
+    """Incoherence and condition number of each KV head's keys."""
 
     incoherence_K: np.ndarray
     condition_K: np.ndarray
 
 
 def key_geometry(key_LKH: np.ndarray) -> KeyGeometry:
-    """Incoherence and condition number of each head's keys [L, H], which are not centred.
+    """Returns incoherence and condition number of each head's keys [L, H], uncentred.
 
-    Logit spectra (sections 4.2 and 4.3) has mu_K from a reference of its own and does not define
-    it. Here it is the standard one, mu = L / r · max_j |row j of the left singular vectors|², r the
-    rank: 1 where all tokens share the space of keys alike, L / r where one token has a direction to
-    itself; 1 of any keys where L <= H. The condition number is that of the r directions there are.
+    Logit spectra (sections 4.2 and 4.3) quotes mu_K without defining it. Here it is the standard
+    one, mu = L / r · max_j |row j of the left singular vectors|², with rank r: 1 if all tokens
+    share the key space evenly, L / r if one token has a direction to itself; 1 for any keys with L
+    <= H. The condition number covers the r directions.
     """
     length = len(key_LKH)
     left_KLR, values_KR, _ = np.linalg.svd(_by_head(key_LKH), full_matrices=False)
@@ -227,5 +228,5 @@ def key_geometry(key_LKH: np.ndarray) -> KeyGeometry:
 
 
 def _by_head(x_LNH: np.ndarray) -> np.ndarray:
-    """[N, L, H] in float64."""
+    """Returns [N, L, H] in float64."""
     return np.ascontiguousarray(x_LNH.astype(np.float64).swapaxes(0, 1))

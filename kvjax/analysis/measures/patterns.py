@@ -1,7 +1,7 @@
-"""Where heads attend: statistics of attention's patterns and distances between them, in float64.
+"""Attention patterns: statistics per head and distances between heads, in float64.
 
-A pattern is p [T, T], a probability over the keys that each query sees. Queries that see one key
-have no choice: no mean counts them.
+A pattern is p [T, T], probabilities over the visible keys. Queries that see one key are excluded
+from all means.
 """
 
 from typing import NamedTuple
@@ -11,15 +11,14 @@ from scipy import special
 
 
 class Statistics(NamedTuple):
-    """Where each head attends, as means over queries.
+    """Attention targets of each head, as means over queries.
 
     Attributes:
-      entropy_N: of rows, over the logarithm of the keys that the query sees: 0 where one key has
-        everything, 1 where all have the same.
-      keys_N: exp of the entropy: as many keys with equal shares would have it.
-      first_N: share on the first token, of later queries that see it.
+      entropy_N: of rows, over the log of the number of visible keys: 0 for one key, 1 for uniform.
+      keys_N: exp of the entropy: the number of equally weighted keys with this entropy.
+      first_N: share on the first token, for later queries that see it.
       itself_N: share on the query's own token.
-      previous_N: share on the token before it.
+      previous_N: share on the previous token.
       distance_N: tokens between query and key.
     """
 
@@ -32,12 +31,12 @@ class Statistics(NamedTuple):
 
 
 def choosing(visible_TT: np.ndarray) -> np.ndarray:
-    """[T] bool: the queries that see two keys or more."""
+    """Returns [T] bool: the queries that see at least two keys."""
     return visible_TT.sum(axis=1) > 1
 
 
 def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
-    """What heads attend to on one sequence."""
+    """Returns the attention statistics of one sequence."""
     rows_T, length = choosing(visible_TT), len(visible_TT)
     entropy_NT = special.entr(p_NTT).sum(axis=2)
     most_T = np.log(np.maximum(visible_TT.sum(axis=1), 2))
@@ -61,10 +60,9 @@ def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
 
 
 def divergences(p_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
-    """[N, N] Jensen-Shannon divergence of heads' rows, in nats, mean over queries.
+    """Returns [N, N] Jensen-Shannon divergences between heads' rows in nats, means over queries.
 
-    0 of equal patterns, ln 2 of those that have no key in common; symmetric. N²/2 · T² logarithms,
-    half of them where attention is causal.
+    0 for equal patterns, ln 2 for disjoint ones; symmetric. N²/2 · T² logarithms, half if causal.
     """
     p_NS, queries = _seen(p_NTT, visible_TT)
     own_N = special.entr(p_NS).sum(axis=1)
@@ -76,9 +74,9 @@ def divergences(p_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
 
 
 def divergence(p_NTT: np.ndarray, q_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
-    """[N] the same between the patterns of each head on two sequences.
+    """Returns [N] divergences between each head's patterns on two sequences.
 
-    Near 0 of a head that goes by positions alone.
+    Near 0 for heads that attend by position.
     """
     p_NS, queries = _seen(p_NTT, visible_TT)
     q_NS, _ = _seen(q_NTT, visible_TT)
@@ -87,20 +85,26 @@ def divergence(p_NTT: np.ndarray, q_NTT: np.ndarray, visible_TT: np.ndarray) -> 
 
 
 def _seen(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, int]:
-    """[N, S] the probabilities that can be other than 0 and 1, and of how many queries."""
+    """Returns [N, S], the visible probabilities of choosing queries, and the number of these
+    queries.
+    """
     rows_T = choosing(visible_TT)
     return p_NTT[:, visible_TT & rows_T[:, None]], max(int(rows_T.sum()), 1)
 
 
 def _divergence(p_S: np.ndarray, q_S: np.ndarray, own: float) -> float:
-    """Entropy of the mean less the mean entropy, summed over queries; `own` is of both."""
+    """Returns the entropy of the mean minus the mean entropy, summed over queries.
+
+    Args:
+      own: sum of both entropies.
+    """
     return max(float(special.entr((p_S + q_S) / 2).sum() - own / 2), 0.0)
 
 
 def without_first(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Patterns over the other keys than the first, as shares of what is left for them, and mask.
+    """Returns patterns renormalised over the keys but the first, and the mask.
 
-    Two heads that give most to the first token are alike in that; here it does not count.
+    Heads that mostly attend to the first token look alike; this removes the effect.
     """
     left_NTT, others_TT = p_NTT.copy(), visible_TT.copy()
     left_NTT[:, :, 0], others_TT[:, 0] = 0, False
@@ -115,10 +119,10 @@ def without_first(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray
 
 
 def repeated(tokens_A: np.ndarray, block: int, rows: int, seed: int) -> np.ndarray:
-    """[rows, 2 · block] of some tokens: different ones of them in random order, twice.
+    """Returns [rows, 2 · block]: `block` distinct tokens in random order, repeated once.
 
     Args:
-      tokens_A: different tokens, as many as a block has at least.
+      tokens_A: distinct tokens, at least `block`.
     """
     rng = np.random.default_rng(seed)
 
@@ -129,15 +133,15 @@ def repeated(tokens_A: np.ndarray, block: int, rows: int, seed: int) -> np.ndarr
 
 
 def induction(p_NTT: np.ndarray, block: int) -> np.ndarray:
-    """[N] share on the token behind the earlier occurrence of the query's, on a block and its
-    repetition: mean over the queries of the repetition.
+    """Returns [N], the mean share on the token after the query token's earlier occurrence.
 
-    "In-context learning and induction heads" (Olsson et al. 2022): the prefix-matching score.
+    Over the queries of the repetition; the prefix-matching score of "In-context learning and
+    induction heads" (Olsson et al. 2022).
     """
     query_A = np.arange(block, 2 * block)
     return p_NTT[:, query_A, query_A - block + 1].mean(axis=1)
 
 
 def induction_by_chance(visible_TT: np.ndarray, block: int) -> float:
-    """`induction` of a head that attends to all keys alike."""
+    """Returns `induction` of uniform attention."""
     return float((1 / visible_TT[block : 2 * block].sum(axis=1)).mean())

@@ -1,9 +1,8 @@
-"""How alike the query, key and value projections of a layer are, and how many directions each has.
+"""Similarity and effective rank of a layer's query, key and value projections.
 
-Projection sharing (arXiv 2606.04032), section 4, explains by this why keys may serve as values. It
-gives cosines of W_Q, W_K and W_V, which rotations of a head's channels change though they do not
-change the model: queries and keys may be turned together, values and outputs together, so the
-cosine of W_K and W_V says something of one parametrisation only. `overlap` is free of that.
+Projection sharing (arXiv 2606.04032), section 4, argues from cosines of W_Q, W_K and W_V that keys
+can serve as values. Cosines are not invariant: queries and keys may be rotated together, and values
+and outputs together, without changing the model. `overlap` is invariant.
 """
 
 from collections.abc import Mapping
@@ -19,15 +18,15 @@ PAIRS = tuple(itertools.combinations(NAMES, 2))
 
 
 def of_heads(heads: Heads) -> dict[str, np.ndarray]:
-    """The projections by name: [D, N, H] queries, [D, K, H] keys and values."""
+    """Returns the projections by name: [D, N, H] queries, [D, K, H] keys and values."""
     return dict(query=heads.query_DNH, key=heads.key_DKH, value=heads.value_DKH)
 
 
 def cosine(left_DNH: np.ndarray, right_DNH: np.ndarray) -> float | None:
-    """Cosine of two whole matrices [D, N·H]; None where heads have other channels, or are zero.
+    """Returns the cosine of two matrices [D, N·H]; None if head widths differ, or one is zero.
 
-    Where one side has fewer heads, each stands for all query heads that read it. Independent
-    random matrices have a cosine of about ±1/sqrt(D·N·H).
+    With fewer heads on one side, each is repeated for its query heads. Independent random matrices
+    have cosines of about ±1/sqrt(D·N·H).
     """
     if left_DNH.shape[-1] != right_DNH.shape[-1]:
         return None
@@ -38,51 +37,50 @@ def cosine(left_DNH: np.ndarray, right_DNH: np.ndarray) -> float | None:
 
 
 class ProjectionProducts:
-    """The projections' products with each other, W_a^T W_b, of which the measures are made."""
+    """Products W_a^T W_b of the projections, from which the measures follow."""
 
     def __init__(self, projections: Mapping[str, np.ndarray]):
         self._flat = {name: w.reshape(len(w), -1) for name, w in projections.items()}
         self._energy = {name: _energies(w_DC) for name, w_DC in self._flat.items()}
 
     def overlap(self, one: str, other: str) -> float | None:
-        """|W_a^T W_b|^2 / (|W_a^T W_a| |W_b^T W_b|), 0 to 1, None with a matrix of zeros.
+        """Returns |W_a^T W_b|^2 / (|W_a^T W_a| |W_b^T W_b|), 0 to 1; None for a zero matrix.
 
-        The cosine of W_a W_a^T and W_b W_b^T (linear CKA without centring, Kornblith et al.
-        2019): whether both read the same directions of the input with the same strength. Neither
-        rotations of a head's channels nor a count of query heads for each KV head change it.
+        The cosine of W_a W_a^T and W_b W_b^T (linear CKA without centring, Kornblith et al. 2019):
+        1 if both read the same input directions with the same strength. Invariant to rotations of a
+        head's channels and to the number of query heads per KV head.
         """
         size = np.prod([np.linalg.norm(self._energy[name]) for name in (one, other)])
         inner = np.linalg.norm(self._flat[one].T @ self._flat[other]) ** 2
         return float(inner / size) if size else None
 
     def overlap_by_chance(self, one: str, other: str) -> float | None:
-        """What `overlap` is on average if one's directions of the input are drawn at random.
+        """Returns the expected `overlap` under a random rotation of one side's input directions.
 
-        With both spectra as they are: E <A, U B U^T> = tr A tr B / D over random rotations U. It
-        is not near zero: half, for random square matrices.
+        With both spectra fixed: E <A, U B U^T> = tr A tr B / D over random rotations U. One half
+        for random square matrices.
         """
         energies = [self._energy[name] for name in (one, other)]
         size = len(self._flat[one]) * np.prod([np.linalg.norm(energy) for energy in energies])
         return float(np.prod([energy.sum() for energy in energies]) / size) if size else None
 
     def effective_ranks(self, name: str) -> tuple[float, float]:
-        """Effective rank by singular values and by their squares.
-
-        The paper does not say which of both it means.
+        """Returns the effective rank by singular values and by their squares (the paper leaves it
+        open).
         """
         energy = self._energy[name]
         found = (spectrum.effective_rank(values) for values in (np.sqrt(energy), energy))
         return tuple(map(float, found))
 
     def possible_rank(self, name: str) -> int:
-        """The largest rank that a matrix of this shape has."""
+        """Returns the largest rank of a matrix of this shape."""
         return min(self._flat[name].shape)
 
 
 def effective_ranks_by_chance(rows: int, columns: int) -> tuple[float, float]:
-    """`Products.effective_ranks` of a large matrix of independent normal numbers.
+    """Returns `effective_ranks` of a large matrix of independent normal numbers.
 
-    From the law of Marchenko and Pastur for its singular values.
+    From the Marchenko-Pastur law of its singular values.
     """
     few, many = sorted((rows, columns))
     low, high = 1 - np.sqrt(few / many), 1 + np.sqrt(few / many)
@@ -98,7 +96,7 @@ def effective_ranks_by_chance(rows: int, columns: int) -> tuple[float, float]:
 
 
 def _energies(w_DC: np.ndarray) -> np.ndarray:
-    """Squares of the singular values, from the smaller Gram matrix."""
+    """Returns the squared singular values, from the smaller Gram matrix."""
     D, C = w_DC.shape
     gram = w_DC.T @ w_DC if C <= D else w_DC @ w_DC.T
     return np.maximum(np.linalg.eigvalsh(gram), 0.0)

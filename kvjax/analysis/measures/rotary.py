@@ -1,14 +1,17 @@
-"""RoPE's pairs of channels as complex numbers: the first half of the rotated channels is real, the
-second imaginary, and a turn is a factor. Channels that it does not turn are left as they are."""
+"""RoPE's channel pairs as complex numbers.
+
+The first half of the rotated channels is real, the second imaginary; a rotation is a complex
+factor. Other channels are unchanged.
+"""
 
 import numpy as np
 
 
 def rotate_pairs(x: np.ndarray, rotated: slice, factor: np.ndarray) -> np.ndarray:
-    """[..., H] queries, keys or weights with each pair of channels by a factor.
+    """Multiplies each channel pair of [..., H] queries, keys or weights by a factor.
 
     Args:
-      factor: complex, [..., F] for F pairs, or what numpy spreads to that.
+      factor: complex, broadcastable to [..., F] for F pairs.
     """
     real, imaginary = np.split(x[..., rotated], 2, axis=-1)
     z = (real + 1j * imaginary) * factor
@@ -18,9 +21,9 @@ def rotate_pairs(x: np.ndarray, rotated: slice, factor: np.ndarray) -> np.ndarra
 
 
 def to_complex_channels(x: np.ndarray, rotated: slice, axis: int = -1) -> np.ndarray:
-    """An axis of channels with (x + iy)/√2 and (x - iy)/√2 in place of RoPE's pairs x, y.
+    """Replaces RoPE's pairs x, y on an axis by (x + iy)/√2 and (x - iy)/√2.
 
-    A unitary map, in which turns are diagonal; of the identity and axis 0 it is the map itself.
+    A unitary map that makes rotations diagonal; applied to the identity on axis 0, the map itself.
     """
     x = np.moveaxis(x, axis, -1)
     real, imaginary = np.split(x[..., rotated], 2, axis=-1)
@@ -30,7 +33,7 @@ def to_complex_channels(x: np.ndarray, rotated: slice, axis: int = -1) -> np.nda
 
 
 def phases(channels: int, rotated: slice, frequencies_F: np.ndarray) -> np.ndarray:
-    """[H] radians per token of each channel of `diagonal`; 0 where nothing turns."""
+    """Returns [H] radians per token of each complex channel; 0 for unrotated ones."""
     phase_H = np.zeros(channels)
     phase_H[rotated] = np.concatenate([frequencies_F, np.negative(frequencies_F)])
     return phase_H

@@ -1,4 +1,4 @@
-"""What is said of a spectrum: how many directions it fills, and how many hold a share of it."""
+"""Effective ranks of spectra."""
 
 import numpy as np
 
@@ -6,14 +6,13 @@ SHARES = (0.8, 0.9, 0.95, 0.99)
 
 
 def effective_rank(energy: np.ndarray) -> np.ndarray:
-    """exp of the entropy of each [..., R] spectrum: 1 of one direction, R of R alike.
+    """Returns exp of the entropy of each [..., R] spectrum: 1 for one direction, R for R equal
+    ones.
 
-    Roy and Vetterli 2007, as in LRKV (arXiv 2601.11471, appendix C.1). A spectrum of zeros has
-    rank 0.
+    Roy and Vetterli 2007, as in LRKV (arXiv 2601.11471, appendix C.1). A zero spectrum has rank 0.
 
     Args:
-      energy: eigenvalues of a Gram matrix, or squares of singular values; not negative but for
-        rounding.
+      energy: eigenvalues of a Gram matrix, or squared singular values; non-negative up to rounding.
     """
     share = fractions(energy)
     logs = np.log(share, out=np.zeros_like(share), where=share > 0)
@@ -21,22 +20,22 @@ def effective_rank(energy: np.ndarray) -> np.ndarray:
 
 
 def fractions(energy: np.ndarray) -> np.ndarray:
-    """[..., R] shares of the whole, zero where there is nothing."""
+    """Returns [..., R] shares of the total; zeros for a zero spectrum."""
     energy = np.maximum(np.asarray(energy, np.float64), 0.0)
     total = energy.sum(axis=-1, keepdims=True)
     return np.divide(energy, total, out=np.zeros_like(energy), where=total > 0)
 
 
 def cumulative(energy: np.ndarray) -> np.ndarray:
-    """[..., R]: the share that the first 1, 2, ... of the largest hold."""
+    """Returns [..., R], the share held by the 1, 2, ... largest."""
     descending = -np.sort(-fractions(energy), axis=-1)
     return np.cumsum(descending, axis=-1)
 
 
 def energy_rank(energy: np.ndarray, share: float) -> np.ndarray:
-    """[...] how many of the largest hold that share of each [..., R] spectrum.
+    """Returns [...], the number of largest values that hold a share of each [..., R] spectrum.
 
-    Logit spectra (arXiv 2604.04384), table 2, which calls it the effective rank.
+    Logit spectra (arXiv 2604.04384), table 2, calls it the effective rank.
     """
     held = cumulative(energy)
     enough = held >= share * (1 - 1e-12)  # a share of 1 is reached but for rounding

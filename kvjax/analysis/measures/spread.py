@@ -1,4 +1,4 @@
-"""How numbers of many heads, layers and texts lie around their median."""
+"""Medians and quartiles over heads, layers and texts."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Numbers by [layers, texts, heads]: the median of all, and how they lie around it.
+    """Median and spread of numbers [layers, texts, heads].
 
     Attributes:
-      low, high: quartiles over heads, of all layers and texts.
-      between_texts: the standard deviation of each text's median; None of one text.
+      low, high: quartiles over all layers, texts and heads.
+      between_texts: standard deviation of the texts' medians; None for one text.
     """
 
     median: float
@@ -21,7 +21,7 @@ class Spread:
 
 
 def spread(x_LBN: np.ndarray) -> Spread:
-    """The spread of numbers by [layers, texts, heads]; nan are left out."""
+    """Returns the spread of numbers [layers, texts, heads], ignoring nan."""
     low, median, high = np.nanquantile(x_LBN, (0.25, 0.5, 0.75))
     by_text_B = np.nanmedian(x_LBN, axis=(0, 2))
     between = float(np.std(by_text_B)) if len(by_text_B) > 1 else None

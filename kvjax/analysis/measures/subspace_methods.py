@@ -1,4 +1,4 @@
-"""The ways to choose a subspace of a head's keys, and the tokens that each may look at."""
+"""Methods that choose a subspace of a head's keys, and the tokens that each may use."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -38,17 +38,17 @@ Method = tuple[str, str]  # how and where
 
 
 def places(*, rotates: bool) -> tuple[str, ...]:
-    """Where keys can be cut; the first is where weights are."""
+    """Returns the places where keys can be cut; weights apply to the first."""
     return (BEFORE, AFTER) if rotates else (ANYWHERE,)
 
 
 def rank(share: float, channels: int) -> int:
-    """Channels that are kept of so many."""
+    """Returns the number of channels kept."""
     return max(1, int(share * channels + 0.5))
 
 
 def shares(channels: int) -> tuple[float, ...]:
-    """Those of `SHARES` that make different ranks, all below the channels there are."""
+    """Returns the `SHARES` that give distinct ranks below the number of channels."""
     found = {}
     for share in sorted(SHARES, key=lambda share: -abs(share - rank(share, channels) / channels)):
         found[rank(share, channels)] = share  # of several the nearest one
@@ -56,45 +56,47 @@ def shares(channels: int) -> tuple[float, ...]:
 
 
 def is_run(way: Method, share: float) -> bool:
-    """Whether the whole model runs with keys cut so: a run costs as much as the model does."""
+    """Returns True if the whole model runs with this method and share (each run costs a forward
+    pass).
+    """
     name, where = way
     few = name in FEW_RUNS or where == AFTER
     return name not in NO_RUNS and (share in FEW_SHARES or not few)
 
 
 def enough_tokens(tokens: int, r: int) -> bool:
-    """Whether so many tokens tell a subspace of that rank.
+    """Returns True if this many tokens determine a subspace of rank r.
 
-    t keys have t - 1 directions, and so few queries hardly weigh them. Of 64 channels that fall as
-    1/i, with r = 16 and one query head, those of 32 independent tokens leave 1.8 times the error in
-    later logits that those of 512 do, and those of 16 tokens 6 times.
+    t keys span t - 1 directions, and few queries hardly weight them. With 64 channels whose
+    energies fall as 1/i, r = 16 and one query head, the subspace of 32 independent tokens has 1.8
+    times the later logit error of 512 tokens, and 16 tokens 6 times.
     """
     return tokens >= 2 * r
 
 
 def has_joint_svd(mechanisms: Sequence[MechanismConfig]) -> bool:
-    """Whether there are heads that can share one SVD, and not too many."""
+    """Returns True if there are several KV heads, and not too many for a joint SVD."""
     channels = max(one.key_heads * one.query_dim for one in mechanisms)
     return max(one.key_heads for one in mechanisms) > 1 and channels <= WIDEST
 
 
 def rank_of(way: Method, share: float, heads: Heads) -> int:
-    """Channels that are kept of each KV head, or of all of them together."""
+    """Returns the channels kept of each KV head, or of all of them together."""
     _, K, H = heads.key_DKH.shape
     return rank(share, H) * (K if way[0] == JOINT else 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """What is read of texts, in rows of T tokens.
+    """Rows of T tokens of the texts.
 
     Attributes:
-      measured_BT: [B, T + 1] the first tokens of each text, a text's rows one after the other;
-        a row's last token is a target only.
-      texts_B, texts_C: of which text a row is.
-      fixed_CT: what fixed subspaces are found on.
-      later: whether that comes after everything that is measured. Else it is what is measured, and
-        the fixed subspaces for a text are those of the other texts.
+      measured_BT: [B, T + 1] first tokens of each text, a text's rows in order; a row's last token
+        is only a target.
+      texts_B, texts_C: the text of each row.
+      fixed_CT: rows that fixed subspaces are computed on.
+      later: True if they follow everything measured; else they are the measured rows, and a text's
+        fixed subspaces come from the other texts.
     """
 
     measured_BT: np.ndarray
@@ -108,19 +110,21 @@ class Windows:
         return self.fixed_CT.shape[1]
 
     def rows(self) -> np.ndarray:
-        """[B + C, T] what goes through the model."""
+        """Returns [B + C, T], all rows for the model."""
         return np.concatenate([self.measured_BT[:, :-1], self.fixed_CT])
 
     def pools(self, row: int) -> dict[str, tuple[int, ...]]:
-        """By way the rows of `rows` that fixed subspaces for a measured row are found on."""
+        """Returns by method the rows of `rows` for a measured row's fixed subspaces."""
         after = np.arange(len(self.texts_C)) + len(self.texts_B)
         others = after[self.texts_C != self.texts_B[row]]
         found = {CALIBRATED: after, OTHERS: others} if self.later else {CALIBRATED: others}
         return {name: tuple(pool.tolist()) for name, pool in found.items() if pool.size}
 
     def enough_tokens(self, way: Method, r: int) -> bool:
-        """Whether the tokens that a way looks at tell subspaces of a head of that rank; those of a
-        whole context are measured on itself, where what it does not tell is nothing."""
+        """Returns True if a method's tokens determine subspaces of this rank.
+
+        The whole context passes by definition: directions that it lacks do not occur in it.
+        """
         rows = [self.pools(row).get(way[0]) for row in range(len(self.texts_B))]
         tokens = [len(pool) * self.length for pool in rows if pool]
         if way[0] == FIRST_HALF:
@@ -129,8 +133,11 @@ class Windows:
 
 
 def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windows:
-    """Rows of a length: measured ones from the first `longest` tokens of each text, and others from
-    after those, evenly over what is there; where a text has no such, the measured ones."""
+    """Returns measured rows from the first `longest` tokens of each text, and evenly spaced later
+    rows.
+
+    If a text has no later tokens, the measured rows serve for both.
+    """
     width = min(length + 1, *map(len, texts.values()))
     length = width - 1
     count = max(1, min(WINDOWS, longest // width))
@@ -152,11 +159,11 @@ def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windo
 def of_layer(
     heads: Heads, layer: Layer, read: Windows, *, rotates: bool, joint: bool
 ) -> dict[Method, list[Subspaces]]:
-    """By way the subspaces for each measured row.
+    """Returns by method the subspaces for each measured row.
 
     Args:
       layer: of `Windows.rows`.
-      joint: see `has_joint`.
+      joint: see `has_joint_svd`.
     """
     B = len(read.texts_B)
     rope, bias_KH = key_subspaces.rope_of(heads), key_subspaces.bias(layer, heads)
@@ -190,9 +197,9 @@ def of_rows(
     rows: Sequence[int],
     tokens: slice | np.ndarray = slice(None),
 ) -> Subspaces:
-    """`key_subspaces.of_text` for the keys and queries of some rows' tokens, a slice or places.
+    """Returns `key_subspaces.of_text` for some rows' keys and queries, at a slice or at positions.
 
-    Before RoPE queries are taken as far from keys as such tokens are, and independent of them.
+    Before RoPE, queries are assumed as far from keys as these tokens, and independent of them.
     """
 
     def of(x_BTNH):
@@ -210,7 +217,7 @@ def of_rows(
 
 
 def cut_keys(layer: Layer, rope: Rope, row: int, where: str, of: Subspaces, r: int) -> np.ndarray:
-    """[T, K, H] a row's keys cut, as attention would use them."""
+    """Returns [T, K, H], a row's cut keys as attention uses them."""
     if where == BEFORE:
         return key_subspaces.rotate_by_position(
             of.cut(layer.plain_key_BTKH[row].astype(np.float64), r), rope

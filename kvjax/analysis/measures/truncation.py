@@ -1,9 +1,8 @@
-"""Attention under logits of rank r: what softmax and outputs make of it, and the model.
+"""Attention under rank-r logits: effects on probabilities, outputs and perplexity.
 
-The logits are those of `logits.field`, of each text anew: the subspace is that of all L tokens, so
-that early queries have it from tokens that they do not see. Logits of a causal model are cut in
-that form too, before the mask: the triangle that is left has no low rank to cut, and the mask
-costs nothing.
+Logits are truncated as in `logits.centred_logits`, per text: the subspace uses all L tokens, also
+later ones that a query does not see. Causal models are truncated before the mask, too: the masked
+triangle has full rank, and the mask costs nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ _BATCH_ROWS = 128  # few enough for a core's cache
 
 
 class TruncationErrors(NamedTuple):
-    """What cutting E changes, for each head and each rank that it is cut to.
+    """Errors of truncating E, per head and rank.
 
     Attributes:
       mean_NR, worst_NR: |p - p_r|_1 of rows, at most 2.
-      output_NR: |o - o_r| / |o|, Frobenius norms over a text's rows; 0 where there is no output.
+      output_NR: |o - o_r| / |o|, Frobenius norms over a text's rows; 0 without outputs.
     """
 
     mean_NR: np.ndarray
@@ -35,11 +34,10 @@ class TruncationErrors(NamedTuple):
 def errors(
     found: logits.CentredLogits, value_LKH: np.ndarray, ranks: Sequence[int], mask: Mask
 ) -> TruncationErrors:
-    """What is lost of probabilities and outputs over the keys that each query sees.
+    """Returns the errors of probabilities and outputs over the visible keys.
 
     Logit spectra, section 4.3, and its first open question. (2·R + 2·Hv)·L² FLOPs and L²
-    exponentials for each head and rank, half of it where attention is causal; heads side by side
-    on the cores.
+    exponentials per head and rank, half if causal; heads in parallel on the cores.
     """
     N, length, _ = found.left_NLR.shape
     K, visible_LL = value_LKH.shape[1], mask.visible(length)
@@ -69,7 +67,7 @@ def errors(
 def _of_rows(
     attend: Callable[[int | None], np.ndarray], value_SH: np.ndarray, ranks: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """|p - p_r|_1 and |o - o_r|² of some rows for each rank, and |o|² of these rows."""
+    """Returns |p - p_r|_1 and |o - o_r|² of some rows for each rank, and |o|² of these rows."""
     p_TS = attend(None)
     each, lost = [], []
     for rank in ranks:
@@ -80,11 +78,11 @@ def _of_rows(
 
 
 def attention_of_rank(rank: int) -> Attend:
-    """Attention under logits of that rank in each head: centred keys and queries are projected on
-    the first r right singular vectors of E, and meet there.
+    """Returns attention with logits of rank r in each head.
 
-    E_r = Q K_c^T V_r V_r^T has factors of r channels, Q (K_c^T V_r) and V_r. Where it runs on CPU,
-    LAPACK decomposes many small matrices: give BLAS one thread (`few_threads`).
+    E_r = Q K_c^T V_r V_r^T has factors of r channels, Q (K_c^T V_r) and V_r: centred keys and
+    queries are projected on E's first r right singular vectors. On CPU, LAPACK decomposes many
+    small matrices: give BLAS one thread (`few_threads`).
     """
 
     def attend(q_BTNH, k_BTKH, v_BTKH, scale: float, mask: Mask) -> jax.Array:
