@@ -1,10 +1,13 @@
 """What reports say alike: a model's mechanisms, the names of layers, and a curve in words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from kvjax.attention.mechanism import MechanismConfig
+
+Curves = Mapping[str, tuple[Sequence[float], Sequence[float | None]]]  # name: (xs, ys)
+_LISTED = 8  # points of a curve that are listed one by one
 
 
 def mechanism_names(configs: Sequence[MechanismConfig]) -> str:
@@ -20,13 +23,26 @@ def stages(num_layers: int) -> dict[str, int]:
 
 
 def summarise(values: Sequence[float | None], *, of: str = "layer", digits: str = ".1f") -> str:
-    """The mean and the ends of a curve, with where they are."""
-    there = [(value, i) for i, value in enumerate(values) if value is not None]
-    if not there:
+    """Returns a curve's mean, and its lowest and highest value with their positions."""
+    points = [(value, i) for i, value in enumerate(values) if value is not None]
+    if not points:
         return "no number"
-    (low, first), (high, last) = min(there), max(there)
-    mean = np.mean([value for value, _ in there])
+    (low, first), (high, last) = min(points), max(points)
+    mean = np.mean([value for value, _ in points])
     return (
         f"mean {mean:{digits}}, lowest {low:{digits}} ({of} {first}), "
         f"highest {high:{digits}} ({of} {last})"
     )
+
+
+def describe(series: Curves, digits: str = ".3g") -> str:
+    """Returns the points of short curves, and the ends and range of long ones."""
+    parts = []
+    for name, (xs, ys) in series.items():
+        points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
+        if len(points) > _LISTED:
+            low, high = min(y for _, y in points), max(y for _, y in points)
+            points = [points[0], points[-1]]
+            name = f"{name} ({low:{digits}} to {high:{digits}})"
+        parts.append(f"{name}: " + ", ".join(f"{y:{digits}} at {x:,.3g}" for x, y in points))
+    return "; ".join(parts) + "."

@@ -24,7 +24,7 @@ from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.cut_keys import Cut
 from kvjax.analysis.measures.subspace_methods import AFTER, BEFORE
 from kvjax.analysis.page import document
-from kvjax.analysis.reports.compression import measurements, report as report
+from kvjax.analysis.reports.compression import measurements, report as report, tables
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
@@ -371,13 +371,13 @@ def test_numbers_of_the_report(model, measured, section):
 def test_report_is_a_page_and_json(section):
     json.dumps(section.data, allow_nan=False)
     assert document.page("t", "", [section], {}).count("<svg") == len(section.figures) == 6
-    assert len(section.tables) == 4
+    assert len(section.tables) == 5
     for figure in section.figures:
         assert re.search(r"\d", figure.alternative) and figure.text.paper
     for table in section.tables:
         assert all(len(row) == len(table.columns) for row in table.rows)
         table.shown()
-    spectra, ways, by_text, drift = section.tables
+    _, spectra, ways, by_text, drift = section.tables
     assert [row for row in spectra.rows if row[0].startswith("GPT-2")][1][3:6] == [64, 64, 2]
     published = [row for row in ways.rows if "GPT-2" in row[0]]
     assert published[3][2:4] == [32, 50.0] and published[3][8] == pytest.approx(1.02, abs=1e-3)
@@ -394,7 +394,7 @@ def test_data_has_every_head(measured, section):
     gap_BKT = measured.overlap[AFTER][..., 1] - measured.overlap[AFTER][..., 0]
     said = [one["median"] for one in drift["drift_of_overlap"]]
     assert said == np.median(gap_BKT, axis=(0, 1)).tolist()
-    assert section.tables[3].rows[-3][10] == said[-1]
+    assert section.tables[4].rows[-3][10] == said[-1]
     half = section.data["errors_of_heads"][f"{subspace_methods.FIRST_HALF}, {AFTER}"]
     assert half[0][0][3] == [None, None] and half[0][0][2][0] > 0
 
@@ -404,7 +404,7 @@ def test_what_is_shown_says_after(section):
     """Behind sounds as if it were a place; and errors are of so many queries as there are."""
     shown = document.page("t", "", [section], {})
     assert not re.search("behind", shown, re.IGNORECASE) and "keys cut after RoPE" in shown
-    assert "of 8 queries" in shown and "other text would have told" not in shown
+    assert "8 queries each" in shown and "other text would have told" not in shown
     assert "the first, the second and the third" not in shown
     assert f"LRKV speaks of {W}, thin keys cuts {ALL_HEADS}" in shown
     assert "the gap between the two lines is the drift" in shown
@@ -463,61 +463,40 @@ ALL_HEADS, FIXED, JOINT = (
 
 
 @pytest.fixture
-def lead(measured):
-    return lambda *of: report._lead(_results(measured, *of))
+def claims(measured):
+    """A function of other numbers: the claims' measurements and verdicts."""
+
+    def of(*numbers):
+        rows = tables.tables(_results(measured, *numbers))[0].rows
+        return [row[2] for row in rows], [row[3] for row in rows]
+
+    return of
 
 
-def test_verdicts_are_those_of_the_numbers(lead):
+def test_verdicts_are_those_of_the_numbers(claims):
     """Both ways of each of the four."""
-    said = lead({M: [6, 8, 8], W: [3, 8, 8]}, {FIXED: 0.01, JOINT: 0.02})
-    assert "M is flat: it needs 6 of 8" in said and "It holds: W_K needs 3 of 8" in said
-    assert "That holds here: perplexity changes by +2.0 % (+2.0 to +2.0) with one SVD" in said
-    assert "That does not hold of keys cut before RoPE: a subspace found once" in said
-    assert "is not measured, costs +1.0 %" in said and "Neither can" not in said
-    said = lead({M: [4, 8, 8], W: [5, 8, 8]}, {FIXED: 0.3, JOINT: 0.3})
-    assert "M is not flat: it needs 4 of 8" in said and "It does not hold: W_K needs 5" in said
-    assert "That does not hold here: perplexity" in said
-    assert "That holds of keys cut before RoPE" in said
-    assert said.endswith("what they do with text.")
+    here, verdicts = claims({M: [6, 8, 8], W: [3, 8, 8]}, {FIXED: 0.01, JOINT: 0.02})
+    assert here[:3] == ["6 of 8 components", "3 of 8 components", "+2.0 % (+2.0 to +2.0)"]
+    assert here[3].startswith("fixed +1.0 % (+1.0 to +1.0), of the context +0.0 %")
+    assert verdicts == ["holds", "holds", "holds", "contradicted"]
+    _, verdicts = claims({M: [4, 8, 8], W: [5, 8, 8]}, {FIXED: 0.3, JOINT: 0.3})
+    assert verdicts == ["contradicted", "contradicted", "contradicted", "holds"]
 
 
-def test_what_a_fixed_subspace_cannot_is_told_by_what_one_of_the_context_can(lead):
-    said = lead({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.29})
-    assert "That does not hold of keys cut before RoPE" in said and "Neither can." in said
-    assert "+1.0 % (+1.0 to +1.0) from the second to the first" in said
-    said = lead({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.1})
-    assert "That holds of keys cut before RoPE" in said and "Neither can." not in said
-    said = lead(
-        {}, {FIXED: 0.04, subspace_methods.CONTEXT: -0.04}
-    )  # both are little, and differ by 8 %
-    assert "That holds of keys cut before RoPE" in said
+def test_a_fixed_subspace_is_compared_with_that_of_the_context(claims):
+    here, verdicts = claims({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.29})
+    assert verdicts[3] == "contradicted" and here[3].endswith("ratio +1.0 % (+1.0 to +1.0)")
+    assert claims({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.1})[1][3] == "holds"
+    # Both are little, and differ by 8 %.
+    assert claims({}, {FIXED: 0.04, subspace_methods.CONTEXT: -0.04})[1][3] == "holds"
 
 
-def test_what_is_not_sure_is_not_told(lead):
-    """The line of 5 % within 95 % of what tokens say; a large effect is told all the same."""
+def test_an_interval_around_the_limit_is_undecided(claims):
     around = np.random.default_rng(0).normal(size=(4, 8))
-    said = lead({}, {FIXED: 0.06 + 0.3 * around, JOINT: 0.04 + 0.3 * around})
-    assert said.count("cannot be told") == 2 and said.endswith("what they do with text.")
-    said = lead({}, {FIXED: 0.35 + 0.3 * around, subspace_methods.CONTEXT: 0.3})
-    assert "Whether that holds cannot be told of keys" in said and "Neither can" not in said
-    said = lead({}, {FIXED: 0.5 + 0.3 * around, JOINT: 0.5 + 0.3 * around})
-    assert "cannot be told" not in said and "That holds of keys" in said
-
-
-def test_what_is_said_of_all_together_is_what_was_measured(lead, measured):
-    little = {FIXED: 0.01, JOINT: 0.02}
-    assert "A flat M rules nothing out" in lead({M: [6, 8, 8]}, little)
-    said = lead({M: [2, 8, 8]}, little)
-    assert "M is not flat here" in said and "rules nothing out" not in said
-    errors = [
-        np.median(measured.errors[name, BEFORE][:, :, 2, 0])
-        for name in (FIXED, subspace_methods.OTHERS)
-    ]
-    said = lead({}, {JOINT: 0.3})
-    assert f"{errors[0]:.3f} with a fixed one, and {errors[1]:.3f} where" in said
-    alone = {way: x for way, x in measured.errors.items() if way[0] != subspace_methods.OTHERS}
-    found = _results(dataclasses.replace(measured, errors=alone), {}, {JOINT: 0.3})
-    assert report._lead(found).endswith("whether other texts tell the same is not measured.")
+    _, verdicts = claims({}, {FIXED: 0.06 + 0.3 * around, JOINT: 0.04 + 0.3 * around})
+    assert verdicts[2:] == ["undecided", "undecided"]
+    _, verdicts = claims({}, {FIXED: 0.5 + 0.3 * around, JOINT: 0.5 + 0.3 * around})
+    assert verdicts[2:] == ["contradicted", "holds"]
 
 
 @pytest.mark.slow
@@ -545,32 +524,25 @@ def test_the_rank_that_weights_can_have(mechanism, together, each):
     assert (found[measurements.SPECTRUM_KEYS][..., 1:] == channels).all()
 
 
-def test_what_holds_by_construction_is_said_to(lead):
-    """Not what half of the channels are fewer than."""
-    so, rank = "That is so by construction here", "W_K has rank 8 of 16 channels by construction"
-    said = lead({ALL_HEADS: [5, 8, 16], W: [3, 4, 8]}, {})
-    assert so in said and rank in said and "does not keep so many in the first place" in said
-    assert "It does not hold: W_K needs 3 of 4 components for 90 % of its energy, which has" in said
-    said = lead({ALL_HEADS: [5, 9, 16]}, {})
-    assert so not in said and "That holds here" in said and "W_K has rank 9 of 16" in said
-    assert "by construction" not in lead({}, {})
+def test_low_rank_by_construction(claims):
+    """At most half of the channels."""
+    here, verdicts = claims({ALL_HEADS: [5, 8, 16], W: [3, 4, 8]}, {})
+    assert here[1] == "3 of 4 components (rank 4 of 8 by construction)"
+    assert verdicts[1:3] == ["contradicted", "by construction"]
+    assert claims({ALL_HEADS: [5, 9, 16]}, {})[1][2] == "holds"
 
 
-def test_what_stands_beside_gpt2_and_what_there_is_no_other_text_for(lead, measured):
-    """Heads as wide as GPT-2's have its figures beside them; before RoPE, as it has none."""
-    line = "; GPT-2, SVD of all heads (thin keys) at 10.7, 16, 21.3, 32, 42.7: "
-    line += "2.303, 1.257, 1.104, 1.020, 1.013."
+def test_gpt2_beside_heads_of_its_width_and_no_other_text(measured):
+    """Before RoPE, as GPT-2 has none."""
+    line = "; GPT-2, SVD of all heads (thin keys): 2.303 at 10.7, 1.257 at 16, 1.104 at 21.3, "
+    line += "1.020 at 32, 1.013 at 42.7."
     wide = Results("m", REQUEST, dataclasses.replace(measured, key_dim=64))
     assert report._perplexity(wide, BEFORE).alternative.endswith(line)
     for of, where in ((wide, AFTER), (Results("m", REQUEST, measured), BEFORE)):
         assert "GPT-2" not in report._perplexity(of, where).alternative
     nats = {of: x for of, x in measured.nats.items() if of is None or of[0][0] != FIXED}
     found = Results("m", REQUEST, dataclasses.replace(measured, nats=nats, later=False))
-    said = "There was no other text, or too little, to find a fixed one on; one that knows the "
-    context = found.times((subspace_methods.CONTEXT, BEFORE), found.half)
-    assert f"{said}context costs {100 * (context.times - 1):+.1f} %" in report._lead(found)
-    assert report._later(found).text.read.endswith("The fixed one has seen the other texts only.")
-    assert said not in lead({}, {})
+    assert tables.tables(found)[0].rows[3][2:] == ["no text for a fixed subspace", "not measured"]
 
 
 @pytest.mark.slow
@@ -579,16 +551,15 @@ def test_one_short_text_and_one_head_of_keys():
     request = Request(dict(one=SHORT["one"]), (16,))
     found = report.section(_model(*MECHANISMS["mqa"]), request)
     json.dumps(found.data, allow_nan=False)
-    assert "no other text, or too little, to find" in found.lead
-    assert "one for each" not in found.lead
+    assert found.tables[0].rows[3][3] == "not measured"
     names = {row["way"] for row in found.data["ways"]}
     assert names == {
         subspace_methods.WEIGHTS,
         subspace_methods.CONTEXT,
         subspace_methods.FIRST_HALF,
     }
-    assert "fixed" not in [row[1] for row in found.tables[3].rows]
-    assert "an SVD of each head, not the paper's one" in found.lead
+    assert "fixed" not in [row[1] for row in found.tables[4].rows]
+    assert subspace_methods.JOINT not in found.lead
 
 
 @pytest.mark.slow
@@ -599,7 +570,7 @@ def test_models_without_rope_that_see_all_tokens():
     json.dumps(found.data, allow_nan=False)
     ways = {(row["way"], row["where"]) for row in found.data["ways"]}
     assert {where for _, where in ways} == {subspace_methods.ANYWHERE}
-    assert len(ways) == 6 and len(found.figures) == 4 and "After RoPE" not in found.lead
+    assert len(ways) == 6 and len(found.figures) == 4 and "after RoPE" not in found.lead
 
 
 def test_bad_input(model):

@@ -12,7 +12,8 @@ from kvjax.analysis.measures.subspace_methods import Method
 from kvjax.analysis.reports.compression.measurements import CompressionMeasurements
 from kvjax.analysis.request import Request
 
-_SURE = 1.96  # standard errors to either side: 95 %
+_SURE = 1.96  # standard errors of a 95 % interval
+SMALL = 0.05  # relative increase of perplexity that counts as little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +29,15 @@ class Times:
     high: float
 
     def is_over(self, more: float) -> bool | None:
-        """Whether it is more than so much above 1; None where that cannot be told."""
+        """True above 1 + more, False below; None if the interval contains the limit."""
         line = 1 + more
         return None if self.low <= line < self.high else self.low > line
+
+    @property
+    def percent(self) -> str:
+        """The relative change with its 95 % interval: "+1.9 % (+1.2 to +2.6)"."""
+        more, low, high = (100 * (x - 1) for x in (self.times, self.low, self.high))
+        return f"{more:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +116,19 @@ class Results:
         error = more_BT.std() / math.sqrt(more_BT.size)
         middle = more_BT.mean()
         return Times(*map(math.exp, (middle, middle - _SURE * error, middle + _SURE * error)))
+
+    def perplexities_at_half(self) -> str:
+        """Returns the change of perplexity by every method at half of the channels."""
+        costs = [
+            f"{name}, {where}: {self.times((name, where), self.half).percent}"
+            for name, where in self.ways()
+            if self.times((name, where), self.half)
+        ]
+        return f"Perplexity changes by: {'; '.join(costs)}." if costs else ""
+
+    def is_flat(self, matrix: str) -> bool:
+        """Returns True if 90 % of the energy takes more than half of the possible components."""
+        return self.spectrum(matrix).median > self.possible(matrix) / 2
 
     def perplexity(self, name: tuple[Method, float] | None) -> tuple[float, dict[str, float]]:
         """The perplexity on all texts together, and on each by its name."""

@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.analysis.measures import subspace_methods
 from kvjax.analysis.measures.spread import Spread
+from kvjax.analysis.measures.subspace_methods import CONTEXT
 from kvjax.analysis.page.section import Column, Table, Text
 from kvjax.analysis.reports.compression import measurements
-from kvjax.analysis.reports.compression.results import Results
+from kvjax.analysis.reports.compression.results import SMALL, Results
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
 
 # Thin keys, table 5: truncated SVD of GPT-2's W_K, all heads together: rank of 768, perplexity.
@@ -32,7 +34,61 @@ _OF = {
 
 def tables(found: Results) -> list[Table]:
     """All of the report's."""
-    return [_spectra(found), _ways(found), _by_text(found), _drift(found)]
+    return [_claims(found), _spectra(found), _ways(found), _by_text(found), _drift(found)]
+
+
+def _claims(found: Results) -> Table:
+    weights, fixed = found.at_weights, (subspace_methods.CALIBRATED, found.at_weights)
+    joint = (subspace_methods.JOINT, weights)
+    svd = joint if joint in found.measured.errors else (subspace_methods.WEIGHTS, weights)
+    of_svd = measurements.SPECTRUM_JOINT if svd == joint else measurements.SPECTRUM_WEIGHTS
+    cost, known = found.times(svd, found.half), found.times((CONTEXT, weights), found.half)
+    if 2 * found.possible(of_svd) <= found.channels(of_svd):
+        thin = "by construction"
+    else:
+        thin = _verdict(cost.is_over(SMALL), over="contradicted", under="holds")
+    of_fixed, contrast = found.times(fixed, found.half), "no text for a fixed subspace"
+    verdict = "not measured"
+    if of_fixed is not None:
+        more = found.times(fixed, found.half, over=(CONTEXT, weights))
+        contrast = f"fixed {of_fixed.percent}, of the context {known.percent}, ratio {more.percent}"
+        verdict = _verdict(more.is_over(SMALL), over="holds", under="contradicted")
+    m, w = measurements.SPECTRUM_INTERACTION, measurements.SPECTRUM_WEIGHTS
+    rows = [
+        [f"{m} is flat", "logit spectra, section 5", _needs(found, m), _holds(found.is_flat(m))],
+        [f"{w} has low rank", "LRKV, section 4", _needs(found, w), _holds(not found.is_flat(w))],
+        ["an SVD of W_K at half rank costs little", "thin keys, table 5", cost.percent, thin],
+        ["a fixed subspace costs more than the context's", _OF[m], contrast, verdict],
+    ]
+    return Table(
+        "The papers' claims on this model",
+        [Column("claim"), Column("source"), Column("here"), Column("verdict")],
+        rows,
+        Text(
+            "Components for 90 % of the energy, and changes of perplexity with 95 % intervals, "
+            f"with {found.measured.ranks[found.half]} of {found.measured.key_dim} channels kept.",
+            f"Little is at most {100 * SMALL:g} % of perplexity; a flat spectrum needs more than "
+            "half of its possible components; undecided: the interval contains the limit. The "
+            "papers speak of different matrices: M and W_K bound any input, keys and E describe "
+            "these texts. A flat M does not rule out a fixed subspace that text keeps to.",
+            "Thin keys: half the rank of W_K, one SVD of all heads, costs GPT-2 2 %.",
+        ),
+    )
+
+
+def _holds(holds: bool) -> str:
+    return "holds" if holds else "contradicted"
+
+
+def _verdict(is_over: bool | None, *, over: str, under: str) -> str:
+    return "undecided" if is_over is None else over if is_over else under
+
+
+def _needs(found: Results, matrix: str) -> str:
+    """Returns components for 90 % of the energy, of the rank and channels of a matrix."""
+    possible, channels = found.possible(matrix), found.channels(matrix)
+    rank = "" if possible == channels else f" (rank {possible} of {channels} by construction)"
+    return f"{found.spectrum(matrix).median:g} of {possible} components{rank}"
 
 
 def middle_half(of: Spread, form: str = ".3g") -> str:
@@ -58,11 +114,11 @@ def _spectra(found: Results) -> Table:
             rows.append([f"{model} (the paper)", name, _OF[name], dim, dim, published[1]])
             rows[-1] += [None, share]
     return Table(
-        "Components for 90 % of the energy, of what each paper speaks of",
+        "Components for 90 % of the energy of each paper's matrix",
         [
             Column("model"),
             Column("matrix"),
-            Column("spoken of in"),
+            Column("paper"),
             Column("channels", "d"),
             Column("possible", "d"),
             Column("components", ".4g"),
@@ -71,13 +127,12 @@ def _spectra(found: Results) -> Table:
         ],
         rows,
         Text(
-            "How many singular components hold 90 % of the squared singular values of each matrix: "
-            f"medians over heads, and over texts ({found.measured.length:,} tokens) where there "
-            "are any. 'Possible' is the rank of weights that are products of factors: fewer than "
-            "channels by construction.",
-            "Few components of many that are possible: a narrow cache could hold it. Keys are "
-            "before RoPE; their mean is one direction with much energy and costs a cache nothing. "
-            "E is after RoPE, over all keys.",
+            "Singular components that hold 90 % of the squared singular values: medians over "
+            f"heads, and over texts ({found.measured.length:,} tokens). 'Possible' is the rank of "
+            "weights that are products of factors.",
+            "Few of many possible components: a narrow cache could hold the matrix. Keys are "
+            "before RoPE; their mean is one direction of much energy that costs a cache nothing. E "
+            "is after RoPE, over all keys.",
             f"LRKV speaks of {measurements.SPECTRUM_WEIGHTS}, thin keys cuts "
             f"{measurements.SPECTRUM_JOINT}, and logit spectra compares "
             f"{measurements.SPECTRUM_INTERACTION} with {measurements.SPECTRUM_LOGITS}, "
@@ -107,7 +162,7 @@ def _ways(found: Results) -> Table:
         share = 100 * r / PUBLISHED_CHANNELS
         rows.append([name, "no RoPE", of_head, share, None, None, None, None, times, None])
     return Table(
-        "What cutting keys at rank r costs, by way",
+        "Cost of cutting keys at rank r, by method",
         [
             Column("subspace"),
             Column("cut"),
@@ -122,15 +177,18 @@ def _ways(found: Results) -> Table:
         ],
         rows,
         Text(
-            f"Errors of logits (centred over the keys that a query sees) and of outputs, medians "
-            f"over {found.num_heads:,} heads and {len(found.measured.texts_B)} rows, and "
-            f"perplexity with the keys of all layers cut so: of {found.num_queries} queries, "
-            "evenly, and of all tokens in the second half of rows of "
-            f"{found.measured.length:,} tokens. The last column takes tokens as independent. The "
-            "whole model runs with what is cut after RoPE, or by its first half, at a quarter and "
-            "half of the channels only.",
-            f"{_how_found(found)} 'Mean kept' is the SVD with the keys' mean left whole, as the "
-            "ways from text have it: a control.",
+            "Errors of logits (centred over the visible keys) and of outputs, medians over "
+            f"{found.num_heads:,} heads, {len(found.measured.texts_B)} rows and "
+            f"{found.num_queries} queries each; and perplexity with the keys of all layers cut, on "
+            f"the second halves of rows of {found.measured.length:,} tokens. Intervals treat "
+            "tokens as independent. After RoPE and by the first half, the whole model runs only at "
+            "a quarter and a half of the channels.",
+            f"r of {found.measured.key_dim} channels are kept per KV head. Fixed subspaces come "
+            "later rows of all texts, or from the other texts alone; if texts are too short, "
+            "always from the other texts. 'Of this context' uses the whole row; 'of its first "
+            "does not, and needs at least 2r tokens. 'Mean kept' is a control: the SVD with the "
+            f"keys' mean kept. Methods from text have the {LEAST}, before RoPE with queries "
+            "independent of keys: another subspace may be slightly better over visible keys.",
             "Thin keys, table 5: GPT-2, WikiText-2, keys only; 2.0 % at half rank. GPT-2 has no "
             "RoPE, and 12 heads that share one SVD: r is the mean over them.",
         ),
@@ -138,24 +196,6 @@ def _ways(found: Results) -> Table:
 
 
 LEAST = "least squared error over all pairs of queries and keys, by second moments"
-
-
-def _how_found(found: Results) -> str:
-    fixed = (
-        "Fixed subspaces are found on rows of all texts from after what is measured, or of the "
-        "other texts alone"
-        if found.measured.later
-        else "Texts are too short for rows that are not measured: fixed subspaces for a text are "
-        "those of the other texts, and there are none of a single text"
-    )
-    return (
-        f"r of {found.measured.key_dim} channels are kept of each KV head. {fixed}; those 'of this "
-        "context' know the whole row, also tokens that a query does not see; those 'of its first "
-        "half' do not, and are left out where it has fewer than 2r tokens. Ways from text have "
-        f"the {LEAST}, of the rows that they are found on. Errors are shown over the keys that "
-        "queries of the second half see, and before RoPE queries are taken as independent of keys "
-        "and what all keys of a row share is not left out: another subspace may do a little better."
-    )
 
 
 def _by_text(found: Results) -> Table:
@@ -172,10 +212,10 @@ def _by_text(found: Results) -> Table:
         + [Column(name, ".2f") for name in found.texts],
         rows,
         Text(
-            f"Perplexity on the second halves of rows of {found.measured.length:,} tokens, all "
-            "together and of each text.",
-            "Texts differ in how hard they are; what a cut costs is seen against the first row.",
-            "Thin keys, table 5, has 24.91 of GPT-2 on WikiText-2 as it is.",
+            f"Perplexity on the second halves of rows of {found.measured.length:,} tokens, over "
+            "all texts and per text.",
+            "Compare with the first row: texts differ in difficulty.",
+            "Thin keys, table 5: the unmodified GPT-2 has 24.91 on WikiText-2.",
         ),
     )
 
@@ -209,14 +249,12 @@ def _drift(found: Results) -> Table:
         ],
         rows,
         Text(
-            f"At rank {of.drift_rank} of {of.key_dim}: the mean squared cosine between the "
-            "subspace of the first tokens and that of all, and the error that it makes of logits "
-            f"in the second half of {of.drift_length:,} tokens; and the same of as many tokens "
-            "spread evenly over the text.",
-            f"Overlap 1 is the same subspace, {of.drift_rank / of.key_dim:.2f} what two random "
-            "ones have. What spread tokens lack too is sampling, as of a text that does not "
-            "change; the gap between the two is the drift (the median of gaps of heads). After "
-            "RoPE positions that are not yet reached are part of it. 'Fixed' is found on text that "
+            f"At rank {of.drift_rank} of {of.key_dim}: mean squared cosine between the subspaces "
+            "of the first and of all tokens, and its logit error in the second half of "
+            f"{of.drift_length:,} tokens; and of equally many tokens spread over the text.",
+            f"Overlap 1: the same subspace; {of.drift_rank / of.key_dim:.2f}: two random ones. The "
+            "loss of spread tokens is sampling; the gap between the two is drift (median over "
+            "heads), after RoPE including positions not yet reached. 'Fixed' comes from text that "
             "is not measured.",
             "Logit spectra, section 5: 'a projection that shifts as the context grows'; it does "
             "not measure that.",
