@@ -1,12 +1,12 @@
-"""What attention looks like inside a trained model, as one page with figures and tables.
+"""Analyses attention in a trained model, as one page of figures and tables.
 
     python -m kvjax.analysis --workdir=runs/lrkv_tiny
     python -m kvjax.analysis --workdir=runs/lrkv --beside=runs/mha
     python -m kvjax.analysis --model=~/models/SmolLM2-135M --reports=logits --lengths=64,256
 
-A model is a workdir, a folder of Hugging Face's or a GGUF file. OUT/report.html is read in any
-browser and asks for nothing outside itself; OUT/report.json has every number. They are written when
-all reports are done, and replace those of an earlier call.
+A model is a workdir, a Hugging Face folder or a GGUF file. OUT/report.html is self-contained and
+opens in any browser; OUT/report.json has every number. Both are written after all reports are done,
+and replace earlier ones.
 """
 
 import argparse
@@ -45,11 +45,11 @@ from kvjax.workdir import trained
 LENGTHS = (64, 256, 1024)
 HTML, JSON = "report.html", "report.json"
 _SHORTEST = 2
-_MOST_MAPS = 16  # side by side in a figure
+_MOST_MAPS = 16  # in one figure
 _LEAD = (
-    "What four papers on small KV caches measure, measured on this model: LRKV (arXiv 2601.11471), "
-    "projection sharing (2606.04032), thin keys (2603.04427) and logit spectra (2604.04384). Where "
-    "their own numbers compare, they stand beside."
+    "Measurements of four papers on small KV caches, on this model: LRKV (arXiv 2601.11471), "
+    "projection sharing (2606.04032), thin keys (2603.04427) and logit spectra (2604.04384). "
+    "Comparable numbers of the papers are shown beside."
 )
 
 
@@ -57,26 +57,24 @@ def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
     parser.add_output()
     add = parser.add_argument
-    add("--workdir", default="", help="a run's folder; its latest checkpoint is read")
-    add("--model", default="", help="instead: a folder of a published model, or a .gguf file")
+    add("--workdir", default="", help="workdir of a run; its latest checkpoint is read")
+    add("--model", default="", help="instead: folder of a published model, or a .gguf file")
     add("--beside", default="", help="another workdir or model to compare with")
     names = ", ".join(reports.available())
-    add("--reports", default="", help=f"some of {names} (all that the model has something for)")
-    text = "NAME=FILE,...; embedded: parts of two books that no run trains on (embedded)"
+    add("--reports", default="", help=f"some of {names} (all that apply to the model)")
+    text = "NAME=FILE,...; embedded: held-out parts of two books (embedded)"
     add("--texts", default=texts.EMBEDDED, help=text)
-    add("--text_key", default="text", help="of texts in JSON lines and Parquet, the key (text)")
-    text = (
-        f"tokens that texts are read in ({','.join(map(str, LENGTHS))}, as far as the model goes)"
-    )
+    add("--text_key", default="text", help="key of texts in JSON lines and Parquet (text)")
+    text = f"tokens per window ({','.join(map(str, LENGTHS))}, up to the model's context)"
     add("--lengths", default="", help=text)
-    text = "heads whose attention is shown as maps, LAYER.HEAD,... (those that stand out)"
+    text = "heads to show as attention maps, LAYER.HEAD,... (the most distinctive ones)"
     add("--heads", default="", help=text)
-    add("--out", default="", help="the folder to write (runs/analysis/NAME)")
+    add("--out", default="", help="folder to write (runs/analysis/NAME)")
     return parser
 
 
 def main(arguments: list[str]) -> None:
-    """Analyses; see the module's docstring."""
+    """Analyses a model; see the module's docstring."""
     options = _parser().parse(arguments)
     with command_line.naming_options(options):
         _run(options, Output(options))
@@ -90,15 +88,16 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     lengths = _lengths(options.lengths)
     heads = _heads(options.heads)
     if heads and "behaviour" not in names:
-        raise UserError(f"--heads={options.heads}: is of the report behaviour: add it to --reports")
+        raise UserError(f"--heads={options.heads}: only with the report behaviour in --reports")
     sources = texts.sources(options.texts, options.text_key)
     if options.out:
         target_lib.check(options.out, (HTML, JSON))
     runtime.start()
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its caches
-    model = _opened(
-        *(("--model", options.model) if options.model else ("--workdir", options.workdir))
-    )
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # hides notes on its caches
+    if options.model:
+        model = _opened("--model", options.model)
+    else:
+        model = _opened("--workdir", options.workdir)
     beside = _opened("--beside", options.beside) if options.beside else None
     _check_heads(model, heads)
     lengths = lengths or _default_lengths(model)
@@ -118,7 +117,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         sections, seconds = _sections(modules, model, request)
         about = _about(options, model, request, seconds)
         sizes = _write(target, model, sections, about)
-    for name, value in seconds.items():  # a pipe that is shut, or a full disk, costs no report
+    for name, value in seconds.items():  # after writing: a closed pipe loses no report
         out.say(f"{name}: {value:.1f} s")
     shown = target if in_bucket(target) else os.path.relpath(target)
     out.say(f"\nwritten: {shown}/{HTML}, {sizes[HTML] / 1e6:.2f} MB, and {JSON}", wrap=False)
@@ -126,32 +125,32 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     out.result(found | dict(bytes=sizes, seconds=seconds))
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- input -----------------------------------------------------------------------------------------
 
 
 def _names(option: str) -> tuple[str, ...]:
-    """The reports of the option, in the order of the page."""
+    """Returns the reports of the option, in the order of the page."""
     known = reports.available()
     asked = lists.names("--reports", option, known) if option else known
     return tuple(name for name in known if name in asked)
 
 
 def _lengths(option: str) -> tuple[int, ...]:
-    """Ascending, each once; none where the option is not given."""
+    """Returns ascending distinct lengths; () without the option."""
     if not option:
         return ()
     return tuple(sorted(set(lists.integers("--lengths", option, _SHORTEST))))
 
 
 def _heads(option: str) -> tuple[tuple[int, int], ...]:
-    """(layer, head) of each, once; none where the option is not given."""
+    """Returns distinct (layer, head) pairs; () without the option."""
     found = []
     for item in option.split(",") if option else ():
         matched = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", item)
         if matched is None:
             raise UserError(
-                f"--heads={option}: {item!r} is no head: give LAYER.HEAD, as 3.1 for head 1 of "
-                "layer 3, several with commas between"
+                f"--heads={option}: {item!r} is not a head: give LAYER.HEAD, such as 3.1 for head "
+                "1 of layer 3, separated by commas"
             )
         found.append((int(matched[1]), int(matched[2])))
     if len(found) > _MOST_MAPS:
@@ -168,7 +167,7 @@ def _check_heads(model: LazyModel, heads: tuple[tuple[int, int], ...]) -> None:
             there = f"heads of layer {layer} are 0 to {mechanisms[layer].query_heads - 1}"
             if head < mechanisms[layer].query_heads:
                 continue
-        raise UserError(f"--heads: {layer}.{head} is not there: {there}")
+        raise UserError(f"--heads: {layer}.{head} does not exist: {there}")
 
 
 def _default_lengths(model: LazyModel) -> tuple[int, ...]:
@@ -179,8 +178,8 @@ def _check_length(model: LazyModel, longest: int) -> None:
     try:
         model.transformer.check_length(longest)
     except UserError as error:
-        said = str(error).replace("config.data.sequence_length", "--lengths")
-        raise UserError(f"{said} in {model.name}") from error
+        message = str(error).replace("config.data.sequence_length", "--lengths")
+        raise UserError(f"{message} in {model.name}") from error
 
 
 def _file_name(name: str) -> str:
@@ -188,23 +187,25 @@ def _file_name(name: str) -> str:
 
 
 def _opened(option: str, source: str) -> LazyModel:
-    """The model of an option; what is wrong with it names the option."""
+    """Opens an option's model; errors name the option."""
     try:
         if option == "--workdir":
             return model_lib.TrainedModel(runtime.workdir(source))
         return model_lib.open(source)
     except UserError as error:
-        said = str(error).replace("--source", option)
-        raise UserError(said if option in said else f"{option}={source}: {said}") from error
+        message = str(error).replace("--source", option)
+        if option not in message:
+            message = f"{option}={source}: {message}"
+        raise UserError(message) from error
 
 
 def _modules(
     names: tuple[str, ...], model: LazyModel, request: Request, *, asked: bool
 ) -> dict[str, types.ModuleType]:
-    """The reports that the model has something for.
+    """Returns the reports that apply to the model.
 
     Args:
-      asked: whether they were asked for by name: then all must be possible.
+      asked: True if the user listed them; then each must apply.
     """
     found = {}
     for name in names:
@@ -218,12 +219,12 @@ def _modules(
             continue
         found[name] = module
     if not found:
-        raise UserError(f"{model.name} has nothing for any of the reports {', '.join(names)}")
+        raise UserError(f"none of the reports {', '.join(names)} applies to {model.name}")
     return found
 
 
 def _snapshots(options: argparse.Namespace, model: LazyModel) -> list[tuple[int, LazyModel]]:
-    """What a run kept of its steps, of a workdir that has such."""
+    """Returns the snapshots of a workdir's run, if it kept any."""
     if not isinstance(model, model_lib.TrainedModel):
         return []
     found = trained.snapshots(runtime.path("--model", options.workdir or options.model))
@@ -231,7 +232,7 @@ def _snapshots(options: argparse.Namespace, model: LazyModel) -> list[tuple[int,
 
 
 def _read(model: LazyModel, request: Request) -> Iterator[tuple[str, LazyModel]]:
-    """All models that reports read, and what to call each."""
+    """Yields all models that reports read, with a description of each."""
     yield model.name, model
     if request.beside is not None:
         yield f"{request.beside.name} (--beside)", request.beside
@@ -240,7 +241,7 @@ def _read(model: LazyModel, request: Request) -> Iterator[tuple[str, LazyModel]]
 
 
 def _check_weights(named: str, model: LazyModel) -> None:
-    """Raises a UserError that names the layer whose weights are not finite or cannot be read."""
+    """Raises a UserError that names the layer whose weights are not finite or unreadable."""
     with progress.waiting(f"checking the weights of {named}"):
         paths = list(model.parameters())
         for path in paths:
@@ -263,7 +264,7 @@ def _check_weight(where: str, model: LazyModel, path: Path, layer: int | None = 
 def _sections(
     modules: Mapping[str, types.ModuleType], model: LazyModel, request: Request
 ) -> tuple[dict[str, Section], dict[str, float]]:
-    """What each report says, and its seconds."""
+    """Returns each report's section, and its seconds."""
     sections, seconds = {}, {}
     for name, module in modules.items():
         begun = time.monotonic()
@@ -273,13 +274,13 @@ def _sections(
     return sections, seconds
 
 
-# -- what is written -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def _about(
     options: argparse.Namespace, model: LazyModel, request: Request, seconds: Mapping[str, float]
 ) -> dict[str, str | Mapping]:
-    """How the report was made."""
+    """Returns the facts about the report's making."""
     made = provenance.provenance("matplotlib", "scipy")
     name = model.name
     if isinstance(model, model_lib.TrainedModel):
@@ -305,30 +306,30 @@ def _about(
 
 
 def _attention(model: LazyModel) -> Mapping | str:
-    """Its mechanism, as config.attention says it."""
+    """Returns the mechanism as in config.attention."""
     try:
         found = model_lib.attention_section(model.transformer)
         return {key: value for key, value in found.items() if value not in (False, "none", ())}
-    except UserError:  # no config describes such layers
+    except UserError:  # no config can express these layers
         return f"layers of several kinds: {words.mechanism_names(model.transformer.mechanisms)}"
 
 
 def _write(
     target: epath.Path, model: LazyModel, sections: Mapping[str, Section], about: Mapping
 ) -> dict[str, int]:
-    """Writes both files; bytes of each.
+    """Writes both files; returns the bytes of each.
 
     Raises:
       UserError: they cannot be written.
     """
     html = document.page(f"Attention in {model.name}", _LEAD, list(sections.values()), about)
-    said = {
+    contents = {
         name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
     }
-    text = json.dumps(json_text.plain(dict(about=about, reports=said))) + "\n"
-    found = {HTML: html.encode(), JSON: text.encode()}
-    target_lib.write(target, found)
-    return {name: len(content) for name, content in found.items()}
+    text = json.dumps(json_text.plain(dict(about=about, reports=contents))) + "\n"
+    files = {HTML: html.encode(), JSON: text.encode()}
+    target_lib.write(target, files)
+    return {name: len(content) for name, content in files.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a report is asked: on which texts, at which lengths, and beside what."""
+"""The input shared by all reports: texts, lengths, and a model to compare with."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -14,15 +14,15 @@ PAPER_LENGTH = 256  # of logit spectra (arXiv 2604.04384)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What all reports share; each takes of it what it needs.
+    """Input of the reports; each uses what it needs.
 
     Attributes:
-      texts: by name the [T] int32 tokens of each, without what opens a text; each is as long as
-        the longest length at least.
+      texts: [T] int32 tokens by name, without a BOS token; each at least as long as the longest
+        length.
       lengths: tokens of the windows that texts are read in, ascending.
-      beside: another model to compare with, one with the same shape and full heads, say.
-      snapshots: a run's (step, model), ascending; there may be none.
-      heads: (layer, head) of those whose maps are shown; none: those that stand out.
+      beside: another model to compare with, such as one of the same shape with full heads.
+      snapshots: a run's (step, model) pairs, ascending; may be empty.
+      heads: (layer, head) pairs whose maps are shown; empty: the most distinctive ones.
     """
 
     texts: Mapping[str, np.ndarray]
@@ -34,7 +34,7 @@ class Request:
 
 
 def check_texts(model: LazyModel, texts: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
-    """Raises a UserError for texts that are too short, and lengths that a model does not take."""
+    """Raises a UserError for texts that are too short, and lengths that the model refuses."""
     if min(lengths) < 2:
         raise UserError(f"lengths = {min(lengths)}: must be at least 2 tokens")
     for name, tokens_T in texts.items():
@@ -51,5 +51,5 @@ def check_texts(model: LazyModel, texts: Mapping[str, np.ndarray], lengths: Sequ
 
 
 def reference_length(lengths: Sequence[int]) -> int:
-    """The paper's length, or that nearest to it."""
+    """Returns the length nearest to the paper's."""
     return min(lengths, key=lambda length: abs(math.log(length / PAPER_LENGTH)))

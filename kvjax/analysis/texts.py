@@ -1,4 +1,4 @@
-"""Named texts as tokens of a model: the embedded books, or files."""
+"""Named texts as a model's tokens: the embedded books, or files."""
 
 from collections.abc import Iterator, Mapping
 import os
@@ -18,22 +18,22 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 
 EMBEDDED = "embedded"
-MOST_TOKENS = 1 << 18  # of a text: what comes behind them is not read
+MOST_TOKENS = 1 << 18  # read of each text
 _BOOKS = dict(zip(("Shakespeare", "King James Bible"), source_kinds.BOOKS, strict=True))
 _RECORDS = tuple(end for end in (*formats.LINES, formats.PARQUET) if end not in formats.NAMED_ONLY)
 _GIVE = "give NAME=FILE, several with commas between, or 'embedded'"
 
 
 def sources(option: str, text_key: str = "text") -> dict[str, Source]:
-    """Returns the texts of an option, by name; their files are there.
+    """Returns an option's texts by name.
 
     Args:
-      option: `NAME=FILE,...`, of text, JSON lines or Parquet; `embedded` stands for the held-out
-        parts of both books, which no run has trained on.
+      option: `NAME=FILE,...`, of text, JSON lines or Parquet; `embedded` means the held-out parts
+        of both books, which no run trains on.
       text_key: of JSON lines and Parquet, see config.data.
 
     Raises:
-      UserError: an item that is neither, a name given twice, or a file that is not there.
+      UserError: an item of another form, a repeated name, or a missing file.
     """
     found: dict[str, Source] = {}
     for item in option.split(","):
@@ -58,26 +58,21 @@ def sources(option: str, text_key: str = "text") -> dict[str, Source]:
 
 def _file(name: str, file: str, text_key: str) -> Source:
     path = runtime.path("--texts", file)
-    wrong = {
-        "a folder": path.is_dir(),
-        "not there": not path.exists(),
-    }
-    for what, is_so in wrong.items():
-        if is_so:
-            raise UserError(f"--texts={name}={file}: is {what}: give a file of text")
+    if not path.is_file() and not os.fspath(path).startswith("/dev/fd/"):
+        raise UserError(f"--texts={name}={file}: no such file: give a file of text")
     if formats.suffix(path.name, _RECORDS):
         return source_kinds.open_source(os.fspath(path), text_key, "--texts")
     return source_kinds.TextFile(path)
 
 
 def tokens(sources: Mapping[str, Source], model: LazyModel, longest: int) -> dict[str, np.ndarray]:
-    """The [T] int32 tokens of each text, without what opens one; no weights are read.
+    """Returns the [T] int32 tokens of each text, without a BOS token; reads no weights.
 
     Args:
-      longest: tokens that each must have.
+      longest: minimum number of tokens.
 
     Raises:
-      UserError: a text that is no UTF-8 or cannot be read, or has fewer tokens.
+      UserError: a text that is not UTF-8, cannot be read, or is too short.
     """
     tokenizer = tokenizer_lib.from_json(model.tokenizer_json, f"the tokenizer of {model.name}")
     found = {}
@@ -105,7 +100,7 @@ def _pieces(source: Source) -> Iterator[readers.Piece]:
 def _encoded(
     pieces: Iterator[readers.Piece], tokenizer: tokenizer_lib.Tokenizer, most: int
 ) -> np.ndarray:
-    """The first tokens of documents one behind the other."""
+    """Returns the first tokens of the concatenated documents."""
     parts, count = [np.zeros(0, np.int32)], 0
     for piece in pieces:
         parts.append(np.array(tokenizer.encode(piece.text), np.int32))

@@ -1,4 +1,4 @@
-"""What reports say alike: a model's mechanisms, the names of layers, and a curve in words."""
+"""Text shared by reports: mechanisms, layer names, curves in words."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,12 +11,12 @@ _LISTED = 8  # points of a curve that are listed one by one
 
 
 def mechanism_names(configs: Sequence[MechanismConfig]) -> str:
-    """The mechanisms of a model's layers, each once."""
+    """Returns the distinct mechanisms of a model's layers."""
     return "; ".join(dict.fromkeys(config.title for config in configs))
 
 
 def stages(num_layers: int) -> dict[str, int]:
-    """The first, the middle and the last layer by name, as the paper's early, middle and late."""
+    """Returns the first, middle and last layer by name (early, middle, late in LRKV)."""
     named = {"early": 0, "middle": num_layers // 2, "late": num_layers - 1}
     kept = {index: name for name, index in reversed(named.items())}
     return {f"{kept[index]}, layer {index}": index for index in sorted(kept)}

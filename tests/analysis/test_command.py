@@ -190,7 +190,7 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
     assert status == 2 and err == "kvjax: --reports=second: small has one head\n"
     made.modules["first"].check = check
     status, _, err = run(f"--workdir={workdir}", *PLAIN)
-    assert status == 2 and err.endswith("small has nothing for any of the reports first, second\n")
+    assert status == 2 and err.endswith("none of the reports first, second applies to small\n")
 
 
 def test_what_is_refused_before_any_work(run, workdir, made, tmp_path):
@@ -206,10 +206,10 @@ def test_what_is_refused_before_any_work(run, workdir, made, tmp_path):
         ("--model=x",): "--workdir and --model: both are given",
         ("--reports=frist",): "'frist' is none of first, second; did you mean 'first'?",
         ("--reports=first,",): "'' is none of first, second",
-        ("--heads=3",): "--heads=3: '3' is no head: give LAYER.HEAD, as 3.1",
+        ("--heads=3",): "--heads=3: '3' is not a head: give LAYER.HEAD, such as 3.1",
         ("--heads=1.1,-1.2",): "'-1.2' is no head: give LAYER.HEAD",
         ("--heads=" + ",".join(["1.1"] * 17),): "--heads: 17 heads: must be at most 16",
-        ("--heads=1.1",): "--heads=1.1: is of the report behaviour: add it to --reports",
+        ("--heads=1.1",): "--heads=1.1: only with the report behaviour in to --reports",
         ("--lengths=1",): "--lengths '1': must be integers of 2 or more",
         ("--lengths=x",): "--lengths 'x': must be integers of 2 or more",
         ("--lengths=2000000",): "--lengths = 2000000: rope positions reach 1048576 tokens in small",
@@ -225,10 +225,10 @@ def test_what_is_refused_before_any_work(run, workdir, made, tmp_path):
         "byte 3. Convert it",
         ("--texts=a=rows.jsonl",): "'a': {here}/rows.jsonl, line 1 has no key 'text'; it has "
         "['words']. Set --text_key to the key with the text.\n",
-        ("--texts=a=missing.txt",): "--texts=a=missing.txt: is not there: give a file of text",
+        ("--texts=a=missing.txt",): "--texts=a=missing.txt: no such file: give a file of text",
         ("--texts=a=/dev/null",): "--texts = '/dev/null': must be a file or folder",
-        ("--texts=a=folder",): "--texts=a=folder: is a folder: give a file of text",
-        ("--texts=a=" + "x" * 300,): "x: is not there: give a file of text",
+        ("--texts=a=folder",): "--texts=a=folder: no such file: give a file of text",
+        ("--texts=a=" + "x" * 300,): "x: no such file: give a file of text",
         ("--texts=short.txt",): "'short.txt' is no text: give NAME=FILE",
         ("--texts==short.txt",): "'=short.txt' is no text: give NAME=FILE",
         ("--texts=a\x01=short.txt",): "'a\\x01' cannot be printed",
@@ -253,9 +253,9 @@ def test_heads_that_a_model_does_not_have():
     """Layers and heads are counted from 0."""
     model = workdirs.Made(workdirs.config("nanochat", workdirs.grouped(4, 1, 3)))
     command._check_heads(model, ((0, 0), (2, 3)))
-    with pytest.raises(UserError, match="--heads: 3.0 is not there: layers of made are 0 to 2"):
+    with pytest.raises(UserError, match="--heads: 3.0 does not exist: layers of made are 0 to 2"):
         command._check_heads(model, ((0, 0), (3, 0)))
-    with pytest.raises(UserError, match="--heads: 1.4 is not there: heads of layer 1 are 0 to 3"):
+    with pytest.raises(UserError, match="--heads: 1.4 does not exist: heads of layer 1 are 0 to 3"):
         command._check_heads(model, ((1, 4),))
     assert command._heads("3.1,0.0,3.1") == ((3, 1), (0, 0)) and command._heads("") == ()
 

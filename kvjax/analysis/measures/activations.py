@@ -27,8 +27,8 @@ _QUERY_CHUNK = 64
 class Mask(NamedTuple):
     """The keys that a query attends to."""
 
-    causal: bool = True  # those up to its own position only
-    window: int = 0  # and of those the last so many, its own the last; 0: all
+    causal: bool = True  # keys up to its own position
+    window: int = 0  # number of latest keys, its own included; 0: all
 
     def visible(self, length: int) -> np.ndarray:
         """Returns [L, L] bool: True if a query (row) attends to a key (column)."""
@@ -38,8 +38,8 @@ class Mask(NamedTuple):
         return seen & ~np.tri(length, k=-self.window, dtype=bool) if self.window else seen
 
 
-# What stands in softmax attention's place: of queries [B, T, N, H], keys [B, T, K, H], values
-# [B, T, K, Hv], the logits' scale and the mask, the [B, T, N, Hv] outputs of the heads.
+# Replacement for softmax attention: queries [B, T, N, H], keys [B, T, K, H], values [B, T, K, Hv],
+# the logits' scale and the mask to head outputs [B, T, N, Hv].
 Attend = Callable[[jax.Array, jax.Array, jax.Array, float, Mask], jax.Array]
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_FEWEST = 4  # tokens that the estimator needs
-_NOTHING = 1e-24  # of the energy: what tokens differ by is rounding
+_FEWEST = 4  # tokens, for the unbiased estimator
+_NOTHING = 1e-24  # share of the energy below which tokens differ only by rounding
 
 
 def linear_cka(features: Sequence[np.ndarray]) -> np.ndarray:

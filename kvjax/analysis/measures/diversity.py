@@ -21,7 +21,7 @@ from kvjax.analysis.measures.heads import Heads
 from kvjax.foundation.errors import UserError
 
 PARTS = ("key", "value")
-_ROUNDING = 1e-12  # of the trace: eigenvalues below it are none
+_ROUNDING = 1e-12  # share of the trace below which eigenvalues are rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def check(num_heads: int) -> None:
     if num_heads < 2:
         raise UserError(
             f"config.attention.num_heads = {num_heads}: diversity compares the heads of a layer "
-            "with each other and needs two at least; ask for the other reports"
+            "and needs at least two; choose other reports"
         )
 
 

@@ -24,8 +24,8 @@ from kvjax.convert.factors import einsum
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-_SAME = 1e-13  # of a head's norm: what differs from the mean by less is rounding
-_ROUNDING = 1e-10  # of the largest singular value: a matrix has no direction below it
+_SAME = 1e-13  # share of a head's norm below which differences from the mean are rounding
+_ROUNDING = 1e-10  # share of the largest singular value below which directions are rounding
 
 
 class BaseAndResiduals(NamedTuple):
@@ -33,7 +33,7 @@ class BaseAndResiduals(NamedTuple):
 
     base_DJH: np.ndarray
     residual_DKH: np.ndarray
-    rank: int  # R that the mechanism has, also in another gauge
+    rank: int  # R of the mechanism, also for canonical residuals of higher rank
 
     @property
     def base_DKH(self) -> np.ndarray:

@@ -23,8 +23,8 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
 
-_TOLERANCE = 1e-9  # relative, of what is said to be linear
-_FEW_CHANNELS = 8  # of a layer's input, where any weights do
+_TOLERANCE = 1e-9  # relative error of a linear map
+_FEW_CHANNELS = 8  # input width for checks on random weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +191,8 @@ def _check_linear(maps: list[np.ndarray], found: list[np.ndarray], x_TD: np.ndar
             raise UserError(f"weights of {name} are not finite, of heads {heads}")
         if np.abs(y_TNH - expected_TNH).max() > _TOLERANCE * np.abs(expected_TNH).max():
             raise UserError(
-                f"{name} are not linear in the layer's input but for norms and RoPE: heads have no "
-                "matrices to compare. So it is of products of two projections (TPA), and with "
-                "qk_norm 'rms_gain' and rope 'shared'"
+                f"{name} are not linear in the layer's input except for norms and RoPE: heads have "
+                "no matrices to compare (as with TPA, or qk_norm 'rms_gain' with rope 'shared')"
             )
 
 
@@ -210,7 +209,7 @@ def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Bas
     rotated = slice(last - config.rope_dim, last)
     expected_TNH = rotate_one_token(still_TNH, rotated, frequencies_F)
     if np.abs(expected_TNH - turned_TNH).max() > _TOLERANCE * np.abs(still_TNH).max():
-        raise UserError("RoPE turns channels in another way than pairs half of them apart")
+        raise UserError("RoPE rotates other channel pairs than those half of the channels apart")
     return rotated, frequencies_F
 
 

@@ -14,8 +14,8 @@ from kvjax.analysis.measures.activations import Layer
 from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.convert.factors import few_threads
 
-SHARE = 1 / 4  # of a key's channels that are kept, if half the text tells so many
-QUERIES = 64  # that errors are measured on, at least where there are so many
+SHARE = 1 / 4  # of a key's channels to keep, if half of the text determines that many
+QUERIES = 64  # minimum that errors are measured on, in texts that have them
 
 
 def rank(channels: int, length: int) -> int:

@@ -19,8 +19,8 @@ from kvjax.analysis.measures.activations import Layer, Mask, softmax
 from kvjax.analysis.measures.heads import Heads
 from kvjax.convert.layer import matrix_roots
 
-_RIDGE = 1e-10  # of the mean energy of a key's channel
-_LINEAR = 1e-3  # relative: keys that differ less from input times weights, and a bias, are those
+_RIDGE = 1e-10  # relative to the mean energy of a key's channel
+_LINEAR = 1e-3  # relative error below which keys are input times weights plus a bias
 
 
 class Subspaces(NamedTuple):
@@ -167,7 +167,7 @@ def bias(layer: Layer, heads: Heads) -> np.ndarray:
     return found_KH if is_linear else np.zeros_like(found_KH)
 
 
-# -- what is lost ----------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 class CutErrors(NamedTuple):

@@ -17,7 +17,7 @@ from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.heads import Heads
 from kvjax.foundation import runtime
 
-_NOTHING = 1e-12  # of the largest singular value: what smaller ones stand for is rounding
+_NOTHING = 1e-12  # share of the largest singular value below which values are rounding
 
 
 class CentredLogits(NamedTuple):
@@ -173,7 +173,7 @@ class Interaction:
         return np.linalg.svd(core_NPP, compute_uv=False) ** 2
 
 
-# -- what bounds softmax ---------------------------------------------------------------------------
+# -- the bound on softmax --------------------------------------------------------------------------
 
 
 def delocalisation(found: CentredLogits) -> np.ndarray:

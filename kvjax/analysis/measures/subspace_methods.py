@@ -12,10 +12,10 @@ from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.attention.mechanism import MechanismConfig
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of a key's channels that are kept
-FEW_SHARES = (1 / 4, 1 / 2)  # of those what the whole model runs with in `FEW_RUNS` and after RoPE
-WINDOWS = 2  # of each text that are measured
-CALIBRATION = 4  # of each text that fixed subspaces are found on
-WIDEST = 2048  # channels of all heads together of which there is one SVD
+FEW_SHARES = (1 / 4, 1 / 2)  # shares that the model runs with for `FEW_RUNS` and after RoPE
+WINDOWS = 2  # measured rows per text
+CALIBRATION = 4  # rows per text that fixed subspaces are computed on
+WIDEST = 2048  # maximum of channels of all heads for a joint SVD
 
 # How a subspace is chosen.
 JOINT = "SVD of W_K, all heads"
@@ -25,7 +25,7 @@ CALIBRATED = "fixed, from text"
 OTHERS = "fixed, from other texts"
 CONTEXT = "of this context"
 FIRST_HALF = "of its first half"
-NO_RUNS = (OTHERS, WEIGHTS_MEAN)  # what the whole model does not run with
+NO_RUNS = (OTHERS, WEIGHTS_MEAN)  # methods that the whole model does not run with
 FEW_RUNS = (FIRST_HALF,)
 NAMES = (JOINT, WEIGHTS, WEIGHTS_MEAN, CALIBRATED, OTHERS, CONTEXT, FIRST_HALF)
 
@@ -34,7 +34,7 @@ BEFORE = "before RoPE"
 AFTER = "after RoPE"
 ANYWHERE = "as they are"  # in a model without RoPE
 
-Method = tuple[str, str]  # how and where
+Method = tuple[str, str]  # how the subspace is chosen, where keys are cut
 
 
 def places(*, rotates: bool) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def shares(channels: int) -> tuple[float, ...]:
     """Returns the `SHARES` that give distinct ranks below the number of channels."""
     found = {}
     for share in sorted(SHARES, key=lambda share: -abs(share - rank(share, channels) / channels)):
-        found[rank(share, channels)] = share  # of several the nearest one
+        found[rank(share, channels)] = share  # the nearest of several shares
     return tuple(share for r, share in sorted(found.items()) if r < channels)
 
 

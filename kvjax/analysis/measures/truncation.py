@@ -15,7 +15,7 @@ import numpy as np
 from kvjax.analysis.measures import activations, logits
 from kvjax.analysis.measures.activations import Attend, Mask
 
-_BATCH_ROWS = 128  # few enough for a core's cache
+_BATCH_ROWS = 128  # fits a core's cache
 
 
 class TruncationErrors(NamedTuple):

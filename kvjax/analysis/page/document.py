@@ -1,4 +1,4 @@
-"""Sections as one HTML file, which asks for nothing outside itself."""
+"""Sections as one self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 import html
@@ -21,14 +21,14 @@ def page(
     *,
     again: int = 0,
 ) -> str:
-    """The text of an HTML file; the same arguments give the same text.
+    """Returns the text of an HTML file; deterministic.
 
-    It reads on a phone and on paper, in light and dark, and without JavaScript, which sorts tables,
-    hides curves and tells the numbers of their points.
+    Readable on phones and paper, in light and dark mode, and without JavaScript, which sorts
+    tables, hides curves and shows the numbers of points.
 
     Args:
-      about: how it was made, by name; a mapping is told as its names and values.
-      again: seconds after which a browser reads the file anew; 0: never.
+      about: facts about the report's making, by name; mappings become lists of names and values.
+      again: seconds between reloads; 0: never.
     """
     links = [(section.name, section.title) for section in sections]
     links.append(("about", "About this report"))
@@ -92,7 +92,7 @@ def _figure(name: str, figure: Figure) -> str:
 
 
 def _curves(figure: Figure) -> str:
-    """What page.js reads of a drawing whose points it tells."""
+    """Returns the JSON that page.js needs to show a drawing's points."""
     if not figure.curves:
         return ""
 
@@ -108,12 +108,12 @@ def _curves(figure: Figure) -> str:
 
 
 def _six(number: float) -> float:
-    """To six digits."""
+    """Rounds to six digits."""
     return float(f"{number:.6g}")
 
 
 def _text(text: Text) -> str:
-    """What is shown, how to read it, what the paper found."""
+    """Returns the caption: content, how to read it, the paper's result."""
     parts = [
         f"<p>{label}{_escaped(said)}</p>"
         for label, said in (
@@ -144,7 +144,7 @@ def _table(name: str, table: Table) -> str:
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column], numeric: Sequence[bool]) -> str:
-    """The first cell says what the row is."""
+    """Returns a table row; its first cell is a header."""
     cells = []
     for i, (cell, column) in enumerate(zip(row, columns, strict=True)):
         tag = "td" if i else "th"
@@ -163,13 +163,13 @@ def _is_missing(cell: Cell) -> bool:
 
 
 def _is_numeric(cells: Sequence[Cell]) -> bool:
-    """Whether a column has numbers, and nothing else but what is missing."""
+    """Returns True for a column of numbers and missing cells."""
     there = [cell for cell in cells if cell is not None]
     return bool(there) and all(isinstance(cell, numbers.Real) for cell in there)
 
 
 def _value(number: float) -> str:
-    """A number in the form that JavaScript's Number reads."""
+    """Returns a number as JavaScript's Number reads it."""
     if math.isinf(number):
         return "Infinity" if number > 0 else "-Infinity"
     return str(int(number)) if isinstance(number, numbers.Integral) else repr(float(number))
@@ -188,5 +188,5 @@ def _list(about: Mapping[str, str | Mapping]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text escaped for HTML, also in attributes; a percent sign stays with its number."""
+    """Escapes text for HTML and attributes; keeps percent signs with their numbers."""
     return html.escape(text.replace(" %", "\N{NO-BREAK SPACE}%"))

@@ -1,8 +1,8 @@
-"""Figures as SVG text for a page: lines and heatmaps.
+"""Figures as SVG text: lines and heatmaps.
 
-The text has no outside reference, its fonts are those of the page, and the same numbers give the
-same bytes. It is drawn for a page between a phone and half a screen wide. Series differ by marker
-and dash beside their colour. Numbers that are not finite are left out.
+Self-contained, with the page's fonts and deterministic bytes, sized for pages between a phone and
+half a screen wide. Series differ by marker and dash as well as colour. Non-finite numbers are left
+out.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ _WIDTH = 6.0  # inches: 432 units of the SVG, in which fonts are at least 11
 _COLORS = ("#0072b2", "#d55e00", "#008a64", "#b0508f", "#3d3d3d", "#9a7400", "#5f5fc4", "#a11d1d")
 _MARKERS = "osD^vPX*"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
-_SHADES = 255  # and gray: a byte tells them apart
-_MARKED = 12  # points of a line with a marker, at most
-_TICKED = 8  # values of a logarithmic axis that are all named, at most
+_SHADES = 255  # plus gray: one byte per pixel
+_MARKED = 12  # maximum of markers per line
+_TICKED = 8  # logarithmic axes with at most this many values have a tick for each
 
 
 def lines(
@@ -40,14 +40,14 @@ def lines(
     level: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> str:
-    """SVG text of curves.
+    """Returns the SVG of curves.
 
     Args:
-      series: by name (xs, ys).
-      x, y: the axes' labels.
-      log_x, log_y: where a series has a number above zero; else the axis stays linear.
-      level: by name dashed horizontal lines.
-      bands: by a series' name (lows, highs) at its xs; a series of one point gets an error bar.
+      series: (xs, ys) by name.
+      x, y: axis labels.
+      log_x, log_y: logarithmic, if a series has a positive number.
+      level: dashed horizontal lines by name.
+      bands: (lows, highs) by a series' name; a series of one point gets an error bar.
     """
     return _lines(series, x, y, title, log_x, log_y, level or {}, bands or {}, lambda *_: None)
 
@@ -62,12 +62,14 @@ def live_lines(
     level: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> tuple[str, list[Curve]]:
-    """The SVG of `lines`, and where its points lie in it, for a page that follows the pointer."""
+    """Returns the SVG of `lines`, and the positions of its points, for a page that follows the
+    pointer.
+    """
     bands, found = bands or {}, []
 
     def note(axes: Axes, drawn: Mapping[str, Artist]) -> None:
         figure = axes.figure
-        figure.draw_without_rendering()  # the layout is decided when it is drawn
+        figure.draw_without_rendering()  # computes the layout
         scale, height = 72 / figure.dpi, 72 * figure.get_figheight()
         for i, (name, (xs, ys)) in enumerate(series.items()):
             drawn[name].set_gid(f"{svg.SERIES}{i}")
@@ -84,7 +86,9 @@ def live_lines(
 
 
 def picture(panels: Sequence[Mapping]) -> bytes:
-    """A PNG of panels with lines, two in a row, with one legend; each has arguments of `lines`."""
+    """Returns a PNG of panels with lines, two per row and one legend; each has arguments of
+    `lines`.
+    """
     names = list(dict.fromkeys(name for panel in panels for name in panel["series"]))
     columns = 2
     rows = -(-len(panels) // columns)
@@ -104,10 +108,10 @@ def picture(panels: Sequence[Mapping]) -> bytes:
 
 
 def _lines(series, x, y, title, log_x, log_y, level, bands, note: Callable) -> str:
-    """See `lines`.
+    """Returns the SVG of `lines`.
 
     Args:
-      note: is called with the axes and what is drawn, by name, at the end.
+      note: called at the end with the axes and the drawn artists by name.
     """
 
     def draw(figure: Figure) -> None:
@@ -121,14 +125,14 @@ def _lines(series, x, y, title, log_x, log_y, level, bands, note: Callable) -> s
 
 
 def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Sequence[str]) -> dict:
-    """Lines, bands and levels on axes; what is drawn, by name.
+    """Draws lines, bands and levels on axes; returns the artists by name.
 
     Args:
-      styles: all names that have a style, in order; those of `series` are among them.
+      styles: names of all series with a style, in order.
     """
     log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
     log_y = log_y and _any_above_zero(ys for _, ys in series.values())
-    # Before anything is drawn: what has no logarithm is left out, not put at the edge.
+    # Before drawing: numbers without a logarithm are then masked, not clipped to the edge.
     axes.set_xscale("log" if log_x else "linear", **(dict(nonpositive="mask") if log_x else {}))
     axes.set_yscale("log" if log_y else "linear", **(dict(nonpositive="mask") if log_y else {}))
     drawn = {}
@@ -145,7 +149,7 @@ def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Sequence[str])
     for i, (name, height) in enumerate(level.items()):
         dashes = (0, (4 + 3 * i, 3))
         style = dict(color=svg.GRAY, linewidth=1.2, linestyle=dashes)
-        drawn[f"{name} "] = axes.axhline(height, **style)  # a series may be called so too
+        drawn[f"{name} "] = axes.axhline(height, **style)  # a series may have the same name
     _name_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
     if log_y:
         _name_powers(axes.yaxis)
@@ -161,15 +165,15 @@ def heatmaps(
     high: float | None = None,
     bar: str = "",
 ) -> str:
-    """SVG text of matrices side by side, in one colour scale; what is not finite is gray.
+    """Returns the SVG of matrices side by side in one colour scale; non-finite cells are gray.
 
-    Colours part at zero where numbers of both signs are shown.
+    The scale diverges at zero if numbers of both signs occur.
 
     Args:
-      matrices: by title [rows, columns].
-      x, y: what columns and rows are.
-      low, high: the ends of the scale; None: those of the numbers.
-      bar: what the colours measure.
+      matrices: [rows, columns] by title.
+      x, y: labels of columns and rows.
+      low, high: ends of the scale; None: the numbers' range.
+      bar: label of the scale.
     """
     matrices = {name: _finite(matrix) for name, matrix in matrices.items()}
     norm, colors = _scale(matrices.values(), low, high)
@@ -221,7 +225,7 @@ def _label(axes: Axes, x: str, y: str, title: str) -> None:
 
 
 def _line_style(i: int, count: int) -> dict:
-    """The style of the i-th series; many series, as those of layers, get colours in order."""
+    """Returns the style of the i-th series; many series (layers) get an ordered colour map."""
     if count > len(_COLORS):
         share = i / (count - 1)
         color = colors_lib.to_hex(matplotlib.colormaps["viridis"](0.85 * share))
@@ -237,18 +241,18 @@ def _line_style(i: int, count: int) -> dict:
 
 
 def _any_above_zero(values: Iterable[Sequence[float]]) -> bool:
-    """Otherwise matplotlib warns of a logarithmic axis that has nothing to show."""
+    """Returns True if a logarithmic axis would have something to show."""
     return any((_finite(some) > 0).any() for some in values)
 
 
 def _marked(i: int, count: int) -> tuple[int, int]:
-    """(first, every): the points of a series with a marker, others than those of the next."""
+    """Returns (first, every): the points with a marker, offset between series."""
     every = max(1, -(-count // _MARKED))
     return i % every, every
 
 
 def _name_ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
-    """Whole numbers on an axis of whole numbers; few values of a logarithmic one by name."""
+    """Sets integer ticks for integers, and a tick per value on logarithmic axes with few values."""
     values = _finite(values)
     values = np.unique(values[np.isfinite(values)])
     if log and len(values) <= _TICKED:
@@ -262,7 +266,7 @@ def _name_ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
 
 
 def _name_powers(axis: Axis) -> None:
-    """Powers of ten; 2 and 5 times them, or round numbers, where there are hardly two of them."""
+    """Sets ticks at powers of ten, or denser ones if the axis spans less than two."""
     low, high = axis.get_view_interval()
     if high < 8 * low:
         axis.set_major_locator(ticker.MaxNLocator(6, steps=(1, 2, 2.5, 5, 10)))
@@ -274,7 +278,7 @@ def _name_powers(axis: Axis) -> None:
 
 
 def _power(value: float, _) -> str:
-    """A power of ten in plain text: 0.1, 1, 100, 10⁻⁵."""
+    """Formats a number as plain text: 0.1, 1, 100, 10⁻⁵."""
     if value <= 0:
         return ""
     if 1e-3 < value < 1e5:
@@ -295,24 +299,24 @@ def _legend_columns(names: Sequence[str]) -> int:
 
 
 def _legend_height(names: Sequence[str]) -> float:
-    """Inches."""
+    """Returns the legend's height in inches."""
     lines = max((_wrapped(name, 52).count("\n") + 1 for name in names), default=0)
     return 0.1 + 0.22 * lines * -(-len(names) // _legend_columns(names)) if names else 0.0
 
 
 def _legend(figure: Figure, drawn: Mapping[str, Artist]) -> None:
-    """Under the axes, where it hides nothing."""
+    """Adds a legend below the axes."""
     if not drawn:
         return
     style = dict(handlelength=3.2, columnspacing=1.4, fontsize=11.5)
     style |= dict(loc="outside lower center", ncols=_legend_columns(list(drawn)))
     legend = figure.legend(list(drawn.values()), [" "] * len(drawn), **style)
     for text, name in zip(legend.get_texts(), drawn, strict=True):
-        text.set_text(_wrapped(name.strip(), 52))  # names may begin with "_", which hides them
+        text.set_text(_wrapped(name.strip(), 52))  # legend() would hide names that begin with "_"
 
 
 def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None):
-    """The norm and the colours that all matrices share."""
+    """Returns the norm and colour map shared by all matrices."""
     found = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices] or [np.zeros(1)])
     found = found if found.size else np.zeros(1)
     low = float(found.min()) if low is None else low
@@ -328,12 +332,12 @@ def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None
 
 
 def _columns(count: int) -> int:
-    """The columns of a grid of so many matrices."""
+    """Returns the number of columns of a grid."""
     return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
 
 
 def _indices(count: int, most: int) -> list[int]:
-    """The first, the last, and some between, a round number apart."""
+    """Returns tick indices at round steps, at most `most`."""
     if count <= most:
         return list(range(count))
     if most <= 2:
@@ -343,7 +347,7 @@ def _indices(count: int, most: int) -> list[int]:
 
 
 def _write(axes: Axes, matrix: np.ndarray, norm, colors) -> None:
-    """Each number in its cell, in black or white as reads better."""
+    """Writes each number into its cell, in black or white for contrast."""
     for (row, column), value in np.ndenumerate(matrix):
         if np.isfinite(value):
             red, green, blue, _ = colors(norm(value))
@@ -353,7 +357,7 @@ def _write(axes: Axes, matrix: np.ndarray, norm, colors) -> None:
 
 
 def _color_bar(figure: Figure, norm, colors, label: str) -> None:
-    """Under all matrices; a raster, where matplotlib's own is hundreds of shapes."""
+    """Adds a colour bar as a raster; matplotlib's own consists of hundreds of shapes."""
     height = figure.get_figheight()
     figure.get_layout_engine().set(rect=(0, 0.72 / height, 1, 1 - 0.72 / height))
     axes = figure.add_axes((0.2, 0.47 / height, 0.6, 0.14 / height))
@@ -368,6 +372,6 @@ def _color_bar(figure: Figure, norm, colors, label: str) -> None:
 
 
 def _finite(values) -> np.ndarray:
-    """Float64, with nan for what is not finite or not there."""
+    """Returns float64 with nan for non-finite or missing values."""
     found = np.array(values, np.float64)
     return np.where(np.isfinite(found), found, np.nan)

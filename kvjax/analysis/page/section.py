@@ -1,28 +1,28 @@
-"""What a report says: figures, tables and numbers, each with what is to be seen there."""
+"""Contents of a report: figures, tables and numbers, with captions."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 
-Cell = str | int | float | None  # None: there is no such number
+Cell = str | int | float | None  # None: no number
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What stands under a figure or a table, for a reader without the paper; a sentence each."""
+    """Caption of a figure or table, for readers without the paper; a sentence each."""
 
     shows: str
     read: str  # how to read it
-    paper: str = ""  # what the paper found, with its section or table
+    paper: str = ""  # the paper's result, with its section or table
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A line of a drawing that a page can hide, and whose points it can tell.
+    """A line of a drawing that the page can hide, with readable points.
 
     Attributes:
-      color: as CSS has it.
-      points: (place to the right, place downwards, x, y, half of the band at y); places in the
-        drawing's own units, x and y in those of its axes.
+      color: in CSS.
+      points: (position right, position down, x, y, half of the band at y); positions in the
+        drawing's units, x and y in the axes' units.
     """
 
     name: str
@@ -32,15 +32,15 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A drawing: SVG of `draw`, and the same in words.
+    """A drawing: SVG of `draw`, and its content in words.
 
     Attributes:
-      curves: of `draw.live_lines`; the page then follows the pointer.
+      curves: of `draw.live_lines`, for a page that follows the pointer.
     """
 
     title: str
     svg: str
-    alternative: str  # what somebody who cannot see it is told: its numbers, not its looks
+    alternative: str  # for screen readers: numbers, not appearance
     text: Text
     curves: Sequence[Curve] = ()
 
@@ -50,7 +50,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-      format: of numbers, as in `format(x, ...)`; they are sorted as numbers.
+      format: of numbers, as in `format(x, ...)`; numbers sort as numbers.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells; a number stands there as it is and is rounded when it is shown."""
+    """Rows of cells; numbers are rounded when displayed."""
 
     title: str
     columns: Sequence[Column]
@@ -67,7 +67,7 @@ class Table:
     text: Text
 
     def shown(self) -> list[list[str]]:
-        """The cells as text."""
+        """Returns the cells as text."""
         return [
             [shown(cell, column) for cell, column in zip(row, self.columns, strict=True)]
             for row in self.rows
@@ -75,7 +75,7 @@ class Table:
 
 
 def shown(cell: Cell, column: Column) -> str:
-    """A cell as text."""
+    """Returns a cell as text."""
     if cell is None:
         return "–"
     if isinstance(cell, str):
@@ -86,12 +86,12 @@ def shown(cell: Cell, column: Column) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A sub-report.
+    """One report.
 
     Attributes:
       name: as on the command line.
-      lead: what is asked and what came out, in two or three sentences.
-      data: every number, JSON-able: what figures and tables show and more.
+      lead: question and result in two or three sentences.
+      data: every number, JSON-able: those of figures and tables and more.
     """
 
     name: str

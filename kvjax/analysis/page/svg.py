@@ -1,7 +1,7 @@
-"""A matplotlib figure as the text of an SVG that is part of a page.
+"""A matplotlib figure as SVG text for embedding in a page.
 
-Nothing in it refers outside, its fonts are those of the page, its ids are its own, and the same
-figure gives the same bytes, whatever style the process has chosen.
+Self-contained, with the page's fonts and unique ids; the same figure gives the same bytes, whatever
+style the process has set.
 """
 
 import base64
@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 INK, GRAY = "#1f2328", "#59636e"
-SERIES = "series-"  # the gid of an artist that the page can hide, with a number behind it
+SERIES = "series-"  # gid prefix of artists that the page can hide
 _STYLE = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,
@@ -37,14 +37,14 @@ _STYLE = {
     "axes.spines.right": False,
     "legend.frameon": False,
 }
-_STYLING = threading.Lock()  # matplotlib's parameters are the process's
+_STYLING = threading.Lock()  # matplotlib's parameters are global
 
 
 def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
-    """What a function draws on an empty figure.
+    """Returns the SVG of a function's drawing.
 
     Args:
-      width, height: inches; an inch is 72 of the units that sizes of fonts are in.
+      width, height: inches of 72 units, the unit of font sizes.
     """
     buffer = io.StringIO()
     with _figure(width, draw, height) as figure:
@@ -53,7 +53,7 @@ def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
 
 
 def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 144) -> bytes:
-    """The same as a picture in a file; see `text`."""
+    """Returns the drawing as a PNG; see `text`."""
     buffer = io.BytesIO()
     with _figure(width, draw, height) as figure:
         figure.savefig(buffer, format="png", dpi=dpi, metadata=dict(Software=None))
@@ -62,9 +62,9 @@ def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 
 
 @contextlib.contextmanager
 def _figure(width: float, draw: Callable[[Figure], None], height: float) -> Iterator[Figure]:
-    """A figure on which everything is drawn, in the style of pages."""
+    """Yields the drawn figure, in the page's style."""
     with _STYLING, style_lib.context(["default", _STYLE]), warnings.catch_warnings():
-        # Letters that the font for measuring lacks: the page's has them.
+        # The measuring font lacks some glyphs that the page's fonts have.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
@@ -72,10 +72,10 @@ def _figure(width: float, draw: Callable[[Figure], None], height: float) -> Iter
 
 
 def _clean(svg: str) -> str:
-    """What matplotlib wrote as an element of a page: no references, ids of its own."""
+    """Returns matplotlib's SVG as a page element, without external references."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
-    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # that of the page
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # the page's font applies
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
     svg = re.sub(r'(?<=xlink:href="data:image/png;base64,)[^"]*', _smaller, svg)
     svg = re.sub(r'(?<=[ "][dxy]=")[^"]*', _rounded, svg)
@@ -89,7 +89,7 @@ def _clean(svg: str) -> str:
 
 
 def _smaller(png: re.Match) -> str:
-    """A picture of at most 256 colours with one byte a pixel, not four."""
+    """Returns an image with at most 256 colours as one byte per pixel."""
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(png[0]))).convert("RGBA"))
     colors, index = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
     if len(colors) > 256 or (colors[:, 3] < 255).any():
@@ -102,7 +102,7 @@ def _smaller(png: re.Match) -> str:
 
 
 def _rounded(text: re.Match) -> str:
-    """Coordinates to hundredths, in one line."""
+    """Rounds coordinates to hundredths."""
 
     def shorter(number):
         return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
@@ -111,7 +111,7 @@ def _rounded(text: re.Match) -> str:
 
 
 def _own_ids(svg: str) -> str:
-    """Ids that nothing refers to are dropped; others get numbers after the figure's digest."""
+    """Drops unreferenced ids; renames the others after the figure's digest."""
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     number = {name: i for i, name in enumerate(used)}
     svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)

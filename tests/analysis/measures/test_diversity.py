@@ -182,5 +182,5 @@ def test_one_head_is_refused():
         heads.frequencies_F,
         heads.scale,
     )
-    with pytest.raises(UserError, match="num_heads = 1: diversity .* needs two"):
+    with pytest.raises(UserError, match="num_heads = 1: diversity .* needs at least two"):
         diversity.of_layer(one)

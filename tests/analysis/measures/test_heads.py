@@ -178,7 +178,7 @@ def test_what_turns_is_seen_on_queries():
         heads_lib._rotation(None, x_TNH, None, None),
     ):
         assert rotated == slice(0, 0) and frequencies_F.shape == (0,)
-    with pytest.raises(UserError, match="RoPE turns channels in another way than pairs half of"):
+    with pytest.raises(UserError, match="RoPE rotates other channel pairs than those half of"):
         seen([(3, 4), (5, 6)])
 
 

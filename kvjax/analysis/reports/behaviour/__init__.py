@@ -1,1 +1,1 @@
-"""What heads do on texts: where they attend, and how alike they are in that."""
+"""Attention patterns of heads on texts."""

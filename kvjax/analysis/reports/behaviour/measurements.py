@@ -1,4 +1,4 @@
-"""What every head of a model does on texts: what the report on behaviour shows."""
+"""Measurements of every head's attention on texts."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -28,20 +28,20 @@ STATISTICS = patterns.Statistics._fields  # and "content_N", "induction_N"
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
-    """What the heads of one layer do: where they attend, and how far they differ.
+    """Attention patterns of one layer's heads, and distances between heads.
 
     Attributes:
       num_kv_heads: query head n reads KV head n // (N / K).
-      statistics: by name [N]: means over sequences of `patterns.Statistics`; `content_N`, the
-        divergence of a head's patterns on two sequences, of two texts if there are several, nan
-        where there is one sequence only; and `induction_N`.
-      divergence_NN, without_first_NN: of heads' patterns, nats; over all keys, and over those
-        behind the first.
-      outputs_NN: CKA of what heads put out.
-      weights_NN: similarity of the heads' forms W_Q W_K^T (`diversity`); None of heads that have no
-        matrices, or of one head.
-      text_NTT, repeated_NTT: patterns of each head on the first tokens of the first sequence, and
-        on a repeated one.
+      statistics: [N] by name: means over sequences of `patterns.Statistics`; `content_N`, the
+        divergence of a head's patterns between two sequences (of two texts if there are several;
+        nan for a single sequence); and `induction_N`.
+      divergence_NN, without_first_NN: divergences of patterns in nats, over all keys and over all
+        but the first.
+      outputs_NN: CKA of heads' outputs.
+      weights_NN: similarity of the forms W_Q W_K^T (`diversity`); None if there are none, or one
+        head.
+      text_NTT, repeated_NTT: each head's patterns on the first tokens of the first sequence, and on
+        a repeated one.
     """
 
     num_kv_heads: int
@@ -58,10 +58,10 @@ class Behaviour:
         return len(self.divergence_NN)
 
     def pairs(self, x_NN: np.ndarray, shared: bool | None = None) -> np.ndarray:
-        """One number of each pair of heads.
+        """Returns one number per pair of heads.
 
         Args:
-          shared: only of those that read one KV head, or that do not.
+          shared: only pairs that do, or do not, share a KV head.
         """
         first, second = np.triu_indices(self.num_heads, 1)
         group_N = np.arange(self.num_heads) * self.num_kv_heads // self.num_heads
@@ -71,15 +71,14 @@ class Behaviour:
 
 @dataclasses.dataclass(frozen=True)
 class BehaviourMeasurements:
-    """What the heads of a model do, layer by layer, and how it was measured.
+    """Attention patterns of a model's heads by layer, and the measurement's parameters.
 
     Attributes:
-      length, sequences: tokens of each sequence, and how many there are.
-      block: tokens that are repeated.
+      length, sequences: tokens per sequence, number of sequences.
+      block: repeated tokens.
       mask: of attention.
-      induction_by_chance: the score of a head that attends to all keys alike.
-      inputs_LL, outputs_LL: CKA between layers, of what enters attention and of what all heads of a
-        layer put out.
+      induction_by_chance: score of uniform attention.
+      inputs_LL, outputs_LL: CKA between layers, of attention's inputs and of all heads' outputs.
     """
 
     layers: Sequence[Behaviour]
@@ -96,17 +95,17 @@ class BehaviourMeasurements:
         return sum(layer.num_heads for layer in self.layers)
 
     def statistic(self, name: str) -> list[np.ndarray]:
-        """By layer [N]."""
+        """Returns [N] by layer."""
         return [layer.statistics[name] for layer in self.layers]
 
 
 def measure(
     model: LazyModel, texts: Mapping[str, np.ndarray], length: int, seed: int
 ) -> BehaviourMeasurements:
-    """All of it, with one layer's patterns in memory.
+    """Measures all layers, with one layer's patterns in memory.
 
     Raises:
-      UserError: activations that are not finite.
+      UserError: activations are not finite.
     """
     rows_BT, others_B = _rows(texts, length)
     c = model.transformer.block
@@ -146,8 +145,10 @@ def measure(
 
 
 def _rows(texts: Mapping[str, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """[B, T] the first windows of each text, a short one has fewer; and [B] for each the row that
-    it is compared with: of the next text, or of the only one."""
+    """Returns the first windows [B, T] of each text, and for each the row to compare with.
+
+    The comparison row is from the next text, or from the same one if there is only one text.
+    """
     counts = [min(WINDOWS, len(tokens_T) // length) for tokens_T in texts.values()]
     rows = [
         tokens_T[: count * length].reshape(count, length)
@@ -165,12 +166,12 @@ def _rows(texts: Mapping[str, np.ndarray], length: int) -> tuple[np.ndarray, np.
 
 
 def _tokens(x_BTD: np.ndarray) -> np.ndarray:
-    """[B·T, ...] of all sequences."""
+    """Returns [B·T, ...] of all sequences."""
     return x_BTD.reshape(-1, *x_BTD.shape[2:])
 
 
 def _weights(model: LazyModel, index: int) -> np.ndarray | None:
-    """[N, N] similarity of the forms of a layer's heads; None where there is none."""
+    """Returns [N, N] similarities of the forms of a layer's heads, or None."""
     try:
         with few_threads(model.transformer.block.d_model):
             return diversity.of_layer(heads_lib.of_layer(model, index)).similarity_NN
@@ -181,8 +182,7 @@ def _weights(model: LazyModel, index: int) -> np.ndarray | None:
 def _of_layer(
     layer: Layer, again: Layer, block: int, at_T: np.ndarray, others_B: np.ndarray
 ) -> tuple[Behaviour, np.ndarray]:
-    """A layer's behaviour but for weights, and the [T, N, Hv] outputs of some tokens of all
-    sequences."""
+    """Returns a layer's behaviour without weights, and the [T, N, Hv] outputs of some tokens."""
     count = len(layer.query_BTNH)
     visible_TT = layer.mask.visible(layer.query_BTNH.shape[1])
     by_sequence = logits.parallel_map(lambda b: activations.attention(layer, b), range(count))

@@ -1,8 +1,8 @@
-"""The report on what heads do on texts: where they attend, and how alike they are in that.
+"""The report on attention patterns, and on how similar heads are in them.
 
-LRKV (arXiv 2601.11471), appendix C.10, names two other measures of diversity than its own: patterns
-of attention, and CKA; C.11 asks how they relate to it. Projection sharing (2606.04032), figure 4,
-shows maps.
+LRKV (arXiv 2601.11471), appendix C.10, names two other measures of diversity: attention patterns
+and CKA; C.11 asks how they relate to its own. Projection sharing (2606.04032), figure 4, shows
+maps.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _MUCH = 0.5  # of a head's attention, in the lead
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for rows too short, and queries that see no other token."""
+    """Raises a UserError for short rows, and for queries that see no other token."""
     if max(request.lengths) < _SHORTEST:
         raise UserError(
             f"lengths = {max(request.lengths)}: patterns of attention need at least {_SHORTEST} "
@@ -35,7 +35,7 @@ def check(model: LazyModel, request: Request) -> None:
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """Patterns of attention and outputs of heads on the request's texts.
+    """Measures attention patterns and head outputs on the request's texts.
 
     Raises:
       UserError: a text shorter than the longest length; weights or activations that are not finite.

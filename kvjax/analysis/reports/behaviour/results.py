@@ -1,4 +1,4 @@
-"""What was measured of a model's heads on texts, in the numbers that figures and tables show."""
+"""Numbers of the report on behaviour, as figures and tables show them."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -23,10 +23,10 @@ _DIGITS = 6  # of numbers in `data`
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """One that stands out, or was asked for: `layer.head`, as it is called in the report.
+    """A distinctive or requested head, shown as `layer.head`.
 
     Attributes:
-      role: a key of `ROLES`; "" of one that was asked for.
+      role: a key of `ROLES`; "" for requested heads.
     """
 
     role: str
@@ -44,7 +44,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """Rank correlations within layers, and how they lie over layers."""
+    """Rank correlations within layers, and their quartiles over layers."""
 
     by_layer: tuple[float | None, ...]
     low: float
@@ -54,7 +54,7 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """A distance of all pairs of heads of one kind, within layers."""
+    """Quartiles of a distance over pairs of heads within layers."""
 
     count: int
     low: float
@@ -63,12 +63,12 @@ class Pairs:
 
 
 class Results:
-    """What was measured of one model."""
+    """Results of one model."""
 
     def __init__(
         self, name: str, measured: BehaviourMeasurements, heads: Sequence[tuple[int, int]] = ()
     ):
-        """With the (layer, head) that maps are asked of."""
+        """Stores measurements and the requested (layer, head) pairs."""
         self.name, self.measured = name, measured
         self._asked = [Head("", layer, head) for layer, head in heads]
 
@@ -78,26 +78,26 @@ class Results:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether heads have others to be compared with in some layer."""
+        """True if some layer has at least two heads."""
         return any(layer.num_heads > 1 for layer in self.measured.layers)
 
     @property
     def shares_some(self) -> bool:
-        """Whether some heads of a layer share a KV head and others do not."""
+        """True if in some layer some pairs share a KV head and others do not."""
         return any(1 < layer.num_kv_heads < layer.num_heads for layer in self.measured.layers)
 
     def quartiles(self, statistic: str) -> np.ndarray:
-        """[3, L] of each layer's heads."""
+        """Returns [3, L] quartiles over each layer's heads."""
         return _quartiles(self.measured.statistic(statistic))
 
     def of_pairs(self, distance: str, shared: bool | None = None) -> np.ndarray:
-        """[3, L] quartiles of each layer's pairs; nan where there are none."""
+        """Returns [3, L] quartiles over each layer's pairs; nan without pairs."""
         return _quartiles(
             [layer.pairs(getattr(layer, distance), shared) for layer in self.measured.layers]
         )
 
     def pairs(self, distance: str, shared: bool | None = None) -> Pairs | None:
-        """Over all layers."""
+        """Returns the quartiles over all layers."""
         found = np.concatenate(
             [layer.pairs(getattr(layer, distance), shared) for layer in self.measured.layers]
         )
@@ -108,8 +108,10 @@ class Results:
         return Pairs(len(found), low, median, high)
 
     def layers_where_sharing_is_alike(self, distance: str) -> tuple[int, int] | None:
-        """In how many layers pairs of heads that share a KV head have a lower median than other
-        pairs, and how many layers have both kinds of pairs; None if none has."""
+        """Returns the number of layers in which pairs with a shared KV head have the lower median.
+
+        And the number of layers with both kinds of pairs; None if there are none.
+        """
         same_L, other_L = (self.of_pairs(distance, shared)[1] for shared in (True, False))
         both_L = np.isfinite(same_L) & np.isfinite(other_L)
         if not both_L.any():
@@ -117,8 +119,11 @@ class Results:
         return int((same_L < other_L)[both_L].sum()), int(both_L.sum())
 
     def relation(self, distance: str) -> Relation | None:
-        """Spearman's correlation, over a layer's pairs of heads, of the similarity of their weights
-        and a distance of what they do; None where no layer has three pairs that differ."""
+        """Returns Spearman's correlation, over pairs, of weight similarity with a distance of
+        behaviour.
+
+        None if no layer has three differing pairs.
+        """
         found = [
             _rank_correlation(layer.pairs(layer.weights_NN), layer.pairs(getattr(layer, distance)))
             if layer.weights_NN is not None
@@ -132,7 +137,7 @@ class Results:
         return Relation(tuple(found), low, median, high)
 
     def by_head(self, statistic: str) -> np.ndarray:
-        """[L, N] with nan where a layer has fewer heads than another."""
+        """Returns [L, N], nan-padded for layers with fewer heads."""
         by_layer = self.measured.statistic(statistic)
         most = max(map(len, by_layer))
         return np.stack(
@@ -140,11 +145,11 @@ class Results:
         )
 
     def count(self, statistic: str, above: float) -> int:
-        """Heads whose statistic is above that."""
+        """Returns the number of heads above a value."""
         return int(sum((x_N > above).sum() for x_N in self.measured.statistic(statistic)))
 
     def chosen(self, each: int = 1) -> list[Head]:
-        """The heads that have most of each role; each head is chosen once."""
+        """Returns the heads with the most of each role; every head appears once."""
         found, taken = [], set()
         for role, (statistic, largest) in ROLES.items():
             by_layer = self.measured.statistic(statistic)
@@ -160,24 +165,24 @@ class Results:
         return found
 
     def shown(self) -> list[Head]:
-        """Those with a map: what was asked for, or what stands out."""
+        """Returns the heads with a map: requested, or distinctive ones."""
         return self._asked or self.chosen()
 
     def behaviour(self, head: Head) -> Behaviour:
         return self.measured.layers[head.layer]
 
     def statistics(self, head: Head) -> dict[str, float]:
-        """By name, of one head."""
+        """Returns one head's statistics by name."""
         return {
             name: float(x_N[head.head]) for name, x_N in self.behaviour(head).statistics.items()
         }
 
     def stands_out(self, head: Head) -> float:
-        """The statistic that it stands out for."""
+        """Returns the statistic that defines the head's role."""
         return self.statistics(head)[ROLES[head.role][0]]
 
     def map(self, head: Head) -> np.ndarray:
-        """[T, T] float64 of the first tokens; nan where a query does not see a key."""
+        """Returns [T, T] float64 of the first tokens; nan for masked keys."""
         layer = self.behaviour(head)
         maps_NTT = layer.repeated_NTT if head.role == "induction" else layer.text_NTT
         p_TT = maps_NTT[head.head].astype(np.float64)
@@ -185,7 +190,7 @@ class Results:
         return np.where(visible_TT, p_TT, np.nan)
 
     def data(self) -> dict:
-        """Every number, by layer and head."""
+        """Returns every number, by layer and head."""
         m = self.measured
 
         def plain(x, digits=_DIGITS):
@@ -229,7 +234,7 @@ class Results:
 
 
 def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
-    """Spearman's; None of fewer than three pairs, or where all are the same."""
+    """Returns Spearman's correlation; None for fewer than three pairs or constant values."""
     from scipy import stats  # which takes a second to import
 
     known = np.isfinite(x_P) & np.isfinite(y_P)
@@ -240,7 +245,7 @@ def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
 
 
 def finite(values) -> list[float | None]:
-    """Numbers as lists, None where there is none."""
+    """Returns numbers as lists, with None for non-finite ones."""
     return _plain(np.asarray(values, np.float64))
 
 

@@ -1,4 +1,4 @@
-"""Tables of the report on what heads do."""
+"""Tables of the report on behaviour."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ _DISTANCES = {
 
 
 def tables(found: Results) -> list[Table]:
-    """All of the report's."""
+    """Returns the report's tables."""
     pairs = [_pairs(found)] if found.has_pairs else []
     return [_heads(found), *pairs, _layers(found)]
 

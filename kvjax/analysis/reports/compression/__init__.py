@@ -1,1 +1,1 @@
-"""Keys cut at low rank: what a fixed subspace of a head's keys can hold."""
+"""Low-rank keys: can a fixed subspace hold a head's keys?"""

@@ -1,4 +1,4 @@
-"""Keys of every head cut at equal rank in several ways, on texts: what the report shows."""
+"""Measurements of keys cut at equal rank by several methods, on texts."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -40,24 +40,23 @@ _ROUNDING = 1e-9  # of the largest singular value: what a smaller one is
 
 @dataclasses.dataclass(frozen=True)
 class CompressionMeasurements:
-    """Numbers by way, of all layers' heads one after the other; rows are those of `Windows`.
+    """Numbers by method, over all layers' heads; rows are those of `Windows`.
 
     Attributes:
-      key_dim: H of the widest heads, as are `ranks`.
+      key_dim: H of the widest heads, which `ranks` refer to.
       shares: of a key's channels that are kept.
-      length: of the rows, in tokens; errors and losses are those of their second halves.
-      texts_B: of which text a row is.
+      length: of rows, in tokens; errors and losses are of their second halves.
+      texts_B: the text of each row.
       later: see `Windows`.
-      errors: [B, heads, ranks, 2] of `key_subspaces.Errors`; nan where a way's tokens do not tell
-        a subspace of that rank.
-      nats: by way and share, and of the whole model by None: [B, tokens].
-      spectra: by matrix [B or 1, heads, 3] components for 90 % of the energy, the rank of weights
-        as their mechanism makes them (of what is no weight: channels), and channels.
-      drift_at: so many tokens of `drift_length`.
-      overlap: by place [texts, KV heads, tokens, 2] with the subspace of all: of that of the first
-        tokens, and of that of as many spread evenly.
-      drift_error: by place [texts, heads, 2 tokens + 2] of later logits: under the subspaces of the
-        first tokens, then of spread ones, of all, and the fixed one (nan: there is none).
+      errors: [B, heads, ranks, 2] of `key_subspaces.CutErrors`; nan if a method has too few tokens.
+      nats: [B, tokens] by method and share; None: the unmodified model.
+      spectra: by matrix [B or 1, heads, 3]: components for 90 % of the energy, the rank of weights
+        (else channels), and channels.
+      drift_at: numbers of tokens up to `drift_length`.
+      overlap: by place [texts, KV heads, tokens, 2] with the subspace of all tokens: of first
+        tokens, and of equally many spread ones.
+      drift_error: by place [texts, heads, 2 tokens + 2], errors of later logits under the subspaces
+        of first tokens, of spread ones, of all, and the fixed one (nan if there is none).
     """
 
     key_dim: int
@@ -79,13 +78,14 @@ class CompressionMeasurements:
 def measure(
     model: LazyModel, texts: Mapping[str, np.ndarray], length: int, longest: int
 ) -> CompressionMeasurements:
-    """All of it; subspaces are found on the model as it is.
+    """Measures all methods; subspaces come from the unmodified model.
 
     Args:
-      length: of rows; `longest`: of those that drift is measured on.
+      length: of rows.
+      longest: of rows for drift.
 
     Raises:
-      UserError: activations or losses that are not finite.
+      UserError: activations or losses are not finite.
     """
     read = subspace_methods.windows(texts, length, longest)
     dims = [mechanism.query_dim for mechanism in model.transformer.mechanisms]
@@ -133,10 +133,10 @@ def _by_way(
     found: Mapping[tuple[str, Method | str], list],
     doing: progress.waiting,
 ) -> tuple[list[Rope], list[dict[str, list[Subspaces | None]]], dict]:
-    """Errors and spectra of each layer into `found`.
+    """Measures errors and spectra of each layer into `found`.
 
     Returns:
-      By layer RoPE, and by place the fixed subspaces of each text or None; and the nats of each
+      By layer RoPE, and by place the fixed subspaces of each text (or None); and the losses of each
       run.
     """
     joint = subspace_methods.has_joint_svd(model.transformer.mechanisms)
@@ -170,14 +170,14 @@ def _by_way(
 
 
 def _tells(read: subspace_methods.Windows, way: Method, share: float, heads: Heads) -> bool:
-    """Whether a way's tokens tell subspaces of so much of a head."""
+    """Returns True if a method's tokens determine a subspace of this share."""
     return read.enough_tokens(way, subspace_methods.rank(share, heads.key_DKH.shape[2]))
 
 
 def _fixed(
     ways: Mapping[Method, Sequence[Subspaces]], read: subspace_methods.Windows
 ) -> dict[str, list[Subspaces | None]]:
-    """By place the fixed subspaces of each text; None: there are none."""
+    """Returns by place the fixed subspaces of each text, or None."""
     _, first = np.unique(read.texts_B, return_index=True)
     no = [None] * len(read.texts_B)
     return {
@@ -193,7 +193,7 @@ def _errors(
     kept: Sequence[float],
     read: subspace_methods.Windows,
 ) -> dict[Method, np.ndarray]:
-    """By way [B, N, ranks, 2] of queries of the second half; nan: see `Measured`."""
+    """Returns by method [B, N, ranks, 2] errors of second-half queries; nan: see the class."""
     length, rope = layer.key_BTKH.shape[1], key_subspaces.rope_of(heads)
     queries, found = key_drift.later_queries(length), collections.defaultdict(list)
     for b in range(len(next(iter(ways.values())))):
@@ -213,7 +213,7 @@ def _errors(
 
 
 def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.ndarray]:
-    """By matrix [B or 1, heads, 3]: see `Measured`."""
+    """Returns by matrix [B or 1, heads, 3]: see `CompressionMeasurements`."""
     D, K, H = heads.key_DKH.shape
 
     def energies(x_LH):
@@ -240,8 +240,7 @@ def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.nd
 
 
 def _rank(energies: np.ndarray) -> np.ndarray:
-    """[...] of matrices with those spectra, but for float64's rounding: what the factors that make
-    them leave, where there are some; else all their channels that are not exactly nothing."""
+    """Returns [...] numerical ranks in float64."""
     return (energies > _ROUNDING**2 * energies.max(axis=-1, keepdims=True)).sum(axis=-1)
 
 
@@ -252,7 +251,7 @@ def _drift(
     at: Sequence[int],
     found: Mapping[tuple[str, str], list],
 ) -> None:
-    """Overlaps and later errors of a layer into `found`."""
+    """Measures a layer's overlaps and later errors into `found`."""
     _, length, _, H = layer.key_BTKH.shape
     r = key_drift.rank(H, length)
     for where, ends in fixed.items():

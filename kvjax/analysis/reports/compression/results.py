@@ -1,4 +1,4 @@
-"""What was measured of keys cut at low rank, in the numbers that figures and tables show."""
+"""Numbers of the report on compression, as figures and tables show them."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -18,10 +18,10 @@ SMALL = 0.05  # relative increase of perplexity that counts as little
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Perplexity over another one, of all texts together.
+    """Perplexity relative to another one, over all texts.
 
     Attributes:
-      low, high: 95 % of tokens drawn anew, taken as if each were independent of the others.
+      low, high: 95 % interval that treats tokens as independent.
     """
 
     times: float
@@ -42,10 +42,10 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """Errors of later logits by the tokens that a subspace is found on.
+    """Errors of later logits by the number of tokens a subspace is computed on.
 
     Attributes:
-      fixed: on text that is not measured; None: there is none.
+      fixed: from text that is not measured; None without such text.
     """
 
     first: list[Spread]
@@ -55,7 +55,7 @@ class Drift:
 
 
 class Results:
-    """What was measured, in the numbers that figures and tables show."""
+    """Results of one model."""
 
     def __init__(self, name: str, request: Request, measured: CompressionMeasurements):
         self.name, self.texts, self.measured = name, tuple(request.texts), measured
@@ -63,7 +63,7 @@ class Results:
         self.half = min(range(len(shares)), key=lambda i: abs(shares[i] - 0.5))
 
     def ways(self) -> list[Method]:
-        """Before RoPE first, in the order of `key_ways.NAMES`."""
+        """Returns the methods, before RoPE first, in the order of `subspace_methods.NAMES`."""
         where = (subspace_methods.BEFORE, subspace_methods.AFTER, subspace_methods.ANYWHERE)
 
         def order(way):
@@ -76,7 +76,7 @@ class Results:
 
     @property
     def at_weights(self) -> str:
-        """Where weights' subspaces are cut: before RoPE."""
+        """The place where weights' subspaces apply: before RoPE."""
         return self.places()[0]
 
     @property
@@ -85,28 +85,30 @@ class Results:
 
     @property
     def num_queries(self) -> int:
-        """The number of queries of each row that errors are measured on."""
+        """Number of queries per row that errors are measured on."""
         length = self.measured.length
         return len(range(*key_drift.later_queries(length).indices(length)))
 
     def told(self, way: Method) -> list[int]:
-        """Which of the ranks the tokens that a way looks at tell."""
+        """Returns the indices of ranks that a method's tokens determine."""
         errors = self.measured.errors[way]
         return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
 
     def error(self, way: Method, i: int) -> dict[str, Spread]:
-        """The spread of the errors of logits and of outputs at the i-th rank."""
+        """Returns the spread of logit and output errors at the i-th rank."""
         found_BNA = self._by_text(self.measured.errors[way][:, :, i])
         return {name: spread(found_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))}
 
     def runs(self, way: Method) -> list[int]:
-        """Which of the ranks the whole model ran with."""
+        """Returns the indices of ranks that the whole model ran with."""
         shares = self.measured.shares
         return [i for i in range(len(shares)) if (way, shares[i]) in self.measured.nats]
 
     def times(self, way: Method, i: int, over: Method | None = None) -> Times | None:
-        """At the i-th rank, over the model's own or over that of another way; None where the model
-        did not run so."""
+        """Returns perplexity at the i-th rank over the model's or another method's.
+
+        None if the model did not run with it.
+        """
         share = self.measured.shares[i]
         nats_BT = self.measured.nats.get((way, share))
         base_BT = self.measured.nats.get(over and (over, share))
@@ -131,14 +133,14 @@ class Results:
         return self.spectrum(matrix).median > self.possible(matrix) / 2
 
     def perplexity(self, name: tuple[Method, float] | None) -> tuple[float, dict[str, float]]:
-        """The perplexity on all texts together, and on each by its name."""
+        """Returns perplexity over all texts, and per text."""
         nats_BT = self.measured.nats[name].astype(np.float64)
         of_texts = self._by_text(nats_BT).mean(axis=1)
         each = dict(zip(self.texts, np.exp(of_texts).tolist(), strict=True))
         return math.exp(nats_BT.mean()), each
 
     def rows(self) -> Iterator[dict]:
-        """Every way at every rank that its tokens tell."""
+        """Yields every method at every rank that its tokens determine."""
         for way in self.ways():
             for i in self.told(way):
                 yield dict(
@@ -158,7 +160,7 @@ class Results:
         return dict(**dataclasses.asdict(times), perplexity=perplexity, by_text=by_text)
 
     def spectrum(self, name: str) -> Spread | None:
-        """Components for 90 % of the energy, over heads and texts."""
+        """Returns components for 90 % of the energy, over heads and texts."""
         found_BN2 = self.measured.spectra.get(name)
         if found_BN2 is None:
             return None
@@ -166,24 +168,26 @@ class Results:
         return found if len(found_BN2) > 1 else dataclasses.replace(found, between_texts=None)
 
     def possible(self, name: str) -> int:
-        """The most components that a matrix can have: of weights as their mechanism makes them."""
+        """Returns the largest rank of a matrix, for weights given their mechanism."""
         return int(self.measured.spectra[name][..., 1].max())
 
     def channels(self, name: str) -> int:
         return int(self.measured.spectra[name][..., 2].max())
 
     def overlaps(self, where: str) -> tuple[list[Spread], list[Spread]]:
-        """With the subspace of all, by tokens: of the first ones, and of as many spread evenly."""
+        """Returns overlaps with the subspace of all tokens: of first ones, and of spread ones."""
         first, even = np.moveaxis(self.measured.overlap[where], (3, 2), (0, 1))
         return [spread(one[None]) for one in first], [spread(one[None]) for one in even]
 
     def drifts(self, where: str) -> list[Spread]:
-        """By tokens, how much less the overlap of the first ones is than that of spread ones."""
+        """Returns the excess of the spread tokens' overlap over the first tokens', by number of
+        tokens.
+        """
         gap_BKT = np.diff(self.measured.overlap[where], axis=3)[..., 0]
         return [spread(gap_BK[None]) for gap_BK in np.moveaxis(gap_BKT, 2, 0)]
 
     def later(self, where: str) -> Drift:
-        """Errors of later logits."""
+        """Returns errors of later logits."""
         found_XBN = np.moveaxis(self.measured.drift_error[where], 2, 0)
         count = len(self.measured.drift_at)
         *each, whole = [spread(one[None]) for one in found_XBN[:-1]]
@@ -191,5 +195,5 @@ class Results:
         return Drift(each[:count], each[count:], whole, fixed)
 
     def _by_text(self, x_BN: np.ndarray) -> np.ndarray:
-        """[texts, ...]: a text's rows one after the other."""
+        """Returns [texts, ...], with a text's rows concatenated."""
         return x_BN.reshape(len(self.texts), -1, *x_BN.shape[2:])

@@ -1,4 +1,4 @@
-"""Tables of the report on keys of low rank with the papers' rows, and its data."""
+"""Tables of the report on compression with the papers' rows, and its data."""
 
 import dataclasses
 from typing import Any
@@ -33,7 +33,7 @@ _OF = {
 
 
 def tables(found: Results) -> list[Table]:
-    """All of the report's."""
+    """Returns the report's tables."""
     return [_claims(found), _spectra(found), _ways(found), _by_text(found), _drift(found)]
 
 
@@ -92,7 +92,7 @@ def _needs(found: Results, matrix: str) -> str:
 
 
 def middle_half(of: Spread, form: str = ".3g") -> str:
-    """Quartiles as text."""
+    """Returns quartiles as text."""
     return f"{of.low:{form}} to {of.high:{form}}"
 
 
@@ -142,7 +142,7 @@ def _spectra(found: Results) -> Table:
 
 
 def published_by_rank() -> dict[int, tuple[float, float]]:
-    """By rank of GPT-2's 768 the channels left of each head, and perplexity over its own."""
+    """Returns by rank of GPT-2's 768: channels per head, and relative perplexity."""
     return {
         r: (r / PUBLISHED_HEADS, perplexity / PUBLISHED_BASE)
         for r, perplexity in PUBLISHED_SVD.items()
@@ -263,7 +263,7 @@ def _drift(found: Results) -> Table:
 
 
 def data(found: Results) -> dict:
-    """Every number."""
+    """Returns every number."""
     of = found.measured
     return dict(
         model=found.name,
@@ -313,5 +313,5 @@ def _drift_data(found: Results, where: str) -> dict:
 
 
 def _there(numbers: np.ndarray) -> Any:
-    """Nested lists, with None for what is not there."""
+    """Returns nested lists, with None for nan."""
     return np.where(np.isnan(numbers), None, numbers).tolist()

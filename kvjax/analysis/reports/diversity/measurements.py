@@ -1,4 +1,4 @@
-"""How different the heads of every layer are: what the report on diversity shows."""
+"""Measurements of head diversity in every layer."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from kvjax.foundation.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class ModelDiversity:
-    """What was measured of a model, layer by layer."""
+    """Head diversity of a model, by layer."""
 
     label: str
     mechanism: str
@@ -27,7 +27,7 @@ class ModelDiversity:
 
     @property
     def num_heads(self) -> tuple[int, ...]:
-        """N, ascending: one number where all layers have as many heads."""
+        """Distinct numbers of heads, ascending."""
         return tuple(sorted({one.num_heads for one in self.plain}))
 
 
@@ -42,7 +42,7 @@ def check(model: LazyModel) -> None:
 
 
 def of_model(label: str, model: LazyModel) -> ModelDiversity:
-    """The diversity of heads in every layer; one layer's weights are in memory at a time."""
+    """Measures head diversity in every layer, with one layer's weights in memory."""
     plain, rotated, values = [], [], []
     with few_threads(model.transformer.block.d_model):
         for heads in heads_lib.layers(model):
@@ -56,7 +56,7 @@ def of_model(label: str, model: LazyModel) -> ModelDiversity:
 
 
 def numbers(one: ModelDiversity) -> dict:
-    """All that was measured of a model, as JSON has it."""
+    """Returns a model's measurements for JSON."""
     kinds = dict(key=one.plain, key_with_rope=one.rotated or [], value=one.values)
     return dict(
         mechanism=one.mechanism,

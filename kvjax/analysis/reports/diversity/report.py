@@ -1,4 +1,4 @@
-"""The report on how different heads are: figures 6, 7 and 9 to 18 of LRKV (arXiv 2601.11471)."""
+"""The report on head diversity: figures 6, 7 and 9 to 18 of LRKV (arXiv 2601.11471)."""
 
 from collections.abc import Sequence
 
@@ -32,14 +32,13 @@ PUBLISHED = (
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for heads of which there is one only, or that have no matrices (see
-    `heads.read`)."""
+    """Raises a UserError for a single head, or heads without matrices (see `heads.read`)."""
     for one in _models(model, request).values():
         measurements.check(one)
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """How different the heads of each layer are, by their bilinear forms.
+    """Compares the heads of each layer by their bilinear forms.
 
     Raises:
       UserError: see `check`; weights that are not finite.
@@ -61,7 +60,7 @@ def section(model: LazyModel, request: Request) -> Section:
 
 
 def _models(model: LazyModel, request: Request) -> dict[str, LazyModel]:
-    """What is compared, by what figures and tables call it."""
+    """Returns the models to compare, by label."""
     beside = request.beside
     return {model.name: model} | ({f"{beside.name} (beside)": beside} if beside else {})
 
@@ -74,7 +73,7 @@ def _percent(layers: Sequence[Diversity], name: str) -> list[float]:
 
 
 def _prefixes(found: list[ModelDiversity]) -> list[tuple[str, ModelDiversity]]:
-    """What stands before the name of a series: which model's it is, if there are two."""
+    """Returns each model with the prefix of its series' names."""
     return [(f"{one.label}: " if len(found) > 1 else "", one) for one in found]
 
 
@@ -91,7 +90,7 @@ def _words(series: dict[str, list[float]], **how) -> str:
 
 
 def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
-    """Figures 6, 9, 14 and 15."""
+    """Returns figures 6, 9, 14 and 15."""
     plain, centred, both = {}, {}, {}
     for of, one in _prefixes(found):
         plain[f"{of}without positions"] = _percent(one.plain, "share")
@@ -168,7 +167,7 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
 
 
 def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
-    """Figures 7, 10 to 13, and 16 to 18: early, middle and late layers."""
+    """Returns figures 7, 10 to 13, and 16 to 18: early, middle and late layers."""
     few = {
         f"{of}{name}": one.plain[index]
         for of, one in _prefixes(found)

@@ -1,1 +1,1 @@
-"""Bases and residuals of LRKV: how large they are, whether they point apart, and how they grew."""
+"""Norms and angles of LRKV's bases and residuals, over layers and training steps."""

@@ -1,5 +1,4 @@
-"""Bases, residuals and the diversity of heads over the snapshots of a run (LRKV's future work 4 and
-appendix C.11)."""
+"""Bases, residuals and head diversity over a run's snapshots (LRKV's future work 4 and C.11)."""
 
 from collections.abc import Mapping
 
@@ -17,7 +16,7 @@ _LEADING = 3  # eigenvalues that are followed
 
 
 def moment(model: LazyModel) -> dict:
-    """A snapshot in numbers: means over layers and heads, and the spectra of every layer."""
+    """Returns a snapshot's numbers: means over layers and heads, and every layer's spectra."""
     layers = geometry_measurements.of_model(model)
     found = {}
     for name in PARTS:
@@ -36,7 +35,7 @@ def moment(model: LazyModel) -> dict:
 
 
 def _compares_heads(model: LazyModel) -> bool:
-    """Whether there are heads to compare: two in each layer, which have matrices."""
+    """Returns True if every layer has at least two heads with matrices."""
     try:
         diversity_measurements.check(model)
     except UserError:
@@ -45,11 +44,11 @@ def _compares_heads(model: LazyModel) -> bool:
 
 
 def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
-    """Curves over the steps of a run.
+    """Returns curves over the steps of a run.
 
     Args:
-      evolution: steps, ascending, and the `moment` of each.
-      apart: whether heads have a base and a residual.
+      evolution: ascending steps, and the `moment` of each.
+      apart: True if heads have a base and a residual.
     """
     steps = [step for step, _ in evolution]
 

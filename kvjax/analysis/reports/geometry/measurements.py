@@ -1,4 +1,4 @@
-"""Norms and residuals of every layer's keys and values: what the report on geometry shows."""
+"""Measurements of norms and residuals of every layer's keys and values."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -16,7 +16,7 @@ PARTS = ("key", "value")
 
 @dataclasses.dataclass(frozen=True)
 class PartMeasurements:
-    """The keys or the values of a layer; of a layer without residuals only its norms."""
+    """The keys or values of a layer; without residuals only norms."""
 
     total_norm_K: np.ndarray
     rank: int = 0
@@ -35,7 +35,7 @@ Layers = list[dict[str, PartMeasurements]]  # by part, of each layer
 
 
 def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None = None) -> Layers:
-    """Norms and residuals of every layer; without a seed random factors are left out."""
+    """Measures every layer; without a seed, random factors are left out."""
     found = []
     with few_threads(model.transformer.block.d_model):
         for index, config in enumerate(model.transformer.mechanisms):
@@ -53,7 +53,7 @@ def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None
 
 
 def check(model: LazyModel, beside: LazyModel | None = None) -> None:
-    """Raises a UserError for heads that have no matrices; where there are residuals, none need."""
+    """Raises a UserError for heads without matrices, unless all layers have residuals."""
     mechanisms = model.transformer.mechanisms
     whole = [i for i, config in enumerate(mechanisms) if not geometry.has_residuals(config)]
     heads_lib.check(model, whole)
@@ -69,10 +69,10 @@ def _of_whole(total_DKH: np.ndarray, other_DKH: np.ndarray | None) -> PartMeasur
 def _of_all_parts(
     parts: dict[str, geometry.BaseAndResiduals], other: dict, seeds
 ) -> dict[str, PartMeasurements]:
-    """Keys on one core and values on another.
+    """Measures keys on one core and values on another.
 
-    Threads of BLAS would wait for each other on matrices a head wide: with two on two cores that
-    others used too, the keys of 18 heads of 128 in 2,304 channels took 68 s, with one 2.4 s.
+    BLAS threads would wait for each other on matrices one head wide: with two threads on two shared
+    cores, the keys of 18 heads of 128 in 2,304 channels took 68 s, and 2.4 s with one.
     """
 
     def of(name):
@@ -109,14 +109,16 @@ def _of_parts(
 
 
 def _without_directions(split: PartGeometry) -> PartGeometry:
-    """Its numbers alone: the directions of all layers would be gigabytes."""
+    """Drops the directions, which would take gigabytes over all layers."""
     return split._replace(reads=())
 
 
 def _both_gauges(
     parts: geometry.BaseAndResiduals,
 ) -> tuple[PartGeometry, PartGeometry, BestResiduals]:
-    """The split as learned, in the canonical gauge, and the best residuals beside it."""
+    """Returns the geometry as learned, in canonical form, and the comparison with the best
+    residuals.
+    """
     raw, heads = geometry.part_geometry(parts), parts.canonical()
     canonical = geometry.part_geometry(heads)
     return raw, canonical, geometry.best_residuals(heads, canonical, parts, raw.reads)
@@ -152,7 +154,7 @@ MEASURES: dict[str, Callable[[PartMeasurements], np.ndarray | None]] = {
 
 
 def numbers(layers: Layers) -> list[dict]:
-    """Every number of every layer, by part and head."""
+    """Returns every number of every layer, by part and head."""
     return [{name: _of_part(part) for name, part in layer.items()} for layer in layers]
 
 
@@ -173,12 +175,12 @@ def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
 
 
 def measured(part: PartMeasurements, measure: str) -> np.ndarray:
-    """One of `MEASURES` of a part, by head; of those heads that have the number."""
+    """Returns one of `MEASURES` of a part, for the heads that have it."""
     return _finite(MEASURES[measure](part))
 
 
 def mean(values: Sequence[float | None] | None) -> float | None:
-    """The mean of those that are there; None where none is."""
+    """Returns the mean of the finite values, or None."""
     found = _finite(values)
     return float(found.mean()) if found.size else None
 

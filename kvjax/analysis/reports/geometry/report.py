@@ -1,5 +1,6 @@
-"""The report on LRKV's bases and residuals (arXiv 2601.11471, section 4 and figure 8), over layers
-and, of a run that kept snapshots, over steps (its future work 4 and appendix C.11).
+"""The report on LRKV's bases and residuals (arXiv 2601.11471, section 4 and figure 8).
+
+Over layers and, for runs with snapshots, over steps (its future work 4 and appendix C.11).
 """
 
 from collections.abc import Mapping
@@ -16,16 +17,18 @@ from kvjax.convert.model import LazyModel
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for heads that have no matrices (see `heads.read`), of the model beside
-    or of layers without residuals: those of LRKV are read from its factors."""
+    """Raises a UserError for heads without matrices (see `heads.read`).
+
+    Layers with residuals need none: they are read from LRKV's factors.
+    """
     measurements.check(model, request.beside)
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """Norms of keys and values; of mechanisms with residuals, their geometry.
+    """Measures norms of keys and values, and the geometry of residuals.
 
     Raises:
-      UserError: weights that are not finite or no matrices of heads (see `heads.read`).
+      UserError: weights that are not finite, or heads without matrices (see `heads.read`).
     """
     layers = measurements.of_model(model, request.beside, request.seed)
     moments = [(step, evolution.moment(snapshot)) for step, snapshot in request.snapshots]
@@ -64,10 +67,10 @@ def _drawn(
     level: Mapping[str, float] | None = None,
     digits: str = ".2f",
 ) -> tuple[str, str]:
-    """Curves over layers, with a band from the lowest head to the highest; and in words.
+    """Returns curves over layers with bands over heads, and their content in words.
 
     Args:
-      wanted: by the series' name, the part and what of it (see `measurements.MEASURES`).
+      wanted: by series, the part and its measure (see `measurements.MEASURES`).
     """
     series, bands, words = {}, {}, []
     for label, (name, measure) in wanted.items():
@@ -91,7 +94,7 @@ def _drawn(
 
 
 def _both_gauges(measure: str) -> dict[str, tuple[str, str]]:
-    """Series of keys and values, as learned and in the canonical gauge."""
+    """Returns series of keys and values, as learned and canonical."""
     gauges = {"": measure, ", canonical": f"canonical_{measure}"}
     return {f"{part}s{gauge}": (part, name) for gauge, name in gauges.items() for part in PARTS}
 

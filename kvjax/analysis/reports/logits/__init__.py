@@ -1,1 +1,1 @@
-"""Spectra of the logits of attention, and of the weights that make them."""
+"""Spectra of attention logits, and of the weights behind them."""

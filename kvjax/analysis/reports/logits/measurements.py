@@ -1,4 +1,4 @@
-"""The logits of every head of a model, on texts at several lengths: what the report shows."""
+"""Measurements of every head's logits, on texts at several lengths."""
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +29,17 @@ Kind = tuple[str, int]  # one of these and the tokens
 
 @dataclasses.dataclass(frozen=True)
 class LogitMeasurements:
-    """Numbers by [layers, texts, heads, ...], with nan where a layer has fewer of something.
+    """Numbers by [layers, texts, heads, ...], nan where a layer is smaller.
 
     Attributes:
-      energies: [layers, texts, N, R], descending, 0 where there are fewer. Those of weights have in
-        the place of texts one matrix, or one for each distance.
-      errors: by tokens and whether causal, [layers, texts, N, ranks, 3] of `truncation.Errors`.
+      energies: [layers, texts, N, R], descending, zero-padded. For weights the text axis holds one
+        matrix, or one per distance.
+      errors: by tokens and causality, [layers, texts, N, ranks, 3] of
+        `truncation.TruncationErrors`.
       bounds: by tokens, [layers, texts, N, ranks].
       delocalisation: by tokens, [layers, texts, N, R].
       keys: by tokens, [layers, texts, K, 2] of `logits.KeyGeometry`.
-      perplexity: by tokens and rank, [texts]; rank 0 is the model as it is.
+      perplexity: by tokens and rank, [texts]; rank 0 is the unmodified model.
     """
 
     ranks: tuple[int, ...]
@@ -59,11 +60,11 @@ def measure(
     perplexity_at: Sequence[int] = (),
     perplexity_tokens: int = 1024,
 ) -> LogitMeasurements:
-    """All of it, on the first tokens of each text.
+    """Measures the first tokens of each text.
 
     Args:
-      perplexity_at: lengths of rows at which the model runs under logits of each rank.
-      perplexity_tokens: of each text, in as many rows as they make.
+      perplexity_at: row lengths at which the model runs under logits of each rank.
+      perplexity_tokens: per text, split into rows.
 
     Raises:
       UserError: see `check`; weights or activations that are not finite.
@@ -111,21 +112,21 @@ def measure(
 
 
 def _ranks(key_dim: int) -> tuple[int, ...]:
-    """The paper's that cut something; of narrow heads a quarter and a half of their channels."""
+    """Returns the paper's ranks below key_dim; for narrow heads a quarter and a half of it."""
     narrow = {max(1, key_dim // 4), max(1, key_dim // 2)}
     return tuple(r for r in RANKS if r < key_dim) or tuple(sorted(narrow))
 
 
 def distances(length: int) -> list[int]:
-    """Tokens between query and key: 0, 1 and powers of two up to a length."""
+    """Returns 0, 1 and powers of two up to a length."""
     return [0] + [1 << i for i in range((length - 1).bit_length())]
 
 
 def _of_weights(heads: heads_lib.Heads, length: int) -> Iterator[tuple[Kind, np.ndarray]]:
-    """[matrices, N, R] energies of each kind.
+    """Yields [matrices, N, R] energies of each kind.
 
     Args:
-      length: the distances that RoPE turns by are below it; 0 without RoPE.
+      length: upper limit of RoPE's distances; 0 without RoPE.
     """
     with few_threads(len(heads.query_DNH)):
         found = logits.Interaction(heads)
@@ -138,7 +139,7 @@ def _of_weights(heads: heads_lib.Heads, length: int) -> Iterator[tuple[Kind, np.
 def _of_layer(
     layer: Layer, length: int, ranks: Sequence[int], rotates: bool
 ) -> dict[tuple, np.ndarray]:
-    """What is measured of a layer at a length, by name and kind: [texts, N or K, ...]."""
+    """Returns a layer's measurements at a length, by name and kind: [texts, N or K, ...]."""
     found, causal = collections.defaultdict(list), layer.mask.causal
     for b in range(len(layer.query_BTNH)):
         query, key, value = (
@@ -164,7 +165,7 @@ def _of_layer(
 
 
 def _stacked(arrays: list[np.ndarray], fill: float) -> np.ndarray:
-    """[layers, ...], filled up where a layer is smaller."""
+    """Returns [layers, ...], padded where a layer is smaller."""
     shape = np.max([x.shape for x in arrays], axis=0)
     found = np.full((len(arrays), *shape), fill)
     for i, x in enumerate(arrays):
@@ -179,7 +180,7 @@ def _rows(texts: Mapping[str, np.ndarray], length: int) -> np.ndarray:
 def _perplexities(
     model: LazyModel, texts: Mapping[str, np.ndarray], length: int, tokens: int, rank: int
 ) -> np.ndarray:
-    """[texts]: of rows of that many tokens, which see no other row; a text may be a token short."""
+    """Returns [texts] perplexities on independent rows of `length` tokens."""
     shortest = min(map(len, texts.values()))
     width = min(length + 1, shortest)
     count = min(tokens // length, shortest // width)

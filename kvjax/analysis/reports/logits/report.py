@@ -1,4 +1,4 @@
-"""The report on logit spectra (arXiv 2604.04384): its tables, section 4.3, what it leaves open."""
+"""The report on logit spectra (arXiv 2604.04384): its tables, section 4.3, open questions."""
 
 import functools
 
@@ -15,13 +15,13 @@ from kvjax.convert.model import LazyModel
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for heads that have no matrices (see `heads.read`)."""
+    """Raises a UserError for heads without matrices (see `heads.read`)."""
     del request
     heads_lib.check(model)
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """Spectra of logits on the request's texts beside those of the weights.
+    """Measures spectra of logits on the request's texts, and of the weights.
 
     SmolLM2-135M on two texts at 64, 256 and 1,024 tokens takes 110 s on two cores and 1.6 GB.
 
@@ -116,7 +116,7 @@ def _named(kind: Kind) -> str:
 
 
 def _curves(found: Results) -> Figure:
-    """What table 1 samples."""
+    """Draws the curves that table 1 samples."""
     longest = max(found.lengths)
     kinds = [(WEIGHTS, 0), *((FIELD, length) for length in found.lengths)]
     kinds += [(CAUSAL, longest)] if found.is_causal else []

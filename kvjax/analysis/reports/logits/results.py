@@ -1,4 +1,4 @@
-"""What was measured of a model's logits, in the numbers that figures and tables show."""
+"""Numbers of the report on logits, as figures and tables show them."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -25,7 +25,7 @@ COMPONENTS = (1, 2, 5, 10, 20, 40)  # of table 1
 
 
 class Results:
-    """What was measured, in the numbers that figures and tables show."""
+    """Results of one model."""
 
     def __init__(self, name: str, request: Request, measured: LogitMeasurements):
         self.name, self.texts, self.lengths = name, tuple(request.texts), tuple(request.lengths)
@@ -42,22 +42,22 @@ class Results:
         return (CAUSAL, self.at) in self.measured.energies
 
     def kinds(self) -> list[Kind]:
-        """Those of weights, then those of logits, each by length."""
+        """Returns the kinds of weights, then of logits, each by length."""
         order = (WEIGHTS, AT_DISTANCES, AVERAGED, FIELD, CAUSAL, PLAIN)
         return sorted(self.measured.energies, key=lambda kind: (order.index(kind[0]), kind[1]))
 
     def ranks(self, kind: Kind, share: float = SHARE) -> np.ndarray:
-        """[layers, texts, N] components that hold that share of the energy."""
+        """Returns [layers, texts, N] components that hold a share of the energy."""
         return spectrum.energy_rank(self.measured.energies[kind], share)
 
     def spread(self, kind: Kind, share: float = SHARE) -> Spread:
-        """The spread of `ranks`; weights, the same for all texts, have no `between_texts`."""
+        """Returns the spread of `ranks`; weights have no `between_texts`."""
         found = spread(self.ranks(kind, share))
         of_logits = kind[0] in (FIELD, CAUSAL, PLAIN)
         return found if of_logits else dataclasses.replace(found, between_texts=None)
 
     def curve(self, kind: Kind) -> np.ndarray:
-        """[layers, texts, N, H] share that the first 1, 2, ... H hold."""
+        """Returns [layers, texts, N, H], the share held by the first 1, 2, ... H components."""
         held = spectrum.cumulative(self.measured.energies[kind])[..., : self.measured.key_dim]
         more = self.measured.key_dim - held.shape[-1]
         return np.pad(held, [(0, 0)] * 3 + [(0, more)], mode="edge")
@@ -66,7 +66,7 @@ class Results:
         return float(np.median(self.ranks(kind, share)))
 
     def gap(self, kind: Kind) -> dict:
-        """How many times fewer components an E needs than M without RoPE."""
+        """Returns the ratio of components of M without RoPE to those of an E."""
         weights_L1N, field_LBN = self.ranks((WEIGHTS, 0)), self.ranks(kind)
         of_heads = (weights_L1N / np.maximum(field_LBN, 1))[field_LBN > 0]
         here, there = self.median((WEIGHTS, 0)), self.median(kind)
@@ -85,12 +85,14 @@ class Results:
         )
 
     def gaps(self) -> list[dict]:
-        """The `gap` of every E that was measured, by kind and length."""
+        """Returns the `gap` of every measured E, by kind and length."""
         kinds = [(name, length) for name in (FIELD, CAUSAL, PLAIN) for length in self.lengths]
         return [self.gap(kind) for kind in kinds if kind in self.measured.energies]
 
     def errors(self) -> list[dict]:
-        """By length, mask and rank: medians of `truncation.Errors`, and of the bound."""
+        """Returns medians of `truncation.TruncationErrors` and of the bound, by length, mask and
+        rank.
+        """
 
         def middle(x):
             return np.nanmedian(x, axis=(0, 1, 2)).tolist()
@@ -105,11 +107,11 @@ class Results:
         return rows
 
     def betas(self, length: int) -> np.ndarray:
-        """[layers, texts, N] the largest delocalisation of each head."""
+        """Returns [layers, texts, N], the largest delocalisation of each head."""
         return np.nan_to_num(self.measured.delocalisation[length]).max(axis=-1)
 
     def geometry(self) -> list[dict]:
-        """By length: beta of heads (the largest of its vectors) and of vectors, and of keys."""
+        """Returns by length beta of heads and vectors, and the geometry of keys."""
         rows = []
         for length in self.lengths:
             spread_LBNR, beta_LBN = self.measured.delocalisation[length], self.betas(length)
@@ -124,7 +126,7 @@ class Results:
         return rows
 
     def perplexities(self) -> Iterator[dict]:
-        """By length and rank, of all texts together; rank None is the model as it is."""
+        """Yields perplexities by length and rank over all texts; rank None: the model itself."""
         for (tokens, rank), found_B in self.measured.perplexity.items():
             plain_B = self.measured.perplexity[tokens, 0]
 
@@ -141,5 +143,5 @@ class Results:
 
 
 def _there(x: float) -> float | None:
-    """A number for JSON, None where there is none."""
+    """Returns a finite number, or None."""
     return float(x) if np.isfinite(x) else None

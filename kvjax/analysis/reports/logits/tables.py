@@ -41,13 +41,13 @@ KEYS = ("incoherence", "condition")
 
 
 def tables(found: Results) -> list[Table]:
-    """All of the report's."""
+    """Returns the report's tables."""
     made = [_ranks(found), _shares(found), _gaps(found), _errors(found), _geometry(found)]
     return [*made, *([_perplexity(found)] if found.measured.perplexity else [])]
 
 
 def _row(found: Results, kind: Kind) -> list:
-    """How rows on a matrix begin."""
+    """Returns the first cells of a row about a matrix."""
     return [found.name, kind[0], kind[1] or None, found.measured.key_dim]
 
 
@@ -55,7 +55,7 @@ _BEGIN = [Column("model"), Column("matrix"), Column("tokens", ",d"), Column("cha
 
 
 def _published(rows: Mapping[str, tuple]) -> list[list]:
-    """The paper's rows, M and E of each model."""
+    """Returns the paper's rows, M and E of each model."""
     found = []
     for name, (weights, field) in rows.items():
         dim = PUBLISHED_RANKS[name][0]
@@ -227,14 +227,14 @@ def _perplexity(found: Results) -> Table:
 
 
 def rounded(x: np.ndarray) -> list:
-    """Nested lists of six digits; None for what is no number."""
+    """Returns nested lists of six digits, with None for non-finite numbers."""
     if x.ndim:
         return [rounded(each) for each in x]
     return float(f"{x:.6g}") if np.isfinite(x) else None
 
 
 def data(found: Results) -> dict:
-    """Every number, of heads too: [layers][texts][heads], and [ranks] or [columns] behind that."""
+    """Returns every number, heads included: [layers][texts][heads], then [ranks] or [columns]."""
     summaries, heads = [], {}
     for kind in found.kinds():
         about = dict(matrix=kind[0], tokens=kind[1] or None)

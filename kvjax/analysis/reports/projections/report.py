@@ -1,4 +1,4 @@
-"""A report on how alike W_Q, W_K and W_V are: projection sharing (arXiv 2606.04032), section 4."""
+"""The report on W_Q, W_K and W_V's similarity: projection sharing (arXiv 2606.04032), section 4."""
 
 import dataclasses
 
@@ -39,16 +39,16 @@ class _Layer:
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for heads that have no matrices (see `heads.read`)."""
+    """Raises a UserError for heads without matrices (see `heads.read`)."""
     del request
     heads_lib.check(model)
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """Likeness of the query, key and value projections of each layer, and their effective ranks.
+    """Measures similarity and effective ranks of the projections of each layer.
 
     Raises:
-      UserError: weights that are not finite or no matrices of heads (see `heads.read`).
+      UserError: weights that are not finite, or heads without matrices (see `heads.read`).
     """
     del request
     with few_threads(model.transformer.block.d_model):
@@ -113,7 +113,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _curves(series: dict[str, list[float | None]], y: str, digits: str) -> tuple[str, str]:
-    """The figure of curves over layers, and in words."""
+    """Returns the figure of curves over layers, and its content in words."""
     there = {k: ys for k, ys in series.items() if any(value is not None for value in ys)}
     over_layers = {k: (list(range(len(ys))), ys) for k, ys in there.items()}
     svg = draw.lines(over_layers, x="layer", y=y)
