@@ -7,7 +7,7 @@ constraints-lm-eval.txt.
 import pathlib
 import re
 
-from setuptools import find_namespace_packages, find_packages, setup
+from setuptools import find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
 CONFIGS = "kvjax.configs"  # the folder configs/, where an installed package has it
@@ -28,7 +28,6 @@ setup(
     packages=[
         *find_packages(include=["kvjax", "kvjax.*"]),
         CONFIGS,
-        *(f"{CONFIGS}.{name}" for name in find_namespace_packages("configs")),
     ],
     package_dir={CONFIGS: "configs"},
     package_data={

@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> None:
         name = ".".join(path.relative_to(EXPERIMENTS.parent).with_suffix("").parts)
         _print(f"python -m {name}", _first_line(path))
     print("\nConfigs, as --config=configs/lrkv_tiny.py:\n")
-    for folder, names in command_line.config_names().items():
-        _print(folder, " ".join(names))
+    for name, text in command_line.config_list().items():
+        _print(name, text)
 
 
 def _print(name: str, text: str) -> None:

@@ -173,7 +173,7 @@ class Experiment:
         if not has_mixture and source == MIXTURE:
             raise UserError(
                 f"config.data.source = {source!r}: needs config.mixture, which names "
-                "conversations: see configs/mid"
+                "conversations: see configs/mid.py"
             )
         if has_mixture and self.data.tokenizer == "bpe":
             raise UserError(

@@ -36,9 +36,9 @@ def text() -> str:
         "",
         "configs:",
     ]
-    for folder, names in command_line.config_names().items():
+    for name, there in command_line.config_list().items():
         lines += textwrap.wrap(
-            f"{folder}: {' '.join(names)}",
+            f"{name}: {there}",
             output.width(),
             initial_indent="  ",
             subsequent_indent="    ",

@@ -21,7 +21,7 @@ def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
     assert command_line.status(main.main, ["--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    config = command_line.load_config(CONFIGS / "mid" / "lrkv_tiny.py")
+    config = command_line.load_config(CONFIGS / "mid.py:lrkv_tiny")
     sections = {name for name, part in config.items() if hasattr(part, "items")}
     assert sections == {*config_help.SECTIONS, "attention"}
     for section in config_help.SECTIONS:
@@ -36,8 +36,8 @@ def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
     for kind in MECHANISMS:
         assert f"keys of config.attention with kind={kind!r}:\n  " in out
     assert "\nconfig.attention.layer_ranks: " in out
-    for names in command_line.config_names().values():
-        assert all(name in out for name in names)
+    for name, text in command_line.config_list().items():
+        assert f"{name}: {text}" in words
 
 
 def test_what_a_run_is_given(monkeypatch, capsys):

@@ -1,4 +1,7 @@
-"""Every file in configs/ resolves to the values of its golden and the figures of its docstring.
+"""Every config resolves to the values of its golden, and to the figures of its note.
+
+The note of a file with one config is its docstring, of a variant its row in
+experiments/reports/configs.md.
 
     python tests/test_configs.py --write
 
@@ -6,11 +9,13 @@ writes the goldens (tests/config_goldens.py) when a config or a default was chan
 the diff before committing it.
 """
 
+import ast
 import dataclasses
 import functools
-import importlib.util
 import math
+import pathlib
 import re
+import runpy
 import sys
 
 import jax.numpy as jnp
@@ -21,17 +26,21 @@ from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation import configuration
 from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.command_line import config_files, config_label, configs_of, load_config
 from tests import config_goldens, quick
 
 MID = "mid/"  # of the same names as the configs whose runs these go on from
+PAGE = ROOT / "experiments" / "reports" / "configs.md"
 
 
 def _name(path):
-    return f"{MID if path.parent.name == 'mid' else ''}{path.stem}"
+    return f"{MID if path.stem == 'mid' else ''}{config_label(path)}"
 
 
-FILES = {_name(path): path for path in sorted((ROOT / "configs").rglob("*.py"))}
+FILES = {_name(path): path for path in config_files()}
 NAMES = sorted(FILES)
+VARIANTS = [name for name in NAMES if not FILES[name].is_file()]
+PLAIN = [name for name in NAMES if FILES[name].is_file()]
 MECHANISMS = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
 TOKENS_PER_STEP = {"128m": 524_288, "2p5b": 262_144, "6p3b": 524_288}
@@ -90,7 +99,7 @@ OTHERS = [f"{m}_{s}" for s in ("300m", "1p2b") for m in (*_GROUPED, "qkv", "kv_t
 OTHERS += [*PUBLISHED, "kv_tied_gqa8_300m"]
 CHANGED = {f"mla_l{latent}_2p5b": "mla_2p5b" for latent in (384, 128)}
 CHANGED |= {f"{m}_text_{s}": f"{m}_{s}" for m in ("lrkv", "mha") for s in ("128m", "2p5b")}
-FOLDERS = dict(
+TABLES = dict(
     ranks=RANKS,
     matched=MATCHED | EQUAL_CACHE,
     long_context=LONG,
@@ -100,29 +109,41 @@ FOLDERS = dict(
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, FILES[name])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_config(FILES[name])
 
 
 @functools.cache
 def _resolve(name):
-    return config_lib.resolve(_load(name).get_config())
+    return config_lib.resolve(_load(name))
+
+
+@functools.cache
+def _rows():
+    """Returns the cells of each variant on the page, by column, by name."""
+    rows, file, columns = {}, "", ()
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line[1:-1].split("|")]
+        if line.startswith("### [configs/"):
+            file = pathlib.Path(line.removeprefix("### [").partition("]")[0]).stem
+        elif line.startswith("| variant |"):
+            columns = cells
+        elif line.startswith("| `") and file:
+            row = dict(zip(columns, cells, strict=True))
+            name = row["variant"].strip("`")
+            rows[f"{MID if file == 'mid' else ''}{name}"] = row
+    return rows
+
+
+def _number(text):
+    return float(text.replace(",", "").removesuffix("%"))
 
 
 def _changes(name, other):
     """Keys in which two configs differ, and their values in the first."""
-    texts = [configuration.to_text(_load(n).get_config()).splitlines() for n in (name, other)]
+    texts = [configuration.to_text(_load(n)).splitlines() for n in (name, other)]
     first, second = (dict(line.split(" = ", 1) for line in text) for text in texts)
     assert first.keys() == second.keys()
     return {k: v for k, v in first.items() if v != second[k] and k != "name"}
-
-
-def _integers(pattern, doc):
-    """The whole numbers that a pattern's groups find in a docstring, once."""
-    (found,) = re.findall(pattern, doc)
-    return tuple(int(n.replace(",", "")) for n in found)
 
 
 def _cache_bytes(name):
@@ -154,15 +175,14 @@ def test_mid_training_goes_on_with_the_model_of_its_parent(name):
         assert not run.is_masked and run.mixture.order[:3] == ("smoltalk", "mmlu", "gsm8k")
 
 
-def test_names_are_unique_over_folders():
-    assert len(list((ROOT / "configs").rglob("*.py"))) == len(NAMES)
+def test_names_are_unique_over_files():
+    assert len(config_files()) == len(NAMES)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folder_holds_what_it_is_for(folder):
-    assert {path.stem for path in (ROOT / "configs" / folder).iterdir()} - {"__pycache__"} == set(
-        FOLDERS[folder]
-    )
+@pytest.mark.parametrize("file", TABLES)
+def test_file_holds_what_it_is_for(file):
+    there = {config_label(path) for path in configs_of(ROOT / "configs" / f"{file}.py")}
+    assert there == set(TABLES[file])
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -177,37 +197,21 @@ def test_matched_has_mhas_parameters(name):
     assert mine == mha  # to the last one, by multiples of 32 channels
     changes = _changes(name, MATCHED[name])
     assert changes.keys() == {"model.mlp_dim"}
-    doc = _load(name).__doc__
-    pattern = (
-        rf"Matched: ([\d,]+) parameters here, ([\d,]+) in mha_{scale}, a difference of ([\d,]+);"
-    )
-    assert _integers(pattern, doc) == (mine, mha, 0)
-    plain = _resolve(MATCHED[name]).model.block.mlp_dim
-    widths = int(changes["model.mlp_dim"]), plain
-    assert widths[0] % 32 == 0
-    assert _integers(r"MLP of ([\d,]+) for ([\d,]+)\.", doc) == widths
+    assert _rows()[name]["against MHA"] == "+0.000 %"
+    width = int(changes["model.mlp_dim"])
+    assert width % 32 == 0 and _number(_rows()[name]["MLP"]) == width
 
 
 @pytest.mark.parametrize("name", quick.every(4, RIVALS))
 def test_rivals_have_mhas_parameters_and_a_cache_of_their_class(name):
     """TPA of ranks 1 and 1 comes no nearer than 16 % to the narrow class at d12."""
-    scale, doc = name.rpartition("_")[2], _load(name).__doc__
+    scale, row = name.rpartition("_")[2], _rows()[name]
     mine, mha = (formulas.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}"))
     assert abs(mine / mha - 1) < 0.001
-    pattern = (
-        rf"Matched: ([\d,]+) parameters here, ([\d,]+) in mha_{scale}, a difference of (.*) %;"
-    )
-    ((here, there, percent),) = re.findall(pattern, doc)
-    assert (here, there) == (
-        f"{mine:,}",
-        f"{mha:,}",
-    ) and percent == f"{100 * (mine / mha - 1):+.3f}"
-    run, plain = _resolve(name).model.block, _resolve(f"mha_{scale}").model.block
-    assert _integers(r"MLP of ([\d,]+) for ([\d,]+)\.", doc) == (run.mlp_dim, plain.mlp_dim)
+    assert row["against MHA"] == f"{100 * (mine / mha - 1):+.3f} %"
     entry = _resolve(name).model.mechanisms[0].entry()
     elements = sum(math.prod(field.shape) for field in entry.values() if not field.wide)
-    stated = _integers(r"Cached per token and layer: ([\d,]+) elements beside the ([\d,]+) of", doc)
-    assert stated == (elements, RIVALS[name])
+    assert _number(row["cached elements"]) == elements
     assert abs(elements / RIVALS[name] - 1) < (0.17 if re.match("tpa.*narrow", name) else 0.07)
 
 
@@ -249,14 +253,8 @@ def test_one_change_away(name):
 
 @pytest.mark.parametrize("name", EQUAL_CACHE)
 def test_equal_cache(name):
-    doc = _load(name).__doc__
-    pattern = (
-        r"Equal cache: ([\d,]+) bytes per token here, ([\d,]+) in (\w+), a difference of (.*) %\."
-    )
-    ((mine, theirs, rival, percent),) = re.findall(pattern, doc)
+    (rival,) = re.findall(r"The cache of (\w+)\.", _rows()[name]["note"])
     sizes = _cache_bytes(name), _cache_bytes(rival)
-    assert (mine, theirs) == tuple(f"{size:,}" for size in sizes)
-    assert percent == f"{100 * (sizes[0] / sizes[1] - 1):+.1f}"
     assert abs(sizes[0] / sizes[1] - 1) < 0.0053  # 6 heads' 1/rms: no rank is nearer
     key = "attention.rank" if "lrkv" in name else "attention.num_kv_heads"
     assert _changes(name, EQUAL_CACHE[name]).keys() <= {key, "attention.num_bases"}
@@ -265,7 +263,7 @@ def test_equal_cache(name):
 @pytest.mark.parametrize("name", LONG)
 def test_long_context(name):
     length = 1024 * int(re.search(r"_(\d+)k_", name)[1])
-    run, doc = _resolve(name), _load(name).__doc__
+    run, row = _resolve(name), _rows()[name]
     assert run.data.sequence_length == length
     changes = _changes(name, LONG[name])
     expected = {"data.sequence_length", "train.batch_size", "train.eval_rows"}
@@ -276,8 +274,8 @@ def test_long_context(name):
     assert run.train.eval_rows * length == 5120 * 2048
     assert (run.mesh.sequence > 1) == (length > 8192)
     assert length % (2 * run.mesh.sequence) == 0
-    split = f"each split over {run.mesh.sequence} chips" if length > 8192 else "none of them split"
-    assert f"Rows: {run.train.batch_size} of {length:,} tokens per step, {split}.\n" in doc
+    shape = (run.train.batch_size, length, run.mesh.sequence)
+    assert tuple(_number(row[c]) for c in ROW_SHAPE) == shape
 
 
 AGAIN = (
@@ -289,7 +287,7 @@ AGAIN = (
 @pytest.mark.parametrize("name", NAMES)
 def test_file(name):
     """Compares a config with its golden; it is locked, and flags can set every key of it."""
-    config = _load(name).get_config()
+    config = _load(name)
     assert name in config_goldens.read(), f"{name}: no golden. {AGAIN}"
     values = config_goldens.values(config)
     assert values == config_goldens.expected(name), f"{name} differs from its golden. {AGAIN}"
@@ -318,10 +316,49 @@ def test_no_golden_without_a_config():
     assert config_goldens.read().keys() == {config_goldens.DEFAULTS, *NAMES}
 
 
-@pytest.mark.parametrize("name", quick.every(3, NAMES))
+ROW_SHAPE = ("rows per step", "tokens per row", "chips per row")
+
+
+def test_the_page_has_each_variant_and_its_note():
+    assert sorted(_rows()) == VARIANTS
+    for file in TABLES.keys() | {"mid"}:
+        module = runpy.run_path(str(ROOT / "configs" / f"{file}.py"))
+        assert module["__doc__"] in PAGE.read_text()
+        assert module["NOTES"].keys() <= module["VARIANTS"].keys()
+        for variant in module["VARIANTS"]:
+            row = _rows()[f"{MID if file == 'mid' else ''}{variant}"]
+            assert row["note"] == module["NOTES"].get(variant, "")
+
+
+@pytest.mark.parametrize("name", quick.every(3, VARIANTS))
+def test_row_of_a_variant(name):
+    row, run = _rows()[name], _resolve(name)
+    counts, block = formulas.parameters(run.model), run.model.block
+    assert _number(row["parameters"]) == counts["total"]
+    assert _number(row["without input embedding"]) == counts["total"] - counts["embedding"]
+    assert _number(row["cache bytes per token"]) == _cache_bytes(name)
+    flops = formulas.training_flops_per_token(run.model, run.data.sequence_length)
+    assert _number(row["GFLOP per trained token"]) == round(flops / 1e9, 3)
+    first = run.model.mechanisms[0]
+    shape = (block.num_layers, block.d_model, block.mlp_dim)
+    assert tuple(_number(row[c]) for c in ("layers", "width", "MLP")) == shape
+    assert row["heads"] == f"{first.num_heads} of {first.value_dim}"
+    kind, _, keys = row["attention"].partition(": ")
+    assert kind == _load(name).attention.kind
+    assert all(str(getattr(first, k)) == v for k, v in map(str.split, keys.split(", ")))
+    shape = (run.train.batch_size, run.data.sequence_length, run.mesh.sequence)
+    assert tuple(_number(row[c]) for c in ROW_SHAPE) == shape
+    steps = run.train.num_steps or 700
+    tokens = steps * run.tokens_per_step
+    assert _number(row["steps"]) == steps
+    assert row["tokens"] in (f"{tokens / 1e9:.3g}B", f"{tokens / 1e6:.1f}M")
+    assert _number(row["exaFLOPs"]) == pytest.approx(tokens * flops / 1e18, rel=0.005)
+
+
+@pytest.mark.parametrize("name", quick.every(3, PLAIN))
 def test_docstring(name):
-    module = _load(name)
-    doc, run = module.__doc__, config_lib.resolve(module.get_config())
+    doc = ast.get_docstring(ast.parse(FILES[name].read_text()), clean=False)
+    run = _resolve(name)
     assert f"    python -m kvjax.main --config={FILES[name].relative_to(ROOT)}\n" in doc
     counts = formulas.parameters(run.model)
     pattern = r"([\d,]+) parameters, ([\d,]+) without the input embedding; ([\d,]+) cache\s+bytes"
@@ -342,11 +379,8 @@ def test_docstring(name):
         first.num_heads,
         first.value_dim,
     )
-    tokens = (run.train.num_steps or 700) * run.tokens_per_step
-    if run.train.num_steps == 0:
-        pattern = r"One pass .*, about 700 steps of ([\d,]+) tokens: about ([\d,]+)\s+petaFLOPs"
-        assert _integers(pattern, doc) == (run.tokens_per_step, round(tokens * flops / 1e15))
-    elif budget := re.search(
+    tokens = run.train.num_steps * run.tokens_per_step
+    if budget := re.search(
         r"Budget: ([\d.]+)B tokens in steps of ([\d,]+): ([\d,]+) exaFLOPs", doc
     ):
         assert f"{tokens / 1e9:.3g}" == budget[1]
@@ -363,5 +397,5 @@ def test_docstring(name):
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python tests/test_configs.py --write")
-    order = sorted(NAMES, key=lambda name: (str(FILES[name].parent), name))
-    config_goldens.write({name: config_goldens.values(_load(name).get_config()) for name in order})
+    order = PLAIN + sorted(VARIANTS, key=FILES.get)
+    config_goldens.write({name: config_goldens.values(_load(name)) for name in order})

@@ -18,10 +18,10 @@ from kvjax.foundation.extras import EXTRAS
 PUBLISHED = ROOT / "tests" / "convert" / "published" / "llama"
 # Command lines, their exit status, and what they say.
 LINES = [
-    ("kvjax", 0, "configs/rivals/"),
+    ("kvjax", 0, "configs/rivals.py:VARIANT"),
     ("kvjax.costs --config=configs/lrkv_tiny.py", 0, "lrkv_tiny"),
     ("kvjax.costs --config=configs/lrkv_tny.py", 2, "mean --config=configs/lrkv_tiny.py?"),
-    ("kvjax.main --config=configs/mid/lrkv_tiny.py --config.train.seed=x", 2, "a whole number"),
+    ("kvjax.main --config=configs/mid.py:lrkv_tiny --config.train.seed=x", 2, "a whole number"),
     ("kvjax.convert --source=published --out=x", 2, "kvjax[convert]"),
     ("kvjax.convert --source=model.gguf --out=x", 2, "kvjax[convert]"),
     ("kvjax.analysis --model=published", 2, "kvjax[convert]"),

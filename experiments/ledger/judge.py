@@ -161,8 +161,10 @@ def between(name: str, first: str, second: str) -> Difference:
 
 @functools.cache
 def experiment_of(config: str) -> config_lib.Experiment:
-    """Returns the experiment of a config, named as below configs/."""
-    return config_lib.resolve(load_config(CONFIGS / f"{config}.py"))
+    """Returns the experiment of a config in configs/: "mha_128m", "ranks.py:lrkv_r16_128m"."""
+    return config_lib.resolve(
+        load_config(CONFIGS / (config if ".py:" in config else f"{config}.py"))
+    )
 
 
 @functools.cache

@@ -372,6 +372,6 @@ def projections(low: float, high: float) -> judge.Found:
     """Checks the % of all parameters that attention has."""
     shares = {}
     for called, size in (("300M", "300m"), ("1.2B", "1p2b")):
-        count = formulas.parameters(judge.experiment_of(f"papers/qkv_{size}").model)
+        count = formulas.parameters(judge.experiment_of(f"papers.py:qkv_{size}").model)
         shares[called] = 100 * count["attention"] / count["total"]
     return judge.within(shares, low, high, ".1f")

@@ -178,7 +178,7 @@ def _cut(model: str, part: str, objective: str) -> dict[int, float]:
 
 def _millions(channels: int) -> float:
     """Returns parameters of the LLaMA-like model, by channels of queries and keys."""
-    model = judge.experiment_of(f"papers/llama_d{channels}_125m").model
+    model = judge.experiment_of(f"papers.py:llama_d{channels}_125m").model
     return formulas.parameters(model)["total"] / 1e6
 
 

@@ -4,18 +4,23 @@ compared. `experiments.studies.language_models` trains them.
 
 from collections.abc import Callable
 import dataclasses
+import pathlib
 
 from experiments.studies import grid
 from experiments.studies.grid import Cell
 from kvjax import config as config_lib, recipes
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.command_line import load_config
+from kvjax.foundation.command_line import config_label, load_config
 
 TOKENS_PER_STEP = 32 * 256  # of the tiny configs, of long rows too
-TINY = lambda name: CONFIGS / f"{name}_tiny.py"
 UNIFORM = "lrkv_uniform"  # whose layers have one rank
 PER_HEAD = {"optimizer.orthogonalize": "per_head"}
+
+
+def tiny(name: str) -> pathlib.Path:
+    """Returns the tiny config of a mechanism, or of one in configs/rivals.py."""
+    return CONFIGS / (f"{name}_tiny" if ".py:" in name else f"{name}_tiny.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Study:
 
 def _of(name: str, config: str, against: str = "", **overrides) -> Cell:
     """Overrides are of config.attention."""
-    return Cell(name, TINY(config), {f"attention.{k}": v for k, v in overrides.items()}, against)
+    return Cell(name, tiny(config), {f"attention.{k}": v for k, v in overrides.items()}, against)
 
 
 def _with(cell: Cell, suffix: str, against: str, before: str = "", **overrides) -> Cell:
@@ -70,18 +75,18 @@ def _starts() -> list[Cell]:
     zeros = _of("lrkv_zero_residuals", "lrkv", "lrkv", residual_init="zeros")
     nearest = _of("lrkv_nearest_to_mha", "lrkv", "lrkv", residual_init="pca")
     apart = [
-        Cell("mha_per_head", TINY("mha"), PER_HEAD, "mha"),
-        Cell("lrkv_per_head", TINY("lrkv"), PER_HEAD, "mha_per_head", "lrkv"),
+        Cell("mha_per_head", tiny("mha"), PER_HEAD, "mha"),
+        Cell("lrkv_per_head", tiny("lrkv"), PER_HEAD, "mha_per_head", "lrkv"),
     ]
     small = {"model.matrix_std": 0.02}
     drawn = [
-        Cell("mha_normal_0.02", TINY("mha"), small, "mha"),
-        Cell("lrkv_normal_0.02", TINY("lrkv"), small, "mha_normal_0.02", "lrkv"),
+        Cell("mha_normal_0.02", tiny("mha"), small, "mha"),
+        Cell("lrkv_normal_0.02", tiny("lrkv"), small, "mha_normal_0.02", "lrkv"),
     ]
     outputs = {"model.zero_outputs": False}
     full = [
-        Cell("mha_outputs_drawn", TINY("mha"), outputs, "mha"),
-        Cell("lrkv_outputs_drawn", TINY("lrkv"), outputs, "mha_outputs_drawn", "lrkv"),
+        Cell("mha_outputs_drawn", tiny("mha"), outputs, "mha"),
+        Cell("lrkv_outputs_drawn", tiny("lrkv"), outputs, "mha_outputs_drawn", "lrkv"),
     ]
     gated = [
         _of("mha_gated", "mha", "mha", output_gate=True),
@@ -106,7 +111,7 @@ def _starts() -> list[Cell]:
 
 def _rivals_starts() -> list[Cell]:
     """Rivals with MHA's parameters, each change against MHA of the same change."""
-    count = formulas.parameters(config_lib.resolve(load_config(TINY("mha"))).model)["total"]
+    count = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
     changes = {
         "": {},
         "_per_head": PER_HEAD,
@@ -114,10 +119,10 @@ def _rivals_starts() -> list[Cell]:
         "_gated": {"attention.output_gate": True},
     }
     found = []
-    for name in ("mla", "gqa", "rivals/gta_narrow", "rivals/mfa_narrow", "rivals/tpa_narrow"):
-        config = TINY(name)
+    for name in ("mla", "gqa", *(f"rivals.py:{name}_narrow" for name in ("gta", "mfa", "tpa"))):
+        config = tiny(name)
         wide = grid.matched(config, count)
-        label = f"{config.stem.removesuffix('_tiny')}_matched"
+        label = f"{config_label(config).removesuffix('_tiny')}_matched"
         found += [
             Cell(label + of, config, wide | keys, f"mha{of}", label if of else "")
             for of, keys in changes.items()
@@ -151,8 +156,8 @@ def _mechanisms() -> list[Cell]:
 
 def _equal() -> list[Cell]:
     """MHA's parameters by the MLP's width; GQA's cache bytes by the rank."""
-    count = formulas.parameters(config_lib.resolve(load_config(TINY("mha"))).model)["total"]
-    wide = lambda name: Cell(f"{name}_matched", TINY(name), grid.matched(TINY(name), count), "mha")
+    count = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
+    wide = lambda name: Cell(f"{name}_matched", tiny(name), grid.matched(tiny(name), count), "mha")
     return [
         _of("mha", "mha"),
         *(wide(name) for name in ("lrkv", "gqa", "mqa", "mla")),

@@ -24,7 +24,7 @@ from experiments import record
 from experiments.analysis import head_tables, numbers as numbers_lib
 from experiments.analysis.head_tables import Findings, Run, Runs
 from experiments.studies import code as code_lib, grid, side_by_side
-from experiments.studies.demo_size import TINY, TOKENS_PER_STEP
+from experiments.studies.demo_size import TOKENS_PER_STEP, tiny
 from experiments.studies.kept import claim
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert import model as model_lib
@@ -53,7 +53,7 @@ _MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis", pathlib.Path(__file
 def asked(mechanism: str, steps: int, seed: int) -> grid.Run:
     """A study's run, with snapshots."""
     snapshots = {"train.snapshot_every": max(1, steps // SNAPSHOTS)}
-    return grid.Run(grid.Cell(mechanism, TINY(mechanism), snapshots), seed, steps)
+    return grid.Run(grid.Cell(mechanism, tiny(mechanism), snapshots), seed, steps)
 
 
 def check(runs: Iterable[grid.Run], folder: epath.Path) -> None:

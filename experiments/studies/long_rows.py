@@ -35,7 +35,7 @@ LENGTHS = (256, 1024)  # tokens of a row that is trained on
 
 def cell(mechanism: str, length: int) -> Cell:
     """A mechanism on rows of a length; for 256 tokens the tiny config as it is."""
-    config, against = demo_size.TINY(mechanism), "" if mechanism == FIRST else FIRST
+    config, against = demo_size.tiny(mechanism), "" if mechanism == FIRST else FIRST
     if length == 256:
         return Cell(mechanism, config, {}, against)
     rows = {"data.sequence_length": length, "train.batch_size": TOKENS_PER_STEP // length}

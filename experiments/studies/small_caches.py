@@ -3,7 +3,7 @@
     python -m experiments.studies.small_caches [--seeds=3] [--save]
     python -m experiments.studies.small_caches --mechanisms=mha,lrkv,gla_narrow
 
-The tiny configs of configs/ and configs/rivals/, each with the MLP's width that brings it nearest
+The tiny configs of configs/ and configs/rivals.py, each with the MLP's width that brings it nearest
 to MHA's parameters. A seed draws initial weights and data order, the same for all mechanisms, so
 differences from MHA are taken seed by seed. All mechanisms are trained with the first seed, then
 with the next. --save writes the result after each run; a later call goes on from it. Prints a table
@@ -49,8 +49,8 @@ SPEED = "small_caches_speed"  # the result of the study of that name
 
 def file_of(name: str) -> pathlib.Path:
     """The config of a mechanism."""
-    folder = CONFIGS / "rivals" if name in (*NARROW, *WIDE) else CONFIGS
-    return folder / f"{name}_tiny.py"
+    is_rival = name in (*NARROW, *WIDE)
+    return CONFIGS / (f"rivals.py:{name}_tiny" if is_rival else f"{name}_tiny.py")
 
 
 def cells(names: Sequence[str]) -> list[Cell]:

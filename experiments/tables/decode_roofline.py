@@ -2,8 +2,8 @@
 
     python -m experiments.tables.decode_roofline [--scale=2p5b] [--length=32768] [--markdown]
 
-One layer, one query per sequence, bfloat16: the configs of configs/rivals and those that they are
-compared with. The least time is the longer one of the bytes at full bandwidth and the FLOPs at the
+One layer, one query per sequence, bfloat16: configs/rivals.py and what it is compared
+with. The least time is the longer one of the bytes at full bandwidth and the FLOPs at the
 full dense rate of the matrix units; where FLOPs set it, a star says so. What a mechanism does to
 the new token and to the query before it meets the cache is not in it.
 """
@@ -62,8 +62,9 @@ def _cells(r: dict, mha: dict, length: int) -> tuple[str, ...]:
 
 def paths(scale: str) -> list[pathlib.Path]:
     """The configs of a scale."""
-    rivals = sorted((CONFIGS / "rivals").glob(f"*_{scale}.py"))
-    return [CONFIGS / f"{name}_{scale}.py" for name in _ROOT] + rivals
+    rivals = command_line.configs_of(CONFIGS / "rivals.py")
+    own = [CONFIGS / f"{name}_{scale}.py" for name in _ROOT]
+    return own + sorted(path for path in rivals if path.name.endswith(f"_{scale}"))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,10 +1,11 @@
-"""The paper-scale configs, and what their docstrings, their lab notes, say they are meant for.
+"""The paper-scale configs and their target chips, which a docstring (the lab note) names.
 
     Target: v5p:2x2x4 (16 chips).
     Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
     Also: h200:8 (8 chips).
 
 A target is a topology, how many chips it has, and the overrides of the config that suit it.
+Variants of one file have no docstring each: their target follows from the scale (TARGETS).
 """
 
 import ast
@@ -23,8 +24,15 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import one_of, to_text
 from kvjax.foundation.errors import UserError
 
-FOLDERS = ("configs", "ranks", "matched", "long_context", "rivals", "papers")
-SCALES = ("125m", "128m", "300m", "1p2b", "2p5b", "6p3b")
+FILES = ("", "ranks", "matched", "long_context", "rivals", "papers")  # "": one config each
+TARGETS = {
+    "125m": "v5e:4x4",
+    "128m": "v5e:4x4",
+    "300m": "v5e:4x4",
+    "1p2b": "v5p:2x2x4",
+    "2p5b": "v5p:2x2x4",
+    "6p3b": "v5p:2x2x4",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +56,9 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabNote:
-    """A config's file, and the targets its docstring names."""
+    """A config and its targets."""
 
-    path: pathlib.Path
+    path: pathlib.Path  # FILE.py, or FILE.py:VARIANT
     targets: tuple[Target, ...]  # the first is the main one
 
     @property
@@ -68,24 +76,34 @@ class LabNote:
 
 
 def read_all(configs: pathlib.Path = CONFIGS) -> list[LabNote]:
-    """The lab notes of all configs but the tiny ones, in the table's order.
+    """Returns the lab notes of all configs but the tiny ones, in the table's order.
 
-    Not of configs/mid, which train the same models on the same chips for a 300th of the time.
+    Without configs/mid.py, which trains the same models on the same chips for a 300th of the time.
 
     Raises:
       UserError: what `read` raises.
     """
-    files = (path for path in configs.rglob("*.py") if not path.stem.endswith("_tiny"))
-    files = (path for path in files if path.parent.name != "mid")
-    return sorted(map(read, files), key=_order)
+    return sorted(
+        (
+            read(path)
+            for path in command_line.config_files(configs)
+            if not command_line.config_label(path).endswith("_tiny") and path.stem != "mid"
+        ),
+        key=_order,
+    )
 
 
 def read(path: pathlib.Path) -> LabNote:
-    """The lab note of a config's file.
+    """Returns the lab note of a config.
 
     Raises:
       UserError: the config cannot be resolved, or its docstring lacks a target.
     """
+    if not path.is_file():
+        topology = TARGETS[command_line.config_label(path).rpartition("_")[2]]
+        return LabNote(
+            path=path, targets=(_target(path, f"{topology} ({chips(topology)} chips)."),)
+        )
     doc = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
     main, also = (re.findall(rf"^{label}: (.*)$", doc, re.M) for label in ("Target", "Also"))
     if len(main) != 1:
@@ -121,8 +139,8 @@ def chips(topology: str) -> int:
 
 
 def _order(note: LabNote) -> tuple:
-    folder = note.path.parent.name if note.path.parent.name in FOLDERS else FOLDERS[0]
-    scale = note.name.rpartition("_")[2]
-    one_of(f"{note.path}: the end of config.name", scale, SCALES)
+    file = "" if note.path.is_file() else note.path.stem
+    scale, scales = note.name.rpartition("_")[2], list(TARGETS)
+    one_of(f"{note.path}: the end of config.name", scale, scales)
     length = note.experiment.data.sequence_length
-    return FOLDERS.index(folder), SCALES.index(scale), length, -note.cache_bytes, note.name
+    return FILES.index(file), scales.index(scale), length, -note.cache_bytes, note.name

@@ -2,7 +2,7 @@
 
     python -m experiments.tables.parameter_table [--markdown]
 
-Configs in folders of configs/ stand in the table of scaling_table.py. LRKV paper:
+Variants of one file stand in the tables of scaling_table.py. LRKV paper:
 section 5 (scales), Table 2 (cache), with the corrections in experiments/reports/configs.md, whose
 table is what --markdown prints.
 """
@@ -72,7 +72,9 @@ def main(arguments: list[str]) -> None:
     out = Output(parser.parse(arguments))
     with progress.waiting("counting parameters") as doing:
         rows = []
-        for path in CONFIGS.glob("*.py"):
+        for path in command_line.config_files(CONFIGS):
+            if not path.is_file():  # a variant
+                continue
             doing.at(path.stem)
             rows.append(row(load(path)))
     rows.sort(key=_order)

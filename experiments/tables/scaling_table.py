@@ -5,7 +5,8 @@
     python -m experiments.tables.scaling_table                      # writes the table, lab notes
     python -m experiments.tables.scaling_table --check              # status 1: they say otherwise
 
-A lab note, the docstring of a config, names the chips to compile for (lab_notes.py).
+A lab note, the docstring of a config, names the chips to compile for (lab_notes.py). The page
+also has a table of each file with variants (variants.py).
 --compile runs `python -m kvjax.aot` for configs without a result in results/aot.jsonl, or with a
 result of another version of the config: one after another, each in its own process. It can be
 killed and started again. Without flags, the table and the line "At least" of each lab note are
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 
-from experiments.tables import lab_notes
+from experiments.tables import lab_notes, variants
 from experiments.tables.lab_notes import LabNote, Target
 from kvjax.aot import __main__ as aot
 from kvjax.config import defaults as defaults_of
@@ -185,7 +186,8 @@ def row(note: LabNote, target: Target) -> list[str]:
     e = target.experiment
     axes = {name: n for name, n in target.mesh.items() if n > 1}
     flops = formulas.training_flops_per_token(e.model, e.data.sequence_length)
-    path = pathlib.Path(os.path.relpath(note.path, PAGE.parent)).as_posix()
+    file, _ = command_line.split_variant(note.path)
+    path = pathlib.Path(os.path.relpath(file, PAGE.parent)).as_posix()
     cells = dict.fromkeys(_COLUMNS, "") | {
         "config": f"[{note.name}]({path})",
         "parameters": f"{formulas.parameters(e.model)['total']:,}",
@@ -250,13 +252,16 @@ def time_line(target: Target, found: Outcome) -> str:
 
 
 def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
-    """The page and every config as they must read.
+    """Returns the page and every file of one config as they must read.
 
     Raises:
       UserError: a file lacks the line, or the marks, between which to write.
     """
-    texts = {PAGE: _replace(PAGE, f"(?s)({BEGIN}\n).*?(\n{END})", f"\n{table(notes)}")}
+    tables = f"\n{table(notes)}\n{variants.markdown()}"
+    texts = {PAGE: _replace(PAGE, f"(?s)({BEGIN}\n).*?(\n{END})", tables)}
     for note in notes:
+        if not note.path.is_file():  # a variant: the page alone has its figures
+            continue
         line = time_line(note.targets[0], outcome(note, note.targets[0]))
         texts[note.path] = _replace(note.path, r"(?m)^()At least.*()$", line)
     return texts

@@ -44,6 +44,6 @@ def ids(tokenizer: Tokenizer, where: str) -> Specials:
         raise UserError(
             f"{where}: its tokenizer lacks {', '.join(lacking)}: the model was not trained on "
             "conversations. Mid-train it first, which adds them: python -m kvjax.main "
-            "--config=configs/mid/lrkv_128m.py --config.train.parent=WORKDIR"
+            "--config=configs/mid.py:lrkv_128m --config.train.parent=WORKDIR"
         )
     return Specials(*(tokenizer.special(name) for name in NAMES))

@@ -200,15 +200,17 @@ def main(arguments: list[str]) -> None:
     on = [datasheets.get(name) for name in names]
     file = options.config
     files = [file]
-    if options.all:  # the given file first, so that its errors are reported first
-        same_scale = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
-        files += [path for path in same_scale if path.name != file.name]
+    if options.all:  # the given config first, so that its errors are reported first
+        scale = command_line.config_label(file).rpartition("_")[2]
+        beside = command_line.configs_beside(file)
+        beside = [other for other in beside if other.name != file.name]
+        files += [o for o in beside if command_line.config_label(o).endswith(f"_{scale}")]
     shape = dict(batch=options.batch, chips=options.chips)
     shape |= dict(dtype=jnp.dtype(options.dtype), on=on)
     reports = []
     with progress.waiting("counting") as doing:
         for file in files:
-            doing.at(file.stem)
+            doing.at(command_line.config_label(file))
             reports.append(report(_resolve(file, options.overrides), **shape))
     reports.sort(key=lambda r: -r["decode"][0]["cache_bytes_per_token"])
     _print(Output(options), reports, **shape | dict(dtype=options.dtype))

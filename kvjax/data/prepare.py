@@ -55,7 +55,7 @@ def prepare(
     if config.source == config_lib.MIXTURE:
         raise DataError(
             f"config.data.source = {config.source!r}: conversations are prepared by the run that "
-            "trains on them: python -m kvjax.main --config=configs/mid/lrkv_128m.py"
+            "trains on them: python -m kvjax.main --config=configs/mid.py:lrkv_128m"
         )
     if beam_options:
         extras.require("--beam_pipeline_options", "apache_beam")

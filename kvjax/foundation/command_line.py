@@ -1,5 +1,8 @@
 """The frame of every command: options, `--config=FILE --config.key=value`, errors, exit statuses.
 
+A config file is Python with `get_config()`. A file with a table VARIANTS has `get_config(variant)`
+and is given as FILE.py:VARIANT, the convention of ml_collections' config_flags.
+
 A command is a function of its arguments that prints and returns an exit status or None:
 
     if __name__ == "__main__":
@@ -187,8 +190,9 @@ class Parser(argparse.ArgumentParser):
                 type=_config_file,
                 default=DEFAULT_CONFIG,
                 metavar="FILE",
-                help="config file; override keys as --config.train.num_steps=100 "
-                "(configs/lrkv_tiny.py; `python -m kvjax.main --help` lists the keys)",
+                help="config file, or FILE.py:VARIANT; override keys as "
+                "--config.train.num_steps=100 (configs/lrkv_tiny.py; `python -m kvjax.main --help` "
+                "lists the keys)",
             )
         self.add_argument("--version", action="version", version=f"kvjax {__version__}")
 
@@ -248,9 +252,42 @@ def config_file(file: pathlib.Path) -> pathlib.Path:
     """
     first, *rest = file.parts or ("",)
     shipped = CONFIGS.joinpath(*rest)
-    if first == CONFIGS.name and not file.exists() and shipped.exists():
+    exists = split_variant(file)[0].exists()
+    if first == CONFIGS.name and not exists and split_variant(shipped)[0].exists():
         return shipped
     return file
+
+
+def split_variant(file: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """Splits configs/ranks.py:lrkv_r16_128m into file and variant ("" for none)."""
+    path, colon, variant = str(file).partition(".py:")
+    return (pathlib.Path(f"{path}.py"), variant) if colon else (file, "")
+
+
+def config_label(file: pathlib.Path) -> str:
+    """Returns the variant, or the stem of a file with one config."""
+    path, variant = split_variant(file)
+    return variant or path.stem
+
+
+def configs_of(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the configs of a file: FILE.py:VARIANT for each variant, or the file itself."""
+    if "\nVARIANTS" not in path.read_text("utf-8"):
+        return [path]
+    return [path.with_name(f"{path.name}:{name}") for name in runpy.run_path(str(path))["VARIANTS"]]
+
+
+def config_files(folder: pathlib.Path = CONFIGS) -> list[pathlib.Path]:
+    """Returns the configs of a folder's files, as `configs_of` names them."""
+    return [config for path in sorted(folder.glob("*.py")) for config in configs_of(path)]
+
+
+def configs_beside(file: pathlib.Path) -> list[pathlib.Path]:
+    """Returns all variants of the config's file or, without a variant, its folder's plain files."""
+    path, variant = split_variant(file)
+    if variant:
+        return configs_of(path)
+    return [other for other in sorted(path.parent.glob("*.py")) if configs_of(other) == [other]]
 
 
 class _Help(argparse.HelpFormatter):
@@ -277,20 +314,24 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return others, overrides
 
 
-def config_names() -> dict[str, list[str]]:
-    """Returns the shipped configs, without .py, by folder ("configs/", "configs/ranks/", ...)."""
-    folders = sorted({path.parent for path in CONFIGS.rglob("*.py")})
-    return {
-        f"{folder.relative_to(CONFIGS.parent)}/": sorted(path.stem for path in folder.glob("*.py"))
-        for folder in folders
-    }
+def config_list() -> dict[str, str]:
+    """Returns the lines of a listing: names of plain files, then files with variants."""
+    single, several = [], {}
+    for path in sorted(CONFIGS.glob("*.py")):
+        text = path.read_text("utf-8")
+        if "\nVARIANTS" in text:
+            first_line, *_ = text.removeprefix('"""').splitlines()
+            several[f"{_shipped_name(path)}:VARIANT"] = first_line
+        else:
+            single.append(path.stem)
+    return {f"{CONFIGS.name}/": " ".join(single)} | several
 
 
 def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collections.ConfigDict":
     """Returns the config of a file's `get_config()`, with overrides applied.
 
     Args:
-      file: a Python file, as in configs/.
+      file: a Python file, as in configs/, or FILE.py:VARIANT.
       overrides: as on the command line: "--config.train.num_steps=100".
 
     Raises:
@@ -319,13 +360,16 @@ def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collec
 def _config_of(file: pathlib.Path) -> "ml_collections.ConfigDict":
     import ml_collections
 
-    if not file.is_file():
-        raise UserError(f"{PREFIX}={file}: {_no_file(file)}")
-    try:
-        get_config = runpy.run_path(str(file)).get("get_config")
-        config = get_config and get_config()
-    except (Exception, SystemExit) as error:  # a config is any Python code
-        raise UserError(f"{PREFIX}={file}: {type(error).__name__}: {first_line(error)}") from error
+    path, variant = split_variant(file)
+    if not path.is_file():
+        raise UserError(f"{PREFIX}={file}: {_no_file(path, variant)}")
+    with _errors_of_file(file):
+        names = runpy.run_path(str(path))
+    variants, get_config = names.get("VARIANTS", {}), names.get("get_config")
+    if variants and variant not in variants:
+        raise UserError(f"{PREFIX}={file}: {_no_variant(path, variant, list(variants))}")
+    with _errors_of_file(file):
+        config = get_config and get_config(*([variant] if variant else []))
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(
             f"{PREFIX}={file}: needs a get_config() that returns a ConfigDict, as in "
@@ -334,20 +378,49 @@ def _config_of(file: pathlib.Path) -> "ml_collections.ConfigDict":
     return config.lock()
 
 
-def _no_file(file: pathlib.Path) -> str:
+@contextlib.contextmanager
+def _errors_of_file(file: pathlib.Path) -> Iterator[None]:
+    """Turns any error of a config file's code into a UserError."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a config is any Python code
+        raise UserError(f"{PREFIX}={file}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _no_variant(path: pathlib.Path, variant: str, there: list[str]) -> str:
+    """Returns the message for a variant that a file does not have, or for none."""
+    if not variant:
+        return f"give one of its variants, as {PREFIX}={path}:{there[0]}; there are {_some(there)}"
+    close = difflib.get_close_matches(variant, there, cutoff=0.7)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {_some(there)}"
+    return f"no variant {variant!r}; {hint}"
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _no_file(file: pathlib.Path, variant: str) -> str:
     """Returns the problem with a config file's name, and the closest existing names."""
-    ours = {path.stem: path for path in sorted(CONFIGS.rglob("*.py"), reverse=True)}
     if file.is_dir():
         files = ", ".join(path.name for path in sorted(file.glob("*.py"))) or "no .py file"
         return f"is a folder; give a file. It has {files}"
-    close = difflib.get_close_matches(file.stem, ours, n=1, cutoff=0.7)
+    ours, there = {}, set()
+    for config in config_files():
+        path, name = split_variant(config)
+        if name and (path.stem, name) == (file.parent.name, file.stem):
+            return f"has moved: give {PREFIX}={_shipped_name(config)}"
+        if not name or name not in ours:
+            ours[name or path.stem] = config
+        there.add(f"{path.name}:VARIANT" if name else path.stem)
+    close = difflib.get_close_matches(variant or file.stem, ours, n=1, cutoff=0.7)
     if close:
         return f"no such file; did you mean {PREFIX}={_shipped_name(ours[close[0]])}?"
-    return f"no such file; in {CONFIGS.name} there are {', '.join(sorted(ours))}"
+    return f"no such file; in {CONFIGS.name} there are {_some(there)}"
 
 
 def _shipped_name(file: pathlib.Path) -> str:
-    """Returns a shipped config's name as `config_file` finds it: configs/ranks/lrkv_tiny.py."""
+    """Returns a shipped config's name as `config_file` finds it: configs/lrkv_tiny.py."""
     return str(file.relative_to(CONFIGS.parent))
 
 

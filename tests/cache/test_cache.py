@@ -1,7 +1,5 @@
 """The cache against a NumPy model: what is written where, in which memory."""
 
-import importlib.util
-
 from hypothesis import given, settings, strategies as st
 import jax
 import jax.numpy as jnp
@@ -10,20 +8,17 @@ import pytest
 
 from kvjax import cache as cache_lib, config as config_lib
 from kvjax.costs import formulas
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from tests import quick
 
-FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
+FILES = {command_line.config_label(path): path for path in command_line.config_files()}
 B, S = 3, 16
 FIELDS = dict(base=(2, 3), scale=(4,), plain=())  # per token
 
 
 def _resolve(name):
-    spec = importlib.util.spec_from_file_location(name, FILES[name])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return config_lib.resolve(module.get_config())
+    return config_lib.resolve(command_line.load_config(FILES[name]))
 
 
 @pytest.mark.parametrize("capacity, slots", [(1, 128), (128, 128), (129, 256), (1000, 1024)])

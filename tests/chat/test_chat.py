@@ -302,7 +302,7 @@ def test_a_context_is_that_of_training_of_positions_or_as_asked(capsys):
 def test_a_model_without_the_specials_and_without_a_template_cannot_talk(run, tmp_path):
     other = workdirs.write(tmp_path / "run", tokenizer=tokenizer_lib.byte_tokenizer())
     status, _, err = run(workdir=other, text="Hello\n")
-    assert status == 2 and "lacks <|user_start|>" in err and "configs/mid/" in err
+    assert status == 2 and "lacks <|user_start|>" in err and "configs/mid.py:" in err
 
 
 @pytest.mark.slow

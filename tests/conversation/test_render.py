@@ -121,6 +121,6 @@ def test_what_is_no_conversation_is_told_with_its_place(renderer, conversation, 
 def test_a_tokenizer_without_the_special_tokens():
     tokenizer = tokenizer_lib.byte_tokenizer()
     assert specials.missing(tokenizer) == list(specials.NAMES[1:])
-    message = r"runs/x: its tokenizer lacks <\|user_start\|>,.* --config=configs/mid/lrkv_128m.py"
+    message = r"runs/x: its tokenizer lacks <\|user_start\|>,.* --config=configs/mid.py:lrkv_128m"
     with pytest.raises(UserError, match=message):
         Renderer(tokenizer, "runs/x")

@@ -1,7 +1,6 @@
 """What other authors' mechanisms cost: bytes by published formulas, FLOPs against XLA's count."""
 
 import dataclasses
-import importlib.util
 
 from flax import nnx
 import jax
@@ -11,6 +10,7 @@ import pytest
 from kvjax import cache as cache_lib, config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
 from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Transformer
@@ -20,11 +20,7 @@ N, D, H, P = 18, 2304, 128, 64
 
 
 def _model(name, layers):
-    path = CONFIGS / "rivals" / f"{name}_2p5b.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model = config_lib.resolve(module.get_config()).model
+    model = config_lib.resolve(load_config(CONFIGS / f"rivals.py:{name}_2p5b")).model
     block = dataclasses.replace(model.block, num_layers=layers)
     return dataclasses.replace(model, block=block, mechanisms=model.mechanisms[:layers])
 

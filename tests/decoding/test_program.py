@@ -77,7 +77,7 @@ def test_decode_step_writes_in_place_and_grows_with_nothing(
 )
 def test_caches_of_rivals_take_the_bytes_of_their_formulas(v5e, name, kernel_calls):
     """The compiled step of two layers is counted, padding included."""
-    loaded = load_config(CONFIGS / "rivals" / f"{name}.py", ["--config.model.num_layers=2"])
+    loaded = load_config(CONFIGS / f"rivals.py:{name}", ["--config.model.num_layers=2"])
     config = config_lib.resolve(loaded).model
     step = decode_memory.step_memory(config, batch=2, length=4096, device=v5e)
     assert step["kernel_calls"] == kernel_calls

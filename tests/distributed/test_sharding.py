@@ -13,7 +13,7 @@ import pytest
 from kvjax import config as config_lib
 from kvjax.distributed import sharding
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.foundation import checkout, command_line
+from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute, Transformer
@@ -23,7 +23,7 @@ from tests import quick, runs
 from tests.distributed import small_step
 from tests.distributed.small_step import LAYERS, B, D, Step, T
 
-CONFIGS = sorted(checkout.CONFIGS.rglob("*.py"))
+CONFIGS = command_line.config_files()
 
 # -- where it lies ---------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
     assert split == 10 * 2 + 2 * 3
 
 
-@pytest.mark.parametrize("path", quick.every(6, CONFIGS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", quick.every(6, CONFIGS), ids=command_line.config_label)
 def test_every_large_parameter_of_every_config_is_split(path):
     model = config_lib.resolve(command_line.load_config(path)).model
     shapes, axes = parameters.abstract(model)

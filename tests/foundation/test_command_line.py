@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import pathlib
+import re
 import types
 
 import pytest
@@ -72,6 +73,61 @@ def test_no_such_file_says_what_there_is():
         load_config(LRKV.parent)
 
 
+RANKS = CONFIGS / "ranks.py"
+
+
+def test_a_variant_of_a_file():
+    config = load_config(f"{RANKS}:lrkv_r16_128m", ["--config.train.seed=3"])
+    assert (config.name, config.attention.rank, config.train.seed) == ("lrkv_r16_128m", 16, 3)
+    assert load_config(CONFIGS / "mid.py:lrkv_tiny").name == "mid/lrkv_tiny"
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "ranks.py",
+            "as --config=.*/ranks.py:lrkv_r0_128m; there are lrkv_r0_128m, lrkv_r128_128m",
+        ),
+        ("ranks.py:", "as --config=.*/ranks.py:lrkv_r0_128m; there are"),
+        (
+            "ranks.py:lrkv_r17_128m",
+            "no variant 'lrkv_r17_128m'; did you mean lrkv_r16_128m or .*?$",
+        ),
+        ("ranks.py:x", "no variant 'x'; there are lrkv_r0_128m, .*lrkv_r96_128m$"),
+        ("rank.py:lrkv_r16_128m", "mean --config=configs/ranks.py:lrkv_r16_128m[?]$"),
+        ("lrkv_r16_128m.py", "mean --config=configs/ranks.py:lrkv_r16_128m[?]$"),
+        ("lrkv_tiny.py:x", "TypeError: get_config"),
+    ],
+)
+def test_a_variant_that_is_not_there(name, message):
+    with pytest.raises(UserError, match=f"^--config=.*/{re.escape(name)}: .*{message}"):
+        load_config(CONFIGS / name)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("ranks/lrkv_r16_128m.py", "ranks.py:lrkv_r16_128m"),
+        ("mid/lrkv_128m.py", "mid.py:lrkv_128m"),  # and not lrkv_128m.py
+        ("rivals/tpa_wide_tiny.py", "rivals.py:tpa_wide_tiny"),
+    ],
+)
+def test_a_config_that_had_a_file_of_its_own(old, new):
+    for folder in (CONFIGS, pathlib.Path("configs")):
+        with pytest.raises(
+            UserError, match=f"^--config=.*{old}: has moved: give .*=configs/{new}$"
+        ):
+            load_config(folder / old)
+
+
+def test_configs_beside_one():
+    names = lambda file: [command_line.config_label(f) for f in command_line.configs_beside(file)]
+    assert {"lrkv_tiny", "mha_6p3b"} < set(names(LRKV))
+    assert not {"lrkv_r16_128m", "ranks"} & set(names(LRKV))
+    assert len(names(CONFIGS / "ranks.py:lrkv_r16_128m")) == 14
+
+
 def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -80,8 +136,9 @@ def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path,
     def found(name):
         return parser.parse([f"--config={name}"]).config
 
-    for name in ("configs/lrkv_tiny.py", "./configs/ranks/../lrkv_tiny.py"):
+    for name in ("configs/lrkv_tiny.py", "./configs/../configs/lrkv_tiny.py"):
         assert found(name).resolve() == LRKV.resolve()
+    assert found("configs/ranks.py:lrkv_r8_128m") == CONFIGS / "ranks.py:lrkv_r8_128m"
     for name in ("lrkv_tiny.py", "other/lrkv_tiny.py", "configs/nothing.py"):
         assert found(name) == pathlib.Path(name)
     (tmp_path / "configs").mkdir()

@@ -1,12 +1,13 @@
 """The commands, what each does something with, and odd values."""
 
+import pathlib
 import sys
 
 from kvjax.foundation.checkout import ROOT
 
 CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_plus_tiny")
-CONFIGS += ("thin_keys_tiny", "rivals/tpa_wide_tiny", "rivals/mlra2_narrow_tiny")
-CONFIGS += ("rivals/gta_narrow_tiny",)
+CONFIGS += ("thin_keys_tiny", "rivals.py:tpa_wide_tiny", "rivals.py:mlra2_narrow_tiny")
+CONFIGS += ("rivals.py:gta_narrow_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
 PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat", "kvjax.compare")
@@ -65,5 +66,10 @@ WORKING = {
 }
 
 
+def config_path(name: str) -> pathlib.Path:
+    """Returns a config's path from "lrkv_tiny" or "rivals.py:tpa_wide_tiny"."""
+    return ROOT / "configs" / (name if ".py:" in name else f"{name}.py")
+
+
 def config_file(name: str) -> str:
-    return f"--config={ROOT / 'configs' / name}.py"
+    return f"--config={config_path(name)}"

@@ -42,6 +42,10 @@ def file_cases() -> Iterator[Case]:
             yield of(f"--config={name}", says=("config",))
         for name in (SNOWMAN, NO_UTF8, SURROGATE, "a\x01b", f"{ROOT}/configs", "lrkv_tyni.py"):
             yield of(f"--config={name}", says=("config",))
+        for name in ("ranks.py", "ranks.py:", "ranks.py:x", "ranks/lrkv_r16_128m.py", "x.py:x"):
+            yield of(f"--config={ROOT}/configs/{name}", says=("config", name))
+        for name in (f"ranks.py:{SNOWMAN}", f"ranks.py:{SURROGATE}", "lrkv_tiny.py:x"):
+            yield of(f"--config={name}", says=("config",))
         yield of("--config", says=("config",))
         yield of("--config", MISSING, says=("missing",))
         yield of(config_file("lrkv_tiny"), config_file("x"), says=("config",))

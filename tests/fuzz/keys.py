@@ -5,7 +5,6 @@ import functools
 import re
 import zlib
 
-from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import load_config
 from tests.fuzz.case import Case
 from tests.fuzz.commands import (
@@ -18,6 +17,7 @@ from tests.fuzz.commands import (
     SNOWMAN,
     SURROGATE,
     config_file,
+    config_path,
 )
 from tests.fuzz.options import _TEXTS
 
@@ -41,7 +41,7 @@ def leaves(name: str) -> dict[str, object]:
             else:
                 yield prefix + key, value
 
-    return dict(walk(load_config(ROOT / "configs" / f"{name}.py"), ""))
+    return dict(walk(load_config(config_path(name)), ""))
 
 
 def key_cases(name: str) -> Iterator[Case]:

@@ -24,7 +24,7 @@ def mid():
     """Returns a function of vocabulary and steps: a mid-training config and its experiment."""
 
     def make(vocab_size=TALKING.vocab_size, num_steps=0, **data):
-        config = load_config(CONFIGS / "mid" / "lrkv_tiny.py")
+        config = load_config(CONFIGS / "mid.py:lrkv_tiny")
         config.data.update(vocab_size=vocab_size, **data)
         config.train.update(num_steps=num_steps, batch_size=4, grad_accumulation=1)
         config.train.parent = "runs/parent"

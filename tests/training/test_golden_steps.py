@@ -21,7 +21,7 @@ import pytest
 
 from kvjax import config as config_lib
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.command_line import load_config
+from kvjax.foundation.command_line import config_files, config_label, load_config
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute, Transformer
 from kvjax.optim import make_optimizer
@@ -29,9 +29,9 @@ from kvjax.training.program import train_step
 
 GOLDEN = ROOT / "tests" / "goldens" / "training_steps.json"
 CONFIGS = {
-    path.stem.removesuffix("_tiny"): path
-    for pattern in ("*_tiny.py", "rivals/*_narrow_tiny.py")
-    for path in (ROOT / "configs").glob(pattern)
+    config_label(path).removesuffix("_tiny"): path
+    for path in config_files()
+    if path.match("*_tiny.py") or path.match("rivals.py:*_narrow_tiny")
 }
 CONFIGS = dict(sorted(CONFIGS.items()))
 B, T, STEPS = 2, 32, 5

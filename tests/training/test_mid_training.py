@@ -295,7 +295,7 @@ def test_letters_and_sums_are_learned(tmp_path):
     from kvjax.decoding.generator import Generator
 
     parent = ["lrkv_tiny.py", f"--workdir={tmp_path}/parent", "--config.train.stop_after=10"]
-    child = ["mid/lrkv_tiny.py", f"--workdir={tmp_path}/mid"]
+    child = ["mid.py:lrkv_tiny", f"--workdir={tmp_path}/mid"]
     child += [f"--config.train.parent={tmp_path}/parent", "--config.train.num_steps=500"]
     child += ["--config.train.batch_size=4", "--config.train.grad_accumulation=1"]
     for config, *flags in (parent, child):

@@ -30,7 +30,7 @@ def _model(N: int, *, groups: int, latent: int) -> dict[str, Sizes]:
 
 
 def _rivals(N: int, *, groups: int, latent: int, wide: tuple[int, int]) -> dict[str, Sizes]:
-    """Mechanisms by other authors whose caches are as large as MLA's (configs/rivals/*_narrow_*).
+    """Mechanisms by other authors with a cache as large as MLA's (*_narrow_* of configs/rivals.py).
 
     Args:
       wide: heads and channels of mechanisms that have few, wide heads.

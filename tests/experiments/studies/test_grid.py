@@ -82,9 +82,9 @@ def test_a_run_is_known_by_what_its_config_says():
     assert _run(**{"train.separate": True}).identity != run.identity
 
 
-@pytest.mark.parametrize("name", ["lrkv", "mqa", "rivals/tpa_wide"])
+@pytest.mark.parametrize("name", ["lrkv_tiny.py", "mqa_tiny.py", "rivals.py:tpa_wide_tiny"])
 def test_widths_are_matched(name):
-    file = CONFIGS / f"{name}_tiny.py"
+    file = CONFIGS / name
     (width,) = grid.matched(file, 1_310_720).values()
     count = lambda width: _parameters(file, width)
     apart = [abs(count(w) - 1_310_720) for w in (width - 1, width, width + 1)]

@@ -51,8 +51,10 @@ def run(monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_every_config_is_there_and_has_mhas_parameters():
     names = (*small_caches.OWN, *small_caches.NARROW, *small_caches.WIDE)
-    rivals = {path.stem for path in (small_caches.CONFIGS / "rivals").glob("*_tiny.py")}
-    assert rivals == {f"{name}_tiny" for name in (*small_caches.NARROW, *small_caches.WIDE)}
+    rivals = command_line.configs_of(small_caches.CONFIGS / "rivals.py")
+    assert {path.name.partition(":")[2] for path in rivals if path.name.endswith("_tiny")} == {
+        f"{name}_tiny" for name in (*small_caches.NARROW, *small_caches.WIDE)
+    }
     runs = small_caches.runs_of(names, 1, 8)
     counts = {small_caches.formulas.parameters(r.experiment.model)["total"] for r in runs}
     assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 31
@@ -148,7 +150,7 @@ def test_speed_of_training_and_decoding(monkeypatch, tmp_path, capsys):
     )
     ((path, keys, steps),) = asked
     (cell,) = small_caches.cells(["gta_narrow"])
-    assert path.endswith("rivals/gta_narrow_tiny.py") and steps == 3
+    assert path.endswith("rivals.py:gta_narrow_tiny") and steps == 3
     assert f"model.mlp_dim={cell.overrides['model.mlp_dim']}" in keys
 
 

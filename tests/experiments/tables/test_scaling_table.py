@@ -76,13 +76,18 @@ def test_readme_and_lab_notes_say_what_the_results_say():
 # -- the command, on two configs in a folder of their own ------------------------------------------
 
 
+LONG = "lrkv_32k_2p5b"
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A root with two configs, a README, no results, and a compiler that answers at once."""
-    (tmp_path / "configs" / "long_context").mkdir(parents=True)
+    (tmp_path / "configs").mkdir()
     (tmp_path / "experiments" / "reports").mkdir(parents=True)
-    for file in ("configs/mha_128m.py", "configs/long_context/lrkv_32k_2p5b.py"):
+    for file in ("configs/mha_128m.py", "configs/long_context.py"):
         shutil.copy(scaling_table.ROOT / file, tmp_path / file)
+    with (tmp_path / "configs/long_context.py").open("a") as file:
+        file.write(f'VARIANTS = {{"{LONG}": VARIANTS["{LONG}"]}}\n')
     page = tmp_path / "experiments" / "reports" / "configs.md"
     page.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
     (tmp_path / "experiments" / "results").mkdir()
@@ -92,9 +97,9 @@ def place(tmp_path, monkeypatch):
     read_all = lab_notes.read_all
     monkeypatch.setattr(lab_notes, "read_all", lambda: read_all(tmp_path / "configs"))
     monkeypatch.setattr(scaling_table, "_command", _answer)
-    for path in tmp_path.rglob("configs/**/*.py"):  # as written before anything was compiled
-        assert _run() == 0
-        assert "At least: not known, not compiled yet." in path.read_text()
+    monkeypatch.setattr(scaling_table.variants, "markdown", lambda: "| variants |\n")
+    assert _run() == 0  # as written before anything was compiled
+    assert _line(tmp_path / "configs/mha_128m.py") == "At least: not known, not compiled yet."
     return tmp_path
 
 
@@ -142,9 +147,9 @@ def _line(path):
 
 
 def test_compile_then_write_then_check(place, capsys):
-    short, long = place / "configs/mha_128m.py", place / "configs/long_context/lrkv_32k_2p5b.py"
+    short, long = place / "configs/mha_128m.py", place / "configs/long_context.py"
     page = place / "experiments" / "reports" / "configs.md"
-    before = long.read_text()
+    before, variants = short.read_text(), long.read_text()
     assert "not compiled yet" in page.read_text()
     capsys.readouterr()
     assert _run("--compile", "--only=*32k*") == 0
@@ -153,26 +158,27 @@ def test_compile_then_write_then_check(place, capsys):
     assert out.endswith("s, 50.0% of HBM\nall compiled, and all fit\n")
     assert _run("--check") == 1
     out = capsys.readouterr().out
-    assert "experiments/reports/configs.md (is)" in out and "-At least: not known" in out
-    assert long.read_text() == before
+    assert "experiments/reports/configs.md (is)" in out and "At least" not in out
     assert _run() == 0
-    line = (
-        "At least 12.35 days for 2,316 exaFLOPs: at most 42.4% MFU without masked keys, bound by "
-        "compute."
-    )
-    assert long.read_text() == before.replace("At least: not known, not compiled yet.", line)
     assert _line(short) == "At least: not known, not compiled yet."
     text = page.read_text()
     assert text.startswith(f"before\n{scaling_table.BEGIN}\n\n| config |")
     assert text.endswith(f"|\n\n{scaling_table.END}\nafter\n")
     assert (
-        "| [lrkv_32k_2p5b](../../configs/long_context/lrkv_32k_2p5b.py) | 2,435,973,120 | 186,912 "
+        "| [lrkv_32k_2p5b](../../configs/long_context.py) | 2,435,973,120 | 186,912 "
         "| v5p:2x2x4 | fsdp 8 x sequence 2 | dots | 1 | 47.5 | 50.0% | 46.325 "
         "| all-gather 1.75, reduce-scatter 2.00 | 65.4% | 42.4% | compute | 12.35 | 2,316 |\n"
     ) in text
     assert _run("--check") == 0
     (line,) = [t for t in text.splitlines() if "[mha_128m]" in t]
     assert line.split(" | ")[7:9] == ["not compiled yet", ""]
+    assert _run("--compile") == _run() == 0
+    line = (
+        "At least 12.35 days for 104 exaFLOPs: at most 58.3% MFU without masked keys, bound by "
+        "compute."
+    )
+    assert short.read_text() == before.replace("At least: not known, not compiled yet.", line)
+    assert long.read_text() == variants
 
 
 def test_several_targets(place):
@@ -281,7 +287,7 @@ def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
 def test_the_command_is_aots():
     command = lambda name, i: scaling_table._command(NOTES[name], NOTES[name].targets[i])
     program = (sys.executable, "-m", "kvjax.aot")
-    config = "--config=configs/ranks/lrkv_r8_128m.py"
+    config = "--config=configs/ranks.py:lrkv_r8_128m"
     assert command("lrkv_r8_128m", 0) == [*program, config, "--topology=v5e:4x4", "--save"]
     config = ("--config=configs/mha_2p5b.py", "--config.mesh.data=4")
     assert command("mha_2p5b", 1) == [*program, *config, "--topology=v4:4x4x4", "--save"]
