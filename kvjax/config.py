@@ -23,6 +23,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 MAX_COUNT = (1 << 31) - 1  # steps are counted in int32
 MAX_BATCH_SIZE = 1 << 24
 MAX_SAMPLE_TOKENS = 1 << 16
+# Keys of old workdirs that were removed, with the one value that is still computed, by mechanism.
+_REMOVED = {"tpa": {"fixed": "none", "shared_factors": False, "factor_init": "linear"}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +268,8 @@ def defaults(kind: str) -> dict[str, Any]:
         "compute": ComputeConfig,
         "mixture": MixtureConfig,
     }
-    return {
+    removed = {f"attention.{key}": value for key, value in _REMOVED.get(kind, {}).items()}
+    return removed | {
         f"{section}.{field.name}": field.default
         for section, cls in sections.items()
         for field in dataclasses.fields(cls)
@@ -280,6 +283,12 @@ def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     kind = section.pop("kind", None)
     layer_ranks = section.pop("layer_ranks", ())
     one_of("config.attention.kind", kind, tuple(MECHANISMS))
+    for key, default in _REMOVED.get(kind, {}).items():
+        if (value := section.pop(key, default)) != default:
+            raise UserError(
+                f"config.attention.{key} = {value!r}: the key was removed, and with it every value "
+                f"but {default!r}; leave it out"
+            )
     section = ml_collections.ConfigDict(section)
     mechanism = to_dataclass(MECHANISMS[kind], section, "config.attention")
     ranks = checked(layer_ranks, tuple[int, ...], "config.attention.layer_ranks")

@@ -197,22 +197,14 @@ def _reused_keys(c, w, x_BTD, norm, rotate):
 
 def _tensor_product(c, w, x_BTD, norm, rotate):
     def factors(name):
-        heads = w[f"{name}_head"]
-        channels = w["key_factor" if c.shared_factors and name == "value" else f"{name}_factor"]
-        made = []
-        for n in range(c.num_heads):
-            total, R = 0, heads.shape[-1]
-            for r in range(R):
-                a = (
-                    x_BTD @ heads[:, n, r]
-                    if heads.ndim == 3
-                    else np.full(x_BTD.shape[:2], heads[n, r])
-                )
-                one = np.ones((*x_BTD.shape[:2], 1))
-                b = x_BTD @ channels[:, r] if channels.ndim == 3 else one * channels[r]
-                total = total + a[..., None] * b / R
-            made.append(total)
-        return made
+        heads, channels = w[f"{name}_head"], w[f"{name}_factor"]
+        R = heads.shape[-1]
+        return [
+            sum(
+                (x_BTD @ heads[:, n, r])[..., None] * (x_BTD @ channels[:, r]) / R for r in range(R)
+            )
+            for n in range(c.num_heads)
+        ]
 
     keys, values = factors("key"), factors("value")
     queries = factors("query") if c.query_factors else None

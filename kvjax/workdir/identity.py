@@ -114,8 +114,8 @@ def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
 def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
     """Raises a UserError if a workdir has checkpoints of another config or dtype.
 
-    Prepared data may have moved: `check_data` compares their contents. A key that an older workdir
-    lacks counts as its default.
+    Prepared data may have moved: `check_data` compares their contents. A key that one of the two
+    configs lacks counts as its default.
     """
     defaults = config_lib.defaults(config.attention.kind)
 
@@ -128,10 +128,10 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
             return True
         if key == "data.source" and is_prepared(there) and is_prepared(now):
             return True
-        if there is None and key in defaults:
-            default = defaults[key]
-            return now == (list(default) if isinstance(default, tuple) else default)  # as JSON
-        return there == now
+        default = defaults.get(key)
+        if isinstance(default, tuple):  # as JSON
+            default = list(default)
+        return (default if there is None else there) == (default if now is None else now)
 
     check_identity(
         workdir / "config.json",

@@ -13,7 +13,6 @@ from kvjax.attention import (
     FactoredConfig,
     GroupedConfig,
     MLALRKVConfig,
-    TPAConfig,
 )
 from kvjax.attention.mechanism import QK_NORMS
 from kvjax.cache.field import Field
@@ -119,7 +118,6 @@ def test_defaults_of_configs_which_never_change():
     own[GroupedConfig] = common | grouped
     own[FactoredConfig] = common | dict(out_bias=True)
     own[MLALRKVConfig] = common | dict(residual_init="linear")
-    own[TPAConfig] = common | dict(fixed="none", shared_factors=False, factor_init="linear")
     for cls, expected in own.items():
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         missing = dataclasses.MISSING
@@ -161,9 +159,6 @@ def test_defaults_of_configs_which_never_change():
         ("shared_kv", {}, 2 * 8),
         ("mfa_kr", {}, 2 * 8),
         ("tpa", {}, (2 + 3) * 4 + 2 * 8 + 3 * 6),
-        ("tpa", dict(fixed="heads"), 2 * 8 + 3 * 6),
-        ("tpa", dict(fixed="channels"), (2 + 3) * 4),
-        ("tpa", dict(value_rank=2, value_dim=8, shared_factors=True), (2 + 2) * 4 + 2 * 8),
     ],
 )
 def test_cached_elements(make_mechanism, name, keys, elements):
@@ -193,8 +188,6 @@ def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):
         assert normed["key_scale"].shape == (4, 1)
         assert normed["key_scale"].dtype_in(jnp.bfloat16) == jnp.float32
         assert normed["key_scale"].dtype_in(jnp.float64) == jnp.float64
-    fixed = make_mechanism("tpa", fixed="heads", qk_norm="rms").entry()["key_scale"]
-    assert fixed.shape == (4, 1) and fixed.wide
     for name in (
         "kv_tied",
         "lrkv_kv_tied",
@@ -267,20 +260,7 @@ BAD = [
     ("tpa", dict(value_rank=7), r"value_rank = 7.*\[1, 6\]: more products"),
     ("tpa", dict(query_factors=9), r"query_factors = 9.*\[0, 8\] \(0: dense queries\)"),
     ("tpa", dict(query_factors=-1), r"query_factors = -1.*\(0: dense queries\)"),
-    (
-        "tpa",
-        dict(fixed="heads", factor_init="xavier"),
-        "factor_init = 'xavier'.*'linear' where fixed = 'heads'",
-    ),
     ("tpa", dict(query_rank=4), "query_rank = 4.*0 where queries are sums of products"),
-    ("tpa", dict(fixed="both"), "fixed = 'both'.*'none', 'heads', 'channels'"),
-    ("tpa", dict(factor_init="ones"), "factor_init = 'ones'.*'linear', 'xavier'"),
-    ("tpa", dict(shared_factors=True), r"shared_factors = True.*values \(3 of 6 channels\).*keys"),
-    (
-        "tpa",
-        dict(shared_factors=True, value_rank=2, value_dim=8, fixed="channels"),
-        "shared_factors = True.*fixed = 'channels' has none",
-    ),
 ]
 
 

@@ -42,9 +42,6 @@ PARAMETERS = [  # of one layer without gates, norms' gains and the output projec
     (MFAKRConfig(**COMMON, num_kv_heads=1), D * N * H + D * H + H * H + H),
     (tpa_config(2, query_factors=3), D * (N + H) * (3 + 2 + 2)),
     (tpa_config(2), D * (N + H) * (2 + 2) + D * N * H),
-    (tpa_config(2, fixed="heads"), D * H * 4 + N * 4 + D * N * H),
-    (tpa_config(2, fixed="channels"), D * N * 4 + H * 4 + D * N * H),
-    (tpa_config(2, shared_factors=True), D * N * 4 + D * H * 2 + D * N * H),
 ]
 
 
@@ -57,10 +54,8 @@ def test_parameters(randomise, config, expected):
 
 
 OPTIONS = [  # no two sizes of one layer are equal
-    tpa_config(2, fixed="heads", qk_norm="rms_gain", output_gate=True),
-    tpa_config(2, fixed="channels", qk_norm="rms_gain", query_factors=3),
-    tpa_config(2, shared_factors=True, qk_norm="rms_gain", query_rank=5, latent_scale=True),
-    tpa_config(3, shared_factors=True, fixed="heads"),
+    tpa_config(2, qk_norm="rms_gain", query_factors=3, output_gate=True),
+    tpa_config(2, qk_norm="rms_gain", query_rank=5, latent_scale=True),
     dataclasses.replace(gla_config(2, latent_scale=True, output_gate=True), value_dim=5),
     dataclasses.replace(mla_lrkv_config(2, qk_norm="rms_gain"), value_dim=5),
     gta_config(P, qk_norm="rms_gain", query_rank=5),

@@ -4,7 +4,7 @@ from flax import nnx
 import numpy as np
 import pytest
 
-from kvjax.attention import GLAConfig, MFAKRConfig, MLAConfig, MLALRKVConfig, MLRAConfig, TPAConfig
+from kvjax.attention import GLAConfig, MFAKRConfig, MLAConfig, MLALRKVConfig, MLRAConfig
 from tests import quick
 
 D = 256
@@ -55,19 +55,3 @@ def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     for name in ("expand_key", "expand_value"):
         assert found[name].any() == starts
     assert found["latent_key"].any() and found["latent_value"].any()
-
-
-def test_xavier_is_that_of_values_too():
-    shape = dict(num_heads=6, key_dim=64, value_dim=32, query_factors=6, key_rank=2, value_rank=4)
-    found = _weights(TPAConfig(**shape, factor_init="xavier"))
-    assert np.std(found["value_head"]) == pytest.approx((2 / (4 * (6 + D))) ** 0.5, rel=0.1)
-    assert np.std(found["value_factor"]) == pytest.approx((2 / (32 * (4 + D))) ** 0.5, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "fixed, names", quick.every(2, [("heads", "key_head"), ("channels", "value_factor")])
-)
-def test_fixed_factors_start_as_normal_numbers(fixed, names):
-    shape = dict(num_heads=32, key_dim=64, value_dim=64, query_factors=0)
-    found = _weights(TPAConfig(**shape, key_rank=32, value_rank=32, fixed=fixed))
-    assert np.std(found[names]) == pytest.approx(1.0, rel=0.1)

@@ -49,23 +49,6 @@ def _meshes(name, i):
     return SEVERAL[2:5] if name == "lrkv" else (SEVERAL[i % len(SEVERAL)],)
 
 
-FIXED = [dict(fixed="heads", value_dim=8), dict(fixed="channels", value_dim=8)]
-FIXED += [dict(shared_factors=True, value_rank=2, value_dim=8)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", FIXED, ids=str)
-def test_fixed_and_shared_factors_where_heads_are_split(x64, make_mechanism, randomise, keys):
-    config = small_step.model(make_mechanism("tpa", **keys))
-    _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
-    (one, one_metrics), (other, metrics) = (
-        _train(config, params, mesh_name, jnp.float64, steps=4) for mesh_name in ("one", SPLIT)
-    )
-    np.testing.assert_allclose(metrics, one_metrics, rtol=1e-10)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
-    jax.tree.map(close, other["params"], one["params"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name, meshes", [(n, _meshes(n, i)) for i, n in enumerate(MECHANISMS)])
 def test_eight_devices_train_as_one_in_float64(x64, make_mechanism, randomise, name, meshes):

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import config as config_lib
+from kvjax import config as config_lib, recipes
 from kvjax.data import loader, manifest, tokenizer as tokenizer_lib
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
-from kvjax.workdir import identity
+from kvjax.workdir import identity, trained
 from tests import runs
 
 
@@ -56,6 +56,26 @@ def test_identity_ignores_when_to_look_and_nothing_else(source):
     assert of(config, "bfloat16") != base  # what "auto" is elsewhere
     config.compute.dtype = "float32"  # what it is here
     assert of(config) == base
+
+
+def test_removed_keys_of_old_workdirs_are_read_at_their_defaults(tmp_path):
+    attention = recipes.tpa(2, key_rank=1, value_rank=1, dim=16)
+    config = recipes.pretrain("old", scale="tiny", attention=attention)
+    workdir, dtype = epath.Path(tmp_path), jnp.dtype("float32")
+    (workdir / "checkpoints" / "10").mkdir(parents=True)
+    tree = identity.identity(config, dtype)
+    tree["attention"] |= dict(fixed="none", shared_factors=False, factor_init="linear")
+    identity.write_identity(workdir / "config.json", tree)
+    assert trained.experiment_of(workdir).model == config_lib.resolve(config).model
+    identity.check_config(workdir, config, dtype)
+    tree["attention"]["fixed"] = "heads"
+    identity.write_identity(workdir / "config.json", tree)
+    assert _told(trained.experiment_of, workdir) == (
+        f"{workdir}/config.json: config.attention.fixed = 'heads': the key was removed, and with "
+        "it every value but 'none'; leave it out"
+    )
+    told = _told(identity.check_config, workdir, config, dtype)
+    assert "attention.fixed: there 'heads', now None" in told
 
 
 def _told(check, *given) -> str:

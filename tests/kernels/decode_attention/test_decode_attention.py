@@ -52,9 +52,6 @@ VARIANTS = {
     "shared_kv": ("latent", dict(N=4, latents=(2,), up=False, rope=False)),
     "mla_lrkv": ("latent_residual", dict(N=4)),
     "tpa": ("tensor_product", dict(N=4)),
-    "tpa_fixed_heads": ("tensor_product", dict(N=4, fixed="heads")),
-    "tpa_fixed_channels": ("tensor_product", dict(N=4, fixed="channels")),
-    "tpa_shared": ("tensor_product", dict(N=4, shares=True)),
     "mla_paper": ("rebuilt", dict(N=4, norm=True, gain=True)),
     "mla_paper_plain": ("rebuilt", dict(N=4, rope_base=None)),
 }
@@ -142,25 +139,11 @@ class _Draw:
         cache |= {f"residual_{kind}": self.cached(N, self.R) for kind in ("key", "value")}
         return cache_layouts.LatentResidualInputs(**own), cache
 
-    def tensor_product(self, N, R=2, Rv=3, fixed=None, shares=False):
-        Rv = R if shares else Rv
-        own = dict(query=self.query(N), shares=shares, rope_base=None, scale=self.H**-0.5)
-        cache = {}
-        if fixed == "heads":
-            own |= dict(key_head=self.normal(N, R), value_head=self.normal(N, Rv))
-            cache["key_scale"] = self.positive(self.B, N, 1, self.S)
-        else:
-            cache |= dict(key_head=self.cached(N, R), value_head=self.cached(N, Rv))
-        if fixed == "channels":
-            factors = dict(key_factor=self.normal(R, self.H), value_factor=self.normal(Rv, self.Hv))
-            own |= factors | dict(rope_base=BASE)
-        else:
-            cache["key_factor"] = self.cached(R, self.H)
-            if not shares:
-                cache["value_factor"] = self.cached(Rv, self.Hv)
-        if shares:
-            own |= dict(rope_base=BASE, gain=self.positive(self.H))
-        return cache_layouts.TensorProductInputs(**own), cache
+    def tensor_product(self, N, R=2, Rv=3):
+        cache = dict(key_head=self.cached(N, R), value_head=self.cached(N, Rv))
+        cache |= dict(key_factor=self.cached(R, self.H), value_factor=self.cached(Rv, self.Hv))
+        query = self.query(N)
+        return cache_layouts.TensorProductInputs(query=query, scale=self.H**-0.5), cache
 
     def rebuilt(self, N, norm=False, gain=False, rope_base=BASE):
         cache = dict(latent=self.cached(C))
@@ -190,7 +173,6 @@ def test_flops_by_hand():
     """FLOPs per query and per token; 2 per multiply-add, 3 per rotated channel."""
     rotated = dict(rope_base=BASE)
     factored = functools.partial(FactoredSizes, J=1, Rv=7, H=8, Hv=4, scaled=True)
-    products = functools.partial(TensorProductSizes, N=6, R=2, Rv=3, H=8, Hv=4)
     P = rope.basis(8, BASE, 512, np.finfo(np.float32).eps / 8)[0].shape[1]
     per_head = 5 * 8 * (3 + 2 * P) / 512 + 2 * 5 * P + 2 * 5
     expected = [
@@ -209,8 +191,7 @@ def test_flops_by_hand():
         (LatentSizes(N=6, C=10, P=3, Hv=4, key_channels=7, absorbed_channels=8), 1440, 240),
         (LatentResidualSizes(N=6, C=10, P=3, R=5, H=8, Hv=4), 2160, 396),
         (RebuiltSizes(N=6, C=10, H=8, Hv=4, normed=True, **rotated), 480, 1464),
-        (products(), 0, 378),
-        (products(fixed_channels=True, rotates=True, scaled=True, gain=True), 144, 322),
+        (TensorProductSizes(N=6, R=2, Rv=3, H=8, Hv=4), 0, 378),
     ]
     for sizes, per_query, per_key in expected:
         assert sizes.flops() == (per_query, pytest.approx(per_key)), sizes
@@ -294,7 +275,7 @@ _OTHERS = (
     "gta",
     "mlra",
 )
-_OTHERS += ("tpa", "tpa_fixed_heads", "tpa_fixed_channels", "tpa_shared", "mla_paper_plain")
+_OTHERS += ("tpa", "mla_paper_plain")
 
 
 @pytest.mark.parametrize(
