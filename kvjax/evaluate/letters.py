@@ -84,5 +84,5 @@ def _row(
 
 
 def prompt_hash(ids: Sequence[int]) -> str:
-    """Returns a digest of a prompt."""
+    """Returns a question's row key: a digest of its prompt's token ids."""
     return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:16]
