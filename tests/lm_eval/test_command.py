@@ -141,7 +141,7 @@ def test_programs_of_a_model_are_not_run(refused, tmp_path):
         assert "runs_code executes programs that the model writes" in said
         assert "python -m kvjax.evaluate --tasks=humaneval" in said
     for name in ("humaneval", "mbpp_instruct"):
-        assert f"{name} runs programs" in refused(tasks=name, include_path=None)
+        assert f"{name} executes programs" in refused(tasks=name, include_path=None)
 
 
 @pytest.mark.lm_eval
