@@ -12,9 +12,9 @@ from kvjax.foundation import command_line, output
 from kvjax.foundation.checkout import EXPERIMENTS
 
 COMMANDS = {
-    "kvjax.main": "trains what a config describes; its --help lists all keys",
-    "kvjax.generate": "text from a trained run, decoded from its small cache",
-    "kvjax.chat": "a conversation with one that is mid-trained, or imported",
+    "kvjax.main": "trains the model of a config; its --help lists all keys",
+    "kvjax.generate": "generates text with a trained model",
+    "kvjax.chat": "chats with a mid-trained or imported model",
     "kvjax.convert": "a published model in, its KV cache made smaller on the way",
     "kvjax.convert.export": "a workdir's model written for others to read",
     "kvjax.evaluate": "benchmarks: ARC, MMLU, GSM8K, HumanEval in a sandbox, CORE; two compared",

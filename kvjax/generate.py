@@ -29,23 +29,36 @@ def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--workdir", default="", help="a run's folder, local or gs://")
-    add("--prompt", action="append", default=[], help="text to go on from; may be repeated")
+    add("--prompt", action="append", default=[], help="text to continue; may be repeated")
     add("--prompt_file", default="", help="one prompt per line; - is standard input")
     add("--num_tokens", type=int, default=100, help="tokens after each prompt (100)")
-    add("--temperature", type=float, default=0.8, help="0: always the most likely (0.8)")
-    add("--top_k", type=int, default=0, help="only the k most likely; 0: all (0)")
-    add("--top_p", type=float, default=1.0, help="of those, the fewest that reach this share (1)")
+    add("--temperature", type=float, default=0.8, help="0: greedy (0.8)")
+    add("--top_k", type=int, default=0, help="sample among the k most likely; 0: all (0)")
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="and among the fewest of this total probability (1)",
+    )
     add("--seed", type=int, default=0, help="the same seed gives a prompt the same text (0)")
-    add("--stop", action="append", default=[], help="text to end before; may be repeated")
-    add("--stop_token", type=int, action="append", default=[], help="id to end at; repeated too")
-    end = dict(action=argparse.BooleanOptionalAction, default=True)
-    add("--end_at_special", **end, help="end at special tokens, and the model's own end (yes)")
-    add("--capacity", type=int, default=0, help="tokens per sequence in the cache; 0: as needed")
-    add("--step", type=int, help="of the checkpoint (the latest)")
-    add("--dtype", default="", help="to compute in (the run's)")
-    add("--chips", type=int, default=1, help="devices that a cache's tokens are split over (1)")
+    add("--stop", action="append", default=[], help="text before which to end; may be repeated")
+    add(
+        "--stop_token",
+        type=int,
+        action="append",
+        default=[],
+        help="id at which to end; may be repeated",
+    )
+    yes_no = argparse.BooleanOptionalAction
+    add("--end_at_special", action=yes_no, default=True, help="end at special tokens (yes)")
+    add(
+        "--capacity", type=int, default=0, help="tokens per sequence in the cache; 0: as needed (0)"
+    )
+    add("--step", type=int, help="checkpoint to load (the latest)")
+    add("--dtype", default="", help="dtype of activations (the run's)")
+    add("--chips", type=int, default=1, help="devices that the cache's tokens are sharded over (1)")
     kernels = ", ".join(IMPLEMENTATIONS)
-    add("--implementation", default="", help=f"of decode attention: {kernels} (a kernel or xla)")
+    add("--implementation", default="", help=f"decode attention: {kernels} (by the device)")
     return parser
 
 

@@ -11,7 +11,7 @@ listed in configs/README.md, "How a run ends".
 from kvjax import distributed
 from kvjax.data.config import PREPARE_HOURS
 from kvjax.foundation import command_line, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import at_least, between
 
 _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartbeat_seconds")
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse(arguments)
     at_least("--connect_seconds", options.connect_seconds, 1)
     at_least("--heartbeat_seconds", options.heartbeat_seconds, 1)
-    at_least("--prepare_hours", options.prepare_hours, 0)
+    between("--prepare_hours", options.prepare_hours, 0, 1e6)
     config = command_line.load_config(options.config, options.overrides)
     runtime.start()
     workdir = options.workdir or f"runs/{config.get('name')}"

@@ -70,5 +70,5 @@ def prepare_text(source: str, folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def records(workdir) -> list[dict]:
-    """What a run has written down of its steps."""
+    """Returns the records of a run's steps."""
     return metrics.read_records(epath.Path(workdir) / metrics.METRICS)

@@ -34,7 +34,7 @@ def run(workdir, capsys, monkeypatch):
 
 @pytest.fixture
 def warm(run, loaded, generator, monkeypatch):
-    """The same function as `run`, with a model that is read and compiled already."""
+    """Returns `run` with a model that is loaded and compiled already."""
     monkeypatch.setattr(generate_lib, "load", lambda *args, **options: loaded)
     monkeypatch.setattr(generate_lib, "Generator", lambda *args, **options: generator)
     return run

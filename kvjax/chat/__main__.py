@@ -28,9 +28,9 @@ from kvjax.foundation.text import check_text
 from kvjax.workdir import dialogue as dialogue_lib, trained
 
 _COMMANDS = {
-    "/reset": "forgets the conversation",
-    "/save FILE": "adds it to a file, as a line of JSON that mid-training reads",
-    "/help": "says this",
+    "/reset": "starts a new conversation",
+    "/save FILE": "appends it to a file, as a line of JSON that mid-training reads",
+    "/help": "lists the commands",
     "/quit": "ends, as Ctrl-D does",
 }
 # Displayed text of special tokens: a calculator call and its result appear as [2+3=5].
@@ -41,17 +41,22 @@ def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--workdir", default="", help="a run's folder, local or gs://")
-    add("--system", default="", help="what the assistant is told before the conversation")
-    add("--num_tokens", type=int, default=256, help="of an answer, at most (256)")
-    add("--context", type=int, default=0, help="tokens that it sees; 0: as it was trained (0)")
-    add("--temperature", type=float, default=0.6, help="0: always the most likely (0.6)")
-    add("--top_k", type=int, default=50, help="only the k most likely; 0: all (50)")
-    add("--top_p", type=float, default=1.0, help="of those, the fewest that reach this share (1)")
+    add("--system", default="", help="system message")
+    add("--num_tokens", type=int, default=256, help="limit of an answer (256)")
+    add("--context", type=int, default=0, help="context in tokens; 0: as trained (0)")
+    add("--temperature", type=float, default=0.6, help="0: greedy (0.6)")
+    add("--top_k", type=int, default=50, help="sample among the k most likely; 0: all (50)")
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="and among the fewest of this total probability (1)",
+    )
     add("--seed", type=int, default=0, help="the same seed gives the same conversation (0)")
-    text = "how the calculator writes: nanochat: 8.0; dataset: 8 (nanochat)"
+    text = "format of results: nanochat: 8.0; dataset: 8 (nanochat)"
     add("--calculator", default=calculator.MODES[0], help=text)
-    add("--step", type=int, help="of the checkpoint (the latest)")
-    add("--dtype", default="", help="to compute in (the run's)")
+    add("--step", type=int, help="checkpoint to load (the latest)")
+    add("--dtype", default="", help="dtype of activations (the run's)")
     return parser
 
 

@@ -110,7 +110,7 @@ class Scorer:
         """
         self._check(prompts, [[*p, *c] for p, c in zip(prompts, candidates, strict=True)])
         most = max((len(ids) for ids in candidates), default=0)
-        found: list[np.ndarray | None] = [None] * len(prompts)
+        logits: list[np.ndarray | None] = [None] * len(prompts)
         for indices, width, tokens, cache in self._batches(prompts):
             ids_BC = np.zeros((self._batch, most), np.int32)
             for b, i in enumerate(indices):
@@ -122,8 +122,8 @@ class Scorer:
                 for b, i in enumerate(indices):
                     is_last = number * width + counts_B[b] == len(prompts[i])
                     if counts_B[b] and is_last:
-                        found[i] = _check_finite(logits_BC[b, : len(candidates[i])])
-        return found
+                        logits[i] = _check_finite(logits_BC[b, : len(candidates[i])])
+        return logits
 
     def _batches(
         self, inputs: Sequence[Sequence[int]]

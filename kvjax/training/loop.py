@@ -162,7 +162,7 @@ class TrainingLoop:
         signal = self.interruption.signal
         where = f"at step {step} of {self.experiment.train.num_steps}, saved"
         self._print(
-            f"Stopped {f'on {signal.name}' if signal else 'as asked'} "
+            f"Stopped {f'on {signal.name}' if signal else 'by train.stop_after'} "
             f"{where if step else 'before the first step'}. The same command goes on from there."
         )
         if signal:

@@ -5,7 +5,7 @@ from kvjax.conversation.dialogue import Dialogue
 from kvjax.workdir.trained import SavedModel
 
 
-def of(found: SavedModel, *, limit: int = render.LIMIT, day: str = "") -> Dialogue:
+def of(saved: SavedModel, *, limit: int = render.LIMIT, day: str = "") -> Dialogue:
     """Returns a dialogue in the nine special tokens, or in the model's published template.
 
     Args:
@@ -16,10 +16,10 @@ def of(found: SavedModel, *, limit: int = render.LIMIT, day: str = "") -> Dialog
       UserError: the tokenizer has no such tokens, and there is no template.
     """
     return dialogue.make(
-        found.tokenizer,
-        found.template,
-        found.token_files,
-        where=str(found.workdir),
+        saved.tokenizer,
+        saved.template,
+        saved.token_files,
+        where=str(saved.workdir),
         limit=limit,
         day=day,
     )

@@ -85,10 +85,10 @@ def _by_name(find):
     """Wraps etils' glob, which Orbax calls, so that the folder's own path is no pattern."""
 
     @functools.wraps(find)
-    def found(folder: epath.Path, pattern: str):
+    def find_escaped(folder: epath.Path, pattern: str):
         return find(type(folder)(glob.escape(os.fspath(folder))), pattern)
 
-    return found
+    return find_escaped
 
 
 _PathClass = type(epath.Path())
@@ -124,8 +124,8 @@ def steps(directory: epath.Path) -> list[int]:
 
     Reads only, so it is safe while a run writes there.
     """
-    found = ocp.path.step.standard_name_format().find_all(directory)
-    return sorted(checkpoint.step for checkpoint in found)
+    checkpoints = ocp.path.step.standard_name_format().find_all(directory)
+    return sorted(checkpoint.step for checkpoint in checkpoints)
 
 
 def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:

@@ -119,9 +119,9 @@ def test_commands(tmp_path, capsys, monkeypatch):
     talk.handle_line("/help")
     out = capsys.readouterr().out
     assert out.splitlines()[2:] == [
-        "/reset      forgets the conversation",
-        "/save FILE  adds it to a file, as a line of JSON that mid-training reads",
-        "/help       says this",
+        "/reset      starts a new conversation",
+        "/save FILE  appends it to a file, as a line of JSON that mid-training reads",
+        "/help       lists the commands",
         "/quit       ends, as Ctrl-D does",
     ]
     talk.history.add_question("without an answer")  # is not saved
@@ -330,7 +330,7 @@ def test_ctrl_c_ends_the_program_where_no_answer_is_given(workdir):
 
 @pytest.mark.slow
 def test_nothing_of_a_long_conversation_is_cut_unsaid(run, tmp_path, monkeypatch):
-    """What is longer than rows of mid-training, in a context that has room for it."""
+    """A conversation longer than rows of mid-training, in a context that holds it."""
     other = workdirs.write(tmp_path / "run", context=4000)
     seen = []
     real = chat.answers

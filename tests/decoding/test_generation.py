@@ -219,7 +219,7 @@ def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
 
 
 def _equations(jaxpr) -> int:
-    """How many equations a jaxpr and all within it have."""
+    """Counts the equations of a jaxpr and of all jaxprs in it."""
     return len(jaxpr.eqns) + sum(map(_equations, jax.extend.core.subjaxprs(jaxpr)))
 
 

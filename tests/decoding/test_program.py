@@ -104,7 +104,7 @@ def test_attention_on_the_cpu_makes_nothing_that_grows_like_the_cache(name):
 
 
 def test_a_step_that_is_lowered_is_the_one_that_decodes(make_model):
-    """Of arrays that need not be there, in bfloat16; the cache is given up for the next one."""
+    """It lowers from shapes, in bfloat16, and donates the cache."""
     generator = Generator(make_model("lrkv"), Compute(dtype=jnp.dtype("bfloat16")))
     cache, weights = generator.engine.cache(3, 200), generator.engine.weights
     tokens_B, flags_B = np.zeros(3, np.int32), np.zeros(3, bool)

@@ -98,7 +98,7 @@ def test_a_capacity_beyond_the_angles_of_rope(generator, on_chips, make_model, m
 
 
 def test_memory_that_a_device_has_left(generator, monkeypatch):
-    """What is in use there is not free; of a CPU's memory it was never counted."""
+    """Bytes in use on an accelerator are subtracted; a CPU's figure is free memory already."""
     tokens, used = 1 << 20, 5 * 10**9
     need = cache_lib.live_bytes(generator.engine.cache(500, tokens))
     device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: dict(bytes_in_use=used))

@@ -11,7 +11,7 @@ BYTES = tokenizer_lib.byte_tokenizer()
 
 
 def pieces(data: bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
-    """What is given out after each byte, and at the end."""
+    """Returns the text emitted after each byte, and at the end."""
     stream = TextStream(BYTES, stop)
     out = []
     for token in data:

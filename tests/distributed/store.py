@@ -78,7 +78,7 @@ def join(monkeypatch, *given) -> Member:
 
 
 def together(monkeypatch, store, count, function) -> list:
-    """What a function of a process's index returns in each of so many processes."""
+    """Returns a function's result in each process, given the process's index."""
     member, begun = join(monkeypatch, store, count), threading.Barrier(count)
 
     def process(index):

@@ -23,7 +23,7 @@ def _said(check, *given) -> str | None:
 
 
 def test_what_three_processes_tell_each_other(tmp_path, monkeypatch):
-    """All get the same lists and messages; the second has other rows and a workdir of its own."""
+    """Every process gets the same lists and messages; the second has other rows and workdir."""
     store = Store()
     folders = [epath.Path(tmp_path / name / "x") for name in ("shared", "apart", "shared")]
     digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -163,7 +163,7 @@ def final_state(workdir: pathlib.Path) -> dict:
 
 
 def test_processes_read_disjoint_rows(folder):
-    """All rows of a batch once; where two processes share a row's devices, both read it."""
+    """Each row of a batch is read once, or by both processes that share its devices."""
     given = json.dumps([str(folder / "text.txt"), str(folder / "other data")])
     command = ["tests.job", "rows", given]
     _jobs.append(Job([command] * 4, devices=1, logs=folder / "rows-logs"))

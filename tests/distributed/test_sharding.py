@@ -132,7 +132,7 @@ def compiled(make_mechanism, randomise):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["fsdp8", "data2_fsdp4"])
 def test_a_device_computes_its_own_rows_only(mesh_name):
-    """In the compiled step, no array of three axes or more holds all rows, 32, or 32 x T tokens at
+    """No array of the compiled step of three axes or more holds all rows, 32, or 32 x T tokens at
     full width (all tokens at an eighth of it are what the embedding's gradient adds up)."""
     config = runs.small_config("unused.txt", "", batch_size=32)
     config.data.sequence_length = 24
@@ -169,7 +169,7 @@ def test_the_gradient_of_a_gathered_weight_is_scattered(mesh_name):
 
 @pytest.mark.slow
 def test_weights_are_what_is_gathered_in_the_layers(compiled):
-    """What travels over `fsdp` in the layers is weights: twice each, for both passes."""
+    """Layers communicate weights only over `fsdp`, twice each: once per pass."""
     params, text = compiled("fsdp8")
     found = _collectives(text, "while")
     matrices = [x for x in jax.tree.leaves(params["segments"]) if x.ndim > 2]
@@ -193,7 +193,7 @@ def _collectives(text, scope):
 @pytest.mark.slow
 @pytest.mark.whole
 def test_muon_sends_every_matrix_twice_and_gathers_nothing(compiled):
-    """What a device sends is its part of the stack, padded from 3 layers to 8."""
+    """A device sends its shard of the stack, padded from 3 layers to 8."""
     params, text = compiled("fsdp8")
     found = _collectives(text, "muon")
     matrices = [x for x in jax.tree.leaves(params["segments"]) if x.ndim > 2]

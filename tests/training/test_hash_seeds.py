@@ -57,7 +57,7 @@ def config(tmp_path):
 
 
 def files(folder: pathlib.Path) -> dict[str, bytes]:
-    """What a run wrote, but for what tells the time and checkpoints, of which bits are compared."""
+    """Returns a run's files without times and without checkpoints, whose arrays are compared."""
     timed = ("timing.jsonl", "curves.png", ".lock")
     paths = (p for p in folder.rglob("*") if p.is_file() and p.name not in timed)
     parts = {path: path.relative_to(folder).parts for path in paths}

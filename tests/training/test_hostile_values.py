@@ -39,7 +39,7 @@ CPU_SECONDS, BYTES = 20, 1 << 30
 
 
 class Accepted(Exception):
-    """All checks have passed."""
+    """Raised once every check has passed."""
 
 
 def leaves(config, prefix=""):
@@ -62,7 +62,7 @@ def cases():
 
 
 def first_of_each_key():
-    """All cases, slow but for the first value of each key of a config."""
+    """Cases, marked slow except for the first value of each key."""
     every = list(cases())
     first = {case.values[:2]: case for case in reversed(every)}
     return quick.only(first.values(), every)

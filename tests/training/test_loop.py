@@ -33,7 +33,7 @@ def test_a_run_leaves_what_it_promises(whole):
 
 
 def _then_replace_records(evaluate):
-    """As an editor does that saves the file: what has its name is another one."""
+    """Replaces the file by a copy, as an editor does on saving."""
 
     def evaluate_and_replace(run, *given):
         evaluate(run, *given)

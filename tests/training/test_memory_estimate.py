@@ -70,7 +70,7 @@ def test_training_memory(make_mechanism):
 
 
 def test_every_part_of_an_estimate(make_mechanism):
-    """Of two kinds of layers; figures of the formulas that the tests below hold to compilers."""
+    """Pins the figures of a model with two kinds of layers; tests below compare compilers."""
     mechanisms = make_mechanism("lrkv_gqa", value_dim=12), make_mechanism("mla")
     block = BlockConfig(num_layers=2, d_model=24, mlp_dim=40)
     config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=50)

@@ -52,7 +52,7 @@ def _mid(source, parent, *, mixture=MADE_UP, **train):
 
 
 def _files(folder):
-    """By path of each file in a folder, a digest of its bytes and when it was written."""
+    """Returns path -> (digest, modification time) of a folder's files."""
     paths = (path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file())
     return {p: (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in paths}
 
@@ -106,7 +106,7 @@ def test_one_pass_is_as_many_steps_as_there_are_batches(source, whole, tmp_path,
 
 @pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_bits(source, whole, tmp_path):
-    """By SIGKILL, after the first checkpoint; in processes of their own."""
+    """SIGKILL after the first checkpoint, in processes of their own."""
     text = f"""
 from tests.training import test_mid_training
 def get_config():
@@ -160,7 +160,7 @@ def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
     tokens = np.random.default_rng(0).integers(0, old, (3, 24))
 
     def logits(config, params, width):
-        """By a product of that width: libraries have others for 2,048 columns than 2,056."""
+        """A matrix product of the exact width: libraries use other kernels for 2,048 columns."""
         graph = parameters.graph(config)
         model, compute = nnx.merge(graph, params), Compute()
         activations = jax.jit(lambda: model(tokens, compute=compute))()

@@ -162,7 +162,7 @@ def test_the_code_of_hosts_is_compared_in_every_folder(monkeypatch):
 
 
 def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
-    """Of runs on texts and on conversations, begun or not, by the first process and by others."""
+    """Runs on texts and conversations, begun or not, in the first process and in others."""
     events = []
 
     def fake(name, made=lambda *given, **options: None):

@@ -174,7 +174,7 @@ def refuse():
 
 
 def expected_records(script, start=0, masked=False):
-    """What metrics.jsonl holds, from the rows that the data set deals."""
+    """Returns the expected records, computed from the data set's rows."""
     e, dataset = script.experiment, script.dataset
     options = dict(sequence_length=LENGTH, batch_size=BATCH, seed=5, position=0)
     batches = loader.train_batches(dataset, **options)
@@ -281,7 +281,7 @@ def test_a_run_that_ends_early_goes_on_as_if_it_had_not(script, tmp_path, capsys
     for stop_after in (5, 7):
         assert script.run(stop_after=stop_after) == {}
         assert storage.steps(folder / "checkpoints")[-1] == stop_after
-        said = f"\nStopped as asked at step {stop_after} of 13, saved. {goes_on}"
+        said = f"\nStopped by train.stop_after at step {stop_after} of 13, saved. {goes_on}"
         assert said in capsys.readouterr().out
     assert storage.steps(folder / "snapshots") == [0, 7]
     # The first of two that fail is followed by another save, the last by none.
@@ -321,7 +321,7 @@ def test_records_that_are_lost_end_a_run_once_its_state_is_saved(script, tmp_pat
 
 
 def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, capsys):
-    """All compile before any begins; a failed save ends them; only the first says or writes."""
+    """Processes compile before any begins; a failed save ends them; only the first one writes."""
     agreed = []
     gather = lambda name, text: agreed.append((name, text)) or [text]
     monkeypatch.setattr(distributed, "gather", gather)
@@ -388,7 +388,7 @@ def test_a_run_begins_with_its_parents_weights_and_learns_from_its_teachers(
 
 
 def test_what_ends_a_run_and_what_it_says():
-    """By the policy and a step's figures; weights that are no numbers always do."""
+    """Bad steps end a run by its policy; weights that are not finite always do."""
     stop, skip = dict(bad_steps="stop"), dict(bad_steps="skip", max_bad_steps=3)
     fine = dict(loss=4.5, grad_norm=1.0, param_norm=2.0)
     spike = dict(fine, bad=1, mean_loss=1.25)

@@ -21,7 +21,7 @@ def config(source):
 
 @pytest.mark.slow
 def test_they_are_the_parameters_of_their_steps(config, tmp_path, monkeypatch):
-    """Those of the first and the last step too, of runs that are stopped or moved as of others."""
+    """Snapshots include the first and last step, also of runs that were stopped or moved."""
     plain, kept, begun = (epath.Path(tmp_path / name) for name in ("plain", "kept", "begun"))
     keep = loop.TrainingLoop._keep_snapshot
 

@@ -608,7 +608,7 @@ def test_another_identity_is_told_by_what_differs(saved):
 
 
 def test_an_identity_binds_only_where_there_are_checkpoints(saved, tmp_path):
-    """What a first save left, which was killed, is none."""
+    """Files of a killed first save are no checkpoint."""
     path = epath.Path(tmp_path) / "another" / "config.json"
     (path.parent / CHECKPOINTS / "10.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     for workdir, binds in ((path.parent, False), (saved, True)):

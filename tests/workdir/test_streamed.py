@@ -30,7 +30,7 @@ SMALL_CHUNKS = 512  # bytes: less than most arrays below
 
 @pytest.fixture
 def shapes(make_mechanism):
-    """Those of a Transformer of two segments; matrices in bfloat16, gains in float32."""
+    """Parameters of a Transformer of two layer groups; matrices in bfloat16, gains in float32."""
     block = BlockConfig(num_layers=5, d_model=16, mlp_dim=24, norm_gain=True)
     mechanisms = (make_mechanism("lrkv"),) * 3 + (make_mechanism("mla"),) * 2
     config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=32)
@@ -84,7 +84,7 @@ def save_streamed(folder, params, step=0):
 
 
 def placed(params, dtype=None):
-    """What `read_parameters` asks for."""
+    """Abstract parameters for `read_parameters`."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
     return jax.tree.map(place, params)
@@ -195,7 +195,7 @@ def test_the_layout_is_that_of_training(tmp_path, params, chunks, request):
 
 @pytest.mark.filterwarnings("ignore:coroutine")
 def test_flipped_bits_are_noticed_or_harmless(tmp_path):
-    """In any file; of flips in weights nearly all are noticed, as some bytes are a former index."""
+    """A flipped bit in any file is noticed, but for a few bytes that belong to an old index."""
     folder, rng = epath.Path(tmp_path), np.random.default_rng(0)
     layers = dict(w=rng.standard_normal((2, 192, 128), np.float32), b=np.ones((2, 3), jnp.bfloat16))
     params = dict(segments={0: layers}, head=rng.standard_normal((128, 192), np.float32))
