@@ -51,8 +51,8 @@ def test_what_a_run_is_given(monkeypatch, capsys):
     for given, said in (
         ("--connect_seconds=0", "--connect_seconds = 0: must be at least 1"),
         ("--heartbeat_seconds=-1", "--heartbeat_seconds = -1: must be at least 1"),
-        ("--prepare_hours=-1", "--prepare_hours = -1.0: must be from 0 to 1e+06"),
-        ("--prepare_hours=nan", "--prepare_hours = nan: must be from 0 to 1e+06"),
+        ("--prepare_hours=-1", "--prepare_hours = -1.0: must be at least 0 and at most 1e+06"),
+        ("--prepare_hours=nan", "--prepare_hours = nan: must be at least 0 and at most 1e+06"),
     ):
         assert command_line.status(main.main, [given]) == 2 and not told
         assert capsys.readouterr().err == f"kvjax: {said}\n"
