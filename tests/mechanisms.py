@@ -110,7 +110,9 @@ def random_values(state, seed=0, dtype=np.float64):
         fan_in = math.prod(shape[first : first + len(axes.reduction)])
         return (rng.standard_normal(shape) / math.sqrt(fan_in)).astype(dtype)
 
-    is_variable = lambda v: isinstance(v, nnx.Variable)
+    def is_variable(v):
+        return isinstance(v, nnx.Variable)
+
     values = nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=is_variable))
     assert all(np.all(leaf != 0) for leaf in jax.tree.leaves(values))
     return values

@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs: enough to see its promise broken; the rest are slow."""
+"""Selects the cases that `make test` runs: enough to see a test's claim broken; others are slow."""
 
 from collections.abc import Iterable
 import contextlib
@@ -9,9 +9,9 @@ import pytest
 
 from kvjax.foundation import runtime
 
-# For XLA, where compilation takes longer than what is compiled runs. Without the emitters that XLA
-# takes for fusions, which go through MLIR, a training step compiles in a quarter of the time. A
-# module that is cut in 32 parts, for as many threads, costs a tenth more than a whole one.
+# Tests compile longer than they run. Without XLA's fusion emitters (which go through MLIR) a
+# training step compiles in a quarter of the time; splitting a module into 32 parts for as many
+# threads costs a tenth more than one part.
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1 "
@@ -20,7 +20,7 @@ XLA_FLAGS = (
 
 
 def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
-    """The environment of a process that has so many CPU devices."""
+    """Returns the environment of a process with `count` CPU devices."""
     return dict(
         XLA_FLAGS=f"--xla_force_host_platform_device_count={count} {flags}",
         NPROC=str(16 * count),  # as runtime.give_collectives_threads
@@ -28,17 +28,17 @@ def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
 
 
 def keep_to_own_cores() -> None:
-    """Gives a worker of pytest-xdist, and what it starts, its share of the cores.
+    """Pins a worker of pytest-xdist and its child processes to its share of the cores.
 
-    Threads of two workers that move between two cores cost a twentieth more CPU, and a quarter more
-    beside other work. A worker that stands in for one that died may use all cores.
+    Without pinning, two workers on two cores take a twentieth more CPU time, and a quarter more
+    next to other load. A replacement of a worker that died may use all cores.
     """
     worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if not worker or int(worker[1]) >= count or not hasattr(os, "sched_setaffinity"):
         return
     number, cores = int(worker[1]), sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):  # where it may not be chosen
+    with contextlib.suppress(OSError):  # not permitted
         os.sched_setaffinity(0, cores[number::count] or [cores[number % len(cores)]])
 
 
@@ -48,11 +48,11 @@ READERS = ("gqa", "lrkv_gqa", "factored_joint", "lrkv_kv_tied", "mla", "mla_pape
 # And mechanisms with unusual queries and keys.
 KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")
 
-_WRITTEN = 0.015  # seconds of compiling; to write a program down took 0.008 under a profiler
+_WRITTEN = 0.015  # seconds of compile time; writing a program takes 0.008 (profiled)
 
 
 def compilation_cache() -> dict:
-    """JAX's options for a cache that also holds programs that are compiled in almost no time."""
+    """Returns JAX's options for a compilation cache that also keeps quickly compiled programs."""
     return dict(
         jax_compilation_cache_dir=str(runtime.cache_directory() / "compiled"),
         jax_persistent_cache_min_compile_time_secs=_WRITTEN,
@@ -61,7 +61,7 @@ def compilation_cache() -> dict:
 
 
 def only(quick: Iterable, among: Iterable) -> list:
-    """All cases for `pytest.mark.parametrize`, slow but for those named.
+    """Returns the cases for `pytest.mark.parametrize`, marked slow unless in `quick`.
 
     Args:
       quick: cases of `among`.
@@ -73,7 +73,7 @@ def only(quick: Iterable, among: Iterable) -> list:
 
 
 def every(step: int, among: Iterable, first: int = 0) -> list:
-    """All cases for `pytest.mark.parametrize`, slow but for one in `step` of them."""
+    """Returns the cases for `pytest.mark.parametrize`, marked slow except every `step`-th."""
     return [case if i % step == first else _slow(case) for i, case in enumerate(among)]
 
 

@@ -1,6 +1,6 @@
-"""The model in NumPy float64, written from the papers head by head, to hold the product against.
+"""Reference model in NumPy float64, written from the papers' equations, head by head.
 
-It shares nothing with the product but the names of the weights and the configs.
+It shares only configs and names of weights with the product.
 """
 
 import functools
@@ -27,7 +27,7 @@ from kvjax.layers.rope import Llama3, Partial
 
 
 def rotate(x_BTH, positions_T, base):
-    """Channel pair (i, i + H/2) of position t turns by t / base^(2i/H)."""
+    """Rotates the channel pair (i, i + H/2) of position t by t / base^(2i/H)."""
     H = x_BTH.shape[-1]
     out = np.empty_like(x_BTH)
     for i in range(H // 2):
@@ -39,7 +39,7 @@ def rotate(x_BTH, positions_T, base):
 
 
 def frequency(i, H, base):
-    """Radians per token of pair i; Llama 3's scaling as its authors' code has it, by lengths."""
+    """Returns radians per token of pair i; Llama 3's scaling by wavelengths, as in its code."""
     if isinstance(base, Partial):
         turned = max(1, round(base.fraction * H / 2))
         return frequency(i, 2 * turned, base.base) if i < turned else 0.0
@@ -142,7 +142,10 @@ def _latent(c, w, x_BTD, norm, rotate):
 def _residual_latent(c, w, x_BTD, norm, rotate):
     for n, (q, k, v) in enumerate(_latent(c, w, x_BTD, norm, rotate)):
         if c.rank:
-            own = lambda kind, n=n: x_BTD @ w[f"latent_{kind}"][:, n] @ w[f"expand_{kind}"][n]
+
+            def own(kind, n=n):
+                return x_BTD @ w[f"latent_{kind}"][:, n] @ w[f"expand_{kind}"][n]
+
             k = np.concatenate([k[..., : c.key_dim] + own("key"), k[..., c.key_dim :]], -1)
             v = v + own("value")
         yield q, k, v
@@ -175,7 +178,9 @@ def _tied_latent(c, w, x_BTD, norm, rotate):
 
 
 def _shared_kv(c, w, x_BTD, norm, rotate):
-    turn = lambda x: _last_turned(x, c.rope_key_dim, rotate)
+    def turn(x):
+        return _last_turned(x, c.rope_key_dim, rotate)
+
     wide = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
         k_head = n * c.num_kv_heads // c.num_heads
@@ -222,7 +227,7 @@ def _rebuilt_latent(c, w, x_BTD, norm, rotate):
 
 
 def _combined(c, w, outputs, turn_back):
-    """What becomes of the softmaxes' outputs [B, T, Hv], a list over query heads."""
+    """Combines the softmaxes' outputs, a list over query heads of [B, T, Hv]."""
     if type(c) is MLRAConfig:
         N, G = c.num_heads, c.num_branches
         return [sum(outputs[g * N + n] for g in range(G)) / math.sqrt(G) for n in range(N)]
@@ -263,7 +268,9 @@ def queries_keys_values(config, w, x_BTD, positions_T, base):
         gain = w[name]["gain"] if config.qk_norm == "rms_gain" else None
         return rms(y, config.norm_epsilon, gain)
 
-    turn = lambda y: y if base is None else rotate(y, positions_T, base)
+    def turn(y):
+        return y if base is None else rotate(y, positions_T, base)
+
     heads = HEADS[type(config)](config, w, x_BTD, norm, turn)
     return [list(column) for column in zip(*heads, strict=True)]
 
@@ -326,7 +333,10 @@ def attention(config, weights, x_BTD, *, base, causal, window=0, positions_T=Non
             far = np.arange(T)[:, None] - np.arange(T)
             z = np.where((far >= 0) & (far < (window or T)), z, -np.inf)
         outputs.append(softmax(z) @ v)
-    turn_back = lambda x: x if base is None else rotate(x, -positions_T, base)
+
+    def turn_back(x):
+        return x if base is None else rotate(x, -positions_T, base)
+
     outputs = _combined(config, weights["mechanism"], outputs, turn_back)
     y = np.zeros((*x_BTD.shape[:2], weights["out"].shape[-1]))
     for n, o in enumerate(outputs):

@@ -42,7 +42,7 @@ def _names(path):
 
 
 def _kind(names):
-    """What a weight is, by its name alone."""
+    """Classifies a weight by its name alone."""
     if names[0] in ("embedding", "positions"):
         return "embedding"
     if names[0] == "head":
@@ -56,7 +56,10 @@ def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
     shapes, axes = parameters.abstract(config)
     optimizer = make_optimizer(OptimizerConfig(**options), axes, d_model=D, num_steps=num_steps)
     rng = np.random.default_rng(seed)
-    draw = lambda s: rng.standard_normal(s.shape).astype(np.float32)
+
+    def draw(s):
+        return rng.standard_normal(s.shape).astype(np.float32)
+
     weights = jax.tree.map(draw, shapes)
     grads = jax.tree.map(lambda s: scale * draw(s), shapes)
     return optimizer, axes, weights, grads
@@ -225,7 +228,10 @@ def test_momentum_warmup(make_mechanism):
     optimizer, _, weights, grads = _setup(_model(make_mechanism("mha")), clip_norm=0.0)
     start, update = optimizer.init(weights), jax.jit(optimizer.update)
     for step, beta in ((0, 0.85), (150, 0.90), (300, 0.95), (1000, 0.95)):
-        at = lambda x, step=step: jnp.full_like(x, step) if x.dtype == jnp.int32 else x
+
+        def at(x, step=step):
+            return jnp.full_like(x, step) if x.dtype == jnp.int32 else x
+
         _, state = update(grads, jax.tree.map(at, start), weights)
         after, checked = _leaves(state), 0
         for names, g in _leaves(grads).items():

@@ -29,7 +29,10 @@ def covering(factors, make):
       factors: values by key.
       make: a function of a dict of one value each: None or False if there is no such thing.
     """
-    of = lambda row: dict(zip(factors, row, strict=True))
+
+    def of(row):
+        return dict(zip(factors, row, strict=True))
+
     bits = {}  # of pairs; a row's pairs are a number
     rows, left, chosen = {}, 0, []
     for row in filter(lambda row: make(of(row)), itertools.product(*factors.values())):
@@ -52,7 +55,10 @@ class Run:
 
     def __init__(self, config, base, graph, weights, dtype, implementation="small_tiles"):
         self.config, self.base, self.dtype = config, base, jnp.dtype(dtype)
-        cast = lambda w: jnp.asarray(w, self.dtype)
+
+        def cast(w):
+            return jnp.asarray(w, self.dtype)
+
         self.weights = jax.tree.map(cast, weights)
 
         @jax.jit

@@ -87,7 +87,7 @@ def _queries_keys(graph, config, base, arrays, x_BTD):
 
 @contextlib.contextmanager
 def compiled_anew():
-    """What is compiled inside sees what a test has changed, and is forgotten after it."""
+    """Clears the compiled functions before and after, so that they see what a test patches."""
     try:
         _forget()
         yield
@@ -101,7 +101,7 @@ def _forget():
 
 
 def heads(config, w, base=BASE):
-    """What the output projection gets of every head, [B, T, N, H]."""
+    """Returns the input of the output projection, [B, T, N, H]."""
     one_head = np.zeros((N, *w["out"].shape[1:]))
     outs = []
     for n in range(N):
@@ -112,7 +112,7 @@ def heads(config, w, base=BASE):
 
 
 def logits(config, w, base=BASE, x=X):
-    """[B, N, T, T] of all queries with all keys."""
+    """Returns the logits of all queries with all keys, [B, N, T, T]."""
     graph, arrays = nnx.split(module(config, w))
     q, k = map(np.asarray, _queries_keys(graph, config, base, arrays, x))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
@@ -120,7 +120,7 @@ def logits(config, w, base=BASE, x=X):
 
 
 def changed(w, name, value):
-    """The weights of the mechanism with another one."""
+    """Returns the weights with one weight of the mechanism replaced."""
     return w | dict(mechanism=w["mechanism"] | {name: value})
 
 

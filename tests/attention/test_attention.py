@@ -105,8 +105,11 @@ def test_projections_equal_the_reference(x64, build, mechanism_name, options):
         np.testing.assert_allclose(q[:, :, n, :H], q_n * temperature, **close)
         np.testing.assert_allclose(k[:, :, n * K // N, :H], k_n, **close)
         np.testing.assert_allclose(v[:, :, n * K // N], v_n, **close)
+
     # A number per row, which softmax does not see, is left out of the "+".
-    centred = lambda z: z - z.mean(-1, keepdims=True)
+    def centred(z):
+        return z - z.mean(-1, keepdims=True)
+
     for n, z_n in enumerate(reference.attention_maps(*given)):
         z = config.scale * np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n * K // N])
         if temperature == 1.0:
@@ -120,7 +123,10 @@ def test_float32_is_near_float64(make_mechanism, randomise, mechanism_name):
     module, narrow = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)
     x, positions = _input().astype(np.float32), _positions(config)
     ways = dict.fromkeys(((True, 0), (True, 3), (False, 0)))
-    run = lambda x: [module(x, positions, causal=causal, query_chunk=n) for causal, n in ways]
+
+    def run(x):
+        return [module(x, positions, causal=causal, query_chunk=n) for causal, n in ways]
+
     wide = jax.tree.map(np.float64, narrow)
     for (causal, _), y in zip(ways, jax.jit(run)(jnp.asarray(x)), strict=True):
         assert y.dtype == jnp.float32
@@ -193,7 +199,10 @@ def test_query_chunk_changes_nothing(x64, ways, mechanism_name):
 def test_any_query_chunk_will_do(x64, build):
     config, module, _ = build("lrkv_gqa")
     positions, chunks = _positions(config), (0, 1, 2, 6, 7, 100)
-    run = lambda x: [module(x, positions, causal=True, query_chunk=chunk) for chunk in chunks]
+
+    def run(x):
+        return [module(x, positions, causal=True, query_chunk=chunk) for chunk in chunks]
+
     whole, *chunked = jax.jit(run)(jnp.asarray(_input()))
     for query_chunk, y in zip(chunks[1:], chunked, strict=True):
         np.testing.assert_allclose(y, whole, rtol=1e-12, atol=1e-12, err_msg=str(query_chunk))
@@ -204,7 +213,9 @@ def test_query_chunk_saves_work():
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
 
     def flops(query_chunk):
-        f = lambda q, k, v: softmax_attention(q, k, v, causal=True, query_chunk=query_chunk)
+        def f(q, k, v):
+            return softmax_attention(q, k, v, causal=True, query_chunk=query_chunk)
+
         return jax.jit(f).lower(q, q, q).cost_analysis()["flops"]
 
     assert flops(32) < 0.62 * flops(0)
@@ -236,7 +247,10 @@ def test_products_over_a_cache_are_as_precise_as_the_model(build, mechanism_name
 
     highest = (jax.lax.Precision.HIGHEST,) * 2
     for dtype, expected in ((jnp.float32, highest), (jnp.bfloat16, None)):
-        cast = lambda w, dtype=dtype: jax.ShapeDtypeStruct(w.shape, dtype)
+
+        def cast(w, dtype=dtype):
+            return jax.ShapeDtypeStruct(w.shape, dtype)
+
         x_BTD = jax.ShapeDtypeStruct((B, new, D), dtype)
         operands = jax.eval_shape(inputs, jax.tree.map(cast, state), x_BTD)
         layer = cache.abstract([config], batch=B, capacity=128, dtype=jnp.dtype(dtype)).layers[0]
@@ -295,7 +309,7 @@ def test_softmax_attention(x64, K, H, Hv, query_chunk):
 
 @pytest.mark.parametrize("heads", [2, 6])
 def test_alibi_is_exact_in_bfloat16(make_mechanism, heads):
-    """What queries' and keys' channels add is slope times distance, far away too."""
+    """The channels of queries and keys add slope times distance, also at large distances."""
     options = dict(num_heads=heads, num_kv_heads=heads, num_bases=heads, rank=0, qk_norm="none")
     config = make_mechanism("mha", alibi=True, **options)
     places = rope.positions(np.array([[0, 255, 40_001, 65_537, 70_000]]), config.rope_dim, None)
@@ -309,7 +323,10 @@ def test_alibi_is_exact_in_bfloat16(make_mechanism, heads):
 
     q_BTNH, k_BTNH = compiled(projected, x_BTD)
     assert q_BTNH.dtype == k_BTNH.dtype == jnp.bfloat16
-    exact = lambda x: np.asarray(x, np.float64)
+
+    def exact(x):
+        return np.asarray(x, np.float64)
+
     z_NTS = config.scale * np.einsum("btnh,bsnh->nts", exact(q_BTNH), exact(k_BTNH))
     fallen_NS = z_NTS[:, 4] - z_NTS[:, 4, 4:]
     expected = reference.alibi_slopes(heads)
@@ -345,9 +362,15 @@ def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
         ("mlra", dict(latent=(None, "tensor"), rope_key=())),
     ):
         config, module, _ = build(name)
-        of = lambda order, config=config: _positions(config, index=order[None].astype(np.int32))
+
+        def of(order, config=config):
+            return _positions(config, index=order[None].astype(np.int32))
+
         how = dict(causal=True, segment_ids_BS=segment_ids_BS)
-        split = lambda x, m=module, of=of, how=how: m(x, of(order_T), mesh=MESH, **how)
+
+        def split(x, m=module, of=of, how=how):
+            return m(x, of(order_T), mesh=MESH, **how)
+
         with monkeypatch.context() as patch:
             patch.setattr(attention, "softmax_attention", attend)
             run = jax.jit(split) if name == "lrkv_gqa" else functools.partial(jax.eval_shape, split)

@@ -75,7 +75,10 @@ def test_a_latent_moves_its_own_heads_and_the_rotated_key_all(randomise):
 def test_scales_are_of_whole_keys_and_of_a_latents_own_width(randomise, config):
     assert config.scale == (H + P) ** -0.5
     w = weights(randomise, config)
-    of = lambda config: module(config, w).mechanism.project(jnp.asarray(X), positions(config))[1]
+
+    def of(config):
+        return module(config, w).mechanism.project(jnp.asarray(X), positions(config))[1]
+
     scaled = dataclasses.replace(config, latent_scale=True)
     close(
         of(scaled)["latent"], 2 * of(config)["latent"]

@@ -26,12 +26,16 @@ def _input(dtype=np.float64):
 
 
 def _output(graph, weights):
-    run = lambda weights: nnx.merge(graph, weights)(_input(), _positions(), causal=True)
+    def run(weights):
+        return nnx.merge(graph, weights)(_input(), _positions(), causal=True)
+
     return jax.jit(run)(jax.tree.map(jnp.asarray, weights))
 
 
 def _initial(config, seed=7):
-    make = lambda: nnx.to_pure_dict(nnx.state(Attention(config, D, rngs=nnx.Rngs(seed))))
+    def make():
+        return nnx.to_pure_dict(nnx.state(Attention(config, D, rngs=nnx.Rngs(seed))))
+
     return jax.jit(make)()
 
 
@@ -162,7 +166,10 @@ def test_key_and_value_factors_are_not_swapped(x64, make_mechanism, randomise):
         state = nnx.to_pure_dict(state)
         state[zeroed] = jnp.zeros_like(state[zeroed])
         part = nnx.merge(graph, state)
-        of = lambda x, part=part: part.keys_values(part.project(x, NOWHERE)[1], NOWHERE)
+
+        def of(x, part=part):
+            return part.keys_values(part.project(x, NOWHERE)[1], NOWHERE)
+
         k, v = compiled(of, _input())
         changed, same = (k, v) if zeroed == "expand_value" else (v, k)
         np.testing.assert_array_equal(same, jnp.broadcast_to(same[:, :, :1], same.shape))

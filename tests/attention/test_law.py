@@ -142,7 +142,10 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
     assert held[0].all()
     assert np.abs(y - expected)[held].max() < 1e-5 * np.abs(expected).max()
     rng = np.random.default_rng(1)
-    stale = lambda a: jnp.asarray(1e4 * rng.standard_normal(a.shape), a.dtype)
+
+    def stale(a):
+        return jnp.asarray(1e4 * rng.standard_normal(a.shape), a.dtype)
+
     dirty = run.decoded(x, law.ONE_OF_ALL, jax.tree.map(stale, run.layer()))
     np.testing.assert_array_equal(dirty, y)
 
@@ -207,7 +210,10 @@ def test_bfloat16(make_mechanism, randomise, mechanism_name, options):
     exact = _exactly(run, x)
     chunks = [(law.CHUNK, (law.CHUNK,) * batch)] * (64 // law.CHUNK)
     steps = chunks + [(1, (1,) * batch)] * (length - 64)
-    error = lambda y: np.sqrt(np.mean(np.square(y - exact)))
+
+    def error(y):
+        return np.sqrt(np.mean(np.square(y - exact)))
+
     expanded, decoded = error(run.full(x)), error(run.decoded(x, steps))
     assert 0 < expanded < 0.02 * np.sqrt(np.mean(np.square(exact)))
     assert decoded < 1.5 * expanded

@@ -31,7 +31,7 @@ def _positions(config, on):
 
 @pytest.mark.parametrize("dtype", quick.only([jnp.bfloat16], [jnp.bfloat16, jnp.float32]))
 def test_shapes_and_dtypes_are_as_promised(make_mechanism, mechanism_name, dtype):
-    """Those of queries, of expanded keys and values, and of the entry."""
+    """Of queries, expanded keys and values, and the entry."""
     for qk_norm in QK_NORMS:
         config = make_mechanism(mechanism_name, qk_norm=qk_norm)
         graph, weights = nnx.split(nnx.eval_shape(lambda c=config: c.build(D, rngs=nnx.Rngs(0))))
@@ -169,7 +169,10 @@ def test_cached_elements(make_mechanism, name, keys, elements):
 
 def test_fields_say_which_axis_counts_heads():
     """Not the first one, as a rule: factors have ranks there."""
-    of = lambda axes, *shape: (Field(axes, shape).head_axis, Field(axes, shape).heads)
+
+    def of(axes, *shape):
+        return (Field(axes, shape).head_axis, Field(axes, shape).heads)
+
     assert of("J H", 2, 8) == (0, 2) and of("K 1", 4, 1) == (0, 4)
     assert of("R N", 3, 4) == (1, 4)
     assert of("G J C", 4, 2, 6) == (1, 2)  # every head reads all branches

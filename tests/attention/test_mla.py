@@ -27,7 +27,10 @@ def test_absorbed_decoding_is_exact(x64, make_mechanism, randomise, qk_norm):
     config, module, w, _, positions, q, raw = _parts(
         make_mechanism, randomise, "mla", qk_norm=qk_norm
     )
-    both = lambda raw: (module.encode(raw, positions), *module.keys_values(raw, positions))
+
+    def both(raw):
+        return (module.encode(raw, positions), *module.keys_values(raw, positions))
+
     entry, k, v = compiled(both, raw)
     H, C = config.key_dim, config.latent_dim
     absorbed = np.einsum("btnh,cnh->btnc", q[..., :H], w["up_key"])

@@ -43,9 +43,9 @@ class OuterProductInputs(DecodeInputs):
     scale: float = static()
 
     def expand(self, cache):
-        product = lambda name: jnp.einsum(
-            "BSRN,BSRH->BSNH", cache[f"{name}_head"], cache[f"{name}_factor"]
-        )
+        def product(name):
+            return jnp.einsum("BSRN,BSRH->BSNH", cache[f"{name}_head"], cache[f"{name}_factor"])
+
         return self.query, product("key"), product("value")
 
     def tiles(self):
@@ -120,9 +120,10 @@ class OuterProduct(Mechanism):
 
     def keys_values(self, raw, positions):
         cached = self.encode(raw, positions)
-        product = lambda name: jnp.einsum(
-            "BTRN,BTRH->BTNH", cached[f"{name}_head"], cached[f"{name}_factor"]
-        )
+
+        def product(name):
+            return jnp.einsum("BTRN,BTRH->BTNH", cached[f"{name}_head"], cached[f"{name}_factor"])
+
         return product("key"), product("value")
 
     def encode(self, raw, positions):

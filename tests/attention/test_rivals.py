@@ -48,7 +48,10 @@ PARAMETERS = [  # of one layer without gates, norms' gains and the output projec
 @pytest.mark.parametrize("config, expected", PARAMETERS, ids=lambda v: type(v).__name__)
 def test_parameters(randomise, config, expected):
     w = weights(randomise, config)
-    count = lambda tree: sum(map(count, tree.values())) if isinstance(tree, dict) else tree.size
+
+    def count(tree):
+        return sum(map(count, tree.values())) if isinstance(tree, dict) else tree.size
+
     assert count(w["mechanism"]) == expected
     assert w["out"].size == N * config.value_dim * D
 
@@ -67,7 +70,7 @@ OPTIONS = [  # no two sizes of one layer are equal
 
 @pytest.mark.parametrize("config", OPTIONS, ids=lambda c: type(c).__name__)
 def test_options_are_those_of_the_reference(randomise, config):
-    """In full and, entry by entry, from a cache."""
+    """On whole rows, and decoded token by token from a cache."""
     w = weights(randomise, config)
     expected = reference.attention(config, w, X, base=BASE, causal=True)
     close(run(config, w), expected)

@@ -73,7 +73,7 @@ def _cases():
 
 
 def test_every_pair_of_options_that_can_meet_does():
-    """What cannot is named here: a config that refused more would have fewer rows."""
+    """Pairs that a config refuses are listed here; a config that refused more would fail."""
     refused = {}
     for kind, factors in FACTORS.items():
         rows = [row for name, row in _cases() if name == kind]

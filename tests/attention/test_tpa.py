@@ -46,7 +46,10 @@ def test_factors_can_be_doubled_scaled_and_permuted(randomise):
     w = weights(randomise, tpa)
     own, expected = w["mechanism"], run(tpa, w)
     names = ("key_head", "value_head", "key_factor", "value_factor")
-    along = lambda name: 2 if name.endswith("head") else 1
+
+    def along(name):
+        return 2 if name.endswith("head") else 1
+
     twice = {name: np.concatenate([own[name]] * 2, axis=along(name)) for name in names}
     close(run(tpa_config(4), w | dict(mechanism=own | twice)), expected)  # a mean, not a sum
     permuted = {name: np.flip(own[name], axis=along(name)) for name in names}

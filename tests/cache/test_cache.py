@@ -43,7 +43,10 @@ def test_arrays_are_the_entry_with_tokens_last(make_mechanism, capacity, slots, 
     assert all(not np.any(np.asarray(a)) for a in jax.tree.leaves(cache))
     np.testing.assert_array_equal(cache.lengths, np.zeros(B, np.int32))
     abstract = cache_lib.abstract(mechanisms, **keys)
-    same = lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype)
+
+    def same(a, x):
+        return (a.shape, a.dtype) == (x.shape, x.dtype)
+
     assert all(jax.tree.leaves(jax.tree.map(same, cache, abstract)))
 
 
@@ -67,7 +70,10 @@ _append = jax.jit(cache_lib.append)
 def test_append_writes_the_slots_it_says(S, T):
     """At the cache's end nothing wraps, and nothing that is held is overwritten."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     layer = {name: draw(B, *shape, S) for name, shape in FIELDS.items()}
     entry = {name: draw(B, T, *shape) for name, shape in FIELDS.items()}
     # Runs of 128 slots are written at once: their ends, and the cache's, are where it may go wrong.
@@ -139,7 +145,7 @@ def test_append_is_in_place(T):
 
 @pytest.mark.parametrize("T", [1, 5])
 def test_for_a_tpu_the_loop_is_unrolled_when_lowered(T):
-    """What is traced, on any device, is one write; see `cache._write`."""
+    """The traced program has one write on any device; see `cache._write`."""
     batch = 32
     layer = {"x": jax.ShapeDtypeStruct((batch, 2, S), jnp.float32)}
     entry = {"x": jax.ShapeDtypeStruct((batch, T, 2), jnp.float32)}

@@ -122,9 +122,10 @@ def _per_chip(name, chips, by="heads"):
 
 def test_the_cache_on_several_chips_by_heads():
     """LRKV's advantage over MHA, 1.8x whole, is 1.64x on two chips by heads and gone on nine."""
-    gain = lambda chips, by: (
-        _per_chip("MHA", chips, by) / _per_chip("LRKV without QK-norm", chips, by)
-    )
+
+    def gain(chips, by):
+        return _per_chip("MHA", chips, by) / _per_chip("LRKV without QK-norm", chips, by)
+
     assert round(gain(1, "heads"), 2) == 1.8
     assert round(gain(2, "heads"), 2) == 1.64
     assert gain(9, "heads") == 1.0
@@ -253,7 +254,10 @@ def test_training_flops_against_xla(make_mechanism, name, tied_head):
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     weights, tokens = nnx.to_pure_dict(state), jax.ShapeDtypeStruct((B, T), jnp.int32)
     compute = Compute(unroll=True, loss_chunks=1)
-    loss = lambda w, t: mean_loss(nnx.merge(graph, w), t, t, compute=compute)
+
+    def loss(w, t):
+        return mean_loss(nnx.merge(graph, w), t, t, compute=compute)
+
     compiled = jax.jit(jax.grad(loss)).lower(weights, tokens).compile()
     counted = compiled.cost_analysis()["flops"]
     ours = B * T * formulas.training_flops_per_token(config, T)
@@ -267,7 +271,10 @@ def test_decode_attention_flops_against_xla(name):
     (mechanism,), base = config.mechanisms, config.block.angles_base
     graph, state = nnx.split(nnx.eval_shape(lambda: mechanism.build(2304, rngs=nnx.Rngs(0))))
     cache = cache_lib.abstract([mechanism], batch=B, capacity=S, dtype=jnp.dtype(jnp.float32))
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
     first_B = jax.ShapeDtypeStruct((B,), jnp.int32)
     N, H = mechanism.num_heads, mechanism.query_dim
 
@@ -311,10 +318,15 @@ def test_decode_step_flops_against_xla(name):
     """A whole step of two layers, weights and attention, on a cache of one tile."""
     config, B, S = d36_model(name, layers=2), 1, TILE_KV
     config = dataclasses.replace(config, vocab_size=512)
-    model = lambda: Decoder(Transformer(config, jax.random.key(0)))
+
+    def model():
+        return Decoder(Transformer(config, jax.random.key(0)))
+
     graph, state = nnx.split(nnx.eval_shape(model))
     cache = cache_lib.abstract(config.mechanisms, batch=B, capacity=S, dtype=jnp.dtype(jnp.float32))
-    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def integers(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
 
     def step(weights, tokens, cache, counts):
         decoder = nnx.merge(graph, weights)

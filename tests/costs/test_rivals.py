@@ -57,7 +57,9 @@ def test_decode_step_flops_against_xla(name):
         nnx.eval_shape(lambda: Decoder(Transformer(config, jax.random.key(0))))
     )
     cache = cache_lib.abstract(config.mechanisms, batch=B, capacity=S, dtype=FLOAT32)
-    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def integers(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
 
     def step(weights, tokens, cache, counts):
         decoder = nnx.merge(graph, weights)

@@ -90,7 +90,10 @@ def test_other_inits():
 
 def test_draws_say_how_matrices_and_outputs_start():
     """A vector, or a start of its own, is as it was."""
-    std = lambda *args, **options: float(np.std(np.asarray(weight(*args, **options, **SIZES)[...])))
+
+    def std(*args, **options):
+        return float(np.std(np.asarray(weight(*args, **options, **SIZES)[...])))
+
     narrow = InitRngs(jax.random.key(0), matrix_std=0.02)
     for axes in ("D -> M", "M -> D"):
         assert std(axes, narrow) == pytest.approx(0.02, rel=0.05)
@@ -186,7 +189,10 @@ def test_a_wide_product_of_bfloat16():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 5, 64)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((64, 20)), jnp.bfloat16)
-    wide = lambda x, w: linear(x, w, jnp.dtype(jnp.float32))
+
+    def wide(x, w):
+        return linear(x, w, jnp.dtype(jnp.float32))
+
     y, pullback = jax.vjp(wide, x, w)
     exact = np.tensordot(np.asarray(x, np.float64), np.asarray(w, np.float64), 1)
     np.testing.assert_allclose(y, exact, rtol=0, atol=1e-5)

@@ -92,7 +92,9 @@ def test_configs_never_change_and_name_what_they_are_given():
 
 
 def test_what_turns_positions():
-    of = lambda **keys: BlockConfig(**SHAPE, rope_base=50.0, **keys).angles_base
+    def of(**keys):
+        return BlockConfig(**SHAPE, rope_base=50.0, **keys).angles_base
+
     scaled = dict(rope_factor=8.0, rope_low=2.0, rope_high=3.0, rope_original=24)
     llama3 = rope.Llama3(base=50.0, factor=8.0, low=2.0, high=3.0, original=24)
     assert of() == 50.0 and of(positions="learned") is None
@@ -103,9 +105,10 @@ def test_what_turns_positions():
 
 def test_alibi_is_the_only_word_on_positions_of_causal_models(make_mechanism):
     mechanisms = (make_mechanism("mha"), make_mechanism("lrkv", alibi=True), make_mechanism("mha"))
-    of = lambda **keys: (
-        dataclasses.replace(_config(mechanisms[0], **keys), mechanisms=mechanisms).mechanisms
-    )
+
+    def of(**keys):
+        return dataclasses.replace(_config(mechanisms[0], **keys), mechanisms=mechanisms).mechanisms
+
     assert of(positions="none") == mechanisms
     with pytest.raises(UserError, match="alibi = True: needs config.model.positions = 'none', not"):
         of(positions="learned")

@@ -90,7 +90,10 @@ def _model(randomise, config, dtype=np.float64):
 def _stepper(model, compute):
     """The decoder's weights; a jitted step of it that donates its cache; a list of its traces."""
     of_model, state = nnx.split(model)
-    make = lambda state: decoder.Decoder(nnx.merge(of_model, state), compute)
+
+    def make(state):
+        return decoder.Decoder(nnx.merge(of_model, state), compute)
+
     graph, _ = nnx.split(nnx.eval_shape(make, state))
     weights = jax.jit(lambda state: nnx.state(make(state)))(state)
     traces = []
@@ -153,14 +156,20 @@ def test_sequences_do_not_see_padding_or_each_other(make_mechanism, randomise, n
     """Bits of a sequence depend on its own tokens only: not on padding, not on its neighbours."""
     config = _config(make_mechanism, name)
     step, traces = _stepper(_model(randomise, config, np.float32), Compute())
-    empty = lambda: decoder.allocate(config, Compute(), batch=B, capacity=T)
+
+    def empty():
+        return decoder.allocate(config, Compute(), batch=B, capacity=T)
+
     first, cache = _decode(step, empty(), _tokens(), padding=0)
     other = _tokens(seed=1)
     other[1] = _tokens()[1]
     again, same = _decode(step, empty(), other, padding=V - 1)
     np.testing.assert_array_equal(again[1], first[1])
     assert not np.array_equal(again[0], first[0], equal_nan=True)
-    row = lambda x: np.asarray(x[1])
+
+    def row(x):
+        return np.asarray(x[1])
+
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(row(a), row(b)), same, cache)
     for array in jax.tree.leaves(cache.layers):  # and padding is not held either
         for b, length in enumerate(LENGTHS):
@@ -183,7 +192,7 @@ def test_a_sequence_that_waits_is_left_alone(make_mechanism, randomise):
 
 
 def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
-    """Which leaves them in float32; rounding them to bfloat16 would show in most channels."""
+    """They stay float32; rounding them to bfloat16 would change most channels."""
     mechanisms = (make_mechanism("gqa"),) * 2
     block = BlockConfig(num_layers=2, d_model=D, mlp_dim=M, norm_gain=True, norm_bias=True)
     model = _model(
@@ -192,7 +201,10 @@ def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
     compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
     part = decoder.Decoder(model, compute)
     tokens_BT, positions_BT = _tokens(), np.arange(T)[None]
-    embed = lambda of: compiled(lambda t, at: of.embed(t, at, compute), tokens_BT, positions_BT)
+
+    def embed(of):
+        return compiled(lambda t, at: of.embed(t, at, compute), tokens_BT, positions_BT)
+
     x_BTD = embed(model)
     np.testing.assert_array_equal(embed(part), x_BTD)
     of_both = (compiled(of.final_norm, x_BTD) for of in (part, model))

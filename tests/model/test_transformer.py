@@ -188,7 +188,10 @@ def test_how_it_is_computed_changes_nothing(plain, options):
     value, grads = jax.jit(jax.value_and_grad(loss))(weights)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     assert all(np.abs(leaf).max() > 1e-8 for leaf in jax.tree.leaves(expected_grads))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
     jax.tree.map(close, grads, expected_grads)
 
 
@@ -198,9 +201,11 @@ def _saved_bytes(config, remat):
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
     def pullback(weights, tokens):
-        loss = lambda weights: mean_loss(
-            nnx.merge(graph, weights), tokens, tokens, compute=Compute(remat=remat)
-        )
+        def loss(weights):
+            return mean_loss(
+                nnx.merge(graph, weights), tokens, tokens, compute=Compute(remat=remat)
+            )
+
         return jax.vjp(loss, weights)[1]
 
     saved = jax.eval_shape(pullback, nnx.to_pure_dict(state), tokens)
@@ -226,8 +231,13 @@ def test_layers_do_not_depend_on_their_grouping(make_mechanism):
     assert [n for _, n in together.layer_groups] == [4]
     assert [n for _, n in apart.layer_groups] == [1, 1, 2]
     whole, parts = _initial(together), _initial(apart)
-    layer = lambda segment, i: jax.tree.map(lambda x: np.asarray(x)[i], segment)
-    same = lambda x, y: jax.tree.map(np.testing.assert_array_equal, x, y)
+
+    def layer(segment, i):
+        return jax.tree.map(lambda x: np.asarray(x)[i], segment)
+
+    def same(x, y):
+        return jax.tree.map(np.testing.assert_array_equal, x, y)
+
     for index, (segment, i) in {0: (0, 0), 2: (2, 0), 3: (2, 1)}.items():
         same(layer(whole["segments"][0], index), layer(parts["segments"][segment], i))
     same(whole["embedding"], parts["embedding"])
@@ -261,7 +271,7 @@ def test_initialisation(make_mechanism):
 
 
 def test_equal_configs_share_one_graph(make_mechanism):
-    """Which is that of the module."""
+    """The cached graph equals the module's own."""
     one, equal = (_config(make_mechanism("lrkv")) for _ in range(2))
     made = nnx.eval_shape(lambda: Transformer(one, jax.random.key(0)))
     assert one is not equal and parameters.graph(one) is parameters.graph(equal)
@@ -276,16 +286,21 @@ def test_dropout(make_mechanism, randomise):
     without = nnx.merge(parameters.graph(plain), jax.tree.map(jnp.asarray, weights))
 
     def program(model, key):
-        run = lambda x_BTD: apply_blocks(
-            model.config, model.segments, x_BTD, np.arange(T)[None], dropout=key
-        )
+        def run(x_BTD):
+            return apply_blocks(
+                model.config, model.segments, x_BTD, np.arange(T)[None], dropout=key
+            )
+
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(np.ones((B, T, D), np.float32))))
 
     key, expected = jax.random.key(0), program(without, None)
     assert program(without, key) == expected == program(model, None) != program(model, key)
 
     graph, layers = nnx.split(model.segments[0])
-    block = lambda: nnx.merge(graph, jax.tree.map(lambda w: w[0], layers))
+
+    def block():
+        return nnx.merge(graph, jax.tree.map(lambda w: w[0], layers))
+
     y_BTD = np.ones((8, T, 64), np.float32)
     dropped = np.asarray(jax.jit(lambda key: block()._apply_dropout(y_BTD, key))(key))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
@@ -319,7 +334,10 @@ def test_how_it_is_computed_reaches_the_program(make_mechanism):
     asked += [dict(remat=policy) for policy in REMAT_POLICIES if policy != "none"]
     texts = [program(**options) for options in asked]
     assert len(set(texts)) == len(asked) and texts[0] == program(loss_chunks=8)
-    merging = lambda **options: set(re.findall(r"prevent_cse=(\w+)", program(**options)))
+
+    def merging(**options):
+        return set(re.findall(r"prevent_cse=(\w+)", program(**options)))
+
     assert merging(remat="full") == {"False"}
     assert merging(remat="full", unroll=True) == merging(remat="full", layers=1) == {"True"}
     with pytest.raises(ValueError, match="implementation = 'other'"):
@@ -392,8 +410,11 @@ def test_bfloat16(make_mechanism, randomise, family):
     assert logits.dtype == losses.dtype == jnp.float32
     expected = reference.logits(config, jax.tree.map(np.float64, weights), tokens)
     error = np.linalg.norm(np.asarray(logits) - expected) / np.linalg.norm(expected)
+
     # One product, in float32 from the last activations on: no bfloat16 on the way.
-    wide = lambda w: np.asarray(w.astype(jnp.bfloat16), np.float64)
+    def wide(w):
+        return np.asarray(w.astype(jnp.bfloat16), np.float64)
+
     z, cap = wide(x) @ wide(model.head[...]), config.block.logit_softcap
     np.testing.assert_allclose(logits, cap * np.tanh(z / cap), rtol=0, atol=1e-5)
     # Some 10 roundings of 2**-9 a layer, at random: sqrt(30)·2**-9 = 1 %; 4 % is all at once.
@@ -411,15 +432,25 @@ def test_the_loss_of_several_devices_is_its_formula(x64):
         z = cap * jnp.tanh((x @ head) / cap)
         return jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
 
-    formula = lambda head, x: jnp.sum(nats(head, x) * weights) / 7
-    loss = lambda head, x: loss_lib._sum_of_nats(cap, 3, mesh, head, x, targets, weights) / 7
+    def formula(head, x):
+        return jnp.sum(nats(head, x) * weights) / 7
+
+    def loss(head, x):
+        return loss_lib._sum_of_nats(cap, 3, mesh, head, x, targets, weights) / 7
+
     found, expected = (
         jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(head, x) for f in (loss, formula)
     )
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
     jax.tree.map(close, found, expected)
     compute = Compute(dtype=F64, mesh=mesh, loss_chunks=3)
-    each = lambda head, x: loss_lib.losses_from_hidden(head, x, targets, cap, compute)
+
+    def each(head, x):
+        return loss_lib.losses_from_hidden(head, x, targets, cap, compute)
+
     close(jax.jit(each)(head, x), nats(head, x))
 
 
@@ -442,9 +473,10 @@ def test_the_loss_of_bfloat16_is_that_of_wide_logits(make_mechanism, randomise):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (head, x))
         expected, gradients = jax.jit(jax.value_and_grad(exactly, argnums=(0, 1)))(*wide)
         expected, gradients = float(expected), jax.tree.map(np.asarray, gradients)
-    loss = lambda head, x: loss_lib._sum_of_nats(
-        config.block.logit_softcap, 3, None, head, x, targets
-    )
+
+    def loss(head, x):
+        return loss_lib._sum_of_nats(config.block.logit_softcap, 3, None, head, x, targets)
+
     total, (dhead, dx) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(head, x)
     np.testing.assert_allclose(total / targets.size, expected, rtol=1e-6)
     for got, want in zip((dhead, dx), gradients, strict=True):

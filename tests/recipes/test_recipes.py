@@ -26,7 +26,7 @@ def _changed(section, base):
 
 
 def _changes(config, base):
-    """The same of all sections of two configs, by their name; a section may be new."""
+    """Returns the changed keys by section."""
     sections = config.to_dict().items()
     found = {key: _changed(of, base.get(key, {})) for key, of in sections if key != "name"}
     return {key: changed for key, changed in found.items() if changed}
