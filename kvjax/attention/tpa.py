@@ -2,9 +2,9 @@
 
     k_n = 1/R sum_r a_nr Rot(b_r)        v_n = 1/R' sum_r c_nr d_r        a, b, c, d linear in x
 
-with N heads, ranks R and R' of keys and values, and queries likewise of rank R_Q or, in the paper's
-"KV-only", dense. Cache: a, b (rotated), c and d, (R + R')·N + R·H + R'·Hv elements. RoPE commutes
-with the sum over r, and the norm of key n is folded into a_n.
+with N heads and ranks R and R' of keys and values. Queries are products of rank R_Q, or dense (the
+paper's "KV-only"). Cache: a, b (rotated), c and d, (R + R')·N + R·H + R'·Hv elements. RoPE is
+linear, so it applies to b_r before the sum, and 1/rms of key n is a factor of a_n.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from kvjax.layers.weight import linear, weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TPAConfig(MechanismConfig):
-    """N, the three ranks, H and Hv."""
+    """Sizes N, the three ranks, H and Hv."""
 
     query_factors: int  # rank of queries, R_Q; 0: dense queries ("KV-only")
     key_rank: int  # rank of keys, R
@@ -50,11 +50,15 @@ class TPAConfig(MechanismConfig):
             ("value_rank", "value_dim", 1, ""),
         ):
             channels = getattr(self, dim)
-            most = max(self.num_heads, channels)  # of a matrix of heads and channels
-            of = f"more products hold nothing more of {self.num_heads} heads and {dim} = {channels}"
-            allowed = f"must lie in [{least}, {most}]{more}: {of}"
+            most = max(self.num_heads, channels)
+            allowed = (
+                f"must lie in [{least}, {most}]{more}, the larger of num_heads = {self.num_heads} "
+                f"and {dim} = {channels}"
+            )
             require(least <= getattr(self, key) <= most, key, getattr(self, key), allowed)
-        allowed = "must be 0 where queries are sums of products (query_factors)"
+        allowed = (
+            f"must be 0 with query_factors = {self.query_factors} (queries of tensor products)"
+        )
         both = self.query_factors and self.query_rank
         require(not both, "query_rank", self.query_rank, allowed)
 
@@ -79,17 +83,17 @@ class TPAConfig(MechanismConfig):
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         ranks = dict(N=self.num_heads, R=self.key_rank, Rv=self.value_rank)
         flops = TensorProductSizes(**ranks, H=self.key_dim, Hv=self.value_dim).flops()
-        once = 2 * self.num_heads * self.query_factors * self.key_dim
-        if self.qk_norm != "none":  # expands the new token's key, for its norm
-            once += self.num_heads * self.key_dim * (2 * self.key_rank + 3)
-        return DecodeFlops(flops.per_query + once, flops.per_key)
+        new_token = 2 * self.num_heads * self.query_factors * self.key_dim
+        if self.qk_norm != "none":  # expands the new token's keys for their 1/rms
+            new_token += self.num_heads * self.key_dim * (2 * self.key_rank + 3)
+        return DecodeFlops(flops.per_query + new_token, flops.per_key)
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "TPA":
         return TPA(self, d_model, rngs=rngs)
 
 
 class TPA(Mechanism):
-    """Factors by head and by channel, of queries, keys and values."""
+    """Projections to head factors and channel factors of queries, keys and values."""
 
     def __init__(self, config: TPAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config

@@ -259,11 +259,11 @@ BAD = [
     ("shared_kv", dict(num_kv_heads=8), "num_kv_heads = 8.*must divide num_heads = 4"),
     ("mfa_kr", dict(num_kv_heads=3), "num_kv_heads = 3.*must divide num_heads = 4"),
     ("tpa", dict(key_rank=0), "key_rank = 0.*at least 1"),
-    ("tpa", dict(key_rank=9), r"key_rank = 9.*\[1, 8\]: more products hold nothing more"),
-    ("tpa", dict(value_rank=7), r"value_rank = 7.*\[1, 6\]: more products"),
+    ("tpa", dict(key_rank=9), r"key_rank = 9.*\[1, 8\], the larger of num_heads"),
+    ("tpa", dict(value_rank=7), r"value_rank = 7.*\[1, 6\], the larger of num_heads"),
     ("tpa", dict(query_factors=9), r"query_factors = 9.*\[0, 8\] \(0: dense queries\)"),
     ("tpa", dict(query_factors=-1), r"query_factors = -1.*\(0: dense queries\)"),
-    ("tpa", dict(query_rank=4), "query_rank = 4.*0 where queries are sums of products"),
+    ("tpa", dict(query_rank=4), "query_rank = 4.*0 with query_factors"),
 ]
 
 
