@@ -61,8 +61,7 @@ class Compute:
     mesh: jax.sharding.Mesh | None = None
 
     def cast_and_gather(self, weight: jax.Array, axes: str) -> jax.Array:
-        """Casts a weight to the compute dtype and gathers it over `fsdp` (in that order: fewer
-        bytes are sent)."""
+        """Casts a weight to the compute dtype, then gathers it over `fsdp` (fewer bytes)."""
         return sharding.gather(weight.astype(self.dtype), axes, self.mesh)
 
     def shard_activations(self, x_BTD: jax.Array) -> jax.Array:

@@ -44,8 +44,8 @@ def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -
     )
 
 
-def _gpt2(layers: int, width: int, mlp_dim: int, **model) -> dict:
-    """A GPT-2-style model section: N(0, 0.02²) weights, norm gains, tied head, no soft cap."""
+def _conventional(layers: int, width: int, mlp_dim: int, **model) -> dict:
+    """A model section as in GPT-2 and LLaMA: N(0, 0.02²), norm gains, tied head, no soft cap."""
     shape = dict(num_layers=layers, d_model=width, mlp_dim=mlp_dim, norm_gain=True)
     start = dict(embedding_std=0.02, matrix_std=0.02, zero_outputs=False)
     off = dict(embedding_norm=False, logit_softcap=0.0, tied_head=True)
@@ -87,7 +87,7 @@ def _sharing(
     )
     decay = dict(warmup_steps=warmup, final_fraction=0.1, weight_decay=0.1)
     return dict(
-        model=_gpt2(layers, width, 4 * width, **options),
+        model=_conventional(layers, width, 4 * width, **options),
         optimizer=optimizers.adamw(rate, width, adam_b2=0.95, **decay),
         data=dict(
             source="~/data/slimpajama/*.jsonl.zst",
@@ -119,7 +119,7 @@ def _llama_125m() -> dict:
     options = dict(activation="swiglu", rope_base=10_000.0, norm_epsilon=1e-6)
     decay = dict(warmup_steps=2_000, final_fraction=0.1, weight_decay=0.1)
     return dict(
-        model=_gpt2(12, 768, 2048, **options),
+        model=_conventional(12, 768, 2048, **options),
         optimizer=optimizers.adamw(3e-4, 768, adam_b2=0.95, **decay),
         data=dict(
             source="~/data/wikitext-103/train-*.parquet",
