@@ -15,12 +15,12 @@ from kvjax.analysis.page.section import Figure, Section, Text
 from kvjax.analysis.reports.behaviour import measurements, tables
 from kvjax.analysis.reports.behaviour.results import Head, Results, finite
 from kvjax.analysis.request import Request, check_texts, reference_length
-from kvjax.analysis.words import stages, summarise
+from kvjax.analysis.words import describe, stages
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-_SHORTEST = 16  # tokens in which something can be repeated
-_MUCH = 0.5  # of a head's attention, in the lead
+_SHORTEST = 16  # tokens, so that something can be repeated
+_MUCH = 0.5  # share of a head's attention
 
 
 def check(model: LazyModel, request: Request) -> None:
@@ -31,7 +31,7 @@ def check(model: LazyModel, request: Request) -> None:
             "tokens: give longer lengths"
         )
     if model.transformer.block.causal and model.transformer.block.window == 1:
-        raise UserError("model.window = 1: every token sees itself alone, there are no patterns")
+        raise UserError("model.window = 1: every token attends to itself only")
 
 
 def section(model: LazyModel, request: Request) -> Section:
@@ -50,7 +50,7 @@ def section(model: LazyModel, request: Request) -> Section:
 def _section(found: Results) -> Section:
     return Section(
         name="behaviour",
-        title="What heads do",
+        title="Attention patterns of heads",
         lead=_lead(found),
         figures=_figures(found),
         tables=tables.tables(found),
@@ -58,56 +58,35 @@ def _section(found: Results) -> Section:
     )
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- lead ------------------------------------------------------------------------------------------
 
 
 def _lead(found: Results) -> str:
     of = found.measured
-    said = [
-        f"Where do heads attend, and do heads of a layer do different things? On {of.sequences} "
-        f"sequences of {of.length:,} tokens, of {of.num_heads:,} heads "
+    chance, best = of.induction_by_chance, max(x_N.max() for x_N in of.statistic("induction_N"))
+    parts = [
+        "Where do heads attend, and do heads of a layer do different things? On "
+        f"{of.sequences} sequences of {of.length:,} tokens, of {of.num_heads:,} heads "
         f"{found.count('first_N', _MUCH):,} give more than half of their attention to the first "
-        f"token and {found.count('previous_N', _MUCH):,} to the token before."
+        f"token, and {found.count('previous_N', _MUCH):,} to the previous one. On repeated random "
+        f"tokens {found.count('induction_N', _MUCH):,} heads give more than half to the token "
+        f"after the earlier occurrence of their own (most {best:.2f}; uniform: {chance:.2f})."
     ]
-    said.append(_of_induction(found))
-    pairs = found.pairs("divergence_NN")
-    if pairs:
-        said.append(
-            f"Patterns of two heads of a layer differ by {pairs.median:.2f} nats in the median "
-            f"(Jensen-Shannon; {math.log(2):.2f} is the most there can be)."
+    if pairs := found.pairs("divergence_NN"):
+        text = f"Patterns of two heads of a layer differ by {pairs.median:.2f} nats"
+        text += f" in the median ({math.log(2):.2f} is the most)"
+        if layers := found.layers_where_sharing_is_alike("divergence_NN"):
+            same, other = (found.pairs("divergence_NN", shared) for shared in (True, False))
+            text += f"; heads that share a KV head by {same.median:.2f}, others by "
+            text += f"{other.median:.2f} (the former lower in {layers[0]} of {layers[1]} layers)"
+        parts.append(f"{text}.")
+    if relation := found.relation("divergence_NN"):
+        parts.append(
+            "The rank correlation of heads' weight similarity with this divergence is "
+            f"{relation.median:+.2f} in the median layer ({relation.low:+.2f} to "
+            f"{relation.high:+.2f} in the middle half); -1: similar weights, similar attention."
         )
-    said += _of_sharing(found)
-    relation = found.relation("divergence_NN")
-    if relation is not None:
-        said.append(
-            "Heads whose weights W_Q W_Kᵀ are alike attend alike, if the rank correlation of "
-            f"similarity and divergence is near -1: it is {relation.median:+.2f} in the median "
-            f"layer ({relation.low:+.2f} to {relation.high:+.2f} in the middle half of layers)."
-        )
-    return " ".join(said)
-
-
-def _of_induction(found: Results) -> str:
-    of = found.measured
-    chance = of.induction_by_chance
-    best = max(float(x_N.max()) for x_N in of.statistic("induction_N"))
-    return (
-        f"On random tokens that are repeated, {found.count('induction_N', _MUCH):,} heads give "
-        "more than half to the token that came after the earlier occurrence of their own; the most "
-        f"of any head is {best:.2f}, even attention has {chance:.2f}."
-    )
-
-
-def _of_sharing(found: Results) -> list[str]:
-    """Whether heads that read one KV head attend alike."""
-    layers = found.layers_where_sharing_is_alike("divergence_NN")
-    if layers is None:
-        return []
-    same, other = (found.pairs("divergence_NN", shared) for shared in (True, False))
-    return [
-        f"Heads that share a KV head differ by {same.median:.2f}, others by {other.median:.2f}; "
-        f"the former is lower in {layers[0]} of {layers[1]} layers."
-    ]
+    return " ".join(parts)
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -123,31 +102,22 @@ def _figures(found: Results) -> list[Figure]:
 def _maps(found: Results) -> Figure:
     heads = found.shown()
     maps = {head.title: np.sqrt(found.map(head)) for head in heads}
-    told = [_head_in_words(found, head) for head in heads]
+    words = "; ".join(_head_in_words(found, head) for head in heads)
     shown = min(found.measured.length, measurements.MAP_TOKENS)
     return Figure(
         "Attention maps of single heads",
         draw.heatmaps(maps, x="key", y="query", low=0, high=1, bar="√p"),
-        f"Heads are called layer.head. {'; '.join(told)}.",
+        f"Heads are named layer.head. {words}.",
         Text(
-            f"Attention of single heads, called layer.head, on the first {shown} tokens of the "
-            f"first text. {_why(found)}",
-            "A row is a query; colours are square roots of its shares, so that a tenth can be "
-            "seen. Gray: a key that the query does not see. A line beside the diagonal goes by "
-            "position, a column by one token, scattered dots by the text.",
-            "Projection sharing, figure 4, has such maps for toy tasks; where queries and keys "
-            "are tied, its logits are symmetric about the diagonal.",
+            f"Attention of single heads, named layer.head, on the first {shown} tokens of the "
+            "first text; of heads with a role, those with the most of it (nearest: least "
+            f"distance), and induction on {found.measured.block} random tokens, repeated.",
+            "A row is a query; colours are square roots of its shares, so that a tenth is visible. "
+            "Gray: masked keys. A line beside the diagonal attends by position, a column to one "
+            "token, scattered dots by the text.",
+            "Projection sharing, figure 4, has such maps for toy tasks; with tied queries and keys "
+            "logits are symmetric about the diagonal.",
         ),
-    )
-
-
-def _why(found: Results) -> str:
-    """These heads and not others."""
-    if not found.shown()[0].role:
-        return "The heads are those that were asked for."
-    return (
-        "Each has most of something (of distance, least), no head stands twice. The one for "
-        f"induction is shown on {found.measured.block} random tokens and the same again."
     )
 
 
@@ -167,37 +137,34 @@ def _roles(found: Results) -> Figure:
         "broadness (entropy)": "entropy_N",
     }
     maps = {name: found.by_head(statistic) for name, statistic in shown.items()}
-    told = []
+    most = []
     for name, x_LN in maps.items():
         layer, head = np.unravel_index(np.nanargmax(x_LN), x_LN.shape)
-        told.append(f"{name}: most {x_LN[layer, head]:.2f}, head {layer}.{head}")
+        most.append(f"{name}: most {x_LN[layer, head]:.2f}, head {layer}.{head}")
     return Figure(
-        "What each head attends to",
+        "Attention targets of each head",
         draw.heatmaps(maps, x="head", y="layer", low=0, high=1, bar="share"),
-        f"By layer and head. {'; '.join(told)}.",
+        f"By layer and head. {'; '.join(most)}.",
         Text(
-            "For every head the mean share of its attention on the token before, on the first "
-            "token, and, on repeated random tokens, on the one after the earlier occurrence; and "
-            "the entropy of its rows over the largest that there can be.",
-            "1 is all of it. Much on the first token is often attention that is not needed "
-            "elsewhere. Heads of one column have nothing in common but their number.",
+            "Mean share of every head's attention on the previous token, on the first token and, "
+            "on repeated random tokens, on the one after the earlier occurrence; and the entropy "
+            "of its rows over the largest possible.",
+            "1: all of it. Much attention on the first token is often attention that is not needed "
+            "elsewhere. Heads of one column share nothing but their index.",
             "Not in the papers; induction is the prefix-matching score of Olsson et al. (2022).",
         ),
     )
 
 
-def _curves(
-    found: Results, names: dict[str, str]
-) -> tuple[dict[str, tuple], dict[str, tuple], list[str]]:
-    """By name the medians of each layer, and bands of the middle half; and both in words."""
-    series, bands, told = {}, {}, []
+def _curves(found: Results, names: dict[str, str]) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """Returns by name each layer's median over heads, and its quartiles."""
+    series, bands = {}, {}
     layers = list(range(found.num_layers))
     for name, statistic in names.items():
         low_L, median_L, high_L = found.quartiles(statistic)
         series[name] = (layers, finite(median_L))
         bands[name] = (finite(low_L), finite(high_L))
-        told.append(f"{name}: {summarise(finite(median_L), digits='.2f')}")
-    return series, bands, told
+    return series, bands
 
 
 def _shares(found: Results) -> Figure:
@@ -206,15 +173,15 @@ def _shares(found: Results) -> Figure:
         "own token": "itself_N",
         "token before": "previous_N",
     }
-    series, bands, told = _curves(found, names)
+    series, bands = _curves(found, names)
     return Figure(
         "Where attention goes, by layer",
         draw.lines(series, x="layer", y="share of attention", bands=bands),
-        f"Medians over the heads of a layer. {'; '.join(told)}.",
+        f"Medians over the heads of a layer. {describe(series, '.2f')}",
         Text(
-            "The share of attention on the first token, on the query's own and on the one before "
-            "it: medians over the heads of a layer, with bands for the middle half.",
-            "What is missing to 1 goes to the rest of the text.",
+            "Share of attention on the first token, on the query's own and on the previous one: "
+            "medians over the heads of a layer, with quartile bands.",
+            "The rest goes to other tokens.",
             "Not in the papers.",
         ),
     )
@@ -227,31 +194,31 @@ def _breadth(found: Results) -> Figure:
     }
     if found.measured.sequences == 1:
         names.popitem()
-    series, bands, told = _curves(found, names)
+    series, bands = _curves(found, names)
     return Figure(
-        "How broad attention is, and whether it goes by the text",
+        "Breadth of attention, and dependence on the text",
         draw.lines(series, x="layer", y="entropy, divergence", bands=bands),
-        f"Medians over the heads of a layer. {'; '.join(told)}.",
+        f"Medians over the heads of a layer. {describe(series, '.2f')}",
         Text(
-            "The entropy of rows over the logarithm of the keys that the query sees, and the "
-            "Jensen-Shannon divergence of a head's patterns on two passages (of two texts, if "
-            "there are several).",
-            "Entropy 0: one key has everything; 1: all have the same. Divergence 0: the head "
-            f"attends by position alone; {math.log(2):.2f}: nothing in common on two passages.",
+            "Entropy of rows over the log of the number of visible keys, and the Jensen-Shannon "
+            "divergence of a head's patterns between two passages (of two texts, if there are "
+            "several).",
+            "Entropy 0: one key; 1: uniform. Divergence 0: the head attends by position alone; "
+            f"{math.log(2):.2f}: nothing in common.",
             "Not in the papers.",
         ),
     )
 
 
 def _kinds(found: Results) -> dict[str, bool | None]:
-    """Which pairs of heads are told apart."""
+    """Returns the kinds of pairs: by shared KV head, or all."""
     apart = dict.fromkeys(("sharing a KV head", "with two KV heads"))
     apart.update(zip(apart, (True, False), strict=True))
     return apart if found.shares_some else {"all pairs": None}
 
 
 def _divergences(found: Results) -> Figure:
-    series, bands, told, layers = {}, {}, [], list(range(found.num_layers))
+    series, bands, layers = {}, {}, list(range(found.num_layers))
     distances = {"": "divergence_NN", ", without the first token": "without_first_NN"}
     for kind, shared in _kinds(found).items():
         for suffix, distance in distances.items():
@@ -259,7 +226,6 @@ def _divergences(found: Results) -> Figure:
             series[f"{kind}{suffix}"] = (layers, median_L)
             if not suffix:
                 bands[kind] = (low_L, high_L)
-            told.append(f"{kind}{suffix}: {summarise(median_L, digits='.2f')}")
     return Figure(
         "How different the patterns of a layer's heads are",
         draw.lines(
@@ -269,26 +235,25 @@ def _divergences(found: Results) -> Figure:
             bands=bands,
             level={"nothing in common": math.log(2)},
         ),
-        f"Medians over pairs of heads. {'; '.join(told)}.",
+        f"Medians over pairs of heads. {describe(series, '.2f')}",
         Text(
-            "The Jensen-Shannon divergence between the rows of two heads of a layer, means over "
-            "queries: medians over pairs with bands for the middle half; and the same over all "
-            "keys but the first token.",
-            "0 is the same attention. Two heads that both rest on the first token are alike in "
-            "that alone: the second line leaves it out.",
-            "LRKV, appendix C.10, sets its measure of weights against this one of behaviour, "
-            "which depends on the text, and does not measure it.",
+            "Jensen-Shannon divergence between the rows of two heads of a layer, means over "
+            "queries: medians over pairs with quartile bands; and over all keys but the first.",
+            "0: the same attention. Heads that mostly attend to the first token look alike; the "
+            "second line leaves it out.",
+            "LRKV, appendix C.10, contrasts its measure of weights with this one, which depends on "
+            "the text, and does not measure it.",
         ),
     )
 
 
 def _pairs(found: Results) -> Figure:
-    maps, told = {}, []
+    maps, words = {}, []
     for name, index in _stages(found):
         layer = found.measured.layers[index]
         maps[f"divergence, {name}"] = layer.divergence_NN / math.log(2)
         maps[f"outputs, {name}"] = 1 - layer.outputs_NN
-        told.append(
+        words.append(
             f"{name}: divergence {np.median(layer.pairs(layer.divergence_NN)):.2f} nats, CKA of "
             f"outputs {np.nanmedian(layer.pairs(layer.outputs_NN)):.2f}"
         )
@@ -298,44 +263,44 @@ def _pairs(found: Results) -> Figure:
         draw.heatmaps(
             {name: maps[name] for name in order}, x="head", y="head", low=0, high=1, bar="distance"
         ),
-        f"Medians over pairs. {'; '.join(told)}.",
+        f"Medians over pairs. {'; '.join(words)}.",
         Text(
             "For an early, a middle and a late layer, by pairs of heads: the divergence of their "
-            "patterns over the most that there can be, and 1 less the centred kernel alignment "
-            "(CKA) of what they put out on the same tokens.",
-            "Dark is alike, bright is different. Heads that attend alike may put out different "
-            "things, as their values differ.",
+            "patterns over the largest possible, and 1 minus the centred kernel alignment (CKA) of "
+            "their outputs on the same tokens.",
+            "Dark: alike; bright: different. Heads that attend alike may have different outputs, "
+            "since their values differ.",
             "LRKV, appendix C.10: CKA compares activations, not operators; no numbers are given.",
         ),
     )
 
 
 def _stages(found: Results) -> Sequence[tuple[str, int]]:
-    """Layers with pairs of heads."""
+    """Returns early, middle and late layers with at least two heads."""
     named = stages(found.num_layers).items()
     return [(name, i) for name, i in named if found.measured.layers[i].num_heads > 1]
 
 
 def _layers(found: Results) -> Figure:
     of = found.measured
-    maps = {"what enters attention": of.inputs_LL, "what its heads put out": of.outputs_LL}
-    told = []
+    maps = {"inputs of attention": of.inputs_LL, "outputs of heads": of.outputs_LL}
+    words = []
     for name, x_LL in maps.items():
         near = np.diagonal(x_LL, 1)
         if near.size:
-            told.append(f"{name}: neighbours {np.nanmean(near):.2f} on average")
-            told[-1] += f", the first and the last layer {x_LL[0, -1]:.2f}"
+            words.append(f"{name}: neighbours {np.nanmean(near):.2f} on average")
+            words[-1] += f", the first and the last layer {x_LL[0, -1]:.2f}"
         else:
-            told.append(f"{name}: there is one layer, 1 with itself")
+            words.append(f"{name}: there is one layer, 1 with itself")
     return Figure(
         "Layers against layers (CKA)",
         draw.heatmaps(maps, x="layer", y="layer", low=0, high=1, bar="CKA"),
-        f"{'; '.join(told)}.",
+        f"{'; '.join(words)}.",
         Text(
-            "Centred kernel alignment between layers, of the inputs of attention and of the "
-            "outputs of all heads together, on the same tokens; the estimate without bias.",
-            "1 is the same up to rotation and size, 0 unrelated. Blocks are runs of layers that "
-            "work on much the same.",
+            "Centred kernel alignment (unbiased estimate) between layers, of the inputs of "
+            "attention and of the outputs of all heads, on the same tokens.",
+            "1: the same up to rotation and scale; 0: unrelated. Blocks are groups of layers with "
+            "similar representations.",
             "Named in LRKV, appendix C.10, as a measure of activations; not measured.",
         ),
     )

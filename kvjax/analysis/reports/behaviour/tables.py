@@ -46,12 +46,12 @@ def _heads(found: Results) -> Table:
         [Column("for"), Column("head"), *_columns(_STATISTICS)],
         rows,
         Text(
-            f"The {_EACH} heads that have most of something (of distance, least), called "
-            "layer.head, and what else is known of them: means over queries and texts.",
-            "Shares of attention on the first token, the one before and the query's own; entropy "
-            "of rows over the most possible; keys, as many as have this entropy if all have equal "
-            "shares; distance in tokens; divergence between two passages (of two texts, if there "
-            "are several) in nats; and the share after the earlier occurrence, on repeated tokens.",
+            f"The {_EACH} heads with the most of each statistic (least distance), named "
+            "layer.head; means over queries and texts.",
+            "Shares of attention on the first token, the previous one and the query's own; entropy "
+            "of rows over the largest possible; keys, the number of equal shares with this "
+            "entropy; distance in tokens; divergence between two passages (of two texts, if there "
+            "are several) in nats; and the share after the earlier occurrence of repeated tokens.",
             "Not in the papers.",
         ),
     )
@@ -64,20 +64,20 @@ def _head(found: Results, head: Head) -> list[Cell]:
 
 def _pairs(found: Results) -> Table:
     rows = []
-    for said, distance in _DISTANCES.items():
+    for name, distance in _DISTANCES.items():
         for kind, shared in _KINDS.items():
             of = found.pairs(distance, shared)
             if of is not None and (shared is None or found.shares_some):
-                rows.append([said, kind, of.count, of.low, of.median, of.high])
+                rows.append([name, kind, of.count, of.low, of.median, of.high])
     return Table(
-        "How different the heads of a layer are in what they do",
+        "Distances between the heads of a layer",
         [Column("measure"), Column("pairs"), Column("count", ",d")]
         + [Column(name) for name in ("lower quartile", "median", "upper quartile")],
         rows,
         Text(
-            "Over all pairs of heads within layers: the Jensen-Shannon divergence of their "
-            "patterns, and the centred kernel alignment (CKA) of what they put out.",
-            "Divergence: 0 alike, 0.69 nothing in common. CKA: 1 alike, 0 unrelated, a little "
+            "Over all pairs of heads within layers: Jensen-Shannon divergence of patterns, and "
+            "centred kernel alignment (CKA) of outputs.",
+            "Divergence: 0 alike, 0.69 nothing in common. CKA: 1 alike, 0 unrelated, slightly "
             "below by chance.",
             "LRKV, appendix C.10, names both as earlier measures and gives no numbers.",
         ),
@@ -104,11 +104,10 @@ def _layers(found: Results) -> Table:
         rows,
         Text(
             "Medians over the heads of each layer and over their pairs; and Spearman's rank "
-            "correlation, over pairs, between the similarity of two heads' weights W_Q W_Kᵀ "
-            "(without positions) and each measure of what they do.",
-            "Were weights to tell what heads do, the correlation would be -1 with divergences and "
-            "+1 with CKA; 0 is no relation. It is of few pairs where there are few heads.",
-            "Asked for in LRKV, appendix C.11: how diversity of parameters and of behaviour are "
-            "related.",
+            "correlation, over pairs, of the similarity of two heads' weights W_Q W_Kᵀ (without "
+            "positions) with each distance.",
+            "If weights determined behaviour, the correlation would be -1 with divergences and +1 "
+            "with CKA; 0: no relation. Few heads give few pairs.",
+            "LRKV, appendix C.11, asks how diversity of parameters and of behaviour are related.",
         ),
     )
