@@ -17,9 +17,9 @@ from experiments.ledger import (
     rules_projection_sharing,  # noqa: F401
     rules_thin_keys,  # noqa: F401
 )
+from experiments.record import EXPERIMENTS
 from experiments.studies.language_models import corrected
 from kvjax.foundation import command_line, progress
-from kvjax.foundation.checkout import EXPERIMENTS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 

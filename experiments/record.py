@@ -4,9 +4,11 @@ import pathlib
 import tempfile
 
 from kvjax.foundation import provenance
-from kvjax.foundation.checkout import RESULTS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
+
+EXPERIMENTS = pathlib.Path(__file__).parent
+RESULTS = EXPERIMENTS / "results"
 
 
 def check(save: bool) -> None:

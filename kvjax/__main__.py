@@ -1,15 +1,13 @@
-"""Lists the commands, experiments and configs.
+"""Lists the commands and configs.
 
 python -m kvjax
 python -m kvjax.main --config=configs/lrkv_tiny.py
 """
 
-import pathlib
 import textwrap
 
 from kvjax import __version__
 from kvjax.foundation import command_line, output
-from kvjax.foundation.checkout import EXPERIMENTS
 
 COMMANDS = {
     "kvjax.main": "trains the model of a config; its --help lists all keys",
@@ -35,19 +33,15 @@ def main(arguments: list[str]) -> None:
     print(f"kvjax {__version__}: attention with a small KV cache, in JAX\n")
     print("Commands, each with --help:\n")
     for name, text in COMMANDS.items():
-        _print(f"python -m {name}", text)
-    commands = sorted(p for p in EXPERIMENTS.rglob("*.py") if "__main__" in p.read_text("utf-8"))
-    if commands:
-        print("\nExperiments, which print tables:\n")
-    for path in commands:
-        name = ".".join(path.relative_to(EXPERIMENTS.parent).with_suffix("").parts)
-        _print(f"python -m {name}", _first_line(path))
+        show(f"python -m {name}", text)
     print("\nConfigs, as --config=configs/lrkv_tiny.py:\n")
     for name, text in command_line.config_list().items():
-        _print(name, text)
+        show(name, text)
+    print("\nIn a checkout, `python -m experiments` lists experiments.")
 
 
-def _print(name: str, text: str) -> None:
+def show(name: str, text: str) -> None:
+    """Prints a name and its text in two columns, wrapped."""
     start = f"  {name}"
     start = f"{start:<38}" if len(start) < 37 else f"{start}  "
     print(
@@ -59,11 +53,6 @@ def _print(name: str, text: str) -> None:
             subsequent_indent=" " * 38,
         )
     )
-
-
-def _first_line(path: pathlib.Path) -> str:
-    """Returns the first line of a file's docstring."""
-    return path.read_text("utf-8").removeprefix('"""').partition("\n")[0].removesuffix('"""')
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
+from experiments.record import EXPERIMENTS
 from experiments.tables import decode_roofline, figures, parameter_table
 from kvjax.foundation import command_line
-from kvjax.foundation.checkout import EXPERIMENTS, ROOT
+from kvjax.foundation.checkout import ROOT
 
 PAGES = tuple(
     f"experiments/reports/{f.name}" for f in sorted((EXPERIMENTS / "reports").glob("*.md"))

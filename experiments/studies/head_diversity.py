@@ -23,13 +23,14 @@ from etils import epath
 from experiments import record
 from experiments.analysis import head_tables, numbers as numbers_lib
 from experiments.analysis.head_tables import Findings, Run, Runs
+from experiments.record import EXPERIMENTS
 from experiments.studies import code as code_lib, grid, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP, tiny
 from experiments.studies.kept import claim
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line, json_text, lists, progress, runtime
-from kvjax.foundation.checkout import CONFIGS, EXPERIMENTS, PACKAGE
+from kvjax.foundation.checkout import CONFIGS, PACKAGE
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically

@@ -14,10 +14,11 @@ import time
 import jax
 
 from experiments import record
+from experiments.record import EXPERIMENTS
 from experiments.studies import code as code_lib, kept as kept_lib
 from experiments.studies.kept import Kept
 from kvjax.foundation import command_line, progress, provenance
-from kvjax.foundation.checkout import EXPERIMENTS, PACKAGE
+from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Output

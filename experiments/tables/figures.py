@@ -19,12 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from experiments import record
+from experiments.record import EXPERIMENTS, RESULTS
 from experiments.studies.small_caches import EVERY
 from experiments.tables import cards, parameter_table, study_figures
 from experiments.tables.cards import FULL, GRAY, INK, LATENT, RESIDUAL, WEIGHT
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, progress
-from kvjax.foundation.checkout import CONFIGS, EXPERIMENTS, RESULTS, ROOT
+from kvjax.foundation.checkout import CONFIGS, ROOT
 from kvjax.foundation.errors import UserError
 
 FOLDER = EXPERIMENTS / "figures"

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 import json
 import subprocess
 
+from experiments.record import RESULTS
 from kvjax.foundation import command_line, provenance, record_lines
-from kvjax.foundation.checkout import RESULTS, ROOT
+from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 
 PAGE = ROOT / "experiments" / "reports" / "provenance.md"

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 
+from experiments.record import EXPERIMENTS
 from experiments.tables import lab_notes, variants
 from experiments.tables.lab_notes import LabNote, Target
 from kvjax.aot import __main__ as aot
@@ -36,7 +37,8 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import identity
 
-PAGE = ROOT / "experiments" / "reports" / "configs.md"
+RESULTS = EXPERIMENTS / "results" / "aot.jsonl"
+PAGE = EXPERIMENTS / "reports" / "configs.md"
 BEGIN = "<!-- written by `python -m experiments.tables.scaling_table` -->"
 END = "<!-- to here -->"
 # Keys that a training step does not depend on: a result outlives their change.
@@ -92,7 +94,7 @@ def outcome(note: LabNote, target: Target) -> Outcome:
 
 
 def _saved(note: LabNote, target: Target) -> dict | None:
-    return record_lines.find(aot.RESULTS, aot.result_name(note.name, target.topology))
+    return record_lines.find(RESULTS, aot.result_name(note.name, target.topology))
 
 
 def _seen(lines: Iterable[str]) -> dict[str, str]:
@@ -164,7 +166,8 @@ def _compile(note: LabNote, target: Target) -> str:
 
 def _command(note: LabNote, target: Target) -> list[str]:
     config = (f"--config={note.path.relative_to(ROOT)}", *target.overrides)
-    return [sys.executable, "-m", "kvjax.aot", *config, f"--topology={target.topology}", "--save"]
+    topology, save = f"--topology={target.topology}", f"--save={RESULTS.relative_to(ROOT)}"
+    return [sys.executable, "-m", "kvjax.aot", *config, topology, save]
 
 
 def _complaint(note: LabNote, target: Target) -> str:

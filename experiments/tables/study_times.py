@@ -15,8 +15,8 @@ import pathlib
 from typing import NamedTuple
 
 from experiments import record
+from experiments.record import RESULTS
 from kvjax.foundation import command_line
-from kvjax.foundation.checkout import RESULTS
 from kvjax.foundation.output import Output
 
 

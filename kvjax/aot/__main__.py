@@ -17,19 +17,19 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
 import sys
 
 from kvjax import config as config_lib
 from kvjax.aot import compilation, hlo, roofline, search, tables
 from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.foundation import checkout, command_line, progress, provenance, runtime, target
+from kvjax.foundation import command_line, progress, provenance, runtime, target
 from kvjax.foundation.configuration import at_least, one_of, to_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import topology
 
-RESULTS = checkout.RESULTS / "aot.jsonl"
 STEPS = ("train", "decode")
 DECODE = {"batch": 1, "length": 8192, "chips": 1}  # options of a decode step
 ASSUMPTIONS = (
@@ -178,19 +178,19 @@ def _shared(step: compilation.Step) -> dict:
 
 
 def result_name(config: str, topology: str, step: str = "train") -> str:
-    """Returns the name of a result's record in RESULTS."""
+    """Returns the name of a result's record in a file of several (--save)."""
     suffix = "" if step == "train" else f"_{step}"
     return f"{config}_{topology.replace(':', '_')}{suffix}"
 
 
-def _save(result: dict, output: str, save: bool) -> None:
+def _save(result: dict, output: str, save: str) -> None:
     packages = ("libtpu", "jax-cuda13-plugin")
     if output:
         file = target.check_file("--output", output)
         provenance.save(file, result, *packages, option="--output")
     elif save:
         name = result_name(*(result[key] for key in ("config", "topology", "step")))
-        provenance.save(RESULTS, result, *packages, name=name)
+        provenance.save(pathlib.Path(save), result, *packages, name=name)
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -204,15 +204,16 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     text = "for --step=train: search mesh, gradient accumulation and remat policy"
     add("--sweep", action="store_true", help=text)
     add("--compiles", type=int, help="for --sweep: most compilations, minutes each (6)")
-    add("--save", action="store_true", help="keep the result in experiments/results/aot.jsonl")
-    add("--output", default="", help="write the JSON to this file")
+    text = "add the result to this file of JSON lines, or replace it there"
+    add("--save", default="", metavar="FILE", help=text)
+    add("--output", default="", metavar="FILE", help="write the JSON to this file")
     parser.add_output()
     options = parser.parse(arguments)
     one_of("--step", options.step, STEPS)
     if options.output:
         target.check_file("--output", options.output)
     elif options.save:
-        target.check(str(RESULTS.parent), (RESULTS.name,), "--save")
+        options.save = str(target.check_file("--save", options.save))
     decode = options.step == "decode"
     if decode and options.sweep:
         raise UserError(
@@ -272,7 +273,7 @@ def main(arguments: list[str]) -> int:
     """Returns the exit status, see the module's docstring."""
     options = _options(arguments)
     if options.save:
-        provenance.check_commit("--save", RESULTS)
+        provenance.check_commit("--save", pathlib.Path(options.save))
     out = Output(options)
     runtime.start(compilation_cache=False)  # programs for absent devices cannot be read back
     with command_line.naming_options(options):

@@ -11,5 +11,3 @@ PACKAGE = pathlib.Path(kvjax.__file__).parent
 ROOT = PACKAGE.parent
 CONFIGS = PACKAGE / "configs"  # in an installed package; in a checkout beside it
 CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
-EXPERIMENTS = CONFIGS.parent / "experiments"  # not ROOT's: site-packages may have another
-RESULTS = EXPERIMENTS / "results"

@@ -231,6 +231,8 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)  # argparse's own ignores a full disk
 
     def error(self, message: str):
+        if match := re.fullmatch(r"argument (--\w+): expected one argument", message):
+            raise UserError(f"{match[1]}: needs a value: {match[1]}=...")
         match = re.fullmatch(r"argument (--\w+): invalid (\w+) value: (.*)", message, re.S)
         if match:
             option, kind, value = match.groups()

@@ -81,14 +81,14 @@ def save(
         say(f"written: {os.path.relpath(file)}{f', {name}' if name else ''}")
 
 
-def check_commit(option: str, folder: pathlib.Path) -> None:
+def check_commit(option: str, path: pathlib.Path) -> None:
     """Raises a UserError if results saved in the checkout would come from uncommitted code.
 
     Args:
       option: that saves them, for the message.
-      folder: of the results; folders outside the checkout always pass.
+      path: of the results; paths outside the checkout always pass.
     """
-    if folder.is_relative_to(ROOT) and (changes := _git(*_CHANGES)):
+    if path.is_relative_to(ROOT) and (changes := _git(*_CHANGES)):
         first = changes.splitlines()[0].strip()
         raise UserError(
             f"{option}: the checkout has uncommitted changes ({first}), so the result would not be "

@@ -130,14 +130,12 @@ def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(compilation, "training_step", compiled(train))
     monkeypatch.setattr(compilation, "decode_step", compiled(decode))
-    monkeypatch.setattr(aot, "RESULTS", tmp_path / "experiments" / "results" / "aot.jsonl")
-    (tmp_path / "experiments").mkdir()
     arguments = [f"--config={MEDIUM}", "--topology=v5e:8", "--json", "--markdown"]
     overrides = ["--config.train.grad_accumulation=2", "--config.train.num_steps=50000"]
-    assert aot.main([*arguments, *overrides, "--save"]) == 0
+    assert aot.main([*arguments, *overrides, f"--save={tmp_path}/aot.jsonl"]) == 0
     out, said = capsys.readouterr()
     result = json.loads(out)
-    kept = record_lines.find(aot.RESULTS, "lrkv_128m_v5e_8")
+    kept = record_lines.find(tmp_path / "aot.jsonl", "lrkv_128m_v5e_8")
     assert {"libtpu", "jax-cuda13-plugin"} & kept.pop("made_by").keys() == set() and kept == result
     e = experiment(MEDIUM, *overrides)
     bound = compilation.bound(train, e)
@@ -349,12 +347,12 @@ BAD = [
     (["--topology=v5e:2x2", "--config.train.nope=1"], "no key 'nope'"),
     (["--topology=v5e:2x2", "--config=nowhere.py"], "no such file"),
     (["--topology=v5e:2x2", "--output=/dev/null/x.json"], "--output = '/dev/null'"),
-    (["--topology=v5e:2x2", "--save"], "--save = '/dev/null/results'"),
+    (["--topology=v5e:2x2", "--save=/dev/null/x.jsonl"], "--save = '/dev/null'"),
+    (["--topology=v5e:2x2", "--save"], "--save: needs a value: --save=..."),
 ]
 
 
-def test_bad_options(capsys, monkeypatch):
-    monkeypatch.setattr(aot, "RESULTS", pathlib.Path("/dev/null/results/aot.jsonl"))
+def test_bad_options(capsys):
     for arguments, message in BAD:
         assert command_line.status(aot.main, [f"--config={TINY}", *arguments]) == 2, arguments
         out, error = capsys.readouterr()

@@ -3,12 +3,13 @@
 import importlib
 import json
 import pathlib
+import re
 import sys
 import types
 
 import pytest
 
-from experiments import record
+from experiments import __main__ as listing, record
 from experiments.benchmarks import (
     authors_code,
     beside_transformers,
@@ -94,10 +95,19 @@ def refused(run, name, *options):
 
 
 def test_all_commands_are_tested_here():
-    files = (ROOT / "experiments").rglob("*.py")
+    files = set((ROOT / "experiments").rglob("*.py")) - {ROOT / "experiments" / "__main__.py"}
     assert tuple(commands.ROOMS) == tuple(
         sorted(f.stem for f in files if "__main__" in f.read_text())
     )
+
+
+def test_a_list_of_all_commands(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command_line.status(listing.main, []) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    names = re.findall(r"^  python -m (\S+) ", out, re.M)
+    assert names == sorted(map(commands.module, commands.ROOMS))
 
 
 @pytest.mark.parametrize("name", commands.ROOMS)

@@ -8,9 +8,9 @@ import os
 
 import pytest
 
+from experiments.record import RESULTS
 from experiments.tables import provenance_table
 from kvjax.foundation import record_lines
-from kvjax.foundation.checkout import RESULTS
 from kvjax.foundation.errors import UserError
 
 

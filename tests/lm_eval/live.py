@@ -14,9 +14,10 @@ from lm_eval.tasks import TaskManager
 import numpy as np
 import pytest
 
+from experiments.record import RESULTS
 from kvjax.convert import __main__ as convert
 from kvjax.foundation import command_line, provenance
-from kvjax.foundation.checkout import RESULTS, ROOT
+from kvjax.foundation.checkout import ROOT
 from kvjax.lm_eval import adapter
 from tests.lm_eval import local_tasks
 

@@ -4,7 +4,7 @@
     python -m kvjax.kernels.profile --mechanisms=mha,gqa,lrkv --batch=1,8,64 --length=1024,131072
     python -m kvjax.kernels.profile --device=v5e --mechanisms=lrkv     # static: nothing runs
     python -m kvjax.kernels.profile --check                           # compare with the definition
-    python -m kvjax.kernels.profile --tune --save                      # tile sizes, tuned.json
+    python -m kvjax.kernels.profile --tune                            # tile sizes, tuned.json
 
 Decode attention of one layer over full caches. On the device present: time per call without
 dispatch, compared with the bandwidths of the datasheet and of a copy, with other implementations
@@ -24,7 +24,7 @@ import sys
 from etils import epath
 import jax
 
-from kvjax.foundation import checkout, command_line, lists, progress, provenance, target
+from kvjax.foundation import command_line, lists, progress, provenance, target
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
@@ -34,7 +34,6 @@ from kvjax.kernels.profile import agreement, contenders, measured, static, tpu_s
 
 OPS = ("decode_attention",)
 DEVICES = (*datasheets.DEVICES, "cpu")
-RESULTS = checkout.RESULTS / "kernels"
 _LENGTHS = (1024, 4096, 16384, 65536, 131072)
 _BATCHES, _BATCHES_LENGTH = (1, 2, 4, 8, 16, 32, 64), 32_768
 _CPU_LENGTHS = (1024, 4096)
@@ -83,8 +82,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tune", action="store_true", help="search tile sizes and write tuned.json")
     text = "compare outputs with the definition; exit status 1 if one is wrong or none ran"
     add("--check", action="store_true", help=text)
-    add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP*.json")
-    add("--plot", default="", help="a PNG of the length sweep")
+    add("--save", default="", metavar="FILE", help="write the result to this file, as JSON")
+    add("--plot", default="", metavar="FILE", help="write the length sweep to this file, as PNG")
     parser.add_output()
     o = parser.parse(arguments)
     o.mechanisms = lists.names("--mechanisms", o.mechanisms, tuple(shapes.SHAPES[o.model]))
@@ -196,19 +195,8 @@ def _check_files(o: argparse.Namespace) -> None:
     if o.tune:
         target.check(str(tuning.FILE.parent), [tuning.FILE.name], "--tune")
     if o.save:
-        _check_results()
-        target.check(str(RESULTS), (), "--save")
-        provenance.check_commit("--save", RESULTS)
-
-
-def _check_results() -> None:
-    if not RESULTS.parents[1].is_dir():
-        raise UserError(f"--save: {RESULTS.parents[1]} is not there; run it in a checkout")
-
-
-def _save(result: dict, file: pathlib.Path) -> None:
-    _check_results()
-    provenance.save(file, result, "libtpu", "torch", "nvidia-cudnn-cu13")
+        o.save = pathlib.Path(target.check_file("--save", o.save))
+        provenance.check_commit("--save", o.save)
 
 
 def main(arguments: list[str]) -> int:
@@ -234,8 +222,7 @@ def main(arguments: list[str]) -> int:
     result = dict(name="kernels", op=o.op, model=o.model, device=name, static=is_static) | result
     out.result(result)
     if o.save:
-        kind = "_static" * is_static + "_tuned" * o.tune + "_check" * o.check
-        _save(result, RESULTS / f"{name}_{o.op}{kind}.json")
+        provenance.save(o.save, result, "libtpu", "torch", "nvidia-cudnn-cu13")
     if o.plot:
         plot(result["rows"], target.check_file("--plot", o.plot))
     return 1 if o.check and not agreement.all_agree(result["rows"]) else 0

@@ -12,7 +12,7 @@ import pytest
 from experiments.benchmarks import authors_code
 from experiments.benchmarks.authors import clones, copying, loading
 from experiments.benchmarks.authors.comparisons import ALL
-from kvjax.foundation.checkout import EXPERIMENTS, RESULTS
+from experiments.record import EXPERIMENTS, RESULTS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 

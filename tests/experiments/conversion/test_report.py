@@ -7,7 +7,7 @@ import pytest
 
 from experiments import record
 from experiments.conversion import kept, outcomes as outcomes_lib, plots, tables
-from kvjax.foundation import checkout, record_lines
+from kvjax.foundation import record_lines
 from kvjax.foundation.intervals import estimate
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -93,7 +93,7 @@ def test_nothing_is_drawn_of_nothing():
 
 def test_saved_results_make_a_report(monkeypatch):
     """The split of SmolLM2's cache has one rank, other curves of its table five."""
-    monkeypatch.setattr(record, "RESULTS", checkout.RESULTS)
+    monkeypatch.setattr(record, "RESULTS", record.EXPERIMENTS / "results")
     made = tables.report()
     (table,) = [t for t in made.tables if "SmolLM2" in t.title and "keys and values, by" in t.title]
     assert [row[0] for row in table.rows] == [8, 16, 24, 32, 48]

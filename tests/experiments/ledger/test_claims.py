@@ -7,7 +7,7 @@ import pytest
 
 from experiments import claims
 from experiments.ledger import judge
-from kvjax.foundation.checkout import EXPERIMENTS
+from experiments.record import EXPERIMENTS
 
 # Numbered in the papers: how many tables, how many figures.
 NUMBERED = {

@@ -6,11 +6,11 @@ import math
 import jax.numpy as jnp
 import pytest
 
+from experiments.record import RESULTS
 from experiments.studies import depth_8
 from experiments.studies.grid import Kept, Run
 from experiments.tables import study_figures
 from kvjax.costs import formulas
-from kvjax.foundation.checkout import RESULTS
 from kvjax.foundation.errors import UserError
 
 

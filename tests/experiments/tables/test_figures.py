@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from experiments.record import RESULTS
 from experiments.tables import cards, figures
 from kvjax.foundation import command_line
-from kvjax.foundation.checkout import RESULTS
 
 
 @pytest.mark.parametrize("name, channels", dict(mha=256, gqa=128, mqa=64, lrkv=192, mla=64).items())

@@ -91,8 +91,8 @@ def place(tmp_path, monkeypatch):
     page = tmp_path / "experiments" / "reports" / "configs.md"
     page.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
     (tmp_path / "experiments" / "results").mkdir()
-    monkeypatch.setattr(aot, "RESULTS", tmp_path / "experiments" / "results" / "aot.jsonl")
-    for name, path in dict(ROOT=tmp_path, PAGE=page).items():
+    results = tmp_path / "experiments" / "results" / "aot.jsonl"
+    for name, path in dict(ROOT=tmp_path, RESULTS=results, PAGE=page).items():
         monkeypatch.setattr(scaling_table, name, path)
     read_all = lab_notes.read_all
     monkeypatch.setattr(lab_notes, "read_all", lambda: read_all(tmp_path / "configs"))
@@ -126,15 +126,21 @@ def _result(note, target, **changes):
 
 
 def _answer(note, target, resolved=None):
-    """A command that saves a result and prints, as `python -m kvjax.aot --save`."""
+    """A command that saves a result and prints, as `python -m kvjax.aot --save=FILE`."""
     name = aot.result_name(note.name, target.topology)
     code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10))"
     result = _result(note, target, resolved=resolved or target.resolved)
-    return [sys.executable, "-c", code, str(aot.RESULTS), json.dumps({"name": name} | result)]
+    return [
+        sys.executable,
+        "-c",
+        code,
+        str(scaling_table.RESULTS),
+        json.dumps({"name": name} | result),
+    ]
 
 
 def _put(note, target, result):
-    record_lines.put(aot.RESULTS, aot.result_name(note.name, target.topology), result)
+    record_lines.put(scaling_table.RESULTS, aot.result_name(note.name, target.topology), result)
 
 
 def _run(*options):
@@ -204,10 +210,10 @@ def test_several_targets(place):
 def test_what_is_there_is_not_compiled_again(place, capsys):
     assert _run("--compile") == 0
     assert "2 of 2 to compile" in capsys.readouterr().out
-    aot.RESULTS.write_text(aot.RESULTS.read_text().replace("5.5922", "99"))
+    scaling_table.RESULTS.write_text(scaling_table.RESULTS.read_text().replace("5.5922", "99"))
     assert _run("--compile") == 0
     assert capsys.readouterr().out.startswith("0 of 2 to compile\n")
-    assert record_lines.find(aot.RESULTS, "mha_128m_v5e_4x4")["bound"]["seconds"] == 99
+    assert record_lines.find(scaling_table.RESULTS, "mha_128m_v5e_4x4")["bound"]["seconds"] == 99
 
 
 @pytest.mark.slow
@@ -288,10 +294,19 @@ def test_the_command_is_aots():
     command = lambda name, i: scaling_table._command(NOTES[name], NOTES[name].targets[i])
     program = (sys.executable, "-m", "kvjax.aot")
     config = "--config=configs/ranks.py:lrkv_r8_128m"
-    assert command("lrkv_r8_128m", 0) == [*program, config, "--topology=v5e:4x4", "--save"]
+    assert command("lrkv_r8_128m", 0) == [
+        *program,
+        config,
+        "--topology=v5e:4x4",
+        "--save=experiments/results/aot.jsonl",
+    ]
     config = ("--config=configs/mha_2p5b.py", "--config.mesh.data=4")
-    assert command("mha_2p5b", 1) == [*program, *config, "--topology=v4:4x4x4", "--save"]
-    assert aot.RESULTS == scaling_table.ROOT / "experiments" / "results" / "aot.jsonl"
+    assert command("mha_2p5b", 1) == [
+        *program,
+        *config,
+        "--topology=v4:4x4x4",
+        "--save=experiments/results/aot.jsonl",
+    ]
     assert aot.result_name("x_128m", "v5e:4x4") == "x_128m_v5e_4x4"
 
 
@@ -352,7 +367,11 @@ def test_a_saved_result_is_what_the_compiler_says_now():
     note = NOTES["lrkv_128m"]
     (target,) = note.targets
     saved = scaling_table.outcome(note, target).result
-    command = [part for part in scaling_table._command(note, target) if part != "--save"]
+    command = [
+        part
+        for part in scaling_table._command(note, target)
+        if part != "--save=experiments/results/aot.jsonl"
+    ]
     done = subprocess.run(
         [*command, "--json"], cwd=scaling_table.ROOT, capture_output=True, text=True, check=False
     )

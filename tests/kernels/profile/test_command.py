@@ -64,8 +64,7 @@ def test_bad_options_are_one_line(capsys, options, message):
 
 
 def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
-    (tmp_path / "experiments").mkdir()
+    file = tmp_path / "v5e.json"
 
     def per_token(chip, model, mechanism, *, tile_kv=1024):
         assert (chip.name, model) == ("v5e", "d36")
@@ -77,7 +76,7 @@ def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
         return tpu_static.PerToken(3.0 + slow + 1024 / tile_kv, dict(MXU=2.0, XLU=0.0))
 
     monkeypatch.setattr(tpu_static, "per_token", per_token)
-    text, result = command("--device=v5e", "--mechanisms=mha,lrkv,gqa,mqa", "--save")
+    text, result = command("--device=v5e", "--mechanisms=mha,lrkv,gqa,mqa", f"--save={file}")
     assert (result["device"], result["static"]) == ("v5e", True)
     mha, lrkv, gqa, mqa = result["rows"]
     assert mha["why"] == "the kernel takes no MHA" and "the kernel takes no MHA" in text
@@ -88,7 +87,7 @@ def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
     assert text.startswith("static, v5e") and "yes, by 2.38x" in text
     assert not mqa["bandwidth_bound"] and "no, 14.90x over" in text
     assert "| MXU |" in text and "XLU" not in text  # units that do nothing have no column
-    saved = json.loads((profile.RESULTS / "v5e_decode_attention_static.json").read_text())
+    saved = json.loads(file.read_text())
     made_by = saved.pop("made_by")
     assert saved == result and made_by["packages"]["jax"] == jax.__version__
 
@@ -240,9 +239,8 @@ def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def nothing_measured(monkeypatch, tmp_path):
-    """Measuring and tuning return nothing at once; results go to a folder of the test."""
-    monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
+def nothing_measured(monkeypatch):
+    """Measuring and tuning return nothing at once."""
     runs = []
     monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 2e9))[1])
     monkeypatch.setattr(measured, "tune", lambda run, _: (runs.append(run), [])[1])
@@ -288,16 +286,6 @@ def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_meas
     assert [run.points for run in asked[1:]] == [((1, 8), (1, 9)), ((2, 8), (3, 8))]
 
 
-def test_a_search_is_saved_beside_the_measurements(command, nothing_measured, tmp_path):
-    (tmp_path / "experiments").mkdir()
-    command("--save")
-    command("--save", "--tune")
-    assert sorted(file.name for file in profile.RESULTS.iterdir()) == [
-        "cpu_decode_attention.json",
-        "cpu_decode_attention_tuned.json",
-    ]
-
-
 def test_what_was_measured_is_told_before_the_table(nothing_measured, monkeypatch, capsys):
     names = dict(mechanism="mha", implementation="xla", batch=8, length=4096)
     seconds = dict(median=2e-6, low=1e-6, high=3e-6)
@@ -324,7 +312,8 @@ def test_what_was_measured_is_told_before_the_table(nothing_measured, monkeypatc
 @pytest.mark.parametrize(
     "option, message",
     [
-        ("--save", "run it in a checkout"),
+        ("--save", "--save: needs a value: --save=..."),
+        ("--save=/dev/null/x.json", "--save = '/dev/null': "),
         ("--plot=x.png", "needs matplotlib"),
         ("--plot=/dev/null/x.png", "--plot = '/dev/null': "),
     ],
@@ -339,15 +328,16 @@ def test_what_could_not_be_written_ends_the_run_before_it_begins(
 
 
 def test_results_are_saved_though_the_plot_fails(nothing_measured, monkeypatch, tmp_path):
-    (tmp_path / "experiments").mkdir()
-
     def plot(rows, file):
         raise OSError("disk")
 
     monkeypatch.setattr(profile, "plot", plot)
     monkeypatch.setattr(profile, "_matplotlib", lambda file: None)
-    assert command_line.status(profile.main, ["--save", f"--plot={tmp_path}/x.png"]) == 2
-    assert (profile.RESULTS / "cpu_decode_attention.json").exists()
+    assert (
+        command_line.status(profile.main, [f"--save={tmp_path}/x.json", f"--plot={tmp_path}/x.png"])
+        == 2
+    )
+    assert (tmp_path / "x.json").exists()
 
 
 def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
@@ -390,9 +380,3 @@ def test_packages_that_are_not_installed_have_no_version(monkeypatch):
     made_by = provenance.provenance("nor-this-one")
     assert made_by["packages"] == {"jax": jax.__version__}
     assert made_by["command"].startswith("python ")
-
-
-def test_results_are_saved_in_a_checkout_only(monkeypatch, tmp_path):
-    monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
-    with pytest.raises(UserError, match="run it in a checkout"):
-        profile._save({}, profile.RESULTS / "x.json")
