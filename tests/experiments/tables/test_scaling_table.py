@@ -130,13 +130,8 @@ def _answer(note, target, resolved=None):
     name = aot.result_name(note.name, target.topology)
     code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10))"
     result = _result(note, target, resolved=resolved or target.resolved)
-    return [
-        sys.executable,
-        "-c",
-        code,
-        str(scaling_table.RESULTS),
-        json.dumps({"name": name} | result),
-    ]
+    line = json.dumps({"name": name} | result)
+    return [sys.executable, "-c", code, str(scaling_table.RESULTS), line]
 
 
 def _put(note, target, result):
@@ -293,20 +288,11 @@ def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
 def test_the_command_is_aots():
     command = lambda name, i: scaling_table._command(NOTES[name], NOTES[name].targets[i])
     program = (sys.executable, "-m", "kvjax.aot")
+    save = "--save=experiments/results/aot.jsonl"
     config = "--config=configs/ranks.py:lrkv_r8_128m"
-    assert command("lrkv_r8_128m", 0) == [
-        *program,
-        config,
-        "--topology=v5e:4x4",
-        "--save=experiments/results/aot.jsonl",
-    ]
+    assert command("lrkv_r8_128m", 0) == [*program, config, "--topology=v5e:4x4", save]
     config = ("--config=configs/mha_2p5b.py", "--config.mesh.data=4")
-    assert command("mha_2p5b", 1) == [
-        *program,
-        *config,
-        "--topology=v4:4x4x4",
-        "--save=experiments/results/aot.jsonl",
-    ]
+    assert command("mha_2p5b", 1) == [*program, *config, "--topology=v4:4x4x4", save]
     assert aot.result_name("x_128m", "v5e:4x4") == "x_128m_v5e_4x4"
 
 
@@ -367,11 +353,7 @@ def test_a_saved_result_is_what_the_compiler_says_now():
     note = NOTES["lrkv_128m"]
     (target,) = note.targets
     saved = scaling_table.outcome(note, target).result
-    command = [
-        part
-        for part in scaling_table._command(note, target)
-        if part != "--save=experiments/results/aot.jsonl"
-    ]
+    command = scaling_table._command(note, target)[:-1]  # without --save
     done = subprocess.run(
         [*command, "--json"], cwd=scaling_table.ROOT, capture_output=True, text=True, check=False
     )
