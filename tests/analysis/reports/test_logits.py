@@ -187,7 +187,7 @@ def test_report_is_a_page_and_json(section):
     assert any("0.31 to 0.46" in row for row in errors.rows)
     assert any("2.5 to 5.6 (the paper)" in row for row in geometry.rows)
     assert perplexity.rows[0][1] == "as it is"
-    assert "M needs" in section.lead and "Proposition 4.1's bound" in section.lead
+    assert "The paper has 5 to 25 times fewer for E than for M" in section.lead
 
 
 @pytest.mark.slow
@@ -215,32 +215,20 @@ def test_layers_of_different_shapes():
     assert Results("one", REQUEST, measurements.measure(one, TEXTS, LENGTHS)).num_heads == 2
 
 
-def test_the_papers_gap_is_held_beside(measured):
-    """5 to 25 times, over all keys: below, within and above; of a text without logits none."""
+def test_the_lead_has_the_ratio_of_components(measured):
+    def lead(of_e):
+        def flat(r, shape):
+            return np.broadcast_to(np.arange(shape[-1]) < r, shape).astype(float)
 
-    def flat(r, shape):
-        return np.broadcast_to(np.arange(shape[-1]) < r, shape).astype(float)
-
-    def lead(of_m, of_e):
-        energies = measured.energies | {
-            ("M, without RoPE", 0): flat(of_m, (2, 1, 4, 64)),
+        energies = {
+            ("M, without RoPE", 0): flat(4, (2, 1, 4, 64)),
             ("E", 20): flat(of_e, measured.energies["E", 20].shape),
         }
-        found = Results("m", REQUEST, dataclasses.replace(measured, energies=energies))
-        return report._gap_beside_the_papers(found)
+        found = dataclasses.replace(measured, energies=energies)
+        return report._lead(Results("m", REQUEST, found))
 
-    paper = "The paper has 5 to 25 times fewer, over all keys, at 256 tokens"
-    for of_m, said, where in (
-        (4, "4.0 (4.0 to 4.0", "below that"),
-        (5, "5.0 (5.0 to 5.0", "within that"),
-        (27, "25.0 (25.0 to 25.0", "within that"),
-        (64, "58.0 (58.0 to 58.0", "above that"),
-    ):
-        spread = f"{said} in the middle half of heads, {said[: said.index(' ')]} to "
-        found = lead(of_m, 1)
-        assert found.startswith(f"{paper}: at 20 this model has {spread}"), found
-        assert found.endswith(f" by text), {where}.")
-    assert lead(4, 0) == f"{paper}; here E is zero."
+    assert "E 1 (4.0 times fewer; middle half of heads 4.0 to 4.0). The paper has" in lead(1)
+    assert "; E is zero. The paper has" in lead(0)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from kvjax.analysis.reports.logits import measurements, tables
 from kvjax.analysis.reports.logits.measurements import CAUSAL, FIELD, PLAIN, WEIGHTS, Kind
 from kvjax.analysis.reports.logits.results import COMPONENTS, SHARE, Results
 from kvjax.analysis.request import Request, reference_length
+from kvjax.analysis.words import describe
 from kvjax.convert.model import LazyModel
 
 
@@ -45,62 +46,27 @@ def _section(found: Results) -> Section:
 
 
 def _lead(found: Results) -> str:
-    said = [
+    least, most = tables.PUBLISHED_GAP
+    gaps = [gap for gap in found.gaps() if gap["tokens"] == found.at and gap["ratio"] is not None]
+    ratios = "; ".join(f"{gap['matrix']} {gap['of_e']:g} ({_ratio(gap)})" for gap in gaps)
+    times = ", ".join(
+        f"{row['times']:.3g} times at rank {row['rank']}"
+        for row in found.perplexities()
+        if row["tokens"] == found.at and row["rank"]
+    )
+    cost = f" Perplexity under logits cut in all layers: {times}." if times else ""
+    return (
         f"How many components hold {SHARE:.0%} of the energy of a head's logits E on a text, and "
         f"of its weights M = W_Q W_K^T? Medians over {found.num_heads:,} heads and "
-        f"{len(found.texts)} texts: M needs {found.median((WEIGHTS, 0)):g} of "
-        f"{found.measured.key_dim}."
-    ]
-    for kind, name in ((FIELD, "E"), (CAUSAL, "E of what causal attention sees")):
-        if (kind, found.at) in found.measured.energies:
-            gaps = map(found.gap, ((kind, length) for length in found.lengths))
-            said.append(f"{name} needs {', '.join(map(_gap_in_words, gaps))}.")
-    said.append(_gap_beside_the_papers(found))
-    said.append(_bound_in_words(found))
-    shown = [row for row in found.perplexities() if row["tokens"] == found.at and row["rank"]]
-    changed = ", ".join(f"{row['times']:.3g} times at rank {row['rank']}" for row in shown)
-    said.append(f"Perplexity on {found.at:,} tokens under logits cut in all layers: {changed}.")
-    return " ".join(said)
+        f"{len(found.texts)} texts at {found.at:,} tokens: M {found.median((WEIGHTS, 0)):g} of "
+        f"{found.measured.key_dim}; {ratios or 'E is zero'}. The paper has {least} to {most} times "
+        f"fewer for E than for M, at 256 tokens.{cost}"
+    )
 
 
-def _gap_in_words(gap: dict) -> str:
-    times = "" if gap["ratio"] is None else f" ({gap['ratio']:.1f} times fewer)"
-    return f"{gap['of_e']:g} at {gap['tokens']:,} tokens{times}"
-
-
-def _gap_beside_the_papers(found: Results) -> str:
-    """Whether E needs as many times fewer as the paper says, where the paper looks."""
-    least, most = tables.PUBLISHED_GAP
-    gap = found.gap((FIELD, found.at))
-    paper = f"The paper has {least} to {most} times fewer, over all keys, at 256 tokens"
-    if gap["ratio"] is None or gap["of_heads"] is None:
-        return f"{paper}; here E is zero."
-    ratio = gap["ratio"]
-    where = "below that" if ratio < least else "above that" if ratio > most else "within that"
+def _ratio(gap: dict) -> str:
     low, high = gap["of_heads"]
-    by_text = [ratio for ratio in gap["by_text"].values() if ratio is not None]
-    texts = f", {min(by_text):.1f} to {max(by_text):.1f} by text" if len(by_text) > 1 else ""
-    spread = f"{low:.1f} to {high:.1f} in the middle half of heads{texts}"
-    return f"{paper}: at {found.at:,} this model has {ratio:.1f} ({spread}), {where}."
-
-
-def _bound_in_words(found: Results) -> str:
-    """Whether proposition 4.1 says anything: no two distributions differ by more than 2."""
-    bounds_R = np.nanmedian(found.measured.bounds[found.at], axis=(0, 1, 2))
-    worst_R = np.nanmedian(found.measured.errors[found.at, False][..., 1], axis=(0, 1, 2))
-    told = [
-        f"{bound:.3g} (measured: {worst:.2g}) at rank {rank}"
-        for rank, bound, worst in zip(found.measured.ranks, bounds_R, worst_R, strict=True)
-    ]
-    empty = (
-        " Above 2 it says nothing: no two distributions differ by more."
-        if max(bounds_R) > 2
-        else ""
-    )
-    return (
-        f"Proposition 4.1's bound on a row's |p - p_r|_1 is {', '.join(told)} at {found.at:,} "
-        f"tokens.{empty}"
-    )
+    return f"{gap['ratio']:.1f} times fewer; middle half of heads {low:.1f} to {high:.1f}"
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -120,7 +86,7 @@ def _curves(found: Results) -> Figure:
     longest = max(found.lengths)
     kinds = [(WEIGHTS, 0), *((FIELD, length) for length in found.lengths)]
     kinds += [(CAUSAL, longest)] if found.is_causal else []
-    series, bands, told = {}, {}, []
+    series, bands = {}, {}
     for kind in kinds:
         held = found.curve(kind)
         low, median, high = 100 * np.quantile(held, (0.25, 0.5, 0.75), axis=(0, 1, 2))
@@ -128,19 +94,19 @@ def _curves(found: Results) -> Figure:
         series[_named(kind)] = (components, median.tolist())
         if kind in ((WEIGHTS, 0), (FIELD, found.at)):
             bands[_named(kind)] = (low.tolist(), high.tolist())
-        at = ", ".join(f"{median[r - 1]:.0f} % in {r}" for r in COMPONENTS if r <= len(median))
-        told.append(f"{_named(kind)}: {at}")
+    at = [r for r in COMPONENTS if r <= found.measured.key_dim]
+    sampled = {name: (at, [ys[r - 1] for r in at]) for name, (_, ys) in series.items()}
     return Figure(
         "Share of the energy that components hold",
         draw.lines(
             series, x="components", y="% of the energy", bands=bands, level={"90 %": 100 * SHARE}
         ),
-        f"Medians over heads and texts. {'; '.join(told)}.",
+        f"Medians over heads and texts. {describe(sampled, '.0f')}",
         Text(
-            "The share of squared singular values in the largest ones, of the weights M and of "
-            "the logits E: medians over heads and texts, with bands for the middle half of heads.",
+            "Share of squared singular values in the largest ones, of the weights M and of the "
+            "logits E: medians over heads and texts, with quartile bands over heads.",
             "The earlier a curve rises, the fewer directions of a head's channels are used. M is "
-            "the same for every text; E is what one text makes of it.",
+            "the same for every text; E depends on the text.",
             "Table 1: at 10 components M of GPT-2 holds 33 % and E 98 %, of Mistral-7B 29 % and "
             "91 %.",
         ),
@@ -149,50 +115,47 @@ def _curves(found: Results) -> Figure:
 
 def _by_length(found: Results) -> Figure:
     kinds = [kind for kind in (FIELD, PLAIN, CAUSAL) if (kind, found.at) in found.measured.energies]
-    series, bands, told = {}, {}, []
+    series, bands = {}, {}
     for kind in kinds:
         spreads = [found.spread((kind, length)) for length in found.lengths]
         series[kind] = (list(found.lengths), [each.median for each in spreads])
         bands[kind] = ([each.low for each in spreads], [each.high for each in spreads])
-        told.append(f"{kind}: " + ", ".join(f"{each.median:g}" for each in spreads))
     level = {kind[0]: found.median(kind) for kind in found.kinds() if not kind[0].startswith("E")}
-    told += [f"{name}: {value:g}" for name, value in level.items()]
-    lengths = ", ".join(f"{length:,}" for length in found.lengths)
+    levels = "".join(f" {name}: {value:g}." for name, value in level.items())
     return Figure(
         "Components for 90 % of the energy, by length of the text",
         draw.lines(series, x="tokens", y="components", log_x=True, level=level, bands=bands),
-        f"At {lengths} tokens. {'; '.join(told)}.",
+        f"By tokens. {describe(series, 'g')}{levels}",
         Text(
-            "Components that hold 90 % of E's energy on the first tokens of each text, and of M's "
-            "(dashed), medians and the middle half of heads.",
-            "Lines that rise mean that a longer text fills more directions. The causal E is zero "
-            "where a query sees no key, and that edge takes components of its own (of random "
-            "logits of low rank it doubles them), which a cache need not hold: errors of "
-            "attention, below, say what it could save. RoPE's part is what lies between E and E "
-            "without it.",
-            "Section 4.3: at 64 to 1,024 tokens there is no growth in the tail. Table 2, at 256 "
-            "tokens: M 38 to 75 components, E 2 to 11.",
+            "Components that hold 90 % of the energy of E on the first tokens of each text, and of "
+            "M (dashed): medians and the middle half of heads.",
+            "Rising lines: longer texts fill more directions. Causal E is zero at masked keys, and "
+            "this edge adds components (twice as many for random low-rank logits) that a cache "
+            "need not hold; the errors of attention below show its possible savings. The gap "
+            "between E with and without RoPE is RoPE's share.",
+            "Section 4.3: no growth in the tail from 64 to 1,024 tokens. Table 2, at 256 tokens: M "
+            "38 to 75 components, E 2 to 11.",
         ),
     )
 
 
 def _by_layer(found: Results) -> Figure:
     kinds = [(WEIGHTS, 0), (FIELD, found.at), *([(CAUSAL, found.at)] if found.is_causal else [])]
-    series, bands, told = {}, {}, []
+    series, bands = {}, {}
     for kind in kinds:
         ranks = found.ranks(kind)
         low, median, high = np.quantile(ranks, (0.25, 0.5, 0.75), axis=(1, 2))
         layers = list(range(len(ranks)))
         series[_named(kind)] = (layers, median.tolist())
         bands[_named(kind)] = (low.tolist(), high.tolist())
-        told.append(f"{_named(kind)}: {', '.join(f'{x:g}' for x in median)}")
     return Figure(
         "Components for 90 % of the energy, by layer",
         draw.lines(series, x="layer", y="components", bands=bands),
-        f"By layer, from the first. {'; '.join(told)}.",
+        f"By layer. {describe(series, 'g')}",
         Text(
-            "The same of each layer's heads, medians and the middle half.",
-            "A layer whose M is as low as its E has weights of low rank themselves.",
+            "Components that hold 90 % of the energy, medians and the middle half of each layer's "
+            "heads.",
+            "A layer whose M is as low as its E has low-rank weights.",
             "The paper gives medians over all layers only.",
         ),
     )
@@ -206,23 +169,17 @@ def _errors(found: Results) -> Figure:
             mean_R, worst_R, _ = middle(errors).T.tolist()
             of = "causal: " if causal else ""
             series |= {f"{of}worst row": (list(ranks), worst_R), f"{of}mean": (list(ranks), mean_R)}
-
-    def numbers(ys):
-        return ", ".join(f"{y:.3g}" for y in ys)
-
-    told = "; ".join(f"{name}: {numbers(ys)}" for name, (_, ys) in series.items())
     return Figure(
-        "How far probabilities move when logits are cut",
+        "Error of probabilities under logits of rank r",
         draw.lines(
             series, x="rank r", y="sum of |p - p_r| of a row", log_y=True, level={"most": 2.0}
         ),
-        f"At {found.at:,} tokens, for ranks {', '.join(map(str, ranks))}. {told}.",
+        f"At {found.at:,} tokens, by rank. {describe(series)}",
         Text(
             f"Medians over heads and texts at {found.at:,} tokens of |p - p_r|_1: probabilities "
-            "of E against those of its best approximation of rank r, over all keys and over those "
-            "that a causal model sees; and the bound of proposition 4.1.",
-            "2 is the most by which two distributions differ (dashed). A bound above it promises "
-            "nothing, however small what is measured.",
+            "under E and under its best rank-r approximation, over all keys and over causally "
+            "visible ones; and the bound of proposition 4.1.",
+            "2 is the largest distance of two distributions (dashed): a bound above it is empty.",
             "Section 4.3, at 256 tokens, means of rows 0.31 to 0.46 at r = 10, 0.18 to 0.29 at 20, "
             "0.05 to 0.14 at 40; worst rows 0.90 to 1.31, 0.52 to 0.84, 0.16 to 0.39.",
         ),
@@ -230,21 +187,20 @@ def _errors(found: Results) -> Figure:
 
 
 def _perplexity(found: Results) -> Figure:
-    series, told = {}, []
+    series = {}
     for length in dict.fromkeys(row["tokens"] for row in found.perplexities()):
         rows = [row for row in found.perplexities() if row["tokens"] == length and row["rank"]]
         name = f"{length:,} tokens"
         series[name] = ([row["rank"] for row in rows], [row["times"] for row in rows])
-        told.append(f"{name}: " + ", ".join(f"{row['times']:.3f} at {row['rank']}" for row in rows))
     return Figure(
         "Perplexity under logits of rank r in all layers",
         draw.lines(series, x="rank r", y="times the model's", log_y=True, level={"the model": 1.0}),
-        f"Times the model's own perplexity. {'; '.join(told)}.",
+        f"Times the model's own perplexity. {describe(series, '.3f')}",
         Text(
-            "The model's perplexity when every head's logits are cut at rank r before the mask, "
-            "over that of the model as it is.",
-            "1 is no loss. The subspace is that of each row's logits and knows all of its tokens, "
-            "also those that a query does not see: a cache, which grows, cannot know it.",
-            "Left open there (section 5): how errors of many layers add up, and perplexity.",
+            "Perplexity with every head's logits cut at rank r before the mask, over the "
+            "unmodified model's.",
+            "1: no loss. The subspace uses all tokens of a row, also later ones, which a growing "
+            "cache does not have.",
+            "Section 5 leaves open how errors of many layers add up, and perplexity.",
         ),
     )

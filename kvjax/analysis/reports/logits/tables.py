@@ -79,15 +79,15 @@ def _ranks(found: Results) -> Table:
         [*_BEGIN, *shares, Column("90 %, middle half of heads"), Column("90 %, between texts")],
         rows,
         Text(
-            "How many singular components hold 80, 90, 95 and 99 % of the energy: medians over "
+            "Singular components that hold 80, 90, 95 and 99 % of the energy: medians over "
             f"{found.num_heads:,} heads and {len(found.texts)} texts; quartiles over heads, and "
             "the standard deviation of the texts' medians.",
-            "M is W_Q W_K^T: without RoPE as in the paper, with what RoPE does at distances of 0, "
-            "1, 2, 4, ... tokens (medians over those too), and its mean over all pairs of a query "
-            "and a key not behind it. E is over all keys, as in the paper; causal E over those "
-            "that the model sees, centred over them, with zeros elsewhere.",
-            "Table 2: M 38 to 75 components for 90 %, E 2 to 11; its rows stand below ours. It "
-            "calls the number effective rank.",
+            "M is W_Q W_K^T: without RoPE as in the paper, under RoPE at distances of 0, 1, 2, 4, "
+            "... tokens (medians over them, too), and its mean over all pairs of a query and an "
+            "earlier or equal key. E is over all keys, as in the paper; causal E over visible "
+            "keys, centred over them, with zeros elsewhere.",
+            "Table 2: M 38 to 75 components for 90 %, E 2 to 11 (rows below). It calls the number "
+            "effective rank.",
         ),
     )
 
@@ -104,11 +104,10 @@ def _shares(found: Results) -> Table:
         [*_BEGIN, *(Column(str(r), ".1f") for r in COMPONENTS)],
         rows,
         Text(
-            "The share of the energy in the largest 1, 2, 5, ... components, medians over heads "
-            "and texts.",
-            "See above for the matrices.",
-            "Table 1. Cells without a number cannot be read in the copy of the paper that was "
-            "at hand.",
+            "Share of the energy in the largest 1, 2, 5, ... components, medians over heads and "
+            "texts.",
+            "Matrices as above.",
+            "Table 1; missing cells are illegible in the available text of the paper.",
         ),
     )
 
@@ -124,7 +123,7 @@ def _gaps(found: Results) -> Table:
         for name, (_, m, e) in PUBLISHED_RANKS.items()
     ]
     return Table(
-        "How many times fewer components E needs than M, for 90 % of the energy",
+        "Ratio of components of M to those of E, for 90 % of the energy",
         [
             Column("matrix"),
             Column("tokens", ",d"),
@@ -135,10 +134,10 @@ def _gaps(found: Results) -> Table:
         ],
         rows,
         Text(
-            "The median of M without RoPE over the median of E, and quartiles over heads of each "
-            "head's own ratio.",
-            "1 is no gap: the text uses as many directions as the weights have. The causal E pays "
-            "for its edge, see above.",
+            "Median of M without RoPE over the median of E, and quartiles over heads of each "
+            "head's ratio.",
+            "1: no gap, the text uses as many directions as the weights have. Causal E has extra "
+            "components from its edge.",
             "Abstract and table 2: 5 to 25 times; its ratios are of medians.",
         ),
     )
@@ -159,7 +158,7 @@ def _errors(found: Results) -> Table:
         for rank, (mean, worst) in PUBLISHED_ERRORS.items()
     ]
     return Table(
-        "What cutting logits at rank r does to attention",
+        "Errors of attention under logits of rank r",
         [
             Column("keys"),
             Column("tokens", ",d"),
@@ -171,11 +170,11 @@ def _errors(found: Results) -> Table:
         ],
         rows,
         Text(
-            "Medians over heads and texts: the sum over keys of |p - p_r|, the mean over rows and "
-            "the worst row; what proposition 4.1 allows; and the change of the head's outputs, "
-            "Frobenius norms over a text.",
-            "E is cut over all keys and then masked: the mask is for nothing, and the same cut "
-            "serves both. The bound holds for either; 2 is the most that there can be.",
+            "Medians over heads and texts: sum over keys of |p - p_r|, mean and worst row; the "
+            "bound of proposition 4.1; and the relative change of the head's outputs (Frobenius "
+            "norms over a text).",
+            "E is cut over all keys and then masked, so one cut serves both. The bound holds for "
+            "both; 2 is the largest possible distance.",
             "Section 4.3, over all keys. Output errors are open there (section 5).",
         ),
     )
@@ -193,14 +192,13 @@ def _geometry(found: Results) -> Table:
         [Column("tokens", ",d"), *(Column(name, ".3g") for name in columns)],
         rows,
         Text(
-            "beta is sqrt(L) times the largest entry of E's right singular vectors: a head's "
-            "largest, of each vector, and the largest of all. mu and the condition number are of "
-            "keys as attention meets them.",
-            "1 is all tokens alike; sqrt(L) one token alone. mu, L / r times the largest squared "
-            "row of the keys' left singular vectors, is 1 wherever there are no more tokens than "
+            "beta is sqrt(L) times the largest entry of E's right singular vectors: per head, per "
+            "vector, and overall. mu and the condition number are of keys as attention uses them.",
+            "1: all tokens alike; sqrt(L): one token alone. mu, L / r times the largest squared "
+            "row of the keys' left singular vectors, is 1 if there are no more tokens than "
             "channels. Medians over heads and texts.",
-            "Section 4.3: median beta 2.5 to 5.6, and at most 14. It calls mu of order 1 (section "
-            "4.2) without a definition; this is the usual one.",
+            "Section 4.3: median beta 2.5 to 5.6, at most 14. Section 4.2 calls mu of order 1 "
+            "without a definition; this is the usual one.",
         ),
     )
 
@@ -218,9 +216,9 @@ def _perplexity(found: Results) -> Table:
         + [Column(name, ".3f") for name in found.texts],
         rows,
         Text(
-            "The model's perplexity with the logits of all heads in all layers cut at rank r, in "
-            "rows of so many tokens, and of each text.",
-            "The cut is that of each row, all of its tokens known.",
+            "Perplexity with the logits of all heads in all layers cut at rank r, by row length, "
+            "over all texts and per text.",
+            "Each row is cut with all of its tokens known.",
             "Open there (section 5).",
         ),
     )
