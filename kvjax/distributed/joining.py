@@ -8,6 +8,7 @@ from typing import Any
 from kvjax.distributed.ending import abort_message, lost
 from kvjax.distributed.interruption import TRY_AGAIN
 from kvjax.foundation import progress
+from kvjax.foundation.configuration import at_least, between
 from kvjax.foundation.errors import UserError, first_line
 
 
@@ -105,13 +106,8 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
         raise UserError(
             f"--coordinator={coordinator}: must be process 0's host:port, as node0:8476"
         )
-    if num_processes < 1:
-        raise UserError(f"--num_processes={num_processes}: must be at least 1")
-    if not 0 <= process_id < num_processes:
-        raise UserError(
-            f"--process_id={process_id}: must be 0 .. {num_processes - 1}, for "
-            f"--num_processes={num_processes}"
-        )
+    at_least("--num_processes", num_processes, 1)
+    between("--process_id", process_id, 0, num_processes - 1)
 
 
 def _reach(coordinator: str, seconds: float) -> None:

@@ -60,7 +60,7 @@ def prepare_run(
     """
     experiment = resolve(config)
     workdir = runtime.workdir(workdir)  # runs/NAME by default, so only now that the name is checked
-    check_vocabulary(experiment)
+    check_alone(experiment)
     begun, parent, teacher = check_against_workdir(experiment, workdir)
     mesh, compute = check_against_machine(experiment, teacher)
     # From here on files are written.
@@ -94,10 +94,27 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
     return config_lib.resolve(config)
 
 
+def check_alone(experiment: Experiment) -> None:
+    """Raises a UserError if the config's tokenizer exists already and has another vocabulary."""
+    data = experiment.data
+    if data.tokenizer in ("bpe", PARENT):
+        return
+    vocab_size = vocabulary.load(data).vocab_size
+    if not _fits(vocab_size, data, spare=bool(experiment.train.parent)):
+        raise UserError(
+            f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "
+            f"{vocab_size}; set the key to that"
+        )
+
+
 def check_against_workdir(
     experiment: Experiment, workdir: epath.Path
 ) -> tuple[bool, trained.SavedModel | None, trained.SavedModel | None]:
-    """Returns if the run has begun, its parent (None if begun) and its teacher; writes nothing."""
+    """Finds the checkpoints and models that the run continues from; writes nothing.
+
+    Returns:
+      True if the workdir has a checkpoint; the parent, or None if it has; and the teacher.
+    """
     begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
     return begun, *find_parent_and_teacher(experiment, begun=begun)
 
@@ -105,7 +122,12 @@ def check_against_workdir(
 def check_against_machine(
     experiment: Experiment, teacher: trained.SavedModel | None
 ) -> tuple[jax.sharding.Mesh, Compute]:
-    """Returns the mesh, which divides model and batch and has the memory, and how to compute."""
+    """Returns the mesh and the compute options for its platform.
+
+    Raises:
+      UserError: the mesh does not fit the devices, or does not divide model and batch; or the
+        devices lack the memory.
+    """
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
@@ -122,10 +144,10 @@ def _record_parent(
     *,
     begun: bool,
 ) -> None:
-    """Records the parent of a run that has no checkpoint yet.
+    """Records the parent of a new run.
 
-    Runs begun by versions that recorded nothing get the parent's context and template, if it is
-    still there.
+    A run begun by a version that recorded nothing gets its parent's context and template, if the
+    parent still exists.
     """
     if begun and origin.is_recorded(workdir):
         return
@@ -289,19 +311,6 @@ def check_tokenizer(
                 f"config.train.{key} = {getattr(experiment.train, key)!r}: reads other tokens than "
                 f"{dataset.path} holds: set config.data.tokenizer = {str(file)!r}"
             )
-
-
-def check_vocabulary(experiment: Experiment) -> None:
-    """Raises a UserError if a tokenizer that exists already has another vocabulary."""
-    data = experiment.data
-    if data.tokenizer in ("bpe", PARENT):
-        return
-    vocab_size = vocabulary.load(data).vocab_size
-    if not _fits(vocab_size, data, spare=bool(experiment.train.parent)):
-        raise UserError(
-            f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "
-            f"{vocab_size}; set the key to that"
-        )
 
 
 def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:

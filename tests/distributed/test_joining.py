@@ -123,9 +123,9 @@ def test_bad_flags(started):
         (at("a:b"), f"--coordinator=a:b: {host}"),
         (at("a:0"), f"--coordinator=a:0: {host}"),
         (at("a:65536"), f"--coordinator=a:65536: {host}"),
-        (at("a:1", 0), "--num_processes=0: must be at least 1"),
-        (at("a:1", 2, 2), "--process_id=2: must be 0 .. 1, for --num_processes=2"),
-        (at("a:1", 2, -1), "--process_id=-1: must be 0 .. 1, for --num_processes=2"),
+        (at("a:1", 0), "--num_processes = 0: must be at least 1"),
+        (at("a:1", 2, 2), "--process_id = 2: must be at least 0 and at most 1"),
+        (at("a:1", 2, -1), "--process_id = -1: must be at least 0 and at most 1"),
     ):
         with pytest.raises(UserError) as error:
             distributed.start(**given)

@@ -201,7 +201,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     monkeypatch.setattr(runtime, "workdir", lambda path: epath.Path(path) / "full")
     monkeypatch.setattr(preflight.storage, "steps", lambda at: at.name == "checkpoints" and steps)
     monkeypatch.setattr(preflight.origin, "is_recorded", lambda workdir: known)
-    for name in ("check_processes", "check_vocabulary", "check_mesh", "check_memory"):
+    for name in ("check_processes", "check_alone", "check_mesh", "check_memory"):
         fake(name)
     fake("sharding.make_mesh", lambda *given: mesh)
     fake("find_parent_and_teacher", lambda *given, **options: (parent, teacher))
@@ -230,7 +230,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
         assert given.experiment is (texts if config == "texts" else planned)
         assert events[-3:] == [("gather", "claimed", ""), "given", "let go"]
         start = [
-            *(("check_processes", config), ("check_vocabulary", e)),
+            *(("check_processes", config), ("check_alone", e)),
             ("find_parent_and_teacher", e, ("begun", bool(steps))),
             *(("make_mesh", "ways", "devices"), ("check_mesh", e, mesh)),
             ("check_memory", e, compute, mesh, teacher),
