@@ -186,13 +186,13 @@ class Clock:
         seconds, self._recent = self._recent, []
         if not seconds:
             return {}
-        record = dict(
-            tokens_per_second=self.tokens_per_second,
-            tokens_per_second_per_device=self.tokens_per_second / self._num_devices,
-            step_seconds_p50=float(np.percentile(seconds, 50)),
-            step_seconds_p90=float(np.percentile(seconds, 90)),
-            step_seconds_max=max(seconds),
-        )
+        record = {
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_device": self.tokens_per_second / self._num_devices,
+            "step_seconds_p50": float(np.percentile(seconds, 50)),
+            "step_seconds_p90": float(np.percentile(seconds, 90)),
+            "step_seconds_max": max(seconds),
+        }
         if device := datasheets.for_device(self._local_devices[0]):
             flops = self._tokens_per_step * self._flops_per_token / float(np.mean(seconds))
             record["mfu"] = flops / (self._num_devices * device.bf16_flops)

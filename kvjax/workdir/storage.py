@@ -59,7 +59,7 @@ def _with_checksums(describe):
         (sharding,) = metadata["codecs"]
         (zstd,) = (c for c in sharding["configuration"]["codecs"] if c["name"] == "zstd")
         # Level 1 compresses weights as well as Orbax's level 3; the time saved pays the checksum.
-        zstd["configuration"] |= dict(checksum=True, level=1)
+        zstd["configuration"] |= {"checksum": True, "level": 1}
         return metadata
 
     return described
@@ -102,11 +102,11 @@ def _is_raised_too(record: logging.LogRecord) -> bool:
     return "orbax" in text or "tensorstore" in text
 
 
-def _without_orbax(before, what):
+def _without_orbax(previous_hook, unraisable):
     """Drops unraisable errors of reads that outlive the event loop of a failed load."""
-    closed = str(what.exc_value) == "Event loop is closed"
-    if not closed and not any("orbax" in file for file in _files(what.exc_traceback)):
-        before(what)
+    closed = str(unraisable.exc_value) == "Event loop is closed"
+    if not closed and not any("orbax" in file for file in _files(unraisable.exc_traceback)):
+        previous_hook(unraisable)
 
 
 def _files(trace: types.TracebackType | None) -> list[str]:
