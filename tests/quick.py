@@ -1,9 +1,6 @@
 """Selects the cases that `make test` runs: enough to see a test's claim broken; others are slow."""
 
 from collections.abc import Iterable
-import contextlib
-import os
-import re
 
 import pytest
 
@@ -25,21 +22,6 @@ def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
         XLA_FLAGS=f"--xla_force_host_platform_device_count={count} {flags}",
         NPROC=str(16 * count),  # as runtime.give_collectives_threads
     )
-
-
-def keep_to_own_cores() -> None:
-    """Pins a worker of pytest-xdist and its child processes to its share of the cores.
-
-    Without pinning, two workers on two cores take a twentieth more CPU time, and a quarter more
-    next to other load. A replacement of a worker that died may use all cores.
-    """
-    worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    if not worker or int(worker[1]) >= count or not hasattr(os, "sched_setaffinity"):
-        return
-    number, cores = int(worker[1]), sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):  # not permitted
-        os.sched_setaffinity(0, cores[number::count] or [cores[number % len(cores)]])
 
 
 # One mechanism of tests/mechanisms.py per cache layout of this project: grouped, residual,

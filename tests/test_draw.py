@@ -1,94 +1,49 @@
-"""What is drawn of slow tests: a part of each folder's, the same at a commit, in time all."""
+"""CI's draw of slow tests: a share of every folder, equal for a commit, over commits all cases."""
 
-import math
-import re
-import subprocess
-import sys
+import pathlib
 import types
 
 import pytest
 
-from kvjax.foundation.checkout import ROOT
 from tests import draw
 
 
-def test_of_many_a_part_and_of_one_all():
-    many = [f"t[{i}]" for i in range(41)]
-    found = draw.drawn(many, 4, "a commit")
-    assert len(found) == 11 and found < set(many) and found == draw.drawn(many, 4, "a commit")
-    assert draw.drawn(many[:1], 4, "a commit") == {"t[0]"}
+def _item(nodeid, *marks):
+    markers = [types.SimpleNamespace(name=name) for name in marks]
+    path = pathlib.Path(nodeid.partition("::")[0])
+    return types.SimpleNamespace(nodeid=nodeid, path=path, iter_markers=lambda: markers)
 
 
-def test_cases_of_a_folder_are_one_group():
-    first, second = ["a/a.py::t[0]", "a/b.py::u", "a/a.py::t[1]"], ["a/b/a.py::t[x/y]"]
-    assert draw.by_folder([*first[:2], *second, first[2]]) == [first, second]
+ALWAYS = [_item(f"a/t.py::quick[{i}]") for i in range(9)]
+ALWAYS += [_item(f"a/t.py::whole[{i}]", "slow", "whole") for i in range(9)]
+SLOW = [_item(f"a/t.py::slow[{i}]", "slow") for i in range(41)]
+OTHER = [_item(f"b/t.py::aot[{i}]", "aot") for i in range(3)]
 
 
-def test_over_commits_every_case_is_run():
-    many = [f"t[{i}]" for i in range(41)]
-    found = [draw.drawn(many, 4, f"commit {i}") for i in range(40)]
-    assert set().union(*found) == set(many)
-    assert len({frozenset(cases) for cases in found}) == 40
+def _config(one_in, seed):
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: None)
+    options = {"draw": one_in, "draw_by": seed}
+    return types.SimpleNamespace(getoption=options.__getitem__, hook=hook)
 
 
-class _Item:
-    def __init__(self, nodeid, *marks):
-        self.nodeid, self._marks = nodeid, marks
-
-    def get_closest_marker(self, name):
-        return name in self._marks or None
+def _drawn(one_in, seed="648f8c0"):
+    items = [*SLOW, *ALWAYS, *OTHER]
+    draw.deselect(_config(one_in, seed), items)
+    return [item.nodeid for item in items]
 
 
-def _config(one_in, by, left_out=()):
-    hook = types.SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
-    options = dict(draw=one_in, draw_by=by)
-    return types.SimpleNamespace(getoption=options.__getitem__, hook=hook, rootpath=".")
+def test_a_share_of_each_folders_slow_cases():
+    names = [{item.nodeid for item in items} for items in (ALWAYS, SLOW, OTHER)]
+    found = set(_drawn(4))
+    assert [len(found & of) for of in names] == [18, 11, 1]
+    assert _drawn(4) == _drawn(4) and len(_drawn(1)) == 62
+    every = [frozenset(_drawn(4, f"commit {i}")) for i in range(40)]
+    assert frozenset().union(*every) == frozenset(_drawn(1)) and len(set(every)) == 40
 
 
-@pytest.mark.parametrize("mark", ["slow", "aot"])
-@pytest.mark.parametrize("one_in", [1, 5])
-def test_only_slow_cases_are_left_out(one_in, mark):
-    quick = [_Item(f"t.py::many[q{i}]") for i in range(20)]
-    slow = [_Item(f"t.py::many[{i}]", mark) for i in range(30)]
-    other = [_Item(f"b/other.py::alone_{i}", mark) for i in range(3)]
-    items, left_out = [*slow, *quick, *other], []
-    before = list(items)
-    config = _config(one_in, "a commit", left_out)
-    draw.deselect(config, items)
-    assert [item for item in before if item not in left_out] == items
-    assert set(quick) < set(items)
-    assert len(set(slow) & set(items)) == 30 // one_in
-    assert len(set(other) & set(items)) == (3 if one_in == 1 else 1)
-    assert bool(draw.said(config)) == (one_in > 1)
-
-
-def test_what_is_said_repeats_it():
-    assert draw.said(_config(4, "648f8c0")).endswith("DRAW=4 BY=648f8c0")
-
-
-def test_a_whole_test_keeps_all():
-    items = [_Item(f"t.py::many[{i}]", "slow", "whole") for i in range(30)]
-    draw.deselect(_config(5, "a commit", []), items)
-    assert len(items) == 30
-
-
-def test_nothing_is_drawn_by_nothing():
+def test_a_draw_needs_a_seed_and_reports_it():
     with pytest.raises(pytest.UsageError, match="--draw: give --draw-by too"):
         draw.check_options(_config(4, ""))
     draw.check_options(_config(1, ""))
-
-
-@pytest.mark.slow
-def test_the_command_line_draws(tmp_path):
-    """On a test of this suite that has many slow cases, with workers."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-n", "2"]
-    command += ["tests/attention/test_mechanism.py", "-k", "keys_and_values_follow"]
-
-    def counted(*more):
-        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
-        return int(re.search(r"(\d+) passed", done.stdout)[1]), done.stdout
-
-    every, _ = counted()
-    few, said = counted("--draw=20", "--draw-by=a commit")
-    assert few == math.ceil(every / 20) and "DRAW=20 BY=a commit" in said
+    assert draw.summary(_config(4, "648f8c0")).endswith("DRAW=4 BY=648f8c0")
+    assert not draw.summary(_config(1, ""))
