@@ -48,7 +48,7 @@ def section(model: LazyModel, request: Request) -> Section:
     found = [measurements.of_model(label, one) for label, one in models.items()]
     return Section(
         name="diversity",
-        title="How different heads are",
+        title="Diversity of heads",
         lead=_lead(found),
         figures=[*_rank_figures(found), *_layer_figures(found), _value_figure(found)],
         tables=[_published_table(found), *map(_layer_table, found)],
@@ -105,24 +105,18 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
     counts = {N for one in found for N in one.num_heads}
     (N,) = counts if len(counts) == 1 else (None,)  # without one there are no levels
     heads = "; ".join(f"{of}{_heads(one)}" for of, one in _prefixes(found))
-    rope = (
-        " With RoPE: similarities are means over relative positions from 0 to the length that the "
-        "model was trained on; the paper leaves positions out."
-        if any(one.rotated for one in found)
-        else ""
-    )
     return [
         Figure(
             "Effective rank of heads, not centred",
             draw.lines(_over_layers(plain), x="layer", y="% of N heads"),
             f"Percent of N heads by layer. {_words(plain)}",
             Text(
-                "Over layers, how many directions the N forms W_Q W_Kᵀ of a layer's heads fill: "
-                "exp of the entropy of their similarity matrix's eigenvalues, in percent of N."
-                + rope,
-                "100 % means that no two heads compute alike logits; 1/N that all compute the "
-                "same. Independent random weights give nearly 100 % with any mechanism, so what "
-                "is missing was learned.",
+                "Effective number of directions of the N forms W_Q W_Kᵀ of a layer's heads: exp of "
+                "the entropy of their similarity matrix's eigenvalues, in percent of N. With RoPE: "
+                "similarities averaged over relative positions up to the training context (the "
+                "paper ignores positions).",
+                "100 %: no two heads compute similar logits; 1/N: all compute the same. "
+                "Independent random weights give nearly 100 % with any mechanism.",
                 "LRKV figure 6 and table 5, means over layers: at 2.5B MHA 98.9 %, LRKV 98.3 %, "
                 "GQA 95.4 %, MLA 92.7 %, MQA 86.2 %.",
             ),
@@ -137,11 +131,10 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
             ),
             f"Percent by layer. {_words(centred)}",
             Text(
-                "The same of what differs from the mean of a layer's heads: the effective number "
-                "of principal components.",
-                "N heads have at most N - 1 components about their mean, so the share of N that "
-                "the paper gives cannot reach 100 %; the share of N - 1 can. Forms have norm 1 "
-                "before they are centred.",
+                "Effective rank after subtracting the mean of a layer's heads: the effective "
+                "number of principal components.",
+                "N heads have at most N - 1 components about their mean, so the paper's share of N "
+                "cannot reach 100 %; the share of N - 1 can. Forms are normalised before centring.",
                 "LRKV figure 9 and table 5, in % of N: at 2.5B MHA 94.0 %, LRKV 93.5 %, GQA "
                 "91.7 %, MLA 91.6 %, MQA 91.0 %; the most possible there is 94.4 %.",
             ),
@@ -156,9 +149,9 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
             ),
             f"Effective rank by layer; {heads}. {_words(both, digits='.2f')}",
             Text(
-                "Effective ranks as numbers of heads, before and after the mean is taken away.",
-                "Where the upper curve drops and the lower does not, heads share one common form "
-                "and differ well around it: queries make up for shared keys.",
+                "Effective ranks as numbers of heads, before and after centring.",
+                "If the upper curve drops and the lower does not, heads share one common form and "
+                "differ around it: queries compensate for shared keys.",
                 "LRKV figures 14 and 15: for MQA with 6 heads 4.36 and 4.70, which it calls "
                 "compensation; with 18 heads MHA and LRKV have 17 to 18 before centring.",
             ),
@@ -199,9 +192,9 @@ def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
             Text(
                 "Inner products of the heads' forms over both norms, in an early, a middle and a "
                 "late layer.",
-                "1 is the same form up to its size, 0 an unrelated one, and a row of zeros a head "
-                "that does nothing. Blocks along the diagonal are heads that resemble each other, "
-                "as those that share a KV head may.",
+                "1: the same form up to scale; 0: unrelated; a row of zeros: a head that does "
+                "nothing. Blocks along the diagonal are similar heads, such as heads that share a "
+                "KV head.",
                 "LRKV figures 7 and 18: low off the diagonal for MHA and LRKV, higher for MQA; "
                 "the mean of LRKV lies within 0.02 to 0.04 of that of MHA (appendix C.8).",
             ),
@@ -213,8 +206,8 @@ def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
             Text(
                 "Eigenvalues of the centred similarity matrix, in an early, a middle and a late "
                 "layer.",
-                "A flat curve means that heads differ in as many ways as they can, a steep one "
-                "that most of their differences lie along a few forms.",
+                "Flat: heads differ in as many ways as possible; steep: most differences lie along "
+                "few forms.",
                 "LRKV figures 10 and 11: LRKV's curves are close to those of MHA at all depths, "
                 "and early layers have slightly higher first eigenvalues.",
             ),
@@ -225,8 +218,8 @@ def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
             f"Eigenvalues, descending. {listed(uncentred)}.",
             Text(
                 "Eigenvalues of the similarity matrix as it is; they sum to the number of heads.",
-                "A first value well above the others is a form that all heads have in common, "
-                "which centring takes away.",
+                "A first value well above the others is a form common to all heads, which centring "
+                "removes.",
                 "LRKV figures 16 and 17: MQA's first eigenvalue is the highest, LRKV's curves are "
                 "nearly those of MHA.",
             ),
@@ -236,9 +229,8 @@ def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
             draw.lines(held, x="components", y="% of variance", level={"90 %": 90}),
             f"Components for {_SHARE:.0%} of the variance: {counted}.",
             Text(
-                "The share of the variance between heads that the first components hold together.",
-                "Where a curve crosses the dashed line is the number of components for 90 %. "
-                "There are N - 1 of them.",
+                "Share of the variance between heads held by the first components.",
+                "The crossing with the dashed line is the number of components for 90 %, of N - 1.",
                 "LRKV figures 12 and 13: with 18 heads about 16 to 17 for MHA and LRKV, 15 to 16 "
                 "for GQA, 14 to 15 for MQA and MLA; with 6 heads about 5, for MQA 4 to 5.",
             ),
@@ -253,13 +245,12 @@ def _value_figure(found: list[ModelDiversity]) -> Figure:
         name = f"{of}centred, % of N - 1"
         series[name] = _percent(one.values, "centred_share_of_possible")
     return Figure(
-        "Effective rank of what heads read and write (not in the paper)",
+        "Effective rank of heads' values and outputs (not in the paper)",
         draw.lines(_over_layers(series), x="layer", y="% of heads"),
         f"Percent by layer. {_words(series)}",
         Text(
-            "The same two ranks of the forms W_V W_O: what a head reads where it attends, and "
-            "where it writes that.",
-            "As above: 100 % means that no two heads move the same. Positions do not enter.",
+            "Both ranks of the forms W_V W_O, from a head's input to its output.",
+            "100 %: no two heads transport the same content. Independent of positions.",
             "The paper compares forms of queries and keys only.",
         ),
     )
@@ -296,13 +287,12 @@ def _published_table(found: list[ModelDiversity]) -> Table:
         ],
         rows,
         Text(
-            "Effective ranks, means over all layers, and those of the paper's models.",
-            "Models differ in size, data and number of heads: only the order of mechanisms within "
-            "one scale may be compared, not percentages. The last column of the paper's rows is "
-            "computed from the one before.",
-            "LRKV table 5; the GQA row at 128M is marked there as estimated. Its text says that "
-            "centring lowers MHA and LRKV by 0.9 and 0.8 points at 2.5B; its table, by 4.9 and "
-            "4.8.",
+            "Effective ranks, means over all layers, and of the paper's models.",
+            "Models differ in size, data and number of heads: compare the order of mechanisms "
+            "within one scale, not percentages. The paper's last column is computed from the one "
+            "before.",
+            "LRKV table 5; the paper estimated the GQA row at 128M. Centring lowers MHA and LRKV "
+            "by 0.9 and 0.8 points at 2.5B by its text, and by 4.9 and 4.8 by its table.",
         ),
     )
 
@@ -337,29 +327,26 @@ def _layer_table(one: ModelDiversity) -> Table:
         rows,
         Text(
             f"The numbers of the figures for each layer of {one.label} ({one.mechanism}).",
-            "Components are principal components of the heads' forms about their mean. Heads whose "
-            "form is zero count as no direction.",
+            "Components are principal components of the heads' forms. Zero forms add no direction.",
         ),
     )
 
 
 def _lead(found: list[ModelDiversity]) -> str:
-    said = []
+    parts = [
+        "Do heads of a layer compute different attention logits? Their forms W_Q W_Kᵀ are "
+        "compared; no text is involved."
+    ]
     for one in found:
         share = np.mean(_percent(one.plain, "share"))
         possible = np.mean(_percent(one.plain, "centred_share_of_possible"))
-        said.append(
-            f"In {one.label} ({one.mechanism}, {_heads(one)} in {one.num_layers} layers) heads "
-            f"fill {share:.1f} % of N directions on average, and {possible:.1f} % of the N - 1 "
-            "that are possible around their mean."
-        )
         silent = sum(len(each.nothing) for each in one.plain)
-        if silent:
-            said.append(f"Heads whose form is zero: {silent}; the table names them.")
-    return (
-        "Do heads of a layer compute different attention logits? Each head's form W_Q W_Kᵀ is "
-        "compared with the others'; no text is involved. " + " ".join(said)
-    )
+        parts.append(
+            f"{one.label} ({one.mechanism}, {_heads(one)} in {one.num_layers} layers): effective "
+            f"rank {share:.1f} % of N, centred {possible:.1f} % of N - 1, means over layers"
+            + (f"; heads whose form is zero: {silent}." if silent else ".")
+        )
+    return " ".join(parts)
 
 
 def _published_data() -> list[dict]:

@@ -77,8 +77,8 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
             "Norms over training",
             *over_steps(each(*norms), "Frobenius norm of a head"),
             Text(
-                "Norms of keys and values, of the whole and of their parts, at every snapshot.",
-                "Parts that grow at one pace keep their roles; a crossing is a change of roles.",
+                "Norms of keys and values, and of their parts, at every snapshot.",
+                "Parts that grow at the same rate keep their roles; a crossing changes them.",
                 "LRKV names this as future work 4.",
             ),
         )
@@ -90,8 +90,8 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
                 *over_steps(each("cosine", "overlap", "canonical_overlap"), "cosine or its square"),
                 Text(
                     "Cosine of base and residual, and the share of the residual's input directions "
-                    "that lies in the base's, as learned and in the canonical gauge.",
-                    "Curves that fall show residuals that move away from what the base has.",
+                    "inside the base's, as learned and canonical.",
+                    "Falling curves: residuals move away from the base.",
                     "LRKV names this as future work 4.",
                 ),
             )
@@ -115,8 +115,8 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
                 "Effective rank of heads over training",
                 *over_steps(ranks, "share of heads"),
                 Text(
-                    "How many directions the heads' forms fill, at every snapshot.",
-                    "See the report on diversity; random weights begin near 1.",
+                    "Effective number of directions of the heads' forms, at every snapshot.",
+                    "See the report on diversity; random weights start near 1.",
                     "LRKV analyses final checkpoints only and names this as an extension (C.11).",
                 ),
             ),
@@ -126,8 +126,8 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
                 f"From step {steps[0]} to {steps[-1]}, means over layers. {ends}.",
                 Text(
                     f"The {_LEADING} largest eigenvalues of the heads' similarity, over their sum.",
-                    "A first value that grows is a form that heads come to have in common; after "
-                    "centring, a way in which most of them come to differ.",
+                    "A growing first value: heads come to share a form; after centring, most of "
+                    "them come to differ in one way.",
                     "LRKV names this as an extension (C.11).",
                 ),
             ),

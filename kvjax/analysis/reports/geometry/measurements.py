@@ -85,7 +85,7 @@ def _of_parts(
     parts: geometry.BaseAndResiduals, other_DKH: np.ndarray | None, seed
 ) -> PartMeasurements:
     D = len(parts.residual_DKH)
-    raw, canonical, own = _both_gauges(parts)
+    raw, canonical, own = _both_forms(parts)
     beside = None
     if other_DKH is not None and other_DKH.shape == parts.residual_DKH.shape:
         bases = parts.base_DJH.shape[1]
@@ -93,7 +93,7 @@ def _of_parts(
         beside = geometry.best_residuals(heads, geometry.part_geometry(heads), parts, raw.reads)
     random = None
     if seed is not None:
-        *both, best = _both_gauges(geometry.random_like(parts, seed))
+        *both, best = _both_forms(geometry.random_like(parts, seed))
         random = (*map(_without_directions, both), best)
     return PartMeasurements(
         geometry.norms(parts.total_DKH),
@@ -113,7 +113,7 @@ def _without_directions(split: PartGeometry) -> PartGeometry:
     return split._replace(reads=())
 
 
-def _both_gauges(
+def _both_forms(
     parts: geometry.BaseAndResiduals,
 ) -> tuple[PartGeometry, PartGeometry, BestResiduals]:
     """Returns the geometry as learned, in canonical form, and the comparison with the best

@@ -93,10 +93,10 @@ def _drawn(
     ) + "."
 
 
-def _both_gauges(measure: str) -> dict[str, tuple[str, str]]:
+def _both_forms(measure: str) -> dict[str, tuple[str, str]]:
     """Returns series of keys and values, as learned and canonical."""
-    gauges = {"": measure, ", canonical": f"canonical_{measure}"}
-    return {f"{part}s{gauge}": (part, name) for gauge, name in gauges.items() for part in PARTS}
+    forms = {"": measure, ", canonical": f"canonical_{measure}"}
+    return {f"{part}s{form}": (part, name) for form, name in forms.items() for part in PARTS}
 
 
 def _norm_figure(layers: Layers, name: str, beside: str | None) -> Figure:
@@ -114,11 +114,10 @@ def _norm_figure(layers: Layers, name: str, beside: str | None) -> Figure:
         svg,
         f"Norms by layer, means over heads. {words}",
         Text(
-            f"Frobenius norms of each head's {name} projection by layer, and of base and residual "
-            "where it has them; bands go from the lowest head to the highest.",
-            "Base and residual are drawn as they were learned and in the canonical gauge, where "
-            "the base is the mean of its heads; the whole is the same in both. Norms of keys "
-            "have no effect where keys are normed.",
+            f"Frobenius norms of each head's {name} projection by layer, and of its base and "
+            "residual; bands span the heads.",
+            "Base and residual are shown as learned and in canonical form, where the base is the "
+            "mean of its heads; their sum is the same. Norms of normalised keys have no effect.",
             "LRKV figure 8: base and residual each exceed the norm of MHA; whole keys at rank 64 "
             "are 4.2 (128M) and 5.1 times (2.5B) as large by its caption, 6.7 and 4.8 times by "
             "section 6.3.",
@@ -127,24 +126,23 @@ def _norm_figure(layers: Layers, name: str, beside: str | None) -> Figure:
 
 
 def _cosine_figure(layers: Layers) -> Figure:
-    svg, words = _drawn(layers, _both_gauges("cosine"), y="cosine", digits="z.3f")
+    svg, words = _drawn(layers, _both_forms("cosine"), y="cosine", digits="z.3f")
     return Figure(
         "Cosine of base and residual",
         svg,
         f"Cosines by layer, means over heads. {words}",
         Text(
-            "The cosine of each head's residual and its base, each taken as one long vector; bands "
-            "go from the lowest head to the highest.",
-            "Near 0, residuals add what the base does not have; below 0, they take some of it "
-            "back. In the canonical gauge residuals sum to zero over heads, so their mean is "
-            "about 0 whatever was learned, and only its band says something.",
+            "Cosine of each head's residual and base as vectors; bands span the heads.",
+            "Near 0: residuals add new content; below 0: they cancel some of the base. Canonical "
+            "residuals sum to zero over heads, so their mean cosine is about 0 for any weights, "
+            "and only the band is informative.",
             "LRKV section 6.3 speaks of moderate orthogonality and gives no number.",
         ),
     )
 
 
 def _overlap_figure(layers: Layers) -> Figure:
-    wanted = _both_gauges("overlap")
+    wanted = _both_forms("overlap")
     wanted["random factors"] = ("key", "random_overlap")
     wanted["random factors, canonical"] = ("key", "random_canonical_overlap")
     svg, words = _drawn(layers, wanted, y="mean squared cosine", digits=".3f")
@@ -153,12 +151,11 @@ def _overlap_figure(layers: Layers) -> Figure:
         svg,
         f"Mean squared cosines of principal angles by layer, means over heads. {words}",
         Text(
-            "How much of what a residual reads of the layer's input lies in what its base reads: "
-            "the mean squared cosine of the principal angles between their column spaces, in the "
-            "canonical gauge between the base's and the R strongest of the residual's.",
-            "1: the residual reads directions that the base reads too; 0: all of them are others. "
-            "Random factors are of keys of the same norms: H/D, and more in the canonical gauge, "
-            "where the mean has a part of every residual. Compare like with like.",
+            "Mean squared cosine of the principal angles between the column spaces (input "
+            "directions) of base and residual; canonical: the residual's R strongest directions.",
+            "1: the residual reads only directions that the base reads; 0: none of them. Random "
+            "factors with the keys' norms give H/D, and more in canonical form, where the mean has "
+            "a part of every residual.",
             "LRKV section 4 names such angles as a diagnostic of low overlap and gives no number.",
         ),
     )
@@ -182,8 +179,8 @@ def _angle_figure(layers: Layers) -> Figure:
         f"Cosines of the first and last angle, means over heads. {'; '.join(words)}.",
         Text(
             "Cosines of the principal angles between the column spaces of a head's base and "
-            "residual, one after the other, means over heads.",
-            "1 is a direction that both read, 0 one that the base does not read.",
+            "residual, in order, means over heads.",
+            "1: a direction that both read; 0: one that the base does not read.",
             "LRKV section 6.3 measures overlap so and shows no figure.",
         ),
     )
@@ -197,18 +194,17 @@ def _optimal_figure(layers: Layers, name: str, beside: str | None) -> Figure:
     wanted = {label: (name, measure) for label, measure in measures.items()}
     svg, words = _drawn(layers, wanted, y="% of the energy lost", scale=100, digits=".1f")
     return Figure(
-        f"What the best residuals of the same rank lose of {name}s",
+        f"Loss of the best residuals of the same rank, {name}s",
         svg,
         f"Percent of the squared norm by layer, means over heads. {words}",
         Text(
-            f"The share of each head's {name} projection that is lost if it is replaced by the "
-            "best matrix of the residuals' rank R (a truncated SVD), alone or beside the mean of "
-            "the heads; bands go from the lowest head to the highest.",
-            "Learned base and residual lose nothing of their own heads. Where the mean with the "
-            "best residuals loses little, the learned base is close to the mean but for what R "
-            "directions hold; where it loses much, training found another split. Random factors "
-            "have the norms of the learned ones. Curves of another model say how well its heads "
-            "fit the form.",
+            f"Share of each head's {name} projection lost by replacing it with the best matrix of "
+            "the residuals' rank R (a truncated SVD), alone or beside the mean of the heads; bands "
+            "span the heads.",
+            "Learned base and residual lose nothing of their own heads. A small loss with the "
+            "mean: the learned base is close to the mean, up to R directions; a large loss: "
+            "training found another split. Random factors have the learned norms. Curves of "
+            "another model show how well its heads fit the form.",
             "LRKV section 6.3 announces a comparison with the truncated SVD of MHA and shows none.",
         ),
     )
@@ -229,12 +225,11 @@ def _best_figure(layers: Layers, beside: str | None) -> Figure:
         svg,
         f"Mean squared cosines by layer, means over heads. {words}",
         Text(
-            "How much of the input directions that a learned residual reads lies in those of the "
-            "best residual of rank R about the mean of the heads.",
-            "1: both read the same directions. They are of the same heads, so random factors come "
-            "close to each other too. Against the best residuals of another model, where chance "
-            "gives R/D, it means something only if one was made from the other or both started "
-            "from the same weights: else no head belongs to a head.",
+            "Share of a learned residual's input directions inside those of the best rank-R "
+            "residual about the mean of the heads.",
+            "1: the same directions. Random factors overlap with their own best residuals, too. "
+            "Overlap with another model (by chance R/D) is meaningful only if one was made from "
+            "the other or both started from the same weights, so that heads correspond.",
             "Not in the paper as a number.",
         ),
     )
@@ -251,13 +246,11 @@ def _distance_figure(layers: Layers, beside: str | None) -> Figure:
         svg,
         f"Relative distances by layer, means over heads. {words}",
         Text(
-            "The Frobenius norm of what differs between a head's learned residual and the best "
-            "residual of rank R about the mean of the heads (a truncated SVD), over the norm of "
-            "the best.",
-            "0: training found the truncated SVD; 1: the difference is as large as the best "
-            "itself; more: the learned one is larger, or is another. A part that all residuals "
-            "have in common counts, though it could as well stand in the base. Of another model "
-            "the caution of the figure before applies.",
+            "Frobenius norm of the difference between a head's learned residual and the best "
+            "rank-R residual about the mean of the heads (a truncated SVD), over the best's norm.",
+            "0: training found the truncated SVD; 1: the difference is as large as the best; more: "
+            "the learned one is larger, or unrelated. A part common to all residuals counts, "
+            "though it could belong to the base. For another model see the previous figure.",
             "LRKV section 6.3 announces this comparison with MHA's truncated SVD and shows none.",
         ),
     )
@@ -307,10 +300,10 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
         columns,
         rows,
         Text(
-            "Means over heads of the numbers in the figures, and standard deviations over heads.",
-            "Norms are Frobenius norms of a head's D x H matrix; overlaps are mean squared cosines "
-            "of principal angles; losses are shares of the squared norm, distances from the best "
-            "residual of its norm.",
+            "Means and standard deviations over heads of the numbers in the figures.",
+            "Norms are Frobenius norms of a head's D x H matrix; overlaps mean squared cosines of "
+            "principal angles; losses shares of the squared norm; distances relative to the best "
+            "residual's norm.",
         ),
     )
 
@@ -325,29 +318,20 @@ def _lead(model: LazyModel, request: Request, layers: Layers, apart: bool) -> st
         names = ("base_norm", "residual_norm", "overlap")
         found = {name: over_heads(name) for name in names}
         shown = {name: "none" if x is None else f"{x:.3g}" for name, x in found.items()}
-        said = [
-            f"Each head of {model.name} ({mechanisms}) has a shared base and a residual of low "
-            "rank. Where one ends is a convention, so both are shown as learned and with the mean "
-            f"of the heads as the base. Of keys, as learned, the mean norm is {shown['base_norm']} "
-            f"(base) and {shown['residual_norm']} (residual), and {shown['overlap']} of what "
-            "residuals read lies in what the base reads."
+        parts = [
+            f"Each head of {model.name} ({mechanisms}) has a shared base and a low-rank residual, "
+            "shown as learned and with the mean of the heads as the base. Keys as learned: mean "
+            f"norm {shown['base_norm']} (base) and {shown['residual_norm']} (residual), overlap of "
+            f"their input directions {shown['overlap']}."
         ]
         if any(getattr(c, "splits_rope", False) for c in model.transformer.mechanisms):
-            said.append(
-                "RoPE turns the base alone here, so that moving a common part between both is "
-                "another model: the canonical gauge describes sums of weights only."
+            parts.append(
+                "RoPE rotates only the base here: moving a common part between the two changes the "
+                "model, and the canonical form describes sums of weights only."
             )
     else:
-        said = [
-            f"{model.name} ({mechanisms}) has no residuals beside a shared base, so there is "
-            "nothing to take apart: what follows are the norms of its whole keys and values."
-        ]
+        parts = [f"{model.name} ({mechanisms}) has no residuals: norms of whole keys and values."]
     compared = any(part.beside for layer in layers for part in layer.values())
     if request.beside is not None and apart and not compared:
-        said.append(
-            f"{request.beside.name} has other numbers of channels or KV heads: only norms are "
-            "compared with it."
-        )
-    if not request.snapshots:
-        said.append("There are no snapshots of its training, so nothing is shown over steps.")
-    return " ".join(said)
+        parts.append(f"{request.beside.name} has another shape: only norms are compared.")
+    return " ".join(parts)

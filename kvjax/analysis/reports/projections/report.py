@@ -57,7 +57,7 @@ def section(model: LazyModel, request: Request) -> Section:
     drawn = any(x is not None for layer in layers for x in layer.cosine.values())
     return Section(
         name="projections",
-        title="How alike queries, keys and values are projected",
+        title="Similarity of query, key and value projections",
         lead=_lead(model.name, names, layers),
         figures=[
             *([_cosine_figure(layers)] if drawn else []),
@@ -128,11 +128,11 @@ def _cosine_figure(layers: list[_Layer]) -> Figure:
         svg,
         f"Cosines by layer. {words}",
         Text(
-            "Cosines of W_Q, W_K and W_V of each layer, each as one long vector; where query heads "
-            "share KV heads, keys and values stand once for each of them.",
-            "It depends on how a head's channels happen to lie: turning values and outputs "
-            "together leaves the model as it is and changes these cosines. Values far from 0 "
-            "say that both are alike channel by channel; values near 0 say nothing.",
+            "Cosines of W_Q, W_K and W_V of each layer as vectors; keys and values are repeated "
+            "for the query heads that share them.",
+            "Not invariant: rotating values and outputs together leaves the model unchanged and "
+            "changes these cosines. Far from 0: both are similar channel by channel; near 0: no "
+            "conclusion.",
             _PAPER,
         ),
     )
@@ -149,13 +149,12 @@ def _overlap_figure(layers: list[_Layer]) -> Figure:
         svg,
         f"Overlap by layer. {words}",
         Text(
-            "|W_aᵀ W_b|² over |W_aᵀ W_a| |W_bᵀ W_b|: whether two projections read the same "
-            "directions of the layer's input with the same strength (linear CKA without "
-            "centring). Turning channels does not change it.",
-            "1 is the same directions. The measure is well above 0 for unrelated matrices too: "
-            "compare each curve with its own by chance, the mean over random directions with the "
-            "same singular values.",
-            "The paper does not measure it; its cosines are in the figure and table beside.",
+            "|W_aᵀ W_b|² over |W_aᵀ W_a| |W_bᵀ W_b|: agreement of the input directions that two "
+            "projections read, weighted by strength (linear CKA without centring). Invariant to "
+            "rotations of channels.",
+            "1: the same directions. Unrelated matrices are well above 0, too: compare with the "
+            "curve by chance, the mean over random directions with the same singular values.",
+            "Not measured in the paper.",
         ),
     )
 
@@ -177,10 +176,9 @@ def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
         svg,
         f"Percent by layer. {words}",
         Text(
-            f"exp of the entropy of the {of} of each projection, over the most that a matrix of "
-            "its shape can have.",
-            "100 %: all directions count alike; by chance: a matrix of independent normal numbers, "
-            "as those of MHA begin.",
+            f"exp of the entropy of the {of} of each projection, over the largest possible.",
+            "100 %: all directions are equally strong; by chance: a matrix of independent normal "
+            "numbers, such as an untrained MHA's.",
             "Projection sharing, section 4: 687 (keys) and 702 (values) of 1,024, 67.1 and "
             "68.6 %; it does not say whether of singular values or of their squares.",
         ),
@@ -213,8 +211,8 @@ def _mean_table(layers: list[_Layer]) -> Table:
             "Means over layers; effective ranks as shares of the largest possible. By chance: the "
             "size of a random cosine, the mean overlap of random directions, the rank of random "
             "weights.",
-            "The paper's model is another one: a cosine near its own would mean as much alike "
-            "channel by channel. Its effective rank stands in both rows, as it may mean either.",
+            "The paper's model is a different one. Its effective rank is in both rows, since the "
+            "paper does not define it.",
             _PAPER + " Effective ranks 687 (keys) and 702 (values) of 1,024.",
         ),
     )
@@ -237,7 +235,7 @@ def _layer_table(layers: list[_Layer]) -> Table:
         rows,
         Text(
             "The numbers of the figures for each layer.",
-            "A dash: the two have other numbers of channels, so that there is no cosine.",
+            "A dash: different head widths have no cosine.",
         ),
     )
 
@@ -250,13 +248,13 @@ def _lead(name: str, mechanisms: str, layers: list[_Layer]) -> str:
     first = (
         f"cosine {cosine:z.3f} on average over layers"
         if cosine is not None
-        else "other channels, so that there is no cosine"
+        else "different widths, so no cosine"
     )
     second = "" if overlap is None else f", overlap {overlap:.3f} where chance gives {chance:.3f}"
     return (
-        "May values be the keys, as projection sharing proposes because both are projected alike? "
-        f"In {name} ({mechanisms}) keys and values have {first}{second}. Cosines of weights depend "
-        "on how channels lie and overlaps do not, so both are shown."
+        "Can keys serve as values, as projection sharing argues from similar projections? Keys and "
+        f"values of {name} ({mechanisms}) have {first}{second}. Overlaps are invariant to "
+        "rotations of channels, cosines are not."
     )
 
 
