@@ -1,1 +1,1 @@
-"""Trained MHA models to convert to smaller caches, and the texts for that."""
+"""Conversion of trained models to smaller caches: the models, texts, methods and results."""

@@ -18,15 +18,15 @@ import numpy as np
 
 from kvjax.foundation.errors import MissingDataError, UserError
 
-VERSION = 6  # of the format; older ones lay variables out differently
+VERSION = 6  # of the format; older versions have another layout
 _TYPES = dict(enumerate((np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)))
 
 
 def read(path: epath.PathLike, *, specification: str, revision: int) -> dict[str, np.ndarray]:
-    """The arrays of a model by name, as they are stored; an alias is one more name.
+    """Returns a model's arrays by name, in their stored types; an alias is a further name.
 
     Args:
-      specification, revision: what the file must say it is, as ("WhisperSpec", 3).
+      specification, revision: the expected ones, such as ("WhisperSpec", 3).
 
     Raises:
       UserError: no such file, another version, specification or revision, or a damaged file.
@@ -54,7 +54,7 @@ def read(path: epath.PathLike, *, specification: str, revision: int) -> dict[str
 
 
 class _File:
-    """The content of a file and how far it is read."""
+    """The content of a file and the offset of the next byte to read."""
 
     def __init__(self, path: epath.Path):
         self.path, self.offset = path, 0

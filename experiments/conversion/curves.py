@@ -1,7 +1,7 @@
-"""What is measured before tuning: for each way to convert, one curve over ranks.
+"""Perplexity before tuning: a curve over ranks for each conversion method.
 
-A point is a rank as the tables show it, and the methods that are applied in turn. Channels of a
-rank that is split over heads are rounded down, as in thin keys' Table 5.
+A point is a rank, as the tables show it, and the methods applied in turn. A rank that heads share
+is divided by their number and rounded down, as in thin keys' Table 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from kvjax.convert.methods import LowRankKV, Method, ThinKeys
 from kvjax.foundation import progress
 
 Methods = tuple[Method, ...]  # applied in turn; (): the original
-OF_PART = dict(  # objectives that differ: queries have no output of their own
-    key=("weights", "inputs", "outputs"),
-    query=("weights", "inputs"),
-    both=("weights", "inputs"),
-    value=("weights", "inputs", "outputs"),
-)
+OF_PART = {  # distinct objectives: queries have no output of their own
+    "key": ("weights", "inputs", "outputs"),
+    "query": ("weights", "inputs"),
+    "both": ("weights", "inputs"),
+    "value": ("weights", "inputs", "outputs"),
+}
 LRKV_OBJECTIVES = ("weights", "outputs")
 
 
@@ -27,12 +27,12 @@ class Curve(NamedTuple):
     """Methods by rank."""
 
     name: str
-    about: dict  # JSON-able: what tables look for
+    about: dict  # JSON-able keys by which tables select the curve
     methods: Mapping[int, Methods]
 
 
 class Measured(NamedTuple):
-    """What a model is after its conversion."""
+    """A converted model's mechanisms, errors and perplexity."""
 
     mechanisms: Sequence[MechanismConfig]
     errors: Sequence[Mapping[str, float]]  # by layer, see `methods.ConvertedLayer`
@@ -42,30 +42,31 @@ class Measured(NamedTuple):
 def thin_keys(
     ranks: Sequence[int], part: str, mode: str, objective: str, *, heads: int = 1
 ) -> Curve:
-    """Thin keys over ranks, which all heads have together.
+    """Returns thin keys over ranks, each the sum over heads.
 
     Args:
-      heads: that share a rank in mode "per_head"; 1: each has it.
+      heads: number of heads that share a rank in mode "per_head"; 1: ranks are per head.
     """
-    of_head = lambda rank: rank // heads if mode == "per_head" else rank
+    share = heads if mode == "per_head" else 1
     keys = dict(mode=mode, part=part, objective=objective)
-    methods = {rank: (ThinKeys(rank=of_head(rank), **keys),) for rank in ranks}
+    methods = {rank: (ThinKeys(rank=rank // share, **keys),) for rank in ranks}
     return Curve(f"{part}_{mode}_{objective}", dict(method="thin_keys") | keys, methods)
 
 
 def thin_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int) -> Curve:
-    """Keys and then values, of one rank."""
+    """Returns thin keys and thin values of equal rank."""
     methods = {rank: keys_and_values(rank // heads, objective) for rank in ranks}
     about = dict(method="thin_keys", part="key_value", mode="per_head", objective=objective)
     return Curve(f"key_value_per_head_{objective}", about, methods)
 
 
 def joint_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int = 1) -> Curve:
-    """A latent of all heads' keys and one of their values, of one rank. It shares over heads as
-    LRKV does, and is its rival.
+    """Returns one latent of all heads' keys and one of all heads' values, of equal rank.
+
+    Shares a latent over heads, as LRKV shares a base.
 
     Args:
-      heads: that a rank is multiplied by: a table that counts channels of a head has as many.
+      heads: multiplies ranks, where a table counts channels per head.
     """
     methods = {rank: (joint_key_and_value(rank * heads, objective),) for rank in ranks}
     about = dict(method="thin_keys", mode="joint", part="key_value", objective=objective)
@@ -73,35 +74,36 @@ def joint_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int = 
 
 
 def joint_key_and_value(rank: int, objective: str) -> ThinKeys:
-    """A latent of all heads' keys and one of their values."""
+    """Returns one latent of all heads' keys and one of all heads' values."""
     return ThinKeys(rank=rank, mode="joint", part="key_value", objective=objective)
 
 
 def keys_and_values(rank: int, objective: str) -> Methods:
-    """Both thin, of a rank per head; of models without RoPE and norm of keys."""
+    """Returns thin keys and thin values of a rank per head, for models without RoPE and key
+    norm."""
     key = ThinKeys(rank=rank, objective=objective)
     return key, ThinKeys(rank=rank, part="value", objective=objective)
 
 
 def lrkv(ranks: Sequence[int], objective: str, *, align: bool = True) -> Curve:
-    """LRKV of one base, over ranks of the residuals."""
+    """Returns LRKV with one base, over ranks of the residuals."""
     methods = {rank: (LowRankKV(rank=rank, objective=objective, align=align),) for rank in ranks}
     name = f"lrkv_{objective}" if align else f"lrkv_{objective}_not_aligned"
     return Curve(name, dict(method="lrkv", objective=objective, align=align), methods)
 
 
 def cached(mechanisms: Sequence[MechanismConfig]) -> int:
-    """Elements that a cache keeps per token, of all layers."""
+    """Returns cached elements per token, all layers."""
     return sum(math.prod(field.shape) for m in mechanisms for field in m.entry().values())
 
 
 def figures(
     curve: Curve, mechanisms: Sequence[MechanismConfig], measure: Callable[[Methods], Measured]
 ) -> dict:
-    """A curve's result, point by point.
+    """Measures a curve point by point and returns its result.
 
     Args:
-      mechanisms: of the original.
+      mechanisms: the original model's.
     """
     points = []
     with progress.waiting(f"measuring {curve.name}") as doing:
@@ -112,7 +114,8 @@ def figures(
 
 
 def point(measured: Measured, mechanisms: Sequence[MechanismConfig]) -> dict:
-    """One point: elements cached per token, also as a share, perplexity, and energy lost."""
+    """Returns one point: cached elements per token and their share, perplexity, and relative
+    errors."""
     elements = cached(measured.mechanisms)
     names = dict.fromkeys(name for errors in measured.errors for name in errors)
     lost = {name: statistics.mean(errors[name] for errors in measured.errors) for name in names}

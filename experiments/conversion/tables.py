@@ -20,8 +20,8 @@ class Report(NamedTuple):
     findings: list[str]
 
     def as_json(self) -> dict:
-        of = lambda table: dict(title=table.title, header=list(table.header), rows=table.rows)
-        return dict(tables=list(map(of, self.tables)), findings=self.findings)
+        tables = [dict(title=t.title, header=list(t.header), rows=t.rows) for t in self.tables]
+        return dict(tables=tables, findings=self.findings)
 
 
 def report() -> Report:
@@ -72,7 +72,7 @@ def _objectives(outcomes: Outcomes) -> Iterator[Table]:
     """Yields thin keys by objective: least error of weights, inputs or outputs."""
     for part in ("key", "key_value"):
         curves = {}
-        for mode in (*_OF_MODE, "split"):  # that of joint latents, ranks by what outputs lose
+        for mode in (*_OF_MODE, "split"):  # "split": joint latents, ranks by output error
             for objective in ("weights", "inputs", "outputs"):
                 if curve := outcomes.curve(f"{part}_{mode}_{objective}"):
                     curves[f"{mode.replace('_', ' ')}, {objective}"] = curve

@@ -1,4 +1,4 @@
-"""The texts of the conversion studies: the embedded corpus, with its own held-out ends."""
+"""The conversion studies' text: the embedded corpus with its held-out split."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -9,12 +9,12 @@ from kvjax.foundation.errors import UserError
 
 
 def training_text() -> list[str]:
-    """The documents to calibrate and train on: plays, poems and books of the Bible."""
+    """Returns the documents for calibration and tuning: plays, poems and books of the Bible."""
     return list(_documents("train"))
 
 
 def validation_text() -> list[str]:
-    """The documents held out: about 200,000 bytes of Shakespeare, and as many of the Bible."""
+    """Returns the held-out documents: about 200,000 bytes each of Shakespeare and of the Bible."""
     return list(_documents("validation"))
 
 
@@ -25,13 +25,13 @@ def rows(
     length: int,
     prefix: Sequence[int] = (),
 ) -> np.ndarray:
-    """[R, len(prefix) + length] int32: the documents' tokens end to end, cut to rows.
+    """Concatenates the documents' tokens and cuts them to rows [R, len(prefix) + length] int32.
 
-    What is left over at the end is dropped.
+    Drops the incomplete last row.
 
     Args:
-      encode: a tokenizer's, from text to ids.
-      prefix: ids that every row opens with.
+      encode: tokenizer from text to ids.
+      prefix: ids at the start of every row.
     """
     ids = np.concatenate([np.asarray(encode(text), np.int32) for text in documents])
     R = len(ids) // length

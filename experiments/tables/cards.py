@@ -1,4 +1,4 @@
-"""How the pictures look: a card that reads on light and dark pages, the same bytes each time."""
+"""Common style of the figures: a white card for light and dark pages, as reproducible SVG."""
 
 import io
 
@@ -8,22 +8,23 @@ from matplotlib.patches import FancyBboxPatch
 INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
 FULL, RESIDUAL, LATENT, WEIGHT = "#4c78a8", "#f58518", "#54a24b", "#d8dce1"
 STYLE = {
-    "svg.fonttype": "path",  # the same everywhere: no fonts are looked up
-    "svg.hashsalt": "kvjax",  # the same bytes every time
+    "svg.fonttype": "path",  # glyphs as paths: independent of installed fonts
+    "svg.hashsalt": "kvjax",  # reproducible ids
     "font.size": 10,
     "text.color": INK,
 }
 
 
 def svg(figure: Figure) -> str:
-    """A figure as SVG text, the same for the same figure: no date, no version."""
+    """Returns a figure as SVG text without date and version, so that equal figures give equal
+    text."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict(Date=None, Creator=None), transparent=True)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
 def card(width: float, height: float) -> Figure:
-    """An empty figure on a card of its own; inches."""
+    """Returns an empty figure on a card with rounded corners; sizes in inches."""
     figure = Figure(figsize=(width, height))
     shape = FancyBboxPatch(
         (0.006, 0.006 * width / height),
@@ -41,7 +42,7 @@ def card(width: float, height: float) -> Figure:
 
 
 def heading(figure: Figure, title: str, *lines: str) -> None:
-    """A title and what is to be known beside it, at the top of a card."""
+    """Writes a title and lines of explanation at the top of a card."""
     height = figure.get_figheight()
     figure.text(0.034, 1 - 0.33 / height, title, fontsize=13, weight="bold", va="center")
     for i, line in enumerate(lines):
@@ -50,7 +51,7 @@ def heading(figure: Figure, title: str, *lines: str) -> None:
 
 
 def plain_axes(axes) -> None:
-    """Two quiet spines and a grid behind what is drawn."""
+    """Keeps the left and bottom spines and draws a grid behind the data."""
     axes.tick_params(colors=GRAY)
     axes.grid(color=LINE, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -1,11 +1,11 @@
-"""What reading a cache costs at least, mechanism by mechanism: bytes, FLOPs and time by datasheet.
+"""Lower bounds of decode attention per mechanism: cache bytes, FLOPs and time by datasheet.
 
     python -m experiments.tables.decode_roofline [--scale=2p5b] [--length=32768] [--markdown]
 
-One layer, one query per sequence, bfloat16: configs/rivals.py and what it is compared
-with. The least time is the longer one of the bytes at full bandwidth and the FLOPs at the
-full dense rate of the matrix units; where FLOPs set it, a star says so. What a mechanism does to
-the new token and to the query before it meets the cache is not in it.
+One layer, one query per sequence, bfloat16: the variants of configs/rivals.py and the configs that
+they are compared with. The time is the larger of cache bytes over HBM bandwidth and FLOPs over the
+dense bfloat16 rate; a star marks times that FLOPs determine. Projections of the new token and
+absorbing weights into the query are not included.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from kvjax.foundation.output import Output
 from kvjax.hardware.datasheets import DEVICES, Device
 
 SCALES = ("tiny", "128m", "2p5b")
-_ROOT = ("mha", "lrkv", "gqa", "mqa", "mla")  # of the configs of this project itself
+_ROOT = ("mha", "lrkv", "gqa", "mqa", "mla")  # mechanisms with a config file of their own
 _DEVICES = ("v5e", "v5p", "v4", "h200")
 _BF16 = jnp.dtype(jnp.bfloat16)
 
 
 def row(path: pathlib.Path) -> dict:
-    """A config's figures for one layer and one cached token."""
+    """Returns cache bytes and FLOPs of a config per layer and cached token."""
     experiment = load(path)
     mechanism, base = experiment.model.mechanisms[0], experiment.model.block.angles_base
     return dict(
@@ -41,7 +41,7 @@ def row(path: pathlib.Path) -> dict:
 
 
 def seconds(r: dict, length: int, device: Device) -> tuple[float, bool]:
-    """The least time over `length` cached tokens, and whether FLOPs set it."""
+    """Returns the lower bound in seconds for `length` cached tokens, and True if FLOPs set it."""
     by_bytes = length * r["bytes"] / device.bandwidth
     by_flops = length * r["flops"] / device.bf16_flops
     return max(by_bytes, by_flops), by_flops > by_bytes
@@ -61,7 +61,7 @@ def _cells(r: dict, mha: dict, length: int) -> tuple[str, ...]:
 
 
 def paths(scale: str) -> list[pathlib.Path]:
-    """The configs of a scale."""
+    """Returns the configs of a scale."""
     rivals = command_line.configs_of(CONFIGS / "rivals.py")
     own = [CONFIGS / f"{name}_{scale}.py" for name in _ROOT]
     return own + sorted(path for path in rivals if path.name.endswith(f"_{scale}"))

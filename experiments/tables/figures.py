@@ -1,12 +1,12 @@
-"""The READMEs' pictures: what each mechanism caches, and bits per byte against cache size.
+"""Draws the READMEs' figures: cache entries by mechanism, and bits per byte against cache size.
 
     python -m experiments.tables.figures          # writes experiments/figures/*.svg
-    python -m experiments.tables.figures --check  # writes nothing: says which would change
+    python -m experiments.tables.figures --check  # writes nothing; prints files that would change
 
-The first is drawn from the tiny configs, to scale. The second shows
-experiments/results/studies/mechanisms.json, a study of experiments/studies/language_models.py; the
-third, of all mechanisms, small_caches.json of experiments/studies/small_caches.py once it has every
-run. `study_figures` draws the other studies, in experiments/figures/studies.
+idea.svg is drawn from the tiny configs, to scale. results.svg shows
+experiments/results/studies/mechanisms.json (experiments/studies/language_models.py), and
+small_caches.svg results/small_caches.json (experiments/studies/small_caches.py) once that has every
+run. `study_figures` draws the other studies into experiments/figures/studies.
 """
 
 import json
@@ -39,7 +39,7 @@ CACHED = ("mha", "gqa", "mqa", "lrkv", "mla")  # rows of the first picture
 
 
 def idea() -> Figure:
-    """How LRKV makes a head's key, and what five mechanisms cache of a token."""
+    """Draws LRKV's key as base plus residual, and the cache entries of five mechanisms."""
     figure = cards.card(9.6, 5.85)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 960), ylim=(585, 0))
@@ -63,7 +63,7 @@ def _box(axes, x: float, y: float, width: float, height: float, color: str, labe
 
 
 def _equation(axes, top: float) -> None:
-    """One token's key of one head: the base, and a latent times that head's weights."""
+    """Draws one head's key of one token: the base, plus a latent times the head's weights."""
     title = "LRKV: one base for all heads, and a low-rank residual for each"
     _text(axes, 32, top - 28, title, fontsize=13, weight="bold")
     y, height, channels = top + 34, 26, 190
@@ -87,7 +87,7 @@ def _equation(axes, top: float) -> None:
 
 
 def _caches(axes, top: float) -> None:
-    """A strip of boxes for each mechanism: the arrays of its cache entry, to scale."""
+    """Draws the arrays of each mechanism's cache entry as a strip of boxes, to scale."""
     title = "What is cached for each token and layer"
     _text(axes, 32, top, title, fontsize=13, weight="bold")
     _text(axes, 32, top + 24, "4 heads of 32 channels, to scale", color=GRAY, fontsize=9.5)
@@ -119,7 +119,7 @@ def _caches(axes, top: float) -> None:
 
 
 def boxes(name: str) -> list[tuple[str, str, int]]:
-    """Colour, label and channels of each array that a tiny config caches for a token."""
+    """Returns colour, label and channels of each array in the cache entry of a tiny config."""
     (mechanism, _), *_ = parameter_table.load(CONFIGS / f"{name}_tiny.py").model.layer_groups
     entry = mechanism.entry()
     if "latent" in entry:
@@ -135,7 +135,7 @@ def boxes(name: str) -> list[tuple[str, str, int]]:
 
 
 def _bytes(name: str) -> int:
-    """Cache bytes per token of a config, all layers, in bfloat16."""
+    """Returns cache bytes per token of a config, all layers, in bfloat16."""
     model = parameter_table.load(CONFIGS / f"{name}.py").model
     return formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16))
 
@@ -144,7 +144,7 @@ def _bytes(name: str) -> int:
 
 
 def results(comparison: dict) -> Figure:
-    """Bits per byte against cache bytes per token: means, 95 % intervals, and every seed."""
+    """Draws bits per byte against cache bytes per token: means, 95 % intervals, and every seed."""
     rows, runs = comparison["rows"], comparison["runs"]
     figure = cards.card(9.6, 5.0)
     axes = figure.add_axes((0.085, 0.125, 0.885, 0.71))
@@ -175,7 +175,7 @@ def results(comparison: dict) -> Figure:
 
 
 def _quality_against_cache(axes) -> None:
-    """Names and draws the axes of both pictures of results."""
+    """Labels the axes of `results` and `small_caches`."""
     axes.set_xlabel("cache bytes per token, all layers, bfloat16", color=GRAY)
     axes.set_ylabel("held-out bits per byte (lower is better)", color=GRAY)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -186,7 +186,7 @@ def _quality_against_cache(axes) -> None:
 
 
 def small_caches(found: dict) -> Figure:
-    """Bits per byte against cache bytes of all mechanisms: points have numbers, best first."""
+    """Draws bits per byte against cache bytes of all mechanisms, numbered from the best."""
     rows = sorted(found["rows"], key=lambda row: row["bpb"])
     figure = cards.card(9.6, 6.4)
     axes = figure.add_axes((0.085, 0.105, 0.55, 0.76))
@@ -225,10 +225,10 @@ def _color(name: str) -> str:
 
 
 def figures() -> dict[pathlib.Path, str]:
-    """Every picture as SVG, by its file.
+    """Returns every figure as SVG text, by file.
 
     Raises:
-      UserError: there are no results to draw.
+      UserError: results/studies/mechanisms.json is missing.
     """
     file = RESULTS / "studies" / "mechanisms.json"
     if not file.exists():
@@ -248,15 +248,15 @@ def figures() -> dict[pathlib.Path, str]:
 
 
 def _is_whole(compared: dict) -> bool:
-    """Whether a study has at least three seeds of every mechanism."""
+    """Returns True if the study has at least three seeds of every mechanism."""
     seeds = {row["mechanism"]: len(row["seeds"]) for row in compared.get("rows", ())}
     return all(seeds.get(name, 0) >= 3 for name in EVERY)
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: with --check 1 if a picture would change."""
+    """Writes or checks the figures; returns 1 if a figure would change under --check."""
     parser = command_line.Parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing: say what would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; print changes")
     options = parser.parse(arguments)
     if not options.check:
         record.check_folder("experiments.tables.figures", FOLDER)

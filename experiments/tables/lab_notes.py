@@ -1,11 +1,11 @@
-"""The paper-scale configs and their target chips, which a docstring (the lab note) names.
+"""Target chips of the paper-scale configs, read from their docstrings (lab notes).
 
     Target: v5p:2x2x4 (16 chips).
     Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
     Also: h200:8 (8 chips).
 
-A target is a topology, how many chips it has, and the overrides of the config that suit it.
-Variants of one file have no docstring each: their target follows from the scale (TARGETS).
+A target is a topology, its number of chips, and config overrides for it. Variants of one file have
+no docstrings: their target follows from the scale (TARGETS).
 """
 
 import ast
@@ -37,11 +37,11 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """Chips that a config is meant for, and what it is with the overrides for them."""
+    """A topology that a config is meant for, and the config with the overrides for it."""
 
     topology: str  # see `kvjax.hardware.topology`
     overrides: tuple[str, ...]  # as on the command line
-    resolved: tuple[str, ...]  # the config, a line for each key
+    resolved: tuple[str, ...]  # the config, one line per key
     experiment: Experiment
 
     @property
@@ -71,17 +71,17 @@ class LabNote:
 
     @property
     def cache_bytes(self) -> int:
-        """Per token, all layers, in bfloat16."""
+        """Bytes per token, all layers, in bfloat16."""
         return formulas.cache_bytes_per_token(self.experiment.model, jnp.dtype(jnp.bfloat16))
 
 
 def read_all(configs: pathlib.Path = CONFIGS) -> list[LabNote]:
     """Returns the lab notes of all configs but the tiny ones, in the table's order.
 
-    Without configs/mid.py, which trains the same models on the same chips for a 300th of the time.
+    Leaves out configs/mid.py: the same models on the same chips, for a 300th of the steps.
 
     Raises:
-      UserError: what `read` raises.
+      UserError: see `read`.
     """
     return sorted(
         (
@@ -134,7 +134,7 @@ def _target(path: pathlib.Path, item: str) -> Target:
 
 
 def chips(topology: str) -> int:
-    """How many chips a topology has, by its name: v5p:2x2x4 has 16, h200:8 has 8."""
+    """Returns a topology's number of chips from its name: 16 for v5p:2x2x4, 8 for h200:8."""
     return math.prod(map(int, topology.partition(":")[2].split("x")))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of studies that judge whole models: by position, by layer, by head, by task."""
+"""Figures of studies of whole models: by position, by layer, by head and by task."""
 
 from collections.abc import Callable, Mapping
 import textwrap
@@ -21,7 +21,7 @@ def _difference(label: str, mean: float, half: float | None) -> Row:
 
 
 def long_rows(found: Mapping) -> Figure:
-    """A panel for each length of rows that was trained on: by position, against MHA."""
+    """Draws a panel per training row length: differences from MHA by position."""
     panels = []
     for length in sorted({row["length"] for row in found["rows"]}):
         rows = [
@@ -45,7 +45,7 @@ def long_rows(found: Mapping) -> Figure:
 
 
 def rank_allocation(found: Mapping) -> Figure:
-    """A layer's effective rank, and the ranks that it is given."""
+    """Draws each layer's effective rank and the rank that it is allocated."""
     rows = [
         Row(
             f"layer {row['layer']}",
@@ -69,7 +69,7 @@ _OF_HEADS = {
 
 
 def head_diversity(found: Mapping) -> Figure:
-    """Three measures of each mechanism's heads."""
+    """Draws three measures of the diversity of each mechanism's heads."""
     panels = []
     for measure, heading in _OF_HEADS.items():
         rows = []
@@ -86,7 +86,7 @@ def head_diversity(found: Mapping) -> Figure:
 
 
 def padded_loss(found: Mapping) -> Figure:
-    """A panel for each form of training rows: against QKV, by how it is judged."""
+    """Draws a panel per form of training rows: differences from QKV, by evaluation."""
     judged = {"counted": "padding counted", "text": "the same text", "packed": "packed rows"}
     panels = []
     for form in padded_loss_study.FORMS:
@@ -109,7 +109,7 @@ def padded_loss(found: Mapping) -> Figure:
 
 
 def cross_attention(found: Mapping) -> Figure:
-    """How soon each mechanism answers, and how often it is right."""
+    """Draws the steps to 99 % accuracy and the final accuracy of each mechanism."""
     there = [row for row in found["rows"] if row["steps"]]
     steps = [
         Row(
@@ -131,7 +131,7 @@ def cross_attention(found: Mapping) -> Figure:
 
 
 def linear_attention(found: Mapping) -> Figure:
-    """A panel for each task: what each form of attention learns of it."""
+    """Draws a panel per task: accuracy or bits per byte of each form of attention."""
     panels = []
     for task in linear_attention_study.TASKS:
         text = task == "language"
@@ -153,7 +153,7 @@ def linear_attention(found: Mapping) -> Figure:
 
 
 def word_models(results: Mapping[str, Mapping]) -> Figure:
-    """A line for each set: perplexity by channels of queries and keys."""
+    """Draws perplexity by channels of queries and keys, a line per data set."""
     series = {
         name: {
             row["channels"]: Estimate(row["perplexity"], row["perplexity_half_interval"])
@@ -167,7 +167,7 @@ def word_models(results: Mapping[str, Mapping]) -> Figure:
     return lines("Thin keys' models of words", said, series, labels)
 
 
-# By the name of its result.
+# By name of the result.
 ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
     "analysis/head_diversity": head_diversity,
     "cross_attention": cross_attention,

@@ -1,4 +1,4 @@
-"""Points with intervals in rows, and lines: what pictures of studies are made of."""
+"""Chart types of the study figures: rows of points with intervals, lines, and panels of curves."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -17,8 +17,8 @@ class Row:
     """A point with its interval.
 
     Attributes:
-      mark: a figure that is drawn beside it, as the paper's.
-      off: coloured, because its interval leaves out what it is compared with.
+      mark: a second value drawn beside it, such as the paper's.
+      off: coloured, because its interval excludes the reference.
     """
 
     label: str
@@ -29,10 +29,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Rows under a heading, on an axis of their own.
+    """Rows under a heading, with an axis of their own.
 
     Attributes:
-      zero: a value that is marked by a line.
+      zero: a value marked by a vertical line.
     """
 
     heading: str
@@ -42,7 +42,7 @@ class Panel:
 
 
 def rows_of_points(title: str, said: Sequence[str], panels: Sequence[Panel]) -> Figure:
-    """Panels below one another; a point's figures stand at the right."""
+    """Draws panels one below another; each point's value is written at the right."""
     count = sum(len(panel.rows) for panel in panels)
     height = 0.75 + 0.17 * len(said) + 0.26 * count + 0.75 * len(panels)
     figure = cards.card(9.6, height)
@@ -85,10 +85,10 @@ def _points(axes, panel: Panel) -> None:
 def lines(
     title: str, said: Sequence[str], series: Mapping[str, Mapping[int, Estimate]], labels: tuple
 ) -> Figure:
-    """A line with intervals for each series, on a logarithmic axis.
+    """Draws a line with intervals for each series; the x axis is logarithmic.
 
     Args:
-      series: by name {x: y}.
+      series: {x: y} by name.
       labels: of both axes.
     """
     figure = cards.card(9.6, 5.0)
@@ -118,10 +118,10 @@ def curves(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
     labels: tuple[str, str],
 ) -> Figure:
-    """Three panels in a row, of curves on a logarithmic axis; the legend is where the first is.
+    """Draws panels of curves, three in a row, with logarithmic y axes and one legend in the first.
 
     Args:
-      panels: by heading and name the points, as (x, y).
+      panels: points (x, y) by heading and curve name.
       labels: of both axes.
     """
     columns = 3

@@ -1,4 +1,4 @@
-"""One figure of a paper beside ours, and whether they are the same number."""
+"""A figure from a paper beside ours, and the comparison of the two."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from kvjax.model.config import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What a paper says and what the shapes give, in the same unit."""
+    """A paper's printed figure and ours from the shapes, in the same unit."""
 
     what: str
     unit: str
@@ -30,7 +30,7 @@ class Figure:
 
     @property
     def rounded(self) -> str:
-        """Ours, with the paper's decimals; one more beside a range."""
+        """Ours with the paper's decimals; one more beside a range."""
         decimals = len(self.paper.partition(".")[2]) + (" to " in self.paper)
         return f"{self.ours:,.{decimals}f}"
 
@@ -41,5 +41,5 @@ class Figure:
 
 
 def cache_bytes(config: TransformerConfig) -> int:
-    """Per token, all layers, with 16 bits an element."""
+    """Returns cache bytes per token, all layers, with 16 bits per element."""
     return formulas.cache_bytes_per_token(config, jnp.dtype(jnp.bfloat16))

@@ -1,11 +1,11 @@
-"""The papers' tables of parameters, computation and cache, beside what the shapes give.
+"""Prints the papers' tables of parameters, computation and cache beside figures from our shapes.
 
     python -m experiments.tables.paper_tables [--save]
 
 LRKV (arXiv 2601.11471) eq. 5 to 7 and Tables 1, 2 and 4; its blog's ratios; projection sharing
 (arXiv 2606.04032) Tables 1, 5 to 8 and 10; thin keys (arXiv 2603.04427) Table 11. Our figures come
-from the configs that are trained. A paper's figure agrees if ours, rounded to its digits, is it;
-where it does not, the row says why. Prints tables, as Markdown with --markdown.
+from the configs that are trained. A figure agrees if ours, rounded to the paper's digits, equals
+the printed one; otherwise the row gives the reason. --markdown prints Markdown.
 """
 
 from experiments import record
@@ -18,7 +18,7 @@ _PAPERS = (tables_lrkv, tables_projection_sharing, tables_thin_keys)
 
 
 def tables() -> dict[str, list[Figure]]:
-    """Every table, by title."""
+    """Returns every table, by title."""
     made = {}
     with progress.waiting("working out the papers' tables") as doing:
         for paper in _PAPERS:
@@ -29,7 +29,7 @@ def tables() -> dict[str, list[Figure]]:
 
 
 def show(made: dict[str, list[Figure]], out: Output) -> dict:
-    """Prints the tables, and how many of their figures agree; the result as JSON."""
+    """Prints the tables and the number of figures that agree; returns the result as JSON."""
     header = ("figure", "unit", "paper", "ours", "verdict")
     for title, rows in made.items():
         cells = [(r.what, r.unit, r.paper, r.rounded, r.verdict) for r in rows]

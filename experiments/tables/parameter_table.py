@@ -2,9 +2,9 @@
 
     python -m experiments.tables.parameter_table [--markdown]
 
-Variants of one file stand in the tables of scaling_table.py. LRKV paper:
-section 5 (scales), Table 2 (cache), with the corrections in experiments/reports/configs.md, whose
-table is what --markdown prints.
+The tables of scaling_table.py list the variants of one file. Source: LRKV paper, section 5 (scales)
+and Table 2 (cache), with the corrections in experiments/reports/configs.md. --markdown prints that
+page's table.
 """
 
 import pathlib
@@ -31,7 +31,7 @@ def load(path: pathlib.Path) -> config_lib.Experiment:
 
 
 def row(experiment: config_lib.Experiment) -> dict:
-    """Figures of one config; cache bytes are for bfloat16, per token, all layers."""
+    """Returns one config's figures; cache bytes are per token, all layers, in bfloat16."""
     counts = formulas.parameters(experiment.model)
     return dict(
         config=experiment.name,
@@ -44,7 +44,7 @@ def row(experiment: config_lib.Experiment) -> dict:
 
 
 def _order(r: dict) -> tuple:
-    """By scale, those of no scale of ours last; the largest cache first."""
+    """Sort key: scale (unknown scales last), then the largest cache first."""
     scale = _scale(r)
     return SCALES.index(scale) if scale in SCALES else len(SCALES), scale, -r["cache_bytes"]
 
@@ -54,7 +54,7 @@ def _scale(r: dict) -> str:
 
 
 def _cells(r: dict, mha: dict | None) -> tuple[str, ...]:
-    """A row of the table; what is said against MHA is empty where there is none of the scale."""
+    """Returns a row of the table; cells against MHA are empty if the scale has no MHA config."""
     counts = (r[key] for key in ("parameters", "without_embedding", "attention", "cache_bytes"))
     return (
         f"`{r['config']}`",

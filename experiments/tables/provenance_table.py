@@ -1,4 +1,4 @@
-"""Writes which results can be made again from a commit, and which cannot: reports/provenance.md.
+"""Writes reports/provenance.md: results that a commit of this history reproduces, and the others.
 
     python -m experiments.tables.provenance_table            # writes the page
     python -m experiments.tables.provenance_table --check    # status 1 if the page differs
@@ -74,7 +74,7 @@ def tables(results: dict[str, dict], commits: frozenset[str], codes: list[dict[s
 
 
 def _listed(names: list[str]) -> str:
-    """File names, each folder's together."""
+    """Joins file names, grouped by folder."""
     folders = collections.defaultdict(list)
     for name in names:
         folder, _, file = name.rpartition("/")
@@ -104,7 +104,7 @@ def _git(*arguments: str) -> str:
 
 
 def _codes(commits: frozenset[str]) -> list[dict[str, str]]:
-    """`made_by.code` of each commit."""
+    """Returns `made_by.code` of each commit."""
     digests: dict[str, str] = {}
 
     def digest(tree: str, folder: str) -> str:

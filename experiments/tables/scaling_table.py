@@ -1,16 +1,16 @@
-"""What every paper-scale config needs of its chips: the table in experiments/reports/configs.md.
+"""Compiles paper-scale configs for their target chips; writes the table in reports/configs.md.
 
     python -m experiments.tables.scaling_table --compile            # minutes for each config
     python -m experiments.tables.scaling_table --compile --only='*_128m'
     python -m experiments.tables.scaling_table                      # writes the table, lab notes
-    python -m experiments.tables.scaling_table --check              # status 1: they say otherwise
+    python -m experiments.tables.scaling_table --check              # status 1 if they differ
 
-A lab note, the docstring of a config, names the chips to compile for (lab_notes.py). The page
-also has a table of each file with variants (variants.py).
+A lab note, the docstring of a config, names the chips to compile for (lab_notes.py). The page also
+has a table of each file with variants (variants.py).
 --compile runs `python -m kvjax.aot` for configs without a result in results/aot.jsonl, or with a
-result of another version of the config: one after another, each in its own process. It can be
-killed and started again. Without flags, the table and the line "At least" of each lab note are
-written from the results there are. A config without a result says so.
+result of another version of the config, one after another, each in its own process. It can be
+interrupted and started again. Without flags, the table and the line "At least" of each lab note are
+written from the results; a config without a result is marked as such.
 """
 
 import argparse
@@ -41,7 +41,7 @@ RESULTS = EXPERIMENTS / "results" / "aot.jsonl"
 PAGE = EXPERIMENTS / "reports" / "configs.md"
 BEGIN = "<!-- written by `python -m experiments.tables.scaling_table` -->"
 END = "<!-- to here -->"
-# Keys that a training step does not depend on: a result outlives their change.
+# Keys that do not affect a training step: a result stays valid when they change.
 _UNSEEN = {
     *("name", "data.source", "data.validation_source", "data.validation_fraction"),
     *("data.text_key", "data.tokenizer", "data.specials", "data.directory"),
@@ -59,13 +59,13 @@ _WORDS = ("config", "target", "mesh", "remat", "GB sent per step and chip", "bou
 
 
 def _days(target: Target, result: dict) -> str:
-    """Least days for the config's steps now; a result outlives a change of their number."""
+    """Returns the lower bound in days for the config's current number of steps."""
     days = target.experiment.train.num_steps * result["bound"]["seconds"] / 86_400
     return f"{days:.2f}" if days >= 0.01 else f"{days:.4f}"
 
 
 def _exaflops(target: Target) -> str:
-    """Model FLOPs of the whole run, 10^18."""
+    """Returns model FLOPs of the whole run, in 10^18."""
     e = target.experiment
     per_token = formulas.training_flops_per_token(e.model, e.data.sequence_length)
     exaflops = per_token * e.tokens_per_step * e.train.num_steps / 1e18
@@ -74,7 +74,7 @@ def _exaflops(target: Target) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What `kvjax.aot` says of a config on a topology, or why that is not known."""
+    """A result of `kvjax.aot` for a config on a topology, or the reason why there is none."""
 
     result: dict | None
     why: str = ""
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def outcome(note: LabNote, target: Target) -> Outcome:
-    """The saved result, if it is of the config as it is now."""
+    """Returns the saved result if it belongs to the current config."""
     result = _saved(note, target)
     if result is None:
         return Outcome(result=None, why=_MISSING)
@@ -98,9 +98,9 @@ def _saved(note: LabNote, target: Target) -> dict | None:
 
 
 def _seen(lines: Iterable[str]) -> dict[str, str]:
-    """What a training step depends on, by key; a key with its default is left out.
+    """Returns the config keys that a training step depends on.
 
-    So a result outlives new keys.
+    Leaves out keys with default values, so that a result stays valid when keys are added.
     """
     values = dict(line.split(" = ", 1) for line in lines)
     kind = ast.literal_eval(values.get("attention.kind", "'grouped'"))
@@ -109,23 +109,23 @@ def _seen(lines: Iterable[str]) -> dict[str, str]:
 
 
 def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
-    """Compiles what has no result; says how long each took.
+    """Compiles configs without a result and prints the seconds that each took.
 
     Args:
       only: pattern of names of configs or results.
 
     Returns:
-      What was not compiled, or does not fit its target: a line for each.
+      A line for each config that was not compiled or does not fit its target.
 
     Raises:
       UserError: the pattern matches nothing.
     """
-    named = lambda note, target: (note.name, aot.result_name(note.name, target.topology))
     chosen = [
         (note, target)
         for note in notes
         for target in note.targets
-        if any(fnmatch.fnmatch(name, only) for name in named(note, target))
+        for result in [aot.result_name(note.name, target.topology)]
+        if fnmatch.fnmatch(note.name, only) or fnmatch.fnmatch(result, only)
     ]
     if not chosen:
         raise UserError(f"--only={only}: matches no config, nor any result")
@@ -135,7 +135,7 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
         start = time.perf_counter()
         with progress.waiting(f"compiling {note.name} for {target.topology}"):
             failure = _compile(note, target)
-        made = outcome(note, target)  # of the config as it is now, which may have changed
+        made = outcome(note, target)  # the config may have changed meanwhile
         said = failure or made.why or f"{made.result['memory']['part']:.1%} of HBM"
         seconds = time.perf_counter() - start
         place = f"{i + 1}/{len(waiting)} {note.name} on {target.topology}"
@@ -148,7 +148,7 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
 
 
 def _compile(note: LabNote, target: Target) -> str:
-    """Empty, or why there is no result."""
+    """Compiles one config in a process of its own; returns the reason of a failure, or ""."""
     before = _saved(note, target)
     run = subprocess.run(
         _command(note, target),
@@ -185,7 +185,7 @@ def _too_large(result: dict) -> str:
 
 
 def row(note: LabNote, target: Target) -> list[str]:
-    """The cells of a config on a target; figures that only a compiler knows may be missing."""
+    """Returns the cells of a config on a target; compiled figures are empty without a result."""
     e = target.experiment
     axes = {name: n for name, n in target.mesh.items() if n > 1}
     flops = formulas.training_flops_per_token(e.model, e.data.sequence_length)
@@ -235,14 +235,14 @@ def _causal_mfu(target: Target, result: dict) -> float:
 
 
 def table(notes: Sequence[LabNote]) -> str:
-    """The Markdown table, a line for each config and target."""
+    """Returns the Markdown table, a line for each config and target."""
     lines = [_COLUMNS, ["---" if column in _WORDS else "---:" for column in _COLUMNS]]
     lines += [row(note, target) for note in notes for target in note.targets]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def time_line(target: Target, found: Outcome) -> str:
-    """The lab note's line on the least time, on its first target."""
+    """Returns the lab note's line "At least ..." for its first target."""
     if found.result is None:
         return f"At least: not known, {found.why}."
     result = found.result
@@ -255,7 +255,7 @@ def time_line(target: Target, found: Outcome) -> str:
 
 
 def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
-    """Returns the page and every file of one config as they must read.
+    """Returns the current text of the page and of every file with one config.
 
     Raises:
       UserError: a file lacks the line, or the marks, between which to write.
@@ -271,7 +271,7 @@ def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
 
 
 def _replace(path: pathlib.Path, pattern: str, text: str) -> str:
-    """A file's text with what stands between the two groups of a pattern replaced."""
+    """Returns a file's text with the part between a pattern's two groups replaced."""
     there = path.read_text()
     if len(re.findall(pattern, there)) != 1:
         raise UserError(f"{path}: must have {pattern!r} once, to be written over")
@@ -279,7 +279,7 @@ def _replace(path: pathlib.Path, pattern: str, text: str) -> str:
 
 
 def differences(texts: dict[pathlib.Path, str]) -> str:
-    """What files say, against what `written` says they should; empty if the same."""
+    """Returns a diff of the files against their texts from `written`; "" if there is none."""
     changes = []
     for path, text in texts.items():
         name = str(path.relative_to(ROOT))
@@ -291,9 +291,9 @@ def differences(texts: dict[pathlib.Path, str]) -> str:
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("--compile", action="store_true", help="what has no result of its config")
-    add("--only", help="of --compile: names that match this pattern (*)")
-    add("--check", action="store_true", help="write nothing: print what differs")
+    add("--compile", action="store_true", help="compile configs without a current result")
+    add("--only", help="with --compile: names that match this pattern (*)")
+    add("--check", action="store_true", help="write nothing; print the differences")
     options = parser.parse(arguments)
     if options.check and options.compile:
         raise UserError("--check --compile: give one of them")
@@ -303,7 +303,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 1 if something differs, was not compiled or does not fit."""
+    """Compiles, writes or checks; returns 1 for a difference, a failed compilation or too little
+    HBM."""
     options = _options(arguments)
     with progress.waiting("reading the configs"):
         notes = lab_notes.read_all()

@@ -1,4 +1,4 @@
-"""A picture of each study whose result is there: means over seeds with 95 % intervals."""
+"""Figures of all studies that have results: means over seeds with 95 % intervals."""
 
 from collections.abc import Callable, Mapping
 import json
@@ -22,7 +22,7 @@ from kvjax.foundation.intervals import Estimate
 
 
 def language_models(found: Mapping) -> Figure:
-    """Bits per byte of each model less those of the one that it is compared with."""
+    """Draws differences in bits per byte of each model from its reference model."""
     rows = [row for row in found["rows"] if row["difference"] is not None]
     by_other: dict[str, list[Row]] = {}
     for row in rows:
@@ -41,8 +41,11 @@ def language_models(found: Mapping) -> Figure:
 
 
 def sequence_tasks(found: Mapping) -> Figure:
-    """A panel for each task that not every variant solves."""
-    right = lambda row, task: row["tasks"][task]["right"]
+    """Draws a panel for each task that at least one variant does not solve."""
+
+    def right(row, task):
+        return row["tasks"][task]["right"]
+
     there = [task for task in sequences.TASKS if all(task in row["tasks"] for row in found["rows"])]
     solved = [task for task in there if all(right(row, task) >= 0.9995 for row in found["rows"])]
     panels = [
@@ -71,7 +74,7 @@ def sequence_tasks(found: Mapping) -> Figure:
 
 
 def sequence_task_losses(found: Mapping) -> Figure:
-    """A panel for each task: the loss while variants learn."""
+    """Draws a panel per task: the variants' training loss by step."""
     panels: dict[str, dict] = {}
     for row in found["curves"]:
         if row["variant"] in _FIGURE_3:
@@ -87,7 +90,7 @@ def sequence_task_losses(found: Mapping) -> Figure:
 
 
 def diagonal(found: Mapping) -> Figure:
-    """A panel for each task: two remedies beside what they are for."""
+    """Draws a panel per task: two remedies beside the unchanged variants."""
     by_task: dict[str, list[Row]] = {}
     for row in sorted(found["rows"], key=lambda row: tuple(_REMEDIES).index(row["remedy"])):
         change = row["change"] is not None and Estimate(row["change"], row["change_half_interval"])
@@ -106,7 +109,7 @@ def diagonal(found: Mapping) -> Figure:
 
 
 def rank_by_head(found: Mapping) -> Figure:
-    """A panel for each number of ranks: what dividing them changes."""
+    """Draws a panel per mean rank: the effect of unequal ranks."""
     by_rank: dict[int, list[Row]] = {}
     for row in found["rows"]:
         if row["change"] is not None:
@@ -126,17 +129,15 @@ def rank_by_head(found: Mapping) -> Figure:
 
 
 def depth_8(found: Mapping) -> Figure:
-    """A panel for each mechanism: its difference from MHA as training goes on."""
+    """Draws a panel per mechanism: its difference from MHA over training."""
     panels: dict[str, list[Row]] = {}
     for row in found["by_step"]:
         seeds, tokens = len(row["seeds"]), row["step"] * depth_8_study.TOKENS_PER_STEP
-        half = (
-            row["difference_half_interval"] if seeds >= _SEEDS else None
-        )  # of two it tells nothing
+        half = row["difference_half_interval"] if seeds >= _SEEDS else None
         value = Estimate(row["difference"], half)
-        label = f"{tokens / 1e6:.1f}M tokens" + (
-            "" if half else f", {seeds} seed{'s'[seeds < 2 :]}"
-        )
+        label = f"{tokens / 1e6:.1f}M tokens"
+        if not half:
+            label += f", {seeds} seed{'s'[seeds < 2 :]}"
         off = half is not None and bool(value.sign)
         panels.setdefault(row["mechanism"], []).append(Row(label, value, off=off))
     said = "Difference from MHA in held-out bits per byte, seed by seed: lower is better. "
@@ -146,8 +147,8 @@ def depth_8(found: Mapping) -> Figure:
     return rows_of_points(title, textwrap.wrap(said, 110), drawn)
 
 
-_SEEDS = 3  # that an interval takes
-_FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus", "qkv_tied")  # in it, and in its text
+_SEEDS = 3  # fewer give no interval
+_FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus", "qkv_tied")  # variants that it shows
 _REMEDIES = {
     "none": "as it is",
     "normalised": "normalised",
@@ -156,8 +157,11 @@ _REMEDIES = {
 
 
 def _sizes(task: str, of_task: Mapping) -> str:
-    """A heading: what the cells of a task have."""
-    few = lambda key: " and ".join(map(str, of_task[key]))
+    """Returns a heading with the sizes of a task's cells."""
+
+    def few(key):
+        return " and ".join(map(str, of_task[key]))
+
     shape = f"width {few('width')}, {few('layers')} layers, {few('heads')} heads"
     return f"{task}: {of_task['cells']} cells of {shape}, rows of {few('length')}"
 
@@ -179,7 +183,7 @@ _TASKS = {
 
 
 def thin_keys(found: Mapping) -> Figure:
-    """Accuracy by the channels of all queries and keys, a line for each task and start."""
+    """Draws accuracy by channels of queries and keys, a line for each task and initialisation."""
     series: dict[str, dict[int, Estimate]] = {}
     for task, name in _TASKS.items():
         for row in found["rows"]:
@@ -190,12 +194,12 @@ def thin_keys(found: Mapping) -> Figure:
     said = [f"Means of {_seeds(found)} seeds or more and 95 % intervals, after the last batch."]
     labels = ("channels of queries and keys, all heads (d_select)", "right, %")
     figure = lines("Thin keys' tasks", said, series, labels)
-    figure.axes[0].set_ylim(-3, 103)  # of three seeds that differ an interval is wider than that
+    figure.axes[0].set_ylim(-3, 103)  # intervals of three seeds may be wider than 0 to 100 %
     return figure
 
 
 def image_sets(results: Mapping[str, Mapping]) -> Figure:
-    """A panel for each set of images: the share of test images that are right."""
+    """Draws a panel per data set: test accuracy."""
     panels = []
     for name, found in results.items():
         rows = [
@@ -207,8 +211,10 @@ def image_sets(results: Mapping[str, Mapping]) -> Figure:
             for row in found["rows"]
         ]
         grid = found["grid"]
-        few = lambda key, grid=grid: " and ".join(map(str, grid[key]))
-        shape = f"width {few('widths')}, {few('layers')} layers, squares of {few('patches')}"
+        widths, layers, patches = (
+            " and ".join(map(str, grid[key])) for key in ("widths", "layers", "patches")
+        )
+        shape = f"width {widths}, {layers} layers, squares of {patches}"
         heading = f"{name}: {shape}, {grid['epochs']} epochs, {_seeds(found)} seeds"
         panels.append(Panel(heading, rows, ".2f"))
     said = "Test images that are right, %. Bars: Table 3, means over sizes and rates."
@@ -216,7 +222,7 @@ def image_sets(results: Mapping[str, Mapping]) -> Figure:
 
 
 def set_anomaly(found: Mapping) -> Figure:
-    """A panel for each place of the anomaly."""
+    """Draws a panel per position of the anomaly."""
     panels = []
     for place, heading in (("drawn", "place drawn"), ("last", "always last")):
         by_variant = {
@@ -246,7 +252,7 @@ _ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
 
 
 def figures(results: pathlib.Path) -> dict[str, Figure]:
-    """The figures of all studies that have a result in a folder, by the study's name."""
+    """Returns the figures of all studies with a result in a folder, by the study's name."""
     found = {}
     for name, draw in _ALONE.items():
         file = results / f"{name}.json"

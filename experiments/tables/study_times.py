@@ -1,11 +1,11 @@
-"""How long the runs of the studies took, by the results they are kept in.
+"""Prints the training time of the studies' runs, by result.
 
     python -m experiments.tables.study_times [--markdown]
 
-Hours are those of each run, added up: most had one core, some two, or other work beside them. A run
-that kept no seconds took its tokens by its rate. Studies share runs: the second column of hours
-leaves out runs that results further up hold too. Results that do not say how long their runs took
-are not here, as analysis/head_diversity.
+Hours are summed over runs, most of which used one CPU core, some two or a shared machine. For a run
+without recorded seconds they are its tokens over its rate. Studies share runs: the second column
+of hours leaves out runs that an earlier result already counts. Results without times of their runs,
+such as analysis/head_diversity, are not listed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +22,14 @@ from kvjax.foundation.output import Output
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What a result says of its runs.
+    """Training times of one result's runs.
 
     Attributes:
-      name: of the result, as in small_caches.
-      runs: how many it holds.
-      seconds: of all of them, one after another.
-      own_seconds: of those that no study before has.
-      by_rate: how many of the runs kept no seconds, but a rate.
+      name: of the result, such as small_caches.
+      runs: number of runs.
+      seconds: sum over all runs.
+      own_seconds: sum over runs that no earlier result has.
+      by_rate: number of runs whose seconds follow from their rate.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Study:
 
 
 def studies(results: pathlib.Path) -> list[Study]:
-    """All results that keep the seconds of their runs, by name."""
+    """Returns all results with training times of their runs, by name."""
     found, seen = [], set()
     for path in sorted(results.rglob("*.json")):
         result = json.loads(path.read_text())
@@ -61,7 +61,7 @@ def studies(results: pathlib.Path) -> list[Study]:
 
 
 class _Run(NamedTuple):
-    """Equal of one run in two results."""
+    """A run's time; equal for the same run in two results."""
 
     identity: str
     seconds: float
@@ -87,7 +87,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_output()
     out = Output(parser.parse(arguments))
     found = studies(RESULTS)
-    hours = lambda seconds: f"{seconds / 3600:.1f}"
+
+    def hours(seconds):
+        return f"{seconds / 3600:.1f}"
+
     out.table(
         ("result", "runs", "of them by their rate", "hours", "not in results above"),
         [(f"`{s.name}`", s.runs, s.by_rate, hours(s.seconds), hours(s.own_seconds)) for s in found],

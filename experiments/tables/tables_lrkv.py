@@ -17,22 +17,23 @@ H = recipes.HEAD_DIM
 
 
 def at_scale(scale: str, attention: dict, **keys) -> TransformerConfig:
-    """A scale of the LRKV paper with a mechanism of `recipes`, some of its keys replaced."""
+    """Returns a model of one of LRKV's scales with a mechanism of `recipes`, some of its keys
+    replaced."""
     return config_lib.resolve(recipes.pretrain("x", scale=scale, attention=attention | keys)).model
 
 
 def lrkv(scale: str, rank: int, **keys) -> TransformerConfig:
-    """LRKV as in the paper's sums: without the 1/rms per KV head that normed keys add."""
+    """Returns LRKV as the paper counts it: without the 1/rms per KV head that normed keys add."""
     return at_scale(scale, recipes.lrkv(HEADS[scale], rank=rank), **{"qk_norm": "none"} | keys)
 
 
 def against_mha(scale: str, config: TransformerConfig) -> float:
-    """Its cache as a percentage of MHA's."""
+    """Returns a model's cache as a percentage of MHA's."""
     return 100 * cache_bytes(config) / cache_bytes(at_scale(scale, recipes.mha(HEADS[scale])))
 
 
 def key_value_parameters(config: TransformerConfig) -> int:
-    """Weights of one layer that make keys and values."""
+    """Returns the number of key and value weights of one layer."""
     shapes = nnx.eval_shape(
         lambda: config.mechanisms[0].build(config.block.d_model, rngs=nnx.Rngs(0))
     )
@@ -64,10 +65,13 @@ WIDTH, SMALL = 192, 32
 
 
 def random_heads(attention: dict, name: str = "key") -> tuple[np.ndarray, np.ndarray | None]:
-    """[N, D, H] projection of every query head from random weights, and the shared one if any."""
+    """Returns random projections [N, D, H] of all query heads, and the shared [D, H], if any."""
     mechanism = at_scale("128m", attention, qk_norm="none").mechanisms[0]
     module = mechanism.build(WIDTH, rngs=nnx.Rngs(0))
-    read = lambda w: np.asarray(w[...], np.float64)
+
+    def read(w):
+        return np.asarray(w[...], np.float64)
+
     if attention["kind"] == "mla_paper":
         return np.einsum(
             "DC,CNH->NDH", read(module.down), read(getattr(module, f"up_{name}"))
@@ -84,7 +88,10 @@ def random_heads(attention: dict, name: str = "key") -> tuple[np.ndarray, np.nda
 def table_1() -> dict[str, list[Figure]]:
     """Ranks of random weights: d_c, r and d_h in d12's proportions."""
     rank = np.linalg.matrix_rank
-    joint = lambda W: rank(np.concatenate(W, axis=1))
+
+    def joint(W):
+        return rank(np.concatenate(W, axis=1))
+
     mha, _ = random_heads(recipes.mha(6, dim=SMALL))
     mqa, shared = random_heads(recipes.mqa(6, dim=SMALL))
     gqa, _ = random_heads(recipes.gqa(6, kv_heads=3, dim=SMALL))
@@ -129,9 +136,10 @@ def table_2() -> dict[str, list[Figure]]:
     for scale, gqa, mqa in (("128m", "50", "5.6"), ("2p5b", "33", "16.7")):
         N, name = HEADS[scale], NAMES[scale]
         ratio = functools.partial(against_mha, scale)
-        percent = lambda what, paper, config, why="", name=name, ratio=ratio: rows.append(
-            Figure(f"{name}, {what}", "% of MHA", paper, ratio(config), why)
-        )
+
+        def percent(what, paper, config, why="", name=name, ratio=ratio):
+            rows.append(Figure(f"{name}, {what}", "% of MHA", paper, ratio(config), why))
+
         kv_heads = {"128m": 3, "2p5b": 6}[scale]
         percent(f"GQA-{kv_heads}", gqa, at_scale(scale, recipes.gqa(N, kv_heads=kv_heads)))
         percent("MQA", mqa, at_scale(scale, recipes.mqa(N)), swapped)

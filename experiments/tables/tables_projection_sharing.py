@@ -18,13 +18,13 @@ VARIANTS = {  # tie, KV heads per 16 query heads (300M) or 32 (1.2B); None: all
 
 
 def sharing(variant: str, *, large: bool = False, **keys) -> TransformerConfig:
-    """The paper's 300M or 1.2B model: heads of 64, learned positions, tied head, biases."""
+    """Returns the paper's 300M or 1.2B model: heads of 64, learned positions, tied head, biases."""
     layers, width, heads = (22, 2048, 32) if large else (20, 1024, 16)
     tie, kv_heads = VARIANTS[variant]
     kv_heads = kv_heads[heads] if kv_heads else heads
     mechanism = GroupedConfig(
         num_heads=heads, num_kv_heads=kv_heads, num_bases=kv_heads, rank=0, tie=tie,
-        key_dim=64, value_dim=64, qk_norm="none", **dict(bias=True) | keys,
+        key_dim=64, value_dim=64, qk_norm="none", **{"bias": True} | keys,
     )  # fmt: skip
     block = BlockConfig(
         num_layers=layers, d_model=width, mlp_dim=4 * width, norm="layer", norm_gain=True,
@@ -35,7 +35,7 @@ def sharing(variant: str, *, large: bool = False, **keys) -> TransformerConfig:
 
 
 def multiply_adds(config: TransformerConfig, T: int) -> dict[str, float]:
-    """Multiply-adds of a forward pass over T tokens by part, every query against all T keys."""
+    """Returns multiply-adds by part of a forward pass over T tokens, every query against T keys."""
     matrices = formulas.matrix_weights(config)
     total = T * formulas.training_flops_per_token(config, T) / 6
     mlp, head = T * matrices["mlp"], T * matrices["head"]
@@ -45,15 +45,18 @@ def multiply_adds(config: TransformerConfig, T: int) -> dict[str, float]:
 def table_1() -> dict[str, list[Figure]]:
     """Table 1 in units of d²: weights and multiply-adds per token, less the output projection."""
     rows, d, m = [], 1024, 64
-    plain = lambda v, **keys: sharing(v, **dict(bias=False) | keys)
-    attention = lambda c: formulas.parameters(c)["attention"] / c.block.num_layers
+
+    def attention(config):
+        return formulas.parameters(config)["attention"] / config.block.num_layers
+
     for variant, expected in (("QKV", "3"), ("Q=K-V", "2"), ("Q-K=V", "2"), ("Q=K=V", "1")):
-        config = plain(variant)
+        config = sharing(variant, bias=False)
         used = formulas.matrix_weights(config)["attention"] / config.block.num_layers
         rows.append(Figure(f"{variant}: parameters", "d²", expected, attention(config) / d**2 - 1))
         rows.append(Figure(f"{variant}: computation", "nd²", expected, used / d**2 - 1))
     for variant in ("Q=K-V", "Q=K=V"):
-        without, with_m = plain(variant), plain(variant, position_channels=m)
+        without = sharing(variant, bias=False)
+        with_m = sharing(variant, bias=False, position_channels=m)
         more = attention(with_m) - attention(without)
         rows.append(Figure(f"({variant})+, m = {m}: parameters more", "", f"{m}", more))
         T = 2048

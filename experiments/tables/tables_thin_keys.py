@@ -6,7 +6,8 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 
 
 def thin(part: int) -> dict[str, float]:
-    """Bytes per token of key and value cache: width 4096, 32 layers of 32 heads, 16 bits."""
+    """Returns cache bytes per token of keys and values: width 4096, 32 layers of 32 heads, 16
+    bits."""
     block = BlockConfig(num_layers=32, d_model=4096, mlp_dim=4 * 4096)
     mechanism = GroupedConfig(
         num_heads=32, num_kv_heads=32, num_bases=32, rank=0, key_dim=128 // part, value_dim=128

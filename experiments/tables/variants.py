@@ -1,4 +1,4 @@
-"""Tables of the configs that stand in one file as variants: shapes, sizes, budgets and notes.
+"""Tables of the configs that are variants of one file: shapes, sizes, budgets and notes.
 
 `scaling_table` writes them to experiments/reports/configs.md.
 """
@@ -36,7 +36,7 @@ def files() -> list[pathlib.Path]:
 
 
 def markdown() -> str:
-    """Returns a section for each file: its docstring, and a row for each variant."""
+    """Returns a section for each file: its docstring and a row for each variant."""
     title = "## Configs that are variants of one file, from shapes\n"
     lead = (
         "Given as `--config=configs/ranks.py:lrkv_r16_128m`. Cached elements are per token and "
@@ -104,7 +104,8 @@ def _attention(run: Experiment) -> str:
 
 
 def _against_mha(run: Experiment, parameters: int) -> str:
-    """Returns the difference of parameters from MHA's of the same scale, or "" without one."""
+    """Returns the relative difference in parameters from MHA of the same scale, or "" if there is
+    none."""
     mha = CONFIGS / f"mha_{run.name.rpartition('_')[2]}.py"
     if not mha.exists():
         return ""
