@@ -1,4 +1,5 @@
-"""Source files as digests of what they compute: a study does not mix runs of other code."""
+"""Digests of source files without comments and docstrings: a study does not mix runs of other
+code."""
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,17 +14,18 @@ def digest(text: str) -> str:
 
 
 def code_of(places: Iterable[pathlib.Path]) -> dict[str, str]:
-    """By file what it says, without its comments and docstrings; of folders all files.
+    """Returns the digest of each file, and of all Python files in folders, by name.
 
-    Files of the package are named from there, others from the checkout's root.
+    Names are relative to the package, or to the checkout for files outside the package.
     """
     files = [f for p in places for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
-    named = lambda file: file.relative_to(ROOT).as_posix().removeprefix("kvjax/")
-    return {named(file): digest(_bare(file.read_text())) for file in files}
+    names = [file.relative_to(ROOT).as_posix().removeprefix("kvjax/") for file in files]
+    digests = [digest(_bare(file.read_text())) for file in files]
+    return dict(zip(names, digests, strict=True))
 
 
 def _bare(source: str) -> str:
-    """A file without docstrings and comments, in one form."""
+    """Returns a file's source without docstrings and comments, in a normal form."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -34,7 +36,7 @@ def _bare(source: str) -> str:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Files that differ from those of another time."""
+    """Returns the files whose digests differ, or that only one of the mappings has."""
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 

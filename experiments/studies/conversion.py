@@ -1,4 +1,4 @@
-"""Trained models converted to smaller caches: perplexity by rank, and what tuning gives back.
+"""Converts trained models to smaller caches: perplexity by rank, before and after tuning.
 
     python -m experiments.studies.conversion --stage=whisper_ranks --whisper=FOLDER
     python -m experiments.studies.conversion --stage=whisper_tuning --whisper=FOLDER [--plan]
@@ -7,14 +7,14 @@
     python -m experiments.studies.conversion --markdown
 
 Thin keys (arXiv 2603.04427, sections 3.5 and 3.7) and LRKV, on two models: the decoder of Whisper
-tiny.en (MHA, 6 heads of 64; see experiments/conversion/whisper.py for where it is) and SmolLM2-135M
-(GQA, 9 heads over 3, RoPE; a workdir that `python -m kvjax.convert` made). The text is the embedded
-corpus, its held-out part for perplexity.
+tiny.en (MHA, 6 heads of 64; source: experiments/conversion/whisper.py) and SmolLM2-135M (GQA, 9
+heads over 3, RoPE; a workdir from `python -m kvjax.convert`). The text is the embedded corpus;
+perplexity is of its held-out split.
 
-Each curve and each run is a record in experiments/results/conversion.jsonl. A stage makes only the
-records that are missing, so it can be stopped and started again; a failure is recorded too, and
-tried again. The stage `report`, the default, prints tables and findings on the paper's claims from
-these records, and draws experiments/results/conversion/*.png.
+Each curve and each run is a record in experiments/results/conversion.jsonl. A stage makes only
+missing records, so an interrupted stage resumes; failures are recorded and repeated. The default
+stage, `report`, prints tables and findings on the paper's claims from these records, and draws
+experiments/results/conversion/*.png.
 """
 
 import argparse
@@ -29,20 +29,20 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
 _MEASURING = ("plan", "only", "validation_tokens")
-STAGES = dict(  # and the options that each has
-    report=("json", "markdown"),
-    whisper_ranks=("whisper", *_MEASURING),
-    whisper_tuning=("whisper", "tokens", "seeds", *_MEASURING),
-    smollm2_ranks=("smollm2", *_MEASURING),
-    smollm2_tuning=("smollm2", "tokens", "rate", "runs", *_MEASURING),
-)
-_DEFAULTS = dict(  # by stage where they differ
-    validation_tokens=dict(whisper=8_192, smollm2=16_384),
-    tokens=dict(whisper=49_152, smollm2=100_352),
-    seeds=dict(whisper=3),
-    rate=dict(smollm2=5e-4),
-    runs=dict(smollm2="runs/conversion"),
-)
+STAGES = {  # options of each
+    "report": ("json", "markdown"),
+    "whisper_ranks": ("whisper", *_MEASURING),
+    "whisper_tuning": ("whisper", "tokens", "seeds", *_MEASURING),
+    "smollm2_ranks": ("smollm2", *_MEASURING),
+    "smollm2_tuning": ("smollm2", "tokens", "rate", "runs", *_MEASURING),
+}
+_DEFAULTS = {  # by model
+    "validation_tokens": {"whisper": 8_192, "smollm2": 16_384},
+    "tokens": {"whisper": 49_152, "smollm2": 100_352},
+    "seeds": {"whisper": 3},
+    "rate": {"smollm2": 5e-4},
+    "runs": {"smollm2": "runs/conversion"},
+}
 
 
 def _parser() -> command_line.Parser:
@@ -52,24 +52,21 @@ def _parser() -> command_line.Parser:
     add("--stage", default="report", help=f"{', '.join(STAGES)} (report)")
     add("--whisper", help="folder of Whisper tiny.en's model.bin and tokenizer.json")
     add("--smollm2", help="workdir of SmolLM2-135M")
-    add(
-        "--plan",
-        action="store_true",
-        help="only say how many results are missing, and the time for them",
-    )
-    add("--only", help="make only the results whose names match this pattern, as '*/lrkv_*'")
-    text = "held-out tokens that perplexity is taken on (whisper 8192, smollm2 16384)"
+    text = "print the number of missing results and the expected time; make none"
+    add("--plan", action="store_true", help=text)
+    add("--only", help="make only results whose names match this pattern, such as '*/lrkv_*'")
+    text = "held-out tokens for perplexity (whisper 8192, smollm2 16384)"
     add("--validation_tokens", type=int, help=text)
-    text = "tokens that each run is tuned on (whisper 49152, smollm2 100352)"
+    text = "tuning tokens per run (whisper 49152, smollm2 100352)"
     add("--tokens", type=int, help=text)
-    add("--seeds", type=int, help="runs of each kind: orders of rows (3)")
+    add("--seeds", type=int, help="runs of each kind, with different orders of rows (3)")
     add("--rate", type=float, help="AdamW's learning rate (0.0005; the paper's is 0.00005)")
-    add("--runs", help="where workdirs go (runs/conversion)")
+    add("--runs", help="folder of the workdirs (runs/conversion)")
     return parser
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    """The options, checked; those of the stage that were not given have their defaults."""
+    """Returns the options, checked, with the stage's defaults."""
     options = _parser().parse(arguments)
     one_of("--stage", options.stage, tuple(STAGES))
     for names in STAGES.values():
@@ -90,7 +87,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check_stage(options: argparse.Namespace, name: str) -> None:
-    """Raises a UserError for an option that is given and not of this stage."""
+    """Raises a UserError if an option of another stage is given."""
     if getattr(options, name) in (None, False) or name in STAGES[options.stage]:
         return
     stages = [stage for stage, names in STAGES.items() if name in names]
@@ -98,7 +95,7 @@ def _check_stage(options: argparse.Namespace, name: str) -> None:
 
 
 def _folder(options: argparse.Namespace, name: str):
-    """The folder that an option names, which is there."""
+    """Returns the existing folder of an option."""
     given = getattr(options, name)
     if not given:
         raise UserError(f"--{name} is missing: --stage={options.stage} needs its folder")
@@ -132,16 +129,16 @@ def _smollm2_tuning(options: argparse.Namespace) -> list[kept.Task]:
     )
 
 
-_TASKS: dict[str, Callable[[argparse.Namespace], list[kept.Task]]] = dict(
-    whisper_ranks=lambda options: whisper_converted.tasks(_whisper(options)),
-    whisper_tuning=_whisper_tuning,
-    smollm2_ranks=lambda options: smollm2.rank_tasks(_smollm2(options)),
-    smollm2_tuning=_smollm2_tuning,
-)
+_TASKS: dict[str, Callable[[argparse.Namespace], list[kept.Task]]] = {
+    "whisper_ranks": lambda options: whisper_converted.tasks(_whisper(options)),
+    "whisper_tuning": _whisper_tuning,
+    "smollm2_ranks": lambda options: smollm2.rank_tasks(_smollm2(options)),
+    "smollm2_tuning": _smollm2_tuning,
+}
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 1 if something failed."""
+    """Runs a stage; returns 1 if a record failed."""
     options = _options(arguments)
     if options.stage == "report":
         return _report(options)
@@ -165,7 +162,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    """Prints all tables that there are results for, and draws."""
+    """Prints the tables and findings of all results, and draws them."""
     out = Output(options)
     made = tables.report()
     if not made.tables:

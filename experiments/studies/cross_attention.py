@@ -1,12 +1,12 @@
-"""Cross-attention of LRKV and of MHA in a small encoder-decoder, learned from nothing.
+"""Cross-attention of LRKV and MHA in a small encoder-decoder trained from scratch.
 
     python -m experiments.studies.cross_attention [--seeds=3] [--save]
 
-The task: digits in, their names in reverse order out, letter by letter ("3 0 7" to "seven zero
-three"). It cannot be done without reading the whole source. The learning rate falls to 0 over
---steps. Held-out answers count as right to the last letter, greedily from the caches. LRKV's paper
-proposes cross-attention for future work (section 7) and has no figures. "tied" ties queries, keys
-and values of the encoder's self-attention (projection sharing, section 2.5).
+The task: from digits to their names in reverse order, letter by letter ("3 0 7" to "seven zero
+three"), which requires the whole source. The learning rate decays to 0 over --steps. A held-out
+answer is right if all its letters are, decoded greedily from the caches. LRKV's paper proposes
+cross-attention for future work (section 7) and has no figures. "tied" ties queries, keys and values
+of the encoder's self-attention (projection sharing, section 2.5).
 """
 
 import argparse
@@ -34,14 +34,14 @@ from kvjax.model.config import BlockConfig
 NAME = "cross_attention"
 NAMES = "zero one two three four five six seven eight nine".split()
 LETTERS = "".join(sorted(set("".join(NAMES)))) + " "
-BEGIN, END = 0, 1  # of an answer; behind its end lie more of END
+BEGIN, END = 0, 1  # of an answer; END also pads
 FIRST_DIGIT, FIRST_LETTER = 2, 12
 VOCABULARY = FIRST_LETTER + len(LETTERS)
-DIGITS = 8  # at most, in a source
-ANSWER = DIGITS * 6  # tokens of the longest, its end included: names have at most five letters
+DIGITS = 8  # maximum per source
+ANSWER = DIGITS * 6  # tokens of the longest answer with END: names have at most five letters
 HEADS, DIM, RANK = 4, 16, 8
-BATCH, HELD_OUT, EVERY = 64, 512, 100  # rows of a step, of an evaluation; steps between two
-RIGHT = 0.99  # of held-out answers: from then on a model can do it
+BATCH, HELD_OUT, EVERY = 64, 512, 100  # rows per step, per evaluation; steps between evaluations
+RIGHT = 0.99  # held-out accuracy that counts as solved
 
 
 def _grouped(kv_heads: int, bases: int, rank: int = 0, tie: str = "none") -> GroupedConfig:
@@ -70,10 +70,10 @@ def config_of(kind: str) -> EncoderDecoderConfig:
 def questions(
     rng: np.random.Generator, count: int, *, held_out: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sources [count, DIGITS], their lengths, and answers [count, ANSWER], END behind them.
+    """Draws sources [count, DIGITS], their lengths, and answers [count, ANSWER], padded with END.
 
     Args:
-      held_out: sources that are never trained on, see `_is_held_out`, or only others.
+      held_out: draw only sources that are never trained on (`_is_held_out`), or only others.
     """
     drawn = count * (16 if held_out else 2)
     lengths = rng.integers(1, DIGITS + 1, drawn, dtype=np.int32)
@@ -89,9 +89,9 @@ def questions(
 
 
 def _is_held_out(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[count] of [count, DIGITS]: one source in eight of three digits or more, by its digits.
+    """Returns [count], true for an eighth of the sources [count, DIGITS] of three or more digits.
 
-    There are ten of one digit: who never sees one of them alone does not learn it.
+    Shorter sources are all trained on: without a digit alone, a model does not learn its name.
     """
     seen = np.arange(DIGITS)[None] < lengths[:, None]
     numbers = np.sum(np.where(seen, digits + 1, 0) * 11 ** np.arange(DIGITS), axis=1)
@@ -99,7 +99,7 @@ def _is_held_out(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def train(kind: str, seed: int, steps: int) -> dict:
-    """Steps until nearly all held-out answers are right; their share, by step and at the end."""
+    """Trains one model; returns its held-out accuracy by step, and the step that reaches RIGHT."""
     config = config_of(kind)
     model = EncoderDecoder(config, jax.random.key(seed))
     graph, params = nnx.split(model)
@@ -114,7 +114,7 @@ def train(kind: str, seed: int, steps: int) -> dict:
         said = jnp.pad(answers[:, :-1], ((0, 0), (1, 0)), constant_values=BEGIN)
         z_BTV = nnx.merge(graph, params)(source, lengths, said)
         nats_BT = optax.softmax_cross_entropy_with_integer_labels(z_BTV, answers)
-        # Every letter counts, and of the ends the first.
+        # The loss counts letters and the first END.
         first_BT = jnp.cumsum(answers == END, axis=1) <= 1
         return jnp.sum(nats_BT * first_BT) / jnp.sum(first_BT)
 
@@ -152,13 +152,13 @@ def train(kind: str, seed: int, steps: int) -> dict:
 
 
 def right(found: np.ndarray, answers: np.ndarray) -> float:
-    """The share of answers that are right to their end; what is said behind it does not count."""
+    """Returns the share of answers that are right up to their first END."""
     before = np.cumsum(answers == END, axis=1) <= 1
     return float(np.mean(np.all((found == answers) | ~before, axis=1)))
 
 
 def cell(kind: str, steps: int) -> Cell:
-    weights = 2 * (4 + 4 + 4) * (HEADS * DIM) ** 2  # about, of two blocks on each side
+    weights = 2 * (4 + 4 + 4) * (HEADS * DIM) ** 2  # approximate, two blocks on each side
     return Cell(
         name=f"{kind}_steps{steps}",
         asked=dict(kind=kind, steps=steps, digits=DIGITS, batch=BATCH, rank=RANK),
@@ -168,7 +168,7 @@ def cell(kind: str, steps: int) -> Cell:
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """Figures of each kind, over its seeds; steps of those that got there."""
+    """Returns figures per kind over its seeds; steps are over the runs that reached RIGHT."""
     return [row(one, runs) for one in cells if (runs := in_process.runs_of(one, kept))]
 
 
@@ -208,7 +208,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (all)")
-    add("--steps", type=int, default=2500, help="of 64 answers (2500)")
+    add("--steps", type=int, default=2500, help="training steps of 64 answers (2500)")
     in_process.add_options(parser, NAME, seeds=3)
     options = parser.parse(arguments)
     options.kinds = lists.names("--kinds", options.kinds, tuple(KINDS))
@@ -218,12 +218,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     cells = [cell(kind, options.steps) for kind in options.kinds]
     every = [cell(kind, options.steps) for kind in KINDS]
-    told = lambda kept: dict(steps=options.steps, rows=rows(every, kept))
+
+    def told(kept: Kept) -> dict:
+        return dict(steps=options.steps, rows=rows(every, kept))
+
     found = in_process.study(NAME, cells, options, told, [pathlib.Path(__file__)])
     out = Output(options)
     asked = [row for row in found["rows"] if row["kind"] in options.kinds]

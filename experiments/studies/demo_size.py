@@ -1,5 +1,6 @@
-"""What the studies at demo size ask, as data: cells of (config, overrides), each with whom it is
-compared. `experiments.studies.language_models` trains them.
+"""Studies at demo size, as data: questions, and cells of (config, overrides) with their references.
+
+`experiments.studies.language_models` trains them.
 """
 
 from collections.abc import Callable
@@ -13,23 +14,23 @@ from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import config_label, load_config
 
-TOKENS_PER_STEP = 32 * 256  # of the tiny configs, of long rows too
-UNIFORM = "lrkv_uniform"  # whose layers have one rank
+TOKENS_PER_STEP = 32 * 256  # of the tiny configs; longer rows are fewer
+UNIFORM = "lrkv_uniform"  # the cell with one rank for all layers
 PER_HEAD = {"optimizer.orthogonalize": "per_head"}
 
 
 def tiny(name: str) -> pathlib.Path:
-    """Returns the tiny config of a mechanism, or of one in configs/rivals.py."""
+    """Returns the tiny config of a mechanism, or of a variant in configs/rivals.py."""
     return CONFIGS / (f"{name}_tiny" if ".py:" in name else f"{name}_tiny.py")
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Runs of one length, and what they are to tell.
+    """A question and the runs that answer it, all of one length.
 
     Attributes:
-      asks: in a sentence.
-      claim: the paper's, and where it stands.
+      asks: the question.
+      claim: the paper's claim, with its table or section.
       steps: of 8,192 tokens.
     """
 
@@ -40,7 +41,7 @@ class Study:
 
 
 def _of(name: str, config: str, against: str = "", **overrides) -> Cell:
-    """Overrides are of config.attention."""
+    """Returns a cell with overrides of config.attention."""
     return Cell(name, tiny(config), {f"attention.{k}": v for k, v in overrides.items()}, against)
 
 
@@ -50,13 +51,15 @@ def _with(cell: Cell, suffix: str, against: str, before: str = "", **overrides) 
 
 
 def _ranks() -> list[Cell]:
-    """MHA, and LRKV of several ranks in heads of 32 channels; rank 0 is MQA."""
-    of = lambda rank: _of(f"lrkv_r{rank}", "lrkv", "mha", rank=rank)
-    return [_of("mha", "mha"), *(of(rank) for rank in (0, 2, 4, 8, 16, 24, 32))]
+    """Returns MHA, and LRKV of several ranks in heads of 32 channels; rank 0 is MQA."""
+    ranks = (0, 2, 4, 8, 16, 24, 32)
+    lrkv = [_of(f"lrkv_r{rank}", "lrkv", "mha", rank=rank) for rank in ranks]
+    return [_of("mha", "mha"), *lrkv]
 
 
 def _widths() -> list[Cell]:
-    """Heads of 32, as many as the width has; rank half of a head, as r64 of 128."""
+    """Returns widths from 64 to 256 with heads of 32; rank is half of a head, like r = 64 of
+    128."""
     found = []
     for width in (64, 128, 256):
         heads = width // 32
@@ -70,7 +73,8 @@ def _widths() -> list[Cell]:
 
 
 def _starts() -> list[Cell]:
-    """Where weights start, what Muon takes for a matrix, and keys that others' recipes have."""
+    """Returns changes of initialisation, Muon grouping, gate and heads, for MHA, LRKV and
+    rivals."""
     mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv", "mha")
     zeros = _of("lrkv_zero_residuals", "lrkv", "lrkv", residual_init="zeros")
     nearest = _of("lrkv_nearest_to_mha", "lrkv", "lrkv", residual_init="pca")
@@ -110,7 +114,7 @@ def _starts() -> list[Cell]:
 
 
 def _rivals_starts() -> list[Cell]:
-    """Rivals with MHA's parameters, each change against MHA of the same change."""
+    """Returns rivals with MHA's parameters, each change against MHA with the same change."""
     count = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
     changes = {
         "": {},
@@ -131,11 +135,11 @@ def _rivals_starts() -> list[Cell]:
 
 
 def _positions() -> list[Cell]:
-    """RoPE of all channels, of a quarter of them, learned positions, none, ALiBi."""
+    """Returns RoPE on all channels and on a quarter, learned positions, none, and ALiBi."""
     found = []
     for name in ("mha", "lrkv"):
-        against = lambda suffix, name=name: "" if name == "mha" else f"mha{suffix}"
-        plain = _of(name, name, against(""))
+        first = name == "mha"
+        plain = _of(name, name, "" if first else "mha")
         found.append(plain)
         for suffix, keys in {
             "_quarter_rope": dict(model__rope_fraction=0.25),
@@ -143,21 +147,25 @@ def _positions() -> list[Cell]:
             "_no_positions": dict(model__positions="none"),
             "_alibi": dict(model__positions="none", attention__alibi=True),
         }.items():
-            found.append(_with(plain, suffix, against(suffix), **keys))
+            found.append(_with(plain, suffix, "" if first else f"mha{suffix}", **keys))
     shared = _of("lrkv_shared_rope", "lrkv", "lrkv", rope="shared")
     return [*found, shared]
 
 
 def _mechanisms() -> list[Cell]:
-    """The LRKV paper's six, as their tiny configs are."""
+    """Returns the LRKV paper's six mechanisms, as their tiny configs are."""
     others = ("lrkv", "gqa", "mla", "mqa", "mla_paper")
     return [_of("mha", "mha"), *(_of(name, name, "mha") for name in others)]
 
 
 def _equal() -> list[Cell]:
-    """MHA's parameters by the MLP's width; GQA's cache bytes by the rank."""
+    """Returns mechanisms with MHA's parameters by MLP width, and LRKV with GQA's cache bytes by
+    rank."""
     count = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
-    wide = lambda name: Cell(f"{name}_matched", tiny(name), grid.matched(tiny(name), count), "mha")
+
+    def wide(name):
+        return Cell(f"{name}_matched", tiny(name), grid.matched(tiny(name), count), "mha")
+
     return [
         _of("mha", "mha"),
         *(wide(name) for name in ("lrkv", "gqa", "mqa", "mla")),
@@ -167,40 +175,56 @@ def _equal() -> list[Cell]:
 
 
 def _layer_ranks() -> list[Cell]:
-    """Ranks by layer with the same bytes, first to last."""
-    of = lambda name, *ranks: _of(f"lrkv_{name}", "lrkv", UNIFORM, layer_ranks=ranks)
-    return [
-        _of(UNIFORM, "lrkv"),
-        of("rising", 8, 16, 16, 24),
-        of("falling", 24, 16, 16, 8),
-        of("outer", 24, 8, 8, 24),
-        of("inner", 8, 24, 24, 8),
-    ]
+    """Returns ranks by layer with equal bytes, listed from the first layer to the last."""
+    ranks = {
+        "rising": (8, 16, 16, 24),
+        "falling": (24, 16, 16, 8),
+        "outer": (24, 8, 8, 24),
+        "inner": (8, 24, 24, 8),
+    }
+    uneven = [_of(f"lrkv_{name}", "lrkv", UNIFORM, layer_ranks=r) for name, r in ranks.items()]
+    return [_of(UNIFORM, "lrkv"), *uneven]
 
 
-_VANILLA = dict(
-    **dict(model__positions="learned", model__norm="layer", model__norm_gain=True),
-    **dict(model__norm_bias=True, model__activation="gelu_exact", model__embedding_norm=False),
-    **dict(model__bias=True, model__logit_softcap=0.0, model__tied_head=True),
-    **dict(model__embedding_std=0.02, model__matrix_std=0.02, model__zero_outputs=False),
-    **dict(attention__qk_norm="none", attention__bias=True),
-    **dict(model__norm_epsilon=1e-5, model__dropout=0.1),
-)
-_LLAMA = _VANILLA | dict(
-    **dict(model__positions="rope", model__norm="rms", model__norm_bias=False),
-    **dict(model__activation="swiglu", model__bias=False, attention__bias=False),
-    **dict(model__mlp_dim=344, model__norm_epsilon=1e-6, model__dropout=0.0),
-)
+_VANILLA = {
+    "model__positions": "learned",
+    "model__norm": "layer",
+    "model__norm_gain": True,
+    "model__norm_bias": True,
+    "model__activation": "gelu_exact",
+    "model__embedding_norm": False,
+    "model__bias": True,
+    "model__logit_softcap": 0.0,
+    "model__tied_head": True,
+    "model__embedding_std": 0.02,
+    "model__matrix_std": 0.02,
+    "model__zero_outputs": False,
+    "attention__qk_norm": "none",
+    "attention__bias": True,
+    "model__norm_epsilon": 1e-5,
+    "model__dropout": 0.1,
+}
+_LLAMA = _VANILLA | {
+    "model__positions": "rope",
+    "model__norm": "rms",
+    "model__norm_bias": False,
+    "model__activation": "swiglu",
+    "model__bias": False,
+    "attention__bias": False,
+    "model__mlp_dim": 344,
+    "model__norm_epsilon": 1e-6,
+    "model__dropout": 0.0,
+}
 
 
 def _adamw(rate: float, width: int, **keys) -> dict:
-    """With a short warmup: 10 of 128 steps."""
+    """Returns overrides of AdamW with a short warmup: 10 of 128 steps."""
     found = recipes.adamw(rate, width, warmup_steps=10, **keys)
     return {f"optimizer__{key}": value for key, value in found.items()}
 
 
 def _key_dims() -> list[Cell]:
-    """d_select of 128, in both styles of thin keys, sections 3.3 to 3.6."""
+    """Returns d_select of 8 to 128 in both styles of thin keys, sections 3.3 to 3.6."""
     found = []
     llama = dict(adam_b2=0.95, final_fraction=0.1, weight_decay=0.1)
     for style, keys, more, dims in (
@@ -217,7 +241,8 @@ def _key_dims() -> list[Cell]:
 
 
 def _projections() -> list[Cell]:
-    """Projection sharing's tables 4 and 10: what is shared and grouped, in two widths."""
+    """Returns projection sharing's Tables 4 and 10: shared and grouped projections, in two
+    widths."""
     found = []
     kinds = {
         "qkv": ("mha", {}),

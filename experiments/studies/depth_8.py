@@ -3,14 +3,13 @@
     python -m kvjax.data.prepare --source='~/texts/*.jsonl' --vocab_size=8192 --sequence_length=1024
     python -m experiments.studies.depth_8 --data=FOLDER [--processes=3] [--save]  # on a GPU
 
-The LRKV paper's models with its one dial, depth, at 8: width 512, 4 heads of 128, rank 64, a latent
-of 192 and a RoPE key of 64, two KV heads for GQA. Trained in bfloat16 by the recipe of
-configs/*_128m.py on rows of 1,024 tokens, 32 a step, each row once at most. --data is a folder that
-`kvjax.data.prepare` wrote. Several runs on one GPU need XLA_PYTHON_CLIENT_PREALLOCATE=false. A seed
-draws initial weights and data order, the same for all, so differences from MHA are taken seed by
-seed. Prints bits per byte with 95 % intervals (Student's t over seeds), the tokens after which a
-model was as good as MHA in the end, and differences from MHA by step, of runs that were stopped
-too.
+The LRKV paper scales its models by depth alone; depth 8 gives width 512, 4 heads of 128, rank 64, a
+latent of 192 and a RoPE key of 64, and two KV heads for GQA. Trained in bfloat16 by the recipe of
+configs/*_128m.py on rows of 1,024 tokens, 32 per step, each row at most once. --data is a folder
+from `kvjax.data.prepare`. Several runs on one GPU need XLA_PYTHON_CLIENT_PREALLOCATE=false. A seed
+draws initial weights and data order, equal for all mechanisms, so differences from MHA are taken
+seed by seed. Prints bits per byte with 95 % intervals (Student's t over seeds), the tokens that a
+model needs to reach MHA's final loss, and differences from MHA by step, interrupted runs included.
 """
 
 import argparse
@@ -39,19 +38,19 @@ DEPTH, HEADS, LENGTH, ROWS, VOCABULARY = 8, 4, 1024, 32, 8192
 TOKENS_PER_STEP = LENGTH * ROWS
 EVALUATIONS = 10  # of a run, evenly spaced
 FIRST = "mha"
-# By mechanism what the configs for 128M parameters do not say.
-_HEADS = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS)
-MECHANISMS = dict(
-    mha=_HEADS,
-    lrkv=_HEADS | dict(num_bases=1),
-    gqa=_HEADS | dict(num_kv_heads=2, num_bases=2),
-    mqa=_HEADS | dict(num_kv_heads=1, num_bases=1),
-    mla=dict(num_heads=HEADS, latent_dim=192),
-)
+# Overrides of config.attention in the configs for 128M parameters.
+_HEADS = {"num_heads": HEADS, "num_kv_heads": HEADS, "num_bases": HEADS}
+MECHANISMS = {
+    "mha": _HEADS,
+    "lrkv": _HEADS | {"num_bases": 1},
+    "gqa": _HEADS | {"num_kv_heads": 2, "num_bases": 2},
+    "mqa": _HEADS | {"num_kv_heads": 1, "num_bases": 1},
+    "mla": {"num_heads": HEADS, "latent_dim": 192},
+}
 
 
 def cell(mechanism: str, data: str, steps: int) -> Cell:
-    """A model, trained on prepared rows."""
+    """Returns a mechanism's cell, trained on prepared rows."""
     sections = dict(
         model=dict(num_layers=DEPTH, d_model=64 * DEPTH, mlp_dim=4 * 64 * DEPTH),
         attention=MECHANISMS[mechanism],
@@ -75,7 +74,7 @@ def cell(mechanism: str, data: str, steps: int) -> Cell:
 
 
 def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
-    """A row of each mechanism that has runs."""
+    """Returns one row per mechanism with runs."""
     there = {
         one.name: {
             seed: run
@@ -84,7 +83,10 @@ def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
         }
         for one in cells
     }
-    bpb = lambda name: {seed: run["bpb"] for seed, run in there.get(name, {}).items()}
+
+    def bpb(name):
+        return {seed: run["bpb"] for seed, run in there.get(name, {}).items()}
+
     found = []
     for one in cells:
         if not (runs := there[one.name]):
@@ -118,10 +120,10 @@ def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
 
 
 def by_step(curves: Mapping[str, Mapping[int, Mapping[int, float]]]) -> list[dict]:
-    """Differences from MHA at every step at which both were judged, by mechanism.
+    """Returns differences from MHA by mechanism, at every step at which both were evaluated.
 
     Args:
-      curves: by mechanism, seed and step, bits per byte; of runs that were stopped what there is.
+      curves: bits per byte by mechanism, seed and step; curves of interrupted runs are shorter.
     """
     found = []
     for name in curves:
@@ -139,8 +141,10 @@ def by_step(curves: Mapping[str, Mapping[int, Mapping[int, float]]]) -> list[dic
 
 
 def reached(curve: Mapping, goal: float, steps: int) -> float | None:
-    """The share of the steps after which a curve is at or below `goal`, between evaluations by a
-    straight line; None if it never is."""
+    """Returns the share of the steps at which a curve first reaches `goal`, or None.
+
+    Interpolates linearly between evaluations.
+    """
     before = None
     for step, bpb in sorted((int(step), bpb) for step, bpb in curve.items()):
         if bpb <= goal:
@@ -162,9 +166,9 @@ _HEADER += ("bits per byte", "from MHA", "of the tokens, to be as good as MHA")
 
 
 def _cells(r: Mapping) -> tuple:
-    shown = lambda key, spec: (
-        "-" if r[key] is None else Estimate(r[key], r[f"{key}_half_interval"]).shown(spec)
-    )
+    def shown(key, spec):
+        return "-" if r[key] is None else Estimate(r[key], r[f"{key}_half_interval"]).shown(spec)
+
     sizes = (r["mechanism"], f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
     both = shown("bpb", ".4f"), shown("difference", "+.4f")
     return *sizes, *both, shown("of_tokens", ".3f")
@@ -181,9 +185,9 @@ def _step_cells(r: Mapping) -> tuple:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("--data", default="", help="a folder that `kvjax.data.prepare` wrote")
+    add("--data", default="", help="a folder from `kvjax.data.prepare`")
     add("--seeds", type=int, default=3, help="runs of each model (3)")
-    add("--steps", type=int, default=600, help="of 32,768 tokens (600: 19.7M)")
+    add("--steps", type=int, default=600, help="training steps of 32,768 tokens (600: 19.7M)")
     add("--mechanisms", default=",".join(MECHANISMS), help=f"({','.join(MECHANISMS)})")
     side_by_side.add_options(parser, f"runs/{NAME}")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
@@ -212,10 +216,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def text_of(data: pathlib.Path) -> dict:
-    """What a prepared folder says of its text.
+    """Returns the manifest of a prepared folder: tokenizer, splits, source.
 
     Raises:
-      UserError: it says nothing, or its rows or its vocabulary have other sizes.
+      UserError: there is no manifest, or rows or vocabulary have other sizes.
     """
     file = epath.Path(data / "dataset.json")
     advice = f"--data={data}: give a folder that `kvjax.data.prepare` wrote"
@@ -236,7 +240,7 @@ def text_of(data: pathlib.Path) -> dict:
 
 
 def earlier(file: pathlib.Path, text: Mapping, *, fresh: bool) -> dict:
-    """By mechanism and seed the curves of runs that were stopped, of a result that is there.
+    """Returns the curves of interrupted runs in an existing result, by mechanism and seed.
 
     Raises:
       UserError: its runs were trained on another text.
@@ -256,14 +260,19 @@ def earlier(file: pathlib.Path, text: Mapping, *, fresh: bool) -> dict:
 
 
 def _curves(runs: Mapping, stopped: Mapping) -> dict[str, dict[int, dict[int, float]]]:
-    """By mechanism, seed and step, of runs that are kept and of those that were stopped."""
-    whole = lambda curve: {int(step): bpb for step, bpb in curve.items()}
-    of = lambda name: {s: r["curve"] for s, r in runs.get(name, {}).items()} | stopped.get(name, {})
-    return {name: {seed: whole(curve) for seed, curve in of(name).items()} for name in MECHANISMS}
+    """Returns the curves of finished and interrupted runs, by mechanism, seed and step."""
+    found = {}
+    for name in MECHANISMS:
+        finished = {seed: run["curve"] for seed, run in runs.get(name, {}).items()}
+        found[name] = {
+            seed: {int(step): bpb for step, bpb in curve.items()}
+            for seed, curve in (finished | stopped.get(name, {})).items()
+        }
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the tables; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     file = record.RESULTS / f"{NAME}.json"

@@ -1,13 +1,13 @@
-"""Two remedies that projection sharing tried where queries are keys (section 2.5).
+"""Two remedies of projection sharing for tied queries and keys (section 2.5).
 
     python -m experiments.studies.diagonal [--tasks=sort,reverse] [--length=64] [--save]
 
-There a token meets itself with its squared length. The paper says that neither dividing this
-diagonal by its mean (figure 5) nor annealing the softmax's temperature helped consistently, and
-not what was annealed to what. Here the diagonal of K Kᵀ is divided by its mean over the row, and
-the temperature falls linearly from 4 to 1 in the first half of training. Encoders, rows and
-recipe are those of `sequence_tasks`; seeds of equal number share rows and weights.
-Prints the share of positions that are right, and what a remedy changes, seed by seed.
+With tied queries and keys, a token's score with itself is its squared norm. The paper reports that
+neither dividing this diagonal by its mean (figure 5) nor annealing the softmax's temperature helped
+consistently, and gives no schedule. Here the diagonal of K Kᵀ is divided by its mean over the row,
+and the temperature falls linearly from 4 to 1 in the first half of training. Encoders, rows and
+recipe are as in `sequence_tasks`; equal seeds share rows and weights. Prints the share of positions
+that are right, and the change by each remedy, seed by seed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HOTTEST = 4.0
 
 
 def temperature(step: int) -> float:
-    """What logits of attention are divided by in a step."""
+    """Returns the attention temperature in a step: logits are divided by it."""
     share = min(1.0, step / (sequence_tasks.RECIPE.steps / 2))
     return HOTTEST + (1 - HOTTEST) * share
 
@@ -54,18 +54,23 @@ def cell(task: str, variant: str, remedy: str, length: int) -> Cell:
 
 
 def rows(kept: Kept) -> list[dict]:
-    """A row of each task, length, variant and remedy that was trained, and what it changes."""
+    """Returns a row per task, length, variant and remedy, with the remedy's change."""
     found = []
     for name in sorted(kept.runs):
         task, variant, remedy, length = name.split("/")
-        of = lambda remedy, same=(task, variant, int(length[1:])): {
-            seed: run["right"]
-            for seed, run in in_process.runs_of(cell(*same[:2], remedy, same[2]), kept).items()
-        }
-        if runs := of(remedy):
+        runs, plain = (
+            {
+                seed: run["right"]
+                for seed, run in in_process.runs_of(
+                    cell(task, variant, one, int(length[1:])), kept
+                ).items()
+            }
+            for one in (remedy, "none")
+        )
+        if runs:
             row = dict(task=task, length=int(length[1:]), variant=variant, remedy=remedy)
             row |= dict(seeds=len(runs), **_estimated("right", estimate(list(runs.values()))))
-            plain = {} if remedy == "none" else of("none")
+            plain = {} if remedy == "none" else plain
             row |= dict(seeds_in_common=len(runs.keys() & plain.keys()))
             found.append(row | _estimated("change", difference(runs, plain)))
     return found
@@ -100,7 +105,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     cells = [

@@ -1,10 +1,10 @@
-"""Grids of training runs, as data: cells and seeds, and what a study keeps of them.
+"""Grids of training runs, as data: cells, seeds and the record of finished runs.
 
-A cell is a config file and overrides. What a study keeps of its runs stands in its result (`Kept`),
-so that it goes on where their folders are gone. `side_by_side` trains them.
+A cell is a config file and overrides. Figures of finished runs are in the study's result (`Kept`),
+so a study resumes without their folders. `side_by_side` trains the runs.
 
-Runs of other code are not mixed: a run belongs to the code that trained it (`code`) and to a
-config, both of which its folder names.
+Runs of different code are not mixed: a run's folder names its config and the code that trained it
+(`code`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,27 +29,27 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 from kvjax.workdir import identity
 
-# What decides a run's numbers, in kvjax/.
+# Files in kvjax/ that determine a run's numbers.
 _DECIDES = (
     *("attention", "data", "layers", "model", "recipes", "kernels/softmax_attention"),
     *("config.py", "optim.py", "training/program.py", "training/loop.py"),
 )
 ABOUT = "study.json"  # in a run's folder: config, code and machine that trained it
-EVALUATIONS = 4  # of a run, evenly spaced
-GUESS = 60e9  # FLOP/s of a core, until a run has told
+EVALUATIONS = 4  # per run, evenly spaced
+GUESS = 60e9  # FLOP/s per core, until a run has finished
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What differs from run to run but for the seed.
+    """A model and recipe, trained with several seeds.
 
     Attributes:
-      overrides: keys of the config, as "model.mlp_dim"; a section as a whole replaces the config's,
-        and what a run usually sets in it (`Run.overrides`). Steps, seed and when checkpoints are
-        written are the run's.
-      against: the cell that it is compared with, seed by seed; "": none.
-      before: the cell of the same model without the change that this cell and `against` have; what
-        the change does to the difference is the difference less that cell's own; "": none.
+      overrides: keys of the config, such as "model.mlp_dim"; a whole section replaces the config's
+        section and the run's usual keys in it (`Run.overrides`). Steps, seed and checkpoint
+        interval are the run's.
+      against: the reference cell of differences, seed by seed; "": none.
+      before: the cell of the same model without the change that this cell and `against` share; the
+        change's effect is this cell's difference less that cell's own; "": none.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A cell with a seed, for so many steps."""
+    """A cell with a seed and a number of steps."""
 
     cell: Cell
     seed: int
@@ -98,10 +98,10 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """A digest of its config: what a run must have been trained with.
+        """Digest of the config that a run must have been trained with.
 
-        Keys that have their defaults, and may be newer than the run, do not count; nor does where
-        prepared data lies: what it is stands in the run's folder.
+        Ignores keys with default values, which may be newer than the run, and the location of
+        prepared data; the data's digest is in the run's folder.
         """
         tree = identity.identity(self.config, jnp.dtype(self.config.compute.dtype))
         usual = config_lib.defaults(self.config.attention.kind)
@@ -116,29 +116,32 @@ class Run:
 
 @functools.cache
 def code() -> dict[str, str]:
-    """By file what it says, as it is when a study begins; see `code_now`."""
+    """Returns digests of the code at the study's start; see `code_now`."""
     return code_now()
 
 
 def code_now() -> dict[str, str]:
-    """By file what it says: what decides a run's numbers."""
+    """Returns digests of the files that determine a run's numbers."""
     return code_lib.code_of(PACKAGE / name for name in _DECIDES)
 
 
 def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
-    """The override of the MLP's width that brings a config nearest to so many parameters."""
-    count = lambda c: formulas.parameters(config_lib.resolve(c).model)["total"]
+    """Returns the override of the MLP's width that brings a config nearest to `parameters`."""
+
+    def count(config):
+        return formulas.parameters(config_lib.resolve(config).model)["total"]
+
     plain, wider = load_config(config), load_config(config)
     wider.model.mlp_dim += 1
     each = count(wider) - count(plain)
     return {"model.mlp_dim": plain.model.mlp_dim + round((parameters - count(plain)) / each)}
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- finished runs ---------------------------------------------------------------------------------
 
 
 class Kept(kept_lib.Kept):
-    """What a study keeps of runs that lie in folders of their own; see `kept.Kept`."""
+    """Finished runs of a study whose runs have folders of their own; see `kept.Kept`."""
 
     def __init__(
         self,
@@ -149,24 +152,24 @@ class Kept(kept_lib.Kept):
         fresh: bool,
         places: Iterable[pathlib.Path] = (),
     ):
-        """
+        """Reads the result, if there is one.
+
         Args:
-          places: files that decide what is measured of a run, beside those that decide the run.
+          places: further files that determine the figures measured of a run.
         """
         self._measures = code_lib.code_of(places)
         super().__init__(file, dict(steps=steps), code() | self._measures, mix=mix, fresh=fresh)
         self._mix, self._fresh = mix, fresh
 
     def of(self, run: Run) -> dict | None:
-        """What is kept of a run; None of one that is not there, or was of another config."""
+        """Returns a run's figures; None for a missing run or one with another config."""
         return self.found(run.cell.name, run.seed, run.identity)
 
     def keep(self, run: Run, workdir: pathlib.Path, **found) -> None:
-        """Keeps what a run came to, and what its folder says of code, data and machine.
+        """Records a run's figures with code, data and machine from its folder.
 
         Raises:
-          UserError: it was trained on other data than another seed of its cell, or than what its
-            cell is compared with.
+          UserError: another seed of its cell, or its reference cell, was trained on other data.
         """
         made = about(workdir)
         code, _ = made.pop("code"), made.pop("identity")
@@ -178,7 +181,7 @@ class Kept(kept_lib.Kept):
         self.put(run.cell.name, run.seed, run.identity, code | self._measures, made, **found)
 
     def _data_of(self, run: Run) -> set[str]:
-        """Digests of the data of its cell's other seeds, and of what it is compared with."""
+        """Returns digests of the data of its cell's other seeds and of its reference cell."""
         cells = (run.cell.name, run.cell.against)
         others = [
             kept.get("data", "")
@@ -189,10 +192,10 @@ class Kept(kept_lib.Kept):
         return set(others)
 
     def borrow(self, runs: Iterable[Run], files: Iterable[pathlib.Path]) -> list[str]:
-        """Takes runs of the same config from other studies: of the same code, or any with --mix.
+        """Copies runs of equal config from other studies: of equal code, or of any code with --mix.
 
         Returns:
-          The names of those that were taken: none where a new result is begun.
+          Names of the copied runs; none with --fresh.
         """
         missing = {run.identity: run for run in runs if self.of(run) is None}
         others = []
@@ -202,22 +205,25 @@ class Kept(kept_lib.Kept):
                 codes = other.get("codes", {})
                 kept = [k for seeds in other.get("runs", {}).values() for k in seeds.values()]
                 others += [(k, codes[k["code"]]) for k in kept if k.get("code") in codes]
-        same = lambda kept: not code_lib.changed(kept[1], code() | self._measures)
+
+        def same_code(other):
+            return not code_lib.changed(other[1], code() | self._measures)
+
         taken = []
-        for kept, of in sorted(others, key=same, reverse=True):  # the same code comes first
-            if (self._mix or same((kept, of))) and kept["identity"] in missing:
+        for kept, files in sorted(others, key=same_code, reverse=True):  # runs of this code first
+            if (self._mix or same_code((kept, files))) and kept["identity"] in missing:
                 run = missing[kept["identity"]]
                 if self._data_of(run) - {"", kept.get("data", "")}:
-                    continue  # of other data
+                    continue  # trained on other data
                 del missing[kept["identity"]]
                 self.runs.setdefault(run.cell.name, {})[run.seed] = kept
-                self.codes[kept["code"]] = of
+                self.codes[kept["code"]] = files
                 taken.append(run.name)
         return taken
 
 
 def begin(run: Run, workdir: epath.Path) -> None:
-    """Writes what code and machine train a run into its folder, unless that says it."""
+    """Writes a run's code and machine into its folder, unless they are there."""
     workdir.mkdir(parents=True, exist_ok=True)
     if not (workdir / ABOUT).exists():
         made = {key: x for key, x in provenance.provenance().items() if key != "command"}
@@ -226,12 +232,12 @@ def begin(run: Run, workdir: epath.Path) -> None:
 
 
 def about(workdir: pathlib.Path) -> dict:
-    """What a run's folder says of its code, its data and the machine that trained it."""
+    """Returns the code, data and machine recorded in a run's folder."""
     found = json_text.read_object(epath.Path(workdir / ABOUT), "train the run anew")
     return found | dict(data=data_of(workdir))
 
 
 def data_of(workdir: epath.PathLike) -> str:
-    """A digest of what a run was trained on; "" if its folder does not say."""
+    """Returns a digest of a run's training data; "" if its folder has none."""
     file = epath.Path(workdir) / "dataset.json"
     return code_lib.digest(file.read_text()) if file.exists() else ""

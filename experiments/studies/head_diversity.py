@@ -1,13 +1,13 @@
-"""How different the heads of tiny models are, by mechanism, beside LRKV's table 5: three seeds.
+"""Diversity of the heads of tiny models by mechanism, beside LRKV's table 5, over three seeds.
 
     python -m experiments.studies.head_diversity [--mechanisms=mha,lrkv,gqa,mqa] [--save]
-    python -m experiments.studies.head_diversity --saved   # what was saved; trains nothing
+    python -m experiments.studies.head_diversity --saved   # prints the saved result
 
-Trains the tiny configs as `language_models` does and keeps their parameters of a few steps, the
-first weights among them. Then it takes the numbers of `kvjax.analysis` of each: effective ranks of
-heads' bilinear forms, before training and after, and one number each of what the other reports
-measure. A seed draws initial weights and data order, the same for all mechanisms, so differences
-are taken seed by seed. Runs go to --runs, resume, and keep what was measured of them.
+Trains the tiny configs as `language_models` does, with snapshots of a few steps and of the initial
+weights. Then takes the figures of `kvjax.analysis`: effective ranks of heads' bilinear forms before
+and after training, and one figure of each other report. A seed draws initial weights and data
+order, equal for all mechanisms, so differences are taken seed by seed. Runs and their figures go to
+--runs, and resume.
 """
 
 import argparse
@@ -43,29 +43,29 @@ OTHERS = (
     *("lrkv_shared_rope", "lrkv_no_rope", "kv_tied_gqa", "kv_tied_mqa"),
 )
 NAME = "analysis/head_diversity"  # of the result
-SNAPSHOTS = 4  # of a run, beside its first weights
-FILE = "head_diversity.json"  # in a workdir: what was measured of it
-_MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis", pathlib.Path(__file__))  # decide that
+SNAPSHOTS = 4  # per run, beside its initial weights
+FILE = "head_diversity.json"  # in a workdir: the run's figures
+_MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis", pathlib.Path(__file__))  # compute FILE
 
 
-# -- what is made ----------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def asked(mechanism: str, steps: int, seed: int) -> grid.Run:
-    """A study's run, with snapshots."""
+    """Returns a study's run, with snapshots."""
     snapshots = {"train.snapshot_every": max(1, steps // SNAPSHOTS)}
     return grid.Run(grid.Cell(mechanism, tiny(mechanism), snapshots), seed, steps)
 
 
 def check(runs: Iterable[grid.Run], folder: epath.Path) -> None:
-    """Raises a UserError for folders of other configs, or whose runs other code trained."""
+    """Raises a UserError for folders with runs of other configs or other code."""
     for one in runs:
         if why := side_by_side.refused(one, folder, mix=False):
             raise UserError(f"--runs = {folder}: {one.name} {why}; give another")
 
 
 def run(one: grid.Run, folder: epath.Path) -> Run:
-    """Trains and measures what is not yet, or was by other code."""
+    """Trains and measures a run, unless both are done by the current code."""
     workdir = folder / one.name
     if not side_by_side.is_whole(one, folder):
         grid.begin(one, workdir)
@@ -83,13 +83,13 @@ def run(one: grid.Run, folder: epath.Path) -> Run:
 
 
 def _read(found: dict) -> Run:
-    """A run as JSON has it."""
+    """Returns a run from its JSON."""
     steps = {int(step): numbers for step, numbers in found["steps"].items()}
     return Run(**found | dict(steps=steps))
 
 
 def saved() -> tuple[Runs, dict]:
-    """The runs of the saved result, and all of that.
+    """Returns the runs of the saved result, and the whole result.
 
     Raises:
       UserError: there is none, or it is damaged.
@@ -103,7 +103,7 @@ def saved() -> tuple[Runs, dict]:
 
 
 def measure(workdir: epath.Path) -> Run:
-    """The numbers of a finished run, from its metrics, its model and its snapshots."""
+    """Measures a finished run from its metrics, its model and its snapshots."""
     snapshots = {one.step: model_lib.TrainedModel(one) for one in trained.snapshots(workdir)}
     if 0 not in snapshots:
         raise UserError(f"{workdir} has no snapshot of its first weights: give another --runs")
@@ -128,11 +128,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     every = ",".join((*head_tables.ROWS, *OTHERS))
     add("--mechanisms", default=every, help=f"tiny configs ({every})")
     add("--seeds", type=int, default=3, help="runs per mechanism (3)")
-    add("--steps", type=int, default=128, help="of 8,192 tokens; 128, the default, are 1.05M")
-    add("--runs", default="runs/head_diversity", help="where runs go (runs/head_diversity)")
+    add("--steps", type=int, default=128, help="training steps of 8,192 tokens (128: 1.05M)")
+    add("--runs", default="runs/head_diversity", help="folder of the runs (runs/head_diversity)")
     text = "write experiments/results/analysis/head_diversity.json"
     add("--save", action="store_true", help=text)
-    add("--saved", action="store_true", help="print that file's; train nothing")
+    add("--saved", action="store_true", help="print the saved result; train nothing")
     parser.add_output()
     options = parser.parse(arguments)
     known = sorted(path.stem.removesuffix("_tiny") for path in CONFIGS.glob("*_tiny.py"))
@@ -151,7 +151,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_saved(options: argparse.Namespace) -> None:
-    """Raises a UserError if a saved result has what this one would not."""
+    """Raises a UserError if saving would drop mechanisms, seeds or steps of the saved result."""
     file = record.RESULTS / f"{NAME}.json"
     claim(file)
     if not file.exists():
@@ -174,7 +174,7 @@ def _check_saved(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Trains and measures what is not yet, and prints."""
+    """Trains and measures the missing runs, and prints the tables."""
     options = _options(arguments)
     if options.saved:
         runs, before = saved()

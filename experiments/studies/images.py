@@ -4,11 +4,11 @@
     python -m experiments.studies.images --set=mnist --folder=FOLDER --patches=4,7 \\
         --widths=64,256,512 --layers=2,4 --heads=2,4 --rates=0.001,0.0001   # its whole grid
 
-Vision Transformers that are trained from nothing, on squares of an image's pixels with a learned
-vector for the whole in front. Paper: Adam, rates that fall to a tenth twice (at which epochs is not
-said: after half and three quarters of them), 20 epochs of MNIST and Fashion-MNIST, 40 of CIFAR-10,
-50 of CIFAR-100. A seed draws the order, the same for all variants, and weights. Prints the share
-of test images that are right after the last epoch, means over cells with 95 % intervals over seeds.
+Vision Transformers trained from scratch on square patches of pixels, with a learned class vector in
+front. Paper: Adam, a learning rate divided by ten twice (at unknown epochs; here after half and
+three quarters of them), 20 epochs of MNIST and Fashion-MNIST, 40 of CIFAR-10, 50 of CIFAR-100. A
+seed draws weights and the data order, which is equal for all variants. Prints test accuracy after
+the last epoch, means over cells with 95 % intervals over seeds.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from kvjax.model.transformer import Compute
 
 FOLDER = "images"  # of results
 BATCH = 128
-CHANNELS = 50  # of the map that a "+" adds
+CHANNELS = 50  # of the position map that a "+" adds
 # Projection sharing, Table 3, in the order of `encoders.VARIANTS`.
 PUBLISHED = {
     "mnist": (0.981, 0.981, 0.982, 0.976, 0.978, 0.977),
@@ -48,7 +48,7 @@ PUBLISHED = {
     "tiny_imagenet": (0.229, 0.236, None, 0.234, 0.266, None),
 }
 EPOCHS = dict(mnist=20, fashion_mnist=20, cifar10=40, cifar100=50, tiny_imagenet=100)
-# TinyImageNet has one model: images of 64 are enlarged to 224 pixels. Its epochs are not given.
+# TinyImageNet has one model: images of 64 are enlarged to 224 pixels. The paper omits its epochs.
 _GRID = dict(patches="7", widths="64", layers="2", heads="2", rates="0.001")
 _VIT = dict(patches="16", widths="768", layers="12", heads="12", rates="0.001")
 _DEFAULTS = dict.fromkeys(EPOCHS, _GRID) | dict(tiny_imagenet=_VIT)
@@ -56,11 +56,11 @@ _DEFAULTS = dict.fromkeys(EPOCHS, _GRID) | dict(tiny_imagenet=_VIT)
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """What a set's models have in common.
+    """Settings shared by all models of a data set.
 
     Attributes:
-      mlp_times: how much wider than the model its MLP is. The paper says it of TinyImageNet alone.
-      side: pixels that images are enlarged to; 0: as they are.
+      mlp_times: MLP width over model width. The paper gives it for TinyImageNet alone.
+      side: pixels that images are enlarged to; 0: not enlarged.
     """
 
     mlp_times: int = 2
@@ -72,7 +72,8 @@ _FIXED = dict.fromkeys(EPOCHS, Fixed()) | dict(tiny_imagenet=Fixed(4, 224, 0.1))
 
 
 def squares(x_BYXC: jax.Array, size: int) -> jax.Array:
-    """Squares [B, T, size² C] of images, by rows; what is over at the edges is cut off."""
+    """Splits images into patches [B, T, size² C], row by row; crops incomplete patches at the
+    edges."""
     B, Y, X, C = x_BYXC.shape
     rows, columns = Y // size, X // size
     top, left = (Y - rows * size) // 2, (X - columns * size) // 2
@@ -84,10 +85,11 @@ def squares(x_BYXC: jax.Array, size: int) -> jax.Array:
 def transformer(
     variant: str, shape: Sequence[int], squares: int, classes: int, fixed: Fixed
 ) -> TransformerConfig:
-    """
+    """Returns a Vision Transformer's config.
+
     Args:
       shape: width, layers, heads.
-      squares: of an image; a vector for the whole stands before them.
+      squares: patches per image; the class vector is in front of them.
     """
     width, layers, heads = shape
     how = dict(positions="learned", activation="gelu_exact", max_positions=squares + 1)
@@ -96,7 +98,7 @@ def transformer(
 
 
 class Trainer:
-    """Trains on one set of images, and tests."""
+    """Trains and tests on one data set."""
 
     def __init__(self, name: str, images: Images, epochs: int):
         self.images, self.epochs, self.fixed = images, epochs, _FIXED[name]
@@ -107,7 +109,7 @@ class Trainer:
         axes = (0, 1, 2)
         self._mean, self._std = (f(x, axis=axes, keepdims=True) / 255 for f in (np.mean, np.std))
         self.steps = len(x) // BATCH * epochs
-        self._learner = functools.cache(self._learner_of)  # compiled once for all seeds
+        self._learner = functools.cache(self._learner_of)  # seeds share the compiled step
 
     def _features(self, x_BYXC: jax.Array, size: int) -> jax.Array:
         x = (x_BYXC.astype(jnp.float32) / 255 - self._mean) / self._std
@@ -138,12 +140,13 @@ class Trainer:
     def train(
         self, variant: str, shape: tuple[int, ...], size: int, rate: float, seed: int
     ) -> dict:
-        """The share of test images that are right."""
+        """Trains a model; returns its test accuracy."""
         model = self._learner(variant, shape, size, rate)
-        pack = lambda part: dict(zip("xy", part, strict=True))
-        batches = learner.in_order(pack(self.images.train), BATCH, self.epochs, seed)
-        found = model.train(seed, batches)
-        right = model.accuracy(found, learner.split(pack(self.images.test), 500))
+        train, test = (
+            dict(zip("xy", part, strict=True)) for part in (self.images.train, self.images.test)
+        )
+        found = model.train(seed, learner.in_order(train, BATCH, self.epochs, seed))
+        right = model.accuracy(found, learner.split(test, 500))
         return dict(right=right, loss=found.loss)
 
 
@@ -165,15 +168,15 @@ def cell(
 
 
 def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """A row of each variant: the mean over cells, over seeds, and the difference from QKV."""
-    of = lambda variant: in_process.means(cells, kept, "right", variant=variant)
+    """Returns a row per variant: mean over cells, interval over seeds, and difference from QKV."""
+    qkv = in_process.means(cells, kept, "right", variant="qkv")
     found = []
     for variant, published in zip(encoders.VARIANTS, PUBLISHED[name], strict=True):
-        mine = of(variant)
+        mine = in_process.means(cells, kept, "right", variant=variant)
         if not mine:
             continue
         now = estimate(list(mine.values()))
-        off = difference(mine, of("qkv")) if variant != "qkv" else None
+        off = difference(mine, qkv) if variant != "qkv" else None
         found.append(
             dict(
                 variant=variant,
@@ -192,7 +195,9 @@ _HEADER = ("variant", "right, %", "table 3", "points from QKV")
 
 
 def _cells(r: Mapping) -> tuple:
-    points = lambda mean, half, form: Estimate(mean, half).times(100).shown(form)
+    def points(mean, half, form):
+        return Estimate(mean, half).times(100).shown(form)
+
     published = "-" if r["published"] is None else f"{100 * r['published']:.1f}"
     off = "-"
     if r["from_qkv"] is not None:
@@ -216,14 +221,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     known = ", ".join(encoders.VARIANTS)
     add("--set", default="", help=f"one of {', '.join(EPOCHS)}")
-    add("--folder", default="", help="where its files are")
+    add("--folder", default="", help="folder of its files")
     add("--variants", default=",".join(encoders.VARIANTS), help=f"of {known} (all)")
-    add("--patches", default="", help="pixels of a square's side (7)")
-    add("--widths", default="", help="d of the models (64)")
-    add("--layers", default="", help="blocks (2)")
-    add("--heads", default="", help="heads (2)")
+    add("--patches", default="", help="side of a patch, in pixels (7)")
+    add("--widths", default="", help="model widths (64)")
+    add("--layers", default="", help="numbers of layers (2)")
+    add("--heads", default="", help="numbers of heads (2)")
     add("--rates", default="", help="learning rates (0.001)")
-    add("--epochs", type=int, default=0, help="passes over the set (the paper's)")
+    add("--epochs", type=int, default=0, help="passes over the data (the paper's)")
     in_process.add_options(parser, f"{FOLDER}/SET", seeds=3)
     options = parser.parse(arguments)
     command_line.require(options, set=f"one of {', '.join(EPOCHS)}", folder="that of its files")
@@ -244,7 +249,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     load = functools.partial(images_lib.load, options.set)

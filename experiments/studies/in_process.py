@@ -1,6 +1,6 @@
 """A study whose runs are small enough to be trained one after another in one process.
 
-It goes on where it was stopped: what a run came to stands in the study's result (`kept.Kept`).
+An interrupted study resumes: figures of finished runs are in its result (`kept.Kept`).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Output
 
-# What decides what a small model learns, beside the study itself and its task.
+# Code that determines the numbers of small models, beside the study and its task.
 _DECIDES = (
     *(PACKAGE / name for name in ("attention", "layers", "model", "kernels/softmax_attention")),
     EXPERIMENTS / "models",
@@ -31,18 +31,18 @@ _DECIDES = (
 )
 
 _MOST_SEEDS = 1000
-# What may fail one run and not the others: a loss that is no number, no room, a bad size.
+# Failures of one run that let the others go on: a loss that is not finite, memory, a bad size.
 _FAILURES = (FloatingPointError, OverflowError, MemoryError, UserError, jax.errors.JaxRuntimeError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What differs from run to run but for the seed.
+    """A model and task, trained with several seeds.
 
     Attributes:
-      asked: JSON-able, everything that a run's numbers follow from.
-      train: seed -> what is kept, JSON-able.
-      flops: of a run, about: to say how long it will take.
+      asked: JSON-able settings that determine a run's numbers.
+      train: from a seed to JSON-able figures.
+      flops: approximate FLOPs of a run, for time estimates.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Cell:
 
 
 def add_options(parser: command_line.Parser, name: str, seeds: int) -> None:
-    """--seeds, --save, --mix and --fresh, and those of output."""
+    """Adds --seeds, --mix, --fresh, --save and the output options."""
     add = parser.add_argument
-    add("--seeds", type=int, default=seeds, help=f"runs of each cell ({seeds})")
-    add("--mix", action="store_true", help="take runs that other code trained as they are")
+    add("--seeds", type=int, default=seeds, help=f"runs per cell ({seeds})")
+    add("--mix", action="store_true", help="accept runs that other code trained")
     add("--fresh", action="store_true", help="begin a new result")
     add("--save", action="store_true", help=f"write experiments/results/{name}.json")
     parser.add_output()
@@ -71,10 +71,11 @@ def check(options: argparse.Namespace) -> None:
 
 
 def load[T](load: Callable[[pathlib.Path], T], option: str, text: str) -> T:
-    """What a local file or folder holds; a UserError that names the option if it cannot be read."""
+    """Loads a local file or folder; raises a UserError that names the option if it cannot be
+    read."""
     try:
         return load(pathlib.Path(text).expanduser())
-    except (OSError, RuntimeError, ValueError) as error:  # data errors are among them
+    except (OSError, RuntimeError, ValueError) as error:  # DataError is a ValueError
         raise UserError(f"{option}={text}: {first_line(error)}") from error
 
 
@@ -85,11 +86,11 @@ def study(
     told: Callable[[Kept], dict],
     places: Sequence[pathlib.Path],
 ) -> dict:
-    """Trains what is missing; the result: what is `told`, seconds of all runs, failures, the runs.
+    """Trains the missing runs; returns the result: figures, seconds of all runs, failures and runs.
 
     Args:
-      told: what follows from the runs, as rows of a table.
-      places: files that decide numbers: the study, its task.
+      told: computes figures from the runs, such as rows of a table.
+      places: files that determine numbers: the study and its task.
     """
 
     def result(kept: Kept, failed: Mapping[str, str]) -> dict:
@@ -100,16 +101,16 @@ def study(
 
 
 def runs_of(cell: Cell, kept: Kept) -> dict[int, dict]:
-    """By seed what runs of a cell came to: not what was asked otherwise under its name."""
+    """Returns a cell's runs by seed, without runs of other settings under its name."""
     runs = kept.runs.get(cell.name, {})
     return {seed: run for seed, run in runs.items() if run["identity"] == cell.identity}
 
 
 def means(cells: Sequence[Cell], kept: Kept, figure: str, **asked) -> dict[int, float]:
-    """By seed the mean of a figure over cells, of the seeds that every one of them has.
+    """Returns the mean of a figure over cells, by seed, for seeds that all cells have.
 
     Args:
-      asked: what the cells have in common, as variant="qkv".
+      asked: settings that select the cells, such as variant="qkv".
     """
     mine = [c for c in cells if all(c.asked[key] == x for key, x in asked.items())]
     runs = [runs_of(cell, kept) for cell in mine]
@@ -118,7 +119,7 @@ def means(cells: Sequence[Cell], kept: Kept, figure: str, **asked) -> dict[int, 
 
 
 def end(name: str, found: dict, out: Output, *, save: bool) -> int:
-    """Says what failed, and records the result; the exit status: 1 if a run failed."""
+    """Prints the failures and records the result; returns 1 if a run failed."""
     for run, why in found["failed"].items():
         out.say(f"- left out: {run}, {why}")
     record.record(name, found, out, save=save)
@@ -134,16 +135,16 @@ def train(
     settings: Mapping[str, object] | None = None,
     places: Sequence[pathlib.Path] = (),
 ) -> tuple[Kept, dict[str, str]]:
-    """Trains what is missing, all cells with the first seed, then with the next.
+    """Trains the missing runs, all cells with the first seed, then with the next.
 
     Args:
       name: of the result.
-      result_of: what is written after each run, of what is kept and of what failed.
+      result_of: makes the result, written after each run, from finished runs and failures.
       settings: see `Kept`.
-      places: files that decide numbers too.
+      places: further files that determine numbers.
 
     Returns:
-      What is kept, and by run why it failed.
+      Finished runs, and the reason of each failure by run.
     """
     code = code_lib.code_of((*_DECIDES, *places))
     file = record.RESULTS / f"{name}.json"
@@ -175,14 +176,14 @@ def train(
             asked = (cell.name, seed, cell.identity)
             kept.put(*asked, code, dict(made_by=made), seconds=seconds, **found)
             if options.save:
-                record.keep(name, result_of(kept, failed), quiet=True)  # there are hundreds
+                record.keep(name, result_of(kept, failed), quiet=True)
     return kept, failed
 
 
 class _Pace:
-    """How long runs will take, by FLOP/s of those that have ended."""
+    """Estimates remaining time from the FLOP/s of finished runs."""
 
-    _GUESS = 40e9  # FLOP/s, until a run has told
+    _GUESS = 40e9  # FLOP/s, until a run has finished
 
     def __init__(self, cells: Sequence[Cell], kept: Kept):
         self._rates = [

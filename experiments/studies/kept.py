@@ -1,4 +1,4 @@
-"""What a study keeps of its finished runs, in its result: it goes on where it was stopped."""
+"""Figures of a study's finished runs, in its result, from which the study resumes."""
 
 from collections.abc import Iterable, Mapping
 import fcntl
@@ -13,14 +13,14 @@ from experiments.studies import code as code_lib
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 
-_CLAIMED: dict[pathlib.Path, IO] = {}  # locks, which go with the process
+_CLAIMED: dict[pathlib.Path, IO] = {}  # locks, released when the process ends
 
 
 def claim(file: pathlib.Path) -> None:
-    """Makes a result this process's own: to be called before it is read, by who will write it.
+    """Locks a result for this process; call it before reading a result that will be written.
 
     Raises:
-      UserError: another process writes it: each would write over the other's runs.
+      UserError: another process writes it; each would overwrite the other's runs.
     """
     file = file.resolve()
     if file in _CLAIMED:
@@ -42,12 +42,12 @@ class Kept:
     """Finished runs, by cell and seed.
 
     Attributes:
-      runs: {cell: {seed: what is kept, with the identity of what was asked and the code}}.
+      runs: {cell: {seed: figures, with the identity of the settings and the digest of the code}}.
       codes: {digest: files}, of all runs.
 
     Raises:
-      UserError: the result is damaged or of other settings; or its runs were trained by other code,
-        and it is not said that they may be mixed.
+      UserError: the result is damaged, or has other settings, or its runs were trained by other
+        code and `mix` is false.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class Kept:
         mix: bool,
         fresh: bool,
     ):
-        """
+        """Reads the result, if there is one.
+
         Args:
-          settings: options that all runs share, as {"steps": 256}.
-          code: of now, see `code_of`.
+          settings: options that all runs share, such as {"steps": 256}.
+          code: digests of the current code, see `code_of`.
         """
         self.settings, self._file = dict(settings), file
         self.runs: dict[str, dict[int, dict]] = {}
@@ -95,12 +96,12 @@ class Kept:
             self.runs[name] = {int(seed): kept for seed, kept in seeds.items()}
 
     def found(self, cell: str, seed: int, identity: str) -> dict | None:
-        """What is kept of a run; None of one that is not there, or was asked otherwise."""
+        """Returns a run's figures; None for a missing run or one with other settings."""
         kept = self.runs.get(cell, {}).get(seed)
         return kept if kept and kept["identity"] == identity else None
 
     def check(self, asked: Iterable[tuple[str, int, str]]) -> None:
-        """Raises a UserError if a run that is kept would be written over: asked otherwise then.
+        """Raises a UserError if a finished run with other settings would be overwritten.
 
         Args:
           asked: cells, seeds and identities.
@@ -117,11 +118,11 @@ class Kept:
     def put(
         self, cell: str, seed: int, identity: str, code: Mapping[str, str], made: Mapping, **found
     ) -> None:
-        """Keeps what a run came to.
+        """Records a run's figures.
 
         Args:
-          identity: of what was asked.
-          made: who made it.
+          identity: digest of the settings.
+          made: provenance.
         """
         named = code_lib.digest(json.dumps(code, sort_keys=True))
         self.codes[named] = dict(code)
