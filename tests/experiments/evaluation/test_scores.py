@@ -52,7 +52,7 @@ def test_a_terminal_takes_it(pair, capsys):
 def test_other_data_or_nothing_asked(pair, tmp_path, capsys):
     _rows(tmp_path / "second", "mmlu", [True], data="y")
     assert command_line.status(scores.main, [pair]) == 2
-    assert "mmlu was asked with data = 'y'" in capsys.readouterr().err
+    assert "mmlu was evaluated with data = 'y'" in capsys.readouterr().err
     workdirs.write(tmp_path / "third")
     assert command_line.status(scores.main, [f"--workdirs={tmp_path / 'third'}"]) == 2
     assert "third has no evaluation: python -m kvjax.evaluate" in capsys.readouterr().err
