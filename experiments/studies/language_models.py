@@ -1,15 +1,14 @@
-"""Studies of small language models: what LRKV, thin keys and projection sharing claim, asked here.
+"""Studies of small language models: claims of LRKV, thin keys and projection sharing, tested.
 
     python -m experiments.studies.language_models --list
     python -m experiments.studies.language_models --study=lrkv_ranks [--seeds=3] [--save]
     python -m experiments.studies.language_models --study=lrkv_starts --cells=lrkv_per_head
 
-Models of width 128 or so on the embedded corpus; which, says experiments/studies/demo_size.py. A
-seed draws initial weights and data order, the same for all models, so differences are taken seed
-by seed. All are trained with the first seed, then with the next, side by side; studies share runs
-that they have in common, from their folders or results, and go on where they were stopped. Prints
-bits per byte with 95 % intervals (Student's t over seeds), and p-values of the differences that
-Holm's method corrects for their number.
+Models of width 128 or so on the embedded corpus (experiments/studies/demo_size.py). A seed draws
+initial weights and data order, equal for all models, so differences are taken seed by seed. Runs
+are trained in parallel, all models with the first seed, then with the next; studies share equal
+runs, from their folders or results, and resume. Prints bits per byte with 95 % intervals (Student's
+t over seeds), and p-values of the differences with Holm's correction for their number.
 """
 
 import argparse
@@ -35,13 +34,17 @@ FOLDER = "studies"  # of results
 
 
 def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
-    """A row of each cell that has runs: costs, bits per byte, the difference from another cell."""
+    """Returns a row per cell with runs: costs, bits per byte, and the difference from its
+    reference."""
     found, runs = [], {}
     for cell in cells:
         asked = {seed: Run(cell, seed, steps) for seed in sorted(kept.runs.get(cell.name, {}))}
         there = {seed: kept.of(run) for seed, run in asked.items()}
         runs[cell.name] = {seed: run for seed, run in there.items() if run}
-    bpb = lambda name: {seed: run["bpb"] for seed, run in runs.get(name, {}).items()}
+
+    def bpb(name: str) -> dict[int, float]:
+        return {seed: run["bpb"] for seed, run in runs.get(name, {}).items()}
+
     other = {cell.name: cell.against for cell in cells}
 
     def apart(name: str) -> dict[int, float]:
@@ -96,7 +99,9 @@ def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
 
 
 def _cells(r: Mapping, corrected: Mapping[str, float]) -> tuple:
-    shown = lambda x, half: "-" if x is None else Estimate(x, half).shown("+.4f")
+    def shown(x, half):
+        return "-" if x is None else Estimate(x, half).shown("+.4f")
+
     apart = shown(r["difference"], r["difference_half_interval"])
     moved = shown(r["moved"], r["moved_half_interval"])
     bpb = Estimate(r["bpb"], r["bpb_half_interval"]).shown(".4f")
@@ -106,10 +111,10 @@ def _cells(r: Mapping, corrected: Mapping[str, float]) -> tuple:
 
 
 def chosen(cells: Sequence[Cell], names: str) -> list[Cell]:
-    """The cells of these names, a list with commas, and those that they are compared with; or all.
+    """Returns the cells of a comma-separated list and their reference cells; all cells for "".
 
     Raises:
-      UserError: a name that is none of them.
+      UserError: an unknown name.
     """
     if not names:
         return list(cells)
@@ -125,12 +130,12 @@ def chosen(cells: Sequence[Cell], names: str) -> list[Cell]:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("--list", action="store_true", help="print what studies there are, and what they take")
+    add("--list", action="store_true", help="print the studies and their core hours")
     add("--study", default="", help=f"one of {', '.join(STUDIES)}")
-    text = "some of its models; those that they are compared with come along (all)"
+    text = "some of its models; their reference models are added (all)"
     add("--cells", default="", help=text)
     add("--seeds", type=int, default=3, help="runs of each model (3)")
-    add("--steps", type=int, default=0, help="of 8,192 tokens (the study's)")
+    add("--steps", type=int, default=0, help="training steps of 8,192 tokens (the study's)")
     side_by_side.add_options(parser, f"runs/{FOLDER}")
     add("--save", action="store_true", help=f"write experiments/results/{FOLDER}/STUDY.json")
     parser.add_output()
@@ -152,7 +157,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     out = Output(options)

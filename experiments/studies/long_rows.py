@@ -2,12 +2,11 @@
 
     python -m experiments.studies.long_rows [--seeds=3] [--save]
 
-Tiny configs trained on rows of 256 tokens and on rows of 1,024, the same tokens in all, each judged
-on held-out rows of 1,024: how much does a token gain from what stands far before it, and does that
-depend on what is cached? Models of 256 show what happens beyond the rows they were trained on. A
-seed draws initial weights and data order, so differences from MHA of the same rows are taken seed
-by seed. Runs of 256 are those of `language_models`, if both have one --runs. Prints bits per byte
-by position with 95 % intervals (Student's t over seeds).
+Trains tiny configs on rows of 256 and of 1,024 tokens, with equal tokens in total, and evaluates
+them on held-out rows of 1,024: the gain from distant context, by mechanism. Models of 256 show the
+loss beyond their training length. A seed draws initial weights and data order, so differences from
+MHA of the same row length are taken seed by seed. Runs of 256 are shared with `language_models`, if
+both have one --runs. Prints bits per byte by position with 95 % intervals (Student's t over seeds).
 """
 
 import argparse
@@ -30,11 +29,12 @@ from kvjax.foundation.output import Output
 NAME = "long_rows"
 MECHANISMS = ("mha", "lrkv", "gqa", "mqa", "mla")
 FIRST = "mha"
-LENGTHS = (256, 1024)  # tokens of a row that is trained on
+LENGTHS = (256, 1024)  # tokens per training row
 
 
 def cell(mechanism: str, length: int) -> Cell:
-    """A mechanism on rows of a length; for 256 tokens the tiny config as it is."""
+    """Returns a mechanism's cell with rows of a length; for 256 tokens the tiny config
+    unchanged."""
     config, against = demo_size.tiny(mechanism), "" if mechanism == FIRST else FIRST
     if length == 256:
         return Cell(mechanism, config, {}, against)
@@ -47,13 +47,16 @@ def _name(mechanism: str, length: int) -> str:
 
 
 def rows(seeds: Mapping[str, Mapping[int, dict]]) -> list[dict]:
-    """A row of each model: bits per byte between `EDGES`, and differences from MHA.
+    """Returns a row per model: bits per byte between `EDGES`, and differences from MHA.
 
     Args:
-      seeds: by cell and seed what is kept.
+      seeds: figures by cell and seed.
     """
+
+    def at(name, i):
+        return {seed: run["by_position"][i] for seed, run in seeds.get(name, {}).items()}
+
     found = []
-    at = lambda name, i: {s: run["by_position"][i] for s, run in seeds.get(name, {}).items()}
     for length in LENGTHS:
         for mechanism in MECHANISMS:
             name = _name(mechanism, length)
@@ -99,7 +102,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--seeds", type=int, default=3, help="runs of each model (3)")
-    add("--steps", type=int, default=128, help="of 8,192 tokens (128: 1.0M)")
+    add("--steps", type=int, default=128, help="training steps of 8,192 tokens (128: 1.0M)")
     add("--mechanisms", default=",".join(MECHANISMS), help=f"({','.join(MECHANISMS)})")
     side_by_side.add_options(parser, "runs/studies")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
@@ -114,17 +117,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
-    file, places = (
-        record.RESULTS / f"{NAME}.json",
-        map(pathlib.Path, (positions.__file__, text.__file__)),
-    )
+    file = record.RESULTS / f"{NAME}.json"
+    places = map(pathlib.Path, (positions.__file__, text.__file__))
     if options.save:
         claim(file)
-    how = dict(mix=options.mix, fresh=options.fresh, places=places)
-    kept = Kept(file, options.steps, **how)
+    kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh, places=places)
     cells = [cell(name, length) for length in LENGTHS for name in options.mechanisms]
     runs = [Run(one, seed, options.steps) for seed in range(options.seeds) for one in cells]
 

@@ -1,15 +1,15 @@
-"""What padding that counts in a loss does to perplexities, and to what they tell of two models.
+"""Effect of padding in the loss on perplexities and on differences between models.
 
     python -m experiments.studies.padded_loss [--seeds=3] [--save]
 
-The code of projection sharing pads each document to a row with EOS, cuts longer ones, and takes the
-loss over all targets; its Table 4 has perplexities of about 5 for that reason. Here models of bytes
-learn the embedded books' paragraphs in that form and packed (one stream, nothing filled, nothing
-lost), QKV and two tied variants, equally many steps. Held-out paragraphs are judged three ways: as
-padded rows with padding counted, the same rows' text alone, and packed. With f the share of targets
-that are text, counted nats are f times the text's, if padding costs nothing; so a difference of
-1 % in perplexity is one of about 1/f %. Prints f, perplexities per byte, and differences from QKV
-in both, means over seeds with 95 % intervals.
+The code of projection sharing pads each document to a row with EOS, truncates longer ones, and
+averages the loss over all targets, padding included: hence the perplexities of about 5 in its Table
+4. Here models of bytes learn the embedded books' paragraphs in that form and packed (one stream
+without padding or truncation), QKV and two tied variants, with equal steps. Held-out paragraphs are
+evaluated three ways: as padded rows with padding counted, text of the same rows alone, and packed.
+With f the share of targets that are text, counted nats are f times the text's if padding costs
+nothing, so a difference of 1 % in perplexity is one of about 1/f %. Prints f, perplexities per
+byte, and differences from QKV, means over seeds with 95 % intervals.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
 NAME = "padded_loss"
-FIRST = "none"  # what the others are compared with
+FIRST = "none"  # the reference of differences
 TIES = {"none": "QKV", "kv": "Q-K=V", "qkv": "Q=K=V"}
 FORMS = {"padded": text.padded, "packed": text.packed}
 WIDTH, HEADS, LAYERS, MLP, LENGTH, BATCH, STEPS = 64, 4, 4, 256, 128, 32, 600
-JUDGED = ("counted", "text", "packed")  # nats a target of held-out paragraphs
+JUDGED = ("counted", "text", "packed")  # nats per target of held-out paragraphs
 
 
 def transformer(tie: str) -> TransformerConfig:
@@ -54,18 +54,18 @@ def transformer(tie: str) -> TransformerConfig:
 
 @functools.cache
 def rows_of(split: str, form: str) -> dict[str, np.ndarray]:
-    """All rows of a split, padded or packed."""
+    """Returns all rows of a split, padded or packed."""
     return FORMS[form](text.paragraphs(split), LENGTH)
 
 
 def share_of_text(split: str) -> float:
-    """f: of the targets of padded rows."""
+    """Returns f, the share of text among the targets of padded rows."""
     return float(rows_of(split, "padded")["real"].mean())
 
 
 @functools.cache
 def held_out() -> dict[str, list[dict[str, np.ndarray]]]:
-    """Batches of held-out rows by how they are judged; `counts` is what a mean is taken over."""
+    """Returns batches of held-out rows by evaluation; `counts` weights the targets of the mean."""
     found = {}
     for name in JUDGED:
         rows = rows_of("validation", "packed" if name == "packed" else "padded")
@@ -85,13 +85,13 @@ def _learner(tie: str, steps: int) -> Learner:
     return Learner(
         lambda key: Transformer(config, key),
         recipe,
-        lambda model, batch, _: jnp.mean(nats(model, batch)),  # padding counts, where there is some
+        lambda model, batch, _: jnp.mean(nats(model, batch)),  # padding included
         lambda model, batch: (nats(model, batch), batch["counts"]),
     )
 
 
 def train(tie: str, form: str, steps: int, seed: int) -> dict:
-    """Nats a target, however they are judged."""
+    """Trains a model; returns its nats per target by evaluation."""
     model, rows = _learner(tie, steps), rows_of("train", form)
     epochs = math.ceil(steps * BATCH / (len(rows["x"]) - BATCH))
     found = model.train(seed, learner.in_order(rows, BATCH, epochs, seed))
@@ -115,7 +115,7 @@ def _of(kept: Kept, one: Cell, figure: str) -> dict[int, float]:
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """A row of each model: perplexities, and differences from QKV's in per cent."""
+    """Returns a row per model: perplexities, and differences from QKV in per cent."""
     first = {c.asked["form"]: c for c in cells if c.asked["tie"] == FIRST}
     found = []
     for one in cells:
@@ -152,13 +152,12 @@ _HEADER += ("of the same text", "packed", "against QKV, nats: counted", "text", 
 
 
 def _cells(row: Mapping) -> tuple:
-    shown = lambda x, form: Estimate(*x).shown(form)
     perplexity = [
-        shown((p["mean"], p["half_interval"]), ".3f")
+        Estimate(p["mean"], p["half_interval"]).shown(".3f")
         for p in (row["perplexity"][name] for name in JUDGED)
     ]
     against = [
-        shown((a["nats"], a["half_interval"]), "+.4f") if a else ""
+        Estimate(a["nats"], a["half_interval"]).shown("+.4f") if a else ""
         for a in (row["against_first"].get(name) for name in JUDGED)
     ]
     share = f"{row['share_of_text']:.3f}"
@@ -170,7 +169,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add, every = parser.add_argument, ",".join
     add("--ties", default=every(TIES), help=f"of {', '.join(TIES)} (all)")
     add("--forms", default=every(FORMS), help=f"of {', '.join(FORMS)} (all)")
-    add("--steps", type=int, default=STEPS, help=f"of {BATCH} rows of {LENGTH} bytes ({STEPS})")
+    add(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help=f"steps of {BATCH} rows of {LENGTH} bytes ({STEPS})",
+    )
     in_process.add_options(parser, NAME, seeds=3)
     options = parser.parse(arguments)
     options.ties = lists.names("--ties", options.ties, TIES)
@@ -181,16 +185,23 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     cells = [cell(tie, form, options.steps) for form in options.forms for tie in options.ties]
     places = list(map(pathlib.Path, (__file__, text.__file__)))
     every = [cell(tie, form, options.steps) for form in FORMS for tie in TIES]
-    told = lambda kept: dict(steps=options.steps, rows=rows(every, kept))
+
+    def told(kept: Kept) -> dict:
+        return dict(steps=options.steps, rows=rows(every, kept))
+
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
-    asked = lambda row: row["tie"] in options.ties and row["trained"] in options.forms
-    out.table(_HEADER, map(_cells, filter(asked, found["rows"])))
+    asked = [
+        row
+        for row in found["rows"]
+        if row["tie"] in options.ties and row["trained"] in options.forms
+    ]
+    out.table(_HEADER, map(_cells, asked))
     return in_process.end(NAME, found, out, save=options.save)
 
 

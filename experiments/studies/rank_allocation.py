@@ -1,13 +1,13 @@
-"""Where LRKV's residuals fill their rank: ranks by layer, of the same bytes, from trained models.
+"""Ranks by layer in proportion to effective ranks of LRKV's trained residuals, at equal bytes.
 
     python -m experiments.studies.rank_allocation [--runs=runs/studies] [--seeds=3] [--save]
 
-LRKV's future work is a rank for each layer or head (section 7). An obvious rule is to give rank to
-those that use it. This reads what `language_models --study=lrkv_layer_ranks` trained with one rank
-for all, takes the effective rank of every residual's weights, U_k B_k, keys and values, and divides
-the same number of ranks among layers in proportion. Heads of a layer are told as a range, of each
-seed and of keys and values apart, then its mean: if they do not differ, a rank for each of them has
-nothing to go by.
+LRKV's future work is a rank for each layer or head (section 7). A simple rule gives rank in
+proportion to use. This study reads the models that `language_models --study=lrkv_layer_ranks`
+trained with one rank for all, computes the effective rank of every residual's weights U_k B_k, of
+keys and values, and divides the same total rank among layers in proportion. Heads of a layer are
+reported as a range, computed per seed and for keys and values apart, then averaged: if heads do not
+differ, ranks by head have no basis.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _PARTS = ("key", "value")
 
 
 def effective_ranks(model: model_lib.LazyModel) -> np.ndarray:
-    """[L, 2, K] of U_k B_k, of keys and values.
+    """Returns effective ranks of U_k B_k, [layers, keys/values, heads].
 
     Raises:
       UserError: a layer has no residuals.
@@ -49,7 +49,10 @@ def effective_ranks(model: model_lib.LazyModel) -> np.ndarray:
 
 
 def _of_part(weights: dict, part: str) -> np.ndarray:
-    """[K]: singular values of U B are those of R_U R_Bᵀ, of the factors' triangles."""
+    """Returns effective ranks of U B by head, [K].
+
+    The singular values of U B equal those of R_U B, with R_U the triangular QR factor of U.
+    """
     latent_KDR = np.moveaxis(np.asarray(weights[f"latent_{part}"], np.float64), 1, 0)
     expand_KRH = np.asarray(weights[f"expand_{part}"], np.float64)
     left_KRR = np.linalg.qr(latent_KDR, mode="r")
@@ -57,12 +60,12 @@ def _of_part(weights: dict, part: str) -> np.ndarray:
 
 
 def allocation(ranks_L: np.ndarray, total: int, most: int) -> list[int]:
-    """Whole numbers of 1 to `most` in proportion to effective ranks, `total` in all.
+    """Divides `total` into integers from 1 to `most`, in proportion to effective ranks.
 
-    One each, then one more to whoever lacks most of its share.
+    Starts with one each, then adds one at a time where the share is missed most.
 
     Args:
-      total: of L to L·most.
+      total: from L to L·most.
     """
     share_L = ranks_L / ranks_L.sum() * total
     found_L = np.ones(len(ranks_L), int)
@@ -73,17 +76,17 @@ def allocation(ranks_L: np.ndarray, total: int, most: int) -> list[int]:
 
 
 def told(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
-    """A row of each layer, and how `rank` for all is divided instead.
+    """Returns a row per layer, with its share of `rank` times the number of layers.
 
     Args:
-      ranks_SLPK: effective ranks by seed, layer, keys or values, head.
-      most: rank that a head can have.
+      ranks_SLPK: effective ranks by seed, layer, key or value, head.
+      most: maximum rank of a head.
     """
     by_layer_SL = ranks_SLPK.mean(axis=(2, 3))
     ranks = allocation(by_layer_SL.mean(axis=0), rank * by_layer_SL.shape[1], most)
     rows = []
     for i, share in enumerate(ranks):
-        heads_SPK = ranks_SLPK[:, i]  # head k of two seeds are strangers: a range of each seed
+        heads_SPK = ranks_SLPK[:, i]  # heads do not correspond between seeds: a range per seed
         least, most_of = heads_SPK.min(axis=2).mean(), heads_SPK.max(axis=2).mean()
         now = estimate(by_layer_SL[:, i].tolist())
         row = dict(layer=i, effective_rank=now.mean, half_interval=now.half)
@@ -95,8 +98,8 @@ def told(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("--runs", default="runs/studies", help="where runs are (runs/studies)")
-    add("--seeds", type=int, default=3, help="runs (3)")
+    add("--runs", default="runs/studies", help="folder of the runs (runs/studies)")
+    add("--seeds", type=int, default=3, help="number of runs (3)")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
     parser.add_output()
     options = parser.parse(arguments)
@@ -107,7 +110,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def workdir(folder: epath.Path, seed: int) -> epath.Path:
-    """The workdir of the run whose layers have one rank; a UserError unless it is there, whole."""
+    """Returns the workdir of the run with one rank for all layers; a UserError if it is
+    unfinished."""
     study = STUDIES["lrkv_layer_ranks"]
     cell = next(cell for cell in study.cells() if cell.name == UNIFORM)
     asked = Run(cell, seed, study.steps)
@@ -123,7 +127,7 @@ def workdir(folder: epath.Path, seed: int) -> epath.Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; the exit status."""
+    """Measures the runs and prints the table; returns 0."""
     options = _options(arguments)
     runs = [workdir(options.runs, seed) for seed in range(options.seeds)]
     models = [model_lib.open(str(run)) for run in runs]
@@ -132,14 +136,17 @@ def main(arguments: Sequence[str]) -> int:
     found = told(np.stack([effective_ranks(model) for model in models]), mechanism.rank, most)
     out = Output(options)
     headings = ("layer", "effective rank", "heads, least", "most", "rank at equal bytes")
-    shown = lambda row: (
-        row["layer"],
-        Estimate(row["effective_rank"], row["half_interval"]).shown(".2f"),
-        f"{row['least_head']:.2f}",
-        f"{row['most_head']:.2f}",
-        row["rank"],
-    )
-    out.table(headings, map(shown, found["rows"]))
+    cells = [
+        (
+            row["layer"],
+            Estimate(row["effective_rank"], row["half_interval"]).shown(".2f"),
+            f"{row['least_head']:.2f}",
+            f"{row['most_head']:.2f}",
+            row["rank"],
+        )
+        for row in found["rows"]
+    ]
+    out.table(headings, cells)
     record.record(NAME, found, out, save=options.save)
     return 0
 

@@ -1,14 +1,14 @@
-"""A rank for each head: trained residuals cut to a half and a quarter of theirs, in four ways.
+"""Ranks by head: trained residuals truncated to a half and a quarter of their rank, in four ways.
 
     python -m experiments.studies.rank_by_head [--runs=runs/studies] [--ranks=8,4] [--save]
 
-LRKV's future work is a rank for each layer or head (section 7). Models that were trained with one
-rank for all (`language_models --study=lrkv_layer_ranks`) lose the smallest singular values of their
-residuals, U_k B_k, until so many ranks are left in all. These are divided equally; by layer, or by
-head, in proportion to effective rank (`rank_allocation`); or they are those of the largest singular
-values. By head and by singular value keys have as many in all as values. Nothing is trained again,
-and a cache with a rank for each head is not built: its bytes are counted as ranks. Prints bits per
-byte of held-out text, and what a division changes against equal ranks, seed by seed.
+LRKV's future work is a rank for each layer or head (section 7). Models trained with one rank for
+all (`language_models --study=lrkv_layer_ranks`) lose the smallest singular values of their
+residuals U_k B_k until a total rank is left. It is divided equally, by layer or by head in
+proportion to effective rank (`rank_allocation`), or goes to the largest singular values. By head
+and by singular value, keys and values have equal totals. Nothing is trained again, and a cache with
+ranks by head is not built: its bytes are counted as ranks. Prints held-out bits per byte, and
+differences from equal ranks, seed by seed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _MECHANISM = ("segments", 0, "attention", "mechanism")
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """U_k B_k of all layers as singular values and vectors, of keys and values, head by head."""
+    """Singular value decompositions of U_k B_k of all layers, keys and values, head by head."""
 
     left: np.ndarray  # [L, 2, K, D, R]
     singular: np.ndarray  # [L, 2, K, R], largest first
@@ -53,20 +53,22 @@ class Residuals:
 
     @classmethod
     def of(cls, weights: Mapping[str, np.ndarray]) -> "Residuals":
-        """Takes the products of a model's weights apart.
+        """Decomposes the products of a model's weights.
 
         Args:
           weights: latent_key and latent_value [L, D, K, R], expand_key, expand_value [L, K, R, H],
             R at most H.
         """
-        both = lambda name: [np.asarray(weights[f"{name}_{part}"], float) for part in _PARTS]
-        latent, expand = (np.stack(both(name), axis=1) for name in ("latent", "expand"))
-        q, left = np.linalg.qr(np.moveaxis(latent, 3, 2))  # [L, 2, K, D, R] and triangles
+        latent, expand = (
+            np.stack([np.asarray(weights[f"{name}_{part}"], float) for part in _PARTS], axis=1)
+            for name in ("latent", "expand")
+        )
+        q, left = np.linalg.qr(np.moveaxis(latent, 3, 2))  # [L, 2, K, D, R], [L, 2, K, R, R]
         inner, singular, right = np.linalg.svd(left @ expand, full_matrices=False)
         return cls(q @ inner, singular, right)
 
     def cut(self, ranks_LPK: np.ndarray) -> dict[str, np.ndarray]:
-        """Weights as those given to `of`, whose products have these ranks and are nearest."""
+        """Returns weights as in `of`, whose products are the best approximations of these ranks."""
         kept = np.arange(self.singular.shape[-1]) < ranks_LPK[..., None]
         latent = np.moveaxis(self.left * (self.singular * kept)[..., None, :], 2, 3)
         found = {}
@@ -76,7 +78,7 @@ class Residuals:
         return found
 
     def ranks(self, way: str, rank: int) -> np.ndarray:
-        """[L, 2, K]: as many in all as `rank` for every head."""
+        """Returns ranks [L, 2, K] with the total of `rank` per head."""
         L, P, K, R = self.singular.shape
         effective_LPK = spectrum.effective_rank(self.singular**2)
         if way == "equal":
@@ -87,7 +89,7 @@ class Residuals:
         if way not in WAYS:
             raise ValueError(f"way = {way!r}: must be one of {WAYS}")
         found = np.zeros((L, P, K), int)
-        for part in range(P):  # a key and a value are of different size
+        for part in range(P):  # keys and values differ in scale
             if way == "by head":
                 flat = allocation(effective_LPK[:, part].ravel(), rank * L * K, R)
             else:
@@ -98,17 +100,18 @@ class Residuals:
 
 
 class Judge:
-    """How well a model tells rows of text, with its own residuals or with others."""
+    """Evaluates a model on rows of text, with its own or with truncated residuals."""
 
     def __init__(
         self, model: Transformer, compute: Compute, rows: np.ndarray, bytes_per_token: float
     ):
-        """
+        """Decomposes the model's residuals.
+
         Args:
           rows: tokens [rows, T + 1].
 
         Raises:
-          UserError: no residuals of keys and values, or layers that differ.
+          UserError: the model has no residuals of keys and values, or layers that differ.
         """
         self._graph, params = nnx.split(model)
         self._params = traverse_util.flatten_dict(nnx.to_pure_dict(params))
@@ -129,7 +132,7 @@ class Judge:
         self._nats = nats
 
     def bits_per_byte(self, ranks_LPK: np.ndarray | None = None) -> float:
-        """With residuals cut to these ranks, or as it was trained."""
+        """Returns bits per byte with residuals truncated to these ranks; None: as trained."""
         params = dict(self._params)
         if ranks_LPK is not None:
             for name, array in self.residuals.cut(ranks_LPK).items():
@@ -141,13 +144,14 @@ class Judge:
 
 
 def judge(run: epath.Path) -> Judge:
-    """The judge of a trained run's model, on text that the run has not seen."""
+    """Returns the `Judge` of a trained run's model, on held-out text."""
     loaded = trained.load(run)
     return Judge(loaded.model, loaded.compute, *rows_of(loaded.tokenizer, ROWS, LENGTH))
 
 
 def measure(model: Judge, ranks: Sequence[int]) -> list[dict]:
-    """A row of the whole model and of each rank and way, with the heads of least and most rank."""
+    """Returns rows of the whole model and of each rank and way, with the smallest and largest
+    rank."""
     whole = dict(rank=model.rank, way=WHOLE, least=model.rank, most=model.rank)
     rows = [whole | dict(bpb=model.bits_per_byte())]
     for rank in ranks:
@@ -159,10 +163,10 @@ def measure(model: Judge, ranks: Sequence[int]) -> list[dict]:
 
 
 def told(runs: Mapping[int, Sequence[Mapping]]) -> list[dict]:
-    """A row of each rank and way over seeds, and its difference from equal ranks.
+    """Returns a row per rank and way over seeds, with its difference from equal ranks.
 
     Args:
-      runs: by seed what `measure` returns.
+      runs: rows of `measure` by seed.
     """
     by = {}
     for seed, rows in runs.items():
@@ -195,9 +199,9 @@ def _cells(row: Mapping) -> tuple:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("--runs", default="runs/studies", help="where runs are (runs/studies)")
-    add("--ranks", default="8,4", help="ranks that are left for each head, on average (8,4)")
-    add("--seeds", type=int, default=3, help="runs (3)")
+    add("--runs", default="runs/studies", help="folder of the runs (runs/studies)")
+    add("--ranks", default="8,4", help="mean ranks per head after truncation (8,4)")
+    add("--seeds", type=int, default=3, help="number of runs (3)")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
     parser.add_output()
     options = parser.parse(arguments)
@@ -209,7 +213,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Cuts, judges and prints; the exit status."""
+    """Truncates, evaluates and prints the table; returns 0."""
     options = _options(arguments)
     runtime.start()
     runs = [workdir(options.runs, seed) for seed in range(options.seeds)]

@@ -1,16 +1,16 @@
-"""Projection sharing's five tasks on made-up sequences (section 3.1), beside its Table 2.
+"""Projection sharing's five tasks on synthetic sequences (section 3.1), beside its Table 2.
 
     python -m experiments.studies.sequence_tasks [--seeds=3] [--save]   # a sample of the grid
     python -m experiments.studies.sequence_tasks --tasks=sort --variants=kv_tied \\
-        --lengths=16,64,128 --widths=32,64,256 --layers=2,4 --heads=2,4    # a cell, whole
+        --lengths=16,64,128 --widths=32,64,256 --layers=2,4 --heads=2,4    # the whole grid of one
 
-Encoders label every position of a row of numbers: reversed, sorted, 9 less each, halves swapped,
-the same. 50,000 rows, two epochs; how the paper's code trains is that of UvA's course, but for the
-start of weights, which is this project's and not Xavier's. A seed draws rows and their order, the
-same for all variants, and weights; those behind a projection that a variant lacks are others.
-Prints the share of positions that are right in 10,000 other rows, means over cells with 95 %
-intervals over seeds. The table is of what was asked, `asked` in the result; `rows` there are over
-all cells that every variant was trained on.
+Encoders label every position of a row of numbers: reversed, sorted, subtracted from 9, halves
+swapped, copied. 50,000 rows, two epochs. The recipe is that of UvA's course, which the paper's code
+follows, but for initialisation, which is this project's and not Xavier's. A seed draws weights and
+rows with their order, the rows equal for all variants. Prints the share of positions that are right
+in 10,000 other rows, means over cells with 95 % intervals over seeds. The printed table, `asked` in
+the result, covers the requested cells; `rows` in the result covers all cells that every variant was
+trained on.
 """
 
 import argparse
@@ -52,14 +52,14 @@ TRAINED_ON, EPOCHS, BATCH, TESTED_ON = 50_000, 2, 128, 10_000
 RECIPE = learner.Recipe(
     steps=TRAINED_ON // BATCH * EPOCHS, learning_rate=1e-3, warm_up=5, decay="cosine", clip=5.0
 )
-_CURVE = 20  # steps whose mean loss is a point of a run's curve
-# The cell whose curves are shown and judged, as it ends a name.
-CURVES_OF = "d32_l2_h2_t32"
-_TEST_SEED = 10**6  # of rows that are never trained on
+_CURVE = 20  # steps averaged to a point of a run's loss curve
+CURVES_OF = "d32_l2_h2_t32"  # end of the names of the cells whose curves are shown and judged
+_TEST_SEED = 10**6  # of the test rows
 
 
 def transformer(variant: str, width: int, layers: int, heads: int, **how) -> TransformerConfig:
-    """The course's model: blocks end in a LayerNorm, and an MLP of ReLU is twice as wide."""
+    """Returns the course's model: LayerNorm after each block, an MLP of ReLU and twice the
+    width."""
     how |= dict(norm_after=True, positions="sinusoidal", activation="relu", mlp_dim=2 * width)
     shape = (width, layers, heads)
     return encoders.transformer(variant, 10, *shape, labels=sequences.NUMBERS, **how)
@@ -67,9 +67,9 @@ def transformer(variant: str, width: int, layers: int, heads: int, **how) -> Tra
 
 @functools.cache
 def learner_of(config: TransformerConfig) -> Learner:
-    """Compiled once for each length, and shared by tasks and seeds.
+    """Returns a learner, compiled once per row length and shared by tasks and seeds.
 
-    Batches have "x" and "y", and may have a "temperature" of attention.
+    Batches have "x" and "y", and optionally the attention's "temperature".
     """
     compute = Compute(unroll=True)
 
@@ -77,13 +77,16 @@ def learner_of(config: TransformerConfig) -> Learner:
         x_BTF = jax.nn.one_hot(batch["x"], sequences.NUMBERS)
         return model(x_BTF, compute=compute, temperature=batch.get("temperature"))
 
-    loss = lambda model, batch, _: jnp.mean(learner.nats(logits(model, batch), batch["y"]))
-    right = lambda model, batch: (
-        jnp.argmax(logits(model, batch), axis=-1) == batch["y"],
-        jnp.ones(batch["y"].shape),
+    def loss(model, batch, _):
+        return jnp.mean(learner.nats(logits(model, batch), batch["y"]))
+
+    def right(model, batch):
+        predicted = jnp.argmax(logits(model, batch), axis=-1)
+        return predicted == batch["y"], jnp.ones(batch["y"].shape)
+
+    return Learner(
+        lambda key: Labeller(config, key, features=sequences.NUMBERS), RECIPE, loss, right
     )
-    make = lambda key: Labeller(config, key, features=sequences.NUMBERS)
-    return Learner(make, RECIPE, loss, right)
 
 
 def train(
@@ -93,21 +96,24 @@ def train(
     seed: int,
     temperature: Callable[[int], float] | None = None,
 ) -> dict:
-    """The share of positions that a model labels as it should, and its loss while it learned.
+    """Trains a model; returns its test accuracy and its training loss.
 
     Args:
-      temperature: of attention in a step; 1 once it is trained.
+      temperature: attention temperature by step; 1 in evaluation.
     """
     model = learner_of(config)
-    rows = sequences.labelled(task, TRAINED_ON, length, seed)
-    others = sequences.labelled(task, TESTED_ON, length, _TEST_SEED)
-    pack = lambda pair: dict(zip("xy", pair, strict=True))
-    batches = learner.in_order(pack(rows), BATCH, EPOCHS, seed)
+    rows, others = (
+        dict(zip("xy", sequences.labelled(task, count, length, drawn_by), strict=True))
+        for count, drawn_by in ((TRAINED_ON, seed), (TESTED_ON, _TEST_SEED))
+    )
+    batches = learner.in_order(rows, BATCH, EPOCHS, seed)
     if temperature is not None:
-        of = lambda step: dict(temperature=np.float32(temperature(step)))
-        batches = (batch | of(step) for step, batch in enumerate(batches))
+        batches = (
+            batch | {"temperature": np.float32(temperature(step))}
+            for step, batch in enumerate(batches)
+        )
     found = model.train(seed, batches)
-    right = model.accuracy(found, learner.split(pack(others), 500))
+    right = model.accuracy(found, learner.split(others, 500))
     curve = dict(every=_CURVE, loss=found.curve(_CURVE))
     return dict(right=right, loss=found.loss, curve=curve)
 
@@ -127,13 +133,13 @@ _NAME = re.compile(r"(\w+)/(\w+)/d(\d+)_l(\d+)_h(\d+)_t(\d+)")
 
 
 def cell_of(name: str) -> Cell:
-    """The cell of a name."""
+    """Returns the cell of a name."""
     task, variant, *sizes = _NAME.fullmatch(name).groups()
     return cell(task, variant, *map(int, sizes))
 
 
 def flops(length: int, width: int, layers: int) -> float:
-    """Approximate FLOPs of training one model."""
+    """Returns approximate FLOPs of training one model."""
     return encoders.flops(RECIPE.steps * BATCH * length, length, width, layers, 2 * width)
 
 
@@ -141,11 +147,12 @@ _SIZES = ("width", "layers", "heads", "length")
 
 
 def in_common(kept: Kept) -> list[Cell]:
-    """Cells that all variants have: those with enough seeds in common, or with most of them."""
-    place = lambda one: tuple(one.asked[key] for key in ("task", *_SIZES))
+    """Returns cells that all variants have, with SEEDS common seeds or the most that the task
+    has."""
     by_place: dict[tuple, list[Cell]] = {}
     for one in map(cell_of, kept.runs):
-        by_place.setdefault(place(one), []).append(one)
+        place = tuple(one.asked[key] for key in ("task", *_SIZES))
+        by_place.setdefault(place, []).append(one)
     seeds, most = {}, collections.Counter()
     for where, cells in by_place.items():
         if len(cells) == len(encoders.VARIANTS):
@@ -157,7 +164,7 @@ def in_common(kept: Kept) -> list[Cell]:
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """A row of each variant: by task the mean over cells, and its interval over seeds."""
+    """Returns a row per variant: by task the mean over cells, and its interval over seeds."""
     found = []
     for variant, published in PUBLISHED.items():
         by_task = {}
@@ -176,7 +183,8 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
 
 
 def curves(kept: Kept) -> list[dict]:
-    """The loss while models learn, by task and variant: of seeds that all of the task's have."""
+    """Returns training losses by task and variant, over the seeds that all of a task's variants
+    have."""
     found = []
     for task in sequences.TASKS:
         cells = {v: cell_of(f"{task}/{v}/{CURVES_OF}") for v in encoders.VARIANTS}
@@ -211,10 +219,10 @@ def _cells(row: Mapping) -> tuple:
 
 
 def read_tasks(options: argparse.Namespace, key: str, lengths: Sequence[int]) -> None:
-    """Makes names of --tasks; a UserError for one that is none, or that rows do not fit.
+    """Splits --tasks into names; a UserError for an unknown name or an unfit row length.
 
     Args:
-      key: the option that gives rows these lengths.
+      key: the option with the row lengths.
     """
     options.tasks = lists.names("--tasks", options.tasks, sequences.TASKS)
     odd = [length for length in lengths if length % 2]
@@ -228,10 +236,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tasks", default=every(sequences.TASKS), help=f"of {', '.join(sequences.TASKS)} (all)")
     known = ", ".join(encoders.VARIANTS)
     add("--variants", default=every(encoders.VARIANTS), help=f"of {known} (all)")
-    add("--widths", default="32,64", help="d of the models (32,64)")
-    add("--layers", default="2", help="blocks (2)")
-    add("--heads", default="2", help="heads (2)")
-    add("--lengths", default="16,64", help="numbers in a row (16,64)")
+    add("--widths", default="32,64", help="model widths (32,64)")
+    add("--layers", default="2", help="numbers of layers (2)")
+    add("--heads", default="2", help="numbers of heads (2)")
+    add("--lengths", default="16,64", help="numbers per row (16,64)")
     in_process.add_options(parser, NAME, seeds=SEEDS)
     options = parser.parse(arguments)
     options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
@@ -242,7 +250,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     cells = [

@@ -1,20 +1,19 @@
-"""Projection sharing's set anomaly (section A.3): which of ten images is of another class.
+"""Projection sharing's set anomaly (section A.3): one of ten images is of another class.
 
     python -m experiments.studies.set_anomaly [--seeds=3] [--save]        # synthetic features
     python -m experiments.studies.set_anomaly --features=FILE.npz --widths=256,512 --layers=2,4 \\
         --heads=2,4 --epochs=20                                           # the paper's grid
 
-Encoders without positions say of each image how odd it is. The course whose code this follows puts
-the odd one last in every set. Without positions nobody can tell; but the "+" variants add a map
-that depends on positions, and might read the answer off. So every variant is trained and tested
-with the place drawn, and with it last. Features of CIFAR-100 come from a file
-(`tasks.anomalies.load`), else synthetic: class means plus noise. Prints the share of
-test sets that are right, at the epoch that is best in validation, means over cells with 95 %
-intervals over seeds.
+Encoders without positions score each image of a set. This study follows a course's code, in which
+the anomaly is always last. Encoders without positions cannot use that, but the "+" variants add a
+map that depends on positions, and might. Every variant is therefore trained and tested with the
+anomaly at random positions, and with it last. Features of CIFAR-100 come from a file
+(`tasks.anomalies.load`); synthetic features are class means plus noise. Prints test accuracy at the
+epoch of the best validation accuracy, means over cells with 95 % intervals over seeds.
 
-Unlike there weights start by fan-in, not by Xavier; dropout is of inputs and of what a block adds,
-not inside the MLP or before the answer; and the map of "+" has 10 channels, those of the small
-tasks, where the paper's vision models have 50.
+Differences from the course: weights are initialised by fan-in, not by Xavier; dropout is on inputs
+and block outputs, not inside the MLP or before the answer; and the map of "+" has 10 channels, as
+in the small tasks, where the paper's vision models have 50.
 """
 
 import argparse
@@ -41,18 +40,18 @@ from kvjax.model.transformer import Compute
 
 NAME = "set_anomaly"
 BATCH, CHANNELS, DROPOUT = 64, 10, 0.1
-NOISE = 2.2  # of made-up features: QKV finds 98 of 100, and variants differ
+NOISE = 2.2  # of synthetic features: QKV reaches 98 %, and variants differ
 # Projection sharing, Table 3, in the order of `encoders.VARIANTS`.
 PUBLISHED = dict(zip(encoders.VARIANTS, (0.942, 0.954, 0.966, 0.949, 0.933, 0.961), strict=True))
 
 
 class Trainer:
-    """Trains on one set of features, and tests."""
+    """Trains and tests on one data set of features."""
 
     def __init__(self, features: Features, epochs: int):
         self.features, self.epochs = features, epochs
         self.steps_per_epoch = len(features.train[1]) // BATCH
-        self._learner = functools.cache(self._learner_of)  # compiled once for all seeds
+        self._learner = functools.cache(self._learner_of)  # seeds share the compiled step
 
     def _learner_of(self, variant: str, shape: tuple[int, ...]) -> Learner:
         how = dict(norm_after=True, positions="none", activation="relu", mlp_dim=2 * shape[0])
@@ -82,12 +81,12 @@ class Trainer:
         )
 
     def train(self, variant: str, shape: tuple[int, ...], place: str, seed: int) -> dict:
-        """The share of test sets that are right; of validation too, by step."""
+        """Trains a model; returns its test accuracy, and validation accuracy by step."""
         model, features = self._learner(variant, shape), self.features
-        fixed = lambda part: list(
-            anomalies.batches(part, np.random.default_rng(42), place, size=500, whole=True)
+        validation, test = (
+            list(anomalies.batches(part, np.random.default_rng(42), place, size=500, whole=True))
+            for part in (features.validation, features.test)
         )
-        validation, test = fixed(features.validation), fixed(features.test)
         curve: dict[int, float] = {}
         best = dict(right=0.0, step=0)
 
@@ -121,22 +120,24 @@ def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> 
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """A row of each variant: by place the mean over cells, over seeds, and their difference."""
-    of = lambda variant, place: in_process.means(cells, kept, "right", variant=variant, place=place)
+    """Returns a row per variant: by place the mean over cells and seeds, and their difference."""
     found = []
     for variant in encoders.VARIANTS:
-        by_place = {place: of(variant, place) for place in anomalies.PLACES}
-        told = {}
+        by_place = {
+            place: in_process.means(cells, kept, "right", variant=variant, place=place)
+            for place in anomalies.PLACES
+        }
+        places = {}
         for place, runs in by_place.items():
             if runs:
                 now = estimate(list(runs.values()))
-                told[place] = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
-        if not told:
+                places[place] = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
+        if not places:
             continue
         moved = difference(by_place["drawn"], by_place["last"])
         off = moved and dict(points=moved.mean, half_interval=moved.half)
         found.append(
-            dict(variant=variant, places=told, drawn_less_last=off, published=PUBLISHED[variant])
+            dict(variant=variant, places=places, drawn_less_last=off, published=PUBLISHED[variant])
         )
     return found
 
@@ -145,7 +146,8 @@ _HEADER = ("variant", "place drawn, %", "always last, %", "points", "table 3")
 
 
 def _cells(r: Mapping) -> tuple:
-    points = lambda mean, half, form: Estimate(mean, half).times(100).shown(form)
+    def points(mean, half, form):
+        return Estimate(mean, half).times(100).shown(form)
 
     def shown(place: str) -> str:
         now = r["places"].get(place)
@@ -162,13 +164,18 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add, every = parser.add_argument, ",".join
     variants, places = ", ".join(encoders.VARIANTS), ", ".join(anomalies.PLACES)
     add("--features", default="", help="npz file (default: synthetic)")
-    add("--noise", type=float, default=NOISE, help=f"of made-up features ({NOISE})")
+    add(
+        "--noise",
+        type=float,
+        default=NOISE,
+        help=f"standard deviation of synthetic features ({NOISE})",
+    )
     add("--variants", default=every(encoders.VARIANTS), help=f"of {variants} (all)")
     add("--places", default=every(anomalies.PLACES), help=f"of the anomaly: {places} (both)")
-    add("--widths", default="64", help="d of the models (64)")
-    add("--layers", default="2", help="blocks (2)")
-    add("--heads", default="2", help="heads (2)")
-    add("--epochs", type=int, default=4, help="each image is the anomaly so often (4)")
+    add("--widths", default="64", help="model widths (64)")
+    add("--layers", default="2", help="numbers of layers (2)")
+    add("--heads", default="2", help="numbers of heads (2)")
+    add("--epochs", type=int, default=4, help="passes, each with every image as the anomaly (4)")
     in_process.add_options(parser, NAME, seeds=3)
     options = parser.parse(arguments)
     options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
@@ -184,7 +191,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     if options.features:
@@ -205,10 +212,11 @@ def main(arguments: Sequence[str]) -> int:
         for place in anomalies.PLACES
         for variant in encoders.VARIANTS
     ]
-    asked = lambda one: (
-        one.asked["place"] in options.places and one.asked["variant"] in options.variants
-    )
-    cells = list(filter(asked, every))
+    cells = [
+        one
+        for one in every
+        if one.asked["place"] in options.places and one.asked["variant"] in options.variants
+    ]
 
     def told(kept: Kept) -> dict:
         grid = {key: getattr(options, key) for key in ("widths", "layers", "heads", "epochs")}

@@ -1,7 +1,7 @@
-"""Runs of a grid trained side by side: a process for each, on cores of its own, resumed.
+"""Trains the runs of a grid in parallel processes, each on cores of its own, and resumes them.
 
-A run lies in FOLDER/NAME_seedS_stepsN. One that is finished is not trained again, and one that was
-stopped goes on.
+A run's workdir is FOLDER/NAME_seedS_stepsN. Finished runs are not trained again; interrupted runs
+resume.
 """
 
 import argparse
@@ -32,14 +32,14 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def curve(workdir: pathlib.Path) -> dict[int, float]:
-    """By step bits per byte; of a run that was not begun none."""
+    """Returns bits per byte by step; {} for a run without evaluations."""
     file = epath.Path(workdir) / metrics.METRICS
     records = metrics.read_records(file) if file.exists() else []
     return {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
 
 
 def speed(workdir: pathlib.Path) -> float | None:
-    """Tokens/s, the median over a run's records; None where there is none."""
+    """Returns the median tokens/s of a run's records, or None without records."""
     file = epath.Path(workdir) / "timing.jsonl"
     records = metrics.read_records(file) if file.exists() else []
     speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
@@ -47,7 +47,7 @@ def speed(workdir: pathlib.Path) -> float | None:
 
 
 def figures(run: Run, folder: pathlib.Path) -> dict:
-    """What a run came to: bits per byte by step and at the end, tokens/s, seconds of its steps."""
+    """Returns a run's bits per byte by step and at the end, tokens/s, and seconds of its steps."""
     found, rate = curve(folder / run.name), speed(folder / run.name)
     tokens = run.steps * run.experiment.tokens_per_step
     return dict(
@@ -59,21 +59,21 @@ def figures(run: Run, folder: pathlib.Path) -> dict:
 
 
 def add_options(parser: command_line.Parser, runs: str) -> None:
-    """--processes, --mix and --fresh.
+    """Adds --runs, --processes, --mix and --fresh.
 
     Args:
-      runs: where the runs go if nothing else is said.
+      runs: default of --runs.
     """
     add, cores = parser.add_argument, os.cpu_count()
-    add("--runs", default=runs, help=f"where the runs go ({runs})")
-    text = f"runs side by side, each on its share of the cores ({cores})"
+    add("--runs", default=runs, help=f"folder of the runs ({runs})")
+    text = f"runs in parallel, each on its share of the cores ({cores})"
     add("--processes", type=int, default=cores, help=text)
-    add("--mix", action="store_true", help="take runs that other code trained as they are")
+    add("--mix", action="store_true", help="accept runs that other code trained")
     add("--fresh", action="store_true", help="begin a new result, with the runs in --runs")
 
 
 def check_runs(runs: str) -> pathlib.Path:
-    """The folder of --runs, made; a UserError for one that is none or not local."""
+    """Creates and returns the folder of --runs; a UserError if it is empty or not local."""
     if not runs:
         raise UserError("--runs= is empty: give a folder, as runs/studies")
     if "://" in runs:
@@ -90,12 +90,12 @@ def train_missing(
     after: Callable[[Mapping[str, str]], None],
     more: Callable[[pathlib.Path], dict] = lambda workdir: {},
 ) -> dict[str, str]:
-    """Trains the runs that are not kept, and keeps them; by run why it failed.
+    """Trains the missing runs and records them; returns the reason of each failure by run.
 
     Args:
       options: those of `add_options`, with --runs as a path, and --save.
-      after: called after each run that is kept, with what has failed so far.
-      more: what is kept of a run beside its `figures`, from its folder.
+      after: called with the failures so far, after each recorded run.
+      more: computes further figures of a run from its folder.
     """
     failed: dict[str, str] = {}
     if options.save:
@@ -119,7 +119,7 @@ def train_missing(
 
 
 def is_whole(run: Run, folder: pathlib.Path) -> bool:
-    """Whether a run has been evaluated at its end, and has the weights that were."""
+    """Returns True if a run has its last evaluation and the checkpoint of that step."""
     workdir = folder / run.name
     if run.steps not in curve(workdir):
         return False
@@ -127,7 +127,8 @@ def is_whole(run: Run, folder: pathlib.Path) -> bool:
 
 
 def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
-    """Why what lies there may be neither taken nor gone on with; "" if it may, or nothing does."""
+    """Returns the reason why a run's folder cannot be used or resumed; "" if it can, or is
+    empty."""
     workdir = epath.Path(folder) / run.name
     if not (workdir / grid.ABOUT).exists():
         begun = named(workdir, "*.jsonl")
@@ -143,18 +144,18 @@ def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
 def train(
     runs: Sequence[Run], folder: pathlib.Path, *, processes: int, mix: bool
 ) -> Iterator[tuple[Run, str]]:
-    """Trains what is not finished, `processes` side by side, each on cores of its own.
+    """Trains unfinished runs, `processes` at a time, each on cores of its own.
 
-    Interrupted, or ended by SIGTERM or SIGHUP, it interrupts its runs, which save what they have.
+    On Ctrl-C, SIGTERM or SIGHUP it interrupts its runs, which save their state.
 
     Yields:
-      Each run when it has ended, those first that were finished, and why it failed, in one line; ""
-      if it did not. What a run says is in FOLDER/NAME.log.
+      Each run when it has ended, finished ones first, and the reason of its failure in one line, or
+      "". A run's output is in FOLDER/NAME.log.
 
     Raises:
-      UserError: folders of other configs or of other code; before anything is trained.
+      UserError: folders of other configs or of other code, before any training.
     """
-    grid.code()  # what every run must have been trained by
+    grid.code()  # records the code at the start, which `_on` compares
     unfit = [f"{run.name} {why}" for run in runs if (why := refused(run, folder, mix=mix))]
     if unfit:
         raise UserError(
@@ -182,7 +183,7 @@ def train(
 
 @contextlib.contextmanager
 def _ends_as_interrupted():
-    """SIGTERM and SIGHUP are as Ctrl-C here, so that no run is left behind."""
+    """Handles SIGTERM and SIGHUP as Ctrl-C, so that no run is left behind."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -200,14 +201,14 @@ def _ends_as_interrupted():
 
 
 class _Processes:
-    """Processes of runs, so many at a time, each on its share of this process's cores."""
+    """Processes of runs, a fixed number at a time, each on its share of this process's cores."""
 
     def __init__(self, folder: pathlib.Path, count: int):
         self._folder, self._stopped, self._lock = folder, False, threading.Lock()
         self._running: list[subprocess.Popen] = []
         self._pool, self._cores = futures.ThreadPoolExecutor(count), queue.SimpleQueue()
-        for some in shares(count):
-            self._cores.put(some)
+        for cores in shares(count):
+            self._cores.put(cores)
 
     def __enter__(self) -> "_Processes":
         return self
@@ -221,7 +222,7 @@ class _Processes:
         self._pool.shutdown(cancel_futures=True)
 
     def all(self, runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
-        """Runs as they end; see `train`."""
+        """Yields runs as they end; see `train`."""
         asked = {self._pool.submit(self._train, run): run for run in runs}
         for future in futures.as_completed(asked):
             yield asked[future], future.result()
@@ -234,14 +235,14 @@ class _Processes:
             self._cores.put(cores)
 
     def _on(self, cores: set[int], run: Run) -> str:
-        """Why a run failed, in one line; "" if it did not."""
+        """Trains a run; returns the reason of its failure in one line, or ""."""
         if files := code_lib.changed(grid.code(), grid.code_now()):
             return f"the code changed after the study began ({code_lib.in_short(files)})"
         workdir = self._folder / run.name
         workdir.mkdir(parents=True, exist_ok=True)
         grid.begin(run, epath.Path(workdir))
         if cores:
-            os.sched_setaffinity(0, cores)  # of this thread, and of the process that it begins
+            os.sched_setaffinity(0, cores)  # of this thread, inherited by its child process
         log_file = self._folder / f"{run.name}.log"
         with log_file.open("a") as log:
             with self._lock:
@@ -260,19 +261,19 @@ class _Processes:
 
 
 def shares(processes: int) -> list[set[int]]:
-    """This process's cores, shared out; empty sets where the system does not tell them."""
+    """Divides this process's cores; empty sets where the system does not report them."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [set(cores[i::processes]) or set(cores) for i in range(processes)]
 
 
 def command(run: Run, workdir: pathlib.Path) -> list[str]:
-    """What trains a run."""
+    """Returns the command that trains a run."""
     asked = [f"--config.{key}={value}" for key, value in run.overrides.items()]
     program = [sys.executable, "-m", "kvjax.main"]
     return [*program, f"--config={run.cell.config}", f"--workdir={workdir}", *asked]
 
 
 def _last_line(file: pathlib.Path) -> str:
-    text = file.read_text(errors="replace").replace("\r", "\n")  # a progress bar's lines
+    text = file.read_text(errors="replace").replace("\r", "\n")  # progress bars end in \r
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it said nothing"

@@ -1,12 +1,12 @@
-"""Which small cache should I train? All mechanisms, on the same tokens, with MHA's parameters.
+"""Compares all mechanisms on the same tokens, with MHA's parameters.
 
     python -m experiments.studies.small_caches [--seeds=3] [--save]
     python -m experiments.studies.small_caches --mechanisms=mha,lrkv,gla_narrow
 
-The tiny configs of configs/ and configs/rivals.py, each with the MLP's width that brings it nearest
-to MHA's parameters. A seed draws initial weights and data order, the same for all mechanisms, so
+The tiny configs of configs/ and configs/rivals.py, with MLP widths that bring their parameters
+nearest to MHA's. A seed draws initial weights and data order, equal for all mechanisms, so
 differences from MHA are taken seed by seed. All mechanisms are trained with the first seed, then
-with the next. --save writes the result after each run; a later call goes on from it. Prints a table
+with the next. --save writes the result after each run; a later call resumes from it. Prints a table
 with 95 % intervals (Student's t over seeds).
 """
 
@@ -32,7 +32,7 @@ from kvjax.foundation.configuration import at_least
 from kvjax.foundation.intervals import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
-FIRST = "mha"  # what the others are compared with, and whose parameters they have
+FIRST = "mha"  # the reference of differences and of parameter counts
 OWN = (
     *("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper", "lrkv_gqa", "lrkv_shared_rope"),
     *("lrkv_no_rope", "thin_keys", "factored", "kv_tied", "qk_tied", "qkv_tied"),
@@ -48,39 +48,41 @@ SPEED = "small_caches_speed"  # the result of the study of that name
 
 
 def file_of(name: str) -> pathlib.Path:
-    """The config of a mechanism."""
+    """Returns the config of a mechanism."""
     is_rival = name in (*NARROW, *WIDE)
     return CONFIGS / (f"rivals.py:{name}_tiny" if is_rival else f"{name}_tiny.py")
 
 
 def cells(names: Sequence[str]) -> list[Cell]:
-    """The cells of these mechanisms, each with about as many parameters as MHA."""
+    """Returns the cells of these mechanisms, each with about as many parameters as MHA."""
     first = config_lib.resolve(load_config(file_of(FIRST)))
     count = formulas.parameters(first.model)["total"]
     return [Cell(name, file_of(name), grid.matched(file_of(name), count)) for name in names]
 
 
 def runs_of(names: Sequence[str], seeds: int, steps: int) -> list[Run]:
-    """Runs in the order in which they are trained: each mechanism once, then with the next seed."""
+    """Returns runs in training order: each mechanism once, then with the next seed."""
     made = cells(names)
     return [Run(cell, seed, steps) for seed in range(seeds) for cell in made]
 
 
 def _speeds() -> dict[str, dict]:
-    """By mechanism what `small_caches_speed` measured, where it did."""
+    """Returns the measurements of `small_caches_speed` by mechanism."""
     file = record.RESULTS / f"{SPEED}.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     return {row["mechanism"]: row for row in rows}
 
 
 def row(cell: Cell, experiment: config_lib.Experiment, kept: Mapping[str, dict]) -> dict:
-    """Figures of one mechanism.
+    """Returns the figures of one mechanism.
 
     Args:
-      kept: by mechanism and seed what runs came to; of this one at least one seed.
+      kept: figures of runs by mechanism and seed, with at least one seed of this mechanism.
     """
-    by_seed = lambda name: {seed: run["bpb"] for seed, run in kept.get(name, {}).items()}
-    mine, first = by_seed(cell.name), by_seed(FIRST)
+    mine, first = (
+        {seed: run["bpb"] for seed, run in kept.get(name, {}).items()}
+        for name in (cell.name, FIRST)
+    )
     speeds = _speeds().get(cell.name, {})
     found = dict(
         mechanism=cell.name,
@@ -115,7 +117,9 @@ def _cells(r: dict) -> tuple:
             return ""
         return Estimate(r[name], r[f"{name}_half_interval"]).shown(digits)
 
-    rate = lambda name: f"{r[name]:,.0f}" if r[name] else "-"
+    def rate(name: str) -> str:
+        return f"{r[name]:,.0f}" if r[name] else "-"
+
     return (
         r["mechanism"],
         r["kind"],
@@ -133,7 +137,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--seeds", type=int, default=3, help="runs per mechanism (3)")
-    add("--steps", type=int, default=STEPS, help=f"of 8,192 tokens ({STEPS}: 2.1M)")
+    add("--steps", type=int, default=STEPS, help=f"training steps of 8,192 tokens ({STEPS}: 2.1M)")
     add("--mechanisms", default=",".join(EVERY), help=f"tiny configs ({','.join(EVERY)})")
     side_by_side.add_options(parser, f"runs/{NAME}")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
@@ -148,7 +152,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     out, file = Output(options), record.RESULTS / f"{NAME}.json"
@@ -171,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _result(steps: int, kept: Kept, failed: Mapping) -> dict:
-    """The study's result from all runs that are kept, whether asked for now or not."""
+    """Returns the study's result from all finished runs, requested now or before."""
     there: dict[str, dict[int, dict]] = {}
     every = {cell.name: cell for cell in cells(tuple(kept.runs))}
     for name, cell in every.items():

@@ -1,12 +1,12 @@
-"""How fast the mechanisms of `small_caches` train and decode: on a machine that does nothing else.
+"""Training and decode speed of the mechanisms of `small_caches`, on an otherwise idle machine.
 
     python -m experiments.studies.small_caches_speed [--mechanisms=mha,lrkv] [--save]
 
-The same configs with the same parameters. Training: whole steps of 32 x 256 tokens, Muon included,
-their median. Decoding: 8 sequences at once, 64 tokens after prompts of 64, from the cache, the
-median of three. Weights are new ones, which takes nothing from the time. What multiplies matrices
-at what rate is measured before and after each, so that a rate that fell tells of other work.
-`small_caches` has these figures in its table. Prints a table; about 20 s a mechanism.
+The same configs with the same parameters. Training: median time of whole steps of 32 x 256 tokens,
+Muon included. Decoding: 8 sequences, 64 tokens after prompts of 64, from the cache, median of
+three. Weights are random, which does not affect time. The FLOP/s of matrix products are measured
+before and after each mechanism: a lower rate reveals other load. `small_caches` shows these figures
+in its table. Prints a table; about 20 s per mechanism.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _SEQUENCES = 8
 
 
 def measured(run: Run, steps: int) -> dict:
-    """Tokens/s of training and of decoding, and FLOP/s of matrix products before and after."""
+    """Returns tokens/s of training and decoding, and FLOP/s of matrix products before and after."""
     keys = [f"{key}={value}" for key, value in run.overrides.items()]
     found = jax_training.training_speed(str(run.cell.config), keys, steps)
     tokens = run.experiment.tokens_per_step
@@ -48,7 +48,7 @@ def measured(run: Run, steps: int) -> dict:
 
 
 def decoding(run: Run) -> float:
-    """Tokens/s of all sequences together, with weights that are new."""
+    """Returns tokens/s over all sequences, with random weights."""
     model = run.experiment.model
     compute = run.experiment.compute.resolve(jax.default_backend(), model.block.num_layers)
     generator = Generator(Transformer(model, jax.random.key(0)), compute)
@@ -71,7 +71,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add, every = parser.add_argument, small_caches.EVERY
     add("--mechanisms", default=",".join(every), help=f"tiny configs ({','.join(every)})")
-    add("--steps", type=int, default=8, help="timed (8)")
+    add("--steps", type=int, default=8, help="timed training steps (8)")
     add("--save", action="store_true", help=f"write experiments/results/{small_caches.SPEED}.json")
     parser.add_output()
     options = parser.parse(arguments)
@@ -82,7 +82,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, and prints."""
+    """Measures the mechanisms and prints the table."""
     options = _options(arguments)
     runtime.start()
     rows, out = [], Output(options)

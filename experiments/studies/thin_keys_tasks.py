@@ -3,15 +3,15 @@
     python -m experiments.studies.thin_keys_tasks [--seeds=5] [--save]
     python -m experiments.studies.thin_keys_tasks --tasks=retrieval_8_keys,retrieval_64_keys
 
-Causal Transformers of width 64 with 4 heads, whose queries and keys have d_select channels in all,
-values 64. Copy-back with tokens that are all drawn, as the paper says, and with 8 that repeat, as
-the authors' code has it, 2 layers (the paper) and 4 (the code). Retrieval with 16 keys, 4 layers,
-and with 8, 32 and 64: the paper's bound of log2 N channels rests on one N. Prints the accuracy at
-the end and the batches until a model "converged", means over seeds with 95 % intervals.
+Causal Transformers of width 64 with 4 heads, whose queries and keys have d_select channels over all
+heads, values 64. Copy-back with random tokens, as in the paper, and with 8 repeated tokens, as in
+the authors' code; 2 layers (the paper) and 4 (the code). Retrieval with 16 keys, 4 layers, and with
+8, 32 and 64: the paper's bound of log2 N channels rests on one N. Prints the final accuracy and the
+batches until a model "converged", means over seeds with 95 % intervals.
 
-The paper does not say how weights start. By fan-in, as this project's recipe has it, a matrix that
-is narrower than its input starts smaller, so logits of few channels do too; with --start=equal all
-matrices have deviation 1/8, as attention's of 64 channels have by fan-in; the MLP's second one then
+The paper does not give its initialisation. By fan-in, this project's recipe, a matrix narrower than
+its input starts smaller, and so do logits of few channels. With --start=equal all matrices have
+standard deviation 1/8, as attention's of 64 channels have by fan-in; the MLP's second matrix then
 starts twice as large.
 """
 
@@ -48,8 +48,8 @@ class Task:
     """A task and how it is trained.
 
     Attributes:
-      converged: accuracy from which a model counts as converged; it goes on to the last batch.
-      published: by d_select the accuracy, and the batches until then (None: never).
+      converged: accuracy at which a model counts as converged; training continues.
+      published: accuracy and batches until convergence (None: never), by d_select.
     """
 
     layers: int
@@ -92,7 +92,7 @@ TASKS = {
     "retrieval_64_keys": _retrieval(64),
 }
 CHANNELS = (4, 8, 16, 32, 64)
-# Deviation of all matrices; 0: 1/sqrt(in), times the root of out/in where that is below 1.
+# Standard deviation of all matrices; 0: sqrt(min(1, out/in)/in).
 STARTS = {"fan_in": 0.0, "equal": WIDTH**-0.5}
 
 
@@ -120,16 +120,16 @@ def _learner(name: str, channels: int, start: str) -> Learner:
         nats = learner.nats(logits(model, batch), batch["y"])
         return jnp.sum(nats * counts) / jnp.sum(counts)
 
-    right = lambda model, batch: (
-        jnp.argmax(logits(model, batch), axis=-1) == batch["y"],
-        batch["counts"],
-    )
+    def right(model, batch):
+        return jnp.argmax(logits(model, batch), axis=-1) == batch["y"], batch["counts"]
+
     recipe = learner.Recipe(steps=task.steps, learning_rate=1e-3, decay="none")
     return Learner(lambda key: Transformer(config, key), recipe, loss, right, chunk=EVERY)
 
 
 def train(name: str, channels: int, start: str, seed: int) -> dict:
-    """Accuracies by batch, the last, and the batch from which the model had converged."""
+    """Trains a model; returns its accuracy by batch and at the end, and the batch of
+    convergence."""
     task, model = TASKS[name], _learner(name, channels, start)
     held_out = [task.draw(np.random.default_rng(_TEST_SEED), task.tested_on)]
     curve = {}
@@ -162,7 +162,7 @@ def cell(name: str, channels: int, start: str = "fan_in") -> Cell:
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """Figures of each cell, over its seeds."""
+    """Returns figures of each cell over its seeds."""
     found = []
     for cell in cells:
         runs = list(in_process.runs_of(cell, kept).values())
@@ -213,7 +213,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)} (all)")
     add("--channels", default=",".join(map(str, CHANNELS)), help="d_select (4,8,16,32,64)")
-    add("--start", default="fan_in", help=f"of weights: {' or '.join(STARTS)} (fan_in)")
+    add("--start", default="fan_in", help=f"initialisation: {' or '.join(STARTS)} (fan_in)")
     in_process.add_options(parser, NAME, seeds=5)
     options = parser.parse(arguments)
     lists.one("--start", options.start, STARTS)
@@ -229,7 +229,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     start = options.start
@@ -242,8 +242,13 @@ def main(arguments: Sequence[str]) -> int:
 
     places = [pathlib.Path(__file__), pathlib.Path(sequences.__file__)]
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
-    of = lambda row: row["task"] in options.tasks and row["channels"] in options.channels
-    shown = [row for row in found["rows"] if row["start"] == options.start and of(row)]
+    shown = [
+        row
+        for row in found["rows"]
+        if row["start"] == options.start
+        and row["task"] in options.tasks
+        and row["channels"] in options.channels
+    ]
     out.table(_HEADER, map(_cells, shown))
     return in_process.end(NAME, found, out, save=options.save)
 

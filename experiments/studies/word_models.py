@@ -5,10 +5,10 @@
 
 The paper's model (width 256, 8 heads, 6 layers, learned positions, rows of 256 words) by its
 recipe: AdamW at 3e-4, warmup, cosine to 0, dropout 0.1, 30 epochs of WikiText-2 or 10 of
-WikiText-103. d_select is the channels of queries and keys of all heads; values keep 256. A seed
-draws initial weights and the order of rows, the same for every d_select. Prints the test perplexity
-per word at the epoch that is best in validation, means over seeds with 95 % intervals. On two cores
-WikiText-2 takes days; it is for a machine with an accelerator.
+WikiText-103. d_select is the channels of queries and keys over all heads; values have 256. A seed
+draws initial weights and the order of rows, equal for every d_select. Prints the test perplexity
+per word at the epoch of the best validation perplexity, means over seeds with 95 % intervals.
+WikiText-2 takes days on two CPU cores; use an accelerator.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from kvjax.model.transformer import Compute, Transformer
 FOLDER = "word_models"  # of results
 WIDTH, HEADS, LAYERS, MLP, LENGTH, DROPOUT = 256, 8, 6, 1024, 256, 0.1
 CHANNELS = (8, 16, 32, 64, 128, 256)
-# By set: rows a step, epochs, steps of warmup, how often a word must occur, and the paper's test
-# perplexity by d_select; of WikiText-103 it gives validation's.
+# By data set: rows per step, epochs, warmup steps, minimum occurrences of a word, and the paper's
+# test perplexity by d_select (WikiText-103: validation perplexity).
 SETS = {
     "wikitext2": (32, 30, 500, 2, (126.48, 125.49, 123.78, 122.24, 120.76, 122.22)),
     "wikitext103": (64, 10, 2_000, 200, (None, None, 38.38, 37.22, 36.42, 35.67)),
@@ -58,14 +58,14 @@ def transformer(channels: int, vocab_size: int) -> TransformerConfig:
 
 
 class Trainer:
-    """Trains on one corpus, and tests."""
+    """Trains and tests on one corpus."""
 
     def __init__(self, name: str, corpus: Corpus, epochs: int):
         self.name, self.corpus, self.epochs = name, corpus, epochs
         self.batch, _, self.warm_up, *_ = SETS[name]
         self.rows = {split: words.rows(getattr(corpus, split), LENGTH) for split in words.SPLITS}
         self.steps_per_epoch = len(self.rows["train"]["x"]) // self.batch
-        self._learner = functools.cache(self._learner_of)  # compiled once for all seeds
+        self._learner = functools.cache(self._learner_of)  # seeds share the compiled step
 
     def _learner_of(self, channels: int) -> Learner:
         config, compute = transformer(channels, self.corpus.size), Compute(unroll=True)
@@ -92,7 +92,8 @@ class Trainer:
         )
 
     def train(self, channels: int, seed: int) -> dict:
-        """Perplexity of the test split at the epoch that is best in validation; that by step."""
+        """Trains a model; returns test perplexity at the best validation epoch, and validation by
+        step."""
         model = self._learner(channels)
         judged = {split: learner.split(self.rows[split], 16) for split in ("valid", "test")}
         curve: dict[int, float] = {}
@@ -125,7 +126,7 @@ def cell(trainer: Trainer, channels: int) -> Cell:
 
 
 def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """A row of each d_select."""
+    """Returns one row per d_select."""
     found = []
     for one in cells:
         runs = list(in_process.runs_of(one, kept).values())
@@ -149,15 +150,17 @@ def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
     return found
 
 
-_PUBLISHED = {"wikitext103": "validation"}  # the split of the paper's figures, where not the test
+_PUBLISHED = {"wikitext103": "validation"}  # split of the paper's figures, if not test
 _HEADER = ("d_select", "parameters of queries and keys", "seeds")
 _HEADER += ("test perplexity", "validation", "published")
 
 
 def _cells(r: Mapping) -> tuple:
-    of = lambda name: Estimate(r[name], r[f"{name}_half_interval"]).shown(".2f")
     published = "-" if r["published"] is None else f"{r['published']:.2f} ({r['published_split']})"
-    both = of("perplexity"), of("validation")
+    both = (
+        Estimate(r[name], r[f"{name}_half_interval"]).shown(".2f")
+        for name in ("perplexity", "validation")
+    )
     return r["channels"], f"{r['query_and_key_parameters']:,}", r["seeds"], *both, published
 
 
@@ -165,7 +168,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--set", default="", help=f"one of {', '.join(SETS)}")
-    add("--folder", default="", help="where WikiText's files are")
+    add("--folder", default="", help="folder of WikiText's files")
     add("--channels", default=",".join(map(str, CHANNELS)), help="d_select (8,16,32,64,128,256)")
     add("--epochs", type=int, default=0, help="passes over the text (the paper's)")
     in_process.add_options(parser, f"{FOLDER}/SET", seeds=3)
@@ -190,14 +193,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     least = SETS[options.set][3]
     if options.set == "embedded":
         corpus = words.embedded(least)
     else:
-        load = lambda folder: words.load(folder, least)
+        load = functools.partial(words.load, least=least)
         corpus = in_process.load(load, "--folder", options.folder)
     trainer = Trainer(options.set, corpus, options.epochs)
     where = f"--folder={options.folder}" if options.folder else f"--set={options.set}"
