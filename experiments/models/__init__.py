@@ -1,1 +1,1 @@
-"""Models and mechanisms that only studies use; of one device."""
+"""Models and mechanisms that only studies use, for one device."""

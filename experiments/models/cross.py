@@ -2,11 +2,11 @@
 
     K_n = m W_K + (m U^K_n) B^K_n      V_n = m W_V + (m U^V_n) B^V_n      q_n = x W^Q_n
 
-LRKV as the paper proposes it for future work (section 7), and MHA, GQA, MQA and thin keys: the
-family of `grouped.py`. A memory is encoded once, and every query sees all of it.
+The family of `grouped.py`: LRKV, as the paper proposes it for future work (section 7), MHA, GQA,
+MQA and thin keys. A memory is encoded once, and every query attends to all of it.
 
-Cache: once per token of the memory, 2(H + N·R) elements of LRKV, and N wide 1/rms where keys are
-normed. Without RoPE its eq. 3 and 4 hold as written, but for those 1/rms.
+Cache: once per token of the memory, 2(H + N·R) elements of LRKV, and N float32 1/rms if keys are
+normed. Without RoPE, eq. 3 and 4 hold as written, up to the 1/rms.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _NOWHERE = Positions(None, None)  # neither queries nor keys have positions
 
 
 def check(config: GroupedConfig) -> None:
-    """Raises a UserError for what has no meaning where queries and keys are of two streams."""
+    """Raises a UserError for settings that cross-attention cannot have."""
     if not isinstance(config, GroupedConfig):
         raise UserError(
             f"cross-attention by {type(config).__name__}: must be a GroupedConfig (LRKV, MHA, GQA, "
@@ -48,15 +48,16 @@ def check(config: GroupedConfig) -> None:
 
 
 class CrossAttention(nnx.Module):
-    """[B, T, D] over memories [B, S, Dm], each as long as it says.
+    """Attention of x [B, T, D] over memories [B, S, Dm] with lengths [B].
 
-    Tokens behind a memory's length change nothing, whatever they are.
+    Memory tokens beyond the length have no effect, even if they are NaN.
     """
 
     def __init__(
         self, config: GroupedConfig, d_model: int, memory_width: int = 0, *, rngs: nnx.Rngs
     ):
-        """
+        """Creates the weights.
+
         Args:
           memory_width: Dm; 0: d_model.
         """
@@ -70,7 +71,7 @@ class CrossAttention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, memory_BSD: jax.Array, lengths_B: jax.Array, **options
     ) -> jax.Array:
-        """The training pass, over expanded keys and values.
+        """Applies attention over expanded keys and values, as in training.
 
         Args:
           lengths_B: int32 [B], tokens of each memory, at least 1.
@@ -93,10 +94,10 @@ class CrossAttention(nnx.Module):
         return project_heads(o_BTNH, self.out, self.out_bias)
 
     def encode(self, memory_BSD: jax.Array, lengths_B: jax.Array, layer: dict) -> dict:
-        """A layer of a cache with the entries of memories [B, S, Dm], written once.
+        """Returns a cache layer with the entries of memories [B, S, Dm].
 
         Args:
-          layer: empty arrays [B, *shape, capacity] as `cache.allocate` makes them.
+          layer: empty arrays [B, *shape, capacity] from `cache.allocate`.
         """
         entry = self.mechanism.encode(self.mechanism.raw(_cut(memory_BSD, lengths_B)), _NOWHERE)
         return append(layer, entry, jnp.zeros_like(lengths_B), lengths_B)
@@ -109,7 +110,7 @@ class CrossAttention(nnx.Module):
         *,
         implementation: str | None = None,
     ) -> jax.Array:
-        """The same as the training pass, from the cache.
+        """Applies attention over the cached entries; equals the training pass.
 
         Args:
           implementation: see `memory_attention`.
@@ -121,7 +122,7 @@ class CrossAttention(nnx.Module):
 
 
 def _cut(memory_BSD: jax.Array, lengths_B: jax.Array) -> jax.Array:
-    """Zeros behind each memory's length: what lies there may be anything, NaN too."""
+    """Sets memory tokens beyond each length to zero; they may be NaN."""
     there_BS = jnp.arange(memory_BSD.shape[1], dtype=jnp.int32)[None] < lengths_B[:, None]
     return jnp.where(there_BS[..., None], memory_BSD, jnp.zeros((), memory_BSD.dtype))
 
@@ -133,17 +134,17 @@ def memory_attention(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attention of T queries per sequence over the whole of a memory: [B, T, N, Hv].
+    """Applies attention of T queries per sequence over a whole memory: [B, T, N, Hv].
 
-    One query per sequence is the query of `decode_attention` at the memory's last token, which the
-    kernels serve. Several queries are for XLA and the reference: there is no causal mask.
+    One query per sequence is `decode_attention` at the memory's last token, which the kernels
+    implement. Several queries need "xla" or "reference", without a causal mask.
 
     Args:
-      cache: arrays [B, *shape, S], finite behind a memory's length.
+      cache: arrays [B, *shape, S], finite beyond a memory's length.
       lengths_B: [B] tokens of each memory; the output of an empty memory is 0.
 
     Raises:
-      NotImplementedError: several queries by a kernel.
+      NotImplementedError: several queries with a kernel.
     """
     last_B = jnp.maximum(lengths_B - 1, 0)
     if inputs.query.shape[1] == 1:

@@ -1,12 +1,12 @@
-"""Queries that are keys, with the diagonal of K Kᵀ divided by its mean over the row.
+"""Tied queries and keys, with the diagonal of K Kᵀ divided by its mean over the row.
 
     S = K Kᵀ        S'_tt = S_tt / mean_s S_ss        # projection sharing (arXiv 2606.04032) fig. 5
 
-A token meets itself with its squared length, mostly more than it meets others with; that paper
-tried this against it (section 2.5). Logits are S' times 1/sqrt(H), as of any attention. A mean over
-the row is one of later tokens too: it is for models that see both ways, which cache nothing. Any
-attention kernel adds it: a key's further channels are its place in the row, one of T, and a query's
-hold S'_tt - S_tt at its own. T more channels than `query_dim` says, for short rows.
+A token's score with itself is its squared norm, which mostly exceeds its other scores; the paper
+tried this normalisation against it (section 2.5). Logits are S' times 1/sqrt(H), as usual. The mean
+over the row includes later tokens, so this is for bidirectional models, which have no cache. It
+works with any attention kernel: keys get T further channels, one-hot at their position, and queries
+S'_tt - S_tt at theirs. The T channels are beyond `query_dim`, so rows should be short.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from kvjax.layers.rope import Positions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiagonalConfig(GroupedConfig):
-    """Q=K-V or Q=K=V."""
+    """Q=K-V or Q=K=V with a normalised diagonal."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -42,13 +42,13 @@ class DiagonalConfig(GroupedConfig):
 
 
 class Diagonal(Grouped):
-    """The family's projections, and what turns S_tt into S'_tt."""
+    """The grouped projections, with channels that change S_tt to S'_tt."""
 
     def queries(self, x_BTD: jax.Array, raw: dict, positions: Positions) -> jax.Array:
         q_BTNH = super().queries(x_BTD, raw, positions)
         own_BTN = jnp.sum(q_BTNH * q_BTNH, axis=-1)
         mean_B1N = jnp.mean(own_BTN, axis=1, keepdims=True)
-        mean_B1N = jnp.where(mean_B1N > 0, mean_B1N, 1)  # of a row of zeros
+        mean_B1N = jnp.where(mean_B1N > 0, mean_B1N, 1)  # rows of zeros
         change_BTN = own_BTN / mean_B1N - own_BTN
         return _with_places(q_BTNH, change_BTN, positions)
 
@@ -59,7 +59,7 @@ class Diagonal(Grouped):
 
 
 def _with_places(x_BTNH: jax.Array, at_BTN: jax.Array, positions: Positions) -> jax.Array:
-    """T further channels: nothing, but for one number at the token's place."""
+    """Appends T channels: one-hot at the token's position, times `at_BTN`."""
     T = x_BTNH.shape[1]
     places_BTT = jax.nn.one_hot(jnp.asarray(positions.index), T, dtype=x_BTNH.dtype)
     return jnp.concatenate([x_BTNH, at_BTN[..., None] * places_BTT[:, :, None]], axis=-1)

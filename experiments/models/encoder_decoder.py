@@ -1,8 +1,8 @@
-"""A small encoder-decoder: a source is encoded once, and every layer of the decoder reads it.
+"""A small encoder-decoder: the source is encoded once, and every decoder layer attends to it.
 
-Blocks are the Transformer's; a decoder's has cross-attention between its two halves. There is no
-norm behind the embedding, and positions are RoPE's or none.
-Layers are not scanned: it is for models that fit one device.
+Blocks are the Transformer's; decoder blocks have cross-attention between attention and MLP. There
+is no norm after the embedding, and positions are RoPE or none. Layers are not scanned: for models
+that fit one device.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from kvjax.model.transformer import Block, Compute, logits, make_norm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig:
-    """Two stacks of `block.num_layers`, of one vocabulary.
+    """Encoder and decoder of `block.num_layers` layers each, with one vocabulary.
 
     Attributes:
-      encoder, decoder: how tokens of the source see each other, and those of the target.
-      cross: how the target sees the source.
+      encoder, decoder: self-attention of the source and of the target.
+      cross: attention of the target over the source.
     """
 
     block: BlockConfig
@@ -73,10 +73,10 @@ class EncoderDecoderConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Caches:
-    """What a decoder keeps: of the target, which grows, and of the source, written once.
+    """A decoder's caches: the target's, which grows, and the source's, written once.
 
     Attributes:
-      source: see `kvjax.cache.Cache`; its lengths are those of the sources.
+      source: see `kvjax.cache.Cache`; its lengths are the sources' lengths.
     """
 
     target: cache_lib.Cache
@@ -84,7 +84,7 @@ class Caches:
 
 
 class DecoderBlock(Block):
-    """A Transformer's block with cross-attention between its two halves."""
+    """A Transformer block with cross-attention between attention and MLP."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
         super().__init__(config.block, config.decoder, rngs=rngs)
@@ -97,7 +97,8 @@ class DecoderBlock(Block):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
     def decode(self, x_BTD, positions, own: dict, source: dict, counts_B, lengths_B, rope_base):
-        """The same over caches: ([B, T, D], the layer of the target's cache)."""
+        """Applies the block with caches; returns activations [B, T, D] and the target's cache
+        layer."""
         h_BTD = self.attention_norm(x_BTD)
         y_BTD, own = self.attention.decode(h_BTD, positions, own, counts_B, rope_base=rope_base)
         x_BTD = x_BTD + y_BTD
@@ -106,7 +107,7 @@ class DecoderBlock(Block):
 
 
 class EncoderDecoder(nnx.Module):
-    """Sources [B, S] with lengths and targets [B, T] to logits [B, T, V]."""
+    """Maps sources [B, S] with lengths and targets [B, T] to logits [B, T, V]."""
 
     def __init__(self, config: EncoderDecoderConfig, key: jax.Array):
         self.config, c = config, config.block
@@ -123,10 +124,10 @@ class EncoderDecoder(nnx.Module):
     def __call__(
         self, source_BS: jax.Array, lengths_B: jax.Array, target_BT: jax.Array
     ) -> jax.Array:
-        """Logits [B, T, V] of what follows each token of the target.
+        """Returns logits [B, T, V] of the token after each target token.
 
         Args:
-          lengths_B: int32, tokens of each source, at least 1; those behind them change nothing.
+          lengths_B: int32, tokens of each source, at least 1; tokens beyond have no effect.
         """
         memory_BSD = self.encode(source_BS, lengths_B)
         x_BTD = self._embed(target_BT)
@@ -136,7 +137,7 @@ class EncoderDecoder(nnx.Module):
         return self._logits(x_BTD)
 
     def encode(self, source_BS: jax.Array, lengths_B: jax.Array) -> jax.Array:
-        """[B, S, D]: what the decoder reads of sources."""
+        """Returns the encoder's output [B, S, D]."""
         places_S = np.arange(source_BS.shape[1], dtype=np.int32)
         behind_BS = (places_S[None] >= lengths_B[:, None]).astype(jnp.int32)
         x_BSD = self._embed(source_BS)
@@ -147,12 +148,15 @@ class EncoderDecoder(nnx.Module):
         return self.memory_norm(x_BSD)
 
     def remember(self, source_BS: jax.Array, lengths_B: jax.Array, capacity: int) -> Caches:
-        """Caches with every source in them, and room for targets of `capacity` tokens."""
+        """Returns caches with every source encoded, and capacity for targets of `capacity`
+        tokens."""
         B, S = source_BS.shape
         memory_BSD = self.encode(source_BS, lengths_B)
-        allocate = lambda mechanism, room: cache_lib.allocate(
-            [mechanism] * len(self.decoder), batch=B, capacity=room, dtype=memory_BSD.dtype
-        )
+
+        def allocate(mechanism: MechanismConfig, capacity: int) -> cache_lib.Cache:
+            layers = [mechanism] * len(self.decoder)
+            return cache_lib.allocate(layers, batch=B, capacity=capacity, dtype=memory_BSD.dtype)
+
         empty = allocate(self.config.cross, S)
         layers = tuple(
             block.cross.encode(memory_BSD, lengths_B, layer)
@@ -164,11 +168,11 @@ class EncoderDecoder(nnx.Module):
     def decode(
         self, target_BT: jax.Array, caches: Caches, counts_B: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        """Logits [B, T, V] of new tokens of the target, and the caches that hold them too.
+        """Returns logits [B, T, V] of new target tokens, and the caches with them appended.
 
         Args:
-          counts_B: how many of the T tokens are real; the rest is padding at the end. They must fit
-            the capacity that `remember` was given: what does not is dropped.
+          counts_B: number of real tokens among the T; padding follows them. Tokens beyond the
+            capacity given to `remember` are dropped.
         """
         c, target, source = self.config, caches.target, caches.source
         index_BT = target.lengths[:, None] + jnp.arange(target_BT.shape[1], dtype=jnp.int32)[None]
@@ -194,10 +198,10 @@ class EncoderDecoder(nnx.Module):
 
 
 def greedy(model: EncoderDecoder, caches: Caches, begin: int, steps: int) -> jax.Array:
-    """[B, steps] likeliest tokens after `begin`, one after another through the caches.
+    """Decodes `steps` tokens [B, steps] greedily after `begin`.
 
     Raises:
-      ValueError: the caches have no room for so many.
+      ValueError: the caches have too little capacity.
     """
     if steps > caches.target.capacity:
         raise ValueError(f"steps = {steps}: the caches have room for {caches.target.capacity}")

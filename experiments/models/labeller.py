@@ -1,7 +1,7 @@
-"""The same Transformer as a classifier: of every position, or of a row as a whole.
+"""The Transformer as a classifier of every position, or of whole rows.
 
-Rows of features [B, T, F] go through a linear map, the blocks and a head. It has no cache and is
-trained by whoever makes it; blocks see both ways where `config.block.causal` is False.
+Rows of features [B, T, F] pass through a linear map, the blocks and a head. It has no cache; blocks
+are bidirectional if `config.block.causal` is False.
 """
 
 from flax import nnx
@@ -17,10 +17,10 @@ from kvjax.model.transformer import Compute, apply_blocks, make_layer_groups, ma
 
 
 class Labeller(nnx.Module):
-    """Features [B, T, F] to logits [B, T, V] of every position, or [B, V] of the row.
+    """Maps features [B, T, F] to logits [B, T, V] of every position, or [B, V] of the row.
 
-    The head is a linear map behind a norm, or behind linear, LayerNorm and ReLU. What stands for a
-    whole row is a learned vector in front of it.
+    The head is a linear map after a norm, or after linear, LayerNorm and ReLU. For whole rows it
+    reads the output of a learned class vector in front of the row.
     """
 
     def __init__(
@@ -33,18 +33,22 @@ class Labeller(nnx.Module):
         whole: bool = False,
         input_dropout: float = 0.0,
     ):
-        """
+        """Creates the weights.
+
         Args:
-          config: its vocabulary is the labels.
-          features: F of an input.
-          hidden: whether the head has a hidden layer.
-          whole: whether a row has one label, not each position.
-          input_dropout: of features, in training.
+          config: its vocabulary is the set of labels.
+          features: F, the input width.
+          hidden: the head has a hidden layer.
+          whole: one label per row, not per position.
+          input_dropout: dropout rate of features, in training.
         """
         self.config, c = config, config.block
         self.input_dropout = input_dropout
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        draws = lambda layer: InitRngs(jax.random.fold_in(key, layer), **start)
+
+        def draws(layer):
+            return InitRngs(jax.random.fold_in(key, layer), **start)
+
         rngs = draws(c.num_layers)
         sizes = dict(C=features, D=c.d_model, M=c.d_model, V=config.vocab_size, T=c.max_positions)
         self.input = weight("C -> D", rngs, **sizes)
@@ -70,11 +74,11 @@ class Labeller(nnx.Module):
         dropout: jax.Array | None = None,
         temperature: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits.
+        """Returns logits.
 
         Args:
-          dropout: a key, in training.
-          temperature: [], what logits of attention are divided by, while it is annealed.
+          dropout: a random key, in training.
+          temperature: [], divides attention logits while it is annealed.
         """
         key = dropout
         if dropout is not None and self.input_dropout:

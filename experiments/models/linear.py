@@ -1,14 +1,15 @@
-"""Linear attention, tied or not: a recurrence whose state does not grow.
+"""Linear attention, tied or not: a recurrence with a state of constant size.
 
     S_t = λ S_(t-1) + φ(k_t) v_tᵀ        n_t = λ n_(t-1) + φ(k_t)
     y_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ n_t              # projection sharing (arXiv 2606.04032) eq. 5 to 7
 
 with φ(x) = elu(x) + 1 (arXiv 2006.16236). Tied, q = k = v (that paper's section A.1). It caches a
-state [N, H, Hv] and [N, H] per layer, however long the text is. The paper gives S a decay λ and
-says nothing of the normaliser; here both have it, so y is a mean of values with weights that fade.
+state [N, H, Hv] and [N, H] per layer, for a text of any length. The paper gives S a decay λ and
+does not mention the normaliser; here both have it, so y is a weighted mean of values with weights
+that decay.
 
-Three forms of one function: `parallel` over all pairs of tokens, `recurrent` token after token, and
-`chunked`, which is parallel within a chunk and recurrent between chunks, for training.
+Three forms of one function: `parallel` over all pairs of tokens, `recurrent` token by token, and
+`chunked` for training, which is parallel within a chunk and recurrent between chunks.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ TIES = ("none", "qkv")
 
 
 class State(NamedTuple):
-    """What a layer remembers: sums over tokens, faded by λ for each token since."""
+    """A layer's state: sums over tokens, multiplied by λ at each later token."""
 
     memory: jax.Array  # of φ(k) vᵀ: [B, N, H, Hv]
     weight: jax.Array  # of φ(k): [B, N, H]
@@ -41,7 +42,7 @@ class LinearConfig:
     key_dim: int
     value_dim: int
     tie: str = "none"  # "qkv": queries, keys and values are one projection
-    decay: float = 1.0  # λ per token; 1: nothing fades
+    decay: float = 1.0  # λ per token; 1: no decay
 
     def __post_init__(self):
         for key in ("num_heads", "key_dim", "value_dim"):
@@ -53,27 +54,27 @@ class LinearConfig:
             require(self.key_dim == self.value_dim, "tie", repr(self.tie), same)
 
     def start(self, batch: int, dtype: jnp.dtype = jnp.float32) -> State:
-        """The state before the first token, all zeros; no length of a text makes it larger."""
+        """Returns the state before the first token, all zeros."""
         shape = (batch, self.num_heads, self.key_dim)
         return State(jnp.zeros((*shape, self.value_dim), dtype), jnp.zeros(shape, dtype))
 
 
 def feature_map(x: jax.Array) -> jax.Array:
-    """elu(x) + 1, positive: below 0 exp(x), which the difference of that and 1 would lose."""
+    """Returns elu(x) + 1, computed as exp(x) below 0, where elu(x) + 1 would cancel."""
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
 def parallel(
     q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNV: jax.Array, decay: float = 1.0
 ) -> jax.Array:
-    """[B, T, N, Hv] from all pairs of tokens, T² of them; queries and keys are features."""
+    """Returns outputs [B, T, N, Hv] from all T² pairs of tokens; queries and keys are features."""
     weights_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) * _fading(q_BTNH, decay)
     total_BNT1 = jnp.sum(weights_BNTS, axis=-1, keepdims=True)
     return jnp.einsum("BNTS,BSNV->BTNV", weights_BNTS / total_BNT1, v_BTNV)
 
 
 def _fading(q_BTNH: jax.Array, decay: float) -> jax.Array:
-    """[1, 1, T, T]: λ^(t - s) for s ≤ t, 0 for tokens that come later."""
+    """Returns decay weights [1, 1, T, T]: λ^(t - s) for s ≤ t, 0 for later tokens."""
     T = q_BTNH.shape[1]
     since_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     faded = jnp.asarray(decay, q_BTNH.dtype) ** jnp.maximum(since_TS, 0)
@@ -83,7 +84,7 @@ def _fading(q_BTNH: jax.Array, decay: float) -> jax.Array:
 def recurrent(
     q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNV: jax.Array, decay: float, state: State
 ) -> tuple[jax.Array, State]:
-    """[B, T, N, Hv] token after token, and the state behind the last."""
+    """Returns outputs [B, T, N, Hv] token by token, and the state after the last."""
 
     def step(state: State, token):
         q_BNH, k_BNH, v_BNV = token
@@ -107,17 +108,22 @@ def chunked(
     *,
     chunk: int,
 ) -> tuple[jax.Array, State]:
-    """The same, C tokens at once: T·C pairs.
+    """Returns outputs and state like `recurrent`, C tokens at a time: T·C pairs.
 
     Args:
-      chunk: C, tokens; what is left of T is a chunk of its own.
+      chunk: C, tokens; the remainder of T is a chunk of its own.
     """
     B, T, *_ = q_BTNH.shape
     whole = T - T % chunk
     rows, parts = (q_BTNH, k_BTNH, v_BTNV), []
     if whole:
-        by_chunk = lambda x: jnp.moveaxis(x[:, :whole].reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
-        step = lambda state, few: _one_chunk(state, few, decay)
+
+        def by_chunk(x):
+            return jnp.moveaxis(x[:, :whole].reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+
+        def step(state, tokens):
+            return _one_chunk(state, tokens, decay)
+
         state, y_GBCNV = jax.lax.scan(step, state, jax.tree.map(by_chunk, rows))
         parts.append(jnp.moveaxis(y_GBCNV, 0, 1).reshape(B, whole, *v_BTNV.shape[2:]))
     if whole < T:
@@ -128,26 +134,25 @@ def chunked(
 
 
 def _one_chunk(state: State, few: tuple, decay: float) -> tuple[State, jax.Array]:
-    """The state behind a chunk [B, C, N, ..], and what its tokens read."""
+    """Returns the state after a chunk [B, C, N, ..], and its outputs."""
     q, k, v = few
     C = q.shape[1]
     ages_C = jnp.arange(C)
     faded = jnp.asarray(decay, q.dtype)
-    of_tokens = lambda x_C: x_C[None, :, None, None]
     pairs_BNCS = jnp.einsum("BCNH,BSNH->BNCS", q, k) * _fading(q, decay)
-    early_q = q * of_tokens(faded ** (ages_C + 1))
+    early_q = q * (faded ** (ages_C + 1))[None, :, None, None]
     read = jnp.einsum("BNCS,BSNV->BCNV", pairs_BNCS, v)
     read = read + jnp.einsum("BCNH,BNHV->BCNV", early_q, state.memory)
     total = jnp.einsum("BNCS->BCN", pairs_BNCS)
     total = total + jnp.einsum("BCNH,BNH->BCN", early_q, state.weight)
-    left_k = k * of_tokens(faded ** (C - 1 - ages_C))
+    left_k = k * (faded ** (C - 1 - ages_C))[None, :, None, None]
     memory = faded**C * state.memory + jnp.einsum("BCNH,BCNV->BNHV", left_k, v)
     weight = faded**C * state.weight + jnp.sum(left_k, axis=1)
     return State(memory, weight), read / total[..., None]
 
 
 class LinearAttention(nnx.Module):
-    """[B, T, D] -> [B, T, D] by linear attention, with the state before and behind."""
+    """Linear attention from [B, T, D] to [B, T, D], with the state before and after."""
 
     def __init__(self, config: LinearConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
@@ -162,10 +167,10 @@ class LinearAttention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, state: State, *, chunk: int = 64
     ) -> tuple[jax.Array, State]:
-        """The tokens of a text that go on from a state.
+        """Continues a text from a state; returns outputs and the new state.
 
         Args:
-          chunk: tokens at once; 1 is the recurrence.
+          chunk: tokens at a time; 1 is the recurrence.
         """
         k_BTNH = linear(x_BTD, self.key[...])
         if self.config.tie == "none":

@@ -1,7 +1,7 @@
-"""A language model of linear attention: it remembers a text in a state that does not grow.
+"""A language model of linear attention, with a state of constant size.
 
-Blocks are the Transformer's but for attention, layers are not scanned, and there is one device: it
-is for models that are compared with Transformers of their size.
+Blocks are the Transformer's except for attention. Layers are not scanned and there is one device:
+for comparison with Transformers of equal size.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from kvjax.model.transformer import logits, make_norm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """A whole model."""
+    """Config of a whole model."""
 
     block: BlockConfig
     attention: LinearConfig
@@ -56,12 +56,15 @@ class RecurrentBlock(nnx.Module):
 
 
 class RecurrentTransformer(nnx.Module):
-    """Tokens [B, T] to logits [B, T, V], from a state and to the next."""
+    """Maps tokens [B, T] and a state to logits [B, T, V] and the next state."""
 
     def __init__(self, config: RecurrentConfig, key: jax.Array):
         self.config, c = config, config.block
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        draws = lambda layer: InitRngs(jax.random.fold_in(key, layer), **start)
+
+        def draws(layer):
+            return InitRngs(jax.random.fold_in(key, layer), **start)
+
         rngs = draws(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model)
         self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
@@ -72,7 +75,7 @@ class RecurrentTransformer(nnx.Module):
         self.blocks = nnx.List(blocks)
 
     def start(self, batch: int, dtype: jnp.dtype = jnp.float32) -> tuple[State, ...]:
-        """The state of every layer before the first token."""
+        """Returns every layer's state before the first token."""
         return tuple(self.config.attention.start(batch, dtype) for _ in self.blocks)
 
     def __call__(
@@ -83,12 +86,12 @@ class RecurrentTransformer(nnx.Module):
         first: jax.Array | int = 0,
         chunk: int = 64,
     ) -> tuple[jax.Array, tuple[State, ...]]:
-        """Logits [B, T, V] of what follows each token, and the states behind the last.
+        """Returns logits [B, T, V] of the token after each token, and the states after the last.
 
         Args:
-          states: of the text before; None: there is none.
-          first: the position of the first token.
-          chunk: tokens that attention takes at once; 1 is the recurrence.
+          states: of the preceding text; None: there is none.
+          first: position of the first token.
+          chunk: tokens that attention processes at a time; 1 is the recurrence.
         """
         c = self.config.block
         x_BTD = self.embedding[...][tokens_BT]
@@ -108,7 +111,7 @@ class RecurrentTransformer(nnx.Module):
 
 
 def greedy(model: RecurrentTransformer, tokens_BT: jax.Array, count: int) -> jax.Array:
-    """[B, count]: the likeliest tokens behind [B, T], one after another, from a small state."""
+    """Decodes [B, count] tokens greedily after the prompts [B, T], by the recurrence."""
     T = tokens_BT.shape[1]
     z_BTV, states = model(tokens_BT)
 
