@@ -224,7 +224,7 @@ def test_what_is_refused_before_any_work(run, workdir, made, tmp_path):
         ("--texts=a=latin.txt",): "'a': {here}/latin.txt is not UTF-8: unexpected end of data at "
         "byte 3. Convert it",
         ("--texts=a=rows.jsonl",): "'a': {here}/rows.jsonl, line 1 has no key 'text'; it has "
-        "['words']. Set --text_key to the key with the text.\n",
+        "['words']. Set --text_key to the key of the text.\n",
         ("--texts=a=missing.txt",): "--texts=a=missing.txt: no such file: give a file of text",
         ("--texts=a=/dev/null",): "--texts = '/dev/null': must be a file or folder",
         ("--texts=a=folder",): "--texts=a=folder: no such file: give a file of text",
