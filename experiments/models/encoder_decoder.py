@@ -60,7 +60,7 @@ class EncoderDecoderConfig:
             if getattr(self, part).needs_whole_rows:
                 raise UserError(
                     f"{part} = {type(getattr(self, part)).__name__}: depends on whole rows, and "
-                    "those of an encoder-decoder have padding and later tokens; give another"
+                    "rows of an encoder-decoder have padding and later tokens; give another"
                 )
         for mechanism in (self.encoder, self.decoder) if block.positions == "rope" else ():
             if mechanism.rope_dim % 2:

@@ -91,7 +91,7 @@ def _check_stage(options: argparse.Namespace, name: str) -> None:
     if getattr(options, name) in (None, False) or name in STAGES[options.stage]:
         return
     stages = [stage for stage, names in STAGES.items() if name in names]
-    raise UserError(f"--{name}: is of --stage={' or '.join(stages)}, not of {options.stage}")
+    raise UserError(f"--{name}: needs --stage={' or '.join(stages)}, not {options.stage}")
 
 
 def _folder(options: argparse.Namespace, name: str):
@@ -166,7 +166,7 @@ def _report(options: argparse.Namespace) -> int:
     out = Output(options)
     made = tables.report()
     if not made.tables:
-        out.say("There are no results yet: --help tells the stages that make them.")
+        out.say("There are no results yet: --help lists the stages that make them.")
     for table in made.tables:
         out.show(table)
         out.say()

@@ -224,10 +224,10 @@ def main(arguments: Sequence[str]) -> int:
     cells = [cell(kind, options.steps) for kind in options.kinds]
     every = [cell(kind, options.steps) for kind in KINDS]
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         return dict(steps=options.steps, rows=rows(every, kept))
 
-    found = in_process.study(NAME, cells, options, told, [pathlib.Path(__file__)])
+    found = in_process.study(NAME, cells, options, figures_of, [pathlib.Path(__file__)])
     out = Output(options)
     asked = [row for row in found["rows"] if row["kind"] in options.kinds]
     out.table(_HEADER, map(_cells, asked))

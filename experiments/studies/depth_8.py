@@ -223,11 +223,11 @@ def text_of(data: pathlib.Path) -> dict:
     """
     file = epath.Path(data / "dataset.json")
     advice = f"--data={data}: give a folder that `kvjax.data.prepare` wrote"
-    told = json_text.read_object(file, advice)
+    manifest = json_text.read_object(file, advice)
     try:
-        found = {key: told[key] for key in ("tokenizer", "splits", "xz_bits_per_byte")}
-        source = pathlib.Path(told["config"]["source"]).name
-        sizes = told["config"]["sequence_length"], found["tokenizer"]["vocab_size"]
+        found = {key: manifest[key] for key in ("tokenizer", "splits", "xz_bits_per_byte")}
+        source = pathlib.Path(manifest["config"]["source"]).name
+        sizes = manifest["config"]["sequence_length"], found["tokenizer"]["vocab_size"]
         found["splits"]["train"]["rows"] + 0
     except (KeyError, TypeError) as error:
         raise UserError(f"{file} is no manifest of prepared rows: {advice}") from error
@@ -297,10 +297,10 @@ def main(arguments: Sequence[str]) -> int:
             if not kept.of(Run(every[mechanism], seed, options.steps)):
                 stopped.setdefault(mechanism, {})[seed] = curve
         seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
-        told = dict(tokens=options.steps * TOKENS_PER_STEP, data=options.text)
-        told |= dict(rows=rows(list(every.values()), options.steps, kept), seconds=seconds)
-        told |= dict(by_step=by_step(_curves(kept.runs, stopped)), stopped=stopped)
-        return told | dict(failed=dict(failed)) | kept.as_json()
+        figures = dict(tokens=options.steps * TOKENS_PER_STEP, data=options.text)
+        figures |= dict(rows=rows(list(every.values()), options.steps, kept), seconds=seconds)
+        figures |= dict(by_step=by_step(_curves(kept.runs, stopped)), stopped=stopped)
+        return figures | dict(failed=dict(failed)) | kept.as_json()
 
     def save(failed: Mapping[str, str]) -> None:
         if options.save:

@@ -115,12 +115,12 @@ def main(arguments: Sequence[str]) -> int:
         for remedy in REMEDIES
     ]
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         return dict(hottest=HOTTEST, rows=rows(kept))
 
     of_tasks = (sequence_tasks, encoders, sequences)
     places = [pathlib.Path(__file__), *(pathlib.Path(module.__file__) for module in of_tasks)]
-    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
     headings = ("task", "length", "variant", "remedy", "right", "seeds", "change", "of seeds")
     out.table(headings, map(_shown, found["rows"]))
     return in_process.end(NAME, found, out, save=options.save)

@@ -168,7 +168,7 @@ def _check_saved(options: argparse.Namespace) -> None:
     for option, more in had.items():
         if more:
             raise UserError(
-                f"--{option} --save: {file.name} has {more}, which would be lost: ask for them, "
+                f"--{option} --save: {file.name} has {more}, which would be lost: include them, "
                 "or move it away"
             )
 

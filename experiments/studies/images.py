@@ -231,7 +231,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--epochs", type=int, default=0, help="passes over the data (the paper's)")
     in_process.add_options(parser, f"{FOLDER}/SET", seeds=3)
     options = parser.parse(arguments)
-    command_line.require(options, set=f"one of {', '.join(EPOCHS)}", folder="that of its files")
+    command_line.require(options, set=f"one of {', '.join(EPOCHS)}", folder="its files' folder")
     lists.one("--set", options.set, EPOCHS)
     for key, value in _DEFAULTS[options.set].items():
         setattr(options, key, getattr(options, key) or value)
@@ -274,13 +274,13 @@ def main(arguments: Sequence[str]) -> int:
     cells = [one for one in every if one.asked["variant"] in options.variants]
     name = f"{FOLDER}/{options.set}"
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         keys = ("widths", "layers", "heads", "patches", "rates", "epochs")
         grid = {key: getattr(options, key) for key in keys}
         return dict(set=options.set, grid=grid, rows=rows(options.set, every, kept))
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, images_lib.__file__))]
-    found, out = in_process.study(name, cells, options, told, places), Output(options)
+    found, out = in_process.study(name, cells, options, figures_of, places), Output(options)
     asked = [row for row in found["rows"] if row["variant"] in options.variants]
     out.table(_HEADER, map(_cells, asked))
     out.say("\nOf the test images; Table 3's figures are means over its grid of sizes and rates.")

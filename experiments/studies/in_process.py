@@ -83,19 +83,19 @@ def study(
     name: str,
     cells: Sequence[Cell],
     options: argparse.Namespace,
-    told: Callable[[Kept], dict],
+    figures_of: Callable[[Kept], dict],
     places: Sequence[pathlib.Path],
 ) -> dict:
     """Trains the missing runs; returns the result: figures, seconds of all runs, failures and runs.
 
     Args:
-      told: computes figures from the runs, such as rows of a table.
+      figures_of: computes figures from the runs, such as rows of a table.
       places: files that determine numbers: the study and its task.
     """
 
     def result(kept: Kept, failed: Mapping[str, str]) -> dict:
         seconds = sum(run["seconds"] for runs in kept.runs.values() for run in runs.values())
-        return told(kept) | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
+        return figures_of(kept) | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
 
     return result(*train(name, cells, options, result, places=places))
 

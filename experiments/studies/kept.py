@@ -87,10 +87,9 @@ class Kept:
         files = sorted({name for one in every for name in one})
         if files and not mix:
             raise UserError(
-                f"{shown} has runs of other code ({code_lib.in_short(files)}): both are not mixed. "
-                "--fresh trains all anew (give another --runs too, where a study has it; --save "
-                "then writes over them), and --mix takes them as they are, where the change "
-                "decides no number"
+                f"{shown} has runs of other code ({code_lib.in_short(files)}). "
+                "--fresh trains all anew (with another --runs, if the study has it; --save then "
+                "overwrites them), and --mix accepts them if the change affects no number"
             )
         for name, seeds in found["runs"].items():
             self.runs[name] = {int(seed): kept for seed, kept in seeds.items()}

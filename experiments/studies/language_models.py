@@ -87,15 +87,15 @@ _HEADER += ("difference", "from", "p by Holm", "moved by the change")
 def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
     """Returns the p-value of each cell's difference, after Holm's correction for all rows."""
     seeds = {row["cell"]: set(row["seeds"]) for row in rows}
-    told = [row for row in rows if row["difference_half_interval"] is not None]
+    estimated = [row for row in rows if row["difference_half_interval"] is not None]
     p_values = [
         p_value(
             Estimate(row["difference"], row["difference_half_interval"]),
             len(seeds[row["cell"]] & seeds[row["against"]]),
         )
-        for row in told
+        for row in estimated
     ]
-    return {row["cell"]: p for row, p in zip(told, holm(p_values), strict=True)}
+    return {row["cell"]: p for row, p in zip(estimated, holm(p_values), strict=True)}
 
 
 def _cells(r: Mapping, corrected: Mapping[str, float]) -> tuple:
@@ -180,9 +180,9 @@ def main(arguments: Sequence[str]) -> int:
 
     def result(failed: Mapping[str, str]) -> dict:
         seconds = sum(run["seconds"] or 0 for seeds in kept.runs.values() for run in seeds.values())
-        told = dict(asks=study.asks, claim=study.claim, rows=rows(cells, options.steps, kept))
-        told |= dict(tokens=options.steps * TOKENS_PER_STEP, seconds=seconds, failed=dict(failed))
-        return told | kept.as_json()
+        figures = dict(asks=study.asks, claim=study.claim, rows=rows(cells, options.steps, kept))
+        figures |= dict(tokens=options.steps * TOKENS_PER_STEP, seconds=seconds)
+        return figures | dict(failed=dict(failed)) | kept.as_json()
 
     def save(failed: Mapping[str, str]) -> None:
         if options.save:

@@ -225,10 +225,10 @@ def main(arguments: Sequence[str]) -> int:
     modules = (__file__, sequences.__file__, text.__file__)
     places = list(map(pathlib.Path, modules))
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         return dict(rows=rows(kept))
 
-    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
     out.table(_HEADER, map(_cells, found["rows"]))
     return in_process.end(NAME, found, out, save=options.save)
 

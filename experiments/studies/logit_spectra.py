@@ -227,7 +227,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         if not source or not runtime.path(f"--{name}", source).exists():
             raise UserError(
                 f"--{name} = {source!r}: is not there, and neither is its report in "
-                f"{options.out}: --help says what to give; or leave {name} out of --models"
+                f"{options.out}: see --help; or leave {name} out of --models"
             )
         setattr(options, name, source)
     record.check_folder("--out", options.out)
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str]) -> None:
     runtime.start()
     for name in _missing(options):
         folder = options.out / FOLDERS[name]
-        command_line.say(f"{FOLDERS[name]}: its report is made")
+        command_line.say(f"{FOLDERS[name]}: writing its report")
         if name == "smollm2":
             of_smollm2(options.smollm2, folder)
         else:

@@ -136,8 +136,8 @@ def main(arguments: Sequence[str]) -> int:
                 if found := kept.of(Run(every[name], seed, options.steps)):
                     there.setdefault(name, {})[seed] = found
         seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
-        told = dict(tokens=options.steps * TOKENS_PER_STEP, edges=EDGES, rows=rows(there))
-        return told | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
+        figures = dict(tokens=options.steps * TOKENS_PER_STEP, edges=EDGES, rows=rows(there))
+        return figures | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
 
     def save(failed: Mapping[str, str]) -> None:
         if options.save:

@@ -192,10 +192,10 @@ def main(arguments: Sequence[str]) -> int:
     places = list(map(pathlib.Path, (__file__, text.__file__)))
     every = [cell(tie, form, options.steps) for form in FORMS for tie in TIES]
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         return dict(steps=options.steps, rows=rows(every, kept))
 
-    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
     asked = [
         row
         for row in found["rows"]

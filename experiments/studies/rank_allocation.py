@@ -75,7 +75,7 @@ def allocation(ranks_L: np.ndarray, total: int, most: int) -> list[int]:
     return found_L.tolist()
 
 
-def told(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
+def summary(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
     """Returns a row per layer, with its share of `rank` times the number of layers.
 
     Args:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     models = [model_lib.open(str(run)) for run in runs]
     mechanism = models[0].transformer.mechanisms[0]
     most = min(mechanism.key_dim, mechanism.value_dim)
-    found = told(np.stack([effective_ranks(model) for model in models]), mechanism.rank, most)
+    found = summary(np.stack([effective_ranks(model) for model in models]), mechanism.rank, most)
     out = Output(options)
     headings = ("layer", "effective rank", "heads, least", "most", "rank at equal bytes")
     cells = [

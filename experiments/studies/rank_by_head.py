@@ -162,7 +162,7 @@ def measure(model: Judge, ranks: Sequence[int]) -> list[dict]:
     return rows
 
 
-def told(runs: Mapping[int, Sequence[Mapping]]) -> list[dict]:
+def summary(runs: Mapping[int, Sequence[Mapping]]) -> list[dict]:
     """Returns a row per rank and way over seeds, with its difference from equal ranks.
 
     Args:
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
         for rank in options.ranks:
             between("--ranks", rank, 1, model.rank)
         by_seed[seed] = measure(model, options.ranks)
-    found = dict(rows=told(by_seed), runs={str(seed): rows for seed, rows in by_seed.items()})
+    found = dict(rows=summary(by_seed), runs={str(seed): rows for seed, rows in by_seed.items()})
     out = Output(options)
     out.table(_HEADER, map(_cells, found["rows"]))
     record.record(NAME, found, out, save=options.save)

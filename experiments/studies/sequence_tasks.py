@@ -263,12 +263,12 @@ def main(arguments: Sequence[str]) -> int:
         for variant in options.variants
     ]
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         shown = dict(asked=rows(cells, kept), rows=rows(in_common(kept), kept))
         return shown | dict(curves=curves(kept))
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, sequences.__file__))]
-    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
     out.table(("variant", *sequences.TASKS), map(_cells, found["asked"]))
     out.say("\nThe share of positions that are right; in brackets Table 2, a mean over its grid.")
     return in_process.end(NAME, found, out, save=options.save)

@@ -185,7 +185,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if not 0 < options.noise < 1000:
         raise UserError(f"--noise = {options.noise}: must lie between 0 and 1000")
     if options.features and options.noise != NOISE:
-        raise UserError("--noise: is of made-up features; do without it, or without --features")
+        raise UserError("--noise: applies to synthetic features; leave out --noise or --features")
     in_process.check(options)
     return options
 
@@ -218,12 +218,12 @@ def main(arguments: Sequence[str]) -> int:
         if one.asked["place"] in options.places and one.asked["variant"] in options.variants
     ]
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         grid = {key: getattr(options, key) for key in ("widths", "layers", "heads", "epochs")}
         return dict(features=features.digest, grid=grid, rows=rows(every, kept))
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, anomalies.__file__))]
-    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
     shown = [row for row in found["rows"] if row["variant"] in options.variants]
     out.table(_HEADER, map(_cells, shown))
     out.say("\nOf the test sets. Table 3's features are ResNet34's; the course's anomaly is last.")

@@ -132,7 +132,7 @@ def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
     workdir = epath.Path(folder) / run.name
     if not (workdir / grid.ABOUT).exists():
         begun = named(workdir, "*.jsonl")
-        return "does not say what code trained it" if begun else ""
+        return "does not name the code that trained it" if begun else ""
     about = grid.about(workdir)
     if about["identity"] != run.identity:
         return "is of another config"
@@ -161,7 +161,7 @@ def train(
         raise UserError(
             f"{os.path.relpath(folder)}: {unfit[0]}"
             + (f", and {len(unfit) - 1} more are like it" if len(unfit) > 1 else "")
-            + ". Give another --runs, or --mix if a change of code decides no number"
+            + ". Give another --runs, or --mix if the change of code affects no number"
         )
     there = {run.name: is_whole(run, folder) for run in runs}
     missing = [run for run in runs if not there[run.name]]
@@ -247,7 +247,7 @@ class _Processes:
         with log_file.open("a") as log:
             with self._lock:
                 if self._stopped:
-                    return "not begun"
+                    return "not started"
                 command_line.say(run.name)
                 how = dict(cwd=ROOT, stdout=log, stderr=log)
                 process = subprocess.Popen(command(run, workdir), **how)
@@ -276,4 +276,4 @@ def command(run: Run, workdir: pathlib.Path) -> list[str]:
 def _last_line(file: pathlib.Path) -> str:
     text = file.read_text(errors="replace").replace("\r", "\n")  # progress bars end in \r
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
+    return lines[-1].strip() if lines else "no output"

@@ -235,13 +235,13 @@ def main(arguments: Sequence[str]) -> int:
     start = options.start
     cells = [cell(name, n, start) for name in options.tasks for n in options.channels]
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         every = sorted({*CHANNELS, *options.channels})
         grid = itertools.product(STARTS, TASKS, every)
         return dict(rows=rows([cell(name, n, start) for start, name, n in grid], kept))
 
     places = [pathlib.Path(__file__), pathlib.Path(sequences.__file__)]
-    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
     shown = [
         row
         for row in found["rows"]

@@ -177,9 +177,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     lists.one("--set", options.set, SETS)
     if options.set == "embedded":
         if options.folder:
-            raise UserError("--folder: is of WikiText; --set=embedded has its text")
+            raise UserError("--folder: applies to WikiText; --set=embedded has its own text")
     else:
-        command_line.require(options, folder="that of WikiText's files")
+        command_line.require(options, folder="the folder of WikiText's files")
     options.channels = lists.integers("--channels", options.channels)
     for channels in options.channels:
         if channels % HEADS or channels > WIDTH:
@@ -219,13 +219,13 @@ def main(arguments: Sequence[str]) -> int:
     cells = [cell(trainer, channels) for channels in options.channels]
     name = f"{FOLDER}/{options.set}"
 
-    def told(kept: Kept) -> dict:
+    def figures_of(kept: Kept) -> dict:
         every = [cell(trainer, n) for n in sorted({*CHANNELS, *options.channels})]
         about = dict(set=options.set, words=len(corpus.train), vocabulary=corpus.size)
         return about | dict(epochs=options.epochs, rows=rows(options.set, every, kept))
 
     places = [pathlib.Path(__file__), pathlib.Path(words.__file__)]
-    found, out = in_process.study(name, cells, options, told, places), Output(options)
+    found, out = in_process.study(name, cells, options, figures_of, places), Output(options)
     asked = [row for row in found["rows"] if row["channels"] in options.channels]
     out.table(_HEADER, map(_cells, asked))
     return in_process.end(name, found, out, save=options.save)

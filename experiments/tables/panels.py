@@ -74,9 +74,9 @@ def _points(axes, panel: Panel) -> None:
         axes.errorbar(x, i, xerr=half, fmt="o", color=color, capsize=3, markersize=6)
         if row.mark is not None:
             axes.plot(row.mark, i, "|", color=INK, markersize=13, markeredgewidth=1.6)
-        told = row.value.shown(panel.form)
+        text = row.value.shown(panel.form)
         axes.annotate(
-            told, (1.02, i), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=INK
+            text, (1.02, i), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=INK
         )
     axes.set_yticks(range(len(panel.rows)), [row.label for row in panel.rows], color=INK)
     axes.set_ylim(len(panel.rows) - 0.4, -0.6)

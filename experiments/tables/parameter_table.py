@@ -44,7 +44,7 @@ def row(experiment: config_lib.Experiment) -> dict:
 
 
 def _order(r: dict) -> tuple:
-    """Sort key: scale (unknown scales last), then the largest cache first."""
+    """Returns the sort key: scale (unknown scales last), then the largest cache first."""
     scale = _scale(r)
     return SCALES.index(scale) if scale in SCALES else len(SCALES), scale, -r["cache_bytes"]
 

@@ -18,7 +18,7 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 
 PAGE = ROOT / "experiments" / "reports" / "provenance.md"
-# Kinds of results by what is known of their code, and what each means.
+# Kinds of results by the provenance of their code, with their descriptions on the page.
 KINDS = {
     "commit": "made by a commit of this history",
     "same code": "its commit was rewritten before it landed; a commit of this history has its code",

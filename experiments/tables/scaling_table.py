@@ -160,7 +160,7 @@ def _compile(note: LabNote, target: Target) -> str:
     )
     if _saved(note, target) == before:
         lines = run.stderr.strip().splitlines()
-        return f"status {run.returncode}: {lines[-1] if lines else 'it said nothing'}"
+        return f"status {run.returncode}: {lines[-1] if lines else 'no output'}"
     return ""
 
 
@@ -181,7 +181,7 @@ def _too_large(result: dict) -> str:
     return f"does not fit, {result['memory']['part']:.1%} of HBM"
 
 
-# -- what is written -------------------------------------------------------------------------------
+# -- the page and lab notes ------------------------------------------------------------------------
 
 
 def row(note: LabNote, target: Target) -> list[str]:
@@ -298,13 +298,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     if options.check and options.compile:
         raise UserError("--check --compile: give one of them")
     if options.only is not None and not options.compile:
-        raise UserError(f"--only={options.only}: is of --compile; leave it out, or add --compile")
+        raise UserError(f"--only={options.only}: needs --compile; add it, or leave out --only")
     return options
 
 
 def main(arguments: list[str]) -> int:
-    """Compiles, writes or checks; returns 1 for a difference, a failed compilation or too little
-    HBM."""
+    """Compiles, writes or checks; returns 1 for a difference, a failure or too little HBM."""
     options = _options(arguments)
     with progress.waiting("reading the configs"):
         notes = lab_notes.read_all()

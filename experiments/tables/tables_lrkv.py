@@ -86,7 +86,7 @@ def random_heads(attention: dict, name: str = "key") -> tuple[np.ndarray, np.nda
 
 
 def table_1() -> dict[str, list[Figure]]:
-    """Ranks of random weights: d_c, r and d_h in d12's proportions."""
+    """Computes ranks of random weights, with d_c, r and d_h in d12's proportions."""
     rank = np.linalg.matrix_rank
 
     def joint(W):
@@ -176,7 +176,7 @@ def blog() -> dict[str, list[Figure]]:
 
 
 def table_4() -> dict[str, list[Figure]]:
-    """At d12 (H = 6): d_c = 128, r = 16, G = 3, keys not normed."""
+    """Uses d12 (H = 6) with d_c = 128, r = 16, G = 3, keys not normed."""
     N, r, C = 6, 16, 128
     mechanisms = {
         "MHA": recipes.mha(N),

@@ -43,7 +43,7 @@ def multiply_adds(config: TransformerConfig, T: int) -> dict[str, float]:
 
 
 def table_1() -> dict[str, list[Figure]]:
-    """Table 1 in units of d²: weights and multiply-adds per token, less the output projection."""
+    """Counts in units of d²: weights and multiply-adds per token, without the output projection."""
     rows, d, m = [], 1024, 64
 
     def attention(config):
@@ -116,7 +116,7 @@ def table_6() -> dict[str, list[Figure]]:
 
 
 def table_7() -> dict[str, list[Figure]]:
-    """KB are 1,024 bytes, GB 10^9, 32K is 32,000 tokens and 128k 128,000."""
+    """Uses the paper's units: KB is 1,024 bytes, GB 10^9, 32K 32,000 tokens and 128k 128,000."""
     printed = {
         "QKV": ("80", "2.62", "0"),
         "Q=K-V": ("80", "2.62", "0"),

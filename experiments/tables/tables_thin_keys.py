@@ -19,7 +19,7 @@ def thin(part: int) -> dict[str, float]:
 
 
 def table_11() -> dict[str, list[Figure]]:
-    """128K is 128,000 tokens, 1M 1,000,000, GB 10^9 bytes: 131,072 tokens would be 34.4 GB."""
+    """Uses the paper's units: 128K is 128,000 tokens, 1M 1,000,000, GB 10^9 bytes."""
     printed = {
         "128K": (128_000, 1e9, ["33.6 33.6 67.2", "16.8 33.6 50.4", "8.4 33.6 42.0"]),
         "1M": (1_000_000, 1e9, ["262 262 524", "131 262 393", "66 262 328"]),

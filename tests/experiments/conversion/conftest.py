@@ -1,4 +1,4 @@
-"""Small models of random weights for the conversion studies; results go to a temporary folder."""
+"""Fixtures of the conversion studies: small random models, results in a temporary folder."""
 
 import pytest
 
@@ -14,7 +14,7 @@ WORDS = "the king and the queen of all that is "
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Results go to a temporary folder; ranks and texts fit the stand-ins."""
+    """Redirects results to a temporary folder and fits ranks and texts to the stand-ins."""
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(whisper_converted, "RANKS", (6, 9))
     monkeypatch.setattr(whisper_converted, "RESIDUAL_RANKS", (0, 2))
@@ -38,7 +38,7 @@ def subject(whisper_folder):
 
 @pytest.fixture
 def run(subject, monkeypatch, capsys):
-    """A function of the study's options: status, standard output, standard error."""
+    """Returns a function from options to status, standard output and standard error."""
     monkeypatch.setattr(conversion, "_whisper", lambda options: subject)
 
     def run(*options):

@@ -1,4 +1,4 @@
-"""Every variant that is tuned has a name in words."""
+"""Names of tuned variants in words."""
 
 from experiments.conversion import outcomes, smollm2, whisper_tuning
 

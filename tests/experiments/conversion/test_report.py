@@ -1,4 +1,4 @@
-"""The study's report: tables, findings and pictures follow from saved results."""
+"""The conversion report: tables, findings and figures from saved results."""
 
 import json
 
@@ -19,7 +19,7 @@ def _write(name, **result):
 
 @pytest.fixture
 def results():
-    """Made-up results of Whisper."""
+    """Writes synthetic results of Whisper."""
     settings = dict(row_length=128, validation_rows=64, calibration_rows=256)
     original = dict(perplexity=100.0, cached=3072, share=1.0, num_heads=6, head_dim=64)
     _write("whisper/before/original", settings=settings, **original)

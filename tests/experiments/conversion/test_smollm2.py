@@ -1,4 +1,4 @@
-"""SmolLM2's stages on a small model of random weights."""
+"""SmolLM2's stages on a small random model."""
 
 import pathlib
 import zlib
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("small")
 
 
 class _Random:
-    """A GQA model with RoPE of random weights, as `kvjax.convert.model.Model` asks for."""
+    """A random GQA model with RoPE, as a `kvjax.convert.model.Model`."""
 
     name, context, chat_template, token_files = "small", 32, None, {}
     transformer = TransformerConfig(
@@ -52,7 +52,7 @@ class _Random:
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """That model as a workdir, and its text."""
+    """Returns the model's workdir and its text."""
     folder = tmp_path_factory.mktemp("smollm2")
     into_workdir.write(_Random(folder), epath.Path(folder / "model"), {})
     return folder / "model", runs.write_text(folder / "text.txt")
@@ -60,7 +60,7 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture
 def small_smollm2(workdir, monkeypatch):
-    """The options that name it."""
+    """Returns the options that name the workdir."""
     folder, text = workdir
     monkeypatch.setattr(smollm2, "TEXT", text)
     monkeypatch.setattr(smollm2, "ROW_LENGTH", 16)
@@ -100,7 +100,7 @@ def _option(command, name):
 
 @pytest.mark.slow
 def test_smollm2_is_tuned_by_the_products_commands(run, small_smollm2, monkeypatch, tmp_path):
-    """Which here write what they started from."""
+    """Stand-ins of the commands copy their source folder."""
     commands = []
 
     def run_command(command, log):

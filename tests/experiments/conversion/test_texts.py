@@ -1,4 +1,4 @@
-"""The texts of the conversion studies, and how they become rows."""
+"""Texts of the conversion studies, and their rows."""
 
 import numpy as np
 import pytest

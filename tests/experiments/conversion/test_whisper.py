@@ -1,4 +1,4 @@
-"""Whisper's decoder, read from a file of random weights, against the same model in NumPy."""
+"""Whisper's decoder, read from a file of random weights, against NumPy."""
 
 import math
 
@@ -74,7 +74,7 @@ def _encoded(v):
 
 
 def _decoded(v, tokens):
-    """Logits [T, V] of one row, and what each layer's self-attention reads."""
+    """Returns logits [T, V] of one row, and each layer's self-attention input."""
     v = {name: np.asarray(x, np.float64) for name, x in v.items()}
     frames, inputs = _encoded(v), []
     embedding = v["decoder/embeddings/weight"]

@@ -1,4 +1,4 @@
-"""Whisper's decoder converted: what is measured, each stage once, failures."""
+"""Conversion of Whisper's decoder: curves, resumed stages, failures."""
 
 import dataclasses
 

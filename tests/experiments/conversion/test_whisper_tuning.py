@@ -1,4 +1,4 @@
-"""Whisper's decoder tuned: what learns, on which rows, once for each seed."""
+"""Tuning of Whisper's decoder: trained parameters, rows, seeds."""
 
 import dataclasses
 

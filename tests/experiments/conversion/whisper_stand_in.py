@@ -1,4 +1,4 @@
-"""A file as CTranslate2 writes it, of a small Whisper of random weights, for tests."""
+"""A small random Whisper as a CTranslate2 file, for tests."""
 
 import math
 import struct
@@ -20,7 +20,7 @@ def _string(text):
 
 
 def content(arrays, aliases=(), *, version=6, specification="WhisperSpec", revision=3):
-    """What CTranslate2 writes for such a model."""
+    """Returns the bytes of the model's CTranslate2 file."""
     parts = [struct.pack("<I", version), _string(specification)]
     parts.append(struct.pack("<II", revision, len(arrays)))
     for name, x in arrays.items():
@@ -69,7 +69,7 @@ def variables(dtype):
 
 
 def write(folder):
-    """A folder as the package has it, of float16 weights and a tokenizer of bytes."""
+    """Writes a folder like the package's, with float16 weights and a byte tokenizer."""
     aliases = [("decoder/projection/weight", "decoder/embeddings/weight")]
     (folder / "model.bin").write_bytes(content(variables(np.float16), aliases))
     tokenizer = tokenizer_lib.train(["some text"], 256 + len(SPECIALS), SPECIALS)

@@ -1,4 +1,4 @@
-"""Cross-attention: the law with source lengths of their own, reductions, what changes nothing."""
+"""Cross-attention: its definition with ragged lengths, special cases and invariances."""
 
 from flax import nnx
 import jax
@@ -38,7 +38,7 @@ def _config(kind, qk_norm="rms", **more):
 
 @pytest.fixture
 def make(x64, randomise):
-    """A function of a config: the module with random float64 weights."""
+    """Returns a function from a config to the module with random float64 weights."""
 
     def make(config):
         return randomise(lambda: CrossAttention(config, D, DM, rngs=nnx.Rngs(0)))[0]
@@ -58,7 +58,7 @@ def _cache(module, memory, lengths, capacity=S):
 
 
 def _numpy(module, x, memory, lengths):
-    """Head by head, memory by memory, from the weights."""
+    """Computes attention head by head and memory by memory, from the weights."""
     c, m = module.mechanism.config, module.mechanism
     array = lambda w: np.asarray(w[...], np.float64)
     y = np.zeros((B, T, D))
@@ -98,7 +98,7 @@ def _normed(z, norm, config):
 @pytest.mark.parametrize("qk_norm", quick.only(["rms"], NORMS))
 @pytest.mark.parametrize("kind", quick.only(["lrkv"], KINDS))
 def test_the_law(make, kind, qk_norm):
-    """NumPy's own definition, the training pass and decoding are equal, whatever the lengths."""
+    """NumPy, the training pass and decoding agree for all lengths."""
     module = make(_config(kind, qk_norm))
     x, memory, lengths = _inputs()
     expected = _numpy(module, x, memory, LENGTHS)
@@ -130,7 +130,7 @@ def test_a_long_memory_goes_tile_by_tile(make, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["lrkv", "mqa"])
 def test_what_changes_nothing(make, kind):
-    """The order of a memory's tokens, and NaN behind its length."""
+    """Permuting a memory's tokens, or NaN beyond its length, changes nothing."""
     module = make(_config(kind))
     x, memory, lengths = _inputs()
     run = jax.jit(lambda *arrays: module(*arrays))

@@ -1,4 +1,4 @@
-"""The diagonal of K Kᵀ divided by its mean, and a temperature, against both written out."""
+"""The normalised diagonal of K Kᵀ and the attention temperature, against explicit formulas."""
 
 import dataclasses
 

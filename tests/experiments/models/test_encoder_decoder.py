@@ -1,4 +1,4 @@
-"""An encoder-decoder from its caches is what it is in full, with sources of any lengths."""
+"""Encoder-decoder: decoding from caches equals the full pass, with sources of any lengths."""
 
 import dataclasses
 

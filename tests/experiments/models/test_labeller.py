@@ -1,4 +1,4 @@
-"""Labels of rows and of positions: what stands around the blocks, against NumPy."""
+"""Classifiers of rows and positions: the layers around the blocks, against NumPy."""
 
 import dataclasses
 
@@ -76,7 +76,7 @@ def test_equals_numpy(x64, make_mechanism, name):
 
 
 def test_what_is_asked_of_its_blocks(x64, make_mechanism, randomise):
-    """A temperature divides their queries; a key drops half of what they add, each its own."""
+    """A temperature divides queries; a key drops half of each block's outputs."""
     block = dataclasses.replace(BLOCK, num_layers=2, positions="none", dropout=0.5)
     mechanisms = (make_mechanism("mha", qk_norm="none"),) * 2
     config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=V)
@@ -97,7 +97,7 @@ def test_what_is_asked_of_its_blocks(x64, make_mechanism, randomise):
 
 
 def test_features_are_dropped_in_training(make_mechanism):
-    """Drops a quarter of the features, by a key, and scales the others up to make up for it."""
+    """Drops a quarter of the features by a key and rescales the others."""
     block = dataclasses.replace(BLOCK, positions="none", max_positions=1, zero_outputs=True)
     config = TransformerConfig(block=block, mechanisms=(make_mechanism("mha"),), vocab_size=D)
     how = dict(features=D, hidden=False, input_dropout=0.25)

@@ -1,4 +1,4 @@
-"""Linear attention: three forms of one function, a state of one size, tied and not."""
+"""Linear attention: three equal forms, a state of constant size, tied and not."""
 
 import functools
 
@@ -109,7 +109,7 @@ def test_what_cannot_be(keys, said):
 
 @pytest.mark.parametrize("x", [-80.0, -17.5, -1.0, 0.0, 2.0])
 def test_features_are_positive_in_float32(x):
-    """exp(x) below 0, whose difference from 1 float32 would round to nothing."""
+    """The feature map is exp(x) below 0, without cancellation in float32."""
     expected = x + 1 if x > 0 else np.exp(x)
     found, slope = jax.value_and_grad(linear.feature_map)(jnp.float32(x))
     assert float(found) == pytest.approx(expected, rel=1e-5) and found > 0

@@ -1,4 +1,4 @@
-"""A model of linear attention: from its states it is what it is in full, and they do not grow."""
+"""Language models of linear attention: recurrence equals the full pass; the state is constant."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ def _by_hand(config, weights, tokens):
     ),
 )
 def test_token_by_token_it_is_what_it_is_in_full(x64, randomise, tie, block):
-    """In parts and by NumPy; what it says is the likeliest after all before it."""
+    """Chunks and NumPy agree; greedy decoding takes the most likely next token."""
     config = _config(tie, norm_gain=True, norm_epsilon=1e-3, **block)
     model, weights = randomise(lambda: RecurrentTransformer(config, jax.random.key(0)))
     tokens = _tokens(8)
@@ -89,7 +89,7 @@ def test_token_by_token_it_is_what_it_is_in_full(x64, randomise, tie, block):
 
 @pytest.mark.slow
 def test_the_state_has_one_size_from_1k_to_64k_tokens():
-    """Bytes of live arrays behind texts that are gone through in parts."""
+    """Returns bytes of live arrays after texts processed in chunks."""
     model = RecurrentTransformer(_config(decay=0.99), jax.random.key(0))
     part = jax.jit(lambda tokens, states: model(tokens, states)[1])
     states, sizes, seen = model.start(2), {}, 0

@@ -1,4 +1,4 @@
-"""The task of the study of cross-attention, what counts as right, and that it can be learned."""
+"""The cross-attention study: its task, its accuracy, and a model that learns it."""
 
 import types
 

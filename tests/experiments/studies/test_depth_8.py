@@ -1,4 +1,4 @@
-"""Depth 8: what is trained, differences by step, when a curve reaches another's end."""
+"""Depth 8: cells, differences by step, and the step that reaches a loss."""
 
 import json
 import math

@@ -42,7 +42,7 @@ def _run(name="mha", seed=0, **overrides):
 
 @pytest.fixture
 def trains(monkeypatch):
-    """Runs begin a stand-in; the list of those that were begun."""
+    """Replaces training by a stand-in; returns the list of started runs."""
     begun = []
 
     def command(run, workdir):
@@ -73,7 +73,7 @@ def test_a_run_is_a_config_with_overrides():
 
 
 def test_a_run_is_known_by_what_its_config_says():
-    """Not by keys that have their defaults, which may be newer than it."""
+    """Keys with default values, which may be newer than the run, do not count."""
     run = _run()
     assert run.identity == _run().identity
     others = [_run(seed=1), _run("gqa"), _run(**{"optimizer.lr_scale": 0.5})]
@@ -105,7 +105,7 @@ def test_cores_are_shared_out(monkeypatch):
 
 @pytest.mark.slow
 def test_runs_are_trained_once(trains, tmp_path, monkeypatch):
-    """Each with cores of its own; one that fails is told with its last line, and tried again."""
+    """Runs have cores of their own; a failure reports its last line and is repeated."""
     given, of_one = [], [{1}, {7}]
     monkeypatch.setattr(side_by_side, "shares", lambda count: of_one[:count])
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: given.append(cores))
@@ -137,7 +137,7 @@ def test_how_long_it_takes_is_said_first(trains, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatch):
-    """Finished or not, one told and the others counted; a folder that says nothing neither."""
+    """Runs of other configs or code are refused, and so are folders without a record."""
     _train([_run(), _run(seed=1)], tmp_path)
     with pytest.raises(UserError, match=r"mha_seed0_steps8 is of another config\. Give another"):
         _train([_run(**{"model.mlp_dim": 96})], tmp_path)
@@ -153,7 +153,7 @@ def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatc
     assert _train([_run()], tmp_path, mix=True) == {"mha_seed0_steps8": ""} and not trains
     (tmp_path / "mha_seed2_steps8").mkdir()
     (tmp_path / "mha_seed2_steps8" / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="mha_seed2_steps8 does not say what code trained it"):
+    with pytest.raises(UserError, match="mha_seed2_steps8 does not name the code that trained it"):
         _train([_run(seed=2)], tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_a_run_without_its_last_weights_goes_on(trains, tmp_path):
 
 @pytest.mark.slow
 def test_what_cannot_be_measured_is_a_run_that_failed(trains, tmp_path):
-    """The others are kept; so is one of other data left out."""
+    """Only matching runs are borrowed; a run on other data is left out."""
     (tmp_path / "runs").mkdir()
     kept = Kept(tmp_path / "kept.json", STEPS, mix=False, fresh=False)
     given = dict(runs=tmp_path / "runs", processes=1, mix=False, save=True)
@@ -217,7 +217,7 @@ def test_what_nohup_ignores_ends_nothing(monkeypatch):
 
 @pytest.mark.slow
 def test_an_interrupted_study_interrupts_its_runs(tmp_path, monkeypatch):
-    """By SIGTERM too; a run that had not begun does not."""
+    """Ctrl-C and SIGTERM stop started runs; others are not started."""
     waits = "import time; print('begun', flush=True); time.sleep(60)"
     monkeypatch.setattr(side_by_side, "command", lambda *_: [sys.executable, "-c", waits])
     log = tmp_path / "mha_seed0_steps8.log"

@@ -1,4 +1,4 @@
-"""The study of head diversity: what it trains, keeps and says, on made-up runs."""
+"""The head diversity study on synthetic runs: training, records and verdicts."""
 
 import json
 import types
@@ -21,7 +21,7 @@ SHARES = dict(mha=99.0, lrkv=98.0, gqa=95.0, mqa=90.0, mla_paper=99.5, mla=1.0)
 
 
 def _made(mechanism, seed=0, drift=0.0):
-    """Seeds differ by more than mechanisms do; differences between mechanisms hardly."""
+    """Returns synthetic runs: seeds differ more than mechanisms, paired differences little."""
     share = SHARES[mechanism] - 9.0 * seed + drift
     trained = dict(share=share, centred_share=0.7 * share, centred_share_of_possible=0.9 * share)
     trained |= dict(components_of_m=20.0, half_rank_by_text=1.0 + seed)
@@ -32,7 +32,7 @@ def _made(mechanism, seed=0, drift=0.0):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """A function of options: status, standard output, standard error."""
+    """Returns a function from options to status, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     drift = dict(lrkv=(0.0, 0.2, 0.1))
@@ -142,7 +142,7 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_folders_of_other_runs_are_refused(run, tmp_path):
-    """Refused are those of another config, and those that do not say what code trained them."""
+    """Runs of another config, or without recorded code, are refused."""
     folder = tmp_path / "runs"
     grid.begin(head_diversity.asked("lrkv", 8, 1), epath.Path(folder / "mha_seed0_steps8"))
     status, _, err = run("--mechanisms=mha", "--steps=8", "--seeds=1", f"--runs={folder}")
@@ -150,7 +150,7 @@ def test_folders_of_other_runs_are_refused(run, tmp_path):
     (folder / "mha_seed0_steps8" / grid.ABOUT).unlink()
     (folder / "mha_seed0_steps8" / "metrics.jsonl").write_text("")
     status, _, err = run("--mechanisms=mha", "--steps=8", "--seeds=1", f"--runs={folder}")
-    assert status == 2 and "does not say what code trained it" in err
+    assert status == 2 and "does not name the code that trained it" in err
 
 
 @pytest.mark.parametrize(

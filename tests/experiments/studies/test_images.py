@@ -1,4 +1,4 @@
-"""Images and sets of images: squares of pixels, what models see, and rows of the results."""
+"""Image studies: patches, model inputs, and rows of the results."""
 
 import types
 
@@ -24,7 +24,7 @@ def test_squares_are_read_by_rows_and_edges_are_cut():
 
 
 def _images(count):
-    """Bright above, or bright below."""
+    """Returns images bright in the upper or the lower half."""
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, count).astype(np.int32)
     x = rng.integers(0, 100, (count, 28, 28, 1)).astype(np.uint8)
@@ -55,7 +55,7 @@ def test_variants_differ_in_what_is_tied_and_in_nothing_else():
 
 
 def test_the_published_transformer_of_tiny_imagenet():
-    """224 pixels in squares of 16, width 768, 12 layers: 86M parameters are a ViT-B/16's."""
+    """224 pixels in patches of 16, width 768, 12 layers: the 86M parameters of ViT-B/16."""
     fixed = images._FIXED["tiny_imagenet"]
     config = images.transformer("qkv", (768, 12, 12), (224 // 16) ** 2, 200, fixed)
     make = lambda: Labeller(config, jax.random.key(0), features=768, hidden=False, whole=True)

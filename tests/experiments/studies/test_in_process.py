@@ -1,4 +1,4 @@
-"""Studies in one process: resumed, not mixed, told how long, failures kept apart."""
+"""Studies in one process: resumption, code checks, time estimates and failures."""
 
 import argparse
 import json
@@ -67,7 +67,7 @@ def test_what_is_there_is_not_trained_again(results, capfd):
 
 
 def test_a_result_has_one_writer(results):
-    """A second process would write over the first one's runs; the same one may go on."""
+    """A second process is refused; the same process may continue."""
     _train([_cell("a", [])], seeds=1)
     claims = (
         "import pathlib, sys\n"
@@ -118,7 +118,7 @@ def test_a_result_may_lie_in_a_folder_that_is_not_there_yet(results):
 
 
 def test_a_mean_is_over_runs_that_were_asked_alike(results):
-    """A seed that was trained anew of other data is no seed of the first."""
+    """A seed trained again on other data replaces the first."""
     trained = []
     first, second = _cell("a", trained, data="one"), _cell("a", trained, data="another")
     _train([first], seeds=3)
@@ -145,7 +145,7 @@ def test_rows_beside_the_papers(results, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_to_save_a_part_leaves_the_rows_of_the_rest(results, monkeypatch):
-    """Rows of what was trained alike before stay in the result: the ledger reads them."""
+    """Rows of earlier runs with equal settings stay in the result, for the ledger."""
     monkeypatch.setattr(set_anomaly.Trainer, "train", lambda *_: dict(right=0.5, loss=1.0))
     right = dict(right=1.0, steps=7, parameters=8, cached_bytes=9)
     monkeypatch.setattr(cross_attention, "train", lambda *_: right)

@@ -1,4 +1,4 @@
-"""Studies of small language models: their cells are what they say, and what is shown of them."""
+"""Studies of small language models: cells, tables and resumption."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ def _cells():
 
 @pytest.fixture(scope="module")
 def models():
-    """By study and cell the model."""
+    """Returns the model config by study and cell."""
     found = {}
     for name, cells in _cells().items():
         found[name] = {cell.name: Run(cell, 0, 128).experiment.model for cell in cells}
@@ -84,7 +84,7 @@ def test_what_a_change_moves_is_taken_seed_by_seed():
 
 
 def test_a_name_is_one_config_in_all_studies():
-    """They share runs."""
+    """Cells of equal name are equal in all studies, which share their runs."""
     seen = {}
     for cells in _cells().values():
         for cell in cells:
@@ -137,7 +137,7 @@ def test_widths_keep_their_heads(models):
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """Trains nothing: a run comes to a number of its name."""
+    """Replaces training by a number that depends on the run's name."""
     asked = []
 
     def train(runs, folder, **_):

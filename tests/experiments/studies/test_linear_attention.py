@@ -1,4 +1,4 @@
-"""Linear attention beside softmax: what models are, what they cache, what is shown of them."""
+"""Linear attention beside softmax: configs, cache bytes and rows of the result."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def _params(model):
 
 
 def test_kinds_differ_in_attention_alone():
-    """Tied, two of three projections are not there: 2 · 64 · 64 in each of four layers."""
+    """Tying removes two of three projections: 2 · 64 · 64 in each of four layers."""
     sizes = {kind: _size(kind) for kind in KINDS}
     assert sizes["softmax"] == sizes["linear"]
     assert sizes["softmax_tied"] == sizes["linear_tied"] == sizes["linear_tied_decay"]

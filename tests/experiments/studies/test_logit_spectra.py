@@ -82,7 +82,7 @@ def test_lengths_and_masks_are_compared_head_by_head():
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """A function of options, in a folder that has a report of SmolLM2."""
+    """Returns a function of options, in a folder with a report of SmolLM2."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(logit_spectra, "of_smollm2", None)  # would make a report

@@ -1,4 +1,4 @@
-"""Longer rows: what is trained, positions that are judged, differences of equal rows."""
+"""Longer rows: cells, evaluated positions, differences at equal row length."""
 
 import math
 import pathlib

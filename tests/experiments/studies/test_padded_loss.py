@@ -1,4 +1,4 @@
-"""Padding that counts in a loss: rows in both forms, how they are judged, the result's rows."""
+"""Padding in the loss: rows in both forms, evaluations, rows of the result."""
 
 import math
 import types

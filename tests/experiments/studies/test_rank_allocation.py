@@ -1,4 +1,4 @@
-"""Effective ranks of residuals, and how ranks follow from them."""
+"""Effective ranks of residuals, and the ranks allocated from them."""
 
 import json
 import types
@@ -64,7 +64,7 @@ def test_rows_are_of_layers_with_the_range_of_heads():
     ranks_SLPK[:, 1] = 3
     ranks_SLPK[range(3), 1, :, [0, 2, 3]] = 5  # a head of each seed, never the same
     ranks_SLPK[0, 0] = 1.5
-    found = rank_allocation.told(ranks_SLPK, 8, 16)
+    found = rank_allocation.summary(ranks_SLPK, 8, 16)
     first, second = found["rows"]
     assert first["effective_rank"] == pytest.approx(3.5 / 3) and second["effective_rank"] == 3.5
     assert (second["least_head"], second["most_head"]) == (3, 5)

@@ -1,4 +1,4 @@
-"""Residuals that are cut: nearest of their ranks, and as many ranks however they are divided."""
+"""Truncated residuals: best approximations, and equal totals for every way to divide ranks."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_whoever_has_more_gets_more(weights):
 
 
 def test_effective_ranks_are_of_energies(weights):
-    """They are those of squared singular values, as in LRKV's appendix C.1."""
+    """Effective ranks use squared singular values, as in LRKV's appendix C.1."""
     weights["expand_key"][:] *= np.geomspace(1, 0.1, R)[:, None]
     weights["expand_key"][0, 1] = weights["expand_value"][0, 1]
     singular = np.linalg.svd(_products(weights, "key"), compute_uv=False)[..., :R]
@@ -92,7 +92,7 @@ def test_effective_ranks_are_of_energies(weights):
 
 
 def _model(**mechanism):
-    """None of its weights is zero."""
+    """Returns a model without zero weights."""
     config = runs.small_config("embedded", "")
     config.attention.update(mechanism)
     model = Transformer(config_lib.resolve(config).model, jax.random.key(0))
@@ -132,7 +132,7 @@ def test_differences_are_seed_by_seed():
         0: [uncut, row("equal", 2.0), row("by head", 1.9)],
         1: [uncut, row("equal", 3.0), row("by head", 2.9) | dict(least=5, most=11)],
     }
-    whole, equal, by_head = rank_by_head.told(by_seed)
+    whole, equal, by_head = rank_by_head.summary(by_seed)
     assert whole["bpb"] == 1 and whole["change"] is None
     assert equal["bpb"] == 2.5 and equal["change"] is None and equal["seeds"] == 2
     assert by_head["change"] == pytest.approx(-0.1)

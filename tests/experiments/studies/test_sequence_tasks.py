@@ -1,4 +1,4 @@
-"""Projection sharing's tasks: which cells are compared, and what two remedies come to."""
+"""Projection sharing's tasks: compared cells, and the two remedies."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from experiments.tasks import encoders
 
 
 def _kept(tmp_path, runs):
-    """Runs as (cell, {seed: share that is right})."""
+    """Returns finished runs from (cell, {seed: accuracy})."""
     kept = Kept(tmp_path / "none.json", {}, {}, mix=False, fresh=True)
     for cell, seeds in runs:
         for seed, right in seeds.items():
@@ -82,7 +82,7 @@ def test_what_a_remedy_changes_is_told_seed_by_seed(tmp_path):
 
 @pytest.mark.slow
 def test_what_remedies_are_made_of():
-    """The option makes another attention, and a temperature reaches it."""
+    """The option selects the normalised diagonal, and a temperature reaches attention."""
     config = sequence_tasks.transformer("qk_tied", 8, 1, 1, diagonal_norm=True)
     assert all(isinstance(mechanism, DiagonalConfig) for mechanism in config.mechanisms)
     model = Labeller(config, jax.random.key(0), features=10)
@@ -93,7 +93,7 @@ def test_what_remedies_are_made_of():
 
 @pytest.mark.slow
 def test_models_under_remedies_are_others(monkeypatch):
-    """Remedies lead from equal weights to other losses; a temperature of 1 changes nothing."""
+    """Remedies change the loss at equal weights; a temperature of 1 does not."""
     monkeypatch.setattr(sequence_tasks, "TRAINED_ON", 512)
     monkeypatch.setattr(sequence_tasks, "TESTED_ON", 500)
     recipe = sequence_tasks.learner.Recipe(steps=6, learning_rate=1e-3, decay="none")

@@ -1,4 +1,4 @@
-"""The study of small caches: what it trains, keeps and says, on made-up runs."""
+"""The study of small caches on synthetic runs: training, records and tables."""
 
 import json
 
@@ -16,7 +16,7 @@ NAMES = f"--mechanisms={','.join(BPB)}"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """A function of options: status, standard output, standard error; and the runs trained."""
+    """Returns a function from options to status and output, and the list of trained runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     trained = []
@@ -101,7 +101,7 @@ def test_what_failed_is_left_out_and_named(run):
 
 @pytest.mark.slow
 def test_what_is_kept_stays_in_the_table(run):
-    """Also where others are asked for, and MHA is there to compare with."""
+    """All finished runs stay in the result, MHA for comparison too."""
     run("--mechanisms=mha,lrkv", "--save")
     _, out, _, trained = run("--mechanisms=gla_narrow", "--save", "--json")
     assert len(trained) == 3

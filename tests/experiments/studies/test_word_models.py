@@ -1,4 +1,4 @@
-"""Models of words: the paper's counts, what a run comes to, rows of the result."""
+"""Models of words: the paper's parameter counts, training, and rows of the result."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def test_parameters_of_queries_and_keys_are_the_papers(channels, published):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A model of two heads that a test can wait for, and words that repeat."""
+    """Sets a model of two heads that is quick to train, and repeated words."""
     for name, value in dict(WIDTH=16, HEADS=2, LAYERS=1, MLP=16, LENGTH=8).items():
         monkeypatch.setattr(word_models, name, value)
     text = np.tile(np.arange(3, 9, dtype=np.int32), 3200)
@@ -68,11 +68,11 @@ def test_cells_say_what_decides_them(small):
 
 def test_a_folder_is_of_wikitext(capsys):
     status = command_line.status(word_models.main, ["--set=embedded", "--folder=x"])
-    assert status == 2 and "--folder: is of WikiText" in capsys.readouterr().err
+    assert status == 2 and "--folder: applies to WikiText" in capsys.readouterr().err
 
 
 def test_figures_stand_beside_the_papers_split():
-    """The paper gives validation perplexities of WikiText-103, and test ones of WikiText-2."""
+    """The paper gives validation perplexities of WikiText-103, test perplexities of WikiText-2."""
     run = dict(perplexity=2.0, validation={"8": 3.0, "16": 2.5}, identity="its own")
     one = types.SimpleNamespace(name="d64_e1", asked=dict(channels=64), identity="its own")
     kept = types.SimpleNamespace(runs={"d64_e1": {0: run}})

@@ -1,4 +1,4 @@
-"""The README's pictures: what they are drawn from, and the files they are written to."""
+"""The READMEs' figures: their data and their files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Pictures of whole models: what is drawn is what a result says, and what is distinguishable."""
+"""Figures of whole models: drawn values and colours of distinguishable ones."""
 
 import pytest
 

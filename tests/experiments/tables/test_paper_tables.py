@@ -1,4 +1,4 @@
-"""Every figure of the papers that shapes give: equal to the print, or to what is written here."""
+"""The papers' figures against shapes: equal to the print, or to the values given here."""
 
 import contextlib
 import io
@@ -91,7 +91,7 @@ ROWS = {  # how many figures of each table are compared
 
 @pytest.fixture(scope="module")
 def printed():
-    """What the command prints, all tables: (Markdown, JSON)."""
+    """Returns the command's output with all tables: (Markdown, JSON)."""
     out, text = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(text):
         assert command_line.status(paper_tables.main, ["--markdown", "--json"]) == 0
@@ -173,7 +173,7 @@ def test_table_10_by_formula():
 
 @pytest.mark.parametrize("name", ["lrkv", "gqa", "mla_paper"])
 def test_random_heads_are_the_models(name):
-    """The matrices whose ranks are taken make the keys and values that the mechanism makes."""
+    """The matrices of `random_heads` give the mechanism's keys and values."""
     attention = dict(
         lrkv=recipes.lrkv(6, rank=4, dim=32),
         gqa=recipes.gqa(6, kv_heads=3, dim=32),

@@ -1,4 +1,4 @@
-"""Results know their code: digests on disk and in the history agree, and changes are refused."""
+"""Provenance of results: code digests on disk and in the history agree."""
 
 import subprocess
 
@@ -11,7 +11,7 @@ from kvjax.foundation.errors import UserError
 
 @pytest.fixture
 def git(tmp_path, monkeypatch):
-    """Puts a repository of two committed Python files in the place of this one."""
+    """Replaces the checkout by a repository of two committed Python files."""
     for folder in provenance.CODE:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_text(f"in_{folder} = 1\n")

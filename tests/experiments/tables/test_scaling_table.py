@@ -1,4 +1,4 @@
-"""The scaling table: targets fit their meshes, and what is written is what the results say."""
+"""The scaling table: targets fit their meshes, and the page matches the results."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_targets_that_must_be_there():
 
 @pytest.mark.parametrize("note, target", TARGETS)
 def test_the_compiler_says_that_it_fits(note, target):
-    """Every config, as it is now, was compiled for all its targets: a tenth of HBM is free."""
+    """Every config is compiled for all its targets, with a tenth of HBM free."""
     found = scaling_table.outcome(note, target)
     assert found.result, f"{found.why}: run `python -m experiments.tables.scaling_table --compile`"
     assert found.result["fits"] and found.result["memory"]["part"] <= 0.9
@@ -81,7 +81,7 @@ LONG = "lrkv_32k_2p5b"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A root with two configs, a README, no results, and a compiler that answers at once."""
+    """Sets up a root with two configs, a README, no results, and a stand-in compiler."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "experiments" / "reports").mkdir(parents=True)
     for file in ("configs/mha_128m.py", "configs/long_context.py"):
@@ -104,7 +104,7 @@ def place(tmp_path, monkeypatch):
 
 
 def _result(note, target, **changes):
-    """Like `kvjax.aot`'s, with easy numbers."""
+    """Returns a result like `kvjax.aot`'s, with round numbers."""
     part = changes.pop("part", 0.5)
     return (
         dict(
@@ -126,7 +126,7 @@ def _result(note, target, **changes):
 
 
 def _answer(note, target, resolved=None):
-    """A command that saves a result and prints, as `python -m kvjax.aot --save=FILE`."""
+    """Returns a command that saves a result and prints, like `python -m kvjax.aot --save=FILE`."""
     name = aot.result_name(note.name, target.topology)
     code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10))"
     result = _result(note, target, resolved=resolved or target.resolved)
@@ -344,12 +344,12 @@ def test_options_that_do_not_go_together(place, capsys):
     assert _run("--check", "--compile") == _run("--only=mha*") == 2
     both, only = capsys.readouterr().err.splitlines()
     assert both == "kvjax: --check --compile: give one of them"
-    assert only.startswith("kvjax: --only=mha*: is of --compile")
+    assert only.startswith("kvjax: --only=mha*: needs --compile")
 
 
 @pytest.mark.aot
 def test_a_saved_result_is_what_the_compiler_says_now():
-    """One config is looked at, since a result outlives a change of the program."""
+    """Compares one config: its result is kept when the program changes."""
     note = NOTES["lrkv_128m"]
     (target,) = note.targets
     saved = scaling_table.outcome(note, target).result

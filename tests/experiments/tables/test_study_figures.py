@@ -1,4 +1,4 @@
-"""Pictures of studies: rows with intervals and the paper's figures; whose result is there."""
+"""Study figures: rows with intervals and the paper's values, for studies with results."""
 
 import json
 
@@ -26,7 +26,7 @@ MODELS = dict(
 
 
 def points(axes):
-    """By label mean and half an interval, as drawn."""
+    """Returns the drawn mean and half interval by label."""
     found = {}
     labels = [label.get_text() for label in axes.get_yticklabels()]
     for label, bars in zip(labels, axes.containers, strict=True):

@@ -1,4 +1,4 @@
-"""Hours of studies: of runs with seconds, or with a rate; those of two results count once."""
+"""Hours of studies, from seconds or rates; shared runs count once."""
 
 import json
 
