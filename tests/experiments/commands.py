@@ -126,7 +126,7 @@ BAD = (  # command, options, what the line says
     ("long_rows", "--steps=0", "--steps = 0: must be at least 1"),
     ("word_models", "", "--set is missing: give one of wikitext2, wikitext103, embedded"),
     ("word_models", "--set=wikitext", "did you mean 'wikitext2'?"),
-    ("word_models", "--set=wikitext2", "--folder is missing: give that of WikiText's files"),
+    ("word_models", "--set=wikitext2", "--folder is missing: give the folder of WikiText's files"),
     ("word_models", "--set=wikitext2 --folder=no", "--folder=no: no is no folder: give that of"),
     ("word_models", "--set=embedded --channels=12", "--channels: 12 must be a multiple of the 8"),
     ("word_models", "--set=embedded --epochs=-1", "--epochs = -1: must be at least 0"),
