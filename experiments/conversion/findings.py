@@ -10,7 +10,7 @@ from experiments.conversion.outcomes import (
     TuningSetting,
     percent,
     relative,
-    said_of,
+    variant_label,
 )
 
 
@@ -37,27 +37,27 @@ def _keys_and_queries(outcomes: Outcomes) -> Iterator[str]:
         if not ranks:
             continue
         less = [rank for rank in ranks if key[rank] < query[rank]]
-        said = {len(ranks): "yes", 0: "no"}.get(len(less), "partly")
+        answer = {len(ranks): "yes", 0: "no"}.get(len(less), "partly")
         quarter = min(ranks, key=lambda rank: abs(rank - outcomes.whole_rank / 4))
         yield (
             f"are keys more compressible than queries, as thin keys says (GPT-2, rank d/4: +26 % "
-            f"against +181 %)? {said}: {mode.replace('_', ' ')}, by SVD of the weights, keys lose "
-            f"less at {len(less)} of {len(ranks)} ranks; at {quarter} of {outcomes.whole_rank} "
-            f"{percent(key[quarter])} against {percent(query[quarter])}"
+            f"against +181 %)? {answer}: {mode.replace('_', ' ')}, by SVD of the weights, keys "
+            f"lose less at {len(less)} of {len(ranks)} ranks; at {quarter} of "
+            f"{outcomes.whole_rank} {percent(key[quarter])} against {percent(query[quarter])}"
         )
 
 
 def _half_rank(outcomes: Outcomes) -> Iterator[str]:
     """Tests thin keys' section 3.5: rank d/2 costs 2 %."""
     half = outcomes.whole_rank // 2
-    said = []
+    parts = []
     for mode in ("joint", "per_head"):
         for objective in ("weights", "outputs"):
             loss = losses(outcomes, f"key_{mode}_{objective}").get(half)
             if loss is not None:
-                said.append(f"{mode.replace('_', ' ')}, {objective}: {percent(loss)}")
-    if said:
-        yield f"is half the rank about free (GPT-2 +2.0 %, Mistral +1.7 %)? {'; '.join(said)}"
+                parts.append(f"{mode.replace('_', ' ')}, {objective}: {percent(loss)}")
+    if parts:
+        yield f"is half the rank about free (GPT-2 +2.0 %, Mistral +1.7 %)? {'; '.join(parts)}"
 
 
 def _objectives(outcomes: Outcomes) -> Iterator[str]:
@@ -78,15 +78,15 @@ def _objectives(outcomes: Outcomes) -> Iterator[str]:
 
 def _recovery(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
     """Tests thin keys' sections 3.5 and 3.7: tuning recovers most of the loss."""
-    said = []
+    parts = []
     for variant in setting.variants:
         recovered = recovered_share(outcomes, variant)
         if recovered is not None:
-            said.append(f"{said_of(variant.name)} {recovered:.0%}")
-    if said:
+            parts.append(f"{variant_label(variant.name)} {recovered:.0%}")
+    if parts:
         yield (
             "does tuning give back most of the loss (GPT-2, rank d/4: +27.6 % to +1.8 % against "
-            f"the control)? Of the loss in log-perplexity ({setting.said}): {', '.join(said)}"
+            f"the control)? Of the loss in log-perplexity ({setting.label}): {', '.join(parts)}"
         )
 
 
@@ -114,8 +114,8 @@ def _by_bytes(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
                 continue
             seeds = [seed for seed in variant.after if seed in other.after]
             ahead = sum(variant.after[seed] < other.after[seed] for seed in seeds)
-            one = f"{said_of(variant.name)} is {percent(ours[0])}"
-            two = f"{said_of(other.name)} {percent(theirs[0])}"
+            one = f"{variant_label(variant.name)} is {percent(ours[0])}"
+            two = f"{variant_label(other.name)} {percent(theirs[0])}"
             yield (
                 f"in {variant.share:.0%} of the cache {one} and {two} against the control after "
                 f"tuning; LRKV is ahead in {ahead} of {len(seeds)} seeds"

@@ -23,7 +23,7 @@ def percent(share: float) -> str:
     return f"{100 * share:+,.{1 if abs(share) < 1 else 0}f} %"
 
 
-def said_of(variant: str) -> str:
+def variant_label(variant: str) -> str:
     """Returns a variant's name in words."""
     if variant == "control":
         return "none (the control)"
@@ -74,7 +74,7 @@ class Tuned:
 class TuningSetting:
     """Runs of one tuning recipe, the control first."""
 
-    said: str
+    label: str
     variants: Sequence[Tuned]
 
     def variant(self, name: str) -> Tuned | None:
@@ -113,7 +113,7 @@ class Outcomes:
         return f"rank of {self.whole_rank}" + (" per head" if self.name != "whisper" else "")
 
     @property
-    def said(self) -> str:
+    def note(self) -> str:
         """Returns a sentence with the perplexity before conversion."""
         settings = self.original["settings"]
         rows = settings.get("validation_rows", 0)
@@ -155,8 +155,8 @@ def _setting(runs: Sequence[dict]) -> TuningSetting:
     share = s.get("teacher_share", 0.0)
     learns = f"text and the original's predictions ({share:g} of the loss)" if share else "text"
     tokens = s["steps"] * s["batch"] * s["row_length"]
-    said = f"{_LEARN[s['tune']]} learn from {learns}, {tokens:,} tokens, rate {s['rate']:g}"
-    return TuningSetting(said, made)
+    label = f"{_LEARN[s['tune']]} learn from {learns}, {tokens:,} tokens, rate {s['rate']:g}"
+    return TuningSetting(label, made)
 
 
 def _by_seed(runs: Sequence[dict]) -> dict[int, float]:

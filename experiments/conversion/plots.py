@@ -107,15 +107,15 @@ def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
 
 
 def _tuned(axes: Axes, setting: TuningSetting) -> None:
-    *head, tokens, rate = setting.said.split(", ")
+    *head, tokens, rate = setting.label.split(", ")
     title = f"and tuned: {', '.join(head)},\n{tokens}, {rate}"
     axes.set_title(title, color=GRAY, fontsize=10)
     control = next(iter(setting.variants))
     mean = statistics.mean(control.after.values())
     axes.axhline(mean, color=INK, linewidth=1)
-    said = f"not converted, tuned alike {mean:.4g}"
+    text = f"not converted, tuned alike {mean:.4g}"
     place = dict(xycoords=("axes fraction", "data"), textcoords="offset points")
-    axes.annotate(said, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **place)
+    axes.annotate(text, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **place)
     left = [variant for variant in setting.variants if variant is not control]
     for start, label, color, style in _AFTER:
         found = sorted((v for v in left if v.name.startswith(start)), key=lambda v: v.share)

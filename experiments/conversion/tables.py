@@ -6,7 +6,14 @@ import statistics
 from typing import NamedTuple
 
 from experiments.conversion import findings as findings_lib, kept
-from experiments.conversion.outcomes import SUBJECTS, Outcomes, Tuned, percent, relative, said_of
+from experiments.conversion.outcomes import (
+    SUBJECTS,
+    Outcomes,
+    Tuned,
+    percent,
+    relative,
+    variant_label,
+)
 from kvjax.foundation.output import Table
 
 _PARTS = dict(both="both", key="keys", query="queries", value="values")
@@ -63,7 +70,7 @@ def _parts(outcomes: Outcomes) -> Iterator[Table]:
                 continue
             rows = _by_rank(outcomes, curves.values())
             title = f"{outcomes.title}, not tuned: low rank by least error of the {objective}"
-            note = f"{of_mode.capitalize()}. {outcomes.said}"
+            note = f"{of_mode.capitalize()}. {outcomes.note}"
             header = (outcomes.rank, *(_PARTS[part] for part in curves))
             yield Table(title, header, rows, (note,))
 
@@ -84,7 +91,7 @@ def _objectives(outcomes: Outcomes) -> Iterator[Table]:
         for curve in curves.values():  # a split has fewer ranks than the others
             shares |= _shares(curve)
         rows = _by_rank(outcomes, curves.values(), shares)
-        yield Table(title, (outcomes.rank, "cache", *curves), rows, (outcomes.said,))
+        yield Table(title, (outcomes.rank, "cache", *curves), rows, (outcomes.note,))
 
 
 def _savings(outcomes: Outcomes) -> Iterator[Table]:
@@ -117,7 +124,7 @@ def _of_lrkv(outcomes: Outcomes) -> Iterator[Table]:
         curves["outputs, heads not aligned"] = curve
     rows = _by_rank(outcomes, curves.values(), _shares(next(iter(curves.values()))))
     title = f"{outcomes.title}, not tuned: LRKV of one base"
-    yield Table(title, ("rank of a residual", "cache", *curves), rows, (outcomes.said,))
+    yield Table(title, ("rank of a residual", "cache", *curves), rows, (outcomes.note,))
 
 
 def _by_rank(outcomes: Outcomes, curves: Iterable[dict], first: dict | None = None) -> list[tuple]:
@@ -149,12 +156,12 @@ def _after(outcomes: Outcomes) -> Iterator[Table]:
     for setting in outcomes.settings():
         rows = [_tuned_row(variant, outcomes) for variant in setting.variants]
         seeds = sorted({len(variant.after) for variant in setting.variants})
-        title = f"{outcomes.title}, tuned: {setting.said}"
+        title = f"{outcomes.title}, tuned: {setting.label}"
         header = ("conversion", "cache", "not tuned", "tuned", "against the control")
-        yield Table(title, header, rows, (_seeds_said(seeds), outcomes.said))
+        yield Table(title, header, rows, (_seeds_note(seeds), outcomes.note))
 
 
-def _seeds_said(seeds: list[int]) -> str:
+def _seeds_note(seeds: list[int]) -> str:
     if seeds == [1]:
         return "One seed: no interval."
     text = " to ".join(map(str, sorted({seeds[0], seeds[-1]})))
@@ -168,7 +175,7 @@ def _tuned_row(variant: Tuned, outcomes: Outcomes) -> tuple:
     after = statistics.mean(variant.after.values())
     against = variant.against_control()
     return (
-        said_of(variant.name),
+        variant_label(variant.name),
         f"{variant.share:.1%}",
         _loss(variant.before, outcomes),
         f"{_short(after)}{_interval(variant.half_interval(), after)}",

@@ -83,8 +83,8 @@ def questions(
     digits, lengths = digits[chosen], lengths[chosen]
     answers = np.full((count, ANSWER), END, np.int32)
     for row, length, answer in zip(digits, lengths, answers, strict=True):
-        said = " ".join(NAMES[digit] for digit in row[:length][::-1])
-        answer[: len(said)] = [FIRST_LETTER + LETTERS.index(letter) for letter in said]
+        text = " ".join(NAMES[digit] for digit in row[:length][::-1])
+        answer[: len(text)] = [FIRST_LETTER + LETTERS.index(letter) for letter in text]
     return (digits + FIRST_DIGIT).astype(np.int32), lengths, answers
 
 
@@ -111,8 +111,8 @@ def train(kind: str, seed: int, steps: int) -> dict:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
 
     def loss(params, source, lengths, answers):
-        said = jnp.pad(answers[:, :-1], ((0, 0), (1, 0)), constant_values=BEGIN)
-        z_BTV = nnx.merge(graph, params)(source, lengths, said)
+        previous = jnp.pad(answers[:, :-1], ((0, 0), (1, 0)), constant_values=BEGIN)
+        z_BTV = nnx.merge(graph, params)(source, lengths, previous)
         nats_BT = optax.softmax_cross_entropy_with_integer_labels(z_BTV, answers)
         # The loss counts letters and the first END.
         first_BT = jnp.cumsum(answers == END, axis=1) <= 1

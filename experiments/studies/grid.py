@@ -227,8 +227,8 @@ def begin(run: Run, workdir: epath.Path) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     if not (workdir / ABOUT).exists():
         made = {key: x for key, x in provenance.provenance().items() if key != "command"}
-        said = dict(identity=run.identity, code=code(), made_by=made)
-        write_atomically(workdir / ABOUT, json.dumps(said) + "\n")
+        about = dict(identity=run.identity, code=code(), made_by=made)
+        write_atomically(workdir / ABOUT, json.dumps(about) + "\n")
 
 
 def about(workdir: pathlib.Path) -> dict:

@@ -204,8 +204,8 @@ def _print(found: Findings, tokens: int, options: argparse.Namespace) -> None:
     for table in head_tables.tables(found):
         out.show(table)
         out.say()
-    for said in head_tables.verdicts(found):
-        out.say(f"- {said}")
+    for verdict in head_tables.verdicts(found):
+        out.say(f"- {verdict}")
     result = dict(tokens=tokens) | head_tables.as_json(found)
     record.record(NAME, result, out, save=options.save and not options.saved)
 

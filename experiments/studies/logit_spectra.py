@@ -283,8 +283,8 @@ def main(arguments: Sequence[str]) -> None:
     for table in tables(models):
         out.show(table)
         out.say()
-    for said in verdicts(models):
-        out.say(f"- {said}")
+    for verdict in verdicts(models):
+        out.say(f"- {verdict}")
     kept = ("Texts", "Lengths", "Seconds", "Date", "Commit", "Machine", "Versions")
     about = {
         name: {key: made[key] for key in kept if key in made} for name, (_, made) in found.items()
