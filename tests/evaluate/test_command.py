@@ -345,7 +345,7 @@ def test_a_model_without_conversations_is_told_what_to_do(checked, tmp_path):
 def test_prompts_beyond_the_models_context_are_counted(run, tmp_path):
     other = workdirs.write(tmp_path / "short", context=50)
     _, _, err = run("--tasks=mmlu", "--limit=3", workdir=other)
-    assert "mmlu: 3 of 3 prompts may exceed the training length of the 50 tokens" in err
+    assert "mmlu: 3 of 3 prompts may exceed the training length of 50 tokens" in err
 
 
 def test_no_sandbox_is_no_humaneval(checked, monkeypatch):
