@@ -42,7 +42,10 @@ def check_text(text: str, name: str, rtol: float) -> None:
         file.write_text("\n".join(found) + "\n", "utf-8")
         pytest.fail(f"{file} is written: read it, and run this again")
     expected = file.read_text("utf-8").splitlines()
-    plain = lambda lines: [_NUMBER.sub("#", line) for line in lines]
+
+    def plain(lines):
+        return [_NUMBER.sub("#", line) for line in lines]
+
     assert plain(found) == plain(expected)
     for ours, theirs in zip(found, expected, strict=True):
         pairs = _numbers(ours), _numbers(theirs)

@@ -162,7 +162,10 @@ def records(source: str, directory: str, workdir: str, overrides: dict) -> dict:
     from tests.distributed import test_multihost
 
     seen = []
-    note = lambda self, step, **values: seen.append(dict(step=step, **values))
+
+    def note(self, step, **values):
+        seen.append(dict(step=step, **values))
+
     metrics.NullWriter.write = note
     loop.train(test_multihost.quick_config(source, directory, **overrides), epath.Path(workdir))
     return dict(records=seen or metrics.read_records(epath.Path(workdir) / metrics.METRICS))

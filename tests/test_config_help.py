@@ -44,7 +44,10 @@ def test_what_a_run_is_given(monkeypatch, capsys):
     from kvjax.training import loop
 
     told = []
-    note = lambda name: lambda *args, **keys: told.append((name, args, keys))
+
+    def note(name):
+        return lambda *args, **keys: told.append((name, args, keys))
+
     monkeypatch.setattr(main.runtime, "start", note("runtime"))
     monkeypatch.setattr(main.distributed, "start", note("job"))
     monkeypatch.setattr(loop, "train", note("train"))

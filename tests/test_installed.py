@@ -102,6 +102,9 @@ def test_the_wheel_has_all_configs_and_extras(tmp_path):
     for folder, there in ((CONFIGS, "kvjax/configs"), (PACKAGE, "kvjax")):
         assert {f"{there}/{path.relative_to(folder)}" for path in folder.rglob("*.py")} <= files
     installs = set(re.findall(r'(?m)^Requires-Dist: ([\w-]+).*extra == "(.+)"', text))
-    normal = lambda name: name.replace("_", "-")
+
+    def normal(name):
+        return name.replace("_", "-")
+
     assert {(normal(m), extra) for m, extra in EXTRAS.items() if m != "gcsfs"} <= installs
     assert ("etils", "gcs") in installs  # which installs gcsfs

@@ -98,7 +98,10 @@ def _analysis(said):
 
 def _evaluation(said):
     """What its text says: letters are little more than a habit, texts tell what is known."""
-    count = lambda what: [int(n) for n in re.findall(rf"(\d+) of 10 {what}", said)]
+
+    def count(what):
+        return [int(n) for n in re.findall(rf"(\d+) of 10 {what}", said)]
+
     by_letter, by_text = count("right"), count("by their texts")
     assert len(by_letter) == len(by_text) == 2 and min(by_text) > max(by_letter)
     assert "half: 11,520 bytes of cache" in said and "The capital of France is Paris" in said

@@ -33,9 +33,11 @@ def test_no_command_is_left_out():
 
 
 def test_version_and_unknown_arguments():
-    run = lambda *given: subprocess.run(
-        [sys.executable, "-m", "kvjax", *given], capture_output=True, text=True, check=False
-    )
+    def run(*given):
+        return subprocess.run(
+            [sys.executable, "-m", "kvjax", *given], capture_output=True, text=True, check=False
+        )
+
     version = run("--version")
     assert (version.returncode, version.stdout) == (0, f"kvjax {kvjax.__version__}\n")
     wrong = run("--verison")

@@ -219,9 +219,12 @@ def test_an_all_gather_in_a_scan_of_five(mesh):
 )
 def test_each_kind_in_nested_loops(mesh, function, kind, size, sent):
     def twice_three(x):
-        inner = lambda y, _: (jnp.sin(x + jnp.sum(function(y))), None)
-        outer = lambda y, _: (jax.lax.scan(inner, y, None, length=3)[0], None)
-        return jax.lax.scan(outer, x, None, length=2)[0]
+        def inner(y, _):
+            return (jnp.sin(x + jnp.sum(function(y))), None)
+
+        return jax.lax.scan(
+            lambda y, _: (jax.lax.scan(inner, y, None, length=3)[0], None), x, None, length=2
+        )[0]
 
     program = compile_mapped(mesh, twice_three, (P(("a", "b")),), P(("a", "b")), (8 * 64,))
     found = [c for c in hlo.collectives(program.as_text()) if c.kind == kind]
@@ -231,9 +234,10 @@ def test_each_kind_in_nested_loops(mesh, function, kind, size, sent):
 
 def test_memory_is_what_lies_on_one_device(mesh):
     double = jax.jit(lambda x, y: (x + 1, jnp.tanh(y @ y.T)), donate_argnums=0)
-    place = lambda shape: jax.ShapeDtypeStruct(
-        shape, jnp.float32, sharding=NamedSharding(mesh, P("b"))
-    )
+
+    def place(shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("b")))
+
     memory = hlo.memory(double.lower(place((4, 1000)), place((64, 32))).compile())
     assert memory.arguments == 4 * (1000 + 16 * 32)
     assert 4 * 16 * 64 <= memory.outputs <= 4 * 16 * 64 + 64  # x is updated in place; a tuple

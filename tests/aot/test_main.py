@@ -262,7 +262,10 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
     assert memory["part"] == memory["total"] / 16e9
 
     rows = result["collectives"]
-    sent = lambda scope: sum(row["wire_bytes"] for row in rows if row["scope"] == scope)
+
+    def sent(scope):
+        return sum(row["wire_bytes"] for row in rows if row["scope"] == scope)
+
     once = 2 * 3 / 4  # bfloat16; three of four parts come from others
     assert once * layers * 0.99 <= sent("recomputed") <= once * layers * 1.2
     assert sent("forward") >= once * (layers + matrices["head"])
@@ -457,9 +460,13 @@ def test_a_step_is_what_the_compiler_says_of_it(monkeypatch):
     for kernel in ("splash", "__cudnn$fmha"):
         made = compilation._compile(_Lowered(text=_REDUCED + kernel), 0.0, 0, **known)
         assert made.causal_kernel and made.xla == {}
-    fits = lambda part: dataclasses.replace(
-        step, memory=hlo.Memory(arguments=round(part * 2**35), outputs=0, temporaries=0, program=0)
-    )
+
+    def fits(part):
+        return dataclasses.replace(
+            step,
+            memory=hlo.Memory(arguments=round(part * 2**35), outputs=0, temporaries=0, program=0),
+        )
+
     assert fits(0.9).fits and not fits(0.9001).fits
 
 
@@ -487,9 +494,13 @@ def test_steps_are_those_of_a_run_for_the_devices_of_a_topology(monkeypatch):
     assert "train_step" in lowered.as_text()[:100]
     assert compute == [(dataclasses.replace(e.compute, attention="xla"), compilation.BF16)]
     assert known.pop("device") is datasheets.get("h200") and 0 < start <= time.perf_counter()
-    own = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     placed = (made_of[0].abstract_state, made_of[0].abstract_rows)
-    assert arguments == sum(map(own, jax.tree.leaves(placed)))
+    assert arguments == sum(
+        map(
+            lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize,
+            jax.tree.leaves(placed),
+        )
+    )
     assert known.pop("replicated") is made_of[0].abstract_state["params"]
     assert known == dict(mesh=dict(data=1, fsdp=2, sequence=1, tensor=2), upper_bound=True)
 
@@ -529,7 +540,9 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 )
 @pytest.mark.parametrize("step", ["train", "decode"])
 def test_a_compiler_that_fails_ends_in_one_message(lowered, message, step, monkeypatch, capsys):
-    fail = lambda *_, **__: compilation._compile(lowered, 0.0, 0)
+    def fail(*_, **__):
+        return compilation._compile(lowered, 0.0, 0)
+
     monkeypatch.setattr(compilation, "training_step", fail)
     monkeypatch.setattr(compilation, "decode_step", fail)
     assert (
@@ -561,6 +574,9 @@ def test_a_decode_step_that_is_too_large_says_what_fits(needed, monkeypatch, cap
     weights = formulas.weight_bytes(model, compilation.BF16)
     one = length * formulas.cache_bytes_per_token(model, compilation.BF16)
     one = max(one, (needed - weights) * chips / batch)
-    fits = lambda batch, chips: weights + batch * one / chips <= 14.4e9
+
+    def fits(batch, chips):
+        return weights + batch * one / chips <= 14.4e9
+
     assert fits(most, chips) and not fits(most + 1, chips)
     assert fits(batch, more) and not fits(batch, more // 2)

@@ -129,9 +129,10 @@ def test_newton_schulz(orthogonalize, count):
     """Per layer four matrices of D x N·H (128 x 128, or per head 128 x 32), two of 128 x 512."""
     experiment = make()
     optimizer = dataclasses.replace(experiment.optimizer, orthogonalize=orthogonalize)
-    cost = lambda m, n: products(
-        jax.make_jaxpr(lambda x: newton_schulz(x, 5))(jnp.zeros((1, m, n))).jaxpr
-    )
+
+    def cost(m, n):
+        return products(jax.make_jaxpr(lambda x: newton_schulz(x, 5))(jnp.zeros((1, m, n))).jaxpr)
+
     expected = 4 * (4 * count * cost(128, 128 // count) + 2 * cost(128, 512))
     assert roofline.newton_schulz_flops(experiment.model, optimizer) == expected
 
@@ -142,9 +143,10 @@ def test_hbm_bytes_by_hand():
     read = 4 * 1_048_576
     inputs, products = 4 * 128, 4 * (4 * 4 * 32 + 512)
     tokens = 32 * 256
-    by = lambda mesh=(), kernel=True, **keys: roofline.hbm_bytes(
-        make(**keys), ONE | dict(mesh), causal_kernel=kernel
-    )
+
+    def by(mesh=(), kernel=True, **keys):
+        return roofline.hbm_bytes(make(**keys), ONE | dict(mesh), causal_kernel=kernel)
+
     assert by() == moved + 2 * read + 2 * 4 * tokens * (inputs + products)
     assert by(remat="full") == moved + 3 * read + 2 * 4 * tokens * inputs
     kept = inputs + 4 * 4 * 32
@@ -158,13 +160,13 @@ def test_hbm_bytes_by_hand():
 def test_activations_of_an_lrkv_by_hand():
     """With "dots" bases, latents, attention and its output are saved; with "none" expanded keys and
     values. GQA has one key per KV head."""
-    per_token = lambda remat, attention, kernel=True: (
-        (
+
+    def per_token(remat, attention, kernel=True):
+        return (
             roofline.hbm_bytes(make(attention, remat=remat), ONE, causal_kernel=kernel)
             - roofline.hbm_bytes(make(attention, remat=other[remat]), ONE, causal_kernel=kernel)
-        )
-        / (2 * 4 * 32 * 256 * 4)
-    )  # there and back, float32, tokens, layers
+        ) / (2 * 4 * 32 * 256 * 4)  # there and back, float32, tokens, layers
+
     other = {"dots": "none", "none": "dots"}
     lrkv, gqa = recipes.lrkv(4, rank=16, dim=32), recipes.gqa(4, kv_heads=1, dim=32)
     dots = 128 + 2 * 32 + 2 * 4 * 16 + 128 + 512  # queries, bases, latents, output, MLP

@@ -95,9 +95,10 @@ def test_the_search_learns_from_what_needs_more_than_predicted(compiler):
 
 def test_the_search_stops_after_as_many_compiles_as_are_allowed(compiler):
     compiler.scale = 3.0
-    within = lambda most: search.search(
-        experiment(MEDIUM), "v5e:8", compiles=most, say=lambda line: None
-    )
+
+    def within(most):
+        return search.search(experiment(MEDIUM), "v5e:8", compiles=most, say=lambda line: None)
+
     assert len(within(9)) == 2
     assert len(within(1)) == 1
 
@@ -161,7 +162,9 @@ def test_advice_names_accumulation_and_chips(compiler):
         predicted = search.predict(e, datasheets.get("v5e"))
         return predicted.state + factor * predicted.temporaries
 
-    on = lambda n: dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=n))
+    def on(n):
+        return dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=n))
+
     assert needs(experiment(MEDIUM, *here.split())) <= 14.4e9
     assert needs(on(chips)) <= 14.4e9 < needs(on(chips // 2))
 
@@ -217,7 +220,10 @@ def test_what_is_sent_by_hand(remat, passes, sums):
     weights = formulas.matrix_weights(e.model)
     layers = (weights["attention"] + weights["mlp"]) / 5
     matrices = layers + weights["head"] / 5
-    gathered = lambda fsdp: 2 * 4 * passes * matrices * (fsdp - 1) / fsdp
+
+    def gathered(fsdp):
+        return 2 * 4 * passes * matrices * (fsdp - 1) / fsdp
+
     rows = e.train.batch_size // 4 // (2 * 4)
     activations = rows * e.data.sequence_length / 3 * e.model.block.d_model
     assert traffic.sent(e, mesh) == pytest.approx(
@@ -227,7 +233,10 @@ def test_what_is_sent_by_hand(remat, passes, sums):
         + 2 * 2 * layers * 5 / (2 * 4 * 3 * 5)  # to Muon and back
     )
     assert e.model.block.d_model == 128
-    by_fsdp = lambda fsdp: traffic.gathered(e, mesh | dict(fsdp=fsdp), matrices)
+
+    def by_fsdp(fsdp):
+        return traffic.gathered(e, mesh | dict(fsdp=fsdp), matrices)
+
     assert by_fsdp(16) == pytest.approx(gathered(16))
     assert by_fsdp(32) == pytest.approx(2 * gathered(32))  # of four rows each
 
@@ -371,7 +380,10 @@ def test_the_bound_is_of_the_attention_that_runs(device, attention, kernel, show
     assert report["attention"] == shown
     tables.show(report, OUT, limit=compilation.LIMIT)
     assert f"Attention: {shown}\n" in capsys.readouterr().out
-    flops = lambda causal: roofline.step_flops(start, causal_kernel=causal)
+
+    def flops(causal):
+        return roofline.step_flops(start, causal_kernel=causal)
+
     runs = flops("causal" in shown)
     assert report["flops_per_step"] == dataclasses.asdict(runs)
     bound, predicted = compilation.bound(step, start), search.predict(start, step.device)

@@ -214,7 +214,9 @@ def test_what_the_options_say_reaches_the_model(run, monkeypatch):
         seen.append((TOKENIZER.decode(prompts[0]), options))
         on_token(0, ord("A"), "A")
 
-    made = lambda model, compute: types.SimpleNamespace(positions=None, made_of=(model, compute))
+    def made(model, compute):
+        return types.SimpleNamespace(positions=None, made_of=(model, compute))
+
     monkeypatch.setattr(chat.trained, "load", load)
     monkeypatch.setattr(chat, "Generator", made)
     monkeypatch.setattr(chat, "answers", answers)

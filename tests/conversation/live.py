@@ -43,8 +43,13 @@ def test_ids_are_those_of_transformers(model, tmp_path):
     for name, said in model.token_files.items():
         (tmp_path / name).write_text(json.dumps(said))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    user = lambda text: dict(role="user", content=text)
-    says = lambda text: dict(role="assistant", content=text)
+
+    def user(text):
+        return dict(role="user", content=text)
+
+    def says(text):
+        return dict(role="assistant", content=text)
+
     asked = [([user(text)], opens) for text in TEXTS for opens in (True, False)]
     asked += [([user(a), says(b), user(a)], True) for a in TEXTS for b in TEXTS]
     asked += [([dict(role="system", content=text), user("Hi")], True) for text in TEXTS]

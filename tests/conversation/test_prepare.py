@@ -202,8 +202,12 @@ def test_the_best_fit_is_the_largest_that_fits():
             written.append((ids.tolist(), mask.tolist()))
 
     sizes = [5, 3, 4, 2, 6, 1]
-    one = lambda n: (np.full(n, n, np.uint16), np.ones(n, np.uint8))
-    filled = packing.write_whole(Writer(), map(one, sizes), row=8, fill=0)
+    filled = packing.write_whole(
+        Writer(),
+        map(lambda n: (np.full(n, n, np.uint16), np.ones(n, np.uint8)), sizes),
+        row=8,
+        fill=0,
+    )
     rows = [sorted(set(ids), key=ids.index) for ids, _ in written]
     assert rows == [[5, 3], [4, 2, 1, 0], [6, 0]] and filled == 3
     assert [sum(mask) for _, mask in written] == [8, 7, 6]

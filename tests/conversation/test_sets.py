@@ -40,7 +40,12 @@ GSM8K = [
     dict(question="Two?", answer="<<1=1=1>>1,000 <<5,000-1=4,999>>4,999\n#### 4,999"),
     dict(question="Below?", answer="<<1-3=-2>>-2\n#### -2"),
 ]
-_say = lambda role, content: dict(role=role, content=content)
+
+
+def _say(role, content):
+    return dict(role=role, content=content)
+
+
 SMOLTALK = [
     [_say("user", "a"), _say("assistant", "b")],
     [_say("system", "s"), _say("user", "a"), _say("assistant", "b")],
@@ -227,7 +232,9 @@ def test_rows_are_the_same_in_every_type_of_parquet(tmp_path):
 
 
 def test_what_is_not_there_is_told_with_what_to_fetch(tmp_path):
-    look = lambda source, **given: sets.OpenedSet(SetSpec("train", "mmlu", "mmlu", source, **given))
+    def look(source, **given):
+        return sets.OpenedSet(SetSpec("train", "mmlu", "mmlu", source, **given))
+
     hint = (
         r"download the folders auxiliary_train/ and all/ of https://\S+/cais/mmlu to ~/data/mmlu/"
     )

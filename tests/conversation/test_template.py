@@ -237,7 +237,10 @@ def test_what_transformers_gives_templates(encode):
     files = {
         "tokenizer_config.json": dict(bos_token={"content": "<|bos|>"}, eos_token="<|im_end|>")
     }
-    give = lambda text, **known: encode(USER, text=text, files=files, **known)
+
+    def give(text, **known):
+        return encode(USER, text=text, files=files, **known)
+
     assert give("{{ bos_token }}x{{ eos_token }}{{ pad_token }}") == "[bos]x[end]"
     assert give("a{% generation %}b{{ messages[0].role }}{% endgeneration %}c") == "abuserc"
     assert (
@@ -262,7 +265,10 @@ def test_blanks_that_a_token_takes_along():
 
 def test_a_message_to_be_continued(tokenizer):
     template = Template(tokenizer, CHATML.replace(" | trim", ""), {})
-    told = lambda text, **known: template.encode(template.render(text, **known))
+
+    def told(text, **known):
+        return template.encode(template.render(text, **known))
+
     assistant = dict(role="assistant", content="The answer<|im_end|> is ")
     options = dict(add_generation_prompt=False)
     ids = told([USER, assistant], go_on=True, **options)
@@ -330,7 +336,10 @@ def test_three_ways_to_talk_to_a_model(tokenizer):
 def test_what_is_refused(tokenizer):
     with pytest.raises(UserError, match="chat_template.jinja is not a valid template: "):
         Template(tokenizer, "{% for %}", {})
-    refuse = lambda text: Template(tokenizer, text, {}).render([USER])
+
+    def refuse(text):
+        return Template(tokenizer, text, {}).render([USER])
+
     with pytest.raises(DataError, match="refuses a conversation: no system here"):
         refuse("{{ raise_exception('no system here') }}")
     for text in (

@@ -92,8 +92,12 @@ def test_there_is_none_where_ids_might_differ(trained):
         backend = tokenizers.Tokenizer.from_str(json.dumps(other))
         return tokenizer_lib.Tokenizer(backend, "")._encode_fast is not None
 
-    split = lambda d: d["pre_tokenizer"]["pretokenizers"][0]
-    added = lambda d: d["added_tokens"].append(dict(d["added_tokens"][0], id=500, content="x y"))
+    def split(d):
+        return d["pre_tokenizer"]["pretokenizers"][0]
+
+    def added(d):
+        d["added_tokens"].append(dict(d["added_tokens"][0], id=500, content="x y"))
+
     assert has_one(lambda d: None) and has_one(added)
     assert not has_one(lambda d: added(d) or d["added_tokens"][1].update(special=False))
     assert not has_one(lambda d: split(d)["pattern"].update(Regex=r"\p{L}+"))

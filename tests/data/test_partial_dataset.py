@@ -112,7 +112,9 @@ def test_half_an_upload_is_thrown_away(making, bucket, tmp_path, monkeypatch):
 
     class Sink:
         write = close = lambda self, *_: done.append("kept")
-        discard = lambda self: done.append("discarded")
+
+        def discard(self):
+            done.append("discarded")
 
     def fails(*args):
         raise KeyboardInterrupt

@@ -98,7 +98,10 @@ def test_no_document_is_lost_or_twice_and_none_of_validation_in_training(config,
                 text = dataset.tokenizer.decode(tokens)
                 documents[hashlib.blake2b(text.encode()).digest()] += 1
         found[split] = documents
-    digest = lambda text: hashlib.blake2b(text.encode()).digest()
+
+    def digest(text):
+        return hashlib.blake2b(text.encode()).digest()
+
     texts = [f"{i} {text}" for i in range(3) for text in small_texts[i::3]]
     held_out = {t for t in texts if source_kinds.is_held_out(t, config.validation_fraction)}
     assert found["validation"] == collections.Counter(map(digest, held_out))
@@ -168,7 +171,10 @@ def test_ten_kills_at_random_moments_change_nothing(config, expected, tmp_path):
         "    return write(*args, **kwargs)\n"
         f"tokenized_part.write = hold\n{PREPARE}"
     )
-    count = lambda: len(list(datasets.glob(".under-way-*/done/*")))
+
+    def count():
+        return len(list(datasets.glob(".under-way-*/done/*")))
+
     rng, done, workers = random.Random(0), [0], []
     for i in range(10):
         enough.write_text(str(4 * (i + 1)))
@@ -329,11 +335,12 @@ def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
         "a file": dict(validation_source=f"{tmp_path}/b.txt"),
         "chat": dict(specials="chat"),
     }
-    look = lambda skip_broken=False, **keys: (
-        preparation.inspect_sources(
+
+    def look(skip_broken=False, **keys):
+        return preparation.inspect_sources(
             config_lib.DataConfig(**one | keys), skip_broken=skip_broken, shown=False
         ).path.name
-    )
+
     found = {name: look(**keys) for name, keys in asked.items()}
     found["broken"] = look(skip_broken=True)
     monkeypatch.setattr(parts, "PART_BYTES", 100)
@@ -410,22 +417,31 @@ def test_what_workers_are_given(config, monkeypatch):
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
     making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
     pools, heard, killed = [], [], []
-    make = lambda *args, **options: pools.append(_Workers(*args, **options)) or pools[-1]
+
+    def make(*args, **options):
+        pools.append(_Workers(*args, **options))
+        return pools[-1]
+
     monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", make)
     monkeypatch.setattr(pool.signal, "signal", lambda *args: heard.append(args))
-    thread = lambda *, target, daemon: types.SimpleNamespace(
-        start=lambda: heard.append((target, daemon))
-    )
+
+    def thread(*, target, daemon):
+        return types.SimpleNamespace(start=lambda: heard.append((target, daemon)))
+
     monkeypatch.setattr(pool.threading, "Thread", thread)
     monkeypatch.setenv("RAYON_NUM_THREADS", "7")
-    child = lambda name: types.SimpleNamespace(kill=lambda: killed.append(name))
+
+    def child(name):
+        return types.SimpleNamespace(kill=lambda: killed.append(name))
+
     children = [child("another's")]
     monkeypatch.setattr(pool.multiprocessing, "active_children", lambda: list(children))
     made, count = [], len(making.corpus.parts)
     keys = dict(skip_broken=False, made=made.append)
-    of = lambda parts, workers: pool.make(
-        config, making.tokenizer, parts, making.partial, workers=workers, **keys
-    )
+
+    def of(parts, workers):
+        return pool.make(config, making.tokenizer, parts, making.partial, workers=workers, **keys)
+
     of(making.corpus.parts[:3], workers=2)
     assert sorted(part.index for part in made) == [0, 1, 2]
     assert making.partial.missing() == list(range(3, count))
@@ -544,7 +560,10 @@ def test_the_plan_is_about_what_it_takes(config, capsys):
     assert not list(config.root.glob("*"))  # nothing was prepared
     path = prepare.prepare(config, workers=1)
     splits = loader.open_dataset(path).info["splits"]
-    total = lambda key: sum(splits[split][key] for split in manifest.SPLITS)
+
+    def total(key):
+        return sum(splits[split][key] for split in manifest.SPLITS)
+
     assert plan["parts"] == num_parts(config) and plan["folder"] == str(path)
     assert 0.9 < plan["text_bytes"] / total("bytes") < 1.1
     assert 0.6 < plan["tokens"] / total("tokens") < 1.6
@@ -630,7 +649,10 @@ def test_what_a_large_corpus_takes_is_told_before(config, monkeypatch, bucket):
     monkeypatch.setattr(preparation_estimate, "estimate", lambda corpus, workers: found)
     free = {"free": 3e9}
     monkeypatch.setattr(preparation_estimate, "_free", lambda folder: free["free"])
-    check = lambda hours, corpus=corpus: preparation_estimate.check(corpus, 1, hours, shown=False)
+
+    def check(hours, corpus=corpus):
+        return preparation_estimate.check(corpus, 1, hours, shown=False)
+
     check(2.0)
     check(None)
     folder, named = str(corpus.path.parent), f"config.data.source = {config.source!r}"

@@ -236,7 +236,9 @@ def test_evaluations_share_what_is_open(dataset, opened):
 
 
 def test_readers_leave_files_to_others(monkeypatch):
-    limit = lambda files: monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (files, -1))
+    def limit(files):
+        monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (files, -1))
+
     for files, most in ((1024, 256), (256, 64), (2, 1), (1 << 20, 256)):
         limit(files)
         assert shards.max_readers() == most
@@ -273,7 +275,10 @@ def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
 
         def _shard_iterators_per_split(self, dl_manager):
             del dl_manager
-            shard = lambda rows: lambda: ((i, {"tokens": expected_NT[i]}) for i in rows)
+
+            def shard(rows):
+                return lambda: ((i, {"tokens": expected_NT[i]}) for i in rows)
+
             return {"train": [shard(range(9)), shard(range(9, 20))]}
 
     PackedRows(data_dir=tmp_path, file_format="array_record").download_and_prepare()
@@ -372,7 +377,10 @@ def flip(file):
 @pytest.mark.parametrize("how", ["flipped", "missing", "half", "another"])
 def test_a_damaged_shard_is_told_and_the_others_are_read(written, copy, how):
     _, expected_NT = written
-    name = lambda i: copy / ROWS / packed_rows.shard_name("train", i, SHARDS)
+
+    def name(i):
+        return copy / ROWS / packed_rows.shard_name("train", i, SHARDS)
+
     rows = loader.open_dataset(copy).rows("train")
     odd = next(i for i in range(2, 7) if rows._rows[i] != rows._rows[1])
     first, end = rows._ends[odd] - rows._rows[odd], rows._ends[odd]

@@ -215,7 +215,10 @@ def test_a_byte_order_mark_makes_other_data(split_texts, tmp_path):
     path = tmp_path / "marked.txt"
     path.write_bytes(b"\xef\xbb\xbfa\nb\nc\nd\n")
     assert split_texts(source=str(path), validation_fraction=0.5) == [["a\nb\n"], ["c\nd\n"]]
-    digest = lambda content: hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def digest(content):
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+
     for content, same in ((path.read_bytes(), False), (b"a\nb\nc\nd\n", True)):
         path.write_bytes(content)
         config = config_lib.DataConfig(source=str(path))

@@ -221,9 +221,12 @@ def test_a_special_of_another_name_opens_documents(bpe, before):
 
 def test_a_special_put_before_every_text_opens_documents(bpe):
     backend = tokenizers.Tokenizer.from_str(bpe.to_json().replace(tokenizer_lib.BOS, OTHER))
-    template = lambda *pieces: tokenizers.processors.TemplateProcessing(
-        single=" ".join(pieces), pair="$A $B", special_tokens=[(OTHER, 0)]
-    )
+
+    def template(*pieces):
+        return tokenizers.processors.TemplateProcessing(
+            single=" ".join(pieces), pair="$A $B", special_tokens=[(OTHER, 0)]
+        )
+
     backend.post_processor = template(OTHER, "$A")
     assert tokenizer_lib.opened_by(backend.to_str(), OTHER) == backend.to_str()
     assert tokenizer_lib.from_json(backend.to_str(), "a name").bos_id == 0

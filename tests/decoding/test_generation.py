@@ -76,9 +76,10 @@ def test_the_reference_implementation(generator, make_model):
 
 def test_nothing_is_compiled_twice(generator):
     tokens(generator, PROMPTS, sampling=HOT)
-    sizes = lambda: [
-        f._cache_size() for f in (generator.engine.prefill, generator.engine.decode_step)
-    ]
+
+    def sizes():
+        return [f._cache_size() for f in (generator.engine.prefill, generator.engine.decode_step)]
+
     before, events = sizes(), dict(compilations)
     for seed, prompts in enumerate(
         [PROMPTS[::-1], [[1]] * 4, [[i] * (13 * i + 1) for i in range(4)]]
@@ -173,7 +174,11 @@ def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monk
     log = []
     for name in ("prefill", "decode_step"):
         real = getattr(generator.engine, name)
-        call = lambda *args, name=name, real=real: log.append(name) or real(*args)
+
+        def call(*args, name=name, real=real):
+            log.append(name)
+            return real(*args)
+
         monkeypatch.setattr(generator.engine, name, call)
     first = generator.start(PROMPTS, num_tokens=1)
     list(first)
@@ -256,7 +261,11 @@ def test_time_runs_from_the_call(generator, monkeypatch):
 def test_short_prompts_enter_in_narrow_chunks(make_model, monkeypatch):
     generator = Generator(make_model("lrkv"))
     widths, seen = [], set()
-    record = lambda weights, cache, tokens_BT, _: widths.append(tokens_BT.shape[1]) or cache
+
+    def record(weights, cache, tokens_BT, _):
+        widths.append(tokens_BT.shape[1])
+        return cache
+
     monkeypatch.setattr(generator.engine, "prefill", record)
     for longest in (2, 17, 18, 33, 34, 65, 66, 129, 200, 1):
         del widths[1:]

@@ -40,7 +40,10 @@ def narrow(monkeypatch):
 def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
     model = make_model(name)
     rng = np.random.default_rng(0)
-    draw = lambda n: rng.integers(0, V, n).tolist()
+
+    def draw(n):
+        return rng.integers(0, V, n).tolist()
+
     asked = [(draw(n), draw(m)) for n, m in ((1, 1), (9, 3), (4, 1), (6, 0), (12, 8), (7, 1))]
     scorer = Scorer(Generator(model), batch=4)
     scores = scorer.continuations(asked)

@@ -29,7 +29,10 @@ def generator(loaded):
 @pytest.mark.slow
 def test_a_stop_string_ends_the_work_too(loaded, generator):
     options = dict(num_tokens=20, sampling=Sampling(temperature=0.0))
-    make = lambda **keys: generate(generator, loaded.tokenizer, ["a", "bc"], **options, **keys)
+
+    def make(**keys):
+        return generate(generator, loaded.tokenizer, ["a", "bc"], **options, **keys)
+
     free = make()
     stop = free.texts[0][2]
     cut = make(stop=[stop])

@@ -26,7 +26,9 @@ def test_what_three_processes_tell_each_other(tmp_path, monkeypatch):
     """Every process gets the same lists and messages; the second has other rows and workdir."""
     store = Store()
     folders = [epath.Path(tmp_path / name / "x") for name in ("shared", "apart", "shared")]
-    digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def digest(text):
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def process(i):
         found = [distributed.gather("x", f"{word}{i}") for word in "ab"]

@@ -91,7 +91,10 @@ def test_what_ends_a_process_is_said_by_it_and_told_the_others(job, monkeypatch,
         "is kept. Run the same command on all hosts to go on. (UNAVAILABLE: heartbeat)"
     )
     gone = _runtime_error("UNAVAILABLE: heartbeat\nand pages of addresses")
-    unwritten = lambda: _caused(OSError("checkpoint of step 3 was not written"), gone)
+
+    def unwritten():
+        return _caused(OSError("checkpoint of step 3 was not written"), gone)
+
     none_silent = lost.format("a connection broke; all processes still live")
     for error, stopped, silent, status, reason in (
         (KeyboardInterrupt(), False, (), 130, "interrupted"),
@@ -140,7 +143,9 @@ def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog)
     """And threads that fail beside it, and what a library logs of that, take one line each."""
     job.start(values={"kvjax/end/1/0": "", "kvjax/end/1/2": "", "kvjax/ended/0": "2 "})
     before = set(threading.enumerate())
-    beats = lambda: int(job.store.values.get("kvjax/alive/1", 0))
+
+    def beats():
+        return int(job.store.values.get("kvjax/alive/1", 0))
 
     def fail():
         raise OSError("the barrier failed\nand pages of addresses")

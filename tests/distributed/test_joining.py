@@ -40,7 +40,10 @@ class Started(list):
 @pytest.fixture
 def started(monkeypatch):
     calls = Started()
-    words = lambda status, text: calls.words.append((status, text()))
+
+    def words(status, text):
+        calls.words.append((status, text()))
+
     monkeypatch.setattr(jax.distributed, "initialize", calls.initialize)
     monkeypatch.setattr(distributed.abort_message, "set", words)
     monkeypatch.setattr(distributed.abort_message, "checkpoints", str)
@@ -70,7 +73,11 @@ def test_what_jax_is_told(started, monkeypatch):
     monkeypatch.setenv("KVJAX_COORDINATOR", "[::1]:1")
     monkeypatch.setenv("KVJAX_NUM_PROCESSES", "2")
     reached = []
-    answer = lambda where, timeout: reached.append(where) or socket.socket()
+
+    def answer(where, timeout):
+        reached.append(where)
+        return socket.socket()
+
     monkeypatch.setattr(socket, "create_connection", answer)
     distributed.start(process_id=1)
     common = dict(cluster_detection_method="deactivate")
@@ -106,9 +113,10 @@ def test_what_jax_is_told(started, monkeypatch):
 def test_bad_flags(started):
     host = "must be process 0's host:port, as node0:8476"
     all_three = "give all three (process 0's host:port, how many processes there are, which one"
-    at = lambda coordinator, count=2, process=0: dict(
-        coordinator=coordinator, num_processes=count, process_id=process
-    )
+
+    def at(coordinator, count=2, process=0):
+        return dict(coordinator=coordinator, num_processes=count, process_id=process)
+
     for given, message in (
         (
             dict(coordinator="a:1"),

@@ -158,7 +158,10 @@ def final_state(workdir: pathlib.Path) -> dict:
     """The last checkpoint, on one device here."""
     path, one = workdir / "checkpoints" / str(STEPS), jax.sharding.SingleDeviceSharding
     there = ocp.metadata(path, checkpointable_name="state").metadata
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one(jax.devices()[0]))
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one(jax.devices()[0]))
+
     return ocp.load(path, jax.tree.map(shape, there), checkpointable_name="state")
 
 
@@ -182,7 +185,10 @@ def test_processes_read_disjoint_rows(folder):
 
 def test_two_processes_train_as_one(one, two):
     print(f"one process and two: {assert_close(one, two, STEPS)}")
-    names = lambda path: {p.name for p in path.iterdir()}
+
+    def names(path):
+        return {p.name for p in path.iterdir()}
+
     assert names(two) == names(one)
     timing = metrics.read_records(epath.Path(two) / metrics.TIMING)[-1]
     assert timing["tokens_per_second_per_device"] == timing["tokens_per_second"] / 4
@@ -245,7 +251,10 @@ def wait_for_step(job: Job, workdir: pathlib.Path, step: int, seconds: float = 2
 def test_stopped_lost_and_resumed_is_the_same_to_the_bit(folder, two):
     """SIGTERM to one process, then SIGKILL of one, of two processes with two devices each."""
     workdir = folder / "broken"
-    start = lambda: launch(folder, [workdir] * 2, devices=2, heartbeat_seconds=10)
+
+    def start():
+        return launch(folder, [workdir] * 2, devices=2, heartbeat_seconds=10)
+
     job = start()
     wait_for_step(job, workdir, 4)
     job.send(1, signal.SIGTERM)

@@ -154,7 +154,10 @@ def test_a_device_computes_its_own_rows_only(mesh_name):
 def test_the_gradient_of_a_gathered_weight_is_scattered(mesh_name):
     """Also where no optimizer's state, and no layout asked of the result, says so."""
     mesh = small_step.mesh(mesh_name)
-    put = lambda x, *split: jax.device_put(x, jax.NamedSharding(mesh, P(*split)))
+
+    def put(x, *split):
+        return jax.device_put(x, jax.NamedSharding(mesh, P(*split)))
+
     rng = np.random.default_rng(0)
     w_DNH = put(rng.normal(size=(D, 8, 4)).astype(np.float32), "fsdp", "tensor")
     x_BD = put(rng.normal(size=(B, D)).astype(np.float32), sharding.BATCH)

@@ -94,7 +94,9 @@ def test_parts_of_a_batch_add_up(x64, config, randomise, mesh_name):
 
 @pytest.mark.slow
 def test_initial_parameters_do_not_depend_on_the_mesh(config):
-    init = lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, key)))
+    def init(key):
+        return nnx.to_pure_dict(nnx.state(Transformer(config, key)))
+
     weights = parameters.abstract(config)
     results = []
     for name in ("one", "fsdp8", "fsdp4_tensor2"):

@@ -123,10 +123,13 @@ def test_all_five_tasks(run, workdir):
     # Again: nothing is asked, everything is there.
     status, out, _ = run("--json", "--batch=4")
     again = json.loads(out)
-    strip = lambda tasks: {
-        name: {k: v for k, v in task.items() if not k.endswith("now")}
-        for name, task in tasks.items()
-    }
+
+    def strip(tasks):
+        return {
+            name: {k: v for k, v in task.items() if not k.endswith("now")}
+            for name, task in tasks.items()
+        }
+
     assert strip(again["tasks"]) == strip(result["tasks"])
     assert not any("asked_now" in task for task in again["tasks"].values())
 
@@ -209,7 +212,10 @@ def test_rows_of_what_changes_a_prompt_or_an_answer_are_refused(templated):
         made / "chat_template.jinja",
         made / "tokenizer_config.json",
     )
-    run_all = lambda *given: run("--tasks=mmlu,gsm8k", "--json", *given)
+
+    def run_all(*given):
+        return run("--tasks=mmlu,gsm8k", "--json", *given)
+
     assert run_all("--limit=2")[0] == 0
     kept = {path: path.read_text() for path in rows.iterdir()}
     new = ("template", "day", "ends", "calculator")

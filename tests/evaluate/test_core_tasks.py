@@ -103,7 +103,10 @@ def test_choices_are_scored_from_where_they_differ(bundle):
 def test_the_fewest_mean_nats_win(bundle):
     task = _task(bundle, "choice")
     right = {item["query"]: item["choices"][item["gold"]] for item in ROWS["choice.jsonl"]}
-    asked = lambda context: context.rpartition("\n\n")[2].partition("\nAnswer")[0]
+
+    def asked(context):
+        return context.rpartition("\n\n")[2].partition("\nAnswer")[0]
+
     knows = Reader(lambda context, own: 0.1 if right[asked(context)].endswith(own) else 5.0)
     rows = core_tasks.ask(knows, task, range(6))
     assert [row["right"] for row in rows] == [True] * 6
@@ -152,10 +155,18 @@ def test_what_is_longer_than_the_positions_keeps_its_end(bundle):
 
 def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
     """Puts each of these in the place of one file; None: the file is missing."""
-    yaml_of = lambda **changed: yaml.safe_dump(dict(icl_tasks=[TASKS[0] | changed]))
-    csv_of = lambda cell: f"Eval Task,Random baseline\nwords,0\nchoice,{cell}\n"
+
+    def yaml_of(**changed):
+        return yaml.safe_dump(dict(icl_tasks=[TASKS[0] | changed]))
+
+    def csv_of(cell):
+        return f"Eval Task,Random baseline\nwords,0\nchoice,{cell}\n"
+
     core, baselines, choice = "core.yaml", "eval_meta_data.csv", "eval_data/choice.jsonl"
-    row = lambda choices, gold: f'{{"query": "a", "choices": {choices}, "gold": {gold}}}\n'
+
+    def row(choices, gold):
+        return f'{{"query": "a", "choices": {choices}, "gold": {gold}}}\n'
+
     blank = '{"context": "a", "continuation": " "}'
     cases = [
         (core, None, "core.yaml is missing"),

@@ -178,7 +178,10 @@ def run(data, tmp_path, monkeypatch, capsys):
 def _tasks(out: str) -> dict:
     """Returns the tasks of a result, without keys that depend on time."""
     tasks = json.loads(out)["tasks"]
-    drop = lambda task: {key: value for key, value in task.items() if not key.endswith("_now")}
+
+    def drop(task):
+        return {key: value for key, value in task.items() if not key.endswith("_now")}
+
     return {name: drop(task) for name, task in tasks.items()}
 
 
@@ -212,7 +215,10 @@ def test_scores_of_all_tasks_at_once_and_one_by_one(run, data):
         checkpoint=checkpoint.fingerprint(found.checkpoints, 0),
         tokenizer=hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest(),
     )
-    digest = lambda *files: records.digest(list(map(epath.Path, files)))
+
+    def digest(*files):
+        return records.digest(list(map(epath.Path, files)))
+
     core = digest(*core, *(data / "eval_data" / f"{name}.jsonl" for name in "xy"))
     sets = dict(result["data"])
     assert sets.pop("core") == dict(sha256=core, tasks=2)
@@ -273,7 +279,9 @@ def _check_rows(kept, tokenizer):
 
 
 def test_rows_are_asked_once_by_whoever_has_them(run):
-    asked = lambda *given, **how: [int(row.split()[1]) for row in run(*given, **how)[2]]
+    def asked(*given, **how):
+        return [int(row.split()[1]) for row in run(*given, **how)[2]]
+
     two = ("--tasks=mmlu", "--batch=2")
     assert asked(*two, "--share=1/3") == [1, 4, 7]
     assert asked(*two, "--share=0/3", "--limit=4") == [0, 3]
@@ -336,7 +344,11 @@ def test_a_batch_is_filled_up_with_its_last_prompt(monkeypatch):
     assert (model.batch, model.positions) == (4, 77)
     assert model.choices("prompts", "candidates") == ("choices", "prompts", "candidates")
     assert model.continuations("asked") == ("continuations", "asked")
-    answer = lambda *given, **how: seen.append((given, how)) or [Answer(text=p) for p in given[2]]
+
+    def answer(*given, **how):
+        seen.append((given, how))
+        return [Answer(text=p) for p in given[2]]
+
     monkeypatch.setattr(model_lib.answers_lib, "answers", answer)
     assert model.answers(["a", "b"], num_tokens=3) == [Answer(text="a"), Answer(text="b")]
     assert seen[1] == ((generator, "a dialogue", ["a", "b", "b", "b"]), dict(num_tokens=3))

@@ -122,7 +122,9 @@ def test_a_config_that_had_a_file_of_its_own(old, new):
 
 
 def test_configs_beside_one():
-    names = lambda file: [command_line.config_label(f) for f in command_line.configs_beside(file)]
+    def names(file):
+        return [command_line.config_label(f) for f in command_line.configs_beside(file)]
+
     assert {"lrkv_tiny", "mha_6p3b"} < set(names(LRKV))
     assert not {"lrkv_r16_128m", "ranks"} & set(names(LRKV))
     assert len(names(CONFIGS / "ranks.py:lrkv_r16_128m")) == 14

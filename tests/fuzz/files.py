@@ -22,9 +22,10 @@ def file_cases() -> Iterator[Case]:
     """Configs, workdirs, prompts and texts that are not what they should be."""
     for command in ("kvjax.main", "kvjax.costs", "kvjax.aot"):
         working, _ = WORKING[command]
-        of = lambda *given, c=command, w=working, **known: Case(
-            command=c, arguments=(*w, *given), **dict(status=(2,)) | known
-        )
+
+        def of(*given, c=command, w=working, **known):
+            return Case(command=c, arguments=(*w, *given), **dict(status=(2,)) | known)
+
         files = (
             "binary",
             "raises",
@@ -60,14 +61,18 @@ _NO_JSON = (*_NO_RECORDS, "/", None, '{"train": ' * 100_000)
 
 
 def _workdir_cases() -> Iterator[Case]:
-    main = lambda *given, **known: Case(
-        command="kvjax.main",
-        arguments=(config_file("lrkv_tiny"), *RUN[1:], *given),
-        **dict(says=("workdir",)) | known,
-    )
-    text = lambda workdir, **known: Case(
-        command="kvjax.generate", arguments=(f"--workdir={workdir}", "--prompt=a"), **known
-    )
+    def main(*given, **known):
+        return Case(
+            command="kvjax.main",
+            arguments=(config_file("lrkv_tiny"), *RUN[1:], *given),
+            **dict(says=("workdir",)) | known,
+        )
+
+    def text(workdir, **known):
+        return Case(
+            command="kvjax.generate", arguments=(f"--workdir={workdir}", "--prompt=a"), **known
+        )
+
     schemes = ("gs://b/x", "s3://b/x", "hdfs://x", "no://x", "://", "http://localhost:1/x")
     for workdir in ("", FILE, f"{FILE}/x", "/proc/x", "/dev/null", "/dev/null/x", *schemes, LONG):
         where = tuple(filter(None, (workdir[:20], workdir.partition("://")[0], "workdir")))
@@ -77,11 +82,14 @@ def _workdir_cases() -> Iterator[Case]:
     for path in (FOLDER, SNOWMAN, "a/b/c", "~", f"{FOLDER}/", "gs:/x"):
         yield text(path, says=("workdir",), status=(2,))
     trained = dict(scene="trained")
-    again = lambda **known: Case(
-        command="kvjax.main",
-        arguments=("--config=same.py", "--workdir=run", "--config.train.sample_tokens=0"),
-        **trained | dict(talks=True) | known,
-    )
+
+    def again(**known):
+        return Case(
+            command="kvjax.main",
+            arguments=("--config=same.py", "--workdir=run", "--config.train.sample_tokens=0"),
+            **trained | dict(talks=True) | known,
+        )
+
     same = ("same.py", _SAME)
     yield again(edits=(same,), status=(0,), prints="validation")
     for name in ("metrics.jsonl", "timing.jsonl", "config.json", "dataset.json", "tokenizer.json"):
@@ -111,11 +119,13 @@ def get_config():
 
 
 def _prompt_cases() -> Iterator[Case]:
-    of = lambda *given, **known: Case(
-        command="kvjax.generate",
-        arguments=("--workdir=../shared/trained", *given),
-        **dict(status=(2,)) | known,
-    )
+    def of(*given, **known):
+        return Case(
+            command="kvjax.generate",
+            arguments=("--workdir=../shared/trained", *given),
+            **dict(status=(2,)) | known,
+        )
+
     yield of(says=("prompt",))
     for file in ("", FOLDER, MISSING, "../shared/empty.txt", "../shared/latin.txt", "no://x", LONG):
         yield of(f"--prompt_file={file}", says=("prompt",))
@@ -136,11 +146,14 @@ def _prompt_cases() -> Iterator[Case]:
 
 def _text_cases() -> Iterator[Case]:
     """Texts for prepare; and prepared data of which something is gone."""
-    of = lambda *given, **known: Case(
-        command="kvjax.data.prepare",
-        arguments=("--tokenizer=byte", "--output=out", "--sequence_length=32", *given),
-        **dict(status=(2,)) | known,
-    )
+
+    def of(*given, **known):
+        return Case(
+            command="kvjax.data.prepare",
+            arguments=("--tokenizer=byte", "--output=out", "--sequence_length=32", *given),
+            **dict(status=(2,)) | known,
+        )
+
     files = ("empty.txt", "latin.txt", "deep.jsonl", "binary.py", "a_file", "data", "missing.txt")
     for name in files:
         yield of(f"--source=../shared/{name}", says=(name, "source"))
@@ -165,20 +178,26 @@ def _text_cases() -> Iterator[Case]:
     yield of(text, "--output=gs://b/x", says=("gs://", "output"))
     yield of(text, "--tokenizer=../shared/missing.json", says=("missing.json", "tokenizer"))
     yield of(text, "--tokenizer=bpe", "--vocab_size=100000", says=("vocab_size",))
-    main = lambda *given, **known: Case(
-        command="kvjax.main",
-        arguments=(config_file("lrkv_tiny"), *RUN, "--config.data.source=prepared:p", *given),
-        **dict(says=("p",), status=(2,)) | known,
-    )
+
+    def main(*given, **known):
+        return Case(
+            command="kvjax.main",
+            arguments=(config_file("lrkv_tiny"), *RUN, "--config.data.source=prepared:p", *given),
+            **dict(says=("p",), status=(2,)) | known,
+        )
+
     for content in (*_NO_RECORDS, "[" * 100_000, "/", None):
         yield main(edits=(("p/dataset.json", content),))
 
 
 def _analysis_cases() -> Iterator[Case]:
     """Models, texts and folders of reports that are not what they should be."""
-    of = lambda *given, **known: Case(
-        command="kvjax.analysis", arguments=("--out=out", *given), **dict(status=(2,)) | known
-    )
+
+    def of(*given, **known):
+        return Case(
+            command="kvjax.analysis", arguments=("--out=out", *given), **dict(status=(2,)) | known
+        )
+
     trained, run = "--workdir=../shared/trained", dict(scene="trained")
     works = dict(status=(0,), prints="would analyse")
     yield of(says=("--workdir and --model",))

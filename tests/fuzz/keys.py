@@ -61,11 +61,14 @@ def key_cases(name: str) -> Iterator[Case]:
 def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
     last = key.rpartition(".")[2]
     flag, says = f"--config.{key}", (last,)
-    of = lambda *given, **known: Case(
-        command="kvjax.main",
-        arguments=(config_file(config), *RUN, *given),
-        **dict(says=says, status=(2,)) | known,
-    )
+
+    def of(*given, **known):
+        return Case(
+            command="kvjax.main",
+            arguments=(config_file(config), *RUN, *given),
+            **dict(says=says, status=(2,)) | known,
+        )
+
     yield of(f"{flag}x=1", says=(f"{last}x",))
     yield of(f"{flag}.x=1", says=says)
     yield of(f"--no{flag[2:]}=1", says=says)
@@ -114,9 +117,10 @@ def _values(key: str, value) -> tuple[tuple, tuple]:
 def section_cases() -> Iterator[Case]:
     """Sections taken for keys, and keys that are not there."""
     config = (config_file("lrkv_tiny"), *RUN)
-    of = lambda *given, **known: Case(
-        command="kvjax.main", arguments=(*config, *given), **dict(status=(2,)) | known
-    )
+
+    def of(*given, **known):
+        return Case(command="kvjax.main", arguments=(*config, *given), **dict(status=(2,)) | known)
+
     for section in ("train", "data", "model", "attention", "optimizer", "compute", "mesh"):
         yield of(f"--config.{section}=1", says=(section,))
         yield of(f"--config.{section}", says=(section,))

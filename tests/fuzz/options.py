@@ -83,9 +83,10 @@ _TEXTS = (LONG, "../x", "a\x01b", SNOWMAN, NO_UTF8, SURROGATE, *_FILES)
 def option_cases(command: str) -> Iterator[Case]:
     """Every option of a command: no value, none of its values, another's name."""
     working, prints = WORKING.get(command, ((), ""))
-    of = lambda *given, **known: Case(
-        command=command, arguments=(*working, *given), **dict(status=(2,)) | known
-    )
+
+    def of(*given, **known):
+        return Case(command=command, arguments=(*working, *given), **dict(status=(2,)) | known)
+
     if prints:
         yield of(status=(0,), prints=prints)
     yield of("extra", says=("extra",))
@@ -114,7 +115,9 @@ def option_cases(command: str) -> Iterator[Case]:
 
 
 def _value_cases(command: str, action: argparse.Action, of, name: str) -> Iterator[Case]:
-    given = lambda value: f"--{name}={value}"
+    def given(value):
+        return f"--{name}={value}"
+
     says = (name, name.replace("_", " "), _SAID_AS.get(name, name))
     starts_work = _STARTS_WORK.get(f"{command} {name}", set())
     doubtful = dict(says=says, status=(0, 1, 2) if command == "kvjax.aot" else (0, 2))

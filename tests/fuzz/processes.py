@@ -17,9 +17,10 @@ def process_cases() -> Iterator[Case]:
         "kvjax.generate": ("--workdir=../shared/trained", "--prompt=a", "--num_tokens=3"),
     }
     for command, arguments in commands.items():
-        of = lambda c=command, a=arguments, **known: Case(
-            command=c, arguments=a, **dict(how=FORKED, status=(0,)) | known
-        )
+
+        def of(c=command, a=arguments, **known):
+            return Case(command=c, arguments=a, **dict(how=FORKED, status=(0,)) | known)
+
         yield of()
         yield of(stdout="head", status=(0, 1))
         yield of(stdout="shut", status=(1,))
@@ -45,11 +46,14 @@ def process_cases() -> Iterator[Case]:
 def _analysis_cases() -> Iterator[Case]:
     """A report, with nobody who listens; and in a locale and a home of nothing."""
     working, _ = WORKING["kvjax.analysis"]
-    of = lambda **known: Case(
-        command="kvjax.analysis",
-        arguments=(*working, "--reports=projections", "--lengths=8"),
-        **dict(how=FORKED) | known,
-    )
+
+    def of(**known):
+        return Case(
+            command="kvjax.analysis",
+            arguments=(*working, "--reports=projections", "--lengths=8"),
+            **dict(how=FORKED) | known,
+        )
+
     yield of(stdout="shut", status=(1,))
     yield of(stdout="full", status=(2,), says=("space",))
     yield of(stdout="closed", stderr="closed", status=(0,))
@@ -110,9 +114,10 @@ def _interrupted_cases() -> Iterator[Case]:
         "kvjax.kernels.profile": shapes,
     }
     for command, arguments in commands.items():
-        of = lambda c=command, a=arguments, **known: Case(
-            command=c, arguments=a, **dict(status=(130,)) | known
-        )
+
+        def of(c=command, a=arguments, **known):
+            return Case(command=c, arguments=a, **dict(status=(130,)) | known)
+
         yield of(how=STARTED, interrupt=0.0)
         short = dict(status=(130, 0, 2)) if command in ("kvjax.aot", "kvjax.costs") else {}
         yield of(how=FORKED, interrupt=0.05, **short)

@@ -234,7 +234,10 @@ def _top(path: str) -> str:
 def _lost(before: dict[str, bytes], after: dict[str, bytes], *, moved: bool) -> list[str]:
     """What is not there any more; `moved`: nor anywhere else."""
     there = set(after.values())
-    kept = lambda name, content: after.get(name) == content or (moved and content in there)
+
+    def kept(name, content):
+        return after.get(name) == content or (moved and content in there)
+
     return [name for name, content in before.items() if not kept(name, content)]
 
 
@@ -411,7 +414,10 @@ def _apart(case: Case, folder: pathlib.Path) -> Outcome:
 
 def _follow(child: int, case: Case) -> bool:
     """Interrupts a child if its case says so, and waits for it; False: it had to be killed."""
-    ended = lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+    def ended():
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
     deadline = time.monotonic() + STUCK_SECONDS
     if case.interrupt is not None:
         while case.how == STARTED and IMPORTING not in _mapped(child) and not ended():

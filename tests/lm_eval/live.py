@@ -77,7 +77,10 @@ def _compared(ours: list, theirs: list) -> dict:
     if isinstance(theirs[0][0][0], str):
         assert ours == theirs and any(text for ((text,),) in ours)
         return dict(texts=len(ours), that_differ=0)
-    flat = lambda given: np.concatenate([np.ravel(np.array(x, float)) for x in given])
+
+    def flat(given):
+        return np.concatenate([np.ravel(np.array(x, float)) for x in given])
+
     ours, theirs = flat(ours), flat(theirs)
     assert ours.shape == theirs.shape
     difference = np.abs(ours - theirs)

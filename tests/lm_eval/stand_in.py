@@ -20,7 +20,10 @@ class TemplateLM:
 
     def __init__(self):
         self.kept = []
-        add = lambda *of: self.kept.append(of)
+
+        def add(*of):
+            self.kept.append(of)
+
         self.cache_hook = types.SimpleNamespace(add_partial=add)
 
     @property
@@ -109,14 +112,16 @@ def _task(name: str, config: dict):
 def installed() -> Iterator[types.ModuleType]:
     """Puts modules of these names where Python looks for the library's; yields the package."""
     registered = {}
-    register = lambda name: lambda of: registered.setdefault(name, of)
     model = dict(TemplateLM=TemplateLM)
     utils = dict(get_rolling_token_windows=windows, make_disjoint_window=disjoint)
     package = _module("lm_eval", __version__="0.4.13", registered=registered)
     package.utils = _module("lm_eval.utils", **utils)
     package.api = _module("lm_eval.api")
     package.api.model = _module("lm_eval.api.model", **model)
-    package.api.registry = _module("lm_eval.api.registry", register_model=register)
+    package.api.registry = _module(
+        "lm_eval.api.registry",
+        register_model=lambda name: lambda of: registered.setdefault(name, of),
+    )
     package.api.group = _module("lm_eval.api.group", Group=object)
     package.api.task = _module("lm_eval.api.task", Task=object)
     package.tasks = _module("lm_eval.tasks", TaskManager=TaskManager)

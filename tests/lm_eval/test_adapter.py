@@ -124,7 +124,9 @@ def _greedy(log_p, prompt, num_tokens):
 
 
 def test_text_is_greedy_and_ends_before_a_stop_string(model, folder, results, log_p, tmp_path):
-    decode = lambda ids: bytes(ids).decode(errors="replace")
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
     texts = {}
     for sample in results["samples"]["local_prompts"]:
         prompt = sample["arguments"][0][0]
@@ -160,8 +162,11 @@ def test_it_is_found_by_name(workdir, folder, results):
 
     arguments = f"workdir={workdir},step=0,dtype=float32,batch_size=4,max_length={MAX_LENGTH}"
     found = _evaluated("kvjax", folder, ["local_endings"], model_args=arguments)
+
     # Batches are others', and so is the rounding of sums; e^43 shows it.
-    alike = lambda x: pytest.approx(x, rel=1e-5) if isinstance(x, float) else x
+    def alike(x):
+        return pytest.approx(x, rel=1e-5) if isinstance(x, float) else x
+
     expected = results["results"]["local_endings"]
     assert found["results"]["local_endings"] == {key: alike(x) for key, x in expected.items()}
     assert found["config"]["max_length"] == MAX_LENGTH and found["config"]["step"] == 0
@@ -195,7 +200,9 @@ def test_answers_are_kept_for_another_time(workdir, folder, results, tmp_path, m
 def test_what_cannot_be_asked_is_refused(workdir, model, folder, tmp_path):
     from kvjax.lm_eval import adapter
 
-    refused = lambda message: pytest.raises(UserError, match=message)
+    def refused(message):
+        return pytest.raises(UserError, match=message)
+
     with refused("batch_size = 0"):
         adapter.KvjaxLM(workdir, batch_size=0)
     with refused("batch_size = 'auto': must be a whole number"):

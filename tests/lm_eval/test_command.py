@@ -162,7 +162,10 @@ def test_tasks_that_cannot_be_run(refused, tmp_path):
     local_tasks.add(tmp_path, "odd", rows, f"output_type: no_such_type\n{text}")
     local_tasks.add(tmp_path, "gone", rows, f"output_type: loglikelihood\n{text}")
     (tmp_path / "gone.json").unlink()
-    give = lambda name: refused(tasks=name, include_path=tmp_path)
+
+    def give(name):
+        return refused(tasks=name, include_path=tmp_path)
+
     assert "too_long: generation_kwargs: max_gen_toks = 4000 must leave room" in give("too_long")
     assert "beams: generation_kwargs: num_beams = 4 is not supported" in give("beams")
     for name in ("odd", "gone"):

@@ -81,10 +81,13 @@ def test_examples_are_turns_of_their_own(model, tmp_path):
 def test_texts_are_sampled_only_if_a_task_asks_for_it(model, tmp_path):
     local_tasks.add(tmp_path, "samples", ROWS, GENERATES)
     local_tasks.add(tmp_path, "greedy", ROWS, GENERATES.replace("do_sample: true, ", ""))
-    texts = lambda name, **options: [
-        sample["resps"][0][0]
-        for sample in _evaluated(model, tmp_path, name, **options)["samples"][name]
-    ]
+
+    def texts(name, **options):
+        return [
+            sample["resps"][0][0]
+            for sample in _evaluated(model, tmp_path, name, **options)["samples"][name]
+        ]
+
     first = texts("samples")
     assert texts("samples") == first != texts("greedy") == texts("greedy")
     model._seed = 1000

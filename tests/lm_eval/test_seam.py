@@ -155,7 +155,9 @@ def test_continuations_are_scored_longest_first_and_kept(adapter, workdir):
     assert model._scorer.asked == [asked[:32], asked[32:]]
     assert model.kept == [("loglikelihood", texts[i], found[i]) for i in order]
 
-    refused = lambda said: pytest.raises(UserError, match=said)
+    def refused(said):
+        return pytest.raises(UserError, match=said)
+
     with refused(f"continuation '' after '{'x' * 40}' has no tokens: it is empty"):
         model.loglikelihood(_requests(("x" * 50, "")))
     with refused(f"'{'y' * 40}' ... has 41 tokens, and the maximum is 40"):
@@ -289,7 +291,10 @@ def test_tasks_by_names_patterns_tags_and_groups(index):
 def test_tasks_that_cannot_be_asked(index):
     unsafe = "executes programs that the model writes, and lm-evaluation-harness has no sandbox: "
     unsafe += "python -m kvjax.evaluate --tasks=humaneval has one"
-    near = lambda *numbers: "; similar ones are " + ", ".join(f"blimp_{i}" for i in numbers)
+
+    def near(*numbers):
+        return "; similar ones are " + ", ".join(f"blimp_{i}" for i in numbers)
+
     for name, said in {
         "humaneval": f"humaneval {unsafe}",
         "code": f"humaneval {unsafe}",
@@ -307,7 +312,10 @@ def test_tasks_that_cannot_be_asked(index):
         with pytest.raises(UserError) as refused:
             index(name)
         assert str(refused.value) == f"--tasks: {said}"
-    refused = lambda said: pytest.raises(UserError, match=said)
+
+    def refused(said):
+        return pytest.raises(UserError, match=said)
+
     with refused("--tasks: beams: generation_kwargs: num_beams = 4 is not supported"):
         index("beams")
     with refused("--num_fewshot=3: texts scores whole texts, without examples"):
@@ -349,7 +357,12 @@ def test_the_command_asks_the_library_and_keeps_what_it_says(
     adapter, index, library, workdir, tmp_path, monkeypatch, capsys
 ):
     asked, file = [], tmp_path / "new" / "results.json"
-    evaluate = lambda **given: print("of the library") or asked.append(given) or RESULTS
+
+    def evaluate(**given):
+        print("of the library")
+        asked.append(given)
+        return RESULTS
+
     monkeypatch.setattr(library, "simple_evaluate", evaluate, raising=False)
     monkeypatch.setattr(command.runtime, "start", lambda: None)
     (tmp_path / "own").mkdir()

@@ -26,7 +26,12 @@ def check(candidate):
     assert candidate(1, 2) == 3
     assert candidate(2, 3) == 5
 """
-_bubblewrap = lambda: namespaces.find(base_interpreter())
+
+
+def _bubblewrap():
+    return namespaces.find(base_interpreter())
+
+
 # The program is right, and it is the test that tries something.
 _BY_THE_TEST = "\ndef check(candidate): assert candidate(1, 2) == add(1, 2)\n"
 _RIGHT = "def add(a, b): return a + b\n"

@@ -218,7 +218,10 @@ def test_verdicts_do_not_depend_on_how_many_are_judged_at_once(box):
     said = []
     one = box.judge_all(problems, workers=1)
     many = box.judge_all(problems, workers=4, on_verdict=lambda i, v: said.append((i, v)))
-    told = lambda verdicts: [(v.passed, v.reason) for v in verdicts]
+
+    def told(verdicts):
+        return [(v.passed, v.reason) for v in verdicts]
+
     assert told(one) == told(many)
     assert [v.passed for v in one] == [True, False, False, False, True, False]
     assert sorted(said, key=lambda pair: pair[0]) == list(enumerate(many))

@@ -86,7 +86,9 @@ def test_limits_are_lowered_and_never_raised(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 def test_a_process_is_locked_in_this_order(monkeypatch, tmp_path):
     said = []
-    write = lambda name, answer=None: lambda *a, **k: said.append((name, a, k)) or answer
+
+    def write(name, answer=None):
+        return lambda *a, **k: said.append((name, a, k)) or answer
 
     def fails(*args):
         raise OSError(errno.ENOSYS, "")

@@ -55,7 +55,10 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_
         return new, values | {"loss": jax.numpy.where(bad, jax.numpy.nan, values["loss"])}
 
     monkeypatch.setattr(program, "train_step", poisoned)
-    config = lambda: runs.small_config(*source, num_steps=9, checkpoint_every=3)
+
+    def config():
+        return runs.small_config(*source, num_steps=9, checkpoint_every=3)
+
     with pytest.raises(UserError, match=r"step 8: loss = nan: stopped.*steps \[3, 6\]"):
         loop.train(config(), epath.Path(tmp_path))
     assert records(tmp_path)[-1]["step"] <= 7
@@ -69,7 +72,10 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_
 def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
     """Parameters and optimizer stay as they are; the step and the data go on; resume is exact."""
     policy = dict(bad_steps="skip", spike_factor=3.0, num_steps=12, checkpoint_every=1)
-    config = lambda **keys: runs.small_config(*source, **policy, keep_checkpoints=99, **keys)
+
+    def config(**keys):
+        return runs.small_config(*source, **policy, keep_checkpoints=99, **keys)
+
     corrupted(monkeypatch, [5, 6, 9], loss)
     loop.train(config(), epath.Path(tmp_path / "whole"))
     for stop_after in (6, 0):  # between two bad steps
@@ -134,9 +140,12 @@ def test_the_policy_changes_no_number_of_a_good_run(source, tmp_path, monkeypatc
 
     Programs that hand out more, or may skip, are others: as close as rounding leaves them.
     """
-    run = lambda name, **policy: loop.train(
-        runs.small_config(*source, num_steps=9, **policy), epath.Path(tmp_path / name)
-    )
+
+    def run(name, **policy):
+        return loop.train(
+            runs.small_config(*source, num_steps=9, **policy), epath.Path(tmp_path / name)
+        )
+
     run("default")
     run("skip", bad_steps="skip", spike_factor=9.0)
     real = program.train_step
@@ -163,9 +172,15 @@ def test_the_policy_changes_no_number_of_a_good_run(source, tmp_path, monkeypatc
 def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypatch, bad_steps):
     """The update of a step that is to be saved goes wrong while its loss and gradient are fine."""
     real = program.optax.apply_updates
-    poisoned = lambda *args: jax.tree.map(lambda x: x * jax.numpy.nan, real(*args))
-    config = lambda **keys: runs.small_config(*source, bad_steps=bad_steps, num_steps=9, **keys)
+
+    def config(**keys):
+        return runs.small_config(*source, bad_steps=bad_steps, num_steps=9, **keys)
+
     loop.train(config(stop_after=3), epath.Path(tmp_path))
-    monkeypatch.setattr(program.optax, "apply_updates", poisoned)
+    monkeypatch.setattr(
+        program.optax,
+        "apply_updates",
+        lambda *args: jax.tree.map(lambda x: x * jax.numpy.nan, real(*args)),
+    )
     with pytest.raises(UserError, match=r"param_norm = nan: stopped. Checkpoints of steps \[3\]"):
         loop.train(config(checkpoint_every=4), epath.Path(tmp_path))

@@ -105,7 +105,10 @@ def test_rows_are_made_with_the_parents_tokenizer_and_the_special_tokens(mid, ro
 
 def test_rows_that_the_run_cannot_read_are_refused(mid, rows):
     _, experiment = mid()
-    ask = lambda e: conversations.prepare_dataset(e, epath.Path("none"), _parent(e.model))
+
+    def ask(e):
+        return conversations.prepare_dataset(e, epath.Path("none"), _parent(e.model))
+
     rows.is_masked = False
     with pytest.raises(UserError, match="its rows have no mask, and .* they must have a mask"):
         ask(experiment)

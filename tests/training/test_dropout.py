@@ -24,7 +24,10 @@ def test_a_run_that_is_stopped_drops_what_it_would_have_dropped(config, tmp_path
     config.train.stop_after = 0
     loop.train(config, parted)
     assert records(whole) == records(parted)
-    losses = lambda workdir, key: [r[key] for r in records(workdir) if key in r]
+
+    def losses(workdir, key):
+        return [r[key] for r in records(workdir) if key in r]
+
     config.model.dropout = 0.0
     none = epath.Path(tmp_path / "none")
     loop.train(config, none)

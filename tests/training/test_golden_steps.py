@@ -47,7 +47,10 @@ def _figures(mechanism):
         d_model=run.model.block.d_model,
         num_steps=run.train.num_steps,
     )
-    make = lambda key: Transformer(run.model, key)
+
+    def make(key):
+        return Transformer(run.model, key)
+
     graph = parameters.graph(run.model)
     init = jax.jit(lambda key: nnx.to_pure_dict(nnx.state(make(key))))
     params = jax.tree.map(jnp.float64, init(jax.random.key(run.train.seed)))

@@ -123,7 +123,9 @@ def test_a_workdir_of_another_config_is_refused(workdir, tmp_path):
 
 @pytest.mark.slow
 def test_keys_that_change_no_number_may_change(source, tmp_path):
-    config = lambda **keys: runs.small_config(*source, num_steps=12, **keys)
+    def config(**keys):
+        return runs.small_config(*source, num_steps=12, **keys)
+
     loop.train(config(stop_after=10), epath.Path(tmp_path))
     free = config(log_every=5, keep_checkpoints=1)
     assert loop.train(free, epath.Path(tmp_path))["step"] == 12

@@ -179,13 +179,19 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
     mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=1, tensor=5), jax.local_devices()[:5])
     split = dict(embedding=("tensor", "fsdp"), head=("fsdp", "tensor"), other=(None,))
     shapes = dict(embedding=(CHAT, 4), head=(4, CHAT), other=(3,))
-    place = lambda name: jax.NamedSharding(mesh, jax.P(*split[name]))
+
+    def place(name):
+        return jax.NamedSharding(mesh, jax.P(*split[name]))
+
     abstract = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(name))
         for name, shape in shapes.items()
     }
     asked = growth.abstract_before(abstract, BYTES)
-    draw = lambda x: np.random.default_rng(0).standard_normal(x.shape).astype("f4")
+
+    def draw(x):
+        return np.random.default_rng(0).standard_normal(x.shape).astype("f4")
+
     old = {name: jax.device_put(draw(x), x.sharding) for name, x in asked.items()}
     drawn = {name: jax.device_put(draw(x), x.sharding) for name, x in abstract.items()}
     grown = growth.grow(old, growth.growable(drawn), abstract)

@@ -44,7 +44,11 @@ def test_memory_is_that_of_the_run_and_an_accelerators_compiler_decides_what_is_
     bytes_of = dict(parameters=3 * 10**9, optimizer=5 * 10**9, gradients=7 * 10**9)
     need = memory_estimate.TrainingMemory(**bytes_of, weights=11 * 10**9, activations=6 * 10**9)
     asked = []
-    estimate = lambda *given, **options: asked.append((given, options)) or need
+
+    def estimate(*given, **options):
+        asked.append((given, options))
+        return need
+
     monkeypatch.setattr(memory_estimate, "estimate", estimate)
     for platform, part, lanes in (("cpu", 1.0, 1), ("gpu", 0.8, 1), ("tpu", 0.8, 128)):
         device = types.SimpleNamespace(platform=platform, device_kind="a chip")
@@ -191,10 +195,13 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     planned = types.SimpleNamespace(**run, mixture="mixture")
     device = types.SimpleNamespace(platform="gpu")
     mesh = types.SimpleNamespace(devices=np.array([[device]]))
-    found = lambda model: types.SimpleNamespace(
-        **dict(workdir="w", checkpoints="c", step=7, context=64),
-        experiment=types.SimpleNamespace(model=model),
-    )
+
+    def found(model):
+        return types.SimpleNamespace(
+            **dict(workdir="w", checkpoints="c", step=7, context=64),
+            experiment=types.SimpleNamespace(model=model),
+        )
+
     parent, teacher, steps, known = found("older"), found("other"), [], False
     monkeypatch.setattr(jax, "devices", lambda: "devices")
     monkeypatch.setattr(preflight.config_lib, "resolve", dict(texts=texts, talk=talk).get)
@@ -280,10 +287,16 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
 def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
     """Each a share, with its part of the host's cores; the first begins, ends, and says it."""
     events = []
-    note = lambda *given, **options: events.append((*given, *options.items()))
+
+    def note(*given, **options):
+        events.append((*given, *options.items()))
+
     hosts, index, cores = ["a", "b", "a"], 2, 7
     rows = types.SimpleNamespace(path="rows", digest="d", vocab_size=257)
-    patch = lambda where, name, value: monkeypatch.setattr(where, name, value)
+
+    def patch(where, name, value):
+        return monkeypatch.setattr(where, name, value)
+
     patch(preflight.distributed, "count", lambda: len(hosts))
     patch(preflight.distributed, "index", lambda: index)
     patch(preflight.distributed, "gather", lambda *given: note(*given) or hosts)

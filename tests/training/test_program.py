@@ -80,7 +80,10 @@ def toy(monkeypatch):
 def test_a_step_is_its_formula(toy):
     """Every way to take one: the mean over targets that count, its gradient, what stays."""
     optimizer = optax.sgd(RATE)
-    select_trainable = lambda params: dict(seen=params["seen"])
+
+    def select_trainable(params):
+        return dict(seen=params["seen"])
+
     seen, wanted = (np.asarray(toy.params[key], np.float64) for key in ("seen", "wanted"))
     key = jax.random.key(5)
     bad = dict(skipped=jnp.int32(4), in_a_row=jnp.int32(2), mean_loss=jnp.float32(0.01))
@@ -209,7 +212,10 @@ def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanis
         assert jax.tree.map(lambda x: x.sharding, state["params"]) == places
         counts = dict(skipped=jnp.int32, in_a_row=jnp.int32, mean_loss=jnp.float32)
         whole = jax.NamedSharding(mesh, jax.P())
-        shaped = lambda dtype, s=whole: jax.ShapeDtypeStruct((), dtype, sharding=s)
+
+        def shaped(dtype, s=whole):
+            return jax.ShapeDtypeStruct((), dtype, sharding=s)
+
         assert state["bad"] == {name: shaped(dtype) for name, dtype in counts.items()}
         assert state["step"] == shaped(jnp.int32) and state["key"].shape == (2,)
         assert init["out_shardings"] == jax.tree.map(lambda x: x.sharding, state)
@@ -226,15 +232,23 @@ def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanis
         )
         assert train_step.func is program.train_step
         split = sharding.batch_sharding(mesh)
-        rows = lambda n, s=split: jax.ShapeDtypeStruct((n, 21), jnp.int32, sharding=s)
+
+        def rows(n, s=split):
+            return jax.ShapeDtypeStruct((n, 21), jnp.int32, sharding=s)
+
         assert made.abstract_rows == rows(12)
         for name in ("train_step", "eval_step"):
             monkeypatch.setattr(made, name, types.SimpleNamespace(lower=lambda *a, n=name: (n, *a)))
         given = []
         if teacher is not None:
             there, axes = parameters.abstract(teacher)
-            narrow = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=at)
-            given = [jax.tree.map(narrow, there, sharding.parameter_shardings(mesh, there, axes))]
+            given = [
+                jax.tree.map(
+                    lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=at),
+                    there,
+                    sharding.parameter_shardings(mesh, there, axes),
+                )
+            ]
         assert made.abstract_teacher == (given[0] if given else None)
         token_bytes = jax.ShapeDtypeStruct((48,), jnp.int32)
         assert made.lowered_steps() == {

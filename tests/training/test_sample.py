@@ -78,7 +78,10 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
 
 def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeypatch, capsys):
     """Documents of a sample are told apart without special tokens."""
-    end = lambda **keys: _end(tmp_path, monkeypatch, capsys, **keys)
+
+    def end(**keys):
+        return _end(tmp_path, monkeypatch, capsys, **keys)
+
     figures = (
         "validation: 1.2346 bits per byte after 12,345 tokens (xz -9e on the same text: 2.5000); "
         f"62 s in this process\ncurves, metrics, sample and checkpoints: {tmp_path}\n"
@@ -108,7 +111,10 @@ def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeyp
     checkpoints, step, abstract = asked.read
     assert sample == text and (checkpoints, step) == (tmp_path / "checkpoints", 7)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[2])
-    shaped = lambda size, dtype: jax.ShapeDtypeStruct((size,), dtype, sharding=one)
+
+    def shaped(size, dtype):
+        return jax.ShapeDtypeStruct((size,), dtype, sharding=one)
+
     gain = dict(gain=shaped(2, jnp.float32))  # of norms outside the blocks, as it was trained
     assert abstract == dict(embedding=shaped(3, jnp.bfloat16), final_norm=gain)
 
@@ -129,7 +135,10 @@ def test_a_sample_ends_where_positions_do(source):
     config = runs.small_config(*source, sample_tokens=60)
     config.model.update(positions="learned", max_positions=32)
     experiment = config_lib.resolve(config)
-    make = lambda: Transformer(experiment.model, jax.random.key(0))
+
+    def make():
+        return Transformer(experiment.model, jax.random.key(0))
+
     graph = parameters.graph(experiment.model)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
     given = types.SimpleNamespace(

@@ -49,8 +49,11 @@ class Script:
         self.graph = "graph"
 
     def _abstract(self, shapes):
-        shape = lambda s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=self.place)
-        found = jax.tree.map(shape, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        found = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=self.place),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
         if "step" in found:
             found["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.place)
         return found
@@ -159,7 +162,11 @@ def script(source, tmp_path, monkeypatch):
         save(checkpoints, step, state, position)
 
     close = metrics.MetricsWriter.close
-    closed = lambda writer: script.asked.append("close") or close(writer)
+
+    def closed(writer):
+        script.asked.append("close")
+        return close(writer)
+
     monkeypatch.setattr(metrics.MetricsWriter, "close", closed)
     monkeypatch.setattr(checkpoint.Checkpoints, "save", noted)
     monkeypatch.setattr(metrics, "Clock", Clock)
@@ -264,7 +271,10 @@ def test_a_run_that_ends_early_goes_on_as_if_it_had_not(script, tmp_path, capsys
     """On a signal in a step or before the first, as asked, or at a disk that is full."""
     folder = epath.Path(tmp_path / "run")
     goes_on = "The same command goes on from there.\n"
-    kill = lambda number: lambda: os.kill(os.getpid(), number)
+
+    def kill(number):
+        return lambda: os.kill(os.getpid(), number)
+
     started = script.lowered_step
     script.lowered_step = lambda: kill(signal.SIGHUP)() or started()
     with pytest.raises(SystemExit) as ended:
@@ -323,7 +333,11 @@ def test_records_that_are_lost_end_a_run_once_its_state_is_saved(script, tmp_pat
 def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, capsys):
     """Processes compile before any begins; a failed save ends them; only the first one writes."""
     agreed = []
-    gather = lambda name, text: agreed.append((name, text)) or [text]
+
+    def gather(name, text):
+        agreed.append((name, text))
+        return [text]
+
     monkeypatch.setattr(distributed, "gather", gather)
     monkeypatch.setattr(distributed, "count", lambda: 2)
     monkeypatch.setattr(distributed, "check_same_programs", agreed.append)
@@ -353,7 +367,10 @@ def test_a_run_begins_with_its_parents_weights_and_learns_from_its_teachers(
     """With rows for tokens that the parent lacks; and some targets do not count."""
     monkeypatch.setattr(config_lib.Experiment, "is_masked", True)
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     found = {}
     for name, rows, step in (("parent", BYTES, 9), ("teacher", VOCABULARY, 6)):
         folder = epath.Path(tmp_path / name)
@@ -392,7 +409,10 @@ def test_what_ends_a_run_and_what_it_says():
     stop, skip = dict(bad_steps="stop"), dict(bad_steps="skip", max_bad_steps=3)
     fine = dict(loss=4.5, grad_norm=1.0, param_norm=2.0)
     spike = dict(fine, bad=1, mean_loss=1.25)
-    row = lambda n, **values: dict(fine, bad=int(n > 0), bad_steps_in_a_row=n) | values
+
+    def row(n, **values):
+        return dict(fine, bad=int(n > 0), bad_steps_in_a_row=n) | values
+
     over = "loss = 4.5, over config.train.spike_factor = 3.0 times 1.25, the mean of recent ones"
     many = "config.train.max_bad_steps = 3 bad steps in a row"
     for policy, values, wrong in (

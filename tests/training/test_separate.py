@@ -28,7 +28,10 @@ LENGTHS = (3, 1, 4)  # of the documents in a row
 def _row(seed):
     """[T + 1] tokens: the end of a document, documents of LENGTHS with their BOS, and a target."""
     rng = np.random.default_rng(seed)
-    of = lambda length: [BOS, *rng.integers(1, small_step.V, length - 1)]
+
+    def of(length):
+        return [BOS, *rng.integers(1, small_step.V, length - 1)]
+
     left = [*rng.integers(1, small_step.V, 2)]
     return np.array([*left, *(t for n in LENGTHS for t in of(n)), 5], np.int32)
 
@@ -83,9 +86,12 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
     np.testing.assert_allclose(found, expected, rtol=1e-9)
     graph = parameters.graph(config)
     compute = dict(graph=graph, compute=Compute(dtype=F64), masked=masked)
-    evaluate = lambda begins: program.eval_step(
-        params, rows[0], jnp.ones(small_step.V, jnp.int32), bos_id=begins, **compute
-    )
+
+    def evaluate(begins):
+        return program.eval_step(
+            params, rows[0], jnp.ones(small_step.V, jnp.int32), bos_id=begins, **compute
+        )
+
     (nats, _, count, *_), (others, *_) = evaluate(BOS), evaluate(None)
     np.testing.assert_allclose(nats / count, found[0][0], rtol=1e-9)
     assert abs(nats / others - 1) > 1e-4

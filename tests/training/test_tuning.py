@@ -55,7 +55,10 @@ def test_named_parameters_learn_and_others_stay(source, whole, tmp_path):
         if np.ndim(leaf) > 1
     }
     assert moments == changed  # nothing is kept for what does not learn
-    loss = lambda workdir: [r["loss"] for r in records(workdir) if "loss" in r]
+
+    def loss(workdir):
+        return [r["loss"] for r in records(workdir) if "loss" in r]
+
     first, untrained, trained = loss(tmp_path)[0], loss(whole.workdir)[0], loss(whole.workdir)[-1]
     assert abs(first - trained) < 0.5 < untrained - first
     again, _ = _parameters(whole.workdir, 40)
@@ -138,7 +141,10 @@ def test_the_taught_loss_is_its_formula(x64, make_mechanism):
         vocab_size=11,
     )
     graph, shapes = parameters.graph(config), parameters.abstract(config).shapes
-    draw = lambda w: jnp.asarray(0.5 * rng.standard_normal(w.shape))
+
+    def draw(w):
+        return jnp.asarray(0.5 * rng.standard_normal(w.shape))
+
     student, teacher = (jax.tree.map(draw, shapes) for _ in range(2))
     tokens, targets = rng.integers(0, 11, (2, 2, 6))
     compute = Compute(dtype=jnp.dtype(jnp.float64), loss_chunks=3)
@@ -203,7 +209,9 @@ def _bad(config, tmp_path, message):
 
 
 def test_what_cannot_be_started_from(source, whole, tmp_path):
-    config = lambda **train: runs.small_config(*source, num_steps=3, **train)
+    def config(**train):
+        return runs.small_config(*source, num_steps=3, **train)
+
     here = str(whole.workdir)
     _bad(config(parent=str(tmp_path)), tmp_path, "config.train.parent = .*is no workdir of a run")
     _bad(config(parent=f"{here}@7"), tmp_path, r"config.train.parent = .*step = 7: .*it has \[")
@@ -250,8 +258,9 @@ def test_gradients_of_what_learns_are_those_of_everything(source):
     import optax
 
     experiment = config_lib.resolve(runs.small_config(*source))
-    make = lambda: Transformer(experiment.model, jax.random.key(0))
-    graph, state = nnx.split(nnx.eval_shape(make))
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Transformer(experiment.model, jax.random.key(0)))
+    )
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda w: jnp.asarray(0.3 * rng.standard_normal(w.shape), jnp.float32),
@@ -261,7 +270,10 @@ def test_gradients_of_what_learns_are_those_of_everything(source):
     optimizer, stepped = optax.sgd(1.0), []
     for names in ((), ("query",)):
         config = dataclasses.replace(experiment.optimizer, tuned=names)
-        learning = lambda tree, c=config: optim.trainable(c, tree)
+
+        def learning(tree, c=config):
+            return optim.trainable(c, tree)
+
         state = dict(params=params, optimizer=optimizer.init(learning(params)))
         state |= dict(step=jnp.zeros((), jnp.int32), key=None)
         options = dict(graph=graph, optimizer=optimizer, compute=Compute(), accumulation_steps=2)

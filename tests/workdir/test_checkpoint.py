@@ -281,7 +281,9 @@ def trained_state(tmp_path_factory):
     state = program.init(jax.random.key(0))
 
     def at(step):
-        moved = lambda x: x + x.dtype.type(step) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        def moved(x):
+            return x + x.dtype.type(step) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
         return jax.tree.map(moved, state) | dict(step=jnp.full_like(state["step"], step))
 
     return at, program.abstract_state
@@ -407,9 +409,10 @@ def _check_moved(saved: epath.Path, top: pathlib.Path, change: str, said: str) -
 
 def test_a_save_outlives_a_wall_clock_that_jumps(saved, monkeypatch):
     real, begun = time.time, time.monotonic()
-    jumps = lambda: real() + 10_000 * int((time.monotonic() - begun) / 0.01)
     checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
-    monkeypatch.setattr(time, "time", jumps)
+    monkeypatch.setattr(
+        time, "time", lambda: real() + 10_000 * int((time.monotonic() - begun) / 0.01)
+    )
     for step in (4, 5, 6):
         checkpoints.save(step, state(float(step)), position=10 * step)
     checkpoints.close()
@@ -442,8 +445,11 @@ def abstract_parameters(dtype=jnp.float32, **shapes):
     device = jax.devices()[-1]
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = {"w": (64, 8), "segments": {0: {"b": (3,)}}} | shapes
-    leaf = lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
 
 
 def test_parameters_alone(tmp_path):
@@ -568,7 +574,10 @@ def test_only_what_orbax_raises_as_well_is_left_out_of_its_log():
 def test_listing_steps_changes_nothing(saved):
     unfinished = saved / CHECKPOINTS / "4.orbax-checkpoint-tmp"
     (unfinished / "state").mkdir(parents=True)
-    listing = lambda: sorted(pathlib.Path(saved).rglob("*"))
+
+    def listing():
+        return sorted(pathlib.Path(saved).rglob("*"))
+
     before = listing()
     assert storage.steps(saved / CHECKPOINTS) == [2, 3]
     assert listing() == before

@@ -40,7 +40,9 @@ def test_a_workdir_that_cannot_be_made():
 
 
 def test_identity_ignores_when_to_look_and_nothing_else(source):
-    of = lambda config, dtype="float32": identity.identity(config, jnp.dtype(dtype))
+    def of(config, dtype="float32"):
+        return identity.identity(config, jnp.dtype(dtype))
+
     base = of(runs.small_config(*source))
     when = dict(log_every=3, eval_every=7, checkpoint_every=5, keep_checkpoints=1, stop_after=5)
     rest = dict(max_bad_steps=2, sample_prompt="a", sample_tokens=2)
@@ -183,9 +185,10 @@ def claims(workdir) -> dict[str, str]:
 def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
     workdir, go_on = begun
     before = claims(workdir)
-    on_gpu = lambda self, platform, layers, real=config_lib.ComputeConfig.resolve: real(
-        self, "gpu", layers
-    )
+
+    def on_gpu(self, platform, layers, real=config_lib.ComputeConfig.resolve):
+        return real(self, "gpu", layers)
+
     monkeypatch.setattr(config_lib.ComputeConfig, "resolve", on_gpu)
     with pytest.raises(UserError) as error:
         go_on()

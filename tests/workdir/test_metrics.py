@@ -134,7 +134,11 @@ def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
 def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label, title):
     """Numbers of tokens are short: written out, those of a run stand one in another."""
     drawn, real = [], Figure.savefig
-    noted = lambda figure, *args, **options: (drawn.append(figure), real(figure, *args, **options))
+
+    def noted(figure, *args, **options):
+        drawn.append(figure)
+        real(figure, *args, **options)
+
     monkeypatch.setattr(Figure, "savefig", noted)
     workdir = epath.Path(tmp_path)
     writer = metrics.MetricsWriter(workdir, resume_step=0)
@@ -203,9 +207,12 @@ def test_the_clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     gib = 2**30
-    device = lambda peak: types.SimpleNamespace(
-        device_kind="TPU v5p", platform="tpu", memory_stats=lambda: dict(peak_bytes_in_use=peak)
-    )
+
+    def device(peak):
+        return types.SimpleNamespace(
+            device_kind="TPU v5p", platform="tpu", memory_stats=lambda: dict(peak_bytes_in_use=peak)
+        )
+
     clock = metrics.Clock(
         tokens_per_step=1000,
         flops_per_token=459e12,

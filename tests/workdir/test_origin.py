@@ -82,14 +82,17 @@ def test_a_context_that_names_no_files_was_written_alone(folders, text):
 
 def test_ends_are_tokens_that_there_are():
     byte = tokenizer.byte_tokenizer()
-    of = lambda ids, text: origin.ends(
-        {
-            "generation_config.json": dict(eos_token_id=ids),
-            "tokenizer_config.json": dict(eos_token=text),
-        },
-        byte,
-        300,
-    )
+
+    def of(ids, text):
+        return origin.ends(
+            {
+                "generation_config.json": dict(eos_token_id=ids),
+                "tokenizer_config.json": dict(eos_token=text),
+            },
+            byte,
+            300,
+        )
+
     assert origin.ends({}, byte, 300) == ()
     assert of(299, None) == (299,) and of(300, None) == ()
     assert of([256, 7, -1, "8", True, None, 9.0], "<none>") == (7, 256)

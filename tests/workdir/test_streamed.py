@@ -34,8 +34,13 @@ def shapes(make_mechanism):
     block = BlockConfig(num_layers=5, d_model=16, mlp_dim=24, norm_gain=True)
     mechanisms = (make_mechanism("lrkv"),) * 3 + (make_mechanism("mla"),) * 2
     config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=32)
-    is_gain = lambda x: math.prod(x.shape) <= 3 * 16
-    dtype = lambda x: jnp.float32 if is_gain(x) else jnp.bfloat16
+
+    def is_gain(x):
+        return math.prod(x.shape) <= 3 * 16
+
+    def dtype(x):
+        return jnp.float32 if is_gain(x) else jnp.bfloat16
+
     abstract = parameters.abstract(config).shapes
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x)), abstract)
 
@@ -43,8 +48,7 @@ def shapes(make_mechanism):
 @pytest.fixture
 def params(shapes):
     rng = np.random.default_rng(0)
-    draw = lambda x: np.asarray(rng.standard_normal(x.shape), x.dtype)
-    return jax.tree.map(draw, shapes)
+    return jax.tree.map(lambda x: np.asarray(rng.standard_normal(x.shape), x.dtype), shapes)
 
 
 @pytest.fixture
@@ -86,7 +90,10 @@ def save_streamed(folder, params, step=0):
 def placed(params, dtype=None):
     """Abstract parameters for `read_parameters`."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
     return jax.tree.map(place, params)
 
 
@@ -107,7 +114,10 @@ def stored_arrays(step_folder) -> dict[str, dict]:
     base = dict(driver="file", path=f"{step_folder}/state/")
     store = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result()
     keys = [key.decode() for key in store.list().result()]
-    read = lambda key: json.loads(store.read(key).result().value)
+
+    def read(key):
+        return json.loads(store.read(key).result().value)
+
     return {k.removesuffix("/zarr.json"): read(k) for k in keys if k.endswith("/zarr.json")}
 
 
@@ -118,7 +128,10 @@ def test_what_was_written_loads(tmp_path, params, step):
     assert storage.steps(folder) == [step]
     assert_loads(folder, params, step)
     wide = read_parameters(folder, step, placed(params, jnp.float32))
-    equal = lambda got, want: np.testing.assert_array_equal(got, np.asarray(want, np.float32))
+
+    def equal(got, want):
+        return np.testing.assert_array_equal(got, np.asarray(want, np.float32))
+
     jax.tree.map(equal, wide, params)
     (folder / str(step)).rename(folder / "71")
     with pytest.raises(UserError, match=f"71 holds step {step}"):
@@ -182,7 +195,10 @@ def test_the_layout_is_that_of_training(tmp_path, params, chunks, request):
     assert got == want and bool(cut) == (chunks == "several")
     in_item = [f for f in files(theirs / "3" / "state") if f != "commit_success.txt"]
     assert files(ours / "3" / "state") == in_item
-    read = lambda folder, name: json.loads((folder / "3" / name).read_text())
+
+    def read(folder, name):
+        return json.loads((folder / "3" / name).read_text())
+
     assert read(ours, "state/_sharding") == read(theirs, "state/_sharding")
     if chunks == "one":
         for name in ("state/_METADATA", "state/array_metadatas/process_0"):
@@ -356,10 +372,12 @@ def test_a_folder_that_cannot_be_made(tmp_path, params):
 
 def test_in_a_bucket_a_file_says_that_it_is_complete(bucket, monkeypatch, params, shapes):
     """Orbax's own checkpoints have that file too; here a disk stands for the bucket."""
-    path = lambda url: str(bucket / url.removeprefix("gs://"))
+
+    def path(url):
+        return str(bucket / url.removeprefix("gs://"))
+
     gcs = streamed.tensorstore_utils.gcs_utils
-    on_disk = lambda url: dict(driver="file", path=path(url))
-    monkeypatch.setattr(gcs, "get_kvstore_for_gcs", on_disk)
+    monkeypatch.setattr(gcs, "get_kvstore_for_gcs", lambda url: dict(driver="file", path=path(url)))
     monkeypatch.setattr(gcs, "is_hierarchical_namespace_enabled", lambda path: False)
     (bucket / "runs").mkdir()
     folder = epath.Path("gs://runs/one")

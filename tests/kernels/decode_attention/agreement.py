@@ -15,8 +15,9 @@ from kvjax.kernels.profile.agreement import TOLERANCE
 def definition(inputs, cache, first_B) -> np.ndarray:
     """Returns `reference.decode_attention` in float64."""
     with jax.enable_x64(True):
-        wide = lambda x: np.asarray(x).astype(np.float64)
-        inputs, cache = jax.tree.map(wide, (inputs, dict(cache)))
+        inputs, cache = jax.tree.map(
+            lambda x: np.asarray(x).astype(np.float64), (inputs, dict(cache))
+        )
         return np.asarray(_exact(inputs, cache, jnp.asarray(first_B)))
 
 

@@ -219,9 +219,14 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         for eqn in jaxpr.eqns:
             if eqn.primitive is primitives.copy_smem_to_gmem_p:
                 raise NotImplementedError("copies out of shared memory")
+
         # A wait is interpreted as a commit that has a count.
-        is_wait = lambda eqn: eqn.primitive is primitives.wgmma_wait_p
-        as_commit = lambda eqn: eqn.replace(primitive=primitives.commit_smem_p)
+        def is_wait(eqn):
+            return eqn.primitive is primitives.wgmma_wait_p
+
+        def as_commit(eqn):
+            return eqn.replace(primitive=primitives.commit_smem_p)
+
         eqns = [as_commit(eqn) if is_wait(eqn) else eqn for eqn in jaxpr.eqns]
         with mock.patch.multiple(gpu_callbacks, **_CALLBACKS):
             return super().interpret(jaxpr.replace(eqns=eqns), token, *args)

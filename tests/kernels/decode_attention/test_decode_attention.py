@@ -231,7 +231,10 @@ def test_shapes_of_real_models():
 @pytest.mark.parametrize("name, angles", [("lrkv", True), ("gqa", True), ("mqa", False)])
 def test_a_capacity_beyond_the_angles_of_positions(name, angles):
     """lrkv rotates, gqa has a bias by position, mqa needs no angles."""
-    run = lambda S: jax.eval_shape(decode_attention, *_abstract(name, S), jnp.zeros(B, jnp.int32))
+
+    def run(S):
+        return jax.eval_shape(decode_attention, *_abstract(name, S), jnp.zeros(B, jnp.int32))
+
     run(2**20)
     if not angles:
         run(2**20 + 128)
@@ -243,7 +246,10 @@ def test_a_capacity_beyond_the_angles_of_positions(name, angles):
 def _abstract(name, S):
     """One query per sequence, and a cache of S tokens, as shapes."""
     inputs, cache = jax.eval_shape(lambda: _build(name, 1, dtype=np.float32))
-    of = lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], S), x.dtype)
+
+    def of(x):
+        return jax.ShapeDtypeStruct((*x.shape[:-1], S), x.dtype)
+
     return inputs, {field: of(array) for field, array in cache.items()}
 
 

@@ -109,9 +109,15 @@ def test_slots_behind_a_sequence_do_not_matter(shape):
     inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
     first_B = jnp.asarray([5, 200], jnp.int32)
     behind = np.arange(384) > np.asarray(first_B)[:, None]
-    poison = lambda x: np.where(behind[:, *(None,) * (x.ndim - 2)], np.nan, np.asarray(x))
+
+    def poison(x):
+        return np.where(behind[:, *(None,) * (x.ndim - 2)], np.nan, np.asarray(x))
+
     poisoned = {name: poison(array).astype(array.dtype) for name, array in cache.items()}
-    run = lambda cache: _jitted(split=256)(inputs, cache, first_B)
+
+    def run(cache):
+        return _jitted(split=256)(inputs, cache, first_B)
+
     o = run(poisoned)
     assert np.isfinite(o).all()
     np.testing.assert_array_equal(o, run(cache))
@@ -148,7 +154,10 @@ def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     """A sequence that has ended has its next slot in first_B, which may be S."""
     shape = ResidualSizes(N=1, K=1, H=64, Hv=64)
     inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
-    run = lambda *firsts: _jitted(split=256)(inputs, cache, jnp.asarray(firsts, jnp.int32))
+
+    def run(*firsts):
+        return _jitted(split=256)(inputs, cache, jnp.asarray(firsts, jnp.int32))
+
     np.testing.assert_array_equal(run(384, 10), run(383, 10))
 
 

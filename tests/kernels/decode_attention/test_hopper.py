@@ -22,7 +22,10 @@ def _run(steps, interpret, threads=1):
     def kernel(x, o, a, b, full):
         def body(acc):
             value = jnp.ones(_TILE, jnp.bfloat16)
-            read = lambda wait: plgpu.wgmma_accumulator_load(acc, wait_n=wait)
+
+            def read(wait):
+                return plgpu.wgmma_accumulator_load(acc, wait_n=wait)
+
             do = {
                 "store": lambda: a.__setitem__(..., value),
                 "load": lambda: o.__setitem__(0, a[...].astype(jnp.float32)),

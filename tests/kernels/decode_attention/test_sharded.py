@@ -118,7 +118,10 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
     graph, weights = nnx.split(module)
     shape = dict(batch=B, capacity=S, dtype=jnp.dtype(jnp.float64))
     (fields,) = cache_lib.abstract([config], **shape).layers
-    empty = lambda: {n: jnp.zeros((*x.shape[:-1], S), x.dtype) for n, x in fields.items()}
+
+    def empty():
+        return {n: jnp.zeros((*x.shape[:-1], S), x.dtype) for n, x in fields.items()}
+
     mesh = _mesh(chips)
     steps = _decode(graph, config, None), _decode(graph, config, mesh)
     layers = [empty(), _split(empty(), mesh)]
@@ -187,7 +190,9 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
     def attend(inputs, part, first_B, chip):
         return tpu.attend_with_lse(inputs, part, first_B, Stripes(128, 2, chip), **options)
 
-    on_chip = lambda o, part, first_B, held: attend(o, part, first_B, jnp.int32(held.chip))
+    def on_chip(o, part, first_B, held):
+        return attend(o, part, first_B, jnp.int32(held.chip))
+
     run = agreement.over_chips(on_chip, chips=2, size=128, slots=384)
     shape = shapes.SHAPES["d12"][mechanism]
     agreement.check(run, shape, firsts=(700, 383, 100), length=768, dtype=jnp.float32)
@@ -227,7 +232,10 @@ def test_the_default_is_a_kernel_that_takes_a_chips_part(monkeypatch):
     inputs, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
     seen = []
     for name in ("tpu", "gpu"):
-        check = lambda inputs, cache: seen.append(cache["base_key"].shape)
+
+        def check(inputs, cache):
+            seen.append(cache["base_key"].shape)
+
         monkeypatch.setitem(api._CHECKS, name, check)
 
     def default(kernels, axis):

@@ -195,7 +195,10 @@ def test_tiles_behind_a_sequence_are_not_read(mechanism):
     poisoned = jax.tree.map(np.array, cache)
     for array in poisoned.values():
         array[..., 128:] = np.nan
-    run = lambda cache: _jitted(tile_kv=128, splits=2)(inputs, cache, first_B)
+
+    def run(cache):
+        return _jitted(tile_kv=128, splits=2)(inputs, cache, first_B)
+
     np.testing.assert_array_equal(run(poisoned), run(cache))
 
 
@@ -205,7 +208,10 @@ def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     shape = SHAPES["d12"]["lrkv"]
     inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=BFLOAT16)
     attend = _jitted(tile_kv=128, splits=2)
-    run = lambda *firsts: attend(inputs, cache, jnp.asarray(firsts, jnp.int32))
+
+    def run(*firsts):
+        return attend(inputs, cache, jnp.asarray(firsts, jnp.int32))
+
     np.testing.assert_array_equal(run(384, 10), run(383, 10))
 
 

@@ -114,7 +114,10 @@ def test_the_default_is_copied(write):
 
 def test_the_device_compiled_for_comes_before_the_one_present(write):
     write({KIND: {KEY: _entry(256)}, "cpu": {KEY: _entry(512)}})
-    found = lambda: tuning.parameters(KEY, default=DEFAULT)["tile_kv"]
+
+    def found():
+        return tuning.parameters(KEY, default=DEFAULT)["tile_kv"]
+
     assert (tuning.current_device_kind(), found()) == ("cpu", 512)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
@@ -141,7 +144,10 @@ def test_keys():
 def test_only_the_very_batch_and_length(write):
     """Some parameters do not carry over to other sizes."""
     write({KIND: {KEY: _entry(256)}})
-    found = lambda key: tuning.parameters(key, KIND, default=DEFAULT, nearest=False)["tile_kv"]
+
+    def found(key):
+        return tuning.parameters(key, KIND, default=DEFAULT, nearest=False)["tile_kv"]
+
     assert (found(KEY), found(_key(8, 65_536))) == (256, DEFAULT["tile_kv"])
 
 

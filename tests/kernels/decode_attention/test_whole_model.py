@@ -42,7 +42,10 @@ def _logits(model: Transformer, dtype, implementation: str) -> np.ndarray:
     compute = Compute(dtype=jnp.dtype(dtype))
     decoder = Decoder(model, compute)
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.integers(0, model.config.vocab_size, shape), jnp.int32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.integers(0, model.config.vocab_size, shape), jnp.int32)
+
     cache = decoder_lib.allocate(model.config, compute, batch=len(PROMPTS), capacity=256)
     _, cache = decoder(draw(len(PROMPTS), max(PROMPTS)), cache, jnp.asarray(PROMPTS))
     graph, state = nnx.split(decoder)
@@ -72,7 +75,10 @@ def test_the_logits_are_those_of_the_xla_path(randomise, attention):
     scale = np.abs(exact).max()
     kernel = _logits(model, jnp.float32, "tpu")
     np.testing.assert_allclose(kernel, exact, rtol=0, atol=1e-5 * scale)
-    error = lambda name: np.sqrt(np.mean(np.square(_logits(model, jnp.bfloat16, name) - exact)))
+
+    def error(name):
+        return np.sqrt(np.mean(np.square(_logits(model, jnp.bfloat16, name) - exact)))
+
     of_xla = error("xla")
     for name in ("tpu", "gpu"):  # the GPU's takes bfloat16 only
         assert 0 < error(name) < 1.1 * of_xla

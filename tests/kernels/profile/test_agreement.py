@@ -44,7 +44,9 @@ def test_one_that_is_a_little_wrong_does_not(implementation):
 
 
 def test_one_that_sees_what_lies_behind_a_sequence_does_not(implementation):
-    whole = lambda o, cache, first_B: jnp.full_like(first_B, 63)
+    def whole(o, cache, first_B):
+        return jnp.full_like(first_B, 63)
+
     implementation(lambda *a: reference.decode_attention(*a[:2], whole(*a)))
     (row,) = agreement.check(_run())
     assert row["worst"] > 1 and not row["agrees"]
@@ -52,7 +54,9 @@ def test_one_that_sees_what_lies_behind_a_sequence_does_not(implementation):
 
 def test_one_that_gives_other_bits_each_time_does_not(implementation):
     calls = itertools.count()
-    noise = lambda: np.float32(1e-7 * next(calls))
+
+    def noise():
+        return np.float32(1e-7 * next(calls))
 
     def attend(*arguments):
         added = jax.pure_callback(noise, jax.ShapeDtypeStruct((), jnp.float32))

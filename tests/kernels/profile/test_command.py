@@ -217,7 +217,11 @@ profile.main(["--json", "--model=d12", "--mechanisms=gqa", "--length=256", "--ro
 def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     made, original = [], figure.Figure
-    keep = lambda **options: made.append(original(**options)) or made[-1]
+
+    def keep(**options):
+        made.append(original(**options))
+        return made[-1]
+
     monkeypatch.setattr(figure, "Figure", keep)
     names = dict(mechanism="mha", implementation="xla", batch=1)
     rows = [dict(names, length=n, gbps=2.5 * n) for n in (1, 2)] + [dict(names, why="not")]
@@ -350,7 +354,10 @@ def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
         jax_persistent_cache_min_entry_size_bytes=-1,
     )
     before = {name: getattr(jax.config, name) for name in options}
-    fill = lambda value: jax.jit(lambda: jnp.full((3,), value)).lower().compile()
+
+    def fill(value):
+        return jax.jit(lambda: jnp.full((3,), value)).lower().compile()
+
     try:
         for name, value in options.items():
             jax.config.update(name, value)

@@ -76,9 +76,10 @@ def test_short_calls_on_a_gpu_have_a_sign(monkeypatch):
 
 def test_flops_are_those_of_the_costs():
     widths = dict(num_heads=18, key_dim=128, value_dim=128)
-    grouped = lambda K, J, R, **keys: GroupedConfig(
-        num_kv_heads=K, num_bases=J, rank=R, **(widths | keys)
-    )
+
+    def grouped(K, J, R, **keys):
+        return GroupedConfig(num_kv_heads=K, num_bases=J, rank=R, **(widths | keys))
+
     configs = dict(
         mha=grouped(18, 18, 0),
         gqa=grouped(6, 6, 0),
@@ -136,8 +137,9 @@ def seconds(monkeypatch):
     monkeypatch.setattr(contenders, "sample", sample)
     monkeypatch.setattr(contenders, "Problem", problem)
     monkeypatch.setattr(timing, "copy", lambda *, target: (lambda: 2.0, 100))
-    row = lambda problem, seconds, **_: dict(seconds=dict(median=seconds[0]))
-    monkeypatch.setattr(measured, "row", row)
+    monkeypatch.setattr(
+        measured, "row", lambda problem, seconds, **_: dict(seconds=dict(median=seconds[0]))
+    )
     return held
 
 
@@ -287,7 +289,10 @@ def test_candidates_are_the_modules_own_where_it_says_so(monkeypatch):
     own = dict(tile_kv=(64, 128), split=(1, 2), unknown=(1,))
     module = types.ModuleType("fake")
     module.CANDIDATES = own
-    function = lambda inputs, cache, first_B, *, tile_kv=128, split=1: None
+
+    def function(inputs, cache, first_B, *, tile_kv=128, split=1):
+        return None
+
     function.__module__ = "fake"
     monkeypatch.setitem(sys.modules, "fake", module)
     monkeypatch.setitem(measured.IMPLEMENTATIONS, "fake", function)

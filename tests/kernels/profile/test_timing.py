@@ -43,7 +43,10 @@ def test_a_chain_reads_the_caches_where_they_are():
     """Its program computes within the loop, and has no room for a copy of a cache."""
     shape = GroupedSizes(N=2, K=2)
     inputs, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.float32)
-    call = lambda o, c, first_B: jnp.sum(o.query[:, 0, :, :, None] * c["base_key"], axis=2)
+
+    def call(o, c, first_B):
+        return jnp.sum(o.query[:, 0, :, :, None] * c["base_key"], axis=2)
+
     rounds, first_B = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (1,)))
     compiled = timing.chain(call, 5).lower(rounds, inputs, [cache] * 3, first_B).compile()
     _, _, entry = compiled.as_text().rpartition("\nENTRY")
@@ -69,8 +72,7 @@ def test_the_slope_leaves_out_what_a_run_costs():
         ran.append(run())
         return 0.125 + 0.25 * ran[-1]
 
-    make = lambda rounds: lambda: rounds
-    sample = timing.slope(make, 8, target=5.0, seconds=seconds)
+    sample = timing.slope(lambda rounds: lambda: rounds, 8, target=5.0, seconds=seconds)
     compiled = list(ran)
     assert sample() == 0.25 / 8
     long, short = ran[len(compiled) :]
@@ -103,7 +105,10 @@ def test_between_cuda_events_there_is_one_call_and_before_them_a_read():
     ahead = types.SimpleNamespace(sum=lambda: did.append("read"))
     cuda = types.SimpleNamespace(Event=Event, synchronize=lambda: did.append("wait"))
     torch = types.SimpleNamespace(cuda=cuda, ones=lambda *_, **__: ahead)
-    attend = lambda keys, values: did.append((keys, values))
+
+    def attend(keys, values):
+        did.append((keys, values))
+
     caches = [("k0", "v0"), ("k1", "v1"), ("k2", "v2")]
     sample = contenders._by_events(torch, attend, caches, target=0.02)
     did.clear()
@@ -134,11 +139,15 @@ def test_what_pytorch_is_given(monkeypatch, library):
     flash.flash_attn_with_kvcache = attend
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
-    find = lambda name: name if name in here else None
-    monkeypatch.setattr(contenders.importlib.util, "find_spec", find)
-    by_events = lambda torch, attend, caches, target: (
-        [attend(*cache) for cache in caches] and target
+    monkeypatch.setattr(
+        contenders.importlib.util, "find_spec", lambda name: name if name in here else None
     )
+
+    def by_events(torch, attend, caches, target):
+        for cache in caches:
+            attend(*cache)
+        return target
+
     monkeypatch.setattr(contenders, "_by_events", by_events)
 
     def sample(shape):
@@ -274,7 +283,9 @@ def test_programs_compile_side_by_side_and_failures_wait_until_asked():
     def fails():
         raise NotImplementedError("not this")
 
-    add = lambda: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32))
+    def add():
+        return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32))
+
     programs = side_by_side.compiled(dict(add=add, none=lambda: None, fails=fails))
     assert programs["add"]()(1) == 2 and programs["none"]() is None
     with pytest.raises(NotImplementedError, match="not this"):
@@ -286,7 +297,10 @@ def test_a_problem_is_a_ring_of_full_caches_none_like_another():
     sizes = dict(batch=2, length=3000, dtype=jnp.dtype(jnp.bfloat16))
     problem = contenders.Problem(contenders.Setup(shape=shape, copies=2, passes=1, **sizes))
     inputs, cache = shapes.abstract(shape, batch=2, length=3000, dtype=jnp.bfloat16)
-    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+    def kinds(tree):
+        return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
     assert kinds(problem.inputs) == kinds(inputs)
     assert [kinds(c) for c in problem.caches] == [kinds(cache)] * 2
     assert problem.first_B.tolist() == [2999, 2999]

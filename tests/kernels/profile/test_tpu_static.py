@@ -20,14 +20,20 @@ RECORDED = pathlib.Path(__file__).parent / "tpu_schedules"
 
 def _recorded(kind):
     """A kernel of 4 steps on blocks of 256 tokens: each adds, in 2 turns of a loop, if reached."""
-    text = lambda name: (RECORDED / f"{kind}_{name}.txt").read_text()
+
+    def text(name):
+        return (RECORDED / f"{kind}_{name}.txt").read_text()
+
     return tpu_schedule.Schedule(text("bundles"), text("use"))
 
 
 @pytest.mark.parametrize("kind, body", [("v5e", 8), ("v4", 14)])
 def test_a_schedule_is_followed_as_far_as_the_sequence_reaches(kind, body):
     schedule, chip = _recorded(kind), tpu_static.CHIPS[kind]
-    run = lambda last: schedule.executed(last, core=0, delay=chip.delay)
+
+    def run(last):
+        return schedule.executed(last, core=0, delay=chip.delay)
+
     for steps in (1, 2, 4):
         counts = run(256 * steps - 1)
         assert (run(256 * (steps - 1)) == counts).all()
@@ -79,7 +85,10 @@ def test_a_kernel_is_compiled_in_a_process_that_dumps_its_schedule(monkeypatch, 
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--given")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     chip = tpu_static.CHIPS["v5e"]
-    per_token = lambda **sizes: tpu_static.per_token(chip, "d12", "gqa", **sizes)
+
+    def per_token(**sizes):
+        return tpu_static.per_token(chip, "d12", "gqa", **sizes)
+
     assert per_token(tile_kv=512, score_tile=256) == tpu_static.count(
         [_recorded("v5e")], chip, 1024
     )
@@ -122,7 +131,11 @@ def test_what_such_a_process_compiles(monkeypatch):
         tpu_static.topology, "compile_for", lambda device, f, *x: asked.append((device, f, x))
     )
     taken = []
-    attend = lambda *arrays, **options: taken.append(options) or arrays[0].query
+
+    def attend(*arrays, **options):
+        taken.append(options)
+        return arrays[0].query
+
     monkeypatch.setitem(tpu_static.IMPLEMENTATIONS, "tpu", attend)
     tpu_static._compile("v4", "d12", "gqa", '{"tile_kv": 512}')
     ((device, function, (inputs, cache, first_B)),) = asked

@@ -23,7 +23,10 @@ def arrays(B, N, K, H, Hv, *, length=T, dtype=FLOAT32):
 def segments(B, length=T):
     """[B, length] segments that end inside blocks and at their edges, in each row elsewhere."""
     ends = [[100, 128, 300], [1, 256, 257]]
-    find = lambda row: np.searchsorted(ends[row % 2], np.arange(length), side="right")
+
+    def find(row):
+        return np.searchsorted(ends[row % 2], np.arange(length), side="right")
+
     return np.stack([find(row) for row in range(B)])
 
 

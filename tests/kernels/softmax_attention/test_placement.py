@@ -84,7 +84,9 @@ def test_causality(small_blocks, implementation, sequence):
 
     @jax.jit
     def reach(k, v, place):
-        f = lambda k, v: softmax_attention(q, k, v, **options)[0, place].sum()
+        def f(k, v):
+            return softmax_attention(q, k, v, **options)[0, place].sum()
+
         return [jnp.abs(x).sum((0, 2, 3)) for x in jax.grad(f, argnums=(0, 1))(k, v)]
 
     for place in (0, 127, 128, 200, 383, 384, 511):

@@ -181,9 +181,12 @@ def test_keys_of_another_length_and_blocks_for_them():
 
 def _compiled(mesh, *, length, N, K, H, Hv, dtype=BFLOAT16, policy=None, segmented=False):
     """Compiles forward and backward pass over a batch of 4 with the device's default."""
-    place = lambda x, *axes: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(mesh, P(("data", "fsdp"), *axes))
-    )
+
+    def place(x, *axes):
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, P(("data", "fsdp"), *axes))
+        )
+
     q, k, v = cases.shapes(B=4, length=length, N=N, K=K, H=H, Hv=Hv, dtype=dtype)
     order = zigzag(length, mesh.shape["sequence"])
     segments = jnp.zeros((4, length), jnp.int32) if segmented else None
@@ -245,11 +248,14 @@ def test_rows_of_128k_tokens():
 @pytest.mark.aot
 def test_named_residuals_spare_the_forward_pass():
     mesh, policies = _tpus("v5e:2x2", fsdp=4), jax.checkpoint_policies
-    kernels = lambda policy: (
-        _compiled(mesh, length=256, N=2, K=2, H=128, Hv=128, policy=policy)
-        .as_text()
-        .count('custom_call_target="tpu_custom_call"')
-    )
+
+    def kernels(policy):
+        return (
+            _compiled(mesh, length=256, N=2, K=2, H=128, Hv=128, policy=policy)
+            .as_text()
+            .count('custom_call_target="tpu_custom_call"')
+        )
+
     assert kernels(policies.nothing_saveable) == 4
     assert kernels(policies.dots_with_no_batch_dims_saveable) == 4
     assert kernels(policies.save_only_these_names(splash.RESIDUALS)) == 3

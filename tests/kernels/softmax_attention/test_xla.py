@@ -64,7 +64,10 @@ def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
         options |= dict(query_segment_ids_BT=of_queries, segment_ids_BS=of_keys)
     if copies > 1:
         options["mesh"] = cases.mesh(sequence=copies)
-    tiled = lambda x: np.concatenate([x] * copies)
+
+    def tiled(x):
+        return np.concatenate([x] * copies)
+
     attend = jax.jit(functools.partial(softmax_attention, **options, implementation="xla"))
     o = attend(*(jnp.asarray(x, dtype) for x in (q, tiled(k), tiled(v))))
     assert o.dtype == dtype and o.shape == (B, T, N, HV)
