@@ -184,7 +184,10 @@ def printed(run, monkeypatch, tmp_path):
     """What a command prints whose measurements are made up: a function of its name and options."""
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     times = dict(range=(0.001, 0.003), expanding_first=0.1)
-    size = lambda name, n: dict(mechanism=name, tokens=n, cache_bytes=9216 * n, flops=9.5 * n)
+
+    def size(name, n):
+        return dict(mechanism=name, tokens=n, cache_bytes=9216 * n, flops=9.5 * n)
+
     sizes = dict(logical=1.5e9, costs=1.5e9, physical=1.5e9, aliased=1.5e9, temporary=2e6)
     count = dict(parameters=1_310_720, without_embedding=2**20, attention=2**18)
     verdict = Figure("d36, LRKV, r = 64", "% of MHA", "48.4", 55.5, "1/N + r/H is not that number")
@@ -401,7 +404,10 @@ def test_the_longer_of_bytes_and_flops_is_the_least_time(run, monkeypatch):
     """A ridge of the v5e is at 240 FLOP per byte."""
     monkeypatch.undo()
     v5e = decode_roofline.DEVICES["v5e"]
-    of = lambda flops: decode_roofline.seconds(dict(bytes=100, flops=flops), 1000, v5e)
+
+    def of(flops):
+        return decode_roofline.seconds(dict(bytes=100, flops=flops), 1000, v5e)
+
     assert of(100) == (1000 * 100 / v5e.bandwidth, False)
     assert of(100_000) == (1000 * 100_000 / v5e.bf16_flops, True)
     status, out, _ = run("decode_roofline", "--scale=tiny", "--markdown")

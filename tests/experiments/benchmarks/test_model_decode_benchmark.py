@@ -94,11 +94,13 @@ def test_what_does_not_fit_is_said_and_the_rest_measured(stepper, monkeypatch):
 
 
 def test_mhas_time_is_of_the_same_point():
-    row = lambda name, batch, seconds: dict(
-        mechanism=name,
-        batch=batch,
-        length=9,
-        **(dict(seconds=dict(median=seconds)) if seconds else {}),
-    )
+    def row(name, batch, seconds):
+        return dict(
+            mechanism=name,
+            batch=batch,
+            length=9,
+            **(dict(seconds=dict(median=seconds)) if seconds else {}),
+        )
+
     rows = [row("MHA", 1, 2.0), row("LRKV", 1, 1.0), row("LRKV", 4, 1.0), row("MLA", 1, None)]
     assert [r.get("speedup") for r in benchmark.with_mha(rows)] == [1.0, 2.0, None, None]

@@ -140,10 +140,13 @@ def test_muon_is_pytorchs(run):
     recipe = run.arguments["recipe"] | dict(momentum_start=0.9, momentum_end=0.9)
     recipe = torch_training.Recipe(**recipe)
     generator = torch.Generator().manual_seed(0)
-    draw = lambda: [
-        torch.randn(shape, generator=generator)
-        for shape in [(48, 160), (160, 48), (160, 48), (48, 48)]
-    ]
+
+    def draw():
+        return [
+            torch.randn(shape, generator=generator)
+            for shape in [(48, 160), (160, 48), (160, 48), (48, 48)]
+        ]
+
     start = draw()
     ours, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
     muon = torch_training.Muon(ours, recipe, torch.bfloat16, compiled=False)

@@ -15,7 +15,10 @@ from kvjax.hardware import datasheets
 
 MHA, LRKV = "configs/mha_128m.py", "configs/lrkv_128m.py"
 ONE = dict(rows=None, steps=2)
-GPU = lambda kind: types.SimpleNamespace(platform="gpu", device_kind=kind)
+
+
+def _gpu(kind):
+    return types.SimpleNamespace(platform="gpu", device_kind=kind)
 
 
 # -- what is run -----------------------------------------------------------------------------------
@@ -106,7 +109,9 @@ def test_a_steps_time_is_between_ends_with_the_next_one_dispatched(monkeypatch):
         log.append(("dispatch", step := next(dispatched)))
         return step
 
-    wait = lambda step: log.append(("wait", step))
+    def wait(step):
+        log.append(("wait", step))
+
     assert contender.step_seconds(dispatch, wait, steps=3, warmup=2) == [2.0, 3.0, 4.0]
     dispatches = [("dispatch", n) for n in range(6)]
     waits = [("wait", n) for n in range(6)]
@@ -122,7 +127,7 @@ def test_mfu_is_of_the_datasheet_and_of_all_devices():
     assert (row["slowest"], row["fastest"]) == (65_536 / 0.2, 65_536 / 0.1)
     flops = 6 * (185_597_952 - 65_536 * 768 + 12 * 2048 * 6 * 2 * 128)  # per token
     assert row["gflops"] * 1e9 == pytest.approx(flops * 65_536 / 0.16)
-    h200 = datasheets.for_device(GPU("NVIDIA H200"))
+    h200 = datasheets.for_device(_gpu("NVIDIA H200"))
     one = benchmark.with_rates(row, 700e12, h200)
     assert one["mfu"] == pytest.approx(row["gflops"] * 1e9 / 989e12)
     assert one["of_matmul"] == pytest.approx(row["gflops"] * 1e9 / 700e12)
@@ -143,9 +148,9 @@ def test_what_is_not_known_is_left_empty():
 
 def test_results_of_devices_lie_beside_each_other():
     assert benchmark.result_name(jax.devices("cpu")[0]) == "train_benchmark"
-    assert benchmark.result_name(GPU("NVIDIA H200")) == "train_benchmark_h200"
-    assert benchmark.result_name(GPU("NVIDIA H100 80GB HBM3")) == "train_benchmark_h100"
-    assert benchmark.result_name(GPU("NVIDIA L4")) == "train_benchmark_nvidia_l4"
+    assert benchmark.result_name(_gpu("NVIDIA H200")) == "train_benchmark_h200"
+    assert benchmark.result_name(_gpu("NVIDIA H100 80GB HBM3")) == "train_benchmark_h100"
+    assert benchmark.result_name(_gpu("NVIDIA L4")) == "train_benchmark_nvidia_l4"
 
 
 # -- processes -------------------------------------------------------------------------------------

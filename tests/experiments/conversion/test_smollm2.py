@@ -81,7 +81,10 @@ def test_ranks_of_smollm2(run, small_smollm2):
     assert status == 0, err
     found = kept.named("smollm2/before")
     assert len(found) == 15
-    before = lambda name: found[f"smollm2/before/{name}"]
+
+    def before(name):
+        return found[f"smollm2/before/{name}"]
+
     assert before("key_per_head_outputs")["points"][0]["share"] < 1
     assert before("key_value_joint_weights")["points"][0]["share"] == 0.5
     (split,) = before("key_value_split_outputs")["points"]
@@ -149,5 +152,8 @@ def test_smollm2s_variants_have_the_bytes_they_are_named_for():
     (lrkv, joint) = (smollm2.TUNED[name] for name in ("lrkv_r16", "thin_kv_joint_as_lrkv_r16"))
     of = dict(num_heads=9, num_kv_heads=3, num_bases=3, rank=0, key_dim=64, value_dim=64)
     source = GroupedConfig(**of, qk_norm="none")
-    cached = lambda methods: curves.cached([methods[0].mechanism(source, rope=True)])
+
+    def cached(methods):
+        return curves.cached([methods[0].mechanism(source, rope=True)])
+
     assert cached(lrkv) == cached(joint) == 2 * (64 + 3 * 16)

@@ -20,7 +20,9 @@ def test_what_is_held_out_is_what_the_product_holds_out():
 
 
 def test_rows_are_the_documents_end_to_end_behind_a_prefix():
-    encode = lambda text: [ord(c) for c in text]
+    def encode(text):
+        return [ord(c) for c in text]
+
     rows_RT = texts.rows(encode, ["abcd", "ef", "gh"], length=3, prefix=(7, 8))
     assert rows_RT.dtype == np.int32
     assert [row.tolist() for row in rows_RT] == [[7, 8, *b"abc"], [7, 8, *b"def"]]

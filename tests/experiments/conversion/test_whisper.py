@@ -150,7 +150,10 @@ def test_self_attention_has_the_names_of_our_module(model):
     for mechanism, layer in zip(config.mechanisms, params["layers"], strict=True):
         module = nnx.eval_shape(lambda m=mechanism: Attention(m, D, rngs=nnx.Rngs(0)))
         state = nnx.to_pure_dict(nnx.state(module))
-        shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+
+        def shapes(tree):
+            return jax.tree.map(lambda x: x.shape, tree)
+
         assert shapes(layer["attention"]) == shapes(state)
 
 
@@ -188,7 +191,10 @@ def test_decoding_equals_forward_whatever_the_mechanism(
 def test_perplexity_is_of_the_text_behind_the_prefix(model):
     params, config = model
     rows_RT = _tokens(3, 9)
-    ours = lambda **keys: whisper.perplexity(params, config.mechanisms, rows_RT, **keys)
+
+    def ours(**keys):
+        return whisper.perplexity(params, config.mechanisms, rows_RT, **keys)
+
     nats = []
     for row in rows_RT:
         z_TV = _decoded(stand_in.variables(np.float32), row)[0]

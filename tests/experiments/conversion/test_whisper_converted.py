@@ -53,7 +53,10 @@ def test_methods_in_turn_make_both_thin(subject):
     keys_alone, _, _ = subject.converted(curves.keys_and_values(2, "outputs")[:1])
     for both, one in zip(params["layers"], keys_alone["layers"], strict=True):
         inner, expected = both["attention"]["mechanism"], one["attention"]["mechanism"]
-        logits = lambda w, key: np.einsum("DNR,ENR->NDE", w["query"], w[key])
+
+        def logits(w, key):
+            return np.einsum("DNR,ENR->NDE", w["query"], w[key])
+
         np.testing.assert_allclose(
             logits(inner, "base_key"), logits(expected, "base_key"), rtol=1e-3, atol=1e-4
         )

@@ -40,11 +40,16 @@ def test_what_is_named_learns_and_nothing_else(subject, tune):
     rows_RT = subject.training_RT[:2]
     nats_RT = whisper_lib.losses(before, mechanisms, rows_RT)[:, 1:]  # behind the prefix
     assert losses[0] == pytest.approx(nats_RT.mean(), rel=1e-4)
-    flat = lambda tree: {
-        ".".join(map(str, path)): np.asarray(x)
-        for path, x in traverse_util.flatten_dict(tree).items()
-    }
-    tree = lambda params: params | dict(layers=dict(enumerate(params["layers"])))
+
+    def flat(tree):
+        return {
+            ".".join(map(str, path)): np.asarray(x)
+            for path, x in traverse_util.flatten_dict(tree).items()
+        }
+
+    def tree(params):
+        return params | dict(layers=dict(enumerate(params["layers"])))
+
     old, new = flat(tree(before)), flat(tree(after))
     changed = {name for name in old if not np.array_equal(old[name], new[name])}
     wanted = {name for name in old if ".attention.mechanism." in name}
@@ -83,9 +88,11 @@ def test_all_of_a_seed_see_the_same_rows(subject, monkeypatch):
     tasks = whisper_tuning.tasks(subject, tokens=48, seeds=2)
     assert len(tasks) == 4
     for task in tasks:
-        tune = lambda params, mechanisms, rows_SBT, *_, name=task.name, **__: (
-            seen.setdefault(name.rpartition("/")[2], rows_SBT.tolist()) and (params, [], 0)
-        )
+
+        def tune(params, mechanisms, rows_SBT, *_, name=task.name, **__):
+            seen.setdefault(name.rpartition("/")[2], rows_SBT.tolist())
+            return params, [], 0
+
         monkeypatch.setattr(whisper_tuning, "tune", tune)
         task.make()
     assert seen["control_seed0"] == seen["lrkv_r32_seed0"] != seen["control_seed1"]

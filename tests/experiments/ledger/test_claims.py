@@ -135,7 +135,10 @@ def test_every_verdict_is_explained_and_commands_are_there(ledger):
 def test_another_printed_figure_would_not_fit(paper, says, old, new, failing):
     (claim,) = [one for one in judge.claims(paper) if says in one["says"]]
     holds = claim["holds"]
-    failing_of = lambda holds: [n for n, x in holds.items() if not judge.printed.holds(x)]
+
+    def failing_of(holds):
+        return [n for n, x in holds.items() if not judge.printed.holds(x)]
+
     changed = {name: text.replace(old, new) for name, text in holds.items()}
     assert changed != holds
     assert [name for name in failing_of(changed) if name not in failing_of(holds)] == failing

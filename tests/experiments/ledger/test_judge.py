@@ -84,7 +84,9 @@ def test_figures_within_a_printed_range():
 
 
 def test_numbers_agree_to_their_printed_digits():
-    verdict = lambda figure, ours: judge.rounds_to(figure, ours, "").verdict
+    def verdict(figure, ours):
+        return judge.rounds_to(figure, ours, "").verdict
+
     assert verdict("0.79", 0.786) == "reproduced" and verdict("0.78", 0.786) == "contradicted"
     assert verdict("5,888", 2928) == "contradicted" and verdict("733", 733.4) == "reproduced"
     assert judge.computed("6", "100 * (1 - 650 / 689)", "x") == Found("reproduced", "6: x")

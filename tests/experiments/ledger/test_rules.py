@@ -55,10 +55,11 @@ def test_a_claim_that_holds_from_one_start_holds_in_part(results):
         for start, least in (("fan_in", 16), ("equal", 8))
         for n in (8, 16)
     ]
-    found_with = lambda rows: (
-        (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows))),
-        rules_thin_keys.both_starts({"rule": "enough_channels"}),
-    )[1]
+
+    def found_with(rows):
+        (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows)))
+        return rules_thin_keys.both_starts({"rule": "enough_channels"})
+
     found = found_with(rows)
     assert found.verdict == judge.PART
     assert "weights by fan-in: 0 of 1 cases" in found.ours
@@ -102,7 +103,10 @@ def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verd
 
 def test_images_are_judged_at_the_papers_epochs_and_grid(results):
     (results / "images").mkdir()
-    row = lambda name: dict(variant=name, from_qkv=0.001, from_qkv_half_interval=0.001, seeds=3)
+
+    def row(name):
+        return dict(variant=name, from_qkv=0.001, from_qkv_half_interval=0.001, seeds=3)
+
     rows = list(map(row, ("qk_tied", "kv_tied")))
     grid = dict(widths=[64], layers=[2], heads=[2], patches=[7], rates=[1e-3], epochs=20)
     claim = {"rule": "images_alike", "name": "mnist", "margin": 0.5}
@@ -129,7 +133,9 @@ def test_a_query_folds_into_b_without_rope_alone():
 
 
 def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neither(results):
-    cell = lambda right: {str(seed): dict(right=right + seed / 100) for seed in range(3)}
+    def cell(right):
+        return {str(seed): dict(right=right + seed / 100) for seed in range(3)}
+
     runs = {"swap/qkv/d32_l2_h2_t16": cell(0.9), "swap/qkv_tied/d32_l2_h2_t16": cell(0.9)}
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
     with pytest.raises(judge.NoResultError):
@@ -141,7 +147,10 @@ def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neith
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
     found, seeds = rules_projection_sharing.accuracy("swap", "qkv_tied", "qkv")
     assert found.mean == pytest.approx(-20) and seeds == 3
-    alike = lambda: rules_projection_sharing.alike("swap", "qkv_tied", "qkv", 25.0)
+
+    def alike():
+        return rules_projection_sharing.alike("swap", "qkv_tied", "qkv", 25.0)
+
     assert alike().verdict == judge.REPRODUCED
     solved = {str(seed): dict(right=0.9999) for seed in range(3)}
     for variant in ("qkv", "qkv_tied"):
@@ -152,11 +161,16 @@ def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neith
 
 def test_a_loss_that_falls_faster_is_lower_on_the_mean(results):
     of = {task: {"mean_loss": (task, "qkv", "qk_tied")} for task in sequences.TASKS}
-    verdict = lambda: judge.signs(of, -1, "+.4f", "nats")
-    curve = lambda level: {
-        str(seed): dict(right=1.0, curve=dict(every=20, loss=[2 * level + seed / 100, 0.0]))
-        for seed in range(3)
-    }
+
+    def verdict():
+        return judge.signs(of, -1, "+.4f", "nats")
+
+    def curve(level):
+        return {
+            str(seed): dict(right=1.0, curve=dict(every=20, loss=[2 * level + seed / 100, 0.0]))
+            for seed in range(3)
+        }
+
     runs = {f"{task}/qkv/d32_l2_h2_t32": curve(1.0) for task in sequences.TASKS}
     runs |= {f"{task}/qk_tied/d32_l2_h2_t32": curve(1.5) for task in sequences.TASKS}
     file = results / "sequence_tasks.json"
@@ -258,7 +272,10 @@ def test_copying_is_judged_by_its_best_as_printed(results, best, failed, verdict
     """And what fails in the paper converges with no seed."""
     row = dict(task="retrieval", right=0.5, right_half_interval=0.1, seeds=3)
     rows = [row | dict(channels=4, converged_runs=failed), row | dict(channels=8, converged_runs=3)]
-    run = lambda right: {str(seed): dict(curve={"100": right, "200": 0.5}) for seed in range(3)}
+
+    def run(right):
+        return {str(seed): dict(curve={"100": right, "200": 0.5}) for seed in range(3)}
+
     runs = {"retrieval/d4": run(0.5), "retrieval/d8": run(best)}
     (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
     found = rules_thin_keys.reaches("retrieval", 8)

@@ -60,7 +60,10 @@ def _cache(module, memory, lengths, capacity=S):
 def _numpy(module, x, memory, lengths):
     """Computes attention head by head and memory by memory, from the weights."""
     c, m = module.mechanism.config, module.mechanism
-    array = lambda w: np.asarray(w[...], np.float64)
+
+    def array(w):
+        return np.asarray(w[...], np.float64)
+
     y = np.zeros((B, T, D))
     for b, length in enumerate(lengths):
         seen = memory[b, :length]
@@ -103,7 +106,10 @@ def test_the_law(make, kind, qk_norm):
     x, memory, lengths = _inputs()
     expected = _numpy(module, x, memory, LENGTHS)
     assert np.abs(expected).max() > 0.1
-    close = lambda found: np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+    def close(found):
+        return np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+
     close(jax.jit(lambda *a: module(*a))(x, memory, lengths))
     layer = _cache(module, memory, lengths)
     for implementation in ("xla", "reference"):
@@ -122,8 +128,11 @@ def test_a_long_memory_goes_tile_by_tile(make, monkeypatch):
     x, memory = rng.normal(size=(B, T, D)), rng.normal(size=(B, 130, DM))
     lengths = jnp.asarray([130, 48, 97], jnp.int32)
     layer = _cache(module, memory, lengths, capacity=130)
-    small = lambda *args, **how: api.xla.decode_attention(*args, **how, tile_kv=48)
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "xla", small)
+    monkeypatch.setitem(
+        api.IMPLEMENTATIONS,
+        "xla",
+        lambda *args, **how: api.xla.decode_attention(*args, **how, tile_kv=48),
+    )
     found = module.decode(jnp.asarray(x), layer, lengths)
     np.testing.assert_allclose(found, module(x, memory, lengths), rtol=1e-10, atol=1e-10)
 
@@ -174,7 +183,10 @@ def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
     zero.out[...] = mqa.out[...]
     for name in ("expand_key", "expand_value"):
         getattr(zero.mechanism, name)[...] = jnp.zeros((N, R, H))
-    of = lambda module: compiled(module, x, memory, lengths)
+
+    def of(module):
+        return compiled(module, x, memory, lengths)
+
     np.testing.assert_allclose(of(zero), of(mqa), atol=1e-12)
     mha, full = make(_config("mha")), make(_config("lrkv", rank=H))
     full.mechanism.query[...], full.out[...] = mha.mechanism.query[...], mha.out[...]

@@ -54,7 +54,10 @@ def test_what_a_token_makes_of_itself_is_divided_by_its_mean(x64, build, name, b
         for b in range(B):
             np.fill_diagonal(z_BTS[b], config.scale * own_BT[b] / own_BT[b].mean())
         heads.append(_softmax(z_BTS) @ v_BSV)
-    run = lambda module: compiled(module, x, positions, causal=False)
+
+    def run(module):
+        return compiled(module, x, positions, causal=False)
+
     query, _ = jax.eval_shape(module.mechanism.project, x, positions)
     assert query.shape[-1] == config.key_dim + T
     expected = np.einsum("btnh,nhd->btd", np.stack(heads, axis=2), weights["out"])
@@ -66,8 +69,9 @@ def test_what_a_token_makes_of_itself_is_divided_by_its_mean(x64, build, name, b
 def test_a_row_of_zeros_is_no_nan(build):
     _, module, _ = build(normalised=True, qk_norm="none")
     positions = rope.positions(np.arange(T)[None], 4, None)
-    loss = lambda x: jnp.sum(module(x, positions, causal=False))
-    value, gradient = jax.jit(jax.value_and_grad(loss))(jnp.zeros((B, T, D)))
+    value, gradient = jax.jit(
+        jax.value_and_grad(lambda x: jnp.sum(module(x, positions, causal=False)))
+    )(jnp.zeros((B, T, D)))
     assert np.isfinite(value) and np.all(np.isfinite(gradient))
 
 
@@ -84,7 +88,10 @@ def test_a_temperature_divides_logits(x64, build, name):
     config, module, _ = build(name)
     x, positions = jnp.asarray(_input()), rope.positions(np.arange(T)[None], config.rope_dim, 100.0)
     given = dict(causal=True)
-    run = lambda t: compiled(lambda x, t: module(x, positions, temperature=t, **given), x, t)
+
+    def run(t):
+        return compiled(lambda x, t: module(x, positions, temperature=t, **given), x, t)
+
     hot = run(jnp.asarray(2.0))
     whole = [np.asarray(part) for part in _parts(module, x, positions)]
     z_BNTS = config.scale / 2 * np.einsum("btnh,bsnh->bnts", *whole[:2])

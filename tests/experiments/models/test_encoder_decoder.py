@@ -62,7 +62,10 @@ def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
         z, ended = decode(piece, ended, jnp.asarray(counts, jnp.int32))
         pieces.append(z)
     found, expected = np.concatenate(pieces, axis=1), full(source, LENGTHS, target)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
     close(found[::2], expected[::2])
     assert np.ptp(expected) > 1
     shorter = np.delete(target, 2, axis=1)  # as the second sequence has it

@@ -80,8 +80,9 @@ def test_what_is_asked_of_its_blocks(x64, make_mechanism, randomise):
     block = dataclasses.replace(BLOCK, num_layers=2, positions="none", dropout=0.5)
     mechanisms = (make_mechanism("mha", qk_norm="none"),) * 2
     config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=V)
-    make = lambda: Labeller(config, jax.random.key(0), features=F, hidden=False)
-    model, weights = randomise(make)
+    model, weights = randomise(
+        lambda: Labeller(config, jax.random.key(0), features=F, hidden=False)
+    )
     graph, compute = nnx.split(model)[0], Compute(dtype=jnp.dtype(jnp.float64))
     x_BTF = np.random.default_rng(1).standard_normal((B, T, F))
     run = jax.jit(lambda w, **how: nnx.merge(graph, w)(x_BTF, compute=compute, **how))

@@ -45,7 +45,10 @@ def test_three_forms_are_one_function(x64, decay, tied):
     expected = _by_hand(*map(np.asarray, (q, k, v)), decay)
     config = LinearConfig(num_heads=N, key_dim=H, value_dim=v.shape[-1], decay=decay)
     start = config.start(B, jnp.float64)
-    same = lambda y: np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
+
+    def same(y):
+        return np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
+
     same(jax.jit(linear.parallel)(q, k, v, decay))
     y, last = jax.jit(linear.recurrent)(q, k, v, decay, start)
     same(y)
@@ -80,13 +83,21 @@ def test_the_module_in_chunks_and_token_by_token(x64, tie):
     nnx.update(layer, jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape)), state))
     assert hasattr(layer, "query") == (tie == "none")
     x = jnp.asarray(rng.normal(size=(B, T, 16)))
-    run = lambda x, chunk: compiled(layer, x, config.start(B, jnp.float64), chunk=chunk)
+
+    def run(x, chunk):
+        return compiled(layer, x, config.start(B, jnp.float64), chunk=chunk)
+
     (y, behind), (z, after) = (run(x, chunk) for chunk in (8, 1))
     np.testing.assert_allclose(y, z, rtol=1e-10)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), behind, after)
     w = {name: np.asarray(value) for name, value in nnx.to_pure_dict(nnx.state(layer)).items()}
-    of = lambda name: np.einsum("btd,dnh->btnh", x, w[name if tie == "none" else "key"])
-    features = lambda z: np.where(z > 0, z + 1, np.exp(np.minimum(z, 0)))
+
+    def of(name):
+        return np.einsum("btd,dnh->btnh", x, w[name if tie == "none" else "key"])
+
+    def features(z):
+        return np.where(z > 0, z + 1, np.exp(np.minimum(z, 0)))
+
     read = _by_hand(features(of("query")), features(of("key")), of("value"), 0.95)
     np.testing.assert_allclose(y, np.einsum("btnv,nvd->btd", read, w["out"]), rtol=1e-10)
     assert config.start(B).weight.dtype == config.start(B).memory.dtype == jnp.float32

@@ -33,8 +33,13 @@ def _tokens(count):
 def _by_hand(config, weights, tokens):
     """Logits in NumPy; attention as the paper's equations 5 to 7, over all pairs of tokens."""
     c, decay = config.block, config.attention.decay
-    norm = lambda x, w: rms(x, c.norm_epsilon, w["gain"])
-    features = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+    def norm(x, w):
+        return rms(x, c.norm_epsilon, w["gain"])
+
+    def features(x):
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
     since_TS = np.subtract.outer(*[np.arange(tokens.shape[1])] * 2)
     fading_TS = np.where(since_TS >= 0, decay ** np.maximum(since_TS, 0), 0)
 

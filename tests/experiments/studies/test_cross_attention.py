@@ -27,7 +27,10 @@ def test_answers_are_the_digits_names_in_reverse():
 
 def test_held_out_sources_are_one_in_eight_of_the_long_and_never_trained_on():
     rng = np.random.default_rng(2)
-    of = lambda found: {(n, *row[:n]) for row, n in zip(found[0].tolist(), found[1], strict=True)}
+
+    def of(found):
+        return {(n, *row[:n]) for row, n in zip(found[0].tolist(), found[1], strict=True)}
+
     held_out = of(study.questions(rng, 500, held_out=True))
     assert not held_out & of(study.questions(rng, 20_000)) and len(held_out) > 200
     digits, lengths = rng.integers(0, 10, (10_000, study.DIGITS)), np.full(10_000, 8)

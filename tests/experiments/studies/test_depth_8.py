@@ -98,8 +98,12 @@ def _manifest(folder, rows=100, length=1024, vocabulary=8192, **more):
 
 
 def test_folders_that_cannot_be_trained_on_are_refused_first(tmp_path):
-    options = lambda *more: depth_8._options([f"--data={tmp_path}", *more])
-    refused = lambda match, *more: pytest.raises(UserError, match=match)
+    def options(*more):
+        return depth_8._options([f"--data={tmp_path}", *more])
+
+    def refused(match, *more):
+        return pytest.raises(UserError, match=match)
+
     for broken in ("", "[]", "{}", '{"splits": 3}'):
         (tmp_path / "dataset.json").write_text(broken)
         with refused("--data=.*: give a folder that `kvjax.data.prepare` wrote"):

@@ -86,7 +86,10 @@ def test_a_run_is_known_by_what_its_config_says():
 def test_widths_are_matched(name):
     file = CONFIGS / name
     (width,) = grid.matched(file, 1_310_720).values()
-    count = lambda width: _parameters(file, width)
+
+    def count(width):
+        return _parameters(file, width)
+
     apart = [abs(count(w) - 1_310_720) for w in (width - 1, width, width + 1)]
     assert min(apart) == apart[1] <= 1310
 

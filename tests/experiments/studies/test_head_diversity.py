@@ -177,7 +177,10 @@ def test_a_run_is_trained_once_and_measured_at_its_ends(monkeypatch, tmp_path):
     config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
     config.train.update(num_steps=4, snapshot_every=2)
     one = types.SimpleNamespace(name="lrkv", steps=4, config=config, identity="x")
-    of_model = lambda model, trained=True: dict(trained=float(trained))
+
+    def of_model(model, trained=True):
+        return dict(trained=float(trained))
+
     monkeypatch.setattr(numbers_lib, "of_model", of_model)
     folder = epath.Path(tmp_path)
     found = head_diversity.run(one, folder)

@@ -58,7 +58,10 @@ def test_the_published_transformer_of_tiny_imagenet():
     """224 pixels in patches of 16, width 768, 12 layers: the 86M parameters of ViT-B/16."""
     fixed = images._FIXED["tiny_imagenet"]
     config = images.transformer("qkv", (768, 12, 12), (224 // 16) ** 2, 200, fixed)
-    make = lambda: Labeller(config, jax.random.key(0), features=768, hidden=False, whole=True)
+
+    def make():
+        return Labeller(config, jax.random.key(0), features=768, hidden=False, whole=True)
+
     sizes = [x.size for x in jax.tree.leaves(jax.eval_shape(lambda: jax.tree.leaves(_state(make))))]
     # ViT-B/16 has 85.80M without its head of classes.
     assert sum(sizes) - 200 * 769 == 85_798_656

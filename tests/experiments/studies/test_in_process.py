@@ -30,8 +30,12 @@ def results(tmp_path, monkeypatch):
 
 def _train(cells, **options):
     given = dict(seeds=2, mix=False, fresh=False, save=True) | options
-    result = lambda kept, failed: dict(failed=dict(failed)) | kept.as_json()
-    return in_process.train("study", cells, argparse.Namespace(**given), result)
+    return in_process.train(
+        "study",
+        cells,
+        argparse.Namespace(**given),
+        lambda kept, failed: dict(failed=dict(failed)) | kept.as_json(),
+    )
 
 
 def _cell(name, trained, **asked):
@@ -112,8 +116,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(results):
 
 def test_a_result_may_lie_in_a_folder_that_is_not_there_yet(results):
     options = argparse.Namespace(seeds=1, mix=False, fresh=False, save=True)
-    result = lambda kept, failed: kept.as_json()
-    in_process.train("images/mnist", [_cell("a", [])], options, result)
+    in_process.train("images/mnist", [_cell("a", [])], options, lambda kept, failed: kept.as_json())
     assert json.loads((results / "images" / "mnist.json").read_text())["runs"]["a"]
 
 
@@ -130,8 +133,11 @@ def test_a_mean_is_over_runs_that_were_asked_alike(results):
 def test_rows_beside_the_papers(results, monkeypatch, capfd):
     """Means over cells of seeds that all have, with intervals over seeds."""
     found = {16: 0.9, 64: 0.5}
-    train = lambda task, config, length, seed: dict(right=found[length] + seed / 10)
-    monkeypatch.setattr(sequence_tasks, "train", train)
+    monkeypatch.setattr(
+        sequence_tasks,
+        "train",
+        lambda task, config, length, seed: dict(right=found[length] + seed / 10),
+    )
     monkeypatch.setattr(sequence_tasks.runtime, "start", lambda: None)
     options = ["--tasks=reverse", "--variants=kv_tied", "--widths=32", "--seeds=2", "--json"]
     assert command_line.status(sequence_tasks.main, options) == 0
@@ -151,11 +157,17 @@ def test_to_save_a_part_leaves_the_rows_of_the_rest(results, monkeypatch):
     monkeypatch.setattr(cross_attention, "train", lambda *_: right)
     for study, part in ((set_anomaly, "--places=last"), (cross_attention, "--kinds=mha")):
         monkeypatch.setattr(study.runtime, "start", lambda: None)
-        named = lambda study=study: json.loads((results / f"{study.NAME}.json").read_text())["rows"]
+
+        def named(study=study):
+            return json.loads((results / f"{study.NAME}.json").read_text())["rows"]
+
         assert command_line.status(study.main, ["--save", "--seeds=1"]) == 0
         before = named()
         assert command_line.status(study.main, [part, "--save", "--seeds=2"]) == 0
         after = named()
-        shape = lambda rows: [(row.keys(), row.get("places", {}).keys()) for row in rows]
+
+        def shape(rows):
+            return [(row.keys(), row.get("places", {}).keys()) for row in rows]
+
         assert shape(after) == shape(before) != []
         assert after != before

@@ -38,7 +38,9 @@ def test_whoever_is_compared_is_there():
 
 
 def test_some_of_a_study_bring_those_they_are_compared_with():
-    chosen = lambda names: [c.name for c in language_models.chosen(cells, names)]
+    def chosen(names):
+        return [c.name for c in language_models.chosen(cells, names)]
+
     cells = STUDIES["lrkv_starts"].cells()
     assert chosen("lrkv_per_head") == ["mha", "lrkv", "mha_per_head", "lrkv_per_head"]
     assert chosen("mha") == ["mha"] and chosen("") == [cell.name for cell in cells]
@@ -99,7 +101,10 @@ def _bytes(model) -> int:
 def test_equal_bytes_and_equal_parameters(models):
     equal = models["lrkv_equal"]
     assert _bytes(equal["lrkv_r7"]) == _bytes(equal["gqa"])  # 1/rms of heads included
-    count = lambda model: formulas.parameters(model)["total"]
+
+    def count(model):
+        return formulas.parameters(model)["total"]
+
     of_mha = count(equal["mha"])
     for name in ("lrkv_matched", "gqa_matched", "mqa_matched", "mla_matched"):
         assert abs(count(equal[name]) / of_mha - 1) < 1e-3
@@ -157,9 +162,10 @@ def trained(tmp_path, monkeypatch):
     monkeypatch.setattr(side_by_side, "figures", figures)
     monkeypatch.setattr(language_models.runtime, "start", lambda: None)
     monkeypatch.chdir(tmp_path)
-    run = lambda *options: command_line.status(
-        language_models.main, ["--study=lrkv_layer_ranks", *options]
-    )
+
+    def run(*options):
+        return command_line.status(language_models.main, ["--study=lrkv_layer_ranks", *options])
+
     return types.SimpleNamespace(run=run, asked=asked, results=tmp_path / "results")
 
 

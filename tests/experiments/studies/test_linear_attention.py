@@ -35,7 +35,9 @@ def test_kinds_differ_in_attention_alone():
 
 
 def test_a_state_does_not_grow_and_a_cache_does():
-    of = lambda kind, tokens: linear_attention.cached_bytes(KINDS[kind], TASKS["language"], tokens)
+    def of(kind, tokens):
+        return linear_attention.cached_bytes(KINDS[kind], TASKS["language"], tokens)
+
     for kind in KINDS:
         times = of(kind, 65_536) / of(kind, 1024)
         assert times == (1 if KINDS[kind].linear else 64)

@@ -28,7 +28,9 @@ RANKS = {
 
 
 def _data(model="made", ranks=RANKS):
-    middle = lambda x: dict(median=float(np.median(x)), low=1.0, high=2.0, between_texts=None)
+    def middle(x):
+        return dict(median=float(np.median(x)), low=1.0, high=2.0, between_texts=None)
+
     spectra = []
     for name, x in ranks.items():
         matrix, _, tokens = name.rpartition(", ")

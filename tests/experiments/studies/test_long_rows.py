@@ -37,7 +37,9 @@ def test_bits_by_position_are_means_of_losses(workdir, monkeypatch):
 
 
 def test_differences_are_from_mha_of_the_same_rows():
-    of = lambda *bits: dict(by_position=list(bits))
+    def of(*bits):
+        return dict(by_position=list(bits))
+
     seeds = {
         "mha": {0: of(2.0, 1.9, 1.8, 1.7), 1: of(2.2, 2.1, 2.0, 1.9)},
         "lrkv": {0: of(2.1, 1.9, 1.8, 1.6), 1: of(2.3, 2.1, 2.0, 1.8)},

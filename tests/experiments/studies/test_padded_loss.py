@@ -68,7 +68,10 @@ def test_rows_compare_with_the_first_of_the_same_form():
     cells = [
         padded_loss.cell(tie, form, 10) for form in ("padded", "packed") for tie in ("none", "kv")
     ]
-    nats = lambda x: dict(counted=0.5 * x, text=x, packed=x)
+
+    def nats(x):
+        return dict(counted=0.5 * x, text=x, packed=x)
+
     runs = {
         "none_padded_10": {0: nats(2.0), 1: nats(2.2)},
         "kv_padded_10": {0: nats(2.1), 1: nats(2.3)},

@@ -15,7 +15,10 @@ from kvjax.foundation.errors import UserError
 def test_effective_ranks_are_those_of_the_products(monkeypatch):
     D, K, R, H = 12, 3, 4, 6
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.standard_normal(shape)
+
+    def draw(*shape):
+        return rng.standard_normal(shape)
+
     layers = [
         dict(
             latent_key=draw(D, K, R),

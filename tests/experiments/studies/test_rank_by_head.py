@@ -126,7 +126,9 @@ def test_a_model_without_residuals_is_refused():
 
 
 def test_differences_are_seed_by_seed():
-    row = lambda way, bpb: dict(rank=8, way=way, bpb=bpb, least=7, most=9)
+    def row(way, bpb):
+        return dict(rank=8, way=way, bpb=bpb, least=7, most=9)
+
     uncut = dict(rank=16, way="uncut", bpb=1.0, least=16, most=16)
     by_seed = {
         0: [uncut, row("equal", 2.0), row("by head", 1.9)],

@@ -22,7 +22,9 @@ def _kept(tmp_path, runs):
 
 
 def test_only_what_all_variants_have_is_compared(tmp_path):
-    of = lambda variant, length: sequence_tasks.cell("reverse", variant, 32, 2, 2, length)
+    def of(variant, length):
+        return sequence_tasks.cell("reverse", variant, 32, 2, 2, length)
+
     runs = [(of(variant, 16), {0: 0.5, 1: 0.7}) for variant in encoders.VARIANTS]
     half = [(of(variant, 128), {0: 0.2}) for variant in encoders.VARIANTS]
     more = (of("qkv", 16), {2: 0.9, 3: 0.9, 4: 0.9})  # seeds that the others lack
@@ -37,7 +39,9 @@ def test_only_what_all_variants_have_is_compared(tmp_path):
 
 
 def test_curves_are_of_seeds_that_every_variant_has(tmp_path):
-    of = lambda variant, length: sequence_tasks.cell("sort", variant, 32, 2, 2, length)
+    def of(variant, length):
+        return sequence_tasks.cell("sort", variant, 32, 2, 2, length)
+
     kept = _kept(tmp_path, [(of(variant, 32), {9: 0.5}) for variant in encoders.VARIANTS])
     assert sequence_tasks.curves(kept) == []  # as older runs are
 
@@ -71,7 +75,9 @@ def test_the_temperature_falls_to_one():
 
 
 def test_what_a_remedy_changes_is_told_seed_by_seed(tmp_path):
-    of = lambda remedy: diagonal.cell("reverse", "qkv_tied", remedy, 64)
+    def of(remedy):
+        return diagonal.cell("reverse", "qkv_tied", remedy, 64)
+
     runs = (of("none"), {0: 0.5, 1: 0.7}), (of("annealed"), {0: 0.6, 1: 0.8, 2: 0.1})
     rows = {row["remedy"]: row for row in diagonal.rows(_kept(tmp_path, runs))}
     assert rows["annealed"]["change"] == pytest.approx(0.1)

@@ -18,7 +18,9 @@ from kvjax.foundation import command_line
     {8: 24_672, 16: 49_344, 32: 98_688, 64: 197_376, 128: 394_752, 256: 789_504}.items(),
 )
 def test_parameters_of_queries_and_keys_are_the_papers(channels, published):
-    of = lambda n: formulas.parameters(word_models.transformer(n, 100))["total"]
+    def of(n):
+        return formulas.parameters(word_models.transformer(n, 100))["total"]
+
     assert of(256) - of(channels) == 789_504 - published
     run = dict(perplexity=2.0, validation={"8": 3.0, "16": 2.5}, identity="its own")
     runs = {f"d{channels}_e1": {0: run}}

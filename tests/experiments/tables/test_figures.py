@@ -30,7 +30,10 @@ def test_every_mechanism_and_seed_is_drawn():
         assert mean == row["bpb"] and bars.lines[0].get_xdata()[0] == row["cache_bytes"]
         assert bar[:, 1] == pytest.approx([mean - half, mean + half])
     seeds = [line.get_ydata() for line in axes.lines if line.get_marker() == "."]
-    of = lambda name: [run["bpb"] for run in comparison["runs"][name].values()]
+
+    def of(name):
+        return [run["bpb"] for run in comparison["runs"][name].values()]
+
     assert [list(values) for values in seeds] == [of(row["cell"]) for row in rows]
 
 
@@ -38,7 +41,10 @@ def test_files_are_written_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "FOLDER", tmp_path / "figures")
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "figures", lambda: {tmp_path / "figures" / "a.svg": "<svg/>\n"})
-    run = lambda *given: (command_line.status(figures.main, given), capsys.readouterr().out)
+
+    def run(*given):
+        return (command_line.status(figures.main, given), capsys.readouterr().out)
+
     assert run("--check") == (1, "would change: figures/a.svg\n")
     assert not (tmp_path / "figures").exists()
     assert run() == (0, "written: figures/a.svg\n")

@@ -20,9 +20,9 @@ def _place(difference, half=0.01):
 
 
 def test_long_rows_are_a_panel_for_each_length():
-    of = lambda mechanism, length, *places: dict(
-        mechanism=mechanism, length=length, seeds=[0, 1, 2], places=places
-    )
+    def of(mechanism, length, *places):
+        return dict(mechanism=mechanism, length=length, seeds=[0, 1, 2], places=places)
+
     rows = [of("mha", 256, _place(None)), of("lrkv", 256, _place(-0.02))]
     rows += [of("lrkv", 1024, _place(0.005))]
     figure = model_figures.long_rows(dict(rows=rows, tokens=1_048_576))
@@ -42,7 +42,9 @@ def test_layers_have_their_effective_rank_and_what_they_get():
 
 
 def test_heads_are_told_from_mhas_by_each_measure():
-    now = lambda mean, off=None: dict(mean=mean, half_interval=1.0, against_mha=off)
+    def now(mean, off=None):
+        return dict(mean=mean, half_interval=1.0, against_mha=off)
+
     apart, alike = dict(mean=-3.0, half_interval=1.0), dict(mean=-0.5, half_interval=1.0)
     heads = dict(mha=dict(share=now(99.0)), mqa=dict(share=now(96.0, apart)))
     heads |= dict(lrkv=dict(share=now(98.5, alike)))
@@ -52,7 +54,9 @@ def test_heads_are_told_from_mhas_by_each_measure():
 
 
 def test_padding_is_a_panel_for_each_form_of_rows():
-    nats = lambda x: dict(nats=x, half_interval=0.02)
+    def nats(x):
+        return dict(nats=x, half_interval=0.02)
+
     rows = [dict(tie="none", trained="padded", seeds=3, against_first={})]
     rows += [dict(tie="kv", trained="padded", seeds=3, against_first=dict(text=nats(0.07)))]
     rows += [dict(tie="qkv", trained="packed", seeds=2, against_first=dict(packed=nats(0.01)))]
@@ -64,17 +68,16 @@ def test_padding_is_a_panel_for_each_form_of_rows():
 
 
 def test_a_mechanism_that_never_answers_has_no_steps():
-    row = lambda kind, steps: (
-        dict(
+    def row(kind, steps):
+        return dict(
             kind=kind,
             steps=steps,
             steps_half_interval=9.0,
             runs=3,
             right=0.5,
             right_half_interval=0.1,
-        )
-        | dict(became_right=2 * bool(steps))
-    )
+        ) | dict(became_right=2 * bool(steps))
+
     rows = [row("mha", 700.0), row("lrkv", None)]
     steps, right = model_figures.cross_attention(dict(rows=rows)).axes
     assert points(steps) == {"mha, 2 of 3 runs": (700.0, 9.0)}

@@ -254,7 +254,10 @@ def test_a_result_without_the_targets_overrides_does_not_count(place):
 
 def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
     fail = [sys.executable, "-c", "import sys; sys.exit('kvjax: no room\\non this chip')"]
-    answer = lambda note, target: fail if "128m" in note.name else _answer(note, target)
+
+    def answer(note, target):
+        return fail if "128m" in note.name else _answer(note, target)
+
     monkeypatch.setattr(scaling_table, "_command", answer)
     assert _run("--compile") == 1
     out = capsys.readouterr().out
@@ -264,7 +267,9 @@ def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
 
 
 def test_a_config_that_changes_while_it_is_compiled_is_told(place, monkeypatch, capsys):
-    other = lambda note, target: _answer(note, target, [*target.resolved, "model.d_model = 1"])
+    def other(note, target):
+        return _answer(note, target, [*target.resolved, "model.d_model = 1"])
+
     monkeypatch.setattr(scaling_table, "_command", other)
     assert _run("--compile", "--only=mha_128m") == 1
     assert "s, changed since it was compiled" in capsys.readouterr().out
@@ -286,7 +291,9 @@ def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
 
 
 def test_the_command_is_aots():
-    command = lambda name, i: scaling_table._command(NOTES[name], NOTES[name].targets[i])
+    def command(name, i):
+        return scaling_table._command(NOTES[name], NOTES[name].targets[i])
+
     program = (sys.executable, "-m", "kvjax.aot")
     save = "--save=experiments/results/aot.jsonl"
     config = "--config=configs/ranks.py:lrkv_r8_128m"

@@ -27,7 +27,9 @@ def test_one_of_ten_is_of_another_class(features, place):
 
 
 def test_batches_hold_the_features_of_their_sets(features):
-    rng = lambda: np.random.default_rng(1)
+    def rng():
+        return np.random.default_rng(1)
+
     batch = next(anomalies.batches(features.train, rng(), "drawn", 4))
     sets = anomalies.sets(features.train, rng(), "drawn")
     for x, at in zip(batch["x"], batch["y"], strict=True):
@@ -36,10 +38,14 @@ def test_batches_hold_the_features_of_their_sets(features):
 
 
 def test_what_is_left_of_an_epoch_is_dropped_or_a_batch(features):
-    sizes = lambda **how: [
-        len(batch["y"])
-        for batch in anomalies.batches(features.test, np.random.default_rng(1), "last", 20, **how)
-    ]
+    def sizes(**how):
+        return [
+            len(batch["y"])
+            for batch in anomalies.batches(
+                features.test, np.random.default_rng(1), "last", 20, **how
+            )
+        ]
+
     assert sizes() == [20, 20] and sizes(whole=True) == [20, 20, 10]
 
 

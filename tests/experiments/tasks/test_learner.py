@@ -42,7 +42,10 @@ def test_an_epoch_has_every_row_once():
 def _small(chunk: int) -> learner.Learner:
     config = sequence_tasks.transformer("qkv", 16, 1, 2)
     recipe = learner.Recipe(steps=30, learning_rate=1e-2, warm_up=5, clip=5.0)
-    logits = lambda model, batch: model(jax.nn.one_hot(batch["x"], 10))
+
+    def logits(model, batch):
+        return model(jax.nn.one_hot(batch["x"], 10))
+
     return learner.Learner(
         lambda key: Labeller(config, key, features=10),
         recipe,
@@ -64,8 +67,13 @@ def _batches():
 @pytest.mark.parametrize("every", [0, 4])
 def test_a_loss_that_is_no_number_ends_a_run(every):
     recipe = learner.Recipe(steps=8, learning_rate=1.0, decay="none")
-    never = lambda model, batch, key: jnp.sum(model.w[...]) * batch["x"][0]
-    made = learner.Learner(lambda key: _One(), recipe, never, lambda model, batch: (0, 1), chunk=3)
+    made = learner.Learner(
+        lambda key: _One(),
+        recipe,
+        lambda model, batch, key: jnp.sum(model.w[...]) * batch["x"][0],
+        lambda model, batch: (0, 1),
+        chunk=3,
+    )
     batches = iter([dict(x=np.array([1.0 if i < 5 else np.nan])) for i in range(8)])
     with pytest.raises(FloatingPointError, match="the loss is no number from step 6 on"):
         made.train(0, batches, lambda now: None, every)
