@@ -83,11 +83,11 @@ def _ours(generator: Generator, prompt: Sequence[int], num_tokens: int) -> dict:
 def in_turns(
     contenders: Mapping[str, Callable], *, vocab_size: int, prompt: int, new: int, repeats: int
 ) -> dict[str, list[dict]]:
-    """What each contender made of each prompt; the first prompt is not measured.
+    """Runs every contender on every prompt; results of the first, warm-up prompt are dropped.
 
     Args:
       contenders: by name, functions of a prompt and a number of new tokens.
-      prompt: tokens of each.
+      prompt: number of tokens per prompt.
     """
     found: dict[str, list[dict]] = {name: [] for name in contenders}
     rng = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def in_turns(
 
 
 def agreement(runs: Mapping[str, list[dict]]) -> list[int]:
-    """For each prompt, how many tokens all generated alike before the first that differs."""
+    """Returns, per prompt, the number of tokens before the first on which contenders differ."""
     alike = []
     for same in zip(*runs.values(), strict=True):
         pairs = zip(*(run["tokens"] for run in same), strict=True)
@@ -111,7 +111,7 @@ def agreement(runs: Mapping[str, list[dict]]) -> list[int]:
 
 
 def figures(runs: Sequence[dict]) -> dict:
-    """Median, least and most of seconds and of tokens per second."""
+    """Returns median, minimum and maximum of seconds and of tokens per second."""
     found = {}
     for key in ("first", "decode_tokens_per_second"):
         values = [run[key] for run in runs]

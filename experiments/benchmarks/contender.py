@@ -29,7 +29,7 @@ def python(code: str) -> list[str]:
 
 
 def run(module: str, arguments: dict) -> dict:
-    """What a module's `training_speed` measured; {"error": one line} if it raised or was killed."""
+    """Calls a module's `training_speed` in a child process; {"error": one line} if it fails."""
     child = subprocess.run(
         [*python(_CHILD), module],
         input=json.dumps(arguments),

@@ -204,7 +204,7 @@ def _in_a_process(path: pathlib.Path, rows: int, seconds: float) -> dict:
 
 
 def open_and_read(path: str, rows: int, seconds: float) -> dict:
-    """What one process needs: seconds, bytes beyond its imports, rows a second."""
+    """Measures opening and reading: seconds, memory beyond imports in bytes, rows per second."""
     process = psutil.Process()
     resident = lambda: process.memory_info().rss
     before, start = resident(), time.perf_counter()

@@ -93,7 +93,7 @@ def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
 
 
 def measure(loaded: trained.LoadedModel, tokens_BT: np.ndarray) -> list[dict]:
-    """What `compare` says, for every size of the first chunk."""
+    """Compares decoding with recomputing for every size of the first chunk."""
     compute = loaded.compute
     whole = jax.jit(lambda model, tokens: model.logits(model(tokens, compute=compute)))
     full_BTV = np.asarray(whole(loaded.model, tokens_BT))

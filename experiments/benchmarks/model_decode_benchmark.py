@@ -57,7 +57,7 @@ class Stepper:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights: all but the input embedding, of which it reads rows."""
+        """Bytes of weights that a step reads: all but the input embedding, a table lookup."""
         c = self.config
         embedding = c.vocab_size * c.block.d_model * BF16.itemsize
         return self.all_weight_bytes - (0 if c.block.tied_head else embedding)
@@ -168,20 +168,20 @@ class Point:
 
     @property
     def read(self) -> dict:
-        """What a step reads at least, in bytes."""
+        """Minimum bytes that a step reads, of weights and of the cache."""
         cache_bytes = self.stepper.cache_bytes(self.batch, self.length)
         return dict(weight_bytes=self.stepper.weight_bytes, cache_bytes=cache_bytes)
 
     @property
     def need(self) -> int:
-        """Bytes of what lies in memory."""
+        """Bytes of weights and cache in memory."""
         return self.stepper.all_weight_bytes + self.stepper.cache_bytes(self.batch, self.capacity)
 
     def fits(self, there: float) -> bool:
         return self.need <= _ROOM * there
 
     def measure(self, program: Callable[[], jax.stages.Compiled], rounds: int) -> dict:
-        """Seconds of a step, and rates; or why there are none."""
+        """Measures seconds per step and rates; returns the reason if that fails."""
         try:
             taken = seconds_per_step(
                 program(),

@@ -119,7 +119,7 @@ def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> 
 
 
 def is_plain(experiment: Experiment) -> bool:
-    """Whether model and optimizer are the recipe's, with MHA: what torch_training.py computes."""
+    """True for the recipe's model and optimizer with MHA, as torch_training.py implements them."""
     c, first = experiment.model.block, experiment.model.mechanisms[0]
     sizes = ("num_layers", "d_model", "mlp_dim", "max_positions")
     block = BlockConfig(**{key: getattr(c, key) for key in sizes})
@@ -142,14 +142,14 @@ def runs_of(
     attention: list[str],
     mode: str,
 ) -> list[Run]:
-    """All rows, in order: PyTorch's with every `attention`, then ours with every `changes`.
+    """Returns the runs in order: PyTorch with each `attention`, then kvjax with each of `changes`.
 
     Args:
-      attention: none for no PyTorch.
+      attention: empty for no PyTorch runs.
 
     Raises:
-      UserError: before anything is run: what `load` raises; PyTorch is asked for and is not
-        installed, has no such attention, or no config is one that it can be given.
+      UserError: as `load`; PyTorch is not installed, has no such attention, or can run none of
+        the configs.
     """
     ours = [our_run(path, change, rows, steps) for path in paths for change in changes or [""]]
     if not attention:
