@@ -73,7 +73,10 @@ class Findings:
         """The difference from MHA, seed by seed; None of MHA itself and without it."""
         if mechanism == FIRST or FIRST not in self.runs:
             return None
-        of = lambda name: self.by_seed(name, pick)
+
+        def of(name):
+            return self.by_seed(name, pick)
+
         return difference(of(mechanism), of(FIRST))
 
     def pairs(self, scale: str, name: str) -> list[Pair]:
@@ -95,9 +98,12 @@ def _learned(name: str) -> Callable[[Run], float | None]:
 def published(scale: str, name: str) -> dict[str, float]:
     """By mechanism a column of LRKV's table 5, in % of N."""
     column = 3 if name == "share" else 4
-    of = lambda begins: next(
-        row[column] for row in PUBLISHED if row[1] == scale and row[0].startswith(begins)
-    )
+
+    def of(begins):
+        return next(
+            row[column] for row in PUBLISHED if row[1] == scale and row[0].startswith(begins)
+        )
+
     return {mechanism: of(begins) for mechanism, begins in ROWS.items()}
 
 
@@ -194,7 +200,10 @@ def _order(found: Findings) -> Table:
 
 def _over_steps(found: Findings) -> Table:
     steps = sorted({s for runs in found.runs.values() for run in runs.values() for s in run.steps})
-    at = lambda step: lambda run: run.steps.get(step, {}).get("share")
+
+    def at(step):
+        return lambda run: run.steps.get(step, {}).get("share")
+
     rows = [[m, *(_cell(found.estimate(m, at(step))) for step in steps)] for m in found.mechanisms]
     return Table(
         "Effective rank over training, not centred, % of N",

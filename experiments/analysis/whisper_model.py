@@ -105,7 +105,10 @@ class WhisperModel:
 
     def parameters(self) -> Parameters:
         """Shape and dtype by path; all layers are one segment, as their mechanisms are equal."""
-        of = lambda path, w, *front: (path, ((*front, *w.shape), np.dtype(w.dtype)))
+
+        def of(path, w, *front):
+            return (path, ((*front, *w.shape), np.dtype(w.dtype)))
+
         outer = traverse_util.flatten_dict(self._outer).items()
         layers = self._layers[0].items()
         return dict(
