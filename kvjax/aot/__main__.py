@@ -24,7 +24,7 @@ from kvjax import config as config_lib
 from kvjax.aot import compilation, hlo, roofline, search, tables
 from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.foundation import command_line, progress, provenance, runtime, target
+from kvjax.foundation import command_line, progress, provenance, record_lines, runtime, target
 from kvjax.foundation.configuration import at_least, one_of, to_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
@@ -214,6 +214,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         target.check_file("--output", options.output)
     elif options.save:
         options.save = str(target.check_file("--save", options.save))
+        record_lines.check("--save", pathlib.Path(options.save))
     decode = options.step == "decode"
     if decode and options.sweep:
         raise UserError(

@@ -26,6 +26,14 @@ def find(file: pathlib.Path, name: str) -> dict | None:
     return None if line is None else _parse(line)
 
 
+def check(option: str, file: pathlib.Path) -> None:
+    """Raises a UserError that names the option if an existing file has other lines than records."""
+    try:
+        _lines(file)
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error
+
+
 def put(file: pathlib.Path, name: str, record: Mapping | None, *, option: str = "--save") -> None:
     """Writes, replaces or (None) removes one record; the file is replaced whole or not at all.
 

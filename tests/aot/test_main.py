@@ -352,6 +352,7 @@ BAD = [
     (["--topology=v5e:2x2", "--output=/dev/null/x.json"], "--output = '/dev/null'"),
     (["--topology=v5e:2x2", "--save=/dev/null/x.jsonl"], "--save = '/dev/null'"),
     (["--topology=v5e:2x2", "--save"], "--save: needs a value: --save=..."),
+    (["--topology=v5e:2x2", f"--save={__file__}"], "--save: .*test_main.py, line 1: is no record"),
 ]
 
 

@@ -62,7 +62,7 @@ _SAID_AS = {
 _FREE = {
     "kvjax.main": ("workdir", "coordinator"),
     "kvjax.generate": ("prompt", "stop", "prompt_file", "dtype", "implementation", "workdir"),
-    "kvjax.aot": ("output",),
+    "kvjax.aot": ("output", "save"),
     "kvjax.convert": ("out", "text_key"),
     "kvjax.convert.export": ("out", "dtype"),
     "kvjax.analysis": ("workdir", "out", "text_key"),
@@ -71,7 +71,7 @@ _FREE = {
     "kvjax.chat": ("workdir", "system", "dtype"),
     "kvjax.lm_eval": ("workdir", "tasks", "include_path", "system", "dtype", "out"),
     "kvjax.data.prepare": ("validation_source", "text_key", "output"),
-    "kvjax.kernels.profile": ("plot",),
+    "kvjax.kernels.profile": ("plot", "save"),
 }
 _WHOLE = (HUGE, "0", "1000000000", "1000000000000")
 _NO_INTEGER = ("", "x", "1.5", "-1", "nan", "inf", SNOWMAN, NO_UTF8, "1,2", "-" + HUGE)
