@@ -102,7 +102,8 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
         "linear"     linear decay
 
     each down to final_fraction. "constant" is also known as trapezoid or WSD (warmup-stable-decay,
-    arXiv 2404.06395); a 1-sqrt cooldown (arXiv 2405.18392) would replace its `linear_schedule`.
+    arXiv 2404.06395). A 1-sqrt cooldown (arXiv 2405.18392) would be a new key whose default is
+    linear: workdirs resume with the meaning that "constant" has here.
     """
     c = config
     after_warmup = num_steps - c.warmup_steps

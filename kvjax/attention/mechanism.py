@@ -117,7 +117,7 @@ class Mechanism(nnx.Module):
 
     `raw` holds the activations that the mechanism computes once per token from the input (bases,
     latents); `keys_values` expands them, `encode` turns them into a cache entry. An array of `raw`
-    with the name of a field has that field's axes.
+    that has the name of a field must have its shape: over `sequence` it is sharded like the field.
     """
 
     config: MechanismConfig
@@ -127,7 +127,7 @@ class Mechanism(nnx.Module):
         raise NotImplementedError
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        """Returns k_BTKH, normed and rotated, and v_BTKHv; K divides the query heads."""
+        """Returns k_BTKH, normed and rotated, and v_BTKHv; both have `key_heads` heads."""
         raise NotImplementedError
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:

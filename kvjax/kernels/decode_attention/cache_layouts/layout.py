@@ -34,7 +34,7 @@ def pytree(cls):
 
 @pytree
 class PositionBias:
-    """A bias of logits by the position s of the key: sum_c weights[c] · encoding[s, c].
+    """A bias on the logits that depends on key position s alone: sum_c weights[c] · encoding[s, c].
 
     `encoding` is `kvjax.layers.sinusoid.encoding(s, C)`.
     """
@@ -81,7 +81,7 @@ class Tiles(Protocol):
     """Decode attention over one tile of the cache in plain JAX; the queries are prepared once.
 
     All arrays are float32 or wider. Queries have heads before tokens, [B, N, T, ...]; tiles have
-    tokens last, [B, K, H, s]: consecutive ones, from position `start` on.
+    s consecutive tokens on their last axis, [B, K, H, s], from position `start`.
     """
 
     expands: bool  # True if `logits` has temporaries as large as a tile
@@ -93,17 +93,17 @@ class Tiles(Protocol):
         """Returns logits [B, N, T, s], neither scaled nor masked."""
 
     def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        """Returns weighted sums over the tile, [B, N, T, width] each; all tiles' are added."""
+        """Returns weighted sums over the tile, [B, N, T, width] each; the caller adds tiles."""
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns the attention's output [B, N, T, Hv] from the sums over all tiles."""
+        """Returns the output [B, N, T, Hv] from the weighted means over all keys."""
 
 
 class DecodeInputs:
     """Inputs of decode attention besides the cache: queries, absorbed weights, flags.
 
-    A subclass is decorated with `pytree`. It declares `query` and `scale` again, and its other
-    inputs: arrays as leaves, anything else as `static()`.
+    A subclass is decorated with `pytree`, which uses the class's own annotations alone: it declares
+    `query` and `scale` again, then its other inputs (arrays as leaves, the rest as `static()`).
     """
 
     query: jax.Array  # [B, T, N, H]
@@ -112,7 +112,7 @@ class DecodeInputs:
     rope_base: rope.Base | None = None  # if cached keys are not rotated yet
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries [B, T, N, H], keys [B, S, K, H], values [B, S, K', Hv]: the definition.
+        """Returns q [B, T, N, H], k [B, S, K, H], v [B, S, K', Hv] of equivalent plain attention.
 
         K and K' divide N and may differ.
 

@@ -8,13 +8,15 @@ so
 `absorb_query` computes G = conj(q) B once per step, with channel pairs as complex numbers.
 `rank_space_queries` then computes w(t) for all positions of a tile by two matrix products: the
 tile's table of cosines and sines has a low rank P (57 of 128 for 512 tokens; `rope.basis`). A
-cached token costs 2 R P + 2 R FLOPs per head, instead of 2 R H to rebuild its key.
+cached token costs 2 R P + 2 R FLOPs per head, and a tile R H (3 + 2 P), instead of 2 R H per token
+to rebuild its key. The GPU kernel makes the basis for a whole split. The TPU kernel uses the full
+table, 2 R H: it saves no FLOPs, but all products are on the matrix unit.
 
 Tile sizes, each with its constraints beside it:
 
     plain JAX  TILE_KV in `cache_layouts/tiles.py`; `flops` below follows it
     TPU        MIN_TILE_KV, MAX_TILE_KV, MAX_SCORE_TILE in `tpu/attention.py`, or tuned.json
-    GPU        ROTATED_TILE_KV in `gpu/plans.py`
+    GPU        ROTATED_TILE_KV in `gpu/plans.py`, fixed at 64; the basis is of a split (`_SPLITS`)
 """
 
 import jax
@@ -26,7 +28,7 @@ from kvjax.layers import rope
 
 
 def rotates_query(queries: int, K: int) -> bool:
-    """Returns True if each KV head has one query, so that rotating it is cheaper than its keys."""
+    """Returns True if each KV head has one query, so that rotating it is cheaper than the keys."""
     return queries == K
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from kvjax.cache import stripes
 from kvjax.layers import rope
 
-# Tokens of a tile: the longest stripe of a cache that is split over chips, since no tile may cross
-# a stripe. The FLOPs of `rotating` follow. LRKV under RoPE, 16K tokens, 2 CPU cores: 29 to 38 ms
-# with tiles of up to 1,024 tokens, 66 ms with 64 (experiments/LOG.md).
+# Tokens of a tile. Equal to the longest stripe of a cache that is split over chips, so that a
+# stripe is one tile; `xla` takes the gcd of both there. The FLOPs of `rotating` follow. LRKV under
+# RoPE, 16K tokens, 2 CPU cores: 29 to 38 ms with tiles of up to 1,024 tokens, 66 ms with 64
+# (experiments/LOG.md).
 TILE_KV = stripes.MAX_STRIPE
 
 

@@ -46,7 +46,8 @@ def decode_attention(
     """See `api.decode_attention`: [B, 1, N, Hv] in float32.
 
     Args:
-      tile_kv: tokens of a tile, 64 or 128; None: the plan's, see TILE_KV in `plans`.
+      tile_kv: tokens of a tile, 64 or 128 (64 where queries are rotated); None: the plan's, see
+        TILE_KV in `plans`.
       split: tokens of a split, a multiple of `tile_kv`; None: from `tuned.json`, or enough
         splits to fill the GPU.
       slots: slabs of 64 channels by `tile_kv` tokens that a program's ring holds.

@@ -2,8 +2,10 @@
 
 A cache layout's kernel is a list of components (`operators`) on one pipeline (`pipeline`, which has
 the picture of grid, tiles and buffers). LRKV under RoPE rotates the query in rank space, tile by
-tile, instead of rebuilding keys (`operators.RotatingKeys`). Tile sizes are chosen here. Tests
-compile the kernels ahead of time for v4, v5e, v5p and v6e, and run them in the interpreter.
+tile (`operators.RotatingKeys`): a product with a constant table on the matrix unit, then R instead
+of H multiply-adds per key on the vector unit, where rebuilt keys would need H. Tile sizes are
+chosen here. Tests compile the kernels ahead of time for v4, v5e, v5p and v6e, and run them in the
+interpreter.
 """
 
 from collections.abc import Callable, Mapping
