@@ -1,1 +1,1 @@
-"""What is measured on this machine: time, memory, and exactness of a trained model."""
+"""Benchmarks: time, memory, and exactness of decoding from the cache."""

@@ -144,7 +144,7 @@ def _finish(axes: Axes) -> None:
 
 
 def parts(outcomes: Outcomes) -> Figure:
-    """Plots thin keys' Table 5: loss by rank of keys, queries, both and values, by SVD."""
+    """Plots thin keys' Table 5: perplexity increase by rank of keys, queries, both and values."""
     modes = [m for m in ("joint", "per_head") if losses(outcomes, f"key_{m}_weights")]
     figure = Figure(figsize=(1.6 + 4.4 * len(modes), 4.4), layout="constrained")
     title = f"{outcomes.title}: what can be of low rank"

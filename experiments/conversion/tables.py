@@ -1,4 +1,4 @@
-"""The conversion studies' tables, as thin keys' Tables 5, 6, 7 and 9, from saved results."""
+"""Tables of the conversion studies from saved results, like Tables 5, 6, 7 and 9 of thin keys."""
 
 from collections.abc import Iterable, Iterator
 import math
@@ -58,7 +58,7 @@ def _before(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _parts(outcomes: Outcomes) -> Iterator[Table]:
-    """Yields thin keys' Table 5, for each mode and objective that all parts have."""
+    """Yields thin keys' Table 5 per mode, for the objectives defined for all parts."""
     for mode, of_mode in _OF_MODE.items():
         for objective in ("weights", "inputs"):
             curves = {
@@ -95,7 +95,7 @@ def _objectives(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _savings(outcomes: Outcomes) -> Iterator[Table]:
-    """Yields thin keys' Table 6: the cache that keys alone save."""
+    """Yields thin keys' Table 6: the share of the cache saved by low-rank keys alone."""
     curve = outcomes.curve("key_per_head_outputs")
     if curve is None:
         return

@@ -306,7 +306,7 @@ def _encode(weights: dict, *, N: int) -> jax.Array:
     for i in range(_num_layers(weights, "encoder")):
         scope = f"encoder/layer_{i}"
         h_1SD = _norm(x_1SD, _norm_weights(weights, f"{scope}/self_attention/layer_norm"))
-        # Unmasked self-attention is attention to fixed keys and values.
+        # Without a mask, self-attention is cross-attention to the same frames.
         own = _to_frames(h_1SD[0], *_heads(weights, f"{scope}/self_attention/linear_0", N))
         own |= _out(weights, f"{scope}/self_attention/linear_1", N)
         x_1SD = x_1SD + _attend_to_frames(h_1SD, own)
@@ -328,7 +328,11 @@ def _convolve(x_BTF: jax.Array, weight: jax.Array, bias: jax.Array, *, stride: i
 
 
 def _to_frames(frames_SD: jax.Array, query: tuple, key: tuple, value: tuple) -> dict:
-    """Returns weights of `_attend_to_frames` from projections (weight [D, N, H], bias [N, H])."""
+    """Precomputes the frames' keys and values; returns the weights of `_attend_to_frames`.
+
+    Args:
+      query, key, value: projections (weight [D, N, H], bias [N, H]).
+    """
 
     def read(w, b):
         return jnp.einsum("SD,DNH->SNH", frames_SD, w) + b[None]

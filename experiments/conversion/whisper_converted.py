@@ -54,8 +54,7 @@ class Subject:
 
     @functools.cached_property
     def moments(self) -> list[np.ndarray]:
-        """Second moments [E, E] of each layer's self-attention inputs on training text; see
-        `moments`."""
+        """Second moments [E, E] of each layer's self-attention inputs on training text."""
         rows_RT = spread(self.training_RT, self.sizes.calibration_rows)
         with progress.waiting("calibrating"):
             return moments(self.whisper.params, self.mechanisms, rows_RT[:, :-1])
@@ -110,7 +109,7 @@ def convert(
     """Returns params with self-attention converted by each method in turn, mechanisms, and errors.
 
     Args:
-      moments: of each layer's inputs; None if every method has the objective "weights".
+      moments: per layer, second moments of its inputs; None where the objective is "weights".
     """
     new_layers, new_mechanisms, errors = [], [], []
     for block, mechanism, moment_EE in zip(params["layers"], mechanisms, moments, strict=True):
@@ -150,7 +149,7 @@ def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
 
 
 def tasks(subject: Subject) -> list[kept.Task]:
-    """Returns the records of perplexity by rank: the original's, and one per curve."""
+    """Returns the tasks that measure perplexity by rank: the original's, and one per curve."""
     settings = dataclasses.asdict(subject.sizes)
     seconds = _SECONDS * subject.sizes.validation_rows / 64
     c = subject.whisper.config

@@ -10,7 +10,7 @@ from kvjax.foundation.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A repository of other authors at a commit."""
+    """Owner and pinned commit of a repository in `PEERS`."""
 
     owner: str
     commit: str  # the first 7 digits

@@ -8,7 +8,7 @@ _CAPABILITIES_VERSION = 0x20080522
 
 
 def call(number: int, *args) -> int:
-    """Returns the result of a system call, by number.
+    """Invokes system call `number` and returns its result.
 
     Args:
       args: integers and pointers.
