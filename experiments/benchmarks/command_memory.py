@@ -176,6 +176,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse(arguments)
     one_of("--of", options.of, ("conversion", "analysis"))
     at_least("--layers", options.layers, 1)
+    if options.of == "conversion" and options.model:
+        raise UserError(f"--model={options.model}: is of --of=analysis alone")
     if not pathlib.Path("/proc/self/status").exists():
         raise UserError("/proc is not there: only Linux gives a process's anonymous memory")
     record.check(options.save)

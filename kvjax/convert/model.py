@@ -54,7 +54,7 @@ class LazyModel(Protocol):
         """Returns shape and dtype of every parameter, with a segment's layers as the first axis."""
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """Returns a parameter; of a segment, one layer's."""
+        """Returns a parameter; for a segment, the slice of its `layer`."""
 
 
 def open(source: str) -> LazyModel:

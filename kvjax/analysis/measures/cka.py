@@ -18,9 +18,9 @@ def linear_cka(features: Sequence[np.ndarray]) -> np.ndarray:
     Uses the unbiased estimate of HSIC (Song et al. 2012; for CKA: Nguyen et al. 2021), from Gram
     matrices without their diagonals. The plain estimate gives 0.5 for unrelated features with as
     many channels as tokens, and layers here are wider than texts are long. For unrelated features
-    this one is 0 on average, slightly below by chance.
+    the unbiased one is 0 on average, so that single values may be slightly negative.
 
-    Gram matrices are [T, T] if features are wider than that, else [D, D].
+    Products are of Gram matrices [T, T] if any D > T, else [D, D].
     """
     centred = [_centred(x_TD.astype(np.float64)) for x_TD in features]
     T = len(centred[0])

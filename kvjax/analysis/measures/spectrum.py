@@ -33,10 +33,10 @@ def cumulative(energy: np.ndarray) -> np.ndarray:
 
 
 def energy_rank(energy: np.ndarray, share: float) -> np.ndarray:
-    """Returns [...], the number of largest values that hold a share of each [..., R] spectrum.
+    """Returns the fewest largest values of each spectrum [..., R] whose sum reaches a share, [...].
 
     Logit spectra (arXiv 2604.04384), table 2, calls it the effective rank.
     """
     held = cumulative(energy)
-    enough = held >= share * (1 - 1e-12)  # a share of 1 is reached but for rounding
+    enough = held >= share * (1 - 1e-12)  # rounding may keep the sum below a share of 1
     return np.where(held[..., -1] > 0, enough.argmax(axis=-1) + 1, 0)

@@ -32,7 +32,7 @@ class ModelDiversity:
 
 
 def check(model: LazyModel) -> None:
-    """Raises a UserError for a layer with one head, or with heads that have no matrices."""
+    """Raises a UserError for a layer with one head, or whose heads have no matrix form."""
     for index, config in enumerate(model.transformer.mechanisms):
         try:
             diversity.check(config.query_heads)

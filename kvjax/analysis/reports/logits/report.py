@@ -1,4 +1,4 @@
-"""The report on logit spectra (arXiv 2604.04384): its tables, section 4.3, open questions."""
+"""The report on logit spectra: tables and section 4.3 of arXiv 2604.04384, and open questions."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Tables of the report on logit spectra with the paper's rows (arXiv 2604.04384), and its data."""
+"""Tables of the logit spectra report with the published rows (arXiv 2604.04384), and its JSON."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -19,8 +19,8 @@ PUBLISHED_RANKS = {
     "Qwen-3B": (128, (53, 70, 83, 104), (5, 11, 17, 40)),
     "Mistral-7B": (128, (50, 66, 80, 102), (5, 10, 17, 38)),
 }
-# Table 1, % of the energy in 1, 2, 5, 10, 20, 40 components: M, E. None and the labels of its first
-# two rows cannot be read in the text that is at hand; that they are 1 and 2 agrees with table 2.
+# Table 1, % of the energy in 1, 2, 5, 10, 20, 40 components: M, E. None is illegible in
+# our copy, as are the labels of the first two rows; that they are 1 and 2 agrees with table 2.
 PUBLISHED_SHARES = {
     "GPT-2": ((5, 10, 20, 33, 53, 81), (None, 90, 96, 98, 99, 100)),
     "LLaMA-1B": ((6, 12, 25, 42, 66, 92), (43, 63, 83, 93, 98, 100)),
