@@ -53,16 +53,16 @@ class OuterProductInputs(DecodeInputs):
 
 
 class _Tiles:
-    expands = False
+    expands = True  # the products of all ranks are as large as a tile
 
-    def __init__(self, o):
-        self.q_BTNH = o.query
+    def __init__(self, inputs):
+        self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
 
     def widths(self, cache):
         return (cache["value_factor"].shape[2],)
 
     def logits(self, tile, start):
-        inner = jnp.einsum("BTNH,BRHs->BNTRs", self.q_BTNH, tile["key_factor"])
+        inner = jnp.einsum("BNTH,BRHs->BNTRs", self.q_BNTH, tile["key_factor"])
         return jnp.einsum("BNTRs,BRNs->BNTs", inner, tile["key_head"])
 
     def weighted_sums(self, p_BNTs, tile):
@@ -78,11 +78,7 @@ class OuterProductConfig(MechanismConfig):
     rank: int  # of keys and values, R
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "none"  # none here
-    output_bias: bool = False  # on the output
-    norm_epsilon: float = 1e-6  # of a norm, were there one
-    absorbed = ()  # no weight is folded into the query
-    needs_angles = False  # without RoPE
+    qk_norm: str = "none"  # nothing is normed here
 
     def __post_init__(self):
         check_common(self, "rank", "value_dim")
