@@ -31,7 +31,7 @@ def _positions(config, on):
 
 @pytest.mark.parametrize("dtype", quick.only([jnp.bfloat16], [jnp.bfloat16, jnp.float32]))
 def test_shapes_and_dtypes_are_as_promised(make_mechanism, mechanism_name, dtype):
-    """Of queries, expanded keys and values, and the entry."""
+    """Checks queries, expanded keys and values, and the cache entry."""
     for qk_norm in QK_NORMS:
         config = make_mechanism(mechanism_name, qk_norm=qk_norm)
         graph, weights = nnx.split(nnx.eval_shape(lambda c=config: c.build(D, rngs=nnx.Rngs(0))))

@@ -10,7 +10,7 @@ so
 tile's table of cosines and sines has a low rank P (57 of 128 for 512 tokens; `rope.basis`). A
 cached token costs 2 R P + 2 R FLOPs per head, and a tile R H (3 + 2 P), instead of 2 R H per token
 to rebuild its key. The GPU kernel makes the basis for a whole split. The TPU kernel uses the full
-table, 2 R H: it saves no FLOPs, but all products are on the matrix unit.
+table, 2 R H: it saves no FLOPs, but does them on the matrix unit.
 
 Tile sizes, each with its constraints beside it:
 
