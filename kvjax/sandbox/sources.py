@@ -5,7 +5,7 @@ import importlib.util
 
 _PACKAGE = "kvjax.sandbox.inside"
 _EVERYWHERE = ("values", "channel", "candidate", "judge")
-_LOCKED_BY_THE_KERNEL = ("kernel", "limits", "landlock", "seccomp", "lock")
+_LOCKED_BY_THE_KERNEL = ("system_calls", "limits", "landlock", "seccomp", "lock")
 _LOAD = """
 import sys, types
 def load(name, text=""):

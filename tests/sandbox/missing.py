@@ -10,7 +10,7 @@ import struct
 import sys
 
 from kvjax.sandbox.inside import seccomp
-from kvjax.sandbox.inside.kernel import call, prctl
+from kvjax.sandbox.inside.system_calls import prctl, system_call
 
 PROCESSOR = seccomp.PROCESSORS.get(os.uname().machine)
 
@@ -25,7 +25,7 @@ def without(numbers: list[int]) -> None:
     buffer = ctypes.create_string_buffer(packed, len(packed))
     whole = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
     prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-    call(PROCESSOR.seccomp, 1, 0, ctypes.create_string_buffer(whole, len(whole)))
+    system_call(PROCESSOR.seccomp, 1, 0, ctypes.create_string_buffer(whole, len(whole)))
 
 
 if __name__ == "__main__":

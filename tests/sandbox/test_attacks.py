@@ -13,52 +13,6 @@ from kvjax.sandbox.layers import Layers
 from tests.sandbox import attacks, held, missing, nobody
 
 pytestmark = pytest.mark.skipif(missing.PROCESSOR is None, reason="attacks are of Linux")
-# Without layers these work for any user, on any Linux: they are attacks, and not mistakes in them.
-REAL = (
-    "write a file",
-    "append to a file",
-    "truncate a file",
-    "remove a file",
-    "remove a folder",
-    "rename a file",
-    "make a folder",
-    "write through a link",
-    "write through a link elsewhere",
-    "change the mode of a file",
-    "change the time of a file",
-    "read a secret",
-    "read the users",
-    "list a folder",
-    "read a device",
-    "write a device",
-    "list its descriptors",
-    "open its descriptors again",
-    "watch a folder",
-    "connect",
-    "send a datagram",
-    "connect by a path",
-    "connect by an abstract name",
-    "listen",
-    "talk to the kernel's network",
-    "pass descriptors",
-    "start a program",
-    "start a shell",
-    "spawn",
-    "signal its parent",
-    "signal the process that judges",
-    "signal its group",
-    "have its pipe signal the process that judges",
-    "read the environment of the process that judges",
-    "list processes",
-    "choose its cores",
-    "be preferred",
-    "another filter",
-    "outlive its parent",
-    "open for writing by number",
-    "create by number",
-    "a signal with a value",
-    "a timer",
-)
 
 
 def through(*rows):
@@ -109,10 +63,10 @@ def test_every_attack_is_held_where_there_are_no_namespaces():
 
 @pytest.mark.slow
 def test_attacks_work_where_there_are_no_layers():
-    programs = {name: attacks.BREACHES[name] for name in REAL}
+    programs = {name: attacks.BREACHES[name] for name in attacks.REAL}
     found = held.try_all(Box(Layers(), held.LIMITS), programs)
-    assert set(REAL) <= set(found)
-    assert found[len(REAL) :], "what they did outside is not seen"
+    assert set(attacks.REAL) <= set(found)
+    assert found[len(attacks.REAL) :], "what they did outside is not seen"
 
 
 OPEN = """
@@ -166,3 +120,18 @@ def test_webassembly_does_where_the_kernel_does_not():
     except sandbox.SandboxError as error:
         pytest.skip(str(error))
     assert opened("seccomp,landlock", "auto").startswith("('rlimits', 'wasm (wasmtime")
+
+
+FORGED = (
+    *("leave", "leave at once", "leave in the call", "leave in the call at once"),
+    *("equal to everything", "reads the expected value from its caller"),
+)
+
+
+def test_forgeries_pass_where_program_and_test_share_an_interpreter():
+    """Compares exit statuses with a right and a wrong program's."""
+    once = "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)\n"
+    programs = ["def add(a, b): return a + b", *map(attacks.FORGERIES.get, FORGED), ""]
+    codes = [[sys.executable, "-I", "-c", f"{program}\n{once}"] for program in programs]
+    statuses = [subprocess.run(code, stderr=subprocess.DEVNULL).returncode for code in codes]
+    assert [status == 0 for status in statuses] == [True] * (len(FORGED) + 1) + [False]

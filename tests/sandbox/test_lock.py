@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from kvjax.sandbox.inside import kernel, landlock, limits, lock
+from kvjax.sandbox.inside import landlock, limits, lock, system_calls
 
 # By version of Landlock: rights of files that are taken, of the network, scopes, bytes of these.
 RULESETS = {
@@ -52,7 +52,7 @@ def test_landlock_takes_every_right_that_its_version_knows(monkeypatch, tmp_path
                 said.append((number, args[0] == ruleset, *args[1:]))
             return 0
 
-        monkeypatch.setattr(landlock, "call", call)
+        monkeypatch.setattr(landlock, "system_call", call)
         assert landlock.restrict([str(tmp_path), str(tmp_path / "file")]) == version
         assert said == [
             (444, None, 0, 1),
@@ -123,12 +123,12 @@ def test_system_calls_have_their_arguments_and_their_errors(monkeypatch):
 
             return call
 
-    monkeypatch.setattr(kernel, "_LIBRARY", Library())
-    assert kernel.call(444, 1 << 40, ctypes.c_int(7)) == 0
-    kernel.prctl(38, 1)
-    kernel.drop_capabilities()
+    monkeypatch.setattr(system_calls, "_LIBRARY", Library())
+    assert system_calls.system_call(444, 1 << 40, ctypes.c_int(7)) == 0
+    system_calls.prctl(38, 1)
+    system_calls.drop_capabilities()
     with pytest.raises(OSError, match="Operation not permitted") as error:
-        kernel.prctl(4, 0)
+        system_calls.prctl(4, 0)
     assert error.value.errno == errno.EPERM
     assert said == [
         ("syscall", 444, 1 << 40, 7),

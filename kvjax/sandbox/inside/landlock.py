@@ -5,7 +5,7 @@ import ctypes
 import os
 import stat
 
-from kvjax.sandbox.inside.kernel import call
+from kvjax.sandbox.inside.system_calls import system_call
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every architecture
 _VERSION = 1
@@ -35,7 +35,7 @@ def restrict(readable: Sequence[str]) -> int:
     Raises:
       OSError: there is no Landlock (ENOSYS, EOPNOTSUPP), or a path cannot be opened.
     """
-    version = call(_CREATE_RULESET, None, 0, _VERSION)
+    version = system_call(_CREATE_RULESET, None, 0, _VERSION)
     rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     rules = _Ruleset(
         files=(1 << rights) - 1,
@@ -43,14 +43,14 @@ def restrict(readable: Sequence[str]) -> int:
         scope=_SCOPE if version >= 6 else 0,
     )
     size = 8 if version < 4 else 16 if version < 6 else 24  # of the struct in that version
-    ruleset = call(_CREATE_RULESET, ctypes.byref(rules), size, 0)
+    ruleset = system_call(_CREATE_RULESET, ctypes.byref(rules), size, 0)
     for path in readable:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
         folder = stat.S_ISDIR(os.fstat(opened).st_mode)
         allowed = _READ_FILE | (_READ_DIRECTORY if folder else 0)  # a file gives EINVAL with both
         rule = _PathBeneath(allowed=allowed, parent=opened)
-        call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+        system_call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
         os.close(opened)
-    call(_RESTRICT_SELF, ruleset, 0)
+    system_call(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
     return version

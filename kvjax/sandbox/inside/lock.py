@@ -5,7 +5,7 @@ import signal
 import sys
 
 from kvjax.sandbox.inside import landlock, limits, seccomp
-from kvjax.sandbox.inside.kernel import drop_capabilities, prctl
+from kvjax.sandbox.inside.system_calls import drop_capabilities, prctl
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 

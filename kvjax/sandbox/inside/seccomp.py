@@ -12,7 +12,7 @@ import errno
 import os
 import struct
 
-from kvjax.sandbox.inside.kernel import call
+from kvjax.sandbox.inside.system_calls import system_call
 
 # Number on x86-64 and on aarch64; None if the architecture lacks the call.
 CALLS = {
@@ -121,7 +121,7 @@ def restrict() -> int:
     buffer = ctypes.create_string_buffer(code, len(code))
     pointer = ctypes.c_void_p(ctypes.addressof(buffer))
     whole = struct.pack("HxxxxxxP", len(code) // 8, pointer.value)  # struct sock_fprog
-    call(processor.seccomp, 1, 0, ctypes.create_string_buffer(whole, len(whole)))
+    system_call(processor.seccomp, 1, 0, ctypes.create_string_buffer(whole, len(whole)))
     return 1
 
 

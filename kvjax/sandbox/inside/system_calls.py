@@ -7,7 +7,7 @@ _LIBRARY = ctypes.CDLL(None, use_errno=True)
 _CAPABILITIES_VERSION = 0x20080522
 
 
-def call(number: int, *args) -> int:
+def system_call(number: int, *args) -> int:
     """Invokes system call `number` and returns its result.
 
     Args:
