@@ -66,7 +66,8 @@ def _table(text: str) -> dict[str, str]:
     return {name: _program(textwrap.dedent(code.lstrip(" ")).strip("\n")) for name, code in rows}
 
 
-_, *_tables = re.split(r"^#.*\n", pathlib.Path(__file__).with_suffix(".txt").read_text(), flags=re.M)
+_text = pathlib.Path(__file__).with_suffix(".txt").read_text()
+_, *_tables = re.split(r"^#.*\n", _text, flags=re.MULTILINE)
 _breaches, FORGERIES, SIEGES = map(_table, _tables)
 BREACHES = {name.lstrip("*"): _breach(code) for name, code in _breaches.items()}
 # Without layers these work for any user, on any Linux: they are attacks, and not mistakes in them.
