@@ -1,6 +1,7 @@
 """Fixtures of all tests, and JAX as they have it: mechanisms, weights, runs, buckets."""
 
 import ctypes
+import dataclasses
 import gc
 import os
 
@@ -16,7 +17,7 @@ import pytest
 from kvjax.foundation import runtime
 from tests import quick
 from tests.buckets import Buckets
-from tests.mechanisms import FAMILIES, MECHANISMS, WITHOUT_VALUE_DIM, random_values
+from tests.mechanisms import FAMILIES, MECHANISMS, random_values
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 for _key, _value in quick.compilation_cache().items():
@@ -44,8 +45,9 @@ def make_mechanism():
 
     def make(name, **keys):
         cls, own = MECHANISMS[name]
-        dims = dict(key_dim=8) if name in WITHOUT_VALUE_DIM else dict(key_dim=8, value_dim=8)
-        return cls(**(dict(num_heads=4) | dims | own | keys))
+        known = {field.name for field in dataclasses.fields(cls)}
+        sizes = dict(num_heads=4) | dict.fromkeys({"key_dim", "value_dim"} & known, 8)
+        return cls(**(sizes | own | keys))
 
     return make
 

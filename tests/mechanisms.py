@@ -90,7 +90,6 @@ MECHANISMS = {
 _CLASSES = {MECHANISMS[name][0] for name in quick.KINDS}
 _FIRST = {cls: name for name, (cls, _) in reversed(MECHANISMS.items())}
 ALL_KINDS = ("lrkv", *quick.KINDS, *(n for cls, n in _FIRST.items() if cls not in _CLASSES))
-WITHOUT_VALUE_DIM = ("gta", "shared_kv", "mfa_kr")  # values have a key's channels
 FAMILIES = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 
 

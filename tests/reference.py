@@ -290,11 +290,11 @@ def attention_maps(config, w, x_BTD, positions_T, base):
     The "+" of projection sharing (section 2.2): P [T, S, m] is a fixed 2-D encoding; the map is
     broadcast over m channels, added to P, and mapped back by a 1x1 convolution, w/m.
     """
-    own_dim = config.query_dim if isinstance(config, MLAConfig) else config.key_dim
     m = getattr(config, "position_channels", 0)
     slopes = iter(alibi_slopes(config.num_heads))
     for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
-        z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(own_dim)
+        copies = 2 if getattr(config, "splits_rope", False) else 1  # rotated, and not
+        z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(q.shape[-1] / copies)
         if getattr(config, "alibi", False):
             z_BTS = z_BTS - next(slopes) * (positions_T[:, None] - positions_T[None])
         if m:

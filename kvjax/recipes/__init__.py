@@ -13,6 +13,7 @@ from kvjax.recipes.mechanisms import (
     grouped,
     gta,
     lrkv,
+    mechanism,
     mfa,
     mfa_kr,
     mha,

@@ -1,30 +1,30 @@
-"""Attention sections of configs: one function per mechanism, from heads, ranks and widths."""
+"""Attention sections of configs: `mechanism` takes any kind, the others name one."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
-from kvjax.attention import (
-    FactoredConfig,
-    GLAConfig,
-    GroupedConfig,
-    GTAConfig,
-    MFAKRConfig,
-    MLAConfig,
-    MLALRKVConfig,
-    MLRAConfig,
-    PaperMLAConfig,
-    SharedKVConfig,
-    TPAConfig,
-)
+from kvjax.attention import MECHANISMS
 from kvjax.foundation.errors import UserError
 
 HEAD_DIM = 128
 
 
+def mechanism(kind: str, num_heads: int, *, dim: int = HEAD_DIM, **keys) -> dict:
+    """Returns the section of a kind of `attention.MECHANISMS`.
+
+    Args:
+      dim: channels of keys and values.
+      keys: other keys of the mechanism's config.
+    """
+    cls = MECHANISMS[kind]
+    dims = {"key_dim", "value_dim"} & {field.name for field in fields(cls)}
+    config = cls(num_heads=num_heads, **dict.fromkeys(dims, dim) | keys)
+    return dict(kind=kind) | asdict(config)
+
+
 def grouped(num_heads: int, *, kv_heads: int, bases: int, rank: int, dim: int = HEAD_DIM) -> dict:
     """Any member of `attention/grouped.py`: N query heads, K KV heads, J bases, rank R, H = Hv."""
-    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_bases=bases, rank=rank)
-    config = GroupedConfig(**shape, key_dim=dim, value_dim=dim)
-    return dict(kind="grouped", layer_ranks=()) | asdict(config)
+    shape = dict(num_kv_heads=kv_heads, num_bases=bases, rank=rank)
+    return mechanism("grouped", num_heads, dim=dim, **shape) | dict(layer_ranks=())
 
 
 def mha(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
@@ -69,8 +69,7 @@ def projection_sharing(
 
 def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int = HEAD_DIM) -> dict:
     """DeepSeek-V2's MLA: a shared latent, and one shared RoPE key of rope_dim channels."""
-    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    return dict(kind="mla") | asdict(MLAConfig(**shape, rope_key_dim=rope_dim))
+    return mechanism("mla", num_heads, dim=dim, latent_dim=latent, rope_key_dim=rope_dim)
 
 
 def mla_lrkv(
@@ -82,15 +81,13 @@ def mla_lrkv(
     dim: int = HEAD_DIM,
 ) -> dict:
     """LRKV over MLA: a latent shared by all heads, and residuals of `rank` per head."""
-    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    config = MLALRKVConfig(**shape, rope_key_dim=rope_dim, rank=rank)
-    return dict(kind="mla_lrkv") | asdict(config)
+    shape = dict(latent_dim=latent, rope_key_dim=rope_dim, rank=rank)
+    return mechanism("mla_lrkv", num_heads, dim=dim, **shape)
 
 
 def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
     """MLA as the LRKV paper counts it: no RoPE key; keys are rebuilt from the latent."""
-    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    return dict(kind="mla_paper") | asdict(PaperMLAConfig(**shape))
+    return mechanism("mla_paper", num_heads, dim=dim, latent_dim=latent)
 
 
 def factored(
@@ -103,10 +100,9 @@ def factored(
     dim: int = HEAD_DIM,
 ) -> dict:
     """Low-rank keys from J latents, without a base; low-rank values too if value_rank > 0."""
-    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_latents=latents)
+    shape = dict(num_kv_heads=kv_heads, num_latents=latents)
     shape |= dict(key_rank=key_rank, value_rank=value_rank)
-    config = FactoredConfig(**shape, key_dim=dim, value_dim=dim)
-    return dict(kind="factored", layer_ranks=()) | asdict(config)
+    return mechanism("factored", num_heads, dim=dim, **shape) | dict(layer_ranks=())
 
 
 def without_qk_norm(attention: dict, *, bias: bool = False) -> dict:
@@ -124,8 +120,8 @@ def mfa(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -
 
 def mfa_kr(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -> dict:
     """MFA with keys reused as values."""
-    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, query_rank=query_rank)
-    return dict(kind="mfa_kr") | asdict(MFAKRConfig(**shape))
+    shape = dict(num_kv_heads=kv_heads, query_rank=query_rank)
+    return mechanism("mfa_kr", num_heads, dim=dim, **shape)
 
 
 def gla(
@@ -138,9 +134,9 @@ def gla(
     dim: int = HEAD_DIM,
 ) -> dict:
     """Grouped latent attention: several latents, and one RoPE key of rope_dim channels."""
-    shape = dict(num_heads=num_heads, num_latents=latents, latent_dim=latent, key_dim=dim)
-    shape |= dict(value_dim=dim, rope_key_dim=rope_dim, query_rank=query_rank)
-    return dict(kind="gla") | asdict(GLAConfig(**shape))
+    shape = dict(num_latents=latents, latent_dim=latent)
+    shape |= dict(rope_key_dim=rope_dim, query_rank=query_rank)
+    return mechanism("gla", num_heads, dim=dim, **shape)
 
 
 def mlra(
@@ -155,17 +151,16 @@ def mlra(
     """Multi-head low-rank attention over four latents; 2 branches are MLRA-2, 4 are MLRA-4."""
     if branches not in (1, 2, 4):
         raise UserError(f"branches = {branches}: must be 1, 2 or 4 (they share four latents)")
-    shape = dict(num_heads=num_heads, num_branches=branches, num_latents=4 // branches)
-    shape |= dict(latent_dim=latent, key_dim=dim, value_dim=dim)
-    config = MLRAConfig(**shape, rope_key_dim=rope_dim, query_rank=query_rank)
-    return dict(kind="mlra") | asdict(config)
+    shape = dict(num_branches=branches, num_latents=4 // branches, latent_dim=latent)
+    shape |= dict(rope_key_dim=rope_dim, query_rank=query_rank)
+    return mechanism("mlra", num_heads, dim=dim, **shape)
 
 
 def gta(num_heads: int, *, kv_heads: int, dim: int = HEAD_DIM, rope_dim: int | None = None) -> dict:
     """Grouped-tied attention; by default half of a key's channels are rotated."""
     rope_dim = dim // 2 if rope_dim is None else rope_dim
-    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, rope_key_dim=rope_dim)
-    return dict(kind="gta") | asdict(GTAConfig(**shape))
+    shape = dict(num_kv_heads=kv_heads, rope_key_dim=rope_dim)
+    return mechanism("gta", num_heads, dim=dim, **shape)
 
 
 def shared_kv(
@@ -177,8 +172,8 @@ def shared_kv(
     query_rank: int = 0,
 ) -> dict:
     """Shared KV: one vector is key and value; its last rope_dim channels are rotated."""
-    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, rope_key_dim=rope_dim)
-    return dict(kind="shared_kv") | asdict(SharedKVConfig(**shape, query_rank=query_rank))
+    shape = dict(num_kv_heads=kv_heads, rope_key_dim=rope_dim, query_rank=query_rank)
+    return mechanism("shared_kv", num_heads, dim=dim, **shape)
 
 
 def tpa(
@@ -190,6 +185,5 @@ def tpa(
     dim: int = HEAD_DIM,
 ) -> dict:
     """Tensor product attention; query_factors = 0 is "KV-only"."""
-    shape = dict(num_heads=num_heads, key_rank=key_rank, value_rank=value_rank)
-    config = TPAConfig(**shape, query_factors=query_factors, key_dim=dim, value_dim=dim)
-    return dict(kind="tpa") | asdict(config)
+    shape = dict(key_rank=key_rank, value_rank=value_rank, query_factors=query_factors)
+    return mechanism("tpa", num_heads, dim=dim, **shape)

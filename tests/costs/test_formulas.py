@@ -16,12 +16,11 @@ from kvjax.costs import formulas
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
-from kvjax.model.config import BlockConfig, TransformerConfig, has_alibi
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.loss import mean_loss
 from kvjax.model.transformer import Compute, Transformer
-from tests import golden, quick
-from tests.mechanisms import MECHANISMS as MADE
+from tests import quick
 
 H, V = 128, 65_536
 SCALES = {"128m": 12, "2p5b": 36, "6p3b": 50}
@@ -288,27 +287,6 @@ def test_decode_attention_flops_against_xla(name):
     if "key_scale" in cache.layers[0]:  # of the new key, counted with the projections here
         once -= mechanism.num_kv_heads * mechanism.key_dim * (2 * mechanism.rank + 3)
     assert 0.98 < counted / (B * (once + S * each + 4 * N * S)) < 1.02
-
-
-def test_figures_of_every_mechanism(make_mechanism):
-    """FLOPs of decoding, once and for each key, with RoPE and without; and a whole model's costs.
-
-    Those that XLA counts agree with it (above); here they are all, as they were.
-    """
-    lines = []
-    for name in MADE:
-        mechanism = make_mechanism(name)
-        for base in (10_000.0, None):
-            once, each = mechanism.decode_flops(base)
-            lines.append(f"{name}, base {base}: {once:,} and {each:,} for each key")
-        positions = "none" if has_alibi(mechanism) else "rope"
-        block = BlockConfig(num_layers=2, d_model=64, mlp_dim=128, positions=positions)
-        model = TransformerConfig(block=block, mechanisms=(mechanism,) * 2, vocab_size=512)
-        parts = ", ".join(f"{part} {count:,}" for part, count in formulas.parameters(model).items())
-        size = formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16))
-        flops = formulas.training_flops_per_token(model, 256)
-        lines.append(f"{name}: {parts}; {size:,} bytes; {flops:,.0f} FLOPs to train")
-    golden.check_text("\n".join(lines), "costs/mechanisms", rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def run(monkeypatch, tmp_path, capsys):
 def test_every_config_is_there_and_has_mhas_parameters():
     names = (*small_caches.OWN, *small_caches.NARROW, *small_caches.WIDE)
     rivals = command_line.configs_of(small_caches.CONFIGS / "rivals.py")
-    assert {path.name.partition(":")[2] for path in rivals if path.name.endswith("_tiny")} == {
-        f"{name}_tiny" for name in (*small_caches.NARROW, *small_caches.WIDE)
+    assert {f"{name}_tiny" for name in (*small_caches.NARROW, *small_caches.WIDE)} <= {
+        path.name.partition(":")[2] for path in rivals
     }
     runs = small_caches.runs_of(names, 1, 8)
     counts = {small_caches.formulas.parameters(r.experiment.model)["total"] for r in runs}

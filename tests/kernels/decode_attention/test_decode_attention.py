@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ from kvjax.kernels.decode_attention.shapes import OURS, RIVALS, SHAPES, abstract
 from kvjax.layers import rope
 from tests import quick
 from tests.kernels.decode_attention import agreement
+from tests.mechanisms import MECHANISMS
 
 B, S, H, HV, R, C, P = 3, 40, 8, 6, 3, 10, 4
 BASE = 100.0
@@ -253,8 +255,18 @@ def _abstract(name, S):
     return inputs, {field: of(array) for field, array in cache.items()}
 
 
-def test_every_class_of_operands_is_tested(x64):
+def test_every_cache_layout_is_tested(x64, make_mechanism):
+    """By VARIANTS, or by a mechanism, for which tests/attention/test_law.py compares both."""
     built = {type(_build(name, 1)[0]) for name in VARIANTS}
+    for name in MECHANISMS:
+        config = make_mechanism(name)
+
+        def inputs(config=config):
+            positions = rope.positions(np.zeros((1, 1), np.int32), config.rope_dim, BASE)
+            module = config.build(16, rngs=nnx.Rngs(0))
+            return module.decode_inputs(module.project(jnp.zeros((1, 1, 16)), positions)[0], BASE)
+
+        built.add(type(jax.eval_shape(inputs)))
     assert built == {
         c for c in cache_layouts.DecodeInputs.__subclasses__() if c.__module__.startswith("kvjax.")
     }
