@@ -112,10 +112,10 @@ def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: Base) -> Rotary
 
 @functools.cache
 def basis(dim: int, base: Base, length: int, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Factors the table [cos t·theta; sin t·theta], t < length, as [H, P] times [P, length].
+    """Factors the table [cos t·theta; sin t·theta], t < length, as [H, E] times [E, length].
 
     Pairs of low frequency rotate little within `length` tokens, so the table has low numerical
-    rank P. For H = 128 and base 10,000, P is 57 for 512 tokens and 76 for 2,048, at tolerance 1e-8.
+    rank E. For H = 128 and base 10,000, E is 57 for 512 tokens and 76 for 2,048, at tolerance 1e-8.
 
     Args:
       tolerance: singular values below this times the largest are dropped.

@@ -37,11 +37,11 @@ def _rivals(N: int, *, groups: int, latent: int, wide: tuple[int, int]) -> dict[
     """
     heads, dim = wide
     return dict(
-        gla=LatentSizes(N=N, C=latent // 2, G=2),
-        mlra2=LatentSizes(N=2 * N, C=latent // 4, G=4),
-        mlra4=LatentSizes(N=4 * N, C=latent // 4, G=4),
-        gta=LatentSizes(N=N, C=128, G=groups, key_channels=64, Hv=0),
-        shared_kv=LatentSizes(N=heads, C=dim, G=2, P=0, Hv=0),
+        gla=LatentSizes(N=N, C=latent // 2, J=2),
+        mlra2=LatentSizes(N=2 * N, C=latent // 4, J=4),
+        mlra4=LatentSizes(N=4 * N, C=latent // 4, J=4),
+        gta=LatentSizes(N=N, C=128, J=groups, key_channels=64, Hv=0),
+        shared_kv=LatentSizes(N=heads, C=dim, J=2, P=0, Hv=0),
         mfa=GroupedSizes(N=heads, K=1, H=dim, Hv=dim),
     )
 

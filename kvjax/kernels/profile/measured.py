@@ -18,7 +18,7 @@ from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.profile import contenders, side_by_side, timing
 from kvjax.kernels.profile.contenders import LIBRARIES
 
-TILES = (256, 512, 1024, 2048, 4096)  # for implementations whose module has no CANDIDATES
+TILES = (256, 512, 1024, 2048, 4096)  # for implementations whose module has no `candidates`
 NOTHING_FASTER = "nothing is faster than the default tile sizes"
 NO_MHA = "MHA does not fit beside it"
 _MEMORY = 0.85  # share of the device's memory for caches
@@ -280,18 +280,19 @@ def _too_large(need: float, left: float, owner: str = "") -> str:
     return f"{owner}{need / 1e9:.1f} GB do not fit: {left / 1e9:.1f} GB are left"
 
 
-def candidates(implementation: str) -> list[dict[str, int]]:
+def candidates(implementation: str, inputs, cache) -> list[dict[str, int]]:
     """Returns the tile sizes to try, the implementation's defaults first; empty if it takes none.
 
-    An implementation's module may define CANDIDATES, such as {"tile_kv": (256, 512)}.
+    An implementation's module may define `candidates(inputs, cache)`, with the values of each
+    parameter.
     """
     function = IMPLEMENTATIONS[implementation]
     module = importlib.import_module(function.__module__)
-    own = getattr(module, "decode_attention", function)
-    takes = inspect.signature(getattr(module, "attend_with_lse", own)).parameters
-    grid = getattr(module, "CANDIDATES", dict(tile_kv=TILES))
-    grid = {name: values for name, values in grid.items() if name in takes}
-    if not grid:
+    if hasattr(module, "candidates"):
+        grid = module.candidates(inputs, cache)
+    elif "tile_kv" in inspect.signature(function).parameters:
+        grid = dict(tile_kv=TILES)
+    else:
         return []
     tried = (dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
     return [{}, *tried]
@@ -301,19 +302,23 @@ def tune(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
     """Saves the fastest tile sizes of our implementations, for each shape; returns a row each."""
     rows = []
     kind = tuning.current_device_kind()
-    ours = [name for name in run.implementations if name in IMPLEMENTATIONS and candidates(name)]
+    ours = [name for name in run.implementations if name in IMPLEMENTATIONS]
     copy, copy_bytes = timing.copy(target=run.target)
     for batch, length in run.points:
         bandwidth, memory = _bandwidth(copy, copy_bytes), _MEMORY * timing.memory_bytes()
         setups = {m: _setup(run, m, batch, length, bandwidth) for m in run.mechanisms}
         needs = {m: _ring_bytes(run, m, batch, length) for m in run.mechanisms}
+        tried = {
+            (m, name): candidates(name, *setup.abstract[:2])
+            for m, setup in setups.items()
+            if needs[m] <= memory
+            for name in ours
+        }
         programs = side_by_side.compiled(
             {
-                (m, name, i): functools.partial(contenders.lower, name, setup, **parameters)
-                for m, setup in setups.items()
-                if needs[m] <= memory
-                for name in ours
-                for i, parameters in enumerate(candidates(name))
+                (m, name, i): functools.partial(contenders.lower, name, setups[m], **parameters)
+                for (m, name), grid in tried.items()
+                for i, parameters in enumerate(grid)
             }
         )
         for mechanism, setup in setups.items():
@@ -322,10 +327,10 @@ def tune(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
                 rows.append(_names(mechanism, "", batch, length) | dict(why=problem))
                 on_row(rows[-1])
                 continue
-            for name in ours:
-                names = _names(mechanism, name, batch, length)
-                tried = [(p, programs[mechanism, name, i]) for i, p in enumerate(candidates(name))]
-                rows.append(names | _tuned(problem, name, tried, run, kind))
+            for name in filter(lambda name: tried[mechanism, name], ours):
+                names, grid = _names(mechanism, name, batch, length), tried[mechanism, name]
+                compiled = [(p, programs[mechanism, name, i]) for i, p in enumerate(grid)]
+                rows.append(names | _tuned(problem, name, compiled, run, kind))
                 on_row(rows[-1])
             del problem  # freed before the next one is drawn
     return rows

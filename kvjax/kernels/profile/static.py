@@ -54,7 +54,12 @@ def tune_tpu(options: argparse.Namespace) -> list[dict]:
     chip, rows = tpu_static.CHIPS[options.device], []
     for mechanism in options.mechanisms:
         costs, why = {}, ""
-        for sizes in measured.candidates("tpu"):
+        shape = shapes.SHAPES[options.model][mechanism]
+        smallest = dict(
+            batch=1, length=min(length for _, length in options.points), dtype=tpu_static.DTYPE
+        )
+        arguments = shapes.abstract(shape, **smallest)
+        for sizes in measured.candidates("tpu", *arguments):
             try:
                 cost = tpu_static.per_token(chip, options.model, mechanism, **sizes)
                 costs[tuple(sizes.items())] = cost.bundles
@@ -68,11 +73,7 @@ def tune_tpu(options: argparse.Namespace) -> list[dict]:
         if not best:
             rows.append(dict(mechanism=mechanism, why=measured.NOTHING_FASTER) | facts)
             continue
-        shape = shapes.SHAPES[options.model][mechanism]
-        smallest = dict(
-            batch=1, length=min(length for _, length in options.points), dtype=tpu_static.DTYPE
-        )
-        key = tuning.key("tpu", *shapes.abstract(shape, **smallest))
+        key = tuning.key("tpu", *arguments)
         tuning.save(key, _TPU_KINDS[chip.name], dict(best), source="static", **facts)
         rows.append(dict(mechanism=mechanism, key=key, parameters=dict(best)) | facts)
     return rows

@@ -116,12 +116,12 @@ def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=Fa
     """Computes `jax.nn.dot_product_attention` in float64 throughout."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    z_BKGTS = scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+    q_BTKrH = q_BTNH.reshape(B, T, K, N // K, H)
+    z_BKrTS = scale * jnp.einsum("BTKrH,BSKH->BKrTS", q_BTKrH, k_BSKH)
     if is_causal:
         lower = jnp.tril(jnp.ones((T, S), bool))[None, None]
         mask = lower if mask is None else mask & lower
     if mask is not None:
-        z_BKGTS = jnp.where(mask[:, :, None], z_BKGTS, -jnp.inf)
-    o_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", jax.nn.softmax(z_BKGTS, axis=-1), v_BSKV)
-    return o_BTKGV.reshape(B, T, N, -1)
+        z_BKrTS = jnp.where(mask[:, :, None], z_BKrTS, -jnp.inf)
+    o_BTKrV = jnp.einsum("BKrTS,BSKV->BTKrV", jax.nn.softmax(z_BKrTS, axis=-1), v_BSKV)
+    return o_BTKrV.reshape(B, T, N, -1)

@@ -123,14 +123,14 @@ class _Draw:
         return cache_layouts.TiedInputs(**own, **self.common(bias)), cache
 
     def latent(self, N, latents=(), key_channels=None, up=True, rope=True):
-        G = math.prod(latents)
+        J = math.prod(latents)
         cache = dict(latent=self.cached(*latents, C)) | (
             dict(rope_key=self.cached(P)) if rope else {}
         )
         own = dict(
             query=self.query(N, key_channels or C), rope_query=self.query(N, P) if rope else None
         )
-        own["up_value"] = self.normal(G, C, N // G, self.Hv) if up else None
+        own["up_value"] = self.normal(J, C, N // J, self.Hv) if up else None
         return cache_layouts.LatentInputs(**own, scale=0.3), cache
 
     def latent_residual(self, N):
@@ -220,7 +220,7 @@ def test_shapes_of_real_models():
         shared_kv=(10, 0, 16_640),
         mfa=(10, 0, 16_640),
     )
-    assert (SHAPES["d12"]["mfa"].N, SHAPES["d12"]["gta"].G, SHAPES["d12"]["gqa"].K) == (8, 2, 3)
+    assert (SHAPES["d12"]["mfa"].N, SHAPES["d12"]["gta"].J, SHAPES["d12"]["gqa"].K) == (8, 2, 3)
     for shape in (shape for of in SHAPES.values() for shape in of.values()):
         inputs, cache = abstract(shape, batch=2, length=16, dtype=jnp.float32)
         o = jax.eval_shape(reference.decode_attention, inputs, cache, jnp.zeros(2, jnp.int32))

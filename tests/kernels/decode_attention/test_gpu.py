@@ -45,7 +45,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
     [
         (GroupedSizes(N=6, K=2, H=64, Hv=192), (63, 128, 255), dict(tile_kv=64, split=128)),
         (LatentSizes(N=3, C=128), (255,), dict(split=128, slots=3)),
-        (LatentSizes(N=4, C=128, G=2, key_channels=64, Hv=0), (200,), dict()),  # GTA
+        (LatentSizes(N=4, C=128, J=2, key_channels=64, Hv=0), (200,), dict()),  # GTA
         (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=2)),
         (NO_ROPE, (200,), dict(split=128)),
         *(
@@ -55,7 +55,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
                 (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
                 (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
                 (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
-                (LatentSizes(N=4, C=128, G=2, P=0, Hv=0), (255,), dict(slots=3)),  # held whole
+                (LatentSizes(N=4, C=128, J=2, P=0, Hv=0), (255,), dict(slots=3)),  # held whole
                 (GroupedSizes(N=4, K=2), (255, 130), dict()),  # the defaults: one split
                 (
                     GroupedSizes(N=4, K=4, H=32),
@@ -70,7 +70,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
                     dict(tile_kv=64),
                 ),
                 (LatentSizes(N=9, C=64), (130,), dict(tile_kv=128)),
-                (LatentSizes(N=6, C=128, G=2), (130,), dict(split=128)),  # GLA
+                (LatentSizes(N=6, C=128, J=2), (130,), dict(split=128)),  # GLA
                 (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=3)),
             )
         ),

@@ -60,7 +60,7 @@ def _components(delay_values):
         shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
         return [
             Component(own, operators.DiagonalValues(_draw(N, 16, S))),
-            Component(shared, operators.MatrixValues(None, K=2, G=3, V=16)),
+            Component(shared, operators.MatrixValues(None, K=2, V=16, group=3)),
             Component(operators.MatrixKeys(_draw(1, N, 48), _draw(1, 48, S))),
         ], None
     expand_key, latents = _draw(3, 16, 32, sequences=()) / 4, _draw(3, 16, S)
@@ -69,7 +69,7 @@ def _components(delay_values):
     )
     shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
     return [
-        Component(shared, operators.MatrixValues(_draw(2, 48, S), K=2, G=3, V=48)),
+        Component(shared, operators.MatrixValues(_draw(2, 48, S), K=2, V=48, group=3)),
         Component(rotating, operators.VectorValues(_draw(3, 32, S), N=N)),
     ], 1 + 0.5 * jnp.tanh(_draw(3, 1, S))
 
@@ -96,7 +96,7 @@ CASES = [
     (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(tile_kv=128)),
     (ResidualSizes(N=6, K=3, R=16, H=128, Hv=32), dict(tile_kv=128, score_tile=128)),
     (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
-    (LatentSizes(N=6, C=32, P=16, Hv=48, G=2, key_channels=16), {}),
+    (LatentSizes(N=6, C=32, P=16, Hv=48, J=2, key_channels=16), {}),
     (LatentSizes(N=3, C=48, P=0, Hv=0), dict(splits=2)),
 ]
 

@@ -94,6 +94,7 @@ def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
 
 def test_a_static_entry_is_labelled_so(command, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
+    tuning.FILE.write_text("{}")
 
     def per_token(chip, model, mechanism, *, tile_kv=128):
         if tile_kv > 1024 or mechanism == "mha":
@@ -101,7 +102,7 @@ def test_a_static_entry_is_labelled_so(command, monkeypatch, tmp_path):
         return tpu_static.PerToken(tile_kv if mechanism == "gqa" else 1 / tile_kv, {})
 
     sizes = [dict(tile_kv=tile_kv) for tile_kv in (512, 1024, 2048)]
-    monkeypatch.setattr(measured, "candidates", lambda name: [{}, *sizes])
+    monkeypatch.setattr(measured, "candidates", lambda *_: [{}, *sizes])
 
     monkeypatch.setattr(tpu_static, "per_token", per_token)
     options = ("--device=v5p", "--mechanisms=lrkv,mha,gqa", "--tune", "--length=4096,1024")

@@ -1,9 +1,7 @@
 """Rows of a measurement: rates, speedups, and reasons for missing figures."""
 
 import gc
-import itertools
 import json
-import sys
 import types
 import weakref
 
@@ -263,6 +261,7 @@ def test_the_table_says_whose_mha_it_is():
 
 def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
+    tuning.FILE.write_text("{}")
     monkeypatch.setattr(tuning, "key", lambda *_: "xla/some-B2-S512")
     (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla", "reference")))
     entry = json.loads(tuning.FILE.read_text())["cpu"]["xla/some-B2-S512"]
@@ -279,23 +278,22 @@ def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
         assert found.pop("why").endswith(" GB do not fit: 0.0 GB are left") and told == [found]
         assert found == dict(mechanism="mha", implementation="", batch=2, length=512)
     monkeypatch.setattr(measured, "TILES", (0, 0))  # of which the fake makes 1, as of nothing
-    tuning.FILE.unlink()
+    tuning.FILE.write_text("{}")
     (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla",)))
-    assert found["why"] == measured.NOTHING_FASTER and not tuning.FILE.exists()
+    assert found["why"] == measured.NOTHING_FASTER and tuning.FILE.read_text() == "{}"
 
 
-def test_candidates_are_the_modules_own_where_it_says_so(monkeypatch):
-    assert measured.candidates("reference") == []  # takes no tile size
-    own = dict(tile_kv=(64, 128), split=(1, 2), unknown=(1,))
-    module = types.ModuleType("fake")
-    module.CANDIDATES = own
+def test_candidates_are_those_that_a_module_has_for_the_shape():
+    def candidates(name, mechanism="mha"):
+        shape = shapes.SHAPES["d36"][mechanism]
+        problem = shapes.abstract(shape, batch=1, length=1024, dtype=jnp.bfloat16)
+        return measured.candidates(name, *problem)
 
-    def function(inputs, cache, first_B, *, tile_kv=128, split=1):
-        return None
-
-    function.__module__ = "fake"
-    monkeypatch.setitem(sys.modules, "fake", module)
-    monkeypatch.setitem(measured.IMPLEMENTATIONS, "fake", function)
-    first, *others = measured.candidates("fake")
-    assert first == {}  # its own
-    assert others == [dict(tile_kv=b, split=s) for b, s in itertools.product((64, 128), (1, 2))]
+    assert candidates("reference") == []  # takes no tile size
+    assert candidates("xla") == [{}, *(dict(tile_kv=n) for n in measured.TILES)]
+    first, *others = candidates("tpu")
+    assert first == {} and len(others) == len({tuple(o.values()) for o in others}) == 12
+    assert others[1] == dict(tile_kv=512, score_tile=256, splits=2)
+    # Under RoPE a longer split has no basis of rank 64.
+    assert candidates("gpu", "lrkv") == [{}, *(dict(split=n) for n in (256, 512, 1024))]
+    assert len(candidates("gpu")) == 7

@@ -20,13 +20,13 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
 class LatentInputs(DecodeInputs):
     """key = [latent's first C', rope_key], value = latent up_value (DeepSeek-V2, section 2.1).
 
-    cache: latent [B, .., C, S], whose axes between count G latents, and rope_key [B, P, S] if there
-    is a `rope_query`. Query head n uses latent n·G // N.
+    cache: latent [B, .., C, S], whose axes between count J latents, and rope_key [B, P, S] if there
+    is a `rope_query`. Query head n uses latent n·J // N.
     """
 
     query: jax.Array  # [B, T, N, C'], C' <= C: the content query times up_key
     rope_query: jax.Array | None = None  # [B, T, N, P]
-    up_value: jax.Array | None = None  # [G, C, N/G, Hv]; None: the latent is the value
+    up_value: jax.Array | None = None  # [J, C, N/J, Hv]; None: the latent is the value
     scale: float = static()
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -39,7 +39,7 @@ class LatentInputs(DecodeInputs):
             shared = jnp.broadcast_to(rope_key, (*k.shape[:3], rope_key.shape[-1]))
             k = jnp.concatenate([k, shared], axis=-1)
         if self.up_value is not None:
-            v = jnp.einsum("BSGC,GCnV->BSGnV", latent, self.up_value)
+            v = jnp.einsum("BSJC,JCrV->BSJrV", latent, self.up_value)
             v = v.reshape(B, S, -1, v.shape[-1])
         return query, k, v
 
@@ -48,7 +48,7 @@ class LatentInputs(DecodeInputs):
 
 
 def by_group(latent: jax.Array) -> jax.Array:
-    """Reshapes a cached latent [B, .., C, S] to [B, G, C, S]."""
+    """Reshapes a cached latent [B, .., C, S] to [B, J, C, S]."""
     return latent.reshape(latent.shape[0], -1, *latent.shape[-2:])
 
 
@@ -74,8 +74,8 @@ class LatentTiles:
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         del start
-        latent_BGCs = by_group(tile["latent"])
-        z_BNTs = tiles.dot(self.q_BNTC, latent_BGCs[:, :, : self.q_BNTC.shape[-1]])
+        latent_BJCs = by_group(tile["latent"])
+        z_BNTs = tiles.dot(self.q_BNTC, latent_BJCs[:, :, : self.q_BNTC.shape[-1]])
         if self.q_BNTP is None:
             return z_BNTs
         return z_BNTs + tiles.dot(self.q_BNTP, tile["rope_key"][:, None])
@@ -90,36 +90,36 @@ class LatentTiles:
         return values(o_BNTC, self.inputs.up_value)
 
 
-def values(o_BNTC: jax.Array, up_GCnV: jax.Array) -> jax.Array:
+def values(o_BNTC: jax.Array, up_JCrV: jax.Array) -> jax.Array:
     """Expands weighted sums of latents to values, [B, N, T, Hv]."""
     B, N, T, C = o_BNTC.shape
-    o_BGnTC = o_BNTC.reshape(B, up_GCnV.shape[0], -1, T, C)
-    return jnp.einsum("BGnTC,GCnV->BGnTV", o_BGnTC, up_GCnV).reshape(B, N, T, -1)
+    o_BJrTC = o_BNTC.reshape(B, up_JCrV.shape[0], -1, T, C)
+    return jnp.einsum("BJrTC,JCrV->BJrTV", o_BJrTC, up_JCrV).reshape(B, N, T, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """N query heads, G latents of C channels, a rotated key of P channels, values of Hv."""
+    """N query heads, J latents of C channels, a rotated key of P channels, values of Hv."""
 
     N: int
     C: int
     P: int = 64
     Hv: int = 128  # 0: the latent is the value
-    G: int = 1
+    J: int = 1
     key_channels: int | None = None  # first channels of the latent, which are the key; None: all
     absorbed_channels: int = 0  # of the content query, before up_key is absorbed; 0: none is
 
     def example(self, draw: Callable[..., jax.Array], B: int) -> LatentInputs:
-        heads, key = self.N // self.G, self.C if self.key_channels is None else self.key_channels
+        heads, key = self.N // self.J, self.C if self.key_channels is None else self.key_channels
         return LatentInputs(
             query=draw(B, 1, self.N, key),
             rope_query=draw(B, 1, self.N, self.P) if self.P else None,
-            up_value=draw(self.G, self.C, heads, self.Hv) / self.C**0.5 if self.Hv else None,
+            up_value=draw(self.J, self.C, heads, self.Hv) / self.C**0.5 if self.Hv else None,
             scale=(key + self.P) ** -0.5,
         )
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        fields = {"latent": (self.G, self.C) if self.G > 1 else (self.C,)}
+        fields = {"latent": (self.J, self.C) if self.J > 1 else (self.C,)}
         return fields | ({"rope_key": (self.P,)} if self.P else {})
 
     def flops(self) -> DecodeFlops:

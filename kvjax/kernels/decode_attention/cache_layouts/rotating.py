@@ -1,14 +1,14 @@
 """Scores of low-rank keys under RoPE, without rebuilding the keys.
 
-A key at position t is k(t) = Rot_t(r(t) B), with a latent r(t) of rank R. Rotations are orthogonal,
-so
+A key at position t is k(t) = Rot_t(r(t) · expand), with a latent r(t) of rank R. Rotations are
+orthogonal, so
 
-    q · k(t) = r(t) · w(t),    w(t) = B Rot_-t(q)                    # LRKV eq. 3, exact under RoPE
+    q · k(t) = r(t) · w(t),    w(t) = expand · Rot_-t(q)             # LRKV eq. 3, exact under RoPE
 
-`absorb_query` computes G = conj(q) B once per step, with channel pairs as complex numbers.
+`absorb_query` computes a = conj(q) · expand once per step, with channel pairs as complex numbers.
 `rank_space_queries` then computes w(t) for all positions of a tile by two matrix products: the
-tile's table of cosines and sines has a low rank P (57 of 128 for 512 tokens; `rope.basis`). A
-cached token costs 2 R P + 2 R FLOPs per head, and a tile R H (3 + 2 P), instead of 2 R H per token
+tile's table of cosines and sines has a low rank E (57 of 128 for 512 tokens; `rope.basis`). A
+cached token costs 2 R E + 2 R FLOPs per head, and a tile R H (3 + 2 E), instead of 2 R H per token
 to rebuild its key. The GPU kernel makes the basis for a whole split. The TPU kernel uses the full
 table, 2 R H: it saves no FLOPs, but does them on the matrix unit.
 
@@ -33,10 +33,10 @@ def rotates_query(queries: int, K: int) -> bool:
 
 
 def absorb_query(q_BKH: jax.Array, expand_KRH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns G = conj(q) B in complex channel pairs: real and imaginary parts [B, K, R, H/2].
+    """Returns a = conj(q) · expand in complex channel pairs: real and imaginary part [B, K, R, F].
 
     q is rotated to its own position. The logit of a key at position t is the dot product of its
-    latent with Re(sum_j G_j e^{i t theta_j}).
+    latent with Re(sum_j a_j e^{i t theta_j}).
     """
     q1_BK1F, q2_BK1F = jnp.split(q_BKH[:, :, None], 2, axis=-1)
     b1_1KRF, b2_1KRF = jnp.split(expand_KRH[None], 2, axis=-1)
@@ -50,23 +50,23 @@ def rank_space_queries(
 ) -> jax.Array:
     """Returns w(t), the query in rank space, for every position of a tile: [B, K, R, s].
 
-    w(t) = sum_j Re G_j cos(t theta_j) - Im G_j sin(t theta_j).
+    w(t) = sum_j Re a_j cos(t theta_j) - Im a_j sin(t theta_j).
 
     Args:
-      absorbed: G, from `absorb_query`.
+      absorbed: a, from `absorb_query`.
       start: the tile's first position.
       length: tokens of the tile.
     """
     real, imaginary = absorbed
     F = real.shape[-1]
-    angles = rope.rotary(start[None, None], 2 * F, base)  # rotates G to the tile's start
+    angles = rope.rotary(start[None, None], 2 * F, base)  # rotates a to the tile's start
     cos, sin = (jnp.broadcast_to(a[0][None, None].astype(real.dtype), real.shape) for a in angles)
     rotated = (real * cos - imaginary * sin, -(imaginary * cos + real * sin))
-    left_HP, right_Ps = rope.basis(2 * F, base, length, _tolerance(real.dtype))
-    g_BKRP = jnp.einsum(
-        "BKRH,HP->BKRP", jnp.concatenate(rotated, axis=-1), jnp.asarray(left_HP, real.dtype)
+    left_HE, right_Es = rope.basis(2 * F, base, length, _tolerance(real.dtype))
+    a_BKRE = jnp.einsum(
+        "BKRH,HE->BKRE", jnp.concatenate(rotated, axis=-1), jnp.asarray(left_HE, real.dtype)
     )
-    return jnp.einsum("BKRP,Ps->BKRs", g_BKRP, jnp.asarray(right_Ps, real.dtype))
+    return jnp.einsum("BKRE,Es->BKRs", a_BKRE, jnp.asarray(right_Es, real.dtype))
 
 
 def _tolerance(dtype) -> float:
@@ -78,6 +78,6 @@ def flops(R: int, H: int, base: rope.Base) -> float:
 
     With tiles of `tiles.TILE_KV` tokens. The TPU and GPU kernels have other tiles and other bases.
     """
-    P = rope.basis(H, base, tiles.TILE_KV, _tolerance(np.float32))[0].shape[1]
-    per_tile = R * H * (3 + 2 * P)  # the rotation, and the product with the basis
-    return per_tile / tiles.TILE_KV + 2 * R * P + 2 * R
+    E = rope.basis(H, base, tiles.TILE_KV, _tolerance(np.float32))[0].shape[1]
+    per_tile = R * H * (3 + 2 * E)  # the rotation, and the product with the basis
+    return per_tile / tiles.TILE_KV + 2 * R * E + 2 * R

@@ -22,7 +22,7 @@ from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.gpu import kernel, plans
 
 _HOPPER = "H(20|100|200|800)"  # device kinds that have wgmma and TMA
-CANDIDATES = {"split": (256, 512, 1024, 2048, 4096, 8192)}  # for --tune
+_SPLITS = (256, 512, 1024, 2048, 4096, 8192)  # for --tune
 _CAPACITY = plans.TILE_KV  # S is a multiple of the largest tile
 _MULTIPROCESSORS = 132  # of an H100 or H200
 # (programs per multiprocessor, fewest tokens of a split): 2 programs each if splits then have 256
@@ -63,10 +63,9 @@ def decode_attention(
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
     tile_kv = tile_kv or adapter.tile_kv
     default = {"split": _split(B * adapter.head_tiles, S, tile_kv)}
-    tuned = tuning.parameters(tuning.key("gpu", inputs, cache), default=default, nearest=False)[
-        "split"
-    ]
-    split = split or min(round_up(tuned, tile_kv), adapter.max_split)
+    key = tuning.key("gpu", inputs, cache)
+    tuned = tuning.parameters(key, default=default, nearest=False)
+    split = split or min(round_up(tuned["split"], tile_kv), adapter.max_split)
     # Head axes and channels as one axis, from which the kernel takes slabs: a bitcast, no copy.
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
     o, maximum, total = kernel.attend(
@@ -81,6 +80,12 @@ def decode_attention(
         interpret=interpret,
     )
     return adapter.finish(_merge(o, maximum, total, first_B, split))[:, None]
+
+
+def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]:
+    """Returns the splits that --tune tries: those up to the longest that the plan allows."""
+    longest = plans.ADAPTERS[type(inputs)](inputs, cache).max_split
+    return {"split": tuple(split for split in _SPLITS if split <= longest)}
 
 
 def check(inputs: DecodeInputs, cache: Cache) -> None:
@@ -137,18 +142,18 @@ def _merge(
     o: jax.Array, maximum: jax.Array, total: jax.Array, first_B: jax.Array, split: int
 ) -> jax.Array:
     """Merges splits by their shares of the softmax: [B, head tiles, channels, columns]."""
-    B, s, g, slabs, rows, n = o.shape  # s splits, g head tiles
-    starts_s = jnp.arange(s, dtype=first_B.dtype) * split
-    reached_Bs = starts_s[None] <= first_B[:, None]  # other splits were not written
+    B, X, g, slabs, rows, n = o.shape  # X splits, g head tiles
+    starts_X = jnp.arange(X, dtype=first_B.dtype) * split
+    reached_BX = starts_X[None] <= first_B[:, None]  # other splits were not written
 
     def where_reached(x, other):
-        condition = reached_Bs.reshape(B, s, *(1,) * (x.ndim - 2))
+        condition = reached_BX.reshape(B, X, *(1,) * (x.ndim - 2))
         return jnp.where(jnp.broadcast_to(condition, x.shape), x, other)
 
     # Outputs are unnormalised and relative to their split's maximum (base 2).
-    maximum_Bsgn = where_reached(maximum, -jnp.inf)
-    weight_Bsgn = jnp.exp2(maximum_Bsgn - jnp.max(maximum_Bsgn, axis=1, keepdims=True))
-    total_Bgn = jnp.sum(weight_Bsgn * where_reached(total, 0), axis=1)
-    o_BsgVn = where_reached(o, 0).reshape(B, s, g, slabs * rows, n)
-    o_BgVn = jnp.sum(weight_Bsgn[:, :, :, None] * o_BsgVn, axis=1)
+    maximum_BXgn = where_reached(maximum, -jnp.inf)
+    weight_BXgn = jnp.exp2(maximum_BXgn - jnp.max(maximum_BXgn, axis=1, keepdims=True))
+    total_Bgn = jnp.sum(weight_BXgn * where_reached(total, 0), axis=1)
+    o_BXgVn = where_reached(o, 0).reshape(B, X, g, slabs * rows, n)
+    o_BgVn = jnp.sum(weight_BXgn[:, :, :, None] * o_BXgVn, axis=1)
     return o_BgVn / total_Bgn[:, :, None]

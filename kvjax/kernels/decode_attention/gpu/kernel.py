@@ -12,7 +12,7 @@ heads of `plan.heads` KV heads (a head tile) of one sequence to the tokens of on
     REGS  accumulators, 64 rows x columns    warp w holds rows 16 w .. 16 w + 15
 
     per tile:  scores  = Σ over key slabs    wgmma(slabᵀ, queries)        float32 [tile_kv, columns]
-               scores += Σ over latents      wgmma(slabᵀ, rank_queries) · table, summed over P
+               scores += Σ over latents      wgmma(slabᵀ, rank_queries) · table, summed over E
                scores *= key_scale           where keys are normed
                p       = exp2(scores - max)  online softmax to base 2
                o[slab] = o[slab] · decay  +  wgmma(slab, p)                float32 [64, columns]
@@ -242,9 +242,9 @@ class _Program:
 
         @pl.loop(0, len(plan.rotated) * plan.group_size)
         def _(i):
-            slab, g = lax.div(i, plan.group_size), lax.rem(i, plan.group_size)
+            slab, r = lax.div(i, plan.group_size), lax.rem(i, plan.group_size)
             head = lax.div(slab, len(plan.rotated) // plan.heads)
-            query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + g]  # [H]
+            query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + r]  # [H]
             row = head_tile * plan.rotated[0].stride + slab * ROWS  # of expand [K·R, H]
             rank_space.rotate_query(i, query, ref["expand"], row, basis, ref["rank_queries"])
 
@@ -306,41 +306,41 @@ class _Program:
 
         Each product is over one slab of latents and one query head; `wgmma_in_flight` run at once.
         """
-        plan, ring, G = self.plan, self.ring, self.plan.group_size
+        plan, ring, group = self.plan, self.ring, self.plan.group_size
         column_sn, slabs_of_head = _iota(z_sn.shape, 1), len(plan.rotated) // plan.heads
         # From global memory: all programs read the same table [split, 64].
-        table_sP = rank_space.load_table(self.ref, t * ring.tile_kv, ring.tile_kv)
-        slabs_and_heads = [(i, g) for i in range(len(plan.rotated)) for g in range(G)]
+        table_sE = rank_space.load_table(self.ref, t * ring.tile_kv, ring.tile_kv)
+        slabs_and_heads = [(i, r) for i in range(len(plan.rotated)) for r in range(group)]
         for batch in _batches(len(slabs_and_heads), self.wgmma_in_flight):
             pairs = [slabs_and_heads[j] for j in batch]
 
-            def products(*accs, pairs=pairs):  # float32 [tile_kv, P] each
-                for (i, g), acc in zip(pairs, accs, strict=True):
+            def products(*accs, pairs=pairs):  # float32 [tile_kv, E] each
+                for (i, r), acc in zip(pairs, accs, strict=True):
                     # The query heads of a KV head read the same slab; the first one waits for it.
-                    get_slab = ring.slab if g else ring.wait_slab
+                    get_slab = ring.slab if r else ring.wait_slab
                     latents = get_slab(t, len(plan.keys) + i)
-                    rank_space.issue_wgmma(acc, latents, i * G + g, self.ref["rank_queries"])
-                # The oldest accumulator is reduced over P while younger products run.
-                return _load_in_order(accs, lambda w_sP: jnp.sum(w_sP * table_sP, axis=1))
+                    rank_space.issue_wgmma(acc, latents, i * group + r, self.ref["rank_queries"])
+                # The oldest accumulator is reduced over E while younger products run.
+                return _load_in_order(accs, lambda w_sE: jnp.sum(w_sE * table_sE, axis=1))
 
-            accs = [plgpu.ACC(table_sP.shape, jnp.float32) for _ in pairs]
-            for (i, g), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
-                own_sn = column_sn == i // slabs_of_head * G + g
+            accs = [plgpu.ACC(table_sE.shape, jnp.float32) for _ in pairs]
+            for (i, r), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
+                own_sn = column_sn == i // slabs_of_head * group + r
                 z_sn = jnp.where(own_sn, z_sn + _to_columns(z_s, z_sn), z_sn)
             # All products of the batch are done; slabs whose last query head it had are free.
-            if done := [len(plan.keys) + i for i, g in pairs if g == G - 1]:
+            if done := [len(plan.keys) + i for i, r in pairs if r == group - 1]:
                 ring.release(t, *done)
         return z_sn
 
     def scaled(self, t, z_sn: jax.Array) -> jax.Array:
         """Multiplies the scores with the key_scale of their KV head, and loads tile t + 2's."""
-        slot, G = lax.rem(t, 2), self.plan.group_size
+        slot, group = lax.rem(t, 2), self.plan.group_size
         plgpu.barrier_wait(self.ref["scales_full"].at[slot])  # copy of tile t's scales -> the loads
         column_sn = _iota(z_sn.shape, 1)
         for k in range(self.plan.heads):
             scales = self.ref["scales"].at[slot, k]  # [tile_kv]
             scale_s = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
-            own_sn = (column_sn >= k * G) & (column_sn < (k + 1) * G)
+            own_sn = (column_sn >= k * group) & (column_sn < (k + 1) * group)
             z_sn = jnp.where(own_sn, z_sn * _to_columns(scale_s, z_sn), z_sn)
         plgpu.commit_smem()  # every warp's loads of tile t's scales -> the copy of tile t + 2's
         self.load_scales(t + 2)
@@ -408,9 +408,9 @@ class _Program:
             @pl.loop(0, ROWS, step=16)
             def _(row):
                 rows = value.at[pl.ds(pl.multiple_of(row, 16), 16)]
-                v_rs = plgpu.load(rows, layout=_SIXTEEN_ROWS)
-                slot_rs = plgpu.broadcasted_iota(jnp.int32, v_rs.shape, 1, layout=_SIXTEEN_ROWS)
-                rows[...] = jnp.where(token + slot_rs <= self.first, v_rs, jnp.zeros_like(v_rs))
+                v_Vs = plgpu.load(rows, layout=_SIXTEEN_ROWS)
+                slot_Vs = plgpu.broadcasted_iota(jnp.int32, v_Vs.shape, 1, layout=_SIXTEEN_ROWS)
+                rows[...] = jnp.where(token + slot_Vs <= self.first, v_Vs, jnp.zeros_like(v_Vs))
 
             plgpu.commit_smem()  # stores of zeros -> the product that reads the slab
 

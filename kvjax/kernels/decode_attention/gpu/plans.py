@@ -1,6 +1,6 @@
 """Plans of the GPU kernel, one per cache layout: which slabs one program reads, and their roles.
 
-A program attends for a head tile: k of the K KV heads, with G query heads each. There are
+A program attends for a head tile: k of the K KV heads, with r = N / K query heads each. There are
 g = K / k head tiles. A program's queries form a matrix [channels, columns]: a row per channel that
 it reads, a column per query head, zero where the channels belong to another head.
 """
@@ -27,9 +27,11 @@ from kvjax.layers import rope
 # Tokens of a tile: 64 or 128, the rows of wgmma's scores. Everything else follows: slots
 # [64, tile_kv] and their number (`slots`), registers (`Plan.registers`), lengths of splits.
 TILE_KV = 128  # with 64, MHA takes 10 % longer and LRKV without RoPE 5 % (H200, 8 x 32K, d36)
-LATENT_TILE_KV = 64  # MLA at d36: shared memory has no room for more
+# With 128, MLA at d36 would take 192 of MOST_REGISTERS, and find no shared memory for its ring.
+LATENT_TILE_KV = 64
 # LRKV under RoPE: while queries are rotated, slots [64, tile_kv] hold the RoPE basis in pieces of
-# [64, 64]. `kernel.attend` raises for other tiles.
+# [64, 64], and `kernel.attend` raises for other tiles. With 128, LRKV at d12 and d36 would take 176
+# of MOST_REGISTERS.
 ROTATED_TILE_KV = ROWS
 COLUMNS = 8  # wgmma's smallest number of columns: up to 8 query heads cost as much as one
 # Lengths of a split, in tokens, that are tried for a RoPE table of rank <= 64. With angles of at
@@ -157,8 +159,8 @@ class GroupedAdapter:
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
-        q_BgkGH = _by_head_tile(self.inputs.query.astype(jnp.bfloat16), self.K, self.plan.heads)
-        return dict(query=_in_slabs(_block_diagonal(q_BgkGH), self.plan.columns))
+        q_BgkrH = _by_head_tile(self.inputs.query.astype(jnp.bfloat16), self.K, self.plan.heads)
+        return dict(query=_in_slabs(_block_diagonal(q_BgkrH), self.plan.columns))
 
     def finish(self, o_BgVn: jax.Array) -> jax.Array:
         return _own_columns(o_BgVn, self.plan)
@@ -207,12 +209,11 @@ class LatentAdapter:
 class ResidualAdapter:
     """LRKV: a base that all heads of a program share, and a residual per KV head.
 
-    Without RoPE the query is absorbed into rank space once (LRKV eq. 3). Under RoPE a key is
-    Rot_t(r(t) B), and its score is r(t) · B Rot_-t(q): the query in rank space depends on the
-    position, which costs less than rebuilding every key (`cache_layouts.rotating`). The split's
-    table of cosines and sines has a rank P of at most 64 (`rope.basis`), so that a head's queries
-    in rank space are [R, P] times the token's row of the table (`rank_space`). The tile is TILE_KV,
-    under RoPE ROTATED_TILE_KV.
+    Without RoPE the query is absorbed into rank space once (LRKV eq. 3). Under RoPE the query in
+    rank space depends on the position (`cache_layouts.rotating`). The split's table of cosines and
+    sines has a rank E of at most 64 (`rope.basis`), so that a head's queries in rank space are
+    [R, E] times the token's row of the table (`rank_space`). The tile is TILE_KV, under RoPE
+    ROTATED_TILE_KV.
     """
 
     def __init__(self, inputs: ResidualInputs, cache: Cache):
@@ -220,10 +221,10 @@ class ResidualAdapter:
         J, self.H, self.S = cache["base_key"].shape[1:]
         self.Hv = cache["base_value"].shape[2]
         self.K, self.R = inputs.expand_key.shape[:2]
-        heads_per_base, G = self.K // J, self.N // self.K
+        heads_per_base, group = self.K // J, self.N // self.K
         # A program reads the base once for k KV heads: the largest divisor that fits the columns.
         divisors = [k for k in range(1, heads_per_base + 1) if heads_per_base % k == 0]
-        k = max(k for k in divisors if k * G <= max(COLUMNS, G))
+        k = max(k for k in divisors if k * group <= max(COLUMNS, group))
         self.head_tiles = self.K // k
         self.rotated = inputs.rope_base is not None
         self.tile_kv = ROTATED_TILE_KV if self.rotated else TILE_KV
@@ -239,56 +240,56 @@ class ResidualAdapter:
             rotated=keys if self.rotated else (),
             values=base("base_value", self.Hv) + values,
             heads=k,
-            group_size=G,
-            columns=_padded(k * G),
+            group_size=group,
+            columns=_padded(k * group),
             scale=inputs.scale,
             basis_slots=2 * -(-self.H // (2 * ROWS)) if self.rotated else 0,
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
         inputs, plan, g = self.inputs, self.plan, self.head_tiles
-        q_BgkGH = _by_head_tile(inputs.query.astype(jnp.bfloat16), self.K, plan.heads)
+        q_BgkrH = _by_head_tile(inputs.query.astype(jnp.bfloat16), self.K, plan.heads)
         shared_BgHn = jnp.swapaxes(
-            q_BgkGH.reshape(-1, g, plan.heads * plan.group_size, self.H), 2, 3
+            q_BgkrH.reshape(-1, g, plan.heads * plan.group_size, self.H), 2, 3
         )
         query = _in_slabs(shared_BgHn, plan.columns)
         if self.rotated:
             return dict(query=query) | self._rotated_arrays(split, query.dtype)
-        q_BgkGH = _by_head_tile(inputs.residual_query, self.K, plan.heads).astype(jnp.float32)
+        q_BgkrH = _by_head_tile(inputs.residual_query, self.K, plan.heads).astype(jnp.float32)
         expand_gkRH = inputs.expand_key.reshape(g, -1, self.R, self.H).astype(jnp.float32)
-        u_BgkGR = jnp.einsum("BgkGH,gkRH->BgkGR", q_BgkGH, expand_gkRH)  # LRKV eq. 3
-        private = _in_slabs(_block_diagonal(u_BgkGR).astype(query.dtype), plan.columns)
+        u_BgkrR = jnp.einsum("BgkrH,gkRH->BgkrR", q_BgkrH, expand_gkRH)  # LRKV eq. 3
+        private = _in_slabs(_block_diagonal(u_BgkrR).astype(query.dtype), plan.columns)
         return dict(query=jnp.concatenate([query, private], axis=2))
 
     def _rotated_arrays(self, split: int, dtype: jnp.dtype) -> dict[str, jax.Array]:
         """Returns queries rotated by minus each split's start, and factors of the RoPE table."""
         base, H = self.inputs.rope_base, self.H
-        starts_1s = np.arange(0, self.S, split, dtype=np.int32)[None]
-        cos, sin = rope.rotary(starts_1s, H, base)
+        starts_1X = np.arange(0, self.S, split, dtype=np.int32)[None]
+        cos, sin = rope.rotary(starts_1X, H, base)
         B, _, N, _ = self.inputs.residual_query.shape
-        q_BsNH = jnp.broadcast_to(self.inputs.residual_query, (B, starts_1s.size, N, H))
-        q_BsNH = rope.rotate(q_BsNH.astype(jnp.float32), rope.Rotary(cos, -sin))
-        q_BsgnH = q_BsNH.reshape(B, -1, self.head_tiles, N // self.head_tiles, H)
-        left_HP, right_Ps = rope.basis(H, base, split, _TOLERANCE)
-        if left_HP.shape[1] > ROWS:
+        q_BXNH = jnp.broadcast_to(self.inputs.residual_query, (B, starts_1X.size, N, H))
+        q_BXNH = rope.rotate(q_BXNH.astype(jnp.float32), rope.Rotary(cos, -sin))
+        q_BXgnH = q_BXNH.reshape(B, -1, self.head_tiles, N // self.head_tiles, H)
+        left_HE, right_Es = rope.basis(H, base, split, _TOLERANCE)
+        if left_HE.shape[1] > ROWS:
             raise ValueError(f"split = {split}: at most {self.max_split} with RoPE base {base}")
-        missing = ROWS - left_HP.shape[1]
-        cosine_FP, sine_FP = np.split(np.pad(left_HP, ((0, 0), (0, missing))), 2)
-        basis_HP = jnp.asarray(np.concatenate([cosine_FP, -sine_FP]), dtype)
+        missing = ROWS - left_HE.shape[1]
+        cosine_FE, sine_FE = np.split(np.pad(left_HE, ((0, 0), (0, missing))), 2)
+        basis_HE = jnp.asarray(np.concatenate([cosine_FE, -sine_FE]), dtype)
         return dict(
-            rotated_query=_pad_halves(q_BsgnH, axis=-1),
+            rotated_query=_pad_halves(q_BXgnH, axis=-1),
             expand=_pad_halves(self.inputs.expand_key.reshape(-1, H).astype(dtype), axis=-1),
-            basis=_pad_halves(basis_HP, axis=0),
-            table=jnp.asarray(np.pad(right_Ps, ((0, missing), (0, 0))).T, jnp.float32),
+            basis=_pad_halves(basis_HE, axis=0),
+            table=jnp.asarray(np.pad(right_Es, ((0, missing), (0, 0))).T, jnp.float32),
         )
 
     def finish(self, o_BgVn: jax.Array) -> jax.Array:
         columns = slice(self.plan.heads * self.plan.group_size)
         base_BgVn, latent_BgRn = o_BgVn[:, :, : self.Hv, columns], o_BgVn[:, :, self.Hv :]
         latent_BNR = _own_columns(latent_BgRn, self.plan)
-        latent_BKGR = latent_BNR.reshape(-1, self.K, self.plan.group_size, self.R)
+        latent_BKrR = latent_BNR.reshape(-1, self.K, self.plan.group_size, self.R)
         expand_KRV = self.inputs.expand_value.astype(jnp.float32)
-        residual = jnp.einsum("BKGR,KRV->BKGV", latent_BKGR, expand_KRV)  # LRKV eq. 4
+        residual = jnp.einsum("BKrR,KRV->BKrV", latent_BKrR, expand_KRV)  # LRKV eq. 4
         base_BNV = jnp.swapaxes(base_BgVn, 2, 3).reshape(-1, self.N, self.Hv)
         return base_BNV + residual.reshape(base_BNV.shape)
 
@@ -306,8 +307,8 @@ ADAPTERS = {
 def _max_split(H: int, base: float) -> int:
     """Returns the longest split whose table of cosines and sines has a rank of at most 64."""
     for length in _SPLITS:
-        basis_HP, _ = rope.basis(H, base, length, _TOLERANCE)
-        if basis_HP.shape[1] <= ROWS:
+        basis_HE, _ = rope.basis(H, base, length, _TOLERANCE)
+        if basis_HE.shape[1] <= ROWS:
             return length
     raise AssertionError("128 tokens have a table of rank 50")
 
@@ -324,7 +325,7 @@ def _pad_halves(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _by_head_tile(q_B1NH: jax.Array, K: int, k: int) -> jax.Array:
-    """Groups query heads by head tile and KV head: [B, g, k, G, H]."""
+    """Groups query heads by head tile and KV head: [B, g, k, r, H]."""
     B, _, N, H = q_B1NH.shape
     return q_B1NH.reshape(B, K // k, k, N // K, H)
 
@@ -333,11 +334,11 @@ def _padded(columns: int) -> int:
     return round_up(columns, COLUMNS)
 
 
-def _block_diagonal(q_BgkGH: jax.Array) -> jax.Array:
-    """Returns [B, g, k·H, k·G], zero where a query head is not of the channels' KV head."""
-    B, g, k, G, H = q_BgkGH.shape
-    own_kk = jnp.eye(k, dtype=q_BgkGH.dtype)
-    return jnp.einsum("BgkGH,kl->BgkHlG", q_BgkGH, own_kk).reshape(B, g, k * H, k * G)
+def _block_diagonal(q_BgkrH: jax.Array) -> jax.Array:
+    """Returns [B, g, k·H, k·r], zero where a query head is not of the channels' KV head."""
+    B, g, k, r, H = q_BgkrH.shape
+    own_kk = jnp.eye(k, dtype=q_BgkrH.dtype)
+    return jnp.einsum("BgkrH,kl->BgkHlr", q_BgkrH, own_kk).reshape(B, g, k * H, k * r)
 
 
 def _in_slabs(q_BgHn: jax.Array, columns: int) -> jax.Array:
@@ -350,7 +351,7 @@ def _in_slabs(q_BgHn: jax.Array, columns: int) -> jax.Array:
 def _own_columns(o_BgVn: jax.Array, plan: Plan) -> jax.Array:
     """Returns [B, N, V]: of each KV head's channels, the columns of its own query heads."""
     B, g = o_BgVn.shape[:2]
-    k, G = plan.heads, plan.group_size
-    o_BgkVkG = o_BgVn[..., : k * G].reshape(B, g, k, -1, k, G)
-    own_BgVGk = jnp.diagonal(o_BgkVkG, axis1=2, axis2=4)
-    return jnp.transpose(own_BgVGk, (0, 1, 4, 3, 2)).reshape(B, g * k * G, -1)
+    k, r = plan.heads, plan.group_size
+    o_BgkVkr = o_BgVn[..., : k * r].reshape(B, g, k, -1, k, r)
+    own_BgVrk = jnp.diagonal(o_BgkVkr, axis1=2, axis2=4)
+    return jnp.transpose(own_BgVrk, (0, 1, 4, 3, 2)).reshape(B, g * k * r, -1)

@@ -1,14 +1,14 @@
 """Scores of LRKV's residual keys under RoPE, in rank space, on a GPU.
 
 Under RoPE the query in rank space depends on the position (`cache_layouts.rotating`). Over the
-tokens of a split it is a product [R, P] · [P, split] of low rank P, because the split's table of
+tokens of a split it is a product [R, E] · [E, split] of low rank E, because the split's table of
 cosines and sines has a low rank (`rope.basis`):
 
-    once per split   rank_query [64, P]   = (conj(q) B) [64, H] · basis [H, P]    `rotate_query`
-    per tile         w [tile_kv, P]       = latentsᵀ [tile_kv, 64] · rank_query   `issue_wgmma`
-                     scores [tile_kv]    += Σ over P of w · table [tile_kv, P]    `load_table`
+    once per split   rank_query [64, E]  = (conj(q) · expand) [64, H] · basis [H, E]  `rotate_query`
+    per tile         w [tile_kv, E]      = latentsᵀ [tile_kv, 64] · rank_query        `issue_wgmma`
+                     scores [tile_kv]   += Σ over E of w · table [tile_kv, E]         `load_table`
 
-with P padded to 64. No key is rebuilt, and the tensor cores do all work that grows with R.
+with E padded to 64. No key is rebuilt, and the tensor cores do all work that grows with R.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from kvjax.kernels.decode_attention.gpu.ring import ROWS, pin_here
 
 
 def rotate_query(i, query, expand, row, basis, rank_queries) -> None:
-    """Writes (conj(q) B) basis of one slab and query head, with channel pairs as complex numbers.
+    """Writes conj(q) · expand · basis of one slab and query head, channel pairs as complex numbers.
 
     Args:
       i: index of the 64 rows of `rank_queries` that are written.
@@ -32,7 +32,7 @@ def rotate_query(i, query, expand, row, basis, rank_queries) -> None:
       expand: [K·R, H] in global memory; the slab's 64 rows begin at `row`.
       basis: shared memory [64, 64] for every 64 channel pairs' real parts, then for their
         imaginary parts.
-      rank_queries: shared memory [slabs · query heads · 64, P].
+      rank_queries: shared memory [slabs · query heads · 64, E].
     """
     layout, pairs = plgpu.Layout.WGMMA, len(basis) * ROWS // 2  # H / 2 pairs
     # Straight from global memory into registers: read once per split.
@@ -43,28 +43,28 @@ def rotate_query(i, query, expand, row, basis, rank_queries) -> None:
         """Yields (query in every row, expand), [64, 64] float32, of both channels of 64 pairs."""
         for half in (pl.ds(j, ROWS), pl.ds(pairs + j, ROWS)):
             q_H = load(query.at[half], layout=layout.reduce(0))
-            b_RH = load(expand.at[pl.ds(row, ROWS), half], layout=layout)
-            yield lax.broadcast_in_dim(q_H, b_RH.shape, [1]), b_RH.astype(jnp.float32)
+            expand_RH = load(expand.at[pl.ds(row, ROWS), half], layout=layout)
+            yield lax.broadcast_in_dim(q_H, expand_RH.shape, [1]), expand_RH.astype(jnp.float32)
 
-    def product(acc):  # float32 [64, P], summed over pairs and both their parts
+    def product(acc):  # float32 [64, E], summed over pairs and both their parts
         for j in range(0, pairs, ROWS):
-            (q1, b1), (q2, b2) = load_pairs(j)
-            # conj(q1 + i q2) (b1 + i b2)
-            real, imaginary = q1 * b1 + q2 * b2, q1 * b2 - q2 * b1
-            for folded, column in ((real, j // ROWS), (imaginary, (pairs + j) // ROWS)):
+            (q1, e1), (q2, e2) = load_pairs(j)
+            # conj(q1 + i q2) (e1 + i e2)
+            real, imaginary = q1 * e1 + q2 * e2, q1 * e2 - q2 * e1
+            for absorbed, column in ((real, j // ROWS), (imaginary, (pairs + j) // ROWS)):
                 # wgmma reads its operands from shared memory: `out` holds them until the result.
-                out[...] = folded.astype(out.dtype)
+                out[...] = absorbed.astype(out.dtype)
                 plgpu.commit_smem()  # store to `out` -> the product
                 plgpu.wgmma(acc, out, basis[column])
                 plgpu.wgmma_wait(0)  # the product's reads of `out` -> the next store to it
         return acc[...]
 
-    rank_query_RP = pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), jnp.float32))
-    out[...] = rank_query_RP.astype(out.dtype)  # the caller commits it for `issue_wgmma`
+    rank_query_RE = pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), jnp.float32))
+    out[...] = rank_query_RE.astype(out.dtype)  # the caller commits it for `issue_wgmma`
 
 
 def issue_wgmma(acc, latents, i: int, rank_queries) -> None:
-    """Starts acc [tile_kv, P] += latentsᵀ [tile_kv, 64] · rank_queries[i] [64, P].
+    """Starts acc [tile_kv, E] += latentsᵀ [tile_kv, 64] · rank_queries[i] [64, E].
 
     The dot product of each row with the token's row of the table is the token's score. The caller
     waits for the product.
@@ -73,13 +73,13 @@ def issue_wgmma(acc, latents, i: int, rank_queries) -> None:
       acc: float32 accumulator in registers.
       latents: a slab in the ring, [64, tile_kv], whose copy has arrived.
       i: index of 64 rows of `rank_queries`.
-      rank_queries: shared memory [slabs · query heads · 64, P].
+      rank_queries: shared memory [slabs · query heads · 64, E].
     """
     rows = pl.ds(pl.multiple_of(pin_here(i) * ROWS, ROWS), ROWS)
     plgpu.wgmma(acc, latents.transpose((1, 0)), rank_queries.at[rows])
 
 
 def load_table(ref: Mapping, token, tile_kv: int) -> jax.Array:
-    """Returns a tile's rows of the table of cosines and sines, [tile_kv, P], in registers."""
+    """Returns a tile's rows of the table of cosines and sines, [tile_kv, E], in registers."""
     rows = ref["table"].at[pl.ds(token, tile_kv)]
     return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False)

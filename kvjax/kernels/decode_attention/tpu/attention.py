@@ -37,11 +37,6 @@ Cache = Mapping[str, jax.Array]
 # short (`_default_sizes`). The FLOPs of `cache_layouts.rotating` are with plain JAX's tile.
 MIN_TILE_KV, MAX_TILE_KV = 512, 2048
 MAX_SCORE_TILE = 512
-CANDIDATES = {  # for --tune
-    "tile_kv": (512, 1024, 2048),
-    "score_tile": (256, 512),
-    "splits": (1, 2),
-}
 # Operators for values that no two heads share. Bundles per token of LRKV at d36, static: on v4 4.1
 # with "diagonal" and 5.4 with "vector", on v5p 3.7 and 2.8 (experiments/LOG.md).
 VALUES = ("vector", "diagonal")
@@ -108,7 +103,8 @@ def attend_with_lse(
     check(inputs, cache)
     S, chip = _capacity(cache), _chip()
     default = _default_sizes(inputs, cache)
-    sizes = tuning.parameters(tuning.key("tpu", inputs, cache), default=default)
+    key = tuning.key("tpu", inputs, cache)
+    sizes = tuning.parameters(key, default=default, nearest=True)
     tile_kv = tile_kv or sizes["tile_kv"]
     origins = None
     if stripes.chips == 1:
@@ -151,6 +147,12 @@ def _run(inputs, cache, first_B, origins, *, tile_kv, values, **options):
         **options,
     )
     return kernel.expand(*outputs)[:, None], log_sum_exp_BN[:, None]
+
+
+def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]:
+    """Returns the values of each parameter that --tune combines; shapes round them down."""
+    del inputs, cache
+    return {"tile_kv": (512, 1024, 2048), "score_tile": (256, 512), "splits": (1, 2)}
 
 
 def check(inputs: DecodeInputs, cache: Cache) -> None:
@@ -278,19 +280,19 @@ def _grouped(inputs: GroupedInputs, cache: Cache, tile_kv: int, values: str, ori
     else:
         component = Component(
             operators.MatrixKeys(_by_group(inputs.query, K), cache["base_key"]),
-            operators.MatrixValues(cache["base_value"], K=K, G=N // K, V=V),
+            operators.MatrixValues(cache["base_value"], K=K, V=V, group=N // K),
         )
     return _Kernel([component], lambda o_BNV: o_BNV)
 
 
 def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
     del tile_kv, values, origins
-    N, latent_BGCS = inputs.query.shape[2], latent_lib.by_group(cache["latent"])
-    G, C = latent_BGCS.shape[1:3]
+    N, latent_BJCS = inputs.query.shape[2], latent_lib.by_group(cache["latent"])
+    J, C = latent_BJCS.shape[1:3]
     query_B1NC = latent_lib.with_zeros(inputs.query, C)
     content = Component(
-        operators.MatrixKeys(_by_group(query_B1NC, G), latent_BGCS),
-        operators.MatrixValues(None, K=G, G=N // G, V=C),  # None: the tile of keys is the values
+        operators.MatrixKeys(_by_group(query_B1NC, J), latent_BJCS),
+        operators.MatrixValues(None, K=J, V=C, group=N // J),  # None: the keys are the values
     )
     components = [content]
     if inputs.rope_query is not None:  # scores to add, without values of its own
@@ -300,10 +302,10 @@ def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, values: str, origi
         )
     if inputs.up_value is None:
         return _Kernel(components, lambda o_BNC: o_BNC)
-    up_GCnV = inputs.up_value.astype(jnp.float32)
+    up_JCrV = inputs.up_value.astype(jnp.float32)
 
     def expand(o_BNC):
-        return latent_lib.values(o_BNC[:, :, None], up_GCnV)[:, :, 0]
+        return latent_lib.values(o_BNC[:, :, None], up_JCrV)[:, :, 0]
 
     return _Kernel(components, expand)
 
@@ -313,7 +315,7 @@ def _residual(inputs: ResidualInputs, cache: Cache, tile_kv: int, values: str, o
     (J, V), (K, R) = cache["base_value"].shape[1:3], inputs.expand_key.shape[:2]
     base = Component(
         operators.MatrixKeys(_by_group(inputs.query, J), cache["base_key"]),
-        operators.MatrixValues(cache["base_value"], K=J, G=N // J, V=V),
+        operators.MatrixValues(cache["base_value"], K=J, V=V, group=N // J),
     )
     rotated = inputs.rope_base is not None
     if rotated:  # the query in rank space depends on the position: rotated once per tile
@@ -326,17 +328,17 @@ def _residual(inputs: ResidualInputs, cache: Cache, tile_kv: int, values: str, o
             origins=origins,
         )
     else:  # absorbed once, LRKV eq. 3
-        q_BKGH = _by_group(inputs.residual_query, K).astype(jnp.float32)
-        u_BKGR = jnp.einsum("BKGH,KRH->BKGR", q_BKGH, inputs.expand_key.astype(jnp.float32))
-        keys = operators.VectorKeys(u_BKGR.reshape(B, N, R), cache["residual_key"])
+        q_BKrH = _by_group(inputs.residual_query, K).astype(jnp.float32)
+        u_BKrR = jnp.einsum("BKrH,KRH->BKrR", q_BKrH, inputs.expand_key.astype(jnp.float32))
+        keys = operators.VectorKeys(u_BKrR.reshape(B, N, R), cache["residual_key"])
     values_of_heads = _values_of_heads(cache["residual_value"], N, values)
 
     def expand(base_BNV: jax.Array, latent_BNR: jax.Array) -> jax.Array:  # LRKV eq. 4
-        latent_BKGR = latent_BNR.reshape(B, K, N // K, R)
-        values_BKGV = jnp.einsum(
-            "BKGR,KRV->BKGV", latent_BKGR, inputs.expand_value.astype(jnp.float32)
+        latent_BKrR = latent_BNR.reshape(B, K, N // K, R)
+        values_BKrV = jnp.einsum(
+            "BKrR,KRV->BKrV", latent_BKrR, inputs.expand_value.astype(jnp.float32)
         )
-        return base_BNV + values_BKGV.reshape(B, N, V)
+        return base_BNV + values_BKrV.reshape(B, N, V)
 
     # Rotated queries keep the matrix unit busy, values per head the vector unit: one tile's values
     # are accumulated beside the next tile's scores.

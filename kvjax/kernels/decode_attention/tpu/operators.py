@@ -3,7 +3,7 @@
 Keys  `MatrixKeys`    all query heads of a group at once, on the matrix unit: MQA, GQA, MLA, and
                       LRKV's base
       `VectorKeys`    head by head, on the vector unit: MHA, and LRKV's residual without RoPE, where
-                      the query is folded into rank space (LRKV eq. 3)
+                      the query is absorbed into rank space (LRKV eq. 3)
       `RotatingKeys`  LRKV's residual under RoPE: a query in rank space for every position
 Values `MatrixValues`, `VectorValues`: as the keys
       `DiagonalValues`  multiplies every head's weights with every head's values on the matrix unit,
@@ -47,21 +47,21 @@ def _dot(a: jax.Array, b: jax.Array, dimensions=(((1,), (0,)), ((), ()))) -> jax
 
 
 class MatrixKeys(Keys):
-    """Queries [B, K, G, H] and keys [B, K, H, S]: the G query heads of a group share its keys."""
+    """Queries [B, K, r, H] and keys [B, K, H, S]: r query heads share each KV head."""
 
     by_head = False
 
-    def __init__(self, query_BKGH: jax.Array, keys_BKHS: jax.Array):
-        self.K, self.G = query_BKGH.shape[1:3]
-        query = Input(query_BKGH.astype(keys_BKHS.dtype), "sequence")
+    def __init__(self, query_BKrH: jax.Array, keys_BKHS: jax.Array):
+        self.K, self.group = query_BKrH.shape[1:3]
+        query = Input(query_BKrH.astype(keys_BKHS.dtype), "sequence")
         super().__init__(dict(query=query, keys=Input(keys_BKHS, "keys")))
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> None:
         for k in range(self.K):
             keys_Hs = refs["keys"][0, k, :, tokens]  # of [1, K, H, tile_kv]
-            z_Gs = _dot(refs["query"][0, k], keys_Hs)  # query: [1, K, G, H]
+            z_rs = _dot(refs["query"][0, k], keys_Hs)  # query: [1, K, r, H]
             for c in range(tokens.size // LANES):
-                scores[c, k * self.G, self.G] = z_Gs[:, c * LANES : (c + 1) * LANES]
+                scores[c, k * self.group, self.group] = z_rs[:, c * LANES : (c + 1) * LANES]
 
 
 class VectorKeys(Keys):
@@ -84,23 +84,23 @@ class VectorKeys(Keys):
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead:
         def head(n: int) -> None:
-            query_HL = refs["wide"][n]  # [H, 128]
+            query_Hl = refs["wide"][n]  # [H, 128]
             for c, (_, at) in enumerate(columns(tokens)):
-                keys_HL = refs["keys"][0, n * self.K // self.N, :, at].astype(jnp.float32)
-                scores[c, n] = jnp.sum(query_HL * keys_HL, axis=0, keepdims=True)
+                keys_Hl = refs["keys"][0, n * self.K // self.N, :, at].astype(jnp.float32)
+                scores[c, n] = jnp.sum(query_Hl * keys_Hl, axis=0, keepdims=True)
 
         return head
 
 
 class RotatingKeys(Keys):
-    """Rotated queries [B, N, H], factors B [K, R, H] and latents [B, K, R, S] of unrotated keys.
+    """Rotated queries [B, N, H], factors [K, R, H] and latents [B, K, R, S] of unrotated keys.
 
-    With RoPE's channel pairs as complex numbers, the score of slot t is the latent times
-    Re(sum_j conj(q_j) B_j e^{i t theta_j}): the query is rotated by minus the position, in rank
-    space, instead of rebuilding and rotating the key.
+    With channel pairs as complex numbers and a = conj(q) · expand, slot t has the score latent
+    · Re(sum_j a_j e^{i t theta_j}): the query is rotated by minus the position, in rank space,
+    instead of rebuilding and rotating the key.
 
         per tile   rotated [2, N, H]            rotated by minus the first slot's position
-                   rank_queries [N·R, H]        W = [Re conj(q)·B | -Im conj(q)·B], vector unit
+                   rank_queries [N·R, H]        W = [Re a | -Im a], vector unit
         per score  W · table [H, score_tile]    a query in rank space for every slot, matrix unit
                    times latents [R, score_tile], summed over R: one multiply-add per element
 
@@ -176,15 +176,15 @@ def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Arra
 
 
 class MatrixValues(Values):
-    """Values [B, K, Hv, S] shared by G query heads each; None: the keys are the values."""
+    """Values [B, K, Hv, S] shared by `group` query heads each; None: the keys are the values."""
 
-    def __init__(self, values_BKVS: jax.Array | None, *, K: int, G: int, V: int):
-        self.K, self.G = K, G
+    def __init__(self, values_BKVS: jax.Array | None, *, K: int, V: int, group: int):
+        self.K, self.group = K, group
         self.name = "keys" if values_BKVS is None else "values"
         super().__init__(
             {} if values_BKVS is None else dict(values=Input(values_BKVS, "values")),
-            out_dims=(K, G, V),
-            scratch=dict(accumulator=pltpu.VMEM((K, G, V), jnp.float32)),
+            out_dims=(K, group, V),
+            scratch=dict(accumulator=pltpu.VMEM((K, group, V), jnp.float32)),
         )
 
     def start(self, refs: Refs) -> None:
@@ -193,17 +193,17 @@ class MatrixValues(Values):
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
         for k in range(self.K):
             values_Vs = refs[self.name][0, k, :, tokens]  # of [1, K, Hv, tile_kv]
-            rows = [weights[c, k * self.G, self.G] for c, _ in columns(tokens)]
+            rows = [weights[c, k * self.group, self.group] for c, _ in columns(tokens)]
             refs["accumulator"][k] += _dot(jnp.concatenate(rows, axis=1), values_Vs, _NT)
 
     def rescale(self, refs: Refs, decay: jax.Array) -> None:
         for k in range(self.K):
-            refs["accumulator"][k] *= decay[k * self.G : (k + 1) * self.G, :1]
+            refs["accumulator"][k] *= decay[k * self.group : (k + 1) * self.group, :1]
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for k in range(self.K):
-            inverse_G1 = inverse[k * self.G : (k + 1) * self.G, :1]
-            refs["out"][0, 0, k] = refs["accumulator"][k] * inverse_G1  # out: [1, 1, K, G, Hv]
+            inverse_r1 = inverse[k * self.group : (k + 1) * self.group, :1]
+            refs["out"][0, 0, k] = refs["accumulator"][k] * inverse_r1  # out: [1, 1, K, r, Hv]
 
 
 class VectorValues(Values):
@@ -220,21 +220,21 @@ class VectorValues(Values):
         def head(n: int) -> None:
             added = 0  # summed in registers, added to VMEM once per `score_tile`
             for c, at in columns(tokens):
-                values_VL = refs["values"][0, n * self.K // self.N, :, at].astype(jnp.float32)
-                added += jnp.broadcast_to(weights[c, n], values_VL.shape) * values_VL
+                values_Vl = refs["values"][0, n * self.K // self.N, :, at].astype(jnp.float32)
+                added += jnp.broadcast_to(weights[c, n], values_Vl.shape) * values_Vl
             refs["sums"][0, n * self.V, self.V] += added
 
         return head
 
     def rescale(self, refs: Refs, decay: jax.Array) -> None:
         for n in range(self.N):
-            decay_VL = jnp.broadcast_to(decay[n : n + 1, :], (self.V, LANES))
-            refs["sums"][0, n * self.V, self.V] *= decay_VL
+            decay_Vl = jnp.broadcast_to(decay[n : n + 1, :], (self.V, LANES))
+            refs["sums"][0, n * self.V, self.V] *= decay_Vl
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for n in range(self.N):
-            sums_LV = refs["sums"][0, n * self.V, self.V].T  # sums over lanes, here only
-            refs["out"][0, 0, n : n + 1, :] = jnp.sum(sums_LV, axis=0, keepdims=True)
+            sums_lV = refs["sums"][0, n * self.V, self.V].T  # sums over lanes, here only
+            refs["out"][0, 0, n : n + 1, :] = jnp.sum(sums_lV, axis=0, keepdims=True)
         refs["out"][0, 0] *= inverse[: self.N, :1]
 
 

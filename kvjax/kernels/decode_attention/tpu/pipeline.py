@@ -122,7 +122,7 @@ def attend(
       delay_values: True to accumulate a tile's values while the next tile is scored.
       vmem_bytes: limit that the compiler is given.
     """
-    B, s, P = first_B.shape[0], tile_kv, splits
+    B, s, X = first_B.shape[0], tile_kv, splits
 
     def named(attribute):
         return [
@@ -157,15 +157,15 @@ def attend(
     def kernel(first_ref, *refs):  # first_ref: [B] int32 in SMEM; refs: blocks of `_spec`, scratch
         _Step(layout, first_ref, dict(zip(names, refs, strict=True))).run()
 
-    steps = -(-capacity // (s * P))
+    steps = -(-capacity // (s * X))
     *values, log_sum_exp = pl.pallas_call(
         kernel,
         name="decode_attention",
-        out_shape=[jax.ShapeDtypeStruct((B, P, *dims), jnp.float32) for _, dims in outputs],
+        out_shape=[jax.ShapeDtypeStruct((B, X, *dims), jnp.float32) for _, dims in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,  # first_B: index maps need it before the copies
-            grid=(B, P, steps + delay_values),
-            in_specs=[_spec(x, s, P, delay_values) for _, x in inputs],
+            grid=(B, X, steps + delay_values),
+            in_specs=[_spec(x, s, X, delay_values) for _, x in inputs],
             out_specs=[
                 pl.BlockSpec((1, 1, *dims), lambda b, p, i, first, z=(0,) * len(dims): (b, p, *z))
                 for _, dims in outputs
@@ -179,33 +179,33 @@ def attend(
         ),
         interpret=interpret,
     )(first_B, *(x.array for _, x in inputs))
-    values = [x.reshape(B, P, heads, -1) for x in values]
+    values = [x.reshape(B, X, heads, -1) for x in values]
     # Outputs of a split are normalised: its log-sum-exp is its share of the softmax.
-    log_sum_exp_BPN = log_sum_exp[:, :, :heads, 0]
-    log_sum_exp_BN = jax.nn.logsumexp(log_sum_exp_BPN, axis=1)
-    if P == 1:
+    log_sum_exp_BXN = log_sum_exp[:, :, :heads, 0]
+    log_sum_exp_BN = jax.nn.logsumexp(log_sum_exp_BXN, axis=1)
+    if X == 1:
         return [x[:, 0] for x in values], log_sum_exp_BN
-    share_BPN = jax.nn.softmax(log_sum_exp_BPN, axis=1)
-    return [jnp.einsum("BPN,BPNV->BNV", share_BPN, x) for x in values], log_sum_exp_BN
+    share_BXN = jax.nn.softmax(log_sum_exp_BXN, axis=1)
+    return [jnp.einsum("BXN,BXNV->BNV", share_BXN, x) for x in values], log_sum_exp_BN
 
 
-def _tile_counts(first, s: int, P: int):
+def _tile_counts(first, s: int, X: int):
     """Returns the tiles that a sequence has reached, and the tiles of each of its splits.
 
     Splits are equal parts of the reached tiles, not of the capacity, so that both cores have work.
     """
     reached = first // s + 1
-    return reached, (reached + P - 1) // P
+    return reached, (reached + X - 1) // X
 
 
-def _spec(x: Input, s: int, P: int, delay_values: bool) -> pl.BlockSpec:
+def _spec(x: Input, s: int, X: int, delay_values: bool) -> pl.BlockSpec:
     """Returns the block of an input that each grid step sees."""
     dims = x.array.shape[1:]  # x.array: [B, *dims], of a cache array [B, ..., S]
 
     def tile(b, p, i, first):
         # Past the split's end the index stays at its last tile, and Pallas does not copy a block
         # again whose index stays the same: tiles that a sequence has not reached are never read.
-        reached, per_split = _tile_counts(first[b], s, P)
+        reached, per_split = _tile_counts(first[b], s, X)
         return jnp.minimum(p * per_split + jnp.clip(i, 0, per_split - 1), reached - 1)
 
     zeros = (0,) * (len(dims) - 1)
