@@ -11,7 +11,7 @@ _OF_ANY_MODEL = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
     _name_or_path _num_labels architectures attn_implementation author auto_map
     chunk_size_feed_forward created_date cross_attention_hidden_size dtype finetuning_task
-    gradient_checkpointing id2label is_causal is_decoder keys_to_ignore_at_inference label2id
+    gradient_checkpointing id2label is_decoder keys_to_ignore_at_inference label2id
     license model_type name_or_path num_labels
     output_attentions output_hidden_states prefix problem_type return_dict task_specific_params
     tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers_version
@@ -44,20 +44,25 @@ _HARMLESS = frozenset(
     f"{_OF_ANY_MODEL} {_OF_TOKENS} {_OF_GENERATION} {_OF_TRAINING} {_OF_FAMILIES}".split()
 )
 # Keys that change nothing if they have one of these values.
-_NEUTRAL = dict(
+NEUTRAL = dict(
     activation=("swiglu",),  # Falcon 3, beside hidden_act
     add_cross_attention=(False,),
     attention_bias=(False,),  # in families that always or never have biases
     attn_output_gate=(False,),
     bias=(False,),
     embedding_multiplier=(1,),
+    is_causal=(True,),
     is_encoder_decoder=(False,),
     logit_scale=(1,),
     logits_scaling=(1,),
+    mlp_bias=(False,),
+    partial_rotary_factor=(1,),
     pruned_heads=({},),
     qk_norm=(False,),
     residual_multiplier=(1,),
     rope_interleaved=(False,),  # SmolLM2
+    scale_attn_by_inverse_layer_idx=(False,),
+    scale_attn_weights=(True,),
     scale_emb=(1,),
     use_mrope=(False,),  # Qwen 2.5
     use_parallel_residual=(False,),
@@ -72,4 +77,4 @@ def changes_nothing(key: str, config: Mapping) -> bool:
         return isinstance(value, list) and bool(value) and all(layer == 1 for layer in value)
     if key == "no_rope_layer_interval":  # read only without no_rope_layers
         return bool(config.get("no_rope_layers"))
-    return key in _HARMLESS or value in _NEUTRAL.get(key, ())
+    return key in _HARMLESS or value in NEUTRAL.get(key, ())

@@ -9,7 +9,8 @@ import numpy as np
 import tokenizers
 
 from kvjax.convert import digests
-from kvjax.convert.architectures import FAMILIES, Family, PublishedConfig
+from kvjax.convert.architectures import FAMILIES, Family
+from kvjax.convert.published_config import PublishedConfig
 from kvjax.convert.tensors import StoredTensor
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
 from kvjax.foundation.errors import UserError, first_line, panics_as_errors

@@ -4,7 +4,6 @@ Each family writes the config nearest to the model, which is then read back like
 config. Keys that come back different are what the family cannot express.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import json
@@ -13,10 +12,11 @@ import numpy as np
 import tokenizers
 
 from kvjax.convert import rules as rules_lib, tokens as tokens_lib
-from kvjax.convert.architectures import FAMILIES, PublishedConfig
+from kvjax.convert.architectures import FAMILIES
 from kvjax.convert.dense import DenseModel
 from kvjax.convert.into_folder import ExportPlan, LazyTensor
 from kvjax.convert.model import LazyModel
+from kvjax.convert.published_config import PublishedConfig
 from kvjax.convert.rules import Rule
 from kvjax.data import manifest, tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
@@ -47,7 +47,7 @@ def plan(model: LazyModel, dtype: str) -> ExportPlan:
     kind, config = _family(dense.transformer, dense.context)
     texts, ids = _tokens(dense)
     config = config | dict(
-        architectures=[_CLASSES[kind]],
+        architectures=[FAMILIES[kind].class_name],
         dtype=DTYPES[dtype],
         torch_dtype=DTYPES[dtype],  # transformers 4
         bos_token_id=ids.get("bos"),
@@ -68,7 +68,7 @@ def plan(model: LazyModel, dtype: str) -> ExportPlan:
     files = {name: json.dumps(tree, indent=2) + "\n" for name, tree in files.items()}
     tokenizer = _tokenizer(dense.tokenizer_json, texts["bos"])
     return ExportPlan(
-        title=_CLASSES[kind],
+        title=FAMILIES[kind].class_name,
         transformer=dense.transformer,
         tensors=_tensors(dense, kind),
         files=files | {manifest.TOKENIZER: tokenizer},
@@ -101,116 +101,22 @@ def _tensors(model: LazyModel, kind: str) -> dict[str, LazyTensor]:
 # -- configs ---------------------------------------------------------------------------------------
 
 
-def _gpt2(c: TransformerConfig, context: int) -> dict:
-    del context  # equals max_positions, the rows of the position table
-    names = dict(gelu="gelu_new", gelu_exact="gelu")
-    return dict(
-        n_layer=c.block.num_layers,
-        n_embd=c.block.d_model,
-        n_head=c.mechanisms[0].num_heads,
-        n_inner=c.block.mlp_dim,
-        n_positions=c.block.max_positions,
-        layer_norm_epsilon=c.block.norm_epsilon,
-        activation_function=names.get(c.block.activation, "gelu_new"),
-        tie_word_embeddings=c.block.tied_head,
-        vocab_size=c.vocab_size,
-    )
-
-
-def _rotated(c: TransformerConfig, context: int, **own) -> dict:
-    """Returns the keys common to models with RMSNorm and RoPE."""
-    block, mechanism = c.block, c.mechanisms[0]
-    scaling = None
-    if block.rope_factor != 1:
-        scaling = dict(
-            rope_type="llama3",
-            factor=block.rope_factor,
-            low_freq_factor=block.rope_low,
-            high_freq_factor=block.rope_high,
-            original_max_position_embeddings=block.rope_original,
-        )
-    angles = (scaling or dict(rope_type="default")) | dict(rope_theta=block.rope_base)
-    return dict(
-        hidden_size=block.d_model,
-        intermediate_size=block.mlp_dim,
-        num_hidden_layers=block.num_layers,
-        num_attention_heads=mechanism.num_heads,
-        num_key_value_heads=mechanism.num_kv_heads,
-        head_dim=mechanism.key_dim,
-        max_position_embeddings=context,
-        rms_norm_eps=block.norm_epsilon,
-        tie_word_embeddings=block.tied_head,
-        vocab_size=c.vocab_size,
-        rope_parameters=angles,
-        rope_theta=block.rope_base,  # transformers 4 has these two
-        rope_scaling=scaling,
-        **own,
-    )
-
-
-def _llama(c: TransformerConfig, context: int) -> dict:
-    return _rotated(c, context, hidden_act="silu", attention_bias=c.mechanisms[0].bias)
-
-
-def _mistral(c: TransformerConfig, context: int) -> dict:
-    return _rotated(c, context, hidden_act="silu", sliding_window=c.block.window or None)
-
-
-def _window(c: TransformerConfig) -> dict:
-    """Returns Qwen's window keys: in all layers or in none."""
-    on = bool(c.block.window)
-    first = 0 if on else c.block.num_layers
-    return dict(
-        use_sliding_window=on, sliding_window=c.block.window or None, max_window_layers=first
-    )
-
-
-def _qwen2(c: TransformerConfig, context: int) -> dict:
-    return _rotated(c, context, hidden_act="silu", **_window(c))
-
-
-def _qwen3(c: TransformerConfig, context: int) -> dict:
-    return _llama(c, context) | _window(c)
-
-
-def _nanochat(c: TransformerConfig, context: int) -> dict:
-    names = dict(gelu="gelu_new", gelu_exact="gelu")
-    return _rotated(
-        c,
-        context,
-        hidden_act=names.get(c.block.activation, "relu2"),
-        final_logit_softcapping=c.block.logit_softcap or None,
-        attention_bias=c.mechanisms[0].bias,
-    )
-
-
-_WRITERS: dict[str, Callable[[TransformerConfig, int], dict]] = dict(
-    gpt2=_gpt2, llama=_llama, mistral=_mistral, qwen2=_qwen2, qwen3=_qwen3, nanochat=_nanochat
-)
-_CLASSES = dict(
-    gpt2="GPT2LMHeadModel",
-    llama="LlamaForCausalLM",
-    mistral="MistralForCausalLM",
-    qwen2="Qwen2ForCausalLM",
-    qwen3="Qwen3ForCausalLM",
-    nanochat="NanoChatForCausalLM",
-)
-
-
 def _family(model: TransformerConfig, context: int) -> tuple[str, dict]:
     """Returns the model_type and config of the family that computes the model."""
     found = []
-    for kind, writer in _WRITERS.items():
-        config = dict(model_type=kind) | writer(model, context)
+    for kind, family in FAMILIES.items():
+        config = dict(model_type=kind) | family.config_json(model, context)
         try:
-            meant = FAMILIES[kind].sections(PublishedConfig(config, "config.json")).transformer
+            meant = family.sections(PublishedConfig(config, "config.json")).transformer
         except UserError:  # the family cannot express it (GPT-2: heads must divide the width)
             continue
         found.append((_differences(model, meant), kind, config))
     differences, kind, config = min(found, key=lambda one: len(one[0]))
     if differences:
         keys = "; ".join(differences)
-        raise UserError(f"{keys} in {_CLASSES[kind]}, the nearest of transformers' models")
+        raise UserError(
+            f"{keys} in {FAMILIES[kind].class_name}, the nearest of transformers' models"
+        )
     return kind, config
 
 

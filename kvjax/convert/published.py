@@ -11,6 +11,7 @@ Opening reports every problem before data is read, except values that are not fi
 from collections.abc import Collection, Mapping
 import dataclasses
 import os
+import re
 
 from etils import epath
 import numpy as np
@@ -19,7 +20,8 @@ import tokenizers
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
 from kvjax.convert import architectures, rules as rules_lib, source as source_lib, tokens
-from kvjax.convert.architectures import ConfigSections, Family, PublishedConfig
+from kvjax.convert.architectures import Family
+from kvjax.convert.published_config import ConfigSections, PublishedConfig
 from kvjax.convert.rules import BLOCK, Rule
 from kvjax.convert.tensors import check, dtype_of, json_object, listed, open_folder
 from kvjax.data import tokenizer as tokenizer_lib
@@ -170,7 +172,7 @@ class PublishedModel:
         weights = {
             name: tensor
             for name, tensor in self._tensors.items()
-            if not architectures.is_buffer(family, name)
+            if not re.fullmatch(family.buffers, name)
         }
         check(source, weights, shapes)
         if copy is not None:

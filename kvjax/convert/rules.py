@@ -3,7 +3,7 @@
 A rule names a published tensor and the weights in it; `to_tensor` inverts `from_tensor`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import math
 
@@ -178,15 +178,7 @@ def llama_rules() -> tuple[Rule, ...]:
         _rule(f"{layer}mlp.up_proj.weight", "mlp.up"),
         _rule(f"{layer}mlp.down_proj.weight", "mlp.down"),
     ]
-    for tensor, weight in (
-        ("q_proj", _QUERY),
-        ("k_proj", _KEY),
-        ("v_proj", _VALUE),
-        ("o_proj", "attention.out"),
-    ):
-        rules.append(_rule(f"{layer}self_attn.{tensor}.weight", weight))
-        rules.append(_rule(f"{layer}self_attn.{tensor}.bias", f"{weight}_bias"))
-    return tuple(rules)
+    return (*rules, *_projections(f"{layer}self_attn.", reversed=False))
 
 
 def nanochat_rules() -> tuple[Rule, ...]:
@@ -198,13 +190,17 @@ def nanochat_rules() -> tuple[Rule, ...]:
         _rule(f"{layer}mlp.fc1.weight", "mlp.up"),
         _rule(f"{layer}mlp.fc2.weight", "mlp.down"),
     ]
+    return (*rules, *_projections(f"{layer}self_attn.", reversed=True))
+
+
+def _projections(prefix: str, *, reversed: bool) -> Iterator[Rule]:
+    """Yields the rules of an attention's projections; see `Rule.reversed` for queries and keys."""
     for tensor, weight in (
         ("q_proj", _QUERY),
         ("k_proj", _KEY),
         ("v_proj", _VALUE),
         ("o_proj", "attention.out"),
     ):
-        swap = weight in (_QUERY, _KEY)
-        rules.append(_rule(f"{layer}self_attn.{tensor}.weight", weight, reversed=swap))
-        rules.append(_rule(f"{layer}self_attn.{tensor}.bias", f"{weight}_bias", reversed=swap))
-    return tuple(rules)
+        swaps = reversed and weight in (_QUERY, _KEY)
+        yield _rule(f"{prefix}{tensor}.weight", weight, reversed=swaps)
+        yield _rule(f"{prefix}{tensor}.bias", f"{weight}_bias", reversed=swaps)

@@ -1,4 +1,4 @@
-"""Configs of published models: what they mean here, and what kvjax does not compute."""
+"""Configs of published models as kvjax's, and the errors for unsupported ones."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.convert import architectures, rules as rules_lib, tensors
+from kvjax.convert.published_config import PublishedConfig
 from kvjax.foundation.errors import UserError
 from tests.convert.comparison import MODELS, PUBLISHED
 
@@ -24,6 +25,7 @@ LLAMA = dict(
 )
 MISTRAL, QWEN2, QWEN3 = (LLAMA | dict(model_type=name) for name in ("mistral", "qwen2", "qwen3"))
 NANOCHAT = LLAMA | dict(model_type="nanochat")
+WINDOWED = dict(sliding_window=5, use_sliding_window=True)
 SCALED = dict(
     rope_type="llama3",
     factor=8.0,
@@ -34,9 +36,9 @@ SCALED = dict(
 
 
 def sections(config):
-    options = architectures.PublishedConfig(config, "config.json")
+    options = PublishedConfig(config, "config.json")
     found = architectures.family_of(options).sections(options)
-    assert found.transformer.block.num_layers == 2  # every key has its type, and can be
+    assert found.transformer.block.num_layers == 2  # valid as kvjax's config
     return found
 
 
@@ -132,190 +134,96 @@ def test_rope_that_is_not_scaled(keys):
 
 
 @pytest.mark.parametrize(
-    "config, window",
+    "config, keys, window",
     [
-        (MISTRAL, 4096),
-        ({**MISTRAL, "sliding_window": None}, 0),
-        (MISTRAL | dict(sliding_window=5), 5),
-        (MISTRAL | dict(sliding_window=5, layer_types=["sliding_attention"] * 2), 5),
-        (MISTRAL | dict(use_sliding_window=False, layer_types=["full_attention"] * 2), 4096),
-        ({**MISTRAL, "sliding_window": None, "layer_types": ["full_attention"] * 2}, 0),
-        (LLAMA | dict(sliding_window=64), 0),  # as long as the context
-        (LLAMA | dict(sliding_window=5, use_sliding_window=False, max_window_layers=1), 0),
-        (QWEN2 | dict(sliding_window=5), 0),
-        (QWEN2 | dict(sliding_window=5, use_sliding_window=True), 0),  # from layer 28 on
-        (QWEN3 | dict(sliding_window=5, use_sliding_window=True, max_window_layers=0), 5),
-        (
-            QWEN2
-            | dict(
-                sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 2
-            ),
-            5,
-        ),
-        (
-            QWEN2
-            | dict(sliding_window=5, use_sliding_window=True, layer_types=["full_attention"] * 2),
-            0,
-        ),
+        (MISTRAL, {}, 4096),
+        (MISTRAL, dict(sliding_window=None), 0),
+        (MISTRAL, dict(sliding_window=5), 5),
+        (MISTRAL, dict(sliding_window=5, layer_types=["sliding_attention"] * 2), 5),
+        (MISTRAL, dict(use_sliding_window=False, layer_types=["full_attention"] * 2), 4096),
+        (MISTRAL, dict(sliding_window=None, layer_types=["full_attention"] * 2), 0),
+        (LLAMA, dict(sliding_window=64), 0),  # as long as the context
+        (LLAMA, dict(sliding_window=5, use_sliding_window=False, max_window_layers=1), 0),
+        (QWEN2, dict(sliding_window=5), 0),
+        (QWEN2, dict(sliding_window=5, use_sliding_window=True), 0),  # from layer 28 on
+        (QWEN3, dict(sliding_window=5, use_sliding_window=True, max_window_layers=0), 5),
+        (QWEN2, WINDOWED | dict(layer_types=["sliding_attention"] * 2), 5),
+        (QWEN2, WINDOWED | dict(layer_types=["full_attention"] * 2), 0),
     ],
 )
-def test_windows(config, window):
-    assert sections(config).model["window"] == window
+def test_windows(config, keys, window):
+    assert sections(config | keys).model["window"] == window
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+# By base config: keys, and the key and the problem that the error names.
 REFUSED = [
-    (LLAMA | dict(model_type="gemma"), "model_type = 'gemma': must be one of gpt2, llama"),
-    ({}, "model_type = None: must be one of gpt2, llama, mistral, qwen2, qwen3"),
-    (LLAMA | dict(model_type=[]), "model_type = []: must be one of"),
-    (LLAMA | dict(quantization_config=dict(bits=4)), "quantization_config = {'bits': 4}: weig"),
+    (LLAMA, dict(model_type="gemma"), "model_type = 'gemma': must be one of gpt2, llama, mistral"),
+    (LLAMA, dict(model_type=[]), "model_type = []: must be one of"),
+    (LLAMA, dict(quantization_config=dict(bits=4)), "weights are quantised"),
+    (LLAMA, dict(quantization=dict(bits=4)), "weights are quantised"),
+    (LLAMA, dict(auto_map=dict(AutoModelForCausalLM="x.Y")), "the model needs its own code"),
+    (LLAMA, dict(hidden_size=None), "hidden_size is missing"),
+    (LLAMA, dict(hidden_size="8"), "hidden_size = '8' is a str; it must be <class 'int'>"),
+    (LLAMA, dict(hidden_size=0), "hidden_size = 0: must be at least 1"),
+    (LLAMA, dict(num_attention_heads=3), "num_attention_heads = 3: must divide hidden_size"),
+    (LLAMA, dict(hidden_act="gelu"), "hidden_act = 'gelu': must be one of 'silu'"),
+    (LLAMA, dict(mlp_bias=True), "mlp_bias = True: changes the model; kvjax supports only False"),
+    (MISTRAL, dict(attention_bias=True), "attention_bias = True: changes the model"),
+    (LLAMA, dict(rope_scaling=3), "rope_scaling = 3 is a int"),
+    (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_scaling.type = 'linear': mu"),
+    (LLAMA, dict(rope_scaling=dict(type="linear")), "must be one of 'default', 'llama3'"),
+    (LLAMA, dict(rope_scaling=dict(factor=8.0)), "rope_scaling.rope_type is missing, which defin"),
+    (LLAMA, dict(rope_parameters=dict(rope_theta=1.0, factor=8.0)), "rope_parameters.rope_type is"),
     (
-        LLAMA | dict(auto_map=dict(AutoModelForCausalLM="x.Y")),
-        "auto_map = {'AutoModelForCausalLM': 'x.Y'}: the model needs its own code",
-    ),
-    ({**LLAMA, "hidden_size": None}, "config.json: hidden_size is missing"),
-    (LLAMA | dict(hidden_size="8"), "hidden_size = '8' is a str; it must be <class 'int'>"),
-    (LLAMA | dict(hidden_size=0), "hidden_size = 0: must be at least 1"),
-    (LLAMA | dict(num_attention_heads=3), "num_attention_heads = 3: must divide hidden_size"),
-    (LLAMA | dict(hidden_act="gelu"), "hidden_act = 'gelu': must be one of 'silu'"),
-    (LLAMA | dict(mlp_bias=True), "mlp_bias = True: the MLP has biases"),
-    (LLAMA | dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5: RoPE rotates some"),
-    (LLAMA | dict(is_causal=False), "is_causal = False: tokens attend to later ones"),
-    (LLAMA | dict(rope_scaling=3), "rope_scaling = 3 is a int"),
-    (
-        LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)),
-        "rope_scaling.type = 'linear': must be one of 'default', 'llama3'",
-    ),
-    (
-        LLAMA | dict(rope_scaling=dict(type="linear")),
-        "rope_scaling.type = 'linear': must be one of 'default', 'llama3'",
-    ),
-    (
-        LLAMA | dict(rope_scaling=dict(factor=8.0)),
-        "rope_scaling = {'factor': 8.0}: rope_scaling.rope_type is missing, which defines f",
-    ),
-    (
-        LLAMA | dict(rope_scaling=dict(SCALED, rope_type=None, rope_theta=5.0)),
+        LLAMA,
+        dict(rope_parameters=dict(rope_type="default"), rope_scaling=dict(factor=8.0)),
         "rope_scaling.rope_type is missing, which defines factor: give 'default'",
     ),
+    (LLAMA, dict(rope_parameters=dict(partial_rotary_factor=0.25)), "must be 1: RoPE rotates all"),
+    (LLAMA, dict(rope_parameters=dict(full_attention={})), "layers differ in their angles"),
     (
-        LLAMA | dict(rope_parameters=dict(rope_type="default"), rope_scaling=dict(factor=8.0)),
-        "rope_scaling.rope_type is missing, which defines factor: give 'default'",
+        LLAMA,
+        dict(rope_theta=5.0, rope_parameters=dict(rope_theta=6.0)),
+        "contradicts rope_theta = ",
     ),
     (
-        LLAMA | dict(rope_parameters=dict(rope_theta=1.0, factor=8.0)),
-        "rope_parameters.rope_type is missing, which defines factor: give 'default'",
-    ),
-    (
-        LLAMA | dict(rope_parameters=dict(rope_type="yarn", rope_theta=1.0)),
-        "rope_parameters.rope_type = 'yarn': must be one of 'default', 'llama3'",
-    ),
-    (
-        LLAMA | dict(rope_parameters=dict(rope_theta=1.0, partial_rotary_factor=0.25)),
-        "rope_parameters.partial_rotary_factor = 0.25: RoPE rotates some channels only",
-    ),
-    (
-        LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
-        "{'full_attention': {'rope_type': 'default'}}: layers differ in their angles",
-    ),
-    (
-        LLAMA | dict(quantization=dict(bits=4)),
-        "quantization = {'bits': 4}: weights are quantise",
-    ),
-    (
-        LLAMA | dict(sliding_window=5),
-        "sliding_window = 5: no model of this family has a window",
-    ),
-    (
-        LLAMA | dict(layer_types=["full_attention", "sliding_attention"]),
-        "layer_types = ['full_attention', 'sliding_attention']: layers of this family are all",
-    ),
-    (LLAMA | dict(layer_types=[["full_attention"]]), "layers of this family are all full_att"),
-    (
-        MISTRAL | dict(sliding_window=5, use_sliding_window=False),
-        "use_sliding_window = False: sliding_window = 5 applies to all layers of a mistral",
-    ),
-    (
-        MISTRAL | dict(sliding_window=5, layer_types=["full_attention"] * 2),
-        "layers of this family are all sliding_attention",
-    ),
-    (
-        {**MISTRAL, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
-        "layers of this family are all full_attention",
-    ),
-    (MISTRAL | dict(attention_bias=True), "attention_bias = True: is not a key of mistral"),
-    (QWEN2 | dict(attention_bias=True), "attention_bias = True: is not a key of qwen2"),
-    (
-        QWEN2 | dict(dual_chunk_attention_config=dict(original_max_position_embeddings=63)),
-        "kvjax has no dual chunk attention, which changes texts longer than original_max_position",
-    ),
-    (
-        LLAMA | dict(rope_theta=5.0, rope_parameters=dict(rope_theta=6.0)),
-        "rope_parameters.rope_theta = 6.0 contradicts rope_theta = 5.0: keep the one",
-    ),
-    (
-        LLAMA | dict(rope_theta=5, rope_scaling=dict(SCALED, rope_theta=6.0)),
-        "rope_scaling.rope_theta = 6.0 contradicts rope_theta = 5.0: keep the one",
-    ),
-    (
-        LLAMA | dict(rope_scaling=SCALED, rope_parameters=SCALED | dict(factor=4.0)),
+        LLAMA,
+        dict(rope_scaling=SCALED, rope_parameters=SCALED | dict(factor=4.0)),
         "rope_parameters.factor = 4.0 contradicts rope_scaling.factor = 8.0",
     ),
+    (LLAMA, dict(rope_scaling=SCALED | dict(type="linear")), "two names of one key: give one"),
+    (LLAMA, dict(rope_scaling=dict(type="default", mrope_section=[1])), "mrope_section is unknown"),
+    (LLAMA, dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor is missing"),
+    (LLAMA, dict(sliding_window=5), "no model of this family has a window"),
+    (LLAMA, dict(layer_types=[FULL, SLIDING]), "layers of this family are all full_attention"),
+    (MISTRAL, WINDOWED | dict(use_sliding_window=False), "applies to all layers of a mistral"),
+    (MISTRAL, dict(sliding_window=5, layer_types=[FULL] * 2), "are all sliding_attention"),
+    (MISTRAL, dict(sliding_window=None, layer_types=[SLIDING] * 2), "are all full_attention"),
+    (QWEN2, WINDOWED | dict(max_window_layers=1), "max_window_layers = 1: 1 of 2 layers have a"),
+    (QWEN3, WINDOWED | dict(layer_types=[FULL, SLIDING]), "1 of 2 layers have a sliding window"),
+    (QWEN3, dict(layer_types=[SLIDING] * 2), "and use_sliding_window is not set"),
+    (QWEN3, dict(layer_types=[FULL, "chunked_attention"]), "or sliding_attention for 2 layers"),
     (
-        LLAMA | dict(rope_scaling=SCALED, rope_parameters=dict(rope_type="default")),
-        "rope_parameters.rope_type = 'default' contradicts rope_scaling.rope_type = 'llama3'",
+        QWEN2,
+        dict(dual_chunk_attention_config=dict(original_max_position_embeddings=63)),
+        "kvjax has no dual chunk attention",
     ),
-    (
-        LLAMA | dict(rope_scaling=SCALED | dict(type="linear")),
-        "rope_type and type are two names of one key: give one of them",
-    ),
-    (
-        LLAMA | dict(rope_scaling=dict(type="default", mrope_section=[1, 1])),
-        "mrope_section is unknown, and may change the angles",
-    ),
-    (
-        LLAMA | dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
-        "rope_scaling.low_freq_factor is missing",
-    ),
-    (
-        QWEN2 | dict(use_sliding_window=True, max_window_layers=1),
-        "max_window_layers = 1: 1 of 2 layers have a sliding window; kvjax has it in all",
-    ),
-    (
-        QWEN3 | dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
-        "layer_types = ['full_attention', 'sliding_attention']: 1 of 2 layers have a sliding",
-    ),
-    (
-        QWEN3 | dict(layer_types=["sliding_attention"] * 2),
-        "layers have a sliding window, and use_sliding_window is not set",
-    ),
-    (
-        QWEN3 | dict(layer_types=["full_attention", "chunked_attention"]),
-        "must be full_attention or sliding_attention for 2 layers",
-    ),
-    (
-        GPT2 | dict(activation_function="relu"),
-        "activation_function = 'relu': must be one of",
-    ),
-    (GPT2 | dict(scale_attn_weights=False), "scale_attn_weights = False: logits of attention"),
-    (
-        GPT2 | dict(scale_attn_by_inverse_layer_idx=True),
-        "scale_attn_by_inverse_layer_idx = True: every layer scales",
-    ),
-    (GPT2 | dict(add_cross_attention=True), "add_cross_attention = True: layers attend to an"),
-    (NANOCHAT | dict(hidden_act="silu"), "hidden_act = 'silu': must be one of 'relu2'"),
-    (GPT2 | dict(n_head=3), "n_head = 3: must divide n_embd = 8"),
-    (GPT2 | dict(tie_word_embeddings=1), "tie_word_embeddings = 1 is a int"),
+    (GPT2, dict(activation_function="relu"), "activation_function = 'relu': must be one of"),
+    (GPT2, dict(n_head=3), "n_head = 3: must divide n_embd = 8"),
+    (GPT2, dict(tie_word_embeddings=1), "tie_word_embeddings = 1 is a int"),
+    (NANOCHAT, dict(hidden_act="silu"), "hidden_act = 'silu': must be one of 'relu2'"),
 ]
 
 
-def test_what_kvjax_does_not_compute_is_named():
-    for config, said in REFUSED:
+def test_unsupported_values_are_named():
+    for config, keys, said in REFUSED:
         with pytest.raises(UserError) as error:
-            sections(config)
+            sections(config | keys)
         assert str(error.value).startswith("config.json: ") and said in str(error.value)
 
 
-# Keys that published configs have beside those above; null and those of older versions among them.
+# More keys of published configs, with nulls and those of older versions.
 OF_V4 = dict(architectures=["X"], bos_token_id=1, eos_token_id=[2, 3], initializer_range=0.02)
 OF_V4 |= dict(torch_dtype="bfloat16", transformers_version="4.40.1", use_cache=True)
 GATED = OF_V4 | dict(hidden_act="silu", attention_dropout=0.0, rope_theta=5e5, rope_scaling=None)
@@ -352,10 +260,15 @@ NEUTRAL = dict(
     **dict(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1),
     **dict(hidden_dropout_prob=0.0, no_rope_layers=[1, 1], no_rope_layer_interval=4),
     **dict(author="x", created_date="x", license="mit", use_flash_attention=True),
+    **dict(mlp_bias=False, partial_rotary_factor=1.0, is_causal=True, scale_attn_weights=True),
     **dict(eos_token_ids=[1], loss_type="ForCausalLM", neftune_noise_alpha=5.0),
 )
-# By family, keys that change what its models compute.
+# By family, keys that change its models.
 FOREIGN = dict(
+    of_gpt2=dict(
+        scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True, add_cross_attention=True
+    ),
+    of_rotary=dict(partial_rotary_factor=0.5, is_causal=False),
     granite=dict(
         attention_multiplier=0.1, embedding_multiplier=12, logits_scaling=8, residual_multiplier=0.2
     ),
@@ -385,7 +298,8 @@ def test_keys_of_published_configs_and_of_other_families(capsys):
         assert sections(changed) == sections(config)
         for key, value in (pair for keys in FOREIGN.values() for pair in keys.items()):
             sections(config | {key: None})
-            with pytest.raises(UserError, match=f"^config.json: {key} = .*: is not a key of "):
+            said = f"^config.json: {key} = .*: (is not a key of|changes the model)"
+            with pytest.raises(UserError, match=said):
                 sections(config | {key: value})
     original = dict(chunk_size=8, original_max_position_embeddings=64)
     sections(QWEN2 | OF_QWEN | dict(dual_chunk_attention_config=original))
@@ -395,9 +309,7 @@ def test_keys_of_published_configs_and_of_other_families(capsys):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rule_reads_both_ways(name):
     folder = epath.Path(PUBLISHED / name)
-    options = architectures.PublishedConfig(
-        tensors.json_object(folder / "config.json"), "config.json"
-    )
+    options = PublishedConfig(tensors.json_object(folder / "config.json"), "config.json")
     family, stored = architectures.family_of(options), tensors.open_folder(folder)
     weights = rules_lib.weights_of(family.sections(options).transformer)
     seen = set()
