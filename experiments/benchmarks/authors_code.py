@@ -1,18 +1,17 @@
-"""kvjax's mechanisms against the code of their authors: the same weights, the same outputs.
+"""Compares kvjax's mechanisms with their authors' code, with the same weights.
 
     make .venv-live/installed
     python -m experiments.benchmarks.authors_code --peers=FOLDER [--only=MLRA,TPA] [--save]
 
-Loads attention modules from clones that you have in FOLDER, each named as its repository, at the
-commits of `authors/clones.py`, and DeepSeek's from transformers; without a clone it says what makes
-it. Their code runs in the environment of --python, with random weights, in float64. kvjax takes the
-weights over and computes whole rows, and tokens one by one from its cache; where the authors have a
-cache, their tokens from it are compared as well. A difference is the largest of an output, as a
-part of the token's largest. Exits with 1 if one is not as known. FlashAttention and packages that
-their attention does not need are replaced; the tables name them. None of their code is kept here.
+Loads attention modules from clones in FOLDER, each named as its repository, at the commits of
+`authors/clones.py`, and DeepSeek's from transformers; the message for a missing clone has the
+command that makes it. Their code runs in the environment of --python, with random weights, in
+float64. kvjax copies the weights and computes whole rows, and tokens one by one from its cache;
+where the authors have a cache, it is compared as well. A difference is the largest of an output,
+relative to the token's largest. Exits with 1 for an unexpected outcome. FlashAttention and packages
+that their attention does not need are replaced; the tables name them. Their code is not kept here.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import json
 import pathlib
@@ -24,13 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import record
+from experiments.benchmarks import runner
 from experiments.benchmarks.authors import clones
 from experiments.benchmarks.authors.comparisons import ALL, Comparison
-from experiments.benchmarks.beside_transformers import check_python
+from experiments.benchmarks.beside_transformers import PYTHON, check_python
+from experiments.benchmarks.runner import Option
 from kvjax import cache as cache_lib
 from kvjax.attention import Attention
-from kvjax.foundation import command_line, lists, progress, runtime
+from kvjax.foundation import command_line, lists, progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
@@ -210,22 +210,15 @@ def show(result: dict, out: Output) -> None:
     rows = result["results"]
     same = sum(outcome(row).startswith("equal") for row in rows)
     out.say(f"\n{same} of {len(rows)} are equal to {EQUAL:.0e} of a row's largest output.")
+    if unexpected := _unexpected(result):
+        out.say(f"Unexpected outcomes: {', '.join(unexpected)}")
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    known = (*clones.PEERS, "transformers")
-    add("--peers", default="", help="folder of the clones; --only=transformers needs none")
-    add("--only", default=",".join(known), help="repositories, separated by commas (all)")
-    text = "of an environment with torch and transformers (.venv-live/bin/python)"
-    add("--python", default=str(ROOT / ".venv-live/bin/python"), help=text)
-    add("--save", action="store_true", help="write experiments/results/authors_code.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    record.check(options.save)
-    options.only = lists.names("--only", options.only, known)
-    if options.save and set(options.only) != set(known):
+_KNOWN = (*clones.PEERS, "transformers")
+
+
+def _check(options: runner.Options) -> None:
+    if options.save and set(options.only) != set(_KNOWN):
         raise UserError("--save: a result has all repositories; leave --only out")
     cloned = [name for name in options.only if name in clones.PEERS]
     if cloned and not options.peers:
@@ -233,22 +226,34 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     for name in cloned:
         clones.PEERS[name].check(pathlib.Path(options.peers, name))
     check_python(options.python)
-    return options
 
 
-def main(arguments: list[str]) -> int:
-    """Returns the exit status: 1 if a comparison is not as it is known to be."""
-    options = _options(arguments)
-    runtime.start()
+def _measure(options: runner.Options) -> dict:
     results, peers = measure(options.python, pathlib.Path(options.peers), options.only)
-    result, out = dict(peers=peers, results=results), Output(options)
-    show(result, out)
-    wrong = [row["title"] for row in results if outcome(row) != row["outcome"]]
-    if wrong:
-        out.say(f"Not as known: {', '.join(wrong)}")
-    record.record("authors_code", result, out, save=options.save)
-    return 1 if wrong else 0
+    return dict(peers=peers, results=results)
 
+
+def _unexpected(result: dict) -> list[str]:
+    return [row["title"] for row in result["results"] if outcome(row) != row["outcome"]]
+
+
+main = runner.benchmark(
+    "authors_code",
+    __doc__,
+    dict(
+        peers=Option("", "folder of the clones; --only=transformers needs none"),
+        only=Option(
+            ",".join(_KNOWN),
+            "repositories, separated by commas",
+            parse=lambda option, text: lists.names(option, text, _KNOWN),
+        ),
+        python=PYTHON,
+    ),
+    _measure,
+    show,
+    check=_check,
+    status=lambda result: bool(_unexpected(result)),
+)
 
 if __name__ == "__main__":
     command_line.run(main)

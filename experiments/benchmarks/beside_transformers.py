@@ -1,21 +1,21 @@
-"""Generation speed of a model in kvjax and in transformers, on one machine, turn by turn.
+"""Measures generation of a model in kvjax and in transformers, in turns on one machine.
 
     make .venv-live/installed
     python -m experiments.benchmarks.beside_transformers --workdir=runs/smollm2 [--save]
 
 The workdir's model is exported for transformers, in float32. Both continue the same prompts
-greedily, one sequence at a time, in turns: first one that is not measured, then --repeats others.
-Time to first token is from the call; decode tokens/s count the tokens after the first. Both must
-generate the same tokens; a first difference is told. Prints a table: medians, least and most.
+greedily, one sequence at a time, in turns: one for warm-up, then --repeats others. Time to first
+token is from the call; decode tokens/s count the tokens after the first. Prints a table of medians
+and ranges, and the number of texts that agree token by token.
 
 transformers runs in a process of its own (transformers_generation.py), in the environment of
 --python, with PyTorch's own choice of threads and attention; it waits while kvjax runs.
 """
 
-import argparse
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import functools
 import json
 import pathlib
 import shutil
@@ -26,17 +26,20 @@ import tempfile
 from etils import epath
 import numpy as np
 
-from experiments import record
+from experiments.benchmarks import runner
+from experiments.benchmarks.runner import Option
 from kvjax.convert import export, huggingface, into_folder, model as model_lib
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
-from kvjax.foundation import command_line, progress, runtime
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.workdir import trained
 
+PYTHON = Option(
+    str(ROOT / ".venv-live/bin/python"), "Python of an environment with torch and transformers"
+)
 _CHILD = "import sys, transformers_generation as t; t.main(sys.argv[1])"
 
 
@@ -52,7 +55,7 @@ class Transformers:
         self.about = self._answer()
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> dict:
-        """Tokens, seconds to the first one, and tokens per second after it."""
+        """Returns tokens, seconds to the first one, and tokens per second after it."""
         json.dump(dict(prompt=list(prompt), num_tokens=num_tokens), self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -119,73 +122,73 @@ def figures(runs: Sequence[dict]) -> dict:
     return found
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--workdir", default="runs/smollm2", help="of the model (runs/smollm2)")
-    text = "of an environment with torch and transformers (.venv-live/bin/python)"
-    add("--python", default=str(ROOT / ".venv-live/bin/python"), help=text)
-    add("--prompt_tokens", type=int, default=64, help="of each prompt (64)")
-    add("--num_tokens", type=int, default=128, help="generated after each, at least 2 (128)")
-    add("--repeats", type=int, default=5, help="prompts that are measured (5)")
-    add("--save", action="store_true", help="write experiments/results/beside_transformers.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    at_least("--prompt_tokens", options.prompt_tokens, 1)
-    at_least("--num_tokens", options.num_tokens, 2)
-    at_least("--repeats", options.repeats, 1)
-    record.check(options.save)
-    return options
-
-
 def measure(workdir: epath.Path, python: str, sizes: dict) -> tuple[dict, dict]:
-    """Runs of both, see `in_turns`, and what transformers is."""
+    """Returns runs of both, see `in_turns`, and transformers' versions."""
     loaded = trained.load(workdir, dtype="float32")
     generator = Generator(loaded.model, loaded.compute)
-    ours = lambda *args: _ours(generator, *args)
     dtype = export.DTYPES["float32"]
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent) / "model"
         plan = huggingface.plan(model_lib.TrainedModel(workdir), dtype)
         into_folder.write(plan, epath.Path(folder), dtype)
         with contextlib.closing(Transformers(python, folder)) as theirs:
+            ours = functools.partial(_ours, generator)
             contenders = dict(kvjax=ours, transformers=theirs.generate)
             runs = in_turns(contenders, vocab_size=generator.config.vocab_size, **sizes)
     return runs, dict(architecture=plan.title) | theirs.about
 
 
 def check_python(python: str) -> None:
-    """Raises a UserError if --python is no program."""
+    """Raises a UserError unless --python is a program."""
     if not shutil.which(python):
         raise UserError(f"--python={python}: is no program: `make .venv-live/installed` makes one")
 
 
-def main(arguments: list[str]) -> None:
-    """Measures and prints; see the module's docstring."""
-    options = _options(arguments)
-    runtime.start()
-    workdir, out = trained.find(options.workdir).workdir, Output(options)
-    check_python(options.python)
+def _measure(options: runner.Options) -> dict:
     sizes = dict(prompt=options.prompt_tokens, new=options.num_tokens, repeats=options.repeats)
+    workdir = trained.find(options.workdir).workdir
+    check_python(options.python)
     runs, about = measure(workdir, options.python, sizes)
     found = {name: figures(of) for name, of in runs.items()}
-    alike = agreement(runs)
-    out.say(f"{about['architecture']}, float32: {sizes['prompt']} tokens read, {sizes['new']} made")
-    of_rate = lambda of, key: f"{of['decode_tokens_per_second'][key]:.1f} /s"
-    rows = [
-        (
-            name,
-            f"{1e3 * of['first']['median']:,.0f} ms",
-            *(of_rate(of, key) for key in ("median", "least", "most")),
-        )
-        for name, of in found.items()
-    ]
-    out.table(("", "first token", "decode", "least", "most"), rows)
-    same = sum(count == sizes["new"] for count in alike)
-    out.say(f"{same} of {len(alike)} texts are the same, token by token")
-    result = dict(workdir=workdir.name, **sizes, figures=found, tokens_alike=alike)
-    record.record("beside_transformers", result | about, out, save=options.save)
+    result = dict(workdir=workdir.name, **sizes, figures=found, tokens_alike=agreement(runs))
+    return result | about
 
+
+def _rate(key: str) -> Callable[[Mapping], str]:
+    return lambda row: f"{row['decode_tokens_per_second'][key]:.1f} /s"
+
+
+_COLUMNS = {
+    "": "{name}",
+    "first token": lambda row: f"{1e3 * row['first']['median']:,.0f} ms",
+    "decode": _rate("median"),
+    "least": _rate("least"),
+    "most": _rate("most"),
+}
+
+
+def _show(result: dict, out: Output) -> None:
+    prompt, new, alike = (result[key] for key in ("prompt", "new", "tokens_alike"))
+    out.say(f"{result['architecture']}, float32: prompts of {prompt} tokens, {new} generated")
+    rows = [dict(name=name) | of for name, of in result["figures"].items()]
+    out.table(*runner.table(_COLUMNS, rows))
+    same = sum(count == new for count in alike)
+    out.say(f"{same} of {len(alike)} texts are the same, token by token")
+
+
+main = runner.benchmark(
+    "beside_transformers",
+    __doc__,
+    dict(
+        workdir=Option("runs/smollm2", "workdir of the model"),
+        python=PYTHON,
+        prompt_tokens=Option(64, "tokens of each prompt", least=1),
+        num_tokens=Option(128, "tokens generated after each, at least 2", least=2),
+        repeats=Option(5, "prompts that are measured", least=1),
+    ),
+    _measure,
+    _show,
+)
 
 if __name__ == "__main__":
     command_line.run(main)

@@ -8,7 +8,6 @@ resident memory above its level before loading. Prints a table, with the bytes t
 afterwards and those of the whole state. Needs Linux.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -20,16 +19,14 @@ import time
 from etils import epath
 import jax
 
-from experiments import record
-from experiments.benchmarks import contender, machine
+from experiments.benchmarks import contender, machine, runner
+from experiments.benchmarks.runner import Option
 from kvjax import config as config_lib, distributed, recipes
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.output import Output
 from kvjax.model import parameters
 from kvjax.training.program import Program
 from kvjax.workdir.checkpoint import Checkpoints
@@ -46,22 +43,9 @@ _WORKER = (
 )
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--d_model", type=int, default=512, help="width of the model (512)")
-    add("--num_layers", type=int, default=12, help="its layers (12)")
-    add("--save", action="store_true", help="write experiments/results/checkpoint_memory.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    at_least("--d_model", options.d_model, 1)
-    at_least("--num_layers", options.num_layers, 1)
-    record.check(options.save)
-    return options
-
-
-def _check(d_model: int, num_layers: int) -> None:
+def _check(options: runner.Options) -> None:
     """Raises a UserError if the state cannot be sharded, held or written."""
+    d_model, num_layers = options.d_model, options.num_layers
     if not _CLEAR.exists():
         raise UserError(f"{_CLEAR} is not there: only Linux says how high memory rose")
     one, two = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
@@ -71,26 +55,6 @@ def _check(d_model: int, num_layers: int) -> None:
     most = 12 * (first + (num_layers - 1) * (both - first))  # float32 weights and two moments
     given = f"--d_model={d_model} --num_layers={num_layers}"
     machine.check_room(given, most, memory=3, disk=2)
-
-
-def main(arguments: list[str]) -> None:
-    """Measures and prints."""
-    options = _options(arguments)
-    shape = dict(d_model=options.d_model, num_layers=options.num_layers)
-    _check(**shape)
-    rows = measure(**shape)
-    out = Output(options)
-
-    def mb(sizes: list[float]) -> str:
-        return ", ".join(f"{size / 1e6:.0f}" for size in sizes)
-
-    header = ("written as", "state, MB", "of it in each of 4, MB", "peak above before, MB")
-    cells = [
-        (r["written"], mb([r["state_bytes"]]), mb(r["local_bytes"]), mb(r["peak_bytes"]))
-        for r in rows
-    ]
-    out.table(header, cells)
-    record.record("checkpoint_memory", dict(rows=rows), out, save=options.save)
 
 
 def measure(*, d_model: int, num_layers: int) -> list[dict]:
@@ -191,6 +155,30 @@ def _status(key: str) -> int:
     text = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(text.split(f"{key}:")[1].split()[0])
 
+
+def _mb(key: str):
+    """Returns a column of bytes by process, in MB."""
+    return lambda row: ", ".join(f"{size / 1e6:.0f}" for size in row[key])
+
+
+_COLUMNS = {
+    "written as": "{written}",
+    "state, MB": lambda row: f"{row['state_bytes'] / 1e6:.0f}",
+    "of it in each of 4, MB": _mb("local_bytes"),
+    "peak above before, MB": _mb("peak_bytes"),
+}
+main = runner.benchmark(
+    "checkpoint_memory",
+    __doc__,
+    dict(
+        d_model=Option(512, "width of the model", least=1),
+        num_layers=Option(12, "layers of the model", least=1),
+    ),
+    lambda given: dict(rows=measure(d_model=given.d_model, num_layers=given.num_layers)),
+    lambda result, out: out.table(*runner.table(_COLUMNS, result["rows"])),
+    check=_check,
+    start=lambda: None,
+)
 
 if __name__ == "__main__":
     command_line.run(main)

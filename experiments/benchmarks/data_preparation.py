@@ -1,12 +1,11 @@
-"""What preparing text takes: rates, memory of a worker, room for what is under way; and from that
-the hours of a corpus of the papers' size.
+"""Measures data preparation: rates, memory of a worker, disk; estimates the hours of 100B tokens.
 
     python -m experiments.benchmarks.data_preparation [--megabytes=100,1000] [--workers=2] [--save]
 
 The text is the embedded corpus, document by document, again and again with other numbers in it, as
 JSON lines in a temporary folder. Memory is the proportional set size of the largest worker at its
-highest. Room is what parts under way take at most, beside the rows that are done: the largest
-part's shards for each worker. Prints two tables. Needs Linux.
+highest. "Unfinished" is the most disk that unfinished parts take beside the finished rows: the
+largest part's shards for each worker. Prints two tables. Needs Linux.
 """
 
 import collections
@@ -22,8 +21,8 @@ import time
 from etils import epath
 import psutil
 
-from experiments import record
-from experiments.benchmarks import contender
+from experiments.benchmarks import contender, runner
+from experiments.benchmarks.runner import Option
 from kvjax.data import (
     config as config_lib,
     manifest,
@@ -31,21 +30,21 @@ from kvjax.data import (
     preparation,
     preparation_estimate,
     sources,
+    tokenizer as tokenizer_lib,
 )
 from kvjax.foundation import command_line, lists, progress
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.configuration import at_least, between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
-# FineWeb-Edu's sample-100BT: so many tokens of GPT-2's vocabulary. Ours makes about as many.
+# Of FineWeb-Edu's sample-100BT with GPT-2's vocabulary; about as many with the one trained here.
 FINEWEB_TOKENS = 100e9
 MACHINES = {"2 cores": 2, "32 cores": 32, "224 cores": 224, "50 Beam workers of 4 cores": 200}
 _PREPARE = "import sys; from kvjax.data import prepare; prepare.main(sys.argv[1:])"
 
 
 def write_corpus(path: pathlib.Path, size: int) -> int:
-    """Writes about so many bytes of documents as JSON lines; their text's bytes."""
+    """Writes about `size` bytes of documents as JSON lines; returns the bytes of their text."""
     config, written = config_lib.DataConfig(), 0
     texts = [piece.text for split in sources.SPLITS for piece in sources.pieces(config, split)]
     with open(path, "w") as file:
@@ -59,7 +58,7 @@ def write_corpus(path: pathlib.Path, size: int) -> int:
 
 
 class _Watch(threading.Thread):
-    """The most memory of any worker while a process runs."""
+    """Records the largest memory of any worker while a process runs."""
 
     def __init__(self, process: psutil.Process):
         super().__init__(daemon=True)
@@ -76,7 +75,7 @@ class _Watch(threading.Thread):
 
 
 def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, length: int) -> dict:
-    """Prepares a corpus of about so many bytes in processes of their own; figures by name."""
+    """Prepares a corpus of about `size` bytes with worker processes; returns the figures."""
     corpus, output = folder / f"{size}.jsonl", folder / f"prepared-{size}"
     written = write_corpus(corpus, size)
     keys = dict(source=str(corpus), directory=str(output), tokenizer=tokenizer)
@@ -115,7 +114,7 @@ def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, lengt
 
 
 def _largest_part(prepared: pathlib.Path) -> int:
-    """Bytes of its shards, of both splits."""
+    """Returns the bytes of the largest part's shards, of both splits."""
     sizes = collections.Counter()
     for shard in prepared.rglob("*.array_record-*"):
         sizes[shard.name.partition("array_record")[2]] += shard.stat().st_size
@@ -123,86 +122,72 @@ def _largest_part(prepared: pathlib.Path) -> int:
 
 
 def hours(found: preparation_estimate.Estimate) -> dict[str, float]:
-    """Hours for FineWeb-Edu's sample, by machine, as --plan would say at this text's rates."""
+    """Returns hours for FineWeb-Edu's sample by machine, as --plan estimates at these rates."""
     text_bytes = FINEWEB_TOKENS * found.text_bytes / found.tokens
     count = int(text_bytes // parts.PART_BYTES)
     large = dataclasses.replace(found, text_bytes=text_bytes, parts=count)
     return {name: large.seconds(workers) / 3600 for name, workers in MACHINES.items()}
 
 
-def main(arguments: list[str]) -> None:
-    """Measures and prints."""
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--megabytes", default="100,1000", help="sizes of the text, comma-separated (100,1000)")
-    add("--workers", type=int, default=2, help="processes that tokenize (2)")
-    add("--vocab_size", type=int, default=32_768, help="learned from the corpus (32768)")
-    add("--sequence_length", type=int, default=2048, help="T, targets in a row (2048)")
-    add("--save", action="store_true", help="write experiments/results/data_preparation.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    sizes = lists.integers("--megabytes", options.megabytes)
-    for size in sizes:
-        between("--megabytes", size, 10, 100_000)
-    at_least("--workers", options.workers, 1)
-    at_least("--sequence_length", options.sequence_length, 1)
-    between("--vocab_size", options.vocab_size, 257, 200_000)
-    record.check(options.save)
-    out, rows, results = Output(options), [], []
-    with tempfile.TemporaryDirectory() as temporary, progress.waiting("preparing") as doing:
-        folder = pathlib.Path(temporary)
-        tokenizer = _tokenizer(folder, options.vocab_size)
-        for size in sizes:
-            doing.now(f"preparing {size} MB")
-            found = measure(
-                folder, tokenizer, size * 10**6, options.workers, options.sequence_length
-            )
-            results.append(found)
-            rows.append(
-                (
-                    f"{found['text_bytes'] / 1e6:,.0f} MB",
-                    found["parts"],
-                    f"{found['seconds']:.0f}",
-                    f"{found['planned_seconds']:.0f}",
-                    f"{found['bytes_per_second'] / 1e6:.1f}",
-                    f"{found['tokens_per_second'] / 1e6:.2f}M",
-                    f"{found['worker_bytes'] / 1e6:,.0f} MB",
-                    f"{found['room_bytes'] / 1e6:,.1f} MB",
-                )
-            )
-    header = (
-        "text",
-        "parts",
-        "s",
-        "s planned",
-        "MB/s",
-        "tokens/s",
-        "a worker",
-        "under way",
-    )
-    out.say(f"{options.workers} processes, T = {options.sequence_length}:")
-    out.table(header, rows)
-    planned = preparation_estimate.Estimate(**results[-1]["estimate"])
-    step = planned.reading + planned.encoding + planned.writing
-    shares = {name: getattr(planned, name) / step for name in ("reading", "encoding", "writing")}
-    said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
-    out.say(f"\nA core: {planned.rate / 1e6:.1f} MB/s, of its time {said}.")
-    table = hours(planned)
-    out.table(("100B tokens on", "h"), [(name, f"{h:,.2g}") for name, h in table.items()])
-    result = dict(workers=options.workers, sizes=results, shares=shares, hours=table)
-    record.record("data_preparation", result, out, save=options.save)
-
-
 def _tokenizer(folder: pathlib.Path, vocab_size: int) -> str:
-    """The path of a tokenizer that learned from the embedded corpus."""
-    from kvjax.data import tokenizer
-
+    """Trains a tokenizer on the embedded corpus; returns its path."""
     config = config_lib.DataConfig()
     texts = [piece.text for piece in sources.pieces(config, "train")]
     path = folder / "tokenizer.json"
-    tokenizer.train(texts, vocab_size).save(path)
+    tokenizer_lib.train(texts, vocab_size).save(path)
     return str(path)
 
+
+def _measure(options: runner.Options) -> dict:
+    sizes, keys = [], (options.workers, options.sequence_length)
+    with tempfile.TemporaryDirectory() as temporary, progress.waiting("preparing") as doing:
+        folder = pathlib.Path(temporary)
+        tokenizer = _tokenizer(folder, options.vocab_size)
+        for size in options.megabytes:
+            doing.now(f"preparing {size} MB")
+            sizes.append(measure(folder, tokenizer, size * 10**6, *keys))
+    planned = preparation_estimate.Estimate(**sizes[-1]["estimate"])
+    step = planned.reading + planned.encoding + planned.writing
+    shares = {name: getattr(planned, name) / step for name in ("reading", "encoding", "writing")}
+    return dict(workers=options.workers, sizes=sizes, shares=shares, hours=hours(planned))
+
+
+_COLUMNS = {
+    "text": lambda row: f"{row['text_bytes'] / 1e6:,.0f} MB",
+    "parts": "{parts}",
+    "s": "{seconds:.0f}",
+    "s planned": "{planned_seconds:.0f}",
+    "MB/s": lambda row: f"{row['bytes_per_second'] / 1e6:.1f}",
+    "tokens/s": lambda row: f"{row['tokens_per_second'] / 1e6:.2f}M",
+    "a worker": lambda row: f"{row['worker_bytes'] / 1e6:,.0f} MB",
+    "unfinished": lambda row: f"{row['room_bytes'] / 1e6:,.1f} MB",
+}
+
+
+def _show(result: dict, out: Output) -> None:
+    out.say(f"{result['workers']} processes:")
+    out.table(*runner.table(_COLUMNS, result["sizes"]))
+    rate = preparation_estimate.Estimate(**result["sizes"][-1]["estimate"]).rate
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in result["shares"].items())
+    out.say(f"\nA core: {rate / 1e6:.1f} MB/s, of its time {shares}.")
+    out.table(("100B tokens on", "h"), [(name, f"{h:,.2g}") for name, h in result["hours"].items()])
+
+
+main = runner.benchmark(
+    "data_preparation",
+    __doc__,
+    dict(
+        megabytes=Option(
+            "100,1000", "sizes of the text", parse=lists.integers, least=10, most=100_000
+        ),
+        workers=Option(2, "processes that tokenize", least=1),
+        vocab_size=Option(32_768, "learned from the corpus", least=257, most=200_000),
+        sequence_length=Option(2048, "T, targets in a row", least=1),
+    ),
+    _measure,
+    _show,
+    start=lambda: None,
+)
 
 if __name__ == "__main__":
     command_line.run(main)

@@ -1,4 +1,4 @@
-"""Reading prepared data: of the embedded corpus, of many rows in many shards, from a slow store.
+"""Measures reading of prepared data: the embedded corpus, many shards, a store with latency.
 
     python -m experiments.benchmarks.data_reading [--save] [--rows=50000000] [--shards=10000]
 
@@ -16,7 +16,6 @@ bandwidth). From few shards, whose readers all stay open, and from many, whose r
 closed when a row is read. Prints three tables. Needs Linux.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
@@ -36,8 +35,8 @@ import grain
 import numpy as np
 import psutil
 
-from experiments import record
-from experiments.benchmarks import contender, object_store
+from experiments.benchmarks import contender, object_store, runner
+from experiments.benchmarks.runner import Option
 from kvjax.data import (
     config as config_lib,
     loader,
@@ -49,13 +48,12 @@ from kvjax.data import (
 )
 from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
 BATCH = 64  # rows
 LATENCIES = (0.0, 0.005, 0.02)  # seconds an answer
-# A store, how many rows are asked for at once, batches made at once and batches ahead.
+# Store, rows requested at once, and (batches made at once, batches prefetched).
 SETTINGS = (
     *(("folder", threads, (1, 4)) for threads in (1, shards.THREADS)),
     *(("bucket", threads, (1, 4)) for threads in (1, shards.THREADS)),
@@ -69,50 +67,6 @@ _WORKER = (
     "import json, sys; from experiments.benchmarks import data_reading; "
     "print(json.dumps(data_reading.open_and_read(*json.loads(sys.argv[1]))))"
 )
-
-
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--rows", type=int, default=50_000_000, help="of the large data set (50000000)")
-    add("--shards", type=int, default=10_000, help="of the large data set (10000)")
-    add("--repeats", type=int, default=3, help="processes that open it, for medians (3)")
-    add("--seconds", type=float, default=1.0, help="how long to read at each setting (1)")
-    add("--save", action="store_true", help="write experiments/results/data_reading.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    at_least("--shards", options.shards, 1)
-    at_least("--repeats", options.repeats, 1)
-    most = 1 << 32  # Grain's permutations end there
-    if options.rows % options.shards or not 2 * BATCH <= options.rows < most:
-        raise UserError(
-            f"--rows = {options.rows}: must be a multiple of --shards = {options.shards}, from "
-            f"{2 * BATCH} to {most - 1}"
-        )
-    if not 0.1 <= options.seconds <= 3600:
-        raise UserError(f"--seconds = {options.seconds}: must be from 0.1 to 3600")
-    record.check(options.save)
-    return options
-
-
-def main(arguments: list[str]) -> None:
-    """Measures and prints."""
-    options = _options(arguments)
-    corpus = embedded(options.seconds)
-    opened = at_scale(options.rows, options.shards, options.repeats, options.seconds)
-    read = from_a_store(options.seconds)
-    out = Output(options)
-    for figures in (corpus, opened):
-        out.table(("figure", "value"), [(name, f"{value:,}") for name, value in figures.items()])
-    keys = ("store", "shards", "rows_at_once", "batches_at_once")
-    header = ("store", "shards", "rows at once", "batches at once")
-    header += tuple(f"tokens/s at {1000 * latency:.0f} ms" for latency in LATENCIES)
-    rates = lambda row: (f"{rate:,}" for rate in row["tokens_per_second"])
-    cells = [(*(row[key] for key in keys), *rates(row)) for row in read]
-    out.table(header, cells)
-    result = {"embedded": corpus, "opened": opened}
-    result |= {"latencies_s": LATENCIES, "from_a_store": read}
-    record.record("data_reading", result, out, save=options.save)
 
 
 def embedded(seconds: float) -> dict:
@@ -133,7 +87,7 @@ def embedded(seconds: float) -> dict:
 
 
 def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
-    """Medians over processes: seconds and bytes by name, of opening a large data set."""
+    """Returns medians over processes of opening a large data set: seconds and bytes by name."""
     with tempfile.TemporaryDirectory() as folder, progress.waiting("making many shards") as doing:
         path = pathlib.Path(folder) / "large"
         make(path, rows // num_shards, num_shards, sequence_length=1)
@@ -141,15 +95,14 @@ def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
         for i in range(repeats):
             doing.now(f"opening {num_shards:,} shards: {i + 1} of {repeats}")
             found.append(_in_a_process(path, rows, seconds))
-    median = lambda name: statistics.median(figures[name] for figures in found)
-    figures = {name: median(name) for name in found[0]}
+    figures = {name: statistics.median(each[name] for each in found) for name in found[0]}
     return dict(rows=rows, shards=num_shards) | figures
 
 
 def make(path: pathlib.Path, rows: int, num_shards: int, sequence_length: int) -> None:
-    """A data set of `num_shards` shards of so many rows each, all the same file.
+    """Writes a data set of `num_shards` shards of `rows` rows each, all the same file.
 
-    Of validation every hundredth shard has rows, as where documents are long and few held out.
+    Every hundredth validation shard has rows, as with long documents of which few are held out.
     """
     folder = path / manifest.ROWS / manifest.ROWS_VERSION
     folder.mkdir(parents=True)
@@ -206,7 +159,10 @@ def _in_a_process(path: pathlib.Path, rows: int, seconds: float) -> dict:
 def open_and_read(path: str, rows: int, seconds: float) -> dict:
     """Measures opening and reading: seconds, memory beyond imports in bytes, rows per second."""
     process = psutil.Process()
-    resident = lambda: process.memory_info().rss
+
+    def resident() -> int:
+        return process.memory_info().rss
+
     before, start = resident(), time.perf_counter()
     dataset = loader.open_dataset(path)
     keys = dict(sequence_length=1, batch_size=BATCH, seed=0)
@@ -241,7 +197,7 @@ def _rows_per_second(batches: Iterator, seconds: float, warmup: int = 4) -> floa
 
 
 class _InBucket(loader.PackedDataset):
-    """A data set whose rows are in the stand-in, and the rest in the folder that it serves."""
+    """A data set whose rows are read from the stand-in for a bucket."""
 
     def rows(self, split: str) -> shards.PackedRows:
         folder = pathlib.PurePath(manifest.ROWS, manifest.ROWS_VERSION)
@@ -250,7 +206,7 @@ class _InBucket(loader.PackedDataset):
 
 
 class _Slow(shards.ArrayRecordReader):
-    """A reader of a folder that answers after a while."""
+    """A reader of a folder with a latency."""
 
     seconds = 0.0
 
@@ -264,7 +220,7 @@ class _Slow(shards.ArrayRecordReader):
 
 
 def from_a_store(seconds: float) -> list[dict]:
-    """Tokens a second of rows of 2048, by store, shards and what is asked for at once."""
+    """Returns tokens/s for rows of 2048 by store, shards, and numbers of concurrent requests."""
     found = []
     with tempfile.TemporaryDirectory() as folder, progress.waiting("reading") as doing:
         buckets = pathlib.Path(folder)
@@ -314,12 +270,60 @@ def _rate_at(
 
 
 def end(batches: Iterator) -> None:
-    """Waits for what is read ahead: of a store that is gone, Google's client would ask for long."""
+    """Waits for prefetch threads: once the store is gone, Google's client would retry for long."""
     batches.close()
     for thread in threading.enumerate():
         if thread.name.startswith("grain-prefetch"):
             thread.join()
 
+
+_KEYS = ("store", "shards", "rows_at_once", "batches_at_once")
+
+
+def _show(result: dict, out: Output) -> None:
+    for figures in (result["embedded"], result["opened"]):
+        out.table(("figure", "value"), [(name, f"{value:,}") for name, value in figures.items()])
+    header = [key.replace("_", " ") for key in _KEYS]
+    header += [f"tokens/s at {1000 * latency:.0f} ms" for latency in LATENCIES]
+    cells = [
+        (*(row[key] for key in _KEYS), *(f"{rate:,}" for rate in row["tokens_per_second"]))
+        for row in result["from_a_store"]
+    ]
+    out.table(header, cells)
+
+
+def _check(options: runner.Options) -> None:
+    most = 1 << 32  # limit of Grain's permutations
+    if options.rows % options.shards or not 2 * BATCH <= options.rows < most:
+        raise UserError(
+            f"--rows = {options.rows}: must be a multiple of --shards = {options.shards}, from "
+            f"{2 * BATCH} to {most - 1}"
+        )
+
+
+def _measure(options: runner.Options) -> dict:
+    return dict(
+        embedded=embedded(options.seconds),
+        opened=at_scale(options.rows, options.shards, options.repeats, options.seconds),
+        latencies_s=LATENCIES,
+        from_a_store=from_a_store(options.seconds),
+    )
+
+
+main = runner.benchmark(
+    "data_reading",
+    __doc__,
+    dict(
+        rows=Option(50_000_000, "rows of the large data set"),
+        shards=Option(10_000, "shards of the large data set", least=1),
+        repeats=Option(3, "processes that open it, for medians", least=1),
+        seconds=Option(1.0, "seconds of reading at each setting", least=0.1, most=3600),
+    ),
+    _measure,
+    _show,
+    check=_check,
+    start=lambda: None,
+)
 
 if __name__ == "__main__":
     command_line.run(main)

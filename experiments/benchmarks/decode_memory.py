@@ -1,4 +1,4 @@
-"""Bytes of a decode step as the compiler lays it out: logical, physical, temporary.
+"""Measures the bytes of a compiled decode step: logical, physical, temporary.
 
     python -m experiments.benchmarks.decode_memory [--topology=v5e:2x2] [--batches=1,8] [--save]
     python -m experiments.benchmarks.decode_memory --mechanism=MHA --mechanism='thin keys, 32'
@@ -10,19 +10,18 @@ not grow with the cache, and the whole cache must be aliased, that is updated in
 table has the same for one layer's attention on the CPU, float32.
 """
 
-import argparse
 import re
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from experiments import record
+from experiments.benchmarks import machine, runner
+from experiments.benchmarks.runner import Option
 from experiments.d36 import MECHANISMS, abstract_attention, model
 from kvjax import cache as cache_lib
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, lists, progress, runtime
-from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
 from kvjax.hardware import datasheets, topology
 from kvjax.model.config import TransformerConfig
@@ -83,85 +82,46 @@ def attention_memory(name: str, length: int) -> dict:
 
 
 def growth(short: dict, long: dict) -> float:
-    """Returns temporary memory's growth over the cache's."""
+    """Returns the growth of temporary memory as a share of the cache's."""
     return (long["temporary"] - short["temporary"]) / (long["logical"] - short["logical"])
 
 
-def _step_table(rows: list[dict], topology_name: str) -> Table:
-    header = ("mechanism", "batch", "tokens", "bytes per token and layer", "logical MB", "by costs")
-    header += ("physical / logical", "aliased / physical", "temporary MB")
-    cells = [
-        (
-            r["mechanism"],
-            r["batch"],
-            f"{r['length']:,}",
-            f"{r['logical'] / r['batch'] / r['length'] / LAYERS:,.0f}",
-            f"{r['logical'] / 1e6:,.1f}",
-            "equal" if r["logical"] == r["costs"] else r["costs"],
-            f"{r['physical'] / r['logical']:.4f}",
-            f"{r['aliased'] / r['physical']:.4f}",
-            f"{r['temporary'] / 1e6:.1f}",
-            f"{r['growth']:.2%}",
-        )
-        for r in rows
-    ]
-    title = f"{LAYERS} layers of d36 on {topology_name}, bfloat16"
-    return Table(title, (*header, "its growth / the cache's"), cells)
+_STEP = {
+    "mechanism": "{mechanism}",
+    "batch": "{batch}",
+    "tokens": "{length:,}",
+    "bytes per token and layer": lambda r: (
+        f"{r['logical'] / r['batch'] / r['length'] / LAYERS:,.0f}"
+    ),
+    "logical MB": lambda r: f"{r['logical'] / 1e6:,.1f}",
+    "by costs": lambda r: "equal" if r["logical"] == r["costs"] else r["costs"],
+    "physical / logical": lambda r: f"{r['physical'] / r['logical']:.4f}",
+    "aliased / physical": lambda r: f"{r['aliased'] / r['physical']:.4f}",
+    "temporary MB": lambda r: f"{r['temporary'] / 1e6:.1f}",
+    "its growth / the cache's": "{growth:.2%}",
+}
+_ATTENTION = {
+    "mechanism": "{mechanism}",
+    "temporary MB at 1K": lambda r: f"{r['short']['temporary'] / 1e6:.2f}",
+    "at 32K": lambda r: f"{r['long']['temporary'] / 1e6:.2f}",
+    "cache MB at 32K": lambda r: f"{r['long']['logical'] / 1e6:.1f}",
+    "growth / the cache's": "{growth:.2%}",
+}
 
 
-def _attention_table(rows: list[dict]) -> Table:
-    header = ("mechanism", "temporary MB at 1K", "at 32K", "cache MB at 32K")
-    cells = [
-        (
-            r["mechanism"],
-            *(f"{r[key]['temporary'] / 1e6:.2f}" for key in ("short", "long")),
-            f"{r['long']['logical'] / 1e6:.1f}",
-            f"{r['growth']:.2%}",
-        )
-        for r in rows
-    ]
-    title = "\nAttention of one layer on the CPU, float32, one sequence"
-    return Table(title, (*header, "growth / the cache's"), cells)
-
-
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--topology", default="v5e:2x2", help="of TPUs; one chip is used (v5e:2x2)")
-    add("--batches", default="1,8", help="sequences decoded together (1,8)")
-    text = "a name of experiments/d36.py; may be repeated (all)"
-    add("--mechanism", action="append", help=text)
-    add("--save", action="store_true", help="write experiments/results/decode_memory.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    options.batches = lists.integers("--batches", options.batches)
-    options.mechanism = options.mechanism or list(MECHANISMS)
-    for name in options.mechanism:
-        lists.one("--mechanism", name, MECHANISMS)
-    record.check(options.save)
-    return options
-
-
-def _check_memory(names: list[str], batch: int, topology_name: str) -> None:
+def _check_memory(options: runner.Options) -> None:
     """Raises a UserError if the largest cache does not fit a chip."""
-    there = datasheets.get(topology_name.partition(":")[0]).hbm_bytes
-    for name in names:
-        each = formulas.cache_bytes_per_token(model(name, LAYERS), BF16)
-        need = batch * max(LENGTHS) * each
-        if need > there:
-            raise UserError(
-                f"--batches={batch}: a cache of {name}, so many sequences of {max(LENGTHS):,} "
-                f"tokens, has {need / 1e9:,.1f} GB, the chip {there / 1e9:,.1f} GB: give fewer"
-            )
+    there = datasheets.get(options.topology.partition(":")[0]).hbm_bytes
+    batch = max(options.batches)
+    for name in options.mechanism:
+        need = batch * max(LENGTHS) * formulas.cache_bytes_per_token(model(name, LAYERS), BF16)
+        what = f"a cache of {name}, so many sequences of {max(LENGTHS):,} tokens,"
+        machine.check_fits(f"--batches={batch}", what, need, there)
 
 
-def main(arguments: list[str]) -> None:
-    """Compiles and prints."""
-    options = _options(arguments)
-    runtime.start(compilation_cache=False)  # a TPU's programs cannot be read back here
-    device = topology.tpu_devices(options.topology)[0]
-    names = options.mechanism
-    _check_memory(names, max(options.batches), options.topology)
+def _measure(options: runner.Options) -> dict:
+    device, names = topology.tpu_devices(options.topology)[0], options.mechanism
+    _check_memory(options)
     rows, cpu = [], []
     with progress.waiting("compiling decode steps") as doing:
         for i, name in enumerate(names):
@@ -172,12 +132,31 @@ def main(arguments: list[str]) -> None:
                 rows += [r | dict(mechanism=name, growth=growth(*pair)) for r in pair]
             short, long = (attention_memory(name, length) for length in LENGTHS)
             cpu.append(dict(mechanism=name, short=short, long=long, growth=growth(short, long)))
-    out = Output(options)
-    out.show(_step_table(rows, options.topology))
-    out.show(_attention_table(cpu))
-    result = dict(topology=options.topology, decode_step=rows, attention_on_cpu=cpu)
-    record.record("decode_memory", result, out, save=options.save)
+    return dict(topology=options.topology, decode_step=rows, attention_on_cpu=cpu)
 
+
+def _show(result: dict, out: Output) -> None:
+    title = f"{LAYERS} layers of d36 on {result['topology']}, bfloat16"
+    out.show(Table(title, *runner.table(_STEP, result["decode_step"])))
+    title = "\nAttention of one layer on the CPU, float32, one sequence"
+    out.show(Table(title, *runner.table(_ATTENTION, result["attention_on_cpu"])))
+
+
+main = runner.benchmark(
+    "decode_memory",
+    __doc__,
+    dict(
+        topology=Option("v5e:2x2", "topology of TPUs; one chip is used"),
+        batches=Option("1,8", "sequences decoded together", parse=lists.integers),
+        mechanism=Option(
+            list(MECHANISMS), "a name of experiments/d36.py; may be repeated", known=MECHANISMS
+        ),
+    ),
+    _measure,
+    _show,
+    # A TPU's programs cannot be read back from the compilation cache without one.
+    start=lambda: runtime.start(compilation_cache=False),
+)
 
 if __name__ == "__main__":
     command_line.run(main)

@@ -1,15 +1,13 @@
-"""A trained model, teacher-forced from the cache against recomputing everything.
+"""Compares a trained model's logits from the cache with those of whole rows.
 
     python -m experiments.benchmarks.exactness --workdir=runs/lrkv_tiny [--positions=512] [--save]
 
-Held-out text goes through the model twice: as whole rows, the way training sees them, and through
-the cache, a prefill chunk first and then token by token. Reported are the largest difference of a
-logit, as a part of the row's largest logit, and at how many positions both choose the same next
-token; where the two best of the full pass differ by more than rounding, that must be all, or the
-exit status is 1. Prints a table.
+Held-out text goes through the model twice: as whole rows, as in training, and through the cache, a
+prefill chunk first and then token by token. Prints the largest difference of a logit, relative to
+the position's largest logit, and the number of positions with the same greedy token. Exits with 1
+if a logit differs by more than rounding, or a token where its logit leads by more than that.
 """
 
-import argparse
 import itertools
 import math
 
@@ -19,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import record
+from experiments.benchmarks import runner
+from experiments.benchmarks.runner import Option
 from kvjax.data import loader, prepare
-from kvjax.foundation import command_line, progress, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.output import Output
 from kvjax.model import decoder as decoder_lib
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute, Transformer
@@ -35,7 +32,7 @@ PREFILLS = (1, 128)  # tokens that enter the cache in one chunk
 
 
 def held_out(workdir: epath.Path, positions: int, rows: int) -> np.ndarray:
-    """[rows, positions] tokens of a run's validation text, training rows joined end to end.
+    """Returns [rows, positions] tokens of a run's validation text, training rows joined end to end.
 
     Raises:
       UserError: not a workdir, or less text than that.
@@ -57,7 +54,7 @@ def held_out(workdir: epath.Path, positions: int, rows: int) -> np.ndarray:
 def from_cache(
     model: Transformer, tokens_BT: np.ndarray, *, prefill: int, compute: Compute
 ) -> np.ndarray:
-    """[B, T, V] logits: `prefill` tokens in one chunk, the rest one by one."""
+    """Returns logits [B, T, V]: `prefill` tokens in one chunk, the rest one by one."""
     graph, weights = nnx.split(Decoder(model, compute))
     B, T = tokens_BT.shape
 
@@ -78,7 +75,7 @@ def from_cache(
 
 
 def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
-    """Largest difference over scale, and agreement of the greedy token."""
+    """Returns the largest difference over scale, and the agreement of greedy tokens."""
     scale_BT1 = np.abs(full_BTV).max(-1, keepdims=True)
     second, first = np.sort(full_BTV, axis=-1)[..., -2:].transpose(2, 0, 1)
     clear_BT = (first - second) / scale_BT1[..., 0] > ROUNDING
@@ -105,49 +102,42 @@ def measure(loaded: trained.LoadedModel, tokens_BT: np.ndarray) -> list[dict]:
     return results
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--workdir", default="runs/lrkv_tiny", help="of a trained run (runs/lrkv_tiny)")
-    add("--positions", type=int, default=512, help="tokens of a row (512)")
-    add("--rows", type=int, default=4, help="rows (4)")
-    add("--save", action="store_true", help="write experiments/results/exactness.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    at_least("--positions", options.positions, max(PREFILLS))
-    at_least("--rows", options.rows, 1)
-    record.check(options.save)
-    return options
-
-
-def main(arguments: list[str]) -> int:
-    """The exit status: 1 where the cache gives another model."""
-    options = _options(arguments)
-    runtime.start()
+def _measure(options: runner.Options) -> dict:
     workdir = epath.Path(options.workdir)
     tokens_BT = held_out(workdir, options.positions, options.rows)
-    with progress.waiting("the model over whole rows, then token by token from its cache"):
-        results = measure(trained.load(workdir), tokens_BT)
-    out = Output(options)
-    header = ("prefilled", "rows x positions", "largest difference / scale")
-    cells = [
-        (
-            r["prefill"],
-            " x ".join(map(str, tokens_BT.shape)),
-            f"{r['largest_difference']:.1e}",
-            f"{r['same_token']} of {r['positions']}",
-            f"{r['same_token_where_clear']} of {r['clear_positions']}",
-        )
-        for r in results
-    ]
-    out.table((*header, "same token", "where clear"), cells)
-    record.record("exactness", dict(results=results), out, save=options.save)
-    exact = all(
-        r["largest_difference"] < ROUNDING and r["same_token_where_clear"] == r["clear_positions"]
-        for r in results
-    )
-    return 0 if exact else 1
+    with progress.waiting("whole rows, then token by token from the cache"):
+        return dict(results=measure(trained.load(workdir), tokens_BT))
 
+
+_COLUMNS = {
+    "prefilled": "{prefill}",
+    "positions": "{positions}",
+    "largest difference / scale": "{largest_difference:.1e}",
+    "same token": "{same_token} of {positions}",
+    "where clear": "{same_token_where_clear} of {clear_positions}",
+}
+
+
+def _status(result: dict) -> int:
+    """Returns 1 if decoding from the cache disagrees with whole rows."""
+    return any(
+        r["largest_difference"] >= ROUNDING or r["same_token_where_clear"] < r["clear_positions"]
+        for r in result["results"]
+    )
+
+
+main = runner.benchmark(
+    "exactness",
+    __doc__,
+    dict(
+        workdir=Option("runs/lrkv_tiny", "workdir of a trained run"),
+        positions=Option(512, "tokens of a row", least=max(PREFILLS)),
+        rows=Option(4, "number of rows", least=1),
+    ),
+    _measure,
+    lambda result, out: out.table(*runner.table(_COLUMNS, result["results"])),
+    status=_status,
+)
 
 if __name__ == "__main__":
     command_line.run(main)

@@ -1,4 +1,4 @@
-"""Rates of this machine, which benchmarks compare their figures with."""
+"""Rates and memory of this machine, for comparison with benchmarks' figures."""
 
 from collections.abc import Callable
 import shutil
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
+from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 
 
@@ -51,15 +52,24 @@ def check_room(given: str, size: int, *, memory: int, disk: int) -> None:
     """Raises a UserError unless copies of a state fit free memory and disk.
 
     Args:
-      given: the options that decide its size.
+      given: the options that determine its size.
       size: bytes of the state.
       memory, disk: number of copies.
     """
-    free = dict(memory=psutil.virtual_memory().available)
-    free["disk"] = shutil.disk_usage(tempfile.gettempdir()).free
-    for name, copies in dict(memory=memory, disk=disk).items():
-        if copies * size > free[name]:
-            raise UserError(
-                f"{given}: a state of {size / 1e9:,.1f} GB needs {copies} x as much {name}; "
-                f"{free[name] / 1e9:,.1f} GB are free"
-            )
+    free_disk = shutil.disk_usage(tempfile.gettempdir()).free
+    places = {
+        "in memory": (memory, psutil.virtual_memory().available),
+        "on disk": (disk, free_disk),
+    }
+    for place, (copies, there) in places.items():
+        what = f"a state of {size / 1e9:,.1f} GB, {copies} x {place},"
+        check_fits(given, what, copies * size, there)
+
+
+def check_fits(given: str, what: str, need: float, there: float | None = None) -> None:
+    """Raises a UserError unless `need` bytes fit into `there` (by default a device's memory)."""
+    there = runtime.memory_per_device() if there is None else there
+    if need > there:
+        raise UserError(
+            f"{given}: {what} needs {need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB: give less"
+        )

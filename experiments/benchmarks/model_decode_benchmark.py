@@ -1,16 +1,15 @@
-"""Time of a whole decode step at the LRKV paper's d36: 2.5B parameters, long caches.
+"""Times a whole decode step at the LRKV paper's d36: 2.5B parameters, long caches.
 
     python -m experiments.benchmarks.model_decode_benchmark [--points=1x32768,4x32768] [--save]
 
 All 36 layers and the head, bfloat16, random weights: one token of each sequence in, its most likely
 successor out, the cache appended to in place. Caches are full but for the tokens of the run. A
 step's time is the slope between a short and a long chain of steps, the median of several; steps are
-started one by one from the host, as generation does. What is read at least is weights and cache,
-once; beside it stands the rate of a copy. What does not fit the device is left out and said.
-Prints a table.
+started one by one from the host, as in generation. The GB/s count weights and cache once, and are
+compared with the rate of a copy. Points that do not fit the device are skipped and listed. Prints a
+table.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
@@ -24,11 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from experiments import record
+from experiments.benchmarks import runner
+from experiments.benchmarks.runner import Option
 from experiments.d36 import MECHANISMS, model
 from kvjax import cache as cache_lib
 from kvjax.costs import formulas
-from kvjax.foundation import command_line, lists, progress, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Output
 from kvjax.foundation.rounding import round_up
@@ -51,7 +51,10 @@ class Stepper:
 
     def __init__(self, config: TransformerConfig, implementation: str | None = None):
         self.config, self._implementation = config, implementation
-        make = lambda: Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16))
+
+        def make() -> Decoder:
+            return Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16))
+
         self._graph, state = nnx.split(nnx.eval_shape(make))
         self._shapes = nnx.to_pure_dict(state)
 
@@ -73,7 +76,7 @@ class Stepper:
         return _drawn(self._shapes, lambda key, x: 0.02 * jax.random.normal(key, x.shape, x.dtype))
 
     def cache(self, batch: int, capacity: int) -> cache_lib.Cache:
-        """Full of random entries; 1/rms of keys between 0.5 and 1.5."""
+        """Returns a cache full of random entries; 1/rms of keys between 0.5 and 1.5."""
         shapes = cache_lib.abstract(
             self.config.mechanisms, batch=batch, capacity=capacity, dtype=BF16
         )
@@ -87,7 +90,7 @@ class Stepper:
         return cache_lib.Cache(_drawn(shapes.layers, entries), jnp.zeros(batch, jnp.int32))
 
     def lower(self, batch: int, capacity: int) -> jax.stages.Lowered:
-        """(weights, tokens [B], cache) -> (the next tokens [B], cache), the cache donated."""
+        """Lowers (weights, tokens [B], cache) -> (next tokens [B], cache); the cache is donated."""
 
         def step(weights, token_B, cache):
             decoder = nnx.merge(self._graph, weights)
@@ -112,7 +115,7 @@ def _around_1(key, shape, dtype) -> jax.Array:
 
 
 def _drawn(shapes, draw):
-    """Arrays of these shapes; one program for each shape."""
+    """Draws arrays of these shapes, with one program per shape."""
     leaves, tree = jax.tree.flatten(shapes)
     programs = {(x.shape, x.dtype): jax.jit(lambda key, x=x: draw(key, x)) for x in leaves}
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -130,7 +133,7 @@ def seconds_per_step(
     steps: int,
     rounds: int,
 ) -> list[float]:
-    """Seconds of a step, `rounds` times, from chains of `steps` and of three times as many.
+    """Returns `rounds` times of a step in seconds, from chains of `steps` and 3 x `steps`.
 
     Args:
       length: tokens that the cache holds before a chain; it has room for the chain's.
@@ -155,7 +158,7 @@ def seconds_per_step(
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A model with so many sequences of so many tokens, and room for the tokens of a chain."""
+    """A model with `batch` cached sequences of `length` tokens, and room for a chain's."""
 
     stepper: Stepper
     batch: int
@@ -202,7 +205,7 @@ class Point:
 
 
 def measured(points: Sequence[Point], there: float, rounds: int) -> Iterator[tuple[Point, dict]]:
-    """Each point with what `Point.measure` gives; programs are compiled side by side.
+    """Yields each point with its `Point.measure`; compiles the programs side by side.
 
     Args:
       there: bytes of the device.
@@ -222,33 +225,19 @@ def measured(points: Sequence[Point], there: float, rounds: int) -> Iterator[tup
         gc.collect()
 
 
-_HEADER = ("mechanism", "sequences", "tokens of each", "ms a step", "from", "to", "tokens/s")
-_HEADER += ("GB of cache", "GB/s", "of copy", "MHA's time / its")
-
-
-def _cells(r: Mapping) -> tuple:
-    names = (r["mechanism"], r["batch"], f"{r['length']:,}")
-    size = f"{r['cache_bytes'] / 1e9:,.1f}"
-    if "why" in r:
-        return *names, *["-"] * 4, size, *["-"] * 3
-    ms = (f"{1e3 * x:,.2f}" for x in r["seconds"].values())
-    speedup = f"{r['speedup']:.2f}" if "speedup" in r else "-"
-    rates = (f"{r['gbps']:,.0f}", f"{r['of_copy']:.0%}", speedup)
-    return *names, *ms, f"{r['tokens_per_second']:,.0f}", size, *rates
-
-
 def with_mha(rows: Sequence[dict]) -> list[dict]:
-    """Rows with `speedup`, MHA's time over theirs at the same point, where MHA has one."""
+    """Adds `speedup`, MHA's time over the row's, where MHA has one at the same point."""
     mha = {
         (r["batch"], r["length"]): r["seconds"]["median"]
         for r in rows
         if r["mechanism"] == "MHA" and "seconds" in r
     }
-    at = lambda r: mha.get((r["batch"], r["length"]))
-    return [
-        r | (dict(speedup=at(r) / r["seconds"]["median"]) if "seconds" in r and at(r) else {})
-        for r in rows
-    ]
+    found = []
+    for r in rows:
+        base = mha.get((r["batch"], r["length"]))
+        there = base is not None and "seconds" in r
+        found.append(r | (dict(speedup=base / r["seconds"]["median"]) if there else {}))
+    return found
 
 
 def _point(text: str) -> tuple[int, int]:
@@ -259,40 +248,12 @@ def _point(text: str) -> tuple[int, int]:
     return int(batch), int(length)
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    text = "a name of experiments/d36.py; may be repeated"
-    add("--mechanism", action="append", help=f"{text} ({', '.join(_NAMES)})")
-    add("--points", default="1x32768,4x32768", help="sequences x tokens (1x32768,4x32768)")
-    add("--layers", type=int, default=LAYERS, help=f"of the model ({LAYERS})")
-    add("--steps", type=int, default=16, help="of the short chain (16)")
-    add("--rounds", type=int, default=5, help="measurements of each (5)")
-    add("--implementation", help=f"of decode attention: one of {', '.join(api.IMPLEMENTATIONS)}")
-    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    options.mechanism = options.mechanism or list(_NAMES)
-    for name in options.mechanism:
-        lists.one("--mechanism", name, MECHANISMS)
-    if options.implementation is not None:
-        lists.one("--implementation", options.implementation, api.IMPLEMENTATIONS)
-    options.points = [_point(text) for text in options.points.split(",")]
-    for key in ("layers", "steps", "rounds"):
-        at_least(f"--{key}", getattr(options, key), 1)
-    record.check(options.save)
-    return options
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; the exit status: 1 if nothing could be measured."""
-    options = _options(arguments)
-    runtime.start()
+def _measure(options: runner.Options) -> dict:
     copy, copy_bytes = timing.copy(target=0.05)
     copied = copy_bytes / timing.spread([copy() for _ in range(5)]).median
     there = timing.memory_bytes()
-    kind = jax.devices()[0].device_kind
-    about = dict(device=kind, layers=options.layers, copy_gbps=copied / 1e9)
+    about = dict(device=jax.devices()[0].device_kind, layers=options.layers)
+    about |= dict(copy_gbps=copied / 1e9)
     rows: list[dict] = []
     with progress.waiting("compiling and decoding"):
         for name in options.mechanism:
@@ -305,17 +266,70 @@ def main(arguments: Sequence[str]) -> int:
                 rows.append(names | point.read | found)
                 told = found.get("why") or f"{1e3 * found['seconds']['median']:,.2f} ms a step"
                 command_line.say(f"{name}, {point.batch} x {point.length:,}: {told}")
-                if options.save:  # what is stopped leaves its rows
+                if options.save:  # an interrupted run leaves its rows
                     record.keep(NAME, about | dict(rows=with_mha(rows)), quiet=True)
-    rows, out = with_mha(rows), Output(options)
-    out.say(f"{options.layers} layers of d36 on {kind}, bfloat16; a copy: {copied / 1e9:,.0f} GB/s")
-    out.table(_HEADER, map(_cells, rows))
-    for r in rows:
+    return about | dict(rows=with_mha(rows))
+
+
+def _cell(template: str, key: str, scale: float = 1.0) -> Callable[[Mapping], str]:
+    """Returns a column that is "-" in rows without the key."""
+    return lambda row: template.format(scale * row[key]) if key in row else "-"
+
+
+def _ms(key: str) -> Callable[[Mapping], str]:
+    return lambda row: f"{1e3 * row['seconds'][key]:,.2f}" if "seconds" in row else "-"
+
+
+_COLUMNS = {
+    "mechanism": "{mechanism}",
+    "sequences": "{batch}",
+    "tokens of each": "{length:,}",
+    "ms a step": _ms("median"),
+    "from": _ms("low"),
+    "to": _ms("high"),
+    "tokens/s": _cell("{:,.0f}", "tokens_per_second"),
+    "GB of cache": _cell("{:,.1f}", "cache_bytes", 1e-9),
+    "GB/s": _cell("{:,.0f}", "gbps"),
+    "of copy": _cell("{:.0%}", "of_copy"),
+    "MHA's time / its": _cell("{:.2f}", "speedup"),
+}
+
+
+def _show(result: dict, out: Output) -> None:
+    kind, layers, copied = (result[key] for key in ("device", "layers", "copy_gbps"))
+    out.say(f"{layers} layers of d36 on {kind}, bfloat16; a copy: {copied:,.0f} GB/s")
+    out.table(*runner.table(_COLUMNS, result["rows"]))
+    for r in result["rows"]:
         if "why" in r:
             out.say(f"- {r['mechanism']}, {r['batch']} x {r['length']:,}: {r['why']}")
-    record.record(NAME, about | dict(rows=rows), out, save=options.save)
-    return 0 if any("seconds" in r for r in rows) else 1
 
+
+def _points(option: str, text: str) -> list[tuple[int, int]]:
+    found = []
+    for each in text.split(","):
+        if not re.fullmatch("[1-9][0-9]{0,6}x[1-9][0-9]{0,6}", each):
+            raise UserError(f"{option}: {each[:40]!r} must be sequences x tokens, as 4x32768")
+        found.append(tuple(map(int, each.split("x"))))
+    return found
+
+
+main = runner.benchmark(
+    NAME,
+    __doc__,
+    dict(
+        mechanism=Option(
+            list(_NAMES), "a name of experiments/d36.py; may be repeated", known=MECHANISMS
+        ),
+        points=Option("1x32768,4x32768", "sequences x tokens", parse=_points),
+        layers=Option(LAYERS, "layers of the model", least=1),
+        steps=Option(16, "steps of the short chain", least=1),
+        rounds=Option(5, "measurements of each point", least=1),
+        implementation=Option(None, "of decode attention", known=api.IMPLEMENTATIONS),
+    ),
+    _measure,
+    _show,
+    status=lambda result: not any("seconds" in row for row in result["rows"]),
+)
 
 if __name__ == "__main__":
     command_line.run(main)

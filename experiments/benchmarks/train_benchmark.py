@@ -1,15 +1,14 @@
-"""Training speed: tokens/s, MFU, and the fraction of the machine's own matrix-multiply rate.
+"""Measures training speed: tokens/s, MFU, and the share of the machine's matmul rate.
 
     python -m experiments.benchmarks.train_benchmark [--config=configs/mha_tiny.py ...] [--save]
     python -m experiments.benchmarks.train_benchmark --config=configs/mha_128m.py \\
         --config=configs/lrkv_128m.py --rows=32 --set=compute.remat=none --torch --save  # on a GPU
 
 Whole training steps, optimizer included, on one batch of random tokens: the median and range of
---steps after some to warm up. --set is keys of every config, space-separated; each --set is timed
-by itself. --torch adds a plain PyTorch model of the same shape, compiled by `torch.compile` (see
-torch_training.py), for each config that is MHA, with the batch of the first --set. Everything runs
-in a process of its own, one after another, PyTorch first; what fails is listed at the end, and the
-exit status is 1.
+--steps after warm-up. --set has keys of every config, space-separated; each --set is timed
+separately. --torch adds a plain PyTorch model of the same shape, compiled by `torch.compile`
+(torch_training.py), for each MHA config, with the batch of the first --set. Every run has a process
+of its own, one after another, PyTorch first. Failures are listed at the end; the exit status is 1.
 
 FLOPs are those of `costs.formulas.training_flops_per_token` (attention over all keys, nothing for
 rematerialisation or the optimizer). MFU is of the datasheet's bfloat16 peak, where there is one;
@@ -18,7 +17,7 @@ memory is what the library's allocator handed out. Prints a table; --save writes
 experiments/results/train_benchmark.json, off the CPU train_benchmark_DEVICE.json.
 """
 
-import argparse
+from collections.abc import Callable
 import dataclasses
 import importlib.util
 import os
@@ -27,16 +26,16 @@ import statistics
 
 import jax
 
-from experiments import record
-from experiments.benchmarks import contender
+from experiments.benchmarks import contender, runner
 from experiments.benchmarks.jax_training import load
+from experiments.benchmarks.runner import Option
 from kvjax.aot.tables import OVER_100
 from kvjax.attention import GroupedConfig
 from kvjax.config import Experiment
 from kvjax.costs import formulas
-from kvjax.foundation import command_line, progress, runtime
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.configuration import at_least, one_of
+from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
@@ -45,13 +44,11 @@ from kvjax.optim import OptimizerConfig
 
 ATTENTION = ("flash", "cudnn", "default")  # PyTorch's
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_TITLES = ("config", "tokens/s", "range", "GFLOP/s", "MFU", "of matrix multiply")
-_TITLES += ("first step, s", "GB at most", "loss")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One row of the table: who trains what."""
+    """One row of the table: a training program and its arguments."""
 
     name: str
     experiment: Experiment
@@ -60,7 +57,7 @@ class Run:
 
 
 def our_run(path: str, changes: str, rows: int | None, steps: int) -> Run:
-    """A config with changed keys ("a.b=1 c.d=2").
+    """Returns the run of a config with changed keys ("a.b=1 c.d=2").
 
     Raises:
       UserError: what `load` raises.
@@ -75,7 +72,7 @@ def our_run(path: str, changes: str, rows: int | None, steps: int) -> Run:
 
 
 def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> Run:
-    """The PyTorch model of the experiment's shape; see `torch_training.training_speed`.
+    """Returns the run of the PyTorch model of the experiment's shape.
 
     Raises:
       UserError: the experiment's model or optimizer is not one that torch_training.py has.
@@ -164,7 +161,7 @@ def runs_of(
 
 
 def figures(run: Run, measured: dict) -> dict:
-    """A row of the table without the rates it is compared with; see `with_rates`."""
+    """Returns a row of the table without `mfu` and `of_matmul`, see `with_rates`."""
     seconds, tokens = measured.pop("seconds"), run.experiment.tokens_per_step
     median = statistics.median(seconds)
     flops = formulas.training_flops_per_token(
@@ -182,7 +179,7 @@ def figures(run: Run, measured: dict) -> dict:
 
 
 def with_rates(row: dict, rate: float | None, device: datasheets.Device | None) -> dict:
-    """A row with `mfu` and `of_matmul`, of its own `count` devices; None if there is nothing known.
+    """Returns a row with `mfu` and `of_matmul` per device; None where no peak is known.
 
     Args:
       rate: FLOP/s of a matrix product on one device.
@@ -193,25 +190,25 @@ def with_rates(row: dict, rate: float | None, device: datasheets.Device | None) 
     return row | dict(mfu=mfu, of_matmul=per_device / rate if rate else None)
 
 
-def cells(row: dict) -> tuple[str, ...]:
-    """A row of the table; empty cells for what is not known."""
-    percent = lambda value: "" if value is None else f"{value:.1%}"
-    peak = row.get("peak_bytes")
-    return (
-        row["config"],
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['slowest']:,.0f} to {row['fastest']:,.0f}",
-        f"{row['gflops']:,.0f}",
-        percent(row["mfu"]),
-        percent(row["of_matmul"]),
-        f"{row['first_step_seconds']:.1f}",
-        "" if peak is None else f"{peak / 1e9:.1f}",
-        f"{row['loss']:.3f}",
-    )
+def _percent(key: str) -> Callable[[dict], str]:
+    return lambda row: "" if row[key] is None else f"{row[key]:.1%}"
+
+
+COLUMNS = {  # empty cells where a value is not known
+    "config": "{config}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "range": "{slowest:,.0f} to {fastest:,.0f}",
+    "GFLOP/s": "{gflops:,.0f}",
+    "MFU": _percent("mfu"),
+    "of matrix multiply": _percent("of_matmul"),
+    "first step, s": "{first_step_seconds:.1f}",
+    "GB at most": lambda row: f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else "",
+    "loss": "{loss:.3f}",
+}
 
 
 def result_name(device: jax.Device) -> str:
-    """Results of a CPU and of every kind of accelerator lie beside each other."""
+    """Returns the name of a device's record: one for CPUs, one for each kind of accelerator."""
     if device.platform == "cpu":
         return "train_benchmark"
     sheet = datasheets.for_device(device)
@@ -220,7 +217,7 @@ def result_name(device: jax.Device) -> str:
 
 
 def measure(runs: list[Run]) -> tuple[list[dict], list[dict], float | None]:
-    """Rows of those that ran, {"config", "error"} of the others, FLOP/s of the matrix product."""
+    """Returns rows, {"config", "error"} of failed runs, and FLOP/s of a matrix product."""
     rows, failed, rates = [], [], []
     for run in runs:
         with progress.waiting(f"timing {run.name}"):
@@ -239,73 +236,66 @@ def measure(runs: list[Run]) -> tuple[list[dict], list[dict], float | None]:
     return rows, failed, statistics.mean(rates) if rates else None
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--config", action="append", help="a file to time; may be repeated (all tiny configs)")
-    add("--rows", type=int, help="of a step (the config's)")
-    text = "keys of every config, 'compute.remat=none'; may be repeated, each is timed by itself"
-    add("--set", action="append", default=[], help=text)
-    add("--steps", type=int, default=12, help="timed (12)")
-    add("--torch", action="store_true", help="time PyTorch, too")
-    text = f"of --torch, each timed: a list of {', '.join(ATTENTION)} (flash,cudnn)"
-    add("--torch_attention", help=text)
-    add("--torch_mode", help=f"of --torch: torch.compile's, of {', '.join(MODES)} (default)")
-    add("--save", action="store_true", help="write experiments/results/train_benchmark*.json")
-    parser.add_output()
-    options = parser.parse(arguments)
+def _check(options: runner.Options) -> None:
     for key in ("torch_attention", "torch_mode"):
-        if (value := getattr(options, key)) is not None and not options.torch:
-            raise UserError(f"--{key}={value}: is of --torch; leave it out, or add --torch")
-    if options.rows is not None:
-        at_least("--rows", options.rows, 1)
-    at_least("--steps", options.steps, 1)
-    attention, mode = options.torch_attention, options.torch_mode
-    options.torch_attention = ["flash", "cudnn"] if attention is None else attention.split(",")
-    options.torch_mode = "default" if mode is None else mode
-    one_of("--torch_mode", options.torch_mode, MODES)
-    record.check(options.save)
-    return options
-
-
-def main(arguments: list[str]) -> int:
-    """The exit status: 1 if something could not be timed."""
-    options = _options(arguments)
-    runtime.start()
-    runs = runs_of(
+        if (value := getattr(options, key)) and not options.torch:
+            raise UserError(f"--{key}={value}: needs --torch; leave it out, or add --torch")
+    options.runs = runs_of(
         options.config or sorted(map(str, CONFIGS.glob("*_tiny.py"))),
         changes=options.set,
         rows=options.rows,
         steps=options.steps,
-        attention=options.torch_attention if options.torch else [],
-        mode=options.torch_mode,
+        attention=(options.torch_attention or "flash,cudnn").split(",") if options.torch else [],
+        mode=options.torch_mode or "default",
     )
-    rows, failed, rate = measure(runs)
+
+
+def _measure(options: runner.Options) -> dict:
+    rows, failed, rate = measure(options.runs)
     device, count = jax.devices()[0], jax.device_count()  # first use of the devices
     sheet = datasheets.for_device(device)
-    rows = [with_rates(row, rate, sheet) for row in rows]
-    peak = f", datasheet {sheet.bf16_flops / 1e12:.0f} TFLOP/s" if sheet else ""
-    if rate:
-        peak += f", matrix multiply {rate / 1e9:,.0f} GFLOP/s"
-    out = Output(options)
-    out.say(f"{count} x {device.device_kind}{peak}")
-    out.table(_TITLES, map(cells, rows))
-    if any((row["mfu"] or 0) > 1 for row in rows):
-        out.say(f"\n{OVER_100}")
-    for failure in failed:
-        out.say(f"\nfailed: {failure['config']}: {failure['error']}")
-    result = dict(
+    return dict(
         device=device.device_kind,
         count=count,
         datasheet_flops=sheet and sheet.bf16_flops,
         matmul_gflops=rate and rate / 1e9,
         environment={k: v for k, v in sorted(os.environ.items()) if k.startswith("XLA_")},
-        rows=rows,
+        rows=[with_rates(row, rate, sheet) for row in rows],
         failed=failed,
     )
-    record.record(result_name(device), result, out, save=options.save)
-    return 1 if failed else 0
 
+
+def _show(result: dict, out: Output) -> None:
+    flops, rate = result["datasheet_flops"], result["matmul_gflops"]
+    peak = f", datasheet {flops / 1e12:.0f} TFLOP/s" if flops else ""
+    peak += f", matrix multiply {rate:,.0f} GFLOP/s" if rate else ""
+    out.say(f"{result['count']} x {result['device']}{peak}")
+    out.table(*runner.table(COLUMNS, result["rows"]))
+    if any((row["mfu"] or 0) > 1 for row in result["rows"]):
+        out.say(f"\n{OVER_100}")
+    for failure in result["failed"]:
+        out.say(f"\nfailed: {failure['config']}: {failure['error']}")
+
+
+main = runner.benchmark(
+    lambda options: result_name(jax.devices()[0]),
+    __doc__,
+    dict(
+        config=Option([], "a file to time; may be repeated (all tiny configs)"),
+        rows=Option(None, "rows of a step (the config's)", kind=int, least=1),
+        set=Option(
+            [], "keys of every config, 'compute.remat=none'; may be repeated, each timed separately"
+        ),
+        steps=Option(12, "timed steps", least=1),
+        torch=Option(False, "also time PyTorch"),
+        torch_attention=Option("", f"of --torch: list of {', '.join(ATTENTION)} (flash,cudnn)"),
+        torch_mode=Option("", "of --torch: mode of torch.compile (default)", known=MODES),
+    ),
+    _measure,
+    _show,
+    check=_check,
+    status=lambda result: bool(result["failed"]),
+)
 
 if __name__ == "__main__":
     command_line.run(main)

@@ -19,9 +19,9 @@ from experiments.benchmarks import (
     data_reading,
     decode_benchmark,
     decode_memory,
-    evaluation_speed,
     exactness,
     generate_benchmark,
+    machine,
     model_decode_benchmark,
     random_model,
     sandbox_cost,
@@ -57,7 +57,7 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(command_memory.into_folder, "write", fail)
     for module in (checkpoint_memory, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
-    for module in (agreement, authors_code, evaluation_speed):
+    for module in (agreement, authors_code):
         monkeypatch.setattr(module, "measure", fail)
     monkeypatch.setattr(beside_transformers, "measure", fail)
     monkeypatch.setattr(data_reading, "embedded", fail)
@@ -201,14 +201,6 @@ def printed(run, monkeypatch, tmp_path):
         agreement: dict(
             trained=_trained(), questions_of=lambda *_: {}, measure=lambda *_: (asked, asked)
         ),
-        evaluation_speed: dict(
-            trained=_trained(),
-            measure=lambda *_: dict(
-                letters=dict(questions=281, seconds=99.0, first_seconds=120.0),
-                answers=[dict(batch=n, tokens=2048, seconds=[60.0 / n] * 3) for n in (1, 8)],
-                texts_alike=16,
-            ),
-        ),
         authors_code: dict(
             clones=types.SimpleNamespace(PEERS={}),
             check_python=lambda _: None,
@@ -262,7 +254,9 @@ def printed(run, monkeypatch, tmp_path):
                 size(name, length) | times | dict(seconds=length * 1e-6, mha_seconds=length * 2e-6)
                 for name in decode_benchmark.MECHANISMS
             ],
-            machine=types.SimpleNamespace(read_rate=lambda _: 3e10, matmul_rate=lambda _: 2e11),
+            machine=types.SimpleNamespace(
+                read_rate=lambda _: 3e10, matmul_rate=lambda _: 2e11, check_fits=machine.check_fits
+            ),
         ),
         decode_memory: dict(
             step_memory=lambda config, batch, length, device: (
@@ -386,10 +380,10 @@ def test_progress_says_where_it_is(printed, monkeypatch):
 
 def test_caches_that_do_not_fit_are_told_first(printed, monkeypatch):
     said = refused(printed, "decode_memory", "--batches=1,100000", "--mechanism=MQA")
-    assert "--batches=100000: a cache of MQA, so many sequences of 32,768 tokens, has" in said
-    monkeypatch.setattr(decode_benchmark.runtime, "memory_per_device", lambda: 10**6)
+    assert "--batches=100000: a cache of MQA, so many sequences of 32,768 tokens, needs" in said
+    monkeypatch.setattr(machine.runtime, "memory_per_device", lambda: 10**6)
     said = refused(printed, "decode_benchmark")
-    assert "--lengths=2048: two caches of so many tokens need 0.1 GB of 0.0 GB" in said
+    assert "--lengths=2048: two caches of so many tokens needs 0.1 GB of 0.0 GB" in said
 
 
 @pytest.mark.parametrize("mfu, said", [(1.1, True), (0.9, False), (None, False)])
@@ -450,7 +444,7 @@ def test_a_trained_run(run, trained_run, capsys):
     assert status == 0
     first, second = json.loads(out)["results"]
     assert (first["prefill"], second["prefill"]) == exactness.PREFILLS
-    assert "1 x 128" in err
+    assert "128 of 128" in err
     said = refused(run, "exactness", trained_run, "--rows=1000")
     assert "--rows=1000 --positions=512: the held-out text of " in said
     small = ("--prompt_tokens=4", "--num_tokens=3", "--repeats=1")

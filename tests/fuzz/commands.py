@@ -53,7 +53,6 @@ WORKING = {
     ),
     "kvjax.kernels.profile": ((), "would measure"),
     "experiments.benchmarks.beside_transformers": (("--workdir=../shared/trained",), ""),
-    "experiments.benchmarks.evaluation_speed": (("--workdir=../shared/talking",), ""),
     "experiments.evaluation.agreement": (
         ("--workdir=../shared/talking", f"--python={sys.executable}"),
         "",

@@ -2,7 +2,7 @@
 
 A matrix of PyTorch's `Linear` is [out, in], ours [in, heads, channels]. A gain behind a norm and in
 front of a matrix is multiplied into the matrix. `order` permutes a head's rotated channels where
-pairs are others than kvjax's (i, i + H/2) or turn the other way.
+pairs differ from kvjax's (i, i + H/2) or rotate the other way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +16,22 @@ Order = Callable[[int], np.ndarray]  # of a head's rotated channels, by how many
 
 
 def as_ours(channels: int) -> np.ndarray:
-    """Pairs (i, i + H/2) that turn by +t."""
+    """Returns the order of pairs (i, i + H/2) rotated by +t."""
     return np.arange(channels)
 
 
 def backwards(channels: int) -> np.ndarray:
-    """Pairs (i, i + H/2) that turn by -t: sine and cosine change places."""
+    """Returns the order of pairs (i, i + H/2) rotated by -t: sine and cosine change places."""
     return np.roll(np.arange(channels), channels // 2)
 
 
 def interleaved(channels: int) -> np.ndarray:
-    """Pairs (2i, 2i + 1)."""
+    """Returns the order of pairs (2i, 2i + 1)."""
     return np.arange(channels).reshape(-1, 2).T.ravel()
 
 
 def first_backwards(channels: int, rotated: int) -> np.ndarray:
-    """Returns the order where only the first channels turn, in pairs as in `backwards`."""
+    """Returns the order where only the first channels rotate, in pairs as in `backwards`."""
     sine, cosine = np.split(np.arange(rotated), 2)
     still = np.split(np.arange(rotated, channels), 2)
     return np.concatenate([cosine, still[0], sine, still[1]])
@@ -160,7 +160,10 @@ def tpa(
     """Converts the weights of TPA."""
     N, turned = config.num_heads, order(config.key_dim)
     found = _output(weights, output, N)
-    of = lambda name, heads: _heads(weights, f"{prefix}{name}.weight", heads)
+
+    def of(name: str, heads: int) -> np.ndarray:
+        return _heads(weights, f"{prefix}{name}.weight", heads)
+
     if config.query_factors:
         found["query_head"] = of("W_A_q", N)
         found["query_factor"] = of("W_B_q", config.query_factors)[..., turned]

@@ -174,7 +174,10 @@ def _tpa_decoding(code, case, x):
     def run(new, first, cache):
         if cache is None:
             return module(new)
-        of = lambda name, *axes: getattr(module.c_qkv, name)(x).view(BATCH, TOKENS, *axes)
+
+        def of(name, *axes):
+            return getattr(module.c_qkv, name)(x).view(BATCH, TOKENS, *axes)
+
         angles = module.c_qkv.rotary(x)
         bq = code.apply_rotary_emb(of("W_B_q", R, H), *angles)
         bk = code.apply_rotary_emb(of("W_B_k", 1, H), *angles)[:, :, 0]

@@ -1,0 +1,127 @@
+"""The command line of a benchmark: options as data, a measurement, its tables and its record."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+
+from experiments import record
+from kvjax.foundation import command_line, lists, runtime
+from kvjax.foundation.configuration import at_least, between, one_of
+from kvjax.foundation.output import Output
+
+Options = argparse.Namespace  # of a command line, checked
+Columns = Mapping[str, str | Callable[[Mapping], object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option; its type is that of the default.
+
+    Attributes:
+      default: False makes a flag, True a flag with a negation; a list makes an option that may be
+        repeated; None and "" stand for a value that may be missing.
+      help: the help text without the default.
+      least, most: bounds of a number, or of each number of a list.
+      known: allowed values, or names of a repeated option.
+      parse: returns the value from the option's name and its text.
+      kind: type of the value if the default does not tell.
+    """
+
+    default: object
+    help: str
+    least: float | None = None
+    most: float | None = None
+    known: Sequence[str] = ()
+    parse: Callable[[str, str], object] | None = None
+    kind: type = str
+
+    def add(self, parser: command_line.Parser, option: str) -> None:
+        """Adds it to a parser."""
+        value = self.default
+        first = value[0] if isinstance(value, list) and value else value
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        text = self.help if value in (None, "", False, True) else f"{self.help} ({shown})"
+        if isinstance(value, bool):
+            action = argparse.BooleanOptionalAction if value else "store_true"
+            parser.add_argument(option, action=action, default=value, help=text)
+            return
+        kind = type(first) if isinstance(first, int | float) else self.kind
+        many = dict(action="append") if isinstance(value, list) else dict(default=value)
+        parser.add_argument(option, type=kind, help=text, **many)
+
+    def checked(self, option: str, value):
+        """Returns the value of the command line, parsed; raises a UserError outside the bounds."""
+        if isinstance(self.default, list):
+            value = value or self.default
+        if self.parse is not None:
+            value = self.parse(option, value)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is None:
+                continue
+            if self.known and isinstance(self.default, list):
+                lists.one(option, one, self.known)
+            elif self.known and one != "":
+                one_of(option, one, self.known)
+            if self.most is not None:
+                between(option, one, self.least, self.most)
+            elif self.least is not None:
+                at_least(option, one, self.least)
+        return value
+
+
+def benchmark(
+    name: str | Callable[[Options], str],
+    doc: str,
+    options: Mapping[str, Option],
+    measure: Callable[[Options], dict],
+    show: Callable[[dict, Output], None],
+    *,
+    check: Callable[[Options], None] = lambda options: None,
+    start: Callable[[], None] = runtime.start,
+    status: Callable[[dict], int] = lambda result: 0,
+) -> Callable[[Sequence[str]], int]:
+    """Returns the `main` of a benchmark.
+
+    Args:
+      name: of the record in experiments/results, or a function of the options.
+      doc: the module's docstring.
+      measure: makes the JSON-able result.
+      show: prints its tables.
+      check: raises a UserError for options that do not fit together.
+      start: configures the process before the measurement.
+      status: exit status by result.
+    """
+
+    def main(arguments: Sequence[str]) -> int:
+        parser = command_line.Parser(doc)
+        for key, option in options.items():
+            option.add(parser, f"--{key}")
+        text = "write the record to experiments/results"
+        parser.add_argument("--save", action="store_true", help=text)
+        parser.add_output()
+        given = parser.parse(arguments)
+        for key, option in options.items():
+            setattr(given, key, option.checked(f"--{key}", getattr(given, key)))
+        record.check(given.save)
+        check(given)
+        start()
+        result, out = measure(given), Output(given)
+        show(result, out)
+        named = name if isinstance(name, str) else name(given)
+        record.record(named, result, out, save=given.save)
+        return status(result)
+
+    return main
+
+
+def table(columns: Columns, rows: Sequence[Mapping]) -> tuple[tuple[str, ...], list[list]]:
+    """Returns header and cells of `Output.table`.
+
+    Args:
+      columns: by title a template such as "{seconds:.1f} s", or a function of the row.
+    """
+    cells = [
+        [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()]
+        for row in rows
+    ]
+    return tuple(columns), cells
