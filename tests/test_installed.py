@@ -37,16 +37,36 @@ LINES = [
     ("kvjax.compare --help", 0, "--json"),
     ("kvjax.lm_eval --help", 0, "kvjax[lm-eval]"),
 ]
+# What is in one of these without any extra, and what each command says.
+BARE = [
+    ("kvjax", 0, "kvjax costs"),
+    ("kvjax.costs --config=lrkv_tiny", 0, "lrkv_tiny"),
+    ("kvjax.main --help", 0, "--workdir"),
+    ("kvjax.kernels.profile --help", 0, "--device"),
+    ("kvjax.generate --help", 2, "kvjax[train]"),
+    ("kvjax.chat --help", 2, "kvjax[train]"),
+    ("kvjax.evaluate --help", 2, "kvjax[train]"),
+    ("kvjax.compare --help", 2, "kvjax[train]"),
+    ("kvjax.convert --help", 2, "kvjax[convert]"),
+    ("kvjax.convert.export --help", 2, "kvjax[convert]"),
+    ("kvjax.analysis --help", 2, "kvjax[analysis]"),
+    ("kvjax.aot --help", 2, "kvjax[aot]"),
+    ("kvjax.data.prepare --help", 2, "kvjax[data]"),
+]
 RUN = """
 import contextlib, importlib, importlib.util, io, json, sys, traceback
-from kvjax.foundation import command_line
+from kvjax.foundation import command_line, extras
 for line in json.loads(sys.argv[1]):
     name, *arguments = line.split()
     name += ".__main__" if importlib.util.find_spec(name).submodule_search_locations else ""
     said = io.StringIO()
+    sys.argv[0] = "kvjax " + line.split()[0].rpartition(".")[2]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             status = command_line.status(importlib.import_module(name).main, arguments)
+        except ModuleNotFoundError as error:  # as environment.watch_imports' hook
+            print("kvjax:", extras.missing(error))
+            status = 2
         except BaseException:
             traceback.print_exc()
             status = 1
@@ -54,11 +74,13 @@ for line in json.loads(sys.argv[1]):
 """
 
 
-def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path):
-    site = tmp_path / "site"
+@pytest.mark.parametrize("lines", [LINES, BARE], ids=["train", "core"])
+def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path, lines):
+    site, lacks = tmp_path / "site", {"kvjax"}
+    lacks |= {module for module, extra in EXTRAS.items() if lines is BARE or extra != "train"}
     site.mkdir()
     for path in pathlib.Path(jax.__file__).parents[1].iterdir():
-        if path.name not in {*EXTRAS, "kvjax"}:
+        if path.name not in lacks:
             (site / path.name).symlink_to(path)
     shutil.copytree(PACKAGE, site / "kvjax", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(CONFIGS, site / "kvjax" / "configs")
@@ -66,20 +88,29 @@ def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path):
     (site / "experiments" / "foreign.py").write_text('if __name__ == "__main__": pass')
     (tmp_path / "published").symlink_to(PUBLISHED)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    run = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", RUN, json.dumps([line for line, *_ in LINES])],
-        cwd=tmp_path,
-        env=os.environ | dict(PYTHONPATH=str(site), JAX_PLATFORMS="cpu"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    python = [sys.executable, "-S", "-P"]
+    at = dict(cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(site), JAX_PLATFORMS="cpu"))
+    arguments = [*python, "-c", RUN, json.dumps([line for line, *_ in lines])]
+    run = subprocess.run(arguments, **at, capture_output=True, text=True, check=True)
     assert "foreign" not in run.stdout
-    for (line, status, said), outcome in zip(LINES, run.stdout.splitlines(), strict=True):
+    for (line, status, said), outcome in zip(lines, run.stdout.splitlines(), strict=True):
         found, text = json.loads(outcome)
         assert (found, said in text, "Traceback" in text) == (status, True, False), (line, text)
         *_, last = text.strip().splitlines()
         assert status == 0 or (last.startswith("kvjax: ") and said in last), (line, text)
+    if lines is BARE:
+        for command in ("kvjax.convert", "kvjax convert"):
+            whole = subprocess.run(
+                [*python, "-m", *command.split(), "--source=published"],
+                **at,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert (whole.returncode, whole.stdout) == (2, "")
+            assert whole.stderr == (
+                "kvjax: tokenizers is not installed: pip install 'kvjax[convert]'\n"
+            )
 
 
 @pytest.mark.slow
@@ -104,7 +135,7 @@ def test_the_wheel_has_all_configs_and_extras(tmp_path):
     installs = set(re.findall(r'(?m)^Requires-Dist: ([\w-]+).*extra == "(.+)"', text))
 
     def normal(name):
-        return name.replace("_", "-")
+        return {"PIL": "pillow"}.get(name, name).replace("_", "-")
 
     assert {(normal(m), extra) for m, extra in EXTRAS.items() if m != "gcsfs"} <= installs
     assert ("etils", "gcs") in installs  # which installs gcsfs

