@@ -80,12 +80,10 @@ def _lines(value) -> list[str]:
 def _said(section: Section) -> str:
     lines = [section.name, section.title, section.lead]
     for figure in section.figures:
-        text = figure.text
         lines += ["", figure.title, figure.svg, figure.alternative]
-        lines += [text.shows, text.read, text.paper, *map(str, figure.curves)]
+        lines += [figure.caption, *map(str, figure.curves)]
     for table in section.tables:
-        text = table.text
         lines += ["", table.title, " | ".join(column.name for column in table.columns)]
         lines += [" | ".join(row) for row in table.shown()]
-        lines += [text.shows, text.read, text.paper]
+        lines.append(table.caption)
     return "\n".join([*lines, "", "data", *_lines(section.data)])

@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from kvjax.convert.model import LazyModel
-from kvjax.foundation.errors import UserError
 
 PAPER_LENGTH = 256  # of logit spectra (arXiv 2604.04384)
 
@@ -31,23 +30,6 @@ class Request:
     snapshots: Sequence[tuple[int, LazyModel]] = ()
     heads: tuple[tuple[int, int], ...] = ()
     seed: int = 0
-
-
-def check_texts(model: LazyModel, texts: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
-    """Raises a UserError for texts that are too short, and lengths that the model refuses."""
-    if min(lengths) < 2:
-        raise UserError(f"lengths = {min(lengths)}: must be at least 2 tokens")
-    for name, tokens_T in texts.items():
-        if len(tokens_T) < max(lengths):
-            raise UserError(
-                f"text {name!r} has {len(tokens_T):,} tokens, fewer than the length "
-                f"{max(lengths):,}: give a longer text, or shorter lengths"
-            )
-    try:
-        model.transformer.check_length(max(lengths))
-    except UserError as error:
-        at = str(error).replace("config.data.sequence_length", "lengths")
-        raise UserError(f"{at}: give shorter lengths") from error
 
 
 def reference_length(lengths: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
+from kvjax.analysis.page.section import Column, Figure, Section, Table
 from kvjax.compare import downstream
 from kvjax.compare.downstream import Scores
 from kvjax.compare.groups import Curve, Group
@@ -41,11 +41,11 @@ _TEXTS = {
     "flops": "FLOPs of the forward and backward pass, from shapes: matrices, and attention over "
     "all keys of a row, without recomputation.",
     "six_n": "6N FLOPs per token: N is the weights that multiply a token, without the input "
-    "embedding and attention's products.",
+    "embedding and attention's products. LRKV's figure 4: 733 exaFLOPs of MHA are 6 x 2.444B "
+    "weights x 50B tokens.",
     "seconds": "Training steps only, without compilation, evaluation and saving. Not comparable "
     "between machines, or under other load.",
 }
-_FIGURE_4 = "As in LRKV's figure 4: 733 exaFLOPs of MHA are 6 x 2.444B weights x 50B tokens."
 
 
 def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
@@ -189,10 +189,10 @@ def _results(
 ) -> Section:
     table = terminal(found, reference)
     plain = ("name", "parameters", "cache_bytes", "tokens", "flops", "flops_six_n", "seconds")
-    text = Text(
-        "Each run, or the mean of runs that differ only in their seed.",
-        f"Lower is better. The last column is the difference from {reference.name}, paired by "
-        "seed, for runs of the same length. ± are 95 % intervals, Student's t over seeds.",
+    caption = (
+        "Each run, or the mean of runs that differ only in their seed. The last column is the "
+        f"difference from {reference.name}, paired by seed, for runs of the same length. ± are "
+        "95 % intervals, Student's t over seeds."
     )
     columns = [Column("run"), Column("parameters", ",d"), Column("cache bytes per token", ",d")]
     columns += [Column("tokens", ",d"), Column("FLOPs", ".4g"), Column("as 6N", ".4g")]
@@ -203,12 +203,12 @@ def _results(
     made = [
         [*(row[key] for key in plain), _seeds(row), *(row[key] for key in numbers)] for row in found
     ]
-    tables = [Table(table.title, columns, made, text)]
+    tables = [Table(table.title, columns, made, caption)]
     skipped = [(one.name, one.why) for one in left_out]
     skipped += [(name, "has no seed " + ", ".join(map(str, s))) for name, s in lacking.items()]
     if skipped:
-        text = Text("Runs that are not in the figures, and groups that lack a seed.", "")
-        tables.append(Table("Skipped", [Column("run"), Column("why")], skipped, text))
+        caption = "Runs that are not in the figures, and groups that lack a seed."
+        tables.append(Table("Skipped", [Column("run"), Column("why")], skipped, caption))
     finished = [row for row in found if row["bpb"] is not None]
     lead = f"{len(found)} rows of {sum(len(row['seeds']) for row in found)} runs."
     if finished:
@@ -303,22 +303,20 @@ def _ends(panels: Sequence[dict]) -> Section:
         points = {name: (x[0], y[0]) for name, (x, y) in arguments["series"].items()}
         ends = "; ".join(f"{name}: {y:.4g} at {x:.6g}" for name, (x, y) in points.items())
         title = f"{arguments['y'][0].upper()}{arguments['y'][1:]} against {arguments['x']}"
-        figures.append(Figure(title, svg, ends, _text_of_points(arguments["x"], points), curves))
+        figures.append(Figure(title, svg, ends, _caption(arguments["x"], points), curves))
         data[title] = points
     lead = "Final results of finished runs: a point per run, or the mean over seeds."
     return Section("ends", "Cache and scores", lead, figures, [], data)
 
 
-def _text_of_points(x: str, points: Mapping[str, tuple[float, float]]) -> Text:
-    bars = "Bars are 95 % intervals over seeds."
+def _caption(x: str, points: Mapping[str, tuple[float, float]]) -> str:
+    caption = "Bars are 95 % intervals over seeds."
     if x != _BPB:
-        return Text("Loss against cache size.", f"Lower and further left is better. {bars}")
+        return caption
     xs, ys = np.array(list(points.values())).T
-    shown = "Benchmark scores against pretraining loss."
     if len(xs) > 2 and np.ptp(xs) and np.ptp(ys):
-        shown += f" R² = {np.corrcoef(xs, ys)[0, 1] ** 2:.3f} over {len(xs)} points."
-    paper = "LRKV's figure 5 gives R² = 0.786 over five mechanisms at 2.5B."
-    return Text(shown, f"Higher and further left is better. {bars}", paper)
+        caption += f" R² = {np.corrcoef(xs, ys)[0, 1] ** 2:.3f} over {len(xs)} points."
+    return f"{caption} LRKV's figure 5 gives R² = 0.786 over five mechanisms at 2.5B."
 
 
 def _figure(groups: Sequence[Group], axis: str) -> Figure:
@@ -329,10 +327,9 @@ def _figure(groups: Sequence[Group], axis: str) -> Figure:
         for name, (xs, ys) in arguments["series"].items()
         if len(xs)
     ]
-    paper = _FIGURE_4 if axis == "six_n" else ""
-    text = Text(_TEXTS[axis], "Lower is better; bands are 95 % intervals over seeds.", paper)
+    caption = f"{_TEXTS[axis]} Bands are 95 % intervals over seeds."
     title = f"{_BPB.capitalize()} against {arguments['x']}"
-    return Figure(title, svg, "; ".join(ends), text, curves)
+    return Figure(title, svg, "; ".join(ends), caption, curves)
 
 
 def _data(group: Group) -> dict:
@@ -353,14 +350,9 @@ def _savings(saved: Sequence[Saving]) -> Section:
     columns = [Column("leader"), Column("reaches the end of"), Column("tokens", ",d")]
     for way in ("fewer within a run, %", "fewer at equal horizon, %"):
         columns += [Column(way, ".1f"), Column("±", ".1f")]
-    text = Text(
-        "Share of tokens that the leader saves against the other.",
-        _HORIZON[0].upper() + _HORIZON[1:] + ".",
-        "LRKV's figure 3 gives 18.7 % fewer steps than MHA at 2.5B, within a run.",
+    caption = (
+        f"Share of tokens that the leader saves; {_HORIZON}. LRKV's figure 3 gives 18.7 % fewer "
+        "steps than MHA at 2.5B, within a run."
     )
-    lead = (
-        "Within a run, a run in the middle of its schedule is compared with one whose learning "
-        "rate has decayed: only finished runs show the loss of a shorter run."
-    )
-    table = Table("Fewer tokens to the same bits per byte", columns, made, text)
-    return Section("savings", "Fewer tokens", lead, [], [table], dict(rows=made))
+    table = Table("Fewer tokens to the same bits per byte", columns, made, caption)
+    return Section("savings", "Fewer tokens", "", [], [table], dict(rows=made))

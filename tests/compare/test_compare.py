@@ -583,7 +583,7 @@ def test_ends_stand_against_caches_and_scores(drawn, tmp_path, capfd, monkeypatc
         "gqa_tiny: 34 at 2.3; lrkv_tiny: 37 at 2.1; mha_tiny: 35 at 2.2; mqa_tiny: 31 at 2.4"
     )
     expected = stats.linregress(*zip(*bpb_and_score.values(), strict=True)).rvalue ** 2
-    assert f"R² = {expected:.3f} over 4 points." in score.text.shows
+    assert f"R² = {expected:.3f} over 4 points." in score.caption
     for damaged in (
         '{"combined": "a"}',
         '{"combined": {"value": null}}',

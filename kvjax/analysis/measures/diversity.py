@@ -85,26 +85,26 @@ class Diversity:
         return int(spectrum.energy_rank(self.centred_N, share))
 
 
-def of_layer(heads: Heads, part: str = "key", *, distances: int = 0) -> Diversity:
+def of_layer(heads: Heads, part: str = "key", *, num_distances: int = 0) -> Diversity:
     """Compares the heads of a layer.
 
     Args:
       part: "key" compares the forms of queries and keys, as in the paper; "value" the forms
         W_V,h W_O,h, which the paper does not.
-      distances: 0 ignores positions; n averages inner products over relative positions 0 to n - 1,
-        see `FormProducts.mean_gram`. Values are not rotated.
+      num_distances: 0 ignores positions; n averages inner products over relative positions 0 to
+        n - 1, see `FormProducts.mean_gram`. Values are not rotated.
 
     Raises:
       UserError: the layer has one head.
     """
-    plain, turning = plain_and_rotated(heads, part, distances)
-    return turning or plain
+    plain, rotated = plain_and_rotated(heads, part, num_distances)
+    return rotated or plain
 
 
 def plain_and_rotated(
-    heads: Heads, part: str, distances: int
+    heads: Heads, part: str, num_distances: int
 ) -> tuple[Diversity, Diversity | None]:
-    """Returns `of_layer` without distances and with them, from the same products.
+    """Returns `of_layer` at distance 0 and averaged over distances, from the same products.
 
     The second is None without RoPE or distances.
     """
@@ -113,10 +113,10 @@ def plain_and_rotated(
         return of_gram(FormProducts(heads.value_DKH, heads.out_NHD.transpose(2, 0, 1)).gram()), None
     products = FormProducts(heads.query_DNH, heads.key_DKH)
     plain = of_gram(products.gram())
-    if not distances or not len(heads.frequencies_F):
+    if not num_distances or not len(heads.frequencies_F):
         return plain, None
-    turning = products.mean_gram(heads.rotated, heads.frequencies_F, distances)
-    return plain, of_gram(turning)
+    rotated = products.mean_gram(heads.rotated, heads.frequencies_F, num_distances)
+    return plain, of_gram(rotated)
 
 
 def check(num_heads: int) -> None:
@@ -178,7 +178,9 @@ class FormProducts:
         """
         return np.stack([np.einsum("ajb,ajb->j", *blocks) for blocks in self._blocks()])
 
-    def mean_gram(self, rotated: slice, frequencies_F: np.ndarray, distances: int) -> np.ndarray:
+    def mean_gram(
+        self, rotated: slice, frequencies_F: np.ndarray, num_distances: int
+    ) -> np.ndarray:
         """Returns [N, N] means of <A_i(d), A_j(d)> over d = 0 to n - 1, with A_h(d) = W_Q,h R(d)
         W_K,h^T.
 
@@ -188,11 +190,11 @@ class FormProducts:
 
         Args:
           rotated, frequencies_F: as in `Heads`.
-          distances: n, at least 1.
+          num_distances: n, at least 1.
         """
         H = self._sides[0][0].shape[-1]
         phase_H = rotary.phases(H, rotated, frequencies_F)
-        weight_HH = _mean_rotation(phase_H - phase_H[:, None], distances)
+        weight_HH = _mean_rotation(phase_H - phase_H[:, None], num_distances)
 
         def both(x_HNH):
             return rotary.to_complex_channels(
@@ -211,8 +213,8 @@ class FormProducts:
             yield tuple(inner[of_N[i]][:, of_N] for inner, of_N in self._sides)
 
 
-def _mean_rotation(angle: np.ndarray, distances: int) -> np.ndarray:
+def _mean_rotation(angle: np.ndarray, num_distances: int) -> np.ndarray:
     """Returns the mean of e^{i·d·angle} over d = 0 to n - 1."""
     half, sine = angle / 2, np.sin(angle / 2)
-    ratio = np.sin(distances * half) / (distances * np.where(sine == 0, 1.0, sine))
-    return np.where(sine == 0, 1.0, ratio * np.exp(1j * (distances - 1) * half))
+    ratio = np.sin(num_distances * half) / (num_distances * np.where(sine == 0, 1.0, sine))
+    return np.where(sine == 0, 1.0, ratio * np.exp(1j * (num_distances - 1) * half))

@@ -7,7 +7,7 @@ import math
 import numbers
 import pathlib
 
-from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, Text, shown
+from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, shown
 
 _HERE = pathlib.Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -87,7 +87,7 @@ def _figure(name: str, figure: Figure) -> str:
     drawing = figure.svg.replace("<svg", f'<svg role="img" aria-label="{alternative}"', 1)
     return (
         f'<figure id="{_escaped(name)}"><h3>{_escaped(figure.title)}</h3>\n'
-        f'<div class="card">{drawing}</div>\n{_curves(figure)}{_text(figure.text)}</figure>'
+        f'<div class="card">{drawing}</div>\n{_curves(figure)}{_caption(figure.caption)}</figure>'
     )
 
 
@@ -112,18 +112,8 @@ def _six(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-def _text(text: Text) -> str:
-    """Returns the caption: content, how to read it, the paper's result."""
-    parts = [
-        f"<p>{label}{_escaped(said)}</p>"
-        for label, said in (
-            ("", text.shows),
-            ("<b>How to read it.</b> ", text.read),
-            ("<b>The paper.</b> ", text.paper),
-        )
-        if said
-    ]
-    return f"<figcaption>{''.join(parts)}</figcaption>"
+def _caption(text: str) -> str:
+    return f"<figcaption>{_escaped(text)}</figcaption>"
 
 
 def _table(name: str, table: Table) -> str:
@@ -139,7 +129,7 @@ def _table(name: str, table: Table) -> str:
         f'<figure class="table"><h3 id="{name}">{_escaped(table.title)}</h3>\n'
         f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}">'
         f'<table aria-labelledby="{name}">\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>\n{_text(table.text)}</figure>"
+        f"<tbody>\n{rows}\n</tbody></table></div>\n{_caption(table.caption)}</figure>"
     )
 
 

@@ -7,15 +7,6 @@ Cell = str | int | float | None  # None: no number
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """Caption of a figure or table, for readers without the paper; a sentence each."""
-
-    shows: str
-    read: str  # how to read it
-    paper: str = ""  # the paper's result, with its section or table
-
-
-@dataclasses.dataclass(frozen=True)
 class Curve:
     """A line of a drawing that the page can hide, with readable points.
 
@@ -41,7 +32,7 @@ class Figure:
     title: str
     svg: str
     alternative: str  # for screen readers: numbers, not appearance
-    text: Text
+    caption: str
     curves: Sequence[Curve] = ()
 
 
@@ -64,7 +55,7 @@ class Table:
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    text: Text
+    caption: str
 
     def shown(self) -> list[list[str]]:
         """Returns the cells as text."""

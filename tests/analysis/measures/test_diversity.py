@@ -62,7 +62,7 @@ def test_means_over_distances_are_the_means_of_sums(rotated, K):
         turned_DNH = heads_lib.rotate_one_token(turned_DNH, heads.rotated, heads.frequencies_F)
 
     def of(n):
-        return diversity.of_layer(heads, distances=n).gram_NN
+        return diversity.of_layer(heads, num_distances=n).gram_NN
 
     np.testing.assert_allclose(of(7), total / 7, rtol=1e-11)
     np.testing.assert_allclose(of(1), of(0), rtol=1e-11)
@@ -72,7 +72,7 @@ def test_both_are_of_the_same_products():
     heads = _heads(rotated=slice(0, 6))
     plain, turning = diversity.plain_and_rotated(heads, "key", 7)
     assert plain.rank == diversity.of_layer(heads).rank
-    assert turning.rank == diversity.of_layer(heads, distances=7).rank != plain.rank
+    assert turning.rank == diversity.of_layer(heads, num_distances=7).rank != plain.rank
     assert diversity.plain_and_rotated(_heads(), "key", 7)[1] is None
     assert diversity.plain_and_rotated(heads, "value", 7)[1] is None
 

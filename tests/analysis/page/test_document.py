@@ -11,13 +11,9 @@ import numpy as np
 import pytest
 
 from kvjax.analysis.page import document, draw
-from kvjax.analysis.page.section import Column, Curve, Figure, Section, Table, Text
+from kvjax.analysis.page.section import Column, Curve, Figure, Section, Table
 
-TEXT = Text(
-    "The effective rank of the heads of each layer, uncentered and centered.",
-    "100 % means that all heads of a layer are independent; low values that they repeat others.",
-    "Table 5 has 98.9 % for MHA and 98.3 % for LRKV with 2.5B parameters.",
-)
+CAPTION = "The effective rank of heads, by layer. Table 5 has 98.9 % for MHA at 2.5B."
 VOID = ("meta", "link", "br")
 
 
@@ -118,17 +114,20 @@ def tables() -> list[Table]:
                 Column("agree?"),
             ],
             narrow,
-            TEXT,
+            CAPTION,
         ),
         Table(
-            "Energy ranks", [Column("layer", "d"), Column("text"), *map(Column, names)], wide, TEXT
+            "Energy ranks",
+            [Column("layer", "d"), Column("text"), *map(Column, names)],
+            wide,
+            CAPTION,
         ),
     ]
 
 
 def sections() -> list[Section]:
     drawn = [
-        Figure(title, svg, f"{title}: from 1 to 3, 2 in the mean.", TEXT)
+        Figure(title, svg, f"{title}: from 1 to 3, 2 in the mean.", CAPTION)
         for title, svg in drawings().items()
     ]
     lead = "Are heads independent of each other? They fill 95.4 % of the directions there are."
@@ -149,7 +148,7 @@ def live(name: str = "three </script> seeds") -> Figure:
     series = {name: ((1, 2, 4), (3.0, 2.5, 2.25)), "one": ((1, 2, 4), (3.5, float("nan"), 2.0))}
     bands = {name: ((2.9, 2.4, 2.2), (3.1, 2.6, 2.3)), "one": ((3, 2, None), (3.5, 2, 2))}
     svg, curves = draw.live_lines(series, x="tokens", y="bits", bands=bands)
-    return Figure("Curves", svg, "Curves: from 1 to 3, 2 in the mean.", TEXT, curves)
+    return Figure("Curves", svg, "Curves: from 1 to 3, 2 in the mean.", CAPTION, curves)
 
 
 def made_up() -> str:
@@ -229,11 +228,10 @@ page.css</style>
 </div>
 <script type="application/json" class="curves">[{"name":"a\\u003cb","color":"#123456",\
 "points":[[10.3,20.1,1.23457,2.0,0.5]]}]</script>
-<figcaption><p>Shown.</p><p><b>How to read it.</b> Read.</p><p><b>The paper.</b> Found.</p>\
-</figcaption></figure>
+<figcaption>Shown.</figcaption></figure>
 <figure id="first-figure-2"><h3>Maps</h3>
 <div class="card"><svg role="img" aria-label="Maps. All." viewBox="0 0 2 2"></svg></div>
-<figcaption><p>Shown.</p><p><b>How to read it.</b> Read.</p></figcaption></figure>
+<figcaption>Also &lt;shown&gt;.</figcaption></figure>
 </div>
 <figure class="table"><h3 id="first-table-1">Numbers</h3>
 <div class="scroll" role="region" tabindex="0" aria-labelledby="first-table-1">\
@@ -248,7 +246,7 @@ page.css</style>
 <tr><th scope="row" class="number" data-value="3">3</th><td data-value="Infinity">inf</td>\
 <td class="number" data-value="-Infinity">-inf</td><td class="missing">–</td></tr>
 </tbody></table></div>
-<figcaption><p>Shown.</p></figcaption></figure>
+<figcaption>Shown.</figcaption></figure>
 <p class="top"><a href="#contents">Contents</a></p>
 </section>
 <section id="second" aria-labelledby="second-title">
@@ -275,10 +273,10 @@ def test_the_whole_page(monkeypatch):
     curve = Curve("a<b", "#123456", [(10.26, 20.14, 1.2345678, 2.0, 0.5)])
     svg = '<svg viewBox="0 0 1 1"><svg/></svg>'
     figures = [
-        Figure("Lines", svg, "From 1 to 2.", Text("Shown.", "Read.", "Found."), [curve]),
-        Figure("Maps", '<svg viewBox="0 0 2 2"></svg>', "All.", Text("Shown.", "Read.")),
+        Figure("Lines", svg, "From 1 to 2.", "Shown.", [curve]),
+        Figure("Maps", '<svg viewBox="0 0 2 2"></svg>', "All.", "Also <shown>."),
     ]
-    tables = [Table("Numbers", columns, rows, Text("Shown.", ""))]
+    tables = [Table("Numbers", columns, rows, "Shown.")]
     first = Section("first", "The first", "Leads.", figures, tables, {})
     about = {"Command": "python", "Packages": {"jax": "0.11", "numpy": "2.4"}, "Nothing": ""}
     sections = [first, Section("second", "The second", "", [], [], {})]
@@ -314,11 +312,10 @@ def test_what_it_is_given_is_escaped(html, tree):
     assert "attention &lt;inside&gt;" in html and "Geometry &amp; &lt;factors&gt;" in html
     assert "LRKV &lt;64&gt; &amp; &quot;co&quot;" in html
     hostile = "</title></style></script><script>alert(1)</script>\"' onload=x"
-    text = Text(hostile, hostile, hostile)
     figure = Figure(
-        hostile, draw.lines({hostile: ((0, 1), (0, 1))}, x=hostile, y=hostile), hostile, text
+        hostile, draw.lines({hostile: ((0, 1), (0, 1))}, x=hostile, y=hostile), hostile, hostile
     )
-    table = Table(hostile, [Column(hostile)], [(hostile,)], text)
+    table = Table(hostile, [Column(hostile)], [(hostile,)], hostile)
     section = Section(hostile, hostile, hostile, [figure], [table], {})
     found = _Tree(document.page(hostile, hostile, [section], {hostile: hostile}))
     assert len(found.all("script")) == 1 and len(found.all("style")) == 1
@@ -352,6 +349,6 @@ def test_forty_figures_are_small():
         if i % 8:
             matrices = {f"{i}": r.random((100, 100))}
         svg = draw.heatmaps(matrices, x="x", y="y")
-        figures.append(Figure(f"{i}", svg, "none", TEXT))
+        figures.append(Figure(f"{i}", svg, "none", CAPTION))
     html = document.page("t", "", [Section("s", "S", "", figures, [], {})], {})
     assert len(html.encode()) < 4e6

@@ -1,108 +1,43 @@
-"""The report on fixed subspaces of keys: its numbers against those of the functions."""
+"""The report on fixed subspaces of keys: its measurements, verdicts and text."""
 
 import dataclasses
 import functools
-import json
-import math
-import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import threadpoolctl
 
 from kvjax.analysis.measures import (
     activations,
     cut_keys,
     heads as heads_lib,
-    key_drift,
     key_subspaces,
     spectrum,
     subspace_methods,
 )
-from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.cut_keys import Cut
 from kvjax.analysis.measures.subspace_methods import AFTER, BEFORE
-from kvjax.analysis.page import document
-from kvjax.analysis.reports.compression import measurements, report as report, tables
+from kvjax.analysis.reports.compression import measurements, report, tables
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
-from kvjax.layers import rope as rope_lib
 from tests import golden
+from tests.analysis import models
 from tests.convert import workdirs
 
 LENGTHS = (16, 40)
-TEXTS = {
-    name: np.random.default_rng(seed).integers(0, 256, 200).astype(np.int32)
-    for seed, name in enumerate(("one", "two"))
-}
+TEXTS = models.texts(200)
 REQUEST = Request(TEXTS, LENGTHS)
 SHORT = {name: tokens_T[:16] for name, tokens_T in TEXTS.items()}
 
 
-def _model(block="llama", mechanism=None, *, num_layers=1, **keys):
-    block = dataclasses.replace(workdirs.BLOCKS[block], num_layers=num_layers, **keys)
-    mechanism = mechanism or workdirs.grouped(2, 2, qk_norm="none")
-    return workdirs.Made(workdirs.config(block, mechanism))
-
-
 @pytest.fixture(scope="module")
 def model():
-    return _model(window=9, num_layers=2)
+    return models.model(window=9)
 
 
 @pytest.fixture(scope="module")
 def measured(model):
     return measurements.measure(model, TEXTS, 16, 40)
-
-
-@pytest.fixture(scope="module")
-def section(measured):
-    return report._section(Results("made", REQUEST, measured))
-
-
-# -- which tokens ----------------------------------------------------------------------------------
-
-
-def test_fixed_subspaces_see_no_token_that_is_measured():
-    tokens = {name: np.arange(200) + 1000 * i for i, name in enumerate("ab")}
-    read = subspace_methods.windows(tokens, 14, 32)
-    assert read.measured_BT.tolist() == [
-        list(range(first, first + 15)) for first in (0, 15, 1000, 1015)
-    ]
-    assert read.texts_B.tolist() == [0, 0, 1, 1] and read.texts_C.tolist() == [0] * 4 + [1] * 4
-    assert (read.fixed_CT % 1000).min() >= 32  # drift is measured up to there
-    assert read.fixed_CT[:4, 0].tolist() == [32, 74, 116, 158]  # evenly over 12 that there are
-    assert read.rows().shape == (4 + 8, 14) and read.later
-    assert read.pools(0) == {
-        subspace_methods.CALIBRATED: tuple(range(4, 12)),
-        subspace_methods.OTHERS: tuple(range(8, 12)),
-    }
-    assert read.pools(3)[subspace_methods.OTHERS] == tuple(range(4, 8))
-
-
-def test_short_texts_have_fixed_subspaces_of_each_other():
-    """And one alone has none; rows have a token less where there is none to predict."""
-    tokens = {name: np.arange(32) + 1000 * i for i, name in enumerate("ab")}
-    read = subspace_methods.windows(tokens, 32, 32)
-    assert read.length == 31 and not read.later
-    np.testing.assert_array_equal(read.fixed_CT, read.measured_BT[:, :-1])
-    assert read.pools(0) == {subspace_methods.CALIBRATED: (3,)}
-    assert subspace_methods.windows(dict(a=tokens["a"]), 15, 32).pools(0) == {}
-    assert (
-        len(subspace_methods.windows(tokens, 16, 32).measured_BT) == 2
-    )  # not one row more than fits
-
-
-def test_ranks_differ():
-    def ranks(H):
-        return [subspace_methods.rank(share, H) for share in subspace_methods.shares(H)]
-
-    assert ranks(64) == [8, 16, 32, 48]
-    assert ranks(8) == [1, 2, 4, 6]
-    assert ranks(4) == [1, 2, 3]
-    assert ranks(2) == [1] and subspace_methods.shares(2) == (0.5,)
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -191,29 +126,6 @@ def test_fixed_subspaces_of_each_text():
     assert found[BEFORE] == [None, None]
 
 
-def test_queries_weigh_as_keys_meet_them(model):
-    """Before RoPE turned by how far they are from keys, rows together; after it each row alone."""
-    layer = next(activations.layers(model, np.stack([t[:20] for t in TEXTS.values()])))
-    rope = key_subspaces.rope_of(heads_lib.of_layer(model, 0))
-
-    def of(x_BTNH):
-        return x_BTNH[:, 3:12].astype(np.float64)
-
-    moment_KHH = key_subspaces.moments(of(layer.plain_query_BTNH), 2)
-    turned_KHH = key_subspaces.rotated_moments(moment_KHH, rope, Mask(window=9), 9)
-    after_KHH = key_subspaces.moments(of(layer.query_BTNH), 2)
-    plain_BTKH, key_BTKH = of(layer.plain_key_BTKH), of(layer.key_BTKH)
-    expected = {
-        BEFORE: key_subspaces.of_text(turned_KHH, plain_BTKH, each_row=False),
-        AFTER: key_subspaces.of_text(after_KHH, key_BTKH, each_row=True),
-    }
-    for where, one in expected.items():
-        found = subspace_methods.of_rows(layer, rope, where, [0, 1], slice(3, 12))
-        np.testing.assert_allclose(found.projectors(3), one.projectors(3), rtol=1e-9)
-    still = key_subspaces.of_text(moment_KHH, plain_BTKH, each_row=False)
-    assert np.abs(still.projectors(3) - expected[BEFORE].projectors(3)).max() > 1e-2
-
-
 @pytest.mark.slow
 def test_drift(model, measured):
     """Drift on the longest rows; the last two errors are those of all tokens and of other text."""
@@ -242,381 +154,157 @@ def test_drift(model, measured):
             np.testing.assert_allclose(found[:, [1, 4, 6, 7]], errors, rtol=1e-3)
 
 
-def test_places_that_are_spread():
-    assert key_drift.evenly_spaced(4, 16).tolist() == [2, 6, 10, 14]
-    for t in (5, 16, 31):
-        places = key_drift.evenly_spaced(t, 31)
-        assert len(set(places.tolist())) == t and set(np.diff(places)) <= {31 // t, -(-31 // t)}
-
-
-def test_subspaces_are_of_no_rank_that_tokens_do_not_tell():
-    """Twice as many tokens at least, for drift and for the first half."""
-    for channels, length in ((64, 1024), (64, 64), (128, 64), (8, 40), (64, 16), (4, 17)):
-        r = key_drift.rank(channels, length)
-        at = key_drift.prefix_lengths(length, r)
-        assert at and min(at) >= 2 * r and max(at) == length // 2 and r <= channels / 4
-    assert key_drift.rank(64, 1024) == 16 and key_drift.prefix_lengths(1024, 16) == (
-        32,
-        64,
-        128,
-        256,
-        512,
-    )
-    read = subspace_methods.windows({name: np.arange(64) for name in "ab"}, 31, 64)
-    half = [r for r in range(1, 33) if read.enough_tokens((subspace_methods.FIRST_HALF, AFTER), r)]
-    assert read.length == 31 and max(half) == 7
-    assert (
-        max(r for r in range(99) if read.enough_tokens((subspace_methods.CALIBRATED, AFTER), r))
-        == 31
-    )
-    assert read.enough_tokens((subspace_methods.CONTEXT, AFTER), 31)
-
-
-BIASES = dict(qk_norm="none", bias=True)
-MECHANISMS = {
-    "mqa": ("nanochat", workdirs.grouped(1, 1)),
-    "rope shared": ("nanochat", workdirs.grouped(4, 1, 3, rope="shared")),
-    "mla": ("nanochat", workdirs.mla()),
-    "biases": ("llama", workdirs.grouped(2, 2, **BIASES)),
-    "by layer": ("nanochat", [workdirs.grouped(4, 2, 3), workdirs.factored(2, 1, 5, 4)]),
-    "no RoPE": ("gpt2", [workdirs.grouped(K, K, **BIASES) for K in (1, 4)]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rope shared", "mla", "biases", "by layer"])
-def test_runs_with_all_channels_are_the_model(name):
-    """Whatever the mechanism; with fewer channels another one."""
-    model = _model(*MECHANISMS[name], num_layers=2 if name == "by layer" else 1)
-    count = 5 if name == "biases" else 2  # rows of two parts
-    rows_BT = np.random.default_rng(3).integers(0, 256, (count, 13)).astype(np.int32)
-    runs = cut_keys.Runs(model, rows_BT[:, :-1], [None, "before", "after", "fewer"])
-    layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT[:, :-1]), strict=True)
-    first = subspace_methods.places(rotates=model.transformer.block.angles_base is not None)[0]
-    for i, (heads, layer) in enumerate(layers):
-        rope, H = key_subspaces.rope_of(heads), layer.key_BTKH.shape[-1]
-        before, after = (
-            [subspace_methods.of_rows(layer, rope, where, [b]) for b in range(count)]
-            for where in (first, AFTER)
-        )
-        cuts = dict(before=Cut(before, H, after_rope=False), after=Cut(after, H, after_rope=True))
-        runs.layer(i, cuts | dict(fewer=Cut(before, 2, after_rope=False)), heads.rotated)
-    expected = activations.losses(model, rows_BT)
-    found = runs.losses(rows_BT[:, 1:][:, 5:])
-    for one in (None, "before", "after"):
-        np.testing.assert_allclose(found[one], expected[:, 5:], atol=2e-3)
-    assert np.abs(found["fewer"] - expected[:, 5:]).max() > 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
-def test_runs_are_those_of_keys_cut_one_by_one(turned):
-    """Each row by its own subspaces, before RoPE or after it: outputs of attention against those
-    of cut keys in numpy. The rest of the block is the same."""
-    model = _model(num_layers=1, window=0)
-    rows_BT = np.random.default_rng(3).integers(0, 256, (5, 12)).astype(np.int32)
-    heads, layer = heads_lib.of_layer(model, 0), next(activations.layers(model, rows_BT))
-    rope, where = key_subspaces.rope_of(heads), AFTER if turned else BEFORE
-    of_rows = [subspace_methods.of_rows(layer, rope, where, [b]) for b in range(5)]
-    model.weights["segments", 0, "mlp", "down"][:] = 0
-    runs = cut_keys.Runs(model, rows_BT, [None, "cut"])
-    begun = np.concatenate(runs._x[None])
-    runs.layer(0, dict(cut=Cut(of_rows, 3, after_rope=turned)), heads.rotated)
-    for b in (0, 4):
-        key_TKH = subspace_methods.cut_keys(layer, rope, b, where, of_rows[b], 3)
-        cut = layer._replace(key_BTKH=key_TKH[None], query_BTNH=layer.query_BTNH[b : b + 1])
-        cut = cut._replace(value_BTKH=layer.value_BTKH[b : b + 1])
-        expected_TD = np.tensordot(activations.attention(cut, 0)[1], heads.out_NHD, 2)
-        added_TD = np.concatenate(runs._x["cut"])[b] - begun[b]
-        np.testing.assert_allclose(added_TD, expected_TD, atol=1e-4 * np.abs(expected_TD).max())
-
-
-# -- what is said ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_numbers_of_the_report(model, measured, section):
-    """Medians over heads and rows, and perplexity with how sure it is."""
-    rows = {(row["way"], row["where"], row["rank"]): row for row in section.data["ways"]}
-    assert len(rows) == 11 * 4 - 2  # half of 16 tokens does not tell rank 6
-    ran = {key for key, row in rows.items() if row["perplexity"]}
-    few = {(name, where, r) for name, where, r in rows if r in (2, 4)}
-    few = {key for key in few if key[1] == AFTER or key[0] == subspace_methods.FIRST_HALF}
-    assert few - ran == {(subspace_methods.OTHERS, AFTER, r) for r in (2, 4)}
-    assert {
-        key for key in ran if key[1] == AFTER or key[0] == subspace_methods.FIRST_HALF
-    } == few & ran
-    assert len(ran) == 4 * 4 + 2 + 3 * 2
-    row = rows[subspace_methods.FIRST_HALF, AFTER, 2]
-    errors = measured.errors[subspace_methods.FIRST_HALF, AFTER][:, :, 1]
-    assert row["logit"]["median"] == np.median(errors[..., 0])
-    assert row["output"]["high"] == np.quantile(errors[..., 1], 0.75)
-    between = np.std([np.median(errors[:2, :, 0]), np.median(errors[2:, :, 0])])
-    assert row["logit"]["between_texts"] == pytest.approx(between)
-    nats_BT = measured.nats[
-        (subspace_methods.FIRST_HALF, AFTER), 1 / 4
-    ]  # [4, 8]: the second halves
-    more = (nats_BT - measured.nats[None]).astype(np.float64)
-    found = row["perplexity"]
-    assert found["times"] == pytest.approx(math.exp(more.mean()), rel=1e-5)
-    low = more.mean() - 1.96 * more.std() / math.sqrt(32)
-    assert found["low"] == pytest.approx(math.exp(low), rel=1e-5)
-    assert found["by_text"]["two"] == pytest.approx(math.exp(nats_BT[2:].mean()), rel=1e-5)
-    assert rows[subspace_methods.OTHERS, AFTER, 2]["perplexity"] is None
-    rows_BT = np.concatenate([tokens_T[:34].reshape(2, 17) for tokens_T in TEXTS.values()])
-    expected = activations.losses(model, rows_BT)[:, 8:].mean()
-    assert section.data["perplexity"]["all"] == pytest.approx(math.exp(expected), rel=1e-4)
-
-
-def test_report_is_a_page_and_json(section):
-    json.dumps(section.data, allow_nan=False)
-    assert document.page("t", "", [section], {}).count("<svg") == len(section.figures) == 6
-    assert len(section.tables) == 5
-    for figure in section.figures:
-        assert re.search(r"\d", figure.alternative) and figure.text.paper
-    for table in section.tables:
-        assert all(len(row) == len(table.columns) for row in table.rows)
-        table.shown()
-    _, spectra, ways, by_text, drift = section.tables
-    assert [row for row in spectra.rows if row[0].startswith("GPT-2")][1][3:6] == [64, 64, 2]
-    published = [row for row in ways.rows if "GPT-2" in row[0]]
-    assert published[3][2:4] == [32, 50.0] and published[3][8] == pytest.approx(1.02, abs=1e-3)
-    assert [row[3] for row in published] == pytest.approx([50 / 3, 25, 100 / 3, 50, 200 / 3])
-    assert by_text.rows[0][0] == "the model" and drift.rows[-1][1] == "fixed"
-
-
-@pytest.mark.slow
-def test_data_has_every_head(measured, section):
-    drift, spectra = section.data["drift"]["by_place"][AFTER], section.data["spectra"]
-    assert spectra[W]["of_heads"] == measured.spectra[W][..., 0].tolist()
-    assert drift["overlap_of_heads"] == measured.overlap[AFTER].tolist()
-    assert drift["later_error_of_heads"] == measured.drift_error[AFTER].tolist()
-    gap_BKT = measured.overlap[AFTER][..., 1] - measured.overlap[AFTER][..., 0]
-    said = [one["median"] for one in drift["drift_of_overlap"]]
-    assert said == np.median(gap_BKT, axis=(0, 1)).tolist()
-    assert section.tables[4].rows[-3][10] == said[-1]
-    half = section.data["errors_of_heads"][f"{subspace_methods.FIRST_HALF}, {AFTER}"]
-    assert half[0][0][3] == [None, None] and half[0][0][2][0] > 0
-
-
-@pytest.mark.slow
-def test_what_is_shown_says_after(section):
-    """Behind sounds as if it were a place; and errors are of so many queries as there are."""
-    shown = document.page("t", "", [section], {})
-    assert not re.search("behind", shown, re.IGNORECASE) and "keys cut after RoPE" in shown
-    assert "8 queries each" in shown and "other text would have told" not in shown
-    assert "the first, the second and the third" not in shown
-    assert f"LRKV speaks of {W}, thin keys cuts {ALL_HEADS}" in shown
-    assert "the gap between the two lines is the drift" in shown
-
-
-def test_rows_with_the_same_subspaces_share_their_projectors(monkeypatch):
-    """And BLAS has one thread meanwhile."""
-    made, threads = [], []
-
-    def projectors(of, rank):
-        made.append(of)
-        threads.append(
-            {
-                pool["num_threads"]
-                for pool in threadpoolctl.threadpool_info()
-                if pool["user_api"] == "blas"
-            }
-        )
-        return np.tile(of.write_JRC[0, 0, 0] * np.eye(4), (1, 1, 1))
-
-    one, other = (
-        key_subspaces.Subspaces(np.zeros((1, 4)), np.eye(4)[None], i * np.eye(4)[None])
-        for i in (1, 2)
-    )
-    monkeypatch.setattr(key_subspaces.Subspaces, "projectors", projectors)
-    centers, found = cut_keys._arrays(Cut([one, one, other, one], 4, after_rope=False))
-    assert [id(of) for of in made] == [id(one), id(other)] and set().union(*threads) == {1}
-    assert found[:, 0, 0, 0].tolist() == [1, 1, 2, 1] and centers.shape == (4, 1, 4)
-
-
-def test_keys_that_nothing_turns_stay():
-    """Without RoPE, and where it turns no channel; others turn as `rope.rotate` says."""
-    key_BTKH = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
-    rotary = rope_lib.rotary(np.arange(3)[None], 4, 100.0)
-    assert cut_keys._rotate(key_BTKH, (1, 5), None) is key_BTKH
-    assert cut_keys._rotate(key_BTKH, (3, 3), rotary) is key_BTKH
-    found = cut_keys._rotate(jnp.asarray(key_BTKH), (1, 5), rotary)
-    np.testing.assert_array_equal(found[..., 1:5], rope_lib.rotate(key_BTKH[..., 1:5], rotary))
-    np.testing.assert_array_equal(found[..., [0, 5]], key_BTKH[..., [0, 5]])
-
-
-def _results(made, spectra, nats, texts=TEXTS):
-    """With other spectra, and ways (by name) that cost so many nats, of each token or of all."""
-    spectra = made.spectra | {name: np.array([[of]]) for name, of in spectra.items()}
-    nats = {name: made.nats[None] + nats.get(name and name[0][0], 0.0) for name in made.nats}
-    found = dataclasses.replace(made, spectra=spectra, nats=nats)
-    return Results("m", Request(texts, LENGTHS), found)
+# -- verdicts and text -----------------------------------------------------------------------------
 
 
 M, W = measurements.SPECTRUM_INTERACTION, measurements.SPECTRUM_WEIGHTS
-ALL_HEADS, FIXED, JOINT = (
-    measurements.SPECTRUM_JOINT,
-    subspace_methods.CALIBRATED,
-    subspace_methods.JOINT,
-)
+ALL_HEADS = measurements.SPECTRUM_JOINT
+FIXED, JOINT = subspace_methods.CALIBRATED, subspace_methods.JOINT
+CONTEXT = subspace_methods.CONTEXT
+NOISE = 0.3 * np.random.default_rng(0).normal(size=(4, 8))
 
 
 @pytest.fixture
 def claims(measured):
-    """A function of other numbers: the claims' measurements and verdicts."""
+    """Returns a function of spectra and of nats that methods cost: numbers and verdicts."""
 
-    def of(*numbers):
-        rows = tables.tables(_results(measured, *numbers))[0].rows
+    def of(spectra, costs):
+        spectra = measured.spectra | {name: np.array([[of]]) for name, of in spectra.items()}
+        base = measured.nats[None]
+        nats = {x: base + costs.get(x and x[0][0], 0.0) for x in measured.nats}
+        found = dataclasses.replace(measured, spectra=spectra, nats=nats)
+        rows = tables.tables(Results("m", REQUEST, found))[0].rows
         return [row[2] for row in rows], [row[3] for row in rows]
 
     return of
 
 
-def test_verdicts_are_those_of_the_numbers(claims):
-    """Both ways of each of the four."""
-    here, verdicts = claims({M: [6, 8, 8], W: [3, 8, 8]}, {FIXED: 0.01, JOINT: 0.02})
+def test_numbers_of_claims(claims):
+    here, _ = claims({M: [6, 8, 8], W: [3, 8, 8]}, {FIXED: 0.01, JOINT: 0.02})
     assert here[:3] == ["6 of 8 components", "3 of 8 components", "+2.0 % (+2.0 to +2.0)"]
-    assert here[3].startswith("fixed +1.0 % (+1.0 to +1.0), of the context +0.0 %")
-    assert verdicts == ["holds", "holds", "holds", "contradicted"]
-    _, verdicts = claims({M: [4, 8, 8], W: [5, 8, 8]}, {FIXED: 0.3, JOINT: 0.3})
-    assert verdicts == ["contradicted", "contradicted", "contradicted", "holds"]
+    assert here[3] == (
+        "fixed +1.0 % (+1.0 to +1.0), of the context +0.0 % (+0.0 to +0.0), "
+        "ratio +1.0 % (+1.0 to +1.0)"
+    )
+    here, _ = claims({ALL_HEADS: [5, 8, 16], W: [3, 4, 8]}, {})
+    assert here[1] == "3 of 4 components (rank 4 of 8 by construction)"
 
 
-def test_a_fixed_subspace_is_compared_with_that_of_the_context(claims):
-    here, verdicts = claims({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.29})
-    assert verdicts[3] == "contradicted" and here[3].endswith("ratio +1.0 % (+1.0 to +1.0)")
-    assert claims({}, {FIXED: 0.3, subspace_methods.CONTEXT: 0.1})[1][3] == "holds"
-    # Both are little, and differ by 8 %.
-    assert claims({}, {FIXED: 0.04, subspace_methods.CONTEXT: -0.04})[1][3] == "holds"
-
-
-def test_an_interval_around_the_limit_is_undecided(claims):
-    around = np.random.default_rng(0).normal(size=(4, 8))
-    _, verdicts = claims({}, {FIXED: 0.06 + 0.3 * around, JOINT: 0.04 + 0.3 * around})
-    assert verdicts[2:] == ["undecided", "undecided"]
-    _, verdicts = claims({}, {FIXED: 0.5 + 0.3 * around, JOINT: 0.5 + 0.3 * around})
-    assert verdicts[2:] == ["contradicted", "holds"]
+@pytest.mark.parametrize(
+    ("spectra", "costs", "verdicts"),
+    [
+        ({M: [6, 8, 8], W: [3, 8, 8]}, {FIXED: 0.01, JOINT: 0.02}, "holds holds holds no"),
+        ({M: [4, 8, 8], W: [5, 8, 8]}, {FIXED: 0.3, JOINT: 0.3}, "no no no holds"),
+        ({}, {FIXED: 0.3, CONTEXT: 0.29}, "* * * no"),
+        ({}, {FIXED: 0.3, CONTEXT: 0.1}, "* * * holds"),
+        ({}, {FIXED: 0.04, CONTEXT: -0.04}, "* * * holds"),  # the ratio counts
+        ({}, {FIXED: 0.06 + NOISE, JOINT: 0.04 + NOISE}, "* * undecided undecided"),
+        ({}, {FIXED: 0.5 + NOISE, JOINT: 0.5 + NOISE}, "* * no holds"),
+        ({ALL_HEADS: [5, 8, 16], W: [3, 4, 8]}, {}, "* no construction *"),
+        ({ALL_HEADS: [5, 9, 16]}, {}, "* * holds *"),
+    ],
+)
+def test_verdicts(claims, spectra, costs, verdicts):
+    _, found = claims(spectra, costs)
+    short = {"contradicted": "no", "by construction": "construction"}
+    for one, expected in zip(found, verdicts.split(), strict=True):
+        assert expected in ("*", short.get(one, one))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "together", "each"),
     [
-        (workdirs.grouped(2, 2), 16, 8),
-        (workdirs.grouped(2, 1, 3), 8 + 2 * 3, 8),
-        (workdirs.factored(2, 1, 5), 5, 5),
-        (workdirs.mla(), 10 + 4, 8 + 4),
+        (workdirs.grouped(2, 2), 16, 8),  # K H
+        (workdirs.grouped(2, 1, 3), 8 + 2 * 3, 8),  # J H + K R
+        (workdirs.factored(2, 1, 5), 5, 5),  # J R
+        (workdirs.mla(), 10 + 4, 8 + 4),  # C + P
     ],
 )
-def test_the_rank_that_weights_can_have(mechanism, together, each):
-    """It is their mechanism's: K H, J H + K R, J R and C + P."""
-    model = _model("nanochat", mechanism, num_layers=1)
+def test_rank_of_weights_is_the_mechanisms(mechanism, together, each):
+    model = models.model("nanochat", mechanism, num_layers=1)
     heads = heads_lib.of_layer(model, 0)
     layer = next(activations.layers(model, TEXTS["one"][None, :16]))
     found = measurements._spectra(heads, layer, 1, joint=True)
     channels = mechanism.query_dim
-    assert found[ALL_HEADS][0, 0, 1:].tolist() == [
-        together,
-        mechanism.key_heads * channels,
-    ]
+    assert found[ALL_HEADS][0, 0, 1:].tolist() == [together, mechanism.key_heads * channels]
     assert (found[W][..., 1] == each).all() and (found[W][..., 2] == channels).all()
     assert (found[measurements.SPECTRUM_KEYS][..., 1:] == channels).all()
 
 
-def test_low_rank_by_construction(claims):
-    """At most half of the channels."""
-    here, verdicts = claims({ALL_HEADS: [5, 8, 16], W: [3, 4, 8]}, {})
-    assert here[1] == "3 of 4 components (rank 4 of 8 by construction)"
-    assert verdicts[1:3] == ["contradicted", "by construction"]
-    assert claims({ALL_HEADS: [5, 9, 16]}, {})[1][2] == "holds"
-
-
-def test_gpt2_beside_heads_of_its_width_and_no_other_text(measured):
-    """Before RoPE, as GPT-2 has none."""
+def test_perplexity_of_gpt2_is_drawn_for_heads_of_its_width(measured):
+    """Draws it before RoPE, which GPT-2 lacks."""
     line = "; GPT-2, SVD of all heads (thin keys): 2.303 at 10.7, 1.257 at 16, 1.104 at 21.3, "
     line += "1.020 at 32, 1.013 at 42.7."
     wide = Results("m", REQUEST, dataclasses.replace(measured, key_dim=64))
-    assert report._perplexity(wide, BEFORE).alternative.endswith(line)
+    assert line in report._perplexity(wide, BEFORE).alternative
     for of, where in ((wide, AFTER), (Results("m", REQUEST, measured), BEFORE)):
         assert "GPT-2" not in report._perplexity(of, where).alternative
-    nats = {of: x for of, x in measured.nats.items() if of is None or of[0][0] != FIXED}
-    found = Results("m", REQUEST, dataclasses.replace(measured, nats=nats, later=False))
-    assert tables.tables(found)[0].rows[3][2:] == ["no text for a fixed subspace", "not measured"]
 
 
 @pytest.mark.slow
-def test_one_short_text_and_one_head_of_keys():
-    """There is no fixed subspace, and MQA has no other head to share an SVD with."""
+def test_one_short_text_and_one_kv_head():
+    """Has no fixed subspace and no joint SVD."""
     request = Request(dict(one=SHORT["one"]), (16,))
-    found = report.section(_model(*MECHANISMS["mqa"]), request)
-    json.dumps(found.data, allow_nan=False)
-    assert found.tables[0].rows[3][3] == "not measured"
+    found = report.section(models.model("nanochat", workdirs.grouped(1, 1)), request)
+    models.check_section(found)
+    assert found.tables[0].rows[3][2:] == ["no text for a fixed subspace", "not measured"]
     names = {row["way"] for row in found.data["ways"]}
-    assert names == {
-        subspace_methods.WEIGHTS,
-        subspace_methods.CONTEXT,
-        subspace_methods.FIRST_HALF,
-    }
+    assert names == {subspace_methods.WEIGHTS, CONTEXT, subspace_methods.FIRST_HALF}
     assert "fixed" not in [row[1] for row in found.tables[4].rows]
-    assert subspace_methods.JOINT not in found.lead
 
 
 @pytest.mark.slow
-def test_models_without_rope_that_see_all_tokens():
-    """There is one place; and layers may have one head of keys or several."""
-    model = _model(*MECHANISMS["no RoPE"], num_layers=2, causal=False)
+def test_models_without_rope_and_mask():
+    """Layers have one KV head or several; keys are cut at one place."""
+    layers = [workdirs.grouped(K, K, qk_norm="none", bias=True) for K in (1, 4)]
+    model = models.model("gpt2", layers, causal=False)
     found = report.section(model, Request(SHORT, (16,)))
-    json.dumps(found.data, allow_nan=False)
+    models.check_section(found)
     ways = {(row["way"], row["where"]) for row in found.data["ways"]}
     assert {where for _, where in ways} == {subspace_methods.ANYWHERE}
-    assert len(ways) == 6 and len(found.figures) == 4 and "after RoPE" not in found.lead
+    assert len(ways) == 6 and len(found.figures) == 4
 
 
-def test_bad_input(model):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (dict(position_channels=4), "position_channels = 4"),
+        (dict(alibi=True), "^alibi = True: part of each key is its position"),
+        (dict(num_bases=1, rank=3, qk_norm="rms_gain", rope="shared"), "not linear"),
+        (dict(key_dim=1), "keys of one channel"),
+    ],
+)
+def test_keys_without_a_rank_are_refused(keys, message):
+    mechanism = dataclasses.replace(workdirs.grouped(2, 2, qk_norm="none"), **keys)
+    block = "gpt2" if "key_dim" in keys else "llama"
+    positions = dict(positions="none") if "alibi" in keys else {}
+    with pytest.raises(UserError, match=message):
+        report.check(models.model(block, mechanism, **positions), REQUEST)
+
+
+def test_short_rows_are_refused(model):
+    report.check(model, REQUEST)
     with pytest.raises(UserError, match="lengths = 15: .* at least 16 tokens"):
         report.check(model, Request(TEXTS, (4, 15)))
-    sinusoids = workdirs.grouped(2, 2, qk_norm="none", position_channels=4)
-    with pytest.raises(UserError, match="position_channels = 4"):
-        report.check(_model(mechanism=sinusoids), REQUEST)
-    slopes = workdirs.grouped(2, 2, qk_norm="none", alibi=True)
-    with pytest.raises(UserError, match="^alibi = True: part of each key is its position"):
-        report.check(_model("llama", slopes, positions="none"), REQUEST)
-    split = workdirs.grouped(4, 1, 3, qk_norm="rms_gain", rope="shared")
-    with pytest.raises(UserError, match="not linear"):
-        report.check(_model(mechanism=split), REQUEST)
-    narrow = workdirs.grouped(2, 2, qk_norm="none", key_dim=1)
-    with pytest.raises(UserError, match="keys of one channel"):
-        report.check(_model("gpt2", narrow), REQUEST)
-    report.check(model, REQUEST)
 
 
 @pytest.mark.slow
-def test_a_text_that_is_shorter_than_a_length(model):
-    short = TEXTS | dict(two=np.zeros(20, np.int32))
-    with pytest.raises(UserError, match="text 'two' has 20 tokens, fewer than the length 40"):
-        report.section(model, Request(short, LENGTHS))
-
-
-@pytest.mark.slow
-def test_what_is_not_finite_is_named():
-    model = _model()
-    model.weights[("embedding",)][TEXTS["one"][3]] = np.inf
-    with pytest.raises(UserError, match="layer 0 of made: queries on the text are not finite"):
-        report.section(model, REQUEST)
-    model = _model()
+def test_losses_that_are_not_finite_are_refused():
+    model = models.model()
     model.weights["final_norm", "gain"][:] = np.nan
     with pytest.raises(UserError, match="losses of made on the text are not finite"):
         report.section(model, Request(dict(one=SHORT["one"]), (16,)))
 
 
-def test_all_that_it_says(model, measured, monkeypatch):
-    """Rows have the length nearest to the paper's of those that are long enough."""
+def test_report_is_as_before(model, measured, monkeypatch):
+    """Compares with a file; rows have the long enough length nearest to the paper's."""
+    models.check_section(report._section(Results("made", REQUEST, measured)))
     texts = {name: np.zeros(5000, np.int32) for name in TEXTS}
     of = {(15, 5000): (5000, 5000), LENGTHS: (40, 40), (16, 5000): (16, 5000)}
-    asked = []
-    monkeypatch.setattr(measurements, "measure", lambda *given: (asked.append(given), measured)[1])
+    calls = []
+    monkeypatch.setattr(measurements, "measure", lambda *given: (calls.append(given), measured)[1])
     golden.note_drawings(monkeypatch)
     for lengths in of:
         golden.check(report.section(model, Request(texts, lengths)))
-    assert asked == [(model, texts, *lengths) for lengths in of.values()]
+    assert calls == [(model, texts, *lengths) for lengths in of.values()]

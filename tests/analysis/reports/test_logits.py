@@ -1,41 +1,29 @@
-"""The report on logit spectra: its numbers against those of the functions, and what it refuses."""
+"""The report on logit spectra: its measurements and text."""
 
 import dataclasses
-import json
-import math
-import re
 
 import numpy as np
 import pytest
 
-from kvjax.analysis.measures import activations, heads as heads_lib, logits, spectrum, truncation
+from kvjax.analysis.measures import activations, heads as heads_lib, logits, truncation
 from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.spread import spread
-from kvjax.analysis.page import document
-from kvjax.analysis.reports.logits import measurements, report as report
+from kvjax.analysis.reports.logits import measurements, report
 from kvjax.analysis.reports.logits.results import Results
 from kvjax.analysis.request import Request, reference_length
 from kvjax.foundation.errors import UserError
 from tests import golden
+from tests.analysis import models
 from tests.convert import workdirs
 
 LENGTHS = (6, 20)
-TEXTS = {
-    name: np.random.default_rng(seed).integers(0, 256, 64).astype(np.int32)
-    for seed, name in enumerate(("one", "two"))
-}
+TEXTS = models.texts(64)
 REQUEST = Request(TEXTS, LENGTHS)
-
-
-def _model(block="llama", mechanism=None, **keys):
-    block = dataclasses.replace(workdirs.BLOCKS[block], num_layers=2, **keys)
-    mechanism = mechanism or workdirs.grouped(2, 2, qk_norm="none")
-    return workdirs.Made(workdirs.config(block, mechanism))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return _model(window=9)
+    return models.model(window=9)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +31,9 @@ def measured(model):
     return measurements.measure(model, TEXTS, LENGTHS, perplexity_at=[6], perplexity_tokens=18)
 
 
-@pytest.fixture(scope="module")
-def section(measured):
-    return report._section(Results("made", REQUEST, measured))
-
-
 @pytest.mark.slow
-def test_what_is_measured(model, measured):
-    """By length, of the first tokens of each text alone."""
+def test_measurements(model, measured):
+    """Compares each text's first tokens, by length, with the functions."""
     assert measured.ranks == (2, 4) and measured.key_dim == 8
     for i in range(2):
         heads = logits.Interaction(heads_lib.of_layer(model, i))
@@ -109,52 +92,7 @@ def test_perplexities_are_of_the_first_rows_of_each_text(model, measured):
     assert found.perplexity[6, 0][0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_numbers_of_the_report(model, section):
-    """Medians over heads and texts, quartiles of heads, and how texts differ."""
-    made = measurements.measure(model, TEXTS, LENGTHS)
-    found = {(one["matrix"], one["tokens"]): one for one in section.data["spectra"]}
-    for kind in (("M, without RoPE", 0), ("E", 20), ("E, causal", 20)):
-        ranks = spectrum.energy_rank(made.energies[kind], 0.9)
-        said = found[kind[0], kind[1] or None]["components"]["90%"]
-        assert said["median"] == np.median(ranks)
-        assert [said["low"], said["high"]] == np.quantile(ranks, [0.25, 0.75]).tolist()
-        between = np.std([np.median(ranks[:, b]) for b in range(ranks.shape[1])])
-        assert said["between_texts"] == (between if kind[1] else None)
-        held = spectrum.cumulative(made.energies[kind])
-        median = np.median(held, axis=(0, 1, 2))[:8]
-        np.testing.assert_allclose(found[kind[0], kind[1] or None]["cumulative"], median)
-    gaps = {(gap["matrix"], gap["tokens"]): gap for gap in section.data["gaps"]}
-    m, e = (
-        spectrum.energy_rank(made.energies[k], 0.9) for k in (("M, without RoPE", 0), ("E", 20))
-    )
-    assert gaps["E", 20]["ratio"] == np.median(m) / np.median(e)
-    assert gaps["E", 20]["of_heads"] == np.quantile(m / e, [0.25, 0.75]).tolist()
-    for b, name in enumerate(TEXTS):
-        expected = np.median(m) / np.median(e[:, b])
-        assert gaps["E", 20]["by_text"][name] == pytest.approx(expected)
-    assert len(gaps) == 3 * len(LENGTHS)
-    row = next(
-        row
-        for row in section.data["attention"]
-        if (row["tokens"], row["causal"], row["rank"]) == (20, True, 4)
-    )
-    mean, worst, output = np.median(made.errors[20, True], axis=(0, 1, 2))[1]
-    assert (row["mean"], row["worst"], row["output"]) == (mean, worst, output)
-    assert row["bound"] == np.median(made.bounds[20], axis=(0, 1, 2))[1] > row["worst"]
-    geometry = section.data["geometry"][1]
-    assert geometry["beta"] == np.median(np.nanmax(made.delocalisation[20], axis=-1))
-    assert geometry["beta_most"] == np.nanmax(made.delocalisation[20])
-    assert geometry["condition"] == np.median(made.keys[20][..., 1])
-    perplexities = section.data["perplexity"]
-    assert [row["rank"] for row in perplexities] == [None, 2, 4]
-    for row in perplexities:
-        mean = math.exp(np.mean(np.log(list(row["by_text"].values()))))
-        assert row["perplexity"] == pytest.approx(mean)
-        assert row["times"] == pytest.approx(mean / perplexities[0]["perplexity"])
-
-
-def test_spread_leaves_out_what_is_not_there():
+def test_spread_ignores_nan():
     x_LBN = np.arange(8.0).reshape(2, 2, 2)
     x_LBN[1, 1, 1] = np.nan
     found = spread(x_LBN)
@@ -163,37 +101,10 @@ def test_spread_leaves_out_what_is_not_there():
     assert spread(x_LBN[:, :1]).between_texts is None
 
 
-def test_report_is_a_page_and_json(section):
-    """Each table beside the paper's numbers; each figure says its numbers in words."""
-    json.dumps(section.data, allow_nan=False)
-    assert document.page("t", "", [section], {}).count("<svg") == len(section.figures) == 5
-    assert len(section.tables) == 6
-    for figure in section.figures:
-        assert re.search(r"\d", figure.alternative) and figure.text.paper
-    for table in section.tables:
-        assert all(len(row) == len(table.columns) for row in table.rows)
-        table.shown()
-    ranks, shares, gaps, errors, geometry, perplexity = section.tables
-    here = [row for row in ranks.rows if row[0] == "made"]
-    assert [row[1] for row in here][:3] == [
-        "M, without RoPE",
-        "M, at distances",
-        "M, mean over pairs",
-    ]
-    assert len(here) == 3 + 3 * len(LENGTHS)
-    assert ["GPT-2 (the paper)", "E", 256, 64, 2, 2, 4, 18, None, None] in ranks.rows
-    assert ["GPT-2 (the paper)", "E", 256, 64, None, 90, 96, 98, 99, 100] in shares.rows
-    assert ["E of GPT-2 (the paper)", 256, 49, 2, 24.5, None] in gaps.rows
-    assert any("0.31 to 0.46" in row for row in errors.rows)
-    assert any("2.5 to 5.6 (the paper)" in row for row in geometry.rows)
-    assert perplexity.rows[0][1] == "as it is"
-    assert "The paper has 5 to 25 times fewer for E than for M" in section.lead
-
-
 @pytest.mark.slow
 def test_models_without_rope_or_mask():
-    """They have fewer matrices; those that see all tokens go through the model at each length."""
-    seen = _model(causal=False, window=0, positions="none")
+    """Have fewer matrices; without a causal mask each length is a pass of its own."""
+    seen = models.model(causal=False, window=0, positions="none")
     made = measurements.measure(seen, TEXTS, LENGTHS)
     assert set(made.energies) == {("M, without RoPE", 0), ("E", 6), ("E", 20)}
     assert set(made.errors) == {(6, False), (20, False)}
@@ -204,56 +115,20 @@ def test_models_without_rope_or_mask():
 
 @pytest.mark.slow
 def test_layers_of_different_shapes():
-    """Layers of fewer KV heads, and biases; a key of one head."""
+    """Pads layers of fewer KV heads; a model of one head."""
     mechanisms = [workdirs.grouped(4, 2, rank, bias=True, qk_norm="none") for rank in (3, 0)]
-    made = measurements.measure(_model("gpt2", mechanisms), TEXTS, (6,))
+    made = measurements.measure(models.model("gpt2", mechanisms), TEXTS, (6,))
     keys = made.keys[6]
     assert keys.shape == (2, 2, 4, 2)
     missing = np.isnan(keys).any(axis=(1, 3))
     np.testing.assert_array_equal(missing, [[False] * 4, [False, False, True, True]])
-    one = _model(mechanism=dataclasses.replace(workdirs.grouped(1, 1), num_heads=1))
+    one = models.model(mechanism=dataclasses.replace(workdirs.grouped(1, 1), num_heads=1))
     assert Results("one", REQUEST, measurements.measure(one, TEXTS, LENGTHS)).num_heads == 2
 
 
-def test_the_lead_has_the_ratio_of_components(measured):
-    def lead(of_e):
-        def flat(r, shape):
-            return np.broadcast_to(np.arange(shape[-1]) < r, shape).astype(float)
-
-        energies = {
-            ("M, without RoPE", 0): flat(4, (2, 1, 4, 64)),
-            ("E", 20): flat(of_e, measured.energies["E", 20].shape),
-        }
-        found = dataclasses.replace(measured, energies=energies)
-        return report._lead(Results("m", REQUEST, found))
-
-    assert "E 1 (4.0 times fewer; middle half of heads 4.0 to 4.0). The paper has" in lead(1)
-    assert "; E is zero. The paper has" in lead(0)
-
-
 @pytest.mark.slow
-def test_numbers_of_heads_are_there(measured, section):
-    """Rounded to six digits: by layer, text and head."""
-    (found,) = (
-        one
-        for one in section.data["attention_of_heads"]
-        if (one["tokens"], one["causal"]) == (20, True)
-    )
-    np.testing.assert_allclose(found["values"], measured.errors[20, True], rtol=1e-5)
-    np.testing.assert_allclose(found["bounds"], measured.bounds[20], rtol=1e-5)
-    (found,) = (one for one in section.data["geometry_of_heads"] if one["tokens"] == 20)
-    np.testing.assert_allclose(
-        found["beta"], np.nan_to_num(measured.delocalisation[20]).max(-1), rtol=1e-5
-    )
-    ranks = section.data["components_of_heads"]["E, 20 tokens"]
-    expected = spectrum.energy_rank(measured.energies["E", 20], 0.99)
-    np.testing.assert_array_equal(ranks["99%"], expected)
-
-
-@pytest.mark.slow
-def test_heads_that_see_nothing():
-    """Queries of zeros: spectra of nothing are no components, and nothing fails."""
-    model = _model()
+def test_queries_of_zeros_have_no_components():
+    model = models.model()
     query = model.weights[("segments", 0, "attention", "mechanism", "query")]
     query[1] = 0
     ranks = report.section(model, REQUEST).data["components_of_heads"]
@@ -275,42 +150,22 @@ def test_lengths():
     assert measurements.distances(2) == [0, 1]
 
 
-def test_bad_input(model):
-    short = TEXTS | dict(one=np.zeros(90, np.int32))
-    cases = {
-        r"text 'two' has 64 tokens, fewer than the length 80": Request(short, (6, 80)),
-        "lengths = 1: must be at least 2": Request(TEXTS, (1, 6)),
-    }
-    for message, request in cases.items():
-        with pytest.raises(UserError, match=message):
-            report.section(model, request)
-    with pytest.raises(UserError, match="lengths = 50: learned positions reach 40 tokens: give"):
-        report.section(_model("gpt2"), Request(TEXTS, (50,)))
+def test_heads_without_matrices_are_refused(model):
     shared = workdirs.grouped(4, 1, 3, qk_norm="rms_gain", rope="shared")
     with pytest.raises(UserError, match="not linear"):
-        report.check(_model(mechanism=shared), REQUEST)
+        report.check(models.model(mechanism=shared), REQUEST)
     report.check(model, REQUEST)
 
 
-def test_what_is_not_finite_is_named():
-    model = _model()
-    model.weights[("segments", 0, "attention", "mechanism", "query")][1, :, 3] = np.nan
-    with pytest.raises(UserError, match=r"layer 1 of made: .* queries .* of heads \[3\]"):
-        report.section(model, REQUEST)
-    model = _model()
-    model.weights[("embedding",)][TEXTS["one"][3]] = np.inf
-    with pytest.raises(UserError, match=r"layer 0 of made: queries on the text are not finite"):
-        report.section(model, REQUEST)
-
-
-def test_all_that_it_says(model, measured, monkeypatch):
-    """Perplexity is measured at the length nearest to the paper's, and at the longest."""
-    asked = []
+def test_report_is_as_before(model, measured, monkeypatch):
+    """Compares with a file; perplexity is of the length nearest to the paper's, and the longest."""
+    models.check_section(report._section(Results("made", REQUEST, measured)))
+    calls = []
 
     def noted(*given, **at):
-        return (asked.append((given, at)), measured)[1]
+        return (calls.append((given, at)), measured)[1]
 
     monkeypatch.setattr(measurements, "measure", noted)
     golden.note_drawings(monkeypatch)
     golden.check(report.section(model, REQUEST))
-    assert asked == [((model, TEXTS, LENGTHS), dict(perplexity_at=[20]))]
+    assert calls == [((model, TEXTS, LENGTHS), dict(perplexity_at=[20]))]

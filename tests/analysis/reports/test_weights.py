@@ -1,8 +1,4 @@
-"""The reports on weights, of tiny models: every number is there, and what they say of odd ones."""
-
-import dataclasses
-import json
-import re
+"""The reports on weights, of tiny models."""
 
 import numpy as np
 import pytest
@@ -11,11 +7,12 @@ from kvjax.analysis import words
 from kvjax.analysis.measures import diversity, geometry, heads as heads_lib, projections
 from kvjax.analysis.reports.diversity import report as diversity_report
 from kvjax.analysis.reports.diversity.measurements import ModelDiversity
-from kvjax.analysis.reports.geometry import evolution, measurements, report as geometry_report
+from kvjax.analysis.reports.geometry import measurements, report as geometry_report
 from kvjax.analysis.reports.projections import report as projections_report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
 from tests import golden, quick
+from tests.analysis import models
 from tests.convert import workdirs
 from tests.convert.workdirs import grouped
 
@@ -41,36 +38,25 @@ def _made(mechanisms, seed=0, name="made", block="nanochat"):
     return model
 
 
-def _well_formed(section):
-    json.dumps(section.data, allow_nan=False)
-    assert section.lead and section.figures and section.tables
-    for figure in section.figures:
-        assert figure.svg.startswith("<svg") and figure.text.shows and figure.text.read
-        words = figure.alternative
-        assert re.search(r"\d", words) and not re.search(r"\bnan\b|None|no number", words), words
-    for table in section.tables:
-        assert table.rows and table.shown()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
+@pytest.mark.parametrize("name", ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
 @pytest.mark.parametrize("report", REPORTS)
-def test_reports_of_every_kind_of_mechanism(report, model):
-    section = REPORTS[report].section(_model(model), NOTHING)
+def test_reports_of_every_kind_of_mechanism(report, name):
+    section = REPORTS[report].section(_model(name), NOTHING)
     assert section.name == report
-    _well_formed(section)
+    models.check_section(section)
     assert len(section.tables[-1].rows) == workdirs.LAYERS
 
 
 def test_diversity_has_the_numbers_of_every_layer():
     model, beside = _model("gqa"), _model("mha", seed=1)
     section = diversity_report.section(model, Request({}, (), beside=beside))
-    _well_formed(section)
+    models.check_section(section)
     assert list(section.data["models"]) == ["gqa", "mha (beside)"]
     data = section.data["models"]["gqa"]
     for index, heads in enumerate(heads_lib.layers(model)):
         plain = diversity.of_layer(heads)
-        rotated = diversity.of_layer(heads, distances=model.context)
+        rotated = diversity.of_layer(heads, num_distances=model.context)
         found = data["key"][index]
         assert found["share"] == plain.share
         assert found["centred_share_of_possible"] == plain.centred_share_of_possible
@@ -89,34 +75,7 @@ def test_diversity_has_the_numbers_of_every_layer():
     assert row[3:6] == [18, 98.9, 94.0] and row[6] == pytest.approx(94.0 * 18 / 17)
 
 
-@pytest.mark.slow
-def test_diversity_without_rope_has_no_means_over_positions():
-    section = diversity_report.section(_model("gpt2_lrkv"), NOTHING)
-    data = section.data["models"]["gpt2_lrkv"]
-    assert data["key_with_rope"] == [] and data["distances"] is None
-
-
-@pytest.mark.slow
-def test_random_heads_are_different_with_any_mechanism():
-    """The text under the first figure says so."""
-    for name in ("mha", "mqa", "lrkv", "mla"):
-        data = diversity_report.section(_model(name), NOTHING).data["models"][name]
-        assert all(one["share"] > 0.95 for one in data["key"])
-
-
-@pytest.mark.slow
-def test_one_head_has_no_diversity():
-    one = grouped(1, 1, num_heads=1)
-    with pytest.raises(UserError, match=r"layer 0 of made: .*num_heads = 1: .* needs at least two"):
-        diversity_report.section(_made(one), NOTHING)
-    with pytest.raises(UserError, match="layer 0 of other"):
-        request = Request({}, (), beside=_made(one, name="other"))
-        diversity_report.section(_model("mha"), request)
-    _well_formed(geometry_report.section(_made(one), NOTHING))
-    _well_formed(projections_report.section(_made(one), NOTHING))
-
-
-UNLIKE = dict(  # a model, one beside it, and which reports have nothing for them
+REFUSED = dict(  # a mechanism, one beside it, and the reports that refuse them
     one_head=(grouped(1, 1, num_heads=1), None, {"diversity"}),
     one_head_beside=(grouped(4, 4), grouped(1, 1, num_heads=1), {"diversity"}),
     not_linear=(
@@ -133,109 +92,31 @@ UNLIKE = dict(  # a model, one beside it, and which reports have nothing for the
 
 
 @pytest.mark.parametrize("report", quick.every(3, REPORTS))
-@pytest.mark.parametrize("case", quick.only(["not_linear"], UNLIKE))
-def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
-    report, case, monkeypatch
-):
-    mechanism, other, refusing = UNLIKE[case]
-    models = [_made(mechanism), other and _made(other, name="other")]
-    request = Request({}, (), beside=models[1])
+@pytest.mark.parametrize(
+    "case", quick.only(["not_linear", "one_head_beside", "not_linear_beside"], REFUSED)
+)
+def test_unsuitable_models_are_refused_before_weights_are_read(report, case, monkeypatch):
+    mechanism, other, refusing = REFUSED[case]
+    pair = [_made(mechanism), other and _made(other, name="other")]
+    request = Request({}, (), beside=pair[1])
     with monkeypatch.context() as patched:
         patched.setattr(workdirs.Made, "read", None)
         if report in refusing:
             with pytest.raises(UserError, match=f"layer 0 of {'other' if other else 'made'}"):
-                REPORTS[report].check(models[0], request)
+                REPORTS[report].check(pair[0], request)
         else:
-            REPORTS[report].check(models[0], request)
+            REPORTS[report].check(pair[0], request)
     if report not in refusing:
-        _well_formed(REPORTS[report].section(models[0], request))
-
-
-def test_whose_heads_each_report_asks_for(monkeypatch):
-    """Geometry needs no matrices of heads with residuals; diversity needs two heads in a layer."""
-    asked = []
-    monkeypatch.setattr(heads_lib, "check", lambda *of: asked.append(of))
-    model, other = _made([grouped(4, 1, 3), grouped(4, 4), grouped(4, 1, 3)]), _made(grouped(4, 4))
-    for name, of in dict(
-        diversity=[(model,), (other,)], geometry=[(model, [1]), (other,)], projections=[(model,)]
-    ).items():
-        asked.clear()
-        REPORTS[name].check(model, Request({}, (), beside=other))
-        assert asked == of, name
-    asked.clear()
-    geometry_report.check(model, NOTHING)
-    assert asked == [(model, [1])]
-    alone = _made([grouped(4, 4), grouped(1, 1, num_heads=1), grouped(4, 4)])
-    with pytest.raises(
-        UserError, match=r"^layer 1 of made: .*num_heads = 1: .* needs at least two"
-    ):
-        diversity_report.check(alone, NOTHING)
-    assert not evolution._compares_heads(alone) and evolution._compares_heads(other)
+        models.check_section(REPORTS[report].section(pair[0], request))
 
 
 @pytest.mark.slow
 def test_snapshots_of_heads_without_matrices_have_no_diversity():
     model = _made(grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"))
     section = geometry_report.section(model, Request({}, (), snapshots=[(0, model), (5, model)]))
-    _well_formed(section)
+    models.check_section(section)
     assert section.data["snapshots"][0]["share"] is None
     assert section.data["snapshots"][0]["key_total_norm"] > 0
-
-
-@pytest.mark.slow
-def test_levels_of_n_heads_are_there_for_models_of_one_n():
-    """Words are of each model's own."""
-    two = grouped(2, 2, num_heads=2)
-    same, other, mixed = (
-        diversity_report.section(_model("mha"), Request({}, (), beside=_made(mechanism)))
-        for mechanism in (grouped(2, 2), two, [two, grouped(4, 4), two])
-    )
-
-    def levels(section):
-        return [
-            name
-            for figure in section.figures[:3]
-            for name in ("most possible of N", "N", "N - 1")
-            if f">{name}</text>" in figure.svg
-        ]
-
-    assert levels(same) == ["most possible of N", "N", "N - 1"]
-    assert not levels(other) and not levels(mixed)
-    assert "mha: 4 heads; made (beside): 2 heads" in other.figures[2].alternative
-    assert "mha: 4 heads; made (beside): 2 or 4 heads" in mixed.figures[2].alternative
-    assert "4 heads in 3 layers" in other.lead and "2 heads in 3 layers" in other.lead
-    rows = {row[0]: row[3] for row in mixed.tables[0].rows if row[2] == "here"}
-    assert rows["mha"] == 4 and rows["made (beside)"] == "2 or 4 heads"
-    assert mixed.tables[0].shown()
-
-
-def test_a_head_that_does_nothing_is_named():
-    plain = [diversity.of_gram(np.diag(x)) for x in ([1.0, 2.0, 3.0], [1.0, 0.0, 0.0])]
-    found = ModelDiversity("made", "MHA", 40, plain, None, plain)
-    assert diversity_report._lead([found]) == (
-        "Do heads of a layer compute different attention logits? Their forms W_Q W_Kᵀ are "
-        "compared; no text is involved. made (MHA, 3 heads in 2 layers): effective rank 66.7 % of "
-        "N, centred 50.0 % of N - 1, means over layers; heads whose form is zero: 2."
-    )
-    rows = diversity_report._layer_table(found).rows
-    assert [row[-1] for row in rows] == [None, "1, 2"]
-    assert "form is zero" not in diversity_report._lead(
-        [dataclasses.replace(found, plain=plain[:1])]
-    )
-
-
-def test_names_of_mechanisms():
-    found = {
-        key: config.title
-        for key, (_, config, _) in workdirs.MODELS.items()
-        if key != "lrkv_by_layer"
-    }
-    assert found["mha"] == "MHA" and found["mqa"] == "MQA" and found["gqa"] == "GQA, 2 KV heads"
-    assert found["lrkv"] == "LRKV, rank 3" and found["lrkv_gqa"] == "LRKV over 2 bases, rank 3"
-    assert found["thin_joint"] == "low rank, keys 5, values 4"
-    assert OTHERS["kv_tied"].title == "Q-K=V, LRKV, rank 3"
-    several = words.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
-    assert several.split("; ")[1] == "GQA, 2 KV heads"
 
 
 def test_stages():
@@ -247,7 +128,7 @@ def test_stages():
 def test_geometry_has_the_numbers_of_every_layer_and_head():
     model, beside = _model("lrkv_gqa"), _model("mha", seed=1)
     section = geometry_report.section(model, Request({}, (), beside=beside))
-    _well_formed(section)
+    models.check_section(section)
     for index in range(workdirs.LAYERS):
         parts, whole = geometry.of_layer(model, index), geometry.totals(beside, index)
         for name, each in parts.items():
@@ -287,77 +168,13 @@ def test_random_factors_are_of_the_seed():
     assert not np.allclose(drawn[0][0], drawn[0][1])  # layers have their own
 
 
-def test_geometry_without_residuals_shows_norms_only():
-    model = _model("mha")
-    section = geometry_report.section(model, NOTHING)
-    assert "no residuals" in section.lead and len(section.figures) == 2
-    found = section.data["layers"][1]["value"]
-    norms = geometry.norms(geometry.totals(model, 1)["value"])
-    assert found["total_norm"] == norms.tolist() and found["base_norm"] is None
-
-
-@pytest.mark.slow
-def test_layers_without_residuals_are_left_out_of_curves():
-    section = geometry_report.section(_model("lrkv_by_layer"), NOTHING)
-    assert "no residuals" not in section.lead
-    key = [layer["key"] for layer in section.data["layers"]]
-    assert [one["rank"] for one in key] == [3, 0, 5] and key[1]["cosine"] is None
-    cosine = next(f for f in section.figures if f.title.startswith("Cosine"))
-    assert "layer 1" not in cosine.alternative
-
-
-@pytest.mark.slow
-def test_residuals_of_nothing_as_training_may_begin():
-    model = _model("lrkv")
-    for name in ("expand_key", "expand_value"):
-        model.weights["segments", 0, "attention", "mechanism", name][:] = 0
-    section = geometry_report.section(model, Request({}, (), snapshots=[(0, model)]))
-    json.dumps(section.data, allow_nan=False)
-    key = section.data["layers"][0]["key"]
-    assert key["overlap"] == key["canonical_overlap"] == [None] * 4
-    assert key["canonical_residual_norm"] == key["residual_norm"] == [0.0] * 4
-
-
-def test_what_geometry_says_of_odd_models():
-    """A base that alone is rotated, and another model whose heads do not compare.
-
-    Layers without residuals, or without values of their own, are left out.
-    """
-    rng = np.random.default_rng(0)
-    parts = geometry.BaseAndResiduals(rng.normal(size=(9, 1, 4)), rng.normal(size=(9, 3, 4)), 2)
-    one = measurements._of_parts(parts, rng.normal(size=(9, 2, 4)), None)
-    assert one.beside is None and len(one.beside_norm_K) == 2
-    whole = measurements.PartMeasurements(one.total_norm_K)
-    layers = [dict(key=one), dict(key=whole, value=one), dict(key=one)]
-    turns, others = (
-        "RoPE rotates only the base",
-        "other has another shape: only norms are compared.",
-    )
-    plain, rotated = grouped(4, 1, 3), grouped(4, 1, 3, rope="shared")
-
-    def lead(mechanism, **how):
-        model = _made([plain, mechanism, plain])
-        return geometry_report._lead(model, Request({}, (), **how), layers, True)
-
-    beside = _made(grouped(2, 2), name="other")
-    said = lead(plain)
-    assert turns not in said and others not in said
-    said = lead(rotated, beside=beside, snapshots=[(0, beside)])
-    assert turns in said and others in said
-    layers[0] = dict(key=measurements._of_parts(parts, rng.normal(size=(9, 3, 4)), None))
-    assert others not in lead(plain, beside=beside)
-    angles = geometry_report._angle_figure(layers).alternative
-    assert [name in angles for name in ("layer 0", "layer 1", "layer 2")] == [True, False, True]
-    assert [row[0] for row in geometry_report._table(layers, "value", True).rows] == [1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("lrkv", "mha"))
 def test_snapshots(name):
     snapshots = [(step, _model(name, seed)) for seed, step in enumerate((0, 50, 100))]
     request = Request({}, (), snapshots=snapshots)
     section = geometry_report.section(snapshots[-1][1], request)
-    _well_formed(section)
+    models.check_section(section)
     found = section.data["snapshots"]
     assert [moment["step"] for moment in found] == [0, 50, 100]
     for moment, (_, model) in zip(found, snapshots, strict=True):
@@ -394,34 +211,82 @@ def test_projections_has_the_numbers_of_every_layer():
 
 
 @pytest.mark.slow
-def test_projections_of_keys_that_are_values():
-    section = projections_report.section(_model("kv_tied"), NOTHING)
-    found = section.data["layers"][0]
-    assert found["cosine"]["key_value"] == pytest.approx(1)
-    assert found["overlap"]["key_value"] == pytest.approx(1)
+def test_reports_of_layers_without_some_measure():
+    """Leaves out RoPE's means without RoPE, and cosines of different head widths."""
+    found = diversity_report.section(_model("gpt2_lrkv"), NOTHING).data["models"]["gpt2_lrkv"]
+    assert found["key_with_rope"] == [] and found["distances"] is None
+    layer = projections_report.section(_model("wide_values"), NOTHING).data["layers"][0]
+    assert layer["cosine"]["key_value"] is None and layer["cosine"]["query_key"] is not None
+    assert layer["overlap"]["key_value"] is not None
 
 
 @pytest.mark.slow
-def test_projections_of_other_channels_have_no_cosine():
-    section = projections_report.section(_model("wide_values"), NOTHING)
-    found = section.data["layers"][0]
-    assert found["cosine"]["key_value"] is None and found["cosine"]["query_key"] is not None
-    assert found["overlap"]["key_value"] is not None
-    assert "no cosine" in section.lead
+def test_levels_are_drawn_for_models_of_one_number_of_heads():
+    two = grouped(2, 2, num_heads=2)
+    for mechanism, heads in ((grouped(2, 2), 4), (two, 2), ([two, grouped(4, 4), two], "2 or 4")):
+        other = _made(mechanism)
+        section = diversity_report.section(_model("mha"), Request({}, (), beside=other))
+        both = section.figures[2].svg
+        assert all((f">{name}</text>" in both) == (heads == 4) for name in ("N", "N - 1"))
+        rows = {row[0]: row[3] for row in section.tables[0].rows if row[2] == "here"}
+        assert rows["mha"] == 4
+        assert rows["made (beside)"] == (heads if isinstance(heads, int) else f"{heads} heads")
+
+
+def test_zero_forms_are_listed():
+    plain = [diversity.of_gram(np.diag(x)) for x in ([1.0, 2.0, 3.0], [1.0, 0.0, 0.0])]
+    found = ModelDiversity("made", "MHA", 40, plain, None, plain)
+    assert [row[-1] for row in diversity_report._layer_table(found).rows] == [None, "1, 2"]
+
+
+def test_geometry_without_residuals_shows_norms_only():
+    model = _model("mha")
+    section = geometry_report.section(model, NOTHING)
+    assert "no residuals" in section.lead and len(section.figures) == 2
+    found = section.data["layers"][1]["value"]
+    norms = geometry.norms(geometry.totals(model, 1)["value"])
+    assert found["total_norm"] == norms.tolist() and found["base_norm"] is None
 
 
 @pytest.mark.slow
-def test_a_model_without_numbers_is_refused():
-    for name in ("mha", "lrkv"):
-        model = _model(name)
-        model.weights["segments", 0, "attention", "mechanism", "base_key"][2] = np.nan
-        for report in REPORTS.values():
-            with pytest.raises(UserError, match=f"layer 2 of {name}.*keys.* not finite"):
-                report.section(model, NOTHING)
+def test_layers_without_residuals_have_norms_only():
+    section = geometry_report.section(_model("lrkv_by_layer"), NOTHING)
+    key = [layer["key"] for layer in section.data["layers"]]
+    assert [one["rank"] for one in key] == [3, 0, 5] and key[1]["cosine"] is None
 
 
-def test_all_that_they_say(monkeypatch):
-    """Compares all sections on an LRKV model, beside one of GQA and after an earlier step."""
+@pytest.mark.slow
+def test_zero_residuals_have_no_overlap():
+    model = _model("lrkv")
+    for name in ("expand_key", "expand_value"):
+        model.weights["segments", 0, "attention", "mechanism", name][:] = 0
+    section = geometry_report.section(model, Request({}, (), snapshots=[(0, model)]))
+    key = section.data["layers"][0]["key"]
+    assert key["overlap"] == key["canonical_overlap"] == [None] * 4
+    assert key["canonical_residual_norm"] == key["residual_norm"] == [0.0] * 4
+
+
+def test_geometry_beside_a_model_of_another_shape():
+    """Compares norms only; layers without residuals or values are left out."""
+    rng = np.random.default_rng(0)
+    parts = geometry.BaseAndResiduals(rng.normal(size=(9, 1, 4)), rng.normal(size=(9, 3, 4)), 2)
+    one = measurements._of_parts(parts, rng.normal(size=(9, 2, 4)), None)
+    assert one.beside is None and len(one.beside_norm_K) == 2
+    assert measurements._of_parts(parts, rng.normal(size=(9, 3, 4)), None).beside is not None
+    layers = [dict(key=one), dict(key=measurements.PartMeasurements(one.total_norm_K), value=one)]
+    angles = geometry_report._angle_figure([*layers, dict(key=one)]).alternative
+    assert [name in angles for name in ("layer 0", "layer 1", "layer 2")] == [True, False, True]
+    assert [row[0] for row in geometry_report._table(layers, "value", True).rows] == [1]
+
+
+def test_mechanisms_are_named_once():
+    found = words.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
+    assert found.split("; ")[1] == "GQA, 2 KV heads"
+    assert words.mechanism_names([grouped(4, 4)] * 3) == "MHA"
+
+
+def test_reports_are_as_before(monkeypatch):
+    """Compares sections of an LRKV model, beside GQA and after an earlier step, with files."""
     golden.note_drawings(monkeypatch)
     model = _made(grouped(2, 1, 3), 1)
     request = Request(

@@ -44,7 +44,7 @@ def test_effective_ranks_are_means_over_layers_in_percent(lrkv):
     shares = [100 * diversity.of_layer(heads).share for heads in layers]
     assert found["share"] == pytest.approx(np.mean(shares))
     assert [found[f"share_layer_{i}"] for i in range(2)] == pytest.approx(shares)
-    turning = [diversity.of_layer(heads, distances=lrkv.context) for heads in layers]
+    turning = [diversity.of_layer(heads, num_distances=lrkv.context) for heads in layers]
     expected = np.mean([100 * one.centred_share for one in turning])
     assert found["centred_share_with_rope"] == pytest.approx(expected)
     values = np.mean([100 * diversity.of_layer(heads, "value").share for heads in layers])

@@ -161,7 +161,7 @@ def test_what_a_report_refuses_is_left_out(monkeypatch, tmp_path, capsys):
     def refuse(model, request):
         raise report_lib.UserError("nothing to see")
 
-    monkeypatch.setattr(reports, "available", lambda: ("no",))
+    monkeypatch.setattr(reports, "NAMES", ("no",))
     monkeypatch.setattr(reports, "module", lambda name: types.SimpleNamespace(check=refuse))
     model = types.SimpleNamespace(name="made")
     report_lib.write(model, Request({}, ()), tmp_path, "What it is.")

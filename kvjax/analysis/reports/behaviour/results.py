@@ -107,17 +107,6 @@ class Results:
         low, median, high = np.quantile(found, (0.25, 0.5, 0.75)).tolist()
         return Pairs(len(found), low, median, high)
 
-    def layers_where_sharing_is_alike(self, distance: str) -> tuple[int, int] | None:
-        """Returns the number of layers in which pairs with a shared KV head have the lower median.
-
-        And the number of layers with both kinds of pairs; None if there are none.
-        """
-        same_L, other_L = (self.of_pairs(distance, shared)[1] for shared in (True, False))
-        both_L = np.isfinite(same_L) & np.isfinite(other_L)
-        if not both_L.any():
-            return None
-        return int((same_L < other_L)[both_L].sum()), int(both_L.sum())
-
     def relation(self, distance: str) -> Relation | None:
         """Returns Spearman's correlation, over pairs, of weight similarity with a distance of
         behaviour.
@@ -176,10 +165,6 @@ class Results:
         return {
             name: float(x_N[head.head]) for name, x_N in self.behaviour(head).statistics.items()
         }
-
-    def stands_out(self, head: Head) -> float:
-        """Returns the statistic that defines the head's role."""
-        return self.statistics(head)[ROLES[head.role][0]]
 
     def map(self, head: Head) -> np.ndarray:
         """Returns [T, T] float64 of the first tokens; nan for masked keys."""

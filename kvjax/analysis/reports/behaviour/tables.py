@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.analysis.page.section import Cell, Column, Table, Text
+from kvjax.analysis.page.section import Cell, Column, Table
 from kvjax.analysis.reports.behaviour.results import Head, Results, finite
 
 _EACH = 3  # heads of a role
@@ -45,15 +45,11 @@ def _heads(found: Results) -> Table:
         "Heads that stand out",
         [Column("for"), Column("head"), *_columns(_STATISTICS)],
         rows,
-        Text(
-            f"The {_EACH} heads with the most of each statistic (least distance), named "
-            "layer.head; means over queries and texts.",
-            "Shares of attention on the first token, the previous one and the query's own; entropy "
-            "of rows over the largest possible; keys, the number of equal shares with this "
-            "entropy; distance in tokens; divergence between two passages (of two texts, if there "
-            "are several) in nats; and the share after the earlier occurrence of repeated tokens.",
-            "Not in the papers.",
-        ),
+        f"The {_EACH} heads with the most of each statistic (least distance), named "
+        "layer.head; means over queries and texts. Entropy is over the largest possible; "
+        "keys is the number of equal shares with this entropy; distance is in tokens; "
+        "between passages is a divergence in nats; induction is the share after the "
+        "earlier occurrence of repeated tokens.",
     )
 
 
@@ -74,13 +70,8 @@ def _pairs(found: Results) -> Table:
         [Column("measure"), Column("pairs"), Column("count", ",d")]
         + [Column(name) for name in ("lower quartile", "median", "upper quartile")],
         rows,
-        Text(
-            "Over all pairs of heads within layers: Jensen-Shannon divergence of patterns, and "
-            "centred kernel alignment (CKA) of outputs.",
-            "Divergence: 0 alike, 0.69 nothing in common. CKA: 1 alike, 0 unrelated, slightly "
-            "below by chance.",
-            "LRKV, appendix C.10, names both as earlier measures and gives no numbers.",
-        ),
+        "Over all pairs of heads within layers. Jensen-Shannon divergence: 0 alike, 0.69 "
+        "nothing in common. Centred kernel alignment (CKA): 1 alike, 0 unrelated.",
     )
 
 
@@ -102,12 +93,8 @@ def _layers(found: Results) -> Table:
         "Layers",
         columns,
         rows,
-        Text(
-            "Medians over the heads of each layer and over their pairs; and Spearman's rank "
-            "correlation, over pairs, of the similarity of two heads' weights W_Q W_Kᵀ (without "
-            "positions) with each distance.",
-            "If weights determined behaviour, the correlation would be -1 with divergences and +1 "
-            "with CKA; 0: no relation. Few heads give few pairs.",
-            "LRKV, appendix C.11, asks how diversity of parameters and of behaviour are related.",
-        ),
+        "Medians over the heads of each layer and over their pairs; and Spearman's rank "
+        "correlation, over pairs, of the similarity of two heads' weights W_Q W_Kᵀ "
+        "(without positions) with each distance: -1 with divergences and +1 with CKA if "
+        "weights determined behaviour. LRKV, appendix C.11, asks for this relation.",
     )

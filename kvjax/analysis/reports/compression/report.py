@@ -2,12 +2,11 @@
 
 from kvjax.analysis.measures import heads as heads_lib, subspace_methods
 from kvjax.analysis.measures.spread import Spread
-from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Figure, Section, Text
+from kvjax.analysis.page import figures
+from kvjax.analysis.page.section import Figure, Section
 from kvjax.analysis.reports.compression import measurements, tables
 from kvjax.analysis.reports.compression.results import Results
-from kvjax.analysis.request import Request, check_texts, reference_length
-from kvjax.analysis.words import describe
+from kvjax.analysis.request import Request, reference_length
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
@@ -45,10 +44,8 @@ def section(model: LazyModel, request: Request) -> Section:
     1.6 GB.
 
     Raises:
-      UserError: a text shorter than the longest length; weights or activations that are not finite.
+      UserError: weights or activations that are not finite.
     """
-    check(model, request)
-    check_texts(model, request.texts, request.lengths)
     long_enough = [length for length in request.lengths if length >= _SHORTEST]
     length, longest = reference_length(long_enough), max(request.lengths)
     measured = measurements.measure(model, request.texts, length, longest)
@@ -106,21 +103,16 @@ def _logits(found: Results, where: str) -> Figure:
         series[name] = ([ranks[i] for i in at], [one.median for one in spreads])
         if name in (subspace_methods.CALIBRATED, subspace_methods.CONTEXT):
             bands[name] = ([one.low for one in spreads], [one.high for one in spreads])
-    return Figure(
+    return figures.curves(
         f"Error of logits by rank, keys cut {where}",
-        draw.lines(series, x="rank r", y="|E - E_r| / |E|", bands=bands),
-        f"Medians, at ranks of {found.measured.key_dim}. {describe(series)}",
-        Text(
-            f"{_CUT[where]}, with r channels kept per KV head: relative error of centred logits "
-            "over the visible keys, medians over heads and rows, with quartile bands for two "
-            "methods.",
-            "0: no loss; 1: nothing left. If fixed subspaces lie close to the context's, the "
-            "important directions do not depend on the text. 'Of this context' uses the whole row, "
-            f"which a growing cache cannot. It has the {tables.LEAST}, so another method may be "
-            "lower over visible keys.",
-            "Logit spectra, section 5: a fixed projection cannot do it; its E is after RoPE and "
-            "cut by an SVD of each context.",
-        ),
+        series,
+        f"{_CUT[where]}, with r channels kept per KV head: relative error of centred "
+        "logits over the visible keys, medians over heads and rows, with quartile bands "
+        "for two methods. 'Of this context' uses the whole row, which a growing cache "
+        f"cannot; it has the {tables.LEAST}.",
+        x="rank r",
+        y="|E - E_r| / |E|",
+        bands=bands,
     )
 
 
@@ -136,17 +128,18 @@ def _perplexity(found: Results, where: str) -> Figure:
     if not has_rope and H * tables.PUBLISHED_HEADS == tables.PUBLISHED_CHANNELS:
         published = zip(*tables.published_by_rank().values(), strict=True)
         series["GPT-2, SVD of all heads (thin keys)"] = tuple(map(list, published))
-    return Figure(
+    return figures.curves(
         f"Perplexity by rank, keys of all layers cut {where}",
-        draw.lines(series, x="rank r", y="times the model's", log_y=True, level={"the model": 1.0}),
-        f"Times the model's own, at ranks of {H}. {describe(series, '.3f')}",
-        Text(
-            f"{_CUT[where]}, in all layers at once: perplexity on the second half of rows of "
-            f"{found.measured.length:,} tokens over the model's own. Nothing is fine-tuned.",
-            "1: no loss. Subspaces are computed on the unmodified model. The table has intervals.",
-            "Thin keys, table 5: GPT-2 at half rank 1.020, at a quarter 1.257, with one SVD of "
-            "W_K for all heads. Logit spectra leaves perplexity open.",
-        ),
+        series,
+        f"{_CUT[where]}, in all layers at once: perplexity on the second half of rows of "
+        f"{found.measured.length:,} tokens over the model's own. Subspaces are of the "
+        "unmodified model, and nothing is fine-tuned. Thin keys, table 5: GPT-2 at half "
+        "rank 1.020, at a quarter 1.257, with one SVD of W_K for all heads.",
+        x="rank r",
+        y="times the model's",
+        log_y=True,
+        level={"the model": 1.0},
+        digits=".3f",
     )
 
 
@@ -156,22 +149,20 @@ def _overlap(found: Results) -> Figure:
         for name, spreads in zip((_FIRST, _SPREAD), found.overlaps(where), strict=True):
             _line(f"{where}, {name}", list(of.drift_at), spreads, series, bands)
     random = of.drift_rank / of.key_dim
-    return Figure(
+    return figures.curves(
         "How far the subspace of the first tokens stays",
-        draw.lines(
-            series, x="tokens", y="overlap", log_x=True, bands=bands, level={"random": random}
-        ),
-        f"Medians; two random subspaces have {random:.2f}. {describe(series, '.2f')}",
-        Text(
-            f"Mean squared cosine between the subspace of {of.drift_rank} of {of.key_dim} channels "
-            "for all tokens of a text and the one for its first tokens, or for equally many spread "
-            f"over it; each has the {tables.LEAST}.",
-            "1: the same subspace. Spread tokens show how badly few tokens determine a subspace; "
-            "the gap between the two lines is the drift. Directions count equally here; the next "
-            "figure weights them by importance.",
-            "Logit spectra, section 5, says that the projection shifts as the context grows, and "
-            "does not measure it.",
-        ),
+        series,
+        f"Mean squared cosine between the subspace of {of.drift_rank} of {of.key_dim} "
+        "channels for all tokens of a text and the one for its first tokens, or for "
+        "equally many spread over it, whose error is that of a small sample: the gap between the "
+        f"two lines is the drift. Each has the {tables.LEAST}. Logit spectra, section 5, "
+        "asserts a drift and does not measure it.",
+        x="tokens",
+        y="overlap",
+        log_x=True,
+        bands=bands,
+        level={"random": random},
+        digits=".2f",
     )
 
 
@@ -191,18 +182,18 @@ def _later(found: Results) -> Figure:
             _line(f"{where}, {name}", at, [*spreads, later.whole], series, bands)
         if later.fixed:
             level[f"fixed, {where}"] = later.fixed.median
-    fixed = "".join(f" {name}: {error:.2f}." for name, error in level.items())
-    return Figure(
+    return figures.curves(
         "Error of later logits under the subspace of the first tokens",
-        draw.lines(series, x="tokens", y="|E - E_r| / |E|", log_x=True, bands=bands, level=level),
-        f"Medians. {describe(series, '.2f')}{fixed}",
-        Text(
-            f"Error of logits in the second half of {of.drift_length:,} tokens under the rank-"
-            f"{of.drift_rank} subspace of the first tokens, and of equally many spread over the "
-            "text; dashed: under a fixed one, from later parts of all texts, or from the other "
-            "texts if these are too short.",
-            "The gap between the two lines is the loss by drift of a cache that chooses its "
-            "subspace early; the fall of the spread line is the loss by few tokens.",
-            "Not measured in any of the papers.",
-        ),
+        series,
+        f"Error of logits in the second half of {of.drift_length:,} tokens under the "
+        f"rank-{of.drift_rank} subspace of the first tokens, and of equally many spread "
+        "over the text; dashed: under a fixed one, from text that is not measured. The "
+        "gap between the two lines is the loss by drift, the fall of the spread line the "
+        "loss by few tokens.",
+        x="tokens",
+        y="|E - E_r| / |E|",
+        log_x=True,
+        bands=bands,
+        level=level,
+        digits=".2f",
     )

@@ -8,7 +8,7 @@ import numpy as np
 from kvjax.analysis.measures import subspace_methods
 from kvjax.analysis.measures.spread import Spread
 from kvjax.analysis.measures.subspace_methods import CONTEXT
-from kvjax.analysis.page.section import Column, Table, Text
+from kvjax.analysis.page.section import Column, Table
 from kvjax.analysis.reports.compression import measurements
 from kvjax.analysis.reports.compression.results import SMALL, Results
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
@@ -64,15 +64,13 @@ def _claims(found: Results) -> Table:
         "The papers' claims on this model",
         [Column("claim"), Column("source"), Column("here"), Column("verdict")],
         rows,
-        Text(
-            "Components for 90 % of the energy, and changes of perplexity with 95 % intervals, "
-            f"with {found.measured.ranks[found.half]} of {found.measured.key_dim} channels kept.",
-            f"Little is at most {100 * SMALL:g} % of perplexity; a flat spectrum needs more than "
-            "half of its possible components; undecided: the interval contains the limit. The "
-            "papers speak of different matrices: M and W_K bound any input, keys and E describe "
-            "these texts. A flat M does not rule out a fixed subspace that text keeps to.",
-            "Thin keys: half the rank of W_K, one SVD of all heads, costs GPT-2 2 %.",
-        ),
+        "Components for 90 % of the energy, and changes of perplexity with 95 % "
+        f"intervals, with {found.measured.ranks[found.half]} of {found.measured.key_dim} "
+        "channels kept. A flat spectrum needs more than half of its possible components; "
+        f"little is at most {100 * SMALL:g} % of perplexity; undecided: the interval "
+        "contains the limit. M and W_K bound any input, keys and E describe these texts: "
+        "a flat M does not rule out a fixed subspace. Thin keys: half the rank costs "
+        "GPT-2 2 %.",
     )
 
 
@@ -126,18 +124,10 @@ def _spectra(found: Results) -> Table:
             Column("% of the possible", ".0f"),
         ],
         rows,
-        Text(
-            "Singular components that hold 90 % of the squared singular values: medians over "
-            f"heads, and over texts ({found.measured.length:,} tokens). 'Possible' is the rank of "
-            "weights that are products of factors.",
-            "Few of many possible components: a narrow cache could hold the matrix. Keys are "
-            "before RoPE; their mean is one direction of much energy that costs a cache nothing. E "
-            "is after RoPE, over all keys.",
-            f"LRKV speaks of {measurements.SPECTRUM_WEIGHTS}, thin keys cuts "
-            f"{measurements.SPECTRUM_JOINT}, and logit spectra compares "
-            f"{measurements.SPECTRUM_INTERACTION} with {measurements.SPECTRUM_LOGITS}, "
-            "made of such keys. Only logit spectra gives numbers: table 2, at 256 tokens.",
-        ),
+        f"Medians over heads, and over texts ({found.measured.length:,} tokens). "
+        "'Possible' is the rank of weights that are products of factors. Keys are before "
+        "RoPE, E is after RoPE and over all keys. The paper: logit spectra, table 2, at "
+        "256 tokens.",
     )
 
 
@@ -176,22 +166,16 @@ def _ways(found: Results) -> Table:
             Column("95 %"),
         ],
         rows,
-        Text(
-            "Errors of logits (centred over the visible keys) and of outputs, medians over "
-            f"{found.num_heads:,} heads, {len(found.measured.texts_B)} rows and "
-            f"{found.num_queries} queries each; and perplexity with the keys of all layers cut, on "
-            f"the second halves of rows of {found.measured.length:,} tokens. Intervals treat "
-            "tokens as independent. After RoPE and by the first half, the whole model runs only at "
-            "a quarter and a half of the channels.",
-            f"r of {found.measured.key_dim} channels are kept per KV head. Fixed subspaces come "
-            "later rows of all texts, or from the other texts alone; if texts are too short, "
-            "always from the other texts. 'Of this context' uses the whole row; 'of its first "
-            "does not, and needs at least 2r tokens. 'Mean kept' is a control: the SVD with the "
-            f"keys' mean kept. Methods from text have the {LEAST}, before RoPE with queries "
-            "independent of keys: another subspace may be slightly better over visible keys.",
-            "Thin keys, table 5: GPT-2, WikiText-2, keys only; 2.0 % at half rank. GPT-2 has no "
-            "RoPE, and 12 heads that share one SVD: r is the mean over them.",
-        ),
+        "Errors of logits (centred over the visible keys) and of outputs: medians over "
+        f"{found.num_heads:,} heads, {len(found.measured.texts_B)} rows and "
+        f"{found.num_queries} queries each, with r of {found.measured.key_dim} channels "
+        "kept per KV head. Perplexity with the keys of all layers cut, on the second "
+        f"halves of rows of {found.measured.length:,} tokens, with intervals that treat "
+        "tokens as independent; after RoPE and by the first half only at a quarter and a "
+        "half of the channels. Fixed subspaces come from later rows of all texts, or of "
+        "the other texts alone. 'Mean kept' is the SVD with the keys' mean kept. Methods "
+        f"from text have the {LEAST}. Thin keys, table 5: GPT-2 on WikiText-2, one SVD of "
+        "12 heads, r is the mean over them.",
     )
 
 
@@ -211,12 +195,8 @@ def _by_text(found: Results) -> Table:
         [Column("subspace"), Column("cut"), Column("r", "d"), Column("all texts", ".2f")]
         + [Column(name, ".2f") for name in found.texts],
         rows,
-        Text(
-            f"Perplexity on the second halves of rows of {found.measured.length:,} tokens, over "
-            "all texts and per text.",
-            "Compare with the first row: texts differ in difficulty.",
-            "Thin keys, table 5: the unmodified GPT-2 has 24.91 on WikiText-2.",
-        ),
+        f"Perplexity on the second halves of rows of {found.measured.length:,} tokens. "
+        "Thin keys, table 5: the unmodified GPT-2 has 24.91 on WikiText-2.",
     )
 
 
@@ -248,17 +228,12 @@ def _drift(found: Results) -> Table:
             Column("drift of overlap", ".3f"),
         ],
         rows,
-        Text(
-            f"At rank {of.drift_rank} of {of.key_dim}: mean squared cosine between the subspaces "
-            "of the first and of all tokens, and its logit error in the second half of "
-            f"{of.drift_length:,} tokens; and of equally many tokens spread over the text.",
-            f"Overlap 1: the same subspace; {of.drift_rank / of.key_dim:.2f}: two random ones. The "
-            "loss of spread tokens is sampling; the gap between the two is drift (median over "
-            "heads), after RoPE including positions not yet reached. 'Fixed' comes from text that "
-            "is not measured.",
-            "Logit spectra, section 5: 'a projection that shifts as the context grows'; it does "
-            "not measure that.",
-        ),
+        f"At rank {of.drift_rank} of {of.key_dim}: mean squared cosine between the "
+        f"subspaces of the first and of all tokens ({of.drift_rank / of.key_dim:.2f} for "
+        f"two random ones), and its logit error in the second half of {of.drift_length:,} "
+        "tokens; and of equally many tokens spread over the text. Drift is the gap "
+        "between the two, the median over heads. 'Fixed' comes from text that is not "
+        "measured.",
     )
 
 

@@ -16,7 +16,7 @@ class ModelDiversity:
 
     label: str
     mechanism: str
-    distances: int
+    num_distances: int
     plain: list[Diversity]
     rotated: list[Diversity] | None  # with RoPE; None without
     values: list[Diversity]
@@ -60,7 +60,7 @@ def numbers(one: ModelDiversity) -> dict:
     kinds = dict(key=one.plain, key_with_rope=one.rotated or [], value=one.values)
     return dict(
         mechanism=one.mechanism,
-        distances=one.distances if one.rotated else None,
+        distances=one.num_distances if one.rotated else None,
         **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
     )
 

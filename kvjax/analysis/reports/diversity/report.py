@@ -6,12 +6,12 @@ import numpy as np
 
 from kvjax.analysis.measures import spectrum
 from kvjax.analysis.measures.diversity import Diversity
-from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
+from kvjax.analysis.page import figures
+from kvjax.analysis.page.section import Column, Figure, Section, Table
 from kvjax.analysis.reports.diversity import measurements
 from kvjax.analysis.reports.diversity.measurements import ModelDiversity
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import stages, summarise
+from kvjax.analysis.words import stages
 from kvjax.convert.model import LazyModel
 
 _SHARE = 0.9  # of the variance, for which components are counted
@@ -41,9 +41,8 @@ def section(model: LazyModel, request: Request) -> Section:
     """Compares the heads of each layer by their bilinear forms.
 
     Raises:
-      UserError: see `check`; weights that are not finite.
+      UserError: weights that are not finite.
     """
-    check(model, request)
     models = _models(model, request)
     found = [measurements.of_model(label, one) for label, one in models.items()]
     return Section(
@@ -81,14 +80,6 @@ def _heads(one: ModelDiversity) -> str:
     return f"{' or '.join(map(str, one.num_heads))} heads"
 
 
-def _over_layers(series: dict[str, list[float]]) -> dict[str, tuple[list[int], list[float]]]:
-    return {name: (list(range(len(ys))), ys) for name, ys in series.items()}
-
-
-def _words(series: dict[str, list[float]], **how) -> str:
-    return "; ".join(f"{name}: {summarise(ys, **how)}" for name, ys in series.items()) + "."
-
-
 def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
     """Returns figures 6, 9, 14 and 15."""
     plain, centred, both = {}, {}, {}
@@ -104,57 +95,40 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
             centred[name] = _percent(one.rotated, "centred_share_of_possible")
     counts = {N for one in found for N in one.num_heads}
     (N,) = counts if len(counts) == 1 else (None,)  # without one there are no levels
-    heads = "; ".join(f"{of}{_heads(one)}" for of, one in _prefixes(found))
     return [
-        Figure(
+        figures.curves(
             "Effective rank of heads, not centred",
-            draw.lines(_over_layers(plain), x="layer", y="% of N heads"),
-            f"Percent of N heads by layer. {_words(plain)}",
-            Text(
-                "Effective number of directions of the N forms W_Q W_Kᵀ of a layer's heads: exp of "
-                "the entropy of their similarity matrix's eigenvalues, in percent of N. With RoPE: "
-                "similarities averaged over relative positions up to the training context (the "
-                "paper ignores positions).",
-                "100 %: no two heads compute similar logits; 1/N: all compute the same. "
-                "Independent random weights give nearly 100 % with any mechanism.",
-                "LRKV figure 6 and table 5, means over layers: at 2.5B MHA 98.9 %, LRKV 98.3 %, "
-                "GQA 95.4 %, MLA 92.7 %, MQA 86.2 %.",
-            ),
+            figures.over_layers(plain),
+            "exp of the entropy of the eigenvalues of the similarity matrix of a layer's "
+            "forms W_Q W_Kᵀ, in percent of N. With RoPE: similarities averaged over relative "
+            "positions up to the training context. Independent random weights give nearly "
+            "100 % with any mechanism. LRKV figure 6 and table 5 (below).",
+            x="layer",
+            y="% of N heads",
+            digits=".1f",
         ),
-        Figure(
+        figures.curves(
             "Effective rank of heads, centred (principal components)",
-            draw.lines(
-                _over_layers(centred),
-                x="layer",
-                y="% of heads",
-                level={"most possible of N": 100 * (N - 1) / N} if N else {},
-            ),
-            f"Percent by layer. {_words(centred)}",
-            Text(
-                "Effective rank after subtracting the mean of a layer's heads: the effective "
-                "number of principal components.",
-                "N heads have at most N - 1 components about their mean, so the paper's share of N "
-                "cannot reach 100 %; the share of N - 1 can. Forms are normalised before centring.",
-                "LRKV figure 9 and table 5, in % of N: at 2.5B MHA 94.0 %, LRKV 93.5 %, GQA "
-                "91.7 %, MLA 91.6 %, MQA 91.0 %; the most possible there is 94.4 %.",
-            ),
+            figures.over_layers(centred),
+            "Effective rank after subtracting the mean of a layer's forms, which are "
+            "normalised before. N heads have at most N - 1 components about their mean, so "
+            "that the share of N cannot reach 100 %. LRKV figure 9 and table 5 (below).",
+            x="layer",
+            y="% of heads",
+            level={"most possible of N": 100 * (N - 1) / N} if N else {},
+            digits=".1f",
         ),
-        Figure(
+        figures.curves(
             "Both effective ranks, layer by layer",
-            draw.lines(
-                _over_layers(both),
-                x="layer",
-                y="effective rank",
-                level={"N": N, "N - 1": N - 1} if N else {},
-            ),
-            f"Effective rank by layer; {heads}. {_words(both, digits='.2f')}",
-            Text(
-                "Effective ranks as numbers of heads, before and after centring.",
-                "If the upper curve drops and the lower does not, heads share one common form and "
-                "differ around it: queries compensate for shared keys.",
-                "LRKV figures 14 and 15: for MQA with 6 heads 4.36 and 4.70, which it calls "
-                "compensation; with 18 heads MHA and LRKV have 17 to 18 before centring.",
-            ),
+            figures.over_layers(both),
+            "Effective ranks before and after centring. If only the rank before centring is "
+            "low, heads share one common form and differ around it. LRKV figures 14 and 15: "
+            "for MQA with 6 heads 4.36 and 4.70; with 18 heads MHA and LRKV have 17 to 18 "
+            "before centring.",
+            x="layer",
+            y="effective rank",
+            level={"N": N, "N - 1": N - 1} if N else {},
+            digits=".2f",
         ),
     ]
 
@@ -176,64 +150,49 @@ def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
         name: numbered(100 * spectrum.cumulative(one.centred_N[:-1])) for name, one in few.items()
     }
 
-    def listed(series):
-        return "; ".join(
-            f"{name}: {', '.join(f'{y:.3g}' for y in ys)}" for name, (_, ys) in series.items()
-        )
-
-    counted = "; ".join(f"{name}: {one.components(_SHARE)}" for name, one in few.items())
-    similar = "; ".join(f"{name}: {one.mean_similarity:.3f}" for name, one in few.items())
     matrices = {name: one.similarity_NN for name, one in few.items()}
     return [
-        Figure(
+        figures.heatmaps(
             "Similarity of heads",
-            draw.heatmaps(matrices, x="head", y="head", low=-1, high=1, bar="similarity"),
-            f"Mean similarity of two heads, by layer: {similar}.",
-            Text(
-                "Inner products of the heads' forms over both norms, in an early, a middle and a "
-                "late layer.",
-                "1: the same form up to scale; 0: unrelated; a row of zeros: a head that does "
-                "nothing. Blocks along the diagonal are similar heads, such as heads that share a "
-                "KV head.",
-                "LRKV figures 7 and 18: low off the diagonal for MHA and LRKV, higher for MQA; "
-                "the mean of LRKV lies within 0.02 to 0.04 of that of MHA (appendix C.8).",
-            ),
+            matrices,
+            "Inner products of the heads' forms over both norms, in an early, a middle and a "
+            "late layer; a row of zeros is a head that does nothing. LRKV figures 7 and 18: "
+            "low off the diagonal for MHA and LRKV, higher for MQA; the mean of LRKV lies "
+            "within 0.02 to 0.04 of that of MHA (appendix C.8).",
+            x="head",
+            y="head",
+            low=-1,
+            high=1,
+            bar="similarity",
         ),
-        Figure(
+        figures.curves(
             "Variance of principal components",
-            draw.lines(centred, x="component", y="eigenvalue, centred"),
-            f"Eigenvalues, descending. {listed(centred)}.",
-            Text(
-                "Eigenvalues of the centred similarity matrix, in an early, a middle and a late "
-                "layer.",
-                "Flat: heads differ in as many ways as possible; steep: most differences lie along "
-                "few forms.",
-                "LRKV figures 10 and 11: LRKV's curves are close to those of MHA at all depths, "
-                "and early layers have slightly higher first eigenvalues.",
-            ),
+            centred,
+            "Eigenvalues of the centred similarity matrix, in an early, a middle and a late "
+            "layer. Flat: heads differ in as many ways as possible. LRKV figures 10 and 11: "
+            "LRKV's curves are close to those of MHA.",
+            x="component",
+            y="eigenvalue, centred",
         ),
-        Figure(
+        figures.curves(
             "Eigenvalues of similarity, not centred",
-            draw.lines(uncentred, x="component", y="eigenvalue"),
-            f"Eigenvalues, descending. {listed(uncentred)}.",
-            Text(
-                "Eigenvalues of the similarity matrix as it is; they sum to the number of heads.",
-                "A first value well above the others is a form common to all heads, which centring "
-                "removes.",
-                "LRKV figures 16 and 17: MQA's first eigenvalue is the highest, LRKV's curves are "
-                "nearly those of MHA.",
-            ),
+            uncentred,
+            "Eigenvalues of the similarity matrix as it is; they sum to the number of heads. "
+            "A first value well above the others is a form common to all heads. LRKV figures "
+            "16 and 17: MQA's is the highest.",
+            x="component",
+            y="eigenvalue",
         ),
-        Figure(
+        figures.curves(
             "Share of the variance that components hold",
-            draw.lines(held, x="components", y="% of variance", level={"90 %": 90}),
-            f"Components for {_SHARE:.0%} of the variance: {counted}.",
-            Text(
-                "Share of the variance between heads held by the first components.",
-                "The crossing with the dashed line is the number of components for 90 %, of N - 1.",
-                "LRKV figures 12 and 13: with 18 heads about 16 to 17 for MHA and LRKV, 15 to 16 "
-                "for GQA, 14 to 15 for MQA and MLA; with 6 heads about 5, for MQA 4 to 5.",
-            ),
+            held,
+            "Share of the variance between heads held by the first components. LRKV figures "
+            "12 and 13, components for 90 % (dashed): with 18 heads 16 to 17 for MHA and "
+            "LRKV, 15 to 16 for GQA, 14 to 15 for MQA and MLA; with 6 heads about 5, for MQA "
+            "4 to 5.",
+            x="components",
+            y="% of variance",
+            level={"90 %": 90},
         ),
     ]
 
@@ -244,15 +203,14 @@ def _value_figure(found: list[ModelDiversity]) -> Figure:
         series[f"{of}not centred, % of N"] = _percent(one.values, "share")
         name = f"{of}centred, % of N - 1"
         series[name] = _percent(one.values, "centred_share_of_possible")
-    return Figure(
+    return figures.curves(
         "Effective rank of heads' values and outputs (not in the paper)",
-        draw.lines(_over_layers(series), x="layer", y="% of heads"),
-        f"Percent by layer. {_words(series)}",
-        Text(
-            "Both ranks of the forms W_V W_O, from a head's input to its output.",
-            "100 %: no two heads transport the same content. Independent of positions.",
-            "The paper compares forms of queries and keys only.",
-        ),
+        figures.over_layers(series),
+        "Both ranks of the forms W_V W_O, from a head's input to its output, which are "
+        "independent of positions.",
+        x="layer",
+        y="% of heads",
+        digits=".1f",
     )
 
 
@@ -286,14 +244,11 @@ def _published_table(found: list[ModelDiversity]) -> Table:
             Column("centred, % of N - 1", ".1f"),
         ],
         rows,
-        Text(
-            "Effective ranks, means over all layers, and of the paper's models.",
-            "Models differ in size, data and number of heads: compare the order of mechanisms "
-            "within one scale, not percentages. The paper's last column is computed from the one "
-            "before.",
-            "LRKV table 5; the paper estimated the GQA row at 128M. Centring lowers MHA and LRKV "
-            "by 0.9 and 0.8 points at 2.5B by its text, and by 4.9 and 4.8 by its table.",
-        ),
+        "Effective ranks, means over all layers. Models differ in size, data and number "
+        "of heads: compare the order of mechanisms within one scale. The paper: LRKV "
+        "table 5, whose GQA row at 128M is an estimate; its last column is computed from "
+        "the one before. Centring lowers MHA and LRKV by 0.9 and 0.8 points at 2.5B by "
+        "its text, and by 4.9 and 4.8 by its table.",
     )
 
 
@@ -325,26 +280,22 @@ def _layer_table(one: ModelDiversity) -> Table:
         f"Layers of {one.label}",
         columns,
         rows,
-        Text(
-            f"The numbers of the figures for each layer of {one.label} ({one.mechanism}).",
-            "Components are principal components of the heads' forms. Zero forms add no direction.",
-        ),
+        f"Layers of {one.label} ({one.mechanism}). Components are principal components of "
+        "the heads' forms.",
     )
 
 
 def _lead(found: list[ModelDiversity]) -> str:
     parts = [
-        "Do heads of a layer compute different attention logits? Their forms W_Q W_Kᵀ are "
-        "compared; no text is involved."
+        "Effective number of directions of the forms W_Q W_Kᵀ of a layer's heads, means over "
+        "layers; no text is involved."
     ]
     for one in found:
         share = np.mean(_percent(one.plain, "share"))
         possible = np.mean(_percent(one.plain, "centred_share_of_possible"))
-        silent = sum(len(each.nothing) for each in one.plain)
         parts.append(
-            f"{one.label} ({one.mechanism}, {_heads(one)} in {one.num_layers} layers): effective "
-            f"rank {share:.1f} % of N, centred {possible:.1f} % of N - 1, means over layers"
-            + (f"; heads whose form is zero: {silent}." if silent else ".")
+            f"{one.label} ({one.mechanism}, {_heads(one)} in {one.num_layers} layers): "
+            f"{share:.1f} % of N, centred {possible:.1f} % of N - 1."
         )
     return " ".join(parts)
 

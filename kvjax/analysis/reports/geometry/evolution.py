@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from kvjax.analysis.measures import diversity, heads as heads_lib, spectrum
-from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Figure, Text
+from kvjax.analysis.page import figures as figures_lib
+from kvjax.analysis.page.section import Figure
 from kvjax.analysis.reports.diversity import measurements as diversity_measurements
 from kvjax.analysis.reports.geometry import measurements as geometry_measurements
 from kvjax.analysis.reports.geometry.measurements import MEASURES, PARTS, mean
@@ -52,17 +52,12 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
     """
     steps = [step for step, _ in evolution]
 
-    def over_steps(wanted: Mapping[str, str], y: str) -> tuple[str, str]:
-        curves = {label: [moment[key] for _, moment in evolution] for label, key in wanted.items()}
-        there = {k: ys for k, ys in curves.items() if any(x is not None for x in ys)}
-
-        def shown(x):
-            return "none" if x is None else f"{x:.3g}"
-
-        words = "; ".join(f"{k}: {shown(ys[0])} to {shown(ys[-1])}" for k, ys in there.items())
-        series = {label: (steps, ys) for label, ys in there.items()}
-        span = f"From step {steps[0]} to {steps[-1]}, means over layers. {words}."
-        return draw.lines(series, x="step", y=y), span
+    def over_steps(title: str, wanted: Mapping[str, str], caption: str, y: str) -> Figure:
+        series = {
+            label: (steps, [moment[key] for _, moment in evolution])
+            for label, key in wanted.items()
+        }
+        return figures_lib.curves(title, series, caption, x="step", y=y)
 
     def each(*measures):
         return {
@@ -73,27 +68,22 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
 
     norms = ("total_norm", *(("base_norm", "residual_norm") if apart else ()))
     found = [
-        Figure(
+        over_steps(
             "Norms over training",
-            *over_steps(each(*norms), "Frobenius norm of a head"),
-            Text(
-                "Norms of keys and values, and of their parts, at every snapshot.",
-                "Parts that grow at the same rate keep their roles; a crossing changes them.",
-                "LRKV names this as future work 4.",
-            ),
+            each(*norms),
+            "Norms of keys and values, and of their parts, at every snapshot: future work 4 of "
+            "LRKV.",
+            "Frobenius norm of a head",
         )
     ]
     if apart:
         found.append(
-            Figure(
+            over_steps(
                 "Base and residual over training",
-                *over_steps(each("cosine", "overlap", "canonical_overlap"), "cosine or its square"),
-                Text(
-                    "Cosine of base and residual, and the share of the residual's input directions "
-                    "inside the base's, as learned and canonical.",
-                    "Falling curves: residuals move away from the base.",
-                    "LRKV names this as future work 4.",
-                ),
+                each("cosine", "overlap", "canonical_overlap"),
+                "Cosine of base and residual, and the share of the residual's input directions "
+                "inside the base's, as learned and canonical: future work 4 of LRKV.",
+                "cosine or its square",
             )
         )
     if any(moment["centred"] for _, moment in evolution):
@@ -103,33 +93,25 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
                 shares = [spectrum.fractions(moment[kind])[:, i : i + 1] for _, moment in evolution]
                 means = [float(x.mean()) if x.size else None for x in shares]
                 leading[f"{kind} {i + 1}"] = (steps, means)
-        ends = "; ".join(
-            f"{k}: {ys[0]:.3f} to {ys[-1]:.3f}" for k, (_, ys) in leading.items() if None not in ys
-        )
         ranks = {
             "not centred, share of N": "share",
             "centred, share of N - 1": "centred_share_of_possible",
         }
         found += [
-            Figure(
+            over_steps(
                 "Effective rank of heads over training",
-                *over_steps(ranks, "share of heads"),
-                Text(
-                    "Effective number of directions of the heads' forms, at every snapshot.",
-                    "See the report on diversity; random weights start near 1.",
-                    "LRKV analyses final checkpoints only and names this as an extension (C.11).",
-                ),
+                ranks,
+                "Effective number of directions of the heads' forms at every snapshot; random "
+                "weights start near 1. LRKV analyses final checkpoints (C.11).",
+                "share of heads",
             ),
-            Figure(
+            figures_lib.curves(
                 "Leading eigenvalues over training",
-                draw.lines(leading, x="step", y="share of the sum"),
-                f"From step {steps[0]} to {steps[-1]}, means over layers. {ends}.",
-                Text(
-                    f"The {_LEADING} largest eigenvalues of the heads' similarity, over their sum.",
-                    "A growing first value: heads come to share a form; after centring, most of "
-                    "them come to differ in one way.",
-                    "LRKV names this as an extension (C.11).",
-                ),
+                leading,
+                f"The {_LEADING} largest eigenvalues of the heads' similarity over their sum, "
+                "before and after centring. A growing first value: heads come to share a form.",
+                x="step",
+                y="share of the sum",
             ),
         ]
     return found

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
+from kvjax.analysis.page import figures
+from kvjax.analysis.page.section import Column, Figure, Section, Table
 from kvjax.analysis.reports.geometry import evolution, measurements
 from kvjax.analysis.reports.geometry.measurements import PARTS, Layers, mean, measured
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import mechanism_names, stages, summarise
+from kvjax.analysis.words import mechanism_names, stages
 from kvjax.convert.model import LazyModel
 
 
@@ -43,7 +43,7 @@ def section(model: LazyModel, request: Request) -> Section:
     return Section(
         name="geometry",
         title="Bases and residuals",
-        lead=_lead(model, request, layers, apart),
+        lead=_lead(model, layers, apart),
         figures=[*figures, *(evolution.figures(moments, apart) if moments else [])],
         tables=[_table(layers, name, apart) for name in there],
         data=dict(
@@ -58,21 +58,23 @@ def section(model: LazyModel, request: Request) -> Section:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def _drawn(
+def _figure(
+    title: str,
     layers: Layers,
     wanted: Mapping[str, tuple[str, str]],
+    caption: str,
     *,
     y: str,
     scale: float = 1.0,
     level: Mapping[str, float] | None = None,
     digits: str = ".2f",
-) -> tuple[str, str]:
-    """Returns curves over layers with bands over heads, and their content in words.
+) -> Figure:
+    """Returns a figure of curves over layers, with bands over heads.
 
     Args:
       wanted: by series, the part and its measure (see `measurements.MEASURES`).
     """
-    series, bands, words = {}, {}, []
+    series, bands = {}, {}
     for label, (name, measure) in wanted.items():
         found = [
             (i, measured(layer[name], measure) * scale)
@@ -80,17 +82,11 @@ def _drawn(
             if name in layer
         ]
         found = [(i, x) for i, x in found if x.size]
-        if not found:
-            continue
-        series[label] = ([i for i, _ in found], [float(x.mean()) for _, x in found])
-        bands[label] = ([float(x.min()) for _, x in found], [float(x.max()) for _, x in found])
-        by_layer = [None] * len(layers)
-        for i, x in found:
-            by_layer[i] = float(x.mean())
-        words.append(f"{label}: {summarise(by_layer, digits=digits)}")
-    return draw.lines(series, x="layer", y=y, bands=bands, level=level), "; ".join(
-        words or ["no residuals"]
-    ) + "."
+        if found:
+            series[label] = ([i for i, _ in found], [float(x.mean()) for _, x in found])
+            bands[label] = ([float(x.min()) for _, x in found], [float(x.max()) for _, x in found])
+    how = dict(x="layer", y=y, bands=bands, level=level or {}, digits=digits)
+    return figures.curves(title, series, caption, **how)
 
 
 def _both_forms(measure: str) -> dict[str, tuple[str, str]]:
@@ -108,36 +104,30 @@ def _norm_figure(layers: Layers, name: str, beside: str | None) -> Figure:
         "residual, canonical": "canonical_residual_norm",
     } | ({f"whole, {beside}": "beside_norm"} if beside else {})
     wanted = {label: (name, measure) for label, measure in measures.items()}
-    svg, words = _drawn(layers, wanted, y="Frobenius norm of a head")
-    return Figure(
+    return _figure(
         f"Norms of {name} projections",
-        svg,
-        f"Norms by layer, means over heads. {words}",
-        Text(
-            f"Frobenius norms of each head's {name} projection by layer, and of its base and "
-            "residual; bands span the heads.",
-            "Base and residual are shown as learned and in canonical form, where the base is the "
-            "mean of its heads; their sum is the same. Norms of normalised keys have no effect.",
-            "LRKV figure 8: base and residual each exceed the norm of MHA; whole keys at rank 64 "
-            "are 4.2 (128M) and 5.1 times (2.5B) as large by its caption, 6.7 and 4.8 times by "
-            "section 6.3.",
-        ),
+        layers,
+        wanted,
+        f"Frobenius norms of each head's {name} projection, and of its base and residual, "
+        "as learned and in canonical form, where the base is the mean of its heads; "
+        "bands span the heads. LRKV figure 8: whole keys at rank 64 are 4.2 (128M) and "
+        "5.1 times (2.5B) as large as MHA's by its caption, 6.7 and 4.8 times by section "
+        "6.3.",
+        y="Frobenius norm of a head",
     )
 
 
 def _cosine_figure(layers: Layers) -> Figure:
-    svg, words = _drawn(layers, _both_forms("cosine"), y="cosine", digits="z.3f")
-    return Figure(
+    return _figure(
         "Cosine of base and residual",
-        svg,
-        f"Cosines by layer, means over heads. {words}",
-        Text(
-            "Cosine of each head's residual and base as vectors; bands span the heads.",
-            "Near 0: residuals add new content; below 0: they cancel some of the base. Canonical "
-            "residuals sum to zero over heads, so their mean cosine is about 0 for any weights, "
-            "and only the band is informative.",
-            "LRKV section 6.3 speaks of moderate orthogonality and gives no number.",
-        ),
+        layers,
+        _both_forms("cosine"),
+        "Cosine of each head's residual and base as vectors; bands span the heads. Below "
+        "0: residuals cancel some of the base. Canonical residuals sum to zero over "
+        "heads, so that only their band is informative. LRKV section 6.3 speaks of "
+        "moderate orthogonality.",
+        y="cosine",
+        digits="z.3f",
     )
 
 
@@ -145,24 +135,22 @@ def _overlap_figure(layers: Layers) -> Figure:
     wanted = _both_forms("overlap")
     wanted["random factors"] = ("key", "random_overlap")
     wanted["random factors, canonical"] = ("key", "random_canonical_overlap")
-    svg, words = _drawn(layers, wanted, y="mean squared cosine", digits=".3f")
-    return Figure(
+    return _figure(
         "Input directions that base and residual share",
-        svg,
-        f"Mean squared cosines of principal angles by layer, means over heads. {words}",
-        Text(
-            "Mean squared cosine of the principal angles between the column spaces (input "
-            "directions) of base and residual; canonical: the residual's R strongest directions.",
-            "1: the residual reads only directions that the base reads; 0: none of them. Random "
-            "factors with the keys' norms give H/D, and more in canonical form, where the mean has "
-            "a part of every residual.",
-            "LRKV section 4 names such angles as a diagnostic of low overlap and gives no number.",
-        ),
+        layers,
+        wanted,
+        "Mean squared cosine of the principal angles between the column spaces (input "
+        "directions) of base and residual; canonical: of the residual's R strongest "
+        "directions. Random factors with the keys' norms give H/D, and more in canonical "
+        "form, where the mean has a part of every residual. LRKV section 4 names this "
+        "diagnostic.",
+        y="mean squared cosine",
+        digits=".3f",
     )
 
 
 def _angle_figure(layers: Layers) -> Figure:
-    series, words = {}, []
+    series = {}
     for label, index in stages(len(layers)).items():
         part = layers[index].get("key")
         for gauge, split in (("", part.raw), (", canonical", part.canonical)):
@@ -172,17 +160,13 @@ def _angle_figure(layers: Layers) -> Figure:
             few = min(map(len, angles))
             ys = np.mean([each[:few] for each in angles], axis=0).tolist()
             series[label + gauge] = (list(range(1, few + 1)), ys)
-            words.append(f"{label + gauge}: first {ys[0]:.2f}, last {ys[-1]:.2f}")
-    return Figure(
+    return figures.curves(
         "Principal angles between base and residual of keys",
-        draw.lines(series, x="principal angle", y="cosine"),
-        f"Cosines of the first and last angle, means over heads. {'; '.join(words)}.",
-        Text(
-            "Cosines of the principal angles between the column spaces of a head's base and "
-            "residual, in order, means over heads.",
-            "1: a direction that both read; 0: one that the base does not read.",
-            "LRKV section 6.3 measures overlap so and shows no figure.",
-        ),
+        series,
+        "Cosines of the principal angles between the column spaces of a head's base and "
+        "residual, in order, means over heads.",
+        x="principal angle",
+        y="cosine",
     )
 
 
@@ -192,21 +176,17 @@ def _optimal_figure(layers: Layers, name: str, beside: str | None) -> Figure:
     if beside:
         measures |= {f"{beside}, {label}": f"beside_{m}" for label, m in own.items()}
     wanted = {label: (name, measure) for label, measure in measures.items()}
-    svg, words = _drawn(layers, wanted, y="% of the energy lost", scale=100, digits=".1f")
-    return Figure(
+    return _figure(
         f"Loss of the best residuals of the same rank, {name}s",
-        svg,
-        f"Percent of the squared norm by layer, means over heads. {words}",
-        Text(
-            f"Share of each head's {name} projection lost by replacing it with the best matrix of "
-            "the residuals' rank R (a truncated SVD), alone or beside the mean of the heads; bands "
-            "span the heads.",
-            "Learned base and residual lose nothing of their own heads. A small loss with the "
-            "mean: the learned base is close to the mean, up to R directions; a large loss: "
-            "training found another split. Random factors have the learned norms. Curves of "
-            "another model show how well its heads fit the form.",
-            "LRKV section 6.3 announces a comparison with the truncated SVD of MHA and shows none.",
-        ),
+        layers,
+        wanted,
+        f"Share of the squared norm of each head's {name} projection lost by replacing it "
+        "with the best matrix of the residuals' rank R (a truncated SVD), alone or "
+        "beside the mean of the heads; bands span the heads. Random factors have the "
+        "learned norms. LRKV section 6.3 announces this comparison.",
+        y="% of the energy lost",
+        scale=100,
+        digits=".1f",
     )
 
 
@@ -219,19 +199,17 @@ def _best_figure(layers: Layers, beside: str | None) -> Figure:
         chances = {part.best_chance for layer in layers for part in layer.values() if part.beside}
     if len(chances) == 1:
         level = {f"{beside}, by chance": chances.pop()}
-    svg, words = _drawn(layers, wanted, y="mean squared cosine", level=level, digits=".3f")
-    return Figure(
+    return _figure(
         "Learned residuals beside the best of their rank",
-        svg,
-        f"Mean squared cosines by layer, means over heads. {words}",
-        Text(
-            "Share of a learned residual's input directions inside those of the best rank-R "
-            "residual about the mean of the heads.",
-            "1: the same directions. Random factors overlap with their own best residuals, too. "
-            "Overlap with another model (by chance R/D) is meaningful only if one was made from "
-            "the other or both started from the same weights, so that heads correspond.",
-            "Not in the paper as a number.",
-        ),
+        layers,
+        wanted,
+        "Share of a learned residual's input directions inside those of the best rank-R "
+        "residual about the mean of the heads. Random factors overlap with their own "
+        "best residuals, too. With another model (by chance R/D) only heads of a common "
+        "origin correspond.",
+        y="mean squared cosine",
+        level=level,
+        digits=".3f",
     )
 
 
@@ -240,19 +218,15 @@ def _distance_figure(layers: Layers, beside: str | None) -> Figure:
     wanted["random factors"] = ("key", "random_best_distance")
     if beside:
         wanted |= {f"{name}s, {beside}": (name, "beside_best_distance") for name in PARTS}
-    svg, words = _drawn(layers, wanted, y="distance over the best's norm")
-    return Figure(
+    return _figure(
         "Distance of learned residuals from the best of their rank",
-        svg,
-        f"Relative distances by layer, means over heads. {words}",
-        Text(
-            "Frobenius norm of the difference between a head's learned residual and the best "
-            "rank-R residual about the mean of the heads (a truncated SVD), over the best's norm.",
-            "0: training found the truncated SVD; 1: the difference is as large as the best; more: "
-            "the learned one is larger, or unrelated. A part common to all residuals counts, "
-            "though it could belong to the base. For another model see the previous figure.",
-            "LRKV section 6.3 announces this comparison with MHA's truncated SVD and shows none.",
-        ),
+        layers,
+        wanted,
+        "Frobenius norm of the difference between a head's learned residual and the best "
+        "rank-R residual about the mean of the heads (a truncated SVD), over the best's "
+        "norm. A part common to all residuals counts, though it could belong to the "
+        "base. LRKV section 6.3 announces this comparison.",
+        y="distance over the best's norm",
     )
 
 
@@ -299,39 +273,22 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
         f"{name.capitalize()} projections by layer",
         columns,
         rows,
-        Text(
-            "Means and standard deviations over heads of the numbers in the figures.",
-            "Norms are Frobenius norms of a head's D x H matrix; overlaps mean squared cosines of "
-            "principal angles; losses shares of the squared norm; distances relative to the best "
-            "residual's norm.",
-        ),
+        "Means and standard deviations over heads: Frobenius norms of a head's D x H "
+        "matrix; overlaps as mean squared cosines of principal angles; losses as shares "
+        "of the squared norm; distances relative to the best residual's norm.",
     )
 
 
-def _lead(model: LazyModel, request: Request, layers: Layers, apart: bool) -> str:
-    mechanisms = mechanism_names(model.transformer.mechanisms)
-    if apart:
-
-        def over_heads(measure):
-            return mean(np.concatenate([measured(layer["key"], measure) for layer in layers]))
-
-        names = ("base_norm", "residual_norm", "overlap")
-        found = {name: over_heads(name) for name in names}
-        shown = {name: "none" if x is None else f"{x:.3g}" for name, x in found.items()}
-        parts = [
-            f"Each head of {model.name} ({mechanisms}) has a shared base and a low-rank residual, "
-            "shown as learned and with the mean of the heads as the base. Keys as learned: mean "
-            f"norm {shown['base_norm']} (base) and {shown['residual_norm']} (residual), overlap of "
-            f"their input directions {shown['overlap']}."
-        ]
-        if any(getattr(c, "splits_rope", False) for c in model.transformer.mechanisms):
-            parts.append(
-                "RoPE rotates only the base here: moving a common part between the two changes the "
-                "model, and the canonical form describes sums of weights only."
-            )
-    else:
-        parts = [f"{model.name} ({mechanisms}) has no residuals: norms of whole keys and values."]
-    compared = any(part.beside for layer in layers for part in layer.values())
-    if request.beside is not None and apart and not compared:
-        parts.append(f"{request.beside.name} has another shape: only norms are compared.")
-    return " ".join(parts)
+def _lead(model: LazyModel, layers: Layers, apart: bool) -> str:
+    name = f"{model.name} ({mechanism_names(model.transformer.mechanisms)})"
+    if not apart:
+        return f"{name} has no residuals: norms of whole keys and values."
+    names = ("base_norm", "residual_norm", "overlap")
+    found = (mean(np.concatenate([measured(each["key"], x) for each in layers])) for x in names)
+    base, residual, overlap = ("none" if x is None else f"{x:.3g}" for x in found)
+    return (
+        f"Each head of {name} has a shared base and a low-rank residual, shown as learned and with "
+        "the mean of the heads as the base (canonical: sums of weights only, if RoPE rotates the "
+        f"base alone). Keys as learned: mean norm {base} (base) and {residual} (residual), overlap "
+        f"of their input directions {overlap}. A model of another shape is compared by norms only."
+    )

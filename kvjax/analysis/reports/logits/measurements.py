@@ -8,7 +8,6 @@ import numpy as np
 
 from kvjax.analysis.measures import activations, heads as heads_lib, logits, truncation
 from kvjax.analysis.measures.activations import Layer, Mask
-from kvjax.analysis.request import check_texts
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
@@ -67,9 +66,8 @@ def measure(
       perplexity_tokens: per text, split into rows.
 
     Raises:
-      UserError: see `check`; weights or activations that are not finite.
+      UserError: weights or activations that are not finite.
     """
-    check_texts(model, texts, lengths)
     found = collections.defaultdict(list)
     with progress.waiting("logit spectra") as doing:
         rotates = model.transformer.block.angles_base is not None

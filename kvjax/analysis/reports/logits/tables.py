@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from kvjax.analysis.measures import spectrum
-from kvjax.analysis.page.section import Column, Table, Text
+from kvjax.analysis.page.section import Column, Table
 from kvjax.analysis.reports.logits.measurements import FIELD, WEIGHTS, Kind
 from kvjax.analysis.reports.logits.results import COMPONENTS, Results
 from kvjax.analysis.request import PAPER_LENGTH
@@ -78,17 +78,12 @@ def _ranks(found: Results) -> Table:
         "Components for a share of the energy",
         [*_BEGIN, *shares, Column("90 %, middle half of heads"), Column("90 %, between texts")],
         rows,
-        Text(
-            "Singular components that hold 80, 90, 95 and 99 % of the energy: medians over "
-            f"{found.num_heads:,} heads and {len(found.texts)} texts; quartiles over heads, and "
-            "the standard deviation of the texts' medians.",
-            "M is W_Q W_K^T: without RoPE as in the paper, under RoPE at distances of 0, 1, 2, 4, "
-            "... tokens (medians over them, too), and its mean over all pairs of a query and an "
-            "earlier or equal key. E is over all keys, as in the paper; causal E over visible "
-            "keys, centred over them, with zeros elsewhere.",
-            "Table 2: M 38 to 75 components for 90 %, E 2 to 11 (rows below). It calls the number "
-            "effective rank.",
-        ),
+        f"Medians over {found.num_heads:,} heads and {len(found.texts)} texts; quartiles "
+        "over heads, and the standard deviation of the texts' medians. M is W_Q W_K^T: "
+        "without RoPE as in the paper, under RoPE at distances of 0, 1, 2, 4, ... "
+        "tokens, and its mean over all pairs of a query and an earlier or equal key. E "
+        "is over all keys, as in the paper; causal E over visible keys, centred over "
+        "them, with zeros elsewhere. The paper: table 2.",
     )
 
 
@@ -103,12 +98,8 @@ def _shares(found: Results) -> Table:
         "Share of the energy, in %, by components",
         [*_BEGIN, *(Column(str(r), ".1f") for r in COMPONENTS)],
         rows,
-        Text(
-            "Share of the energy in the largest 1, 2, 5, ... components, medians over heads and "
-            "texts.",
-            "Matrices as above.",
-            "Table 1; missing cells are illegible in the available text of the paper.",
-        ),
+        "Medians over heads and texts. The paper: table 1; missing cells are illegible "
+        "in the available text.",
     )
 
 
@@ -133,13 +124,9 @@ def _gaps(found: Results) -> Table:
             Column("times, middle half of heads"),
         ],
         rows,
-        Text(
-            "Median of M without RoPE over the median of E, and quartiles over heads of each "
-            "head's ratio.",
-            "1: no gap, the text uses as many directions as the weights have. Causal E has extra "
-            "components from its edge.",
-            "Abstract and table 2: 5 to 25 times; its ratios are of medians.",
-        ),
+        "Median of M without RoPE over the median of E, and quartiles over heads of each "
+        "head's ratio. The edge of causal E adds components. The paper: table 2; its "
+        "abstract has 5 to 25 times.",
     )
 
 
@@ -169,14 +156,10 @@ def _errors(found: Results) -> Table:
             Column("|o - o_r| / |o|", ".3f"),
         ],
         rows,
-        Text(
-            "Medians over heads and texts: sum over keys of |p - p_r|, mean and worst row; the "
-            "bound of proposition 4.1; and the relative change of the head's outputs (Frobenius "
-            "norms over a text).",
-            "E is cut over all keys and then masked, so one cut serves both. The bound holds for "
-            "both; 2 is the largest possible distance.",
-            "Section 4.3, over all keys. Output errors are open there (section 5).",
-        ),
+        "Medians over heads and texts of |p - p_r|_1 (at most 2), mean and worst row; of "
+        "the bound of proposition 4.1, which also holds under the mask; and of the "
+        "relative change of the head's outputs (Frobenius norms over a text). E is cut "
+        "over all keys, then masked. The paper: section 4.3, over all keys.",
     )
 
 
@@ -191,15 +174,11 @@ def _geometry(found: Results) -> Table:
         "How evenly tokens share directions",
         [Column("tokens", ",d"), *(Column(name, ".3g") for name in columns)],
         rows,
-        Text(
-            "beta is sqrt(L) times the largest entry of E's right singular vectors: per head, per "
-            "vector, and overall. mu and the condition number are of keys as attention uses them.",
-            "1: all tokens alike; sqrt(L): one token alone. mu, L / r times the largest squared "
-            "row of the keys' left singular vectors, is 1 if there are no more tokens than "
-            "channels. Medians over heads and texts.",
-            "Section 4.3: median beta 2.5 to 5.6, at most 14. Section 4.2 calls mu of order 1 "
-            "without a definition; this is the usual one.",
-        ),
+        "beta is sqrt(L) times the largest entry of E's right singular vectors, per "
+        "head, per vector and overall: 1 if all tokens count alike, sqrt(L) if one does. "
+        "mu is L / r times the largest squared row of the left singular vectors of keys "
+        "as attention uses them. Medians over heads and texts. The paper: section 4.3; "
+        "section 4.2 calls mu of order 1 without a definition.",
     )
 
 
@@ -215,12 +194,8 @@ def _perplexity(found: Results) -> Table:
         [Column("tokens", ",d"), Column("r", "d"), *numbers]
         + [Column(name, ".3f") for name in found.texts],
         rows,
-        Text(
-            "Perplexity with the logits of all heads in all layers cut at rank r, by row length, "
-            "over all texts and per text.",
-            "Each row is cut with all of its tokens known.",
-            "Open there (section 5).",
-        ),
+        "Perplexity with the logits of all heads in all layers cut at rank r, all tokens "
+        "of a row known, by row length.",
     )
 
 

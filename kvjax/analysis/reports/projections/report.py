@@ -7,20 +7,16 @@ import numpy as np
 from kvjax.analysis.measures import heads as heads_lib, projections
 from kvjax.analysis.measures.heads import Heads
 from kvjax.analysis.measures.projections import NAMES, PAIRS
-from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, Text
+from kvjax.analysis.page import figures
+from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import mechanism_names, summarise
+from kvjax.analysis.words import mechanism_names
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 
 # Projection sharing, section 4, means over the layers of a trained QKV model of width 1,024.
 PUBLISHED = {("key", "value"): 0.73, ("query", "key"): 0.42, ("query", "value"): 0.31}
 PUBLISHED_RANKS, PUBLISHED_POSSIBLE = {"key": 687, "value": 702}, 1024
-_PAPER = (
-    "Projection sharing, section 4, mean cosines over layers: keys and values 0.73, queries and "
-    "keys 0.42, queries and values 0.31."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,29 +108,18 @@ def _mean(values: list[float | None]) -> float | None:
     return float(np.mean(there)) if there else None
 
 
-def _curves(series: dict[str, list[float | None]], y: str, digits: str) -> tuple[str, str]:
-    """Returns the figure of curves over layers, and its content in words."""
-    there = {k: ys for k, ys in series.items() if any(value is not None for value in ys)}
-    over_layers = {k: (list(range(len(ys))), ys) for k, ys in there.items()}
-    svg = draw.lines(over_layers, x="layer", y=y)
-    return svg, "; ".join(f"{k}: {summarise(ys, digits=digits)}" for k, ys in there.items()) + "."
-
-
 def _cosine_figure(layers: list[_Layer]) -> Figure:
     series = {_label(pair): _pick(layers, "cosine", pair) for pair in PAIRS}
-    svg, words = _curves(series, "cosine", "z.3f")
-    return Figure(
+    return figures.curves(
         "Cosine of the projections",
-        svg,
-        f"Cosines by layer. {words}",
-        Text(
-            "Cosines of W_Q, W_K and W_V of each layer as vectors; keys and values are repeated "
-            "for the query heads that share them.",
-            "Not invariant: rotating values and outputs together leaves the model unchanged and "
-            "changes these cosines. Far from 0: both are similar channel by channel; near 0: no "
-            "conclusion.",
-            _PAPER,
-        ),
+        figures.over_layers(series),
+        "Cosines of W_Q, W_K and W_V of each layer as vectors; keys and values are "
+        "repeated for the query heads that share them. Not invariant: rotating values "
+        "and outputs together changes these cosines and leaves the model unchanged. "
+        "Projection sharing, section 4 (below).",
+        x="layer",
+        y="cosine",
+        digits="z.3f",
     )
 
 
@@ -143,19 +128,16 @@ def _overlap_figure(layers: list[_Layer]) -> Figure:
     series |= {
         f"{_label(pair)}, by chance": _pick(layers, "overlap_by_chance", pair) for pair in PAIRS
     }
-    svg, words = _curves(series, "overlap", ".3f")
-    return Figure(
+    return figures.curves(
         "Input directions that projections share",
-        svg,
-        f"Overlap by layer. {words}",
-        Text(
-            "|W_aᵀ W_b|² over |W_aᵀ W_a| |W_bᵀ W_b|: agreement of the input directions that two "
-            "projections read, weighted by strength (linear CKA without centring). Invariant to "
-            "rotations of channels.",
-            "1: the same directions. Unrelated matrices are well above 0, too: compare with the "
-            "curve by chance, the mean over random directions with the same singular values.",
-            "Not measured in the paper.",
-        ),
+        figures.over_layers(series),
+        "|W_aᵀ W_b|² over |W_aᵀ W_a| |W_bᵀ W_b|, linear CKA without centring: 1 if two "
+        "projections read the same input directions with the same strength. Invariant to "
+        "rotations of channels. By chance: the mean over random directions with the same "
+        "singular values.",
+        x="layer",
+        y="overlap",
+        digits=".3f",
     )
 
 
@@ -170,18 +152,16 @@ def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
     for name in NAMES:
         by_chance.setdefault(tuple(percent(f"{kind}_by_chance", name)), []).append(name)
     series |= {f"by chance, {' and '.join(names)}": list(x) for x, names in by_chance.items()}
-    svg, words = _curves(series, "% of the largest possible", ".1f")
-    return Figure(
+    return figures.curves(
         f"Effective ranks of projections, by {of}",
-        svg,
-        f"Percent by layer. {words}",
-        Text(
-            f"exp of the entropy of the {of} of each projection, over the largest possible.",
-            "100 %: all directions are equally strong; by chance: a matrix of independent normal "
-            "numbers, such as an untrained MHA's.",
-            "Projection sharing, section 4: 687 (keys) and 702 (values) of 1,024, 67.1 and "
-            "68.6 %; it does not say whether of singular values or of their squares.",
-        ),
+        figures.over_layers(series),
+        f"exp of the entropy of the {of} of each projection, over the largest possible. "
+        "By chance: a matrix of independent normal numbers. Projection sharing, section "
+        "4, has 67.1 % (keys) and 68.6 % (values), of singular values or of their "
+        "squares.",
+        x="layer",
+        y="% of the largest possible",
+        digits=".1f",
     )
 
 
@@ -207,14 +187,11 @@ def _mean_table(layers: list[_Layer]) -> Table:
             Column("paper", ".3f"),
         ],
         rows,
-        Text(
-            "Means over layers; effective ranks as shares of the largest possible. By chance: the "
-            "size of a random cosine, the mean overlap of random directions, the rank of random "
-            "weights.",
-            "The paper's model is a different one. Its effective rank is in both rows, since the "
-            "paper does not define it.",
-            _PAPER + " Effective ranks 687 (keys) and 702 (values) of 1,024.",
-        ),
+        "Effective ranks are shares of the largest possible. By chance: the size of a "
+        "random cosine, the mean overlap of random directions, the rank of random "
+        "weights. The paper: projection sharing, section 4, on another model; its "
+        "effective ranks, 687 (keys) and 702 (values) of 1,024, may be of singular "
+        "values or of their squares.",
     )
 
 
@@ -233,28 +210,21 @@ def _layer_table(layers: list[_Layer]) -> Table:
         "Projections by layer",
         columns,
         rows,
-        Text(
-            "The numbers of the figures for each layer.",
-            "A dash: different head widths have no cosine.",
-        ),
+        "A dash: different head widths have no cosine.",
     )
 
 
 def _lead(name: str, mechanisms: str, layers: list[_Layer]) -> str:
-    cosine, overlap, chance = (
-        _mean(_pick(layers, kind, ("key", "value")))
+    measured = {
+        kind: _mean(_pick(layers, kind, ("key", "value")))
         for kind in ("cosine", "overlap", "overlap_by_chance")
-    )
-    first = (
-        f"cosine {cosine:z.3f} on average over layers"
-        if cosine is not None
-        else "different widths, so no cosine"
-    )
-    second = "" if overlap is None else f", overlap {overlap:.3f} where chance gives {chance:.3f}"
+    }
+    shown = {kind: "none" if x is None else f"{x:z.3f}" for kind, x in measured.items()}
     return (
-        "Can keys serve as values, as projection sharing argues from similar projections? Keys and "
-        f"values of {name} ({mechanisms}) have {first}{second}. Overlaps are invariant to "
-        "rotations of channels, cosines are not."
+        f"Similarity of the projections of {name} ({mechanisms}). Keys and values, means over "
+        f"layers: cosine {shown['cosine']}, overlap {shown['overlap']} (by chance "
+        f"{shown['overlap_by_chance']}). Overlaps are invariant to rotations of channels, cosines "
+        "are not."
     )
 
 

@@ -1,0 +1,50 @@
+"""Figures of curves and heatmaps, with their numbers in words."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Figure
+
+Curves = Mapping[str, tuple[Sequence[float], Sequence[float | None]]]  # name: (xs, ys)
+_LISTED = 8  # points of a curve that are listed one by one
+
+
+def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **how) -> Figure:
+    """Returns a figure of the curves that have a number.
+
+    Args:
+      digits: format of y in words.
+      how: arguments of `draw.lines`.
+    """
+    there = {k: (xs, ys) for k, (xs, ys) in series.items() if any(y is not None for y in ys)}
+    levels = "".join(f" {k}: {y:{digits}}." for k, y in how.get("level", {}).items())
+    return Figure(title, draw.lines(there, **how), describe(there, digits) + levels, caption)
+
+
+def heatmaps(title: str, matrices: Mapping[str, np.ndarray], caption: str, **how) -> Figure:
+    """Returns a figure of matrices; `how` are arguments of `draw.heatmaps`."""
+    words = []
+    for name, matrix in matrices.items():
+        x = matrix[np.isfinite(matrix)]
+        words.append(f"{name}: {x.mean():z.2f} on average, {x.min():z.2f} to {x.max():z.2f}")
+    return Figure(title, draw.heatmaps(matrices, **how), f"{'; '.join(words)}.", caption)
+
+
+def over_layers(series: Mapping[str, Sequence[float | None]]) -> Curves:
+    """Returns curves over layers, given one value per layer."""
+    return {name: (list(range(len(ys))), ys) for name, ys in series.items()}
+
+
+def describe(series: Curves, digits: str = ".3g") -> str:
+    """Returns the points of short curves, and the ends and range of long ones."""
+    parts = []
+    for name, (xs, ys) in series.items():
+        points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
+        if len(points) > _LISTED:
+            low, high = min(y for _, y in points), max(y for _, y in points)
+            points = [points[0], points[-1]]
+            name = f"{name} ({low:{digits}} to {high:{digits}})"
+        parts.append(f"{name}: " + ", ".join(f"{y:{digits}} at {x:,.3g}" for x, y in points))
+    return "; ".join(parts) + "."
