@@ -1,4 +1,4 @@
-"""Packs rendered conversations into rows: as one stream, several whole ones or one per row."""
+"""Packs rendered conversations into rows: several whole ones or one per row."""
 
 from collections.abc import Iterable
 
@@ -8,12 +8,6 @@ from kvjax.data.packed_rows import ShardWriter
 
 Tokens = tuple[np.ndarray, np.ndarray]  # ids and loss mask (uint8), of equal length
 WAITING = 1024  # conversations that best-fit packing chooses from
-
-
-def write_stream(writer: ShardWriter, conversations: Iterable[Tokens]) -> None:
-    """Writes conversations as one stream, cut into rows every T tokens, like texts."""
-    for ids, mask in conversations:
-        writer.add(ids, mask)
 
 
 def write_whole(writer: ShardWriter, conversations: Iterable[Tokens], row: int, fill: int) -> int:

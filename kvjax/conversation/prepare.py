@@ -149,7 +149,8 @@ def _write_split(
     padding = 0
     try:
         if mixture.pack == "stream":
-            packing.write_stream(writer, conversations())
+            for ids, mask in conversations():  # cut into rows every T tokens, like texts
+                writer.add(ids, mask)
         else:
             pack = packing.write_whole if mixture.pack == "whole" else packing.write_single
             padding = pack(writer, conversations(), row, tokenizer.bos_id)

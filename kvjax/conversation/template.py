@@ -21,30 +21,6 @@ _DATED = "strftime_now"  # the function that gives templates the date
 _HERE = "\ufddc"  # marks the end of a message that is to be continued
 
 
-def encode(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping],
-    template_text: str,
-    token_files: Mapping[str, Mapping],
-    *,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """Returns the token ids of a conversation.
-
-    Args:
-      messages: {role, content}, and other keys that the template reads.
-      template_text: a workdir's chat_template.jinja.
-      token_files: of the model, see `kvjax.workdir.origin`.
-      add_generation_prompt: open an answer at the end.
-
-    Raises:
-      UserError: an invalid template.
-      DataError: messages that the template refuses.
-    """
-    made = Template(tokenizer, template_text, token_files)
-    return made.encode(made.render(messages, add_generation_prompt=add_generation_prompt))
-
-
 class Template:
     """A model's chat template: messages to marked text (see `marked`), and marked text to ids.
 
@@ -97,6 +73,7 @@ class Template:
         """Renders a conversation as marked text.
 
         Args:
+          messages: {role, content}, and other keys that the template reads.
           add_generation_prompt: open an answer at the end.
           go_on: end within the last message, which is to be continued.
 

@@ -78,11 +78,6 @@ def read(folder: epath.Path) -> dict[str, Any]:
             f"it again with `{config_lib.command(info['config'])}`"
         )
     check_digests(folder, info.get("files", {}), info["config"])
-    if "files" not in info:  # manifests of the first versions hash the tokenizer alone
-        tokenizer = folder / TOKENIZER
-        content = tokenizer.read_bytes() if tokenizer.exists() else b""
-        if hashlib.sha256(content).hexdigest() != info["tokenizer"]["sha256"]:
-            raise DamagedDataError(folder, f"{TOKENIZER} is not what it was", info["config"])
     return info
 
 
@@ -132,7 +127,6 @@ def _check_keys(info: dict[str, Any], version: int) -> None:
         if not min(length, *rows) >= 0:
             raise ValueError("it counts below 0")
         float(info["xz_bits_per_byte"])
-        str(info["tokenizer"]["sha256"])
 
 
 def _digest_of(info: dict[str, Any]) -> str:

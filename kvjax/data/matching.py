@@ -8,7 +8,7 @@ from etils import epath
 from kvjax.data import formats, readers
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import MissingDataError, first_line
-from kvjax.foundation.files import in_bucket, is_special
+from kvjax.foundation.files import in_bucket
 
 _MAGIC = "*?["
 
@@ -23,7 +23,7 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
 
     Raises:
       MissingDataError: no file matches.
-      SourceError: an unsupported format, a pipe or a device, a folder that cannot be listed.
+      SourceError: an unsupported format, a pipe, a folder that cannot be listed.
     """
     path = runtime.path(where.partition(" = ")[0], pattern)
     try:
@@ -40,11 +40,9 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
                 f"{where}: {os.fspath(file)} ends in none of {formats.listed(suffixes)}: convert "
                 "or rename it"
             )
-        if is_special(file):
-            raise readers.SourceError(f"{where}: {os.fspath(file)} is a pipe or device: give files")
-        if not in_bucket(file) and not file.exists():
+        if not in_bucket(file) and not os.path.isfile(file):
             raise readers.SourceError(
-                f"{where}: {os.fspath(file)} is a broken link: repair or remove it"
+                f"{where}: {os.fspath(file)} is a pipe, a device or a broken link: remove it"
             )
     return found
 

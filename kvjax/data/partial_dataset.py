@@ -1,7 +1,7 @@
 """A data set that is being prepared: finished parts stay, so that a killed preparation resumes.
 
     .under-way-KEY/             local; renamed to KEY at the end. In a bucket, KEY itself
-        plan.json               config, sources and code of this preparation
+        plan.json               tokenizer, code and number of parts of this preparation
         packed_rows/1.0.0/      shards; each appears once it is complete
         done/00007.json         counts of part 7, written after its shards
         work-HOST-PID-.../      a process's temporary files (for a bucket: in the temporary folder)
@@ -34,8 +34,6 @@ from kvjax.foundation.files import forget_listings, in_bucket, named
 
 PREFIX = ".under-way-"
 PLAN = "plan.json"
-# Keys of a plan that may differ on resumption: the folder's name already covers their content.
-_DESCRIPTIVE = ("config", "sources", "left_out")
 DONE = "done"
 _FAILED = "failed"
 _WORK = "work-"
@@ -77,8 +75,13 @@ class PartialDataset:
             warn(f"{os.fspath(self.folder)} has no readable {PLAN}: starting over")
             self.remove()
         elif saved is not None and saved != plan:
-            if self._differ(saved, plan):
-                self.remove()
+            if self.any_done():
+                keys = sorted(k for k in saved.keys() | plan.keys() if saved.get(k) != plan.get(k))
+                raise DataError(
+                    f"{os.fspath(self.folder)} was begun with another {', '.join(keys)}. Resume it "
+                    "with the code and options that began it, or remove that folder"
+                )
+            self.remove()
         self.rows.mkdir(parents=True, exist_ok=True)
         (self.folder / DONE).mkdir(parents=True, exist_ok=True)
         if saved != plan:
@@ -92,18 +95,6 @@ class PartialDataset:
         for work in self._works(self.folder):
             if _is_abandoned(work):
                 shutil.rmtree(work, ignore_errors=True)
-
-    def _differ(self, saved: dict[str, Any], plan: dict[str, Any]) -> bool:
-        """Returns True if another plan would write other rows; a DataError if some are written."""
-        keys = sorted(k for k in saved.keys() | plan.keys() if saved.get(k) != plan.get(k))
-        keys = [key for key in keys if key not in _DESCRIPTIVE]
-        if not keys or not self.any_done():
-            return bool(keys)
-        parts = "; ".join(f"{k}: {_short(saved.get(k))}, now {_short(plan.get(k))}" for k in keys)
-        raise DataError(
-            f"{os.fspath(self.folder)} was begun by other code or with another plan ({parts}). "
-            "Resume it with the code and options that began it, or remove that folder"
-        )
 
     def fail(self, part: int, why: str) -> None:
         """Records why a part cannot be made, for the launcher of workers; see `failures`."""
@@ -119,20 +110,6 @@ class PartialDataset:
         """Returns the messages of `fail` for parts that were not made since, in order."""
         files = named(self.folder / _FAILED, "*.json")
         return [failure["why"] for file in files if (failure := _read_json(file))]
-
-    def others(self, plan: dict[str, Any]) -> list[epath.Path]:
-        """Returns local folders with finished parts of the same config from other sources."""
-        if self.remote or not self.folder.parent.exists():
-            return []
-        found = []
-        for folder in self.folder.parent.iterdir():
-            if folder == self.folder or not folder.name.startswith(PREFIX):
-                continue
-            theirs = read_plan(folder) or {}
-            same = all(theirs.get(key) == plan[key] for key in ("config", "skip_broken"))
-            if same and named(folder / DONE, "*.json"):
-                found.append(folder)
-        return found
 
     def any_done(self) -> bool:
         """Returns True if a part is finished."""
@@ -163,7 +140,7 @@ class PartialDataset:
         except FileNotFoundError:
             return None
         content = _parsed(content) or {}
-        if (result := _result_from(content)) is None:
+        if (result := _result_from(content)) is None or "digest" not in content:
             warn(f"{os.fspath(self.folder)}: {mark.name} is damaged: making part {part} again")
             return None
         if content["digest"] != self.digests[part]:
@@ -259,16 +236,12 @@ class PartialDataset:
 
     def remove(self) -> None:
         """Removes the folder; a DataError if another process writes to it."""
-        if self._is_used(self.folder):
+        if not self.remote and not all(map(_is_abandoned, self._works(self.folder))):
             raise DataError(
                 f"{os.fspath(self.folder)}: another process is preparing there, with another plan "
                 "or other code. Wait for it or stop it, then run the same command again"
             )
         self.folder.rmtree(missing_ok=True)
-
-    def _is_used(self, folder: epath.Path) -> bool:
-        """Returns True if a live process writes to a local folder; False for any bucket."""
-        return not self.remote and not all(map(_is_abandoned, self._works(folder)))
 
     @property
     def _prefix(self) -> str:
@@ -288,9 +261,8 @@ def _result_from(mark: dict[str, Any]) -> PartResult | None:
     """Returns a part's result from its mark; None if the mark is damaged."""
     try:
         counts = {split: Counts(**mark["counts"][split]) for split in SPLITS}
-        count, messages, *nulls = mark["left_out"]  # older marks have no count of nulls
-        skipped = Skipped(int(count), tuple(messages), *map(int, nulls))
-        return PartResult(counts, skipped) if mark["digest"] else None
+        count, messages, nulls = mark["left_out"]
+        return PartResult(counts, Skipped(count, tuple(messages), nulls))
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -309,11 +281,6 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _short(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
 
 
 @functools.cache

@@ -8,7 +8,7 @@ The folder's name is a hash of everything that determines the rows. It appears c
 all (in a bucket, its manifest does).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -148,10 +148,8 @@ class Preparation:
         Raises:
           DataError: a source changed meanwhile; too little text for one row; an empty split.
         """
+        self._check_sources()
         config, made = self.corpus.config, self.partial.results()
-        if sources.fingerprints(config) != self.corpus.sources:
-            self._forget_changed()
-            raise DataError(_changed(self.partial.folder, self.corpus.sources, config))
         if missing := [i for i, found in enumerate(made) if found is None]:
             raise DataError(
                 f"{os.fspath(self.partial.folder)}: {len(missing):,} of {len(made):,} parts are "
@@ -193,13 +191,25 @@ class Preparation:
             self.partial.finish(work, MANIFEST)
         return self.corpus.path
 
-    def _forget_changed(self) -> None:
-        """Marks parts of changed sources as not made: they may hold either version of the text."""
+    def _check_sources(self) -> None:
+        """Raises a DataError if sources changed, after marking their parts as not made.
+
+        Such parts may hold either version of the text.
+        """
         before, now = self.corpus.sources, sources.fingerprints(self.corpus.config)
-        changed = {name for key in now for name in _other(before[key], now[key])}
+        if now == before:
+            return
+        changed = {name for key in now for name, _ in {*before[key]} ^ {*now[key]}}
         for part in self.corpus.parts:
             if any(piece.name in changed for piece in part.slices):
                 self.partial.forget(part.index)
+        key = next(key for key in now if now[key] != before[key])
+        raise DataError(
+            f"config.data.{key} = {getattr(self.corpus.config, key)!r}: changed since its "
+            f"preparation began ({min(changed, default='their order')}), and some parts are "
+            f"finished. Restore the sources, or remove {os.fspath(self.partial.folder)} to start "
+            "over"
+        )
 
     def _info(self, total: dict[str, Counts]) -> dict[str, Any]:
         tokenizer, held_out = self.tokenizer, total["validation"]
@@ -226,7 +236,7 @@ def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
     """Trains or loads the tokenizer, and creates the folder that parts are written to.
 
     Raises:
-      UserError: other code began it; a folder that cannot be written; too little text for the
+      UserError: other code began it; the folder cannot be written; too little text for the
         vocabulary.
     """
     on_error = ErrorCollector(corpus.skip_broken)
@@ -234,32 +244,14 @@ def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
         corpus.config, corpus.tokenizer_key, corpus.parts, on_error, shown=shown
     )
     preparation = Preparation(corpus, tokenizer)
-    plan = _plan(corpus, tokenizer)
-    with folders.writing(corpus.path.parent):
-        preparation.partial.open(plan)
-    for folder in preparation.partial.others(plan):
-        warn(
-            f"{os.fspath(folder)} holds parts of an earlier preparation, from sources that have "
-            "changed since: they are not used. Put the sources back, or remove that folder"
-        )
-    return preparation
-
-
-def _plan(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "config": _content_keys(corpus.config),
-        "skip_broken": corpus.skip_broken,
-        "sources": {key: [list(pair) for pair in found] for key, found in corpus.sources.items()},
+    plan = {
         "parts": len(corpus.parts),
-        "left_out": list(corpus.skipped.messages),
         "tokenizer": digest_of(tokenizer.to_json()),
         "code": code(),
     }
-
-
-def _content_keys(config: config_lib.DataConfig) -> dict[str, Any]:
-    values = dataclasses.asdict(config)
-    return {key: value for key, value in values.items() if key != "directory"}
+    with folders.writing(corpus.path.parent):
+        preparation.partial.open(plan)
+    return preparation
 
 
 @functools.cache
@@ -269,25 +261,6 @@ def code() -> str:
     content = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     versions = [(name, importlib.metadata.version(name)) for name in _LIBRARIES]
     return digest_of(content, versions)
-
-
-def _other(before: Iterable[tuple[str, str]], after: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns the names whose hashes differ between two lists, or that only one of them has."""
-    before, after = dict(before), dict(after)
-    return sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-
-
-def _changed(folder: epath.Path, there: dict, config: config_lib.DataConfig) -> str:
-    """Returns the message for sources that changed since a preparation began."""
-    now = sources.fingerprints(config)
-    key = next((key for key in now if now[key] != there[key]), "source")
-    names = _other(there[key], now[key])
-    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"config.data.{key} = {getattr(config, key)!r}: changed since its preparation began "
-        f"({which or 'their order'}), and some parts are finished. Restore the sources, or remove "
-        f"{os.fspath(folder)} to start over"
-    )
 
 
 def _check(config: config_lib.DataConfig, total: dict[str, Counts], skipped: Sequence[str]) -> None:

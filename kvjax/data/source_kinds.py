@@ -289,25 +289,16 @@ def tfds_builder(name: str):
     import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
 
     folder = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")
-    build = f"tfds build {shlex.quote(name)} --file_format=array_record --data_dir="
-    build = f"{_TFDS_ENVIRONMENT}: {build}{shlex.quote(folder)}"
-    elsewhere = "Set TFDS_DATA_DIR to its folder, or build it on a machine with a network,"
     try:
         builder = tfds.builder(name, data_dir=folder)
-    except tfds.core.DatasetNotFoundError as error:
+        if not builder.is_prepared():
+            raise FileNotFoundError(f"{builder.data_dir} does not exist")
+    except Exception as error:  # also from the data set's own code
         raise readers.SourceError(
-            f"tfds:{name} cannot be opened: it is not in {folder}, and TFDS knows no such name "
-            f"(without TensorFlow it knows only some). {elsewhere} {build}"
+            f"tfds:{name} cannot be opened: {first_line(error)}. Set TFDS_DATA_DIR to the folder "
+            f"that has it, or build it with a network, {_TFDS_ENVIRONMENT}: tfds build "
+            f"{shlex.quote(name)} --file_format=array_record --data_dir={shlex.quote(folder)}"
         ) from error
-    except Exception as error:  # from the data set's own code
-        raise readers.SourceError(
-            f"tfds:{name} cannot be opened: {type(error).__name__}: {first_line(error)}; give "
-            f"tfds:NAME[/CONFIG][:VERSION][#SPLIT] of a data set in {folder}"
-        ) from error
-    if not builder.is_prepared():
-        raise readers.SourceError(
-            f"tfds:{name} is not prepared in {builder.data_dir}. {elsewhere} {build}"
-        )
     there = [found.value for found in builder.info.available_file_formats()]
     if "array_record" not in there:
         raise readers.SourceError(
@@ -329,8 +320,8 @@ def _file_stamp(path: epath.Path) -> str:
 
 def file_hash(path: epath.Path) -> str:
     """Returns a hash of a file's bytes; of a large file's size, time and both ends."""
-    stat = path.stat()
     with readers.open_file(path) as file:
+        stat = path.stat()
         if stat.length <= HASHED_BYTES:
             hashed = hashlib.blake2b(digest_size=16)
             while block := file.read(readers.BLOCK_BYTES):

@@ -165,13 +165,6 @@ def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
     return sum(source.density() for source in opened) / len(opened)
 
 
-def _key_and_part(config: config_lib.DataConfig, split: str) -> tuple[str, str]:
-    """Returns the key whose sources have a split, and the part of them that it is."""
-    if config.validation_source:
-        return ("source" if split == "train" else "validation_source"), "all"
-    return "source", split
-
-
 def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]:
     """Yields the documents of a split in a fixed order, as pieces; skips empty documents.
 
@@ -183,7 +176,9 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
       readers.SourceError: a source that cannot be read, with file and position.
       readers.EmptySplitError: the split has no documents.
     """
-    key, part = _key_and_part(config, split)
+    key, part = "source", split
+    if config.validation_source:
+        key, part = ("source" if split == "train" else "validation_source"), "all"
     has_pieces = False
     for source in _sources(config, key):
         for piece in source.pieces(part, config.validation_fraction):

@@ -21,7 +21,6 @@ from kvjax.foundation.errors import first_line
 
 # Training text of a tokenizer; more hardly changes the merges (nanochat: 2e9).
 TOKENIZER_CHARACTERS = 2_000_000_000
-_PROGRESS_CHARACTERS = 1 << 21  # between updates of the progress line
 
 
 def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
@@ -109,7 +108,7 @@ def _training_texts(
     doing: progress.waiting,
 ) -> Iterator[str]:
     """Yields training text, from the start of every part, equal amounts of each."""
-    characters = reported = 0
+    characters = 0
     limit = TOKENIZER_CHARACTERS // len(parts)
     for part in parts:
         start = characters
@@ -118,9 +117,7 @@ def _training_texts(
                 continue
             yield piece.text
             characters += len(piece.text)
-            if characters - reported > _PROGRESS_CHARACTERS:
-                reported = characters
-                doing.now(f"reading for the tokenizer, {progress.size(characters)}")
+            doing.now(f"reading for the tokenizer, {progress.size(characters)}")
             if characters - start >= limit:
                 break
     doing.now(f"training {config.vocab_size:,} tokens on {progress.size(characters)}")

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from kvjax.conversation import dialogue, jinja_process, render, specials, template as template_lib
+from kvjax.conversation import dialogue, jinja_process, render, specials
 from kvjax.conversation.template import Template
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import DataError, UserError
@@ -40,7 +40,8 @@ def encode(tokenizer):
     """The ids as text: specials in brackets, all else as bytes."""
 
     def encode(*messages, text=CHATML, files=None, **options):
-        ids = template_lib.encode(tokenizer, messages, text, files or {}, **options)
+        template = Template(tokenizer, text, files or {})
+        ids = template.encode(template.render(messages, **options))
         names = {257: "[start]", 258: "[end]", 256: "[bos]"}
         pieces = [names[i].encode() if i > 255 else bytes([i]) for i in ids]
         return b"".join(pieces).decode()
@@ -257,10 +258,13 @@ def test_blanks_that_a_token_takes_along():
     takes = definition.replace('"lstrip":false,"rstrip":false', '"lstrip":true,"rstrip":true')
     assert takes != definition
     tokenizer = tokenizer_lib.from_json(takes, "a tokenizer")
-    ids = template_lib.encode(
-        tokenizer, [dict(content="<|end|> \n")], "a \n<|end|>\n b{{ messages[0].content }}", {}
-    )
-    assert ids == [97, 257, 98, *b"<|end|> \n"]
+    template = Template(tokenizer, "a \n<|end|>\n b{{ messages[0].content }}", {})
+    assert template.encode(template.render([dict(content="<|end|> \n")])) == [
+        97,
+        257,
+        98,
+        *b"<|end|> \n",
+    ]
 
 
 def test_a_message_to_be_continued(tokenizer):

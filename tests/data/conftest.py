@@ -72,7 +72,7 @@ def embedded_dataset(tmp_path_factory):
 
 
 @pytest.fixture
-def many_parts(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
+def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
     """A config of 48 parts of three files, in a cache of their own."""
     monkeypatch.setattr(parts, "PART_BYTES", corpora.PART)
     monkeypatch.setattr(parts, "_ROWS", 1)
@@ -82,3 +82,13 @@ def many_parts(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
     for i in range(3):
         write_jsonl(folder / f"{i}.jsonl", [f"{i} {text}" for text in small_texts[i::3]])
     return dataclasses.replace(small_config, source=str(folder), directory="")
+
+
+@pytest.fixture
+def expected(config, tmp_path, monkeypatch):
+    """The files that one process makes of `config`, undisturbed."""
+    with monkeypatch.context() as patch:
+        patch.setenv("KVJAX_CACHE", str(tmp_path / "expected"))
+        found = corpora.files(prepare.prepare(config, workers=1))
+    assert corpora.num_parts(config) > 9 and len(found) > 12
+    return found

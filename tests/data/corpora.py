@@ -2,7 +2,7 @@
 
 import pathlib
 
-from kvjax.data import parts, pool, sources
+from kvjax.data import parts, pool, preparation, sources
 
 PART = 1000  # bytes
 
@@ -14,13 +14,18 @@ def files(folder) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
+def begun(config) -> preparation.Preparation:
+    """Begins a preparation."""
+    return preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+
+
 def num_parts(config) -> int:
-    """The number of parts of a corpus."""
+    """Returns the number of parts of a corpus."""
     return len(parts.parts(config, sources.fingerprints(config)))
 
 
 def noting(made):
-    """A `pool.make_part` that appends the part's index to a list before it makes the part."""
+    """Returns a `pool.make_part` that first appends the part's index to a list."""
     make_part = pool.make_part
 
     def make(config, part, *args, **kwargs):
@@ -28,3 +33,18 @@ def noting(made):
         make_part(config, part, *args, **kwargs)
 
     return make
+
+
+def damage(file, how):
+    """Damages a file: half, empty, missing, longer, or flipped (a bit of its content)."""
+    content = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+        return
+    if how == "flipped":  # small files of rows are mostly padding, which is zeros
+        content[next(i for i in range(100, len(content)) if content[i])] ^= 1
+    elif how == "longer":
+        content += b"\0"
+    else:
+        del content[len(content) // 2 if how == "half" else 0 :]
+    file.write_bytes(content)

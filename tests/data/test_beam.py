@@ -13,7 +13,7 @@ import pytest
 from kvjax.data import pool, preparation, prepare
 from kvjax.foundation.errors import DataError, UserError
 from tests.data import stand_in_beam
-from tests.data.corpora import files
+from tests.data.corpora import begun, files
 
 
 @pytest.fixture(autouse=True)
@@ -46,21 +46,11 @@ RUNNER = "runner=FnApiRunner,direct_running_mode=multi_processing,direct_num_wor
 
 
 @pytest.fixture
-def config(many_parts):
+def config(config):
     """A few parts of three files."""
-    for path in pathlib.Path(many_parts.source).iterdir():
+    for path in pathlib.Path(config.source).iterdir():
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:14]))
-    return dataclasses.replace(many_parts, vocab_size=280)
-
-
-@pytest.fixture
-def expected(config, tmp_path, monkeypatch):
-    """The files that one process makes."""
-    with monkeypatch.context() as patch:
-        patch.setenv("KVJAX_CACHE", str(tmp_path / "expected"))
-        found = files(prepare.prepare(config, workers=1))
-    assert len(found) > 12
-    return found
+    return dataclasses.replace(config, vocab_size=280)
 
 
 def test_a_pipeline_writes_the_same_bytes(config, expected):
@@ -68,7 +58,7 @@ def test_a_pipeline_writes_the_same_bytes(config, expected):
 
 
 def test_it_goes_on_with_what_is_missing(config, expected, monkeypatch):
-    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+    making = begun(config)
     for part in making.corpus.parts[3:]:
         pool.make_part(config, part, making.tokenizer, making.partial, skip_broken=False)
     done = pathlib.Path(making.partial.folder) / "done"
@@ -93,7 +83,7 @@ def test_what_a_worker_cannot_read_is_one_message(config):
 def test_a_target_that_workers_do_not_see_is_one_message(config):
     from kvjax.data import beam
 
-    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+    making = begun(config)
     (making.partial.folder / "plan.json").unlink()
     with pytest.raises(UserError, match=r"^\S+ is not visible to a Beam worker: --output must"):
         beam.make(making, "runner=FnApiRunner")
@@ -102,7 +92,7 @@ def test_a_target_that_workers_do_not_see_is_one_message(config):
 def test_what_parts_fail_for_is_one_message(config, monkeypatch):
     from kvjax.data import beam
 
-    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+    making = begun(config)
     others = len(making.corpus.parts) - 1
     for kind, more in ((UserError, ""), (DataError, rf" \({others} more parts failed\)")):
 
@@ -116,7 +106,7 @@ def test_what_parts_fail_for_is_one_message(config, monkeypatch):
 
 
 def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
-    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+    making = begun(config)
     from kvjax.data import beam
 
     work = beam._MakePart(making)

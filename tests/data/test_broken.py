@@ -18,16 +18,12 @@ from kvjax.data import (
     preparation,
     prepare,
     tokenized_part,
+    tokenizer,
 )
 from kvjax.foundation import command_line, json_text
 from kvjax.foundation.errors import DataError, UserError
 from tests import quick
-from tests.data.corpora import files, num_parts
-
-
-@pytest.fixture
-def config(many_parts):
-    return many_parts
+from tests.data.corpora import begun, num_parts
 
 
 @pytest.fixture
@@ -50,10 +46,12 @@ def broken(config, small_texts):
     return config
 
 
-def test_what_cannot_be_read_stops_a_preparation(broken):
+def test_what_cannot_be_read_stops_a_preparation(broken, monkeypatch):
     folder = pathlib.Path(broken.source)
-    with pytest.raises(DataError, match=r"4\.parquet is not a complete Parquet file"):
-        prepare.prepare(broken, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "train", lambda *_: pytest.fail("work was done"))
+        with pytest.raises(DataError, match=r"4\.parquet is not a complete Parquet file"):
+            prepare.prepare(broken, workers=1)
     (folder / "4.parquet").unlink()
     with pytest.raises(DataError, match=r"1\.jsonl, the line at byte \d+ is not JSON") as told:
         prepare.prepare(broken, workers=2)
@@ -152,27 +150,8 @@ def test_of_much_that_is_left_out_some_messages_are_kept(config, monkeypatch, of
     assert len(info["left_out"]["first"]) == min(of_part, of_all)
 
 
-def test_a_mended_file_is_prepared_anew(config, tmp_path, monkeypatch, capsys):
-    """The parts that were made before are named, and stay."""
-    path = pathlib.Path(config.source) / "2.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) - 9])
-    # A trained tokenizer would have read the broken line.
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    with pytest.raises(DataError, match=r"2\.jsonl, the line at byte"):
-        prepare.prepare(config, workers=1)
-    (folder,) = config.root.glob("datasets/.under-way-*")
-    before = files(folder)
-    path.write_bytes(whole)
-    found = files(prepare.prepare(config, workers=1))
-    assert f"{folder} holds parts of an earlier preparation" in capsys.readouterr().err
-    assert files(folder) == before
-    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "afresh"))
-    assert found == files(prepare.prepare(config, workers=1))
-
-
 def test_a_folder_that_another_process_writes_to_is_not_removed(config, monkeypatch):
-    making = preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+    making = begun(config)
     making.make(workers=1, share=(0, 9), shown=False)
     folder = making.partial.folder
     (folder / f"work-{partial_dataset._here()}-{os.getpid()}-living").mkdir()
