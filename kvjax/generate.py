@@ -12,9 +12,8 @@ import sys
 
 import jax
 
-from kvjax.decoding import program
+from kvjax.decoding import program, sampling as sampling_lib
 from kvjax.decoding.generator import Generator, check_options
-from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text import GeneratedTexts, check_stop, generate
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.command_line import say
@@ -27,35 +26,19 @@ from kvjax.workdir.trained import load
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
+    parser.add_run()
+    sampling_lib.add_options(parser, temperature=0.8, top_k=0)
     add = parser.add_argument
-    add("--workdir", default="", help="a run's folder, local or gs://")
     add("--prompt", action="append", default=[], help="text to continue; may be repeated")
     add("--prompt_file", default="", help="one prompt per line; - is standard input")
     add("--num_tokens", type=int, default=100, help="tokens after each prompt (100)")
-    add("--temperature", type=float, default=0.8, help="0: greedy (0.8)")
-    add("--top_k", type=int, default=0, help="sample among the k most likely; 0: all (0)")
-    add(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="and among the fewest of this total probability (1)",
-    )
-    add("--seed", type=int, default=0, help="the same seed gives a prompt the same text (0)")
     add("--stop", action="append", default=[], help="text before which to end; may be repeated")
-    add(
-        "--stop_token",
-        type=int,
-        action="append",
-        default=[],
-        help="id at which to end; may be repeated",
-    )
+    text = "id at which to end; may be repeated"
+    add("--stop_token", type=int, action="append", default=[], help=text)
     yes_no = argparse.BooleanOptionalAction
     add("--end_at_special", action=yes_no, default=True, help="end at special tokens (yes)")
-    add(
-        "--capacity", type=int, default=0, help="tokens per sequence in the cache; 0: as needed (0)"
-    )
-    add("--step", type=int, help="checkpoint to load (the latest)")
-    add("--dtype", default="", help="dtype of activations (the run's)")
+    text = "tokens per sequence in the cache; 0: as needed (0)"
+    add("--capacity", type=int, default=0, help=text)
     add("--chips", type=int, default=1, help="devices that the cache's tokens are sharded over (1)")
     kernels = ", ".join(IMPLEMENTATIONS)
     add("--implementation", default="", help=f"decode attention: {kernels} (by the device)")
@@ -101,15 +84,10 @@ def main(arguments: list[str]) -> None:
 
 def _run(values: argparse.Namespace) -> None:
     runtime.start()
-    if not values.workdir:
-        raise UserError("--workdir is missing: the folder of a trained run, as runs/lrkv_tiny")
+    command_line.require(values, workdir="the folder of a trained run, as runs/lrkv_tiny")
     prompts = read_prompts(values.prompt, values.prompt_file)
-    sampling = Sampling(temperature=values.temperature, top_k=values.top_k, top_p=values.top_p)
-    options = {
-        "num_tokens": values.num_tokens,
-        "seed": values.seed,
-        "capacity": values.capacity,
-    }
+    sampling = sampling_lib.of_options(values)
+    options = dict(num_tokens=values.num_tokens, seed=values.seed, capacity=values.capacity)
     check_options(**options)
     check_stop(values.stop)
     implementation = values.implementation or None

@@ -19,11 +19,8 @@ _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartb
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__, config=True)
     add = parser.add_argument
-    add(
-        "--workdir",
-        default="",
-        help="folder of checkpoints and metrics, local or gs:// (runs/NAME)",
-    )
+    text = "folder of checkpoints and metrics, local or gs:// (runs/NAME)"
+    add("--workdir", default="", help=text)
     text = f"limit of the estimated time to prepare its data ({PREPARE_HOURS:g})"
     add("--prepare_hours", type=float, default=PREPARE_HOURS, help=text)
     job = parser.add_argument_group("several processes")
@@ -32,12 +29,8 @@ def _parser() -> command_line.Parser:
     add("--num_processes", type=int, help="number of processes, or KVJAX_NUM_PROCESSES")
     add("--process_id", type=int, help="index of this process, from 0, or KVJAX_PROCESS_ID")
     add("--connect_seconds", type=int, default=300, help="limit of waiting for each other (300)")
-    add(
-        "--heartbeat_seconds",
-        type=int,
-        default=100,
-        help="silence after which one counts as lost (100)",
-    )
+    text = "silence after which one counts as lost (100)"
+    add("--heartbeat_seconds", type=int, default=100, help=text)
     return parser
 
 

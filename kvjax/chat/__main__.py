@@ -17,6 +17,7 @@ import sys
 from kvjax.chat.history import History
 from kvjax.conversation import calculator
 from kvjax.conversation.dialogue import Dialogue
+from kvjax.decoding import sampling as sampling_lib
 from kvjax.decoding.answers import answers
 from kvjax.decoding.generator import Generator, check_options
 from kvjax.decoding.sampling import Sampling
@@ -39,24 +40,14 @@ _SHOWN = {"python_start": "[", "python_end": "=", "output_start": "", "output_en
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
+    parser.add_run()
+    sampling_lib.add_options(parser, temperature=0.6, top_k=50)
     add = parser.add_argument
-    add("--workdir", default="", help="a run's folder, local or gs://")
     add("--system", default="", help="system message")
     add("--num_tokens", type=int, default=256, help="limit of an answer (256)")
     add("--context", type=int, default=0, help="context in tokens; 0: as trained (0)")
-    add("--temperature", type=float, default=0.6, help="0: greedy (0.6)")
-    add("--top_k", type=int, default=50, help="sample among the k most likely; 0: all (50)")
-    add(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="and among the fewest of this total probability (1)",
-    )
-    add("--seed", type=int, default=0, help="the same seed gives the same conversation (0)")
     text = "format of results: nanochat: 8.0; dataset: 8 (nanochat)"
     add("--calculator", default=calculator.MODES[0], help=text)
-    add("--step", type=int, help="checkpoint to load (the latest)")
-    add("--dtype", default="", help="dtype of activations (the run's)")
     return parser
 
 
@@ -69,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     command_line.require(options, workdir="the folder of a trained run, as runs/lrkv_128m_mid")
-    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    sampling = sampling_lib.of_options(options)
     check_options(num_tokens=options.num_tokens, seed=options.seed, capacity=0)
     at_least("context", options.context, 0)
     one_of("calculator", options.calculator, calculator.MODES)

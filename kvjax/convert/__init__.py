@@ -1,1 +1,1 @@
-"""Published models in, and smaller KV caches: what others have trained, as workdirs of kvjax."""
+"""Imports published models as workdirs, converts them to smaller KV caches, exports them."""

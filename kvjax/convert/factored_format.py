@@ -83,7 +83,6 @@ class FactoredModel:
         check_tokenizer(folder, self.tokenizer_json)
         self._tensors = open_folder(folder)
         self._shapes = parameters.shapes(self.transformer)
-        self._axes = parameters.axes(self.transformer)
         self._check(folder)
         digests.check_files(folder)  # last: the checks above give more specific messages
 
@@ -94,7 +93,7 @@ class FactoredModel:
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         """Returns a parameter; of a segment, one layer's."""
         name = name_of(self.transformer, path, layer)
-        return np.asarray(self._tensors[name].read(self._axes[path]), self._dtype(path))
+        return np.asarray(self._tensors[name].read(), self._dtype(path))
 
     def _names(self, path: Path) -> list[str]:
         """Returns a parameter's tensors, in the order of the layers."""

@@ -179,12 +179,12 @@ class _AlternatingFit:
         error = np.inf
         for _ in range(sweeps):
             self.rotation = _procrustes(self.w, self._head_bases() + self.residual, self.rotations)
-            turned = self.w @ self.rotation
+            rotated_KEH = self.w @ self.rotation
             if rank:
-                gap = turned - self._head_bases()
+                gap = rotated_KEH - self._head_bases()
                 expand = _best_directions(gap, rank)
                 self.residual = gap @ expand.transpose(0, 2, 1) @ expand
-            left = turned - self.residual
+            left = rotated_KEH - self.residual
             bases = range(len(self.base))
             self.base = np.stack([left[self.of_base == j].mean(axis=0) for j in bases])
             before, error = error, np.sum((left - self._head_bases()) ** 2)
@@ -264,8 +264,8 @@ def _procrustes(w_KEH: np.ndarray, target_KEH: np.ndarray, rotations: str) -> np
     along = inner_KHH[:, first, first] + inner_KHH[:, second, second]
     across = inner_KHH[:, first, second] - inner_KHH[:, second, first]
     angle_KF = np.arctan2(across, along)
-    turn = np.zeros((K, H, H))
-    turn[:, first, first] = turn[:, second, second] = np.cos(angle_KF)
-    turn[:, first, second] = np.sin(angle_KF)
-    turn[:, second, first] = -np.sin(angle_KF)
-    return turn
+    rotation = np.zeros((K, H, H))
+    rotation[:, first, first] = rotation[:, second, second] = np.cos(angle_KF)
+    rotation[:, first, second] = np.sin(angle_KF)
+    rotation[:, second, first] = -np.sin(angle_KF)
+    return rotation

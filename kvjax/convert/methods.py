@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax.attention.factored import FactoredConfig
 from kvjax.attention.grouped import GroupedConfig
-from kvjax.convert import factors, layer as layer_lib
+from kvjax.convert import factored_layer, factors, layer as layer_lib
 from kvjax.convert.factors import einsum
 from kvjax.convert.layer import BasisChange, Layer
 from kvjax.foundation.configuration import one_of
@@ -120,23 +120,25 @@ class ThinKeys:
         key_change, value_change = self._basis_changes(layer, moment_EE)
         if self.part in ("query", "both"):
             plain = layer_lib.identity_change(*layer.query_ENH.shape[1:])
-            multiplied = _expand_factors(low_rank("query", layer.query_ENH, plain, self.rank))
+            multiplied = factored_layer.multiplied_out(
+                low_rank("query", layer.query_ENH, plain, self.rank)
+            )
             layer = dataclasses.replace(layer, query_ENH=multiplied)
         if self._key_rank is not None:
             found = low_rank("key", layer.key_EKH, key_change, self._key_rank)
             if folds["key"]:
                 layer = dataclasses.replace(layer, key_EKH=found.latent_EJR)
-                layer = _absorb_into_queries(layer, found.expand_KRH)
+                layer = factored_layer.absorb_into_queries(layer, found.expand_KRH)
             else:
-                latent_EJR, expand["expand_key"] = _balanced(found, layer)
+                latent_EJR, expand["expand_key"] = factored_layer.balanced(found, layer)
                 layer = dataclasses.replace(layer, key_EKH=latent_EJR)
         if self._value_rank is not None:
             found = low_rank("value", layer.value_EKH, value_change, self._value_rank)
             if folds["value"]:
                 layer = dataclasses.replace(layer, value_EKH=found.latent_EJR)
-                layer = _absorb_into_outputs(layer, found.expand_KRH)
+                layer = factored_layer.absorb_into_outputs(layer, found.expand_KRH)
             else:
-                latent_EJR, expand["expand_value"] = _balanced(found, layer)
+                latent_EJR, expand["expand_value"] = factored_layer.balanced(found, layer)
                 layer = dataclasses.replace(layer, value_EKH=latent_EJR)
         prefix = "" if expand else "base_"  # FactoredConfig's names, or GroupedConfig's
         projections = {
@@ -144,7 +146,9 @@ class ThinKeys:
             f"{prefix}key": layer.key_EKH,
             f"{prefix}value": layer.value_EKH,
         }
-        return ConvertedLayer(_attention_weights(layer, projections, **expand), errors)
+        return ConvertedLayer(
+            factored_layer.attention_weights(layer, projections, **expand), errors
+        )
 
     def alone(self, part: str) -> "ThinKeys":
         """Returns this method for one projection, such as "key"."""
@@ -200,7 +204,9 @@ class ThinKeys:
         """Returns the basis changes of keys and of values in which the SVD is taken."""
         # Queries change logits only through keys: their errors are measured on inputs.
         queries = self.part in ("query", "both")
-        return _basis_changes(layer, moment_EE, "inputs" if queries else self.objective)
+        return factored_layer.basis_changes(
+            layer, moment_EE, "inputs" if queries else self.objective
+        )
 
     @property
     def changes_values(self) -> bool:
@@ -256,7 +262,7 @@ class LowRankKV:
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
         layer = layer_lib.drop_redundant_biases(layer)
-        key_change, value_change = _basis_changes(layer, moment_EE, self.objective)
+        key_change, value_change = factored_layer.basis_changes(layer, moment_EE, self.objective)
         key_change, key = self._factors(
             layer, layer.key_EKH, key_change, moment_EE, self._key_rotations(layer)
         )
@@ -275,7 +281,9 @@ class LowRankKV:
             projections |= {"latent_key": key.latent_EKR, "latent_value": value.latent_EKR}
             expand = {"expand_key": key.expand_KRH, "expand_value": value.expand_KRH}
         errors = {"key": key.error, "value": value.error}
-        return ConvertedLayer(_attention_weights(layer, projections, **expand), errors)
+        return ConvertedLayer(
+            factored_layer.attention_weights(layer, projections, **expand), errors
+        )
 
     def _factors(
         self,
@@ -314,7 +322,7 @@ class LowRankKV:
         )
         if self.rank:
             factors_of = factors.Factors(found.latent_EKR, found.expand_KRH, found.error)
-            latent_EKR, expand_KRH = _balanced(factors_of, layer)
+            latent_EKR, expand_KRH = factored_layer.balanced(factors_of, layer)
             found = found._replace(latent_EKR=latent_EKR, expand_KRH=expand_KRH)
         return basis.then(back_KHH, of_heads(root_JHH)), found
 
@@ -326,7 +334,7 @@ class LowRankKV:
     ) -> list[float]:
         """Returns the mean over keys and values."""
         layer = layer_lib.drop_redundant_biases(layer)
-        key_change, value_change = _basis_changes(layer, moment_EE, self.objective)
+        key_change, value_change = factored_layer.basis_changes(layer, moment_EE, self.objective)
 
         def lost(w_EKH, rotations):
             return factors.losses_by_rank(
@@ -348,84 +356,7 @@ class LowRankKV:
         return "all" if self.align else "none"
 
 
-def _basis_changes(
-    layer: Layer, moment_EE: np.ndarray, objective: str
-) -> tuple[BasisChange, BasisChange]:
-    """Returns the basis changes of keys and values: whitening for "outputs", else the identity."""
-    if objective == "outputs":
-        return layer_lib.whitening(layer, moment_EE)
-
-    return (
-        layer_lib.identity_change(*layer.key_EKH.shape[1:]),
-        layer_lib.identity_change(*layer.value_EKH.shape[1:]),
-    )
-
-
-def _balanced(found: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
-    """Returns latents and up-projections of balanced scale, see `factors.balance_scales`."""
-    latent_EJR, expand_KRH = found.latent_EJR, found.expand_KRH
-    J, (K, R, H) = latent_EJR.shape[1], expand_KRH.shape
-    expand_JKRH = expand_KRH.reshape(J, -1, R, H)
-    scale_JR = factors.balance_scales(layer.weights_of(latent_EJR), expand_JKRH, ((0,), (1, 3)))
-    return latent_EJR * scale_JR, (expand_JKRH / scale_JR[:, None, :, None]).reshape(K, R, H)
-
-
-def _expand_factors(found: factors.Factors) -> np.ndarray:
-    """Multiplies factors out to [E, K, H]."""
-    E, J, R = found.latent_EJR.shape
-    expand_JKRH = found.expand_KRH.reshape(J, -1, R, found.expand_KRH.shape[-1])
-    whole_EJKH = einsum("EJR,JKRH->EJKH", found.latent_EJR, expand_JKRH)
-    return whole_EJKH.reshape(E, -1, whole_EJKH.shape[-1])
-
-
-def _absorb_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
-    """Carries queries into the space of the keys' latents (thin keys, eq. 12).
-
-    The mechanism divides logits by sqrt(R) instead of sqrt(H); queries make up for it.
-    """
-    E, N, H = layer.query_ENH.shape
-    K, R, _ = expand_KRH.shape
-    query_EKGH = layer.query_ENH.reshape(E, K, N // K, H)
-    query_EKGR = einsum("EKGH,KRH->EKGR", query_EKGH, expand_KRH) * (R / H) ** 0.5
-    sides = layer.weights_of(layer.key_EKH), layer.weights_of(query_EKGR)
-    scale_KR = factors.balance_scales(*sides, ((0,), (0, 2)))
-    query_EKGR = query_EKGR / scale_KR[:, None]
-    key_EKR = layer.key_EKH * scale_KR
-    return dataclasses.replace(layer, query_ENH=query_EKGR.reshape(E, N, R), key_EKH=key_EKR)
-
-
-def _absorb_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
-    """Caches the values' latents as values; the output projection reads them."""
-    N, H, D = layer.out_NHD.shape
-    K, R, _ = expand_KRH.shape
-    out_KGHD = layer.out_NHD.reshape(K, N // K, H, D)
-    out_KGRD = einsum("KRH,KGHD->KGRD", expand_KRH, out_KGHD)
-    scale_KR = factors.balance_scales(layer.weights_of(layer.value_EKH), out_KGRD, ((0,), (1, 3)))
-    out_KGRD = out_KGRD / scale_KR[:, None, :, None]
-    value_EKR = layer.value_EKH * scale_KR
-    return dataclasses.replace(layer, out_NHD=out_KGRD.reshape(N, R, D), value_EKH=value_EKR)
-
-
 def _shared_keys(config: GroupedConfig) -> dict:
     """Returns the config keys that a new mechanism takes from the old one."""
     keys = ("num_heads", "num_kv_heads", "key_dim", "value_dim", "qk_norm", "bias", "norm_epsilon")
     return {key: getattr(config, key) for key in keys}
-
-
-def _attention_weights(layer: Layer, names: dict[str, np.ndarray], **expand: np.ndarray) -> dict:
-    """Returns an `Attention`'s weights.
-
-    Args:
-      projections: by name, [E, ...] with the bias as a last row if the layer has biases.
-      expand: up-projections, which have no bias.
-    """
-    inner = dict(expand)
-    for name, w in names.items():
-        inner[name] = w[:-1] if layer.has_biases else w
-        if layer.has_biases:
-            inner[f"{name}_bias"] = w[-1]
-    inner |= {name: dict(gain=gain_H) for name, gain_H in layer.gains.items()}
-    weights = dict(out=layer.out_NHD, mechanism=inner)
-    if layer.out_bias_D is not None:
-        weights["out_bias"] = layer.out_bias_D
-    return weights

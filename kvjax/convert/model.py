@@ -87,7 +87,6 @@ class TrainedModel:
         self.chat_template = found.template
         self._item = found.checkpoints / str(found.step) / "state"
         self._shapes = parameters.shapes(self.transformer)
-        self._axes = parameters.axes(self.transformer)
         trained.checkpoint.check_parameters(
             found.checkpoints, found.step, parameters.abstract(self.transformer).shapes
         )
@@ -104,7 +103,7 @@ class TrainedModel:
             array = self._array(path)
             found = np.asarray((array if layer is None else array[layer]).read().result())
         advice = "train again from an earlier checkpoint"
-        return finite.check_finite(found, self._named(path), advice, self._axes[path])
+        return finite.check_finite(found, self._named(path), advice)
 
     def _array(self, path: Path):
         return storage.array(self._item, ".".join(map(str, ("params", *path))))

@@ -146,7 +146,7 @@ class PublishedModel:
         found = rules_lib.from_tensor(rule, stored.load(), weights)[rule.weights.index(path)]
         found = _append_mean_rows(found, self._weights[path].shape)
         found = np.ascontiguousarray(found, self._dtype(path))
-        return stored.checked(found, self._weights[path].axes)
+        return stored.checked(found)
 
     @property
     def _layers(self) -> int:

@@ -1,6 +1,7 @@
 """Rules that map tensors of a published model to weights, in both directions.
 
-A rule names a published tensor and the weights in it; `to_tensor` inverts `from_tensor`.
+A rule names a published tensor and the weights in it; `to_tensor` inverts `from_tensor`, but for
+GGUF's layout, which is only read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,7 +96,7 @@ def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> li
     found = []
     for weight, part in zip(weights, np.split(by_output, ends), strict=True):
         if rule.interleaved:
-            part = _swap_pairs(part, weight.shape[-1] // 2, 2)
+            part = _swap_pairs(part, weight.shape[-1])
         if rule.reversed:
             part = _swap_halves(part, weight.shape[-1])
         found.append(part.T.reshape(weight.shape))
@@ -104,13 +105,12 @@ def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> li
 
 def to_tensor(rule: Rule, arrays: Sequence[np.ndarray], weights: Sequence[Weight]) -> np.ndarray:
     """Joins weights into their published tensor: the inverse of `from_tensor`."""
+    assert not rule.interleaved
     if weights[0].is_table:
         return arrays[0]
     parts = []
     for weight, array in zip(weights, arrays, strict=True):
         part = array.reshape(weight.matrix).T
-        if rule.interleaved:
-            part = _swap_pairs(part, 2, weight.shape[-1] // 2)
         if rule.reversed:
             part = _swap_halves(part, weight.shape[-1])
         parts.append(part)
@@ -118,9 +118,9 @@ def to_tensor(rule: Rule, arrays: Sequence[np.ndarray], weights: Sequence[Weight
     return by_output if rule.transposed else by_output.T
 
 
-def _swap_pairs(outputs: np.ndarray, first: int, second: int) -> np.ndarray:
-    """Reorders outputs [heads * first * second, ...] to [heads, second, first]."""
-    split = outputs.reshape(-1, first, second, *outputs.shape[1:])
+def _swap_pairs(outputs: np.ndarray, channels: int) -> np.ndarray:
+    """Moves channels 2i and 2i + 1 of every head to i and i + H/2."""
+    split = outputs.reshape(-1, channels // 2, 2, *outputs.shape[1:])
     return split.swapaxes(1, 2).reshape(outputs.shape)
 
 

@@ -12,13 +12,6 @@ _HUB = "models--"  # prefix of a model's folder in the hub's cache: models--owne
 _HUB_CONTENTS = ("snapshots", "refs", "blobs")  # of a model's folder
 _CACHES = (".", "hub", "huggingface/hub")  # where the hub's cache may lie below a folder
 _FOLDER_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
-# Unsupported tokenizers, by the file that holds them.
-_OTHER_TOKENIZERS = {
-    "tokenizer.model": "SentencePiece's (or tiktoken's)",
-    "spiece.model": "SentencePiece's",
-    "sentencepiece.bpe.model": "SentencePiece's",
-    "vocab.txt": "WordPiece's",
-}
 
 
 def located(path: epath.Path) -> epath.Path:
@@ -60,23 +53,13 @@ def name(path: epath.Path) -> str:
 
 
 def check_tokenizer_file(folder: epath.Path) -> None:
-    """Raises a UserError unless a folder has a tokenizer.json; names the format that it has
-    instead.
-    """
-    if (folder / "tokenizer.json").exists():
-        return
-    for file, kind in _OTHER_TOKENIZERS.items():
-        if (folder / file).exists():
-            raise UserError(
-                f"{folder} has no tokenizer.json, and its {file} is {kind}, which kvjax does not "
-                "read: give a model with a byte-level BPE (such as GPT-2, Llama 3, Qwen, SmolLM), "
-                "its tokenizer loaded with transformers (AutoTokenizer) and saved with "
-                "save_pretrained"
-            )
-    raise UserError(
-        f"{folder / 'tokenizer.json'} is missing: load the tokenizer with transformers "
-        "(AutoTokenizer) and save it beside the weights with save_pretrained"
-    )
+    """Raises a UserError unless a folder has a tokenizer.json."""
+    if not (folder / "tokenizer.json").exists():
+        raise UserError(
+            f"{folder / 'tokenizer.json'} is missing: give a model with a byte-level BPE (GPT-2, "
+            "Llama 3, Qwen, SmolLM; not SentencePiece), its tokenizer loaded with transformers "
+            "(AutoTokenizer) and saved with save_pretrained"
+        )
 
 
 def _in_hub(path: epath.Path) -> epath.Path:

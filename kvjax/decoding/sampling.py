@@ -3,6 +3,7 @@
 Options are traced, so that other values do not recompile; `lax.cond` skips disabled ones.
 """
 
+import argparse
 import dataclasses
 import math
 from typing import NamedTuple
@@ -49,6 +50,23 @@ class Sampling:
     def parameters(self) -> Parameters:
         top_k = min(self.top_k, np.iinfo(np.int32).max)
         return Parameters(jnp.float32(self.temperature), jnp.int32(top_k), jnp.float32(self.top_p))
+
+
+def add_options(parser: argparse.ArgumentParser, *, temperature: float, top_k: int) -> None:
+    """Adds --temperature, --top_k, --top_p and --seed, with these defaults."""
+    add = parser.add_argument
+    add("--temperature", type=float, default=temperature, help=f"0: greedy ({temperature})")
+    text = f"sample among the k most likely; 0: all ({top_k})"
+    add("--top_k", type=int, default=top_k, help=text)
+    text = "and among the fewest of this total probability (1)"
+    add("--top_p", type=float, default=1.0, help=text)
+    add("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+
+
+def of_options(options: argparse.Namespace) -> Sampling:
+    """Returns the sampling that a command's options ask for."""
+    keys = ("temperature", "top_k", "top_p")
+    return Sampling(**{key: getattr(options, key) for key in keys})
 
 
 def keys(key: jax.Array, streams_B: jax.Array, positions_B: jax.Array) -> jax.Array:

@@ -46,15 +46,13 @@ BATCH = 8
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
+    parser.add_run()
     parser.add_output()
     add = parser.add_argument
-    add("--workdir", default="", help="a run's folder, local or gs://")
     add("--tasks", default="", help=f"some of {', '.join(task_lib.NAMES)} (the first five)")
     add("--data", default=datasets.FOLDER, help=f"the folder of all data sets ({datasets.FOLDER})")
     text = "TASK=PATH: another file or glob for a task; may be repeated"
     add("--file", action="append", default=[], help=text)
-    add("--step", type=int, help="step of the checkpoint (the latest)")
-    add("--dtype", default="", help="compute dtype (the run's)")
     add("--batch", type=int, default=BATCH, help=f"prompts per batch ({BATCH})")
     add("--limit", type=int, default=0, help="first N rows of each set; 0: all (0)")
     text = f"maximum tokens of an answer ({generated.NUM_TOKENS})"

@@ -45,9 +45,9 @@ _SAVED_KEYS = (
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
+    parser.add_run()
     parser.add_output()
     add = parser.add_argument
-    add("--workdir", default="", help="a run's folder, local or gs://")
     text = "comma-separated names of tasks, groups or tags; * matches anything"
     add("--tasks", default="", help=text)
     add("--include_path", default="", help="a folder with more tasks, as .yaml files")
@@ -58,8 +58,6 @@ def _parser() -> command_line.Parser:
     text = "put questions into a conversation, in the model's chat format"
     add("--apply_chat_template", action="store_true", help=text)
     add("--system", default="", help="system message; needs --apply_chat_template")
-    add("--step", type=int, help="step of the checkpoint (the latest)")
-    add("--dtype", default="", help="compute dtype (the run's)")
     add("--chips", type=int, default=1, help="devices to shard a cache's tokens over (1)")
     add("--seed", type=int, default=0, help="for tasks that sample (0)")
     add("--out", default="", help="a JSON file for all results and answers")
@@ -78,9 +76,9 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     runtime.start()
     from kvjax.lm_eval import options as options_lib, prompts
 
-    sizes = dict(max_length=options.max_length, chips=options.chips)
-    options_lib.check(dtype=options.dtype, batch_size=options.batch_size, **sizes)
-    saved_model = options_lib.find(runtime.workdir(options.workdir), step=options.step, **sizes)
+    keys = ("step", "dtype", "batch_size", "max_length", "chips")
+    settings = {key: getattr(options, key) for key in keys}
+    saved_model = options_lib.find(runtime.workdir(options.workdir), **settings)
     if options.apply_chat_template and prompts.Prompts(saved_model).template is None:
         raise UserError(prompts.no_template())
     extras.require("--tasks", "lm_eval")
@@ -96,14 +94,8 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             max_length=options.max_length or saved_model.context,
         )
     with progress.waiting("reading the model"):
-        model = adapter.KvjaxLM(
-            saved_model.workdir,
-            step=saved_model.step,
-            dtype=options.dtype,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            **sizes,
-        )
+        settings |= dict(step=saved_model.step, seed=options.seed)
+        model = adapter.KvjaxLM(saved_model.workdir, **settings)
     with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
         results = lm_eval.simple_evaluate(
             model=model,

@@ -73,9 +73,8 @@ class KvjaxLM(TemplateLM):
         """
         super().__init__()
         del max_batch_size
-        sizes = dict(max_length=max_length, chips=chips)
-        options.check(dtype=dtype, batch_size=batch_size, device=device, **sizes)
-        saved = options.find(workdir, step=step, **sizes)
+        sizes = dict(batch_size=batch_size, max_length=max_length, chips=chips)
+        saved = options.find(workdir, step=step, dtype=dtype, device=device, **sizes)
         self._found, self._seed = saved, seed
         self._max_length, self.batch_size = max_length or saved.context, batch_size
         self.prompts = Prompts(saved)

@@ -12,15 +12,22 @@ from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained
 
 
-def check(
+def find(
+    workdir: epath.PathLike,
     *,
+    step: int | None = None,
     dtype: str = "",
     batch_size: int = BATCH,
     max_length: int | None = None,
     chips: int = 1,
     device: str | None = None,
-) -> None:
-    """Raises a UserError for an option that no model accepts; see `adapter.KvjaxLM`."""
+) -> trained.SavedModel:
+    """Returns the checkpoint of a workdir; see `adapter.KvjaxLM`.
+
+    Raises:
+      UserError: an option that no model accepts, no such checkpoint, or a model with fewer
+        positions than `max_length`.
+    """
     if dtype:
         one_of("dtype", dtype, config_lib.DTYPES)
     if type(batch_size) is not int:
@@ -35,20 +42,6 @@ def check(
         raise UserError(
             f"device = {device!r}: JAX uses {platform!r}; JAX_PLATFORMS selects another"
         )
-
-
-def find(
-    workdir: epath.PathLike,
-    *,
-    step: int | None = None,
-    max_length: int | None = None,
-    chips: int = 1,
-) -> trained.SavedModel:
-    """Returns the checkpoint of a workdir; see `adapter.KvjaxLM`.
-
-    Raises:
-      UserError: it does not exist, or the model has fewer positions than `max_length`.
-    """
     if not workdir:
         raise UserError("--workdir is missing: give the folder of a trained run, as runs/lrkv_tiny")
     saved = trained.find(workdir, step=step)

@@ -1,4 +1,4 @@
-"""The chat command: what is shown, kept and left out, and what Ctrl-C ends."""
+"""python -m kvjax.chat: answers, history, full contexts, Ctrl-C."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ S = DIALOGUE.specials
 
 
 def _talk(scripts, room=400, *, num_tokens=64):
-    """A talk whose model says the scripts, one a message."""
+    """Returns a session whose model answers with the scripts, one per message."""
 
     class Model:
         def start(self, prompts, **options):
@@ -41,7 +41,7 @@ def _talk(scripts, room=400, *, num_tokens=64):
     return chat.ChatSession(model, DIALOGUE, history, options, None, room + num_tokens), model
 
 
-def test_an_answer_is_shown_with_the_calculators_part_and_kept_as_parts(capsys):
+def test_calculator_calls_are_shown_and_kept_as_parts(capsys):
     asked = [*TOKENIZER.encode("So "), S.python_start, *TOKENIZER.encode("2+3"), S.python_end]
     talk, model = _talk([[*asked, *oracles.said("."), 0], oracles.said("Bye")])
     talk.handle_line("What is 2 + 3?")
@@ -77,7 +77,7 @@ def test_whole_turns_are_left_out_when_the_context_is_full(capsys):
     assert len(talk.history.turns) == 10  # nothing is forgotten
 
 
-def test_a_message_that_is_too_long_is_refused_and_the_talk_goes_on(capsys):
+def test_too_long_messages_are_refused(capsys):
     talk, _ = _talk([oracles.said("yes")], room=40)
     talk.handle_line("x" * 50)
     assert "the message has 54 tokens" in capsys.readouterr().err and not talk.history.turns
@@ -86,7 +86,7 @@ def test_a_message_that_is_too_long_is_refused_and_the_talk_goes_on(capsys):
 
 
 def test_a_message_without_an_answer_is_forgotten(capsys):
-    """Where the answer is empty, and where asking fails: what was said before stays."""
+    """An empty answer and a failed one; earlier turns stay."""
     talk, model = _talk([oracles.said("yes"), oracles.said("")])
     talk.handle_line("first")
     before = list(talk.history.turns)
@@ -145,7 +145,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
         talk.handle_line("/quit")
 
 
-def test_ctrl_c_ends_an_answer_and_what_came_of_it_stays(capsys, monkeypatch):
+def test_ctrl_c_ends_an_answer(capsys, monkeypatch):
     talk, _ = _talk([oracles.said("a long answer"), oracles.said("next")])
     real = chat._AnswerPrinter.token
 
@@ -202,8 +202,8 @@ def run(workdir, capsys, monkeypatch):
     return command
 
 
-def test_what_the_options_say_reaches_the_model(run, monkeypatch):
-    """And what it says to one line is part of what it is asked next; without options too."""
+def test_options_reach_the_model(run, monkeypatch):
+    """Each answer is part of the next prompt; given options, and defaults."""
     seen, loaded = [], []
 
     def load(workdir, **options):
@@ -255,7 +255,7 @@ def test_a_conversation_from_standard_input(run):
     assert run("--num_tokens=4", "--seed=5", text="Hello\n\nAnd now?\n")[1] != out
 
 
-def test_what_is_wrong_is_one_line(run, monkeypatch):
+def test_bad_options_give_one_line(run, monkeypatch):
     for option, said in {
         "--num_tokens=600": "--num_tokens=600: leaves no room for a message",
         "--temperature=-1": "--temperature = -1.0",
@@ -271,15 +271,15 @@ def test_what_is_wrong_is_one_line(run, monkeypatch):
         next(chat.lines())
 
 
-def test_a_terminal_is_asked(monkeypatch, capsys):
+def test_terminal_prompt(monkeypatch, capsys):
     stdin = io.StringIO("Hello\n")
     stdin.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", stdin)
     assert list(chat.lines()) == ["Hello"] and capsys.readouterr().out == "> > \n"
 
 
-def test_a_context_is_that_of_training_of_positions_or_as_asked(capsys):
-    """Beyond the training there is a warning, beyond the positions no answer."""
+def test_context(capsys):
+    """Warns beyond the trained length; refuses lengths beyond the positions."""
     for context, positions, trained, num_tokens, expected, said in (
         (0, None, 600, 599, 600, ""),
         (0, 500, 600, 499, 500, ""),
@@ -301,19 +301,10 @@ def test_a_context_is_that_of_training_of_positions_or_as_asked(capsys):
         assert said in warned and bool(said) == bool(warned)
 
 
-def test_a_model_without_the_specials_and_without_a_template_cannot_talk(run, tmp_path):
+def test_model_without_a_chat_format(run, tmp_path):
     other = workdirs.write(tmp_path / "run", tokenizer=tokenizer_lib.byte_tokenizer())
     status, _, err = run(workdir=other, text="Hello\n")
     assert status == 2 and "lacks <|user_start|>" in err and "configs/mid.py:" in err
-
-
-@pytest.mark.slow
-def test_an_imported_model_talks_by_its_template(run, tmp_path):
-    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
-    bytes_only = tokenizer_lib.byte_tokenizer()
-    other = workdirs.write(tmp_path / "run", tokenizer=bytes_only, template=template)
-    status, out, err = run("--num_tokens=4", workdir=other, text="Hello\n")
-    assert (status, err) == (0, "") and out
 
 
 @pytest.mark.slow
@@ -331,7 +322,7 @@ def test_ctrl_c_ends_the_program_where_no_answer_is_given(workdir):
 
 
 @pytest.mark.slow
-def test_nothing_of_a_long_conversation_is_cut_unsaid(run, tmp_path, monkeypatch):
+def test_long_conversations_are_not_cut(run, tmp_path, monkeypatch):
     """A conversation longer than rows of mid-training, in a context that holds it."""
     other = workdirs.write(tmp_path / "run", context=4000)
     seen = []

@@ -1,4 +1,4 @@
-"""kvjax's logits of a published model beside those that transformers gave it."""
+"""Compares kvjax's logits of published models with transformers' stored ones."""
 
 import pathlib
 
@@ -20,14 +20,14 @@ TOLERANCE = 3e-5
 
 
 def model_of(source: LazyModel) -> Transformer:
-    """The model with its parameters, in float32."""
+    """Returns the model with its parameters, in float32."""
     graph = parameters.graph(source.transformer)
     weights = {path: jnp.asarray(w, jnp.float32) for path, w in whole(source).items()}
     return nnx.merge(graph, traverse_util.unflatten_dict(weights))
 
 
 def whole(source: LazyModel) -> dict[Path, np.ndarray]:
-    """Every parameter with all of its layers, in its own dtype."""
+    """Returns every parameter with all of its layers, in its own dtype."""
     found = {}
     for path, (shape, dtype) in source.parameters().items():
         if path[0] == "segments":
@@ -40,20 +40,20 @@ def whole(source: LazyModel) -> dict[Path, np.ndarray]:
 
 
 def difference(folder: pathlib.Path) -> float:
-    """The largest difference of logits, in standard deviations of theirs."""
+    """Returns the largest difference from the stored logits, in their standard deviations."""
     stored = np.load(folder / "logits.npz")
     return difference_of(published.open(folder), stored["tokens"], stored["logits"])
 
 
 def difference_of(source: LazyModel, tokens_BT: np.ndarray, theirs_BTV: np.ndarray) -> float:
-    """The largest difference of kvjax's logits from others, in standard deviations of theirs."""
+    """Returns the largest difference from other logits, in their standard deviations."""
     ours_BTV = logits(source, tokens_BT)
     assert ours_BTV.shape == theirs_BTV.shape and ours_BTV.dtype == np.float32
     return float(np.abs(ours_BTV - theirs_BTV).max() / theirs_BTV.std())
 
 
 def logits(source: LazyModel, tokens_BT: np.ndarray) -> np.ndarray:
-    """[B, T, V] that kvjax computes, in float32."""
+    """Returns kvjax's logits [B, T, V] in float32."""
     compute = nnx.jit(lambda model, tokens_BT: model.logits(model(tokens_BT)))
     return np.asarray(compute(model_of(source), tokens_BT))
 

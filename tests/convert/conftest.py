@@ -1,4 +1,4 @@
-"""The command, workdirs of small models, and text that they can read."""
+"""The command, workdirs of small models, and text in their vocabulary."""
 
 import json
 
@@ -36,7 +36,7 @@ def imported(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """Documents of words and blanks: other bytes the small tokenizers do not have."""
+    """Documents of words and blanks, the only bytes in the small tokenizers."""
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("etaoinshr"), 4)) for _ in range(40)]

@@ -33,7 +33,7 @@ def test_logits_are_those_of_transformers(tmp_path, seed, sizes):
 
 
 def test_transformers_loads_what_is_exported(tmp_path):
-    """Models that were published, and those of the recipe, whose factors are multiplied out."""
+    """Published models, and models of the recipe with their factors multiplied out."""
     before = {}
     for name in comparison.MODELS:
         before[name] = into_workdir.check(str(tmp_path / "workdirs" / name))

@@ -25,7 +25,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreTrainedConfig]:
-    """By name, one config for everything that the families do differently."""
+    """Returns configs by name, one for each difference between families."""
     gpt2 = dict(vocab_size=ROWS, n_positions=tokens, n_embd=width, n_layer=layers, n_head=4)
     gpt2 |= dict(layer_norm_epsilon=1e-2, bos_token_id=0, eos_token_id=0)
     llama = dict(
@@ -114,7 +114,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def write(folder: pathlib.Path, config, seed: int, tokens: int) -> None:
-    """A folder as published, and logits.npz: tokens [B, T] and their logits [B, T, V]."""
+    """Writes a folder as published, and logits.npz: tokens [B, T] and their logits [B, T, V]."""
     name = folder.name
     shutil.rmtree(folder, ignore_errors=True)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -139,7 +139,7 @@ def write(folder: pathlib.Path, config, seed: int, tokens: int) -> None:
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level, of fewer tokens than the models have rows."""
+    """Returns a byte-level BPE with fewer tokens than the models have rows."""
     vocab = {token: i for i, token in enumerate(("<|endoftext|>", *CHARACTERS))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

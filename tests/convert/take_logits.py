@@ -1,4 +1,4 @@
-"""The logits that transformers gives of folders that kvjax wrote, for live.py to compare with.
+"""Computes transformers' logits of folders that kvjax wrote, for live.py to compare.
 
     .venv-live/bin/python tests/convert/take_logits.py FOLDER ...
 
@@ -18,7 +18,7 @@ TEXT = "a b 3"
 
 
 def take(folder: pathlib.Path) -> None:
-    """Writes one folder's logits; an AssertionError where its tensors are not the model's own."""
+    """Writes one folder's logits; fails if its tensors are not the model's."""
     model, found = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )

@@ -1,4 +1,4 @@
-"""Ranks by layer: as little as keeps the energy, as much as the budget holds, and none better."""
+"""Ranks by layer: the smallest that keep the energy, the best within a budget."""
 
 import dataclasses
 import itertools
@@ -52,15 +52,15 @@ def test_within_a_budget_nothing_keeps_more(step):
         assert used(found) <= allowed and kept(found) == pytest.approx(best)
 
 
-def test_steps_are_taken_by_what_they_keep_for_a_byte():
-    """The first layer's step keeps more, and takes four times as much."""
+def test_steps_by_energy_per_byte():
+    """The first layer's step keeps more energy, for four times the bytes."""
     layers, lost = [_layer((1, 2), [2, 10]), _layer((1, 2), [2, 4])], [[0.5, 0.1], [0.3, 0.1]]
     assert budget.ranks_within_budget(layers, lost, 6) == [1, 2]
     assert budget.ranks_within_budget(layers, lost, 12) == [1, 2]
     assert budget.ranks_within_budget(layers, lost, 14) == [2, 2]
 
 
-def test_a_budget_that_holds_nothing():
+def test_too_small_budget():
     layers = [_layer((2, 4))] * 2
     budget.check_budget(layers, 16)
     with pytest.raises(UserError, match="rank 2 in every layer takes 16 bytes per token, more"):
@@ -73,7 +73,7 @@ def _model(make_mechanism, name):
     return TransformerConfig(block=block, mechanisms=(mechanism,) * 2, vocab_size=9)
 
 
-def test_choices_are_the_ranks_that_make_no_cache_larger(make_mechanism):
+def test_rank_choices_never_enlarge_the_cache(make_mechanism):
     """Two KV heads of 8 channels take 32 elements per token, LRKV's take 2 · (8 + 2 · R)."""
     gqa = _model(make_mechanism, "gqa")
     assert (
@@ -105,8 +105,8 @@ def test_choices_are_the_ranks_that_make_no_cache_larger(make_mechanism):
     ],
     ids=str,
 )
-def test_losses_are_what_a_conversion_loses(x64, randomise, method):
-    """LRKV's too, whose alternation comes from the rank before."""
+def test_energy_losses_equal_a_conversions_errors(x64, randomise, method):
+    """Covers LRKV, whose alternation starts from the previous rank."""
     config = GroupedConfig(
         num_heads=4, num_kv_heads=2, num_bases=2, rank=0, key_dim=8, value_dim=6, qk_norm="none"
     )
@@ -134,8 +134,8 @@ def test_losses_are_what_a_conversion_loses(x64, randomise, method):
 
 
 @pytest.mark.parametrize("mode", ["joint", "per_head"])
-def test_a_split_costs_least_of_all_that_fit(mode):
-    """Against the errors of every conversion; keys that count much more or less get all or none."""
+def test_split_budget_is_optimal(mode):
+    """Compares with the errors of every pair of ranks; large and small sensitivities of keys."""
     source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
     method, layers = ThinKeys(rank=99, mode=mode, part="key_value"), range(2)  # 99: no matter
     rng = np.random.default_rng(0)
@@ -177,7 +177,7 @@ def test_a_split_costs_least_of_all_that_fit(mode):
     "name, rope", [("gpt2", False), ("llama_tied_bias", True), ("qwen3", True)]
 )
 def test_logit_variance(name, rope):
-    """Against the logits of drawn inputs at any two positions."""
+    """Compares with the logits of random inputs at random positions."""
     source, rng = model_lib.open(str(comparison.PUBLISHED / name)), np.random.default_rng(1)
     mechanism = source.transformer.mechanisms[0]
     layer = layer_lib.read(model_lib.read_layer(source, 0, "attention"), mechanism, rope=rope)

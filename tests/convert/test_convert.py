@@ -1,4 +1,4 @@
-"""The command: a published model in, a smaller cache out, and what is wrong with options."""
+"""python -m kvjax.convert: published models to smaller caches, reports and bad options."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,6 @@ from kvjax import cache as cache_lib, recipes
 from kvjax.config import resolve
 from kvjax.convert import (
     __main__ as command,
-    into_workdir,
     model as model_lib,
     options as options_lib,
 )
@@ -37,13 +36,16 @@ METHODS = {
 }
 
 
+BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source, method",
     itertools.product(["llama_tied_bias", "gpt2", "qwen2"], METHODS),
 )
 def test_smaller_caches(run, imported, text, tmp_path, source, method):
-    """What is claimed is what lies in memory, and decoding from it is the whole forward pass."""
+    """The reported cache bytes are allocated, and decoding equals the forward pass."""
     out = tmp_path / "out"
     options = [f"--source={imported(source)}", f"--out={out}", "--row_length=16", "--json"]
     options += [f"--calibrate={text}", "--calibrate_tokens=256", f"--evaluate={text}"]
@@ -54,21 +56,8 @@ def test_smaller_caches(run, imported, text, tmp_path, source, method):
     assert claimed["after"] < claimed["before"]
     assert 0 < max(max(layer.values()) for layer in result["errors"].values()) < 1
     assert result["perplexity"]["before"] != result["perplexity"]["after"]
-    record = json.loads((out / "conversion.json").read_text())
-    assert record == {key: result[key] for key in result if key != "name"}
-    assert record["calibrated"] == dict(text=text, tokens=256)
-    assert record["evaluated"] == dict(text=text, tokens=64)
-    given = dict(option.removeprefix("--").split("=") for option in METHODS[method])
-    given |= dict(method="thin_keys", part="key_value", mode="joint") if method == "split" else {}
-    assert given.pop("method") == record["method"]
-    assert given.items() <= {key: str(value) for key, value in record["options"].items()}.items()
-    assert record["options"]["calibrate_tokens"] == 256 and record["options"]["row_length"] == 16
-    layers = len(record["errors"])
     if method == "split":
         assert claimed["after"] == claimed["before"] / 2
-        assert len({*record["ranks"]}) == len({*record["value_ranks"]}) == 1
-    else:
-        assert record["ranks"] == [int(given["rank"])] * layers
 
     loaded = trained.load(out)
     config = loaded.model.config
@@ -88,16 +77,14 @@ def test_smaller_caches(run, imported, text, tmp_path, source, method):
         assert np.abs(z - expected[:, t]).max() < 1e-4 * expected.std()
 
 
-@pytest.mark.parametrize("method", [[], ["--method=lrkv", "--rank=1", "--objective=weights"]])
-def test_weights_that_are_not_finite(run, tmp_path, method):
+def test_weights_that_are_not_finite(run, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(comparison.PUBLISHED / "llama_tied_bias", source)
     name, file = "model.layers.1.self_attn.v_proj.weight", source / "model.safetensors"
     tensors = load_file(file)
     tensors[name][0, 0] = np.nan
     save_file(tensors, file)
-    options = [f"--source={source}", f"--out={out}", "--evaluate_tokens=0", *method]
-    status, _, errors = run(*options)
+    status, _, errors = run(f"--source={source}", f"--out={out}")
     assert status == 2 and f"{name} has 1 of 128 values that are not finite" in errors
     assert not out.exists()
 
@@ -110,8 +97,7 @@ def test_weights_that_are_not_finite(run, tmp_path, method):
         ("llama_tied_bias", ["--method=lrkv", "--rank=1"], "qkv"),
     ],
 )
-def test_what_was_converted_is_tuned(run, imported, tmp_path, source, options, tune):
-    """Values too where they were, on rows that positions reach."""
+def test_recovery_tunes_converted_projections(run, imported, tmp_path, source, options, tune):
     out = tmp_path / "out"
     status, _, errors = run(f"--source={imported(source)}", f"--out={out}", *options, *BY_WEIGHTS)
     assert status == 0, errors
@@ -121,151 +107,82 @@ def test_what_was_converted_is_tuned(run, imported, tmp_path, source, options, t
     assert experiment.data.sequence_length == min(2048, context)
 
 
-BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
-
-
+# Options besides --source=X --out=OUT, and the message.
 BAD = [
-    ([], "--source is missing: give a folder"),
-    (["--source=X"], "--out is missing"),
-    (["--source=X", "--out=OUT", "--method=svd"], "--method = 'svd': must be one of 'none'"),
+    ("--source=", "--source is missing: give a folder"),
+    ("--out=", "--out is missing"),
+    ("--method=svd", "--method = 'svd': must be one of 'none'"),
+    ("--method=lrkv", "--rank is missing: --method=lrkv needs one of --rank=32, --energy"),
+    ("--rank=3", "--rank=3: only with --method=thin_keys or lrkv"),
+    ("--method=none --cache=0.5", "--cache=0.5: only with --method=thin_keys or lrkv"),
+    ("--method=lrkv --rank=3 --mode=joint", "--mode=joint: only with --method=thin_keys"),
+    ("--method=lrkv --rank=3 --cache=0.5", "--rank and --cache: give one of them"),
+    ("--cache=0.5 --part=key_value --value_rank=3", "--value_rank=3: only with --rank, not --cac"),
+    ("--method=lrkv --energy=2", "--energy = 2.0: must be at least 0 and at most 1"),
+    ("--cache=0", "--cache=0: must be more than 0"),
+    ("--cache=0.5 --part=query", "--cache=0.5: queries are not cached"),
     (
-        ["--source=X", "--out=OUT", "--method=lrkv"],
-        "--rank is missing: --method=lrkv needs one of --rank=32, --energy",
-    ),
-    (["--source=X", "--out=OUT", "--rank=3"], "--rank=3: only with --method=thin_keys or lrkv"),
-    (
-        ["--source=X", "--out=OUT", "--method=none", "--cache=0.5"],
-        "--cache=0.5: only with --method=thin_keys or lrkv",
-    ),
-    (
-        ["--source=X", "--out=OUT", "--method=lrkv", "--rank=3", "--mode=joint"],
-        "--mode=joint: only with --method=thin_keys",
-    ),
-    (
-        ["--source=X", "--out=OUT", "--method=lrkv", "--rank=3", "--cache=0.5"],
-        "--rank and --cache: give one of them",
-    ),
-    (
-        [
-            *("--source=X", "--out=OUT", "--method=thin_keys", "--part=key_value"),
-            *("--value_rank=3", "--cache=0.5"),
-        ],
-        "--value_rank=3: only with --rank, not --cache",
-    ),
-    (
-        ["--source=X", "--out=OUT", "--method=lrkv", "--energy=2"],
-        "--energy = 2.0: must be at least 0 and at most 1",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--cache=0.1", "--multiple=1", *BY_WEIGHTS],
-        "more than the",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=4", *BY_WEIGHTS],
-        "--rank = 4: takes 48 bytes per token and layer, and the source 32: give at most 2",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--energy=0", *BY_WEIGHTS],
-        "--multiple = 4: takes",
-    ),
-    (
-        ["--source=X", "--out=OUT", "--cache=0"],
-        "--cache=0: must be more than 0",
-    ),
-    (
-        ["--source=X", "--out=OUT", "--method=thin_keys", "--part=query", "--cache=0.5"],
-        "--cache=0.5: queries are not cached",
-    ),
-    (
-        ["--source=X", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate=x", *BY_WEIGHTS],
+        "--method=lrkv --rank=1 --objective=weights --calibrate=x",
         "--calibrate=x: only with --objective=inputs or outputs",
     ),
+    ("--method=thin_keys --rank=3 --value_rank=2", "--value_rank=2: only with --part=key_value"),
     (
-        ["--source=X", "--out=OUT", "--method=thin_keys", "--rank=3", "--value_rank=2"],
-        "--value_rank=2: only with --part=key_value",
-    ),
-    (
-        [
-            *("--source=X", "--out=OUT", "--method=thin_keys", "--rank=3", "--part=key_value"),
-            "--value_rank=0",
-        ],
+        "--method=thin_keys --rank=3 --part=key_value --value_rank=0",
         "--value_rank = 0: must be at least 1",
     ),
-    (["--source=/nowhere", "--out=OUT"], "there is no such folder or file"),
-    (["--source=SRC", "--out=SRC"], "exists already: give another"),
-    (["--source=SRC", "--out=gs://bucket/x"], "local"),
-    (["--source=SRC", "--out=OUT/.hidden"], "--out = '.hidden': must be a folder's name"),
-    (["--source=SRC", "--out=OUT/ "], "--out = ' ': must be a folder's name"),
-    (["--source=SRC", "--out=OUT/a\tb"], "printable text"),
-    (["--source=SRC", "--out=OUT@3"], "must not end in @NUMBER"),
-    (["--source=SRC", "--out=OUT/a\\b"], "has a backslash, which TensorStore reads as"),
-    (["--source=SRC", "--out=."], "--out = '.': cannot be replaced: give a new folder in it"),
-    (
-        ["--source=SRC", "--out=OUT", "--method=thin_keys", "--rank=9"],
-        r"--rank = 9: must lie in [1, 4]",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=1", "--bases=3"],
-        "--bases = 3: must divide",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=1", "--objective=best"],
-        "--objective = 'best': must be one of",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate="],
-        "--calibrate='': give a text",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate=/nowhere.txt"],
-        "/nowhere.txt",
-    ),
-    (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=1", "--row_length=0"],
-        "--row_length = 0: must be at least 1",
-    ),
+    ("--source=/nowhere", "there is no such folder or file"),
+    ("--out=SRC", "exists already: give another"),
+    ("--out=gs://bucket/x", "local"),
+    ("--out=OUT/.hidden", "--out = '.hidden': must be a folder's name"),
+    ("--out=OUT@3", "must not end in @NUMBER"),
+    ("--out=.", "--out = '.': cannot be replaced: give a new folder in it"),
+    ("--source=SRC --method=thin_keys --rank=9", "--rank = 9: must lie in [1, 4]"),
+    ("--source=SRC --method=lrkv --rank=1 --bases=3", "--bases = 3: must divide"),
+    ("--method=lrkv --rank=1 --objective=best", "--objective = 'best': must be one of"),
+    ("--source=SRC --method=lrkv --rank=1 --calibrate=", "--calibrate='': give a text"),
+    ("--source=SRC --method=lrkv --rank=1 --calibrate=/nowhere.txt", "/nowhere.txt"),
+    ("--method=lrkv --rank=1 --row_length=0", "--row_length = 0: must be at least 1"),
+    ("--source=GPT2 --method=lrkv --rank=1 --row_length=99", "learned positions reach"),
 ]
 
 
 def test_bad_options(run, imported, tmp_path, monkeypatch):
-    source, out = str(imported("llama_tied_bias")), str(tmp_path / "out")
+    places = dict(OUT=str(tmp_path / "out"), SRC=imported("llama_tied_bias"), GPT2=imported("gpt2"))
     monkeypatch.chdir(tmp_path)
     for options, message in BAD:
-        given = [option.replace("SRC", source).replace("OUT", out) for option in options]
-        status, _, errors = run(*given)
+        for name, path in places.items():
+            options = options.replace(name, str(path))
+        status, _, errors = run("--source=X", f"--out={places['OUT']}", *options.split())
         assert status == 2 and message in errors and "Traceback" not in errors, (options, errors)
         assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_source_leaves_nothing(run, tmp_path):
-    folder = tmp_path / "source"
-    shutil.copytree(comparison.PUBLISHED / "gpt2", folder)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    status, _, errors = run(f"--source={folder}", f"--out={tmp_path / 'out'}")
-    assert status == 2 and "model.safetensors" in errors
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
-def test_all_that_is_said_and_written_down(run, text, tmp_path, monkeypatch):
-    """Of a cache that keys and values share, by texts too short and rows too long."""
+@pytest.fixture
+def converted(run, tmp_path, monkeypatch):
+    """A function of a folder and options: lines printed, warnings, and conversion.json."""
     block = dataclasses.replace(workdirs.BLOCKS["llama"], num_layers=6)
     mechanism = workdirs.grouped(2, 2, qk_norm="none")
     workdirs.write(tmp_path / "source", workdirs.config(block, mechanism))
-    shutil.copy(text, tmp_path / "calibration.jsonl")
-    shutil.copy(text, tmp_path / "held.jsonl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
-    def converted(out, *options):
-        status, printed, errors = run("--source=source", f"--out={out}", "--multiple=1", *options)
+    def convert(out, *options):
+        status, printed, errors = run("--source=source", f"--out={out}", *options)
         assert status == 0, errors
         record = json.loads((tmp_path / out / "conversion.json").read_text())
         del record["made_by"]
         return printed.strip().splitlines(), " ".join(errors.split()), record
 
+    return convert
+
+
+def test_report_and_record(converted, text, tmp_path):
+    """Converts with texts that are too short and rows that are too long."""
+    shutil.copy(text, tmp_path / "calibration.jsonl")
+    shutil.copy(text, tmp_path / "held.jsonl")
     texts = ["--calibrate=calibration.jsonl", "--evaluate=held.jsonl", "--row_length=48"]
-    printed, errors, record = converted("half", "--cache=0.5", "--calibrate_tokens=200", *texts)
+    options = ["--cache=0.5", "--multiple=1", "--calibrate_tokens=200"]
+    printed, errors, record = converted("half", *options, *texts)
     lost, perplexity = record.pop("errors"), record.pop("perplexity")
     assert record == dict(
         source="source",
@@ -314,21 +231,8 @@ def test_all_that_is_said_and_written_down(run, text, tmp_path, monkeypatch):
     assert errors == longer * 2 + few
 
 
-def test_ranks_of_layers_in_words(run, tmp_path, monkeypatch):
-    """By energy, by a share of the cache and none at all, without a text."""
-    block = dataclasses.replace(workdirs.BLOCKS["llama"], num_layers=6)
-    mechanism = workdirs.grouped(2, 2, qk_norm="none")
-    workdirs.write(tmp_path / "source", workdirs.config(block, mechanism))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def converted(out, *options):
-        status, printed, errors = run("--source=source", f"--out={out}", *options)
-        assert status == 0, errors
-        record = json.loads((tmp_path / out / "conversion.json").read_text())
-        del record["made_by"]
-        return printed.splitlines(), " ".join(errors.split()), record
-
+def test_ranks_by_layer(converted):
+    """Converts by energy, by a share of the cache, and without a method."""
     record = dict(source="source", cache_dtype="bfloat16")
     lrkv, shared = ("--method=lrkv", *BY_WEIGHTS), dict(objective="weights", bases=1)
     _, errors, kept = converted("kept", *lrkv, "--energy=0.99", "--multiple=3")
@@ -348,29 +252,16 @@ def test_ranks_of_layers_in_words(run, tmp_path, monkeypatch):
         "0.9817 at rank 3, layer 1 0.9757 at rank 3, layer 2 0.9840 at rank 3, layer 3 0.9720 at "
         "rank 3 and 2 more"
     )
-    enough = converted("enough", *lrkv, "--energy=0.98", "--multiple=3")
-    assert enough[1].count("layer") == 3 and "more" not in enough[1].partition("smaller")[2]
-
-    printed, errors, share = converted("share", *lrkv, "--cache=0.8", "--multiple=1", "--no-align")
-    lost = share.pop("errors")
-    assert share == record | dict(
+    _, errors, _ = converted("enough", *lrkv, "--energy=0.98", "--multiple=3")
+    assert errors.count("layer") == 3 and "more" not in errors.partition("smaller")[2]
+    _, errors, share = converted("share", *lrkv, "--cache=0.8", "--multiple=1", "--no-align")
+    del share["errors"]
+    assert not errors and share == record | dict(
         method="lrkv",
         cache_bytes_per_token=dict(before=384, after=304),
         options=dict(cache=0.8, multiple=1, align=False, **shared),
         ranks=[3, 2, 2, 2, 2, 3],
     )
-    assert not errors and printed == [
-        "written: share, from source",
-        "Share of energy lost",
-        "",
-        "layer     key   value",
-        "-----  ------  ------",
-        *(f"{i}      {x['key']:.4f}  {x['value']:.4f}" for i, x in lost.items()),
-        "",
-        "cache: 304 bytes per token in bfloat16, 0.792 of 384",
-        "",
-        "python -m kvjax.generate --workdir=share --prompt='Once'",
-    ]
     printed, errors, whole = converted("whole")
     assert whole == record | dict(method="none", cache_bytes_per_token=dict(before=384, after=384))
     assert not errors and printed == [
@@ -382,8 +273,8 @@ def test_ranks_of_layers_in_words(run, tmp_path, monkeypatch):
     ]
 
 
-def test_what_options_ask_for():
-    """The method, and what conversion.json says of it, defaults included."""
+def test_methods_of_options():
+    """Compares each method and its options in conversion.json, defaults included."""
     by_text = dict(calibrate="embedded", calibrate_tokens=32_768, row_length=512)
     outputs = by_text | dict(multiple=8, objective="outputs")
     thin = dict(mode="per_head", part="key")
@@ -435,7 +326,7 @@ def test_what_options_ask_for():
 
 
 @pytest.mark.slow
-def test_a_perplexity_that_is_no_number(run, text, tmp_path):
+def test_infinite_perplexity(run, text, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(comparison.PUBLISHED / "qwen3", source)
     tensors = load_file(source / "model.safetensors")
@@ -445,41 +336,32 @@ def test_a_perplexity_that_is_no_number(run, text, tmp_path):
     options += ["--objective=weights", f"--evaluate={text}", "--row_length=16"]
     status, _, errors = run(*options)
     assert status == 2 and "perplexity of source on this text overflows" in errors
-    assert "--evaluate_tokens=0 converts without" in errors and not out.exists()
+    assert "--evaluate_tokens=0 skips it" in errors and not out.exists()
     status, _, errors = run(*options[:-3], "--objective=weights", "--evaluate_tokens=0")
     assert status == 0, errors
 
 
-def test_all_of_an_allowed_cache_is_used(imported):
-    """0.7 of 23,040 bytes are 16,128, of which floats lose one."""
+def test_allowed_cache_bytes(imported):
+    """A share of the cache is not rounded down: 0.7 * 23,040 is 16,127.999... in floats."""
     source = model_lib.open(str(imported("llama_tied_bias")))
     whole = command._cache_bytes(source)
     for i in range(1, whole):
         assert command._allowed(argparse.Namespace(cache=i / whole), source) == i
 
 
-def test_a_row_longer_than_positions_names_the_option(run, imported, tmp_path):
-    options = [f"--source={imported('gpt2')}", f"--out={tmp_path / 'out'}", "--method=lrkv"]
-    status, _, errors = run(*options, "--rank=1", "--row_length=1000")
-    assert status == 2 and "--row_length = 1000: learned positions reach" in errors
-
-
 def test_shapes_are_checked_before_text_is_read(run, imported, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
-        raise AssertionError("this was to be refused")
+        raise AssertionError("text was read")
 
     monkeypatch.setattr(command, "_rows", fail)
     options = [f"--source={imported('llama_tied_bias')}", f"--out={tmp_path / 'out'}"]
     for wrong, message in (
-        (["--rank=4"], "--rank = 4: takes"),
+        (["--rank=4"], "--rank = 4: takes 48 bytes per token and layer, and the source 32: give"),
         (["--cache=0.1", "--multiple=1"], "--cache: rank 1 in every layer takes"),
         (["--energy=0.9"], "--multiple = 4: takes"),
     ):
         status, _, errors = run(*options, "--method=lrkv", *wrong)
         assert status == 2 and message in errors
-    monkeypatch.setattr(into_workdir.os.path, "ismount", lambda path: path.name == "out")
-    status, _, errors = run(*options)
-    assert status == 2 and "cannot be replaced" in errors
 
 
 def test_text_that_is_too_short_names_the_options(run, imported, tmp_path):

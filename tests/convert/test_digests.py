@@ -1,4 +1,4 @@
-"""Digests that a model hub's client leaves of files are checked before a file is read."""
+"""Files are checked against the digests of a model hub's client before they are read."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ def sha256(content: bytes) -> str:
 
 
 def of_git(content: bytes) -> str:
-    """Known from `git hash-object`: e69de29bb2d1d6434b8b29ae775ad8c2e48c5391 of an empty file."""
+    """Returns Git's object name of a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -65,7 +65,7 @@ def _check(tmp_path, place, digest):
         gguf_file.File(epath.Path(gguf))
 
 
-def test_what_says_no_digest_is_not_asked(tmp_path):
+def test_files_without_a_digest(tmp_path):
     file = in_folder(tmp_path, "model.gguf", b"GGUF", "")
     told = tmp_path / ".cache/huggingface/download/part/model.gguf.metadata"
     for text in ("", "commit", *(f"commit\n{etag}\n1" for etag in ("W/abc", "0" * 63, "g" * 64))):
@@ -80,7 +80,7 @@ def blake2b(content: bytes) -> str:
 
 
 def test_files_of_an_export(tmp_path):
-    """Against BLAKE2b of 16 bytes, over what is written in UTF-8."""
+    """Compares with BLAKE2b of 16 bytes, over UTF-8 text."""
     folder, texts = epath.Path(tmp_path), {"a.json": "\u00e9\n", "b": ""}
     digests.check_files(folder)  # which has none, as older ones
     text = digests.of_files(texts)

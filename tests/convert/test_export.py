@@ -1,4 +1,4 @@
-"""The command: which format it takes, and what is wrong with its options."""
+"""python -m kvjax.convert.export: the chosen format, and bad options."""
 
 import json
 
@@ -7,14 +7,14 @@ import pytest
 
 from kvjax.convert import export, into_folder
 from kvjax.foundation import command_line
-from tests.convert import comparison, workdirs
+from tests.convert import workdirs
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 @pytest.fixture
 def told(tmp_path, capsys):
-    """A function of a workdir, a folder and options: what the command says when it fails."""
+    """A function of a workdir, a folder and options: the message of the failing command."""
 
     def tell(workdir, out, *options):
         arguments = [f"--workdir={workdir}", f"--out={out}", *options]
@@ -52,14 +52,13 @@ def test_the_dtype_is_one_that_holds_all():
     assert into_folder.dtype_name(both(F32, BF16)) == "F32"
 
 
-def test_a_folder_that_is_there(small, tmp_path, told):
+def test_existing_folders(small, tmp_path, told):
+    """An empty folder is taken, a full one is not."""
     (tmp_path / "out").mkdir()
-    workdirs.export(small, tmp_path / "out")  # empty
+    workdirs.export(small, tmp_path / "out")
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert "exists already: give another, or move it away" in told(small, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
-    (tmp_path / "file").write_text("")
-    assert "exists already" in told(small, tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -80,17 +79,14 @@ def test_options(bucket, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
-def test_workdirs_that_have_no_model(small, tmp_path, told):
-    assert "is no workdir of a run" in told(tmp_path / "none", tmp_path / "out")
-    folder = comparison.PUBLISHED / "llama"
-    assert str(folder) in told(folder, tmp_path / "out")
+def test_a_workdir_without_a_checkpoint(small, tmp_path, told):
     for checkpoint in (small / "checkpoints").iterdir():
         checkpoint.rename(tmp_path / checkpoint.name)
     assert "has no checkpoint yet: train on, or give another" in told(small, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_another_format_is_named_where_a_family_has_not_the_model(tmp_path, told):
+def test_unsupported_models_name_the_other_format(tmp_path, told):
     workdir = workdirs.write(tmp_path / "workdir", workdirs.config("nanochat", workdirs.mla()))
     said = told(workdir, tmp_path / "out", "--format=huggingface")
     assert "config.attention.kind = 'mla'" in said

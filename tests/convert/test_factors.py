@@ -1,4 +1,4 @@
-"""Factors of low rank: they are the best there are, and no sweep makes a base worse."""
+"""Low-rank factors are optimal, and no sweep raises the error of a base."""
 
 import itertools
 
@@ -27,8 +27,8 @@ def _expand_factors(found):
 
 @pytest.mark.parametrize("latents", [1, 2, 4])
 @pytest.mark.parametrize("rank", [1, 3, 6])
-def test_the_best_of_a_rank_on_given_inputs(latents, rank):
-    """Eckart and Young: of X W the best is its truncated SVD."""
+def test_low_rank_is_optimal(latents, rank):
+    """Compares with the truncated SVD of X W (Eckart-Young)."""
     moment, x = _moment()
     w = _w()
     found = factors.low_rank(w, rank, moment, latents=latents)
@@ -47,7 +47,7 @@ def test_the_best_of_a_rank_on_given_inputs(latents, rank):
     assert found.error == pytest.approx(lost / total, abs=1e-12)
 
 
-def test_energies_are_what_ranks_keep():
+def test_energies():
     moment, _ = _moment()
     energy = factors.energies(_w(), moment, latents=2)
     assert energy.shape == (2, K // 2 * H) and np.all(np.diff(energy) <= 1e-9)
@@ -57,7 +57,7 @@ def test_energies_are_what_ranks_keep():
 
 
 def _error(w, found, moment, bases):
-    """Share of energy lost, from what was returned alone."""
+    """Returns the share of energy lost, from the returned factors alone."""
     base = np.repeat(found.base_EJH, K // bases, axis=1)
     new = base + np.einsum("EKR,KRH->EKH", found.latent_EKR, found.expand_KRH)
     gap = np.einsum("EKH,KHI->EKI", w, found.rotation_KHH) - new
@@ -69,7 +69,7 @@ def _error(w, found, moment, bases):
 
 
 def test_inputs_that_are_always_zero():
-    """A layer that was switched off has such inputs; the search must end."""
+    """A layer that was switched off has such inputs; the fit must end."""
     found = factors.base_and_residual(_w(), 1, np.zeros((E, E)), bases=1, rotations="all")
     assert np.isfinite(found.base_EJH).all() and np.isfinite(found.latent_EKR).all()
     assert 0 <= found.error <= 1
@@ -105,41 +105,48 @@ def test_base_and_residual(rotations, bases, rank):
     assert errors[-1] < nothing_shared  # a base is worth something
 
 
+def _pair_rotations(angles):
+    """Returns [..., H, H] rotations of channels i and i + H/2 by angles [..., H/2]."""
+    cos, sin = (f(angles)[..., None] * np.eye(H // 2) for f in (np.cos, np.sin))
+    return np.concatenate(
+        [np.concatenate([cos, sin], axis=-1), np.concatenate([-sin, cos], axis=-1)], axis=-2
+    )
+
+
 @pytest.mark.parametrize("rotations", ["pairs", "all"])
-def test_heads_that_are_one_head_turned_need_no_residual(rotations):
-    """All heads are one, each turned in its own way; without turns a base does not fit them."""
+def test_rotations_of_one_head_need_no_residual(rotations):
+    """Heads that are rotations of one head; without rotations a base does not fit them."""
     rng = np.random.default_rng(3)
     one = rng.standard_normal((E, H))
     if rotations == "all":
-        turn = np.linalg.qr(rng.standard_normal((K, H, H)))[0]
+        rotation_KHH = np.linalg.qr(rng.standard_normal((K, H, H)))[0]
     else:
         angle = rng.uniform(0, 2 * np.pi, (K, H // 2))
-        turn = np.zeros((K, H, H))
+        rotation_KHH = np.zeros((K, H, H))
         first, second = np.arange(H // 2), np.arange(H // 2, H)
-        turn[:, first, first] = turn[:, second, second] = np.cos(angle)
-        turn[:, first, second], turn[:, second, first] = np.sin(angle), -np.sin(angle)
-    w = np.einsum("EH,KHI->EKI", one, turn)
+        rotation_KHH[:, first, first] = rotation_KHH[:, second, second] = np.cos(angle)
+        rotation_KHH[:, first, second], rotation_KHH[:, second, first] = (
+            np.sin(angle),
+            -np.sin(angle),
+        )
+    w = np.einsum("EH,KHI->EKI", one, rotation_KHH)
     moment = np.eye(E)
     assert factors.base_and_residual(w, 0, moment, bases=1, rotations=rotations).error < 1e-6
     assert factors.base_and_residual(w, 0, moment, bases=1, rotations="none").error > 0.2
 
 
-def test_turns_of_pairs_commute_with_rope():
+def test_pair_rotations_commute_with_rope():
     w = _w()
     found = factors.base_and_residual(w, 2, np.eye(E), bases=1, rotations="pairs")
-    angle = np.random.default_rng(0).uniform(0, 2 * np.pi, H // 2)
-    first, second = np.arange(H // 2), np.arange(H // 2, H)
-    rotation = np.zeros((H, H))
-    rotation[first, first] = rotation[second, second] = np.cos(angle)
-    rotation[first, second], rotation[second, first] = np.sin(angle), -np.sin(angle)
-    for turn in found.rotation_KHH:
-        np.testing.assert_allclose(turn @ rotation, rotation @ turn, atol=1e-12)
+    rotation = _pair_rotations(np.random.default_rng(0).uniform(0, 2 * np.pi, H // 2))
+    for rotation_KHH in found.rotation_KHH:
+        np.testing.assert_allclose(rotation_KHH @ rotation, rotation @ rotation_KHH, atol=1e-12)
     assert np.abs(found.rotation_KHH - np.eye(H)).max() > 0.1
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_a_moment_that_rounding_made_indefinite(scale):
-    """Inputs after LayerNorm lie in a plane; their moment in float32 has an eigenvalue below 0."""
+    """Inputs after LayerNorm span D - 1 channels; in float32 an eigenvalue is negative."""
     x = np.random.default_rng(0).standard_normal((999, E)) * scale
     x -= x.mean(axis=1, keepdims=True)
     moment = np.float64(np.float32(x.T @ x / 999)) - 1e-7 * scale**2 * np.eye(E)
@@ -149,7 +156,7 @@ def test_a_moment_that_rounding_made_indefinite(scale):
 
 
 def test_a_moment_without_full_rank():
-    """Inputs that span less than all channels: what lies outside does not count, and is finite."""
+    """Inputs span few channels; factors are finite in the others."""
     x = np.random.default_rng(0).standard_normal((5, E))
     moment = x.T @ x / 5
     found = factors.base_and_residual(_w(), 3, moment, bases=1, rotations="all")

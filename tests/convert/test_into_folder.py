@@ -1,10 +1,7 @@
-"""Files of safetensors, of which nothing stands under its name too early."""
+"""Folders of safetensors, which get their name only when they are complete."""
 
 import fcntl
 import json
-import os
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -14,12 +11,11 @@ from safetensors.numpy import load_file
 
 from kvjax.convert import into_folder, into_workdir
 from kvjax.convert.into_folder import ExportPlan, LazyTensor
-from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 
 
 def _plan(**shapes):
-    """Tensors of one number each: 0 in the first, 1 in the second and so on."""
+    """Returns a plan of constant tensors: 0 in the first, 1 in the second and so on."""
     tensors = {
         name: LazyTensor(shape, lambda i=i, shape=shape: np.full(shape, i, np.float32))
         for i, (name, shape) in enumerate(shapes.items())
@@ -28,7 +24,7 @@ def _plan(**shapes):
 
 
 def test_shards(tmp_path):
-    """At most so many bytes each, but for a tensor that has more."""
+    """No file exceeds the maximum but that of a single larger tensor."""
     plan = _plan(a=(2, 3), b=(4,), c=(100,), d=(1,), e=(3, 3))
     out = into_workdir.check(str(tmp_path / "out"))
     into_folder.write(plan, out, "F32", shard_bytes=40)
@@ -60,8 +56,8 @@ def test_one_tensor_is_in_memory(tmp_path):
     assert peak < 3 << 20
 
 
-def test_nothing_stands_there_before_all_is_written(tmp_path, monkeypatch):
-    """An error, an interruption, a disk that is full."""
+def test_failed_writes_leave_nothing(tmp_path, monkeypatch):
+    """Covers an error, an interruption, and a full disk."""
     for error in (RuntimeError, KeyboardInterrupt, OSError(28, "No space left on device")):
         plan = _plan(a=(2,), b=(2,))
 
@@ -77,33 +73,8 @@ def test_nothing_stands_there_before_all_is_written(tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
 
 
-KILLED = """
-import os, signal, sys
-from etils import epath
-import numpy as np
-from kvjax.convert import into_folder
-from kvjax.convert.into_folder import ExportPlan, LazyTensor
-first = LazyTensor((2,), lambda: np.zeros(2, np.float32))
-second = LazyTensor((2,), lambda: os.kill(os.getpid(), signal.SIGKILL))
-plan = ExportPlan("", None, dict(a=first, b=second), {})
-into_folder.write(plan, epath.Path(sys.argv[1]), "F32")
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_leaves_nothing_under_the_name(tmp_path):
-    out = tmp_path / "out"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, out], cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
-    assert done.returncode == -9 and not out.exists()
-    assert list(tmp_path.iterdir())  # beside it, until the next try
-    into_folder.write(_plan(a=(2,)), into_workdir.check(str(out)), "F32")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
-    """By who held it: else two could hold locks of one name, one of them on no file."""
+    """Else two processes could hold a lock of one name, one of them on a removed file."""
     file, flock, calls = tmp_path / "lock", fcntl.flock, []
 
     def removed_meanwhile(*args):

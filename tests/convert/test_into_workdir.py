@@ -1,38 +1,15 @@
-"""The workdir that a conversion leaves: whole or not at all, and ready to be tuned."""
+"""The workdir of a conversion: complete or absent, and ready for fine-tuning."""
 
 import pytest
 
 from kvjax import recipes
-from kvjax.config import resolve
 from kvjax.convert import into_workdir, model as model_lib
-from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import ThinKeys
 from kvjax.decoding.generator import Generator
-from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained
 
 
-def test_a_conversion_is_tuned_by_the_file_it_leaves(imported, text, tmp_path):
-    out = tmp_path / "thin"
-    source = model_lib.open(str(imported("llama_tied_bias")))
-    layers = source.transformer.block.num_layers
-    converted = ConvertedModel(source, [ThinKeys(rank=2, objective="weights")] * layers, None)
-    into_workdir.write(converted, into_workdir.check(str(out)), {})
-    config = command_line.load_config(
-        out / "recover.py",
-        [f"--config.data.source={text}", "--config.data.sequence_length=16"],
-    )
-    experiment = resolve(config)
-    assert experiment.model == converted.transformer
-    assert experiment.optimizer.tuned == recipes.TUNED["qk"]
-    assert experiment.optimizer.matrix_learning_rate == 5e-5
-    assert experiment.train.parent == str(out)
-    assert experiment.data.sequence_length == 16
-    assert (experiment.train.batch_size, experiment.train.grad_accumulation) == (8, 8)
-
-
-def test_a_config_of_recovery_names_what_is_wrong(imported, tmp_path):
+def test_recovery_config_errors(imported, tmp_path):
     with pytest.raises(UserError, match="section = 'trian': must be one of"):
         recipes.recover(imported("gpt2"), trian=dict(num_steps=1))
     (tmp_path / "config.json").write_text("{}")

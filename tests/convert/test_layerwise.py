@@ -1,4 +1,4 @@
-"""Perplexity and moments with one layer in memory, against the model as a whole."""
+"""Perplexity and moments with one layer in memory, against the whole model."""
 
 import functools
 
@@ -16,8 +16,8 @@ from tests.convert import comparison, workdirs
 
 
 @pytest.mark.parametrize("name", workdirs.BLOCKS)
-def test_perplexity_layer_by_layer_is_the_models(name):
-    """Of every kind of block, with few rows last; so are losses with another attention."""
+def test_perplexity(name):
+    """Covers every kind of block, a small last batch, and another attention class."""
     source = workdirs.Made(workdirs.config(name, workdirs.grouped(2, 1, 3, **workdirs.PLAIN)))
     rows_BT = np.random.default_rng(3).integers(0, 257, (5, 12)).astype(np.int32)
 
@@ -44,8 +44,8 @@ def test_perplexity_layer_by_layer_is_the_models(name):
 
 
 @pytest.mark.slow
-def test_moments_are_those_of_the_models_inputs(imported):
-    """Against the activations of the model as a whole."""
+def test_moments(imported):
+    """Compares with the activations of the whole model."""
     source = model_lib.open(str(imported("qwen2")))
     rows = np.random.default_rng(0).integers(0, 38, (5, 11))
     model = model_lib.transformer(source)
@@ -63,9 +63,8 @@ def test_moments_are_those_of_the_models_inputs(imported):
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
-def test_sensitivities_are_what_errors_of_logits_and_values_do():
-    """Against outputs under drawn errors, layer by layer: those of one token independent of
-    another's, of values as large as a share of their energy."""
+def test_sensitivities():
+    """Compares with outputs under random errors, independent between tokens, layer by layer."""
     source, rng = (
         model_lib.open(str(comparison.PUBLISHED / "mistral_window")),
         np.random.default_rng(0),

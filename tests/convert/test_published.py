@@ -1,6 +1,6 @@
-"""Published models give the logits that transformers gave them; what does not fit is told first.
+"""Published models give transformers' logits; errors for files that do not belong together.
 
-The models are of make_logits.py, beside this file; published/versions.json says of which versions.
+make_logits.py beside this file wrote the models; published/versions.json has its versions.
 """
 
 import json
@@ -48,13 +48,6 @@ def test_logits_are_those_of_transformers(name):
     assert comparison.difference(comparison.PUBLISHED / name) < comparison.TOLERANCE
 
 
-def test_all_models_are_there():
-    models = ("gpt2", "gpt2_exact_gelu", "llama", "llama3_rope", "llama_tied_bias")
-    models += ("mistral_window", "qwen2", "qwen2_window", "qwen3", "nanochat", "nanochat_bias")
-    assert set(comparison.MODELS) == set(models)
-    assert (comparison.PUBLISHED / "llama/model.safetensors.index.json").exists()
-
-
 def test_a_model_as_it_is_published():
     model = published.open(comparison.PUBLISHED / "qwen2")
     assert model.name == "qwen2" and model.bos_token == "<|endoftext|>"
@@ -73,7 +66,7 @@ def test_a_model_as_it_is_published():
     np.testing.assert_array_equal(model.read(("embedding",)), stored["model.embed_tokens.weight"])
 
 
-def test_a_mixture_of_dtypes_is_read_in_one_that_holds_all(copied):
+def test_mixed_dtypes(copied):
     folder = copied("qwen2")
 
     def change(tensors):
@@ -88,7 +81,7 @@ def test_a_mixture_of_dtypes_is_read_in_one_that_holds_all(copied):
 
 
 def test_gpt2_as_it_was_first_published(copied):
-    """Without the prefix, and with the masks of attention among its tensors."""
+    """Reads tensors without a prefix, beside attention masks."""
     folder = copied("gpt2")
     before = comparison.whole(published.open(folder))
 
@@ -120,7 +113,7 @@ def test_a_head_that_is_stored_although_it_is_tied(copied):
     "value, template",
     [("one", "one"), ([dict(name="x", template="b"), dict(name="default", template="a")], "a")],
 )
-def test_what_tokenizer_config_json_says(copied, value, template):
+def test_tokenizer_config(copied, value, template):
     folder = copied("gpt2")
     assert published.open(folder).chat_template is None
     about = dict(chat_template=value, bos_token=dict(content="<s>", lstrip=False))
@@ -147,16 +140,12 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             f"{Q} has shape (16, 15), and (16, 16) by its config: give the config that",
         ),
         (
-            lambda t: t.update({Q: t[Q].astype(np.int8)}),
-            f"{Q} is stored as I8; weights must be F32, F16, BF16: dequantise",
-        ),
-        (
             lambda t: t.update({Q: t[Q].astype(ml_dtypes.float8_e4m3fn)}),
             f"{Q} is stored as F8_E4M3; weights must be F32, F16, BF16: dequantise",
         ),
     ],
 )
-def test_tensors_that_are_not_those_of_the_config(copied, change, said):
+def test_tensors_must_match_the_config(copied, change, said):
     folder = copied("llama_tied_bias")
     edit(folder, change)
     with pytest.raises(UserError) as error:
@@ -167,9 +156,7 @@ def test_tensors_that_are_not_those_of_the_config(copied, change, said):
 @pytest.mark.parametrize(
     "keys, said",
     [
-        (dict(model_type="llama4"), "model_type = 'llama4': must be one of gpt2, llama, mistral"),
         (dict(num_hidden_layers=3), "lacks tensors that its config describes: model.layers.2."),
-        (dict(num_hidden_layers=1), "does not describe: model.layers.1.input_layernorm.weight, "),
         (dict(tie_word_embeddings=False), "lacks tensors that its config describes: lm_head.weig"),
         (dict(attention_bias=False), "does not describe: model.layers.0.self_attn.k_proj.bias, "),
         (
@@ -179,10 +166,9 @@ def test_tensors_that_are_not_those_of_the_config(copied, change, said):
         (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide num_heads = 4"),
         (dict(head_dim=5), "RoPE rotates channels in pairs"),
         (dict(num_hidden_layers=10**6), "config.model.num_layers = 1000000: must be at"),
-        (dict(vocab_size=41), "has shape (40, 16), and (41, 16)"),
     ],
 )
-def test_configs_that_are_not_those_of_the_tensors(copied, keys, said):
+def test_config_must_match_the_tensors(copied, keys, said):
     folder = copied("llama_tied_bias")
     configure(folder, **keys)
     with pytest.raises(UserError) as error:
@@ -194,9 +180,8 @@ def test_configs_that_are_not_those_of_the_tensors(copied, keys, said):
     "file, text, said",
     [
         ("config.json", "{", "config.json is not JSON"),
-        ("config.json", "[]", "config.json is not a JSON object"),
         ("config.json", None, "config.json is missing: download it again"),
-        ("tokenizer.json", None, "tokenizer.json is missing: load the tokenizer"),
+        ("tokenizer.json", None, "tokenizer.json is missing: give a model"),
         ("tokenizer.json", "{}", "its tokenizer.json cannot be read"),
         ("tokenizer_config.json", "no", "tokenizer_config.json is not JSON"),
         ("model.safetensors", None, "has neither model.safetensors nor"),
@@ -212,16 +197,9 @@ def test_files_that_are_missing_or_broken(copied, file, text, said):
     assert str(folder) in str(error.value) and said in str(error.value)
 
 
-def test_a_tokenizer_of_another_model(copied):
-    folder = copied("llama_tied_bias")
-    tokenizer.byte_tokenizer().save(folder / "tokenizer.json")
-    with pytest.raises(UserError, match="its tokenizer has 257 tokens and its embedding 40 rows"):
-        published.open(folder)
-
-
 @pytest.mark.parametrize("name", ["llama_tied_bias", "llama"])  # with a head of its own
 def test_an_added_token_without_a_row_gets_the_mean(copied, capsys, name):
-    """Others are as they were; a token that is used must have a row."""
+    """Other rows are unchanged; a token in use must have a row."""
     folder = copied(name)
     before = published.open(folder)
 
@@ -257,16 +235,13 @@ def test_an_added_token_without_a_row_gets_the_mean(copied, capsys, name):
         (2, 40, True),
         (257, 257 + 1024, True),
         (257, 257 + 1025, False),
-        (9_500, 10_000, True),
-        (151_665, 152_064, True),  # Qwen 2.5 7B
-        (100_015, 102_400, True),  # DeepSeek 7B
         (95_000, 100_000, True),
         (94_999, 100_000, False),
         (50_257, 128_256, False),  # GPT-2's tokens for Llama 3's embedding
     ],
 )
-def test_rows_that_no_token_has(tokens, rows, fits):
-    """Embeddings are padded, and have rows in reserve; more are another tokenizer's."""
+def test_spare_rows(tokens, rows, fits):
+    """Embeddings may have spare rows, up to a limit."""
     words = tokenizers.models.WordLevel({"a": 0, "b": tokens - 1}, unk_token="a")
     text = tokenizers.Tokenizer(words).to_str()
 
@@ -280,8 +255,8 @@ def test_rows_that_no_token_has(tokens, rows, fits):
         check()
 
 
-def test_values_that_are_not_finite_are_told_when_they_are_read(copied):
-    """Weights are in bfloat16; what stands beside them is not read."""
+def test_values_that_are_not_finite(copied):
+    """Checks bfloat16 weights; buffers are not read."""
     folder, name = copied("qwen2"), "model.layers.1.self_attn.v_proj.weight"
 
     def change(tensors):
@@ -295,17 +270,4 @@ def test_values_that_are_not_finite_are_told_when_they_are_read(copied):
     with pytest.raises(UserError) as error:
         model.read(path, 1)
     assert str(folder) in str(error.value)
-    said = f"{name} has 2 of 128 values that are not finite, of bases"
-    assert said in str(error.value) and " [0]: download the" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "source, said",
-    [
-        ("HuggingFaceTB/SmolLM2-135M", "there is no such folder or file; download"),
-        ("gs://bucket/model", "must be local: copy it to a disk first"),
-    ],
-)
-def test_a_source_that_is_not_there(bucket, source, said):
-    with pytest.raises(UserError, match=said):
-        published.open(source)
+    assert f"{name} has 2 of 128 values that are not finite: download" in str(error.value)

@@ -1,19 +1,12 @@
-"""Which tokens open and end a text is what the source says, from import to export."""
+"""Tokens that open and end a text are the source's, from import to export."""
 
-import itertools
 import json
-import re
 import shutil
-from unittest import mock
 
 from etils import epath
-import gguf
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 import tokenizers
 
-from kvjax.conversation import dialogue, jinja_process
 from kvjax.convert import (
     __main__ as convert,
     huggingface,
@@ -24,12 +17,11 @@ from kvjax.convert import (
 )
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import ThinKeys
-from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin, trained
 from tests import quick
-from tests.convert import comparison, test_gguf_file, workdirs
+from tests.convert import comparison, gguf_files, workdirs
 
 DEEPSEEK = "<｜begin▁of▁sentence｜>"  # its bars are none of ASCII's
 GENERATION = dict(bos_token_id=38, eos_token_id=[39, 0], pad_token_id=39, temperature=0.6)
@@ -44,7 +36,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def chat(source):
-    """The same, whose turns have tokens of their own, as SmolLM2-Instruct's."""
+    """The same with special tokens for turns, as in SmolLM2-Instruct."""
     text = (source / "tokenizer.json").read_text()
     backend = tokenizers.Tokenizer.from_str(text)
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -57,7 +49,7 @@ def chat(source):
 
 
 def rename(folder, name):
-    """Gives the only special of a tokenizer another name."""
+    """Renames the only special token of a tokenizer."""
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace("<|endoftext|>", name))
 
@@ -82,28 +74,21 @@ def check(folder):
     assert read(folder / "generation_config.json") == GENERATION
 
 
-@pytest.mark.slow
-def test_turns_end_in_transformers_as_they_did(chat, tmp_path):
-    workdir = write(published.open(chat), tmp_path / "workdir")
-    workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
-    check(tmp_path / "out")
-    assert published.open(tmp_path / "out").token_files == published.open(chat).token_files
-
-
-def test_turns_end_as_they_did_after_a_conversion_and_in_either_format(chat, tmp_path):
+def test_end_of_turn_survives_conversion_and_export(chat, tmp_path):
     model = published.open(chat)
     method = ThinKeys(rank=2, objective="weights")
     thin = write(ConvertedModel(model, [method] * 2, None), tmp_path / "thin")
     workdirs.export(thin, tmp_path / "out", "--format=huggingface")
     check(tmp_path / "out")
+    assert published.open(tmp_path / "out").token_files == model.token_files
     workdirs.export(thin, tmp_path / "factored", "--format=factored")
     back = write(model_lib.open(str(tmp_path / "factored")), tmp_path / "back")
     workdirs.export(back, tmp_path / "again", "--format=huggingface")
     check(tmp_path / "again")
 
 
-def test_generation_ends_where_the_source_does(chat, tmp_path):
-    """At tokens that are no specials too."""
+def test_end_tokens(chat, tmp_path):
+    """End tokens need not be special."""
     config = GENERATION | dict(eos_token_id=[39, 5, 4_000, -1, None])
     (chat / "generation_config.json").write_text(json.dumps(config))
     workdir = write(published.open(chat), tmp_path / "workdir")
@@ -114,7 +99,7 @@ def test_generation_ends_where_the_source_does(chat, tmp_path):
     assert trained.find(workdir).tokenizer.ends == ()  # as written before they were kept
 
 
-def test_without_a_generation_config_its_keys_in_the_config_are_taken(source, tmp_path):
+def test_token_ids_of_config_json(source, tmp_path):
     path = source / "config.json"
     ids = dict(bos_token_id=50_256, eos_token_id=[3, 0])  # of no row: a default of transformers
     path.write_text(json.dumps(read(path) | ids))
@@ -126,7 +111,7 @@ def test_without_a_generation_config_its_keys_in_the_config_are_taken(source, tm
     assert read(tmp_path / "out/tokenizer_config.json")["eos_token"] == "b"
 
 
-def test_no_token_is_guessed_that_the_source_denies(source, tmp_path):
+def test_null_tokens_stay_null(source, tmp_path):
     """Qwen's has no bos_token."""
     about = dict(bos_token=None, eos_token="<|endoftext|>")
     (source / "tokenizer_config.json").write_text(json.dumps(about))
@@ -138,164 +123,6 @@ def test_no_token_is_guessed_that_the_source_denies(source, tmp_path):
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 0)
 
 
-START, END = "<|im_start|>", "<|im_end|>"
-ADDED = {START: 257, END: 258}
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def _flagged(special, *, decoder=None, added=None, without=(), listed=True):
-    """Returns the files of a tokenizer of bytes, of which <|bos|> is 256, START 257 and END 258.
-
-    Args:
-      special: the flag of the two in tokenizer.json, in its model's vocabulary if it is None.
-      decoder: their flag in tokenizer_config.json.
-      added: added_tokens.json.
-      without: tokens that the decoder lacks.
-      listed: whether tokenizer.json has them at all.
-    """
-    made = tokenizer_lib.byte_tokenizer().with_specials([START, END]) if listed else None
-    definition = json.loads((made or tokenizer_lib.byte_tokenizer()).to_json())
-    bos, *rotations = definition["added_tokens"]
-    rotations = [] if special is None else [turn | dict(special=special) for turn in rotations]
-    about = dict(bos_token="<|bos|>", eos_token="<|bos|>", chat_template=CHATML)
-    if decoder is not None:
-        flags = [(257, dict(content=START, special=decoder)), (258, dict(content=END))]
-        about["added_tokens_decoder"] = {i: t for i, t in flags if t["content"] not in without}
-    files = {"tokenizer.json": definition | dict(added_tokens=[bos, *rotations])}
-    files["tokenizer_config.json"] = about
-    return files | ({} if added is None else {"added_tokens.json": added})
-
-
-# Files that have the two tokens of turns; and the kinds that a GGUF file may say they are of.
-WAYS = dict(
-    special=_flagged(True),
-    not_special=_flagged(False),
-    another_flag=_flagged(False, decoder=True),
-    special_and_added=_flagged(True, added=ADDED),
-    decoder=_flagged(True, decoder=False, listed=False),
-    added=_flagged(True, added=ADDED, listed=False),
-    a_part_of_the_decoder=_flagged(True, decoder=False, added=ADDED, without=[END], listed=False),
-    empty_decoder=_flagged(True, decoder=False, added=ADDED, without=ADDED, listed=False),
-    vocabulary=_flagged(None),
-    **{kind: gguf.TokenType[kind] for kind in ("CONTROL", "USER_DEFINED", "NORMAL")},
-)
-
-# After an import: as the files have it, and ordinary tokens become special.
-FLAGGED = "special another_flag special_and_added vocabulary CONTROL NORMAL".split()
-
-
-@pytest.fixture
-def published_as(tmp_path, monkeypatch):
-    """Returns a function that writes a model of 300 rows, its tokenizer as a value of WAYS says."""
-    qwen, numbers = comparison.PUBLISHED / "qwen2", itertools.count()
-
-    def write(way):
-        path = tmp_path / f"{next(numbers)}.gguf"
-        if not isinstance(way, dict):
-            tokens = test_gguf_file.tokens_of(300)
-            tokens[259:261] = [(START, way), (END, way)]
-            with monkeypatch.context() as patch:
-                patch.setattr(test_gguf_file, "tokens_of", lambda rows: tokens)
-                test_gguf_file.write(path, qwen, "qwen2", template=CHATML)
-            return path
-        shutil.copytree(qwen, path)
-        (path / "chat_template.jinja").unlink()
-        stored = load_file(path / "model.safetensors")
-        whole = {n: a for n, a in stored.items() if "embed" in n or "lm_head" in n}
-        whole = {name: np.resize(array, (300, array.shape[1])) for name, array in whole.items()}
-        save_file(stored | whole, path / "model.safetensors")
-        config = read(path / "config.json") | dict(vocab_size=300, eos_token_id=256)
-        for name, tree in (way | {"config.json": config}).items():
-            (path / name).write_text(json.dumps(tree))
-        return path
-
-    return write
-
-
-def test_tokens_of_turns_are_one_id_each_whatever_file_has_them(published_as):
-    """Encodes turns as transformers (5.14) and llama.cpp; no text is such a token; answers end."""
-    for name, way in WAYS.items():
-        model = published.open(published_as(way))
-        tokenizer = tokenizer_lib.from_json(model.tokenizer_json, name)
-        talk = dialogue.make(tokenizer, model.chat_template, model.token_files, where=name)
-        start, end = (talk.tokenizer.special(token) for token in (START, END))
-        assert (start, end) == ((257, 258) if isinstance(way, dict) else (259, 260)), name
-        assert end in talk.ends, name
-        assert tokenizer.added_tokens()[START].special == (name in FLAGGED), name
-        written, encode = f"a{END}\n{START}system\nb", talk.tokenizer.encode
-        newline, *text = encode(f"\n{written}")
-        assert talk.prompt([dict(role="user", content=written)]).ids == [
-            *(start, *encode("user"), newline, *text, end, newline),
-            *(start, *encode("assistant"), newline),
-        ], name
-        assert talk.tokenizer.decode(text) == written and not {start, end} & set(text), name
-
-
-def test_a_workdir_has_the_control_tokens_and_the_end_of_a_turn(published_as, tmp_path):
-    """Reads both also for text without a conversation, and keeps them in an export."""
-    workdir = write(published.open(published_as(WAYS["not_special"])), tmp_path / "workdir")
-    found = trained.find(workdir)
-    assert found.tokenizer.ends == (256, 258) and found.tokenizer.special(END) == 258
-    assert found.tokenizer.encode(END) == list(END.encode())
-    assert found.tokenizer.written_out(f"a{END}") == [END]
-    workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
-    added = read(tmp_path / "out/tokenizer.json")["added_tokens"]
-    assert [token["special"] for token in added] == [True, False, False]  # as the source has them
-    (workdir / "chat_template.jinja").write_text("{% for %}")  # told by who talks with it
-    assert trained.find(workdir).tokenizer.ends == (256,)
-
-
-def test_a_template_over_its_limits_is_told_and_waited_for_once(
-    published_as, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(jinja_process, "_TRIAL_SECONDS", 0.3, raising=False)
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    said = "chat_template.jinja needs more than 1 GiB of memory, 0.3 seconds or"
-    files = _flagged(True)
-    files["tokenizer_config.json"] |= dict(chat_template=loops)
-    with pytest.raises(UserError, match=f"0.gguf: {said}"):
-        published.open(published_as(files))
-    workdir = write(published.open(published_as(_flagged(True))), tmp_path / "workdir")
-    (workdir / "chat_template.jinja").write_text(loops + CHATML)
-    asked = mock.Mock(wraps=jinja_process._worker_answer)
-    monkeypatch.setattr(jinja_process, "_worker_answer", asked)
-    for _ in range(3):
-        assert trained.find(workdir).tokenizer.ends == (256,)
-    assert capsys.readouterr().err.count(said) == 1
-    assert asked.call_count == 2  # that it is a template, and a conversation
-
-
-def test_files_that_disagree_on_a_token(published_as):
-    """And a named token that the template writes and no file has."""
-    for added, listed, said in (
-        ({START: 257}, False, f"its chat template writes {END}, which has no id in any file"),
-        ({START: 256}, False, "256 is '<|bos|>'"),
-        ({START: 259}, True, f"'{START}' is 257"),
-        ({START: -1}, True, "an added token '<|im_start|>' with id -1"),
-        ({"": 258}, True, "an added token '' with id 258"),
-        ({START: "257"}, True, "with id '257'"),
-    ):
-        files = _flagged(True, added=added, listed=listed)
-        files["tokenizer_config.json"] |= dict(eos_token=END)
-        with pytest.raises(UserError) as error:
-            published.open(published_as(files))
-        assert said in str(error.value) and "again" in str(error.value)
-    rotations = [START, dict(content=END)]
-    for name, key, named in (
-        ("tokenizer_config.json", "additional_special_tokens", rotations),
-        ("tokenizer_config.json", "extra_special_tokens", rotations),
-        ("tokenizer_config.json", "extra_special_tokens", dict(a=START, b=END)),
-        ("special_tokens_map.json", "additional_special_tokens", rotations),
-    ):
-        files = _flagged(True, listed=False)
-        files[name] = files.get(name, {}) | {key: named}
-        with pytest.raises(UserError, match=f"writes {re.escape(f'{END}, {START}')}, which"):
-            published.open(published_as(files))
-
-
 def test_tokens_of_a_gguf_file(tmp_path):
     def edit(writer, _):
         writer.add_eos_token_id(3)
@@ -303,9 +130,9 @@ def test_tokens_of_a_gguf_file(tmp_path):
         writer.add_pad_token_id(999)  # of no token
 
     path = tmp_path / "tiny.gguf"
-    test_gguf_file.write(path, comparison.PUBLISHED / "llama", "llama", edit=edit)
+    gguf_files.write(path, comparison.PUBLISHED / "llama", "llama", edit=edit)
     model = published.open(path)
-    names = [name for name, _ in test_gguf_file.tokens_of(300)]
+    names = [name for name, _ in gguf_files.tokens_of(300)]
     assert model.token_files == {
         "tokenizer_config.json": dict(bos_token=names[0], eos_token=names[3]),
         "generation_config.json": dict(bos_token_id=0, eos_token_id=[3, 4]),
@@ -314,16 +141,16 @@ def test_tokens_of_a_gguf_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
-def test_the_source_says_which_token_opens_a_document(source, tmp_path, monkeypatch, kind):
-    """By a name that is not known; so do the workdir, its export, and what is read from that."""
+def test_document_token_of_the_source(source, tmp_path, monkeypatch, kind):
+    """A token of an unknown name opens documents in the workdir, its export, and back."""
     path = source
     if kind == "folder":
         rename(source, DEEPSEEK)
         (source / "tokenizer_config.json").write_text(json.dumps(dict(bos_token=DEEPSEEK)))
     else:
-        monkeypatch.setattr(test_gguf_file, "SPECIAL", DEEPSEEK)
+        monkeypatch.setattr(gguf_files, "SPECIAL", DEEPSEEK)
         path = tmp_path / "tiny.gguf"
-        test_gguf_file.write(path, source, "qwen2")
+        gguf_files.write(path, source, "qwen2")
     workdir = write(published.open(path), tmp_path / "workdir")
     assert trained.find(workdir).tokenizer.bos_id == 0
     workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
@@ -333,7 +160,7 @@ def test_the_source_says_which_token_opens_a_document(source, tmp_path, monkeypa
 
 
 def encodings(path, name):
-    """What a tokenizer.json makes of texts and pairs, with specials and without.
+    """Returns a tokenizer.json's encodings of texts and pairs, with specials and without.
 
     Args:
       name: of a token that is written out in some of them.
@@ -365,8 +192,8 @@ _STEPS = dict(
 
 @pytest.mark.parametrize("special", quick.only([True], [True, False]))
 @pytest.mark.parametrize("step", quick.every(3, _STEPS))
-def test_texts_are_encoded_as_by_the_source(source, tmp_path, step, special):
-    """Whether or not it puts the token before texts that opens documents here."""
+def test_exported_tokenizers_encode_alike(source, tmp_path, step, special):
+    """The source may or may not put the document token before a text."""
     rename(source, DEEPSEEK)
     (source / "tokenizer_config.json").write_text(json.dumps(dict(bos_token=DEEPSEEK)))
     path = source / "tokenizer.json"
@@ -385,10 +212,8 @@ def test_texts_are_encoded_as_by_the_source(source, tmp_path, step, special):
         assert trained.find(write(model_lib.open(str(out.parent)), tmp_path / f"{kind}-again"))
 
 
-def test_a_tokenizer_of_sentencepiece_is_refused_before_anything_is_written(
-    source, tmp_path, capsys
-):
-    """Llama 2's is one: the workdir could be written, and nothing could open it."""
+def test_sentencepiece_is_refused(source, tmp_path, capsys):
+    """Llama 2 has such a tokenizer; kvjax could not read its workdir."""
     backend = tokenizers.Tokenizer.from_str((source / "tokenizer.json").read_text())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     (source / "tokenizer.json").write_text(backend.to_str())
@@ -434,7 +259,7 @@ def test_a_damaged_chat_template_of_a_workdir(chat, tmp_path):
         origin.inherit(epath.Path(tmp_path), workdir, 8)
 
 
-def test_half_a_character_is_no_token(source):
+def test_lone_surrogates(source):
     (source / "tokenizer_config.json").write_text('{"bos_token": "\\ud800", "eos_token": "<e>"}')
     files = published.open(source).token_files
     assert files["tokenizer_config.json"] == dict(bos_token=None, eos_token="<e>")

@@ -92,7 +92,7 @@ MODELS = {
 
 
 class Made:
-    """A model in memory: see `kvjax.convert.model.Model`."""
+    """A model in memory: see `kvjax.convert.model.LazyModel`."""
 
     name = "made"
     context = CONTEXT
@@ -112,7 +112,7 @@ class Made:
 
 
 def config(block: str | BlockConfig, mechanisms) -> TransformerConfig:
-    """A model's config, from a name in BLOCKS and the mechanism of all layers or of each."""
+    """Returns a config from a name in BLOCKS and the mechanism of all layers or of each."""
     block = BLOCKS.get(block, block) if isinstance(block, str) else block
     if not isinstance(mechanisms, list):
         mechanisms = [mechanisms] * block.num_layers
@@ -120,19 +120,19 @@ def config(block: str | BlockConfig, mechanisms) -> TransformerConfig:
 
 
 def write(folder: pathlib.Path, config: TransformerConfig, seed: int = 0) -> epath.Path:
-    """A workdir of a model of that config."""
+    """Writes a workdir with a model of that config."""
     into_workdir.write(Made(config, seed), epath.Path(folder), dict(source="tests"))
     return epath.Path(folder)
 
 
 def export(workdir: epath.PathLike, out: epath.PathLike, *options: str) -> None:
-    """What the command does, which must succeed."""
+    """Runs the export command, which must succeed."""
     arguments = [f"--workdir={workdir}", f"--out={out}", *options]
     assert command_line.status(export_lib.main, arguments) == 0
 
 
 def logits(model: Transformer, tokens_BT: np.ndarray) -> np.ndarray:
-    """[B, T, V] in float32."""
+    """Returns logits [B, T, V] in float32."""
     return np.asarray(_logits(model, tokens_BT))
 
 

@@ -15,7 +15,7 @@ DIALOGUE = NativeDialogue(TOKENIZER, "a test", limit=1 << 20)
 
 
 class Oracle:
-    """Answers by a function of what is asked.
+    """A model whose answers are a function of the question.
 
     Args:
       letter: a multiple-choice question to the logits of its letters.
@@ -39,7 +39,7 @@ class Oracle:
 
 
 class Scripted:
-    """A generator whose sequences say what they are told, but for what is laid down."""
+    """A generator of scripted tokens, but for forced ones."""
 
     def __init__(self, scripts: Sequence[Sequence[int]]):
         self._scripts = scripts
@@ -83,12 +83,12 @@ class _Generation:
 
 
 def said(text: str) -> list[int]:
-    """A text and the end of an answer."""
+    """Returns the tokens of a text and the end of an answer."""
     return [*TOKENIZER.encode(text), DIALOGUE.specials.assistant_end]
 
 
 def worked_out(answer: str) -> list[int]:
-    """A reference of GSM8K, its calls asked, what the calculator says left to it."""
+    """Returns a GSM8K reference with its calculator calls, without their results."""
     s, ids = DIALOGUE.specials, []
     for part in questions.calls(answer):
         tokens = TOKENIZER.encode(part["text"])
@@ -103,3 +103,20 @@ def asked_text(item: MultipleChoice) -> str:
     """Returns an oracle's view of a multiple-choice question."""
     ids = DIALOGUE.prompt([dict(role="user", content=questions.multiple_choice(item))]).ids
     return TOKENIZER.decode(ids)
+
+
+def row(name: str, i: int) -> dict:
+    """Returns row i of a set, in the form of its JSON lines."""
+    question = f"{name} {i}?"
+    if name == "mmlu":
+        return dict(question=question, choices=["a", "b", "c", "d"], answer=i % 4)
+    if name == "gsm8k":
+        return dict(question=question, answer=f"So it is.\n#### {i}")
+    if name == "humaneval":
+        tests = f"def check(candidate):\n    assert candidate() == {i}\n"
+        prompt = dict(task_id=f"x/{i}", prompt=question, canonical_solution="")
+        return prompt | dict(entry_point="f", test=tests)
+    if name.startswith("core"):
+        return dict(query=question, choices=["yes", "no"], gold=i % 2)
+    choices = dict(text=["a", "b", "c"], label=["1", "2", "3"])
+    return dict(id=str(i), question=question, choices=choices, answerKey=str(i % 3 + 1))

@@ -59,7 +59,7 @@ def bundle(tmp_path):
 
 
 class Reader:
-    """A model that finds some texts likely: those of a function of context and continuation."""
+    """A model whose losses are a function of context and continuation."""
 
     tokenizer, positions = TOKENIZER, None
 
@@ -100,7 +100,7 @@ def test_choices_are_scored_from_where_they_differ(bundle):
     assert row["chosen"] == 0 and row["answer"] == item["gold"]  # the first of equal ones
 
 
-def test_the_fewest_mean_nats_win(bundle):
+def test_lowest_mean_loss_wins(bundle):
     task = _task(bundle, "choice")
     right = {item["query"]: item["choices"][item["gold"]] for item in ROWS["choice.jsonl"]}
 
@@ -113,7 +113,7 @@ def test_the_fewest_mean_nats_win(bundle):
     assert all(len(row["nats"]) == 3 for row in rows)
 
 
-def test_a_schema_scores_what_both_end_with(bundle):
+def test_schema(bundle):
     task = _task(bundle, "schema")
     model = Reader(lambda context, own: 0.1 if "because Ann" in context else 1.0)
     rows = core_tasks.ask(model, task, range(5))
@@ -122,7 +122,7 @@ def test_a_schema_scores_what_both_end_with(bundle):
     assert [row["right"] for row in rows] == [item["gold"] == 1 for item in task.items]
 
 
-def test_a_word_is_right_if_all_of_it_is_likeliest(bundle):
+def test_language_modeling(bundle):
     task = _task(bundle, "words")
     model = Reader(lambda context, own: 0.1 if own in (" word1", " word2") else 1.0)
     rows = core_tasks.ask(model, task, range(5))
@@ -140,7 +140,7 @@ def test_rows_are_shuffled_and_shots_drawn_as_nanochat_does(bundle):
     assert task.places[0].endswith(f"choice.jsonl, line {ORDER[0] + 1}")
 
 
-def test_what_is_longer_than_the_positions_keeps_its_end(bundle):
+def test_long_rows_keep_their_end(bundle):
     task = _task(bundle, "words")
     model = Reader(lambda context, own: 1.0)
     model.positions = 12
@@ -153,8 +153,8 @@ def test_what_is_longer_than_the_positions_keeps_its_end(bundle):
             core_tasks.prompts(model, task, 0)
 
 
-def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
-    """Puts each of these in the place of one file; None: the file is missing."""
+def test_bad_bundles(bundle):
+    """Replaces one file at a time; None: the file is missing."""
 
     def yaml_of(**changed):
         return yaml.safe_dump(dict(icl_tasks=[TASKS[0] | changed]))

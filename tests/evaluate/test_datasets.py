@@ -9,8 +9,8 @@ from kvjax.evaluate.task import NAMES, TASKS
 from kvjax.foundation.errors import DataError, MissingDataError
 
 
-def test_sets_are_those_that_were_published():
-    """Counts are those of the test splits, chance is that of the answers to choose from."""
+def test_published_sets():
+    """Row counts of the test splits, and the accuracy of guessing."""
     letters, generated = dict(kind="letters", chance=0.25), dict(kind="generated", chance=0.0)
     arc = letters | dict(fetch=("allenai/ai2_arc", "ai2_arc"))
     expected = dict(
@@ -25,8 +25,8 @@ def test_sets_are_those_that_were_published():
     assert NAMES == (*expected, "core") and list(TASKS) == list(expected)
 
 
-def test_files_lie_where_they_are_published_or_as_they_are_named(tmp_path, monkeypatch):
-    """Each place stands alone in a folder: as fetched, as the authors' archive has it, by name."""
+def test_search_paths(tmp_path, monkeypatch):
+    """Finds files as downloaded, as in the authors' archive, and by task name."""
     places = dict(
         arc_easy=("ai2_arc/ARC-Easy/test-0.parquet", "ARC-Easy/ARC-Easy-Test.jsonl"),
         arc_challenge=(

@@ -1,4 +1,4 @@
-"""Checks before a model is evaluated."""
+"""Checks of a plan before a model is evaluated."""
 
 import pytest
 

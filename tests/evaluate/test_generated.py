@@ -30,7 +30,7 @@ def _reference(prompt: str) -> list[int]:
     return oracles.worked_out(REFERENCE[_question(prompt)])
 
 
-def test_who_works_it_out_is_right_with_what_the_calculator_lays_down():
+def test_calculator_results_are_forced():
     rows = _ask(_reference)
     assert all(row["right"] for row in rows)
     assert rows[0]["calls"] == [["16/2", "8.0"], ["8+10", "18"]]
@@ -47,7 +47,7 @@ def test_the_calculator_can_write_as_the_data_set_does():
     assert rows[0]["calls"] == [["16/2", "8"], ["8+10", "18"]]
 
 
-def test_what_the_calculator_says_counts_towards_the_limit():
+def test_calculator_results_count_towards_the_limit():
     rows = _ask(_reference, num_tokens=30)
     assert [row["tokens"] for row in rows][:2] == [30, 30]
     assert rows[0]["unfinished"] and not rows[0]["right"] and rows[0]["reason"] == "no marker"
@@ -109,8 +109,8 @@ def test_programs_are_run_and_judged():
     assert not other["right"] and "AssertionError" in other["reason"]
 
 
-def test_a_program_cannot_bend_the_helpers_of_the_prompt():
-    """Judges as in HumanEval/32, 38 and 50, whose tests call a helper that the prompt defines."""
+def test_helpers_of_the_prompt():
+    """Tests of HumanEval/32, 38 and 50 call a helper that the prompt defines."""
     prompt = (
         'import math\n\ndef twice(x):\n    return math.prod((x, 2))\n\ndef half(x):\n    """."""\n'
     )
@@ -129,7 +129,7 @@ def test_a_program_cannot_bend_the_helpers_of_the_prompt():
         generated.test(item._replace(prompt="def twice(x:"), "prompt")
 
 
-def test_a_base_model_completes_the_prompt_and_is_stopped():
+def test_completion_mode():
     """A prompt begins with BOS; in a chat the names of special tokens are counted."""
     judged, half = [], "    return x + y\n\n"
 
@@ -156,7 +156,7 @@ def test_a_base_model_completes_the_prompt_and_is_stopped():
     assert not any("specials" in row for row in rows)
 
 
-def test_what_a_program_is_made_of():
+def test_programs_from_answers():
     item = PROBLEMS[0]
     assert generated.leading_imports(item.prompt) == "import math\nfrom typing import List"
     assert generated.code("say\n```python\nx = 1\n```\n```\ny\n```") == "x = 1"

@@ -30,18 +30,18 @@ def _share(letter) -> float:
     return float(np.mean([row["right"] for row in rows]))
 
 
-def test_who_knows_has_all_right_and_who_is_one_off_none():
+def test_right_and_wrong_oracles():
     assert _share(lambda text, n: np.eye(n)[KEY[text]]) == 1
     assert _share(lambda text, n: np.eye(n)[(KEY[text] + 1) % n]) == 0
 
 
-def test_who_guesses_has_a_quarter():
+def test_guessing():
     rng = np.random.default_rng(0)
     share = _share(lambda text, n: rng.normal(size=n))
     assert abs(share - 0.25) < 3 * np.sqrt(0.25 * 0.75 / len(QUESTIONS))
 
 
-def test_who_always_says_a_has_the_share_of_a():
+def test_constant_answer():
     assert _share(lambda text, n: np.eye(n)[0]) == np.mean([q.answer == "A" for q in QUESTIONS])
 
 

@@ -61,8 +61,8 @@ def test_seeds_that_are_alike_add_nothing_and_seeds_alone_are_welchs():
     assert (both.value - both.low) ** 2 == pytest.approx(0.3**2 + (found.value - found.low) ** 2)
 
 
-def test_no_interval_leaves_what_can_be():
-    """Two seeds far apart, for which Welch's t gives more than 2 on either side."""
+def test_intervals_stay_within_bounds():
+    """For two seeds far apart, Welch's interval alone exceeds [-1, 1]."""
     wild = paired.Difference(np.array([0.0, 0.5]), np.array([0.1, 0.7]), below=0.1, above=0.1)
     assert wild.score[1:] == (-1, 1)
     # A centred score is -chance/(1 - chance) to 1.
@@ -71,8 +71,8 @@ def test_no_interval_leaves_what_can_be():
     assert paired.mean(centred).score[1:] == (-1.625, 1.625)
 
 
-def test_seeds_with_errors_of_their_own_narrow_what_questions_add():
-    """Verdicts drawn at random for each of four seeds: questions add about half as much."""
+def test_independent_seeds_narrow_the_interval():
+    """With independent verdicts of four seeds, questions add about half as much."""
     rng = np.random.default_rng(0)
     first, second = rng.random((2, 4, 2000)) < 0.5
     many = paired.difference(first, second)

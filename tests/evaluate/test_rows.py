@@ -14,7 +14,7 @@ IDENTITY = dict(checkpoint="a", data="b")
 
 @pytest.fixture
 def opened():
-    """Rows whose writer ends before the next one begins, as where a process was killed."""
+    """A function that opens rows and closes those opened before, as after a kill."""
     before = []
 
     def make(*given) -> rows_lib.RowStore:
@@ -35,7 +35,7 @@ def _row(i):
     return dict(index=i, right=bool(i % 2))
 
 
-def test_a_second_call_asks_what_is_missing(folder, opened):
+def test_missing_rows(folder, opened):
     rows = opened(folder, "mmlu", IDENTITY, (0, 1))
     assert rows.missing(4) == [0, 1, 2, 3]
     rows.add([_row(2), _row(0)])
@@ -49,7 +49,7 @@ def test_a_second_call_asks_what_is_missing(folder, opened):
         assert compare.open(str(name)).verdicts == verdicts
 
 
-def test_a_half_written_row_is_asked_again(folder, opened):
+def test_truncated_rows(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0), _row(1)])
     path = folder / "mmlu.jsonl"
     content = path.read_bytes()
@@ -103,8 +103,8 @@ def test_rows_of_another_model_are_refused(folder, opened):
     opened(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))  # another task's are its own
 
 
-def test_keys_that_earlier_versions_did_not_write(folder, opened):
-    """They stand for what is said of them; keys that a task does not have are not compared."""
+def test_identity_keys_of_earlier_versions(folder, opened):
+    """Missing keys have their defaults; keys that a task does not have are not compared."""
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     now, defaults = IDENTITY | dict(template="t"), dict(template="t", ends=[1])
     assert opened(folder, "mmlu", now, (0, 1), defaults).missing(2) == [1]
@@ -122,7 +122,7 @@ def test_rows_of_another_prompt_are_refused(folder, opened):
         opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "x"])
 
 
-def test_a_line_that_is_no_row_is_named(folder, opened):
+def test_damaged_lines_are_named(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     path = folder / "mmlu.jsonl"
     good, more = path.read_text(), json.dumps(_row(1)) + "\n"
@@ -132,7 +132,7 @@ def test_a_line_that_is_no_row_is_named(folder, opened):
             opened(folder, "mmlu", IDENTITY, (0, 1))
 
 
-def test_what_others_wrote_meanwhile_is_seen(folder):
+def test_reload(folder):
     one, other = (rows_lib.RowStore(folder, "mmlu", IDENTITY, (i, 2)) for i in range(2))
     other.add([_row(1)])
     one.add([_row(0)])
@@ -149,8 +149,8 @@ def test_two_writers_of_the_same_rows_are_refused(folder):
     rows_lib.RowStore(folder, "mmlu", IDENTITY, (0, 1)).close()
 
 
-def test_what_cannot_be_written_or_says_no_day(folder, opened):
-    """Names the file, and what stands in its way: here a folder, or a file in a folder's place."""
+def test_write_errors_and_bad_days(folder, opened):
+    """Messages name the file and the reason."""
     rows = opened(folder, "mmlu", IDENTITY, (0, 1))
     rows.path.mkdir()
     with pytest.raises(UserError, match="mmlu.jsonl cannot be written: Is a directory. Earlier"):
@@ -169,7 +169,7 @@ def test_what_cannot_be_written_or_says_no_day(folder, opened):
 
 
 def test_rows_in_a_bucket_are_written_anew(folder, monkeypatch):
-    """Nothing is added to a file there, locked, or mended, which would be a file that is open."""
+    """Buckets have no appending, locks or truncation."""
     monkeypatch.setattr(rows_lib, "in_bucket", lambda path: True)
     one, other = (rows_lib.RowStore(folder, "mmlu", IDENTITY, (0, 1)) for _ in range(2))
     one.add([_row(0)])
@@ -182,7 +182,7 @@ def test_rows_in_a_bucket_are_written_anew(folder, monkeypatch):
     one.close()
 
 
-def test_rows_that_nothing_says_anything_of_are_refused(folder, opened):
+def test_rows_without_an_identity_are_refused(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     (folder / "mmlu.json").unlink()
     with pytest.raises(UserError, match="mmlu.json is missing"):

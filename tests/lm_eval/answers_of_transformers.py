@@ -1,4 +1,4 @@
-"""A Llama with random weights, and what lm-evaluation-harness's own `hf` model answers with it.
+"""Answers of lm-evaluation-harness's own `hf` model for a Llama with random weights.
 
     .venv-live/bin/python tests/lm_eval/answers_of_transformers.py FOLDER
 

@@ -73,7 +73,7 @@ TASKS = {
 
 
 def write(folder: pathlib.Path, until: str = "none has this") -> pathlib.Path:
-    """The tasks and their data.
+    """Writes the tasks and their data.
 
     Args:
       until: a text that generation stops before.
@@ -85,7 +85,7 @@ def write(folder: pathlib.Path, until: str = "none has this") -> pathlib.Path:
 
 
 def add(folder: pathlib.Path, name: str, rows: list[dict], yaml: str) -> None:
-    """One more task."""
+    """Adds a task."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{name}.json"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

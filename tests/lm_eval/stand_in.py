@@ -1,4 +1,4 @@
-"""What kvjax.lm_eval uses of lm-evaluation-harness, where that is not installed.
+"""A stand-in for the parts of lm-evaluation-harness that kvjax.lm_eval uses.
 
 As version 0.4.13 does it. Tests that are marked `lm_eval` ask the library itself.
 """
@@ -16,7 +16,7 @@ _IMPORT_IT = ("adapter", "tasks")  # modules of kvjax.lm_eval
 
 
 class TemplateLM:
-    """A model whose answers are kept by its hook."""
+    """A model base class whose hook stores answers."""
 
     def __init__(self):
         self.kept = []
@@ -47,7 +47,7 @@ class TemplateLM:
 
 
 def windows(token_list, prefix_token, max_seq_len, context_len):
-    """Yields what is read and what is predicted: each token once, after at least so many."""
+    """Yields (context, predicted tokens) windows: each token once, after a minimum context."""
     first = token_list[:max_seq_len]
     if first:
         yield [prefix_token, *first[:-1]], first
@@ -63,7 +63,7 @@ def disjoint(window):
 
 
 class TaskManager:
-    """The index of tasks: those of the library, and those of folders.
+    """An index of tasks of the library and of folders.
 
     Attributes:
       library: YAML configs by name; None: a tag.
@@ -110,7 +110,7 @@ def _task(name: str, config: dict):
 
 @contextlib.contextmanager
 def installed() -> Iterator[types.ModuleType]:
-    """Puts modules of these names where Python looks for the library's; yields the package."""
+    """Installs stand-in modules under the library's names; yields the package."""
     registered = {}
     model = dict(TemplateLM=TemplateLM)
     utils = dict(get_rolling_token_windows=windows, make_disjoint_window=disjoint)
@@ -142,3 +142,33 @@ def _module(name: str, **content) -> types.ModuleType:
     vars(module).update(content)
     sys.modules[name] = module
     return module
+
+
+# Tasks of the library, and of a folder.
+CHOICES = dict(output_type="multiple_choice")
+WRITES = dict(output_type="generate_until")
+UNSAFE = WRITES | dict(unsafe_code=True)
+LIBRARY = dict(
+    arc_easy=CHOICES | dict(tag="arc"),
+    arc_challenge=CHOICES | dict(tag="arc"),
+    arc=None,
+    humaneval=UNSAFE | dict(tag="code"),
+    code=None,
+    both=dict(group="both", task=["arc_easy", "gsm8k"]),
+    gsm8k=WRITES | dict(generation_kwargs=dict(max_gen_toks=9)),
+    beams=WRITES | dict(generation_kwargs=dict(num_beams=4)),
+    texts=dict(output_type="loglikelihood_rolling"),
+    pictures=WRITES | dict(multimodal=True),
+    written=WRITES | dict(unsafe_class=True),
+    holds=dict(group="holds", task=[dict(task="humaneval"), "arc_easy"]),
+    told=dict(group="told", task=[dict(task="inner", unsafe_code=True)]),
+    deep=dict(group="deep", task=["loop"]),
+    loop=dict(group="loop", task=["deep", dict(group="holds")]),
+    broken=dict(),
+    **{f"blimp_{i}": CHOICES for i in range(7)},
+)
+OWN = dict(
+    mine=CHOICES,
+    of_both=dict(group="of_both", task=["mine", "arc_easy"]),
+    in_place=dict(group="in_place", task=[CHOICES | dict(task="inner"), "mine"]),
+)

@@ -2,28 +2,13 @@
 
 import importlib.util
 import json
-import os
 import sys
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
 from kvjax.foundation import command_line
 from kvjax.lm_eval import __main__ as command
-from tests.convert import workdirs
 from tests.lm_eval import local_tasks
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    config = workdirs.config("llama", workdirs.grouped(2, 1, 3, **workdirs.PLAIN))
-    return workdirs.write(tmp_path_factory.mktemp("lm_eval") / "model", config)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return local_tasks.write(tmp_path_factory.mktemp("lm_eval") / "tasks")
 
 
 @pytest.fixture
@@ -60,8 +45,6 @@ def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
 def test_wrong_options(refused):
     for changed, said in (
         (dict(workdir=""), "--workdir is missing"),
-        (dict(workdir=None), "--workdir is missing"),
-        (dict(tasks=None), "--tasks is missing"),
         (dict(workdir="no_such_run"), "no_such_run is no workdir of a run"),
         (dict(tasks=""), "--tasks is missing"),
         (dict(tasks="a,,b"), "--tasks=a,,b: has an empty name"),
@@ -108,25 +91,6 @@ def test_results_as_a_table_json_and_a_file(run, tmp_path):
     assert not {"torch", "transformers"} & set(sys.modules)
 
 
-@pytest.mark.lm_eval
-def test_examples_are_shown_first(run, tmp_path):
-    file = tmp_path / "results.json"
-    status, _, err = run(num_fewshot=2, out=file, limit=2)
-    assert status == 0, err
-    kept = json.loads(file.read_text())
-    samples = kept["samples"]["local_choices"]
-    contexts = [context for sample in samples for context, _ in sample["arguments"]]
-    assert all(context.count("\n\n") >= 2 for context in contexts)
-
-
-@pytest.mark.lm_eval
-def test_names(run, refused, folder, tmp_path):
-    said = refused(tasks="local_choises")
-    assert "'local_choises' is none of" in said and "local_choices" in said
-    said = refused(tasks="helaswag", include_path=None)
-    assert "'helaswag' is none of" in said and "hellaswag" in said
-
-
 UNSAFE = "output_type: generate_until\nunsafe_code: true\ndoc_to_text: x\ndoc_to_target: y\n"
 
 
@@ -142,33 +106,3 @@ def test_programs_of_a_model_are_not_run(refused, tmp_path):
         assert "python -m kvjax.evaluate --tasks=humaneval" in said
     for name in ("humaneval", "mbpp_instruct"):
         assert f"{name} executes programs" in refused(tasks=name, include_path=None)
-
-
-@pytest.mark.lm_eval
-def test_tasks_that_cannot_be_run(refused, tmp_path):
-    rows, text = [dict(x="1")], "doc_to_text: x\ndoc_to_target: y\n"
-    local_tasks.add(
-        tmp_path,
-        "too_long",
-        rows,
-        f"output_type: generate_until\n{text}generation_kwargs: {{max_gen_toks: 4000}}\n",
-    )
-    local_tasks.add(
-        tmp_path,
-        "beams",
-        rows,
-        f"output_type: generate_until\n{text}generation_kwargs: {{num_beams: 4}}\n",
-    )
-    local_tasks.add(tmp_path, "odd", rows, f"output_type: no_such_type\n{text}")
-    local_tasks.add(tmp_path, "gone", rows, f"output_type: loglikelihood\n{text}")
-    (tmp_path / "gone.json").unlink()
-
-    def give(name):
-        return refused(tasks=name, include_path=tmp_path)
-
-    assert "too_long: generation_kwargs: max_gen_toks = 4000 must leave room" in give("too_long")
-    assert "beams: generation_kwargs: num_beams = 4 is not supported" in give("beams")
-    for name in ("odd", "gone"):
-        assert f"--tasks: {name} cannot be read" in give(name)
-    said = refused(tasks="local_texts", num_fewshot=1)
-    assert "--num_fewshot=1: local_texts scores whole texts" in said

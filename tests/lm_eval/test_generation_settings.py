@@ -29,11 +29,11 @@ def test_settings():
         assert given == kept  # a task's own
 
 
-def test_without_a_number_half_of_what_is_read_is_generated():
+def test_default_number_of_tokens():
     assert generation_settings.parse({}, max_length=100).num_tokens == 50
 
 
-def test_what_is_refused():
+def test_refused():
     for given, said in (
         (dict(max_gen_toks=0), "max_gen_toks = 0 must be a whole number of at least 1"),
         (dict(max_gen_toks="8"), "max_gen_toks = '8' must be"),

@@ -44,7 +44,7 @@ def _user(text):
     return dict(role="user", content=text)
 
 
-def test_one_bos_before_a_text(prompts, found):
+def test_one_bos(prompts, found):
     for text in ("", "a cat", " a", "<|user_end|>", f"{MARK}<|user_end|>", "\u2603"):
         bos, ids = found.tokenizer.bos_id, found.tokenizer.encode(text)
         assert prompts.encode(text) == prompts.encode(f"<|bos|>{text}") == [bos, *ids]
@@ -69,7 +69,7 @@ def test_conversations_have_the_ids_that_the_model_was_trained_with(prompts, fou
 
 
 @pytest.mark.parametrize("text", WRITTEN)
-def test_what_follows_a_conversation_is_text(prompts, found, imported, text):
+def test_continuations_of_a_conversation_are_text(prompts, found, imported, text):
     for of in (prompts, Prompts(imported)):
         context = of.render([_user("x")])
         ids = of.encode(of.joined(context, text))
@@ -84,7 +84,7 @@ def test_an_imported_model_has_its_own_template(imported):
     assert prompts.template == TEMPLATE
 
 
-def test_names_tell_tokenizers_and_templates_apart(prompts, imported, found, tmp_path):
+def test_names(prompts, imported, found, tmp_path):
     other = trained.find(workdirs.write(tmp_path / "other", template="x"))
     names = {prompts.name, Prompts(found).name, Prompts(imported).name}
     assert len(names) == 2
@@ -93,7 +93,7 @@ def test_names_tell_tokenizers_and_templates_apart(prompts, imported, found, tmp
     assert Prompts(other).name == prompts.name  # with the nine specials no template is read
 
 
-def test_what_is_refused(prompts, tmp_path):
+def test_refused(prompts, tmp_path):
     with pytest.raises(UserError, match="roles must alternate"):
         prompts.render([_user("a"), _user("b")])
     plain = workdirs.write(tmp_path / "plain", tokenizer=tokenizer_lib.byte_tokenizer())

@@ -1,6 +1,6 @@
-"""What passes between kvjax.lm_eval and lm-evaluation-harness, with a stand-in of the library.
+"""kvjax.lm_eval against a stand-in of lm-evaluation-harness, which needs no installation.
 
-What a model makes of token ids is a function of them: every id and every place counts.
+The model is a fake whose losses are a function of every token id and its position.
 """
 
 import json
@@ -31,12 +31,6 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def library():
-    with stand_in.installed() as package:
-        yield package
-
-
-@pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     return workdirs.write(tmp_path_factory.mktemp("seam") / "talks")
 
@@ -49,7 +43,7 @@ def imported(tmp_path_factory):
 
 
 class Scorer:
-    """Finds the sum of 3·id + 5·place over a context's ids, and adds what one token has."""
+    """A scorer whose losses are a sum of 3·id + 5·position over the context, plus a token's own."""
 
     def __init__(self, generator, *, batch):
         self.generator, self.batch, self.asked = generator, batch, []
@@ -67,7 +61,7 @@ def _scored(before, after) -> Scored:
 
 @pytest.fixture
 def adapter(library, monkeypatch):
-    """The adapter, with nothing read or compiled; `given` are arguments of what would."""
+    """The adapter with fakes for loading and compiling; `given` has their arguments."""
     from kvjax.lm_eval import adapter
 
     adapter.given = given = []
@@ -84,7 +78,7 @@ def _requests(*of):
     return [types.SimpleNamespace(args=args) for args in of]
 
 
-def test_a_model_is_read_as_it_was_asked_to_be(adapter, library, workdir, imported):
+def test_constructor_options(adapter, library, workdir, imported):
     model = library.registered["kvjax"](
         str(workdir),
         step=0,
@@ -135,8 +129,8 @@ def test_a_model_is_read_as_it_was_asked_to_be(adapter, library, workdir, import
             adapter.KvjaxLM(workdir, **{name: value})
 
 
-def test_continuations_are_scored_longest_first_and_kept(adapter, workdir):
-    """Asks 40 of different lengths, some longer than is read, 32 batches of one at a time."""
+def test_loglikelihood(adapter, workdir):
+    """Scores 40 continuations longest first, some cut, with the cache written every 32 batches."""
     model = adapter.KvjaxLM(workdir, batch_size=1, max_length=MAX_LENGTH)
     texts = [("x" * (3 * i % 70) + " " * (i % 3), f"{i} y"[: 1 + i % 4]) for i in range(40)]
     expected = []
@@ -165,8 +159,8 @@ def test_continuations_are_scored_longest_first_and_kept(adapter, workdir):
     model.loglikelihood(_requests(("x", "y" * 40)))
 
 
-def test_long_texts_are_scored_in_windows(adapter, workdir):
-    """Scores 100 tokens, 40 at a time: the last 20 are read after 21 others."""
+def test_loglikelihood_rolling(adapter, workdir):
+    """Scores 100 tokens in windows of 40; the last 20 tokens have 21 tokens of context."""
     model = adapter.KvjaxLM(workdir, batch_size=4, max_length=MAX_LENGTH)
     long, short = "".join(chr(32 + i % 90) for i in range(100)), "abc"
     ids = list(long.encode())
@@ -179,8 +173,8 @@ def test_long_texts_are_scored_in_windows(adapter, workdir):
     assert model.kept == list(zip(names, [(short,), (long,)], found, strict=True))
 
 
-def test_texts_are_generated_in_batches_of_equal_settings(adapter, workdir, imported, monkeypatch):
-    """Fills the last of several batches up; counts seeds on; cuts prompts at their beginning."""
+def test_generate_until(adapter, workdir, imported, monkeypatch):
+    """Batches equal settings, pads the last batch, increments the seed, cuts prompts' starts."""
     calls = []
 
     def generate(generator, tokenizer, prompts, **how):
@@ -224,106 +218,6 @@ def test_texts_are_generated_in_batches_of_equal_settings(adapter, workdir, impo
     assert other.generate_until(_requests((context, greedy))) == ["1 0y"]
 
 
-CHOICES = dict(output_type="multiple_choice")
-WRITES = dict(output_type="generate_until")
-UNSAFE = WRITES | dict(unsafe_code=True)
-LIBRARY = dict(
-    arc_easy=CHOICES | dict(tag="arc"),
-    arc_challenge=CHOICES | dict(tag="arc"),
-    arc=None,
-    humaneval=UNSAFE | dict(tag="code"),
-    code=None,
-    both=dict(group="both", task=["arc_easy", "gsm8k"]),
-    gsm8k=WRITES | dict(generation_kwargs=dict(max_gen_toks=9)),
-    beams=WRITES | dict(generation_kwargs=dict(num_beams=4)),
-    texts=dict(output_type="loglikelihood_rolling"),
-    pictures=WRITES | dict(multimodal=True),
-    written=WRITES | dict(unsafe_class=True),
-    holds=dict(group="holds", task=[dict(task="humaneval"), "arc_easy"]),
-    told=dict(group="told", task=[dict(task="inner", unsafe_code=True)]),
-    deep=dict(group="deep", task=["loop"]),
-    loop=dict(group="loop", task=["deep", dict(group="holds")]),
-    broken=dict(),
-    **{f"blimp_{i}": CHOICES for i in range(7)},
-)
-OWN = dict(
-    mine=CHOICES,
-    of_both=dict(group="of_both", task=["mine", "arc_easy"]),
-    in_place=dict(group="in_place", task=[CHOICES | dict(task="inner"), "mine"]),
-)
-
-
-@pytest.fixture
-def index(library, monkeypatch):
-    from kvjax.lm_eval import tasks
-
-    monkeypatch.setattr(stand_in.TaskManager, "library", LIBRARY)
-    monkeypatch.setattr(stand_in.TaskManager, "folders", dict(own=OWN))
-    monkeypatch.setattr(stand_in.TaskManager, "made", [])
-    tasks._all_tasks.cache_clear()
-
-    def read(*names, include_path="", num_fewshot=None, max_length=MAX_LENGTH):
-        options = dict(num_fewshot=num_fewshot, max_length=max_length)
-        found = tasks.read(names, include_path, **options)
-        return [one if isinstance(one, str) else one.config.task for one in found]
-
-    return read
-
-
-def test_tasks_by_names_patterns_tags_and_groups(index):
-    """Reads the library's index, which takes long, once and only where a folder's is not enough."""
-    assert index("gsm8k", "arc_*", "arc_easy") == ["gsm8k", "arc_challenge", "arc_easy"]
-    assert sorted(index("arc")) == ["arc_challenge", "arc_easy"]
-    assert index("both") == ["the group both"]
-    assert index("texts", num_fewshot=0) == index("texts") == ["texts"]
-    assert stand_in.TaskManager.made == [(None, True)]
-    assert index("mine", "in_*", include_path="own") == ["mine", "the group in_place"]
-    assert stand_in.TaskManager.made == [(None, True), ("own", False)]
-    for names, found in (
-        (["of_both"], ["the group of_both"]),
-        (["mine", "gsm8k"], ["mine", "gsm8k"]),
-    ):
-        stand_in.TaskManager.made.clear()
-        assert index(*names, include_path="own") == found
-        assert stand_in.TaskManager.made == [("own", False), ("own", True)]
-
-
-def test_tasks_that_cannot_be_asked(index):
-    unsafe = "executes programs that the model writes, and lm-evaluation-harness has no sandbox: "
-    unsafe += "python -m kvjax.evaluate --tasks=humaneval has one"
-
-    def near(*numbers):
-        return "; similar ones are " + ", ".join(f"blimp_{i}" for i in numbers)
-
-    for name, said in {
-        "humaneval": f"humaneval {unsafe}",
-        "code": f"humaneval {unsafe}",
-        "holds": f"humaneval {unsafe}",
-        "deep": f"humaneval {unsafe}",
-        "told": f"inner {unsafe}",
-        "written": f"written {unsafe}",
-        "pictures": "pictures has other inputs than text, which the model cannot read",
-        "broken": "broken cannot be read: KeyError: 'output_type'",
-        "arc_eazy": "'arc_eazy' is none of 23 tasks; similar ones are arc_easy",
-        "blimp_x": f"'blimp_x' is none of 23 tasks{near(6, 5, 4, 3, 2)}",
-        "LIM": f"'LIM' is none of 23 tasks{near(0, 1, 2, 3, 4)}",
-        "zzz": "'zzz' is none of 23 tasks",
-    }.items():
-        with pytest.raises(UserError) as refused:
-            index(name)
-        assert str(refused.value) == f"--tasks: {said}"
-
-    def refused(said):
-        return pytest.raises(UserError, match=said)
-
-    with refused("--tasks: beams: generation_kwargs: num_beams = 4 is not supported"):
-        index("beams")
-    with refused("--num_fewshot=3: texts scores whole texts, without examples"):
-        index("texts", num_fewshot=3)
-    with refused("gsm8k: .*max_gen_toks = 9 must leave room"):
-        index("gsm8k", max_length=9)
-
-
 RESULTS = {
     "results": {
         "mine": {
@@ -353,9 +247,7 @@ all   none           acc          1
 """
 
 
-def test_the_command_asks_the_library_and_keeps_what_it_says(
-    adapter, index, library, workdir, tmp_path, monkeypatch, capsys
-):
+def test_command(adapter, index, library, workdir, tmp_path, monkeypatch, capsys):
     asked, file = [], tmp_path / "new" / "results.json"
 
     def evaluate(**given):
@@ -367,7 +259,7 @@ def test_the_command_asks_the_library_and_keeps_what_it_says(
     monkeypatch.setattr(command.runtime, "start", lambda: None)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "x.yaml").write_text("")
-    monkeypatch.setattr(stand_in.TaskManager, "folders", {str(tmp_path / "own"): OWN})
+    monkeypatch.setattr(stand_in.TaskManager, "folders", {str(tmp_path / "own"): stand_in.OWN})
     arguments = [f"--workdir={workdir}", "--tasks=mine, gsm8k", f"--include_path={tmp_path}/own"]
     more = ["--num_fewshot=3", "--limit=4", "--batch_size=2", "--max_length=40", "--chips=2"]
     more += ["--apply_chat_template", "--system=Be short.", "--step=0", "--dtype=float32"]
@@ -399,31 +291,24 @@ def test_the_command_asks_the_library_and_keeps_what_it_says(
     assert json.loads(out) == {key: value for key, value in kept.items() if key != "samples"}
 
     asked.clear()
-    assert command_line.status(command.main, [f"--workdir={workdir}", "--tasks=gsm8k"]) == 0
+    plain = [f"--workdir={workdir}", "--tasks=gsm8k"]
+    assert command_line.status(command.main, plain) == 0
     out, err = capsys.readouterr()
     assert out == TABLE and "written" not in out + err
-    ((model, read),) = [(given.pop("model"), given.pop("tasks")) for given in asked]
+    (given,) = asked
+    model = given.pop("model")
     assert (model._seed, model.batch_size, model.max_length) == (0, 8, 600)
-    assert asked == [
-        dict(
-            num_fewshot=None,
-            limit=None,
-            log_samples=False,
-            system_instruction=None,
-            apply_chat_template=False,
-            bootstrap_iters=1000,
-        )
-    ]
+    assert len(given.pop("tasks")) == 1 and given.pop("bootstrap_iters") == 1000
+    assert not any(given.values())
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(command.Output, "table", full)
     monkeypatch.setattr(command.target_lib.tempfile, "tempdir", str(tmp_path))
-    assert command_line.status(command.main, [f"--workdir={workdir}", "--tasks=gsm8k"]) == 2
+    assert command_line.status(command.main, plain) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "the table cannot be printed (No space left on device). Nothing is lost: " in said
     assert json.loads(open(said.rpartition(" ")[2]).read())["model"]["seed"] == 0
-    given = [f"--workdir={workdir}", "--tasks=gsm8k", f"--out={file}"]
-    assert command_line.status(command.main, given) == 2
+    assert command_line.status(command.main, [*plain, f"--out={file}"]) == 2
     assert capsys.readouterr().err.endswith("kvjax: [Errno 28] No space left on device\n")
