@@ -41,14 +41,14 @@ def _names(path):
     return tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
 
 
-def _kind(names):
-    """Classifies a weight by its name alone."""
+def _kind(names, x):
+    """Classifies a weight by its name and number of axes, the first of which counts layers."""
     if names[0] in ("embedding", "positions"):
         return "embedding"
     if names[0] == "head":
         return "head"
-    vectors = ("gain", "bias", "position_map", "value_gate")
-    return "vector" if names[-1] in vectors or names[-1].endswith("_bias") else "matrix"
+    is_vector = names[-1].endswith(("gain", "bias")) or x.ndim == 2
+    return "vector" if is_vector else "matrix"
 
 
 def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
@@ -96,9 +96,9 @@ def test_adamw_is_that_of_its_paper(make_mechanism, options):
     width = (D / 768) ** -0.5
     rates = dict(embedding=0.3 * width, head=0.02 * width, vector=0.05)
     expected = {
-        names: _AdamW(x, rates[_kind(names)], **own)
+        names: _AdamW(x, rates[_kind(names, x)], **own)
         for names, x in _leaves(weights).items()
-        if _kind(names) in rates
+        if _kind(names, x) in rates
     }
     state = optimizer.init(weights)
 
@@ -141,7 +141,7 @@ def test_every_block_matrix_has_muon_state_and_nothing_else_has(make_mechanism, 
     config = _model(make_mechanism(mechanism_name, **norms))
     optimizer, _, weights, _ = _setup(config)
     state = _leaves(jax.eval_shape(optimizer.init, weights))
-    kinds = {names: _kind(names) for names in _leaves(weights)}
+    kinds = {names: _kind(names, x) for names, x in _leaves(weights).items()}
     assert set(kinds.values()) == {"embedding", "head", "vector", "matrix"}
     for names, kind in kinds.items():
         holders = sorted(
@@ -235,7 +235,7 @@ def test_momentum_warmup(make_mechanism):
         _, state = update(grads, jax.tree.map(at, start), weights)
         after, checked = _leaves(state), 0
         for names, g in _leaves(grads).items():
-            if _kind(names) == "matrix":
+            if _kind(names, g) == "matrix":
                 (mean,) = (x for path, x in after.items() if path[-len(names) :] == names)
                 np.testing.assert_allclose(
                     mean, (1 - beta) * g, rtol=1e-5, atol=1e-7, err_msg=f"step {step}"
@@ -286,7 +286,7 @@ def test_first_update_of_the_recipe(make_mechanism, family):
     width = (D / 768) ** -0.5
     rates = {"embedding": 0.2 * width, "head": 0.004 * width, "vector": 0.004}
     for names, update in updates.items():
-        kind, g = _kind(names), np.asarray(grads[names])
+        kind, g = _kind(names, update), np.asarray(grads[names])
         if kind != "matrix":
             np.testing.assert_allclose(update, -rates[kind] * np.sign(g), rtol=1e-4)
             continue
@@ -311,8 +311,8 @@ def test_weight_decay(make_mechanism, kind, key):
     width = (D / 768) ** -0.5
     rates = dict(matrix=0.02, embedding=0.2 * width, head=0.004 * width, vector=0.004)
     for names, update in decayed.items():
-        on = (_kind(names) == "matrix") == (kind == "matrix")
-        shrink = -rates[_kind(names)] * 0.1 * np.asarray(weights[names]) if on else 0.0
+        on = (_kind(names, update) == "matrix") == (kind == "matrix")
+        shrink = -rates[_kind(names, update)] * 0.1 * np.asarray(weights[names]) if on else 0.0
         np.testing.assert_allclose(update - plain[names], shrink, rtol=1e-3, atol=2e-6)
         assert on == (np.abs(update - plain[names]).max() > 1e-6)
 
@@ -333,7 +333,7 @@ def test_clipping_is_of_the_whole_gradient(make_mechanism, clip_norm, scale, fac
     assert (norm > 1) == (scale > 1)
     after = _leaves(state)
     for names, g in grads.items():
-        holder, beta = ("momentum", 0.85) if _kind(names) == "matrix" else ("mu", 0.8)
+        holder, beta = ("momentum", 0.85) if _kind(names, g) == "matrix" else ("mu", 0.8)
         (mean,) = (x for path, x in after.items() if path[-len(names) - 1 :] == (holder, *names))
         np.testing.assert_allclose(mean, (1 - beta) * factor * g, rtol=1e-4, atol=1e-30)
 
