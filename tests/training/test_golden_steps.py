@@ -5,8 +5,9 @@ differently are 3e-4 apart after four steps.
 
     python tests/training/test_golden_steps.py --write
 
-writes them anew, and those of new mechanisms. That is right when what a model computes, how it is initialised or how it is
-trained was changed on purpose; a faster or clearer way to compute the same must not need it.
+writes them anew, and those of new mechanisms. That is right when a commit changes on purpose what a
+model computes, how it is initialised or how it is trained; a faster or clearer way to compute the
+same must not need it.
 """
 
 import functools
