@@ -1,4 +1,4 @@
-"""Workdirs of synthetic runs."""
+"""Workdirs of synthetic runs, and what is read of them."""
 
 from collections.abc import Sequence
 import json
@@ -6,6 +6,7 @@ import pathlib
 
 import jax.numpy as jnp
 
+from kvjax.compare import groups as groups_lib, runs as runs_lib
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.workdir import identity
@@ -33,11 +34,11 @@ def write_run(
       length: of rows.
       overrides: keys of config.train.
     """
-    asked = load_config(CONFIGS / f"{config}.py")
-    asked.train.update(num_steps=num_steps, **overrides)
-    asked.data.sequence_length = length
-    tree = identity.identity(asked, jnp.dtype("float32"))
-    each = asked.train.batch_size * asked.data.sequence_length
+    config_dict = load_config(CONFIGS / f"{config}.py")
+    config_dict.train.update(num_steps=num_steps, **overrides)
+    config_dict.data.sequence_length = length
+    tree = identity.identity(config_dict, jnp.dtype("float32"))
+    each = config_dict.train.batch_size * config_dict.data.sequence_length
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(tree))
     (workdir / "dataset.json").write_text(json.dumps(dict(dataset=data)))
@@ -50,3 +51,16 @@ def write_run(
     timed = [json.dumps(dict(step=step, tokens_per_second=rate)) for step in steps]
     (workdir / "timing.jsonl").write_text("".join(f"{line}\n" for line in timed))
     return workdir
+
+
+def read(*folders: pathlib.Path, running: bool = False):
+    """Returns the runs in folders, and the skipped ones."""
+    places = runs_lib.workdirs([str(folder) for folder in folders])
+    return runs_lib.read(places, running=running)
+
+
+def grouped(*folders: pathlib.Path, way: str = "seed", running: bool = False):
+    """Returns the groups of the runs in folders, none of which may be skipped."""
+    runs, skipped = read(*folders, running=running)
+    assert not skipped
+    return groups_lib.groups(runs, way)

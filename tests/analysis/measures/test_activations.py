@@ -1,4 +1,4 @@
-"""What attention does on a text, against the model as a whole."""
+"""Activations of attention on a text, against the whole model."""
 
 import dataclasses
 import types
@@ -33,7 +33,7 @@ def _made(mechanism, block="nanochat", **keys):
 
 @pytest.fixture(params=["window", "learned", "not causal"])
 def other(request):
-    """Models whose blocks are none of the recipe's."""
+    """Models of blocks other than the recipe's."""
     if request.param == "window":
         return _made(workdirs.grouped(2, 2), "llama", window=4)
     if request.param == "learned":
@@ -42,7 +42,7 @@ def other(request):
 
 
 def _inputs(model):
-    """What enters attention in each layer of the model as a whole, and its activations after."""
+    """Returns the inputs of attention in each layer of the whole model."""
     whole, c = decoder.Decoder(model_lib.transformer(model)), model.transformer.block
     index = np.arange(LENGTH)[None]
 
@@ -82,7 +82,7 @@ def _check(model):
 
 
 def _check_plain(layer, *, rotates):
-    """Without RoPE a token meets itself as it does with it; others it meets differently."""
+    """Checks that RoPE changes the logits of different tokens only."""
     G = layer.query_BTNH.shape[2] // layer.key_BTKH.shape[2]
 
     def logits(q, k):
@@ -102,17 +102,15 @@ def _check_plain(layer, *, rotates):
     quick.only(("mla_paper",), MECHANISMS),
 )
 def test_layers_are_those_of_the_model(make_mechanism, mechanism_name):
-    """Inputs, probabilities and outputs of attention are the model's, with every mechanism."""
     _check(_made(make_mechanism(mechanism_name)))
 
 
 @pytest.mark.slow
 def test_layers_of_other_blocks(other):
-    """With a window; learned positions and biases; tokens that see those after them."""
     _check(other)
 
 
-def test_mask_is_that_of_attention():
+def test_masks():
     visible_TT = Mask(window=2).visible(4)
     np.testing.assert_array_equal(
         visible_TT, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
@@ -122,10 +120,7 @@ def test_mask_is_that_of_attention():
 
 
 def test_losses_are_those_of_the_next_tokens(monkeypatch):
-    """Each row predicts what follows its tokens, after all layers ran; perplexity is of them all.
-
-    A pass over the layers is made up: of the next token it says its id in nats, by parts of rows.
-    """
+    """Runs all layers of a synthetic pass whose loss in nats is the next token's id."""
     run = []
 
     class FakePass:
@@ -164,7 +159,7 @@ def test_perplexity_with_plain_attention_is_the_models(name):
 
 @pytest.mark.slow
 def test_attention_is_changed_in_all_layers():
-    """Values alone, as if each token saw itself only: layers behind are given what it makes."""
+    """Replaces attention by each token's own value."""
     model = _made(workdirs.grouped(4, 4))
 
     def alone(q, k, v, scale, mask):
@@ -183,7 +178,7 @@ def test_attention_is_changed_in_all_layers():
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_is_named():
+def test_values_that_are_not_finite_are_refused():
     model = _made(workdirs.grouped(4, 2))
     model.weights[("segments", 0, "attention", "mechanism", "base_value")][1, :, 1] = np.inf
     with pytest.raises(UserError, match=r"layer 1 of made: values .* not finite, of heads \[1\]"):

@@ -1,6 +1,5 @@
-"""Subspaces of keys against what is known of them, and of random ones."""
+"""Subspaces of keys, against definitions by whole matrices."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,12 +8,10 @@ from kvjax.analysis.measures import (
     heads as heads_lib,
     key_drift,
     key_subspaces,
-    logits,
     subspace_methods,
 )
 from kvjax.analysis.measures.activations import Layer, Mask
 from kvjax.analysis.measures.key_subspaces import Rope
-from kvjax.layers import rope as rope_lib
 from tests.convert import workdirs
 
 B, T, N, K, H, SCALE = 2, 24, 4, 2, 6, 0.7
@@ -27,7 +24,7 @@ def _orthogonal(rng, n=H):
 
 
 def _arrays(seed=0, rank=H):
-    """Queries, keys with a mean and of some rank besides, values."""
+    """Returns queries, keys of a rank plus a mean, values."""
     rng = np.random.default_rng(seed)
     scale_H = 2.0 ** -np.arange(H)
     query_BTNH = rng.normal(size=(B, T, N, H)) * scale_H @ _orthogonal(rng)
@@ -45,7 +42,7 @@ def _of(query_BTNH, key_BTKH, each_row=True):
 
 
 def _lost(query_TNH, key_TKH, cut_TKH):
-    """[K] squared errors of a KV head's centred logits, by its queries' T x T matrices."""
+    """Returns [K] squared errors of centred logits, summed over a KV head's queries."""
     lost_K = np.zeros(K)
     for n in range(N):
         z_TT = query_TNH[:, n] @ (cut_TKH - key_TKH)[:, n * K // N].T
@@ -55,7 +52,7 @@ def _lost(query_TNH, key_TKH, cut_TKH):
 
 @pytest.mark.parametrize("r", [1, 2, 4])
 def test_subspaces_of_a_text_are_its_truncated_svd(r):
-    """Nothing of that rank is better: not the SVD's own error, nor one of 50 random subspaces."""
+    """Loses what the truncated SVD of the logits loses, and less than random subspaces."""
     query_BTNH, key_BTKH, _ = _arrays()
     query_TNH, key_TKH = query_BTNH[0], key_BTKH[0]
     found = _of(query_BTNH[:1], key_BTKH[:1])
@@ -72,20 +69,8 @@ def test_subspaces_of_a_text_are_its_truncated_svd(r):
         assert (_lost(query_TNH, key_TKH, other.cut(key_TKH, r)) > lost_K).all()
 
 
-def test_queries_weigh():
-    """The principal directions of the keys alone are worse, where queries are not alike."""
-    query_BTNH, key_BTKH, _ = _arrays()
-    eye_KHH = np.broadcast_to(np.eye(H), (K, H, H))
-    alone = key_subspaces.of_text(eye_KHH, key_BTKH[:1], each_row=True)
-    lost = [
-        _lost(query_BTNH[0], key_BTKH[0], of.cut(key_BTKH[0], 2))
-        for of in (_of(query_BTNH[:1], key_BTKH[:1]), alone)
-    ]
-    assert (lost[1] > 1.5 * lost[0]).all()
-
-
-def test_rows_are_centred_each_alone_or_together():
-    """The centre is common; which centring is best depends on whether row means are to count."""
+def test_centring_by_row_is_best_for_centred_logits():
+    """Centring all rows together is best for logits as they are."""
     query_BTNH, key_BTKH, _ = _arrays()
     key_BTKH[1] += 10 * np.random.default_rng(5).normal(size=(K, H))
     each, together = (_of(query_BTNH, key_BTKH, each_row=flag) for flag in (True, False))
@@ -106,9 +91,9 @@ def test_rows_are_centred_each_alone_or_together():
     assert whole(together) < whole(each)
 
 
-@pytest.mark.parametrize("s", [1, 3])
+@pytest.mark.parametrize("s", [3])
 def test_keys_of_some_rank_keep_their_subspace(s):
-    """A stationary process: what the first tokens use is what all use. No drift, nothing lost."""
+    """Keys of rank s: the first tokens' subspace equals that of all tokens and loses nothing."""
     query_BTNH, key_BTKH, _ = _arrays(rank=s)
     few, whole = (_of(query_BTNH[:1, :t], key_BTKH[:1, :t]) for t in (8, T))
     np.testing.assert_allclose(key_subspaces.overlap(few.first(s), whole.first(s)), 1, atol=1e-9)
@@ -126,7 +111,7 @@ def test_keys_of_some_rank_keep_their_subspace(s):
 
 
 def test_overlap():
-    """It is 1 in any basis of one subspace, 0 if orthogonal, a squared cosine at one angle."""
+    """Is 1 in any basis of one subspace, 0 if orthogonal, a squared cosine at one angle."""
     eye, rng = np.eye(H), np.random.default_rng(0)
 
     def of(*rows):
@@ -142,24 +127,23 @@ def test_overlap():
     assert angle == pytest.approx(np.cos(0.3) ** 2 / 2)
 
 
-def test_turned_moments_are_the_mean_over_pairs():
-    """Against each pair's own turn; a window leaves out the far ones."""
+def test_rotated_moments_are_means_over_visible_pairs():
     query_BTNH = _arrays()[0][0, :, :, None].swapaxes(1, 2).reshape(T, N, H)
     plain_KHH = key_subspaces.moments(query_BTNH[None], K)
     for mask in (Mask(), Mask(window=3), ALL):
         found_KHH = key_subspaces.rotated_moments(plain_KHH, ROPE, mask, 7)
         expected_KHH, visible = np.zeros((K, H, H)), np.argwhere(mask.visible(7))
         for t, s in visible:
-            turns_HH = _turn(t - s)
-            expected_KHH += turns_HH @ plain_KHH @ turns_HH.T / len(visible)
+            rotation_HH = _rotation(t - s)
+            expected_KHH += rotation_HH @ plain_KHH @ rotation_HH.T / len(visible)
         np.testing.assert_allclose(found_KHH, expected_KHH, atol=1e-12)
     nothing = Rope(0, ())
     same_KHH = key_subspaces.rotated_moments(plain_KHH, nothing, Mask(), 7)
     np.testing.assert_allclose(same_KHH, plain_KHH, atol=1e-12)
 
 
-def _turn(distance):
-    """[H, H] of a vector's channels."""
+def _rotation(distance):
+    """Returns [H, H], RoPE by a number of tokens."""
     found = np.eye(H)
     for f, angle in enumerate(np.array(ROPE.frequencies) * distance):
         at = np.ix_([2 + f, 4 + f], [2 + f, 4 + f])
@@ -167,35 +151,9 @@ def _turn(distance):
     return found
 
 
-def test_turned_moments_are_those_that_queries_have_for_keys():
-    """The error that a key's change makes in the mean over queries at all distances."""
-    rng = np.random.default_rng(0)
-    query_TH, error_H = rng.normal(size=(T, H)), rng.normal(size=H)
-    moment = key_subspaces.moments(query_TH[None, :, None], 1)
-    found = error_H @ key_subspaces.rotated_moments(moment, ROPE, Mask(), T)[0] @ error_H
-    squares = [
-        ((query_TH @ _turn(t).T @ _turn(s) @ error_H) ** 2).mean()
-        for t in range(T)
-        for s in range(t + 1)
-    ]
-    assert found == pytest.approx(np.mean(squares))
-
-
-def test_tokens_spread_over_a_text_are_as_far_apart_as_they_are():
-    query_BTNH, key_BTKH, _ = _arrays()
-    layer, at_T = _layer(*_arrays(), mask=Mask()), np.array([1, 6, 7, 15, 22])
-    plain_KHH = key_subspaces.moments(query_BTNH[:1, at_T], K)
-    for span in (22, 5):
-        turned_KHH = key_subspaces.rotated_moments(plain_KHH, ROPE, Mask(), span)
-        expected = key_subspaces.of_text(turned_KHH, key_BTKH[:1, at_T], each_row=False)
-        found = subspace_methods.of_rows(layer, ROPE, subspace_methods.BEFORE, [0], at_T)
-        same = [np.allclose(a, b) for a, b in zip(found, expected, strict=True)]
-        assert all(same) == (span == 22)
-
-
-def test_turned_keys():
+def test_keys_are_rotated_by_their_positions():
     x_TKH = _arrays()[1][0]
-    expected = np.stack([x_KH @ _turn(t).T for t, x_KH in enumerate(x_TKH)])
+    expected = np.stack([x_KH @ _rotation(t).T for t, x_KH in enumerate(x_TKH)])
     np.testing.assert_allclose(key_subspaces.rotate_by_position(x_TKH, ROPE), expected, atol=1e-12)
 
 
@@ -204,8 +162,8 @@ def test_turned_keys():
     "name",
     ["mha", "lrkv", "mistral_lrkv", "qwen2_thin", "gpt2_lrkv", "mla"],
 )
-def test_turned_keys_are_those_of_attention(name):
-    """Mechanisms that turn only some channels are among them, and biases of keys are found."""
+def test_rotated_keys_and_biases_are_those_of_attention(name):
+    """Includes mechanisms that rotate some channels only."""
     if name == "mla":
         block, mechanism = "nanochat", workdirs.mla()
     else:
@@ -234,7 +192,7 @@ def test_turned_keys_are_those_of_attention(name):
 
 
 def test_subspaces_of_weights():
-    """The best of any input of which nothing is known; together, for all heads at once."""
+    """Truncates the SVD of each head's weights, or of all heads' together."""
     rng = np.random.default_rng(0)
     key_DKH, bias_KH, x_TD = rng.normal(size=(9, K, H)), rng.normal(size=(K, H)), np.eye(9)
     key_TKH = np.tensordot(x_TD, key_DKH, 1) + bias_KH
@@ -276,33 +234,8 @@ def test_errors_are_those_of_the_definition(mask):
     np.testing.assert_array_equal(still.output_NA, 0)
 
 
-def test_the_whole_context_is_best_on_itself():
-    """Over all its queries and keys: no worse than of its first half, of other text, of weights;
-    and no worse than that of the logits' own SVD says."""
-    query_BTNH, key_BTKH, value_BTKH = _arrays()
-    layer = _layer(query_BTNH, key_BTKH, value_BTKH)
-    ways = dict(
-        context=_of(query_BTNH[:1], key_BTKH[:1]),
-        half=_of(query_BTNH[:1, : T // 2], key_BTKH[:1, : T // 2]),
-        other=_of(query_BTNH[1:], key_BTKH[1:]),
-        weights=key_subspaces.of_weights(key_BTKH[1], np.zeros((K, H))),
-    )
-    whole_K = _lost(query_BTNH[0], key_BTKH[0], 0 * key_BTKH[0])
-    for r in (1, 2, 4):
-        lost = {
-            name: _lost(query_BTNH[0], key_BTKH[0], of.cut(key_BTKH[0], r)) / whole_K
-            for name, of in ways.items()
-        }
-        for name in ("half", "other", "weights"):
-            assert (lost["context"] < lost[name]).all()
-        found = key_subspaces.errors(layer, 0, [ways["context"].cut(key_BTKH[0], r)])
-        field = logits.centred_logits(query_BTNH[0], key_BTKH[0], SCALE)
-        least_N = np.sqrt(field.energies_NR[:, r:].sum(axis=1) / field.energies_NR.sum(axis=1))
-        assert (found.logit_NA[:, 0] >= least_N - 1e-9).all()
-
-
-def test_full_rank_is_nothing_lost_on_any_text():
-    """Also on keys of which the text that subspaces are found on had none, or one token."""
+def test_full_rank_loses_nothing_on_any_text():
+    """Holds for subspaces of low-rank keys, and of a single token."""
     query_BTNH, key_BTKH, _ = _arrays()
     for of in (
         _of(*(x[:1, :2] for x in _arrays(1, rank=1)[:2])),
@@ -311,44 +244,32 @@ def test_full_rank_is_nothing_lost_on_any_text():
         np.testing.assert_allclose(of.cut(key_BTKH[0], H), key_BTKH[0], atol=1e-9)
 
 
-def _process(seed, T, H, turn_HH=None, heads=3):
-    """A row of independent queries and keys, channels falling as 1/i; with a turn the second
-    half's keys have other directions."""
+def _process(seed, T, H, change_HH=None, heads=3):
+    """Returns a row of independent queries and keys, channels falling as 1/i.
+
+    Args:
+      change_HH: map of the second half's keys.
+    """
     rng, scale_H = np.random.default_rng(seed), 1 / np.arange(1, H + 1)
     query_TNH = rng.normal(size=(T, heads, H)) * scale_H @ _orthogonal(rng, H)
     key_TKH = rng.normal(size=(T, heads, H)) * scale_H
-    if turn_HH is not None:
-        key_TKH[T // 2 :] = key_TKH[T // 2 :] @ turn_HH
+    if change_HH is not None:
+        key_TKH[T // 2 :] = key_TKH[T // 2 :] @ change_HH
     value_TKH = np.ones((T, heads, 1))
     return _layer(query_TNH[None], key_TKH[None], value_TKH[None], Mask())
 
 
-def _later(layer, tokens, r):
-    """[N] errors of later logits under the subspace of the first tokens."""
-    nothing, where = Rope(0, ()), subspace_methods.ANYWHERE
-    of = subspace_methods.of_rows(layer, nothing, where, [0], slice(tokens))
-    return key_drift.later_errors(layer, nothing, 0, where, [of], r)[:, 0]
-
-
-@pytest.mark.parametrize("tokens", [8, 16, 32])
-def test_few_tokens_do_no_more_harm_than_nothing_kept(tokens):
-    """Beyond the directions of few independent tokens come those that queries weigh most, not
-    rounding errors that an oblique projection makes large. (Else: up to 27 times
-    the logits.)"""
-    assert _later(_process(0, 256, 64), tokens, 48).max() < 1
-
-
-def test_what_keys_do_not_tell_queries_do():
-    """The keys of two tokens tell one direction; behind it come those that queries weigh most."""
+def test_directions_without_keys_are_ordered_by_queries():
+    """The keys of two tokens determine one direction."""
     query_BTNH, key_BTKH, _ = _arrays(rank=1)
     key_BTKH = np.concatenate([key_BTKH[:1, :1], key_BTKH[:1, 1:2]], axis=1)  # one direction
     found = _of(query_BTNH, key_BTKH)
     weighs_KHH = key_subspaces.moments(query_BTNH, K)
-    told_KH = key_BTKH[0, 1] - key_BTKH[0, 0]
+    known_KH = key_BTKH[0, 1] - key_BTKH[0, 0]
     for k in range(K):
         values_R, vectors_HR = np.linalg.eigh(weighs_KHH[k])
         root_HH = (vectors_HR * np.sqrt(values_R)) @ vectors_HR.T
-        first_H = root_HH @ told_KH[k] / np.linalg.norm(root_HH @ told_KH[k])
+        first_H = root_HH @ known_KH[k] / np.linalg.norm(root_HH @ known_KH[k])
         rest_HH = np.eye(H) - np.outer(first_H, first_H)
         next_H = np.linalg.eigh(rest_HH @ weighs_KHH[k] @ rest_HH)[1][:, -1]
         u_HR = np.linalg.solve(root_HH, found.read_JCR[k])
@@ -356,17 +277,16 @@ def test_what_keys_do_not_tell_queries_do():
         assert abs(next_H @ u_HR[:, 1]) == pytest.approx(1, abs=1e-6)
 
 
-def test_drift_is_told_from_sampling():
-    """A process that stays as it is has none, although few tokens do not tell its subspace; one
-    that turns has."""
+def test_drift_is_distinguished_from_sampling():
+    """A stationary process has no drift, although few tokens determine its subspace badly."""
     T, H, r, nothing, where = 256, 16, 4, Rope(0, ()), subspace_methods.ANYWHERE
     at = key_drift.prefix_lengths(T, r)
-    turn_HH = np.roll(np.eye(H), H // 2, axis=0)
+    change_HH = np.roll(np.eye(H), H // 2, axis=0)
 
-    def measured(turn_HH):
+    def measured(change_HH):
         overlaps, errors = [], []
         for seed in range(6):
-            layer = _process(seed, T, H, turn_HH)
+            layer = _process(seed, T, H, change_HH)
             grown = key_drift.prefix_subspaces(layer, nothing, 0, where, at, r)
             overlaps.append(key_drift.overlaps(grown))
             both = [*grown.first, *grown.evenly_spaced]
@@ -378,36 +298,5 @@ def test_drift_is_told_from_sampling():
     assert at == (8, 16, 32, 64, 128) and first_T[0] < 0.75 and error_T[0] > 1.5 * error_T[-1]
     assert np.abs(spread_T - first_T).max() < 0.03
     np.testing.assert_allclose(error_T, control_T, rtol=0.06)
-    (first_T, spread_T), (error_T, control_T) = measured(turn_HH)
+    (first_T, spread_T), (error_T, control_T) = measured(change_HH)
     assert (spread_T - first_T).min() > 0.1 and (error_T / control_T).min() > 1.1
-
-
-def test_joint_rotations_of_queries_and_keys_change_nothing():
-    """Each KV head has a rotation of its own; errors and overlaps stay the same."""
-    query_BTNH, key_BTKH, value_BTKH = _arrays()
-    rng = np.random.default_rng(7)
-    turn_KHH = np.stack([_orthogonal(rng) for _ in range(K)])
-    turned_q = np.einsum("BTNH,NHI->BTNI", query_BTNH, np.repeat(turn_KHH, N // K, axis=0))
-    turned_k = np.einsum("BTKH,KHI->BTKI", key_BTKH, turn_KHH)
-    found = []
-    for query, key in ((query_BTNH, key_BTKH), (turned_q, turned_k)):
-        layer = _layer(query, key, value_BTKH, Mask())
-        half = _of(query[:1, : T // 2], key[:1, : T // 2])
-        weights = key_subspaces.of_weights(key[1], np.zeros((K, H)))
-        cuts = [of.cut(key[0], r) for of in (half, weights) for r in (1, 3)]
-        errors = key_subspaces.errors(layer, 0, cuts)
-        overlap = key_subspaces.overlap(half.first(2), _of(query[:1], key[:1]).first(2))
-        found.append([errors.logit_NA, errors.output_NA, overlap])
-    for before, behind in zip(*found, strict=True):
-        np.testing.assert_allclose(behind, before, rtol=1e-8)
-
-
-def test_turns_are_those_of_the_model():
-    """`turned` against `rope.rotate`."""
-    x_BTKH = _arrays()[1]
-    rotary = rope_lib.rotary(np.arange(T)[None], H, 100.0)
-    expected = rope_lib.rotate(jnp.asarray(x_BTKH[:1]), rotary)[0]
-    made = Rope(0, tuple(rope_lib.frequencies(H, 100.0)))
-    np.testing.assert_allclose(
-        key_subspaces.rotate_by_position(x_BTKH[0], made), expected, atol=1e-5
-    )

@@ -1,4 +1,4 @@
-"""Patterns of attention: statistics and distances against their definitions, and known ones."""
+"""Attention patterns: statistics and divergences, against their definitions."""
 
 import math
 
@@ -24,7 +24,7 @@ def _even(mask):
 
 
 def _one_key(mask, key_of):
-    """[1, T, T] all attention on one key of each query."""
+    """Returns [1, T, T], all attention of each query on one key."""
     p_1TT = np.zeros((1, T, T))
     for t in range(T):
         p_1TT[0, t, key_of(t)] = 1
@@ -54,25 +54,8 @@ def test_statistics_are_those_of_the_definition(mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_patterns_that_are_known(mask):
-    visible_TT = mask.visible(T)
-    even = patterns.statistics(_even(mask), visible_TT)
-    assert even.entropy_N[0] == pytest.approx(1)
-    own = patterns.statistics(_one_key(mask, lambda t: t), visible_TT)
-    assert own.itself_N[0] == 1 and own.previous_N[0] == own.distance_N[0] == 0
-    assert own.entropy_N[0] == 0 and own.keys_N[0] == 1
-    before = patterns.statistics(_one_key(mask, lambda t: max(t - 1, 0)), visible_TT)
-    assert before.previous_N[0] == 1
-
-    def seen(t):
-        return 0 if visible_TT[t, 0] else t
-
-    assert patterns.statistics(_one_key(mask, seen), visible_TT).first_N[0] == 1
-
-
-@pytest.mark.parametrize("mask", MASKS)
 def test_divergences_are_those_of_the_definition(mask):
-    """Against scipy's distance, which is the root of it; symmetric, 0 to itself, ln 2 at most."""
+    """Compares with the square of SciPy's distance."""
     p_NTT, visible_TT = _patterns(mask), mask.visible(T)
     rows_T = patterns.choosing(visible_TT)
     found_NN = patterns.divergences(p_NTT, visible_TT)
@@ -89,15 +72,9 @@ def test_divergences_are_those_of_the_definition(mask):
         assert found_N[n] == pytest.approx(np.nan_to_num(apart_T)[rows_T].mean(), abs=1e-7)
 
 
-def test_patterns_with_no_key_in_common():
-    both = np.concatenate([_one_key(Mask(), lambda t: t), _one_key(Mask(), lambda t: 0)])
-    apart = patterns.divergences(both, Mask().visible(T))[0, 1]
-    assert apart == pytest.approx(math.log(2))
-
-
 @pytest.mark.parametrize("mask", MASKS)
 def test_without_the_first_token(mask):
-    """The rest has the shares that it had of what is left; where nothing is, all alike."""
+    """Renormalises over the other keys; uniform if nothing is left."""
     p_NTT, visible_TT = _patterns(mask), mask.visible(T)
     left_NTT, others_TT = patterns.without_first(p_NTT, visible_TT)
     assert not others_TT[:, 0].any() and (others_TT[:, 1:] == visible_TT[:, 1:]).all()
@@ -113,19 +90,8 @@ def test_without_the_first_token(mask):
         np.testing.assert_allclose(resting[0, t, 1 : 1 + seen], 1 / seen)
 
 
-def test_heads_that_rest_on_the_first_token_are_told_apart_behind_it():
-    """Two heads with 98 % there hardly differ, and much where that is left out."""
-    rest, visible_TT = 0.98, Mask().visible(T)
-    heads = [_one_key(Mask(), lambda t: t), _one_key(Mask(), lambda t: max(t - 1, 0))]
-    p_NTT = np.concatenate([(1 - rest) * p + rest * _one_key(Mask(), lambda t: 0) for p in heads])
-    apart = patterns.divergences(p_NTT, visible_TT)[0, 1]
-    behind = patterns.divergences(*patterns.without_first(p_NTT, visible_TT))[0, 1]
-    assert apart < 0.03 and behind > 0.6
-
-
 def test_repeated_tokens_and_induction():
-    """A block of different tokens twice; the score is 1 of a head that looks behind the earlier
-    occurrence, and by chance that of even attention."""
+    """The score is 1 for attention on the token after the earlier occurrence."""
     tokens_A, block = np.arange(100, 160), T // 2
     rows_BT = patterns.repeated(tokens_A, block, 3, seed=5)
     assert rows_BT.shape == (3, T) and rows_BT.dtype == np.int32
@@ -142,8 +108,7 @@ def test_repeated_tokens_and_induction():
         assert patterns.induction(_even(mask), block)[0] == pytest.approx(chance)
 
 
-def test_a_query_that_sees_one_key_counts_for_nothing():
-    """Its row may be changed: it has no choice. With a window of one token no query has."""
+def test_queries_of_one_visible_key_are_ignored():
     visible_TT, p_NTT = Mask().visible(T), _patterns(Mask())
     before = patterns.divergences(p_NTT, visible_TT)
     assert not patterns.choosing(visible_TT)[0] and patterns.choosing(visible_TT)[1:].all()

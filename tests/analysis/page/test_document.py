@@ -337,18 +337,3 @@ def test_a_page_knows_its_curves_points(html):
         path = next(node for node in line.iter() if node.tag.endswith("path")).get("d")
         at = [list(map(float, pair)) for pair in re.findall(r"[ML] ?([\d.]+) ([\d.]+)", path)]
         assert np.allclose(at, [point[:2] for point in curve["points"]], atol=0.5)
-
-
-@pytest.mark.slow
-def test_forty_figures_are_small():
-    """With thirty-five heatmaps of a hundred heads, and five of thirty layers each."""
-    r = np.random.default_rng(0)
-    figures = []
-    for i in range(40):
-        matrices = {f"{i} {n}": r.random((9, 9)) for n in range(30)}
-        if i % 8:
-            matrices = {f"{i}": r.random((100, 100))}
-        svg = draw.heatmaps(matrices, x="x", y="y")
-        figures.append(Figure(f"{i}", svg, "none", CAPTION))
-    html = document.page("t", "", [Section("s", "S", "", figures, [], {})], {})
-    assert len(html.encode()) < 4e6
