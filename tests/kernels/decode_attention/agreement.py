@@ -60,16 +60,22 @@ def races() -> list:
     return [state for state in states if state is not None and state.races_found]
 
 
-def check(run, shape: Sizes, *, firsts, length: int, dtype) -> None:
+def check(run, shape: Sizes, *, firsts, length: int, dtype, behind: float | None = None) -> None:
     """Asserts that run(inputs, cache, first_B) equals the definition, to the dtype's rounding.
 
     Also that an interpreter with `detect_races` found no race: on a TPU between cores and copies,
     on a GPU between threads and copies, but not products (see `hopper`). All tensors are random and
-    without zeros; slots behind a sequence's end hold random entries too.
+    without zeros; slots behind a sequence's end hold random entries too, or `behind`.
     """
     inputs, cache = problem(shape, batch=len(firsts), length=length, dtype=dtype)
     first_B = np.asarray(firsts, np.int32)
     expected = definition(inputs, cache, first_B)
+    if behind is not None:
+        is_behind = np.arange(length) > first_B[:, None]
+        cache = {
+            name: np.where(is_behind[:, *(None,) * (x.ndim - 2)], np.asarray(behind, x.dtype), x)
+            for name, x in cache.items()
+        }
     o = np.asarray(run(inputs, cache, jnp.asarray(first_B)))
     assert not races()
     assert o.shape == expected.shape and o.dtype == np.float32

@@ -21,10 +21,9 @@ from kvjax.kernels.decode_attention.cache_layouts.rebuilt import RebuiltSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductSizes
 from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
-from kvjax.kernels.decode_attention.shapes import OURS, RIVALS, SHAPES, abstract, bytes_per_token
+from kvjax.kernels.decode_attention.shapes import RIVALS, SHAPES, abstract, bytes_per_token
 from kvjax.layers import rope
 from tests import quick
-from tests.kernels.decode_attention import agreement
 from tests.mechanisms import MECHANISMS
 
 B, S, H, HV, R, C, P = 3, 40, 8, 6, 3, 10, 4
@@ -459,23 +458,3 @@ def test_implementations_have_names(x64):
     np.testing.assert_allclose(default, expected, rtol=1e-11, atol=1e-11)
     with pytest.raises(ValueError, match="implementation = 'fast'.*xla, tpu, gpu, reference"):
         decode_attention(given, cache, first_B, implementation="fast")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mechanism, dtype",
-    [(name, dtype) for name in OURS for dtype in (jnp.float32, jnp.bfloat16)],
-)
-def test_real_shapes_by_the_check_of_the_kernels(mechanism, dtype):
-    shape = SHAPES["d12"][mechanism]
-    run = jax.jit(xla.decode_attention)
-    agreement.check(run, shape, firsts=(1151, 0, 512), length=1152, dtype=dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("mechanism", ["mha", "gqa", "mla", "lrkv"])
-def test_4097_tokens_of_d36(mechanism, dtype):
-    shape = SHAPES["d36"][mechanism]
-    run = jax.jit(xla.decode_attention)
-    agreement.check(run, shape, firsts=(4096,), length=4224, dtype=dtype)

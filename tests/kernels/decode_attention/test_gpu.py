@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.foundation.errors import UserError
-from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import cache_layouts, shapes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
@@ -36,15 +34,15 @@ def _jitted(**parameters):
 
 
 NO_ROPE = ResidualSizes(N=8, K=4, J=2, H=64, Hv=192, rope_base=None)
-# The edges of splits of 128 tokens and tiles of 64, also with a ring smaller than a tile.
-EDGES = (0, 63, 64, 127, 128, 200, 255)
+# The edges of splits of 128 tokens and tiles of 64; 256 is a full cache that grows no more.
+EDGES = (0, 63, 64, 127, 128, 200, 256)
 
 
 @pytest.mark.parametrize(
     "shape, firsts, parameters",
     [
         (GroupedSizes(N=6, K=2, H=64, Hv=192), (63, 128, 255), dict(tile_kv=64, split=128)),
-        (LatentSizes(N=3, C=128), (255,), dict(split=128, slots=3)),
+        (LatentSizes(N=3, C=128), (256,), dict(split=128, slots=3)),
         (LatentSizes(N=4, C=128, J=2, key_channels=64, Hv=0), (200,), dict()),  # GTA
         (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=2)),
         (NO_ROPE, (200,), dict(split=128)),
@@ -78,7 +76,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
 )
 def test_equals_the_definition(shape, firsts, parameters):
     run = _jitted(**parameters)
-    agreement.check(run, shape, firsts=firsts, length=256, dtype=jnp.bfloat16)
+    agreement.check(run, shape, firsts=firsts, length=256, dtype=jnp.bfloat16, behind=np.nan)
 
 
 @slow
@@ -93,34 +91,6 @@ def test_the_longest_split():
 @pytest.mark.parametrize("name", D12)
 def test_equals_the_definition_at_d12(name):
     agreement.check(_run, D12[name], firsts=(1151, 0, 1024), length=1152, dtype=jnp.bfloat16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(GroupedSizes(N=1, K=1, H=64, Hv=64), marks=slow),
-        ResidualSizes(N=1, K=1, H=64, Hv=64),
-        pytest.param(LatentSizes(N=2, C=64), marks=slow),
-    ],
-)
-def test_slots_behind_a_sequence_do_not_matter(shape):
-    """They hold NaN: in its last tile, and in tiles that are not read."""
-    inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
-    first_B = jnp.asarray([5, 200], jnp.int32)
-    behind = np.arange(384) > np.asarray(first_B)[:, None]
-
-    def poison(x):
-        return np.where(behind[:, *(None,) * (x.ndim - 2)], np.nan, np.asarray(x))
-
-    poisoned = {name: poison(array).astype(array.dtype) for name, array in cache.items()}
-
-    def run(cache):
-        return _jitted(split=256)(inputs, cache, first_B)
-
-    o = run(poisoned)
-    assert np.isfinite(o).all()
-    np.testing.assert_array_equal(o, run(cache))
 
 
 @pytest.mark.parametrize(
@@ -150,18 +120,6 @@ def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
 
 
 @pytest.mark.slow
-def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
-    """A sequence that has ended has its next slot in first_B, which may be S."""
-    shape = ResidualSizes(N=1, K=1, H=64, Hv=64)
-    inputs, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
-
-    def run(*firsts):
-        return _jitted(split=256)(inputs, cache, jnp.asarray(firsts, jnp.int32))
-
-    np.testing.assert_array_equal(run(384, 10), run(383, 10))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)],
@@ -180,27 +138,12 @@ def test_queries_in_float32_are_taken(shape):
 @pytest.mark.parametrize(
     "shape, parameters, message",
     [
-        (
-            ResidualSizes(N=1, K=1),
-            dict(split=2048),
-            "split = 2048: at most 1024 with RoPE base 10000",
-        ),
-        (
-            ResidualSizes(N=1, K=1),
-            dict(tile_kv=128),
-            r"tile_kv = 128: must be 64 .*ROTATED_TILE_KV",
-        ),
+        (ResidualSizes(N=1, K=1), dict(split=2048), "split = 2048: at most 1024 with RoPE base"),
+        (ResidualSizes(N=1, K=1), dict(tile_kv=128), r"tile_kv = 128: must be 64 .*ROTATED_TILE"),
+        (ResidualSizes(N=1, K=1, H=256), dict(slots=4), "slots at least 5"),
         (LatentSizes(N=2, C=256), dict(slots=4), "slots at least 5"),
-        pytest.param(
-            *(ResidualSizes(N=1, K=1, H=256), dict(slots=4), "slots at least 5"),
-            marks=slow,
-        ),
         (GroupedSizes(N=1, K=1), dict(split=192), "split must be a multiple of tile_kv"),
-        (
-            GroupedSizes(N=1, K=1),
-            dict(slots=3, wgmma_in_flight=4),
-            "wgmma_in_flight = 4: split must be",
-        ),
+        (GroupedSizes(N=1, K=1), dict(slots=3, wgmma_in_flight=4), "wgmma_in_flight = 4: split"),
         (GroupedSizes(N=1, K=1), dict(wgmma_in_flight=-1), "wgmma_in_flight = -1: split must be"),
     ],
 )
@@ -261,46 +204,40 @@ def _replaced(field, change):
     return lambda o, c: (dataclasses.replace(o, **{field: change(getattr(o, field))}), c)
 
 
+def _cast(o, c):
+    return o, {name: x.astype(jnp.float32) for name, x in c.items()}
+
+
+def _tied(o, c):
+    inputs = dict(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None)
+    return cache_layouts.TiedInputs(**inputs), c
+
+
+PLAIN = GroupedSizes(N=2, K=2)
+BIAS = cache_layouts.PositionBias(weights=np.ones(4))
+
+
 @pytest.mark.parametrize(
     "shape, change, message",
     [
-        (
-            GroupedSizes(N=2, K=2),
-            lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}),
-            "S = 100",
-        ),
-        (
-            GroupedSizes(N=2, K=2),
-            lambda o, c: (o, {k: v.astype(jnp.float32) for k, v in c.items()}),
-            "base_key in bfloat16: here float32",
-        ),
-        (GroupedSizes(N=2, K=2), _replaced("query", lambda q: jnp.repeat(q, 2, 1)), "here T = 2"),
-        (
-            GroupedSizes(N=2, K=2),
-            _replaced("bias", lambda _: cache_layouts.PositionBias(weights=jnp.ones(4))),
-            "no bias",
-        ),
-        (GroupedSizes(N=3, K=3, H=32), lambda o, c: (o, c), "2 heads of H = 32, Hv = 128.*K = 3"),
-        (GroupedSizes(N=80, K=1, H=1024), lambda o, c: (o, c), "memory for 80 queries on 16 slabs"),
-        (LatentSizes(N=64, C=512), lambda o, c: (o, c), "registers for 64 queries on 8 slabs"),
-        (ResidualSizes(N=2, K=2, R=32), lambda o, c: (o, c), "R = 32"),
-        (LatentSizes(N=2, C=96), lambda o, c: (o, c), "C = 96, P = 64"),
-        (
-            GroupedSizes(N=2, K=2),
-            lambda o, c: (
-                cache_layouts.TiedInputs(
-                    query=o.query, scale=1.0, rope_base=None, norm_epsilon=None
-                ),
-                c,
-            ),
-            "a cache of kind 'tied'",
-        ),
+        (PLAIN, lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}), "S = 100"),
+        (PLAIN, _cast, "base_key in bfloat16: here float32"),
+        (PLAIN, _replaced("query", lambda q: jnp.repeat(q, 2, 1)), "here T = 2"),
+        (PLAIN, _replaced("bias", lambda _: BIAS), "no bias"),
+        (PLAIN, _tied, "a cache of kind 'tied'"),
+        (GroupedSizes(N=3, K=3, H=32), None, "2 heads of H = 32, Hv = 128.*K = 3"),
+        (GroupedSizes(N=80, K=1, H=1024), None, "memory for 80 queries on 16 slabs"),
+        (LatentSizes(N=64, C=512), None, "registers for 64 queries on 8 slabs"),
+        (ResidualSizes(N=2, K=2, R=32), None, "R = 32"),
+        (LatentSizes(N=2, C=96), None, "C = 96, P = 64"),
     ],
 )
 def test_refusals_name_the_reason_and_the_fallback(shape, change, message):
     arrays = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
+    if change is not None:
+        arrays = jax.eval_shape(change, *arrays)
     with pytest.raises(NotImplementedError, match=f"{message}.*'xla'"):
-        gpu.check(*jax.eval_shape(change, *arrays))
+        gpu.check(*arrays)
 
 
 def test_another_gpu_is_named_with_the_fallback():
@@ -311,11 +248,6 @@ def test_another_gpu_is_named_with_the_fallback():
     ):
         with pytest.raises(NotImplementedError, match="Hopper's.*: here NVIDIA A100; use 'xla'"):
             gpu.check(*arrays)
-
-
-def test_unknown_gpus_name_those_known():
-    with pytest.raises(UserError, match="GPU 'a100': must be one of h100, h200"):
-        topology.gpu_device("a100")
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import api, shapes, sharded, xla
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.layers import rope
 from tests import quick
@@ -148,31 +147,6 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
             assert shard.data.nbytes * chips == array.nbytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("T", [1, 3])
-def test_a_chip_with_nothing_to_see(x64, T):
-    """Its output is finite and has no share."""
-    draw = np.random.default_rng(0)
-    shape = ResidualSizes(N=4, K=4, R=3, H=8, Hv=8)
-    inputs, cache = agreement.problem(shape, batch=2, length=SLOTS, dtype=jnp.float64)
-    queries = jnp.asarray(draw.standard_normal((2, T, 4, 8)))
-    inputs = type(inputs)(**vars(inputs) | dict(query=queries, residual_query=queries))
-    first_B = jnp.asarray([4, 9], jnp.int32)
-
-    @functools.partial(jax.jit, static_argnames="tile_kv")
-    def part(chip, tile_kv):
-        return xla.attend_with_lse(
-            inputs, cache, first_B, Stripes(STRIPE, 8, chip), tile_kv=tile_kv
-        )
-
-    for tile_kv in (4, 512):
-        o_BTNV, log_sum_exp_BTN = part(1, tile_kv)
-        assert np.all(np.isfinite(o_BTNV))
-        assert np.all(np.isneginf(log_sum_exp_BTN[0]))
-        assert np.all(np.isfinite(log_sum_exp_BTN[1]))  # position 9 is this chip's, 4 is not
-        assert not np.any(np.isnan(part(7, tile_kv)[0]))
-
-
 # -- kernels ---------------------------------------------------------------------------------------
 
 
@@ -248,33 +222,6 @@ def test_the_default_is_a_kernel_that_takes_a_chips_part(monkeypatch):
     assert default("gpu", "cache") == "xla"  # its kernel does not give log-sum-exps
     assert default("tpu", "data") == "xla" == default(None, "cache")
     assert len(seen) == 1
-
-
-# -- what moves, and what is held ------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["LRKV", "MLA", "Q-K=V"])
-def test_no_cache_moves(name):
-    """Two all-reduces per layer, of outputs; temporaries do not grow with the cache."""
-    config, batch = d36.model(name, layers=2), 2
-    memory = []
-    for length in (8192, 32_768):
-        keys = dict(batch=batch, length=length, compute=program.Compute())
-        compiled = program.lowered_step(config, _mesh(8), **keys).compile()
-        found = hlo.collectives(compiled.as_text())
-        assert {c.kind for c in found} == {"all-reduce"}
-        sums = 4 * batch * d36.HEADS  # one number per sequence and head
-        assert sorted(c.bytes for c in found) == [sums] * 2 + [sums * (128 + 1)] * 2
-        cache = cache_lib.abstract(
-            config.mechanisms, batch=batch, capacity=length, dtype=jnp.dtype(jnp.float32)
-        )
-        analysis = compiled.memory_analysis()
-        memory.append((analysis.temp_size_in_bytes, cache_lib.live_bytes(cache) // 8))
-        lengths = 4 * batch
-        assert analysis.alias_size_in_bytes == memory[-1][1] + lengths
-    (short, small), (long, large) = memory
-    assert long - short < 0.05 * (large - small)
 
 
 # -- compiled for TPUs -----------------------------------------------------------------------------

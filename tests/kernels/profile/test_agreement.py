@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.foundation import command_line
 from kvjax.kernels.decode_attention import reference, shapes
 from kvjax.kernels.profile import __main__ as profile, agreement, measured
 
@@ -112,17 +111,3 @@ def test_the_command_ends_with_what_was_found(capsys, implementation):
     implementation(lambda *arguments: -reference.decode_attention(*arguments))
     assert profile.main(options) == 1
     assert "NO" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--check", "--tune"], "--check --tune: use one of them"),
-        (["--check", "--plot=x.png"], "--check --plot=x.png: --plot needs measurements"),
-        (["--check", "--device=v5e"], "--check --device=v5e: needs the device"),
-        (["--check", "--implementations=cudnn"], "--check: takes xla, tpu, gpu, reference"),
-    ],
-)
-def test_what_it_cannot_be_asked_with(capsys, options, message):
-    assert command_line.status(profile.main, options) == 2
-    assert message in capsys.readouterr().err

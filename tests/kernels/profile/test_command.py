@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import struct
 import subprocess
 import sys
 import types
@@ -13,9 +12,8 @@ from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 import pytest
 
-from kvjax.foundation import command_line, provenance
+from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import shapes, tuning
 from kvjax.kernels.profile import __main__ as profile, agreement, measured, static, tpu_static
@@ -31,36 +29,41 @@ def command(capsys):
     return run
 
 
+@pytest.fixture
+def nothing_measured(monkeypatch):
+    """Measuring and tuning return nothing at once."""
+    runs = []
+    monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 2e9))[1])
+    monkeypatch.setattr(measured, "tune", lambda run, _: (runs.append(run), [])[1])
+    return runs
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         (["--device=a100"], "--device: invalid choice: 'a100' (choose from 'h100', 'h200', 'v4'"),
-        (
-            ["--mechanisms=mha,mba"],
-            "'mba' is none of mha, gqa, mqa, thin_keys,",
-        ),
-        (["--model=d13"], "--model: invalid choice: 'd13' (choose from 'd12', 'd36')"),
-        (["--mechanisms="], "--mechanisms=: '' is none of mha"),
-        (["--op=prefill"], "--op: invalid choice: 'prefill' (choose from 'decode_attention')"),
-        (["--op="], "--op: invalid choice: ''"),
+        (["--mechanisms=mha,mba"], "'mba' is none of mha, gqa, mqa, thin_keys,"),
         (["--implementations=xlb"], "'xlb' is none of xla, "),
         (["--batch=0"], "--batch '0': must be integers of 1 or more"),
-        (["--length=1k"], "--length '1k'"),
-        (["--rounds="], "--rounds ''"),
         (["--blocks=512"], "must be two sizes, the smaller first"),
         (["--blocks=1024,512"], "must be two sizes, the smaller first"),
-        (["--devise=v4"], "unknown option --devise; did you mean '--device'?"),
         (["--device=v5e", "--plot=x.png"], "--plot=x.png: --plot needs measurements"),
         (["--tune", "--plot=x.png"], "--tune --plot=x.png: --plot needs measurements"),
         (["--device=h100", "--tune"], "--tune --device=h100: needs the device"),
+        (["--check", "--tune"], "--check --tune: use one of them"),
+        (["--check", "--device=v5e"], "--check --device=v5e: needs the device"),
+        (["--check", "--implementations=cudnn"], "--check: takes xla, tpu, gpu, reference"),
+        (["--save=/dev/null/x.json"], "--save = '/dev/null': "),
+        (["--plot=/dev/null/x.png"], "--plot = '/dev/null': "),
     ],
 )
-def test_bad_options_are_one_line(capsys, options, message):
+def test_bad_options_are_one_line(nothing_measured, capsys, monkeypatch, options, message):
+    monkeypatch.setattr(profile, "_matplotlib", lambda file: None)
     assert command_line.status(profile.main, options) == 2
     captured = capsys.readouterr()
     assert not captured.out
     assert captured.err.startswith("kvjax: ") and captured.err.count("\n") == 1
-    assert message in captured.err
+    assert message in captured.err and not nothing_measured
 
 
 def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
@@ -228,9 +231,7 @@ def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
     rows = [dict(names, length=n, gbps=2.5 * n) for n in (1, 2)] + [dict(names, why="not")]
     rows += [dict(names, batch=8, length=3, gbps=4.0)]
     profile.plot(rows, tmp_path / "sweep.png")
-    picture = (tmp_path / "sweep.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert struct.unpack(">II", picture[16:24]) == (1200, 750)
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     ((axes,),) = (figure.axes for figure in made)
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {
@@ -238,18 +239,8 @@ def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
         "mha xla, batch 8": [[3, 4.0]],
     }
     assert [text.get_text() for text in axes.get_legend().get_texts()] == list(lines)
-    assert {line.get_marker() for line in axes.get_lines()} == {"o"}
     said = (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel(), axes.get_ylabel())
     assert said == ("log", "linear", "cached tokens", "GB/s of cache")
-
-
-@pytest.fixture
-def nothing_measured(monkeypatch):
-    """Measuring and tuning return nothing at once."""
-    runs = []
-    monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 2e9))[1])
-    monkeypatch.setattr(measured, "tune", lambda run, _: (runs.append(run), [])[1])
-    return runs
 
 
 def test_a_cpu_is_asked_little_without_options(command, nothing_measured, monkeypatch):
@@ -314,22 +305,10 @@ def test_what_was_measured_is_told_before_the_table(nothing_measured, monkeypatc
     ]
 
 
-@pytest.mark.parametrize(
-    "option, message",
-    [
-        ("--save", "--save: needs a value: --save=..."),
-        ("--save=/dev/null/x.json", "--save = '/dev/null': "),
-        ("--plot=x.png", "needs matplotlib"),
-        ("--plot=/dev/null/x.png", "--plot = '/dev/null': "),
-    ],
-)
-def test_what_could_not_be_written_ends_the_run_before_it_begins(
-    nothing_measured, monkeypatch, capsys, option, message
-):
-    missing = None if "matplotlib" in message else types.SimpleNamespace(figure=None)
-    monkeypatch.setitem(sys.modules, "matplotlib", missing)
-    assert command_line.status(profile.main, [option]) == 2
-    assert message in capsys.readouterr().err and not nothing_measured
+def test_a_plot_without_matplotlib_is_refused_before_the_run(nothing_measured, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command_line.status(profile.main, ["--plot=x.png"]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err and not nothing_measured
 
 
 def test_results_are_saved_though_the_plot_fails(nothing_measured, monkeypatch, tmp_path):
@@ -375,16 +354,3 @@ def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-
-
-def test_without_matplotlib_a_plot_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="needs matplotlib"):
-        profile.plot([], pathlib.Path("x.png"))
-
-
-def test_packages_that_are_not_installed_have_no_version(monkeypatch):
-    monkeypatch.setattr(provenance, "_PACKAGES", ("jax", "no-such-package"))
-    made_by = provenance.provenance("nor-this-one")
-    assert made_by["packages"] == {"jax": jax.__version__}
-    assert made_by["command"].startswith("python ")
