@@ -1,6 +1,5 @@
 """Collectives of compiled programs: from text as compilers write it, and by hand for small ones."""
 
-import functools
 import pathlib
 
 import jax
@@ -116,9 +115,7 @@ def test_loops_that_fuse_their_condition_and_both_branches():
         ("all-reduce", 5, 3, 1, 20 / 3),
         ("collective-broadcast", 32, 2, 1, 32),
     ]
-    plain = _BRANCHES.replace(
-        "tuple(%x, %bits)", "tuple(%x, %x)"
-    )  # begins at 0, as far as is known
+    plain = _BRANCHES.replace("tuple(%x, %bits)", "tuple(%x, %x)")  # an unknown start counts as 0
     assert hlo.collectives(plain)[0].times == 6
     two = "%c.2 = (f32[8], s32[]) parameter(0)\n  %x.2 = f32[8] get-tuple-element(%c.2), index=0"
     several = _BRANCHES.replace("%c.2 = (f32[8], s32[]) parameter(0)", two)
@@ -141,12 +138,9 @@ def test_a_summary_adds_up_by_kind_and_scope():
     def made(kind, scope, times):
         return Collective(kind=kind, bytes=80, group=8, times=times, op_name=f"jit(f)/{scope}/dot")
 
-    small, gathers, other = (
-        made("all-reduce", "loss", 1),
-        [made("all-gather", "muon", 3), made("all-gather", "muon", 4)],
-        made("all-gather", "", 2),
-    )
-    assert hlo.summary([small, *gathers, other]) == [
+    found = [made("all-reduce", "loss", 1), made("all-gather", "", 2)]
+    found += [made("all-gather", "muon", times) for times in (3, 4)]
+    assert hlo.summary(found) == [
         dict(kind="all-gather", scope="muon", count=7, bytes=560, wire_bytes=490.0),
         dict(kind="all-reduce", scope="loss", count=1, bytes=80, wire_bytes=140.0),
         dict(kind="all-gather", scope="other", count=2, bytes=160, wire_bytes=140.0),
@@ -189,46 +183,36 @@ def test_an_all_gather_in_a_scan_of_five(mesh):
     assert found.wire_bytes == 3 * 15 * 4
 
 
+_ON_B = dict(axis_name="b", tiled=True)
+_RING = [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+
 @pytest.mark.parametrize(
-    "function, kind, size, sent",
+    "function, kind, sent",
     [
-        (functools.partial(jax.lax.psum, axis_name="b"), "all-reduce", 64 * 4, 2 * 48 * 4),
+        (lambda x: jax.lax.psum(x, "b"), "all-reduce", 2 * 48 * 4),
+        (lambda x: jax.lax.psum_scatter(x, **_ON_B), "reduce-scatter", 48 * 4),
         (
-            functools.partial(jax.lax.psum_scatter, axis_name="b", scatter_dimension=0, tiled=True),
-            "reduce-scatter",
-            64 * 4,
-            48 * 4,
-        ),
-        (
-            functools.partial(
-                jax.lax.all_to_all, axis_name="b", split_axis=0, concat_axis=0, tiled=True
-            ),
+            lambda x: jax.lax.all_to_all(x, split_axis=0, concat_axis=0, **_ON_B),
             "all-to-all",
-            64 * 4,
             48 * 4,
         ),
-        (
-            functools.partial(
-                jax.lax.ppermute, axis_name="b", perm=[(0, 1), (1, 2), (2, 3), (3, 0)]
-            ),
-            "collective-permute",
-            64 * 4,
-            64 * 4,
-        ),
+        (lambda x: jax.lax.ppermute(x, "b", perm=_RING), "collective-permute", 64 * 4),
     ],
 )
-def test_each_kind_in_nested_loops(mesh, function, kind, size, sent):
+def test_each_kind_in_nested_loops(mesh, function, kind, sent):
     def twice_three(x):
         def inner(y, _):
             return (jnp.sin(x + jnp.sum(function(y))), None)
 
-        return jax.lax.scan(
-            lambda y, _: (jax.lax.scan(inner, y, None, length=3)[0], None), x, None, length=2
-        )[0]
+        def outer(y, _):
+            return jax.lax.scan(inner, y, None, length=3)[0], None
+
+        return jax.lax.scan(outer, x, None, length=2)[0]
 
     program = compile_mapped(mesh, twice_three, (P(("a", "b")),), P(("a", "b")), (8 * 64,))
     found = [c for c in hlo.collectives(program.as_text()) if c.kind == kind]
-    assert sum(c.times * c.bytes for c in found) == 6 * size
+    assert sum(c.times * c.bytes for c in found) == 6 * 64 * 4
     assert sum(c.times * c.wire_bytes for c in found) == 6 * sent
 
 
