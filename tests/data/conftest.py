@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import random
+import shutil
 
+import numpy as np
 import pytest
 
-from kvjax.data import config as config_lib, loader, parts, prepare
+from kvjax.data import config as config_lib, loader, manifest, packed_rows, parts, prepare
 from tests.data import corpora
+from tests.data.corpora import ROWS, SHARDS, T
 
 SEQUENCE_LENGTH = 16
 
@@ -92,3 +95,36 @@ def expected(config, tmp_path, monkeypatch):
         found = corpora.files(prepare.prepare(config, workers=1))
     assert corpora.num_parts(config) > 9 and len(found) > 12
     return found
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory, small_dataset):
+    """A data set of 40 shards, 0 to 12 rows in each, and its training rows as an array."""
+    path = tmp_path_factory.mktemp("many") / "many"
+    folder = path / ROWS
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 13, SHARDS)
+    counts[[0, 7, 8, SHARDS - 1]] = 0
+    found, expected = dict(train=[], validation=[]), []
+    for i, count in enumerate(counts):
+        tokens = rng.integers(1 << 16, size=count * T + 1).astype("<u2")
+        for split in found:
+            shard = packed_rows.shard_name(split, i, SHARDS)
+            writer = packed_rows.ShardWriter(folder / shard, T, tokens.dtype)
+            writer.add(tokens)
+            found[split].append(writer.close(fill=None))
+            assert (folder / shard).exists() == (count > 0)
+        expected += [tokens[k * T : k * T + T + 1] for k in range(count)]
+    packed_rows.describe(folder, found, T + 1, np.dtype("<u2"))
+    shutil.copy(small_dataset.path / manifest.TOKENIZER, path)
+    rows = {split: {"rows": int(counts.sum())} for split in found}
+    config = small_dataset.info["config"] | dict(sequence_length=T)
+    info = small_dataset.info | dict(config=config, splits=rows)
+    manifest.write(path, info, manifest.digests(path))
+    return path, np.array(expected)
+
+
+@pytest.fixture
+def dataset(written):
+    return loader.open_dataset(written[0])

@@ -2,9 +2,13 @@
 
 import pathlib
 
-from kvjax.data import parts, pool, preparation, sources
+import numpy as np
+
+from kvjax.data import manifest, parts, pool, preparation, sources
 
 PART = 1000  # bytes
+T, SHARDS = 5, 40  # of `dataset`
+ROWS = pathlib.PurePath(manifest.ROWS, manifest.ROWS_VERSION)
 
 
 def files(folder) -> dict[str, bytes]:
@@ -48,3 +52,8 @@ def damage(file, how):
     else:
         del content[len(content) // 2 if how == "half" else 0 :]
     file.write_bytes(content)
+
+
+def rows_of(rows, indices):
+    """Returns rows as int [len(indices), T + 1]."""
+    return np.stack([row["tokens"] for row in rows.__getitems__(indices)])

@@ -1,15 +1,12 @@
 """Every row is read by its index, from any storage, with any number of open shards."""
 
-import asyncio
 from concurrent import futures
-import contextlib
 import dataclasses
 import gc
 import hashlib
 import json
 import os
 import pathlib
-import re
 import shutil
 import threading
 import weakref
@@ -18,48 +15,10 @@ import grain
 import numpy as np
 import pytest
 
-from experiments.benchmarks import data_reading, object_store
 from kvjax.data import loader, manifest, packed_rows, shards
-from kvjax.foundation.errors import DataError
 from tests import quick
-from tests.data.corpora import damage
+from tests.data.corpora import ROWS, SHARDS, T, rows_of
 from tests.data.test_loader import take
-
-T, SHARDS = 5, 40
-ROWS = pathlib.PurePath(manifest.ROWS, manifest.ROWS_VERSION)
-
-
-def rows_of(rows, indices):
-    """int [len(indices), T + 1]."""
-    return np.stack([row["tokens"] for row in rows.__getitems__(indices)])
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory, small_dataset):
-    """A data set of 40 shards, 0 to 12 rows in each, and its training rows as an array."""
-    path = tmp_path_factory.mktemp("many") / "many"
-    folder = path / ROWS
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    counts = rng.integers(1, 13, SHARDS)
-    counts[[0, 7, 8, SHARDS - 1]] = 0
-    found, expected = dict(train=[], validation=[]), []
-    for i, count in enumerate(counts):
-        tokens = rng.integers(1 << 16, size=count * T + 1).astype("<u2")
-        for split in found:
-            shard = packed_rows.shard_name(split, i, SHARDS)
-            writer = packed_rows.ShardWriter(folder / shard, T, tokens.dtype)
-            writer.add(tokens)
-            found[split].append(writer.close(fill=None))
-            assert (folder / shard).exists() == (count > 0)
-        expected += [tokens[k * T : k * T + T + 1] for k in range(count)]
-    packed_rows.describe(folder, found, T + 1, np.dtype("<u2"))
-    shutil.copy(small_dataset.path / manifest.TOKENIZER, path)
-    rows = {split: {"rows": int(counts.sum())} for split in found}
-    config = small_dataset.info["config"] | dict(sequence_length=T)
-    info = small_dataset.info | dict(config=config, splits=rows)
-    manifest.write(path, info, manifest.digests(path))
-    return path, np.array(expected)
 
 
 def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
@@ -73,30 +32,30 @@ def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(packed_rows, "ArrayRecordWriter", Writer)
     monkeypatch.setattr(packed_rows, "_BLOCK_TOKENS", 10)
-    for T in (3, T_last):
-        rng, path, made = np.random.default_rng(T), tmp_path / str(T), 0
+    for N in (3, T_last):
+        rng, path, made = np.random.default_rng(N), tmp_path / str(N), 0
         lengths = rng.integers(0, 9, 20)
         ends = np.cumsum(lengths)
         tokens = rng.integers(1 << 16, size=ends[-1]).astype("<u2")
         mask = rng.integers(2, size=ends[-1]).astype("u1")
-        writer = packed_rows.ShardWriter(path, T, tokens.dtype, masked=True)
+        writer = packed_rows.ShardWriter(path, N, tokens.dtype, masked=True)
         written.clear()
         for end, length in zip(ends, lengths, strict=True):
             writer.add(tokens[end - length : end], mask[end - length : end])
-            if end - made * T > max(T, 10):
-                made = (end - 1) // T
+            if end - made * N > max(N, 10):
+                made = (end - 1) // N
             assert len(written) == made
         assert made > 2
-        own = rng.integers(1 << 16, size=T + 1).astype("<u2"), np.ones(T + 1, "u1")
+        own = rng.integers(1 << 16, size=N + 1).astype("<u2"), np.ones(N + 1, "u1")
         writer.add_row(*own)
         shard = writer.close(fill=7)
-        whole = -(-(ends[-1] - 1) // T)
-        assert shard == (whole + 1, path.stat().st_size) and whole * T + 1 > ends[-1]
-        more = whole * T + 1 - ends[-1]
+        whole = -(-(ends[-1] - 1) // N)
+        assert shard == (whole + 1, path.stat().st_size) and whole * N + 1 > ends[-1]
+        more = whole * N + 1 - ends[-1]
         tokens, mask = np.append(tokens, np.full(more, 7)), np.append(mask, np.zeros(more))
-        rows = [(tokens[i : i + T + 1], mask[i : i + T + 1]) for i in range(0, whole * T, T)]
+        rows = [(tokens[i : i + N + 1], mask[i : i + N + 1]) for i in range(0, whole * N, N)]
         rows.insert(made, own)
-        heads = packed_rows.heads(packed_rows.dtypes(np.dtype("<u2"), True), T + 1)
+        heads = packed_rows.heads(packed_rows.dtypes(np.dtype("<u2"), True), N + 1)
         assert written == [
             heads["mask"] + m.astype("u1").tobytes() + heads["tokens"] + t.astype("<u2").tobytes()
             for t, m in rows
@@ -104,11 +63,6 @@ def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
     writer = packed_rows.ShardWriter(tmp_path / "none", T_last, tokens.dtype)
     writer.add(tokens[:1])
     assert writer.close(fill=7) == (0, 0) and not (tmp_path / "none").exists()
-
-
-@pytest.fixture
-def dataset(written):
-    return loader.open_dataset(written[0])
 
 
 @pytest.fixture
@@ -274,9 +228,6 @@ def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
     np.testing.assert_array_equal(rows_of(rows, range(20)), expected_NT)
 
 
-# -- positions and permutations --------------------------------------------------------------------
-
-
 class Virtual:
     """Row i of one token is i."""
 
@@ -299,175 +250,6 @@ def test_the_order_is_that_of_grains_own_source():
     order = take(loader.train_batches(Virtual(count), position=0, **keys), 130)[..., 0]
     source = grain.MapDataset.source(list(range(count))).seed(11).shuffle().repeat()
     assert order.ravel().tolist() == [source[i] for i in range(130 * 16)]
-
-
-# -- damage ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def copy(written, tmp_path):
-    """A copy of the data set that sizes do not guard, as one from before there were digests."""
-    path = tmp_path / "copy"
-    shutil.copytree(written[0], path)
-    info = json.loads((path / manifest.MANIFEST).read_text())
-    for key in manifest.INTEGRITY_KEYS:
-        del info[key]
-    (path / manifest.MANIFEST).write_text(json.dumps(info))
-    return path
-
-
-@pytest.mark.parametrize("how", ["flipped", "missing", "half", "another"])
-def test_a_damaged_shard_is_told_and_the_others_are_read(written, copy, how):
-    _, expected_NT = written
-
-    def name(i):
-        return copy / ROWS / packed_rows.shard_name("train", i, SHARDS)
-
-    rows = loader.open_dataset(copy).rows("train")
-    odd = next(i for i in range(2, 7) if rows._rows[i] != rows._rows[1])
-    first, end = rows._ends[odd] - rows._rows[odd], rows._ends[odd]
-    content = name(odd).read_bytes()
-    if how == "another":
-        name(odd).write_bytes(name(1).read_bytes())
-    else:
-        damage(name(odd), how)
-    for _ in range(2):  # it is not remembered as opened
-        with pytest.raises(manifest.DamagedDataError, match=f"^{copy} is damaged: .*prepare it"):
-            rows.__getitems__(range(first, end))
-    others = [i for i in range(len(rows)) if not first <= i < end]
-    np.testing.assert_array_equal(rows_of(rows, others), expected_NT[others])
-    if how != "flipped":  # that one is open
-        name(odd).write_bytes(content)
-        np.testing.assert_array_equal(rows_of(rows, [first]), expected_NT[[first]])
-
-
-def test_a_record_that_is_no_row_is_told(copy):
-    file = copy / ROWS / packed_rows.shard_name("train", 1, SHARDS)
-    count = loader.open_dataset(copy).rows("train")._rows[1]
-    writer = packed_rows.ArrayRecordWriter(os.fspath(file), "group_size:1")
-    (head,) = packed_rows.heads({packed_rows.FEATURE: np.dtype("u2")}, T).values()
-    for _ in range(count):
-        writer.write(head + bytes(2 * T + 2))
-    writer.close()
-    rows = loader.open_dataset(copy).rows("train")
-    with pytest.raises(manifest.DamagedDataError, match="row 0 of .*-00001-of-00040 is no row"):
-        rows[0]
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("features.json", '"tokens"', '"words"'),
-        ("features.json", '"bytes"', '"none"'),
-        ("features.json", '"uint16"', '"bananas"'),
-        ("features.json", "{", "["),
-        ("dataset_info.json", "array_record", "tfrecord"),
-        ("dataset_info.json", "{SHARD_X_OF_Y}", "{SHARD_INDEX}"),
-        ("dataset_info.json", '"train"', '"test"'),
-        ("dataset_info.json", '"0"', '"1"'),
-        ("dataset_info.json", '"0"', '"none"'),
-    ],
-)
-def test_a_description_of_something_else_is_told(copy, file, old, new):
-    path = copy / ROWS / file
-    content = path.read_text()
-    assert old in content
-    path.write_text(content.replace(old, new))
-    with pytest.raises(manifest.DamagedDataError, match=f"^{copy} is damaged: "):
-        loader.open_dataset(copy).rows("train")
-
-
-# -- buckets ---------------------------------------------------------------------------------------
-
-
-class Gate:
-    """Holds answers back until so many are asked for at once; from then on all pass."""
-
-    def __init__(self, count):
-        self.count, self.waiting, self.open, self.reached = count, 0, asyncio.Event(), False
-
-    async def __call__(self, path, first):
-        self.waiting += 1
-        if self.waiting >= self.count:
-            self.reached = True
-            self.open.set()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.open.wait(), 20)
-        self.open.set()
-        self.waiting -= 1
-
-
-@pytest.fixture
-def in_bucket(written, bucket):
-    """The data set as gs://data/many, and the folder that this is."""
-    shutil.copytree(written[0], bucket / "data" / "many")
-    return "gs://data/many", bucket / "data" / "many"
-
-
-def test_rows_of_a_bucket_are_asked_for_at_once(in_bucket, written, bucket):
-    gate = Gate(8)
-    with object_store.threaded(bucket, gate) as store:
-        rows = loader.open_dataset(in_bucket[0]).rows("train")
-        order = np.random.default_rng(0).permutation(len(rows))
-        np.testing.assert_array_equal(rows_of(rows, order), written[1][order])
-    assert gate.reached
-    opened = [path for path, _, size in store.requests if size > 1 << 15]  # ends of shards
-    assert len(opened) >= SHARDS - 4
-    assert len(store.requests) >= len(rows) + SHARDS - 4
-    assert all(re.match("data/many/packed_rows/1.0.0/.*-of-00040$", path) for path in opened)
-
-
-def test_small_batches_of_a_bucket_are_asked_for_at_once(in_bucket, written, bucket):
-    keys = dict(sequence_length=T, batch_size=2, seed=5, position=20)
-    expected = take(loader.train_batches(loader.open_dataset(written[0]), **keys), 10)
-    gate = Gate(8)
-    with object_store.threaded(bucket, gate):
-        dataset = loader.open_dataset(in_bucket[0])
-        batches = loader.train_batches(dataset, **keys)
-        np.testing.assert_array_equal(take(batches, 10), expected)
-        data_reading.end(batches)
-        batches = loader.validation_batches(dataset, sequence_length=T, batch_size=16)
-        whole = np.concatenate(list(batches))
-    assert gate.reached
-    np.testing.assert_array_equal(whole[: len(written[1])], written[1])
-
-
-@pytest.mark.parametrize("how", ["flipped", "missing", "refused"])
-def test_a_bucket_that_refuses_is_not_damaged_data(in_bucket, bucket, how):
-    path, folder = in_bucket
-    name = packed_rows.shard_name("train", 1, SHARDS)
-
-    async def answer(path, first):
-        if how == "refused":
-            raise PermissionError
-
-    if how != "refused":
-        damage(folder / ROWS / name, how)
-    with object_store.threaded(bucket, answer):
-        rows = loader.open_dataset(path).rows("train")
-        with pytest.raises(DataError, match="reading gs://" if how == "refused" else path) as told:
-            rows.__getitems__(range(rows._rows[1]))
-        rows._threads.shutdown()  # what the others still read ends before the store does
-    assert isinstance(told.value, manifest.DamagedDataError) == (how != "refused")
-    assert ("could not be read" in str(told.value)) == (how == "refused")
-
-
-def test_too_many_files_are_not_damaged_data(dataset, monkeypatch):
-    def none_left(*args, **kwargs):
-        raise RuntimeError("open() failed: Too many open files; opening x")
-
-    monkeypatch.setattr(shards, "ArrayRecordReader", none_left)
-    with pytest.raises(
-        DataError, match="-00001-of-00040 could not be read: .*Too many open"
-    ) as told:
-        dataset.rows("train")[0]
-    assert not isinstance(told.value, manifest.DamagedDataError)
-
-
-def test_rows_in_buckets_of_another_kind_are_refused(dataset):
-    elsewhere = dataclasses.replace(dataset, path=loader.epath.Path("s3://data/many"))
-    with pytest.raises(DataError, match="s3://data/many: rows are read from .*prepared:FOLDER"):
-        elsewhere.rows("train")
 
 
 def test_rows_with_a_mask_come_back_and_tfds_reads_them(tmp_path, small_dataset):
