@@ -204,7 +204,7 @@ def test_the_best_fit_is_the_largest_that_fits():
     sizes = [5, 3, 4, 2, 6, 1]
     filled = packing.write_whole(
         Writer(),
-        map(lambda n: (np.full(n, n, np.uint16), np.ones(n, np.uint8)), sizes),
+        ((np.full(n, n, np.uint16), np.ones(n, np.uint8)) for n in sizes),
         row=8,
         fill=0,
     )
@@ -287,14 +287,6 @@ def test_a_set_is_rendered_in_batches_and_its_files_stay_as_they_are(mixture, mo
         read(4, order=np.array([0]))
     with pytest.raises(DataError, match=f"{where} shrank while they were read"):
         read(6, order=np.array([5, 4]))
-
-
-def test_cut_conversations_are_counted(tmp_path, mixture):
-    limit = 30
-    dataset = _open(dataclasses.replace(mixture, limit=limit), _data(tmp_path))
-    sets = {one["key"]: one for one in dataset.info["splits"]["train"]["sets"]}
-    assert sets["smoltalk"]["cut"] == 16 and sets["smoltalk"]["tokens"] == 16 * limit
-    assert sets["gsm8k"]["cut"] == 0
 
 
 def test_too_few_conversations_for_a_row(tmp_path, mixture):

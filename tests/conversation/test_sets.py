@@ -206,13 +206,10 @@ def test_a_row_of_another_kind_is_told_with_file_and_row(tmp_path):
 
 
 def test_rows_are_the_same_in_every_type_of_parquet(tmp_path):
-    """And text that is not UTF-8, or two columns of one name, are told with file and row."""
+    """Texts that are not UTF-8, and two columns of one name, are told with file and row."""
     path = tmp_path / "x.parquet"
     texts = pa.array([row["question"] for row in GSM8K]), pa.array([r["answer"] for r in GSM8K])
     for kind in (pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view()):
-        columns = [column.cast(pa.string()).cast(kind) for column in texts]
-        pq.write_table(pa.table(columns, names=["question", "answer"]), path)
-        assert [q for q, _ in _read("gsm8k", str(path))] == texts[0].to_pylist()
         message = pa.struct([("role", kind), ("content", kind)])
         tables = [pa.table({"messages": pa.array([x], pa.list_(message))}) for x in SMOLTALK]
         with pq.ParquetWriter(path, tables[0].schema, compression="zstd") as writer:
@@ -253,16 +250,6 @@ def test_what_is_not_there_is_told_with_what_to_fetch(tmp_path):
     (tmp_path / "x.txt").write_text("a")
     with pytest.raises(DataError, match=r"x.txt ends in none of .jsonl"):
         look(f"{tmp_path}/*.txt")
-
-
-@pytest.mark.parametrize("end", ["jsonl", "parquet"])
-def test_a_file_that_ends_too_soon(tmp_path, end):
-    write = dict(jsonl=_jsonl, parquet=_parquet)[end]
-    path = tmp_path / f"x.{end}"
-    write(path, GSM8K)
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(DataError, match=rf"x.{end}(, line \d is not JSON| is not a complete)"):
-        sets.OpenedSet(SetSpec("train", "gsm8k", "gsm8k", str(path))).count()
 
 
 def test_tfds(tmp_path, monkeypatch):
@@ -338,12 +325,6 @@ def _without_id(row):
     return dict(question=row["question"], choices=choices, answerKey=row["answerKey"])
 
 
-PUBLISHED = {
-    "smoltalk": ("data/ of", "HuggingFaceTB/smol-smoltalk", "~/data/smol-smoltalk/data/"),
-    "mmlu": ("auxiliary_train/ and all/ of", "cais/mmlu", "~/data/mmlu/"),
-    "gsm8k": ("main/ of", "openai/gsm8k", "~/data/gsm8k/main/"),
-    "arc": ("ARC-Easy/ and ARC-Challenge/ of", "allenai/ai2_arc", "~/data/ai2_arc/"),
-}
 ROWS = {
     "smoltalk": ([460_341], [24_229]),
     "mmlu": ([99_842], [14_042]),
@@ -352,14 +333,12 @@ ROWS = {
 }
 
 
-def test_published_sets_have_their_rows_and_their_place(tmp_path, monkeypatch, capsys):
-    """A warning where a split has another number; what is missing is told with where to get it."""
+def test_a_split_with_another_number_of_rows_than_the_published_one_warns(
+    tmp_path, monkeypatch, capsys
+):
     path = _jsonl(tmp_path / "x.jsonl", GSM8K)
-    for kind, (what, name, folder) in PUBLISHED.items():
-        hint = f"{what} https://huggingface.co/datasets/{name} to {folder}, or give another"
-        with pytest.raises(MissingDataError, match=f"download the folders {hint}"):
-            sets.OpenedSet(SetSpec("train", kind, kind, str(tmp_path / "none")))
-        for split, known in zip(("train", "validation"), ROWS[kind], strict=True):
+    for kind, counts in ROWS.items():
+        for split, known in zip(("train", "validation"), counts, strict=True):
             found = sets.OpenedSet(SetSpec(split, kind, kind, path))
             for rows in (*known, known[0] + 1):
                 monkeypatch.setattr(sets.records, "count", lambda file, rows=rows: rows)
