@@ -1,4 +1,4 @@
-"""What was measured of the heads of many models, in tables, beside LRKV's table 5.
+"""Tables of measurements of heads over models and seeds, compared with LRKV's table 5.
 
 `experiments.studies.head_diversity` trains and measures them.
 """
@@ -13,9 +13,9 @@ from kvjax.analysis.reports.diversity.report import PUBLISHED
 from kvjax.foundation.intervals import difference, estimate
 from kvjax.foundation.output import Table
 
-# Those of the paper first, and how their rows of its table 5 begin. LRKV has residuals of half a
-# head's channels there as here, and GQA at 128M half as many KV heads as heads. The paper's MLA has
-# no RoPE key of its own (its cache is the latent alone), so that `mla` is not in the table.
+# First words of the paper's rows by mechanism. LRKV has residuals of half a head's channels there
+# as here, and GQA at 128M half as many KV heads as heads. The paper's MLA has no RoPE key (its cache
+# is the latent alone), so `mla` is not in the table.
 ROWS = {
     "mha": "MHA",
     "lrkv": "LRKV, rank 64",
@@ -24,17 +24,17 @@ ROWS = {
     "mla_paper": "MLA",
 }
 SCALES = ("128M", "2.5B")
-FIRST = "mha"  # what the others are compared with
+FIRST = "mha"  # the reference
 RANKS = {"share": "not centred", "centred_share": "centred"}  # as table 5 has them, % of N
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What was measured of a run.
+    """Measurements of a run.
 
     Attributes:
-      trained, untrained: of its last step and its first weights.
-      steps: by step the effective ranks alone.
+      trained, untrained: at its last step and of its initial weights.
+      steps: effective ranks by step.
     """
 
     bits_per_byte: float
@@ -47,7 +47,7 @@ Runs = dict[str, dict[int, Run]]  # by mechanism and seed
 
 
 class Findings:
-    """What was measured of all runs, in the numbers that tables show."""
+    """Measurements of all runs, reduced to the numbers of the tables."""
 
     def __init__(self, runs: Runs, names: Mapping[str, str]):
         self.runs, self.names = runs, names
@@ -61,7 +61,7 @@ class Findings:
         return sorted({seed for found in self.runs.values() for seed in found})
 
     def by_seed(self, mechanism: str, pick: Callable[[Run], float | None]) -> dict[int, float]:
-        """One number of each run that has it."""
+        """Returns a number by seed, of the runs that have it."""
         found = {seed: pick(run) for seed, run in self.runs[mechanism].items()}
         return {seed: number for seed, number in found.items() if number is not None}
 
@@ -70,7 +70,7 @@ class Findings:
         return estimate(list(found.values())) if found else None
 
     def against_first(self, mechanism: str, pick: Callable[[Run], float | None]) -> Estimate | None:
-        """The difference from MHA, seed by seed; None of MHA itself and without it."""
+        """Returns the difference from MHA, paired by seed; None for MHA itself and without it."""
         if mechanism == FIRST or FIRST not in self.runs:
             return None
 
@@ -80,23 +80,23 @@ class Findings:
         return difference(of(mechanism), of(FIRST))
 
     def pairs(self, scale: str, name: str) -> list[Pair]:
-        """The order of table 5 at a scale, by an effective rank, held to these runs."""
+        """Returns the pairs of table 5's order at a scale, with the differences of these runs."""
         measured = {m: self.by_seed(m, _of(name)) for m in self.runs}
         return seeds_lib.pairs(published(scale, name), measured)
 
 
 def _of(name: str, *, untrained: bool = False) -> Callable[[Run], float | None]:
-    """Picks a number of a run."""
+    """Returns a function that picks a number of a run."""
     return lambda run: (run.untrained if untrained else run.trained).get(name)
 
 
 def _learned(name: str) -> Callable[[Run], float | None]:
-    """Picks what training changed."""
+    """Returns a function that picks the change of a number in training."""
     return lambda run: run.trained[name] - run.untrained[name]
 
 
 def published(scale: str, name: str) -> dict[str, float]:
-    """By mechanism a column of LRKV's table 5, in % of N."""
+    """Returns a column of LRKV's table 5 by mechanism, in % of N."""
     column = 3 if name == "share" else 4
 
     def of(begins):
@@ -155,7 +155,7 @@ def _against(found: Findings) -> Table:
         rows.append(row)
     header = ("config", "not centred", "centred, % of N - 1", "not centred, with RoPE")
     header += ("of values, not centred", "not centred, before training")
-    header += ("of that learned",)
+    header += ("not centred, change in training",)
     return Table(
         "Against MHA, seed by seed: points of percent, with 95 % intervals",
         header,
@@ -174,20 +174,20 @@ def _order(found: Findings) -> Table:
         there = {(pair.first, pair.second): pair for pair in small}
         for pair in large:
             of = there.get((pair.first, pair.second))
-            turned = of or there[pair.second, pair.first]
-            at_small = turned.published if of else -turned.published
+            reverse = of or there[pair.second, pair.first]
+            at_small = reverse.published if of else -reverse.published
             rows.append(
                 (
                     said,
                     f"{pair.first} over {pair.second}",
                     pair.here.shown("+.3f"),
                     *(f"{x:+.1f}" for x in (at_small, pair.published)),
-                    *(one.verdict for one in (turned, pair)),
+                    *(one.verdict for one in (reverse, pair)),
                 )
             )
     header = ("effective rank", "pair", "here", *(f"paper, {scale}" for scale in SCALES))
     return Table(
-        "The paper's orders (table 5), held to the runs here",
+        "The paper's orders (table 5) against these runs",
         (*header, *(f"the order at {scale}" for scale in SCALES)),
         rows,
         (
@@ -247,7 +247,7 @@ def _numbers(found: Findings, m: str, columns: Columns) -> list[str]:
 
 def _spectra(found: Findings) -> Table:
     return Table(
-        "Components for 90 % of the energy, and what keys of half their rank cost",
+        "Components for 90 % of the energy, and the cost of keys of half rank",
         ("config", *(title for _, _, title, _ in _SPECTRA)),
         [[m, *_numbers(found, m, _SPECTRA)] for m in found.mechanisms],
         (
@@ -264,30 +264,30 @@ def _patterns(found: Findings) -> Table:
         bits = found.estimate(m, lambda run: run.bits_per_byte)
         rows.append([m, _cell(bits, ".4f"), *_numbers(found, m, _PATTERNS)])
     return Table(
-        "How heads attend",
+        "Attention patterns",
         ("config", "bits per byte", *(title for _, _, title, _ in _PATTERNS)),
         rows,
         (
             "Divergence: Jensen-Shannon, of the patterns of two heads of a layer (ln 2 = 0.693 at "
-            "most). Entropy: of a pattern, over that of even attention. Residual in base: of what "
-            "LRKV's residuals read, what their base reads too.",
+            "most). Entropy: of a pattern, relative to uniform attention. Residual in base: share "
+            "of the input subspace of LRKV's residuals that their base reads too.",
         ),
     )
 
 
 def verdicts(found: Findings) -> list[str]:
-    """What holds of the paper's orders, a sentence for each."""
+    """Returns a sentence on each of the paper's orders."""
     said = []
-    for name, what in RANKS.items():
+    for name, label in RANKS.items():
         for scale in SCALES:
             if pairs := found.pairs(scale, name):
                 held = seeds_lib.in_words(pairs)
-                said.append(f"Neighbours in the order at {scale}, {what}: {held}.")
+                said.append(f"Neighbours in the order at {scale}, {label}: {held}.")
     return said
 
 
 def as_json(found: Findings) -> dict:
-    """Every number, and what was made of them."""
+    """Returns all numbers, estimates and verdicts, JSON-able."""
     estimates = {}
     for m in found.mechanisms:
         every = sorted({name for run in found.runs[m].values() for name in run.trained})

@@ -1,19 +1,16 @@
-"""The report of `python -m kvjax.analysis` on a model that no folder and no file holds."""
+"""Writes the report of `python -m kvjax.analysis` for a model in memory."""
 
-from collections.abc import Mapping
 import json
-import math
 import pathlib
 import time
 
 from etils import epath
-import numpy as np
 
 from kvjax.analysis import reports
 from kvjax.analysis.page import document
 from kvjax.analysis.request import Request
 from kvjax.convert.model import LazyModel
-from kvjax.foundation import command_line, progress, provenance
+from kvjax.foundation import command_line, json_text, progress, provenance
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 
@@ -21,10 +18,10 @@ HTML, JSON = "report.html", "report.json"  # as the command has them
 
 
 def write(model: LazyModel, request: Request, folder: pathlib.Path, lead: str) -> None:
-    """Every report that the model has something for, as report.html and report.json.
+    """Writes all reports that apply to the model to report.html and report.json.
 
     Args:
-      lead: what stands above them: what the model is.
+      lead: introduction of the page: a description of the model.
     """
     sections, seconds = {}, {}
     for name in reports.NAMES:
@@ -56,16 +53,5 @@ def write(model: LazyModel, request: Request, folder: pathlib.Path, lead: str) -
     folder.mkdir(parents=True, exist_ok=True)
     html = document.page(f"Attention in {model.name}", lead, list(sections.values()), about)
     write_atomically(epath.Path(folder / HTML), html)
-    text = json.dumps(_plain(dict(about=about, reports=said))) + "\n"
+    text = json.dumps(json_text.plain(dict(about=about, reports=said))) + "\n"
     write_atomically(epath.Path(folder / JSON), text)
-
-
-def _plain(data):
-    """Data as JSON has it: null for what is no number."""
-    if isinstance(data, Mapping):
-        return {str(key): _plain(value) for key, value in data.items()}
-    if isinstance(data, np.ndarray | np.generic):
-        data = data.tolist()
-    if isinstance(data, list | tuple):
-        return [_plain(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -26,7 +26,7 @@ class Pair:
     @property
     def verdict(self) -> str:
         if self.here.sign == 0:
-            return "not told apart"
+            return "not distinguishable"
         return "as published" if self.here.sign > 0 else "the other way round"
 
 

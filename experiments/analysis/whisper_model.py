@@ -1,10 +1,8 @@
 """Whisper's decoder as a `Model` that the reports of `kvjax.analysis` read layer by layer.
 
-It is a model of kvjax but for one part: behind a layer's self-attention stands attention to frames
-of silence, the same keys and values for every text. `Listening` is a `Block` with that part.
+Its layers are kvjax's but for cross-attention after self-attention: to the frames of silence, with
+the same keys and values for every text. `CrossBlock` is a `Block` with that part.
 """
-
-from collections.abc import Iterator
 
 from flax import nnx, traverse_util
 import jax
@@ -28,13 +26,13 @@ _EPSILON = 1e-5  # of LayerNorm
 
 
 class Frames(nnx.Module):
-    """Attention to keys and values [S, N, H] that are weights; nothing is masked."""
+    """Unmasked attention to keys and values [S, N, H] that are weights."""
 
     def __init__(self, mechanism: MechanismConfig, d_model: int, *, rngs: nnx.Rngs):
         sizes = dict(D=d_model, N=mechanism.num_heads, H=mechanism.value_dim)
         self.query = weight("D -> N H", rngs, **sizes)
         self.query_bias = weight("N H", rngs, **sizes)
-        # As many frames as the weights have that are merged into this.
+        # The weights that are merged into this determine the number of frames.
         self.key, self.value = (weight("T N H", rngs, T=1, **sizes) for _ in range(2))
         self.out = weight("N H -> D", rngs, **sizes)
         self.out_bias = weight("D", rngs, **sizes)
@@ -48,7 +46,7 @@ class Frames(nnx.Module):
         return y_BTD + self.out_bias[...][None, None]
 
 
-class Listening(Block):
+class CrossBlock(Block):
     """Self-attention, attention to frames, and the MLP."""
 
     def __init__(self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs):
@@ -67,13 +65,13 @@ class Listening(Block):
 
 
 class WhisperModel:
-    """A `kvjax.convert.model.Model`; see there for the attributes. All of it is in memory.
+    """A `kvjax.convert.model.Model` in memory; see there for the attributes.
 
     Attributes:
-      block: of its layers.
+      block: class of its layers.
     """
 
-    block = Listening
+    block = CrossBlock
     chat_template = None
 
     def __init__(self, whisper: Whisper, name: str = "Whisper tiny.en, decoder"):
@@ -104,7 +102,7 @@ class WhisperModel:
         self._layers = [traverse_util.flatten_dict(layer) for layer in whisper.params["layers"]]
 
     def parameters(self) -> Parameters:
-        """Shape and dtype by path; all layers are one segment, as their mechanisms are equal."""
+        """Returns shape and dtype by path; all layers are one group of equal mechanisms."""
 
         def of(path, w, *front):
             return (path, ((*front, *w.shape), np.dtype(w.dtype)))
@@ -117,7 +115,7 @@ class WhisperModel:
         )
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """A parameter in float32, of one layer or of all."""
+        """Returns a parameter in float32, of one layer or of all."""
         if path[0] != "segments":
             return np.asarray(traverse_util.flatten_dict(self._outer)[path])
         of_layers = self._layers if layer is None else [self._layers[layer]]
@@ -126,11 +124,12 @@ class WhisperModel:
 
 
 def passages(whisper: Whisper, length: int, count: int) -> dict[str, np.ndarray]:
-    """So many [length] passages of the held-out part of each embedded book, each opened as its rows
-    are, by name: at even distances, the first where the part begins.
+    """Returns `count` passages [length] of the held-out part of each embedded book, by name.
+
+    They begin with the prefix of a row, and are evenly spaced from the start of the part.
 
     Raises:
-      UserError: a part that has fewer tokens.
+      UserError: a part has fewer tokens.
     """
     found = {}
     for name, source in texts_lib.sources(texts_lib.EMBEDDED).items():
@@ -142,17 +141,13 @@ def passages(whisper: Whisper, length: int, count: int) -> dict[str, np.ndarray]
                 f"{name} has {len(tokens_T):,} tokens held out, fewer than {count} passages of "
                 f"{width:,}: ask for fewer or shorter ones"
             )
-        for i, first in enumerate(_evenly(len(tokens_T) - width, count), 1):
+        for i in range(1, count + 1):
+            first = (i - 1) * (len(tokens_T) - width) // max(count - 1, 1)
             row_T = np.concatenate([prefix_P, tokens_T[first : first + width]])
             found[f"{name} {i}" if count > 1 else name] = row_T.astype(np.int32)
     return found
 
 
-def _evenly(last: int, count: int) -> Iterator[int]:
-    """0 to `last` in equal steps; 0 alone of one."""
-    return (i * last // max(count - 1, 1) for i in range(count))
-
-
 def load(folder) -> WhisperModel:
-    """See `whisper.load`."""
+    """Loads the decoder, see `whisper.load`."""
     return WhisperModel(whisper_lib.load(folder))

@@ -56,11 +56,11 @@ class Option:
         if self.parse is not None:
             value = self.parse(option, value)
         for one in value if isinstance(value, list | tuple) else [value]:
-            if one is None:
+            if one is None or one == self.default == "":
                 continue
             if self.known and isinstance(self.default, list):
                 lists.one(option, one, self.known)
-            elif self.known and one != "":
+            elif self.known:
                 one_of(option, one, self.known)
             if self.most is not None:
                 between(option, one, self.least, self.most)

@@ -1,4 +1,4 @@
-"""Results of one model, as tables, findings and plots read them."""
+"""Results of one model, for tables and plots."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -32,11 +32,11 @@ def variant_label(variant: str) -> str:
         "thin": "thin keys, rank {}",
         "lrkv": "LRKV, rank {}",
         "thin_joint": "thin keys, one latent of rank {}",
-        "thin_query": "queries alone, rank {}, tuned whole",
-        "thin_both": "thin keys, rank {}, and queries, tuned whole",
-        "thin_as_lrkv": "thin keys in LRKV {}'s bytes",
-        "thin_kv_as_lrkv": "thin keys and values in LRKV {}'s bytes",
-        "thin_kv_joint_as_lrkv": "one latent of keys, one of values in LRKV {}'s bytes",
+        "thin_query": "queries alone, rank {}, tuned at full rank",
+        "thin_both": "thin keys and queries, rank {}, tuned at full rank",
+        "thin_as_lrkv": "thin keys, bytes of LRKV {}",
+        "thin_kv_as_lrkv": "thin keys and values, bytes of LRKV {}",
+        "thin_kv_joint_as_lrkv": "one latent of keys, one of values, bytes of LRKV {}",
     }
     return kinds[kind].format(rank)
 
@@ -76,9 +76,6 @@ class TuningSetting:
 
     label: str
     variants: Sequence[Tuned]
-
-    def variant(self, name: str) -> Tuned | None:
-        return next((v for v in self.variants if v.name == name), None)
 
 
 class Outcomes:
@@ -155,7 +152,7 @@ def _setting(runs: Sequence[dict]) -> TuningSetting:
     share = s.get("teacher_share", 0.0)
     learns = f"text and the original's predictions ({share:g} of the loss)" if share else "text"
     tokens = s["steps"] * s["batch"] * s["row_length"]
-    label = f"{_LEARN[s['tune']]} learn from {learns}, {tokens:,} tokens, rate {s['rate']:g}"
+    label = f"{_LEARN[s['tune']]} trained on {learns}, {tokens:,} tokens, rate {s['rate']:g}"
     return TuningSetting(label, made)
 
 

@@ -1,6 +1,5 @@
 """Plots perplexity against cache size, before and after tuning, from saved results."""
 
-from collections.abc import Callable, Iterator
 import os
 import pathlib
 import statistics
@@ -11,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments import record
-from experiments.conversion.findings import losses
 from experiments.conversion.outcomes import SUBJECTS, Outcomes, TuningSetting
 from kvjax.foundation import command_line
 
@@ -36,8 +34,6 @@ _AFTER = (  # prefix of names, label, colour, style
     ("thin_", "thin keys, a latent for each head", _KEYS, "o-"),
     ("lrkv_", "LRKV", _LRKV, "D-"),
 )
-_PARTS = (("key", _KEYS), ("query", "#e45756"), ("value", _BOTH), ("both", INK))
-_OF_PART = dict(key="keys", query="queries", value="values", both="queries and keys")
 
 
 def write() -> list[pathlib.Path]:
@@ -45,27 +41,13 @@ def write() -> list[pathlib.Path]:
     files = []
     record.check_folder("--stage=report", record.RESULTS / FOLDER)
     with matplotlib.rc_context(_STYLE):
-        for name, draw in figures():
-            path = record.RESULTS / FOLDER / f"{name}.png"
-            draw().savefig(path, dpi=160, metadata=dict(Software=None), facecolor="white")
+        for outcomes in filter(lambda one: one.original, map(Outcomes, SUBJECTS)):
+            path = record.RESULTS / FOLDER / f"{outcomes.name}_cache.png"
+            figure = cache(outcomes)
+            figure.savefig(path, dpi=160, metadata=dict(Software=None), facecolor="white")
             command_line.say(f"written: {os.path.relpath(path)}")
             files.append(path)
     return files
-
-
-def figures() -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """Yields each figure's name and drawing function."""
-    for name in SUBJECTS:
-        outcomes = Outcomes(name)
-        if outcomes.original is None:
-            continue
-        yield f"{name}_cache", lambda o=outcomes: cache(o)
-        if any(losses(outcomes, f"{part}_{mode}_weights") for part, mode in _parts_there()):
-            yield f"{name}_parts", lambda o=outcomes: parts(o)
-
-
-def _parts_there() -> Iterator[tuple[str, str]]:
-    yield from ((part, mode) for part, _ in _PARTS for mode in ("joint", "per_head"))
 
 
 def cache(outcomes: Outcomes) -> Figure:
@@ -73,7 +55,7 @@ def cache(outcomes: Outcomes) -> Figure:
     settings = outcomes.settings()[:1]
     figure = Figure(figsize=(6.2 + 4.6 * len(settings), 5.8), layout="constrained")
     axes = figure.subplots(1, 1 + len(settings), sharey=True, squeeze=False)[0]
-    figure.suptitle(f"{outcomes.title}: what a smaller cache costs", weight="bold", fontsize=13)
+    figure.suptitle(f"{outcomes.title}: perplexity by cache size", weight="bold", fontsize=13)
     _not_tuned(axes[0], outcomes)
     for place, setting in zip(axes[1:], settings, strict=True):
         _tuned(place, setting)
@@ -84,7 +66,7 @@ def cache(outcomes: Outcomes) -> Figure:
 
 
 def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
-    axes.set_title("converted, not tuned", color=GRAY, fontsize=10)
+    axes.set_title("before tuning", color=GRAY, fontsize=10)
     base = outcomes.original["perplexity"]
     axes.axhline(base, color=INK, linewidth=1)
     axes.annotate(
@@ -108,12 +90,12 @@ def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
 
 def _tuned(axes: Axes, setting: TuningSetting) -> None:
     *head, tokens, rate = setting.label.split(", ")
-    title = f"and tuned: {', '.join(head)},\n{tokens}, {rate}"
+    title = f"after tuning: {', '.join(head)},\n{tokens}, {rate}"
     axes.set_title(title, color=GRAY, fontsize=10)
     control = next(iter(setting.variants))
     mean = statistics.mean(control.after.values())
     axes.axhline(mean, color=INK, linewidth=1)
-    text = f"not converted, tuned alike {mean:.4g}"
+    text = f"control (tuned, not converted) {mean:.4g}"
     place = dict(xycoords=("axes fraction", "data"), textcoords="offset points")
     axes.annotate(text, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **place)
     left = [variant for variant in setting.variants if variant is not control]
@@ -135,38 +117,9 @@ def _finish(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(0, 1.02)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    axes.set_xlabel("cached per token, of what the original caches")
+    axes.set_xlabel("cache size relative to the original")
     axes.grid(color=LINE, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, -0.14))
-
-
-def parts(outcomes: Outcomes) -> Figure:
-    """Plots thin keys' Table 5: perplexity increase by rank of keys, queries, both and values."""
-    modes = [m for m in ("joint", "per_head") if losses(outcomes, f"key_{m}_weights")]
-    figure = Figure(figsize=(1.6 + 4.4 * len(modes), 4.4), layout="constrained")
-    title = f"{outcomes.title}: what can be of low rank"
-    figure.suptitle(title, weight="bold", fontsize=13)
-    places = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-    for axes, mode in zip(places, modes, strict=True):
-        of = dict(joint="one SVD of all heads", per_head="an SVD for each head")
-        axes.set_title(of[mode], color=GRAY, fontsize=10)
-        for part, color in _PARTS:
-            found = losses(outcomes, f"{part}_{mode}_weights")
-            above = {rank: loss for rank, loss in found.items() if loss > 0}
-            if not above:
-                continue
-            style = dict(color=color, label=_OF_PART[part], markersize=5)
-            axes.plot(list(above), [100 * loss for loss in above.values()], "o-", **style)
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=0.1)  # percent
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"+{value:,g} %"))
-        axes.set_xlabel(outcomes.rank)
-        axes.grid(color=LINE, linewidth=0.6)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    figure.axes[0].set_ylabel("perplexity, not tuned (log scale)")
-    figure.axes[-1].legend(frameon=False, fontsize=9)
-    return figure

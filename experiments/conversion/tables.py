@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator
 import math
 import statistics
-from typing import NamedTuple
 
-from experiments.conversion import findings as findings_lib, kept
+from experiments.conversion import kept
 from experiments.conversion.outcomes import (
     SUBJECTS,
     Outcomes,
@@ -20,31 +19,15 @@ _PARTS = dict(both="both", key="keys", query="queries", value="values")
 _OF_MODE = dict(joint="one latent for all heads", per_head="a latent for each head")
 
 
-class Report(NamedTuple):
-    """Tables and findings of all saved results."""
-
-    tables: list[Table]
-    findings: list[str]
-
-    def as_json(self) -> dict:
-        tables = [dict(title=t.title, header=list(t.header), rows=t.rows) for t in self.tables]
-        return dict(tables=tables, findings=self.findings)
-
-
-def report() -> Report:
-    """Returns the tables that have results, and findings on the papers' claims."""
-    tables, findings = [], []
-    for name in SUBJECTS:
-        outcomes = Outcomes(name)
-        if outcomes.original is None:
-            continue
-        tables += [*_before(outcomes), *_after(outcomes)]
-        findings += findings_lib.findings(outcomes)
-    failed = kept.failed()
-    if failed:
-        rows = sorted(failed.items())
-        tables.append(Table("What failed", ("result", "error"), rows))
-    return Report(tables, findings)
+def report() -> list[Table]:
+    """Returns the tables that have results, and the failures."""
+    tables = []
+    for outcomes in map(Outcomes, SUBJECTS):
+        if outcomes.original is not None:
+            tables += [*_before(outcomes), *_after(outcomes)]
+    if failed := kept.failed():
+        tables.append(Table("Failed tasks", ("result", "error"), sorted(failed.items())))
+    return tables
 
 
 # -- before tuning ---------------------------------------------------------------------------------
@@ -69,7 +52,7 @@ def _parts(outcomes: Outcomes) -> Iterator[Table]:
             if len(curves) < 2:
                 continue
             rows = _by_rank(outcomes, curves.values())
-            title = f"{outcomes.title}, not tuned: low rank by least error of the {objective}"
+            title = f"{outcomes.title}, before tuning: low rank, minimal error of the {objective}"
             note = f"{of_mode.capitalize()}. {outcomes.note}"
             header = (outcomes.rank, *(_PARTS[part] for part in curves))
             yield Table(title, header, rows, (note,))
@@ -86,7 +69,7 @@ def _objectives(outcomes: Outcomes) -> Iterator[Table]:
         if not curves:
             continue
         what = "keys alone" if part == "key" else "keys and values"
-        title = f"{outcomes.title}, not tuned: {what}, by mode and objective"
+        title = f"{outcomes.title}, before tuning: {what}, by mode and objective"
         shares = {}
         for curve in curves.values():  # a split has fewer ranks than the others
             shares |= _shares(curve)
@@ -107,9 +90,15 @@ def _savings(outcomes: Outcomes) -> Iterator[Table]:
         loss = relative(point["perplexity"], outcomes.original["perplexity"])
         shares = (f"{share:.0%}" for share in (keys, saved))
         rows.append((point["rank"], f"{point['cached']:,}", *shares, percent(loss)))
-    title = f"{outcomes.title}, not tuned: what thin keys save"
-    header = (outcomes.rank, "elements per token", "of keys", "of the cache", "perplexity")
-    note = f"A latent for each head, least error of the outputs; {whole:,} elements before."
+    title = f"{outcomes.title}, before tuning: cache saved by thin keys"
+    header = (
+        outcomes.rank,
+        "elements per token",
+        "saved of keys",
+        "saved of the cache",
+        "perplexity",
+    )
+    note = f"A latent for each head, minimal error of the outputs; originally {whole:,}."
     yield Table(title, header, rows, (note,))
 
 
@@ -121,9 +110,9 @@ def _of_lrkv(outcomes: Outcomes) -> Iterator[Table]:
     if not curves:
         return
     if curve := outcomes.curve("lrkv_outputs_not_aligned"):
-        curves["outputs, heads not aligned"] = curve
+        curves["outputs, without alignment of heads"] = curve
     rows = _by_rank(outcomes, curves.values(), _shares(next(iter(curves.values()))))
-    title = f"{outcomes.title}, not tuned: LRKV of one base"
+    title = f"{outcomes.title}, before tuning: LRKV with one base"
     yield Table(title, ("rank of a residual", "cache", *curves), rows, (outcomes.note,))
 
 
@@ -156,8 +145,8 @@ def _after(outcomes: Outcomes) -> Iterator[Table]:
     for setting in outcomes.settings():
         rows = [_tuned_row(variant, outcomes) for variant in setting.variants]
         seeds = sorted({len(variant.after) for variant in setting.variants})
-        title = f"{outcomes.title}, tuned: {setting.label}"
-        header = ("conversion", "cache", "not tuned", "tuned", "against the control")
+        title = f"{outcomes.title}, after tuning: {setting.label}"
+        header = ("conversion", "cache", "before tuning", "after tuning", "against the control")
         yield Table(title, header, rows, (_seeds_note(seeds), outcomes.note))
 
 

@@ -13,7 +13,7 @@ perplexity is of its held-out split.
 
 Each curve and each run is a record in experiments/results/conversion.jsonl. A stage makes only
 missing records, so an interrupted stage resumes; failures are recorded and repeated. The default
-stage, `report`, prints tables and findings on the paper's claims from these records, and draws
+stage, `report`, prints tables of these records, and draws
 experiments/results/conversion/*.png.
 """
 
@@ -162,18 +162,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    """Prints the tables and findings of all results, and draws them."""
+    """Prints the tables of all results, and draws them."""
     out = Output(options)
     made = tables.report()
-    if not made.tables:
+    if not made:
         out.say("There are no results yet: --help lists the stages that make them.")
-    for table in made.tables:
+    for table in made:
         out.show(table)
         out.say()
-    for finding in made.findings:
-        out.say(f"- {finding}")
     plots.write()
-    out.result(dict(name="conversion") | made.as_json())
+    rows = [dict(title=t.title, header=list(t.header), rows=t.rows) for t in made]
+    out.result(dict(name="conversion", tables=rows))
     return 0
 
 

@@ -27,7 +27,7 @@ ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 _TABLES = ("figures", "paper_tables", "parameter_table", "scaling_table", "decode_roofline")
-ROOMS |= dict.fromkeys((*_TABLES, "study_times", "provenance_table"), "tables")
+ROOMS |= dict.fromkeys((*_TABLES, "provenance_table"), "tables")
 ROOMS |= dict(claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
 _OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", "depth_8")
@@ -39,7 +39,7 @@ def module(name: str) -> str:
 
 
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
-_NOT_SAVED = ("parameter_table", "decode_roofline", "study_times", "claims")
+_NOT_SAVED = ("parameter_table", "decode_roofline", "claims")
 SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
 BAD = (  # command, options, what the line says
     ("agreement", "--texts=0", "--texts = 0: must be at least 1"),

@@ -23,7 +23,7 @@ def test_an_order_is_held_to_every_pair():
     neighbours = [names for names, pair in found.items() if pair.neighbours]
     assert neighbours == [("high", "middle"), ("middle", "low"), ("low", "lowest")]
     verdicts = [found[names].verdict for names in neighbours]
-    assert verdicts == ["not told apart", "as published", "the other way round"]
+    assert verdicts == ["not distinguishable", "as published", "the other way round"]
     assert found["high", "lowest"].published == 50.0
     assert found["low", "lowest"].here.mean == pytest.approx(-1.0)
 
@@ -31,6 +31,6 @@ def test_an_order_is_held_to_every_pair():
 def test_neighbours_in_words():
     said = seeds.in_words(seeds.pairs(PUBLISHED, MEASURED))
     assert said == (
-        "not told apart: high over middle (-0.02 ± 0.19); as published: middle over low "
+        "not distinguishable: high over middle (-0.02 ± 0.19); as published: middle over low "
         "(+4.98 ± 0.26); the other way round: low over lowest (-1.00 ± 0.00)"
     )

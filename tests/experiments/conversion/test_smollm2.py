@@ -92,8 +92,7 @@ def test_ranks_of_smollm2(run, small_smollm2):
     assert before("query_per_head_weights")["points"][0]["share"] == 1
     assert before("lrkv_weights")["points"][0]["lost"].keys() == {"key", "value"}
     assert before("original")["lost"] == {}
-    made = tables.report()
-    assert len(made.tables) == 6 and any("SmolLM2" in line for line in made.findings)
+    assert len(tables.report()) == 6
 
 
 def _option(command, name):

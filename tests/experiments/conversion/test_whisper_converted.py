@@ -124,5 +124,5 @@ def test_a_failure_is_written_down_and_tried_again(run, subject, monkeypatch):
     assert status == 1 and "1 of 1 failed" in err
     assert kept.failed() == {"whisper/before/original": "MemoryError: no room"}
     assert kept.read("whisper/before/original") is None
-    assert any("no room" in str(table.rows) for table in tables.report().tables)
+    assert any("no room" in str(table.rows) for table in tables.report())
     assert run(*options)[0] == 0 and not kept.failed()

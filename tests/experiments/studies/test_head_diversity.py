@@ -96,7 +96,7 @@ def test_one_seed_tells_nothing_apart(run):
     status, out, _ = run("--seeds=1", "--json", "--mechanisms=mha,lrkv")
     found = json.loads(out)
     assert status == 0 and found["estimates"]["lrkv"]["share"]["half_interval"] is None
-    assert {one["verdict"] for one in found["orders"]} == {"not told apart"}
+    assert {one["verdict"] for one in found["orders"]} == {"not distinguishable"}
 
 
 @pytest.mark.parametrize(
