@@ -14,8 +14,8 @@ from kvjax.foundation.intervals import difference, estimate
 from kvjax.foundation.output import Table
 
 # First words of the paper's rows by mechanism. LRKV has residuals of half a head's channels there
-# as here, and GQA at 128M half as many KV heads as heads. The paper's MLA has no RoPE key (its cache
-# is the latent alone), so `mla` is not in the table.
+# as here, and GQA at 128M half as many KV heads as heads. The paper's MLA has no RoPE key (its
+# cache is the latent alone), so `mla` is not in the table.
 ROWS = {
     "mha": "MHA",
     "lrkv": "LRKV, rank 64",
