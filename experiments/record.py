@@ -43,6 +43,14 @@ def record(name: str, result: dict, out: Output, *, save: bool) -> None:
         out.result({"name": name} | result)
 
 
+def end(name: str, result: dict, out: Output, *, save: bool) -> int:
+    """Prints the failures of a study's result and records it; returns 1 if a run failed."""
+    for run, why in result["failed"].items():
+        out.say(f"- left out: {run}, {why}")
+    record(name, result, out, save=save)
+    return 1 if result["failed"] else 0
+
+
 def keep(name: str, result: dict, *, quiet: bool = False) -> None:
     """Writes results/<name>.json; prints the path unless `quiet`."""
     provenance.save(RESULTS / f"{name}.json", result, quiet=quiet)

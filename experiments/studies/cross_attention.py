@@ -9,10 +9,8 @@ cross-attention for future work (section 7) and has no figures. "tied" ties quer
 of the encoder's self-attention (projection sharing, section 2.5).
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import functools
-import pathlib
 
 from flax import nnx
 import jax
@@ -24,11 +22,11 @@ from experiments.models.encoder_decoder import EncoderDecoder, EncoderDecoderCon
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
+from experiments.tasks import learner
 from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.intervals import Estimate, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation import command_line
+from kvjax.foundation.intervals import estimate
 from kvjax.model.config import BlockConfig
 
 NAME = "cross_attention"
@@ -39,7 +37,7 @@ FIRST_DIGIT, FIRST_LETTER = 2, 12
 VOCABULARY = FIRST_LETTER + len(LETTERS)
 DIGITS = 8  # maximum per source
 ANSWER = DIGITS * 6  # tokens of the longest answer with END: names have at most five letters
-HEADS, DIM, RANK = 4, 16, 8
+HEADS, DIM, RANK, MLP = 4, 16, 8, 256
 BATCH, HELD_OUT, EVERY = 64, 512, 100  # rows per step, per evaluation; steps between evaluations
 RIGHT = 0.99  # held-out accuracy that counts as solved
 
@@ -61,7 +59,7 @@ KINDS = {  # encoder's self-attention, and cross-attention
 
 def config_of(kind: str) -> EncoderDecoderConfig:
     encoder, cross = KINDS[kind]
-    sizes = dict(num_layers=2, d_model=HEADS * DIM, mlp_dim=256)
+    sizes = dict(num_layers=2, d_model=HEADS * DIM, mlp_dim=MLP)
     block = BlockConfig(**sizes, zero_outputs=False, embedding_norm=False)
     mechanisms = dict(encoder=encoder, decoder=MHA, cross=cross)
     return EncoderDecoderConfig(block=block, **mechanisms, vocab_size=VOCABULARY)
@@ -158,80 +156,53 @@ def right(found: np.ndarray, answers: np.ndarray) -> float:
 
 
 def cell(kind: str, steps: int) -> Cell:
-    weights = 2 * (4 + 4 + 4) * (HEADS * DIM) ** 2  # approximate, two blocks on each side
     return Cell(
         name=f"{kind}_steps{steps}",
         asked=dict(kind=kind, steps=steps, digits=DIGITS, batch=BATCH, rank=RANK),
         train=lambda seed: train(kind, seed, steps),
-        flops=6.0 * steps * BATCH * (ANSWER + DIGITS) * weights,
+        flops=learner.flops(steps * BATCH * (ANSWER + DIGITS), ANSWER, HEADS * DIM, 4, MLP),
     )
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """Returns figures per kind over its seeds; steps are over the runs that reached RIGHT."""
-    return [row(one, runs) for one in cells if (runs := in_process.runs_of(one, kept))]
-
-
-def row(one: Cell, by_seed: Mapping[int, dict]) -> dict:
-    runs = list(by_seed.values())
-    steps = [run["steps"] for run in runs if run["steps"]]
-    found = estimate(steps) if steps else None
-    shares = estimate([run["right"] for run in runs])
-    return dict(
-        kind=one.asked["kind"],
-        parameters=runs[0]["parameters"],
-        cached_bytes=runs[0]["cached_bytes"],
-        runs=len(runs),
-        became_right=len(steps),
-        steps=found and found.mean,
-        steps_half_interval=found and found.half,
-        right=shares.mean,
-        right_half_interval=shares.half,
-    )
+    found = []
+    for one in cells:
+        runs = list(in_process.runs_of(one, kept).values())
+        if not runs:
+            continue
+        steps = [run["steps"] for run in runs if run["steps"]]
+        row = dict(kind=one.asked["kind"], runs=len(runs), became_right=len(steps))
+        row |= {key: runs[0][key] for key in ("parameters", "cached_bytes")}
+        row |= estimated("steps", estimate(steps) if steps else None)
+        found.append(row | estimated("right", estimate([run["right"] for run in runs])))
+    return found
 
 
 _HEADER = ("cross-attention", "parameters", "bytes per source token and layer (float32)")
 _HEADER += ("99 % right, of runs", "steps until then", "held-out answers right, %")
 
 
-def _cells(r: dict) -> tuple:
-    steps = "-"
-    if r["steps"]:
-        steps = Estimate(r["steps"], r["steps_half_interval"]).shown(",.0f")
+def _cells(r: Mapping) -> tuple:
     of = f"{r['became_right']} of {r['runs']}"
-    cached = f"{r['cached_bytes']:,}"
-    share = Estimate(r["right"], r["right_half_interval"]).times(100).shown(".1f")
-    return r["kind"], f"{r['parameters']:,}", cached, of, steps, share
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (all)")
-    add("--steps", type=int, default=2500, help="training steps of 64 answers (2500)")
-    in_process.add_options(parser, NAME, seeds=3)
-    options = parser.parse(arguments)
-    options.kinds = lists.names("--kinds", options.kinds, tuple(KINDS))
-    at_least("--steps", options.steps, 1)
-    in_process.check(options)
-    return options
+    sizes = (f"{r['parameters']:,}", f"{r['cached_bytes']:,}")
+    return r["kind"], *sizes, of, shown(r, "steps", ",.0f"), shown(r, "right", ".1f", 100)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
-    options = _options(arguments)
-    runtime.start()
-    cells = [cell(kind, options.steps) for kind in options.kinds]
+    parser = Parser(__doc__, NAME)
+    parser.names("kinds", KINDS)
+    parser.count("steps", 2500, "training steps of 64 answers (2500)")
+    options = parser.parse(arguments)
     every = [cell(kind, options.steps) for kind in KINDS]
+    cells = [one for one in every if one.asked["kind"] in options.kinds]
 
     def figures_of(kept: Kept) -> dict:
         return dict(steps=options.steps, rows=rows(every, kept))
 
-    found = in_process.study(NAME, cells, options, figures_of, [pathlib.Path(__file__)])
-    out = Output(options)
-    asked = [row for row in found["rows"] if row["kind"] in options.kinds]
-    out.table(_HEADER, map(_cells, asked))
-    return in_process.end(NAME, found, out, save=options.save)
+    how = dict(places=(__file__,), only=dict(kind=options.kinds))
+    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 
 if __name__ == "__main__":

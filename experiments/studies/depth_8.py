@@ -14,24 +14,21 @@ model needs to reach MHA's final loss, and differences from MHA by step, interru
 
 import argparse
 from collections.abc import Mapping, Sequence
+import itertools
 import os
 import pathlib
-import statistics
 
 from etils import epath
-import jax.numpy as jnp
 
 from experiments import record
-from experiments.studies import side_by_side
+from experiments.studies import grid, side_by_side
 from experiments.studies.grid import Cell, Kept, Run
 from experiments.studies.kept import claim
-from kvjax.costs import formulas
-from kvjax.foundation import command_line, json_text, lists, runtime
+from experiments.studies.options import Parser, estimated, local_folder, shown
+from kvjax.foundation import command_line, json_text, runtime
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, difference, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation.intervals import difference, estimate
 
 NAME = "depth_8"
 DEPTH, HEADS, LENGTH, ROWS, VOCABULARY = 8, 4, 1024, 32, 8192
@@ -73,49 +70,22 @@ def cell(mechanism: str, data: str, steps: int) -> Cell:
     return Cell(mechanism, CONFIGS / f"{mechanism}_128m.py", keys, against)
 
 
-def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """Returns one row per mechanism with runs."""
-    there = {
-        one.name: {
-            seed: run
-            for seed in sorted(kept.runs.get(one.name, {}))
-            if (run := kept.of(Run(one, seed, steps)))
-        }
-        for one in cells
-    }
-
-    def bpb(name):
-        return {seed: run["bpb"] for seed, run in there.get(name, {}).items()}
-
-    found = []
+    there, found = kept.by_cell(cells), []
+    goals = grid.bits(there, FIRST)
     for one in cells:
-        if not (runs := there[one.name]):
-            continue
-        model = Run(one, 0, steps).experiment.model
-        now, parameters = estimate(list(bpb(one.name).values())), formulas.parameters(model)
-        off = difference(bpb(one.name), bpb(FIRST)) if one.against else None
-        shares = [
-            share
-            for seed, run in runs.items()
-            if one.against and seed in bpb(FIRST)
-            if (share := reached(run["curve"], bpb(FIRST)[seed], steps)) is not None
-        ]
-        shared = estimate(shares) if shares and len(shares) == len(runs) else None
-        found.append(
-            dict(
-                mechanism=one.name,
-                parameters=parameters["total"],
-                cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
-                seeds=sorted(runs),
-                tokens_per_second=_median(runs.values()),
-                bpb=now.mean,
-                bpb_half_interval=now.half,
-                difference=off and off.mean,
-                difference_half_interval=off and off.half,
-                of_tokens=shared and shared.mean,
-                of_tokens_half_interval=shared and shared.half,
-            )
-        )
+        runs = there.get(one.name)
+        if runs:
+            shares = [
+                share
+                for seed, run in runs.items()
+                if one.against and seed in goals
+                if (share := reached(run["curve"], goals[seed], kept.steps)) is not None
+            ]
+            shared = estimate(shares) if shares and len(shares) == len(runs) else None
+            row = dict(mechanism=one.name) | grid.row(one, kept, there)
+            found.append(row | estimated("of_tokens", shared))
     return found
 
 
@@ -134,9 +104,8 @@ def by_step(curves: Mapping[str, Mapping[int, Mapping[int, float]]]) -> list[dic
                 for one in (name, FIRST)
             )
             if off := difference(mine, theirs):
-                seeds = sorted(mine.keys() & theirs.keys())
-                row = dict(mechanism=name, step=step, seeds=seeds, difference=off.mean)
-                found.append(row | dict(difference_half_interval=off.half))
+                row = dict(mechanism=name, step=step, seeds=sorted(mine.keys() & theirs.keys()))
+                found.append(row | estimated("difference", off))
     return found
 
 
@@ -156,62 +125,41 @@ def reached(curve: Mapping, goal: float, steps: int) -> float | None:
     return None
 
 
-def _median(runs) -> float | None:
-    speeds = [run["tokens_per_second"] for run in runs if run["tokens_per_second"]]
-    return statistics.median(speeds) if speeds else None
-
-
 _HEADER = ("mechanism", "parameters", "cache bytes per token (bfloat16)", "seeds")
 _HEADER += ("bits per byte", "from MHA", "of the tokens, to be as good as MHA")
 
 
 def _cells(r: Mapping) -> tuple:
-    def shown(key, spec):
-        return "-" if r[key] is None else Estimate(r[key], r[f"{key}_half_interval"]).shown(spec)
-
     sizes = (r["mechanism"], f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
-    both = shown("bpb", ".4f"), shown("difference", "+.4f")
-    return *sizes, *both, shown("of_tokens", ".3f")
+    both = shown(r, "bpb", ".4f"), shown(r, "difference", "+.4f")
+    return *sizes, *both, shown(r, "of_tokens", ".3f")
 
 
 _STEP_HEADER = ("mechanism", "tokens", "seeds", "bits per byte, from MHA")
 
 
 def _step_cells(r: Mapping) -> tuple:
-    off = Estimate(r["difference"], r["difference_half_interval"]).shown("+.4f")
-    return r["mechanism"], f"{r['step'] * TOKENS_PER_STEP:,}", len(r["seeds"]), off
+    tokens, off = f"{r['step'] * TOKENS_PER_STEP:,}", shown(r, "difference", "+.4f")
+    return r["mechanism"], tokens, len(r["seeds"]), off
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--data", default="", help="a folder from `kvjax.data.prepare`")
-    add("--seeds", type=int, default=3, help="runs of each model (3)")
-    add("--steps", type=int, default=600, help="training steps of 32,768 tokens (600: 19.7M)")
-    add("--mechanisms", default=",".join(MECHANISMS), help=f"({','.join(MECHANISMS)})")
-    side_by_side.add_options(parser, f"runs/{NAME}")
-    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
-    parser.add_output()
+    parser = Parser(__doc__, NAME)
+    parser.add_argument("--data", default="", help="a folder from `kvjax.data.prepare`")
+    parser.count("steps", 600, "training steps of 32,768 tokens (600: 19.7M)")
+    parser.names("mechanisms", MECHANISMS)
+    parser.runs(f"runs/{NAME}")
     options = parser.parse(arguments)
-    options.mechanisms = lists.names("--mechanisms", options.mechanisms, tuple(MECHANISMS))
-    for key in ("seeds", "steps", "processes"):
-        at_least(f"--{key}", getattr(options, key), 1)
     command_line.require(options, data="a folder that `kvjax.data.prepare` wrote")
     options.data = pathlib.Path(runtime.folder("--data", options.data))
     options.text = text_of(options.data)
     there = options.text["splits"]["train"]["rows"]
-    if there < ROWS:
-        raise UserError(
-            f"--data={options.data}: has {there} rows to train on, and a step takes {ROWS}: "
-            "prepare more text"
-        )
     if options.steps * ROWS > there:
         raise UserError(
             f"--steps={options.steps}: takes {options.steps * ROWS:,} rows, {options.data} has "
             f"{there:,} to train on: give at most {there // ROWS} steps, or more text"
         )
-    record.check(options.save)
-    options.runs = side_by_side.check_runs(options.runs)
+    options.runs = local_folder(options.runs)
     return options
 
 
@@ -274,47 +222,29 @@ def _curves(runs: Mapping, stopped: Mapping) -> dict[str, dict[int, dict[int, fl
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the tables; returns 1 if a run failed."""
     options = _options(arguments)
-    runtime.start()
     file = record.RESULTS / f"{NAME}.json"
     if options.save:
         claim(file)
-    kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
     before = earlier(file, options.text, fresh=options.fresh)
     every = {name: cell(name, str(options.data), options.steps) for name in MECHANISMS}
-    runs = [
-        Run(every[name], seed, options.steps)
-        for seed in range(options.seeds)
-        for name in options.mechanisms
-    ]
+    cells = [every[name] for name in options.mechanisms]
 
-    def result(failed: Mapping[str, str]) -> dict:
+    def figures_of(kept: Kept) -> dict:
         stopped: dict[str, dict[int, dict]] = {}
         curves = {(m, seed): curve for m, of in before.items() for seed, curve in of.items()}
-        for run in runs:
+        for one, seed in itertools.product(cells, range(options.seeds)):
+            run = Run(one, seed, options.steps)
             if found := side_by_side.curve(options.runs / run.name):
-                curves[run.cell.name, run.seed] = found
+                curves[one.name, seed] = found
         for (mechanism, seed), curve in curves.items():
             if not kept.of(Run(every[mechanism], seed, options.steps)):
                 stopped.setdefault(mechanism, {})[seed] = curve
-        seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
         figures = dict(tokens=options.steps * TOKENS_PER_STEP, data=options.text)
-        figures |= dict(rows=rows(list(every.values()), options.steps, kept), seconds=seconds)
-        figures |= dict(by_step=by_step(_curves(kept.runs, stopped)), stopped=stopped)
-        return figures | dict(failed=dict(failed)) | kept.as_json()
+        figures |= dict(rows=rows(list(every.values()), kept), stopped=stopped)
+        return figures | dict(by_step=by_step(_curves(kept.runs, stopped)))
 
-    def save(failed: Mapping[str, str]) -> None:
-        if options.save:
-            record.keep(NAME, result(failed))
-
-    failed = side_by_side.train_missing(runs, kept, options, save)
-    found, out = result(failed), Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
-    out.say("")
-    out.table(_STEP_HEADER, map(_step_cells, found["by_step"]))
-    for run, why in failed.items():
-        out.say(f"- left out: {run}, {why}")
-    record.record(NAME, found, out, save=options.save)
-    return 1 if failed else 0
+    tables = (("rows", _HEADER, _cells), ("by_step", _STEP_HEADER, _step_cells))
+    return side_by_side.study(NAME, cells, options, figures_of, tables)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,18 @@ recipe are as in `sequence_tasks`; equal seeds share rows and weights. Prints th
 that are right, and the change by each remedy, seed by seed.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import functools
-import pathlib
+import itertools
 
 from experiments.studies import in_process, sequence_tasks
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import encoders, sequences
-from kvjax.foundation import command_line, runtime
+from kvjax.foundation import command_line
 from kvjax.foundation.configuration import between
-from kvjax.foundation.intervals import Estimate, difference, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation.intervals import difference, estimate
 
 NAME = "diagonal"
 VARIANTS = ("qk_tied", "qkv_tied")
@@ -58,72 +57,43 @@ def rows(kept: Kept) -> list[dict]:
     found = []
     for name in sorted(kept.runs):
         task, variant, remedy, length = name.split("/")
-        runs, plain = (
-            {
-                seed: run["right"]
-                for seed, run in in_process.runs_of(
-                    cell(task, variant, one, int(length[1:])), kept
-                ).items()
-            }
-            for one in (remedy, "none")
-        )
+        tokens = int(length[1:])
+        runs = in_process.figure(cell(task, variant, remedy, tokens), kept, "right")
+        plain = in_process.figure(cell(task, variant, "none", tokens), kept, "right")
         if runs:
-            row = dict(task=task, length=int(length[1:]), variant=variant, remedy=remedy)
-            row |= dict(seeds=len(runs), **_estimated("right", estimate(list(runs.values()))))
+            row = dict(task=task, length=tokens, variant=variant, remedy=remedy, seeds=len(runs))
+            row |= estimated("right", estimate(list(runs.values())))
             plain = {} if remedy == "none" else plain
             row |= dict(seeds_in_common=len(runs.keys() & plain.keys()))
-            found.append(row | _estimated("change", difference(runs, plain)))
+            found.append(row | estimated("change", difference(runs, plain)))
     return found
 
 
-def _estimated(name: str, value: Estimate | None) -> dict:
-    if value is None:
-        return {name: None, f"{name}_half_interval": None}
-    return {name: value.mean, f"{name}_half_interval": value.half}
+_HEADER = ("task", "length", "variant", "remedy", "right", "seeds", "change", "of seeds")
 
 
-def _shown(row: Mapping) -> tuple:
-    change = "-"
-    if row["change"] is not None:
-        change = Estimate(row["change"], row["change_half_interval"]).shown("+.3f")
-    right = Estimate(row["right"], row["right_half_interval"]).shown(".3f")
+def _cells(row: Mapping) -> tuple:
     asked = (row["task"], row["length"], encoders.CALLED[row["variant"]], row["remedy"])
+    right, change = shown(row, "right", ".3f"), shown(row, "change", "+.3f")
     return *asked, right, row["seeds"], change, row["seeds_in_common"] or "-"
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--tasks", default="sort,reverse", help=f"of {', '.join(sequences.TASKS)} (sort,reverse)")
-    add("--length", type=int, default=64, help="numbers in a row (64)")
-    in_process.add_options(parser, NAME, seeds=sequence_tasks.SEEDS)
-    options = parser.parse(arguments)
-    between("--length", options.length, 1, 4096)
-    sequence_tasks.read_tasks(options, "length", [options.length])
-    in_process.check(options)
-    return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
-    options = _options(arguments)
-    runtime.start()
-    cells = [
-        cell(task, variant, remedy, options.length)
-        for task in options.tasks
-        for variant in VARIANTS
-        for remedy in REMEDIES
-    ]
+    parser = Parser(__doc__, NAME, seeds=sequence_tasks.SEEDS)
+    parser.names("tasks", sequences.TASKS, ("sort", "reverse"))
+    parser.count("length", 64, "numbers in a row (64)")
+    options = parser.parse(arguments)
+    between("--length", options.length, 1, 4096)
+    sequence_tasks.check_lengths(options.tasks, "length", [options.length])
+    grid = itertools.product(options.tasks, VARIANTS, REMEDIES)
+    cells = [cell(*one, options.length) for one in grid]
 
     def figures_of(kept: Kept) -> dict:
         return dict(hottest=HOTTEST, rows=rows(kept))
 
-    of_tasks = (sequence_tasks, encoders, sequences)
-    places = [pathlib.Path(__file__), *(pathlib.Path(module.__file__) for module in of_tasks)]
-    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
-    headings = ("task", "length", "variant", "remedy", "right", "seeds", "change", "of seeds")
-    out.table(headings, map(_shown, found["rows"]))
-    return in_process.end(NAME, found, out, save=options.save)
+    places = (__file__, sequence_tasks.__file__)
+    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, places=places)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import statistics
 
 from etils import epath
 from flax import traverse_util
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from experiments.studies import code as code_lib, kept as kept_lib
+from experiments.studies.options import estimated
 from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.data.config import is_prepared
@@ -27,6 +29,7 @@ from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
+from kvjax.foundation.intervals import difference, estimate
 from kvjax.workdir import identity
 
 # Files in kvjax/ that determine a run's numbers.
@@ -158,12 +161,22 @@ class Kept(kept_lib.Kept):
           places: further files that determine the figures measured of a run.
         """
         self._measures = code_lib.code_of(places)
+        self.steps = steps
         super().__init__(file, dict(steps=steps), code() | self._measures, mix=mix, fresh=fresh)
         self._mix, self._fresh = mix, fresh
 
     def of(self, run: Run) -> dict | None:
         """Returns a run's figures; None for a missing run or one with another config."""
         return self.found(run.cell.name, run.seed, run.identity)
+
+    def by_cell(self, cells: Iterable[Cell]) -> dict[str, dict[int, dict]]:
+        """Returns the figures of cells' runs by name and seed, without cells that have none."""
+        found = {}
+        for cell in cells:
+            asked = {seed: Run(cell, seed, self.steps) for seed in self.runs.get(cell.name, ())}
+            runs = {seed: kept for seed in sorted(asked) if (kept := self.of(asked[seed]))}
+            found |= {cell.name: runs} if runs else {}
+        return found
 
     def keep(self, run: Run, workdir: pathlib.Path, **found) -> None:
         """Records a run's figures with code, data and machine from its folder.
@@ -220,6 +233,30 @@ class Kept(kept_lib.Kept):
                 self.codes[kept["code"]] = files
                 taken.append(run.name)
         return taken
+
+
+def row(cell: Cell, kept: Kept, there: Mapping[str, Mapping[int, dict]]) -> dict:
+    """Returns a cell's costs and bits per byte, and their difference from its reference's.
+
+    Args:
+      there: figures of runs by cell and seed (`Kept.by_cell`).
+    """
+    model, runs = Run(cell, 0, kept.steps).experiment.model, there[cell.name]
+    speeds = [x for run in runs.values() if (x := run["tokens_per_second"])]
+    mine, theirs = bits(there, cell.name), bits(there, cell.against)
+    return dict(
+        parameters=formulas.parameters(model)["total"],
+        cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
+        seeds=sorted(runs),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        **estimated("bpb", estimate(list(mine.values()))),
+        **estimated("difference", difference(mine, theirs)),
+    )
+
+
+def bits(there: Mapping[str, Mapping[int, dict]], name: str) -> dict[int, float]:
+    """Returns the bits per byte of a cell's runs by seed; {} without runs."""
+    return {seed: run["bpb"] for seed, run in there.get(name, {}).items()}
 
 
 def begin(run: Run, workdir: epath.Path) -> None:

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import pathlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,13 @@ from experiments.models.labeller import Labeller
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import encoders, images as images_lib, learner
 from experiments.tasks.images import Images
 from experiments.tasks.learner import Learner
-from kvjax.foundation import command_line, errors, lists, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation import command_line, errors, lists
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, difference, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation.intervals import difference, estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 
@@ -123,17 +122,13 @@ class Trainer:
         features = size * size * self.channels
         compute = Compute(unroll=True)
 
-        def logits(model, batch, key=None):
+        def logits(model, batch, key):
             return model(self._features(batch["x"], size), compute=compute, dropout=key)
 
         return Learner(
             lambda key: Labeller(config, key, features=features, hidden=False, whole=True),
             learner.Recipe(steps=self.steps, learning_rate=rate, decay="steps"),
-            lambda model, batch, key: jnp.mean(learner.nats(logits(model, batch, key), batch["y"])),
-            lambda model, batch: (
-                jnp.argmax(logits(model, batch), axis=-1) == batch["y"],
-                jnp.ones(batch["y"].shape),
-            ),
+            *learner.of_labels(logits),
             drops=self.fixed.dropout > 0,
         )
 
@@ -163,7 +158,7 @@ def cell(
         name=f"{variant}/d{width}_l{layers}_h{heads}_p{size}_lr{rate:g}_e{trainer.epochs}",
         asked=asked,
         train=functools.partial(trainer.train, variant, shape, size, rate),
-        flops=encoders.flops(tokens, length, width, layers, trainer.fixed.mlp_times * width),
+        flops=learner.flops(tokens, length, width, layers, trainer.fixed.mlp_times * width),
     )
 
 
@@ -172,22 +167,11 @@ def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
     qkv = in_process.means(cells, kept, "right", variant="qkv")
     found = []
     for variant, published in zip(encoders.VARIANTS, PUBLISHED[name], strict=True):
-        mine = in_process.means(cells, kept, "right", variant=variant)
-        if not mine:
-            continue
-        now = estimate(list(mine.values()))
-        off = difference(mine, qkv) if variant != "qkv" else None
-        found.append(
-            dict(
-                variant=variant,
-                seeds=len(mine),
-                right=now.mean,
-                right_half_interval=now.half,
-                published=published,
-                from_qkv=off and off.mean,
-                from_qkv_half_interval=off and off.half,
-            )
-        )
+        if mine := in_process.means(cells, kept, "right", variant=variant):
+            row = dict(variant=variant, seeds=len(mine), published=published)
+            row |= estimated("right", estimate(list(mine.values())))
+            off = difference(mine, qkv) if variant != "qkv" else None
+            found.append(row | estimated("from_qkv", off))
     return found
 
 
@@ -195,14 +179,8 @@ _HEADER = ("variant", "right, %", "table 3", "points from QKV")
 
 
 def _cells(r: Mapping) -> tuple:
-    def points(mean, half, form):
-        return Estimate(mean, half).times(100).shown(form)
-
     published = "-" if r["published"] is None else f"{100 * r['published']:.1f}"
-    off = "-"
-    if r["from_qkv"] is not None:
-        off = points(r["from_qkv"], r["from_qkv_half_interval"], "+.2f")
-    right = points(r["right"], r["right_half_interval"], ".2f")
+    right, off = shown(r, "right", ".2f", 100), shown(r, "from_qkv", "+.2f", 100)
     return encoders.CALLED[r["variant"]], right, published, off
 
 
@@ -217,41 +195,32 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+    parser = Parser(__doc__, f"{FOLDER}/SET")
     add = parser.add_argument
-    known = ", ".join(encoders.VARIANTS)
     add("--set", default="", help=f"one of {', '.join(EPOCHS)}")
     add("--folder", default="", help="folder of its files")
-    add("--variants", default=",".join(encoders.VARIANTS), help=f"of {known} (all)")
-    add("--patches", default="", help="side of a patch, in pixels (7)")
-    add("--widths", default="", help="model widths (64)")
-    add("--layers", default="", help="numbers of layers (2)")
-    add("--heads", default="", help="numbers of heads (2)")
+    parser.names("variants", encoders.VARIANTS)
+    encoders.add_sizes(parser, **dict.fromkeys(("patches", "widths", "layers", "heads"), ""))
     add("--rates", default="", help="learning rates (0.001)")
-    add("--epochs", type=int, default=0, help="passes over the data (the paper's)")
-    in_process.add_options(parser, f"{FOLDER}/SET", seeds=3)
+    parser.count("epochs", 0, "passes over the data (the paper's)", least=0)
     options = parser.parse(arguments)
     command_line.require(options, set=f"one of {', '.join(EPOCHS)}", folder="its files' folder")
     lists.one("--set", options.set, EPOCHS)
     for key, value in _DEFAULTS[options.set].items():
         setattr(options, key, getattr(options, key) or value)
-    options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
     side = _FIXED[options.set].side or images_lib.SETS[options.set].side
     encoders.read_sizes(options, "patches")
     for size in options.patches:
         if size > side:
             raise UserError(f"--patches: {size} must be at most {side}, an image's side")
     options.rates = _rates(options.rates)
-    at_least("--epochs", options.epochs, 0)
     options.epochs = options.epochs or EPOCHS[options.set]
-    in_process.check(options)
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
-    runtime.start()
     load = functools.partial(images_lib.load, options.set)
     images = in_process.load(load, "--folder", options.folder)
     if said := images_lib.other_counts(options.set, images):
@@ -262,29 +231,24 @@ def main(arguments: Sequence[str]) -> int:
             f"of {BATCH}"
         )
     trainer = Trainer(options.set, images, options.epochs)
+    sizes = (options.widths, options.layers, options.heads, options.patches, options.rates)
     every = [
         cell(options.set, trainer, variant, (width, layers, heads), size, rate)
-        for width in options.widths
-        for layers in options.layers
-        for heads in options.heads
-        for size in options.patches
-        for rate in options.rates
-        for variant in encoders.VARIANTS
+        for width, layers, heads, size, rate, variant in itertools.product(
+            *sizes, encoders.VARIANTS
+        )
     ]
     cells = [one for one in every if one.asked["variant"] in options.variants]
-    name = f"{FOLDER}/{options.set}"
 
     def figures_of(kept: Kept) -> dict:
         keys = ("widths", "layers", "heads", "patches", "rates", "epochs")
         grid = {key: getattr(options, key) for key in keys}
         return dict(set=options.set, grid=grid, rows=rows(options.set, every, kept))
 
-    places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, images_lib.__file__))]
-    found, out = in_process.study(name, cells, options, figures_of, places), Output(options)
-    asked = [row for row in found["rows"] if row["variant"] in options.variants]
-    out.table(_HEADER, map(_cells, asked))
-    out.say("\nOf the test images; Table 3's figures are means over its grid of sizes and rates.")
-    return in_process.end(name, found, out, save=options.save)
+    note = "Of the test images; Table 3's figures are means over its grid of sizes and rates."
+    how = dict(places=(__file__,), only=dict(variant=options.variants), note=note)
+    name = f"{FOLDER}/{options.set}"
+    return in_process.study(name, cells, options, figures_of, _HEADER, _cells, **how)
 
 
 if __name__ == "__main__":

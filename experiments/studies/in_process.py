@@ -4,7 +4,7 @@ An interrupted study resumes: figures of finished runs are in its result (`kept.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
@@ -17,20 +17,18 @@ from experiments import record
 from experiments.record import EXPERIMENTS
 from experiments.studies import code as code_lib, kept as kept_lib
 from experiments.studies.kept import Kept
-from kvjax.foundation import command_line, progress, provenance
+from kvjax.foundation import command_line, progress, provenance, runtime
 from kvjax.foundation.checkout import PACKAGE
-from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Output
 
-# Code that determines the numbers of small models, beside the study and its task.
+# Code that determines the numbers of small models, beside the study.
 _DECIDES = (
     *(PACKAGE / name for name in ("attention", "layers", "model", "kernels/softmax_attention")),
     EXPERIMENTS / "models",
-    EXPERIMENTS / "tasks" / "learner.py",
+    EXPERIMENTS / "tasks",
 )
 
-_MOST_SEEDS = 1000
 # Failures of one run that let the others go on: a loss that is not finite, memory, a bad size.
 _FAILURES = (FloatingPointError, OverflowError, MemoryError, UserError, jax.errors.JaxRuntimeError)
 
@@ -55,21 +53,6 @@ class Cell:
         return code_lib.digest(json.dumps(self.asked, sort_keys=True))
 
 
-def add_options(parser: command_line.Parser, name: str, seeds: int) -> None:
-    """Adds --seeds, --mix, --fresh, --save and the output options."""
-    add = parser.add_argument
-    add("--seeds", type=int, default=seeds, help=f"runs per cell ({seeds})")
-    add("--mix", action="store_true", help="accept runs that other code trained")
-    add("--fresh", action="store_true", help="begin a new result")
-    add("--save", action="store_true", help=f"write experiments/results/{name}.json")
-    parser.add_output()
-
-
-def check(options: argparse.Namespace) -> None:
-    between("--seeds", options.seeds, 1, _MOST_SEEDS)
-    record.check(options.save)
-
-
 def load[T](load: Callable[[pathlib.Path], T], option: str, text: str) -> T:
     """Loads a local file or folder; raises a UserError that names the option if it cannot be
     read."""
@@ -84,20 +67,36 @@ def study(
     cells: Sequence[Cell],
     options: argparse.Namespace,
     figures_of: Callable[[Kept], dict],
-    places: Sequence[pathlib.Path],
-) -> dict:
-    """Trains the missing runs; returns the result: figures, seconds of all runs, failures and runs.
+    header: Sequence[str],
+    show: Callable[[Mapping], Sequence],
+    *,
+    places: Sequence[str],
+    printed: str = "rows",
+    only: Mapping[str, Collection] | None = None,
+    note: str = "",
+) -> int:
+    """Trains the missing runs, prints a table and records the result; returns 1 if a run failed.
 
     Args:
-      figures_of: computes figures from the runs, such as rows of a table.
-      places: files that determine numbers: the study and its task.
+      figures_of: computes figures from the runs, with a list of rows.
+      show: from a row to the cells of the table.
+      places: files that determine numbers: the study, and others that it imports.
+      printed: key of the rows of the table.
+      only: values of rows that are printed, by key.
+      note: printed below the table.
     """
 
     def result(kept: Kept, failed: Mapping[str, str]) -> dict:
         seconds = sum(run["seconds"] for runs in kept.runs.values() for run in runs.values())
         return figures_of(kept) | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
 
-    return result(*train(name, cells, options, result, places=places))
+    runtime.start()
+    found, out = result(*train(name, cells, options, result, places=places)), Output(options)
+    rows = [r for r in found[printed] if all(r[key] in x for key, x in (only or {}).items())]
+    out.table(header, map(show, rows))
+    if note:
+        out.say(f"\n{note}")
+    return record.end(name, found, out, save=options.save)
 
 
 def runs_of(cell: Cell, kept: Kept) -> dict[int, dict]:
@@ -106,24 +105,21 @@ def runs_of(cell: Cell, kept: Kept) -> dict[int, dict]:
     return {seed: run for seed, run in runs.items() if run["identity"] == cell.identity}
 
 
-def means(cells: Sequence[Cell], kept: Kept, figure: str, **asked) -> dict[int, float]:
+def figure(cell: Cell, kept: Kept, name: str) -> dict[int, float]:
+    """Returns a figure of a cell's runs by seed."""
+    return {seed: run[name] for seed, run in runs_of(cell, kept).items()}
+
+
+def means(cells: Sequence[Cell], kept: Kept, name: str, **asked) -> dict[int, float]:
     """Returns the mean of a figure over cells, by seed, for seeds that all cells have.
 
     Args:
       asked: settings that select the cells, such as variant="qkv".
     """
     mine = [c for c in cells if all(c.asked[key] == x for key, x in asked.items())]
-    runs = [runs_of(cell, kept) for cell in mine]
+    runs = [figure(cell, kept, name) for cell in mine]
     seeds = sorted(set.intersection(*map(set, runs))) if runs else []
-    return {seed: statistics.mean(run[seed][figure] for run in runs) for seed in seeds}
-
-
-def end(name: str, found: dict, out: Output, *, save: bool) -> int:
-    """Prints the failures and records the result; returns 1 if a run failed."""
-    for run, why in found["failed"].items():
-        out.say(f"- left out: {run}, {why}")
-    record.record(name, found, out, save=save)
-    return 1 if found["failed"] else 0
+    return {seed: statistics.mean(run[seed] for run in runs) for seed in seeds}
 
 
 def train(
@@ -132,25 +128,23 @@ def train(
     options: argparse.Namespace,
     result_of: Callable[[Kept, Mapping[str, str]], dict],
     *,
-    settings: Mapping[str, object] | None = None,
-    places: Sequence[pathlib.Path] = (),
+    places: Sequence[str] = (),
 ) -> tuple[Kept, dict[str, str]]:
     """Trains the missing runs, all cells with the first seed, then with the next.
 
     Args:
       name: of the result.
       result_of: makes the result, written after each run, from finished runs and failures.
-      settings: see `Kept`.
       places: further files that determine numbers.
 
     Returns:
       Finished runs, and the reason of each failure by run.
     """
-    code = code_lib.code_of((*_DECIDES, *places))
+    code = code_lib.code_of((*_DECIDES, *map(pathlib.Path, places)))
     file = record.RESULTS / f"{name}.json"
     if options.save:
         kept_lib.claim(file)
-    kept = Kept(file, settings or {}, code, mix=options.mix, fresh=options.fresh)
+    kept = Kept(file, {}, code, mix=options.mix, fresh=options.fresh)
     runs = [(cell, seed) for seed in range(options.seeds) for cell in cells]
     if options.save:
         kept.check((c.name, seed, c.identity) for c, seed in runs)

@@ -13,70 +13,35 @@ t over seeds), and p-values of the differences with Holm's correction for their 
 
 import argparse
 from collections.abc import Mapping, Sequence
-import statistics
-
-import jax.numpy as jnp
 
 from experiments import record
 from experiments.studies import grid, side_by_side
-from experiments.studies.code import in_short
 from experiments.studies.demo_size import STUDIES, TOKENS_PER_STEP
 from experiments.studies.grid import Cell, Kept, Run
-from experiments.studies.kept import claim
-from kvjax.costs import formulas
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.configuration import at_least
+from experiments.studies.options import Parser, estimated, local_folder, shown
+from kvjax.foundation import command_line, lists
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, difference, estimate, holm, p_value
+from kvjax.foundation.intervals import Estimate, difference, holm, p_value
 from kvjax.foundation.output import Output
 
 FOLDER = "studies"  # of results
 
 
-def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """Returns a row per cell with runs: costs, bits per byte, and the difference from its
     reference."""
-    found, runs = [], {}
-    for cell in cells:
-        asked = {seed: Run(cell, seed, steps) for seed in sorted(kept.runs.get(cell.name, {}))}
-        there = {seed: kept.of(run) for seed, run in asked.items()}
-        runs[cell.name] = {seed: run for seed, run in there.items() if run}
-
-    def bpb(name: str) -> dict[int, float]:
-        return {seed: run["bpb"] for seed, run in runs.get(name, {}).items()}
-
-    other = {cell.name: cell.against for cell in cells}
+    there, other = kept.by_cell(cells), {cell.name: cell.against for cell in cells}
 
     def apart(name: str) -> dict[int, float]:
-        mine, theirs = bpb(name), bpb(other[name])
+        mine, theirs = grid.bits(there, name), grid.bits(there, other[name])
         return {seed: mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()}
 
+    found = []
     for cell in cells:
-        mine = bpb(cell.name)
-        if not mine:
-            continue
-        model = Run(cell, 0, steps).experiment.model
-        now = estimate(list(mine.values()))
-        against = difference(mine, bpb(cell.against)) if cell.against else None
-        moved = difference(apart(cell.name), apart(cell.before)) if cell.before else None
-        speeds = [x for run in runs[cell.name].values() if (x := run["tokens_per_second"])]
-        found.append(
-            dict(
-                cell=cell.name,
-                parameters=formulas.parameters(model)["total"],
-                cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
-                seeds=sorted(mine),
-                tokens_per_second=statistics.median(speeds) if speeds else None,
-                bpb=now.mean,
-                bpb_half_interval=now.half,
-                against=cell.against,
-                difference=against and against.mean,
-                difference_half_interval=against and against.half,
-                before=cell.before,
-                moved=moved and moved.mean,
-                moved_half_interval=moved and moved.half,
-            )
-        )
+        if cell.name in there:
+            moved = difference(apart(cell.name), apart(cell.before)) if cell.before else None
+            row = dict(cell=cell.name, against=cell.against, before=cell.before)
+            found.append(row | grid.row(cell, kept, there) | estimated("moved", moved))
     return found
 
 
@@ -99,14 +64,12 @@ def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
 
 
 def _cells(r: Mapping, corrected: Mapping[str, float]) -> tuple:
-    def shown(x, half):
-        return "-" if x is None else Estimate(x, half).shown("+.4f")
-
-    apart = shown(r["difference"], r["difference_half_interval"])
-    moved = shown(r["moved"], r["moved_half_interval"])
-    bpb = Estimate(r["bpb"], r["bpb_half_interval"]).shown(".4f")
     sizes = (f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
     p = f"{corrected[r['cell']]:.2g}" if r["cell"] in corrected else ""
+    bpb, apart, moved = (
+        shown(r, name, form)
+        for name, form in (("bpb", ".4f"), ("difference", "+.4f"), ("moved", "+.4f"))
+    )
     return r["cell"], *sizes, bpb, apart, r["against"], p, moved
 
 
@@ -128,21 +91,15 @@ def chosen(cells: Sequence[Cell], names: str) -> list[Cell]:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+    parser = Parser(__doc__, f"{FOLDER}/STUDY")
     add = parser.add_argument
     add("--list", action="store_true", help="print the studies and their core hours")
     add("--study", default="", help=f"one of {', '.join(STUDIES)}")
     text = "some of its models; their reference models are added (all)"
     add("--cells", default="", help=text)
-    add("--seeds", type=int, default=3, help="runs of each model (3)")
-    add("--steps", type=int, default=0, help="training steps of 8,192 tokens (the study's)")
-    side_by_side.add_options(parser, f"runs/{FOLDER}")
-    add("--save", action="store_true", help=f"write experiments/results/{FOLDER}/STUDY.json")
-    parser.add_output()
+    parser.count("steps", 0, "training steps of 8,192 tokens (the study's)", least=0)
+    parser.runs(f"runs/{FOLDER}")
     options = parser.parse(arguments)
-    at_least("--seeds", options.seeds, 1)
-    at_least("--steps", options.steps, 0)
-    at_least("--processes", options.processes, 1)
     if options.list:
         return options
     command_line.require(options, study=f"one of {', '.join(STUDIES)}, or --list")
@@ -151,52 +108,33 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"--cells={options.cells} --save: a result has all models of its study")
     options.chosen = chosen(STUDIES[options.study].cells(), options.cells)
     options.steps = options.steps or STUDIES[options.study].steps
-    options.runs = side_by_side.check_runs(options.runs)
-    record.check(options.save)
+    options.runs = local_folder(options.runs)
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
-    runtime.start()
     out = Output(options)
     if options.list:
         _list(out, options.seeds)
         return 0
-    study, name = STUDIES[options.study], f"{FOLDER}/{options.study}"
-    cells = options.chosen
-    file = record.RESULTS / f"{name}.json"
-    if options.save:
-        claim(file)
-    kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
-    runs = [Run(cell, seed, options.steps) for seed in range(options.seeds) for cell in cells]
-
-    if options.save:
-        kept.check((run.cell.name, run.seed, run.identity) for run in runs)
+    study, cells = STUDIES[options.study], options.chosen
     others = [record.RESULTS / FOLDER / f"{one}.json" for one in STUDIES if one != options.study]
-    if taken := kept.borrow(runs, others):
-        command_line.say(f"{len(taken)} runs from results of other studies: {in_short(taken)}")
+    p_values: dict[str, float] = {}
 
-    def result(failed: Mapping[str, str]) -> dict:
-        seconds = sum(run["seconds"] or 0 for seeds in kept.runs.values() for run in seeds.values())
-        figures = dict(asks=study.asks, claim=study.claim, rows=rows(cells, options.steps, kept))
-        figures |= dict(tokens=options.steps * TOKENS_PER_STEP, seconds=seconds)
-        return figures | dict(failed=dict(failed)) | kept.as_json()
+    def figures_of(kept: Kept) -> dict:
+        found = dict(asks=study.asks, claim=study.claim, tokens=options.steps * TOKENS_PER_STEP)
+        found |= dict(rows=rows(cells, kept))
+        p_values.update(corrected(found["rows"]))
+        return found
 
-    def save(failed: Mapping[str, str]) -> None:
-        if options.save:
-            record.keep(name, result(failed))
+    def cells_of(row: Mapping) -> tuple:
+        return _cells(row, p_values)
 
-    failed = side_by_side.train_missing(runs, kept, options, save)
-    found = result(failed)
     out.say(f"{study.asks} ({study.claim}.)")
-    p_values = corrected(found["rows"])
-    out.table(_HEADER, [_cells(row, p_values) for row in found["rows"]])
-    for run, why in failed.items():
-        out.say(f"- left out: {run}, {why}")
-    record.record(name, found, out, save=options.save)
-    return 1 if failed else 0
+    table, name = ("rows", _HEADER, cells_of), f"{FOLDER}/{options.study}"
+    return side_by_side.study(name, cells, options, figures_of, [table], others=others)
 
 
 def _list(out: Output, seeds: int) -> None:

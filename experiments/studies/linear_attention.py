@@ -11,12 +11,10 @@ positions; a seed draws weights and data, the data equal for all. Prints accurac
 bits per byte, means over seeds with 95 % intervals, and cache bytes.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +24,12 @@ from experiments.models.recurrent import RecurrentConfig, RecurrentTransformer
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, sequences, text
 from experiments.tasks.learner import Learner
-from kvjax.attention import GroupedConfig
 from kvjax.costs import formulas
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.intervals import Estimate, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation import command_line
+from kvjax.foundation.intervals import estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
@@ -85,10 +82,8 @@ class Task:
         if self.words == 256:
             return text.held_out(count, self.length)
         if self.words == sequences.COPY_WORDS:
-            found = sequences.copy_back(rng, count, self.length)
-        else:
-            found = sequences.retrieval(rng, count)
-        return dict(zip(("x", "y", "counts"), found, strict=True))
+            return sequences.copy_back(rng, count, self.length)
+        return sequences.retrieval(rng, count)
 
 
 TASKS = {
@@ -99,17 +94,14 @@ TASKS = {
 
 
 def model_config(kind: Kind, task: Task) -> TransformerConfig | RecurrentConfig:
-    how = dict(positions="sinusoidal", activation="gelu_exact")
-    block = learner.classic_block(LAYERS, WIDTH, mlp_dim=MLP, **how)
+    how = dict(positions="sinusoidal", activation="gelu_exact", mlp_dim=MLP)
+    tie = "qkv" if kind.tied else "none"
+    if not kind.linear:
+        return learner.classic(task.words, WIDTH, LAYERS, HEADS, attention=dict(tie=tie), **how)
     dims = dict(num_heads=HEADS, key_dim=WIDTH // HEADS, value_dim=WIDTH // HEADS)
-    dims |= dict(tie="qkv" if kind.tied else "none")
-    if kind.linear:
-        attention = LinearConfig(**dims, decay=kind.decay)
-        return RecurrentConfig(block=block, attention=attention, vocab_size=task.words)
-    counts = dict(num_kv_heads=HEADS, num_bases=HEADS, rank=0)
-    mechanism = GroupedConfig(**dims, **counts, qk_norm="none")
-    mechanisms = (mechanism,) * LAYERS
-    return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=task.words)
+    attention = LinearConfig(**dims, tie=tie, decay=kind.decay)
+    block = learner.classic_block(LAYERS, WIDTH, **how)
+    return RecurrentConfig(block=block, attention=attention, vocab_size=task.words)
 
 
 def cached_bytes(kind: Kind, task: Task, tokens: int) -> int:
@@ -126,23 +118,18 @@ def _learner(name: str, kind_name: str) -> Learner:
     task, kind = TASKS[name], KINDS[kind_name]
     config, compute = model_config(kind, task), Compute(unroll=True)
 
-    def logits(model, batch):
+    def logits(model, batch, _=None):
         if kind.linear:
             return model(batch["x"])[0]
         return model.logits(model(batch["x"], compute=compute))
 
-    def loss(model, batch, _):
-        counts = batch["counts"]
-        return jnp.sum(learner.nats(logits(model, batch), batch["y"]) * counts) / jnp.sum(counts)
+    def bits(model, batch):
+        return learner.nats(logits(model, batch), batch["y"]) / math.log(2), batch["counts"]
 
-    def judged(model, batch):
-        z_BTV, labels_BT = logits(model, batch), batch["y"]
-        if name == "language":
-            return learner.nats(z_BTV, labels_BT) / math.log(2), batch["counts"]
-        return jnp.argmax(z_BTV, axis=-1) == labels_BT, batch["counts"]
-
+    loss, right = learner.of_labels(logits)
     recipe = learner.Recipe(steps=task.steps, learning_rate=1e-3, warm_up=50, decay="cosine")
     make = RecurrentTransformer if kind.linear else Transformer
+    judged = bits if name == "language" else right
     return Learner(lambda key: make(config, key), recipe, loss, judged, chunk=EVERY)
 
 
@@ -150,25 +137,20 @@ def train(name: str, kind: str, seed: int) -> dict:
     """Trains a model; returns its held-out accuracy or bits per byte, by step and at the end."""
     task, model = TASKS[name], _learner(name, kind)
     held_out = learner.split(task.draw(np.random.default_rng(_TEST_SEED), task.tested_on), 64)
-    curve = {}
-
-    def evaluate(now: learner.Trained) -> None:
-        curve[now.steps] = model.accuracy(now, held_out)
-
-    found = model.train(seed, task.batches(np.random.default_rng(seed)), evaluate, EVERY)
+    batches = task.batches(np.random.default_rng(seed))
+    curve, found = model.curve(seed, batches, held_out, EVERY)
     return dict(figure=curve[task.steps], curve=curve, loss=found.loss)
 
 
 def cell(name: str, kind: str) -> Cell:
     task = TASKS[name]
-    weights = LAYERS * (4 * WIDTH**2 + 2 * WIDTH * MLP) + WIDTH * task.words
-    products = LAYERS * 2 * task.length * WIDTH
     asked = dict(task=name, kind=dataclasses.asdict(KINDS[kind]), shape=dataclasses.asdict(task))
+    tokens = task.steps * task.batch * task.length
     return Cell(
         name=f"{name}/{kind}",
         asked=asked,
         train=functools.partial(train, name, kind),
-        flops=6.0 * task.steps * task.batch * task.length * (weights + products),
+        flops=learner.flops(tokens, task.length, WIDTH, LAYERS, MLP),
     )
 
 
@@ -178,10 +160,9 @@ def rows(kept: Kept) -> list[dict]:
     for kind_name, kind in KINDS.items():
         by_task = {}
         for name in TASKS:
-            runs = list(in_process.runs_of(cell(name, kind_name), kept).values())
-            if runs:
-                now = estimate([run["figure"] for run in runs])
-                by_task[name] = dict(figure=now.mean, half_interval=now.half, seeds=len(runs))
+            if runs := list(in_process.figure(cell(name, kind_name), kept, "figure").values()):
+                now = estimated("figure", estimate(runs), "half_interval")
+                by_task[name] = now | dict(seeds=len(runs))
         if by_task:
             sizes = {n: cached_bytes(kind, TASKS["language"], n) for n in (1024, 65_536)}
             found.append(dict(kind=kind_name, tasks=by_task, cached_bytes=sizes))
@@ -193,44 +174,24 @@ _HEADER += ("of 64K",)
 
 
 def _cells(row: Mapping) -> tuple:
-    def shown(task: str, times: float, form: str) -> str:
-        now = row["tasks"].get(task)
-        if now is None:
-            return "-"
-        return Estimate(now["figure"], now["half_interval"]).times(times).shown(form)
-
+    of = row["tasks"].get
+    percents = (shown(of(task), "figure", ".1f", 100) for task in ("copy_back", "retrieval"))
     sizes = (f"{size:,}" for size in row["cached_bytes"].values())
-    percents = (shown(task, 100, ".1f") for task in ("copy_back", "retrieval"))
-    return row["kind"], *percents, shown("language", 1, ".3f"), *sizes
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add, every = parser.add_argument, ",".join
-    add("--tasks", default=every(TASKS), help=f"of {', '.join(TASKS)} (all)")
-    add("--kinds", default=every(KINDS), help=f"of {', '.join(KINDS)} (all)")
-    in_process.add_options(parser, NAME, seeds=3)
-    options = parser.parse(arguments)
-    options.tasks = lists.names("--tasks", options.tasks, TASKS)
-    options.kinds = lists.names("--kinds", options.kinds, KINDS)
-    in_process.check(options)
-    return options
+    return row["kind"], *percents, shown(of("language"), "figure", ".3f"), *sizes
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
-    options = _options(arguments)
-    runtime.start()
+    parser = Parser(__doc__, NAME)
+    parser.names("tasks", TASKS)
+    parser.names("kinds", KINDS)
+    options = parser.parse(arguments)
     cells = [cell(name, kind) for name in options.tasks for kind in options.kinds]
-    modules = (__file__, sequences.__file__, text.__file__)
-    places = list(map(pathlib.Path, modules))
 
     def figures_of(kept: Kept) -> dict:
         return dict(rows=rows(kept))
 
-    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
-    return in_process.end(NAME, found, out, save=options.save)
+    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, places=(__file__,))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ nothing, so a difference of 1 % in perplexity is one of about 1/f %. Prints f, p
 byte, and differences from QKV, means over seeds with 95 % intervals.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import functools
 import math
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,13 +22,11 @@ import numpy as np
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, text
 from experiments.tasks.learner import Learner
-from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.intervals import Estimate, difference, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation import command_line
+from kvjax.foundation.intervals import difference, estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
@@ -43,13 +39,9 @@ JUDGED = ("counted", "text", "packed")  # nats per target of held-out paragraphs
 
 
 def transformer(tie: str) -> TransformerConfig:
-    counts = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS, rank=0)
-    dims = dict(key_dim=WIDTH // HEADS, value_dim=WIDTH // HEADS)
-    mechanism = GroupedConfig(**counts, **dims, tie=tie, qk_norm="none")
-    how = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH)
+    how = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH, mlp_dim=MLP)
     how |= dict(tied_head=True, embedding_std=0.02, matrix_std=0.02)
-    block = learner.classic_block(LAYERS, WIDTH, mlp_dim=MLP, **how)
-    return TransformerConfig(block=block, mechanisms=(mechanism,) * LAYERS, vocab_size=256)
+    return learner.classic(256, WIDTH, LAYERS, HEADS, attention=dict(tie=tie), **how)
 
 
 @functools.cache
@@ -100,18 +92,12 @@ def train(tie: str, form: str, steps: int, seed: int) -> dict:
 
 
 def cell(tie: str, form: str, steps: int) -> Cell:
-    weights = LAYERS * (4 * WIDTH**2 + 2 * WIDTH * MLP) + WIDTH * 256
-    products = LAYERS * 2 * LENGTH * WIDTH
     return Cell(
         name=f"{tie}_{form}_{steps}",
         asked=dict(tie=tie, form=form, steps=steps),
         train=functools.partial(train, tie, form, steps),
-        flops=6.0 * steps * BATCH * LENGTH * (weights + products),
+        flops=learner.flops(steps * BATCH * LENGTH, LENGTH, WIDTH, LAYERS, MLP),
     )
-
-
-def _of(kept: Kept, one: Cell, figure: str) -> dict[int, float]:
-    return {seed: run[figure] for seed, run in in_process.runs_of(one, kept).items()}
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
@@ -123,27 +109,18 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
         if not runs:
             continue
         form, perplexity, against = one.asked["form"], {}, {}
+        other = first.get(form, one)
         for name in JUDGED:
-            nats = _of(kept, one, name)
+            nats = in_process.figure(one, kept, name)
             now = estimate([math.exp(x) for x in nats.values()])
-            perplexity[name] = dict(mean=now.mean, half_interval=now.half)
-            other = first.get(form)
-            if other is None or other is one:
-                continue
-            ratio = difference(nats, _of(kept, other, name))  # of logarithms
-            if ratio is not None:
-                against[name] = dict(percent=100 * math.expm1(ratio.mean), nats=ratio.mean)
-                against[name]["half_interval"] = ratio.half
-        found.append(
-            dict(
-                tie=one.asked["tie"],
-                trained=form,
-                share_of_text=share_of_text("validation"),
-                seeds=len(runs),
-                perplexity=perplexity,
-                against_first=against,
-            )
-        )
+            perplexity[name] = estimated("mean", now, "half_interval")
+            theirs = {} if other is one else in_process.figure(other, kept, name)
+            if ratio := difference(nats, theirs):  # of logarithms
+                against[name] = estimated("nats", ratio, "half_interval")
+                against[name]["percent"] = 100 * math.expm1(ratio.mean)
+        row = dict(tie=one.asked["tie"], trained=form, share_of_text=share_of_text("validation"))
+        row |= dict(seeds=len(runs), perplexity=perplexity, against_first=against)
+        found.append(row)
     return found
 
 
@@ -152,57 +129,28 @@ _HEADER += ("of the same text", "packed", "against QKV, nats: counted", "text", 
 
 
 def _cells(row: Mapping) -> tuple:
-    perplexity = [
-        Estimate(p["mean"], p["half_interval"]).shown(".3f")
-        for p in (row["perplexity"][name] for name in JUDGED)
-    ]
-    against = [
-        Estimate(a["nats"], a["half_interval"]).shown("+.4f") if a else ""
-        for a in (row["against_first"].get(name) for name in JUDGED)
-    ]
+    perplexity = [shown(row["perplexity"][name], "mean", ".3f") for name in JUDGED]
+    others = (row["against_first"].get(name) for name in JUDGED)
+    against = [shown(other, "nats", "+.4f", missing="") for other in others]
     share = f"{row['share_of_text']:.3f}"
     return TIES[row["tie"]], row["trained"], share, row["seeds"], *perplexity, *against
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add, every = parser.add_argument, ",".join
-    add("--ties", default=every(TIES), help=f"of {', '.join(TIES)} (all)")
-    add("--forms", default=every(FORMS), help=f"of {', '.join(FORMS)} (all)")
-    add(
-        "--steps",
-        type=int,
-        default=STEPS,
-        help=f"steps of {BATCH} rows of {LENGTH} bytes ({STEPS})",
-    )
-    in_process.add_options(parser, NAME, seeds=3)
-    options = parser.parse(arguments)
-    options.ties = lists.names("--ties", options.ties, TIES)
-    options.forms = lists.names("--forms", options.forms, FORMS)
-    at_least("--steps", options.steps, 10)
-    in_process.check(options)
-    return options
-
-
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
-    options = _options(arguments)
-    runtime.start()
-    cells = [cell(tie, form, options.steps) for form in options.forms for tie in options.ties]
-    places = list(map(pathlib.Path, (__file__, text.__file__)))
+    parser = Parser(__doc__, NAME)
+    parser.names("ties", TIES)
+    parser.names("forms", FORMS)
+    parser.count("steps", STEPS, f"steps of {BATCH} rows of {LENGTH} bytes ({STEPS})", least=10)
+    options = parser.parse(arguments)
     every = [cell(tie, form, options.steps) for form in FORMS for tie in TIES]
+    cells = [cell(tie, form, options.steps) for form in options.forms for tie in options.ties]
 
     def figures_of(kept: Kept) -> dict:
         return dict(steps=options.steps, rows=rows(every, kept))
 
-    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
-    asked = [
-        row
-        for row in found["rows"]
-        if row["tie"] in options.ties and row["trained"] in options.forms
-    ]
-    out.table(_HEADER, map(_cells, asked))
-    return in_process.end(NAME, found, out, save=options.save)
+    how = dict(places=(__file__,), only=dict(tie=options.ties, trained=options.forms))
+    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from experiments import record
 from experiments.studies import side_by_side
 from experiments.studies.demo_size import STUDIES, UNIFORM
 from experiments.studies.grid import Run
+from experiments.studies.options import estimated, shown
 from kvjax.analysis.measures import spectrum
 from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line, runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, estimate
+from kvjax.foundation.intervals import estimate
 from kvjax.foundation.output import Output
 
 NAME = "rank_allocation"
@@ -88,10 +89,9 @@ def summary(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
     for i, share in enumerate(ranks):
         heads_SPK = ranks_SLPK[:, i]  # heads do not correspond between seeds: a range per seed
         least, most_of = heads_SPK.min(axis=2).mean(), heads_SPK.max(axis=2).mean()
+        row = dict(layer=i, least_head=least, most_head=most_of, rank=share)
         now = estimate(by_layer_SL[:, i].tolist())
-        row = dict(layer=i, effective_rank=now.mean, half_interval=now.half)
-        row |= dict(least_head=least, most_head=most_of, rank=share)
-        rows.append(row)
+        rows.append(row | estimated("effective_rank", now, "half_interval"))
     return dict(rank=rank, seeds=len(ranks_SLPK), rows=rows)
 
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     cells = [
         (
             row["layer"],
-            Estimate(row["effective_rank"], row["half_interval"]).shown(".2f"),
+            shown(row, "effective_rank", ".2f"),
             f"{row['least_head']:.2f}",
             f"{row['most_head']:.2f}",
             row["rank"],

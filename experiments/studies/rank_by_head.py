@@ -23,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
+from experiments.studies.options import estimated, shown
 from experiments.studies.rank_allocation import allocation, workdir
 from experiments.tasks.positions import rows_of
 from kvjax.analysis.measures import spectrum
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, difference, estimate
+from kvjax.foundation.intervals import difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute, Transformer
@@ -175,14 +176,13 @@ def summary(runs: Mapping[int, Sequence[Mapping]]) -> list[dict]:
     found = []
     for (rank, way), seeds in by.items():
         bpb = {seed: row["bpb"] for seed, row in seeds.items()}
-        now, off = estimate(list(bpb.values())), None
-        if way in WAYS[1:]:
-            equal = {seed: row["bpb"] for seed, row in by[rank, WAYS[0]].items()}
-            off = difference(bpb, equal)
-        row = dict(rank=rank, way=way, seeds=len(seeds), bpb=now.mean, bpb_half_interval=now.half)
-        row |= dict(change=off and off.mean, change_half_interval=off and off.half)
+        equal = {seed: row["bpb"] for seed, row in by.get((rank, WAYS[0]), {}).items()}
+        row = dict(rank=rank, way=way, seeds=len(seeds))
         row |= dict(least=min(r["least"] for r in seeds.values()))
-        found.append(row | dict(most=max(r["most"] for r in seeds.values())))
+        row |= dict(most=max(r["most"] for r in seeds.values()))
+        row |= estimated("bpb", estimate(list(bpb.values())))
+        off = difference(bpb, equal) if way in WAYS[1:] else None
+        found.append(row | estimated("change", off))
     return found
 
 
@@ -190,10 +190,9 @@ _HEADER = ("ranks a head", "divided", "bits per byte", "against equal", "a head 
 
 
 def _cells(row: Mapping) -> tuple:
-    off = "" if row["change"] is None else Estimate(row["change"], row["change_half_interval"])
     heads = f"{row['least']} to {row['most']}" if row["least"] < row["most"] else row["least"]
-    bpb = Estimate(row["bpb"], row["bpb_half_interval"]).shown(".4f")
-    return row["rank"], row["way"], bpb, off and off.shown("+.4f"), heads
+    off = shown(row, "change", "+.4f", missing="")
+    return row["rank"], row["way"], shown(row, "bpb", ".4f"), off, heads
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -13,27 +13,25 @@ the result, covers the requested cells; `rows` in the result covers all cells th
 trained on.
 """
 
-import argparse
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import functools
-import pathlib
+import itertools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.models.labeller import Labeller
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import encoders, learner, sequences
 from experiments.tasks.learner import Learner
-from kvjax.foundation import command_line, lists, runtime
+from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation.intervals import estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 
@@ -73,20 +71,14 @@ def learner_of(config: TransformerConfig) -> Learner:
     """
     compute = Compute(unroll=True)
 
-    def logits(model, batch):
+    def logits(model, batch, _):
         x_BTF = jax.nn.one_hot(batch["x"], sequences.NUMBERS)
         return model(x_BTF, compute=compute, temperature=batch.get("temperature"))
 
-    def loss(model, batch, _):
-        return jnp.mean(learner.nats(logits(model, batch), batch["y"]))
+    def make(key):
+        return Labeller(config, key, features=sequences.NUMBERS)
 
-    def right(model, batch):
-        predicted = jnp.argmax(logits(model, batch), axis=-1)
-        return predicted == batch["y"], jnp.ones(batch["y"].shape)
-
-    return Learner(
-        lambda key: Labeller(config, key, features=sequences.NUMBERS), RECIPE, loss, right
-    )
+    return Learner(make, RECIPE, *learner.of_labels(logits))
 
 
 def train(
@@ -140,7 +132,7 @@ def cell_of(name: str) -> Cell:
 
 def flops(length: int, width: int, layers: int) -> float:
     """Returns approximate FLOPs of training one model."""
-    return encoders.flops(RECIPE.steps * BATCH * length, length, width, layers, 2 * width)
+    return learner.flops(RECIPE.steps * BATCH * length, length, width, layers, 2 * width)
 
 
 _SIZES = ("width", "layers", "heads", "length")
@@ -171,11 +163,10 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
         for task in sequences.TASKS:
             asked = dict(variant=variant, task=task)
             if runs := in_process.means(cells, kept, "right", **asked):
-                now = estimate(list(runs.values()))
+                now = estimated("right", estimate(list(runs.values())), "half_interval")
                 over = [c.asked for c in cells if asked.items() <= c.asked.items()]
                 sizes = {key: sorted({one[key] for one in over}) for key in _SIZES}
-                means = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
-                by_task[task] = means | dict(cells=len(over), **sizes)
+                by_task[task] = now | dict(seeds=len(runs), cells=len(over), **sizes)
         if by_task:
             means = dict(zip(sequences.TASKS, published, strict=True))
             found.append(dict(variant=variant, tasks=by_task, published=means))
@@ -208,70 +199,45 @@ def curves(kept: Kept) -> list[dict]:
 
 
 def _cells(row: Mapping) -> tuple:
-    def shown(task: str) -> str:
+    def one(task: str) -> str:
         now = row["tasks"].get(task)
-        if now is None:
-            return "-"
-        ours = Estimate(now["right"], now["half_interval"]).shown(".3f")
-        return f"{ours} ({row['published'][task]:.3f})"
+        return f"{shown(now, 'right', '.3f')} ({row['published'][task]:.3f})" if now else "-"
 
-    return encoders.CALLED[row["variant"]], *map(shown, sequences.TASKS)
+    return encoders.CALLED[row["variant"]], *map(one, sequences.TASKS)
 
 
-def read_tasks(options: argparse.Namespace, key: str, lengths: Sequence[int]) -> None:
-    """Splits --tasks into names; a UserError for an unknown name or an unfit row length.
+def check_lengths(tasks: Collection[str], option: str, lengths: Sequence[int]) -> None:
+    """Raises a UserError for a row length that does not fit a task.
 
     Args:
-      key: the option with the row lengths.
+      option: the option with the row lengths.
     """
-    options.tasks = lists.names("--tasks", options.tasks, sequences.TASKS)
     odd = [length for length in lengths if length % 2]
-    if "swap" in options.tasks and odd:
-        raise UserError(f"--{key}: {odd[0]} must be even for swap, which exchanges halves")
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add, every = parser.add_argument, ",".join
-    add("--tasks", default=every(sequences.TASKS), help=f"of {', '.join(sequences.TASKS)} (all)")
-    known = ", ".join(encoders.VARIANTS)
-    add("--variants", default=every(encoders.VARIANTS), help=f"of {known} (all)")
-    add("--widths", default="32,64", help="model widths (32,64)")
-    add("--layers", default="2", help="numbers of layers (2)")
-    add("--heads", default="2", help="numbers of heads (2)")
-    add("--lengths", default="16,64", help="numbers per row (16,64)")
-    in_process.add_options(parser, NAME, seeds=SEEDS)
-    options = parser.parse(arguments)
-    options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
-    encoders.read_sizes(options, "lengths")
-    read_tasks(options, "lengths", options.lengths)
-    in_process.check(options)
-    return options
+    if "swap" in tasks and odd:
+        raise UserError(f"--{option}: {odd[0]} must be even for swap, which exchanges halves")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
-    options = _options(arguments)
-    runtime.start()
-    cells = [
-        cell(task, variant, width, layers, heads, length)
-        for width in options.widths
-        for layers in options.layers
-        for heads in options.heads
-        for length in options.lengths
-        for task in options.tasks
-        for variant in options.variants
-    ]
+    parser = Parser(__doc__, NAME, seeds=SEEDS)
+    parser.names("tasks", sequences.TASKS)
+    parser.names("variants", encoders.VARIANTS)
+    encoders.add_sizes(parser, widths="32,64", layers="2", heads="2", lengths="16,64")
+    options = parser.parse(arguments)
+    encoders.read_sizes(options, "lengths")
+    check_lengths(options.tasks, "lengths", options.lengths)
+    sizes = (options.widths, options.layers, options.heads, options.lengths)
+    grid = itertools.product(*sizes, options.tasks, options.variants)
+    cells = [cell(task, variant, *shape) for *shape, task, variant in grid]
 
     def figures_of(kept: Kept) -> dict:
-        shown = dict(asked=rows(cells, kept), rows=rows(in_common(kept), kept))
-        return shown | dict(curves=curves(kept))
+        found = dict(asked=rows(cells, kept), rows=rows(in_common(kept), kept))
+        return found | dict(curves=curves(kept))
 
-    places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, sequences.__file__))]
-    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
-    out.table(("variant", *sequences.TASKS), map(_cells, found["asked"]))
-    out.say("\nThe share of positions that are right; in brackets Table 2, a mean over its grid.")
-    return in_process.end(NAME, found, out, save=options.save)
+    header = ("variant", *sequences.TASKS)
+    note = "The share of positions that are right; in brackets Table 2, a mean over its grid."
+    how = dict(places=(__file__,), printed="asked", note=note)
+    return in_process.study(NAME, cells, options, figures_of, header, _cells, **how)
 
 
 if __name__ == "__main__":

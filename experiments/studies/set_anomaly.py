@@ -19,23 +19,21 @@ in the small tasks, where the paper's vision models have 50.
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import functools
-import pathlib
+import itertools
 
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.models.labeller import Labeller
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import anomalies, encoders, learner
 from experiments.tasks.anomalies import Features
 from experiments.tasks.learner import Learner
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, difference, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation.intervals import difference, estimate
 from kvjax.model.transformer import Compute
 
 NAME = "set_anomaly"
@@ -59,50 +57,34 @@ class Trainer:
         compute = Compute(unroll=True)
         size = self.features.train[0].shape[1]
 
-        def logits(model, batch, key=None):
+        def logits(model, batch, key):
             return model(batch["x"], compute=compute, dropout=key)[..., 0]
 
-        recipe = learner.Recipe(
-            steps=self.steps_per_epoch * self.epochs,
-            learning_rate=5e-4,
-            warm_up=100,
-            decay="cosine",
-            clip=2.0,
-        )
+        steps = self.steps_per_epoch * self.epochs
+        how = dict(learning_rate=5e-4, warm_up=100, decay="cosine", clip=2.0)
         return Learner(
             lambda key: Labeller(config, key, features=size, input_dropout=DROPOUT),
-            recipe,
-            lambda model, batch, key: jnp.mean(learner.nats(logits(model, batch, key), batch["y"])),
-            lambda model, batch: (
-                jnp.argmax(logits(model, batch), axis=-1) == batch["y"],
-                jnp.ones(batch["y"].shape),
-            ),
+            learner.Recipe(steps=steps, **how),
+            *learner.of_labels(logits),
             drops=True,
         )
 
     def train(self, variant: str, shape: tuple[int, ...], place: str, seed: int) -> dict:
         """Trains a model; returns its test accuracy, and validation accuracy by step."""
-        model, features = self._learner(variant, shape), self.features
-        validation, test = (
+        features = self.features
+        judged = (
             list(anomalies.batches(part, np.random.default_rng(42), place, size=500, whole=True))
             for part in (features.validation, features.test)
         )
-        curve: dict[int, float] = {}
-        best = dict(right=0.0, step=0)
 
         def drawn() -> Iterator[dict[str, np.ndarray]]:
             rng = np.random.default_rng(seed)
             while True:
                 yield from anomalies.batches(features.train, rng, place, BATCH)
 
-        def evaluate(now: learner.Trained) -> None:
-            right = model.accuracy(now, validation)
-            if right > max(curve.values(), default=-1.0):
-                best.update(right=model.accuracy(now, test), step=now.steps)
-            curve[now.steps] = right
-
-        found = model.train(seed, drawn(), evaluate, self.steps_per_epoch)
-        return best | dict(validation=curve, loss=found.loss)
+        model = self._learner(variant, shape)
+        right, step, curve, loss = model.best(seed, drawn(), *judged, self.steps_per_epoch)
+        return dict(right=right, step=step, validation=curve, loss=loss)
 
 
 def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> Cell:
@@ -115,7 +97,7 @@ def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> 
         name=f"{place}/{variant}/d{width}_l{layers}_h{heads}_e{trainer.epochs}",
         asked=asked,
         train=functools.partial(trainer.train, variant, shape, place),
-        flops=encoders.flops(tokens, anomalies.SIZE, width, layers, 2 * width) + extra,
+        flops=learner.flops(tokens, anomalies.SIZE, width, layers, 2 * width) + extra,
     )
 
 
@@ -127,18 +109,17 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
             place: in_process.means(cells, kept, "right", variant=variant, place=place)
             for place in anomalies.PLACES
         }
-        places = {}
-        for place, runs in by_place.items():
-            if runs:
-                now = estimate(list(runs.values()))
-                places[place] = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
-        if not places:
-            continue
-        moved = difference(by_place["drawn"], by_place["last"])
-        off = moved and dict(points=moved.mean, half_interval=moved.half)
-        found.append(
-            dict(variant=variant, places=places, drawn_less_last=off, published=PUBLISHED[variant])
-        )
+        places = {
+            place: estimated("right", estimate(list(runs.values())), "half_interval")
+            | dict(seeds=len(runs))
+            for place, runs in by_place.items()
+            if runs
+        }
+        if places:
+            moved = difference(by_place["drawn"], by_place["last"])
+            off = moved and estimated("points", moved, "half_interval")
+            row = dict(variant=variant, places=places, drawn_less_last=off)
+            found.append(row | dict(published=PUBLISHED[variant]))
     return found
 
 
@@ -146,54 +127,33 @@ _HEADER = ("variant", "place drawn, %", "always last, %", "points", "table 3")
 
 
 def _cells(r: Mapping) -> tuple:
-    def points(mean, half, form):
-        return Estimate(mean, half).times(100).shown(form)
-
-    def shown(place: str) -> str:
-        now = r["places"].get(place)
-        return points(now["right"], now["half_interval"], ".2f") if now else "-"
-
-    moved = r["drawn_less_last"]
-    off = points(moved["points"], moved["half_interval"], "+.2f") if moved else "-"
-    published = f"{100 * r['published']:.1f}"
-    return encoders.CALLED[r["variant"]], shown("drawn"), shown("last"), off, published
+    right = (shown(r["places"].get(place), "right", ".2f", 100) for place in anomalies.PLACES)
+    off = shown(r["drawn_less_last"], "points", "+.2f", 100)
+    return encoders.CALLED[r["variant"]], *right, off, f"{100 * r['published']:.1f}"
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add, every = parser.add_argument, ",".join
-    variants, places = ", ".join(encoders.VARIANTS), ", ".join(anomalies.PLACES)
+    parser = Parser(__doc__, NAME)
+    add = parser.add_argument
     add("--features", default="", help="npz file (default: synthetic)")
-    add(
-        "--noise",
-        type=float,
-        default=NOISE,
-        help=f"standard deviation of synthetic features ({NOISE})",
-    )
-    add("--variants", default=every(encoders.VARIANTS), help=f"of {variants} (all)")
-    add("--places", default=every(anomalies.PLACES), help=f"of the anomaly: {places} (both)")
-    add("--widths", default="64", help="model widths (64)")
-    add("--layers", default="2", help="numbers of layers (2)")
-    add("--heads", default="2", help="numbers of heads (2)")
-    add("--epochs", type=int, default=4, help="passes, each with every image as the anomaly (4)")
-    in_process.add_options(parser, NAME, seeds=3)
+    text = f"standard deviation of synthetic features ({NOISE})"
+    add("--noise", type=float, default=NOISE, help=text)
+    parser.names("variants", encoders.VARIANTS)
+    parser.names("places", anomalies.PLACES)
+    encoders.add_sizes(parser, widths="64", layers="2", heads="2")
+    parser.count("epochs", 4, "passes, each with every image as the anomaly (4)")
     options = parser.parse(arguments)
-    options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
-    options.places = lists.names("--places", options.places, anomalies.PLACES)
     encoders.read_sizes(options)
-    at_least("--epochs", options.epochs, 1)
     if not 0 < options.noise < 1000:
         raise UserError(f"--noise = {options.noise}: must lie between 0 and 1000")
     if options.features and options.noise != NOISE:
         raise UserError("--noise: applies to synthetic features; leave out --noise or --features")
-    in_process.check(options)
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
-    runtime.start()
     if options.features:
         features = in_process.load(anomalies.load, "--features", options.features)
     else:
@@ -204,30 +164,19 @@ def main(arguments: Sequence[str]) -> int:
             f"--features={options.features}: {len(features.train[1])} images to train on, beside "
             f"those held out, are no batch of {BATCH}"
         )
-    every = [
-        cell(trainer, variant, (width, layers, heads), place)
-        for width in options.widths
-        for layers in options.layers
-        for heads in options.heads
-        for place in anomalies.PLACES
-        for variant in encoders.VARIANTS
-    ]
-    cells = [
-        one
-        for one in every
-        if one.asked["place"] in options.places and one.asked["variant"] in options.variants
-    ]
+    sizes = (options.widths, options.layers, options.heads)
+    grid = itertools.product(*sizes, anomalies.PLACES, encoders.VARIANTS)
+    every = [cell(trainer, variant, tuple(shape), place) for *shape, place, variant in grid]
+    only = dict(place=options.places, variant=options.variants)
+    cells = [one for one in every if all(one.asked[key] in only[key] for key in only)]
 
     def figures_of(kept: Kept) -> dict:
         grid = {key: getattr(options, key) for key in ("widths", "layers", "heads", "epochs")}
         return dict(features=features.digest, grid=grid, rows=rows(every, kept))
 
-    places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, anomalies.__file__))]
-    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
-    shown = [row for row in found["rows"] if row["variant"] in options.variants]
-    out.table(_HEADER, map(_cells, shown))
-    out.say("\nOf the test sets. Table 3's features are ResNet34's; the course's anomaly is last.")
-    return in_process.end(NAME, found, out, save=options.save)
+    note = "Of the test sets. Table 3's features are ResNet34's; the course's anomaly is last."
+    how = dict(places=(__file__,), only=dict(variant=options.variants), note=note)
+    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ resume.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import os
@@ -21,11 +21,13 @@ from etils import epath
 
 from experiments import record
 from experiments.studies import code as code_lib, grid
-from experiments.studies.grid import Kept, Run
+from experiments.studies.grid import Cell, Kept, Run
+from experiments.studies.kept import claim
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import named
+from kvjax.foundation.output import Output
 from kvjax.workdir import checkpoint, metrics, storage
 
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
@@ -58,29 +60,60 @@ def figures(run: Run, folder: pathlib.Path) -> dict:
     )
 
 
-def add_options(parser: command_line.Parser, runs: str) -> None:
-    """Adds --runs, --processes, --mix and --fresh.
+def study(
+    name: str,
+    cells: Sequence[Cell],
+    options: argparse.Namespace,
+    figures_of: Callable[[Kept], dict],
+    tables: Iterable[tuple[str, Sequence[str], Callable[[Mapping], Sequence]]],
+    *,
+    places: Sequence[str] = (),
+    others: Sequence[pathlib.Path] = (),
+    more: Callable[[pathlib.Path], dict] = lambda workdir: {},
+    note: str = "",
+) -> int:
+    """Trains the missing runs, all cells with the first seed, then with the next.
+
+    Prints the tables and records the result, with --save after each run.
 
     Args:
-      runs: default of --runs.
+      options: those of `options.Parser` with `runs`, and `steps`.
+      figures_of: computes figures from the runs, with lists of rows.
+      tables: for each the key of its rows, the header, and a function from a row to its cells.
+      places: further files that determine the figures.
+      others: results of other studies, whose runs of equal config are taken.
+      more: computes further figures of a run from its folder.
+      note: printed below the tables.
+
+    Returns:
+      1 if a run failed.
     """
-    add, cores = parser.add_argument, os.cpu_count()
-    add("--runs", default=runs, help=f"folder of the runs ({runs})")
-    text = f"runs in parallel, each on its share of the cores ({cores})"
-    add("--processes", type=int, default=cores, help=text)
-    add("--mix", action="store_true", help="accept runs that other code trained")
-    add("--fresh", action="store_true", help="begin a new result, with the runs in --runs")
+    file = record.RESULTS / f"{name}.json"
+    if options.save:
+        claim(file)
+    how = dict(mix=options.mix, fresh=options.fresh, places=map(pathlib.Path, places))
+    kept = Kept(file, options.steps, **how)
+    runs = [Run(one, seed, options.steps) for seed in range(options.seeds) for one in cells]
+    if options.save:
+        kept.check((run.cell.name, run.seed, run.identity) for run in runs)
+    if taken := kept.borrow(runs, others):
+        command_line.say(f"{len(taken)} runs from other studies: {code_lib.in_short(taken)}")
 
+    def result(failed: Mapping[str, str]) -> dict:
+        seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
+        return figures_of(kept) | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
 
-def check_runs(runs: str) -> pathlib.Path:
-    """Creates and returns the folder of --runs; a UserError if it is empty or not local."""
-    if not runs:
-        raise UserError("--runs= is empty: give a folder, as runs/studies")
-    if "://" in runs:
-        raise UserError(f"--runs = {runs!r}: must be a local folder")
-    folder = pathlib.Path(runtime.folder("--runs", runs))
-    record.check_folder("--runs", folder)
-    return folder
+    def save(failed: Mapping[str, str]) -> None:
+        if options.save:
+            record.keep(name, result(failed))
+
+    runtime.start()
+    found, out = result(train_missing(runs, kept, options, save, more)), Output(options)
+    for key, header, show in tables:
+        out.table(header, map(show, found[key]))
+    if note:
+        out.say(f"\n{note}")
+    return record.end(name, found, out, save=options.save)
 
 
 def train_missing(
@@ -88,18 +121,15 @@ def train_missing(
     kept: Kept,
     options: argparse.Namespace,
     after: Callable[[Mapping[str, str]], None],
-    more: Callable[[pathlib.Path], dict] = lambda workdir: {},
+    more: Callable[[pathlib.Path], dict],
 ) -> dict[str, str]:
     """Trains the missing runs and records them; returns the reason of each failure by run.
 
     Args:
-      options: those of `add_options`, with --runs as a path, and --save.
       after: called with the failures so far, after each recorded run.
       more: computes further figures of a run from its folder.
     """
     failed: dict[str, str] = {}
-    if options.save:
-        kept.check((run.cell.name, run.seed, run.identity) for run in runs)
     missing = [run for run in runs if not kept.of(run)]
     how = dict(processes=options.processes, mix=options.mix)
     with contextlib.closing(train(missing, options.runs, **how)) as ended:

@@ -15,26 +15,21 @@ standard deviation 1/8, as attention's of 64 channels have by fan-in; the MLP's 
 starts twice as large.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
-import pathlib
 
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, sequences
 from experiments.tasks.learner import Learner
-from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation import command_line, lists
+from kvjax.foundation.intervals import estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
@@ -65,10 +60,8 @@ class Task:
 
     def draw(self, rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
         if self.keys:
-            found = sequences.retrieval(rng, count, keys=self.keys)
-        else:
-            found = sequences.copy_back(rng, count, self.length, periodic=self.periodic)
-        return dict(zip(("x", "y", "counts"), found, strict=True))
+            return sequences.retrieval(rng, count, keys=self.keys)
+        return sequences.copy_back(rng, count, self.length, periodic=self.periodic)
 
 
 _COPY = dict(words=16, length=64, batch=32, steps=1500, tested_on=128, converged=0.99)
@@ -97,14 +90,10 @@ STARTS = {"fan_in": 0.0, "equal": WIDTH**-0.5}
 
 
 def transformer(task: Task, channels: int, start: str = "fan_in") -> TransformerConfig:
-    counts = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS, rank=0)
-    dims = dict(key_dim=channels // HEADS, value_dim=WIDTH // HEADS)
-    mechanism = GroupedConfig(**counts, **dims, qk_norm="none", bias=True)
+    attention = dict(key_dim=channels // HEADS, bias=True)
     how = dict(positions="learned", activation="gelu_exact", max_positions=task.length)
-    how |= dict(matrix_std=STARTS[start])
-    block = learner.classic_block(task.layers, WIDTH, mlp_dim=MLP, **how)
-    mechanisms = (mechanism,) * task.layers
-    return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=task.words)
+    how |= dict(matrix_std=STARTS[start], mlp_dim=MLP)
+    return learner.classic(task.words, WIDTH, task.layers, HEADS, attention=attention, **how)
 
 
 @functools.cache
@@ -112,19 +101,12 @@ def _learner(name: str, channels: int, start: str) -> Learner:
     task = TASKS[name]
     config, compute = transformer(task, channels, start), Compute(unroll=True)
 
-    def logits(model, batch):
+    def logits(model, batch, _):
         return model.logits(model(batch["x"], compute=compute))
 
-    def loss(model, batch, _):
-        counts = batch["counts"]
-        nats = learner.nats(logits(model, batch), batch["y"])
-        return jnp.sum(nats * counts) / jnp.sum(counts)
-
-    def right(model, batch):
-        return jnp.argmax(logits(model, batch), axis=-1) == batch["y"], batch["counts"]
-
     recipe = learner.Recipe(steps=task.steps, learning_rate=1e-3, decay="none")
-    return Learner(lambda key: Transformer(config, key), recipe, loss, right, chunk=EVERY)
+    judged = learner.of_labels(logits)
+    return Learner(lambda key: Transformer(config, key), recipe, *judged, chunk=EVERY)
 
 
 def train(name: str, channels: int, start: str, seed: int) -> dict:
@@ -132,17 +114,13 @@ def train(name: str, channels: int, start: str, seed: int) -> dict:
     convergence."""
     task, model = TASKS[name], _learner(name, channels, start)
     held_out = [task.draw(np.random.default_rng(_TEST_SEED), task.tested_on)]
-    curve = {}
 
     def batches() -> Iterator[dict[str, np.ndarray]]:
         rng = np.random.default_rng(seed)
         while True:
             yield task.draw(rng, task.batch)
 
-    def evaluate(now: learner.Trained) -> None:
-        curve[now.steps] = model.accuracy(now, held_out)
-
-    found = model.train(seed, batches(), evaluate, EVERY)
+    curve, found = model.curve(seed, batches(), held_out, EVERY)
     converged = next((step for step, right in curve.items() if right >= task.converged), None)
     return dict(right=curve[task.steps], converged=converged, curve=curve, loss=found.loss)
 
@@ -151,13 +129,12 @@ def cell(name: str, channels: int, start: str = "fan_in") -> Cell:
     task = TASKS[name]
     shape = dataclasses.asdict(task) | dict(published=None)
     usual, asked = start == "fan_in", dict(task=name, channels=channels, shape=shape)
-    weights = task.layers * (2 * WIDTH * channels + 2 * WIDTH**2 + 2 * WIDTH * MLP)
-    products = task.layers * task.length * (channels + WIDTH)
+    tokens = task.steps * task.batch * task.length
     return Cell(
         name=f"{name}/d{channels}" + ("" if usual else f"/{start}"),
         asked=asked if usual else asked | dict(start=start),
         train=functools.partial(train, name, channels, start),
-        flops=6 * task.steps * task.batch * task.length * (weights + products),
+        flops=learner.flops(tokens, task.length, WIDTH, task.layers, MLP),
     )
 
 
@@ -168,26 +145,14 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
         runs = list(in_process.runs_of(cell, kept).values())
         if not runs:
             continue
-        right = estimate([run["right"] for run in runs])
         there = [run["converged"] for run in runs if run["converged"]]
-        when = estimate(there) if there else None
         name, channels = cell.asked["task"], cell.asked["channels"]
-        published = TASKS[name].published.get(channels)
-        found.append(
-            dict(
-                task=name,
-                channels=channels,
-                start=cell.asked.get("start", "fan_in"),
-                seeds=len(runs),
-                right=right.mean,
-                right_half_interval=right.half,
-                converged_runs=len(there),
-                converged=when and when.mean,
-                converged_half_interval=when and when.half,
-                published_right=published and published[0],
-                published_converged=published and published[1],
-            )
-        )
+        published = TASKS[name].published.get(channels, (None, None))
+        row = dict(task=name, channels=channels, start=cell.asked.get("start", "fan_in"))
+        row |= dict(seeds=len(runs), converged_runs=len(there))
+        row |= dict(zip(("published_right", "published_converged"), published, strict=True))
+        row |= estimated("right", estimate([run["right"] for run in runs]))
+        found.append(row | estimated("converged", estimate(there) if there else None))
     return found
 
 
@@ -196,61 +161,35 @@ _HEADER += ("converged", "after batches", "published")
 
 
 def _cells(r: Mapping) -> tuple:
-    right = Estimate(r["right"], r["right_half_interval"]).times(100).shown(".1f")
-    when, published, published_when = "-", "", ""
-    if r["converged"]:
-        when = Estimate(r["converged"], r["converged_half_interval"]).shown(",.0f")
+    published, published_when = "", ""
     if r["published_right"] is not None:
         published = f"{100 * r['published_right']:.1f}"
         known = r["published_converged"]
         published_when = f"{known:,}" if known else "never"
-    of = f"{r['converged_runs']} of {r['seeds']}"
+    of, when = f"{r['converged_runs']} of {r['seeds']}", shown(r, "converged", ",.0f")
+    right = shown(r, "right", ".1f", 100)
     return r["task"], r["start"], r["channels"], right, published, of, when, published_when
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)} (all)")
-    add("--channels", default=",".join(map(str, CHANNELS)), help="d_select (4,8,16,32,64)")
-    add("--start", default="fan_in", help=f"initialisation: {' or '.join(STARTS)} (fan_in)")
-    in_process.add_options(parser, NAME, seeds=5)
-    options = parser.parse(arguments)
-    lists.one("--start", options.start, STARTS)
-    options.tasks = lists.names("--tasks", options.tasks, TASKS)
-    options.channels = lists.integers("--channels", options.channels)
-    for channels in options.channels:
-        if channels % HEADS or channels > WIDTH:
-            raise UserError(
-                f"--channels: {channels} must be a multiple of the {HEADS} heads, up to {WIDTH}"
-            )
-    in_process.check(options)
-    return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
-    options = _options(arguments)
-    runtime.start()
-    start = options.start
-    cells = [cell(name, n, start) for name in options.tasks for n in options.channels]
+    parser = Parser(__doc__, NAME, seeds=5)
+    parser.names("tasks", TASKS)
+    parser.integers("channels", CHANNELS, "d_select")
+    text = f"initialisation: {' or '.join(STARTS)} (fan_in)"
+    parser.add_argument("--start", default="fan_in", help=text)
+    options = parser.parse(arguments)
+    lists.one("--start", options.start, STARTS)
+    learner.check_channels(options.channels, WIDTH, HEADS)
+    cells = [cell(name, n, options.start) for name in options.tasks for n in options.channels]
 
     def figures_of(kept: Kept) -> dict:
-        every = sorted({*CHANNELS, *options.channels})
-        grid = itertools.product(STARTS, TASKS, every)
+        grid = itertools.product(STARTS, TASKS, sorted({*CHANNELS, *options.channels}))
         return dict(rows=rows([cell(name, n, start) for start, name, n in grid], kept))
 
-    places = [pathlib.Path(__file__), pathlib.Path(sequences.__file__)]
-    found, out = in_process.study(NAME, cells, options, figures_of, places), Output(options)
-    shown = [
-        row
-        for row in found["rows"]
-        if row["start"] == options.start
-        and row["task"] in options.tasks
-        and row["channels"] in options.channels
-    ]
-    out.table(_HEADER, map(_cells, shown))
-    return in_process.end(NAME, found, out, save=options.save)
+    only = dict(start=[options.start], task=options.tasks, channels=options.channels)
+    how = dict(places=(__file__,), only=only)
+    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 
 if __name__ == "__main__":

@@ -15,22 +15,19 @@ import argparse
 from collections.abc import Mapping, Sequence
 import functools
 import math
-import pathlib
 
 import jax.numpy as jnp
 
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, words
 from experiments.tasks.learner import Learner
 from experiments.tasks.words import Corpus
-from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation import command_line, lists
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.intervals import Estimate, estimate
-from kvjax.foundation.output import Output
+from kvjax.foundation.intervals import estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
@@ -47,14 +44,10 @@ SETS = {
 
 
 def transformer(channels: int, vocab_size: int) -> TransformerConfig:
-    counts = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS, rank=0)
-    dims = dict(key_dim=channels // HEADS, value_dim=WIDTH // HEADS)
-    mechanism = GroupedConfig(**counts, **dims, qk_norm="none", bias=True)
-    how = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH)
+    attention = dict(key_dim=channels // HEADS, bias=True)
+    how = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH, mlp_dim=MLP)
     how |= dict(dropout=DROPOUT, tied_head=True, embedding_std=0.02, matrix_std=0.02)
-    block = learner.classic_block(LAYERS, WIDTH, mlp_dim=MLP, **how)
-    mechanisms = (mechanism,) * LAYERS
-    return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=vocab_size)
+    return learner.classic(vocab_size, WIDTH, LAYERS, HEADS, attention=attention, **how)
 
 
 class Trainer:
@@ -75,14 +68,8 @@ class Trainer:
             return learner.nats(model.logits(x_BTD), batch["y"])
 
         steps = self.steps_per_epoch * self.epochs
-        recipe = learner.Recipe(
-            steps=steps,
-            learning_rate=3e-4,
-            warm_up=min(self.warm_up, steps // 2),
-            decay="cosine",
-            clip=1.0,
-            weight_decay=0.01,
-        )
+        how = dict(learning_rate=3e-4, decay="cosine", clip=1.0, weight_decay=0.01)
+        recipe = learner.Recipe(steps=steps, warm_up=min(self.warm_up, steps // 2), **how)
         return Learner(
             lambda key: Transformer(config, key),
             recipe,
@@ -94,34 +81,24 @@ class Trainer:
     def train(self, channels: int, seed: int) -> dict:
         """Trains a model; returns test perplexity at the best validation epoch, and validation by
         step."""
-        model = self._learner(channels)
-        judged = {split: learner.split(self.rows[split], 16) for split in ("valid", "test")}
-        curve: dict[int, float] = {}
-        best = dict(perplexity=math.inf, step=0)
-
-        def evaluate(now: learner.Trained) -> None:
-            found = math.exp(model.accuracy(now, judged["valid"]))
-            if found < min(curve.values(), default=math.inf):
-                test = math.exp(model.accuracy(now, judged["test"]))
-                best.update(perplexity=test, step=now.steps)
-            curve[now.steps] = found
-
+        judged = (learner.split(self.rows[split], 16) for split in ("valid", "test"))
         order = learner.in_order(self.rows["train"], self.batch, self.epochs, seed)
-        found = model.train(seed, order, evaluate, self.steps_per_epoch)
-        return best | dict(validation=curve, loss=found.loss)
+        nats, step, curve, loss = self._learner(channels).best(
+            seed, order, *judged, self.steps_per_epoch, lower=True
+        )
+        validation = {step: math.exp(x) for step, x in curve.items()}
+        return dict(perplexity=math.exp(nats), step=step, validation=validation, loss=loss)
 
 
 def cell(trainer: Trainer, channels: int) -> Cell:
-    size = trainer.corpus.size
-    weights = LAYERS * (2 * WIDTH * channels + 2 * WIDTH**2 + 2 * WIDTH * MLP) + WIDTH * size
-    products = LAYERS * LENGTH * (channels + WIDTH)
     tokens = trainer.steps_per_epoch * trainer.epochs * trainer.batch * LENGTH
     asked = dict(set=trainer.name, corpus=trainer.corpus.digest, channels=channels)
     return Cell(
         name=f"d{channels}_e{trainer.epochs}",
         asked=asked | dict(epochs=trainer.epochs, rows=trainer.batch),
         train=functools.partial(trainer.train, channels),
-        flops=6.0 * tokens * (weights + products),
+        flops=learner.flops(tokens, LENGTH, WIDTH, LAYERS, MLP)
+        + 6.0 * tokens * WIDTH * trainer.corpus.size,
     )
 
 
@@ -131,22 +108,14 @@ def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
     for one in cells:
         runs = list(in_process.runs_of(one, kept).values())
         if runs:
-            now = estimate([run["perplexity"] for run in runs])
-            held_out = estimate([min(run["validation"].values()) for run in runs])
             channels = one.asked["channels"]
-            found.append(
-                dict(
-                    channels=channels,
-                    query_and_key_parameters=2 * LAYERS * (WIDTH + 1) * channels,
-                    seeds=len(runs),
-                    perplexity=now.mean,
-                    perplexity_half_interval=now.half,
-                    validation=held_out.mean,
-                    validation_half_interval=held_out.half,
-                    published=dict(zip(CHANNELS, SETS[name][4], strict=True)).get(channels),
-                    published_split=_PUBLISHED.get(name, "test"),
-                )
-            )
+            weights = 2 * LAYERS * (WIDTH + 1) * channels
+            row = dict(channels=channels, query_and_key_parameters=weights, seeds=len(runs))
+            row |= estimated("perplexity", estimate([run["perplexity"] for run in runs]))
+            best = [min(run["validation"].values()) for run in runs]
+            row |= estimated("validation", estimate(best))
+            row |= dict(published=dict(zip(CHANNELS, SETS[name][4], strict=True)).get(channels))
+            found.append(row | dict(published_split=_PUBLISHED.get(name, "test")))
     return found
 
 
@@ -157,45 +126,31 @@ _HEADER += ("test perplexity", "validation", "published")
 
 def _cells(r: Mapping) -> tuple:
     published = "-" if r["published"] is None else f"{r['published']:.2f} ({r['published_split']})"
-    both = (
-        Estimate(r[name], r[f"{name}_half_interval"]).shown(".2f")
-        for name in ("perplexity", "validation")
-    )
+    both = (shown(r, name, ".2f") for name in ("perplexity", "validation"))
     return r["channels"], f"{r['query_and_key_parameters']:,}", r["seeds"], *both, published
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--set", default="", help=f"one of {', '.join(SETS)}")
-    add("--folder", default="", help="folder of WikiText's files")
-    add("--channels", default=",".join(map(str, CHANNELS)), help="d_select (8,16,32,64,128,256)")
-    add("--epochs", type=int, default=0, help="passes over the text (the paper's)")
-    in_process.add_options(parser, f"{FOLDER}/SET", seeds=3)
+    parser = Parser(__doc__, f"{FOLDER}/SET")
+    parser.add_argument("--set", default="", help=f"one of {', '.join(SETS)}")
+    parser.add_argument("--folder", default="", help="folder of WikiText's files")
+    parser.integers("channels", CHANNELS, "d_select")
+    parser.count("epochs", 0, "passes over the text (the paper's)", least=0)
     options = parser.parse(arguments)
     command_line.require(options, set=f"one of {', '.join(SETS)}")
     lists.one("--set", options.set, SETS)
-    if options.set == "embedded":
-        if options.folder:
-            raise UserError("--folder: applies to WikiText; --set=embedded has its own text")
-    else:
+    if options.set != "embedded":
         command_line.require(options, folder="the folder of WikiText's files")
-    options.channels = lists.integers("--channels", options.channels)
-    for channels in options.channels:
-        if channels % HEADS or channels > WIDTH:
-            raise UserError(
-                f"--channels: {channels} must be a multiple of the {HEADS} heads, up to {WIDTH}"
-            )
-    at_least("--epochs", options.epochs, 0)
+    elif options.folder:
+        raise UserError("--folder: applies to WikiText; --set=embedded has its own text")
+    learner.check_channels(options.channels, WIDTH, HEADS)
     options.epochs = options.epochs or SETS[options.set][1]
-    in_process.check(options)
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
-    runtime.start()
     least = SETS[options.set][3]
     if options.set == "embedded":
         corpus = words.embedded(least)
@@ -203,32 +158,23 @@ def main(arguments: Sequence[str]) -> int:
         load = functools.partial(words.load, least=least)
         corpus = in_process.load(load, "--folder", options.folder)
     trainer = Trainer(options.set, corpus, options.epochs)
-    where = f"--folder={options.folder}" if options.folder else f"--set={options.set}"
-    if not trainer.steps_per_epoch:
-        raise UserError(
-            f"{where}: {len(corpus.train):,} words to train on are no batch of "
-            f"{trainer.batch} rows of {LENGTH}"
-        )
-    for split in words.SPLITS[1:]:
-        if not len(trainer.rows[split]["x"]):
-            count = len(getattr(corpus, split))
+    for split, rows_of_split in trainer.rows.items():
+        needed = trainer.batch if split == "train" else 1
+        if len(rows_of_split["x"]) < needed:
             raise UserError(
-                f"{where}: {count:,} words of {split} are no row of {LENGTH} and what follows: "
-                f"give {LENGTH + 1} or more"
+                f"--folder={options.folder}: {len(getattr(corpus, split)):,} words of {split}: "
+                f"give at least {needed * LENGTH + 1:,}"
             )
-    cells = [cell(trainer, channels) for channels in options.channels]
-    name = f"{FOLDER}/{options.set}"
+    every = [cell(trainer, n) for n in sorted({*CHANNELS, *options.channels})]
+    cells = [one for one in every if one.asked["channels"] in options.channels]
 
     def figures_of(kept: Kept) -> dict:
-        every = [cell(trainer, n) for n in sorted({*CHANNELS, *options.channels})]
         about = dict(set=options.set, words=len(corpus.train), vocabulary=corpus.size)
         return about | dict(epochs=options.epochs, rows=rows(options.set, every, kept))
 
-    places = [pathlib.Path(__file__), pathlib.Path(words.__file__)]
-    found, out = in_process.study(name, cells, options, figures_of, places), Output(options)
-    asked = [row for row in found["rows"] if row["channels"] in options.channels]
-    out.table(_HEADER, map(_cells, asked))
-    return in_process.end(name, found, out, save=options.save)
+    how = dict(places=(__file__,), only=dict(channels=options.channels))
+    name = f"{FOLDER}/{options.set}"
+    return in_process.study(name, cells, options, figures_of, _HEADER, _cells, **how)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import argparse
 from experiments.models.diagonal import DiagonalConfig
 from experiments.tasks import learner
 from kvjax.attention import GroupedConfig
-from kvjax.foundation import lists
+from kvjax.foundation import command_line, lists
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 
@@ -38,7 +38,7 @@ def transformer(
     diagonal_norm: bool = False,
     **block,
 ) -> TransformerConfig:
-    """Returns the config of a bidirectional encoder with biases and without a logit cap.
+    """Returns the config of a bidirectional encoder.
 
     Args:
       variant: a key of `VARIANTS`.
@@ -48,15 +48,25 @@ def transformer(
       block: keys of `BlockConfig`, with mlp_dim.
     """
     tie, plus = VARIANTS[variant]
-    dims = dict(key_dim=width // heads, value_dim=width // heads, qk_norm="none", bias=True)
-    counts = dict(num_heads=heads, num_kv_heads=heads, num_bases=heads, rank=0)
     make = DiagonalConfig if diagonal_norm else GroupedConfig
-    mechanism = make(**counts, **dims, tie=tie, position_channels=channels * plus)
-    config = learner.classic_block(layers, width, causal=False, **block)
-    return TransformerConfig(block=config, mechanisms=(mechanism,) * layers, vocab_size=labels)
+    attention = dict(bias=True, tie=tie, position_channels=channels * plus)
+    shape = (labels, width, layers, heads)
+    return learner.classic(*shape, make=make, attention=attention, causal=False, **block)
 
 
-_MOST = dict(widths=4096, layers=64, heads=64)
+_SIZES = {  # text of each option, and its maximum
+    "widths": ("model widths", 4096),
+    "layers": ("numbers of layers", 64),
+    "heads": ("numbers of heads", 64),
+    "lengths": ("numbers per row", 4096),
+    "patches": ("sides of a patch, in pixels", 4096),
+}
+
+
+def add_sizes(parser: command_line.Parser, **defaults: str) -> None:
+    """Adds lists of sizes, such as widths="32,64"; `read_sizes` parses them."""
+    for key, default in defaults.items():
+        parser.add_argument(f"--{key}", default=default, help=f"{_SIZES[key][0]} ({default})")
 
 
 def read_sizes(options: argparse.Namespace, *more: str) -> None:
@@ -65,16 +75,10 @@ def read_sizes(options: argparse.Namespace, *more: str) -> None:
     Raises:
       UserError: not integers, too large, or a number of heads that does not divide a width.
     """
-    for key in (*_MOST, *more):
-        most = _MOST.get(key, 4096)
-        setattr(options, key, lists.integers(f"--{key}", getattr(options, key), at_most=most))
+    for key in ("widths", "layers", "heads", *more):
+        given = lists.integers(f"--{key}", getattr(options, key), at_most=_SIZES[key][1])
+        setattr(options, key, given)
     for width in options.widths:
         for count in options.heads:
             if width % count:
                 raise UserError(f"--heads: {count} must divide --widths {width}")
-
-
-def flops(tokens: int, length: int, width: int, layers: int, mlp_dim: int) -> float:
-    """Returns approximate training FLOPs: 6 per token and weight, plus attention's products."""
-    weights = layers * (4 * width**2 + 2 * width * mlp_dim)
-    return 6.0 * tokens * (weights + layers * 2 * length * width)

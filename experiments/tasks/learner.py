@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kvjax.model.config import BlockConfig
+from kvjax.attention import GroupedConfig
+from kvjax.foundation.errors import UserError
+from kvjax.model.config import BlockConfig, TransformerConfig
 
 Batch = Mapping[str, np.ndarray]
 
@@ -55,19 +57,79 @@ class Recipe:
         return optax.chain(*clip, optax.adamw(self.rate, weight_decay=self.weight_decay))
 
 
-_FIXED = dict(norm_gain=True, norm_bias=True, norm_epsilon=1e-5, embedding_norm=False, bias=True)
+_CLASSIC = dict(norm_gain=True, norm_bias=True, norm_epsilon=1e-5, embedding_norm=False)
+_CLASSIC |= dict(bias=True, norm="layer", logit_softcap=0.0, zero_outputs=False)
 
 
-def classic_block(num_layers: int, d_model: int, *, mlp_dim: int, **keys) -> BlockConfig:
+def classic_block(num_layers: int, d_model: int, **keys) -> BlockConfig:
     """Returns a config of classic blocks: LayerNorm, biases, no logit cap."""
-    fixed = _FIXED | dict(norm="layer", logit_softcap=0.0, zero_outputs=False)
-    shape = dict(num_layers=num_layers, d_model=d_model, mlp_dim=mlp_dim)
-    return BlockConfig(**shape, **fixed | keys)
+    return BlockConfig(num_layers=num_layers, d_model=d_model, **_CLASSIC | keys)
+
+
+def classic(
+    labels: int,
+    width: int,
+    layers: int,
+    heads: int,
+    *,
+    make: type[GroupedConfig] = GroupedConfig,
+    attention: Mapping[str, object],
+    **block,
+) -> TransformerConfig:
+    """Returns a Transformer of classic blocks with multi-head attention.
+
+    Args:
+      attention: keys of `make`, with a `key_dim` other than width/heads for thin keys.
+      block: keys of `BlockConfig`.
+    """
+    sizes = dict(num_heads=heads, num_kv_heads=heads, num_bases=heads, rank=0, qk_norm="none")
+    sizes |= dict(key_dim=width // heads, value_dim=width // heads)
+    mechanisms = (make(**sizes | dict(attention)),) * layers
+    config = classic_block(layers, width, **block)
+    return TransformerConfig(block=config, mechanisms=mechanisms, vocab_size=labels)
+
+
+def check_channels(channels: Sequence[int], width: int, heads: int) -> None:
+    """Raises a UserError unless --channels are multiples of the heads, up to the width."""
+    for count in channels:
+        if count % heads or count > width:
+            raise UserError(
+                f"--channels: {count} must be a multiple of the {heads} heads, up to {width}"
+            )
+
+
+def flops(tokens: float, length: int, width: int, layers: int, mlp_dim: int) -> float:
+    """Returns approximate training FLOPs: 6 per token and weight, plus attention's products."""
+    weights = layers * (4 * width**2 + 2 * width * mlp_dim)
+    return 6.0 * tokens * (weights + layers * 2 * length * width)
 
 
 def nats(z_X_V: jax.Array, labels_X: jax.Array) -> jax.Array:
     """Returns the cross-entropy of logits [..., V] in nats, in the shape of the labels."""
     return optax.softmax_cross_entropy_with_integer_labels(z_X_V, labels_X)
+
+
+def of_labels(logits: Callable) -> tuple[Callable, Callable]:
+    """Returns the loss and the accuracy of logits, for `Learner`.
+
+    Both are means over the labels that the batch's `counts` marks, or over all.
+
+    Args:
+      logits: (model, batch, dropout key or None) -> logits of the batch's labels `y`.
+    """
+
+    def loss(model, batch, key):
+        each = nats(logits(model, batch, key), batch["y"])
+        if "counts" not in batch:
+            return jnp.mean(each)
+        return jnp.sum(each * batch["counts"]) / jnp.sum(batch["counts"])
+
+    def right(model, batch):
+        predicted = jnp.argmax(logits(model, batch, None), axis=-1)
+        counts = batch["counts"] if "counts" in batch else jnp.ones(batch["y"].shape)
+        return predicted == batch["y"], counts
+
+    return loss, right
 
 
 class Learner:
@@ -126,10 +188,10 @@ class Learner:
         self,
         seed: int,
         batches: Iterator[Batch],
-        evaluate: Callable[["Trained"], float | None] = lambda _: None,
+        evaluate: Callable[["Trained"], None] = lambda _: None,
         every: int = 0,
     ) -> "Trained":
-        """Trains until the last step, or until `evaluate` returns a true value.
+        """Trains until the last step.
 
         Args:
           batches: one per step, of equal shapes.
@@ -149,10 +211,52 @@ class Learner:
             losses.append(values)
             at += count
             if every and at % every == 0:
-                now = self._trained(carry[0], losses, begun)
-                if evaluate(now):
-                    return now
+                evaluate(self._trained(carry[0], losses, begun))
         return self._trained(carry[0], losses, begun)
+
+    def curve(
+        self, seed: int, batches: Iterator[Batch], held_out: Sequence[Batch], every: int
+    ) -> tuple[dict[int, float], "Trained"]:
+        """Trains a model; returns its accuracy on held-out batches by step, and the model."""
+        curve: dict[int, float] = {}
+
+        def evaluate(now: Trained) -> None:
+            curve[now.steps] = self.accuracy(now, held_out)
+
+        found = self.train(seed, batches, evaluate, every)
+        return curve, found
+
+    def best(
+        self,
+        seed: int,
+        batches: Iterator[Batch],
+        validation: Sequence[Batch],
+        test: Sequence[Batch],
+        every: int,
+        *,
+        lower: bool = False,
+    ) -> tuple[float, int, dict[int, float], float]:
+        """Trains a model and tests it where its validation is best.
+
+        Args:
+          lower: the lowest figure is the best.
+
+        Returns:
+          The test figure, its step, validation by step, and the last loss.
+        """
+        sign = -1 if lower else 1
+        curve: dict[int, float] = {}
+        best = (0.0, 0)
+
+        def evaluate(now: Trained) -> None:
+            nonlocal best
+            found = self.accuracy(now, validation)
+            if all(sign * found > sign * earlier for earlier in curve.values()):
+                best = self.accuracy(now, test), now.steps
+            curve[now.steps] = found
+
+        found = self.train(seed, batches, evaluate, every)
+        return *best, curve, found.loss
 
     @staticmethod
     def _trained(params: dict, losses: Sequence[jax.Array], begun: float) -> "Trained":

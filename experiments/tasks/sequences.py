@@ -60,32 +60,33 @@ PAIRS, KEYS = 8, 16  # retrieval; keys are tokens 0 to 15, values 16 to 31
 
 def copy_back(
     rng: np.random.Generator, count: int, length: int = 64, *, periodic: bool = False
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns tokens [count, length], labels and a loss mask: the label is the token 8 before.
+) -> dict[str, np.ndarray]:
+    """Returns tokens x [count, length], labels y and a loss mask counts; y is the token 8 before.
 
     Args:
       periodic: repeat a random period of 8, as in the authors' code; the label is the next token,
         which any earlier period shows. The paper draws every token, with y_t = x_(t-8).
     """
+    places = np.arange(length)
     if periodic:
         few = rng.integers(0, COPY_WORDS, (count, COPY_BACK), dtype=np.int32)
         tiled = np.tile(few, (1, length // COPY_BACK + 1))[:, : length + 1]
+        x, y = np.ascontiguousarray(tiled[:, :-1]), np.ascontiguousarray(tiled[:, 1:])
         # Counted from the first position whose next token has occurred before.
-        counts_BT = np.broadcast_to(np.arange(length) >= COPY_BACK - 1, (count, length))
-        return np.ascontiguousarray(tiled[:, :-1]), np.ascontiguousarray(tiled[:, 1:]), counts_BT
-    x_BT = rng.integers(0, COPY_WORDS, (count, length), dtype=np.int32)
-    labels_BT = np.roll(x_BT, COPY_BACK, axis=1)
-    counts_BT = np.broadcast_to(np.arange(length) >= COPY_BACK, x_BT.shape)
-    return x_BT, labels_BT, counts_BT
+        counted = places >= COPY_BACK - 1
+    else:
+        x = rng.integers(0, COPY_WORDS, (count, length), dtype=np.int32)
+        y, counted = np.roll(x, COPY_BACK, axis=1), places >= COPY_BACK
+    return dict(x=x, y=y, counts=np.broadcast_to(counted, x.shape))
 
 
 def retrieval(
     rng: np.random.Generator, count: int, *, keys: int = KEYS, pairs: int = PAIRS
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rows k1 v1 .. k8 v8 SEP q [count, 18], labels and a loss mask: q's value, last.
+) -> dict[str, np.ndarray]:
+    """Returns rows x = k1 v1 .. k8 v8 SEP q [count, 18], labels y and a loss mask counts.
 
-    A row's keys are distinct, values may repeat, and q is one of the row's keys. Token ids: keys,
-    then as many values, then SEP.
+    The one label that counts is q's value, last. A row's keys are distinct, values may repeat, and
+    q is one of the row's keys. Token ids: keys, then as many values, then SEP.
 
     Args:
       keys: number of different keys; a row has `pairs` of them.
@@ -93,12 +94,10 @@ def retrieval(
     order = np.argsort(rng.random((count, keys)), axis=1)[:, :pairs]
     values = rng.integers(keys, 2 * keys, (count, pairs))
     asked = rng.integers(0, pairs, count)
-    x_BT = np.empty((count, 2 * pairs + 2), np.int32)
-    x_BT[:, 0 : 2 * pairs : 2], x_BT[:, 1 : 2 * pairs : 2] = order, values
+    x = np.empty((count, 2 * pairs + 2), np.int32)
+    x[:, 0 : 2 * pairs : 2], x[:, 1 : 2 * pairs : 2] = order, values
     rows = np.arange(count)
-    x_BT[:, -2], x_BT[:, -1] = 2 * keys, order[rows, asked]
-    labels_BT = np.zeros_like(x_BT)
-    labels_BT[:, -1] = values[rows, asked]
-    counts_BT = np.zeros(x_BT.shape, bool)
-    counts_BT[:, -1] = True
-    return x_BT, labels_BT, counts_BT
+    x[:, -2], x[:, -1] = 2 * keys, order[rows, asked]
+    y, counts = np.zeros_like(x), np.zeros(x.shape, bool)
+    y[:, -1], counts[:, -1] = values[rows, asked], True
+    return dict(x=x, y=y, counts=counts)

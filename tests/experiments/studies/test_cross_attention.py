@@ -1,7 +1,5 @@
 """The cross-attention study: its task, its accuracy, and a model that learns it."""
 
-import types
-
 import numpy as np
 import pytest
 
@@ -67,13 +65,3 @@ def test_a_few_steps_learn_something(monkeypatch):
     assert list(found["curve"]) == [10, 20] and losses[1] < losses[0] < 3.4
     assert found["right"] == found["curve"][20]["right"]
     assert found["steps"] is None and found["cached_bytes"] == 400
-
-
-def test_rows_are_of_runs_that_were_asked():
-    cells = [study.cell(kind, 20) for kind in ("mha", "lrkv")]
-    run = dict(parameters=7, cached_bytes=400, right=0.5, steps=None, identity=cells[0].identity)
-    runs = {cells[0].name: {0: run, 1: run | dict(right=1.0, steps=10)}}
-    runs[cells[1].name] = {0: run}  # asked otherwise
-    (row,) = study.rows(cells, types.SimpleNamespace(runs=runs))
-    assert (row["kind"], row["runs"], row["became_right"], row["steps"]) == ("mha", 2, 1, 10)
-    assert study._cells(row)[2:] == ("400", "1 of 2", "10", "75.0 ± 317.7")

@@ -6,9 +6,8 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from experiments.record import RESULTS
 from experiments.studies import depth_8
-from experiments.studies.grid import Kept, Run
+from experiments.studies.grid import Run
 from experiments.tables import study_figures
 from kvjax.costs import formulas
 from kvjax.foundation.errors import UserError
@@ -64,17 +63,6 @@ def test_a_curve_reaches_another_ones_end_between_evaluations():
     assert depth_8.reached(curve, 1.4, 400) is None
 
 
-def test_the_result_follows_from_its_runs():
-    found = json.loads((RESULTS / "depth_8.json").read_text())
-    kept = Kept(RESULTS / "depth_8.json", found["steps"], mix=True, fresh=False)
-    cells = [depth_8.cell(name, "folder", found["steps"]) for name in depth_8.MECHANISMS]
-    assert json.loads(json.dumps(depth_8.rows(cells, found["steps"], kept))) == found["rows"]
-    curves = depth_8._curves(found["runs"], found["stopped"])
-    whole = {name: {int(seed): curve for seed, curve in of.items()} for name, of in curves.items()}
-    assert depth_8.by_step(whole) == found["by_step"]
-    assert [len(row["seeds"]) for row in found["by_step"]] == [3, 3, 3, *[2] * 6, 1]
-
-
 def test_the_picture_has_intervals_of_three_seeds_only():
     def row(step, *seeds):
         of = dict(mechanism="lrkv", step=step, seeds=list(seeds), difference=-0.01)
@@ -109,7 +97,7 @@ def test_folders_that_cannot_be_trained_on_are_refused_first(tmp_path):
         with refused("--data=.*: give a folder that `kvjax.data.prepare` wrote"):
             options()
     _manifest(tmp_path, rows=31)
-    with refused("has 31 rows to train on, and a step takes 32: prepare more text"):
+    with refused("has 31 to train on: give at most 0 steps, or more text"):
         options()
     _manifest(tmp_path, length=512)
     with refused("rows of 512 tokens of a vocabulary of 8192: must be 1024 and 8192"):

@@ -197,7 +197,7 @@ def test_what_cannot_be_measured_is_a_run_that_failed(trains, tmp_path):
     kept.keep(runs[0], tmp_path / "runs" / "mha_seed0_steps8", bpb=2.0)
     _train(runs[2:], tmp_path / "runs")
     more(tmp_path / "runs" / "mha_seed2_steps8")
-    failed = side_by_side.train_missing(runs[2:], kept, options, after.append)
+    failed = side_by_side.train_missing(runs[2:], kept, options, after.append, more)
     assert "was trained on other data" in failed["mha_seed2_steps8"]
     against = Run(Cell("gqa", CONFIGS / "gqa_tiny.py", against="mha"), 2, STEPS)
     _train([against], tmp_path / "runs")

@@ -1,7 +1,5 @@
 """Image studies: patches, model inputs, and rows of the results."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,55 +71,16 @@ def _state(make):
     return nnx.to_pure_dict(nnx.state(make()))
 
 
-def _kept(runs):
-    return types.SimpleNamespace(runs=runs)
-
-
 def test_rates_are_numbers_each_once():
     assert images._rates("0.001,1e-3,0.0001") == (0.001, 0.0001)
     with pytest.raises(UserError, match="--rates=2: must be numbers between 0 and 1"):
         images._rates("2")
 
 
-def test_rows_are_means_over_cells_of_seeds_that_all_have():
-    trainer = types.SimpleNamespace(
-        **dict(images=types.SimpleNamespace(files={}), epochs=1, side=28, steps=1),
-        **dict(fixed=images.Fixed(), train=lambda *_: {}),
-    )
-    cells = [
-        images.cell("mnist", trainer, variant, (width, 2, 2), 7, 1e-3)
-        for width in (16, 32)
-        for variant in ("qkv", "kv_tied")
-    ]
-    right = {"qkv": (0.9, 0.8), "kv_tied": (0.8, 0.8)}
-    runs = {
-        c.name: {seed: dict(right=right[c.asked["variant"]][seed]) for seed in (0, 1)}
-        for c in cells
-    }
-    runs[cells[0].name][2] = dict(right=0.0)  # of one width only
-    for c in cells:
-        for run in runs[c.name].values():
-            run["identity"] = c.identity
-    qkv, kv_tied = images.rows("mnist", cells, _kept(runs))
-    assert qkv["seeds"] == 2 and qkv["right"] == pytest.approx(0.85) and qkv["from_qkv"] is None
-    assert kv_tied["from_qkv"] == pytest.approx(-0.05) and kv_tied["published"] == 0.976
-    assert images._cells(kv_tied)[0] == "Q-K=V" and "97.6" in images._cells(kv_tied)
-
-
 @pytest.mark.slow
-def test_anomalies_are_found_and_the_places_compared():
+def test_anomalies_are_found():
     features = anomalies.synthetic(0.3, classes=4, features=16, each=80)
     trainer = set_anomaly.Trainer(features, epochs=30)
     found = trainer.train("qkv", (16, 1, 2), "drawn", seed=0)
     assert found["right"] > 0.3  # chance is 0.1
     assert found["step"] in found["validation"] and len(found["validation"]) == 30
-    cells = [set_anomaly.cell(trainer, "qkv", (16, 1, 2), place) for place in anomalies.PLACES]
-    runs = {cells[0].name: {0: dict(right=0.5), 1: dict(right=0.6)}}
-    runs[cells[1].name] = {0: dict(right=0.6), 1: dict(right=0.8)}
-    for cell in cells:
-        for run in runs[cell.name].values():
-            run["identity"] = cell.identity
-    (row,) = set_anomaly.rows(cells, _kept(runs))
-    assert row["places"]["last"]["right"] == pytest.approx(0.7)
-    assert row["drawn_less_last"]["points"] == pytest.approx(-0.15)
-    assert "-15.00" in set_anomaly._cells(row)[3] and row["published"] == 0.942

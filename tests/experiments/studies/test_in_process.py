@@ -114,12 +114,6 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(results):
     assert "Out of memory" in failed["large seed 0"]
 
 
-def test_a_result_may_lie_in_a_folder_that_is_not_there_yet(results):
-    options = argparse.Namespace(seeds=1, mix=False, fresh=False, save=True)
-    in_process.train("images/mnist", [_cell("a", [])], options, lambda kept, failed: kept.as_json())
-    assert json.loads((results / "images" / "mnist.json").read_text())["runs"]["a"]
-
-
 def test_a_mean_is_over_runs_that_were_asked_alike(results):
     """A seed trained again on other data replaces the first."""
     trained = []
@@ -138,7 +132,7 @@ def test_rows_beside_the_papers(results, monkeypatch, capfd):
         "train",
         lambda task, config, length, seed: dict(right=found[length] + seed / 10),
     )
-    monkeypatch.setattr(sequence_tasks.runtime, "start", lambda: None)
+    monkeypatch.setattr(in_process.runtime, "start", lambda: None)
     options = ["--tasks=reverse", "--variants=kv_tied", "--widths=32", "--seeds=2", "--json"]
     assert command_line.status(sequence_tasks.main, options) == 0
     told = json.loads(capfd.readouterr().out)
@@ -156,7 +150,7 @@ def test_to_save_a_part_leaves_the_rows_of_the_rest(results, monkeypatch):
     right = dict(right=1.0, steps=7, parameters=8, cached_bytes=9)
     monkeypatch.setattr(cross_attention, "train", lambda *_: right)
     for study, part in ((set_anomaly, "--places=last"), (cross_attention, "--kinds=mha")):
-        monkeypatch.setattr(study.runtime, "start", lambda: None)
+        monkeypatch.setattr(in_process.runtime, "start", lambda: None)
 
         def named(study=study):
             return json.loads((results / f"{study.NAME}.json").read_text())["rows"]

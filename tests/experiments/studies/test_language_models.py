@@ -60,14 +60,15 @@ def test_what_a_change_moves_is_of_one_pair_with_it_and_without():
     assert changed == 20
 
 
-def test_what_a_change_moves_is_taken_seed_by_seed():
+def test_what_a_change_moves_is_taken_seed_by_seed(tmp_path):
     bpb = dict(mha=(2.0, 2.4), mha_per_head=(1.9, 2.2), lrkv=(1.9, 2.3), lrkv_per_head=(1.9, 2.1))
-    kept = types.SimpleNamespace(
-        runs={name: dict.fromkeys((0, 1)) for name in bpb},
-        of=lambda run: dict(bpb=bpb[run.cell.name][run.seed], tokens_per_second=None),
-    )
     cells = [cell for cell in STUDIES["lrkv_starts"].cells() if cell.name in bpb]
-    rows = {row["cell"]: row for row in language_models.rows(cells, 128, kept)}
+    kept = grid.Kept(tmp_path / "none.json", 128, mix=False, fresh=True)
+    for cell in cells:
+        for seed, bits in enumerate(bpb[cell.name]):
+            identity = Run(cell, seed, 128).identity
+            kept.put(cell.name, seed, identity, {}, {}, bpb=bits, tokens_per_second=None)
+    rows = {row["cell"]: row for row in language_models.rows(cells, kept)}
     assert rows["lrkv"]["moved"] is None and rows["lrkv"]["difference"] == pytest.approx(-0.1)
     changed = rows["lrkv_per_head"]
     assert changed["before"] == "lrkv"
@@ -160,7 +161,7 @@ def trained(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(side_by_side, "train", train)
     monkeypatch.setattr(side_by_side, "figures", figures)
-    monkeypatch.setattr(language_models.runtime, "start", lambda: None)
+    monkeypatch.setattr(side_by_side.runtime, "start", lambda: None)
     monkeypatch.chdir(tmp_path)
 
     def run(*options):

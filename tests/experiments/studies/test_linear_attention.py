@@ -66,21 +66,3 @@ def test_a_model_learns_bytes(kind, monkeypatch):
     linear_attention._learner.cache_clear()
     assert 3 < found["figure"] < 6  # 8 at the start
     assert found["curve"] == {100: found["figure"]}
-
-
-def test_rows_have_what_has_ended():
-    runs = {
-        "copy_back/linear": {0: dict(figure=0.5), 1: dict(figure=0.7)},
-        "language/linear": {0: dict(figure=2.5), 1: dict(figure=9.0)},
-    }
-    for name, by_seed in runs.items():
-        cell = linear_attention.cell(*name.split("/"))
-        for run in by_seed.values():
-            run["identity"] = cell.identity
-    runs["language/linear"][1]["identity"] = "asked otherwise"
-    (row,) = linear_attention.rows(type("Kept", (), dict(runs=runs)))
-    assert row["kind"] == "linear" and set(row["tasks"]) == {"copy_back", "language"}
-    assert row["tasks"]["copy_back"]["figure"] == pytest.approx(0.6)
-    shown = linear_attention._cells(row)
-    assert shown[1].startswith("60.0") and shown[2] == "-" and shown[3] == "2.500"
-    assert shown[4] == shown[5] == "17,408"

@@ -34,21 +34,3 @@ def test_bits_by_position_are_means_of_losses(workdir, monkeypatch):
     bits = nats / math.log(2) / bytes_per_token
     assert first == pytest.approx(bits[:, :8].mean(), rel=1e-4)
     assert second == pytest.approx(bits[:, 8:].mean(), rel=1e-4)
-
-
-def test_differences_are_from_mha_of_the_same_rows():
-    def of(*bits):
-        return dict(by_position=list(bits))
-
-    seeds = {
-        "mha": {0: of(2.0, 1.9, 1.8, 1.7), 1: of(2.2, 2.1, 2.0, 1.9)},
-        "lrkv": {0: of(2.1, 1.9, 1.8, 1.6), 1: of(2.3, 2.1, 2.0, 1.8)},
-        "lrkv_t1024": {0: of(1.0, 1.0, 1.0, 1.0)},
-    }
-    mha, lrkv, alone = long_rows.rows(seeds)
-    assert mha["places"][0]["bpb"] == pytest.approx(2.1) and mha["places"][0]["difference"] is None
-    found = [place["difference"] for place in lrkv["places"]]
-    assert found == pytest.approx([0.1, 0, 0, -0.1]) and lrkv["seeds"] == [0, 1]
-    assert alone["length"] == 1024 and alone["places"][0]["difference"] is None  # no MHA of it
-    assert [place["positions"] for place in mha["places"]][-1] == [512, 1024]
-    assert long_rows._cells(lrkv)[2].startswith("+0.1000 ±")

@@ -1,7 +1,6 @@
 """Padding in the loss: rows in both forms, evaluations, rows of the result."""
 
 import math
-import types
 
 import numpy as np
 import pytest
@@ -62,32 +61,3 @@ def test_padding_is_learned_at_once_and_lowers_the_mean(monkeypatch):
     share = rows.mean()
     padding = (found["counted"] - share * found["text"]) / (1 - share)
     assert 0 < padding < 0.25 * found["text"] and found["counted"] < found["text"]
-
-
-def test_rows_compare_with_the_first_of_the_same_form():
-    cells = [
-        padded_loss.cell(tie, form, 10) for form in ("padded", "packed") for tie in ("none", "kv")
-    ]
-
-    def nats(x):
-        return dict(counted=0.5 * x, text=x, packed=x)
-
-    runs = {
-        "none_padded_10": {0: nats(2.0), 1: nats(2.2)},
-        "kv_padded_10": {0: nats(2.1), 1: nats(2.3)},
-        "kv_packed_10": {0: nats(1.0)},
-    }
-    for cell in cells:
-        for run in runs.get(cell.name, {}).values():
-            run["identity"] = cell.identity
-    runs["kv_packed_10"][1] = nats(9.0) | dict(identity="asked otherwise")
-    first, second, third = padded_loss.rows(cells, types.SimpleNamespace(runs=runs))
-    assert first["against_first"] == {} and third["against_first"] == {}
-    assert first["perplexity"]["text"]["mean"] == pytest.approx((math.exp(2) + math.exp(2.2)) / 2)
-    against = second["against_first"]
-    assert against["text"]["nats"] == pytest.approx(0.1)
-    assert against["text"]["percent"] == pytest.approx(100 * math.expm1(0.1))
-    assert against["counted"]["nats"] == pytest.approx(0.05)
-    assert against["text"]["half_interval"] == pytest.approx(0, abs=1e-9)
-    assert padded_loss._cells(second)[7:9] == ("+0.0500 ± 0.0000", "+0.1000 ± 0.0000")
-    assert padded_loss._cells(third)[:2] == ("Q-K=V", "packed")

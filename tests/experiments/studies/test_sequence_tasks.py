@@ -38,35 +38,6 @@ def test_only_what_all_variants_have_is_compared(tmp_path):
         assert now["length"] == [16] and now["seeds"] == seeds
 
 
-def test_curves_are_of_seeds_that_every_variant_has(tmp_path):
-    def of(variant, length):
-        return sequence_tasks.cell("sort", variant, 32, 2, 2, length)
-
-    kept = _kept(tmp_path, [(of(variant, 32), {9: 0.5}) for variant in encoders.VARIANTS])
-    assert sequence_tasks.curves(kept) == []  # as older runs are
-
-    def put(variant, seed, length=32):
-        cell, curve = of(variant, length), dict(every=20, loss=[2.0 + seed, 1.0])
-        kept.put(cell.name, seed, cell.identity, {}, {}, right=0.5, seconds=1.0, curve=curve)
-
-    some = list(encoders.VARIANTS)[:4]
-    for variant in some:
-        put(variant, 0)
-        put(variant, 1)
-        put(variant, 0, length=16)  # another cell
-    put("qkv", 2)
-    found = sequence_tasks.curves(kept)
-    assert [row["variant"] for row in found] == some
-    assert all(row["length"] == 32 and row["seeds"] == 2 for row in found)
-    assert all(row["loss"] == [2.5, 1.0] and row["every"] == 20 for row in found)
-
-
-def test_a_cell_is_that_of_its_name():
-    cell = sequence_tasks.cell("swap", "qk_tied_plus", 64, 4, 2, 128)
-    again = sequence_tasks.cell_of(cell.name)
-    assert (again.name, again.identity) == (cell.name, cell.identity)
-
-
 def test_the_temperature_falls_to_one():
     steps = sequence_tasks.RECIPE.steps
     found = [diagonal.temperature(step) for step in range(steps)]

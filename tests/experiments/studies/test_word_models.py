@@ -49,18 +49,6 @@ def test_a_model_learns_what_follows(small):
     assert found["validation"][found["step"]] == best < math.inf
 
 
-@pytest.mark.slow
-def test_the_best_epoch_in_validation_is_tested(small, monkeypatch):
-    judged = iter(
-        [2.0, 5.0, 1.0, 7.0, 3.0, *[9.0] * 30]
-    )  # nats: valid, test, valid, test, valid ..
-    learner = small._learner(16)
-    monkeypatch.setattr(learner, "accuracy", lambda *_: next(judged))
-    found = small.train(16, seed=0)
-    assert found["perplexity"] == pytest.approx(math.exp(7))
-    assert found["step"] == 2 * small.steps_per_epoch
-
-
 def test_cells_say_what_decides_them(small):
     first = word_models.cell(small, 16)
     other = dataclasses.replace(small.corpus, digest="another")

@@ -43,19 +43,9 @@ def _small(chunk: int) -> learner.Learner:
     config = sequence_tasks.transformer("qkv", 16, 1, 2)
     recipe = learner.Recipe(steps=30, learning_rate=1e-2, warm_up=5, clip=5.0)
 
-    def logits(model, batch):
-        return model(jax.nn.one_hot(batch["x"], 10))
-
-    return learner.Learner(
-        lambda key: Labeller(config, key, features=10),
-        recipe,
-        lambda model, batch, _: jnp.mean(learner.nats(logits(model, batch), batch["y"])),
-        lambda model, batch: (
-            jnp.argmax(logits(model, batch), -1) == batch["y"],
-            jnp.ones(batch["y"].shape),
-        ),
-        chunk=chunk,
-    )
+    judged = learner.of_labels(lambda model, batch, _: model(jax.nn.one_hot(batch["x"], 10)))
+    make = functools.partial(Labeller, config, features=10)
+    return learner.Learner(make, recipe, *judged, chunk=chunk)
 
 
 def _batches():
@@ -103,12 +93,20 @@ def test_a_model_learns_the_same_in_chunks_of_any_size():
     assert before < 0.3 and after > 0.5
 
 
-@pytest.mark.slow
-def test_evaluations_come_at_their_steps_and_may_end_it():
-    seen = []
-    ended = _small(7).train(0, _batches(), lambda now: seen.append(now.steps), every=10)
-    assert seen == [10, 20, 30] and ended.steps == 30
-    assert _small(7).train(0, _batches(), lambda now: now.steps >= 20, every=10).steps == 20
+def test_the_best_of_its_evaluations_is_tested(monkeypatch):
+    made = _small(7)
+    judged = iter([2.0, 5.0, 1.0, 3.0, 7.0])  # validation, test, validation, validation, test
+    monkeypatch.setattr(made, "accuracy", lambda *_: next(judged))
+    monkeypatch.setattr(made, "train", functools.partial(_evaluated, (10, 20, 30)))
+    assert made.best(0, _batches(), [], [], 10) == (7.0, 30, {10: 2.0, 20: 1.0, 30: 3.0}, 0.5)
+    judged = iter([2.0, 5.0, 1.0, 7.0, 3.0])
+    assert made.best(0, _batches(), [], [], 10, lower=True)[:2] == (7.0, 20)
+
+
+def _evaluated(steps, seed, batches, evaluate, every):
+    for step in steps:
+        evaluate(learner.Trained({}, 0.0, np.full(step, 0.5)))
+    return learner.Trained({}, 0.0, np.full(step, 0.5))
 
 
 @pytest.mark.slow

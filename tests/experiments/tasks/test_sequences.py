@@ -34,7 +34,7 @@ def test_rows_are_drawn_uniformly_and_by_their_seed():
 
 @pytest.mark.parametrize("periodic", [False, True])
 def test_copy_back(periodic):
-    x, y, counts = sequences.copy_back(np.random.default_rng(0), 50, periodic=periodic)
+    x, y, counts = sequences.copy_back(np.random.default_rng(0), 50, periodic=periodic).values()
     assert x.shape == (50, 64) and x.min() == 0 and x.max() == 15
     back = 7 if periodic else 8  # from a token to what stood 8 before its label
     assert np.array_equal(y[:, back:], x[:, :-back])
@@ -46,7 +46,7 @@ def test_copy_back(periodic):
 
 @pytest.mark.parametrize("keys", [8, 16, 64])
 def test_retrieval(keys):
-    x, y, counts = sequences.retrieval(np.random.default_rng(0), 200, keys=keys)
+    x, y, counts = sequences.retrieval(np.random.default_rng(0), 200, keys=keys).values()
     assert x.shape == (200, 18) and (counts.sum(axis=1) == 1).all() and counts[:, -1].all()
     asked, values = x[:, 0:16:2], x[:, 1:16:2]
     assert all(len(set(row)) == 8 for row in asked.tolist()) and asked.max() < keys
