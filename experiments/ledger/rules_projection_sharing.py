@@ -184,11 +184,14 @@ def equivariant(why: str) -> judge.Found:
     x_BTF = rng.normal(size=(1, 6, 8)).astype(np.float32)
     form = {"norm_after": True, "positions": "none", "activation": "relu", "mlp_dim": 32}
     label = nnx.jit(lambda model, x_BTF: model(x_BTF))
+
+    def draw(x):
+        return jax.device_put(rng.normal(0, 0.5, x.shape).astype(x.dtype))
+
     for variant in VARIANTS:
         config = encoders.transformer(variant, 10, 16, 1, 2, labels=1, **form)
         make = functools.partial(Labeller, config, jax.random.key(0), features=8)
         graph, state = nnx.split(nnx.eval_shape(make))
-        draw = lambda x: jax.device_put(rng.normal(0, 0.5, x.shape).astype(x.dtype))
         model = nnx.merge(graph, jax.tree.map(draw, state))
         gap = label(model, x_BTF[:, ::-1]) - label(model, x_BTF)[:, ::-1]
         holding[CALLED[variant]] = bool(abs(gap).max() < 1e-4)

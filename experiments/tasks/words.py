@@ -119,15 +119,11 @@ def _parquet(file: pathlib.Path) -> list[str]:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(file)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: no Parquet file ({error})") from error
-    if "text" not in table.column_names:
-        raise DataError(f"{file}: has no column 'text'; it has {', '.join(table.column_names)}")
-    found = table.column("text").to_pylist()
-    for row, line in enumerate(found):
-        if not isinstance(line, str):
-            raise DataError(f"{file}, row {row}: 'text' is {line!r}: must be a text")
+        found = parquet.read_table(file, columns=["text"]).column("text").to_pylist()
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: no Parquet file with a column 'text' ({error})") from error
+    if None in found:
+        raise DataError(f"{file}, row {found.index(None)}: has no text")
     return found
 
 

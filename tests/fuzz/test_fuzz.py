@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from tests.fuzz import worker as worker_lib
 from tests.fuzz.case import FORKED, INSIDE, Case, Outcome, faults
 from tests.fuzz.cases import GROUPS, cases_of
 from tests.fuzz.runner import ROOT, Worker
@@ -45,42 +46,42 @@ def test_every_command_line(worker, group):
     _check(worker, cases_of(group))
 
 
-@pytest.mark.slow
+SAID = "kvjax: --way=x: is none\n"
+
+
 @pytest.mark.parametrize(
-    "way, fault",
-    {
-        "hoards": "1.2 GB more memory",
-        "raises": "a traceback",
-        "accepts": "status 0, not 2",
-        "empties": "lost: case/notes.txt",
-        "moves": "lost: case/notes.txt",
-        "two messages": "2 messages",
-        "noise": "something above the message",
-        "talks": "standard output beside a message",
-        "dies": "status -6, not 2",
-        "unnamed": "does not name way",
-        "writes to shared": "lost: shared/a_file",
-        "none of these": None,
-    }.items(),
+    "outcome, fault",
+    [
+        (dict(), None),
+        (dict(grown=1_200_000_000), "1.2 GB more memory"),
+        (dict(seconds=30.2), "30.2 s of CPU"),
+        (dict(status=0), "status 0, not 2"),
+        (dict(stderr="Traceback (most recent call last)"), "a traceback"),
+        (dict(lost=("case/notes.txt",)), "lost: case/notes.txt"),
+        (dict(stderr=2 * SAID), "2 messages"),
+        (dict(stderr=f"E0000 library.cc]\n{SAID}"), "something above the message"),
+        (dict(stderr=f"{SAID}more\n"), "something below the message"),
+        (dict(stdout="on my way"), "standard output beside a message"),
+        (dict(stderr="kvjax: no\n"), "does not name way"),
+    ],
 )
-def test_the_oracle_sees(worker, way, fault):
-    case = Case(
-        command="tests.fuzz.faulty", arguments=(f"--way={way}",), says=("way",), status=(2,)
-    )
-    found = faults(case, worker.run(case))
+def test_faults(outcome, fault):
+    case = Case(command="kvjax", says=("way",), status=(2,))
+    ended = dict(status=2, stdout="", stderr=SAID, seconds=0.1, grown=0, lost=()) | outcome
+    found = faults(case, Outcome(**ended))
     assert (fault in found) if fault else not found, found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way, status", {"raises": 1, "accepts": 0, "dies": -6}.items())
-def test_the_oracle_sees_a_process_of_its_own(worker, way, status):
-    case = Case(command="tests.fuzz.faulty", arguments=(f"--way={way}",), how=FORKED, status=(2,))
-    assert f"status {status}, not 2" in faults(case, worker.run(case))
-
-
-def test_the_oracle_sees_what_takes_too_long():
-    ended = Outcome(status=0, stdout="", stderr="", seconds=30.2, grown=0, lost=())
-    assert faults(Case(command="kvjax"), ended) == ["30.2 s of CPU"]
+def test_what_is_lost():
+    before = {"notes.txt": b"mine"}
+    for after, moved, lost in (
+        (before, False, []),
+        ({}, True, ["notes.txt"]),
+        ({"notes.txt": b""}, True, ["notes.txt"]),
+        ({"elsewhere.txt": b"mine"}, False, ["notes.txt"]),
+        ({"elsewhere.txt": b"mine"}, True, []),
+    ):
+        assert worker_lib._lost(before, after, moved=moved) == lost
 
 
 def test_the_report_is_a_command_line():

@@ -9,9 +9,7 @@ import pytest
 from experiments.models.cross import CrossAttention
 from kvjax import cache as cache_lib
 from kvjax.attention import GroupedConfig, MLAConfig
-from kvjax.attention.grouped import Grouped
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention import api
 from tests import quick
 from tests.compiled import compiled
 
@@ -120,23 +118,6 @@ def test_the_law(make, kind, qk_norm):
         close(np.concatenate(one_by_one, axis=1))
 
 
-@pytest.mark.slow
-def test_a_long_memory_goes_tile_by_tile(make, monkeypatch):
-    """Lengths end inside tiles and at their edges."""
-    module = make(_config("lrkv"))
-    rng = np.random.default_rng(3)
-    x, memory = rng.normal(size=(B, T, D)), rng.normal(size=(B, 130, DM))
-    lengths = jnp.asarray([130, 48, 97], jnp.int32)
-    layer = _cache(module, memory, lengths, capacity=130)
-    monkeypatch.setitem(
-        api.IMPLEMENTATIONS,
-        "xla",
-        lambda *args, **how: api.xla.decode_attention(*args, **how, tile_kv=48),
-    )
-    found = module.decode(jnp.asarray(x), layer, lengths)
-    np.testing.assert_allclose(found, module(x, memory, lengths), rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("kind", ["lrkv", "mqa"])
 def test_what_changes_nothing(make, kind):
     """Permuting a memory's tokens, or NaN beyond its length, changes nothing."""
@@ -154,15 +135,6 @@ def test_what_changes_nothing(make, kind):
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
-def test_one_token_gives_its_value_to_every_query(make):
-    module = make(_config("lrkv"))
-    x, memory, _ = _inputs()
-    found = module(x, memory, jnp.ones(B, jnp.int32))
-    np.testing.assert_allclose(found, np.broadcast_to(found[:, :1], found.shape), atol=1e-12)
-    assert np.abs(found[0] - found[1]).max() > 0.01
-
-
 def test_an_empty_memory_gives_nothing(make):
     module = make(_config("lrkv"))
     x, memory, lengths = _inputs()
@@ -171,44 +143,6 @@ def test_an_empty_memory_gives_nothing(make):
     for queries in (x, x[:, :1]):
         assert np.any(decode(jnp.asarray(queries), layer, lengths))
         assert not np.any(decode(jnp.asarray(queries), layer, none))
-
-
-@pytest.mark.slow
-def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
-    """Base 0 and B the identity: each head has keys and values of its own."""
-    x, memory, lengths = _inputs()
-    mqa, zero = make(_config("mqa")), make(_config("lrkv"))
-    for name in ("query", "base_key", "base_value"):
-        getattr(zero.mechanism, name)[...] = getattr(mqa.mechanism, name)[...]
-    zero.out[...] = mqa.out[...]
-    for name in ("expand_key", "expand_value"):
-        getattr(zero.mechanism, name)[...] = jnp.zeros((N, R, H))
-
-    def of(module):
-        return compiled(module, x, memory, lengths)
-
-    np.testing.assert_allclose(of(zero), of(mqa), atol=1e-12)
-    mha, full = make(_config("mha")), make(_config("lrkv", rank=H))
-    full.mechanism.query[...], full.out[...] = mha.mechanism.query[...], mha.out[...]
-    for name in ("key", "value"):
-        base, own = getattr(full.mechanism, f"base_{name}"), getattr(mha.mechanism, f"base_{name}")
-        base[...] = jnp.zeros_like(base[...])
-        getattr(full.mechanism, f"latent_{name}")[...] = own[...]
-        expand = getattr(full.mechanism, f"expand_{name}")
-        expand[...] = jnp.broadcast_to(jnp.eye(H), (N, H, H))
-    np.testing.assert_allclose(of(full), of(mha), atol=1e-12)
-
-
-@pytest.mark.slow
-def test_parameters_and_cached_elements():
-    """RIVALS' formula: D N H + Dm(H + Hv + 2NR) + NR(H + Hv) + N Hv D; 2(H + NR) elements."""
-    module = CrossAttention(_config("lrkv"), D, DM, rngs=nnx.Rngs(0))
-    count = sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(module))))
-    assert count == D * N * H + DM * (2 * H + 2 * N * R) + N * R * 2 * H + N * H * D
-    fields = module.mechanism.config.entry().values()
-    assert sum(np.prod(f.shape) for f in fields if not f.wide) == 2 * (H + N * R)
-    with_own = Grouped(_config("lrkv"), D, rngs=nnx.Rngs(0))
-    assert with_own.query[...].shape == (D, N, H) == module.mechanism.query[...].shape
 
 
 @pytest.mark.parametrize(

@@ -59,20 +59,6 @@ def test_three_forms_are_one_function(x64, decay, tied):
             np.testing.assert_allclose(one, other, rtol=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", DECAYS)
-def test_a_text_goes_on_from_its_state(x64, decay):
-    q, k, v = _rows()
-    config = LinearConfig(num_heads=N, key_dim=H, value_dim=V, decay=decay)
-    whole = linear.parallel(q, k, v, decay)
-    state, parts = config.start(B, jnp.float64), []
-    for first, end, chunk in ((0, 7, 4), (7, 8, 1), (8, T, 6)):
-        of = [x[:, first:end] for x in (q, k, v)]
-        y, state = linear.chunked(*of, decay, state, chunk=chunk)
-        parts.append(y)
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-10)
-
-
 @pytest.mark.parametrize("tie", quick.only(["none"], ["none", "qkv"]))
 def test_the_module_in_chunks_and_token_by_token(x64, tie):
     value_dim = V if tie == "none" else H

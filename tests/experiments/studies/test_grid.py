@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import pathlib
-import shutil
 import signal
 import sys
 import threading
@@ -129,16 +128,6 @@ def test_runs_are_trained_once(trains, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_how_long_it_takes_is_said_first(trains, tmp_path, capsys):
-    _train([_run()], tmp_path)
-    assert "1 runs of 1 to train, 2 side by side: about" in (said := capsys.readouterr().err)
-    assert "at a guess" in said
-    _train([_run(), _run(seed=1), _run(seed=2)], tmp_path, processes=1)
-    assert "2 runs of 3 to train, 1 side by side: about 2 min" in (said := capsys.readouterr().err)
-    assert "guess" not in said  # 65,536 tokens each, 1,000 of them a second
-
-
-@pytest.mark.slow
 def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatch):
     """Runs of other configs or code are refused, and so are folders without a record."""
     _train([_run(), _run(seed=1)], tmp_path)
@@ -165,14 +154,6 @@ def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
     monkeypatch.setattr(grid, "code_now", lambda: {"optim.py": "changed"})
     (why,) = _train([_run()], tmp_path).values()
     assert why.startswith("the code changed after the study began (") and not trains
-
-
-@pytest.mark.slow
-def test_a_run_without_its_last_weights_goes_on(trains, tmp_path):
-    _train([_run()], tmp_path)
-    shutil.rmtree(tmp_path / "mha_seed0_steps8" / "checkpoints")
-    assert side_by_side.curve(tmp_path / "mha_seed0_steps8") and len(trains) == 1
-    assert _train([_run()], tmp_path) == {"mha_seed0_steps8": ""} and len(trains) == 2
 
 
 @pytest.mark.slow

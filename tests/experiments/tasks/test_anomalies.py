@@ -83,11 +83,11 @@ _NAN[7, 2] = np.nan
 @pytest.mark.parametrize(
     "changed, message",
     [
-        (dict(train=np.ones((60, 4), int)), "'train' must be real numbers"),
-        (dict(train=_NAN), "'train', row 7: has a number that is not finite"),
+        (dict(train=np.ones((60, 4), int)), "'train' must be finite real numbers"),
+        (dict(train=_NAN), "'train' must be finite real numbers"),
         (dict(test_labels=np.zeros(3, int)), "'test_labels' must be 60 whole numbers"),
-        (dict(test_labels=np.zeros(60, int)), "there is one class"),
-        (dict(train_labels=np.arange(60)), "class 0 has fewer"),
+        (dict(test_labels=np.zeros(60, int)), "needs two classes of 10 images or more"),
+        (dict(train_labels=np.arange(60)), "needs two classes of 10 images or more"),
         (dict(test=np.ones((60, 5))), "4 features to train on and 5 to test on"),
         (dict(train=np.array([dict()])), "no npz file of arrays"),
     ],

@@ -79,8 +79,8 @@ def test_parquet_files_that_are_not_of_the_form(tmp_path):
     with pytest.raises(DataError, match="no Parquet file"):
         words.load(tmp_path, 2)
     parquet.write_table(pyarrow.table(dict(line=["a"])), file)
-    with pytest.raises(DataError, match="has no column 'text'; it has line"):
+    with pytest.raises(DataError, match="with a column 'text'"):
         words.load(tmp_path, 2)
     parquet.write_table(pyarrow.table(dict(text=["a", None])), file)
-    with pytest.raises(DataError, match="row 1: 'text' is None"):
+    with pytest.raises(DataError, match="row 1: has no text"):
         words.load(tmp_path, 2)
