@@ -45,9 +45,9 @@ def _of(name: str, config: str, against: str = "", **overrides) -> Cell:
     return Cell(name, tiny(config), {f"attention.{k}": v for k, v in overrides.items()}, against)
 
 
-def _with(cell: Cell, suffix: str, against: str, before: str = "", **overrides) -> Cell:
+def _with(cell: Cell, suffix: str, against: str, **overrides) -> Cell:
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    return Cell(f"{cell.name}{suffix}", cell.config, dict(cell.overrides) | keys, against, before)
+    return Cell(f"{cell.name}{suffix}", cell.config, dict(cell.overrides) | keys, against)
 
 
 def _ranks() -> list[Cell]:
@@ -78,39 +78,22 @@ def _starts() -> list[Cell]:
     mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv", "mha")
     zeros = _of("lrkv_zero_residuals", "lrkv", "lrkv", residual_init="zeros")
     nearest = _of("lrkv_nearest_to_mha", "lrkv", "lrkv", residual_init="pca")
-    apart = [
-        Cell("mha_per_head", tiny("mha"), PER_HEAD, "mha"),
-        Cell("lrkv_per_head", tiny("lrkv"), PER_HEAD, "mha_per_head", "lrkv"),
-    ]
-    small = {"model.matrix_std": 0.02}
-    drawn = [
-        Cell("mha_normal_0.02", tiny("mha"), small, "mha"),
-        Cell("lrkv_normal_0.02", tiny("lrkv"), small, "mha_normal_0.02", "lrkv"),
-    ]
-    outputs = {"model.zero_outputs": False}
-    full = [
-        Cell("mha_outputs_drawn", tiny("mha"), outputs, "mha"),
-        Cell("lrkv_outputs_drawn", tiny("lrkv"), outputs, "mha_outputs_drawn", "lrkv"),
-    ]
-    gated = [
-        _of("mha_gated", "mha", "mha", output_gate=True),
-        _with(lrkv, "_gated", "mha_gated", "lrkv", attention__output_gate=True),
-    ]
-    twice = dict(num_heads=8, num_kv_heads=8)
-    doubled = [
-        _of("mha_8_heads", "mha", "mha", num_bases=8, **twice),
-        _with(
-            lrkv,
-            "_8_heads",
-            "mha_8_heads",
-            "lrkv",
-            attention__num_heads=8,
-            attention__num_kv_heads=8,
-        ),
-    ]
+    changes = {
+        "per_head": PER_HEAD,
+        "normal_0.02": {"model.matrix_std": 0.02},
+        "outputs_drawn": {"model.zero_outputs": False},
+        "gated": {"attention.output_gate": True},
+        "8_heads": {"attention.num_heads": 8, "attention.num_kv_heads": 8},
+    }
+    changed = []
+    for name, keys in changes.items():
+        more = {"attention.num_bases": 8} if name == "8_heads" else {}
+        changed += [
+            Cell(f"mha_{name}", tiny("mha"), keys | more, "mha"),
+            Cell(f"lrkv_{name}", tiny("lrkv"), keys, f"mha_{name}", "lrkv"),
+        ]
     latent = [_of("mla", "mla", "mha"), _of("mla_scaled", "mla", "mla", latent_scale=True)]
-    own = [mha, lrkv, zeros, nearest, *apart, *drawn, *full, *gated, *doubled, *latent]
-    return own + _rivals_starts()
+    return [mha, lrkv, zeros, nearest, *changed, *latent, *_rivals_starts()]
 
 
 def _rivals_starts() -> list[Cell]:

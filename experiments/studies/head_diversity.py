@@ -27,11 +27,11 @@ from experiments.record import EXPERIMENTS
 from experiments.studies import code as code_lib, grid, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP, tiny
 from experiments.studies.kept import claim
+from experiments.studies.options import Parser
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert import model as model_lib
-from kvjax.foundation import command_line, json_text, lists, progress, runtime
+from kvjax.foundation import command_line, json_text, progress, runtime
 from kvjax.foundation.checkout import CONFIGS, PACKAGE
-from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Output
@@ -123,28 +123,19 @@ def measure(workdir: epath.Path) -> Run:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    every = ",".join((*head_tables.ROWS, *OTHERS))
-    add("--mechanisms", default=every, help=f"tiny configs ({every})")
-    add("--seeds", type=int, default=3, help="runs per mechanism (3)")
-    add("--steps", type=int, default=128, help="training steps of 8,192 tokens (128: 1.05M)")
-    add("--runs", default="runs/head_diversity", help="folder of the runs (runs/head_diversity)")
-    text = "write experiments/results/analysis/head_diversity.json"
-    add("--save", action="store_true", help=text)
-    add("--saved", action="store_true", help="print the saved result; train nothing")
-    parser.add_output()
-    options = parser.parse(arguments)
+    parser = Parser(__doc__, NAME, trains=False)
     known = sorted(path.stem.removesuffix("_tiny") for path in CONFIGS.glob("*_tiny.py"))
-    options.mechanisms = lists.names("--mechanisms", options.mechanisms, known)
-    at_least("--seeds", options.seeds, 1)
-    at_least("--steps", options.steps, 1)
+    parser.names("mechanisms", known, (*head_tables.ROWS, *OTHERS))
+    parser.count("steps", 128, "training steps of 8,192 tokens (128: 1.05M)")
+    add = parser.add_argument
+    add("--runs", default="runs/head_diversity", help="folder of the runs (runs/head_diversity)")
+    add("--saved", action="store_true", help="print the saved result; train nothing")
+    options = parser.parse(arguments)
     if not options.runs:
         raise UserError("--runs= is empty: give a folder, as runs/head_diversity")
     options.runs = runtime.folder("--runs", options.runs)
     if "://" not in str(options.runs):
         record.check_folder("--runs", pathlib.Path(options.runs))
-    record.check(options.save)
     if options.save and not options.saved:
         _check_saved(options)
     return options

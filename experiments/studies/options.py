@@ -20,16 +20,19 @@ class Parser(command_line.Parser):
 
     Args:
       result: name of the result that --save writes.
-      seeds: default of --seeds.
+      seeds: default of --seeds; 0: there is no such option.
+      trains: the study trains the runs; others have neither --mix nor --fresh.
     """
 
-    def __init__(self, doc: str, result: str, *, seeds: int = 3):
+    def __init__(self, doc: str, result: str, *, seeds: int = 3, trains: bool = True):
         super().__init__(doc)
         self._lists, self._least = {}, {}
         add = self.add_argument
-        add("--seeds", type=int, default=seeds, help=f"runs of each model ({seeds})")
-        add("--mix", action="store_true", help="accept runs that other code trained")
-        add("--fresh", action="store_true", help="begin a new result")
+        if seeds:
+            add("--seeds", type=int, default=seeds, help=f"runs of each model ({seeds})")
+        if trains:
+            add("--mix", action="store_true", help="accept runs that other code trained")
+            add("--fresh", action="store_true", help="begin a new result")
         add("--save", action="store_true", help=f"write experiments/results/{result}.json")
         self.add_output()
 
@@ -65,7 +68,8 @@ class Parser(command_line.Parser):
             setattr(options, option, read(f"--{option}", getattr(options, option)))
         for option, least in self._least.items():
             at_least(f"--{option}", getattr(options, option), least)
-        between("--seeds", options.seeds, 1, _MOST_SEEDS)
+        if "seeds" in options:
+            between("--seeds", options.seeds, 1, _MOST_SEEDS)
         record.check(options.save)
         return options
 

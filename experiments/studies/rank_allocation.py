@@ -10,7 +10,6 @@ reported as a range, computed per seed and for keys and values apart, then avera
 differ, ranks by head have no basis.
 """
 
-import argparse
 from collections.abc import Sequence
 import pathlib
 
@@ -21,11 +20,10 @@ from experiments import record
 from experiments.studies import side_by_side
 from experiments.studies.demo_size import STUDIES, UNIFORM
 from experiments.studies.grid import Run
-from experiments.studies.options import estimated, shown
+from experiments.studies.options import Parser, estimated, shown
 from kvjax.analysis.measures import spectrum
 from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line, runtime
-from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import estimate
 from kvjax.foundation.output import Output
@@ -95,20 +93,6 @@ def summary(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
     return dict(rank=rank, seeds=len(ranks_SLPK), rows=rows)
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--runs", default="runs/studies", help="folder of the runs (runs/studies)")
-    add("--seeds", type=int, default=3, help="number of runs (3)")
-    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    between("--seeds", options.seeds, 1, 1000)
-    options.runs = runtime.folder("--runs", options.runs)
-    record.check(options.save)
-    return options
-
-
 def workdir(folder: epath.Path, seed: int) -> epath.Path:
     """Returns the workdir of the run with one rank for all layers; a UserError if it is
     unfinished."""
@@ -128,7 +112,10 @@ def workdir(folder: epath.Path, seed: int) -> epath.Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures the runs and prints the table; returns 0."""
-    options = _options(arguments)
+    parser = Parser(__doc__, NAME, trains=False)
+    parser.add_argument("--runs", default="runs/studies", help="folder of the runs (runs/studies)")
+    options = parser.parse(arguments)
+    options.runs = runtime.folder("--runs", options.runs)
     runs = [workdir(options.runs, seed) for seed in range(options.seeds)]
     models = [model_lib.open(str(run)) for run in runs]
     mechanism = models[0].transformer.mechanisms[0]

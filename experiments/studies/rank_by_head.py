@@ -11,7 +11,6 @@ ranks by head is not built: its bytes are counted as ranks. Prints held-out bits
 differences from equal ranks, seed by seed.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
@@ -23,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
-from experiments.studies.options import estimated, shown
+from experiments.studies.options import Parser, estimated, shown
 from experiments.studies.rank_allocation import allocation, workdir
 from experiments.tasks.positions import rows_of
 from kvjax.analysis.measures import spectrum
-from kvjax.foundation import command_line, lists, runtime
+from kvjax.foundation import command_line, runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import difference, estimate
@@ -195,25 +194,13 @@ def _cells(row: Mapping) -> tuple:
     return row["rank"], row["way"], shown(row, "bpb", ".4f"), off, heads
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--runs", default="runs/studies", help="folder of the runs (runs/studies)")
-    add("--ranks", default="8,4", help="mean ranks per head after truncation (8,4)")
-    add("--seeds", type=int, default=3, help="number of runs (3)")
-    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    between("--seeds", options.seeds, 1, 1000)
-    options.ranks = lists.integers("--ranks", options.ranks)
-    options.runs = runtime.folder("--runs", options.runs)
-    record.check(options.save)
-    return options
-
-
 def main(arguments: Sequence[str]) -> int:
     """Truncates, evaluates and prints the table; returns 0."""
-    options = _options(arguments)
+    parser = Parser(__doc__, NAME, trains=False)
+    parser.add_argument("--runs", default="runs/studies", help="folder of the runs (runs/studies)")
+    parser.integers("ranks", (8, 4), "mean ranks per head after truncation")
+    options = parser.parse(arguments)
+    options.runs = runtime.folder("--runs", options.runs)
     runtime.start()
     runs = [workdir(options.runs, seed) for seed in range(options.seeds)]
     by_seed = {}

@@ -9,7 +9,6 @@ before and after each mechanism: a lower rate reveals other load. `small_caches`
 in its table. Prints a table; about 20 s per mechanism.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import statistics
 
@@ -19,9 +18,9 @@ from experiments import record
 from experiments.benchmarks import generate_benchmark, jax_training
 from experiments.studies import small_caches
 from experiments.studies.grid import Run
+from experiments.studies.options import Parser
 from kvjax.decoding.generator import Generator
-from kvjax.foundation import command_line, lists, progress, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.output import Output
 from kvjax.model.transformer import Transformer
 
@@ -67,23 +66,12 @@ def _cells(r: Mapping) -> tuple:
     return r["mechanism"], *shown, rates
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add, every = parser.add_argument, small_caches.EVERY
-    add("--mechanisms", default=",".join(every), help=f"tiny configs ({','.join(every)})")
-    add("--steps", type=int, default=8, help="timed training steps (8)")
-    add("--save", action="store_true", help=f"write experiments/results/{small_caches.SPEED}.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    options.mechanisms = lists.names("--mechanisms", options.mechanisms, every)
-    at_least("--steps", options.steps, 1)
-    record.check(options.save)
-    return options
-
-
 def main(arguments: Sequence[str]) -> None:
     """Measures the mechanisms and prints the table."""
-    options = _options(arguments)
+    parser = Parser(__doc__, small_caches.SPEED, seeds=0, trains=False)
+    parser.names("mechanisms", small_caches.EVERY)
+    parser.count("steps", 8, "timed training steps (8)")
+    options = parser.parse(arguments)
     runtime.start()
     rows, out = [], Output(options)
     runs = small_caches.runs_of(options.mechanisms, 1, small_caches.STEPS)

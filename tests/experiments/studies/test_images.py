@@ -7,7 +7,7 @@ import pytest
 
 from experiments.models.labeller import Labeller
 from experiments.studies import images, set_anomaly
-from experiments.tasks import anomalies, encoders, images as images_lib
+from experiments.tasks import anomalies, images as images_lib
 from kvjax.foundation.errors import UserError
 
 
@@ -39,17 +39,6 @@ def test_a_model_learns_where_images_are_bright(variant):
     assert trainer.steps == 100
     right = trainer.train(variant, (16, 1, 2), 14, 1e-2, seed=0)["right"]
     assert right > 0.9  # of ten classes two are there
-
-
-def test_variants_differ_in_what_is_tied_and_in_nothing_else():
-    tied = {}
-    for variant, (tie, plus) in encoders.VARIANTS.items():
-        config = images.transformer(variant, (64, 2, 2), 16, 10, images.Fixed())
-        mechanism = config.mechanisms[0]
-        assert (mechanism.tie, mechanism.position_channels) == (tie, 50 * plus)
-        assert config.block.max_positions == 17 and not config.block.causal
-        tied[variant] = config.block
-    assert len(set(tied.values())) == 1
 
 
 def test_the_published_transformer_of_tiny_imagenet():

@@ -13,7 +13,6 @@ from experiments.studies import (
     code as code_lib,
     cross_attention,
     in_process,
-    sequence_tasks,
     set_anomaly,
 )
 from experiments.studies.in_process import Cell
@@ -122,25 +121,6 @@ def test_a_mean_is_over_runs_that_were_asked_alike(results):
     kept, _ = _train([second], seeds=1, save=False)
     assert in_process.means([second], kept, "right", data="another") == {0: 0.0}
     assert in_process.means([first], kept, "right", data="one") == {1: 0.5, 2: 1.0}
-
-
-def test_rows_beside_the_papers(results, monkeypatch, capfd):
-    """Means over cells of seeds that all have, with intervals over seeds."""
-    found = {16: 0.9, 64: 0.5}
-    monkeypatch.setattr(
-        sequence_tasks,
-        "train",
-        lambda task, config, length, seed: dict(right=found[length] + seed / 10),
-    )
-    monkeypatch.setattr(in_process.runtime, "start", lambda: None)
-    options = ["--tasks=reverse", "--variants=kv_tied", "--widths=32", "--seeds=2", "--json"]
-    assert command_line.status(sequence_tasks.main, options) == 0
-    told = json.loads(capfd.readouterr().out)
-    (row,) = told["asked"]
-    assert row["tasks"]["reverse"]["cells"] == 2 and row["tasks"]["reverse"]["length"] == [16, 64]
-    assert told["rows"] == []  # other variants were not trained on it
-    assert row["tasks"]["reverse"]["right"] == pytest.approx(0.75)
-    assert row["tasks"]["reverse"]["seeds"] == 2 and row["published"]["reverse"] == 0.701
 
 
 @pytest.mark.slow

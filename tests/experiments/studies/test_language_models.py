@@ -10,7 +10,6 @@ from experiments import record
 from experiments.studies import grid, language_models, side_by_side
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.grid import Run
-from kvjax.costs import formulas
 from kvjax.foundation import command_line
 
 
@@ -18,16 +17,6 @@ from kvjax.foundation import command_line
 def _cells():
     """The cells of each study by its name; widths are matched to make them."""
     return {name: study.cells() for name, study in STUDIES.items()}
-
-
-@pytest.fixture(scope="module")
-def models():
-    """Returns the model config by study and cell."""
-    found = {}
-    for name, cells in _cells().items():
-        found[name] = {cell.name: Run(cell, 0, 128).experiment.model for cell in cells}
-        assert len(found[name]) == len(cells)
-    return found
 
 
 def test_whoever_is_compared_is_there():
@@ -86,61 +75,6 @@ def test_what_a_change_moves_is_taken_seed_by_seed(tmp_path):
     )
 
 
-def test_a_name_is_one_config_in_all_studies():
-    """Cells of equal name are equal in all studies, which share their runs."""
-    seen = {}
-    for cells in _cells().values():
-        for cell in cells:
-            identity = Run(cell, 0, 128).identity
-            assert seen.setdefault(cell.name, identity) == identity
-
-
-def _bytes(model) -> int:
-    return formulas.cache_bytes_per_token(model, "bfloat16")
-
-
-def test_equal_bytes_and_equal_parameters(models):
-    equal = models["lrkv_equal"]
-    assert _bytes(equal["lrkv_r7"]) == _bytes(equal["gqa"])  # 1/rms of heads included
-
-    def count(model):
-        return formulas.parameters(model)["total"]
-
-    of_mha = count(equal["mha"])
-    for name in ("lrkv_matched", "gqa_matched", "mqa_matched", "mla_matched"):
-        assert abs(count(equal[name]) / of_mha - 1) < 1e-3
-    assert len({_bytes(model) for model in models["lrkv_layer_ranks"].values()}) == 1
-
-
-@pytest.mark.parametrize("name", ["thin_keys_key_dims", "projection_sharing_models"])
-def test_all_weights_have_one_learning_rate_whatever_the_width(name):
-    """The optimizer scales embedding and head by (D/768)^-1/2; these papers' do not."""
-    for cell in STUDIES[name].cells():
-        experiment = Run(cell, 0, 128).experiment
-        c, scale = experiment.optimizer, (experiment.model.block.d_model / 768) ** -0.5
-        assert c.matrix_learning_rate == c.vector_learning_rate
-        for rate in (c.embedding_learning_rate, c.head_learning_rate):
-            assert scale * rate == pytest.approx(c.matrix_learning_rate)
-
-
-def test_keys_are_as_thin_as_their_names(models):
-    for name, model in models["thin_keys_key_dims"].items():
-        mechanism = model.mechanisms[0]
-        assert mechanism.key_dim * mechanism.num_heads == int(name.rpartition("d")[2])
-        assert mechanism.value_dim == 32
-    ranks = {name: model.mechanisms[0].rank for name, model in models["lrkv_ranks"].items()}
-    assert ranks == dict(mha=0, **{f"lrkv_r{r}": r for r in (0, 2, 4, 8, 16, 24, 32)})
-
-
-def test_widths_keep_their_heads(models):
-    for name, model in models["lrkv_widths"].items():
-        mechanism = model.mechanisms[0]
-        assert mechanism.key_dim == 32
-        assert model.block.d_model == 32 * mechanism.num_heads == int(name.rpartition("d")[2])
-        bases = 1 if name.startswith("lrkv") else mechanism.num_heads
-        assert mechanism.num_bases == bases
-
-
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
     """Replaces training by a number that depends on the run's name."""
@@ -184,10 +118,3 @@ def test_a_study_from_runs_to_rows(trained, capfd):
     before = len(trained.asked)
     assert trained.run("--seeds=2", "--save", "--runs=others") == 1
     assert [name for name in trained.asked[before:] if "rising" not in name] == []
-
-
-@pytest.mark.slow
-def test_studies_are_listed(capfd):
-    assert command_line.status(language_models.main, ["--list", "--json"]) == 0
-    said = capfd.readouterr().err
-    assert all(name in said for name in STUDIES)

@@ -2,36 +2,12 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
-from experiments.models.recurrent import RecurrentTransformer
 from experiments.studies import linear_attention
 from experiments.studies.linear_attention import KINDS, TASKS
 from experiments.tasks import text
-from kvjax.model.transformer import Transformer
-
-
-def _size(kind):
-    config = linear_attention.model_config(KINDS[kind], TASKS["copy_back"])
-    make = RecurrentTransformer if KINDS[kind].linear else Transformer
-    state = jax.eval_shape(lambda: jax.tree.leaves(_params(make(config, jax.random.key(0)))))
-    return sum(x.size for x in state)
-
-
-def _params(model):
-    from flax import nnx
-
-    return nnx.to_pure_dict(nnx.state(model))
-
-
-def test_kinds_differ_in_attention_alone():
-    """Tying removes two of three projections: 2 · 64 · 64 in each of four layers."""
-    sizes = {kind: _size(kind) for kind in KINDS}
-    assert sizes["softmax"] == sizes["linear"]
-    assert sizes["softmax_tied"] == sizes["linear_tied"] == sizes["linear_tied_decay"]
-    assert sizes["softmax"] - sizes["softmax_tied"] == 4 * 2 * 64 * 64
 
 
 def test_a_state_does_not_grow_and_a_cache_does():

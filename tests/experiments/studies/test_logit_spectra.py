@@ -10,7 +10,7 @@ from experiments import record
 from experiments.analysis import report as report_lib
 from experiments.analysis.spectra import LEAST, MOST, Spectra
 from experiments.studies import logit_spectra
-from kvjax.analysis import __main__ as analysis, reports
+from kvjax.analysis import reports
 from kvjax.analysis.request import Request
 from kvjax.foundation import command_line
 from tests.experiments.conversion import whisper_stand_in as stand_in
@@ -122,22 +122,6 @@ def test_reports_that_are_there_are_read(run, tmp_path):
     assert found["reports"]["SmolLM2-135M"] == dict(Date="y")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--models=smollm3"], "did you mean 'smollm2'?"),
-        (["--passages=0"], "--passages = 0: must be at least 1"),
-        (["--out="], "--out= is empty"),
-        ([], "--whisper = '': is not there, and neither is its report in"),
-        (["--whisper=no"], "--whisper = 'no': is not there"),
-        (["--models=smollm2", "--smollm2=no", "--out=x"], "--smollm2 = 'no': is not there"),
-    ],
-)
-def test_bad_values(run, options, message):
-    status, out, err = run(*options)
-    assert status == 2 and not out and message in err and err.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_whispers_report_is_made_and_read(monkeypatch, tmp_path):
     stand_in.write(tmp_path)
@@ -151,10 +135,6 @@ def test_whispers_report_is_made_and_read(monkeypatch, tmp_path):
     assert spectra.ranks(FIELD, 16).shape == (2, 4, stand_in.N)
     assert "Whisper" in about["Model"] and "<svg" in (folder / "report.html").read_text()
     assert all(logit_spectra.tables([spectra])) and len(logit_spectra.verdicts([spectra])) == 2
-
-
-def test_files_are_named_as_the_command_names_them():
-    assert (report_lib.HTML, report_lib.JSON) == (analysis.HTML, analysis.JSON)
 
 
 def test_what_a_report_refuses_is_left_out(monkeypatch, tmp_path, capsys):

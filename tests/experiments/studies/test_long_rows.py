@@ -6,20 +6,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments.studies import long_rows
-from experiments.studies.grid import Run
 from experiments.tasks import positions
 from kvjax.model.loss import token_losses
 from kvjax.workdir import trained
-
-
-def test_rows_are_longer_and_tokens_as_many():
-    short, long = (Run(long_rows.cell("lrkv", n), 0, 128).experiment for n in (256, 1024))
-    assert (short.data.sequence_length, long.data.sequence_length) == (256, 1024)
-    assert short.tokens_per_step == long.tokens_per_step == long_rows.TOKENS_PER_STEP
-    assert short.model == long.model
-    assert long_rows.cell("lrkv", 1024).against == "mha_t1024"
-    assert long_rows.cell("lrkv", 256).against == "mha" and not long_rows.cell("mha", 256).against
 
 
 @pytest.mark.slow

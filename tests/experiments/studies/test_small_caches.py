@@ -78,17 +78,6 @@ def test_differences_are_taken_seed_by_seed(run):
     assert rows["lrkv"]["cache_bytes"] == 1600 and rows["gla_narrow"]["cache_bytes"] == 512
 
 
-@pytest.mark.slow
-def test_it_goes_on_from_its_result(run):
-    run(NAMES, "--seeds=1", "--save")
-    file = record.RESULTS / "small_caches.json"
-    assert json.loads(file.read_text())["made_by"]["packages"]["jax"]
-    _, out, _, trained = run(NAMES, "--seeds=2", "--json")
-    assert trained == [f"{name}_seed1_steps256" for name in BPB]
-    assert [row["seeds"] for row in json.loads(out)["rows"]] == [[0, 1]] * 3
-    assert run(NAMES, "--seeds=1", "--fresh")[3] == [f"{name}_seed0_steps256" for name in BPB]
-
-
 def test_what_failed_is_left_out_and_named(run):
     run.failing.add("lrkv")
     status, out, _, _ = run(NAMES, "--markdown")
