@@ -107,7 +107,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: boo
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Judges, prints, writes."""
+    """Prints the ledger; writes CLAIMS.md with --write."""
     parser = command_line.Parser(__doc__)
     parser.add_argument("--write", action="store_true", help=f"write experiments/{FILE}")
     parser.add_output()

@@ -20,7 +20,7 @@ _CELL_SECONDS = 1200  # of a cell that hangs; a notebook takes two to three minu
 
 
 def execute(path: pathlib.Path, folder: pathlib.Path) -> nbformat.NotebookNode:
-    """The notebook with new outputs, executed in a folder on the CPU; its file stays as it is.
+    """Executes a notebook in a folder on the CPU; returns it with outputs, its file unchanged.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
@@ -43,12 +43,12 @@ def execute(path: pathlib.Path, folder: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def pictures(notebook: nbformat.NotebookNode) -> int:
-    """How many are among the outputs."""
+    """Returns the number of pictures among the outputs."""
     return sum("image/png" in output.get("data", ()) for output in outputs(notebook))
 
 
 def text(notebook: nbformat.NotebookNode) -> str:
-    """What cells printed or returned."""
+    """Returns the text that cells printed or returned."""
     parts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs(notebook))
     return "\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and what is stored in them is what a reader may see."""
+"""Notebooks run from top to bottom; their stored outputs are complete and free of paths."""
 
 import pathlib
 import re
@@ -87,7 +87,7 @@ def _convert(said):
 
 
 def _analysis(said):
-    """What its text says of the model."""
+    """Checks the statements of its text about the model."""
     share = float(re.search(r"mean over layers: ([\d.]+) % of the heads", said)[1])
     assert 50 < share < 100
     needed = [int(n) for n in re.findall(r"(\d+) of 64 components hold 90 %", said)]
@@ -97,7 +97,7 @@ def _analysis(said):
 
 
 def _evaluation(said):
-    """What its text says: letters are little more than a habit, texts tell what is known."""
+    """Checks its text: letters are little more than a habit, texts show knowledge."""
 
     def count(what):
         return [int(n) for n in re.findall(rf"(\d+) of 10 {what}", said)]
@@ -110,7 +110,7 @@ def _evaluation(said):
 
 
 def _compare(said):
-    """What its text says: seeds differ by more than mechanisms, and not if taken seed by seed."""
+    """Checks its text: seeds differ more than mechanisms, paired differences less."""
     assert "9 runs" in said
     spread = float(re.search(r"^mha +[\d.]+ ± ([\d.]+)", said, re.M)[1])
     gap, half = re.search(r"num_steps=80 .*, ([+-][\d.]+) from MHA ± ([\d.]+)", said).groups()

@@ -1,4 +1,4 @@
-"""Runs groups of cases and prints those that are not as they should be.
+"""Runs groups of cases and prints those with faults.
 
 python -m tests.fuzz "options of kvjax.main" files     # all groups where none is named
 """

@@ -1,4 +1,4 @@
-"""A command line, what it did, and what is wrong with that."""
+"""A command line, its outcome, and the faults of the outcome."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -51,7 +51,7 @@ class Case:
     interrupt: float | None = None
 
     def line(self) -> str:
-        """What to type in `../shared`'s neighbour to see it again."""
+        """Returns the shell command that repeats the case, in a folder beside `shared`."""
         redirections = {
             ("stdin", "closed"): "<&-",
             ("stdout", "closed"): ">&-",
@@ -76,7 +76,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How it ended: `lost` are files that stood there and whose content does no longer."""
+    """The end of a case; `lost`: files whose content is gone."""
 
     status: int
     stdout: str
@@ -87,7 +87,7 @@ class Outcome:
 
 
 def faults(case: Case, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome; nothing where all is as users were promised."""
+    """Returns what is wrong with an outcome; [] if nothing is."""
     found = []
     if outcome.status not in case.status:
         found.append(f"status {outcome.status}, not {' or '.join(map(str, case.status))}")
@@ -128,7 +128,7 @@ def _message_faults(case: Case, outcome: Outcome) -> list[str]:
 
 
 def report(case: Case, outcome: Outcome, found: list[str]) -> str:
-    """The command line, what is wrong, and what it said."""
+    """Returns the command line, its faults and its output as text."""
     said = [f"  {name}: {text[-1500:].rstrip()!r}" for name, text in _streams(outcome) if text]
     text = "\n".join([case.line()[:2000], f"  {'; '.join(found)}", *said])
     return text.replace("x" * 1000, "$(printf 'x%.0s' {1..1000})")
@@ -139,7 +139,7 @@ def _streams(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _quoted(word: str) -> str:
-    """A word quoted for bash; as $'...' where it is no UTF-8."""
+    """Quotes a word for bash, as $'...' if it is no UTF-8."""
     try:
         word.encode()
         return shlex.quote(word)
@@ -153,11 +153,11 @@ def _quoted(word: str) -> str:
 
 
 def _is_from_bytes(word: str) -> bool:
-    """Whether Python makes this text of a command line's bytes."""
+    """Returns True if Python decodes bytes of a command line to this text."""
     return not any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in word)
 
 
 def main_of(command: str):
-    """The function that `python -m` of a module or package runs."""
+    """Returns the function that `python -m` of a module or package runs."""
     is_package = importlib.util.find_spec(command).submodule_search_locations is not None
     return importlib.import_module(f"{command}.__main__" if is_package else command).main

@@ -21,6 +21,6 @@ GROUPS = {
 
 
 def cases_of(group: str) -> list[Case]:
-    """The cases of a group, each once."""
+    """Returns the cases of a group, each once."""
     make, *given = GROUPS[group]
     return list({repr(case): case for case in make(*given)}.values())

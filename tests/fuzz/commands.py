@@ -1,4 +1,4 @@
-"""The commands, what each does something with, and odd values."""
+"""The commands, working arguments for each, and unusual values."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""Configs, workdirs, prompts and texts that are not what they should be."""
+"""Malformed configs, workdirs, prompts and texts."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ from tests.fuzz.commands import (
 
 
 def file_cases() -> Iterator[Case]:
-    """Configs, workdirs, prompts and texts that are not what they should be."""
+    """Yields malformed configs, workdirs, prompts and texts."""
     for command in ("kvjax.main", "kvjax.costs", "kvjax.aot"):
         working, _ = WORKING[command]
 
@@ -145,7 +145,7 @@ def _prompt_cases() -> Iterator[Case]:
 
 
 def _text_cases() -> Iterator[Case]:
-    """Texts for prepare; and prepared data of which something is gone."""
+    """Yields texts for `kvjax.data.prepare`, and damaged prepared data."""
 
     def of(*given, **known):
         return Case(
@@ -191,7 +191,7 @@ def _text_cases() -> Iterator[Case]:
 
 
 def _analysis_cases() -> Iterator[Case]:
-    """Models, texts and folders of reports that are not what they should be."""
+    """Yields malformed models, texts and folders of reports."""
 
     def of(*given, **known):
         return Case(
@@ -233,7 +233,7 @@ def _analysis_cases() -> Iterator[Case]:
 
 
 def _texts_of_analysis(of: Callable[..., Case]) -> Iterator[Case]:
-    """Texts that are none, too short, or of another form; and some that are as they should be."""
+    """Yields texts that are missing, too short or malformed, and some that are valid."""
     for file in ("empty.txt", "latin.txt", "deep.jsonl", "binary.py", "data", "missing.txt"):
         yield of(f"a=../shared/{file}", says=(file, "'a'"))
     for text in ("a", "a=", "=b", ",", "embedded,", "embedded,embedded", "a=no://x", "a=gs://b/x"):

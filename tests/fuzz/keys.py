@@ -1,4 +1,4 @@
-"""Every key of nine configs, with what cannot be; sections taken for keys."""
+"""Invalid values of every key of nine configs; sections in place of keys."""
 
 from collections.abc import Iterator
 import functools
@@ -32,7 +32,7 @@ _TRAIN_BPE = ("--config.data.tokenizer=bpe", "--config.data.vocab_size=300")
 
 @functools.cache
 def leaves(name: str) -> dict[str, object]:
-    """The keys of a config, by dotted name."""
+    """Returns the values of a config by dotted key."""
 
     def walk(section, prefix):
         for key, value in section.items():
@@ -45,10 +45,10 @@ def leaves(name: str) -> dict[str, object]:
 
 
 def key_cases(name: str) -> Iterator[Case]:
-    """Every key of a config, with values that cannot be and some that could.
+    """Yields every key of a config with invalid and with unusual values.
 
-    A key that the first config has too gets only the latter, and only if it tells of the mechanism:
-    what cannot be is not a matter of the config.
+    A key that the first config has too gets only unusual values, and only in config.attention:
+    invalid values do not depend on the config.
     """
     first = leaves(CONFIGS[0]) if name != CONFIGS[0] else {}
     for key, value in leaves(name).items():
@@ -85,13 +85,13 @@ def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
 
 
 def _two(key: str, *unreadable: str) -> tuple:
-    """Two of them, from another place for each key: one parser reads all keys of a type."""
+    """Returns two of the values, others for each key: one parser reads all keys of a type."""
     first = zlib.crc32(key.encode()) % len(unreadable)
     return (*unreadable[first:], *unreadable[:first])[:2]
 
 
 def _values(key: str, value) -> tuple[tuple, tuple]:
-    """Values that a key cannot have, and values that it may have."""
+    """Returns invalid values of a key, and unusual ones that may be valid."""
     if isinstance(value, bool):
         return _two(key, "", "maybe", "2", "nan", NO_UTF8), ("true", "false")
     if isinstance(value, int):
@@ -115,7 +115,7 @@ def _values(key: str, value) -> tuple[tuple, tuple]:
 
 
 def section_cases() -> Iterator[Case]:
-    """Sections taken for keys, and keys that are not there."""
+    """Yields sections in place of keys, and unknown keys."""
     config = (config_file("lrkv_tiny"), *RUN)
 
     def of(*given, **known):

@@ -1,4 +1,4 @@
-"""Every option of every command, as its own parser has them, with what cannot be."""
+"""Invalid values of every option of every command, from the commands' parsers."""
 
 import argparse
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class _Seen(BaseException):
 
 
 def options_of(command: str) -> list[argparse.Action]:
-    """All options of a command, from its own parser."""
+    """Returns all options of a command, from its own parser."""
 
     def stop(parser, arguments):
         raise _Seen(parser)
@@ -81,7 +81,7 @@ _TEXTS = (LONG, "../x", "a\x01b", SNOWMAN, NO_UTF8, SURROGATE, *_FILES)
 
 
 def option_cases(command: str) -> Iterator[Case]:
-    """Every option of a command: no value, none of its values, another's name."""
+    """Yields every option of a command without a value, with invalid values, misspelt."""
     working, prints = WORKING.get(command, ((), ""))
 
     def of(*given, **known):

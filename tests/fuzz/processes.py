@@ -1,4 +1,4 @@
-"""Streams that are closed, full or shut, odd environments, and signals."""
+"""Closed, full or shut streams, unusual environments, and signals."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -8,7 +8,7 @@ from tests.fuzz.commands import FILE, RUN, SNOWMAN, WORKING, config_file
 
 
 def process_cases() -> Iterator[Case]:
-    """Real streams, environments and signals."""
+    """Yields cases with real streams, environments and signals."""
     commands = {
         "kvjax": (),
         "kvjax.costs": (),
@@ -44,7 +44,7 @@ def process_cases() -> Iterator[Case]:
 
 
 def _analysis_cases() -> Iterator[Case]:
-    """A report, with nobody who listens; and in a locale and a home of nothing."""
+    """Yields reports without a reader, and without a locale or a home."""
     working, _ = WORKING["kvjax.analysis"]
 
     def of(**known):
@@ -102,7 +102,7 @@ def _environment_cases() -> Iterator[Case]:
 
 
 def _interrupted_cases() -> Iterator[Case]:
-    """Ctrl-C while it imports, in its first second, and later; it may have ended before."""
+    """Yields Ctrl-C during imports, in the first second and later; a case may end before."""
     shapes = ("--mechanisms=lrkv", "--batch=1", "--length=1024", "--rounds=1", "--milliseconds=5")
     commands = {
         "kvjax.main": (config_file("lrkv_tiny"), *RUN),

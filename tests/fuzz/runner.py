@@ -1,4 +1,4 @@
-"""Cases given to a worker, and a report of those that are not as they should be."""
+"""Runs cases in a worker and reports their faults."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -40,7 +40,7 @@ class Worker:
         return Outcome(**fields | dict(lost=tuple(fields["lost"])))
 
     def failures(self, cases: Iterable[Case]) -> list[str]:
-        """A report of each case that has faults."""
+        """Runs the cases; returns a report of each that has faults."""
         found = []
         for case in cases:
             outcome = self.run(case)

@@ -17,7 +17,7 @@ SAMPLE = {INSIDE: 550, FORKED: 300}  # one case of so many
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
-    """A warm process for all command lines of this file."""
+    """Starts one process for all command lines of this file."""
     with Worker(tmp_path_factory.mktemp("fuzz") / "home") as started:
         yield started
 

@@ -144,7 +144,7 @@ class _Desk:
 
 
 def build(shared: pathlib.Path) -> None:
-    """A text, prepared data, a run of two steps, and files that are not what they should be."""
+    """Writes a text, prepared data, a run of two steps, and malformed files."""
     from etils import epath
 
     from kvjax.training import loop
@@ -192,7 +192,7 @@ def build(shared: pathlib.Path) -> None:
 
 
 def set_scene(case: Case, folder: pathlib.Path, shared: pathlib.Path) -> None:
-    """The folder that a case starts in."""
+    """Writes the folder that a case starts in."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "notes.txt").write_text("mine\n")
@@ -214,7 +214,7 @@ def set_scene(case: Case, folder: pathlib.Path, shared: pathlib.Path) -> None:
 
 
 def _contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """What all files but locks and curves hold, by path; size and time of the large ones."""
+    """Returns contents by path, of large files size and time; skips locks and curves."""
     found = {}
     for path in folder.rglob("*"):
         passing = path.name in (".lock", "curves.png") or "/data/" in str(path)
@@ -227,12 +227,12 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def _top(path: str) -> str:
-    """The folder of `shared` that a path is in, or the path itself."""
+    """Returns the folder of `shared` that a path is in, or the path itself."""
     return path.partition("/")[0]
 
 
 def _lost(before: dict[str, bytes], after: dict[str, bytes], *, moved: bool) -> list[str]:
-    """What is not there any more; `moved`: nor anywhere else."""
+    """Returns files whose content is gone; `moved`: content in another file is not."""
     there = set(after.values())
 
     def kept(name, content):
@@ -263,7 +263,7 @@ class _Servant:
         self._questions, self._answers = os.fdopen(questions, "w"), os.fdopen(answers)
 
     def run(self, case: Case, folder: pathlib.Path) -> Outcome | None:
-        """None: it died."""
+        """Runs a case; returns None if the process died."""
         with contextlib.suppress(OSError):
             print(json.dumps([dataclasses.asdict(case), str(folder)]), file=self._questions)
             self._questions.flush()
@@ -289,7 +289,7 @@ def _serve(questions: typing.TextIO, answers: typing.TextIO) -> None:
 
 
 def _left_out() -> list:
-    """What would compile or measure says so instead, and ends."""
+    """Returns patches that end a case where it would compile or measure."""
     from jax.experimental import topologies
 
     from kvjax.analysis import __main__ as analysis
@@ -336,7 +336,7 @@ def _left_out() -> list:
 
 
 def _installed(name: str) -> types.ModuleType:
-    """A module that is there as far as the import system says."""
+    """Returns an empty module that the import system reports as installed."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     return module
@@ -376,7 +376,7 @@ def _inside(fields: dict, folder: str) -> Outcome:
 
 
 def _resident(name: str) -> int:
-    """Bytes, of this process."""
+    """Returns bytes of this process, by a name in /proc/self/status."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
@@ -385,7 +385,7 @@ def _resident(name: str) -> int:
 
 
 def _apart(case: Case, folder: pathlib.Path) -> Outcome:
-    """A case in a process of its own, with real streams and signals."""
+    """Runs a case in a process of its own, with real streams and signals."""
     outputs = {name: folder.with_name(name) for name in ("stdout", "stderr")}
     for path in outputs.values():
         path.write_bytes(b"")
@@ -439,7 +439,7 @@ def _mapped(process: int) -> str:
 
 
 def _become(case: Case, folder: pathlib.Path, ready: int) -> None:
-    """The child: streams as in a shell, then the command."""
+    """Opens the streams as a shell does, then runs the command in this child."""
     os.chdir(folder)
     os.environ.update(case.environment)
     for number, name in enumerate(("stdin", "stdout", "stderr")):

@@ -65,7 +65,7 @@ class Mutant:
         return text[self.start : self.end].decode()
 
     def is_valid(self, text: bytes) -> bool:
-        """True if the file still compiles, to another program."""
+        """Returns True if the file still compiles, to another program."""
         try:
             return ast.dump(ast.parse(self.apply(text))) != ast.dump(ast.parse(text))
         except SyntaxError:
@@ -201,7 +201,7 @@ def _is_left_out(node: ast.AST) -> bool:
 
 
 def _can_be_dropped(node: ast.stmt) -> bool:
-    """True if a statement does something, and names that follow stay bound without it."""
+    """Returns True if a statement has an effect and binds no name that is used later."""
     match node:
         case ast.Expr():
             return not isinstance(node.value, ast.Yield | ast.YieldFrom | ast.Await)
@@ -227,7 +227,7 @@ def _other(value, segment: str) -> str | None:
 
 
 def _is_no_number(node: ast.BinOp) -> bool:
-    """True if an operator joins or formats texts, or joins types."""
+    """Returns True if an operator joins or formats texts, or joins types."""
     sides = (node.left, node.right)
     if isinstance(node.op, ast.BitOr):
         return any(_TYPES.fullmatch(_name(s)) or _is_none(s) for s in sides)

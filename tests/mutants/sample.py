@@ -28,7 +28,7 @@ def folder(file: str) -> str:
 
 
 def draw(points: _Points, root: pathlib.Path, *, count: int, least: int, seed: str) -> list[dict]:
-    """About `count` mutants: of each folder its share, and at least so many, in random order.
+    """Draws about `count` mutants, of each folder its share or `least`, in random order.
 
     Returns:
       JSON-able: `file`, `lines` of the statement, `operator`, bytes `start` to `end` of the file,

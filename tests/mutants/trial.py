@@ -38,7 +38,7 @@ def stage(mutant: dict, name: str, tests: dict[str, Tests]) -> tuple[list[str], 
 
 
 def _is_near(test_file: str, file: str) -> bool:
-    """True if a file of tests belongs to a file's folder of the package."""
+    """Returns True if a file of tests belongs to a file's folder of the package."""
     folder = sample.folder(file)
     parts = test_file.split("/")
     return len(parts) == 2 if folder == sample.ROOT else parts[1] in (folder, f"test_{folder}.py")

@@ -51,7 +51,7 @@ def _start(root: pathlib.Path, scratch: pathlib.Path, lines: pathlib.Path) -> No
 
 
 def record(name: str) -> str:
-    """See `coverage.record`."""
+    """Calls `coverage.record` in this worker."""
     return coverage.record(_tree, name, _lines)
 
 

@@ -20,7 +20,7 @@ NUMBERED = {
 
 @pytest.fixture(scope="module")
 def ledger():
-    """Judged once: it takes seconds."""
+    """Returns the judged ledger, once for all tests: it takes seconds."""
     return claims.ledger()
 
 

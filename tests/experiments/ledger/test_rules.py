@@ -180,7 +180,7 @@ def test_a_loss_that_falls_faster_is_lower_on_the_mean(results):
 def _remedies(
     results, normalised, annealed, *, length=64, seeds=3, half=0.01, plain=(0.8, 0.8, 0.8, 0.8)
 ):
-    """A result of changes by variant and task, in the order of `cells`, and the verdict on it."""
+    """Writes changes by variant and task, in the order of `cells`; returns the verdict on them."""
     cells = [(v, task) for v in ("qk_tied", "qkv_tied") for task in ("reverse", "swap")]
     rows = []
     for (variant, task), right in zip(cells, plain, strict=True):
@@ -249,7 +249,7 @@ def test_what_few_variants_solve_is_not_solved_by_all(results):
     "best, failed, verdict", [(0.9999, 0, "reproduced"), (0.999, 0, "in part"), (1.0, 1, "in part")]
 )
 def test_copying_is_judged_by_its_best_as_printed(results, best, failed, verdict):
-    """And what fails in the paper converges with no seed."""
+    """A number of channels that fails in the paper may converge with no seed."""
     row = dict(task="retrieval", right=0.5, right_half_interval=0.1, seeds=3)
     rows = [row | dict(channels=4, converged_runs=failed), row | dict(channels=8, converged_runs=3)]
 
@@ -273,7 +273,7 @@ def test_lrkvs_training_by_equations_3_and_4():
 
 
 def _tasks(results, task, published, converged):
-    """A result of retrieval by channels: the batch of each seed, None where it never converged."""
+    """Writes batches until convergence by channels and seed; None: it did not converge."""
     rows, runs = [], {}
     for channels, batches in converged.items():
         there = [x for x in batches if x is not None]

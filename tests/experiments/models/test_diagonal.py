@@ -102,7 +102,7 @@ def test_a_temperature_divides_logits(x64, build, name):
 
 
 def _parts(module, x, positions):
-    """Queries, keys and values, each of all query heads."""
+    """Returns queries, keys and values, each of all query heads."""
     q_BTNH, raw = module.mechanism.project(x, positions)
     k_BTKH, v_BTKV = module.mechanism.keys_values(raw, positions)
     share = q_BTNH.shape[2] // k_BTKH.shape[2]

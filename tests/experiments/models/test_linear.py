@@ -27,7 +27,7 @@ def _rows(tied=False):
 
 
 def _by_hand(q, k, v, decay):
-    """Equation 6, token by token, in NumPy."""
+    """Computes equation 6 token by token in NumPy."""
     y = np.zeros((B, T, N, v.shape[-1]))
     for b, n in np.ndindex(B, N):
         memory, weight = np.zeros((H, v.shape[-1])), np.zeros(H)

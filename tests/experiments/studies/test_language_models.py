@@ -15,7 +15,7 @@ from kvjax.foundation import command_line
 
 @functools.cache
 def _cells():
-    """The cells of each study by its name; widths are matched to make them."""
+    """Returns the cells of each study by name."""
     return {name: study.cells() for name, study in STUDIES.items()}
 
 

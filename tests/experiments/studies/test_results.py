@@ -43,7 +43,7 @@ def _anomalies(found, kept):
 
 
 def _images(found, kept):
-    """The files' digests are not in the result: runs are taken by the names of their cells."""
+    """Takes runs by the names of their cells: results lack the digests of the files."""
     data, sizes = types.SimpleNamespace(files={}), found["grid"]
     trainer = types.SimpleNamespace(images=data, epochs=sizes["epochs"], fixed=images.Fixed())
     trainer.side, trainer.steps, trainer.train = 28, 1, print
@@ -121,7 +121,7 @@ def _read(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_models(name):
-    """Their tables have a cell for each column."""
+    """Rows are equal, and tables have a cell for each column."""
     found, kept = _read(name), Kept(RESULTS / f"{name}.json", {}, {}, mix=True, fresh=False)
     rows, study = SMALL[name](found, kept), globals()[name.partition("/")[0]]
     _check(found, rows)

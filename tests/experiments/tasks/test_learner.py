@@ -112,7 +112,7 @@ def _evaluated(steps, seed, batches, evaluate, every):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", encoders.VARIANTS)
 def test_encoders_of_projection_sharing(variant):
-    """What is tied is not there twice; what a position says depends on all others."""
+    """Tied projections are one weight; a position's logits depend on all other positions."""
     config = sequence_tasks.transformer(variant, 16, 2, 2)
     model = Labeller(config, jax.random.key(0), features=10)
     x = jax.nn.one_hot(np.arange(8)[None], 10)
@@ -139,7 +139,7 @@ def test_thin_keys_models_are_causal_and_thin():
 
 @pytest.mark.slow
 def test_an_equal_start_does_not_depend_on_channels():
-    """By fan-in matrices that are narrower than their input start smaller."""
+    """Initialisation by fan-in starts matrices smaller that are narrower than their input."""
     task = thin_keys_tasks.TASKS["retrieval"]
 
     def deviation(channels, start):
