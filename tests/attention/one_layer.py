@@ -1,6 +1,5 @@
-"""One attention layer of random weights, asked for outputs, heads and logits; what is close."""
+"""One attention layer with random weights: its outputs on whole rows and over a cache."""
 
-import contextlib
 import functools
 
 from flax import nnx
@@ -78,47 +77,6 @@ def _decode(graph, config, base, arrays, x_BTD, layer, first_B):
     return nnx.merge(graph, arrays).decode(x_BTD, at, layer, counts_B, **how)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _queries_keys(graph, config, base, arrays, x_BTD):
-    mechanism, at = nnx.merge(graph, arrays).mechanism, positions(config, base)
-    q, raw = mechanism.project(x_BTD, at)
-    return q, mechanism.keys_values(raw, at)[0]
-
-
-@contextlib.contextmanager
-def compiled_anew():
-    """Clears the compiled functions before and after, so that they see what a test patches."""
-    try:
-        _forget()
-        yield
-    finally:
-        _forget()
-
-
-def _forget():
-    _attend.clear_cache()
-    _queries_keys.clear_cache()
-
-
-def heads(config, w, base=BASE):
-    """Returns the input of the output projection, [B, T, N, H]."""
-    one_head = np.zeros((N, *w["out"].shape[1:]))
-    outs = []
-    for n in range(N):
-        only = one_head.copy()
-        only[n, :, : w["out"].shape[1]] = np.eye(w["out"].shape[1])
-        outs.append(run(config, w | dict(out=only), base)[..., : w["out"].shape[1]])
-    return np.stack(outs, axis=2)
-
-
-def logits(config, w, base=BASE, x=X):
-    """Returns the logits of all queries with all keys, [B, N, T, T]."""
-    graph, arrays = nnx.split(module(config, w))
-    q, k = map(np.asarray, _queries_keys(graph, config, base, arrays, x))
-    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    return config.scale * np.einsum("btnh,bsnh->bnts", q, k)
-
-
 def changed(w, name, value):
     """Returns the weights with one weight of the mechanism replaced."""
     return w | dict(mechanism=w["mechanism"] | {name: value})
@@ -126,16 +84,6 @@ def changed(w, name, value):
 
 def close(a, b):
     np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
-
-
-def moved(a, b, axis):
-    """Along an axis, whether anything is different."""
-    others = tuple(i for i in range(a.ndim) if i != axis)
-    return (np.abs(a - b).max(axis=others) > 1e-6).tolist()
-
-
-def noise(shape, seed=1):
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def gla_config(J, **options):

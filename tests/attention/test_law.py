@@ -9,108 +9,126 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import GroupedConfig
+from kvjax import attention
 from kvjax.foundation.errors import UserError
 from tests import quick, reference
 from tests.attention import law
 from tests.mechanisms import ALL_KINDS, MECHANISMS
 
-# -- what is covered -------------------------------------------------------------------------------
+# -- pairs of options ------------------------------------------------------------------------------
 
-FACTORS = dict(
-    num_kv_heads=(1, 2, 4),
-    num_bases=(1, 2, 4),
-    rank=(0, 3),
-    dims=((8, 8), (4, 8), (8, 6)),
-    positions=("none", "full", "shared"),  # RoPE
+COMMON = dict(
+    positions=("none", "full"),  # RoPE
     qk_norm=("none", "rms", "rms_gain"),
+    query_rank=(0, 5),
+    latent_scale=(False, True),
+    output_gate=(False, True),
     bias=(False, True),
-    tie=("none", "kv", "qk", "qkv"),
-    position_channels=(0, 6),
-    alibi=(False, True),
+)
+DIMS = ((8, 8), (8, 6))  # of keys and values
+OF_LATENTS = dict(num_latents=(1, 2, 4), dims=DIMS)
+# By kind of mechanism, or "mfa": values by key.
+FACTORS = dict(
+    grouped=dict(
+        num_kv_heads=(1, 2, 4),
+        num_bases=(1, 2, 4),
+        rank=(0, 3),
+        dims=(*DIMS, (4, 8)),
+        positions=("none", "full", "shared"),
+        qk_norm=("none", "rms", "rms_gain"),
+        bias=(False, True),
+        tie=("none", "kv", "qk", "qkv"),
+        position_channels=(0, 6),
+        alibi=(False, True),
+    ),
+    factored=COMMON | dict(dims=DIMS, num_latents=(1, 2), ranks=((3, 0), (0, 3), (5, 3))),
+    mla=COMMON | dict(dims=DIMS),
+    mla_paper=COMMON | dict(dims=DIMS),
+    mla_lrkv=COMMON | dict(dims=DIMS, rank=(0, 3)),
+    gla=COMMON | OF_LATENTS,
+    mlra=COMMON | OF_LATENTS | dict(num_branches=(1, 2, 4)),
+    gta=COMMON | dict(num_kv_heads=(1, 2, 4), rope_key_dim=(0, 2, 4)),
+    shared_kv=COMMON | dict(num_kv_heads=(1, 2, 4), rope_key_dim=(0, 4, 8)),
+    mfa_kr=COMMON | dict(num_kv_heads=(1, 2, 4)),
+    tpa=COMMON | dict(dims=DIMS, query_factors=(0, 3), ranks=((2, 2), (1, 1), (3, 2))),
+    mfa=COMMON | dict(tie=("none", "kv"), rank=(0, 3)),
+)
+FIXED = dict(
+    factored=dict(num_kv_heads=2),
+    mla=dict(latent_dim=10, rope_key_dim=4),
+    mla_paper=dict(latent_dim=10),
+    mla_lrkv=dict(latent_dim=6, rope_key_dim=4),
+    gla=dict(latent_dim=6, rope_key_dim=4),
+    mlra=dict(latent_dim=6, rope_key_dim=4),
+    mfa=dict(num_kv_heads=4, num_bases=1, value_dim=8),
 )
 
 
-def _grouped(keys):
-    """The config of one value of each of FACTORS, and its RoPE base; None if there is no such."""
-    keys = dict(keys)
-    key_dim, value_dim = keys.pop("dims")
+def _make(kind, keys):
+    """Returns a config and its RoPE base; None if the config refuses the keys."""
+    keys = dict(num_heads=4, norm_epsilon=1e-2) | FIXED.get(kind, {}) | keys
     positions = keys.pop("positions")
-    keys |= dict(num_heads=4, key_dim=key_dim, value_dim=value_dim, norm_epsilon=1e-2)
+    if positions == "shared":
+        keys["rope"] = "shared"
+    keys["key_dim"], *value_dim = keys.pop("dims", (8,))
+    keys |= dict(value_dim=value_dim[0]) if value_dim else {}
+    if "ranks" in keys:
+        keys["key_rank"], keys["value_rank"] = keys.pop("ranks")
     try:
-        config = GroupedConfig(**keys, rope="shared" if positions == "shared" else "full")
+        config = attention.MECHANISMS["grouped" if kind == "mfa" else kind](**keys)
     except UserError:
         return None
     return config, None if positions == "none" else law.BASE
 
 
 @functools.cache
-def _covering_rows():
-    return law.covering(FACTORS, _grouped)
+def _rows(kind):
+    return law.covering(FACTORS[kind], functools.partial(_make, kind))
 
 
-def _of(row):
-    return _grouped(dict(zip(FACTORS, row, strict=True)))
+def _of(kind, row):
+    return _make(kind, dict(zip(FACTORS[kind], row, strict=True)))
 
 
-LATENT_OPTIONS = [  # (qk_norm, RoPE, bias), every pair of values in one of them
-    ("none", law.BASE, True),
-    ("none", None, False),
-    ("rms", law.BASE, False),
-    ("rms", None, True),
-    ("rms_gain", law.BASE, True),
-    ("rms_gain", None, False),
-]
+CASES = [(kind, row) for kind in FACTORS for row in _rows(kind)]
 
 
-# -- what it must obey -----------------------------------------------------------------------------
+def _id(value):
+    return value if isinstance(value, str) else law.row_id(value)
 
 
-@pytest.mark.parametrize(
-    ["row"], quick.every(20, [(row,) for row in _covering_rows()], first=3), ids=law.row_id
-)
-def test_the_law_for_pairs_of_options(x64, randomise, row):
-    law.check(randomise, *_of(row))
+@pytest.mark.parametrize("kind, row", quick.every(24, CASES, first=3), ids=_id)
+def test_the_law_for_pairs_of_options(x64, randomise, kind, row):
+    law.check(randomise, *_of(kind, row))
 
 
-FACTORED = ("factored", "factored_joint", "factored_values")
-
-
-@pytest.mark.parametrize("name", quick.only(["factored_values"], FACTORED))
-@pytest.mark.parametrize("qk_norm, base, bias", quick.only([("rms", None, True)], LATENT_OPTIONS))
-def test_the_law_for_factors(x64, make_mechanism, randomise, name, qk_norm, base, bias):
-    config = make_mechanism(name, qk_norm=qk_norm, bias=bias, norm_epsilon=1e-2)
-    law.check(randomise, config, base)
-
-
-@pytest.mark.parametrize("name", quick.only(["mla"], ["mla", "mla_paper"]))
-@pytest.mark.parametrize("qk_norm, base, bias", quick.only([("none", None, False)], LATENT_OPTIONS))
-def test_the_law_for_latents(x64, make_mechanism, randomise, name, qk_norm, base, bias):
-    config = make_mechanism(name, qk_norm=qk_norm, bias=bias, norm_epsilon=1e-2)
-    law.check(randomise, config, base)
+def test_pairs_of_options_that_configs_refuse():
+    """All other pairs are in a case; a config that refused more would fail."""
+    refused = {}
+    for kind, factors in FACTORS.items():
+        met = {pair for row in _rows(kind) for pair in itertools.combinations(enumerate(row), 2)}
+        names = list(factors)
+        for (i, values), (j, others) in itertools.combinations(enumerate(factors.values()), 2):
+            for a, b in itertools.product(values, others):
+                if ((i, a), (j, b)) not in met:
+                    refused.setdefault(kind, set()).add((names[i], a, names[j], b))
+    del refused["grouped"]  # ties exclude much
+    scaled = ("query_rank", 0, "latent_scale", True)  # no latent at all
+    of_tpa = {("query_rank", 5, "query_factors", 3), ("latent_scale", True, "query_factors", 3)}
+    assert refused == {
+        **{kind: {scaled} for kind in ("factored", "mla_paper", "gta", "mfa", "mfa_kr")},
+        "tpa": {scaled, *of_tpa},
+    }
 
 
 @pytest.mark.parametrize(
-    "mechanism_name",
-    quick.only([*quick.READERS[1:4], "mla_paper", "mla_lrkv", "qk_tied_plus"], MECHANISMS),
+    "mechanism_name", quick.only([*quick.READERS[1:4], "qk_tied_plus"], MECHANISMS)
 )
 def test_the_law_for_mechanisms(x64, make_mechanism, randomise, mechanism_name):
     law.check(randomise, make_mechanism(mechanism_name, qk_norm="rms_gain"), law.BASE)
 
 
-def test_pairs_of_options_are_covered():
-    """Every value of every factor is in a row, and pairs that are not cannot be."""
-    rows = _covering_rows()
-    met = {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
-    for (i, values), (j, others) in itertools.combinations(enumerate(FACTORS.values()), 2):
-        for pair in itertools.product(values, others):
-            if ((i, pair[0]), (j, pair[1])) in met:
-                continue
-            names = list(FACTORS)
-            fixed = {names[i]: pair[:1], names[j]: pair[1:]}
-            assert not any(map(_of, itertools.product(*(FACTORS | fixed).values()))), fixed
-    assert len(rows) < 30
-    assert {type(_of(row)[0]) for row in rows} == {GroupedConfig}
+# -- other implementations and dtypes --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(["lrkv_kv_tied"], MECHANISMS))
@@ -151,9 +169,9 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", _covering_rows(), ids=law.row_id)
+@pytest.mark.parametrize("row", _rows("grouped"), ids=law.row_id)
 def test_float32_for_pairs_of_options(randomise, row):
-    config, base = _of(row)
+    config, base = _of("grouped", row)
     run, x = law.make_run(randomise, config, base, jnp.float32), law.sequences().astype(np.float32)
     y, expected = run.decoded(x, law.ONE_OF_ALL), _exactly(run, x)
     held = ~np.isnan(y)
