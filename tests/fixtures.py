@@ -52,6 +52,14 @@ def make_mechanism():
     return make
 
 
+@pytest.fixture(scope="module")
+def no_compilation_cache():
+    """Disables JAX's compilation cache: programs for absent devices cannot be read back."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.fixture(params=MECHANISMS)
 def mechanism_name(request):
     """Every mechanism, and the shapes that only some of its code sees."""

@@ -113,7 +113,8 @@ def collectives(text: str) -> list[Collective]:
     Raises:
       ValueError: a loop with a collective has an unknown trip count.
     """
-    return _Module(text).run()
+    module = _Module(text)
+    return module.collectives(module.entry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +177,6 @@ class _Module:
         if left.startswith("ROOT"):
             self.roots[computation] = instruction
 
-    def run(self) -> list[Collective]:
-        return self.collectives(self.entry)
-
     def collectives(self, computation: str) -> list[Collective]:
         """Returns the collectives of one run of a computation and of the computations it calls."""
         if computation not in self._collectives:
@@ -221,16 +219,12 @@ class _Module:
             size = _bytes(_TYPE.search(i.type)[0])
         elif kind == "reduce-scatter":
             size *= group
-        if kind == "all-reduce" and self._is_scattered(computation):
+        if kind == "all-reduce" and "all-reduce-scatter" in computation:
             kind = "reduce-scatter"
         if group == 1:
             return []
         name = i.op_name or self._user_name(computation, i)
         return [Collective(kind=kind, bytes=size, group=group, op_name=name)]
-
-    def _is_scattered(self, computation: str) -> bool:
-        """Returns True if an all-reduce in this computation is part of a reduce-scatter."""
-        return "all-reduce-scatter" in computation
 
     def _user_name(self, computation: str, i: _Instruction) -> str:
         users = (u for u in self.computations[computation].values() if i.name in u.operands)

@@ -68,19 +68,14 @@ def chip_cache_bytes_per_token(
         raise ValueError(f"by = {by!r}: must be 'tokens' or 'heads'")
     chips = min(chips, max(m.num_heads for m in config.mechanisms))  # further chips have no heads
     return max(
-        sum(_bytes_of_heads(m, dtype, *_heads_of_chip(m, chip, chips)) for m in config.mechanisms)
+        sum(_bytes_on_chip(m, dtype, chip, chips) for m in config.mechanisms)
         for chip in range(chips)
     )
 
 
-def _heads_of_chip(mechanism, chip: int, chips: int) -> tuple[int, int]:
-    """Returns the chip's query heads as (first, end)."""
-    N = mechanism.num_heads
-    return chip * N // chips, (chip + 1) * N // chips
-
-
-def _bytes_of_heads(mechanism, dtype: jnp.dtype, first: int, end: int) -> int:
-    """Returns the bytes per token and layer of the fields' parts that heads [first, end) read."""
+def _bytes_on_chip(mechanism, dtype: jnp.dtype, chip: int, chips: int) -> int:
+    """Returns the bytes per token and layer of the fields' parts that a chip's heads read."""
+    first, end = (i * mechanism.num_heads // chips for i in (chip, chip + 1))
     if first == end:
         return 0
     total = 0

@@ -86,7 +86,7 @@ DEVICES = {
 }
 
 
-_KINDS = {  # jax.Device.device_kind of TPUs; of a GPU it contains the name as a word
+TPU_KINDS = {  # `jax.Device.device_kind`, libtpu's own first; a GPU's contains its name as a word
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -101,7 +101,7 @@ def for_device(device: jax.Device) -> Device | None:
     """Returns the datasheet of a device of this machine, or None (a CPU, an unlisted GPU)."""
     kind = device.device_kind
     words = kind.lower().split() if device.platform == "gpu" else []
-    name = _KINDS.get(kind) or next((name for name in DEVICES if name in words), None)
+    name = TPU_KINDS.get(kind) or next((name for name in DEVICES if name in words), None)
     return DEVICES[name] if name else None
 
 

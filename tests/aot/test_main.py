@@ -29,15 +29,6 @@ def experiment(file=TINY, *overrides):
     return resolve(command_line.load_config(pathlib.Path(file), list(overrides)))
 
 
-@pytest.fixture
-def cached():
-    """Disables JAX's compilation cache: programs for TPUs could not be read back."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-
-
 # -- results and tables ----------------------------------------------------------------------------
 
 
@@ -105,7 +96,7 @@ def test_all_that_is_printed_of_a_step_and_saved(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.aot
-def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
+def test_a_training_step_on_four_chips(no_compilation_cache, capsys, tmp_path):
     """Fits, is sharded, gathers every matrix at least twice, and sends Muon's there and back."""
     file = tmp_path / "result.json"
     arguments = [f"--config={TINY}", "--topology=v5e:2x2", f"--output={file}"]
@@ -151,7 +142,7 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
 
 
 @pytest.mark.aot
-def test_a_training_step_on_gpus_is_an_upper_bound(cached, capsys):
+def test_a_training_step_on_gpus_is_an_upper_bound(no_compilation_cache, capsys):
     """XLA's attention replaces cuDNN's, which needs its library to be compiled."""
     pytest.importorskip("jax_cuda13_plugin")
     assert command_line.status(aot.main, [f"--config={TINY}", "--topology=h200:2", "--json"]) == 0
@@ -163,7 +154,7 @@ def test_a_training_step_on_gpus_is_an_upper_bound(cached, capsys):
 
 
 @pytest.mark.aot
-def test_what_is_too_large_says_by_how_much_and_what_fits(cached, capsys):
+def test_what_is_too_large_says_by_how_much_and_what_fits(no_compilation_cache, capsys):
     big = ["--config.train.batch_size=4096", "--config.data.sequence_length=2048"]
     attention = ["--config.compute.attention=xla", "--config.compute.remat=none"]
     arguments = [f"--config={TINY}", "--topology=v5e:2x2", *big, *attention]
@@ -177,7 +168,7 @@ def test_what_is_too_large_says_by_how_much_and_what_fits(cached, capsys):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("chips", [1, 4])
-def test_a_decode_step(cached, capsys, chips):
+def test_a_decode_step(no_compilation_cache, capsys, chips):
     arguments = [f"--config={TINY}", "--topology=v5e:2x2", "--step=decode", f"--chips={chips}"]
     assert command_line.status(aot.main, [*arguments, "--batch=2", "--length=65536", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -200,7 +200,6 @@ def test_a_sweep_in_which_nothing_fits_is_an_error(compiler, scale, says, failin
         aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
 
 
-@pytest.mark.slow
 def test_advice_splits_weights_as_far_as_they_divide(compiler):
     """768 rows have whole tiles on at most 32 chips; further chips are replicas."""
     start = experiment(MEDIUM, "--config.compute.remat=full", "--config.train.batch_size=4096")
@@ -274,7 +273,6 @@ def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
     assert search.corrections([candidate]) == expected
 
 
-@pytest.mark.slow
 def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
     found = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 8)[:3]
     for candidate, needed in zip(found, (0, 30 * 10**9, 20 * 10**9), strict=True):

@@ -1,4 +1,4 @@
-"""Tokens that the host lays down: text and cache are as if they had been drawn."""
+"""Forced tokens: tokens and cache are as if they had been sampled."""
 
 import jax
 import numpy as np
@@ -13,29 +13,29 @@ from tests.mechanisms import ALL_KINDS
 
 QUICK = ("lrkv",)
 CASES = quick.only(QUICK, ALL_KINDS)
-# By sequence and number of its tokens so far: what it goes on with.
-LAID = {
+# Tokens forced on a sequence, by its index and its number of tokens so far.
+FORCED = {
     (0, 1): [7, 7, 8],
-    (0, 4): [9],  # at once after the first
+    (0, 4): [9],  # directly after the others
     (1, 5): [30],
     (2, 3): [11, 12],
-    (3, 11): [1, 2, 3],  # the last of which would be behind the end
+    (3, 11): [1, 2, 3],  # of which the last does not fit
 }
 NUM_TOKENS = 12
 
 
-def _run(generator, prompts, laid, **options):
+def _run(generator, prompts, forced, **options):
     generation = generator.start(prompts, num_tokens=NUM_TOKENS, sampling=GREEDY, **options)
     for new in generation:
         for b, _ in new:
-            generation.force(b, laid.get((b, len(generation.tokens[b])), []))
+            generation.force(b, forced.get((b, len(generation.tokens[b])), []))
     return generation
 
 
-def _is_laid(b, laid):
-    """Per position of a sequence, the token laid down there, or None."""
+def _forced_tokens(b, forced):
+    """Returns a sequence's forced token by position, or None."""
     places = [None] * NUM_TOKENS
-    for (sequence, at), ids in laid.items():
+    for (sequence, at), ids in forced.items():
         if sequence == b:
             for i, token in enumerate(ids):
                 if at + i < NUM_TOKENS:
@@ -45,27 +45,27 @@ def _is_laid(b, laid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_laid_down_is_as_if_it_had_been_drawn(make_model, name):
+def test_forced_tokens_are_as_if_they_had_been_sampled(make_model, name):
     generator = Generator(make_model(name), chunk=5)
     prompts = PROMPTS * 2  # eight, ragged
-    generation = _run(generator, prompts, LAID)
-    contexts, continuations, drawn = [], [], []
+    generation = _run(generator, prompts, FORCED)
+    contexts, continuations, sampled = [], [], []
     for b, prompt in enumerate(prompts):
-        ids, places = generation.tokens[b], _is_laid(b, LAID)
+        ids, places = generation.tokens[b], _forced_tokens(b, FORCED)
         assert len(ids) == NUM_TOKENS
         assert all(place in (None, token) for place, token in zip(places, ids, strict=True))
-        drawn.append([place is None for place in places])
+        sampled.append([place is None for place in places])
         contexts.append(prompt)
         continuations.append(ids)
-    # What was drawn is the likeliest token after all before it, laid down or not.
+    # A sampled token is the most likely one after all tokens before it, forced or not.
     for scored, free in zip(
         Scorer(generator).continuations(list(zip(contexts, continuations, strict=True))),
-        drawn,
+        sampled,
         strict=True,
     ):
         assert scored.greedy[free].all()
         assert not scored.greedy.all() or all(free)
-    # The cache holds what reading those tokens from the start would have put there.
+    # The cache equals the cache of a prompt with the same tokens.
     sequences = [p + ids[:-1] for p, ids in zip(prompts, generation.tokens, strict=True)]
     assert generation.cache.lengths.tolist() == [len(s) for s in sequences]
     again = generator.start([[*s, 0] for s in sequences], num_tokens=1, sampling=GREEDY).cache
@@ -78,14 +78,14 @@ def test_what_is_laid_down_is_as_if_it_had_been_drawn(make_model, name):
 
 @pytest.mark.slow
 def test_a_batch_is_one_prompt_after_another(generator):
-    batch = _run(generator, PROMPTS, LAID).tokens
+    batch = _run(generator, PROMPTS, FORCED).tokens
     for b, prompt in enumerate(PROMPTS):
-        alone = {(0, at): ids for (sequence, at), ids in LAID.items() if sequence == b}
+        alone = {(0, at): ids for (sequence, at), ids in FORCED.items() if sequence == b}
         assert _run(generator, [prompt], alone).tokens == [batch[b]]
 
 
-def test_what_is_laid_down_ends_nothing_and_saves_from_an_end(generator):
-    """A token would end a sequence; another is laid down in its place, and then that very token."""
+def test_a_forced_token_ends_no_sequence_and_replaces_a_stop_token(generator):
+    """A stop token is replaced by a forced token, then the same stop token is forced."""
     free = _run(generator, PROMPTS, {}).tokens
     b, first = next(
         (b, i) for b, ids in enumerate(free) for i in range(1, 8) if ids[i] not in ids[:i]
@@ -98,18 +98,18 @@ def test_what_is_laid_down_ends_nothing_and_saves_from_an_end(generator):
     assert saved.tokens[b][: first + 3] == [*free[b][:first], other, stop, stop]
 
 
-def test_an_ended_sequence_takes_nothing(generator):
+def test_an_ended_sequence_takes_no_forced_tokens(generator):
     generation = generator.start(PROMPTS, num_tokens=8, sampling=GREEDY)
     for n, _ in enumerate(generation):
         if n == 2:
             generation.finish(1)
             generation.force(1, [5, 5])
     assert [len(ids) for ids in generation.tokens] == [8, 3, 8, 8]
-    # Those that go on hold all but their last token; of the second, one was on its way.
+    # The others append all but their last token; one step of the second had been dispatched.
     assert generation.cache.lengths.tolist() == [1 + 7, 3 + 3, 8 + 7, 12 + 7]
 
 
-def test_nothing_is_uploaded_where_nothing_is_laid_down(generator):
+def test_nothing_is_uploaded_without_forced_tokens(generator):
     generation = generator.start(PROMPTS, num_tokens=4, sampling=GREEDY)
     with jax.transfer_guard_host_to_device("disallow"):
         list(generation)

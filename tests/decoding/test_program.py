@@ -20,10 +20,8 @@ from tests.decoding.prompts import GREEDY, V
 
 
 @pytest.fixture(scope="module")
-def v5e():
-    jax.config.update("jax_enable_compilation_cache", False)  # its programs cannot be read back
-    yield topology.tpu_devices("v5e:2x2")[0]
-    jax.config.update("jax_enable_compilation_cache", True)
+def v5e(no_compilation_cache):
+    return topology.tpu_devices("v5e:2x2")[0]
 
 
 @pytest.mark.aot

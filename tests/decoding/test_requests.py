@@ -1,4 +1,4 @@
-"""What is refused before anything is compiled: ids, lengths, capacities, memory, devices."""
+"""Refusals before anything is compiled: ids, lengths, capacities, memory, devices."""
 
 import types
 

@@ -76,21 +76,3 @@ def test_what_cannot_be_scored_is_refused(make_model):
     positions = Scorer(Generator(make_model("mha", positions="learned", max_positions=16)))
     with pytest.raises(UserError, match="sequence 1 has 18 tokens, and the model positions for 16"):
         positions.continuations([([1] * 10, [2] * 8)])
-
-
-@pytest.mark.slow
-def test_short_sequences_are_read_in_narrow_chunks(make_model, monkeypatch):
-    """Chunks are as wide as the longest sequence needs, since padding is computed too."""
-    widths = []
-    chunks = scoring.padded_chunks
-
-    def record(tokens, width):
-        widths.append(width)
-        return chunks(tokens, width)
-
-    monkeypatch.setattr(scoring, "padded_chunks", record)
-    scorer = Scorer(Generator(make_model("lrkv")), batch=2)
-    for longest, width in ((16, 16), (17, 32), (200, 128)):
-        widths.clear()
-        scorer.continuations([([1], [2]), ([3], [4]), ([1] * longest, [2])])
-        assert widths == [width, 16]  # the longest, and beside it one of the others

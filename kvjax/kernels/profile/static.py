@@ -10,10 +10,9 @@ import importlib
 
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Table
+from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import shapes, tuning
 from kvjax.kernels.profile import measured, tpu_static
-
-_TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 
 
 def tpu(options: argparse.Namespace) -> list[dict]:
@@ -74,7 +73,8 @@ def tune_tpu(options: argparse.Namespace) -> list[dict]:
             rows.append(dict(mechanism=mechanism, why=measured.NOTHING_FASTER) | facts)
             continue
         key = tuning.key("tpu", *arguments)
-        tuning.save(key, _TPU_KINDS[chip.name], dict(best), source="static", **facts)
+        kind = next(kind for kind, name in datasheets.TPU_KINDS.items() if name == chip.name)
+        tuning.save(key, kind, dict(best), source="static", **facts)
         rows.append(dict(mechanism=mechanism, key=key, parameters=dict(best)) | facts)
     return rows
 

@@ -31,7 +31,6 @@ from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.kernels.profile.tpu_schedule import CannotFollow, Schedule
 
 LENGTH = 32_768  # tokens of the cache that is compiled for
-_CHIPS = dict(v4="2x2x1", v5e="2x2", v5p="2x2x1", v6e="2x2")
 DTYPE = jnp.dtype(jnp.bfloat16)
 
 
@@ -175,7 +174,7 @@ def _call(model: str, mechanism: str, parameters: Mapping[str, int]):
 
 def _compile(chip: str, model: str, mechanism: str, parameters: str) -> None:
     function, arguments = _call(model, mechanism, json.loads(parameters))
-    device = topology.tpu_devices(f"{chip}:{_CHIPS[chip]}")[0]
+    device = topology.tpu_devices(f"{chip}:{topology.SHAPES[chip][0]}")[0]
     topology.compile_for(device, jax.jit(function), *arguments)
 
 

@@ -255,7 +255,7 @@ def _abstract(name, S):
 
 
 def test_every_cache_layout_is_tested(x64, make_mechanism):
-    """By VARIANTS, or by a mechanism, for which tests/attention/test_law.py compares both."""
+    """Tested here, or by a mechanism for which tests/attention/test_law.py compares both."""
     built = {type(_build(name, 1)[0]) for name in VARIANTS}
     for name in MECHANISMS:
         config = make_mechanism(name)

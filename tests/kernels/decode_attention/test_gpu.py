@@ -250,13 +250,6 @@ def test_another_gpu_is_named_with_the_fallback():
             gpu.check(*arrays)
 
 
-@pytest.fixture
-def no_cache():
-    jax.config.update("jax_enable_compilation_cache", False)  # its programs cannot be read back
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "model, name, length",
@@ -266,7 +259,7 @@ def no_cache():
         *(("d36", name, 4224) for name in ("mha", "lrkv", "lrkv_no_rope", "mla")),
     ],
 )
-def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length, no_cache):
+def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length):
     pytest.importorskip("jax_cuda13_plugin")
     shape = shapes.SHAPES[model][name]
     found, program, program_ptx = gpu_static.compiled(shape, batch=4, length=length)

@@ -227,18 +227,13 @@ def test_the_default_is_a_kernel_that_takes_a_chips_part(monkeypatch):
 # -- compiled for TPUs -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tpus():
-    jax.config.update("jax_enable_compilation_cache", False)  # its programs cannot be read back
-    yield topology.tpu_devices("v5e:2x2")
-    jax.config.update("jax_enable_compilation_cache", True)
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize("name, batch, kernel_calls", [("LRKV", 2, 2), ("Q-K=V", 1, 0)])
-def test_a_step_on_four_tpus_moves_and_copies_no_cache(tpus, name, batch, kernel_calls):
+def test_a_step_on_four_tpus_moves_and_copies_no_cache(
+    no_compilation_cache, name, batch, kernel_calls
+):
     config, memory = d36.model(name, layers=2), []
-    mesh = program.make_mesh(4, tpus)
+    mesh = program.make_mesh(4, topology.tpu_devices("v5e:2x2"))
     for length in (8192, 131_072):
         lowered = program.lowered_step(config, mesh, batch=batch, length=length)
         compiled = lowered.compile()

@@ -16,7 +16,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import shapes, tuning
-from kvjax.kernels.profile import __main__ as profile, agreement, measured, static, tpu_static
+from kvjax.kernels.profile import __main__ as profile, agreement, measured, tpu_static
 
 
 @pytest.fixture
@@ -168,12 +168,6 @@ def test_what_a_compiler_reports_of_a_gpus_kernel(monkeypatch):
     assert gpu_static.resources(shape, **sizes) == figures
     for (device, *given), name in zip(asked, ("h100", "h200", "h200"), strict=True):
         assert (device, given) == (f"a {name}", [(2, 3, 128, 256), jnp.bfloat16, (2,)])
-
-
-def test_the_kinds_tuned_for_are_those_of_the_datasheets():
-    for name, kind in static._TPU_KINDS.items():
-        device = types.SimpleNamespace(device_kind=kind, platform="tpu")
-        assert datasheets.for_device(device).name == name
 
 
 @pytest.mark.slow

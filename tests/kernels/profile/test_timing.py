@@ -1,4 +1,4 @@
-"""How decode kernels are timed: chains of calls over a ring of caches, contenders in turns."""
+"""Timing of decode kernels: chains of calls over a ring of caches, contenders in turns."""
 
 import dataclasses
 import itertools

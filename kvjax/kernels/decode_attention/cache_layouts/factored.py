@@ -77,12 +77,7 @@ class _Tiles:
         return (cache["value"].shape[2],)
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
-        z_BNTs = self._products(tile["key"], start)
-        if "key_scale" not in tile:
-            return z_BNTs
-        scale_BK1s = tile["key_scale"]
-        z_BKrs = tiles.rows(z_BNTs, scale_BK1s.shape[1])
-        return (z_BKrs * scale_BK1s).reshape(z_BNTs.shape)
+        return tiles.scaled(self._products(tile["key"], start), tile)
 
     def _products(self, key_BJRs: jax.Array, start: jax.Array) -> jax.Array:
         inputs = self.inputs

@@ -97,12 +97,7 @@ class _Tiles:
                     self.absorbed, start, latent_BKRs.shape[-1], self.inputs.rope_base
                 )
                 z_BNTs = z_BNTs + jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
-        if "key_scale" not in tile:
-            return z_BNTs
-        B, N, T, s = z_BNTs.shape
-        scale_BK1s = tile["key_scale"]
-        z_BKrs = tiles.rows(z_BNTs, scale_BK1s.shape[1])
-        return (z_BKrs * scale_BK1s).reshape(B, N, T, s)
+        return tiles.scaled(z_BNTs, tile)
 
     def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
         base, latent = tile["base_value"], tile["residual_value"]

@@ -36,6 +36,14 @@ def weighted_sum(p_BNTs: jax.Array, v_BKVs: jax.Array) -> jax.Array:
     return o_BKrV.reshape(B, N, T, -1)
 
 
+def scaled(z_BNTs: jax.Array, tile) -> jax.Array:
+    """Multiplies logits with the key scales [B, K, 1, s] of their KV heads, if the tile has any."""
+    if "key_scale" not in tile:
+        return z_BNTs
+    scale_BK1s = tile["key_scale"]
+    return (rows(z_BNTs, scale_BK1s.shape[1]) * scale_BK1s).reshape(z_BNTs.shape)
+
+
 def by_kv_head(x_BNTR: jax.Array, w_KRH: jax.Array, equation: str) -> jax.Array:
     """Multiplies every head's rows with its KV head's matrix: [B, N, T, ...]."""
     B, N, T, _ = x_BNTR.shape

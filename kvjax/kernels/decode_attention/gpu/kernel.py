@@ -1,7 +1,7 @@
 """The Mosaic GPU decode kernel: one kernel body for every cache layout that has a plan (`plans`).
 
-Grid (B, splits, head tiles). One program is one warpgroup of 4 warps. It attends with the query
-heads of `plan.heads` KV heads (a head tile) of one sequence to the tokens of one split:
+Grid (B, splits, head tiles). One program (`program`) is one warpgroup of 4 warps. It attends with
+the query heads of `plan.heads` KV heads (a head tile) of one sequence to the tokens of one split:
 
     HBM   cache arrays [B, channels, S], in slabs [64, tile_kv]   --TMA-->   ring[slot]
     SMEM  ring [slots, 64, tile_kv]          slabs, in the order of `plan.order`, tile after tile
@@ -37,10 +37,8 @@ programs share a multiprocessor where they fit (`plans.slots`), so that one comp
 other waits.
 """
 
-from collections.abc import Callable, Mapping
-import dataclasses
+from collections.abc import Mapping
 import functools
-import math
 
 import jax
 from jax import lax
@@ -48,16 +46,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.gpu import rank_space
 from kvjax.kernels.decode_attention.gpu.plans import Plan
-from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring, pin_here
-
-_MASKED = -1e30  # finite: a row of -inf alone would give NaN
-_LOG2E = math.log2(math.e)
-# A register layout for 16 rows of a slab: 4 rows of 64 elements per warp, 8 neighbours per thread.
-_SIXTEEN_ROWS = plgpu.Layout.TILED(
-    plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
+from kvjax.kernels.decode_attention.gpu.program import Program
+from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring
 
 
 @functools.partial(
@@ -172,7 +163,7 @@ def attend(
             tiles=lax.min(lax.div(first - start, tile_kv) + 1, split // tile_kv),
         )
         at = (b, split_index, head_tile)
-        program = _Program(plan, ref, ring, at, first, wgmma_in_flight)
+        program = Program(plan, ref, ring, at, first, wgmma_in_flight)
         pl.when(first >= start)(program.run)  # a split past the sequence's end has nothing to do
 
     run = plgpu.kernel(
@@ -187,255 +178,3 @@ def attend(
         kernel_name="decode_attention",
     )
     return run(first_B, *arrays.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """One program of the grid."""
-
-    plan: Plan
-    ref: Mapping  # arguments, outputs and scratch by name; shapes in `attend` and the file's head
-    ring: Ring
-    at: tuple[jax.Array, jax.Array, jax.Array]  # sequence, split, head tile
-    first: jax.Array  # slot of the sequence's new token: the last that is seen
-    wgmma_in_flight: int
-
-    def run(self) -> None:
-        """Runs the tiles of the split and writes its outputs."""
-        self.load_queries()  # also fills the ring
-        n, layout = self.plan.columns, plgpu.Layout.WGMMA
-
-        def zeros(rows):
-            return plgpu.layout_cast(jnp.zeros((rows, n), jnp.float32), layout)
-
-        maximum_n = plgpu.layout_cast(jnp.full((n,), _MASKED, jnp.float32), layout.reduce(0))
-        carry = maximum_n, zeros(self.ring.tile_kv), [zeros(ROWS) for _ in self.plan.values]
-        maximum_n, total_sn, o = lax.fori_loop(0, self.ring.tiles, self.attend_tile, carry)
-        # Written once, unnormalised: the caller merges splits by maximum and total.
-        self.ref["maximum"].at[self.at][...] = maximum_n
-        self.ref["total"].at[self.at][...] = jnp.sum(total_sn, axis=0)
-        for i, o_Vn in enumerate(o):
-            self.ref["o"].at[*self.at, i][...] = o_Vn
-
-    def load_queries(self) -> None:
-        """Loads the queries, and rotates them if need be, while the first slabs are on their way.
-
-        The RoPE basis is needed here only: it borrows the ring's last `basis_slots` slots.
-        """
-        plan, ref, ring = self.plan, self.ref, self.ring
-        b, split, head_tile = self.at
-        # Queries [keys, columns, 64] and the basis [H, 64] first: everything else waits for them.
-        plgpu.copy_gmem_to_smem(ref["query"].at[b, head_tile], ref["queries"], ref["ready"])
-        free = ring.slots - plan.basis_slots
-        basis = [ref["ring"].at[free + i] for i in range(plan.basis_slots)]  # [64, tile_kv = 64]
-        for i, slot in enumerate(basis):
-            rows = ref["basis"].at[pl.ds(i * ROWS, ROWS)]
-            plgpu.copy_gmem_to_smem(rows, slot, ref["ready"])
-        # Then the first slabs, into the slots without the basis, and two tiles' key scales.
-        for i in range(free):
-            ring.load(0, i)
-        for t in range(2):
-            self.load_scales(t)
-        plgpu.barrier_wait(ref["ready"])  # copies of queries and basis -> the products with them
-        if not plan.rotated:
-            return
-
-        @pl.loop(0, len(plan.rotated) * plan.group_size)
-        def _(i):
-            slab, r = lax.div(i, plan.group_size), lax.rem(i, plan.group_size)
-            head = lax.div(slab, len(plan.rotated) // plan.heads)
-            query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + r]  # [H]
-            row = head_tile * plan.rotated[0].stride + slab * ROWS  # of expand [K·R, H]
-            rank_space.rotate_query(i, query, ref["expand"], row, basis, ref["rank_queries"])
-
-        # Stores to rank_queries -> the products of `add_rotated_scores`; and every warp has waited
-        # for its last product with the basis -> the copies into its slots.
-        plgpu.commit_smem()
-        for i in range(free, ring.slots):
-            ring.load(0, i)
-
-    def attend_tile(self, t, carry):
-        """Scores one tile and adds its weighted values: a step of the online softmax.
-
-        `carry` has the maxima [columns], the sums of the weights by row of the tile, [tile_kv,
-        columns] (added up over rows once, at the end), and the outputs, [64, columns] per slab.
-        """
-        maximum_n, total_sn, o = carry
-        # Waits for the key slabs; releases those that are not values too.
-        z_sn = self.masked(t, self.scores(t) * (self.plan.scale * _LOG2E))
-        # Softmax in registers. Every warp gets the maxima of all rows (a reduction over warps).
-        new_n = jnp.maximum(maximum_n, jnp.max(z_sn, axis=0))
-        decay_n = jnp.exp2(maximum_n - new_n)
-        p_sn = jnp.exp2(z_sn - _to_rows(new_n, z_sn))
-        # wgmma takes its right operand from shared memory. The previous tile's products into it
-        # were waited for when their accumulators were read.
-        weights = self.ref["weights"]
-        weights.at[0].transpose((1, 0))[...] = p_sn.astype(weights.dtype)
-        plgpu.commit_smem()  # store to weights -> the value products
-        total_sn = total_sn * _to_rows(decay_n, z_sn) + p_sn  # float32, not the rounded weights
-        # Waits for the value slabs and releases them.
-        return new_n, total_sn, self.accumulate_values(t, o, decay_n)
-
-    # -- keys -------------------------------------------------------------------------------------
-
-    def scores(self, t) -> jax.Array:
-        """Returns the unscaled scores of a tile, [tile_kv, columns], in float32."""
-        plan, ring, queries = self.plan, self.ring, self.ref["queries"]
-        last = len(plan.keys) - 1
-
-        def products(acc):  # float32 [tile_kv, columns]
-            for i in range(len(plan.keys)):
-                key = ring.wait_slab(t, i)  # [64, tile_kv]; its copy has arrived
-                plgpu.wgmma(acc, key.transpose((1, 0)), queries.at[pin_here(i)].transpose((1, 0)))
-                # All products but the youngest are done: product i - 1 has read its slab, whose
-                # slot is refilled while product i runs. Slabs that are values too stay.
-                if i > plan.keys_reused_as_values:
-                    plgpu.wgmma_wait(1)
-                    ring.release(t, i - 1)
-            return acc[...]  # waits for all products
-
-        z_sn = pl.run_scoped(products, plgpu.ACC((ring.tile_kv, plan.columns), jnp.float32))
-        if last >= plan.keys_reused_as_values:
-            ring.release(t, last)
-        if plan.rotated:
-            z_sn = self.add_rotated_scores(t, z_sn)
-        return self.scaled(t, z_sn) if "scales" in self.ref else z_sn
-
-    def add_rotated_scores(self, t, z_sn: jax.Array) -> jax.Array:
-        """Adds the scores of the residual keys, head by head, each in its own column.
-
-        Each product is over one slab of latents and one query head; `wgmma_in_flight` run at once.
-        """
-        plan, ring, group = self.plan, self.ring, self.plan.group_size
-        column_sn, slabs_of_head = _iota(z_sn.shape, 1), len(plan.rotated) // plan.heads
-        # From global memory: all programs read the same table [split, 64].
-        table_sE = rank_space.load_table(self.ref, t * ring.tile_kv, ring.tile_kv)
-        slabs_and_heads = [(i, r) for i in range(len(plan.rotated)) for r in range(group)]
-        for batch in _batches(len(slabs_and_heads), self.wgmma_in_flight):
-            pairs = [slabs_and_heads[j] for j in batch]
-
-            def products(*accs, pairs=pairs):  # float32 [tile_kv, E] each
-                for (i, r), acc in zip(pairs, accs, strict=True):
-                    # The query heads of a KV head read the same slab; the first one waits for it.
-                    get_slab = ring.slab if r else ring.wait_slab
-                    latents = get_slab(t, len(plan.keys) + i)
-                    rank_space.issue_wgmma(acc, latents, i * group + r, self.ref["rank_queries"])
-                # The oldest accumulator is reduced over E while younger products run.
-                return _load_in_order(accs, lambda w_sE: jnp.sum(w_sE * table_sE, axis=1))
-
-            accs = [plgpu.ACC(table_sE.shape, jnp.float32) for _ in pairs]
-            for (i, r), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
-                own_sn = column_sn == i // slabs_of_head * group + r
-                z_sn = jnp.where(own_sn, z_sn + _to_columns(z_s, z_sn), z_sn)
-            # All products of the batch are done; slabs whose last query head it had are free.
-            if done := [len(plan.keys) + i for i, r in pairs if r == group - 1]:
-                ring.release(t, *done)
-        return z_sn
-
-    def scaled(self, t, z_sn: jax.Array) -> jax.Array:
-        """Multiplies the scores with the key_scale of their KV head, and loads tile t + 2's."""
-        slot, group = lax.rem(t, 2), self.plan.group_size
-        plgpu.barrier_wait(self.ref["scales_full"].at[slot])  # copy of tile t's scales -> the loads
-        column_sn = _iota(z_sn.shape, 1)
-        for k in range(self.plan.heads):
-            scales = self.ref["scales"].at[slot, k]  # [tile_kv]
-            scale_s = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
-            own_sn = (column_sn >= k * group) & (column_sn < (k + 1) * group)
-            z_sn = jnp.where(own_sn, z_sn * _to_columns(scale_s, z_sn), z_sn)
-        plgpu.commit_smem()  # every warp's loads of tile t's scales -> the copy of tile t + 2's
-        self.load_scales(t + 2)
-        return z_sn
-
-    def load_scales(self, t) -> None:
-        """Starts the copy of tile t's key scales, if keys are normed and the tile exists."""
-        if "scales" not in self.ref:
-            return
-        b, _, head_tile = self.at
-        slot = lax.rem(t, 2)
-
-        @pl.when(t < self.ring.tiles)
-        def _():
-            heads = pl.ds(head_tile * self.plan.heads, self.plan.heads)
-            tokens = pl.ds(self.ring.start + t * self.ring.tile_kv, self.ring.tile_kv)
-            scales, full = self.ref["scales"].at[slot], self.ref["scales_full"].at[slot]
-            plgpu.copy_gmem_to_smem(self.ref["key_scale"].at[b, heads, tokens], scales, full)
-
-    def masked(self, t, z_sn: jax.Array) -> jax.Array:
-        """Masks the scores of slots behind the sequence's new token."""
-        slot_sn = self.ring.start + t * self.ring.tile_kv + _iota(z_sn.shape, 0)
-        return jnp.where(slot_sn <= self.first, z_sn, _MASKED)
-
-    # -- values -----------------------------------------------------------------------------------
-
-    def accumulate_values(self, t, o, decay_n: jax.Array) -> list[jax.Array]:
-        """Returns o · decay + values · weights for every value slab, [64, columns] each."""
-        plan, ring, weights = self.plan, self.ring, self.ref["weights"]  # [1, columns, tile_kv]
-        # Keys that are values have been waited for, and kept, by `scores`.
-        reused = plan.keys_reused_as_values
-        begin = 0 if reused else len(plan.order) - len(plan.values)
-        out = []
-        for batch in _batches(len(o), self.wgmma_in_flight):
-            # Zeroed before the batch's products: `ptx.hazards` of the tests, which reads no
-            # addresses, forbids a store while any product is in flight.
-            for i in batch:
-                get_slab = ring.slab if reused else ring.wait_slab
-                self.zero_unwritten(t, get_slab(t, begin + i))
-
-            def products(*accs, batch=batch):  # float32 [64, columns] each
-                for acc, i in zip(accs, batch, strict=True):
-                    value = ring.slab(t, begin + i)
-                    plgpu.wgmma(acc, value, weights.at[pin_here(0)].transpose((1, 0)))
-                return _load_in_order(accs)
-
-            accs = [plgpu.ACC(o[i].shape, jnp.float32) for i in batch]
-            added = pl.run_scoped(products, *accs)  # waits for the batch's products
-            ring.release(t, *(begin + i for i in batch))
-            for i, added_Vn in zip(batch, added, strict=True):
-                # Without the barrier LLVM moves all additions to the end of the tile, where all
-                # accumulators are live at once and spill.
-                out.append(lax.optimization_barrier(o[i] * _to_rows(decay_n, o[i]) + added_Vn))
-        return out
-
-    def zero_unwritten(self, t, value) -> None:
-        """Zeroes a value slab's slots behind the new token: 0 · NaN would spoil the sum.
-
-        Only a sequence's last tile has such slots.
-        """
-        token = self.ring.start + t * self.ring.tile_kv
-
-        @pl.when(token + self.ring.tile_kv - 1 > self.first)
-        def _():
-            @pl.loop(0, ROWS, step=16)
-            def _(row):
-                rows = value.at[pl.ds(pl.multiple_of(row, 16), 16)]
-                v_Vs = plgpu.load(rows, layout=_SIXTEEN_ROWS)
-                slot_Vs = plgpu.broadcasted_iota(jnp.int32, v_Vs.shape, 1, layout=_SIXTEEN_ROWS)
-                rows[...] = jnp.where(token + slot_Vs <= self.first, v_Vs, jnp.zeros_like(v_Vs))
-
-            plgpu.commit_smem()  # stores of zeros -> the product that reads the slab
-
-
-def _batches(count: int, size: int) -> list[range]:
-    """Splits 0 .. count - 1 into consecutive ranges of at most `size`."""
-    return [range(i, min(i + size, count)) for i in range(0, count, size)]
-
-
-def _load_in_order(accs, then: Callable = lambda x: x) -> list[jax.Array]:
-    """Returns `then` of each accumulator, oldest first, while younger products are in flight."""
-    younger = range(len(accs) - 1, -1, -1)
-    load = plgpu.wgmma_accumulator_load
-    return [then(load(acc, wait_n=n)) for acc, n in zip(accs, younger, strict=True)]
-
-
-def _to_rows(x_n: jax.Array, like_sn: jax.Array) -> jax.Array:
-    """Repeats x over the rows of `like_sn`."""
-    return lax.broadcast_in_dim(x_n, like_sn.shape, [1])
-
-
-def _to_columns(x_s: jax.Array, like_sn: jax.Array) -> jax.Array:
-    """Repeats x over the columns of `like_sn`."""
-    return lax.broadcast_in_dim(x_s, like_sn.shape, [0])
-
-
-def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

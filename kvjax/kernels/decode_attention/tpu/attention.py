@@ -25,8 +25,9 @@ from kvjax.kernels.decode_attention.cache_layouts import (
     latent as latent_lib,
 )
 from kvjax.kernels.decode_attention.tpu import operators
+from kvjax.kernels.decode_attention.tpu.buffers import vmem_bytes
 from kvjax.kernels.decode_attention.tpu.interfaces import LANES, Component
-from kvjax.kernels.decode_attention.tpu.pipeline import attend, vmem_bytes
+from kvjax.kernels.decode_attention.tpu.pipeline import attend
 
 Cache = Mapping[str, jax.Array]
 # Tokens of a grid step (tile_kv) and of one product (score_tile), both multiples of 128. tile_kv

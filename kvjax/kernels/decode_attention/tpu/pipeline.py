@@ -32,64 +32,23 @@ i is scored, which gives the scheduler both kinds at once; the grid has one more
 
 from collections.abc import Sequence
 import functools
-import math
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from kvjax.foundation.rounding import round_up
+from kvjax.kernels.decode_attention.tpu.buffers import BoundComponent, Layout
 from kvjax.kernels.decode_attention.tpu.interfaces import (
     LANES,
     Component,
     Input,
-    Refs,
     Rows,
     columns,
     padded,
 )
 
 _MASKED = -1e30  # finite: exp(-inf - -inf) is NaN
-_COMPILER_BYTES = 2**18  # of VMEM that the compiler takes for itself
-
-
-def vmem_bytes(
-    components: Sequence[Component],
-    *,
-    heads: int,
-    key_scale: jax.Array | None,
-    tile_kv: int,
-    score_tile: int,
-) -> int:
-    """Returns the VMEM that a kernel takes: inputs and outputs twice, scratch, one product."""
-    layout = _Layout(
-        components,
-        heads=heads,
-        tile_kv=tile_kv,
-        score_tile=score_tile,
-        delay_values=False,  # these two change no size
-        scale=1.0,
-    )
-    scale = () if key_scale is None else (Input(key_scale, "keys"),)
-    total = 4 * LANES * (layout.buffer_rows + layout.logit_rows)
-    for x in (*(x for c in components for x in c.named("inputs").values()), *scale):
-        dims = x.array.shape if x.piece == "all" else x.array.shape[1:]
-        dims = (*dims[:-1], tile_kv) if x.piece in ("keys", "values") else dims
-        total += 2 * _tiled_bytes(dims, x.array.dtype)
-    for c in components:
-        total += sum(_tiled_bytes(x.shape, x.dtype) for x in c.named("scratch").values())
-        total += 2 * _tiled_bytes(c.values.out_dims, jnp.float32) if c.values else 0
-    total += 4 * score_tile * max(c.keys.product_rows for c in components)
-    return total + _COMPILER_BYTES
-
-
-def _tiled_bytes(dims: tuple[int, ...], dtype) -> int:
-    """Returns the bytes of an array padded to whole tiles of 128 lanes by 8 words of sublanes."""
-    size = jnp.dtype(dtype).itemsize
-    *major, rows, lanes = (1, 1, *dims)
-    rows = 1 if rows == 1 and size == 4 else round_up(rows, 32 // size)
-    return math.prod(major) * rows * round_up(lanes, LANES) * size
 
 
 def attend(
@@ -138,7 +97,7 @@ def attend(
     inputs, scratch = named("inputs"), named("scratch")
     if key_scale is not None:
         inputs.append(("key_scale", Input(key_scale, "keys")))  # [1, K, 1, tile_kv]
-    layout = _Layout(
+    layout = Layout(
         components,
         heads=heads,
         tile_kv=s,
@@ -223,78 +182,10 @@ def _spec(x: Input, s: int, X: int, delay_values: bool) -> pl.BlockSpec:
     return pl.BlockSpec(x.array.shape, lambda b, p, i, f: (0, 0, *zeros))
 
 
-class _Bound:
-    """A component inside the kernel: its refs, and its rows of the buffers."""
-
-    def __init__(self, component: Component, refs: Refs, *, scores: Rows, weights: Rows):
-        self.keys, self.values, self.refs = component.keys, component.values, refs
-        self.scores, self.weights = scores, weights
-
-
-class _Layout:
-    """First rows of everything in `row_buffer` and `logits`.
-
-    `row_buffer` has a tile's weights, then scores and sums of components whose keys go by head;
-    `logits` has a tile's logits, then scores of components that take all heads at once.
-    """
-
-    def __init__(
-        self, components: Sequence[Component], *, heads, tile_kv, score_tile, delay_values, scale
-    ):
-        self.components, self.heads = components, heads
-        self.delay_values, self.scale = delay_values, scale
-        self.tile_kv, self.score_tile = tile_kv, score_tile
-
-        def rows(tokens):
-            return tokens // LANES * padded(heads)
-
-        buffer, logits = rows(tile_kv), rows(tile_kv)  # the weights, the logits of a tile
-        self.scores, self.sums = [], []
-        for c in components:
-            # Scores of `score_tile` tokens only: `_combine_scores` adds them to the logits at once.
-            by_head = c.keys.by_head
-            self.scores.append(buffer if by_head else logits)
-            buffer += by_head * rows(score_tile)
-            logits += (not by_head) * rows(score_tile)
-            self.sums.append(buffer)
-            buffer += c.values.buffer_rows if c.values else 0
-        self.buffer_rows, self.logit_rows = buffer, logits
-
-    def bind(self, refs: dict, first, b, i) -> list["_Bound"]:
-        """Binds the components to the kernel's refs.
-
-        Args:
-          refs: by name.
-          first: slot of the sequence's new token.
-          b, i: the sequence and the grid step. With `delay_values` the hidden zeros of `Rows` are
-            computed from these, each kind of rows from another one.
-        """
-        N = self.heads
-
-        def hidden_zero(x):
-            return jnp.minimum(x, 0) if self.delay_values else 0
-
-        logits = Rows(refs["logits"], 0, N)  # after the softmax: weights
-        return [
-            _Bound(
-                component,
-                {name[2:]: ref for name, ref in refs.items() if name.startswith(f"{n}.")}
-                | {"sums": Rows(refs["row_buffer"], self.sums[n], 1, hidden_zero(first + b))},
-                scores=Rows(refs["row_buffer"], self.scores[n], N, hidden_zero(first))
-                if component.keys.by_head
-                else Rows(refs["logits"], self.scores[n], N),
-                weights=Rows(refs["row_buffer"], 0, N, hidden_zero(first + i))
-                if component.values is not None and component.values.by_head
-                else logits,
-            )
-            for n, component in enumerate(self.components)
-        ]
-
-
 class _Step:
     """A grid step: tile i of split p of sequence b."""
 
-    def __init__(self, layout: _Layout, first_ref, refs: dict):
+    def __init__(self, layout: Layout, first_ref, refs: dict):
         self.layout, self.refs = layout, refs
         b, self.p, self.i = (pl.program_id(axis) for axis in range(3))
         self.first = first_ref[b]
@@ -360,11 +251,13 @@ class _Step:
         for c in self.with_values:
             c.values.finish(c.refs, refs["total"])
 
-    def _run_tile(self, score: list[_Bound], accumulate: list[_Bound]) -> None:
+    def _run_tile(self, score: list[BoundComponent], accumulate: list[BoundComponent]) -> None:
         for start in range(0, self.layout.tile_kv, self.layout.score_tile):
             self._run_heads(start, score, accumulate)
 
-    def _run_heads(self, start, score: list[_Bound], accumulate: list[_Bound]) -> None:
+    def _run_heads(
+        self, start, score: list[BoundComponent], accumulate: list[BoundComponent]
+    ) -> None:
         """Scores and accumulates `score_tile` tokens from `start` on, interleaved by head."""
         tokens = pl.ds(start, self.layout.score_tile)
         # All heads at once on the matrix unit, or a function to run head by head below.
