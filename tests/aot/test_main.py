@@ -97,7 +97,7 @@ def test_all_that_is_printed_of_a_step_and_saved(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.aot
 def test_a_training_step_on_four_chips(no_compilation_cache, capsys, tmp_path):
-    """Fits, is sharded, gathers every matrix at least twice, and sends Muon's there and back."""
+    """Fits, is sharded, gathers each matrix at least twice, and sends Muon's matrices both ways."""
     file = tmp_path / "result.json"
     arguments = [f"--config={TINY}", "--topology=v5e:2x2", f"--output={file}"]
     override = "--config.compute.remat=full"

@@ -179,7 +179,7 @@ def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lrkv", "mla"])
 def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
-    """Not for devices that are not there either: every platform's branches are traced."""
+    """Every platform's branches are traced, those of absent devices too."""
     engine = Generator(make_model(name)).engine
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.weights)
 
@@ -211,7 +211,7 @@ def _equations(jaxpr) -> int:
 
 
 @pytest.mark.slow
-def test_who_asks_hears_of_compiling_and_of_prompts(make_model):
+def test_callbacks_of_compilation_and_prefill(make_model):
     generator, heard = Generator(make_model("lrkv"), chunk=5), []
     options = dict(
         num_tokens=2,

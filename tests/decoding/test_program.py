@@ -126,7 +126,7 @@ def _described(tree) -> list:
 @pytest.mark.aot
 @pytest.mark.parametrize("name, batch", [("LRKV", 2), ("MHA", 1)])
 def test_decode_step_on_a_gpu_writes_in_place_and_grows_with_nothing(name, batch):
-    """Two layers of d36; what is appended is no loop of windows, and no cache is copied."""
+    """Two layers of d36: appending is no loop of windows, and no cache is copied."""
     pytest.importorskip("jax_cuda13_plugin")
     config = d36.model(name, layers=2)
     short, long = (

@@ -34,14 +34,14 @@ from tests.decoding.prompts import HOT, tokens
         ([[1] * 7], dict(num_tokens=1 << 20), "rope positions end after 1048576 tokens"),
     ],
 )
-def test_requests_that_cannot_be(generator, prompts, options, message):
+def test_invalid_requests(generator, prompts, options, message):
     with pytest.raises(UserError, match=message):
         generator.start(prompts, **(dict(num_tokens=10) | options))
 
 
 @pytest.mark.slow
-def test_the_capacity_asked_for_suffices_to_its_last_token(generator):
-    """And is what is taken where none is asked for; the last token is never appended."""
+def test_a_capacity_suffices_to_its_last_token(generator):
+    """The default capacity is equally small; the last token is never appended."""
     roomy = tokens(generator, [[1] * 119], num_tokens=10, capacity=256, sampling=HOT)
     asked = tokens(generator, [[1] * 119], num_tokens=10, capacity=128, sampling=HOT)
     generation = generator.start([[1] * 119], num_tokens=10, sampling=HOT)
@@ -116,7 +116,7 @@ def test_memory_that_a_device_has_left(generator, monkeypatch):
         generator.start([[1]], num_tokens=3)
 
 
-def test_models_and_options_that_cannot_be(make_model):
+def test_invalid_models_and_options(make_model):
     with pytest.raises(UserError, match="causal = False: only a causal model"):
         Generator(make_model("mha", causal=False))
     with pytest.raises(UserError, match="implementation = 'fast': must be one of 'xla'"):

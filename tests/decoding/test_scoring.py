@@ -24,7 +24,7 @@ def _logits(graph, weights, tokens_BT):
 
 
 def _expected(model, sequence):
-    """[T, V] log-probabilities of what follows each token."""
+    """Returns [T, V] log-probabilities of the next token, and logits."""
     padded = np.array([sequence + [0] * (20 - len(sequence))])  # one program for all
     logits_TV = np.asarray(_logits(*nnx.split(model), padded))[0, : len(sequence)]
     return special.log_softmax(logits_TV, axis=-1), logits_TV
@@ -61,7 +61,7 @@ def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
 
 
-def test_what_cannot_be_scored_is_refused(make_model):
+def test_invalid_sequences_are_refused(make_model):
     scorer = Scorer(Generator(make_model("lrkv")))
     broken = nnx.clone(make_model("lrkv"))  # models are shared between tests
     broken.embedding[...] = np.nan * broken.embedding[...]

@@ -78,7 +78,7 @@ def test_memory_is_counted_per_chip(on_chips, monkeypatch):
         generator._check_memory(1, 256)
 
 
-def test_chips_that_cannot_be(on_chips, make_model):
+def test_invalid_chips(on_chips, make_model):
     mesh = jax.make_mesh((2, 2), ("data", "cache"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match="data = 2, cache = 2: decoding takes one axis 'cache'"):
         Generator(make_model("lrkv"), mesh=mesh)
@@ -93,8 +93,8 @@ def test_chips_that_cannot_be(on_chips, make_model):
 
 
 @pytest.mark.slow
-def test_weights_that_training_has_split_generate_the_same(make_model):
-    """A sample at the end of training on several devices has weights that lie in parts."""
+def test_sharded_weights_generate_the_same(make_model):
+    """Training on several devices samples from sharded weights."""
     graph, params = nnx.split(make_model("lrkv"))
     devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 

@@ -1,4 +1,4 @@
-"""Stop strings and special tokens end a text; what an assistant says is heard on the way."""
+"""Stop strings and special tokens end a text; callbacks get an answer while it is generated."""
 
 import dataclasses
 import types
@@ -63,10 +63,10 @@ def test_special_tokens_end_a_text(loaded):
 
 
 class Scripted:
-    """Stands for a Generator and its Generation: writes down what it is asked, says what is given.
+    """A Generator and its Generation with given tokens, which logs its calls.
 
     Args:
-      said: per sequence, its tokens.
+      said: tokens by sequence; None ends one.
       num_tokens: steps.
     """
 
@@ -107,7 +107,7 @@ class Scripted:
         self._said[b][:0] = ids
 
 
-def test_texts_are_asked_for_and_told_piece_by_piece(make_mechanism):
+def test_texts_reach_the_callbacks_piece_by_piece(make_mechanism):
     """Three sequences: up to the last token, to a stop string, to a token that ends it."""
     tokenizer = tokenizer_lib.byte_tokenizer().with_specials(["<|end|>"])
     tokenizer.ends = (97,)
@@ -170,7 +170,7 @@ def test_texts_are_asked_for_and_told_piece_by_piece(make_mechanism):
 
 
 def test_an_assistant_calls_the_calculator_while_it_answers():
-    """And is told what it says; an answer ends by itself, at a stop string, or by its length."""
+    """Results are forced after calls; answers end by a token, at a stop string, or by length."""
     names = tokenizer_lib.CONVERSATION_SPECIALS
     talk = NativeDialogue(tokenizer_lib.byte_tokenizer().with_specials(names), "here")
     s = talk.specials

@@ -1,4 +1,4 @@
-"""Text as it comes: never half a character, never part of a stop string."""
+"""Streamed text: never half a character, never part of a stop string."""
 
 import hypothesis
 from hypothesis import strategies as st

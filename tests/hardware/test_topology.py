@@ -1,4 +1,4 @@
-"""Names of TPUs and GPUs to compile for that need not be there, and what compilers are asked."""
+"""Topologies of absent TPUs and GPUs by name, and the arguments of their compilers."""
 
 import types
 
@@ -13,7 +13,7 @@ from kvjax.hardware import datasheets, topology
 
 @pytest.fixture
 def compilers(monkeypatch):
-    """Compilers that note what they are asked, and know no "3x3" and no more than six GPUs."""
+    """Compilers that log their arguments, and know no "3x3" and no more than six GPUs."""
     asked, environment = [], dict(TPU_SKIP_MDS_QUERY="0")
 
     def describe(*name, **options):

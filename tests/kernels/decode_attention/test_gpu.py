@@ -125,7 +125,7 @@ def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
     [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)],
 )
 def test_queries_in_float32_are_taken(shape):
-    """Absorbed MLA has such queries."""
+    """Queries of absorbed MLA are float32."""
 
     @jax.jit
     def run(inputs, cache, first_B):

@@ -1,4 +1,4 @@
-"""Tile sizes from tuned.json: the entry that is taken, and the default if none can be used."""
+"""Tile sizes from tuned.json: the choice of an entry, and the default without one."""
 
 import functools
 import json
@@ -100,7 +100,7 @@ def test_keys():
 
 @pytest.mark.parametrize("tile_kv", [1, 64, 100_000])
 def test_impossible_tiles_are_rounded(write, tile_kv):
-    """To a divisor of the capacity, in whole lanes."""
+    """Rounded down to a divisor of the capacity, in whole lanes."""
     inputs, cache = shapes.abstract(
         shapes.SHAPES["d12"]["mha"], batch=1, length=384, dtype=jnp.bfloat16
     )

@@ -48,11 +48,11 @@ def test_a_row_is_bytes_and_flops_over_the_median():
         gbps=pytest.approx(1024.0),
         of_datasheet=pytest.approx(1.024 / 4.8),
         of_copy=pytest.approx(0.5),
-        tflops=pytest.approx(2000 * 2 * 6 * 256 / 2),
+        tflops=pytest.approx(2000 * 2 * 6 * 256 / 2e-6 / 1e12),
         caches=7,
         may_stay_on_chip=True,
         may_be_launches=False,
-    ) | dict(tflops=pytest.approx(2000 * 2 * 6 * 256 / 2e-6 / 1e12))
+    )
     assert measured.row(problem, [1.0], copied=1.0, run=_run(device=None))["of_datasheet"] is None
     assert "noise" in measured.row(problem, [2.0, -1.0, -1.0], copied=1.0, run=_run())["why"]
     problem.caches = [{}] * 245  # of 2,048,000 bytes, beside 60 MiB

@@ -18,7 +18,7 @@ from kvjax.kernels.profile import contenders, side_by_side, timing
 
 
 def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
-    """Calls are counted where they run; one that nothing ties to the last would be hoisted."""
+    """A call that does not depend on the one before would be hoisted out of the loop."""
     seen = []
 
     def attend(query, cache):
@@ -40,7 +40,7 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
 
 
 def test_a_chain_reads_the_caches_where_they_are():
-    """Its program computes within the loop, and has no room for a copy of a cache."""
+    """All computation is inside the loop; temporaries are smaller than a cache."""
     shape = GroupedSizes(N=2, K=2)
     inputs, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.float32)
 
@@ -120,7 +120,7 @@ def test_between_cuda_events_there_is_one_call_and_before_them_a_read():
 
 @pytest.mark.parametrize("library", ["torch", "torch_flash"])
 def test_what_pytorch_is_given(monkeypatch, library):
-    """Caches in its own layout, and of groups where there are some; there must be a GPU."""
+    """Caches in the library's layout, `enable_gqa` for GQA; refused without a GPU."""
     heard, here = [], []
 
     def attend(*arrays, **options):
@@ -163,19 +163,20 @@ def test_what_pytorch_is_given(monkeypatch, library):
         with pytest.raises(ImportError, match="flash-attn is not installed"):
             sample(GroupedSizes(N=6, K=3))
     here.append("flash_attn")
-    shapes_ = GroupedSizes(N=6, K=3, H=16, Hv=32), GroupedSizes(N=6, K=6, H=16, Hv=32)
-    assert [sample(shape) for shape in shapes_] == [0.5] * 2
-    if library == "torch":
-        gqa = ((2, 6, 1, 16), (2, 3, 8, 16), (2, 3, 8, 32), dict(enable_gqa=True))
-        mha = ((2, 6, 1, 16), (2, 6, 8, 16), (2, 6, 8, 32), {})
-    else:
-        gqa = ((2, 1, 6, 16), (2, 8, 3, 16), (2, 8, 3, 32), {})
-        mha = ((2, 1, 6, 16), (2, 8, 6, 16), (2, 8, 6, 32), {})
-    assert heard == [gqa] * 3 + [mha] * 3  # a ring of as many caches as ours
+
+    def dims(heads, tokens, width):
+        return (2, heads, tokens, width) if library == "torch" else (2, tokens, heads, width)
+
+    for K in (3, 6):
+        heard.clear()
+        assert sample(GroupedSizes(N=6, K=K, H=16, Hv=32)) == 0.5
+        options = dict(enable_gqa=True) if (library, K) == ("torch", 3) else {}
+        arrays = dims(6, 1, 16), dims(K, 8, 16), dims(K, 8, 32)
+        assert heard == [(*arrays, options)] * 3  # a ring of as many caches as ours
 
 
 def test_what_cudnn_is_given(monkeypatch):
-    """Caches with tokens second, a copy; its program is lowered for as many as the ring has."""
+    """Copies of the caches with tokens second, lowered for the whole ring."""
     asked, targets = [], []
 
     def attend(query, keys, values, *, scale, implementation):
@@ -201,8 +202,6 @@ def test_what_cudnn_is_given(monkeypatch):
 
 
 def test_what_devices_hold_and_a_copy_moves(monkeypatch):
-    mib = dict(h100=50, h200=60, v4=160, v5e=128, v5p=128, v6e=128, cpu=32)
-    assert timing.ON_CHIP_BYTES == {name: n * 2**20 for name, n in mib.items()}
     taken = []
 
     def slope(make, calls, *, target):

@@ -74,7 +74,7 @@ def test_several_devices_equal_one(small_blocks, implementation, sizes, both, K,
 @pytest.mark.parametrize("implementation", quick.only(["xla"], ["xla", "splash"]))
 @pytest.mark.parametrize("sequence", quick.only([2], [1, 2]))
 def test_causality(small_blocks, implementation, sequence):
-    """An output has a gradient by a value if and only if it stands no later in the row."""
+    """An output depends on a value if and only if its position is not later."""
     length = 512
     mesh = cases.mesh(sequence=sequence)
     order = zigzag(length, sequence)

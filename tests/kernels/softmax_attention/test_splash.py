@@ -27,8 +27,6 @@ SPLASH = [
     (4, 2, 64, 128, True, True),
     pytest.param((2, 2, 24, 40, False, False), marks=pytest.mark.slow),
     pytest.param((4, 1, 192, 128, True, False), marks=pytest.mark.slow),
-    pytest.param((2, 2, 128, 128, True, False), marks=pytest.mark.slow),
-    pytest.param((2, 2, 64, 128, False, False), marks=pytest.mark.slow),
     pytest.param((4, 1, 192, 128, False, True), marks=pytest.mark.slow),
     pytest.param((3, 1, 40, 24, True, True), marks=pytest.mark.slow),
 ]
@@ -49,7 +47,7 @@ def test_splash_equals_xla_in_float64(small_blocks, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [SPLASH[0], SPLASH[3]], ids=str)
+@pytest.mark.parametrize("case", [SPLASH[0], (2, 2, 128, 128, True, False)], ids=str)
 def test_splash_in_bfloat16(small_blocks, case):
     """Scaled queries, probabilities and outputs are rounded to 8 bits: a few times 2^-9."""
     arrays, options = _case(1, *case, dtype=BFLOAT16)
@@ -134,6 +132,7 @@ SPLASH_REFUSES = [
     (dict(length=256), dict(sequence=4), "256 queries are not .* 128 x sequence = 4 devices"),
     (dict(B=3), dict(fsdp=2), "batch of 3 is not divided by data x fsdp = 2"),
     (dict(N=6, K=6), dict(tensor=4), "6 query heads on 6 KV heads .* tensor = 4"),
+    (dict(N=12, K=3), dict(tensor=4), "12 query heads on 3 KV heads .* tensor = 4"),
     (dict(N=12, K=6), dict(tensor=4), "12 query heads on 6 KV heads .* tensor = 4"),
     (dict(H=576, Hv=576), {}, "2304 bytes are over 2176"),
 ]
