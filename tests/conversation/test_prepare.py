@@ -169,7 +169,7 @@ def test_what_the_assistant_says_counts(tmp_path, mixture, rows):
 @pytest.mark.parametrize("loss", ["all", "assistant"])
 @pytest.mark.parametrize("pack", ["whole", "single"])
 def test_whole_conversations_in_a_row(tmp_path, mixture, rows, pack, loss):
-    """Each once and uncut where it fits; what is filled does not count."""
+    """Each conversation is written once, uncut if it fits; padding has loss 0."""
     length = 260
     changed = dataclasses.replace(mixture, pack=pack, loss=loss)
     dataset = _open(changed, _data(tmp_path, sequence_length=length))
@@ -214,7 +214,7 @@ def test_the_best_fit_is_the_largest_that_fits():
 
 
 def test_rows_that_are_no_conversation(tmp_path, mixture, rows):
-    """An error with file and row; left out and listed where that is asked for."""
+    """They raise an error with file and row, or are listed with skip_broken."""
     path = tmp_path / "gsm8k.jsonl"
     _write(path, [*rows["gsm8k"][:5], dict(question="?"), *rows["gsm8k"][6:]])
     message = "gsm8k.jsonl, line 6: has no answer.*config.mixture.skip_broken=True skips such rows"
@@ -326,7 +326,7 @@ def test_validation_is_not_trained_on(tmp_path, mixture):
     ],
 )
 def test_values_that_cannot_be(keys, message):
-    """Beside those that are taken where nothing is said."""
+    """Covers the defaults, too."""
     plain = dataclasses.asdict(MixtureConfig(smoltalk="a", validation_smoltalk="b"))
     given = {key: value for key, value in plain.items() if value != ""}
     kinds = ("smoltalk", "mmlu", "gsm8k", "arc", "conversations")

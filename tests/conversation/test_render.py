@@ -84,7 +84,7 @@ def test_many_at_once_are_each_by_itself(renderer):
 @pytest.mark.slow
 @given(st.lists(st.text(), min_size=1, max_size=5))
 def test_the_visible_text_is_the_conversation(renderer, contents):
-    """Whatever it says; the names of special tokens in it too."""
+    """Texts may contain the names of special tokens."""
     ids = renderer(_of(*contents), limit=1 << 20).ids
     visible = bytes(i for i in ids if i < 256).decode()
     assert visible == "".join(contents)

@@ -293,7 +293,7 @@ def test_tfds(tmp_path, monkeypatch):
 
 
 def test_examples_that_cannot_be_read_are_told_with_their_number(monkeypatch):
-    """Whatever their library raises; text comes as bytes, alone or as an array's."""
+    """TFDS may raise any exception; text comes as bytes, alone or in arrays."""
 
     class Examples(list):
         def __getitem__(self, i):

@@ -37,7 +37,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def encode(tokenizer):
-    """The ids as text: specials in brackets, all else as bytes."""
+    """Returns a function from messages to their ids as text, specials in brackets."""
 
     def encode(*messages, text=CHATML, files=None, **options):
         template = Template(tokenizer, text, files or {})
@@ -149,8 +149,10 @@ def told(template, content):
 
 
 def test_a_template_writes_control_tokens_and_no_message_does():
-    """Whatever flag they have; the one behind an answer ends it. Other words, blanks and what a
-    template's own code has are text. A word of the vocabulary is one."""
+    """Control tokens of any flag; the one after an answer ends it.
+
+    Other words, blanks and strings of the template's code stay text.
+    """
     words = ["user", "covid", "\n\n", "```", "['"]
     code = "{# covid ``` #}{% set a = {'b': 1}['b'] %}"
     for (family, (text, names, end)), kind in itertools.product(FAMILIES.items(), KINDS):
@@ -201,7 +203,7 @@ def test_an_answers_own_format_is_taken_apart_by_the_template():
 
 
 def test_ordinary_tokens_in_a_templates_own_text_stay_ordinary():
-    """Where it does not write them."""
+    """Template code is not text that the template writes."""
     code = "{% for m in messages %}{% if m['tools'] %}[['{% endif %}{% endfor %}<|end|>"
     found = Template(has(["['", "<|end|>"], "ordinary"), code, {}).tokenizer
     assert found.controls == {"<|bos|>", "<|end|>"}
@@ -286,7 +288,7 @@ def test_a_message_to_be_continued(tokenizer):
 
 
 def test_three_ways_to_talk_to_a_model(tokenizer):
-    """The nine specials, with a limit; a template, with a date; or neither."""
+    """Covers the nine special tokens, a dated template, and plain text."""
     talk = [dict(role="user", content="x" * 5000)]
     nine = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
     native = dialogue.make(nine, CHATML, FILES, where="runs/x")
@@ -357,8 +359,10 @@ def test_what_is_refused(tokenizer):
 
 
 def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
-    """Ends the process that renders, and the next one starts again. An expression may be folded
-    when a template is compiled, or met in a message."""
+    """A rendering that exceeds a limit ends its process; the next rendering starts another.
+
+    Jinja may evaluate an expression when it compiles a template, or when it renders.
+    """
     for name in ("_SECONDS", "_TRIAL_SECONDS"):
         monkeypatch.setattr(jinja_process, name, 0.3)
     jinja_process._worker.cache_clear()

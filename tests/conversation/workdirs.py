@@ -13,7 +13,7 @@ TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSAT
 
 
 class Talking(workdirs.Made):
-    """A model whose tokenizer is of bytes and the nine specials; or of bytes alone."""
+    """A model with a given tokenizer and context."""
 
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer, context: int):
         block, mechanism, _ = workdirs.MODELS["lrkv"]
@@ -30,10 +30,10 @@ def write(
     template: str | None = None,
     context: int = 600,
 ) -> epath.Path:
-    """A workdir.
+    """Writes a workdir.
 
     Args:
-      template: in Jinja, as an imported model has it.
+      template: chat template, in Jinja.
       context: tokens that it was trained on.
     """
     model = Talking(tokenizer, context)

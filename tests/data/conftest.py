@@ -32,13 +32,13 @@ def _whole(pieces):
 
 @pytest.fixture(scope="session")
 def write_jsonl():
-    """A function of a path and texts: writes a .jsonl file of them, returns the path."""
+    """Returns a function that writes texts to a .jsonl file and returns its path."""
     return _write_jsonl
 
 
 @pytest.fixture(scope="session")
 def whole():
-    """A function of pieces: the documents that they make up."""
+    """Returns a function from pieces to the documents that they make up."""
     return _whole
 
 
@@ -89,7 +89,7 @@ def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
 
 @pytest.fixture
 def expected(config, tmp_path, monkeypatch):
-    """The files that one process makes of `config`, undisturbed."""
+    """The bytes of each file that one process prepares from `config`."""
     with monkeypatch.context() as patch:
         patch.setenv("KVJAX_CACHE", str(tmp_path / "expected"))
         found = corpora.files(prepare.prepare(config, workers=1))

@@ -68,7 +68,7 @@ class Pipeline:
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """The modules that stand for Beam's, by name."""
+    """Returns the modules that replace Beam's, by name."""
     beam = types.ModuleType("apache_beam")
     beam.__spec__ = importlib.machinery.ModuleSpec("apache_beam", None)
     beam.Pipeline, beam.DoFn = Pipeline, DoFn

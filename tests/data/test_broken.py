@@ -25,7 +25,7 @@ from tests.data.corpora import begun
 
 @pytest.fixture
 def broken(config, small_texts):
-    """A broken line, a row group with flipped bytes and a file without its end; what is whole."""
+    """Breaks a line of JSON, a row group of one Parquet file and the end of another."""
     folder = pathlib.Path(config.source)
     lines = (folder / "1.jsonl").read_text().splitlines()
     lines[5] = lines[5][: len(lines[5]) // 2]
@@ -91,7 +91,7 @@ def test_records_without_a_text_are_counted_over_all_parts(config, capsys):
     ],
 )
 def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypatch, failure, said):
-    """It may be read the next time: a line, or the header of a Parquet file."""
+    """Such reads may succeed later: of a line, or of a Parquet file's header."""
     table = pathlib.Path(config.source) / "3.parquet"
     pq.write_table(pa.table({"text": ["one", "two"]}), table)
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)

@@ -23,7 +23,7 @@ PLACES = ("a{0}b", ". {0}. a", "x'{0}y", "1{0}2{0}{0}34", " {0}{0}a\n{0}\n", "'{
 
 @pytest.fixture(scope="module")
 def trained(small_texts):
-    """A function of a split's name: a tokenizer of 500 tokens."""
+    """Returns a function from a split pattern's name to a tokenizer of 500 tokens."""
 
     def train(name):
         backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -83,7 +83,7 @@ def test_bytes_alone():
 
 
 def test_there_is_none_where_ids_might_differ(trained):
-    """Each is one step from a tokenizer that has one."""
+    """Changes one option of a tokenizer that has a fast encoder."""
     definition = json.loads(trained("ours").to_str())
 
     def has_one(change) -> bool:

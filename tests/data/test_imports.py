@@ -26,7 +26,7 @@ def test_importing_the_preparation_imports_nothing_of_jax():
 
 @pytest.mark.slow
 def test_preparing_imports_nothing_of_jax(tmp_path):
-    """From Parquet and from JSON lines, a tokenizer trained: the launcher and a worker in one."""
+    """Reads Parquet and JSON lines and trains a tokenizer, in one process."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

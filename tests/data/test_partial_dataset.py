@@ -85,7 +85,7 @@ def test_failures_are_those_of_parts_that_are_not_done(making):
 
 
 def test_of_what_is_left_out_the_first_messages_are_kept(monkeypatch):
-    """Each once, however often a file is opened; all are counted, and null texts apart."""
+    """Counts each message once, however often a file is opened, and null texts separately."""
     for module in (tokenized_part, preparation):
         monkeypatch.setattr(module, "MAX_MESSAGES", 2)
     left_out = tokenized_part.ErrorCollector(True)

@@ -63,7 +63,7 @@ def test_parts_are_the_whole(config, whole, monkeypatch):
 
 
 def test_books_are_parts_as_they_lie(small_texts, whole, tmp_path, monkeypatch):
-    """Each is one range; its last bytes are held out, or nothing is."""
+    """Each book is one range; its last bytes are held out unless there is a validation source."""
     monkeypatch.setattr(source_kinds, "CORPUS", epath.Path(tmp_path))
     monkeypatch.setattr(source_kinds, "EMBEDDED_VALIDATION_BYTES", 1500)
     texts = {"train": [], "validation": [], "all": []}
@@ -156,7 +156,7 @@ def _flat(pieces):
 
 
 def test_parts_are_larger_where_rows_are_long():
-    """A part drops less than a row of hundreds."""
+    """A part holds at least 256 rows, and at most one is dropped."""
     for length in (16, 2048, 1 << 15, 1 << 17, 1 << 20):
         config = config_lib.DataConfig(sequence_length=length)
         rows = parts.part_bytes(config) / (4 * length)

@@ -110,7 +110,7 @@ class _Workers(concurrent.futures.Executor):
 
 
 def test_what_workers_are_given(config, monkeypatch):
-    """And how they end: with their caller, and when one of them fails."""
+    """Covers also their end: with their caller, and when one of them fails."""
     (pathlib.Path(config.source) / "2.jsonl").unlink()
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
     making = begun(config)

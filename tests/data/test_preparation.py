@@ -123,7 +123,7 @@ def test_a_source_that_changed_between_attempts_begins_anew(config, expected, mo
 
 @pytest.mark.slow
 def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, monkeypatch):
-    """Although it is as it was in the end: a part may have been made of the other text."""
+    """The restored file is read again, since a part may hold the other text."""
     making = begun(config)
     path = pathlib.Path(config.source) / "1.jsonl"
     before, others = path.read_bytes(), path.read_bytes().replace(b"o", b"i")

@@ -65,7 +65,7 @@ def test_time_by_the_plan(config):
 
 
 class _Clock:
-    """Each look at it is a second later than the one before."""
+    """A clock that advances a second per reading."""
 
     def __init__(self):
         self._now = 0
@@ -148,7 +148,7 @@ def test_what_a_large_corpus_takes_is_told_before(config, monkeypatch, bucket):
 
 
 def test_of_many_parts_some_are_sampled_from_their_start(config, monkeypatch, tmp_path):
-    """With a smaller vocabulary where they have too little text for the one that is asked for."""
+    """Trains a smaller vocabulary where the sample is too short for the config's."""
     monkeypatch.setattr(preparation_estimate, "SAMPLED_CHARACTERS", 300)
     (tmp_path / "validation.txt").write_text("one\ftwo\f" * 999)
     config = dataclasses.replace(

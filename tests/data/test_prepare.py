@@ -48,7 +48,7 @@ def rows(dataset, split):
 
 
 def split(texts, config):
-    """The texts of train and of validation, by definition."""
+    """Returns the texts of train and of validation, by definition."""
     held_out = [source_kinds.is_held_out(text, config.validation_fraction) for text in texts]
     return [
         [t for t, h in zip(texts, held_out, strict=True) if h == side] for side in (False, True)

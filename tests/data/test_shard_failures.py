@@ -20,7 +20,7 @@ from tests.data.test_loader import take
 
 @pytest.fixture
 def copy(written, tmp_path):
-    """A copy of the data set that sizes do not guard, as one from before there were digests."""
+    """A copy of the data set without digests, as early versions wrote it."""
     path = tmp_path / "copy"
     shutil.copytree(written[0], path)
     info = json.loads((path / manifest.MANIFEST).read_text())
@@ -110,7 +110,7 @@ class Gate:
 
 @pytest.fixture
 def in_bucket(written, bucket):
-    """The data set as gs://data/many, and the folder that this is."""
+    """The data set as gs://data/many, and its local folder."""
     shutil.copytree(written[0], bucket / "data" / "many")
     return "gs://data/many", bucket / "data" / "many"
 

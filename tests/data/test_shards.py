@@ -22,7 +22,7 @@ from tests.data.test_loader import take
 
 
 def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
-    """A stream's, of a mask too, which is all that waits; beside them rows of no stream."""
+    """Buffers less than a block of a stream and its mask; `add_row` adds rows of no stream."""
     written, T_last = [], 12
 
     class Writer(packed_rows.ArrayRecordWriter):
@@ -159,7 +159,7 @@ def test_rows_that_take_long_are_read_at_once(dataset, written, monkeypatch):
 
 
 def test_rows_that_nobody_has_leave_nothing_open(dataset):
-    """At once: until the next collection of circles hundreds of files would be open."""
+    """Closes files by reference counts: the garbage collector would leave hundreds open."""
     opened = []
     for _ in range(2):
         rows = dataclasses.replace(dataset).rows("train")
@@ -244,7 +244,7 @@ class Virtual:
 
 
 def test_the_order_is_that_of_grains_own_source():
-    """So it was when rows, and not indices, were shuffled; runs resume on it."""
+    """Runs resume on the order of early versions, which shuffled rows instead of indices."""
     count = 1009
     keys = dict(sequence_length=1, batch_size=16, seed=11)
     order = take(loader.train_batches(Virtual(count), position=0, **keys), 130)[..., 0]

@@ -18,13 +18,13 @@ from kvjax.data import config as config_lib, manifest, matching, readers, source
 
 @pytest.fixture(scope="session")
 def documents(whole):
-    """A function of a split and the keys of a config: the split's documents."""
+    """Returns a function from a split and config keys to the split's documents."""
     return lambda split, **keys: whole(sources.pieces(config_lib.DataConfig(**keys), split))
 
 
 @pytest.fixture(scope="session")
 def split_texts(documents):
-    """A function of the keys of a config: train's and validation's documents; one may be empty."""
+    """Returns a function from config keys to both splits' documents; one may be empty."""
 
     def read(split, **keys):
         try:

@@ -21,7 +21,7 @@ def bpe(small_texts):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, small_texts):
-    """A tokenizer.json as others write them: digits split, a space token, a post-processor."""
+    """A published tokenizer.json: digits split, a token with a space, a post-processor."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     steps = tokenizers.pre_tokenizers
     backend.pre_tokenizer = steps.Sequence([steps.Digits(True), steps.ByteLevel(False)])
@@ -96,7 +96,7 @@ def test_more_specials_stand_behind_all_ids(by_kind, kind):
 
 
 def test_more_specials_where_the_vocabulary_has_holes(published, bpe):
-    """They take ids after the last, whatever is missing before it."""
+    """New special tokens take ids after the last one."""
     definition = json.loads(published.to_json())
     vocab = definition["model"]["vocab"]
     last = max(vocab, key=vocab.get)
@@ -204,7 +204,7 @@ OTHER = "<｜begin▁of▁sentence｜>"
 
 @pytest.mark.parametrize("before", [None, tokenizers.processors.ByteLevel(trim_offsets=False)])
 def test_a_special_of_another_name_opens_documents(bpe, before):
-    """It is written down beside what is there, and texts are encoded as before."""
+    """The post-processor names it beside its other steps, and texts are encoded as before."""
     backend = tokenizers.Tokenizer.from_str(bpe.to_json().replace(tokenizer_lib.BOS, OTHER))
     backend.add_special_tokens(["<z>"])
     backend.post_processor = before or backend.post_processor
@@ -309,7 +309,7 @@ def test_unusable_tokenizer_is_named(bpe, tmp_path, change, message):
 
 
 def test_a_text_that_the_library_gives_up_on_is_named(bpe):
-    """Covers panics of both libraries and an error; the slower is asked if the faster gives up."""
+    """Covers panics of both libraries; `tokenizers` encodes texts on which `tiktoken` fails."""
     definition = json.loads(bpe.to_json())
     definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
     backtracking, text = tokenizer_lib.from_json(json.dumps(definition), "a name"), "a" * 24 + "x"

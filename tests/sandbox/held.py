@@ -1,4 +1,4 @@
-"""Every attack against every combination of layers that this machine has: how many are held.
+"""Tries every attack on every combination of layers of this machine.
 
     python -m tests.sandbox.held [LAYERS ...] [--json] [--quick]
 
@@ -44,7 +44,7 @@ COMBINATIONS: dict[str, Callable[[], Layers]] = {
 
 
 def try_all(box: Box, programs: dict[str, str], *, by_the_test: bool = False) -> list[str]:
-    """The names of programs that passed, and what they changed outside; in order.
+    """Returns the names of programs that passed, and what they changed outside.
 
     Args:
       by_the_test: they are tried in the judge, of breaches.
@@ -66,7 +66,7 @@ def try_all(box: Box, programs: dict[str, str], *, by_the_test: bool = False) ->
 
 
 def table(names: list[str], *, quick: bool) -> list[dict]:
-    """A row of results for each combination that this machine has."""
+    """Returns a row of results for each combination of layers."""
     programs = attacks.BREACHES | attacks.FORGERIES | ({} if quick else attacks.SIEGES)
     rows = []
     for name in names:

@@ -16,7 +16,7 @@ PROCESSOR = seccomp.PROCESSORS.get(os.uname().machine)
 
 
 def without(numbers: list[int]) -> None:
-    """Lets these calls answer ENOSYS in this process and all that it starts."""
+    """Makes these calls fail with ENOSYS in this process and its children."""
     code = [(0x20, 0, 0, 0)]
     for number in numbers:
         code += [(0x15, 0, 1, number), (0x06, 0, 0, seccomp.ERROR | errno.ENOSYS)]

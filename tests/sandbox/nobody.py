@@ -1,4 +1,4 @@
-"""A command of Python as the user `nobody`, who may not read what this user has."""
+"""Runs Python as the user `nobody`, who cannot read this user's files."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _COPIED = ("kvjax/__init__.py", "kvjax/sandbox", "tests/__init__.py", "tests/san
 
 
 def why_not() -> str | None:
-    """Why it cannot be done; None if it can."""
+    """Returns why it cannot be done; None if it can."""
     if os.geteuid():
         return "only root becomes another user"
     if not shutil.which("setpriv") or not shutil.which("unshare"):

@@ -9,7 +9,7 @@ import socket
 
 
 class Outside(contextlib.ExitStack):
-    """A folder with a secret and a victim, and ends of connections; `changes` tells what happened.
+    """A folder with a secret and a victim, and ends of connections; `changes` lists what happened.
 
     Attributes:
       names: for `attacks.filled`.

@@ -52,7 +52,7 @@ SOME_SIEGES = ("an answer nested deep", "an answer over the limit", "crashes")
 
 @pytest.fixture(scope="module")
 def box():
-    """Without namespaces, which would hide that another layer does not hold; with little time."""
+    """A box without namespaces, which would hide the failure of another layer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(namespaces, "_installed", list)
         return sandbox.open("auto", sandbox.Limits(seconds=2.0, retries=0))

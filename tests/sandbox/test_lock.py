@@ -1,6 +1,6 @@
-"""What a locked interpreter asks of the kernel, in the order and with the numbers of its headers.
+"""System calls of a locked interpreter, in order, with the numbers of the kernel's headers.
 
-Nothing is locked: the calls are written down.
+Nothing is locked: the calls are recorded.
 """
 
 import ctypes

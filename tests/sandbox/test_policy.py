@@ -31,7 +31,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linu
 
 @pytest.fixture
 def opened(monkeypatch):
-    """A function of what holds: the layers that the policy asks for; nothing is started."""
+    """Returns a function from supported layers to the layers that a policy opens."""
     asked = []
 
     def box(layers, limits, without=(), breaches=True):
@@ -89,7 +89,7 @@ def test_an_unknown_policy():
 
 
 def test_other_machines_have_webassembly_alone(opened, monkeypatch):
-    """And there the interpreter is what was compiled; the first that holds is taken."""
+    """The policy "auto" takes WebAssembly only if the Linux layers are missing."""
     runtime = webassembly.Runtime("/packages", "/x.cwasm", "wasmtime 1")
     for name, value, told in (
         ("sys.platform", "darwin", "this is darwin"),
@@ -112,7 +112,7 @@ def test_without_a_sandbox_results_say_so():
 
 
 class Told:
-    """Stands for a box: gives verdicts in turn, and has what a program would do done."""
+    """A box that gives prepared verdicts, and does what a program would do."""
 
     def __init__(self, *said, does=None):
         self.said, self.limits, self.asked, self._does = list(said), sandbox.Limits(), [], does
@@ -130,7 +130,7 @@ class Told:
 
 
 def test_a_box_is_tried_before_it_judges(monkeypatch):
-    """A right, a wrong and an endless program, and each breach that a layer must prevent."""
+    """Judges a right, a wrong and an endless program, and tries every breach."""
     late = "out of time after 0.1 s"
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
     ask = dict(test=check, entry_point="add")

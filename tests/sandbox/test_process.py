@@ -14,7 +14,7 @@ READ = "import os, sys, time; number = sys.stdin.buffer.readline().split()[0].de
 
 @pytest.fixture
 def started():
-    """A function of Python code: a process that runs it."""
+    """Returns a function that starts a process with Python code."""
     running = []
 
     def start(code, most_bytes=1000):

@@ -37,7 +37,7 @@ CLONE3 = 435
 
 @pytest.fixture(params=enumerate(ARCHITECTURES), ids=ARCHITECTURES.get)
 def decide(request):
-    """A function of a call's row of numbers and its arguments."""
+    """Returns a function from a call's numbers and arguments to the filter's verdict."""
     column, name = request.param
     program = seccomp.program(seccomp.PROCESSORS[name])
 
