@@ -24,20 +24,14 @@ Render = Callable[[Sequence[Mapping], bool], str]
 
 
 class Controls(NamedTuple):
-    """The control tokens of a chat template, as texts.
+    """The control tokens of a chat template, as texts."""
 
-    Attributes:
-      names: all control tokens.
-      end: the token that follows an assistant's message and ends its turn; None if there is none.
-      inner: tokens of an answer's own format, as </think>: not between turns, and not flagged
-        special unless the template searches for them to split an assistant's message.
-      missing: named tokens that the template writes and the tokenizer lacks.
-    """
-
-    names: frozenset[str]
-    end: str | None
+    names: frozenset[str]  # all of them
+    end: str | None  # follows an assistant's message and ends its turn
+    # Of an answer's own format, as </think>: not between turns, and not flagged special unless the
+    # template searches for them to split an assistant's message.
     inner: frozenset[str]
-    missing: frozenset[str]
+    missing: frozenset[str]  # named tokens that the template writes and the tokenizer lacks
 
 
 def find(

@@ -8,7 +8,6 @@ SHA-256 of its files.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import hashlib
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from kvjax.conversation.rendered import Compressor, RenderedSet, SetCounts
 from kvjax.data import folders, manifest, packed_rows
 from kvjax.data.config import DataConfig
 from kvjax.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER, digest_of
-from kvjax.data.tokenized_part import dtype_of
+from kvjax.data.tokenized_part import dtype_of, tokenizer_info
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import progress
 from kvjax.foundation.errors import DataError, warn
@@ -171,12 +170,7 @@ def _info(
         "config": dataclasses.asdict(data),
         "mixture": dataclasses.asdict(mixture),
         "masked": mixture.is_masked,
-        "tokenizer": {
-            "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
-            "sha256": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
-        },
-        "dtype": dtype_of(tokenizer).name,
+        **tokenizer_info(tokenizer),
         "xz_bits_per_byte": found["validation"].xz_bits_per_byte,
         "splits": {
             split: {

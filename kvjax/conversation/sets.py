@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.conversation import questions, synthetic
 from kvjax.conversation.mixture import SetSpec
 from kvjax.data import matching, records, source_kinds
-from kvjax.foundation.errors import DataError, MissingDataError, first_line, warn
+from kvjax.foundation.errors import DataError, MissingDataError, warn
 
 TFDS = "tfds:"
 EMBEDDED = "embedded"  # the synthetic conversations
@@ -114,13 +114,7 @@ class OpenedSet:
 
     def _examples(self) -> Iterator[tuple[str, dict]]:
         features = self._builder.info.features
-        examples = self._builder.as_data_source(self._split)
-        for i in range(len(examples)):
-            place = f"{self.spec.source}, example {i}"
-            try:
-                example = examples[i]
-            except Exception as error:  # TFDS's errors do not separate damage from a network's
-                raise DataError(f"{place} cannot be read: {first_line(error)}") from error
+        for place, example in records.tfds_rows(self._builder, self._split, self.spec.source):
             try:
                 yield place, _plain(example, features)
             except UnicodeDecodeError as error:

@@ -81,11 +81,6 @@ class DataConfig:
                 "and 1, both excluded: 0.005 holds out 0.5 %. To train on all of the source, give "
                 "a validation_source"
             )
-        if not self.text_key:
-            raise DataError(
-                "config.data.text_key = '': must name the JSON key, Parquet column or TFDS feature "
-                "with the text"
-            )
         if self.tokenizer.endswith(".json"):
             runtime.path("config.data.tokenizer", self.tokenizer)
         elif self.tokenizer == PARENT:

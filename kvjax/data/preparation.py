@@ -212,16 +212,11 @@ class Preparation:
         )
 
     def _info(self, total: dict[str, Counts]) -> dict[str, Any]:
-        tokenizer, held_out = self.tokenizer, total["validation"]
+        held_out = total["validation"]
         return {
             "format_version": FORMAT_VERSION,
             "config": dataclasses.asdict(self.corpus.config),
-            "tokenizer": {
-                "vocab_size": tokenizer.vocab_size,
-                "bos_id": tokenizer.bos_id,
-                "sha256": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
-            },
-            "dtype": tokenized_part.dtype_of(tokenizer).name,
+            **tokenized_part.tokenizer_info(self.tokenizer),
             "xz_bits_per_byte": 8 * held_out.xz_bytes / held_out.bytes,
             "splits": {
                 split: {

@@ -40,29 +40,18 @@ _VOCABULARIES = (8192, 2048, 512)  # tried if the sample is too small for the co
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Estimated cost of a preparation.
-
-    Attributes:
-      parts: number of parts.
-      source_bytes: stored size of the sources.
-      text_bytes: UTF-8 bytes of text.
-      tokens: with BOS, of both splits.
-      row_bytes: size of the files of rows.
-      vocab_size: of the tokenizer that counted, possibly trained on the sample alone.
-      reading, encoding, writing: seconds per byte of text, on one core.
-      training: seconds per byte of text to train a tokenizer, on all cores; 0 if it exists.
-    """
+    """Estimated cost of a preparation; times in seconds per byte of text."""
 
     parts: int
-    source_bytes: int
-    text_bytes: float
-    tokens: float
-    row_bytes: float
-    vocab_size: int
-    reading: float
+    source_bytes: int  # stored
+    text_bytes: float  # UTF-8
+    tokens: float  # with BOS, of both splits
+    row_bytes: float  # size of the files of rows
+    vocab_size: int  # of the tokenizer that counted, possibly trained on the sample alone
+    reading: float  # on one core
     encoding: float
     writing: float
-    training: float = 0.0
+    training: float = 0.0  # of a tokenizer, on all cores; 0 if it exists
 
     @property
     def rate(self) -> float:

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 import contextlib
 import json
 import os
-from typing import Any
 
 from etils import epath
 
 from kvjax.data import formats, readers, records
 from kvjax.foundation import json_text
-from kvjax.foundation.errors import DataError, first_line
 
 
 def line_ranges(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:
@@ -134,18 +132,8 @@ def read_tfds(
             f"tfds:{name} has no feature {key!r}; it has {list(builder.info.features)}. Set"
             " config.data.text_key to one of them."
         )
-    examples = builder.as_data_source(split)
-
-    def rows() -> Iterator[tuple[str, Any]]:
-        for i in range(len(examples))[start:stop]:
-            place = f"tfds:{name}#{split}, example {i}"
-            try:
-                example = examples[i]
-            except Exception as error:  # TFDS's errors do not separate damage from a network's
-                raise DataError(f"{place} cannot be read: {first_line(error)}") from error
-            yield place, example
-
-    yield from _texts(rows(), key, on_error)
+    rows = records.tfds_rows(builder, split, f"tfds:{name}#{split}", start, stop)
+    yield from _texts(rows, key, on_error)
 
 
 def _texts(rows: Iterable[tuple[str, dict]], key: str, on_error: readers.OnError) -> Iterator[str]:

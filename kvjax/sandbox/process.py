@@ -157,6 +157,15 @@ class Process:
         return f"the {self._who} ended with {kind}" + (f": {text}" if text else "")
 
 
+def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess:
+    """Runs a trusted command; returns status 1 if it cannot be started or times out."""
+    options = dict(env={}, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=seconds, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
 def readable(output: bytes | str) -> str:
     """Returns an interpreter's output for a message: printable characters, at most 300."""
     text = output if isinstance(output, str) else output[:10000].decode("ascii", "replace")

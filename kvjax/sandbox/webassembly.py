@@ -14,12 +14,12 @@ import os
 import pathlib
 import platform
 import stat
-import subprocess
 import sys
 import tempfile
 
 from kvjax.sandbox.errors import SandboxError
 from kvjax.sandbox.limits import Limits
+from kvjax.sandbox.process import run
 
 HELP = "pip install 'kvjax[sandbox]'"
 SHA256 = "e5dc5a398b07b54ea8fdb503bf68fb583d533f10ec3f930963e02b9505f7a763"
@@ -37,17 +37,11 @@ open(out, "wb").write(module.serialize())
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """An interpreter compiled for this machine.
+    """An interpreter compiled for this machine."""
 
-    Attributes:
-      packages: folder to import wasmtime from.
-      compiled: its file.
-      version: for results.
-    """
-
-    packages: str
-    compiled: str
-    version: str
+    packages: str  # folder to import wasmtime from
+    compiled: str  # file
+    version: str  # for results
 
     def request(self, guest: Sequence[str], environment: Mapping[str, str], limits: Limits) -> str:
         """Returns the argument of `inside.host`."""
@@ -135,18 +129,10 @@ def _compile(
     """Compiles the interpreter into the cache; returns the file."""
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = os.path.join(folder, "compiled")
-        try:
-            run = subprocess.run(
-                [interpreter, "-I", "-S", "-B", "-c", _COMPILE, str(packages), str(file), made],
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SandboxError(f"cannot compile {file}: {error}") from error
-        if run.returncode:
-            error_text = (run.stderr.strip().splitlines() or [f"status {run.returncode}"])[-1]
+        arguments = ["-I", "-S", "-B", "-c", _COMPILE, str(packages), str(file), made]
+        tried = run([interpreter, *arguments], _SECONDS)
+        if tried.returncode:
+            error_text = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
             raise SandboxError(f"cannot compile {file}: {error_text}")
         compiled = cache / _name(kind, pathlib.Path(made))
         os.replace(made, compiled)

@@ -18,7 +18,6 @@ from kvjax.foundation.errors import UserError
         ("validation_source", " , ", "'embedded'"),
         ("validation_fraction", 0.0, "between 0 and 1"),
         ("validation_fraction", 1.0, "between 0 and 1"),
-        ("text_key", "", "column"),
         ("tokenizer", "gpt2", "tokenizer.json"),
         ("vocab_size", 256, "at least 257"),
         ("sequence_length", 0, "at least 1"),

@@ -1,50 +1,22 @@
 """Estimates of a preparation's time and disk space, and their limits."""
 
 import dataclasses
-import json
 import os
-import pathlib
 
 from etils import epath
 import pytest
 
 from kvjax.data import (
-    loader,
-    manifest,
     parts,
     preparation,
     preparation_estimate,
     prepare,
     tokenizer,
 )
-from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
-from tests.data.corpora import num_parts
 
 
-@pytest.mark.slow
-def test_the_plan_is_about_what_it_takes(config, capsys):
-    arguments = [*config.command().split()[3:], "--plan", "--json", "--workers=2"]
-    assert command_line.status(prepare.main, arguments) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert not list(config.root.glob("*"))  # nothing was prepared
-    path = prepare.prepare(config, workers=1)
-    splits = loader.open_dataset(path).info["splits"]
-
-    def total(key):
-        return sum(splits[split][key] for split in manifest.SPLITS)
-
-    assert plan["parts"] == num_parts(config) and plan["folder"] == str(path)
-    assert 0.9 < plan["text_bytes"] / total("bytes") < 1.1
-    assert 0.6 < plan["tokens"] / total("tokens") < 1.6
-    size = sum(file.stat().st_size for file in pathlib.Path(path).rglob("*array_record*"))
-    assert 0.5 < plan["row_bytes"] / size < 2
-    assert plan["seconds"] > 0 and plan["workers"] == 2
-    assert command_line.status(prepare.main, arguments[:-2]) == 0
-    assert "Already prepared" in capsys.readouterr().out
-
-
-def test_time_by_the_plan(config):
+def test_time_by_the_plan():
     found = preparation_estimate.Estimate(
         parts=10,
         source_bytes=0,

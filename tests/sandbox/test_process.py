@@ -156,3 +156,8 @@ def test_its_folder_goes_with_it(started):
     os.waitpid(gone._process.pid, 0)
     gone.end()
     assert (gone.cpu_seconds, gone._process.returncode) == (0, 0)
+
+
+def test_a_trusted_command_that_takes_too_long_fails():
+    found = process_lib.run([sys.executable, "-c", "import time; time.sleep(99)"], 0.1)
+    assert found.returncode == 1 and "timed out after 0.1 seconds" in found.stderr
