@@ -7,8 +7,8 @@ Groups follow from the axes of a weight (`kvjax.layers.weight`), for every mecha
     embedding   embedding, learned positions              AdamW, learning rate x (D/768)^-1/2
     head        the output head                           AdamW, learning rate x (D/768)^-1/2
 
-Defaults are nanochat's (commit 0f00788). Its schedule, "constant" here, is known as trapezoid or
-WSD: linear warmup (0 steps by default), a stable phase at the full rate, and a decay (cooldown).
+Learning-rate schedules (constant with a cooldown, known as WSD or trapezoid; cosine; linear) are
+the functions in `SCHEDULES`. Defaults are nanochat's (commit 0f00788).
 """
 
 import dataclasses
@@ -28,7 +28,6 @@ from kvjax.foundation.rounding import round_up
 from kvjax.layers.weight import Axes
 
 ORTHOGONALIZE = ("joint", "per_head")
-SCHEDULES = ("constant", "cosine", "linear")
 MATRICES = ("muon", "adamw")
 # a, b, c of the quintic a·s + b·s^3 + c·s^5 on singular values s (Muon; Jordan, 2024): the slope at
 # 0 is as large as possible if repeated application is to end within [0.7, 1.3].
@@ -58,7 +57,7 @@ class OptimizerConfig:
     matrix_weight_decay: float = 0.0  # weight decay of the blocks' matrices
     adam_weight_decay: float = 0.0  # weight decay of AdamW
     clip_norm: float = 1.0  # clip gradients to this global norm; 0: no clipping
-    # After the warmup: "constant" with a linear cooldown (trapezoid, WSD: warmup-stable-decay),
+    # After the warmup: "constant" with a linear cooldown (WSD: warmup-stable-decay, trapezoid),
     # "cosine" decay, or "linear" decay.
     schedule: str = "constant"
     warmup_steps: int = 0  # steps of linear warmup from 0 to the full learning rate
@@ -92,41 +91,50 @@ class OptimizerConfig:
         between(*at("newton_schulz_steps"), 0, 100)
 
 
+def _constant(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedule:
+    """Stays at 1, then decays linearly over the cooldown (WSD, arXiv 2404.06395)."""
+    if not cooldown:
+        return optax.constant_schedule(1.0)
+    return optax.linear_schedule(1.0, config.final_fraction, cooldown, steps - cooldown)
+
+
+def _cosine(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedule:
+    del cooldown
+    return optax.cosine_decay_schedule(1.0, steps, alpha=config.final_fraction)
+
+
+def _linear(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedule:
+    del cooldown
+    return optax.linear_schedule(1.0, config.final_fraction, steps)
+
+
+# Schedules after the warmup, by name: (config, steps left, cooldown steps) -> factor by step, from
+# 1 to final_fraction. To add one, such as WSD with a 1-sqrt cooldown (arXiv 2405.18392), write a
+# function like `_constant` and a line here. "constant" keeps its linear cooldown: old runs resume.
+SCHEDULES = {"constant": _constant, "cosine": _cosine, "linear": _linear}
+_WITHOUT_COOLDOWN = ("cosine", "linear")  # decay from the end of the warmup
+
+
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the factor on all learning rates as a function of the step, 0 .. num_steps - 1.
 
-    A linear warmup, step s has (s + 1) / warmup_steps, is followed by
-
-        "constant"   1, then a linear cooldown over the last cooldown_fraction of all steps
-        "cosine"     cosine decay
-        "linear"     linear decay
-
-    each down to final_fraction. "constant" is also known as trapezoid or WSD (warmup-stable-decay,
-    arXiv 2404.06395). A 1-sqrt cooldown (arXiv 2405.18392) would be a new key whose default is
-    linear: workdirs resume with the meaning that "constant" has here.
+    A linear warmup, in which step s has (s + 1) / warmup_steps, precedes a schedule of `SCHEDULES`.
     """
     c = config
     after_warmup = num_steps - c.warmup_steps
-    cooldown = round(c.cooldown_fraction * num_steps) if c.schedule == "constant" else 0
+    cooldown = 0 if c.schedule in _WITHOUT_COOLDOWN else round(c.cooldown_fraction * num_steps)
     if after_warmup < max(cooldown, 1):
         raise UserError(
             f"config.optimizer.warmup_steps = {c.warmup_steps}: with a cooldown of {cooldown} "
-            f"steps at most {num_steps - max(cooldown, 1)} of config.train.num_steps = {num_steps} "
-            "are left for it"
+            f"steps it must be at most {num_steps - max(cooldown, 1)} for config.train.num_steps = "
+            f"{num_steps}"
         )
-    if c.schedule == "cosine":
-        main = optax.cosine_decay_schedule(1.0, after_warmup, alpha=c.final_fraction)
-    elif c.schedule == "linear":
-        main = optax.linear_schedule(1.0, c.final_fraction, after_warmup)
-    elif cooldown:
-        main = optax.linear_schedule(1.0, c.final_fraction, cooldown, after_warmup - cooldown)
-    else:
-        main = optax.constant_schedule(1.0)
 
     def warmup(step):
         return (step + 1) / max(c.warmup_steps, 1)
 
-    return optax.join_schedules([warmup, main], [c.warmup_steps])
+    decay = SCHEDULES[c.schedule](c, after_warmup, cooldown)
+    return optax.join_schedules([warmup, decay], [c.warmup_steps])
 
 
 def momentum_schedule(config: OptimizerConfig) -> optax.Schedule:

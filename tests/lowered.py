@@ -28,7 +28,7 @@ MECHANISMS = {
 
 
 def programs(mechanism: str, mesh_name: str) -> dict[str, jax.stages.Lowered]:
-    """What a run compiles on a mesh, and what decodes its model on as many chips."""
+    """Lowers the programs of a run on a mesh, and of decoding its model on as many chips."""
     config = runs.small_config("embedded", "")
     with config.unlocked():
         config.attention = MECHANISMS[mechanism]
@@ -41,7 +41,10 @@ def programs(mechanism: str, mesh_name: str) -> dict[str, jax.stages.Lowered]:
     program = Program(experiment, compute, sharding.make_mesh(sharding.MeshConfig(**axes), devices))
     chips = decode_program.make_mesh(len(devices), devices)
     options = dict(batch=2, length=256 * len(devices), compute=compute)
-    return program.lowered_steps() | {
+    params, token_bytes = program.abstract_state["params"], jax.ShapeDtypeStruct((272,), "int32")
+    return {
+        "training step": program.lowered_step(),
+        "evaluation step": program.eval_step.lower(params, program.abstract_rows, token_bytes),
         "init": program.init.lower(jax.eval_shape(lambda: jax.random.key(0))),
         "decode step": decode_program.lowered_step(experiment.model, chips, **options),
     }

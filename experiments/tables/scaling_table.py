@@ -46,7 +46,7 @@ _UNSEEN = {
     *("name", "data.source", "data.validation_source", "data.validation_fraction"),
     *("data.text_key", "data.tokenizer", "data.specials", "data.directory"),
     *("train.seed", "train.eval_rows", "train.num_steps"),
-    *(f"train.{key}" for key in identity.SCHEDULE_KEYS),
+    *(f"train.{key}" for key in identity.NEUTRAL_KEYS),
 }
 _MISSING = "not compiled yet"
 _STALE = "changed since it was compiled"

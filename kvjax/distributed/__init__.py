@@ -17,7 +17,6 @@ else the coordination service ends the other processes after `heartbeat_seconds`
 from kvjax.distributed.agreement import (
     Team,
     check_same,
-    check_same_programs,
     check_same_rows,
     check_shared,
     count,
@@ -26,7 +25,7 @@ from kvjax.distributed.agreement import (
     index,
     processes,
 )
-from kvjax.distributed.ending import abort_message, end_together
+from kvjax.distributed.ending import end_together
 from kvjax.distributed.interruption import STATUS, TRY_AGAIN, Interruption
 from kvjax.distributed.joining import start
 
@@ -35,9 +34,7 @@ __all__ = [
     "TRY_AGAIN",
     "Interruption",
     "Team",
-    "abort_message",
     "check_same",
-    "check_same_programs",
     "check_same_rows",
     "check_shared",
     "count",

@@ -4,7 +4,6 @@ Nothing here uses a device or a collective.
 """
 
 import collections
-import hashlib
 import json
 from typing import Any
 import uuid
@@ -78,24 +77,6 @@ def check_same(given: dict[str, Any]) -> None:
             "the processes of this job were started differently:\n"
             + "\n".join(rows)
             + "\nGive all of them the same command and the same code"
-        )
-
-
-def check_same_programs(texts: dict[str, str]) -> None:
-    """Raises a UserError on every process unless all are about to compile the same programs.
-
-    Different collectives would wait for each other until the network gives up.
-
-    Args:
-      texts: lowered programs, by name.
-    """
-    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
-    if rows := _differing("programs", digests):
-        raise UserError(
-            "the processes of this job would compile different programs, and wait for each other "
-            "for ever (digests of their text):\n"
-            + "\n".join(rows)
-            + "\nGive all of them the same JAX and the same environment (JAX_*, XLA_FLAGS)"
         )
 
 

@@ -31,14 +31,10 @@ class _AbortMessage:
     """Prints a message when C++ aborts this process, as the coordination service does on a loss.
 
     The handler is Python code that runs in the aborting thread, so it stays short.
-
-    Attributes:
-      checkpoints: returns a sentence about the checkpoints that exist.
     """
 
     def __init__(self):
         self._handler = None
-        self.checkpoints: Callable[[], str] = str
 
     def set(self, status: int, text: Callable[[], str]) -> None:
         """Sets exit status and message of an abort; installs the handler at first."""
@@ -67,7 +63,7 @@ def lost(who: str) -> str:
     """
     return (
         f"another process of this job was lost ({who}), and no step can be taken without it. "
-        f"{abort_message.checkpoints()}Run the same command on all hosts to go on"
+        "Run the same command on all hosts to go on"
     )
 
 

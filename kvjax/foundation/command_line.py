@@ -43,13 +43,9 @@ Command = Callable[[list[str]], int | None]
 def run(command: Command) -> NoReturn:
     """Runs a command with this process's arguments and exits with its status."""
 
-    def checked(arguments: list[str]) -> int | None:
-        environment.check()
-        return command(arguments)
-
     interrupted.quietly()
     _open_standard_streams()
-    sys.exit(status(checked, sys.argv[1:]))
+    sys.exit(status(command, sys.argv[1:]))
 
 
 def status(command: Command, arguments: Sequence[str]) -> int:
@@ -422,8 +418,6 @@ def _no_file(file: pathlib.Path, variant: str) -> str:
     ours, there = {}, set()
     for config in config_files():
         path, name = split_variant(config)
-        if name and (path.stem, name) == (file.parent.name, file.stem):
-            return f"has moved: give {PREFIX}={_shipped_name(config)}"
         if not name or name not in ours:
             ours[name or path.stem] = config
         there.add(f"{path.name}:VARIANT" if name else path.stem)
@@ -465,14 +459,10 @@ def _check(override: str, config: "ml_collections.ConfigDict") -> None:
 
 def _elsewhere(key: str, config: "ml_collections.ConfigDict") -> str:
     """Returns "; did you mean config.train.num_steps?" for a key of another section, or ""."""
-    found = [f"config.{name}.{key}" for name, part in config.items() if _has(part, key)]
-    return f"; did you mean {found[0]}?" if found else ""
-
-
-def _has(part, key: str) -> bool:
-    import ml_collections
-
-    return isinstance(part, ml_collections.ConfigDict) and key in part
+    for name, part in config.items():
+        if hasattr(part, "keys") and key in part:
+            return f"; did you mean config.{name}.{key}?"
+    return ""
 
 
 def _expected(override: str, config: "ml_collections.ConfigDict") -> str:

@@ -1,7 +1,6 @@
-"""Checks JAX's and XLA's environment variables, and reports packages that are not installed.
+"""Turns JAX's errors about environment variables, and missing packages, into user errors.
 
-JAX raises for some at import, before a command runs, and for others at the first computation. XLA
-aborts the process for an unknown flag.
+JAX raises for some at import, before a command runs, and for others at the first computation.
 """
 
 import contextlib
@@ -9,16 +8,12 @@ import os
 import re
 import sys
 import traceback
-import warnings
 
 from kvjax.foundation import extras
-from kvjax.foundation.errors import UserError, first_line
+from kvjax.foundation.errors import first_line
 
 _OF_JAX, _BACKENDS = "/jax/_src/", "/jax/_src/xla_bridge.py"
-_DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\S*)")
 _EXTRAS = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}  # by platform
-_MOST_DEVICES = 4096
-_FATAL = re.compile(r"^[EF]\d{4} .*?\] (.*)$", re.MULTILINE)  # a line of XLA's log
 
 
 def refused(error: BaseException) -> str | None:
@@ -56,48 +51,3 @@ def watch_imports() -> None:
         os._exit(2)
 
     sys.excepthook = hook
-
-
-def check() -> None:
-    """Raises a UserError for impossible numbers of CPU devices, and for bad XLA_FLAGS.
-
-    XLA aborts the process on a bad flag, so a child process tries them first.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    devices = os.environ.get("JAX_NUM_CPU_DEVICES", "-1")
-    counts = {
-        "JAX_NUM_CPU_DEVICES": [] if devices == "-1" else [devices],  # -1: JAX's own default
-        "XLA_FLAGS: --xla_force_host_platform_device_count": _DEVICE_COUNT.findall(flags),
-    }
-    for name, values in counts.items():
-        for value in values:
-            if not re.fullmatch("[0-9]{1,9}", value) or not 1 <= int(value) <= _MOST_DEVICES:
-                raise UserError(f"{name} = {value!r}: must be from 1 to {_MOST_DEVICES:,}")
-    if flags and hasattr(os, "fork") and (message := _xla_error()):
-        raise UserError(f"XLA_FLAGS = {flags!r}: {message}; correct or unset it")
-
-
-def _xla_error() -> str:
-    """Returns the log line with which XLA refuses XLA_FLAGS; "" if it accepts them."""
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # JAX warns of forks
-        child = os.fork()
-    if child == 0:
-        os.close(reader)
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        try:
-            from jaxlib import xla_client
-
-            xla_client.CompileOptions()  # reads the flags
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, errors="replace") as file:
-        log = file.read()
-    _, status = os.waitpid(child, 0)
-    if status == 0:
-        return ""
-    match = _FATAL.search(log)
-    return first_line(match[1] if match else log)

@@ -62,41 +62,6 @@ def unused(path: epath.Path) -> epath.Path:
     return candidate
 
 
-class Watched:
-    """Detects that a local folder was moved or removed; ignores buckets.
-
-    Args:
-      path: of an existing folder.
-    """
-
-    def __init__(self, path: epath.Path):
-        self.path = path
-        self._open = None if in_bucket(path) else os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-    def change(self) -> tuple[str, epath.Path | None]:
-        """Returns where the folder moved, as a phrase and a path; ("", None) if it did not."""
-        if self._open is None:
-            return "", None
-        try:
-            if os.path.samestat(os.stat(self.path), os.fstat(self._open)):
-                return "", None
-        except OSError:
-            pass
-        try:  # /proc follows renames
-            new = epath.Path(os.readlink(f"/proc/self/fd/{self._open}"))
-            if os.path.samestat(os.stat(new), os.fstat(self._open)):
-                return f"was moved to {new}", new
-        except OSError:
-            pass
-        return "was moved or removed", None
-
-    def close(self) -> None:
-        """Stops watching."""
-        if self._open is not None:
-            os.close(self._open)
-            self._open = None
-
-
 def forget_listings(path: epath.Path) -> None:
     """Drops cached listings of a bucket, so that other processes' files become visible."""
     if in_bucket(path):

@@ -75,7 +75,6 @@ class TrainingLoop:
         )
         self.batch_sharding = sharding.batch_sharding(run.mesh)
         self.interruption = distributed.Interruption()
-        distributed.abort_message.checkpoints = self.checkpoints.describe
 
     def run(self) -> dict[str, float]:
         """Restores or initialises, trains, and writes the final outputs."""
@@ -236,16 +235,10 @@ class TrainingLoop:
         """Compiles the training step; returns once all processes have compiled it.
 
         Without that barrier a process that compiles faster waits in its first collective, which
-        gloo gives up after 30 s. Processes that would compile different programs get a UserError:
-        their collectives would wait for each other for ever.
+        gloo gives up after 30 s.
         """
-        program = self.program
         with self._waiting("compiling the training step"):
-            if distributed.count() == 1:
-                return program.lowered_step().compile()
-            lowered = program.lowered_steps()
-            distributed.check_same_programs({name: x.as_text() for name, x in lowered.items()})
-            compiled = lowered["training step"].compile()
+            compiled = self.program.lowered_step().compile()
             distributed.gather("compiled", "")
             return compiled
 
@@ -352,8 +345,6 @@ class TrainingLoop:
 
     def _keep_snapshot(self, step: int, state: dict) -> None:
         """Keeps the parameters of a step; a failure is a warning, as in `_save`."""
-        if self.snapshots and self.checkpoints.is_moved():
-            self._save(step, state)  # saves all of the state where the workdir is now, and raises
         kept = {"params": state["params"], "step": state["step"]}
         position = step * self.experiment.train.batch_size
         self._with_snapshots(lambda snapshots: snapshots.save(step, kept, position))

@@ -58,10 +58,15 @@ def prepare_run(
     Raises:
       UserError: the config does not fit the workdir, the data or the machine.
     """
-    experiment = resolve(config)
+    check_processes(config)
+    experiment = config_lib.resolve(config)
     workdir = runtime.workdir(workdir)  # runs/NAME by default, so only now that the name is checked
-    check_alone(experiment)
-    begun, parent, teacher = check_against_workdir(experiment, workdir)
+    data, spare = experiment.data, bool(experiment.train.parent)
+    if data.tokenizer not in ("bpe", PARENT):
+        tokenizer = vocabulary.load(data)
+        _check_vocab_size(tokenizer.vocab_size, data, spare, f"tokenizer {data.tokenizer!r}")
+    begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
+    parent, teacher = find_parent_and_teacher(experiment, begun=begun)
     mesh, compute = check_against_machine(experiment, teacher)
     # From here on files are written.
     with identity.exclusive(workdir):
@@ -72,7 +77,7 @@ def prepare_run(
             if experiment.train.num_steps:
                 identity.check_config(workdir, config, compute.dtype)
         if experiment.mixture is None:
-            dataset = prepare_dataset(experiment.data, hours, spare=bool(experiment.train.parent))
+            dataset = prepare_dataset(data, hours, spare=spare)
         else:
             dataset = conversations.prepare_dataset(experiment, workdir, parent)
             config, experiment = conversations.one_epoch(config, experiment, dataset)
@@ -83,40 +88,10 @@ def prepare_run(
         check_tokenizer(experiment, dataset, parent=parent, teacher=teacher)
         if first:
             identity.record(workdir, config, compute.dtype, dataset)
-            _record_parent(workdir, experiment, dataset, parent, begun=begun)
+            if not begun:
+                _record_parent(workdir, parent)
         distributed.gather("claimed", "")  # fails on all processes if the first one's checks do
         yield PreparedRun(experiment, compute, mesh, workdir, dataset, parent, teacher)
-
-
-def resolve(config: ml_collections.ConfigDict) -> Experiment:
-    """Resolves the config, which must be the same on all processes of the job."""
-    check_processes(config)
-    return config_lib.resolve(config)
-
-
-def check_alone(experiment: Experiment) -> None:
-    """Raises a UserError if the config's tokenizer exists already and has another vocabulary."""
-    data = experiment.data
-    if data.tokenizer in ("bpe", PARENT):
-        return
-    vocab_size = vocabulary.load(data).vocab_size
-    if not _fits(vocab_size, data, spare=bool(experiment.train.parent)):
-        raise UserError(
-            f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "
-            f"{vocab_size}; set the key to that"
-        )
-
-
-def check_against_workdir(
-    experiment: Experiment, workdir: epath.Path
-) -> tuple[bool, trained.SavedModel | None, trained.SavedModel | None]:
-    """Finds the checkpoints and models that the run continues from; writes nothing.
-
-    Returns:
-      True if the workdir has a checkpoint; the parent, or None if it has; and the teacher.
-    """
-    begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
-    return begun, *find_parent_and_teacher(experiment, begun=begun)
 
 
 def check_against_machine(
@@ -136,44 +111,15 @@ def check_against_machine(
     return mesh, compute
 
 
-def _record_parent(
-    workdir: epath.Path,
-    experiment: Experiment,
-    dataset: loader.PackedDataset,
-    parent: trained.SavedModel | None,
-    *,
-    begun: bool,
-) -> None:
-    """Records the parent of a new run.
-
-    A run begun by a version that recorded nothing gets its parent's context and template, if the
-    parent still exists.
-    """
-    if begun and origin.is_recorded(workdir):
-        return
-    if begun:
-        parent = _surviving_parent(experiment, dataset)
-    origin.inherit(workdir, parent and parent.workdir, parent.context if parent else 0)
-    if begun:
-        return
+def _record_parent(workdir: epath.Path, parent: trained.SavedModel | None) -> None:
+    """Records the parent of a new run: its context, templates, and hash of parameters."""
     if parent is None:
+        origin.inherit(workdir, None)
         lineage.remove(workdir)
         return
+    origin.inherit(workdir, parent.workdir, parent.context)
     with progress.waiting(f"hashing the parameters of {parent.workdir}"):
         lineage.write(workdir, parent.workdir, parent.checkpoints, parent.step)
-
-
-def _surviving_parent(
-    experiment: Experiment, dataset: loader.PackedDataset
-) -> trained.SavedModel | None:
-    """Returns the parent of a run that has begun, if it still exists and is the same model."""
-    name = experiment.train.parent
-    with contextlib.suppress(UserError, OSError):
-        parent = trained.named("config.train.parent", name) if name else None
-        check_tokenizer(experiment, dataset, parent=parent)
-        if parent and parent.experiment.model == experiment.model:
-            return parent
-    return None
 
 
 def check_processes(config: ml_collections.ConfigDict) -> None:
@@ -209,18 +155,19 @@ def prepare_dataset(
     else:
         path = _prepare_together(data, hours)
     dataset = loader.open_dataset(path)
-    if not _fits(dataset.vocab_size, data, spare):
-        raise UserError(
-            f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
-            f"{dataset.vocab_size}; set the key to that"
-        )
+    _check_vocab_size(dataset.vocab_size, data, spare, f"tokenizer of {dataset.path}")
     advice = "the same config.data.source, or one they share"
     distributed.check_same_rows(dataset.path, dataset.digest, advice)
     return dataset
 
 
-def _fits(vocab_size: int, data: DataConfig, spare: bool) -> bool:
-    return vocab_size == data.vocab_size or (spare and vocab_size < data.vocab_size)
+def _check_vocab_size(vocab_size: int, data: DataConfig, spare: bool, what: str) -> None:
+    """Raises a UserError unless the key is the tokenizer's size, or (spare) not below it."""
+    if vocab_size != data.vocab_size and not (spare and vocab_size < data.vocab_size):
+        raise UserError(
+            f"config.data.vocab_size = {data.vocab_size}: the {what} has {vocab_size}; set the key "
+            "to that"
+        )
 
 
 def _prepare_together(data: DataConfig, hours: float) -> epath.Path:

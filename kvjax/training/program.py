@@ -120,29 +120,15 @@ class Program:
         )
         self.eval_step = jax.jit(functools.partial(eval_step, **static))
 
-        def abstract_rows(count: int) -> jax.ShapeDtypeStruct:
-            shape = (count, experiment.data.sequence_length + 1)
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(mesh))
-
-        self.abstract_rows = abstract_rows(train.batch_size)
-        # Evaluation runs as many rows at once as a training step does after accumulation.
-        self._abstract_eval_rows = abstract_rows(train.batch_size // train.grad_accumulation)
-        self._token_bytes = jax.ShapeDtypeStruct((model.vocab_size,), jnp.int32)
+        shape = (train.batch_size, experiment.data.sequence_length + 1)
+        self.abstract_rows = jax.ShapeDtypeStruct(
+            shape, jnp.int32, sharding=sharding.batch_sharding(mesh)
+        )
 
     def lowered_step(self) -> jax.stages.Lowered:
         """Lowers the training step."""
         teacher = [] if self.abstract_teacher is None else [self.abstract_teacher]
         return self.train_step.lower(self.abstract_state, self.abstract_rows, *teacher)
-
-    def lowered_steps(self) -> dict[str, jax.stages.Lowered]:
-        """Lowers the programs that processes run together: training step and evaluation step."""
-        params = self.abstract_state["params"]
-        return {
-            "training step": self.lowered_step(),
-            "evaluation step": self.eval_step.lower(
-                params, self._abstract_eval_rows, self._token_bytes
-            ),
-        }
 
 
 def _abstract_parameters(model: TransformerConfig, compute: Compute, mesh: jax.sharding.Mesh):

@@ -10,14 +10,12 @@ import contextlib
 from typing import Any
 
 from etils import epath
-import jax
-import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from kvjax import distributed
 from kvjax.foundation.errors import UserError, warn
-from kvjax.foundation.files import Watched, unused
+from kvjax.foundation.files import unused
 from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
@@ -39,7 +37,6 @@ class Checkpoints:
         self._keep = keep
         self._pending = None  # (step, response) of an asynchronous save
         self._open()
-        self._workdir = Watched(directory.parent)
 
     def _open(self) -> None:
         policies = ocp.training
@@ -59,59 +56,20 @@ class Checkpoints:
         """Returns the steps of complete checkpoints, ascending."""
         return [c.step for c in self._checkpointer.checkpoints if c.step in self._complete]
 
-    def describe(self) -> str:
-        """Returns a sentence that names the checkpoints, without reading the disk.
-
-        It is for the message of a process that C++ aborts (`distributed.abort_message`).
-        """
-        latest = sorted(self._complete)[-(self._keep or 0) :]
-        return f"Checkpoints of steps {latest} are in {self.directory}. "
-
     def save(self, step: int, state: Any, position: int) -> None:
         """Starts a save; returns once the arrays are copied off the devices.
 
         Raises:
-          UserError: the workdir was moved or removed, and Orbax would create another one. A single
-            process saves the step at the new place, if that is known; several may disagree on it.
           OSError: the previous save failed (see `wait`).
         """
-        items = {"state": state, "data": {"position": np.asarray(position, np.int64)}}
-        workdir = self.directory.parent
-        change, new = self._workdir.change()
-        if not change:
-            self._save(step, items)
-            return
-        if new:
-            self.directory = new / self.directory.name
-        if new and distributed.count() == 1:
-            with contextlib.suppress(Exception):  # the message then says `not saved`
-                self._remove_unfinished()
-                self._save(step, items)
-                self.wait()
-        there = storage.steps(self.directory) if new else []
-        advice = (
-            f"--workdir={new} goes on from step {there[-1]}"
-            if there
-            else "begins anew: it has no checkpoint any more"
-        )
-        raise UserError(
-            f"{workdir} {change} while the run went on: stopped at step {step}, which was "
-            f"{'saved there' if step in there else 'not saved'}. The same command "
-            f"{'with ' if there else ''}{advice}"
-        )
-
-    def _save(self, step: int, items: dict[str, Any]) -> None:
         self.wait()
         if step in self.steps():
             return
+        items = {"state": state, "data": {"position": np.asarray(position, np.int64)}}
         with self._reporting(step):
             response = self._checkpointer.save_checkpointables_async(step, items, force=True)
             self._pending = (step, response)
             response.on_complete(lambda _: self._complete.add(step))
-
-    def is_moved(self) -> bool:
-        """Returns True if the workdir was moved or removed since it was opened."""
-        return bool(self._workdir.change()[0])
 
     def wait(self) -> None:
         """Waits for the pending save.
@@ -159,7 +117,7 @@ class Checkpoints:
 
         Raises:
           UserError: all checkpoints are damaged; or one cannot be loaded for another reason (I/O,
-            memory, other arrays, a renamed folder).
+            memory, other arrays).
         """
         damage = {}  # by step
         for step in reversed(self.steps()):
@@ -192,10 +150,7 @@ class Checkpoints:
         try:
             with storage.single_process_context():
                 items = ocp.load_checkpointables(path, abstract)
-            check_step_number(path, items["state"])
             return items, "", ""
-        except UserError as error:
-            return None, "", str(error)
         except Exception as raised:  # corrupted files raise many types
             error = storage.listing_error(path) or raised
             reason, damaged = storage.reason(error), storage.is_damage(error)
@@ -229,19 +184,6 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
-        self._workdir.close()
-
-
-def check_step_number(path: epath.Path, state: dict) -> None:
-    """Raises a UserError unless a checkpoint's folder is named after the step it holds."""
-    if "step" not in state:
-        return
-    step = int(state["step"].addressable_data(0))
-    if str(step) != path.name:
-        raise UserError(
-            f"{path} holds step {step}: folders were renamed. Nothing was changed; give this one "
-            f"the name {step} again, or move it out of {path.parent}"
-        )
 
 
 def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> Any:
@@ -253,28 +195,16 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
         from training, are those of the result.
 
     Raises:
-      UserError: the checkpoint holds other names or shapes, or another step, or cannot be read.
+      UserError: the checkpoint holds other names or shapes, or cannot be read.
     """
     path = directory / str(step)
     with _reading(path):
-        stored = _check_parameters(path, abstract_params)
-        tree = {"params": abstract_params}
-        if "step" in stored:
-            sharding = _scalar_sharding(jax.tree.leaves(abstract_params)[0].sharding)
-            tree["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+        _check_parameters(path, abstract_params)
         context = storage.single_process_context()
         context.pytree.loading.partial_load = True
         with context:
-            state = ocp.load(path, tree, checkpointable_name="state")
-        check_step_number(path, state)
-        return state["params"]
-
-
-def _scalar_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns the sharding of a scalar on the devices of another array."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+            tree = {"params": abstract_params}
+            return ocp.load(path, tree, checkpointable_name="state")["params"]
 
 
 def fingerprint(directory: epath.Path, step: int) -> str:
@@ -291,15 +221,14 @@ def check_parameters(directory: epath.Path, step: int, abstract_params: Any) -> 
         _check_parameters(path, abstract_params)
 
 
-def _check_parameters(path: epath.Path, abstract_params: Any) -> dict:
-    """Returns stored shapes by dotted name; raises a UserError if the parameters' differ."""
+def _check_parameters(path: epath.Path, abstract_params: Any) -> None:
+    """Raises a UserError if the stored parameters have other names or shapes."""
     stored = storage.shapes(path / "state")
     prefix = "params."
     there = {k.removeprefix(prefix): shape for k, shape in stored.items() if k.startswith(prefix)}
     wanted = storage.shapes_of(abstract_params)
     if there != wanted:
         raise UserError(_other_model(path, there, wanted))
-    return stored
 
 
 @contextlib.contextmanager

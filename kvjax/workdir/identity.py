@@ -30,8 +30,8 @@ _EARLIER = "earlier-run"
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
 _FILES = (*_CLAIMS, *origin.FILES, lineage.PARENT, SNAPSHOTS, "curves.png", "events", *_RECORDS)
-# Keys of `train` that change no number of a run.
-SCHEDULE_KEYS = (
+# Keys of `train` that change no number of a run: logging, saving, stopping, the sample.
+NEUTRAL_KEYS = (
     "log_every",
     "eval_every",
     "checkpoint_every",
@@ -44,7 +44,7 @@ SCHEDULE_KEYS = (
 )
 # Keys that may differ when a run is resumed.
 _FREE_KEYS = {
-    "train": (*SCHEDULE_KEYS, "grad_accumulation"),  # fewer chips take a batch in more parts
+    "train": (*NEUTRAL_KEYS, "grad_accumulation"),  # fewer chips take a batch in more parts
     "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
     "data": ("directory",),
 }
@@ -57,11 +57,7 @@ def exclusive(workdir: epath.Path):
     The operating system releases the lock when the process ends, however that happens. Workdirs in
     buckets have no lock.
     """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"--workdir = {str(workdir)!r}: cannot be made: {reason}") from error
+    workdir.mkdir(parents=True, exist_ok=True)
     if in_bucket(workdir) or distributed.index():
         yield
         return

@@ -47,14 +47,9 @@ def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) ->
             warn(f"{workdir / name} was left as it is: it is not the one of {parent}")
 
 
-def is_recorded(workdir: epath.Path) -> bool:
-    """Returns True if `inherit` has recorded a parent."""
-    return (workdir / _CONTEXT).exists()
-
-
 def _remove_copies(workdir: epath.Path) -> None:
     """Removes the files that `inherit` wrote."""
-    if not is_recorded(workdir):
+    if not (workdir / _CONTEXT).exists():
         return
     files = _object(workdir / _CONTEXT).get("files")
     files = files if isinstance(files, list) else []

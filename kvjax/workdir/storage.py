@@ -1,12 +1,11 @@
 """Storage of checkpoints: Orbax's format with a checksum of every byte that loading uses.
 
-Importing this module patches Orbax 0.12 in four places that it has no options for:
+Importing this module patches Orbax 0.12 in three places that it has no options for:
 
 - Every chunk of an array is a zstd frame with its checksum (32 bits of XXH64 of the content), which
   any reader verifies, on any mesh. Orbax has checksums of the index and of OCDBT's nodes only, so a
   damaged chunk may decode to other numbers.
 - A failure is reported once, by the caller, without Orbax's log of every thread's traceback.
-- Time-outs use a monotonic clock: with the wall clock a save fails when that is set.
 - Globbing escapes the folder's own path: with brackets in it, a checkpoint was left without index.
 """
 
@@ -18,7 +17,6 @@ import logging
 import os
 import re
 import sys
-import time
 import traceback
 import types
 import warnings
@@ -26,10 +24,8 @@ import warnings
 from etils import epath
 import jax
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.futures import future, signaling_client, synchronization
+from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.serialization import tensorstore_utils
-from orbax.checkpoint.experimental.v1._src.handlers import pytree_handler
-from orbax.checkpoint.experimental.v1._src.synchronization import compatibility
 import tensorstore
 
 from kvjax import distributed
@@ -66,19 +62,6 @@ def _with_checksums(describe):
 
 
 tensorstore_utils._build_zarr3_metadata = _with_checksums(tensorstore_utils._build_zarr3_metadata)
-
-
-class _SteadyTime(types.ModuleType):
-    """The module `time` with a monotonic `time()`."""
-
-    time = staticmethod(time.monotonic)
-
-    def __getattr__(self, name: str):
-        return getattr(time, name)
-
-
-for _module in (compatibility, future, pytree_handler, signaling_client):
-    _module.time = _SteadyTime("time")  # they use differences only
 
 
 def _by_name(find):

@@ -149,14 +149,10 @@ class _Arrays:
 
     def check(self, name: str, array: np.ndarray, index: int | None) -> None:
         """Raises a ValueError unless it is an array, or the slice of one, that is missing."""
-        if name not in self._shapes:
-            raise ValueError(f"{name}: there is no such parameter")
         whole, missing = self._shapes[name], self._missing[name]
         where, shape = name, whole.shape
         if index is not None:
             where, shape = f"{name}[{index}]", whole.shape[1:]
-            if not (whole.shape and 0 <= index < whole.shape[0]):
-                raise ValueError(f"{where}: the parameter has shape {whole.shape}")
         if not (missing.all() if index is None else missing[index]):
             raise ValueError(f"{where} was written before")
         if (array.shape, array.dtype) != (shape, whole.dtype):

@@ -1,4 +1,4 @@
-"""How a process of a job ends, and what the others and its user hear of it."""
+"""The end of a job: each process prints one message and exits with one status."""
 
 import contextlib
 import logging
@@ -41,7 +41,6 @@ class _Job:
 
     def __init__(self, monkeypatch):
         self._patch = monkeypatch
-        self.checkpoints = lambda: "Step 7 is kept. "
         monkeypatch.setattr(os, "_exit", self._leave)
         monkeypatch.setattr(threading, "excepthook", threading.excepthook)
         monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
@@ -87,8 +86,8 @@ def _caused(error, cause, *, said=True):
 
 def test_what_ends_a_process_is_said_by_it_and_told_the_others(job, monkeypatch, capsys):
     lost = (
-        "another process of this job was lost ({}), and no step can be taken without it. Step 7 "
-        "is kept. Run the same command on all hosts to go on. (UNAVAILABLE: heartbeat)"
+        "another process of this job was lost ({}), and no step can be taken without it. Run the "
+        "same command on all hosts to go on. (UNAVAILABLE: heartbeat)"
     )
     gone = _runtime_error("UNAVAILABLE: heartbeat\nand pages of addresses")
 
@@ -234,17 +233,15 @@ def test_last_words():
     """An abort from C++ ends with a sentence and the status that was set."""
     code = (
         "import os, sys\n"
-        "from kvjax import distributed\nfrom kvjax.distributed import ending\n"
-        "distributed.abort_message.checkpoints = lambda: 'Checkpoints of steps [7] are here. '\n"
-        "distributed.abort_message.set(75, lambda: ending.lost('who knows'))\n"
+        "from kvjax.distributed import ending\n"
+        "ending.abort_message.set(75, lambda: ending.lost('who knows'))\n"
         "os.abort()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 75
     assert run.stderr == (
         "\nkvjax: another process of this job was lost (who knows), and no step can be taken "
-        "without it. Checkpoints of steps [7] are here. Run the same command on all hosts to go "
-        "on\n"
+        "without it. Run the same command on all hosts to go on\n"
     )
 
 

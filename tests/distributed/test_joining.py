@@ -1,4 +1,4 @@
-"""How a process finds its job, and what is refused; with real processes: test_multihost.py."""
+"""Connecting a process to its job; with real processes: test_multihost.py."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from kvjax import distributed
-from kvjax.distributed.ending import lost
+from kvjax.distributed import ending
 from kvjax.foundation.errors import UserError
 
 NOWHERE = dict(KVJAX_COORDINATOR="", KVJAX_NUM_PROCESSES="", KVJAX_PROCESS_ID="")
@@ -25,7 +25,7 @@ class Started(list):
 
     Attributes:
       options: of JAX, as they were set.
-      words: (status, text), as last words were set.
+      words: (status, text) of the abort messages.
     """
 
     def __init__(self):
@@ -45,8 +45,7 @@ def started(monkeypatch):
         calls.words.append((status, text()))
 
     monkeypatch.setattr(jax.distributed, "initialize", calls.initialize)
-    monkeypatch.setattr(distributed.abort_message, "set", words)
-    monkeypatch.setattr(distributed.abort_message, "checkpoints", str)
+    monkeypatch.setattr(ending.abort_message, "set", words)
     monkeypatch.setattr(jax.config, "update", calls.options.__setitem__)
     for name in [n for n in os.environ if n.startswith("SLURM_")]:
         monkeypatch.delenv(name)
@@ -61,8 +60,8 @@ def test_alone_nothing_is_started(started):
     assert started == [] and not started.options and not started.words
 
 
-def test_what_jax_is_told(started, monkeypatch):
-    """Flags count, then the environment; without CPUs their collectives are not chosen."""
+def test_options_of_jax_distributed(started, monkeypatch):
+    """Flags precede the environment; gloo is chosen for CPUs only."""
     distributed.start(
         coordinator="node0:65535",
         num_processes=4,
@@ -94,7 +93,7 @@ def test_what_jax_is_told(started, monkeypatch):
     assert reached == [("::1", 1)]
     service = dict(jax_enable_preemption_service=False)
     assert started.options == service | dict(jax_cpu_collectives_implementation="gloo")
-    gone = (75, lost("see the lines above for which"))
+    gone = (75, ending.lost("see the lines above for which"))
     both = [(2, LAST_WORDS.format(9)), gone, (2, LAST_WORDS.format(300)), gone]
     assert started.words == both
 
@@ -152,10 +151,7 @@ def test_a_coordinator_that_does_not_answer(started):
 
 
 def test_slurm(started, monkeypatch):
-    """A task takes GPU i as task i of its host, but for tasks that see other GPUs than JAX thinks.
-
-    Those of one GPU each (--gpus-per-task=1), and one task for all GPUs of a host.
-    """
+    """Task i of a host takes GPU i, except with one visible GPU or one task for all GPUs."""
     cases = (
         ("8(x2)", "0,1,2,3,4,5,6,7", None),
         ("8(x2)", "", None),

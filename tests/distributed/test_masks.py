@@ -99,19 +99,6 @@ def test_the_loss_is_the_mean_over_what_counts(x64, config, params):
     assert expected[0] != expected[3]
 
 
-@pytest.mark.slow
-def test_weights_of_one_give_the_bits_of_none(config, params):
-    """Where targets are no power of two."""
-    options = dict(compiler_options=dict(xla_backend_extra_options=""))
-    found = jax.jit(jax.value_and_grad(_loss(config, jnp.float32)), **options)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    rows = small_step.rows(1)[0, :6, :8]
-    plain, weighted = found(params, rows), found(params, rows, np.ones((6, 7), "f4"), 1 / 42)
-    jax.tree.map(np.testing.assert_array_equal, weighted, plain)
-    other, _ = found(params, rows, np.arange(42, dtype="f4").reshape(6, 7) % 2, 1 / 21)
-    assert other != plain[0]
-
-
 CASES = [("one", 3, 6), ("fsdp8", 1, 8), ("fsdp4_sequence2", 2, 8)]
 
 

@@ -47,17 +47,6 @@ if "--process_id=1" in sys.argv:
 def get_config():""",
 )
 
-# Process 1 sums over axes in another order.
-OTHER = CONFIG.replace(
-    "def get_config():",
-    """
-import sys
-from kvjax.model import loss
-if "--process_id=1" in sys.argv:
-    loss._MANUAL = loss._MANUAL[::-1]
-def get_config():""",
-)
-
 
 def quick_config(source, directory, mesh=None, **overrides):
     config = runs.small_config(source, directory, num_steps=STEPS, keep_checkpoints=9)
@@ -72,7 +61,6 @@ def folder(tmp_path_factory):
     given = dict(source=runs.write_text(folder / "text.txt"), directory=str(folder / "data"))
     (folder / "config.py").write_text(CONFIG.format(**given))
     (folder / "slow.py").write_text(SLOW.format(**given))
-    (folder / "other.py").write_text(OTHER.format(**given))
     return folder
 
 
@@ -111,7 +99,7 @@ def one(folder):
     return folder / "one"
 
 
-# What gloo says for itself, from several threads: its lines may be cut by others of its own.
+# Gloo's own output, from several threads, whose lines may interrupt each other.
 GLOO = (
     r"\[Gloo\]|Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\d+"
 )
@@ -232,15 +220,6 @@ def test_a_mesh_that_splits_two_axes(folder, mesh, request):
             np.testing.assert_allclose(here[key], there[key], rtol=CLOSE)
 
 
-def test_processes_that_compile_different_programs_say_so(folder):
-    job = launch(folder, [folder / "different"] * 2, devices=1, config="other.py")
-    assert job.wait(240) == [2, 2], job.outputs()
-    for output in job.outputs():
-        assert "would compile different programs, and wait for each other for ever" in output
-        assert re.search(r"training step: \w{12} \(process 0\), \w{12} \(process 1\)", output)
-        assert "evaluation step" not in output and "Traceback" not in output
-
-
 def wait_for_step(job: Job, workdir: pathlib.Path, step: int, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not (records(workdir) or [dict(step=0)])[-1]["step"] >= step:
@@ -273,8 +252,7 @@ def test_stopped_lost_and_resumed_is_the_same_to_the_bit(folder, two):
     assert statuses == [75, -9] and seconds < 10 + 20, (statuses, seconds, job.outputs())
     assert "Traceback" not in job.outputs()[0], job.outputs()[0]
     assert re.search(
-        r"kvjax: another process of this job was lost .*Checkpoints of steps \[.*\d\] are in .*Run "
-        "the same command",
+        r"kvjax: another process of this job was lost .*Run the same command",
         job.outputs()[0],
     )
 
@@ -307,17 +285,7 @@ def test_different_configs_are_refused(folder):
     assert not (folder / "refused").exists()
 
 
-def test_a_workdir_that_is_not_shared_is_refused(folder):
-    workdirs = [folder / name for name in ("shared", "apart", "shared", "apart too")]
-    job = launch(folder, workdirs, devices=1)
-    assert job.wait(120) == [2, 2, 2, 2], job.outputs()
-    for output in job.outputs():
-        assert "processes 1, 3 of 4 cannot see what process 0 writes there" in output
-        assert "Traceback" not in output
-    assert not list((folder / "shared").glob(".kvjax-*"))
-
-
-@pytest.mark.parametrize("kind", ["user 0", "user 1", "bug 1", "interrupt 1"])
+@pytest.mark.parametrize("kind", ["user 0", "bug 1"])
 def test_one_that_stops_stops_all(folder, kind):
     job = Job(
         [["tests.job", "failing", json.dumps([kind])]] * 2,
@@ -325,9 +293,8 @@ def test_one_that_stops_stops_all(folder, kind):
         logs=folder / f"{kind}-logs",
     )
     _jobs.append(job)
-    status, said = dict(
-        user=(2, "the key is wrong"), bug=(1, "KeyError: 'a bug'"), interrupt=(130, "interrupted")
-    )[kind.split()[0]]
+    outcomes = dict(user=(2, "the key is wrong"), bug=(1, "KeyError: 'a bug'"))
+    status, said = outcomes[kind.split()[0]]
     started = time.monotonic()
     assert job.wait(90) == [status] * 2, job.outputs()
     who = int(kind[-1])

@@ -1,11 +1,8 @@
 """A config file with overrides, and what is said when that cannot be."""
 
 import argparse
-import io
-import os
 import pathlib
 import re
-import types
 
 import pytest
 
@@ -103,22 +100,6 @@ def test_a_variant_of_a_file():
 def test_a_variant_that_is_not_there(name, message):
     with pytest.raises(UserError, match=f"^--config=.*/{re.escape(name)}: .*{message}"):
         load_config(CONFIGS / name)
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("ranks/lrkv_r16_128m.py", "ranks.py:lrkv_r16_128m"),
-        ("mid/lrkv_128m.py", "mid.py:lrkv_128m"),  # and not lrkv_128m.py
-        ("rivals/tpa_wide_tiny.py", "rivals.py:tpa_wide_tiny"),
-    ],
-)
-def test_a_config_that_had_a_file_of_its_own(old, new):
-    for folder in (CONFIGS, pathlib.Path("configs")):
-        with pytest.raises(
-            UserError, match=f"^--config=.*{old}: has moved: give .*=configs/{new}$"
-        ):
-            load_config(folder / old)
 
 
 def test_configs_beside_one():
@@ -223,38 +204,6 @@ def test_a_bug_keeps_its_traceback(bug):
 
     with pytest.raises(type(bug)):
         command_line.status(command, [])
-
-
-def test_what_was_closed_is_opened_and_what_cannot_be_written_is_left(monkeypatch):
-    """The next file would get the number of a stream that is closed."""
-    opened = []
-
-    def fstat(number):
-        if number:
-            return None
-        raise OSError
-
-    system = types.SimpleNamespace(
-        fstat=fstat,
-        open=lambda *args: opened.append(args),
-        fdopen=lambda *args, **options: (args, options),
-        **{name: getattr(os, name) for name in ("devnull", "O_RDWR")},
-    )
-    monkeypatch.setattr(command_line, "os", system)
-    monkeypatch.setattr(command_line.sys, "stdin", None)
-    before = command_line.sys.stdout
-    command_line._open_standard_streams()
-    assert opened == [(os.devnull, os.O_RDWR)] and command_line.sys.stdout is before
-    assert command_line.sys.stdin == ((0, "r"), dict(closefd=False))
-
-    class Full(io.StringIO):
-        def flush(self):
-            raise OSError(28, "No space left")
-
-    discarded = []
-    monkeypatch.setattr(command_line.sys, "stdout", Full())
-    monkeypatch.setattr(command_line, "_discard_output", lambda: discarded.append(1))
-    assert command_line.status(lambda _: 0, []) == 2 and discarded
 
 
 @pytest.mark.parametrize(

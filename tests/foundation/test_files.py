@@ -24,22 +24,6 @@ def test_what_is_there_keeps_its_name(tmp_path):
         unused.write_text("")
 
 
-def test_a_folder_is_watched_but_not_in_a_bucket(bucket, tmp_path):
-    (bucket / "x").mkdir()
-    remote, folder = files.Watched(epath.Path("gs://x")), tmp_path / "a"
-    folder.mkdir()
-    local = files.Watched(epath.Path(folder))
-    assert remote.change() == local.change() == ("", None)
-    (bucket / "x").rmdir()
-    folder.rename(tmp_path / "b")
-    assert remote.change() == ("", None)
-    assert local.change() == (f"was moved to {tmp_path}/b", epath.Path(tmp_path / "b"))
-    (tmp_path / "b").rmdir()
-    assert local.change() == ("was moved or removed", None)
-    for watched in (remote, local, local):
-        watched.close()
-
-
 def test_files_and_folders_are_moved_there_and_in_buckets(bucket, tmp_path):
     (bucket / "x").mkdir()
     for top in (epath.Path(tmp_path) / "top", epath.Path("gs://x/top")):

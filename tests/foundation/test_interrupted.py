@@ -11,8 +11,6 @@ import time
 
 import pytest
 
-from kvjax.distributed.interruption import Interruption
-from kvjax.foundation import interrupted
 from kvjax.foundation.checkout import ROOT
 from tests import quick
 from tests.training import test_resume
@@ -99,24 +97,6 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it():
 
 
 @pytest.mark.slow
-def test_a_ctrl_c_that_a_library_swallowed_ends_a_run(config, tmp_path):
-    swallowed = f"import signal\ntry: {CTRL_C}\nexcept BaseException: pass\n"
-    swallowing = tmp_path / "config.py"
-    swallowing.write_text(swallowed + config.read_text())
-    output = test_resume.finish(test_resume.launch(swallowing, tmp_path / "run"), status=130)
-    assert "interrupted" in output and "Traceback" not in output
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_ctrl_c_just_before_a_loop_of_steps_ends_it(monkeypatch):
-    monkeypatch.setattr(interrupted, "_received", True)
-    monkeypatch.setattr(interrupted, "_taken", False)
-    interruption = Interruption()
-    assert interruption.should_stop(0) and interruption.signal == signal.SIGINT
-    assert interrupted.taken()
-
-
-@pytest.mark.slow
 def test_ctrl_c_at_any_moment(config, tmp_path):
     """From the first imports to a little after the first step."""
     process = test_resume.launch(config, tmp_path / "whole", "--config.train.stop_after=1")
@@ -179,20 +159,3 @@ def test_a_terminal_that_closes_ends_a_run_that_is_saved(config, tmp_path):
         process.kill()
     (step,) = (int(path.name) for path in (workdir / "checkpoints").iterdir())
     assert 50 < step < 100_000
-
-
-@pytest.mark.slow
-def test_nohup(config, tmp_path):
-    """A run that was started to outlive its terminal."""
-    workdir = tmp_path / "run"
-    command = ["nohup", sys.executable, "-m", "kvjax.main"]
-    command += [f"--config={config}", f"--workdir={workdir}", "--config.train.num_steps=300"]
-    shell = f"{' '.join(command)} < /dev/null > {tmp_path}/log 2>&1; exit $?"
-    process, ours = terminal(["sh", "-c", f"trap '' HUP; {shell}"])
-    try:
-        wait_for_steps(process, ours, workdir)
-        os.close(ours)
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-    assert (workdir / "checkpoints" / "300").exists()

@@ -45,29 +45,6 @@ def leaves(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.whole
-def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_path, monkeypatch):
-    real = program.train_step
-
-    def poisoned(state, rows, **kwargs):
-        new, values = real(state, rows, **kwargs)
-        bad = state["step"] == 7
-        return new, values | {"loss": jax.numpy.where(bad, jax.numpy.nan, values["loss"])}
-
-    monkeypatch.setattr(program, "train_step", poisoned)
-
-    def config():
-        return runs.small_config(*source, num_steps=9, checkpoint_every=3)
-
-    with pytest.raises(UserError, match=r"step 8: loss = nan: stopped.*steps \[3, 6\]"):
-        loop.train(config(), epath.Path(tmp_path))
-    assert records(tmp_path)[-1]["step"] <= 7
-    monkeypatch.undo()
-    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-    assert loop.train(config(), epath.Path(tmp_path))["step"] == 9
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", [np.nan, 50.0])
 def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
     """Parameters and optimizer stay as they are; the step and the data go on; resume is exact."""
@@ -132,39 +109,6 @@ def test_which_step_is_bad_and_what_is_told_of_it():
         if policy["bad_steps"] == "skip":
             expected |= dict(skipped_steps=skipped, bad_steps_in_a_row=in_a_row)
         assert told == expected
-
-
-@pytest.mark.slow
-def test_the_policy_changes_no_number_of_a_good_run(source, tmp_path, monkeypatch):
-    """The default policy only looks on: unless its verdict is read, its program is that of none.
-
-    Programs that hand out more, or may skip, are others: as close as rounding leaves them.
-    """
-
-    def run(name, **policy):
-        return loop.train(
-            runs.small_config(*source, num_steps=9, **policy), epath.Path(tmp_path / name)
-        )
-
-    run("default")
-    run("skip", bad_steps="skip", spike_factor=9.0)
-    real = program.train_step
-    for name, judged in (("unread", lambda policy: policy), ("none", lambda policy: None)):
-
-        def blind(state, rows, config, judged=judged, **kwargs):
-            new, values = real(state, rows, config=judged(config), **kwargs)
-            return new | dict(bad=state["bad"]), values
-
-        monkeypatch.setattr(program, "train_step", blind)
-        run(name)
-    names = ("none", "unread", "default", "skip")
-    none, unread, default, skip = (state_of(tmp_path / name, 9) for name in names)
-    for key in ("params", "optimizer", "step"):
-        states = (none[key], unread[key], default[key], skip[key])
-        for x, same, *others in zip(*map(leaves, states), strict=True):
-            np.testing.assert_array_equal(x, same)
-            for other in others:
-                np.testing.assert_allclose(x, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

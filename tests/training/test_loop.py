@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from kvjax import config as config_lib
-from kvjax.distributed import sharding
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.training import loop
 from kvjax.workdir import metrics
-from tests import runs, trained_run
+from tests import runs
 from tests.runs import records
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -94,13 +93,6 @@ def test_bits_per_byte_is_what_its_definition_says(whole):
     assert whole.last["validation_bpb"] == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_a_relative_workdir(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    loop.train(runs.small_config(*source, num_steps=12, stop_after=10), epath.Path("runs/one"))
-    assert (tmp_path / "runs/one/checkpoints/10").exists()
-
-
 def test_prepared_rows_that_are_too_short(source, tmp_path):
     from kvjax.data import prepare
 
@@ -109,26 +101,6 @@ def test_prepared_rows_that_are_too_short(source, tmp_path):
     config.data.update(source=f"prepared:{folder}", sequence_length=64)
     with pytest.raises(UserError, match=r"sequence_length=64 must be .* at most the 32"):
         loop.train(config, epath.Path(tmp_path))
-
-
-def test_a_workdir_of_another_config_is_refused(workdir, tmp_path):
-    shutil.copytree(workdir, tmp_path / "run")
-    other = trained_run.config_of(workdir)
-    other.attention.rank = 8
-    before = (workdir / metrics.METRICS).read_bytes()
-    with pytest.raises(UserError, match=r"attention\.rank: there 4, now 8"):
-        loop.train(other, epath.Path(tmp_path / "run"))
-    assert (tmp_path / "run" / metrics.METRICS).read_bytes() == before
-
-
-@pytest.mark.slow
-def test_keys_that_change_no_number_may_change(source, tmp_path):
-    def config(**keys):
-        return runs.small_config(*source, num_steps=12, **keys)
-
-    loop.train(config(stop_after=10), epath.Path(tmp_path))
-    free = config(log_every=5, keep_checkpoints=1)
-    assert loop.train(free, epath.Path(tmp_path))["step"] == 12
 
 
 def test_another_corpus_in_the_same_workdir_is_refused(whole, tmp_path):
@@ -147,22 +119,6 @@ def test_data_errors_come_before_training(source, tmp_path):
     config = runs.small_config(str(tmp_path / "empty.txt"), source[1])
     with pytest.raises(UserError, match=r"empty\.txt"):
         loop.train(config, epath.Path(tmp_path / "run"))
-    config = runs.small_config(*source)
-    config.data.vocab_size = 300
-    with pytest.raises(UserError, match="vocab_size = 300: the tokenizer 'byte' has 257"):
-        loop.train(config, epath.Path(tmp_path / "run"))
-
-
-@pytest.mark.slow
-def test_eight_devices_train_like_one(source, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    if len(jax.devices()) < 8:
-        pytest.fail("the test session must force 8 CPU devices")
-    eight = loop.train(runs.small_config(*source, num_steps=20), epath.Path(tmp_path / "eight"))
-    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-    one = loop.train(runs.small_config(*source, num_steps=20), epath.Path(tmp_path / "one"))
-    assert eight["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
-    assert sharding.make_mesh(sharding.MeshConfig(), jax.devices()).size == 1
 
 
 @pytest.mark.slow

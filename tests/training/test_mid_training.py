@@ -5,10 +5,8 @@ import hashlib
 import json
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 from etils import epath
 from flax import nnx
@@ -18,7 +16,6 @@ import ml_collections
 import numpy as np
 import pytest
 
-from kvjax import config as config_lib
 from kvjax.conversation import synthetic
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data import loader
@@ -33,7 +30,7 @@ from kvjax.training import growth, loop
 from kvjax.workdir import lineage, trained
 from tests import runs
 from tests.runs import records
-from tests.training.test_resume import assert_bitwise_equal, final_state, finish, launch
+from tests.training.test_resume import assert_bitwise_equal, final_state
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -102,29 +99,6 @@ def test_one_pass_is_as_many_steps_as_there_are_batches(source, whole, tmp_path,
     config = _mid(source, whole.workdir, mixture=mixture, num_steps=0, batch_size=100)
     with pytest.raises(UserError, match=rf"batch_size = 100: there are {rows} rows.*={rows} or"):
         loop.train(config, epath.Path(tmp_path / "other"))
-
-
-@pytest.mark.slow
-def test_killed_and_started_again_it_ends_with_the_same_bits(source, whole, tmp_path):
-    """SIGKILL after the first checkpoint, in processes of their own."""
-    text = f"""
-from tests.training import test_mid_training
-def get_config():
-    mixture = test_mid_training.MADE_UP | dict(loss="assistant")
-    keys = dict(mixture=mixture, num_steps=400, checkpoint_every=10, eval_every=400)
-    return test_mid_training._mid({tuple(source)!r}, {str(whole.workdir)!r}, **keys)
-"""
-    config = tmp_path / "config.py"
-    config.write_text(text)
-    killed, straight = tmp_path / "killed", tmp_path / "straight"
-    process = launch(config, killed)
-    while process.poll() is None and not list((killed / "checkpoints").glob("[1-9]0")):
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert "resuming from step " in finish(launch(config, killed))
-    finish(launch(config, straight))
-    assert_bitwise_equal(*(final_state(workdir) for workdir in (killed, straight)))
 
 
 # -- growth ----------------------------------------------------------------------------------------
@@ -251,19 +225,6 @@ def test_what_cannot_be_started(source, whole, tmp_path):
         MissingDataError,
     )
     assert not list(run.glob("*.json"))
-
-
-@pytest.mark.slow
-def test_wrong_keys_of_the_section(source, whole):
-    config = _mid(source, whole.workdir).unlock()
-    config.mixture.smoltlak = "x"
-    with pytest.raises(UserError, match="config.mixture.smoltlak: no such key; config.mixture has"):
-        config_lib.resolve(config)
-    config = _mid(source, whole.workdir).unlock()
-    config.mixtures = config.mixture
-    del config.mixture
-    with pytest.raises(UserError, match=r"config: unknown \['mixtures'\]"):
-        config_lib.resolve(config)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is checked before a run begins: memory, mesh, data; of processes: test_multihost.py."""
+"""Checks before a run begins: memory, mesh, data; for several processes: test_multihost.py."""
 
 import contextlib
 import dataclasses
@@ -34,8 +34,8 @@ def test_memory_is_checked_before_anything_is_allocated(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_memory_is_that_of_the_run_and_an_accelerators_compiler_decides_what_is_close(monkeypatch):
-    """There is a fifth less than the estimate; a CPU has no one to ask."""
+def test_accelerators_have_a_margin_of_a_quarter_and_cpus_none(monkeypatch):
+    """The estimate may exceed an accelerator's memory by 25 %, since its compiler decides."""
     found = config_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
     train = dataclasses.replace(found.train, batch_size=96, grad_accumulation=3)
     run = dataclasses.replace(found, train=train)
@@ -154,19 +154,20 @@ def test_prepared_rows_with_another_vocabulary(source, tmp_path):
         preflight.prepare_dataset(data)
 
 
-def test_the_code_of_hosts_is_compared_in_every_folder(monkeypatch):
+def test_hosts_compare_the_code_of_all_folders(monkeypatch):
     seen, gathered = [], {}
+    recording = types.SimpleNamespace(update=seen.append, hexdigest=lambda: "0" * 64)
     monkeypatch.setattr(preflight.distributed, "check_same", gathered.update)
-    monkeypatch.setattr(preflight.hashlib, "sha256", lambda: _Recording(seen))
+    monkeypatch.setattr(preflight.hashlib, "sha256", lambda: recording)
     preflight.check_processes(load_config(CONFIGS / "lrkv_tiny.py"))
     names = {part.partition(b"\0")[0].decode() for part in seen}
     package = pathlib.Path(kvjax.__file__).parent
     assert names == {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    assert "main.py" in names and gathered["kvjax's code"] == "0" * 12
+    assert gathered["kvjax's code"] == "0" * 12
 
 
-def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
-    """Runs on texts and conversations, begun or not, in the first process and in others."""
+def test_order_of_checks_and_writes(monkeypatch):
+    """Pins the calls for texts and conversations, new or resumed, by process."""
     events = []
 
     def fake(name, made=lambda *given, **options: None):
@@ -188,7 +189,8 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     train = types.SimpleNamespace(num_steps=9, parent="name")
     compute = types.SimpleNamespace(dtype="f2")
     asked = types.SimpleNamespace(resolve=lambda *given: {("gpu", 3): compute}[given])
-    run = dict(train=train, model=model, compute=asked, data="data", mesh="ways")
+    data = types.SimpleNamespace(tokenizer="bpe")
+    run = dict(train=train, model=model, compute=asked, data=data, mesh="ways")
     texts = types.SimpleNamespace(**run, mixture=None)
     talk = types.SimpleNamespace(**run, mixture="mixture")
     talk.train = types.SimpleNamespace(num_steps=0, parent="")
@@ -202,13 +204,12 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
             experiment=types.SimpleNamespace(model=model),
         )
 
-    parent, teacher, steps, known = found("older"), found("other"), [], False
+    parent, teacher, steps = found("older"), found("other"), []
     monkeypatch.setattr(jax, "devices", lambda: "devices")
     monkeypatch.setattr(preflight.config_lib, "resolve", dict(texts=texts, talk=talk).get)
     monkeypatch.setattr(runtime, "workdir", lambda path: epath.Path(path) / "full")
     monkeypatch.setattr(preflight.storage, "steps", lambda at: at.name == "checkpoints" and steps)
-    monkeypatch.setattr(preflight.origin, "is_recorded", lambda workdir: known)
-    for name in ("check_processes", "check_alone", "check_mesh", "check_memory"):
+    for name in ("check_processes", "check_mesh", "check_memory"):
         fake(name)
     fake("sharding.make_mesh", lambda *given: mesh)
     fake("find_parent_and_teacher", lambda *given, **options: (parent, teacher))
@@ -225,8 +226,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     fake("origin.inherit")
     fake("lineage.remove")
     fake("lineage.write")
-    fake("trained.named", lambda *given: there)
-    index, there, w = 0, found(model), epath.Path("run/full")
+    index, w = 0, epath.Path("run/full")
 
     def prepared(config):
         events.clear()
@@ -237,7 +237,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
         assert given.experiment is (texts if config == "texts" else planned)
         assert events[-3:] == [("gather", "claimed", ""), "given", "let go"]
         start = [
-            *(("check_processes", config), ("check_alone", e)),
+            ("check_processes", config),
             ("find_parent_and_teacher", e, ("begun", bool(steps))),
             *(("make_mesh", "ways", "devices"), ("check_mesh", e, mesh)),
             ("check_memory", e, compute, mesh, teacher),
@@ -249,7 +249,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
     models = ("parent", parent), ("teacher", teacher)
     of_texts = [
         *(("set_aside_earlier_run", w), ("check_config", w, "texts", "f2")),
-        *(("prepare_dataset", "data", 2.5, ("spare", True)), ("check_data", w, "rows")),
+        *(("prepare_dataset", data, 2.5, ("spare", True)), ("check_data", w, "rows")),
         *(("check_tokenizer", texts, "rows", *models), ("record", w, "texts", "f2", "rows")),
     ]
     inherited = ("inherit", w, "w", 64)
@@ -262,20 +262,14 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
         ("record", w, "talk of 9", "f2", "rows"),
     ]
     assert prepared("talk") == [*of_talk, inherited, ("write", w, "w", "c", 7)]
-    steps = [5]  # begun by a kvjax that kept nothing of its parent, which may be there still
-    asked_for = ("named", "config.train.parent", "name")
-    again = [asked_for, ("check_tokenizer", planned, "rows", ("parent", there))]
-    assert prepared("talk") == [*of_talk, *again, inherited]
-    for there in (found("grown"), None):
-        again = [asked_for, ("check_tokenizer", planned, "rows", ("parent", there))]
-        assert prepared("talk") == [*of_talk, *again, ("inherit", w, None, 0)]
-    known = True
+    steps = [5]
+    assert prepared("talk") == of_talk
     assert prepared("texts") == of_texts
     steps, parent, texts.train = [], None, types.SimpleNamespace(num_steps=9, parent="")
     models = ("parent", None), ("teacher", teacher)
-    of_texts[2:3] = [("prepare_dataset", "data", 2.5, ("spare", False))]
+    of_texts[2:3] = [("prepare_dataset", data, 2.5, ("spare", False))]
     of_texts[4:5] = [("check_tokenizer", texts, "rows", *models)]
-    assert prepared("texts") == [*of_texts, ("inherit", w, None, 0), ("remove", w)]
+    assert prepared("texts") == [*of_texts, ("inherit", w, None), ("remove", w)]
     index = 1
     assert prepared("texts") == [of_texts[2], of_texts[4]]
     assert prepared("talk") == [
@@ -285,7 +279,7 @@ def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
 
 
 def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
-    """Each a share, with its part of the host's cores; the first begins, ends, and says it."""
+    """Each makes a share on its part of the host's cores; the leader begins and finishes."""
     events = []
 
     def note(*given, **options):
@@ -361,20 +355,10 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
         ),
     ]
     assert found(parts=0) == [*begun, ("announce", "begun"), ("announce", "made"), *ready]
-    # What is there already is nobody's to prepare; nor is there a team of one.
+    # Rows that exist, and a single process, need no team.
     for count, source in ((3, "prepared:rows"), (1, "text")):
         monkeypatch.setattr(preflight.distributed, "count", lambda n=count: n)
         events.clear()
         alone = dataclasses.replace(data, source=source)
         preflight.prepare_dataset(alone)
         assert events[0] == ("prepare", alone, ("hours", PREPARE_HOURS)) and len(events) == 2
-
-
-class _Recording:
-    """A hash that keeps what it is given."""
-
-    def __init__(self, seen):
-        self.update = seen.append
-
-    def hexdigest(self):
-        return "0" * 64

@@ -1,4 +1,4 @@
-"""The training and evaluation steps around a model: of one whose losses are a formula."""
+"""Training and evaluation steps of a toy model whose losses are a formula."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ VOCABULARY, BEGINS, RATE = 11, 3, 0.1
 
 
 class _Model(nnx.Module):
-    """It learns `seen` alone."""
+    """A model of two parameters, of which only `seen` is trainable."""
 
     def __init__(self, scale):
         self.seen = nnx.Param(jnp.linspace(0.5, 1.5, VOCABULARY) * scale)
@@ -55,7 +55,7 @@ def distillation_loss(model, *given, teacher, share, dropout, **options):
 
 
 def _split(rows, separate):
-    """Tokens, targets, whether they count, positions, documents."""
+    """Returns tokens, targets, loss mask, positions and documents."""
     tokens = np.where(rows < 0, ~rows, rows)
     documents = np.cumsum(tokens[:, :-1] == BEGINS, axis=1) if separate else 0
     positions = np.arange(rows.shape[1] - 1)[None]
@@ -64,7 +64,7 @@ def _split(rows, separate):
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Losses that are formulas; the model's graph and pure dict, the teacher's, and rows."""
+    """Patches losses to formulas; returns graph, parameters, the teacher's, and rows."""
     for function in (token_losses, mean_loss, distillation_loss):
         monkeypatch.setattr(program, function.__name__, function)
     made = [nnx.split(_Model(scale)) for scale in (1.0, 0.7)]
@@ -78,7 +78,7 @@ def toy(monkeypatch):
 
 
 def test_a_step_is_its_formula(toy):
-    """Every way to take one: the mean over targets that count, its gradient, what stays."""
+    """Checks loss, gradient and new state for each option of `train_step`."""
     optimizer = optax.sgd(RATE)
 
     def select_trainable(params):
@@ -164,8 +164,8 @@ def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
     np.testing.assert_array_equal(positions, [order])
 
 
-def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanism):
-    """Rows, shardings and options of the steps, as of an evaluation's part, and the optimizer's."""
+def test_programs_follow_their_experiment(monkeypatch, make_mechanism):
+    """Pins shardings and options of both steps and of the optimizer."""
     dropping = TransformerConfig(
         block=BlockConfig(num_layers=2, d_model=16, mlp_dim=24, dropout=0.25),
         mechanisms=(make_mechanism("lrkv"),) * 2,
@@ -232,13 +232,8 @@ def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanis
         )
         assert train_step.func is program.train_step
         split = sharding.batch_sharding(mesh)
-
-        def rows(n, s=split):
-            return jax.ShapeDtypeStruct((n, 21), jnp.int32, sharding=s)
-
-        assert made.abstract_rows == rows(12)
-        for name in ("train_step", "eval_step"):
-            monkeypatch.setattr(made, name, types.SimpleNamespace(lower=lambda *a, n=name: (n, *a)))
+        assert made.abstract_rows == jax.ShapeDtypeStruct((12, 21), jnp.int32, sharding=split)
+        monkeypatch.setattr(made, "train_step", types.SimpleNamespace(lower=lambda *given: given))
         given = []
         if teacher is not None:
             there, axes = parameters.abstract(teacher)
@@ -250,8 +245,4 @@ def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanis
                 )
             ]
         assert made.abstract_teacher == (given[0] if given else None)
-        token_bytes = jax.ShapeDtypeStruct((48,), jnp.int32)
-        assert made.lowered_steps() == {
-            "training step": ("train_step", state, made.abstract_rows, *given),
-            "evaluation step": ("eval_step", state["params"], rows(4), token_bytes),
-        }
+        assert made.lowered_step() == (state, made.abstract_rows, *given)

@@ -1,24 +1,19 @@
 """The end of a run: its curves, its last figures, and a sample as long as positions allow."""
 
-import shutil
 import types
 
 from etils import epath
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import pytest
 
-from kvjax import config as config_lib
 from kvjax.config import TrainConfig
 from kvjax.data import tokenizer
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
-from kvjax.model import parameters
-from kvjax.model.transformer import Compute, Transformer
-from kvjax.training import ending, loop
+from kvjax.model.transformer import Compute
+from kvjax.training import ending
 from kvjax.workdir import metrics
-from tests import runs
 
 
 class _Model(nnx.Module):
@@ -117,34 +112,3 @@ def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeyp
 
     gain = dict(gain=shaped(2, jnp.float32))  # of norms outside the blocks, as it was trained
     assert abstract == dict(embedding=shaped(3, jnp.bfloat16), final_norm=gain)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_device")
-def test_the_sample_is_the_same_each_time(whole, tmp_path):
-    shutil.copytree(whole.workdir, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "sample.txt").unlink()
-    loop.train(whole.config, epath.Path(tmp_path))
-    texts = [(folder / "sample.txt").read_text() for folder in (whole.workdir, tmp_path)]
-    assert texts[0] == texts[1] and texts[0].startswith("The king ")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_device")
-def test_a_sample_ends_where_positions_do(source):
-    config = runs.small_config(*source, sample_tokens=60)
-    config.model.update(positions="learned", max_positions=32)
-    experiment = config_lib.resolve(config)
-
-    def make():
-        return Transformer(experiment.model, jax.random.key(0))
-
-    graph = parameters.graph(experiment.model)
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
-    given = types.SimpleNamespace(
-        experiment=experiment,
-        compute=Compute(),
-        dataset=types.SimpleNamespace(tokenizer=tokenizer.byte_tokenizer()),
-    )
-    sample = ending._sample(given, graph, params)
-    assert sample.startswith("The king ") and len(sample) > len("The king ")

@@ -1,6 +1,6 @@
-"""The loop around programs that only add: whatever it asks, writes down, keeps and says, exactly.
+"""The training loop with a program that only sums tokens: its calls, records and messages.
 
-The batch, its parts, rows, vocabulary and periods have all different sizes.
+Batch, microbatches, rows, vocabulary and periods all differ in size.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ TOTAL = ("params", "total")
 
 
 class Script:
-    """A program whose state sums up all tokens seen, and a list of all that is asked, in order."""
+    """A program whose state sums all tokens seen; `asked` lists all calls in order."""
 
     def __init__(self, mesh):
-        self.asked, self.rows, self.at = [], {}, {}  # `at`: what happens in a step
+        self.asked, self.rows, self.at = [], {}, {}  # `at`: step -> side effect
         self.place = jax.NamedSharding(mesh, jax.P())
         self.began = self.taught = None
         shapes = dict(embedding=(VOCABULARY, WIDTH), head=(WIDTH, VOCABULARY), total=())
@@ -70,12 +70,6 @@ class Script:
     def lowered_step(self):
         return types.SimpleNamespace(compile=lambda: self.asked.append("compile") or self.train)
 
-    def lowered_steps(self):
-        names = ("training step", "evaluation step")
-        lowered = {name: types.SimpleNamespace(as_text=lambda n=name: f"<{n}>") for name in names}
-        lowered["training step"].compile = self.lowered_step().compile
-        return lowered
-
     def train(self, state, rows, *teacher):
         step = int(state["step"]) + 1
         self.asked.append(f"step {step}")
@@ -89,7 +83,7 @@ class Script:
         return new, self.told(step, total)
 
     def told(self, step, total):
-        """Figures of a step; those that are bad have no number for a gradient."""
+        """Returns the metrics of a step; the gradient norm of a bad one is infinite."""
         count = sum(s <= step for s in BAD)
         in_a_row = next(n for n in range(9) if step - n not in BAD)
         grad_norm = math.inf if step in BAD else 0.5 + step
@@ -108,7 +102,7 @@ class Script:
 
 @pytest.fixture
 def script(source, tmp_path, monkeypatch):
-    """A script, `run` of it in a workdir, its data set, and what is fixed of time and drawing."""
+    """A script with `run`, its data set, and fakes of clock and drawing."""
     config = runs.small_config(*source, num_steps=STEPS, batch_size=BATCH, seed=5)
     config.train.update(grad_accumulation=PARTS, eval_rows=EVAL_ROWS, max_bad_steps=4)
     config.train.update(log_every=3, eval_every=5, checkpoint_every=4, snapshot_every=7)
@@ -220,7 +214,7 @@ step 13; tick; [; look at (4, 33); look at (4, 33); ]; checkpoints 13 ['params',
 close"""
 
 
-def test_all_that_a_run_asks_and_writes_down(script, tmp_path, capsys):
+def test_calls_records_and_output_of_a_run(script, tmp_path, capsys):
     last = script.run()
     expected = expected_records(script)
     assert records(tmp_path / "run") == expected and last == expected[-1]
@@ -257,18 +251,17 @@ def test_all_that_a_run_asks_and_writes_down(script, tmp_path, capsys):
     ]
     loss = [r["loss"] for r in records(folder) if "loss" in r][-1]
     assert f"step 13 of 13: loss {loss:.3f}, 1,234 tokens/s" in err
-    # Complete, it is not compiled again; a message asks the checkpoints of this run.
+    # A complete run compiles nothing.
     script.asked.clear()
     assert script.run() == expected[-1]
     assert script.asked == ["checkpoints 13 ['params', 'step'] 104", "close"]
-    assert "steps [8, 12, 13] are in" in distributed.abort_message.checkpoints()
     (folder / metrics.METRICS).unlink()
     with pytest.raises(UserError, match=f"^{folder}/metrics.jsonl has lost its records$"):
         script.run()
 
 
-def test_a_run_that_ends_early_goes_on_as_if_it_had_not(script, tmp_path, capsys):
-    """On a signal in a step or before the first, as asked, or at a disk that is full."""
+def test_a_stopped_run_resumes_exactly(script, tmp_path, capsys):
+    """The run stops on a signal in or before the first step, on stop_after, or on a full disk."""
     folder = epath.Path(tmp_path / "run")
     goes_on = "The same command goes on from there.\n"
 
@@ -316,21 +309,14 @@ def test_a_run_that_ends_early_goes_on_as_if_it_had_not(script, tmp_path, capsys
     assert (folder / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
 
 
-def test_records_that_are_lost_end_a_run_once_its_state_is_saved(script, tmp_path, monkeypatch):
-    """And a workdir that is moved, when it is noticed: at a snapshot too."""
-    flush = metrics.MetricsWriter.flush
+def test_failed_records_end_a_run_after_its_state_is_saved(script, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics.MetricsWriter, "flush", lambda writer: refuse())
     with pytest.raises(UserError, match=r"No space left on device.*\(steps \[4\]\)"):
         script.run()
     assert storage.steps(epath.Path(tmp_path / "run" / "checkpoints")) == [4]
-    monkeypatch.setattr(metrics.MetricsWriter, "flush", flush)
-    script.at = {7: lambda: (tmp_path / "run").rename(tmp_path / "moved")}
-    with pytest.raises(UserError, match=r"stopped at step 7, which was saved there"):
-        script.run()
-    assert storage.steps(epath.Path(tmp_path / "moved" / "checkpoints")) == [4, 7]
 
 
-def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, capsys):
+def test_several_processes(script, tmp_path, monkeypatch, capsys):
     """Processes compile before any begins; a failed save ends them; only the first one writes."""
     agreed = []
 
@@ -340,11 +326,9 @@ def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(distributed, "gather", gather)
     monkeypatch.setattr(distributed, "count", lambda: 2)
-    monkeypatch.setattr(distributed, "check_same_programs", agreed.append)
     last = script.run()
     assert last == expected_records(script)[-1]
-    texts = {"training step": "<training step>", "evaluation step": "<evaluation step>"}
-    assert agreed[-3:] == [texts, ("compiled", ""), ("written", "")]
+    assert agreed[-2:] == [("compiled", ""), ("written", "")]
     out, err = capsys.readouterr()
     assert ", 2 x cpu, 2 processes\n" in out and "step 13 of 13" in err
     for what in (("checkpoints", 4), ("snapshots", 7)):
@@ -355,16 +339,13 @@ def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, caps
     monkeypatch.setattr(distributed, "index", lambda: 1)
     capsys.readouterr()
     assert script.run() == last  # which the first has written
-    monkeypatch.setattr(loop.TrainingLoop, "_saved_steps", lambda run: pytest.fail("asked"))
     assert script.run("second") == {}
     assert "".join(capsys.readouterr()) == ""
     assert {path.name for path in (tmp_path / "second").iterdir()} == {"checkpoints", "snapshots"}
 
 
-def test_a_run_begins_with_its_parents_weights_and_learns_from_its_teachers(
-    script, tmp_path, monkeypatch, capsys
-):
-    """With rows for tokens that the parent lacks; and some targets do not count."""
+def test_a_run_starts_from_its_parent_and_reads_its_teacher(script, tmp_path, monkeypatch, capsys):
+    """The run has a larger vocabulary than its parent, and a loss mask."""
     monkeypatch.setattr(config_lib.Experiment, "is_masked", True)
     rng = np.random.default_rng(0)
 
@@ -404,7 +385,7 @@ def test_a_run_begins_with_its_parents_weights_and_learns_from_its_teachers(
     assert said == [tuple(f"{r[key]:.4f}" for key in both) for r in told] and len(said) == 3
 
 
-def test_what_ends_a_run_and_what_it_says():
+def test_values_that_end_a_run():
     """Bad steps end a run by its policy; weights that are not finite always do."""
     stop, skip = dict(bad_steps="stop"), dict(bad_steps="skip", max_bad_steps=3)
     fine = dict(loss=4.5, grad_norm=1.0, param_norm=2.0)

@@ -1,4 +1,4 @@
-"""What a workdir belongs to: one process at a time, one config, one data set."""
+"""A workdir belongs to one process at a time, one config, one data set."""
 
 import functools
 import json
@@ -39,14 +39,14 @@ def test_a_workdir_that_cannot_be_made():
         pass
 
 
-def test_identity_ignores_when_to_look_and_nothing_else(source):
+def test_identity_ignores_neutral_keys_only(source):
     def of(config, dtype="float32"):
         return identity.identity(config, jnp.dtype(dtype))
 
     base = of(runs.small_config(*source))
-    when = dict(log_every=3, eval_every=7, checkpoint_every=5, keep_checkpoints=1, stop_after=5)
-    rest = dict(max_bad_steps=2, sample_prompt="a", sample_tokens=2)
-    assert of(runs.small_config(*source, **when, **rest)) == base
+    neutral = dict(log_every=3, eval_every=7, checkpoint_every=5, keep_checkpoints=1, stop_after=5)
+    neutral |= dict(max_bad_steps=2, sample_prompt="a", sample_tokens=2)
+    assert of(runs.small_config(*source, **neutral)) == base
     assert of(runs.small_config(*source, seed=1)) != base
     assert of(runs.small_config(*source, eval_rows=1)) != base
     json.dumps(base)
@@ -86,8 +86,8 @@ def _told(check, *given) -> str:
     return str(error.value)
 
 
-def test_a_run_goes_on_as_itself_alone(source, tmp_path, capsys):
-    """With its config, its dtype, its rows and its tokenizer; where those lie does not matter."""
+def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
+    """A resumed run keeps config, dtype, rows and tokenizer; paths of its data may change."""
     workdir, wide = epath.Path(tmp_path / "run"), jnp.dtype("float32")
     tokenizer = tokenizer_lib.byte_tokenizer()
     other = tokenizer.with_specials(["<|end|>"])
@@ -129,11 +129,11 @@ def test_a_run_goes_on_as_itself_alone(source, tmp_path, capsys):
     )
     said = f"{workdir}/tokenizer.json is not the tokenizer of {of_other.path}, and was left as"
     assert _told(identity.check_data, workdir, of_other).startswith(said)
-    identity.write_identity(workdir / "dataset.json", dict(dataset="one"))  # its name, as once
+    identity.write_identity(workdir / "dataset.json", dict(dataset="one"))  # as older workdirs
     identity.check_data(workdir, data)
     assert "there 'one', now 'abc'" in _told(identity.check_data, workdir, moved)
 
-    # As older ones say it, or less: a dtype that is not resolved, no keys that are newer.
+    # Older workdirs store an unresolved dtype, and lack newer keys.
     there = json.loads(before["config.json"])
     config.model.num_layers = 2
     there["compute"]["dtype"] = "auto"
@@ -160,47 +160,14 @@ def test_a_run_goes_on_as_itself_alone(source, tmp_path, capsys):
     assert "more" not in _told(identity.check_identity, workdir / "x.json", {})
 
 
-@pytest.fixture
-def begun(source, tmp_path, monkeypatch):
-    """A workdir with a checkpoint of step 10, and a function that continues it."""
-    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-
-    def go_on(**overrides):
-        config = runs.small_config(*source, stop_after=10)
-        for section, values in overrides.items():
-            config[section].update(values)
-        loop.train(config, workdir)
-
-    workdir = epath.Path(tmp_path / "run")
-    go_on()
-    return workdir, go_on
-
-
 def claims(workdir) -> dict[str, str]:
     names = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
     return {name: (workdir / name).read_text() for name in names}
 
 
-@pytest.mark.slow
-def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
-    workdir, go_on = begun
-    before = claims(workdir)
-
-    def on_gpu(self, platform, layers, real=config_lib.ComputeConfig.resolve):
-        return real(self, "gpu", layers)
-
-    monkeypatch.setattr(config_lib.ComputeConfig, "resolve", on_gpu)
-    with pytest.raises(UserError) as error:
-        go_on()
-    assert "compute.dtype: there 'float32', now 'bfloat16'" in str(error.value)
-    assert "--config.compute.dtype=float32" in str(error.value)
-    assert claims(workdir) == before
-    go_on(compute=dict(dtype="float32"))
-
-
 @pytest.fixture
 def prepared(source, tmp_path):
-    """A function of a name: a folder of prepared rows of a text of that name; 272 tokens."""
+    """Returns a function of a text's name to a folder of its prepared rows, of 272 tokens."""
     return functools.partial(runs.prepare_text, source[0], tmp_path)
 
 
@@ -215,8 +182,6 @@ def test_prepared_rows_may_move_and_not_change(source, tmp_path, prepared, monke
         loop.train(config, workdir)
 
     shutil.copytree(prepared("xylophone"), one)
-    workdir.mkdir()
-    (workdir / "tokenizer.json").write_text("{}")  # of a start without a checkpoint
     go_on(one)
     one.rename(two)
     go_on(two, stop_after=20)
@@ -227,19 +192,11 @@ def test_prepared_rows_may_move_and_not_change(source, tmp_path, prepared, monke
     other = loader.open_dataset(prepared("zebra"))
     assert other.digest != digest == loader.open_dataset(two).digest
     shutil.copytree(other.path, one)
-    for folder in (one, two):  # another name, and the same one
-        if folder == two:
-            two.rename(tmp_path / "three")
-            shutil.copytree(other.path, two)
-        with pytest.raises(UserError, match="rows or the tokenizer in .* are not those it was tr"):
-            go_on(folder, stop_after=30)
-        assert claims(workdir) == before and not (workdir / "checkpoints" / "30").exists()
-
-    # As it was written once: the folder's name. The tokenizer still tells.
-    (workdir / "dataset.json").write_text('{"dataset": "two"}')
-    with pytest.raises(UserError, match="tokenizer.json is not the tokenizer of .*two, and was le"):
-        go_on(two)
-    assert claims(workdir)["tokenizer.json"] == before["tokenizer.json"]
+    two.rename(tmp_path / "three")
+    shutil.copytree(other.path, two)
+    with pytest.raises(UserError, match="rows or the tokenizer in .* are not those it was tr"):
+        go_on(two, stop_after=30)
+    assert claims(workdir) == before and not (workdir / "checkpoints" / "30").exists()
     shutil.rmtree(two)
     (tmp_path / "three").rename(two)
     go_on(two, stop_after=20)
@@ -256,3 +213,52 @@ def test_rows_are_told_from_others_behind_the_same_manifest(tmp_path, prepared):
     changed = loader.open_dataset(copy)
     assert changed.tokenizer.vocabulary() == loader.open_dataset(one).tokenizer.vocabulary()
     assert changed.digest != before
+
+
+def test_an_identity_binds_only_where_there_are_checkpoints(tmp_path):
+    """Files of a killed first save are no checkpoint."""
+    path = epath.Path(tmp_path) / "config.json"
+    (path.parent / "checkpoints" / "10.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    identity.write_identity(path, {"rank": 16})
+    identity.check_identity(path, {"rank": 8})
+    (path.parent / "checkpoints" / "10").mkdir()
+    assert "rank: there 16, now 8" in _told(identity.check_identity, path, {"rank": 8})
+    path.unlink()
+    assert "has checkpoints and no config.json" in _told(identity.check_identity, path, {})
+
+
+def leave_a_run(workdir: epath.Path) -> dict[str, str]:
+    """Writes a run's files with their names as content."""
+    files = ["config.json", "dataset.json", "metrics.jsonl", "timing.jsonl", "events/events.1"]
+    files += ["chat_template.jinja", "context.json"]  # of what it started from
+    (workdir / "events").mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (workdir / name).write_text(name)
+    return {name: name for name in files}
+
+
+@pytest.mark.parametrize("where", ["local", "gs://"])
+def test_a_run_without_checkpoints_is_set_aside(tmp_path, bucket, capsys, where):
+    (bucket / "runs").mkdir()
+    workdir = epath.Path("gs://runs/one") if where == "gs://" else epath.Path(tmp_path) / "one"
+    workdir.mkdir()
+    identity.set_aside_earlier_run(workdir)
+    assert not capsys.readouterr().err
+    files = leave_a_run(workdir)
+    (workdir / "mine.txt").write_text("notes")
+    for number in ("", "-2"):
+        identity.set_aside_earlier_run(workdir)
+        target = workdir / f"earlier-run{number}"
+        assert {name: (target / name).read_text() for name in files} == files
+        assert capsys.readouterr().err.startswith(f"WARNING: {workdir} has records of a run")
+        identity.set_aside_earlier_run(workdir)  # nothing is left to move
+        assert not capsys.readouterr().err and (workdir / "mine.txt").exists()
+        leave_a_run(workdir)
+
+
+def test_nothing_of_a_run_with_checkpoints_is_moved(tmp_path):
+    workdir = epath.Path(tmp_path)
+    (workdir / "checkpoints" / "3").mkdir(parents=True)
+    files = leave_a_run(workdir)
+    identity.set_aside_earlier_run(workdir)
+    assert {name: (workdir / name).read_text() for name in files} == files

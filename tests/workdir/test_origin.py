@@ -1,13 +1,18 @@
-"""What is known of the model that a run starts from stays in its workdir."""
+"""A workdir keeps copies of its parent's files and a hash of its parent's parameters."""
 
+import hashlib
 import json
 
 from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvjax.data import tokenizer
 from kvjax.foundation.errors import UserError
-from kvjax.workdir import origin
+from kvjax.workdir import lineage, origin
+from kvjax.workdir.checkpoint import CHECKPOINTS, Checkpoints
 
 FILES = {
     "chat_template.jinja": "{{ messages }}",
@@ -35,7 +40,7 @@ def test_files_are_copied_as_they_are(folders):
 
 
 def test_another_runs_are_forgotten(folders):
-    """One with fewer files, and one that starts from nothing."""
+    """A second start, from a parent with fewer files or from none, leaves no earlier copy."""
     parent, run = folders
     origin.inherit(run, parent, context=64)
     (parent / "chat_template.jinja").unlink()
@@ -46,7 +51,7 @@ def test_another_runs_are_forgotten(folders):
 
 
 def test_what_no_run_wrote_stays(folders, capsys):
-    """Whatever a run starts from, and however often one is started that takes no step."""
+    """Files of the user survive starts from any parent, repeated or not."""
     parent, run = folders
     mine = {"chat_template.jinja": "mine", "generation_config.json": '{"eos_token_id": 8}'}
     for name, text in mine.items():
@@ -64,7 +69,7 @@ def test_what_no_run_wrote_stays(folders, capsys):
     assert {path.name: path.read_text() for path in run.iterdir()} == mine
 
 
-def test_nothing_is_said_of_a_file_that_is_the_parents(folders, capsys):
+def test_a_copy_of_the_parents_file_gives_no_warning(folders, capsys):
     parent, run = folders
     (run / "chat_template.jinja").write_text(FILES["chat_template.jinja"])
     origin.inherit(run, parent, context=64)
@@ -114,3 +119,23 @@ def test_a_context_that_cannot_be_read(tmp_path, text, said):
     with pytest.raises(UserError) as error:
         origin.context(epath.Path(tmp_path), 8)
     assert str(error.value).startswith(str(tmp_path / "context.json")) and said in str(error.value)
+
+
+def test_a_parent_is_told_by_its_parameters(tmp_path, monkeypatch):
+    """The hash depends on neither other arrays nor the size of reads."""
+    workdir = epath.Path(tmp_path)
+    params = {"w": np.arange(15.0, dtype=np.float32).reshape(5, 3), "a": {"s": np.float32(7)}}
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=1)
+    checkpoints.save(4, dict(params=jax.tree.map(jnp.asarray, params), n=jnp.ones(2)), position=0)
+    checkpoints.close()
+    told = hashlib.sha256(b"params.a.s () float32\n" + params["a"]["s"].tobytes())
+    told.update(b"params.w (5, 3) float32\n" + params["w"].tobytes())
+    for block in (1, 24, 1 << 28):
+        monkeypatch.setattr(lineage, "_READ_BYTES", block)
+        lineage.write(workdir, epath.Path("/parent"), workdir / CHECKPOINTS, 4)
+        text = (workdir / lineage.PARENT).read_text()
+        expected = dict(workdir="/parent", step=4, sha256=told.hexdigest())
+        assert text == json.dumps(expected, indent=1) + "\n"
+    for _ in range(2):
+        lineage.remove(workdir)
+        assert not (workdir / lineage.PARENT).exists()
