@@ -1,4 +1,4 @@
-"""Which weight gets which update, and how large it is."""
+"""Updates of each group of weights, and learning-rate schedules."""
 
 import functools
 import math
@@ -15,6 +15,7 @@ from kvjax.layers.weight import Axes
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.optim import (
+    SCHEDULES,
     OptimizerConfig,
     learning_rate_schedule,
     make_optimizer,
@@ -29,7 +30,7 @@ D = 12
 
 
 def _model(mechanism):
-    """Every kind of weight there is: gains, biases, learned positions, a gate."""
+    """A model with all kinds of weights: gains, biases, learned positions, a gate."""
     block = dict(num_layers=2, d_model=D, mlp_dim=20, norm="layer", norm_gain=True, norm_bias=True)
     more = dict(positions="learned", max_positions=6, activation="swiglu", bias=True)
     return TransformerConfig(
@@ -52,7 +53,7 @@ def _kind(names, x):
 
 
 def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
-    """Optimizer, weights and gradients of a model, float32, none zero."""
+    """Returns optimizer, axes, weights and gradients of a model; no weight is zero."""
     shapes, axes = parameters.abstract(config)
     optimizer = make_optimizer(OptimizerConfig(**options), axes, d_model=D, num_steps=num_steps)
     rng = np.random.default_rng(seed)
@@ -66,20 +67,12 @@ def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
 
 
 def _updated(optimizer, grads, weights):
-    """Updates and state after a first step, as one program."""
+    """Returns updates and state of a first step."""
     return jax.jit(lambda g, w: optimizer.update(g, optimizer.init(w), w))(grads, weights)
 
 
 def _leaves(tree):
     return {_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def test_momentum_goes_from_start_to_end():
-    momentum = momentum_schedule(OptimizerConfig(momentum_warmup_steps=4))
-    steps = [float(momentum(step)) for step in (0, 2, 4, 100)]
-    np.testing.assert_allclose(steps, [0.85, 0.90, 0.95, 0.95], rtol=1e-6)
-    at_once = momentum_schedule(OptimizerConfig(momentum_warmup_steps=0, momentum_end=0.5))
-    assert [float(at_once(step)) for step in (0, 1, 100)] == [0.5, 0.5, 0.5]
 
 
 ADAM = dict(adam_b1=0.7, adam_b2=0.9, adam_epsilon=1e-2, adam_weight_decay=0.1)
@@ -225,6 +218,8 @@ def test_newton_schulz_coefficients():
 
 def test_momentum_warmup(make_mechanism):
     """nanochat: (1 - f)·0.85 + f·0.95, f = min(step/300, 1); read off the state after a step."""
+    at_once = momentum_schedule(OptimizerConfig(momentum_warmup_steps=0, momentum_end=0.5))
+    assert [float(at_once(step)) for step in (0, 1, 100)] == [0.5, 0.5, 0.5]
     optimizer, _, weights, grads = _setup(_model(make_mechanism("mha")), clip_norm=0.0)
     start, update = optimizer.init(weights), jax.jit(optimizer.update)
     for step, beta in ((0, 0.85), (150, 0.90), (300, 0.95), (1000, 0.95)):
@@ -244,32 +239,46 @@ def test_momentum_warmup(make_mechanism):
         assert checked == 7  # query, base key and value, out, up, gate, down
 
 
-def test_constant_schedule_with_a_linear_end():
-    schedule = learning_rate_schedule(OptimizerConfig(), 1000)
-    for step in (0, 1, 500, 799, 800, 801, 900, 999):  # nanochat's formula
-        expected = 1.0 if step <= 800 else (1000 - step) / 200
-        np.testing.assert_allclose(schedule(step), expected, rtol=1e-6)
-    assert schedule(999) > 0
-    floor = learning_rate_schedule(OptimizerConfig(final_fraction=0.1), 1000)
-    np.testing.assert_allclose(floor(900), 0.5 * 1 + 0.5 * 0.1, rtol=1e-6)
-    flat = learning_rate_schedule(OptimizerConfig(cooldown_fraction=0.0), 1000)
-    np.testing.assert_array_equal([flat(0), flat(999)], [1.0, 1.0])
-    warm = learning_rate_schedule(OptimizerConfig(warmup_steps=100), 1000)
-    np.testing.assert_allclose(
-        [warm(s) for s in (0, 50, 100, 800, 900, 999)], [0.01, 0.51, 1, 1, 0.5, 1 / 200], rtol=1e-5
-    )
+def _cosine(share):
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def test_cosine_schedule_with_warmup():
-    options = OptimizerConfig(schedule="cosine", warmup_steps=100, final_fraction=0.1)
-    schedule = learning_rate_schedule(options, 1000)
-    for step in (0, 1, 50, 99):
-        np.testing.assert_allclose(schedule(step), (step + 1) / 100, rtol=1e-6)
-    for step in (100, 101, 550, 775, 999):
-        cosine = 0.5 * (1 + math.cos(math.pi * (step - 100) / 900))
-        np.testing.assert_allclose(schedule(step), 0.1 + 0.9 * cosine, rtol=1e-5)
-    with pytest.raises(UserError, match="warmup_steps = 1000.*num_steps = 1000"):
-        learning_rate_schedule(OptimizerConfig(warmup_steps=1000), 1000)
+@pytest.mark.parametrize(
+    "options, steps, factors",
+    [
+        # nanochat's: constant, then a linear cooldown over a fifth of all steps.
+        ({}, 1000, {0: 1, 500: 1, 800: 1, 801: 199 / 200, 900: 0.5, 999: 1 / 200}),
+        (dict(final_fraction=0.1), 1000, {0: 1, 900: 0.55}),
+        (dict(cooldown_fraction=0.0), 1000, {0: 1, 999: 1}),
+        (dict(warmup_steps=100), 1000, {0: 0.01, 50: 0.51, 100: 1, 800: 1, 900: 0.5, 999: 1 / 200}),
+        (
+            dict(schedule="cosine", warmup_steps=100, final_fraction=0.1),
+            1000,
+            {0: 0.01, 99: 1, 100: 1, 101: _cosine(1 / 900), 550: _cosine(0.5), 775: _cosine(0.75)},
+        ),
+        (dict(schedule="linear"), 8, {step: 1 - step / 8 for step in range(8)}),
+        (
+            dict(schedule="linear", warmup_steps=2, final_fraction=0.5),
+            6,
+            {0: 0.5, 1: 1, 2: 1, 3: 0.875, 4: 0.75, 5: 0.625},
+        ),
+        (dict(warmup_steps=80), 100, {79: 1, 80: 1, 90: 0.5}),
+    ],
+)
+def test_learning_rate_schedules(options, steps, factors):
+    schedule = learning_rate_schedule(OptimizerConfig(**options), steps)
+    found = [schedule(step) for step in factors]
+    np.testing.assert_allclose(found, list(factors.values()), rtol=1e-5)
+
+
+def test_a_warmup_must_leave_room():
+    for warmup_steps, schedule, message in (
+        (90, "constant", "warmup_steps = 90.*cooldown of 20 .*at most 80"),
+        (100, "cosine", "warmup_steps = 100.*at most 99 for .*num_steps = 100"),
+    ):
+        config = OptimizerConfig(warmup_steps=warmup_steps, schedule=schedule)
+        with pytest.raises(UserError, match=message):
+            learning_rate_schedule(config, 100)
 
 
 @functools.cache
@@ -302,21 +311,6 @@ def test_first_update_of_the_recipe(make_mechanism, family):
         assert np.sum(np.asarray(update) * g) < 0  # downhill
 
 
-@pytest.mark.parametrize("kind, key", quick.every(2, [("matrix", "matrix"), ("embedding", "adam")]))
-def test_weight_decay(make_mechanism, kind, key):
-    """Decoupled: -lr·decay·w on top of the update, on the group that its key names only."""
-    config = _model(make_mechanism("lrkv"))
-    plain, weights, *_ = _first_update(config)
-    decayed, *_ = _first_update(config, **{f"{key}_weight_decay": 0.1})
-    width = (D / 768) ** -0.5
-    rates = dict(matrix=0.02, embedding=0.2 * width, head=0.004 * width, vector=0.004)
-    for names, update in decayed.items():
-        on = (_kind(names, update) == "matrix") == (kind == "matrix")
-        shrink = -rates[_kind(names, update)] * 0.1 * np.asarray(weights[names]) if on else 0.0
-        np.testing.assert_allclose(update - plain[names], shrink, rtol=1e-3, atol=2e-6)
-        assert on == (np.abs(update - plain[names]).max() > 1e-6)
-
-
 @pytest.mark.parametrize(
     "clip_norm, scale, factor",
     quick.only(
@@ -338,8 +332,8 @@ def test_clipping_is_of_the_whole_gradient(make_mechanism, clip_norm, scale, fac
         np.testing.assert_allclose(mean, (1 - beta) * factor * g, rtol=1e-4, atol=1e-30)
 
 
-def test_values_that_are_refused():
-    """Beyond either end of what is allowed; both ends are."""
+def test_bounds_of_values():
+    """Both ends of a range are allowed, and nothing beyond."""
     nearly_one, steps = 0.999999, (1 << 31) - 1
     rates = ("matrix", "embedding", "head", "vector")
     bounds = {
@@ -368,7 +362,7 @@ def test_values_that_are_refused():
         OptimizerConfig(clip_norm=-1.0)
     words = dict(
         orthogonalize="'joint', 'per_head'",
-        schedule="'constant', 'cosine', 'linear'",
+        schedule=", ".join(map(repr, SCHEDULES)),
         matrices="'muon', 'adamw'",
     )
     for key, allowed in words.items():
@@ -387,24 +381,8 @@ def test_tied_head_has_no_head_group(make_mechanism):
     )
 
 
-def test_warmup_and_cooldown_must_fit():
-    config = OptimizerConfig(warmup_steps=90, cooldown_fraction=0.2)
-    with pytest.raises(UserError, match="warmup_steps = 90.*cooldown of 20 .*at most 80"):
-        learning_rate_schedule(config, 100)
-    learning_rate_schedule(OptimizerConfig(warmup_steps=80, cooldown_fraction=0.2), 100)
-
-
-def test_a_linear_schedule_falls_from_the_first_step_on():
-    found = learning_rate_schedule(OptimizerConfig(schedule="linear"), 8)
-    np.testing.assert_allclose([found(i) for i in range(8)], 1 - np.arange(8) / 8, rtol=1e-6)
-    changed = OptimizerConfig(schedule="linear", warmup_steps=2, final_fraction=0.5)
-    found = learning_rate_schedule(changed, 6)
-    expected = [0.5, 1, 1, 0.875, 0.75, 0.625]
-    np.testing.assert_allclose([found(i) for i in range(6)], expected, rtol=1e-6)
-
-
 def test_options_reach_the_first_update():
-    """A scale all learning rates; heads, iterations, dtype and weight decay the matrices alone."""
+    """`lr_scale` reaches all groups, Muon's options and weight decay only matrices."""
     axes = dict(embedding="V D", head="D -> V", up="D -> N H", gain="D")
     shapes = dict(embedding=(5, 4), head=(4, 5), up=(2, 4, 3, 2), gain=(4,))
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Memory of a training step, by formulas: against shapes, XLA on a CPU, and TPU compilers."""
+"""Estimated memory of a training step against shapes, XLA on a CPU, and TPU compilers."""
 
 import dataclasses
 
@@ -43,30 +43,8 @@ def test_training_memory(make_mechanism):
     assert one.temporaries == one.gradients + one.weights + one.activations
     eight = memory_estimate.estimate(config, Compute(), **shape, fsdp=8)
     assert (eight.parameters, eight.optimizer) == (one.parameters // 8, one.optimizer // 8)
-    assert eight.activations == one.activations
-    longer = memory_estimate.estimate(
-        config, Compute(), rows_per_device=2, sequence_length=16, fsdp=1
-    )
-    assert longer.activations > 2 * one.activations  # every token also attends to more
-    full = memory_estimate.estimate(config, Compute(remat="full"), **shape, fsdp=1)
-    kept = memory_estimate.estimate(config, Compute(remat="attention"), **shape, fsdp=1)
-    assert full.activations < kept.activations < one.activations
-    assert kept.activations - full.activations == 16 * 2 * 4 * (4 * 8 + 4)
-    parts = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, accumulation_steps=4)
-    assert parts.gradients == 2 * one.gradients
     kernel = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, attention_kernel=True)
     assert one.activations - kernel.activations == 16 * 2 * 2 * 4 * 4 * 8
-    halves = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, sequence=2)
-    keys_values = 16 * 2 * 4 * 2 * 4 * (8 + 8)  # which each device has of the whole row
-    copies = 16 * 4 * 7 * config.mechanisms[0].key_heads * (8 + 8)  # of what the other has
-    assert 2 * halves.activations == one.activations + keys_values + copies
-    two = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, tensor=2)
-    assert (two.parameters, two.weights) == (one.parameters // 2, one.weights // 2)
-    whole = 16 * 2 * 4 * (2 * 16 + 2 * 16)  # inputs of the layers, and those normed
-    assert 2 * two.activations == one.activations + whole
-    dots = dict(compute=Compute(remat="dots"), **shape, fsdp=1)
-    one, two = (memory_estimate.estimate(config, **dots, tensor=n) for n in (1, 2))
-    assert 2 * two.activations == one.activations + 16 * 4 * (2 * 2 * 16 + 2 * 16)
 
 
 def test_every_part_of_an_estimate(make_mechanism):

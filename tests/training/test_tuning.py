@@ -1,4 +1,4 @@
-"""Runs that start from a trained model, tune some of its parameters, and learn from a teacher."""
+"""Runs that start from a parent, tune some of its parameters, or distil a teacher."""
 
 import shutil
 
@@ -30,7 +30,7 @@ def _parameters(workdir, step):
 
 
 def _tuning(source, parent, **train):
-    """Three steps of AdamW on queries and keys alone."""
+    """Returns a config of three AdamW steps on queries and keys."""
     config = runs.small_config(*source, num_steps=3, eval_every=3, checkpoint_every=3, **train)
     config.train.parent = str(parent)
     config.optimizer.update(tuned=("mechanism.query", "key"), matrices="adamw")
@@ -40,7 +40,7 @@ def _tuning(source, parent, **train):
 
 @pytest.mark.slow
 def test_named_parameters_learn_and_others_stay(source, whole, tmp_path):
-    """The run begins where its parent ended, and leaves the parent as it was."""
+    """The first loss is the parent's last, and the parent is unchanged."""
     before, _ = _parameters(whole.workdir, 40)
     loop.train(_tuning(source, whole.workdir), epath.Path(tmp_path))
     after, state = _parameters(tmp_path, 3)
@@ -82,7 +82,7 @@ def test_a_run_goes_on_without_its_parent(source, whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_context_outlives_the_parent_that_had_it(source, whole, tmp_path):
-    """So do the files of its tokens; what is tuned in shorter rows is no model of those alone."""
+    """A run on shorter rows keeps its parent's context and token files."""
     parent = tmp_path / "parent"
     shutil.copytree(whole.workdir, parent)
     (parent / "context.json").write_text('{"context": 4096}')
@@ -103,14 +103,14 @@ def test_a_context_outlives_the_parent_that_had_it(source, whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_teacher_with_all_of_the_loss_is_learned(source, whole, tmp_path):
-    """The model it taught is itself: nothing to learn, whatever the text says."""
+    """A teacher equal to the model gives zero loss and gradient."""
     config = _tuning(source, whole.workdir, teacher=str(whole.workdir), teacher_share=1.0)
     loop.train(config, epath.Path(tmp_path))
     first = records(tmp_path)[0]  # AdamW makes steps of rounding errors
     assert abs(first["loss"]) < 1e-5 and first["grad_norm"] < 1e-4
 
 
-def test_the_taught_loss_is_its_formula(x64, make_mechanism):
+def test_distillation_loss_is_its_formula(x64, make_mechanism):
     rng = np.random.default_rng(0)
     config = config_lib.TransformerConfig(
         block=config_lib.BlockConfig(num_layers=1, d_model=8, mlp_dim=8, logit_softcap=5.0),
@@ -173,7 +173,7 @@ def _bad(config, tmp_path, message):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_what_cannot_be_started_from(source, whole, tmp_path):
+def test_refused_parents_and_teachers(source, whole, tmp_path):
     def config(**train):
         return runs.small_config(*source, num_steps=3, **train)
 
