@@ -208,13 +208,13 @@ class Experiment:
 def check_name(key: str, name: str) -> None:
     """Raises a UserError for a name that is no folder name: the default workdir is runs/NAME."""
     check_text(key, name)
-    if not name.strip() or name != name.strip() or ".." in name.split("/") or name[0] in "./":
+    folders, printed = name.split("/"), name.isprintable() and len(name.encode()) <= 200
+    if not name or name != name.strip() or ".." in folders or name[0] in "./" or not printed:
         raise UserError(
             f"{key} = {name!r}: must be a folder's name, as in sweeps/a (runs/NAME is the "
-            "default workdir), without '..', blanks at its ends, or a dot or '/' at its start"
+            "default workdir): at most 200 printable bytes, without '..', blanks at its ends, or a "
+            "dot or '/' at its start"
         )
-    if len(name.encode()) > 200 or not name.isprintable():
-        raise UserError(f"{key} = {name!r}: must be at most 200 bytes of printable text")
 
 
 def resolve(config: ml_collections.ConfigDict) -> Experiment:

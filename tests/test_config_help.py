@@ -1,4 +1,4 @@
-"""What --help says of a config's keys: all of them, each with a meaning."""
+"""The help of kvjax.main lists all keys with their meanings."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
         assert f"{name}: {text}" in words
 
 
-def test_what_a_run_is_given(monkeypatch, capsys):
+def test_arguments_of_a_run(monkeypatch, capsys):
     from kvjax.training import loop
 
     told = []
@@ -77,7 +77,7 @@ def test_what_a_run_is_given(monkeypatch, capsys):
         told.clear()
 
 
-def test_a_meaning_stands_behind_a_field_above_it_or_in_the_docstring():
+def test_meanings_come_from_comments_or_docstrings():
     import dataclasses
 
     @dataclasses.dataclass

@@ -108,18 +108,15 @@ def end_together():
 def _loss_behind(error: BaseException | None) -> BaseException | None:
     """Returns the runtime error of a lost process among an error and its causes, or None.
 
-    An OSError of a checkpoint may have it as its cause.
+    It may be the cause of a checkpoint's OSError. NCCL's errors may also mean a lack of memory.
     """
     while error is not None:
-        if type(error).__name__ == "JaxRuntimeError" and _is_loss(str(error)):
+        text = str(error)
+        is_loss = _LOST.search(text) and not _OWN.search(text)
+        if type(error).__name__ == "JaxRuntimeError" and is_loss:
             return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def _is_loss(text: str) -> bool:
-    """Returns True if a runtime error means a lost process; NCCL may also run out of memory."""
-    return bool(_LOST.search(text)) and not _OWN.search(text)
 
 
 def _print_one_line(args) -> None:

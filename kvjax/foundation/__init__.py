@@ -1,1 +1,1 @@
-"""What every other part may import: errors, configs, command lines, tables, where things lie."""
+"""The lowest package: errors, configs, command lines, tables, paths."""

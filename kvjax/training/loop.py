@@ -116,7 +116,7 @@ class TrainingLoop:
         except OSError as error:
             raise UserError(
                 f"stopped: {error}. The last checkpoint is intact (steps "
-                f"{self.checkpoints.steps()}); mend that and run the same command to resume"
+                f"{self.checkpoints.steps()}); fix the cause and run the same command to resume"
             ) from error
         finally:
             with contextlib.suppress(OSError):  # an unwritten record has raised before

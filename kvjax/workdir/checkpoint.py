@@ -164,8 +164,8 @@ class Checkpoints:
                 if damaged and there != wanted:
                     return None, "", _other_model(path, there, wanted)
             other = (
-                f"{path} was not loaded: {reason}. That is no damage of the checkpoint, and "
-                "nothing was changed: mend it and run the same command again"
+                f"{path} was not loaded: {reason}. It is not damaged, and nothing was changed: "
+                "fix the cause and run the same command again"
             )
             return (None, reason, "") if damaged else (None, "", other)
 

@@ -1,6 +1,6 @@
 """Records the parent of a run in `parent.json`.
 
-The parent may train on, move or be deleted; a hash of its parameters identifies it for ever.
+The parent may train on, move or be deleted; a hash of its parameters identifies it.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from kvjax.foundation.files import write_atomically
 from kvjax.workdir import storage
 
 PARENT = "parent.json"
-_READ_BYTES = 1 << 28  # bytes that are read at a time
+_READ_BYTES = 1 << 28  # bytes per read
 _PARAMETERS = "params."
 
 

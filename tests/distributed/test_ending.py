@@ -17,7 +17,7 @@ from tests.distributed import store as store_lib
 
 
 class _Clock:
-    """Time that passes where somebody sleeps; `meanwhile` happens then."""
+    """A clock that advances by sleeping; each sleep calls `meanwhile`."""
 
     def __init__(self):
         self.slept, self.meanwhile = [], None
@@ -35,7 +35,7 @@ class _Job:
     """A process of three that leaves with SystemExit, in which time passes at once.
 
     Attributes:
-      words: (status, text), of what would be said if C++ aborted the process.
+      words: (status, text) of the abort messages.
       left: set when the process would be gone.
     """
 
@@ -73,7 +73,7 @@ def _runtime_error(text):
 
 
 def _caused(error, cause, *, said=True):
-    """An error that was raised for another, or while another was handled."""
+    """Returns an error raised from another, or while another was handled."""
     with contextlib.suppress(type(error)):
         try:
             raise cause
@@ -84,7 +84,7 @@ def _caused(error, cause, *, said=True):
     return error
 
 
-def test_what_ends_a_process_is_said_by_it_and_told_the_others(job, monkeypatch, capsys):
+def test_a_process_prints_and_publishes_its_end(job, monkeypatch, capsys):
     lost = (
         "another process of this job was lost ({}), and no step can be taken without it. Run the "
         "same command on all hosts to go on. (UNAVAILABLE: heartbeat)"
@@ -139,7 +139,7 @@ def _until(is_so):
 
 
 def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog):
-    """And threads that fail beside it, and what a library logs of that, take one line each."""
+    """Failing threads, and exceptions that libraries log, take one line each."""
     job.start(values={"kvjax/end/1/0": "", "kvjax/end/1/2": "", "kvjax/ended/0": "2 "})
     before = set(threading.enumerate())
 
@@ -245,8 +245,8 @@ def test_last_words():
     )
 
 
-def test_what_counts_as_a_lost_process():
-    """A checkpoint that a lost process left unwritten is no fault of the disk."""
+def test_errors_of_a_lost_process():
+    """A failed save may be caused by a lost process."""
     for text, is_loss in (
         ("UNKNOWN: Gloo all-reduce failed", True),
         ("INTERNAL: ncclInternalError", True),

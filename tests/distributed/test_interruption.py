@@ -14,9 +14,9 @@ from tests.distributed.store import Store, join
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_process_alone_stops_before_its_next_step(number, monkeypatch, capfd):
-    """A second signal is left to the system, which ends the process; SIGHUP comes in twos.
+    """A second signal ends the process, except for SIGHUP, which comes twice.
 
-    After it nothing can be written to the terminal any more, and what is goes nowhere.
+    SIGHUP redirects output to /dev/null, since its terminal is closed.
     """
     before, replaced = signal.getsignal(number), []
     monkeypatch.setattr(os, "isatty", lambda descriptor: True)
@@ -39,7 +39,7 @@ def test_a_process_alone_stops_before_its_next_step(number, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "" if hangup else said)
 
 
-def test_one_that_was_swallowed_ends_the_loop(monkeypatch):
+def test_a_swallowed_ctrl_c_ends_the_loop(monkeypatch):
     monkeypatch.setattr(interrupted, "_received", True)
     monkeypatch.setattr(interrupted, "_taken", False)
     interruption = distributed.Interruption()
@@ -49,7 +49,7 @@ def test_one_that_was_swallowed_ends_the_loop(monkeypatch):
 
 
 def test_an_ignored_signal_stays_ignored():
-    """SIGHUP under `nohup`, Ctrl-C in the background of a script."""
+    """`nohup` ignores SIGHUP, and scripts ignore Ctrl-C for background jobs."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         interruption = distributed.Interruption()
@@ -62,7 +62,7 @@ def test_an_ignored_signal_stays_ignored():
 
 
 def test_all_stop_after_the_same_step(monkeypatch):
-    """Two processes, the second `ahead` steps further on, one of them told at step 5."""
+    """Two processes, the second up to one step ahead; one gets a signal at step 5."""
     for who, ahead in itertools.product((0, 1), (0, 1)):
         join(monkeypatch, Store(), 2)
         both = [distributed.Interruption(), distributed.Interruption()]
@@ -97,7 +97,7 @@ def test_the_first_of_two_signals_counts(monkeypatch):
 
 
 def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
-    """The other processes end so too, and some of them have not heard of the signal."""
+    """Other processes may not have read the request, and also reach the last step."""
     store, interruption = Store(), distributed.Interruption()
     join(monkeypatch, store, 2)
     interruption._received = signal.SIGTERM

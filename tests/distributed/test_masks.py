@@ -2,12 +2,16 @@
 
 import functools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.model.transformer import Transformer
+from kvjax.model import parameters
+from kvjax.model.loss import token_losses
+from kvjax.model.transformer import Compute, Transformer
+from kvjax.training import program
 from tests.distributed import small_step
 from tests.distributed.small_step import Step
 
@@ -39,6 +43,16 @@ def _train(config, params, mesh_name, dtype, rows, **options):
 @pytest.fixture
 def params(config, randomise):
     return randomise(lambda: Transformer(config, jax.random.key(0)))[1]
+
+
+def test_the_loss_is_the_mean_over_targets_that_count(x64, config, params):
+    (rows,) = _rows(1)
+    tokens, counts = program.split_loss_mask(rows)
+    model = nnx.merge(parameters.graph(config), jax.tree.map(jnp.asarray, params))
+    compute = Compute(dtype=jnp.dtype(jnp.float64))
+    nats = jax.jit(lambda t: token_losses(model, t[:, :-1], t[:, 1:], compute=compute))(tokens)
+    step = Step(config, params, small_step.mesh("one"), jnp.float64, masked=True)
+    assert step(rows)[0] == pytest.approx(nats[counts[:, 1:]].mean(), rel=1e-12)
 
 
 CASES = [("one", 3, 6), ("fsdp8", 1, 8), ("fsdp4_sequence2", 2, 8)]

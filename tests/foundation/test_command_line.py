@@ -1,4 +1,4 @@
-"""A config file with overrides, and what is said when that cannot be."""
+"""Config files with overrides, options, and the exit statuses of commands."""
 
 import argparse
 import pathlib
@@ -46,7 +46,7 @@ def test_bad_override(override, message):
         load_config(LRKV, [override])
 
 
-def test_overrides_are_told_from_options():
+def test_overrides_among_options():
     parser = command_line.Parser("A command.", config=True)
     parser.add_output()
     flags = ["--config.model.bias", "--config.train.seed", "3", "--noconfig.model.bias", "--json"]
@@ -57,7 +57,7 @@ def test_overrides_are_told_from_options():
         command_line.Parser("A command.").parse(flags[:1])
 
 
-def test_no_such_file_says_what_there_is():
+def test_missing_files():
     with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
         load_config(LRKV.with_name("lrvk_tiny.py"))
     with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
@@ -97,7 +97,7 @@ def test_a_variant_of_a_file():
         ("lrkv_tiny.py:x", "TypeError: get_config"),
     ],
 )
-def test_a_variant_that_is_not_there(name, message):
+def test_unknown_variants(name, message):
     with pytest.raises(UserError, match=f"^--config=.*/{re.escape(name)}: .*{message}"):
         load_config(CONFIGS / name)
 
@@ -111,7 +111,7 @@ def test_configs_beside_one():
     assert len(names(CONFIGS / "ranks.py:lrkv_r16_128m")) == 14
 
 
-def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path, monkeypatch):
+def test_shipped_configs_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     parser = command_line.Parser("A command.", config=True)
@@ -130,7 +130,7 @@ def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path,
         assert found(name).resolve() == tmp_path / "configs" / "lrkv_tiny.py"
 
 
-def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
+def test_messages_name_the_option():
     options = argparse.Namespace(seed=-1)
     for said, told in (
         ("seed = -1: must be", "--seed = -1: must be"),
@@ -171,7 +171,7 @@ def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
         (SystemExit("a word"), 1, ""),
     ],
 )
-def test_how_a_command_ends(capsys, monkeypatch, error, status, said):
+def test_exit_statuses(capsys, monkeypatch, error, status, said):
     monkeypatch.setenv("JAX_PLATFORMS", "x")
 
     def command(arguments):
@@ -184,8 +184,8 @@ def test_how_a_command_ends(capsys, monkeypatch, error, status, said):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ImportError])
-def test_a_ctrl_c_is_said_once(capsys, monkeypatch, error):
-    """Also where a library took it for an error of its own."""
+def test_a_ctrl_c_is_reported_once(capsys, monkeypatch, error):
+    """A library may have turned it into its own exception."""
     monkeypatch.setattr(interrupted, "_received", True)
     monkeypatch.setattr(interrupted, "_taken", False)
 
@@ -214,7 +214,7 @@ def test_a_bug_keeps_its_traceback(bug):
         ("def get_config(): return {}['x']", "KeyError: 'x'"),
     ],
 )
-def test_a_file_that_is_no_config(tmp_path, code, message):
+def test_bad_config_files(tmp_path, code, message):
     (tmp_path / "x.py").write_text(f"{code}\n")
     with pytest.raises(UserError, match=f"^--config={tmp_path}/x.py: {message}"):
         load_config(tmp_path / "x.py")

@@ -1,7 +1,6 @@
-"""Configs become dataclasses or a message that names the key."""
+"""Sections of a config become dataclasses; messages name the key."""
 
 import dataclasses
-import re
 
 import ml_collections
 import pytest
@@ -24,16 +23,11 @@ def _read(**values):
 
 
 def test_values_arrive():
-    assert _read(count=3) == Example(3)
     given = _read(count=3, rate=0.25, name="b", on=True, ranks=(1, 2))
     assert given == Example(3, 0.25, "b", True, (1, 2))
-
-
-def test_integers_pass_as_floats_and_lists_as_tuples():
     read = _read(count=3, rate=2, ranks=[4, 5])
     assert read == Example(3, 2.0, ranks=(4, 5))
-    assert type(read.rate) is float
-    assert type(read.ranks) is tuple
+    assert type(read.rate) is float and type(read.ranks) is tuple
 
 
 def test_wrong_types():
@@ -61,55 +55,39 @@ def test_wrong_types():
         assert str(error.value) == said
 
 
-def test_a_value_is_no_section():
+def test_bad_sections():
+    for given, message in (
+        (dict(count=1, cuont=2), "config.example.cuont: no such key.*count, name, on"),
+        (dict(rate=0.1), "config.example: missing key.* count"),
+        (dict(count=1, name="\udcff"), "config.example.name = '.udcff': is not UTF-8 text"),
+    ):
+        with pytest.raises(UserError, match=message):
+            _read(**given)
     with pytest.raises(UserError, match="^config.x = 3: must be a section, with keys$"):
         configuration.to_dataclass(Example, 3, "config.x")
 
 
-def test_unknown_key_lists_those_there_are():
-    with pytest.raises(UserError, match="config.example.cuont: no such key.*count, name, on"):
-        _read(count=1, cuont=2)
-
-
-def test_missing_key():
-    with pytest.raises(UserError, match="config.example: missing key.* count"):
-        _read(rate=0.1)
-
-
-def test_one_of_and_at_least():
-    configuration.one_of("config.k", "a", ("a", "b"))
-    configuration.at_least("config.k", 2, 2)
-    with pytest.raises(UserError, match="config.k = 'c': must be one of 'a', 'b'"):
-        configuration.one_of("config.k", "c", ("a", "b"))
-    with pytest.raises(UserError, match="config.k = 1: must be at least 2"):
-        configuration.at_least("config.k", 1, 2)
-
-
-def test_not_a_number_is_not_at_least_anything():
-    with pytest.raises(UserError, match="config.k = nan"):
-        configuration.at_least("config.k", float("nan"), 0)
-
-
-def test_between():
-    for value in (float("nan"), float("inf"), -1e-9, 2.0, 1e300):
-        _check_between(value)
-
-
-def _check_between(value):
+def test_ranges():
+    one_of, at_least, between = (
+        getattr(configuration, name) for name in ("one_of", "at_least", "between")
+    )
+    one_of("k", "a", ("a", "b"))
+    at_least("k", 2, 2)
     for fine in (0.5, 1, 1.5):
-        configuration.between("config.k", fine, 0.5, 1.5)
-    with pytest.raises(UserError, match=f"k = {re.escape(str(value))}: must be at least 0.5"):
-        configuration.between("config.k", value, 0.5, 1.5)
+        between("k", fine, 0.5, 1.5)
+    between("k", 0, 0.5, 1.5, zero="none")
+    nan = float("nan")
+    for check, given, message in (
+        (one_of, ("c", ("a", "b")), "k = 'c': must be one of 'a', 'b'"),
+        (at_least, (1, 2), "k = 1: must be at least 2"),
+        (at_least, (nan, 0), "k = nan: must be at least 0"),
+        *((between, (x, 0.5, 1.5), f"k = {x}: must be at least 0.5") for x in (nan, 1e300, -1e-9)),
+        (between, (0, 1, 1 << 24), "k = 0: must be at least 1 and at most 16,777,216"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check("k", *given)
     with pytest.raises(UserError, match="must be 0 [(]none[)], or at least 0.5 and at most 1.5"):
-        configuration.between("config.k", value, 0.5, 1.5, zero="none")
-    configuration.between("config.k", 0, 0.5, 1.5, zero="none")
-    with pytest.raises(UserError, match="config.k = 0: must be at least 1 and at most 16,777,216"):
-        configuration.between("config.k", 0, 1, 1 << 24)
-
-
-def test_text_is_utf8():
-    with pytest.raises(UserError, match="config.example.name = '.udcff': is not UTF-8 text"):
-        _read(count=1, name="\udcff")
+        between("k", 2.0, 0.5, 1.5, zero="none")
 
 
 def test_text_is_one_sorted_line_per_leaf():

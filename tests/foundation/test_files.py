@@ -1,4 +1,4 @@
-"""Files of a workdir: written whole, and beside what is there."""
+"""Files are written whole, named uniquely, moved and found."""
 
 from etils import epath
 import pytest
@@ -16,7 +16,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [tmp_path / "config.json"]
 
 
-def test_what_is_there_keeps_its_name(tmp_path):
+def test_unused_names(tmp_path):
     path = epath.Path(tmp_path) / "metrics.jsonl"
     for name in ("metrics.jsonl", "metrics-2.jsonl", "metrics-3.jsonl"):
         unused = files.unused(path)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment, and a terminal that closes: nothing goes on that was told to stop."""
+"""Ctrl-C at any moment, and a terminal that closes, end a process."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ no_child_left, config = test_resume.no_child_left, test_resume.config  # fixture
 
 
 def run(code: str) -> subprocess.CompletedProcess:
-    """Python on a text, to its end."""
+    """Runs Python code in a process of its own."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
@@ -37,7 +37,7 @@ def run(code: str) -> subprocess.CompletedProcess:
     ],
     ids=["plain", "in a destructor", "as another error", "twice"],
 )
-def test_what_ctrl_c_becomes(code):
+def test_ctrl_c_ends_a_process(code):
     code = (
         f"import signal\nfrom kvjax.foundation import interrupted\ninterrupted.quietly()\n{code}\n"
     )
@@ -71,13 +71,13 @@ HANDLERS = {
         ["in its handler"], ["in its handler", "in another's in it", "taken", "a destructor fails"]
     ),
 )
-def test_who_cleans_up_for_a_ctrl_c_has_the_time_for_it(handler):
+def test_cleaning_up_after_ctrl_c_takes_its_time(handler):
     code = SWALLOWED + HANDLERS[handler].replace("CLEAN", "time.sleep(2.5); print('clean')")
     process = run(code)
     assert (process.returncode, process.stdout) == (0, "clean\n")
 
 
-def test_a_command_of_another_package_hears_ctrl_c():
+def test_a_command_of_another_package_handles_ctrl_c():
     code = f"import signal\nclass A:\n def __del__(self): {CTRL_C}\n"
     code += "from kvjax.foundation import command_line\ncommand_line.run(lambda _: A() and None)\n"
     process = run(code)
@@ -89,8 +89,8 @@ def test_a_bug_without_a_ctrl_c_keeps_its_traceback():
     assert process.returncode == 1 and process.stderr.endswith("\nKeyError: 'a bug'\n")
 
 
-def test_who_ignores_ctrl_c_goes_on_ignoring_it():
-    """A command that a script puts in its background."""
+def test_an_ignored_ctrl_c_stays_ignored():
+    """Scripts ignore it for background jobs."""
     code = QUIETLY + CTRL_C
     ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     assert subprocess.run([*ignoring, sys.executable, "-c", code], cwd=ROOT).returncode == 0
@@ -98,7 +98,7 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it():
 
 @pytest.mark.slow
 def test_ctrl_c_at_any_moment(config, tmp_path):
-    """From the first imports to a little after the first step."""
+    """Moments range from the first imports to shortly after the first step."""
     process = test_resume.launch(config, tmp_path / "whole", "--config.train.stop_after=1")
     (seconds,) = re.findall(r"first step ([\d.]+) s after", test_resume.finish(process))
     for moment in (2, 5, 9):
@@ -112,7 +112,7 @@ def test_ctrl_c_at_any_moment(config, tmp_path):
         print(f"{0.11 * moment:.0%}: {output.strip().splitlines()[-1]}")
 
 
-# Makes its standard input the terminal that its session belongs to, and runs a command.
+# Makes standard input the controlling terminal of the session, and runs a command.
 IN_TERMINAL = (
     "import fcntl, os, sys, termios\n"
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
@@ -121,7 +121,7 @@ IN_TERMINAL = (
 
 
 def terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
-    """A process in a terminal of its own, and the terminal's other end."""
+    """Starts a process in a terminal of its own; returns it and the terminal's other end."""
     ours, theirs = os.openpty()
     os.set_blocking(ours, False)
     process = subprocess.Popen(
@@ -136,7 +136,7 @@ def terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
 
 
 def wait_for_steps(process: subprocess.Popen, ours: int, workdir: pathlib.Path) -> None:
-    """Until a hundred records are written, reading what the terminal shows."""
+    """Waits for a hundred records, and reads the terminal's output."""
     metrics, deadline = workdir / "metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > 100):
         assert process.poll() is None and time.monotonic() < deadline
@@ -147,7 +147,7 @@ def wait_for_steps(process: subprocess.Popen, ours: int, workdir: pathlib.Path) 
 
 @pytest.mark.slow
 def test_a_terminal_that_closes_ends_a_run_that_is_saved(config, tmp_path):
-    """What it goes on to say cannot be written any more."""
+    """The run is saved although its output fails."""
     workdir = tmp_path / "run"
     command = [sys.executable, "-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}"]
     process, ours = terminal([*command, LONG, "--config.train.checkpoint_every=100000"])

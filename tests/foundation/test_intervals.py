@@ -19,10 +19,10 @@ def test_an_estimate_is_the_mean_with_students_interval():
     assert p_value(Estimate(-1.0, 0.0), 3) == 0 and p_value(Estimate(0.0, 0.0), 3) == 1
 
 
-def test_only_an_interval_without_zero_tells_apart():
+def test_the_sign_needs_an_interval_without_zero():
     cases = {1: Estimate(2.0, 1.9), -1: Estimate(-2.0, 1.9), 0: Estimate(2.0, 2.0)}
     assert {sign: one.sign for sign, one in cases.items()} == {1: 1, -1: -1, 0: 0}
-    assert Estimate(2.0, None).sign == 0  # one seed tells nothing
+    assert Estimate(2.0, None).sign == 0
     assert Estimate(0.0, 0.0).sign == 0
     assert Estimate(-2.0, 0.254).shown("+.1f") == "-2.0 ± 0.3"
     assert Estimate(2.0, 0.254).shown() == "2.00 ± 0.25" and Estimate(2.0, None).shown() == "2.00"

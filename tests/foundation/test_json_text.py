@@ -35,12 +35,12 @@ def test_a_flipped_bit_is_refused_or_harmless():
     assert refused > 8 * len(line) - 20
 
 
-def test_what_is_no_json(tmp_path):
+def test_bad_json(tmp_path):
     deep, path = b"[" * 200_000, epath.Path(tmp_path) / "x.json"
     for parse in (json_text.parse, json_text.parse_strictly):
         with pytest.raises(ValueError, match="^nested too deeply$"):
             parse(deep)
-    json_text.check_once(deep, "a")  # told by who parses it
+    json_text.check_once(deep, "a")
     record = []
     for _ in range(5_000):
         record = [record]
@@ -74,7 +74,7 @@ def test_what_is_no_json(tmp_path):
     assert json_text.read_record(path, "") == RECORD
 
 
-def test_data_as_json_has_it():
+def test_plain_data():
     @dataclasses.dataclass
     class Point:
         x: np.ndarray

@@ -1,4 +1,4 @@
-"""What commands print: tables that fit, Markdown, JSON alone on standard output."""
+"""Output of commands: tables that fit, Markdown, JSON alone on standard output."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ def test_a_table_fits_and_loses_nothing(monkeypatch, columns):
     assert {w for cell in (*HEADER, *ROWS[1]) for w in cell.split()} <= words
 
 
-def test_what_does_not_fit_side_by_side_follows_below(monkeypatch):
+def test_wide_tables_continue_below(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     header = ["name", *(f"figure {i}" for i in range(8))]
     lines = output.aligned(header, [["x", *(f"{i},000,000" for i in range(8))]])
@@ -44,7 +44,7 @@ def test_what_does_not_fit_side_by_side_follows_below(monkeypatch):
     assert all(block.split("\n")[-1].startswith("x ") for block in blocks)
 
 
-def test_words_are_broken_and_figures_stay_in_one_line(monkeypatch):
+def test_words_wrap_and_figures_do_not(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     rows = [["a/" * 60, "1.9 ± 0.1", "what is said of it"]]
     lines = output.aligned(["a path", "seconds per step", "why"], rows)
@@ -52,7 +52,7 @@ def test_words_are_broken_and_figures_stay_in_one_line(monkeypatch):
     assert any("1.9 ± 0.1" in line for line in lines)
 
 
-def test_figures_to_the_right_words_to_the_left(monkeypatch):
+def test_figures_are_aligned_right_and_words_left(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = output.aligned(["a", "b", "c"], [["x", "1", "one"], ["y", "1,000", "a"]])
     assert lines == [
@@ -61,6 +61,7 @@ def test_figures_to_the_right_words_to_the_left(monkeypatch):
         "x      1  one",
         "y  1,000  a",
     ]
+    assert output.aligned(["a", "b"], []) == ["a  b", "-  -"]
 
 
 def test_markdown():
@@ -73,10 +74,6 @@ def test_markdown():
         "| **z** | **-2** | y |",
         "| w | - | y |",
     ]
-
-
-def test_a_table_without_rows():
-    assert output.aligned(["a", "b"], []) == ["a  b", "-  -"]
 
 
 def test_json_stands_alone_on_standard_output(capsys):
@@ -102,7 +99,7 @@ def test_without_json_there_is_none(capsys):
 
 
 @pytest.mark.parametrize("options, wrap", [({}, False), (dict(markdown=True), True)])
-def test_what_stays_one_line(capsys, options, wrap):
+def test_unwrapped_lines(capsys, options, wrap):
     command = "python -m kvjax.main " + "--config.train.num_steps=100 " * 9
     _output(**options).say(command, wrap=wrap)
     assert capsys.readouterr().out == f"{command}\n"

@@ -1,4 +1,4 @@
-"""What stands with a result: who made it, and how long the process had run."""
+"""Provenance of results: command, commit, machine, versions, seconds."""
 
 import hashlib
 import importlib.metadata
@@ -15,7 +15,7 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 
 
-def test_a_result_says_what_made_it_and_how_long_the_process_ran(tmp_path, monkeypatch, capsys):
+def test_a_result_has_its_provenance(tmp_path, monkeypatch, capsys):
     at = provenance._BEGUN + 12.34
     monkeypatch.setattr(provenance.time, "monotonic", lambda: at)
     monkeypatch.setattr(sys, "argv", ["x.py", "--a=1", "--b"])
@@ -58,7 +58,7 @@ def test_a_result_says_what_made_it_and_how_long_the_process_ran(tmp_path, monke
     provenance.check_commit("--write", tmp_path)
 
 
-def test_code_is_told_by_names_and_gits_ids(monkeypatch, tmp_path):
+def test_code_digests(monkeypatch, tmp_path):
     for name, content in {"kvjax/b.py": "b", "kvjax/in/a.py": "é", "kvjax/c.txt": "c"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -72,7 +72,7 @@ def test_code_is_told_by_names_and_gits_ids(monkeypatch, tmp_path):
     assert provenance.code_on_disk() == dict(kvjax=digest)
 
 
-def test_where_git_is_not_there_is_no_commit(monkeypatch):
+def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert provenance._git("rev-parse", "HEAD") == ""
     assert provenance.software()["commit"] == ""

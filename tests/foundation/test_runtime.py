@@ -1,4 +1,4 @@
-"""Where things lie, and what is said of a path or a cache that cannot be used."""
+"""Paths, the cache, threads, memory and the set-up of a process."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from kvjax.foundation.errors import UserError
         ("\udcff", "is not UTF-8 text"),
     ],
 )
-def test_a_path_that_nothing_opens(monkeypatch, given, message):
+def test_unsupported_paths(monkeypatch, given, message):
     monkeypatch.setitem(runtime.BUCKETS, "gs", ("gcsfs_", runtime.BUCKETS["gs"][1]))
     if "gcsfs" in message:
         message = message.replace("gcsfs", "gcsfs_")
@@ -61,24 +61,21 @@ def test_a_path_is_absolute_and_a_bucket_as_it_is(bucket, monkeypatch, tmp_path)
         runtime.path("--workdir", "gs://")
 
 
-def test_workdirs_in_which_checkpoints_would_be_lost(monkeypatch, tmp_path):
-    """Wherever a backslash stands: in the path, or in that of the folder a command runs in."""
-    monkeypatch.setitem(runtime.BUCKETS, "gs", ("json", ""))
-    for i, name in enumerate(["a\\b", "a\\", "\\"]):
-        folder, link = tmp_path / name, tmp_path / f"link-{i}"
-        folder.mkdir()
-        link.symlink_to(folder)
-        monkeypatch.chdir(folder)
-        for given in ("run", folder, folder / "run", f"gs://bucket/{name}"):
-            with pytest.raises(UserError, match="^--workdir = .*backslash"):
-                runtime.workdir(given)
-        for given in (folder / "m", link / "m"):
-            with pytest.raises(UserError, match="^--out = .*backslash"):
-                convert.main([f"--source={tmp_path}", f"--out={given}"])
-        assert runtime.workdir(link / "run")  # TensorStore follows it
+def test_paths_with_a_backslash_are_refused(monkeypatch, tmp_path):
+    """TensorStore reads a backslash as a slash, in the path or in the current folder."""
+    folder, link = tmp_path / "a\\b", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for given in ("run", folder):
+        with pytest.raises(UserError, match="^--workdir = .*backslash"):
+            runtime.workdir(given)
+    with pytest.raises(UserError, match="^--out = .*backslash"):
+        convert.main([f"--source={tmp_path}", f"--out={folder / 'm'}"])
+    assert runtime.workdir(link / "run")  # TensorStore follows it
 
 
-def test_a_cache_that_is_a_file_is_told_and_a_relative_one_stays(monkeypatch, tmp_path):
+def test_the_cache_is_a_folder_and_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     for cache in ("file", "file/below", str(tmp_path / "file")):
@@ -91,39 +88,34 @@ def test_a_cache_that_is_a_file_is_told_and_a_relative_one_stays(monkeypatch, tm
     assert str(found) == f"{tmp_path}/new/cache"
 
 
-@pytest.mark.parametrize(
-    "quota, cores",
-    [("800000 100000", 8), ("150000 100000", 1), ("5000 100000", 1), ("max 100000", 96), ("", 96)],
-)
-def test_cores_are_those_of_the_container(monkeypatch, tmp_path, quota, cores):
-    (tmp_path / "cpu.max").write_text(quota)
+def test_cores_are_those_of_the_container(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "_CPU_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(96))
-    assert runtime.cores() == cores
+    quotas = {"800000 100000": 8, "150000 100000": 1, "5000 100000": 1, "max 100000": 96, "": 96}
+    for quota, cores in quotas.items():
+        (tmp_path / "cpu.max").write_text(quota)
+        assert runtime.cores() == cores
 
 
 FORCED = "--xla_force_host_platform_device_count="
 
 
-@pytest.mark.parametrize(
-    "given, threads",
-    [
+def test_collectives_have_threads(monkeypatch):
+    for given, threads in (
         (dict(XLA_FLAGS=f"{FORCED}2 {FORCED}8"), "128"),  # XLA takes the last
         (dict(JAX_NUM_CPU_DEVICES="4"), "64"),
         (dict(XLA_FLAGS=f"{FORCED}8", NPROC="9"), "9"),
         (dict(XLA_FLAGS=f"{FORCED}1"), None),
         ({}, None),
-    ],
-)
-def test_collectives_have_threads(monkeypatch, given, threads):
-    monkeypatch.setattr(os, "environ", dict(given))
-    runtime.give_collectives_threads()
-    assert os.environ.get("NPROC") == threads
+    ):
+        monkeypatch.setattr(os, "environ", dict(given))
+        runtime.give_collectives_threads()
+        assert os.environ.get("NPROC") == threads
 
 
 @pytest.mark.slow
-def test_xla_makes_so_many_threads():
-    """And by itself only one for each device."""
+def test_xla_obeys_nproc():
+    """By default XLA has one thread per device."""
     code = "import os\nfrom kvjax.foundation import runtime\nruntime.{}()\n"
     code += "import jax\nassert len(jax.devices()) == 8\nprint(len(os.listdir('/proc/self/task')))"
     environment = os.environ | dict(XLA_FLAGS=f"{FORCED}8", JAX_PLATFORMS="cpu")
@@ -134,8 +126,8 @@ def test_xla_makes_so_many_threads():
     assert counted[0] < 60 < 128 <= counted[1]
 
 
-def test_how_a_process_starts(monkeypatch, tmp_path):
-    """Memory as XLA needs it, a cache of what is compiled unless JAX has one, and few words."""
+def test_start(monkeypatch, tmp_path):
+    """Sets the allocator, a compilation cache unless JAX has one, and logging."""
     set_to, told, values = [], [], types.SimpleNamespace(jax_compilation_cache_dir=None)
     values.update = lambda *args: set_to.append(args)
     library = types.SimpleNamespace(mallopt=lambda *args: told.append(args))

@@ -1,4 +1,4 @@
-"""Outputs are tried before any work, and what was made is never lost."""
+"""Outputs are test-written before any work, and a failed write loses no result."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def test_files_that_cannot_be_written(monkeypatch, tmp_path):
         assert sorted(tmp_path.rglob("*")) == before, given
 
 
-def test_a_folder_is_made_and_gone_where_the_work_fails(tmp_path):
+def test_a_new_folder_is_removed_if_the_work_fails(tmp_path):
     made, path = tmp_path / "a" / "b", epath.Path(tmp_path) / "a" / "b"
     with target.folder(path):
         assert made.is_dir()
@@ -75,7 +75,7 @@ def test_a_folder_is_made_and_gone_where_the_work_fails(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
-def test_what_cannot_be_written_in_the_end_is_kept_elsewhere(monkeypatch, tmp_path):
+def test_a_failed_write_goes_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(target.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="^--out: .*cannot be written .*Nothing is lost: ") as told:

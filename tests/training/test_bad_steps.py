@@ -1,4 +1,4 @@
-"""Steps with a loss, gradient or weight that is no number, and spikes: a stop, or skipped."""
+"""Non-finite losses, gradients and weights, and loss spikes, stop a run or are skipped."""
 
 from etils import epath
 import jax
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def corrupted(monkeypatch, steps, loss=np.nan):
-    """From here on the loss of these steps (from 0) is another, and their gradients are huge."""
+    """Multiplies the loss of these steps, counted from 0, by `loss`."""
     real = program.mean_loss
     current = []
     monkeypatch.setattr(program, "mean_loss", lambda *a, **k: real(*a, **k) * factor())
@@ -47,7 +47,7 @@ def leaves(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [np.nan, 50.0])
 def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
-    """Parameters and optimizer stay as they are; the step and the data go on; resume is exact."""
+    """A skipped step keeps parameters and optimizer, and consumes its batch; resuming is exact."""
     policy = dict(bad_steps="skip", spike_factor=3.0, num_steps=12, checkpoint_every=1)
 
     def config(**keys):
@@ -76,8 +76,8 @@ def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
     assert states[7]["bad"]["mean_loss"] == states[5]["bad"]["mean_loss"] > 0
 
 
-def test_which_step_is_bad_and_what_is_told_of_it():
-    """A gradient may overflow where its loss does not; a spike is over a factor times the mean."""
+def test_check_step():
+    """A gradient may overflow with a finite loss; a spike exceeds a multiple of the mean."""
     skip, stop, spikes = dict(bad_steps="skip"), dict(bad_steps="stop"), dict(spike_factor=3.0)
     for policy, mean, loss, grad_norm, is_bad, after in (
         (skip, 1.5, 1.0, np.inf, True, 1.5),
@@ -113,8 +113,8 @@ def test_which_step_is_bad_and_what_is_told_of_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_steps", ["stop", "skip"])
-def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypatch, bad_steps):
-    """The update of a step that is to be saved goes wrong while its loss and gradient are fine."""
+def test_weights_that_are_not_finite_are_never_saved(source, tmp_path, monkeypatch, bad_steps):
+    """The update of a step before a save is not finite, though loss and gradient are."""
     real = program.optax.apply_updates
 
     def config(**keys):

@@ -59,7 +59,7 @@ def test_a_parent_has_the_model_with_its_own_rows(mid):
     assert conversations.parent_model(experiment, _parent(model, 300)).vocab_size == 300
 
 
-def test_one_pass_has_as_many_steps_as_rows_fill(mid):
+def test_one_epoch(mid):
     config, experiment = mid()
     dataset = types.SimpleNamespace(num_rows=dict(train=11).__getitem__)
     found, grown = conversations.one_epoch(config, experiment, dataset)
@@ -77,7 +77,7 @@ def test_one_pass_has_as_many_steps_as_rows_fill(mid):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """Fakes the data set that is opened; `prepared` notes tokenizers and whether work is shown."""
+    """Fakes the data set; `prepared` lists (vocabulary, shown) of each preparation."""
     found = types.SimpleNamespace(
         path=epath.Path("rows"), digest="d", is_masked=True, vocab_size=265, prepared=[]
     )
@@ -117,7 +117,7 @@ def test_rows_that_the_run_cannot_read_are_refused(mid, rows):
         ask(experiment)
 
 
-def test_of_several_processes_the_first_makes_the_rows(mid, rows, monkeypatch):
+def test_the_first_process_prepares_the_rows(mid, rows, monkeypatch):
     said = []
     team = types.SimpleNamespace(
         announce=lambda word: said.append(f"says {word}"),

@@ -18,7 +18,6 @@ import pytest
 
 from kvjax.conversation import synthetic
 from kvjax.conversation.mixture import MixtureConfig
-from kvjax.data import loader
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.distributed import sharding
 from kvjax.foundation.checkout import CONFIGS, ROOT
@@ -80,25 +79,6 @@ def test_a_parent_goes_on_and_stays_as_it_was(source, whole, tmp_path, loss):
     assert ("validation_bpb_all" in last) == (loss == "assistant")
     losses = [r["loss"] for r in records(tmp_path / "run") if "loss" in r]
     assert losses[-1] < losses[0] < 6  # it began with what the parent knew, and eight new tokens
-
-
-@pytest.mark.slow
-def test_one_pass_is_as_many_steps_as_there_are_batches(source, whole, tmp_path, capsys):
-    mixture = MADE_UP | dict(conversations="embedded#0:20")
-    config = _mid(source, whole.workdir, mixture=mixture, num_steps=0, batch_size=8, eval_every=99)
-    loop.train(config, epath.Path(tmp_path))
-    (folder,) = (
-        path.parent
-        for path in epath.Path(source[1]).glob("datasets/*/dataset.json")
-        if json.loads(path.read_text()).get("mixture", {}).get("conversations") == "embedded#0:20"
-    )
-    rows = loader.open_dataset(folder).num_rows("train")
-    assert trained.find(tmp_path).step == rows // 8 > 3
-    assert f"train.num_steps = {rows // 8}\n" in (tmp_path / "config.txt").read_text()
-    loop.train(config, epath.Path(tmp_path))  # it is done, and the same run
-    config = _mid(source, whole.workdir, mixture=mixture, num_steps=0, batch_size=100)
-    with pytest.raises(UserError, match=rf"batch_size = 100: there are {rows} rows.*={rows} or"):
-        loop.train(config, epath.Path(tmp_path / "other"))
 
 
 # -- growth ----------------------------------------------------------------------------------------

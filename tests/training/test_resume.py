@@ -153,19 +153,6 @@ def test_a_signal_saves_and_ends_with_its_status(config, whole, tmp_path, number
     assert_bitwise_equal(final_state(stopped), final_state(whole))
 
 
-@pytest.mark.slow
-def test_two_runs_in_one_workdir(config, tmp_path):
-    first = launch(config, tmp_path / "run", "--config.train.num_steps=100000")
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert first.poll() is None, first.stdout.read()
-        time.sleep(0.05)
-    second = launch(config, tmp_path / "run", "--config.train.num_steps=100000")
-    output, _ = second.communicate(timeout=60)
-    first.kill()
-    assert second.returncode == 2
-    assert "in use by another run" in output and "Traceback" not in output
-
-
 def run_with_file_limit(config, workdir, limit: int, until: str) -> tuple[int, str]:
     """A run in which no file may grow beyond `limit` from its first checkpoint until it says so.
 

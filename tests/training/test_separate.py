@@ -1,4 +1,4 @@
-"""Documents in one row that do not see each other (config.train.separate)."""
+"""The document mask, config.train.separate."""
 
 import json
 import pathlib
@@ -36,14 +36,14 @@ def _row(seed):
     return np.array([*left, *(t for n in LENGTHS for t in of(n)), 5], np.int32)
 
 
-# The "+" of projection sharing has a bias for each position in a row, which runs on.
+# The "+" of projection sharing has a bias for each position in a row.
 _RELATIVE = [name for name in MECHANISMS if not name.endswith("_plus")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _RELATIVE)
 def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomise, name):
-    """Under RoPE, which sees distances alone."""
+    """RoPE depends on distances only, so positions within a row do not matter."""
     model, _ = randomise(
         lambda: Transformer(small_step.model(make_mechanism(name)), jax.random.key(0))
     )
@@ -68,7 +68,7 @@ def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomi
     [name for name in small_step.MESHES if name != "one"],
 )
 def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name, masked):
-    """Also where a row's tokens are dealt out of order, in parts, with targets left out."""
+    """Meshes, microbatches and masks change no loss under a document mask."""
     parts = 1 if mesh_name in ("fsdp8", "data2_fsdp4") else 2  # of 8 rows
     config = small_step.model(make_mechanism("lrkv"))
     _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
@@ -99,8 +99,8 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_a_run_is_told_by_its_tokenizer_where_documents_begin(tmp_path):
-    """Rows hold several documents: to separate them makes another loss, and another run."""
+def test_documents_begin_with_the_tokenizers_bos(tmp_path):
+    """A document mask changes the loss, and the identity of a run."""
     lines = pathlib.Path(runs.write_text(tmp_path / "text.txt")).read_text().splitlines()
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps(dict(text=line[:20])) + "\n" for line in lines))
@@ -116,15 +116,15 @@ def test_a_run_is_told_by_its_tokenizer_where_documents_begin(tmp_path):
     assert bpb[True] != bpb[False]
 
 
-def test_cudnn_takes_no_such_rows(source):
+def test_cudnn_has_no_document_mask(source):
     config = runs.small_config(*source, separate=True)
     config.compute.attention = "cudnn"
     with pytest.raises(UserError, match=r"attention = 'cudnn'.*train\.separate.*'auto' or 'xla'"):
         config_lib.resolve(config)
 
 
-def test_a_gpu_has_no_kernel_for_them(source):
-    """So its memory and its least time are those of XLA's attention."""
+def test_gpus_have_no_kernel_with_a_document_mask(source):
+    """Estimates of memory and time then assume XLA's attention."""
     kernels = {}
     for separate in (False, True):
         config = runs.small_config(*source, separate=separate)

@@ -113,7 +113,7 @@ def hollow(path: pathlib.Path) -> None:
     path.write_text("{}")
 
 
-# Parts of a checkpoint without which it cannot be read, and damage to each.
+# Necessary parts of a checkpoint, and damage to each.
 NEEDED = [(".", empty), ("data", remove), ("data/_METADATA", empty), ("state/d", remove)]
 NEEDED += [(part, how) for part in ("state", "state/_METADATA") for how in (remove, empty)]
 NEEDED += [("state/manifest.ocdbt", how) for how in (remove, empty, halve)]
@@ -188,7 +188,7 @@ def names(folder: epath.Path) -> set[str]:
     ),
     ids=lambda error: f"{type(error).__name__}-{str(error)[:7]}",
 )
-def test_what_is_no_damage_stops_with_its_reason(saved, monkeypatch, error):
+def test_other_failures_change_nothing(saved, monkeypatch, error):
     def load(path, abstract):
         try:
             raise error
@@ -230,7 +230,7 @@ def test_other_arrays_are_no_damage(saved, leaf):
     assert names(saved / CHECKPOINTS) == {"2", "3"}
 
 
-def test_what_was_set_aside_before_stays_and_its_step_is_free(saved):
+def test_a_second_damaged_checkpoint_gets_another_name(saved):
     before = saved / "unreadable-checkpoint-3"
     before.mkdir()
     (before / "note").write_text("mine")
@@ -358,7 +358,7 @@ def test_parameters_of_another_model(saved):
         read_parameters(saved / CHECKPOINTS, 3, without)
 
 
-def test_a_save_that_fails_is_told_and_the_next_one_works(saved, monkeypatch):
+def test_a_failed_save_is_reported_and_the_next_one_works(saved, monkeypatch):
     """A save may fail at once or later; one process reopens the folder, to remove partial files."""
     checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
 

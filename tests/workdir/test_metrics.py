@@ -1,4 +1,4 @@
-"""Records survive kills: half-written lines and lines of lost steps are dropped on resume."""
+"""Records survive kills: partial lines and records beyond the checkpoint are dropped on resume."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def test_resume_drops_later_and_half_written_records(tmp_path):
     assert list((tmp_path / "events").glob("events*"))
 
 
-# Lines that are no records.
+# Invalid records.
 OTHER = [b"\xff\x00\x80 binary", b"[1, 2]", b'"text"', b'{"loss": 1.0}', b"[" * 100_000]
 OTHER += [b'{"step": "two", "loss": 1.0}', b'{"step": 2, "tokens": 20, "loss": "high"}']
 OTHER += [b'{"step": 2, "tokens": 20, "loss": null}', b"1" * 5_000, b""]
@@ -63,8 +63,8 @@ def test_lines_that_are_no_records_are_set_aside(tmp_path, capsys, name):
     metrics.draw_curves(workdir, title="test", yardstick=2.0)
 
 
-def test_a_flipped_bit_is_told_or_harmless(tmp_path):
-    """Also one of the end of the last line, which is not half-written then."""
+def test_a_flipped_bit_is_noticed_or_harmless(tmp_path):
+    """A flipped line end of the last record is no partial line."""
     workdir, file = epath.Path(tmp_path), tmp_path / metrics.METRICS
     writer = metrics.MetricsWriter(workdir, resume_step=0)
     for step in (1, 2):
@@ -78,7 +78,7 @@ def test_a_flipped_bit_is_told_or_harmless(tmp_path):
 
 
 def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path):
-    """Its records are kept where no file has them any more."""
+    """Records of a deleted file are saved beside it."""
     changes = ("move", metrics.METRICS), ("replace", metrics.TIMING), ("remove", metrics.METRICS)
     for change, name in changes:
         (tmp_path / change).mkdir()
@@ -113,7 +113,7 @@ def test_a_record_that_has_no_room_is_an_error(tmp_path):
     writer.close()
 
 
-def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
+def test_a_file_renamed_while_reading_has_no_records(tmp_path):
     class Renamed:
         exists = staticmethod(lambda: True)
         read_bytes = staticmethod((tmp_path / "gone").read_bytes)
@@ -121,7 +121,7 @@ def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
     assert metrics.read_checked(Renamed()) == ([], "")
 
 
-# With names that are no TeX, or that the font has no letters of.
+# Titles that are no TeX, or that the font lacks glyphs for.
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "tokens, label, title",
@@ -132,7 +132,7 @@ def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
     ],
 )
 def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label, title):
-    """Numbers of tokens are short: written out, those of a run stand one in another."""
+    """Tick labels abbreviate numbers of tokens, which would overlap."""
     drawn, real = [], Figure.savefig
 
     def noted(figure, *args, **options):
@@ -174,7 +174,7 @@ def test_a_workdir_in_a_bucket(bucket):
 
 
 def test_a_bucket_that_fails_for_a_while(bucket, capsys):
-    """Records are copied once it is back; only what never arrives is told as lost."""
+    """Records are copied once the bucket works again; a warning names those never copied."""
     folder, away = bucket / "runs", bucket / "away"
     folder.mkdir()
     writer = metrics.MetricsWriter(epath.Path("gs://runs/one"), resume_step=0)

@@ -39,7 +39,7 @@ def test_files_are_copied_as_they_are(folders):
     assert [origin.context(run, row) for row in (16, 64, 128)] == [64, 64, 128]
 
 
-def test_another_runs_are_forgotten(folders):
+def test_copies_of_an_earlier_run_are_removed(folders):
     """A second start, from a parent with fewer files or from none, leaves no earlier copy."""
     parent, run = folders
     origin.inherit(run, parent, context=64)
@@ -50,7 +50,7 @@ def test_another_runs_are_forgotten(folders):
     assert not list(run.iterdir()) and origin.context(run, 8) == 8
 
 
-def test_what_no_run_wrote_stays(folders, capsys):
+def test_files_of_the_user_stay(folders, capsys):
     """Files of the user survive starts from any parent, repeated or not."""
     parent, run = folders
     mine = {"chat_template.jinja": "mine", "generation_config.json": '{"eos_token_id": 8}'}
@@ -77,7 +77,7 @@ def test_a_copy_of_the_parents_file_gives_no_warning(folders, capsys):
 
 
 @pytest.mark.parametrize("text", ['{"context": 64}', '{"context": 64, "files": 3}'])
-def test_a_context_that_names_no_files_was_written_alone(folders, text):
+def test_a_context_without_files(folders, text):
     _, run = folders
     (run / "context.json").write_text(text)
     (run / "chat_template.jinja").write_text("mine")
@@ -85,7 +85,7 @@ def test_a_context_that_names_no_files_was_written_alone(folders, text):
     assert [path.name for path in run.iterdir()] == ["chat_template.jinja"]
 
 
-def test_ends_are_tokens_that_there_are():
+def test_ends_are_in_the_vocabulary():
     byte = tokenizer.byte_tokenizer()
 
     def of(ids, text):
@@ -121,7 +121,7 @@ def test_a_context_that_cannot_be_read(tmp_path, text, said):
     assert str(error.value).startswith(str(tmp_path / "context.json")) and said in str(error.value)
 
 
-def test_a_parent_is_told_by_its_parameters(tmp_path, monkeypatch):
+def test_a_parent_is_identified_by_its_parameters(tmp_path, monkeypatch):
     """The hash depends on neither other arrays nor the size of reads."""
     workdir = epath.Path(tmp_path)
     params = {"w": np.arange(15.0, dtype=np.float32).reshape(5, 3), "a": {"s": np.float32(7)}}
