@@ -61,7 +61,7 @@ def test_missing_files():
     with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
         load_config(LRKV.with_name("lrvk_tiny.py"))
     with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
-        load_config(pathlib.Path("lrkv_tiny"))
+        load_config(pathlib.Path("lrkv_tny"))
     with pytest.raises(UserError, match="no such file; in .*configs there are .*lrkv_tiny"):
         load_config(pathlib.Path("nothing/of/the/kind.py"))
     with pytest.raises(UserError, match="no such file; in"):
