@@ -11,8 +11,7 @@ workdir. Afterwards `python -m kvjax.generate --workdir=OUT` generates from the 
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
-import contextlib
+from collections.abc import Sequence
 import dataclasses
 import shlex
 import tempfile
@@ -246,15 +245,6 @@ def _warn_of_less(
         )
 
 
-@contextlib.contextmanager
-def _tokenizer_file(model: LazyModel) -> Iterator[epath.Path]:
-    """Writes the model's tokenizer to a temporary file for the duration of the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = epath.Path(folder) / manifest.TOKENIZER
-        file.write_text(model.tokenizer_json)
-        yield file
-
-
 def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str) -> np.ndarray:
     """Returns [B, T + 1] rows of the text that an option names."""
     tokens = getattr(options, f"{key}_tokens")
@@ -265,7 +255,9 @@ def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str
     source = getattr(options, key)
     if not source:
         raise UserError(f"--{key}='': give a text: 'embedded' or a file")
-    with _tokenizer_file(model) as tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = epath.Path(folder) / manifest.TOKENIZER
+        tokenizer.write_text(model.tokenizer_json)
         rows_BT = perplexity.rows(
             source,
             tokenizer,

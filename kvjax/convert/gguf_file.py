@@ -50,7 +50,8 @@ _GPT2_KEYS = {
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
     "n_positions": "context_length",
 }
-_KEYS = dict(gpt2=_GPT2_KEYS, llama=_LLAMA_KEYS, qwen2=_LLAMA_KEYS, qwen3=_LLAMA_KEYS)
+# By architecture, the model_type of transformers, too.
+_KEYS = dict(gpt2=_GPT2_KEYS) | dict.fromkeys(("llama", "qwen2", "qwen3"), _LLAMA_KEYS)
 # Values in a header: a vocabulary of 256K tokens with its merges has 2M.
 _MOST_VALUES = 1 << 22
 
@@ -145,7 +146,7 @@ class File:
             vocab_size=self._rows("token_embd.weight"),
             tie_word_embeddings="output.weight" not in self.tensors,
         )
-        if self.architecture != "qwen2":
+        if "attention_bias" in FAMILIES[self.architecture].keys:
             values["attention_bias"] = "blk.0.attn_q.bias" in self.tensors
         if _FREQUENCIES in self.tensors and self._has_frequencies and head_dim is not None:
             base = values.get("rope_theta", 10_000.0)

@@ -53,16 +53,12 @@ class Layer:
         return np.eye(self.query_ENH.shape[0])
 
 
-def _has_position_bias(config: GroupedConfig) -> bool:
-    """Returns True if logits have a term that depends on positions alone."""
-    return bool(config.position_channels or config.alibi)
-
-
 def check(mechanisms: Sequence[MechanismConfig]) -> None:
     """Raises a UserError unless all are MHA, GQA or MQA with separate keys and values."""
     for config in mechanisms:
         plain = isinstance(config, GroupedConfig) and config.rank == 0 and config.tie == "none"
-        if not plain or config.num_bases != config.num_kv_heads or _has_position_bias(config):
+        plain = plain and config.num_bases == config.num_kv_heads
+        if not plain or config.position_channels or config.alibi:
             raise UserError(
                 "only MHA, GQA and MQA are converted: config.attention must be of kind 'grouped', "
                 "with rank 0, a base for each KV head, tie 'none', no position_channels, no alibi"

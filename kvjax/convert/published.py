@@ -175,22 +175,20 @@ class PublishedModel:
             if not re.fullmatch(family.buffers, name)
         }
         check(source, weights, shapes)
-        if copy is not None:
-            self._check_copy(source, copy)
+        embedding = self._rules[("embedding",)].tensor
+        if copy is not None and not np.array_equal(
+            self._tensors[copy].read(), self._tensors[embedding].read()
+        ):
+            raise UserError(
+                f"{source}: tie_word_embeddings is set, but {copy} differs from {embedding}: set "
+                "it to false in the config if the head is a separate weight, or remove the tensor"
+            )
 
     def _copy_of_embedding(self, family: Family) -> str | None:
         """Returns the tensor of a tied head that is stored although it equals the embedding."""
         heads = [rule.tensor for rule in family.rules if rule.weights == (("head",),)]
         tied = ("head",) not in self._weights
         return next((name for name in heads if tied and name in self._tensors), None)
-
-    def _check_copy(self, source: epath.Path, copy: str) -> None:
-        embedding = self._rules[("embedding",)].tensor
-        if not np.array_equal(self._tensors[copy].read(), self._tensors[embedding].read()):
-            raise UserError(
-                f"{source}: tie_word_embeddings is set, but {copy} differs from {embedding}: set "
-                "it to false in the config if the head is a separate weight, or remove the tensor"
-            )
 
 
 def open(source: epath.PathLike) -> PublishedModel:

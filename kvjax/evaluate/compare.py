@@ -69,7 +69,8 @@ def open(name: str, option: str = "--compare") -> Evaluated:
     path, at, step = name.rpartition("@")
     by_step = bool(at) and step.isdecimal()
     root = runtime.path(option, path if by_step else name) / rows_lib.FOLDER
-    steps = sorted(int(p.name) for p in _folders(root) if p.name.isdecimal())
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
+    steps = sorted(int(path.name) for path in folders if path.name.isdecimal())
     if not steps or (by_step and int(step) not in steps):
         there = f"; there are evaluations of steps {steps}" if steps else ""
         raise UserError(
@@ -91,10 +92,6 @@ def _read(name: str, folder: epath.Path) -> Evaluated:
             rows |= {row["index"]: bool(row["right"]) for row in rows_lib.of_file(part)}
         verdicts[task] = rows
     return Evaluated(name, identities, verdicts, summary.chances_of_core(summary.read(folder)))
-
-
-def _folders(root: epath.Path) -> list[epath.Path]:
-    return [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
 
 
 def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, dict]:

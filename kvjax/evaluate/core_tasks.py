@@ -21,14 +21,14 @@ from kvjax.data import readers, records
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import BenchmarkModel
+from kvjax.foundation.configuration import checked, one_of
 from kvjax.foundation.errors import DataError, MissingDataError, first_line
 
-KINDS = ("multiple_choice", "schema", "language_modeling")
-_KEYS = {
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "language_modeling": ("context", "continuation"),
-}
+_KEYS = dict(  # types of a row's keys, by kind of task
+    multiple_choice=dict(query=str, choices=tuple[str, ...], gold=int),
+    schema=dict(context_options=tuple[str, ...], continuation=str, gold=int),
+    language_modeling=dict(context=str, continuation=str),
+)
 COUNT = 22
 _BASELINE = "Random baseline"
 Sequences = list[tuple[list[int], list[int]]]  # contexts and continuations, as token ids
@@ -40,7 +40,7 @@ class CoreTask:
 
     Attributes:
       label: its name.
-      kind: one of KINDS.
+      kind: one of multiple_choice, schema and language_modeling.
       delimiter: between a question and its answer.
       chance: accuracy of guessing.
       items: rows, shuffled.
@@ -84,14 +84,10 @@ def digest(folder: epath.Path, tasks: Sequence[CoreTask]) -> str:
 def _entries(path: epath.Path) -> list[dict]:
     import yaml
 
-    keys = {"label", "dataset_uri", "num_fewshot", "icl_task_type"}
     try:
-        entries = yaml.safe_load(readers.read_bytes(path))["icl_tasks"]
-        if not isinstance(entries, list) or not entries:
-            raise ValueError("icl_tasks must be a list of one task or more")
-        for number, entry in enumerate(entries, 1):
-            if not isinstance(entry, dict) or not keys <= entry.keys():
-                raise ValueError(f"task {number} of icl_tasks needs {', '.join(sorted(keys))}")
+        entries = [dict(entry) for entry in yaml.safe_load(readers.read_bytes(path))["icl_tasks"]]
+        if not entries:
+            raise ValueError("icl_tasks is empty")
         return entries
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{os.fspath(path)} lists no tasks: {first_line(error)}") from error
@@ -114,13 +110,14 @@ def _baselines(path: epath.Path) -> dict[str, float]:
 
 
 def _task(folder: epath.Path, entry: dict, baselines: Mapping[str, float]) -> CoreTask:
-    label, kind, uri = entry["label"], entry["icl_task_type"], entry["dataset_uri"]
-    place = f"{os.fspath(folder / 'core.yaml')}: {label}"
-    if kind not in KINDS:
-        raise DataError(f"{place}: icl_task_type = {kind!r:.200}: must be one of {KINDS}")
+    where = f"{os.fspath(folder / 'core.yaml')}: "
+    keys = ("label", "icl_task_type", "dataset_uri")
+    label, kind, uri = (checked(entry.get(key), str, f"{where}{key}") for key in keys)
+    place = f"{where}{label}"
+    one_of(f"{place}: icl_task_type", kind, _KEYS)
     if label not in baselines:
         raise DataError(f"{os.fspath(folder / 'eval_meta_data.csv')} has no row of {label}")
-    path = folder / "eval_data" / str(uri)
+    path = folder / "eval_data" / uri
     if not path.is_file():
         raise MissingDataError(
             f"{place}: dataset_uri = {uri!r}: {os.fspath(path)} does not exist: download the "
@@ -129,7 +126,7 @@ def _task(folder: epath.Path, entry: dict, baselines: Mapping[str, float]) -> Co
     pairs = [(item, place) for place, item in records.read(path)]
     for item, place_of_item in pairs:
         _check_row(item, kind, place_of_item)
-    shots = entry["num_fewshot"]
+    shots = entry.get("num_fewshot")
     shots = shots[0] if isinstance(shots, list) and shots else shots
     if type(shots) is not int or not 0 <= shots < len(pairs):
         raise DataError(
@@ -143,25 +140,17 @@ def _task(folder: epath.Path, entry: dict, baselines: Mapping[str, float]) -> Co
 
 
 def _check_row(item, kind: str, place: str) -> None:
-    """Raises a DataError for a row without the keys of its kind."""
-    keys = _KEYS[kind]
-    if not isinstance(item, dict) or (lacking := [key for key in keys if key not in item]):
-        lacking = ", ".join(lacking if isinstance(item, dict) else keys)
-        raise DataError(f"{place}: has no {lacking}, which {kind} needs")
-    for key in keys:
-        if key in ("choices", "context_options"):
-            several = item[key]
-            is_list = isinstance(several, list) and len(several) > 0
-            if not is_list or not all(isinstance(x, str) for x in several):
-                raise DataError(f"{place}: {key} must be a list of texts, not {several!r:.80}")
-            if type(item["gold"]) is not int or item["gold"] not in range(len(several)):
-                raise DataError(
-                    f"{place}: gold = {item['gold']!r}: must be 0 to {len(several) - 1}"
-                )
-        elif key != "gold" and not isinstance(item[key], str):
-            raise DataError(f"{place}: {key} must be text, not {type(item[key]).__name__}")
-    if kind == "language_modeling" and not item["continuation"].strip():
-        raise DataError(f"{place}: continuation is blank: there is nothing to score")
+    """Raises a UserError for a row without the keys of its kind."""
+    if not isinstance(item, dict):
+        raise DataError(f"{place}: must have {', '.join(_KEYS[kind])}")
+    row = {key: checked(item.get(key), of, f"{place}: {key}") for key, of in _KEYS[kind].items()}
+    if kind == "language_modeling":
+        if not row["continuation"].strip():
+            raise DataError(f"{place}: continuation is blank: there is nothing to score")
+        return
+    count = len(row.get("choices", row.get("context_options")))
+    if not 0 <= row["gold"] < count:
+        raise DataError(f"{place}: gold = {row['gold']}: must be 0 to {count - 1}")
 
 
 def ask(model: BenchmarkModel, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:

@@ -140,23 +140,16 @@ def test_tokens_of_a_gguf_file(tmp_path):
     assert tokens.of_gguf({}) == {}
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
-def test_document_token_of_the_source(source, tmp_path, monkeypatch, kind):
+def test_document_token_of_a_gguf_file(source, tmp_path, monkeypatch):
     """A token of an unknown name opens documents in the workdir, its export, and back."""
-    path = source
-    if kind == "folder":
-        rename(source, DEEPSEEK)
-        (source / "tokenizer_config.json").write_text(json.dumps(dict(bos_token=DEEPSEEK)))
-    else:
-        monkeypatch.setattr(gguf_files, "SPECIAL", DEEPSEEK)
-        path = tmp_path / "tiny.gguf"
-        gguf_files.write(path, source, "qwen2")
-    workdir = write(published.open(path), tmp_path / "workdir")
+    monkeypatch.setattr(gguf_files, "SPECIAL", DEEPSEEK)
+    gguf_files.write(tmp_path / "tiny.gguf", source, "qwen2")
+    model = published.open(tmp_path / "tiny.gguf")
+    workdir = write(model, tmp_path / "workdir")
     assert trained.find(workdir).tokenizer.bos_id == 0
     workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
     assert read(tmp_path / "out/tokenizer_config.json")["bos_token"] == DEEPSEEK
-    after = published.open(tmp_path / "out")
-    assert after.tokenizer_json == published.open(path).tokenizer_json
+    assert published.open(tmp_path / "out").tokenizer_json == model.tokenizer_json
 
 
 def encodings(path, name):
@@ -237,20 +230,15 @@ def test_a_source_without_a_token_that_opens_a_document(source):
     )
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json"])
-def test_damaged_files_of_a_workdir(chat, tmp_path, file):
+def test_damaged_files_of_a_workdir(chat, tmp_path):
     workdir = write(published.open(chat), tmp_path / "workdir")
-    for text, said in (("{", "is not JSON"), ("[]", "is not a JSON object")):
-        (workdir / file).write_text(text)
-        with pytest.raises(UserError, match=f"{file} {said}.*: restore it, or remove it"):
-            trained.find(workdir)
-    (chat / file).write_text("{")
-    with pytest.raises(UserError, match=f"{file} is not JSON"):
-        published.open(chat)
-
-
-def test_a_damaged_chat_template_of_a_workdir(chat, tmp_path):
-    workdir = write(published.open(chat), tmp_path / "workdir")
+    for file in ("generation_config.json", "tokenizer_config.json"):
+        before = (workdir / file).read_text()
+        for text, said in (("{", "is not JSON"), ("[]", "is not a JSON object")):
+            (workdir / file).write_text(text)
+            with pytest.raises(UserError, match=f"{file} {said}.*: restore it, or remove it"):
+                trained.find(workdir)
+        (workdir / file).write_text(before)
     (workdir / "chat_template.jinja").write_bytes(b"\xff")
     said = "chat_template.jinja cannot be read .*: restore it"
     with pytest.raises(UserError, match=said):

@@ -14,6 +14,10 @@ TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSAT
 DIALOGUE = NativeDialogue(TOKENIZER, "a test", limit=1 << 20)
 
 
+# Number of rows of each set in the fixture `data`.
+COUNTS = dict(arc_easy=5, arc_challenge=4, mmlu=8, gsm8k=5, humaneval=3, core_x=6, core_y=4)
+
+
 class Oracle:
     """A model whose answers are a function of the question.
 

@@ -162,7 +162,8 @@ def test_bad_bundles(bundle):
     def csv_of(cell):
         return f"Eval Task,Random baseline\nwords,0\nchoice,{cell}\n"
 
-    core, baselines, choice = "core.yaml", "eval_meta_data.csv", "eval_data/choice.jsonl"
+    core, baselines = "core.yaml", "eval_meta_data.csv"
+    choice, words = "eval_data/choice.jsonl", "eval_data/words.jsonl"
 
     def row(choices, gold):
         return f'{{"query": "a", "choices": {choices}, "gold": {gold}}}\n'
@@ -170,17 +171,12 @@ def test_bad_bundles(bundle):
     blank = '{"context": "a", "continuation": " "}'
     cases = [
         (core, None, "core.yaml is missing"),
-        (core, "a: b", "core.yaml lists no tasks"),
-        (core, "[", "core.yaml lists no tasks"),
-        (core, "[" * 9999, "core.yaml lists no tasks"),
-        (core, "icl_tasks: []", "a list of one task or more"),
-        (core, "icl_tasks: {a: b}", "a list of one task or more"),
-        (core, "icl_tasks: [{label: x}]", "core.yaml lists no tasks: task 1 of icl_tasks needs"),
+        *((core, x, "core.yaml lists no tasks") for x in ("a: b", "[", "[" * 9999)),
+        (core, "icl_tasks: []", "lists no tasks: icl_tasks is empty"),
+        (core, "icl_tasks: {a: b}", "core.yaml lists no tasks"),
+        (core, "icl_tasks: [{label: x}]", "core.yaml: icl_task_type = None is a NoneType"),
         (core, yaml_of(label="other"), "has no row of other"),
-        *(
-            (core, yaml_of(icl_task_type=x), "choice: icl_task_type")
-            for x in ("x", None, ["schema"])
-        ),
+        (core, yaml_of(icl_task_type="x"), "choice: icl_task_type = 'x': must be one of"),
         *((core, yaml_of(num_fewshot=x), "choice: num_fewshot = ") for x in (-1, [-1], "x", [], 6)),
         (core, yaml_of(dataset_uri="x.jsonl"), "does not exist"),
         (core, yaml_of(dataset_uri="../core.yaml"), "core.yaml: must end in one of"),
@@ -191,24 +187,13 @@ def test_bad_bundles(bundle):
         *((baselines, csv_of(x), "Random baseline") for x in ("", "x")),
         (choice, None, "choice.jsonl does not exist"),
         (choice, "", "the 0 rows of"),
-        (choice, '{"query": "a"}\n', "choice.jsonl, line 1: has no choices, gold"),
+        (choice, '{"query": "a"}\n', "choice.jsonl, line 1: choices = None is a NoneType"),
         (choice, "\n[1]\n", "choice.jsonl, line 2 must be an object"),
         (choice, row('["a", "b"]', 2), "line 1: gold = 2: must be 0 to 1"),
         *((choice, row('["a", "b"]', x), "gold = ") for x in ('"1"', "-1", "true", "null")),
-        (
-            choice,
-            row('["a", "b"]', "NaN"),
-            "line 1 is not JSON: NaN is not a JSON number",
-        ),
-        *((choice, row(x, 0), "choices must be a list of texts") for x in ('"ab"', "[]", "[1]")),
-        (
-            choice,
-            row('["a", "\\ud800"]', 0),
-            "choice.jsonl, line 1 is not JSON: has a lone surrogate",
-        ),
-        (choice, row('["a", "\\ud83d\\ude00"]', 0), "the 1 rows of"),  # a whole pair
-        ("eval_data/words.jsonl", '{"context": 1, "continuation": "a"}', "context must be text"),
-        ("eval_data/words.jsonl", blank, "line 1: continuation is blank"),
+        *((choice, row(x, 0), "line 1: ") for x in ('"ab"', "[]", "[1]")),
+        (words, '{"context": 1, "continuation": "a"}', "context = 1 is a int"),
+        (words, blank, "line 1: continuation is blank"),
     ]
     before = {name: (bundle / name).read_text() for name, *_ in cases}
     for name, text, said in cases:

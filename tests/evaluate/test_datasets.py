@@ -59,7 +59,7 @@ def test_search_paths(tmp_path, monkeypatch):
         datasets._found(TASKS["mmlu"], str(folder))
 
 
-def test_what_is_no_set_is_refused_and_another_count_is_told(tmp_path):
+def test_csv_empty_files_and_other_counts(tmp_path):
     task, (cells, empty) = TASKS["gsm8k"], (tmp_path / "cells.csv", tmp_path / "empty.jsonl")
     cells.write_text("1 + 1?,#### 2\n")
     empty.write_text("")
@@ -69,6 +69,9 @@ def test_what_is_no_set_is_refused_and_another_count_is_told(tmp_path):
     }.items():
         with pytest.raises(DataError, match=said):
             datasets.read(task, "", str(file))
+    cells.write_text("Which?,a,b,c,d,B\n")
+    (item,) = datasets.read(TASKS["mmlu"], "", str(cells)).items
+    assert (item.question, item.choices, item.answer) == ("Which?", ("a", "b", "c", "d"), "B")
     files = ("a", "b", "c", "d")
     sets = [Questions(task, range(count), (), files, "") for count in (1318, 1319)]
     assert datasets.other_counts(sets) == [

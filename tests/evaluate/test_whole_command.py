@@ -22,17 +22,12 @@ from kvjax.workdir import checkpoint, trained
 from tests import golden
 from tests.conversation import workdirs
 from tests.evaluate import oracles
+from tests.evaluate.oracles import COUNTS
 
-COUNTS = dict(arc_easy=5, arc_challenge=4, mmlu=8, gsm8k=5, humaneval=3, core_x=6, core_y=4)
 # Number of rows of each set, from the first, that the oracle answers right.
 RIGHT = dict(arc_easy=3, arc_challenge=1, mmlu=6, gsm8k=2, humaneval=2, core_x=4, core_y=3)
 FIVE = [name for name in COUNTS if not name.startswith("core")]
 ALL = f"--tasks={','.join(FIVE)},core"
-CORE = """\
-icl_tasks:
-- {label: x, dataset_uri: x.jsonl, num_fewshot: [1], icl_task_type: multiple_choice}
-- {label: y, dataset_uri: y.jsonl, num_fewshot: [0], icl_task_type: multiple_choice}
-"""
 TABLE = """\
 task              %  95 % interval   right  minutes
 -------------  ----  -------------  ------  -------
@@ -60,19 +55,6 @@ Rows with retried: humaneval 3.
 Prompts: nanochat; calculator: nanochat; HumanEval as chat, sandbox: a box + a
 lock.
 """
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "eval_data").mkdir()
-    (folder / "core.yaml").write_text(CORE)
-    (folder / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nx,50\ny,25\n")
-    for name, count in COUNTS.items():
-        file = f"eval_data/{name[-1]}.jsonl" if name.startswith("core") else f"{name}.jsonl"
-        lines = [json.dumps(oracles.row(name, i)) for i in range(count)]
-        (folder / file).write_text("\n".join(lines) + "\n")
-    return folder
 
 
 class Knows(oracles.Oracle):

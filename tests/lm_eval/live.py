@@ -86,19 +86,3 @@ def _compared(ours: list, theirs: list) -> dict:
     difference = np.abs(ours - theirs)
     assert (difference < TOLERANCE + 2**-23 * np.abs(theirs)).all()  # theirs are float32 sums
     return dict(numbers=ours.size, largest_difference=float(difference.max()))
-
-
-def test_what_is_compared_is_of_all_kinds(theirs):
-    folder, given = theirs
-    model = adapter.KvjaxLM(folder / "workdir", dtype="float32")
-    pairs = [
-        model._encode_pair(context, continuation)
-        if context
-        else ([0], model.tok_encode(continuation, False))
-        for arguments, _ in given["found"]["continuations 1"]["answers"]["local_choices"]
-        for context, continuation in arguments
-    ]
-    contexts, continuations = zip(*pairs, strict=True)
-    assert max(map(len, contexts)) > local_tasks.MAX_LENGTH + 1
-    assert {1, 2, 3} <= set(map(len, continuations))
-    assert len(set(map(len, contexts))) >= 6
