@@ -5,15 +5,12 @@ The workdir gets its name only when it is complete.
 
 from collections.abc import Iterator
 import contextlib
-import errno
 import fcntl
-import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
-from typing import IO
 import uuid
 
 from etils import epath
@@ -35,8 +32,7 @@ from kvjax.workdir.checkpoint import CHECKPOINTS
 RECORD = "conversion.json"
 RECOVERY = "recover.py"
 _STAGING = ".staging-kvjax-convert-"
-_LOCK = ".lock"
-_NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
+_NEW = ".new"
 
 
 def check(out: str) -> epath.Path:
@@ -53,7 +49,7 @@ def check(out: str) -> epath.Path:
     if pathlib.Path.cwd().is_relative_to(path) or os.path.ismount(path):
         raise UserError(f"--out = {out!r}: cannot be replaced: give a new folder in it")
     runtime.folder("--out", path.parent)
-    target.try_files(f"--out = {out!r}", path.parent, [_lock_of(_staging(path)).name])
+    target.try_files(f"--out = {out!r}", path.parent, [_staging(path).name])
     return path
 
 
@@ -86,14 +82,15 @@ def staged(out: epath.Path) -> Iterator[epath.Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(out.parent)
-        with _locked(_lock_of(staging)):
+        new = out.parent / f"{_NEW}{staging.name}"  # is not looked for until it is locked
+        new.mkdir()
+        with _locked(new):
             try:
-                staging.mkdir()
+                new.rename(staging)
                 yield staging
-                _name(staging, out)
+                os.rename(staging, out)  # `out` is absent or an empty folder
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
-                _lock_of(staging).unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, UserError):
             raise
@@ -102,60 +99,31 @@ def staged(out: epath.Path) -> Iterator[epath.Path]:
         ) from error
 
 
-def _name(staging: epath.Path, out: epath.Path) -> None:
-    """Renames the folder; if `out` was taken meanwhile, to another name, with a UserError that
-    gives it.
-    """
-    for number in itertools.count(1):
-        free = out if number == 1 else out.parent / f"{out.name}-{number}"
-        try:
-            os.rename(staging, free)  # succeeds if `free` is absent or an empty folder
-            break
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):
-                raise
-    if free != out:
-        raise UserError(f"--out = {str(out)!r}: was created meanwhile; the result is {free}")
-
-
 def _staging(out: epath.Path) -> epath.Path:
     return out.parent / f"{_STAGING}{uuid.uuid4().hex}"
 
 
-def _lock_of(staging: epath.Path) -> epath.Path:
-    return staging.parent / f"{staging.name}{_LOCK}"
-
-
 @contextlib.contextmanager
-def _locked(file: epath.Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Holds an operating-system lock, which ends with the process however that ends."""
-    while True:
-        with open(file, "a") as opened:  # NFS locks only what is open for writing
-            fcntl.flock(opened, how)
-            if not _is_there(file, opened):
-                continue  # the previous holder removed the file
-            yield
-            return
-
-
-def _is_there(file: epath.Path, opened: IO) -> bool:
+def _locked(folder: epath.PathLike) -> Iterator[bool]:
+    """Locks a folder until the process ends; yields False if it is locked or cannot be."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return os.path.samestat(os.stat(file), os.fstat(opened.fileno()))
-    except FileNotFoundError:
-        return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    except OSError:  # another process has it, or the file system locks no folders
+        is_locked = False
+    try:
+        yield is_locked
+    finally:
+        os.close(descriptor)
 
 
 def _remove_abandoned(parent: epath.Path) -> None:
-    """Removes the folders of killed conversions.
-
-    A conversion locks before it creates its folder, so a lock that is free means an abandoned
-    folder.
-    """
-    for other in pathlib.Path(parent).glob(f"{_STAGING}*"):
-        folder = other.parent / other.name.removesuffix(_LOCK)
-        with contextlib.suppress(OSError), _locked(_lock_of(folder), _NOW):
-            shutil.rmtree(folder, ignore_errors=True)
-            _lock_of(folder).unlink(missing_ok=True)
+    """Removes the folders of killed conversions, which nobody locks."""
+    for folder in pathlib.Path(parent).glob(f"{_STAGING}*"):
+        with contextlib.suppress(OSError), _locked(folder) as is_locked:
+            if is_locked:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(model: LazyModel, workdir: epath.Path, name: str, record: dict) -> None:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import pathlib
 import sys
 
 from kvjax import __version__
@@ -148,24 +147,13 @@ def _checked(options: argparse.Namespace) -> list[str]:
     if not all(names):
         raise UserError(f"--tasks={options.tasks}: has an empty name: separate names by commas")
     if options.include_path:
-        options.include_path = _folder(options.include_path)
+        folder = runtime.folder("--include_path", options.include_path)
+        if not os.path.isdir(folder):
+            raise UserError(f"--include_path = {options.include_path!r}: must be a local folder")
+        options.include_path = os.fspath(folder)
     if options.out:
         target_lib.check_file("--out", options.out)
     return names
-
-
-def _folder(include_path: str) -> str:
-    """Returns the folder of tasks; raises a UserError if it does not exist or has none."""
-    folder = os.fspath(runtime.folder("--include_path", include_path))
-    try:
-        there = next(pathlib.Path(folder).rglob("*.yaml"), None)
-    except OSError as error:
-        raise UserError(f"--include_path={include_path}: {error.strerror or error}") from error
-    if there is None:
-        raise UserError(
-            f"--include_path={include_path}: must be a local folder with tasks as .yaml files"
-        )
-    return folder
 
 
 def _saved(results: dict, model, options: argparse.Namespace) -> dict:

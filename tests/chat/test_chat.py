@@ -66,7 +66,7 @@ def test_calculator_calls_are_shown_and_kept_as_parts(capsys):
     assert model.prompts[0][: len(whole.ids)] == whole.ids
 
 
-def test_whole_turns_are_left_out_when_the_context_is_full(capsys):
+def test_oldest_turns_are_left_out(capsys):
     talk, model = _talk([oracles.said("answer one") for _ in range(9)], room=60)
     for i in range(5):
         talk.handle_line(f"message {i}")
@@ -85,7 +85,7 @@ def test_too_long_messages_are_refused(capsys):
     assert capsys.readouterr().out == "yes\n"
 
 
-def test_a_message_without_an_answer_is_forgotten(capsys):
+def test_unanswered_messages_are_forgotten(capsys):
     """An empty answer and a failed one; earlier turns stay."""
     talk, model = _talk([oracles.said("yes"), oracles.said("")])
     talk.handle_line("first")
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_an_answer(capsys, monkeypatch):
         ([S.python_start, 66, S.python_end], [("python", "B")]),
     ],
 )
-def test_half_a_call_is_text(ids, content):
+def test_incomplete_calls_are_text(ids, content):
     found = history_lib.message_content(TOKENIZER, S, ids)
     if isinstance(content, str):
         text = found if isinstance(found, str) else "".join(part["text"] for part in found)
@@ -308,7 +308,7 @@ def test_model_without_a_chat_format(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_program_where_no_answer_is_given(workdir):
+def test_ctrl_c_ends_the_program(workdir):
     command = [sys.executable, "-m", "kvjax.chat", f"--workdir={workdir}", "--num_tokens=4"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with subprocess.Popen(command, **pipes, cwd=ROOT, text=True) as process:

@@ -23,7 +23,7 @@ TAKE = ROOT / "tests/convert/take_logits.py"
         (3, dict(width=32, layers=8, tokens=40)),
     ],
 )
-def test_logits_are_those_of_transformers(tmp_path, seed, sizes):
+def test_logits_equal_transformers(tmp_path, seed, sizes):
     options = [f"--{key}={value}" for key, value in sizes.items()]
     subprocess.run([PYTHON, MAKE, f"--seed={seed}", f"--out={tmp_path}", *options], check=True)
     folders = sorted(path.parent for path in tmp_path.glob("*/logits.npz"))
@@ -32,7 +32,7 @@ def test_logits_are_those_of_transformers(tmp_path, seed, sizes):
     assert found and max(found.values()) < comparison.TOLERANCE, found
 
 
-def test_transformers_loads_what_is_exported(tmp_path):
+def test_transformers_loads_exports(tmp_path):
     """Published models, and models of the recipe with their factors multiplied out."""
     before = {}
     for name in comparison.MODELS:

@@ -43,7 +43,7 @@ def in_folder(folder, name, content, digest):
 
 
 @pytest.mark.parametrize("place", [in_cache, in_folder])
-def test_a_flipped_bit_of_what_was_downloaded_is_refused(tmp_path, place):
+def test_flipped_bits_of_downloads_are_refused(tmp_path, place):
     for digest in (sha256, of_git):
         (tmp_path / digest.__name__).mkdir()
         _check(tmp_path / digest.__name__, place, digest)

@@ -1,6 +1,5 @@
 """Folders of safetensors, which get their name only when they are complete."""
 
-import fcntl
 import json
 import tracemalloc
 
@@ -71,23 +70,6 @@ def test_failed_writes_leave_nothing(tmp_path, monkeypatch):
             into_folder.write(plan, into_workdir.check(str(tmp_path / "out")), "F32")
         assert not full or "No space left on device; nothing is left there" in str(raised.value)
         assert not list(tmp_path.iterdir())
-
-
-def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
-    """Else two processes could hold a lock of one name, one of them on a removed file."""
-    file, flock, calls = tmp_path / "lock", fcntl.flock, []
-
-    def removed_meanwhile(*args):
-        flock(*args)
-        calls.append(args)
-        if len(calls) == 1:
-            file.unlink()
-
-    monkeypatch.setattr(into_workdir.fcntl, "flock", removed_meanwhile)
-    with into_workdir._locked(file):
-        assert len(calls) == 2 and file.exists()
-        with pytest.raises(BlockingIOError), into_workdir._locked(file, into_workdir._NOW):
-            pass
 
 
 def test_conversions_at_once_leave_each_other_alone(tmp_path):

@@ -44,7 +44,7 @@ def configure(folder, **keys):
 
 
 @pytest.mark.parametrize("name", quick.every(8, comparison.MODELS))
-def test_logits_are_those_of_transformers(name):
+def test_logits_equal_transformers(name):
     assert comparison.difference(comparison.PUBLISHED / name) < comparison.TOLERANCE
 
 

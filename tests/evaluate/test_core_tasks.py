@@ -82,7 +82,7 @@ def _task(bundle, label):
     return next(task for task in core_tasks.read(bundle) if task.label == label)
 
 
-def test_choices_are_scored_from_where_they_differ(bundle):
+def test_choices_are_scored_after_their_common_prefix(bundle):
     task = _task(bundle, "choice")
     model = Reader(lambda context, own: 1.0)
     (row,) = core_tasks.ask(model, task, [0])

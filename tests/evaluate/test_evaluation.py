@@ -37,7 +37,7 @@ def test_a_prompt_longer_than_the_positions_is_named():
     evaluation.check(_model(size - 1), _plan("mmlu", [SHORT, LONG], limit=1), 10_000)
 
 
-def test_an_answer_needs_positions_too():
+def test_answers_need_positions():
     plan = _plan(
         "gsm8k", [MathProblem("How many?", "#### 1")], answers=AnswerOptions(num_tokens=100)
     )
@@ -47,7 +47,7 @@ def test_an_answer_needs_positions_too():
         evaluation.check(_model(size + 98), plan, 10_000)
 
 
-def test_what_is_cut_or_goes_past_the_context_is_counted():
+def test_warnings_of_long_prompts():
     plan = _plan("mmlu", [SHORT, LONG, LONG])
     beyond, cut = evaluation.check(_model(limit=200), plan, 150).warnings
     assert beyond == ("mmlu: 2 of 3 prompts may exceed the training length of 150 tokens")

@@ -70,7 +70,7 @@ def test_calculator_results_count_towards_the_limit():
         ("#### 18 apples", True, ""),
     ],
 )
-def test_the_number_after_the_first_marker_decides(text, right, reason):
+def test_sum_verdicts(text, right, reason):
     assert generated.sum_verdict(text, SUMS[0]) == Verdict(right, reason)
 
 

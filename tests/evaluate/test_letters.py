@@ -45,13 +45,13 @@ def test_constant_answer():
     assert _share(lambda text, n: np.eye(n)[0]) == np.mean([q.answer == "A" for q in QUESTIONS])
 
 
-def test_equal_logits_are_counted_and_the_first_letter_stands():
+def test_ties():
     (row,) = letters.ask(Oracle(lambda text, n: [1, 2, 2, 0]), QUESTIONS, [1])
     assert row["chosen"] == "B" and row["ties"] == 1 and row["right"]
     assert row["logits"] == [1, 2, 2, 0] and row["letters"] == "ABCD"
 
 
-def test_letters_are_those_of_the_row():
+def test_letters_of_the_row():
     seen = []
     oracle = Oracle(lambda text, n: seen.append((text, n)) or np.eye(n)[-1])
     rows = letters.ask(oracle, [FIVE, THREE], [0, 1])
@@ -62,7 +62,7 @@ def test_letters_are_those_of_the_row():
     )
 
 
-def test_a_letter_of_two_tokens_is_refused():
+def test_letters_of_two_tokens():
     without = tokenizer_lib.train(["abc def " * 9] * 3, 266, tokenizer_lib.CONVERSATION_SPECIALS)
     letters.letter_ids(without, "ABCD")
 

@@ -17,7 +17,7 @@ def _verdicts(both: int, only_first: int, only_second: int, neither: int) -> np.
     return np.repeat(kinds, counts, axis=0).T[:, None]
 
 
-def test_an_interval_leaves_out_0_where_mcnemars_exact_test_rejects():
+def test_intervals_agree_with_mcnemars_test():
     for first, second in itertools.product(range(10), repeat=2):
         low, high = paired.interval(first, second, 48)
         p = paired.p_value(first, second)
@@ -30,7 +30,7 @@ def test_an_interval_leaves_out_0_where_mcnemars_exact_test_rejects():
     assert paired.interval(7, 0, 7)[1] == 1 and paired.interval(0, 7, 7)[0] == -1
 
 
-def test_intervals_hold_the_difference_in_95_percent_of_all_tables():
+def test_interval_coverage():
     """Enumerates the tables of a few questions under many pairs of models."""
     for questions in (5, 12):
         tables = np.array([(b, c) for b in range(questions + 1) for c in range(questions + 1 - b)])
@@ -45,7 +45,7 @@ def test_intervals_hold_the_difference_in_95_percent_of_all_tables():
         assert 0.95 <= min(coverage) and np.mean(coverage) < 0.995
 
 
-def test_seeds_that_are_alike_add_nothing_and_seeds_alone_are_welchs():
+def test_intervals_over_seeds():
     first, second = _verdicts(10, 9, 2, 9)
     one = paired.difference(first, second)
     low, high = paired.interval(9, 2, 30)
@@ -80,7 +80,7 @@ def test_independent_seeds_narrow_the_interval():
     assert many.below == pytest.approx(one.below / 2, rel=0.1)
 
 
-def test_means_of_tasks_add_in_squares_and_seeds_stay_together():
+def test_means_of_tasks():
     first, second = _verdicts(10, 9, 2, 9)
     task = paired.difference(first, second)
     mean = paired.mean([task] * 4)
@@ -99,7 +99,7 @@ def _evaluated(right: dict[str, int], questions: int = 48) -> compare.Evaluated:
     return compare.Evaluated("runs/x", {task: {} for task in right}, verdicts, chances)
 
 
-def test_a_comparison_of_two_models_and_of_seeds():
+def test_compare():
     """Four questions of one task apart: no test rejects; means of tasks follow."""
     both = dict.fromkeys([*TASKS, "core_a", "core_b"], 24)
     one = _evaluated(both | {"mmlu": 28, "core_a": 36, "gsm8k": 0})

@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_refused_or_harmless(folder, opened):
     assert rows_lib.of_file(path) == [*asked, _row(2)]
 
 
-def test_names_of_tasks_that_begin_alike(folder, opened):
+def test_tasks_with_similar_names(folder, opened):
     for i, name in enumerate(("core_a", "core_a.b", "core_[a]", "core_*", "core_a.0-of-1x")):
         opened(folder, name, IDENTITY, (0, 1)).add([_row(i)])
         assert opened(folder, name, IDENTITY, (0, 1)).done == {i: _row(i)}
@@ -189,7 +189,7 @@ def test_rows_without_an_identity_are_refused(folder, opened):
         opened(folder, "mmlu", IDENTITY, (0, 1))
 
 
-def test_a_flipped_bit_of_a_summary_is_told_or_harmless(tmp_path, capsys):
+def test_flipped_bits_of_a_summary(tmp_path, capsys):
     folder = epath.Path(tmp_path)
     assert summary.read(folder) == {}
     path = summary.write(folder, dict(model=dict(step=8), tasks=dict(mmlu=dict(right=3, rows=5))))

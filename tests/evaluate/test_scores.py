@@ -37,7 +37,7 @@ def test_combined_and_chat_core_of_the_papers_table():
         assert scores.chat_core(found) == pytest.approx(chat_core, abs=6e-4)
 
 
-def test_chat_core_of_who_knows_all_and_of_who_guesses():
+def test_bounds_of_chat_core():
     everything = {name: (task.rows, task.rows) for name, task in TASKS.items()}
     assert scores.chat_core(everything) == 1
     guessed = {name: (task.chance * 4000, 4000) for name, task in TASKS.items()}
@@ -45,7 +45,7 @@ def test_chat_core_of_who_knows_all_and_of_who_guesses():
     assert scores.combined({"mmlu": (1, 2)}) is None and scores.chat_core({"mmlu": (1, 2)}) is None
 
 
-def test_the_interval_of_combined_is_that_of_a_mean():
+def test_interval_of_combined():
     found = {name: (40, 100) for name in TASKS}
     mean, each = scores.combined(found), scores.accuracy(40, 100)
     assert mean.high - mean.value == pytest.approx((each.high - each.value) / math.sqrt(5))

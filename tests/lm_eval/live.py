@@ -46,7 +46,7 @@ def figures():
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("run", ["continuations", "texts", "prompts", "chat"])
-def test_answers_are_those_of_transformers(theirs, figures, run, batch, capsys):
+def test_answers_equal_transformers(theirs, figures, run, batch, capsys):
     folder, given = theirs
     names, _, chat = given["runs"][run]
     expected = given["found"][f"{run} {batch}"]

@@ -48,10 +48,7 @@ def test_wrong_options(refused):
         (dict(workdir="no_such_run"), "no_such_run is no workdir of a run"),
         (dict(tasks=""), "--tasks is missing"),
         (dict(tasks="a,,b"), "--tasks=a,,b: has an empty name"),
-        (
-            dict(include_path="no_such_folder"),
-            "--include_path=no_such_folder: must be a local folder",
-        ),
+        (dict(include_path="no_such_folder"), "--include_path = 'no_such_folder': must be a local"),
         (dict(limit=0), "--limit = 0: must be at least 1"),
         (dict(num_fewshot=-1), "--num_fewshot = -1"),
         (dict(batch_size=0), "--batch_size = 0: must be at least 1"),
