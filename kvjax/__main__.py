@@ -11,6 +11,7 @@ import textwrap
 from kvjax import __version__
 from kvjax.foundation import command_line, environment, interrupted, output
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.text import did_you_mean
 
 COMMANDS = {  # word after `kvjax`: module, summary
     "train": ("kvjax.main", "trains the model of a config; its --help lists all keys"),
@@ -82,7 +83,7 @@ def entry() -> None:
 
 def _listing(arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
-        hint = command_line.did_you_mean(arguments[0], COMMANDS)
+        hint = did_you_mean(arguments[0], COMMANDS)
         words = ", ".join(COMMANDS)
         raise UserError(f"unknown command {arguments[0]!r}{hint or f'; there are {words}'}")
     main(arguments)

@@ -25,7 +25,7 @@ from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.command_line import say
 from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError, warn
-from kvjax.foundation.text import check_text
+from kvjax.foundation.text import check_text, did_you_mean
 from kvjax.workdir import dialogue as dialogue_lib, trained
 
 _COMMANDS = {
@@ -160,7 +160,7 @@ class ChatSession:
         elif name == "/quit":
             raise SystemExit(0)
         else:
-            close = command_line.did_you_mean(name, _COMMANDS)
+            close = did_you_mean(name, _COMMANDS)
             raise UserError(f"{name}: there is no such command{close}; /help lists them")
 
     def _answer(self, text: str) -> None:

@@ -27,14 +27,15 @@ import typing
 from typing import NoReturn
 
 from kvjax import __version__
-from kvjax.foundation import environment, extras, interrupted
+from kvjax.foundation import environment, extras, interrupted, overrides as overrides_lib
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import NativePanicError, UserError, first_line, panics_as_errors
+from kvjax.foundation.overrides import PREFIX
+from kvjax.foundation.text import did_you_mean
 
 if typing.TYPE_CHECKING:
     import ml_collections
 
-PREFIX = "--config"
 DEFAULT_CONFIG = CONFIGS / "lrkv_tiny.py"
 
 Command = Callable[[list[str]], int | None]
@@ -159,12 +160,6 @@ def program() -> str:
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" for the closest known word, or ""."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose help is a module's docstring; parse errors are UserErrors."""
 
@@ -214,7 +209,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
           UserError: an unknown option (with the closest known one) or a value of another type.
         """
-        arguments, overrides = _split_overrides(arguments)
+        arguments, overrides = overrides_lib.split(arguments)
         if overrides and not self._takes_config:
             self._unknown(overrides)
         options, rest = self.parse_known_args(arguments)
@@ -309,21 +304,6 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join(p if "\n " in f"\n{p}" else textwrap.fill(p, width) for p in paragraphs)
 
 
-def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments into other options and config overrides (--config.key=value each)."""
-    others, overrides = [], []
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        if not argument.startswith((f"{PREFIX}.", f"--no{PREFIX[2:]}.")):
-            others.append(argument)
-            continue
-        if "=" not in argument and left and not left[0].startswith("--"):
-            argument = f"{argument}={left.pop(0)}"
-        overrides.append(argument)
-    return others, overrides
-
-
 def config_list() -> dict[str, str]:
     """Returns the lines of a listing: names of plain files, then files with variants."""
     single, several = [], {}
@@ -348,23 +328,7 @@ def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collec
       UserError: no such file or key (the message lists the known ones), or a value of another type.
     """
     config = _config_of(config_file(pathlib.Path(file)))
-    if not overrides:
-        return config
-    from absl import flags
-    from ml_collections import config_flags
-
-    for override in overrides:
-        _check(override, config)
-    values = flags.FlagValues()
-    name = PREFIX.removeprefix("--")
-    argv = ["", *overrides]
-    config_flags.DEFINE_config_dict(name, config, flag_values=values, sys_argv=argv)
-    for override in overrides:
-        try:
-            values(["", override])
-        except Exception as error:  # differs by type of value
-            raise UserError(f"{override}: {_expected(override, config)}") from error
-    return values[name].value
+    return overrides_lib.apply(config, overrides) if overrides else config
 
 
 def _config_of(file: pathlib.Path) -> "ml_collections.ConfigDict":
@@ -430,52 +394,3 @@ def _no_file(file: pathlib.Path, variant: str) -> str:
 def _shipped_name(file: pathlib.Path) -> str:
     """Returns a shipped config's name as `config_file` finds it: configs/lrkv_tiny.py."""
     return str(file.relative_to(CONFIGS.parent))
-
-
-def _check(override: str, config: "ml_collections.ConfigDict") -> None:
-    """Raises a UserError for an override that does not name a key of the config."""
-    import ml_collections
-
-    flag, equals, _ = override.partition("=")
-    keys = flag.removeprefix("--no").removeprefix("--").split(".")[1:]
-    section, here = config, "config"
-    for key in keys:
-        if not isinstance(section, ml_collections.ConfigDict):
-            raise UserError(f"{flag}: {here} is a value, not a section")
-        if key not in section:
-            meant = did_you_mean(key, section) or _elsewhere(key, config)
-            begin = f"{meant} It" if meant else "; it"
-            raise UserError(
-                f"{flag}: {here} has no key {key!r}{begin} has {', '.join(sorted(section))}"
-            )
-        section, here = section[key], f"{here}.{key}"
-    if isinstance(section, ml_collections.ConfigDict):
-        raise UserError(f"{flag}: {here} is a section; give one of {', '.join(sorted(section))}")
-    if flag.startswith("--no") and (equals or not isinstance(section, bool)):
-        raise UserError(f"{flag}: --no takes a key that is true or false, without a value")
-    if not equals and not isinstance(section, bool):
-        raise UserError(f"{flag}: give a value, as in {flag}={section}")
-
-
-def _elsewhere(key: str, config: "ml_collections.ConfigDict") -> str:
-    """Returns "; did you mean config.train.num_steps?" for a key of another section, or ""."""
-    for name, part in config.items():
-        if hasattr(part, "keys") and key in part:
-            return f"; did you mean config.{name}.{key}?"
-    return ""
-
-
-def _expected(override: str, config: "ml_collections.ConfigDict") -> str:
-    """Returns the type that an override's value must have."""
-    value = config
-    for key in override.partition("=")[0].removeprefix("--").split(".")[1:]:
-        value = value[key]
-    kinds = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        tuple: "a tuple, as (8, 16)",
-        list: "a list, as [8, 16]",
-    }
-    return f"must be {kinds.get(type(value), type(value).__name__)}; its default is {value!r}"

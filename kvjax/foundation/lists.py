@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from kvjax.foundation.command_line import did_you_mean
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.text import did_you_mean
 
 
 def one(option: str, name: str, known: Collection[str]) -> None:

@@ -1,4 +1,7 @@
-"""Checks of users' text; standard library only."""
+"""Checks of users' text and suggestions for misspelled words; standard library only."""
+
+from collections.abc import Iterable
+import difflib
 
 from kvjax.foundation.errors import UserError
 
@@ -9,3 +12,9 @@ def check_text(key: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{key} = {value!r}: is not UTF-8 text ({error.reason})") from error
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean 'x'?" for the closest known word, or ""."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
