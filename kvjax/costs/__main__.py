@@ -9,6 +9,7 @@ and the shortest step by device; with --chips, cache bytes and reads per chip fo
 tokens or by heads; with --all, the same for every config of the same scale.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 import pathlib
 
 import jax.numpy as jnp
@@ -94,7 +95,6 @@ def _print(
     out: Output, reports: list[dict], *, batch: int, dtype: str, on: list[Device], chips: int
 ) -> None:
     names = [device.name for device in on]
-    contexts = [(r["config"], d) for r in reports for d in r["decode"]]
     ridges = ", ".join(f"{device.name} {device.ridge:.0f}" for device in on)
     out.say("Parameters, and training FLOPs per token (forward and backward, all T keys)")
     out.table(
@@ -112,40 +112,26 @@ def _print(
     out.say(f"\nDecoding in {dtype}, batch {batch}: logical bytes, 1 GB = 10^9 bytes")
     sizes = ["cache bytes per token", "cache GB per sequence"]
     figures = ("cache_gb", "gflop_per_token", "gb_per_token")
-    out.table(
-        ["config", "context", *sizes, "GFLOP per token", "GB read per token", "FLOP per byte"],
-        [
-            (
-                config,
-                f"{d['context']:,}",
-                f"{d['cache_bytes_per_token']:,}",
-                *(f"{d[key]:.3f}" for key in figures),
-                f"{d['flop_per_byte']:.2f}",
-            )
-            for config, d in contexts
-        ],
+    _by_context(
+        out,
+        reports,
+        [*sizes, "GFLOP per token", "GB read per token", "FLOP per byte"],
+        lambda d: (
+            f"{d['cache_bytes_per_token']:,}",
+            *(f"{d[key]:.3f}" for key in figures),
+            f"{d['flop_per_byte']:.2f}",
+        ),
     )
     out.say(f"\nRidges, FLOP per byte (datasheets): {ridges}")
     room = f"{1 - formulas.RESERVE:.0%}"
     out.say(f"Largest batch on one chip: weights and cache in {room} of its memory")
-    out.table(
-        ["config", "context", *names],
-        [
-            (config, f"{d['context']:,}", *(f"{n:,}" for n in d["largest_batch"].values()))
-            for config, d in contexts
-        ],
-    )
+    _by_context(out, reports, names, lambda d: [f"{n:,}" for n in d["largest_batch"].values()])
     out.say(f"\nLeast milliseconds per step of {batch}: bytes / bandwidth, or FLOPs / peak if more")
-    out.table(
-        ["config", "context", *names],
-        [
-            (
-                config,
-                f"{d['context']:,}",
-                *("-" if ms is None else f"{ms:.3g}" for ms in d["least_ms"].values()),
-            )
-            for config, d in contexts
-        ],
+    _by_context(
+        out,
+        reports,
+        names,
+        lambda d: ["-" if ms is None else f"{ms:.3g}" for ms in d["least_ms"].values()],
     )
     if chips > 1:
         _print_chips(out, reports, batch=batch, chips=chips)
@@ -162,18 +148,18 @@ def _print_chips(out: Output, reports: list[dict], *, batch: int, chips: int) ->
         rows.append((r["config"], *figures))
     out.table(["config", "whole", *(f"by {b}" for b in SPLITS), "by heads / by tokens"], rows)
     out.say(f"\nGB read per chip and step of {batch}, weights whole on each chip")
-    out.table(
-        ["config", "context", *(f"by {b}" for b in SPLITS)],
-        [
-            (
-                r["config"],
-                f"{d['context']:,}",
-                *(f"{gb:.3f}" for gb in d["gb_per_chip_and_step"].values()),
-            )
-            for r in reports
-            for d in r["decode"]
-        ],
+    header = [f"by {b}" for b in SPLITS]
+    _by_context(
+        out, reports, header, lambda d: [f"{gb:.3f}" for gb in d["gb_per_chip_and_step"].values()]
     )
+
+
+def _by_context(
+    out: Output, reports: list[dict], header: Sequence[str], cells: Callable[[dict], Iterable[str]]
+) -> None:
+    """Prints a table with a row per config and context length."""
+    rows = [(r["config"], f"{d['context']:,}", *cells(d)) for r in reports for d in r["decode"]]
+    out.table(["config", "context", *header], rows)
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,5 @@
 """A model prepared for decoding: its weights on their devices, and the jitted programs."""
 
-from collections.abc import Callable
 import functools
 
 from flax import nnx
@@ -12,7 +11,6 @@ from kvjax.decoding import program
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api, sharded
-from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute, Transformer
 
@@ -28,16 +26,6 @@ class Engine:
       compiled: `program.compiled` with these weights' graph and sharding.
       prefill, decode_step, override_tokens: see `decoding.program`.
     """
-
-    config: TransformerConfig
-    compute: Compute
-    weights: dict
-    sharding: jax.sharding.Sharding
-    chips: int
-    compiled: Callable
-    prefill: Callable
-    decode_step: Callable
-    override_tokens: Callable
 
     def __init__(
         self,

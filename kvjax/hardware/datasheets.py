@@ -31,58 +31,32 @@ class Device:
 # Pages differ between editions. By rounding (v4: 1200 or 1228 GB/s; v6e: 1600 or 1640 GB/s): the
 # figure with more digits. By unit (v5p: 95 GB or GiB): the smaller memory. Interconnects are given
 # for both directions together (v5e 400, v5p 1200, v6e 800, NVLink 900 GB/s): half of that.
+# name, bytes of HBM, GB/s of HBM, dense bfloat16 TFLOP/s, GB/s to other chips, source
+_FIGURES = (
+    ("h100", 80 * 10**9, 3350, 989, 450, _NVIDIA.format("H100")),
+    ("h200", 141 * 10**9, 4800, 989, 450, _NVIDIA.format("H200")),
+    (
+        "v4",
+        32 * 2**30,
+        1228,
+        275,
+        300,
+        _GOOGLE.format("v4") + "; 6 links of 50 GB/s: arXiv 2304.01433",
+    ),
+    ("v5e", 16 * 10**9, 819, 197, 200, _GOOGLE.format("v5e")),
+    ("v5p", 95 * 10**9, 2765, 459, 600, _GOOGLE.format("v5p")),
+    ("v6e", 32 * 10**9, 1640, 918, 400, _GOOGLE.format("v6e")),
+)
 DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            name="h100",
-            hbm_bytes=80 * 10**9,
-            bandwidth=3.35e12,
-            bf16_flops=989e12,
-            interconnect=450e9,
-            source=_NVIDIA.format("H100"),
-        ),
-        Device(
-            name="h200",
-            hbm_bytes=141 * 10**9,
-            bandwidth=4.8e12,
-            bf16_flops=989e12,
-            interconnect=450e9,
-            source=_NVIDIA.format("H200"),
-        ),
-        Device(
-            name="v4",
-            hbm_bytes=32 * 2**30,
-            bandwidth=1228e9,
-            bf16_flops=275e12,
-            interconnect=300e9,
-            source=_GOOGLE.format("v4") + "; 6 links of 50 GB/s: arXiv 2304.01433",
-        ),
-        Device(
-            name="v5e",
-            hbm_bytes=16 * 10**9,
-            bandwidth=819e9,
-            bf16_flops=197e12,
-            interconnect=200e9,
-            source=_GOOGLE.format("v5e"),
-        ),
-        Device(
-            name="v5p",
-            hbm_bytes=95 * 10**9,
-            bandwidth=2765e9,
-            bf16_flops=459e12,
-            interconnect=600e9,
-            source=_GOOGLE.format("v5p"),
-        ),
-        Device(
-            name="v6e",
-            hbm_bytes=32 * 10**9,
-            bandwidth=1640e9,
-            bf16_flops=918e12,
-            interconnect=400e9,
-            source=_GOOGLE.format("v6e"),
-        ),
+    name: Device(
+        name=name,
+        hbm_bytes=hbm_bytes,
+        bandwidth=bandwidth * 1e9,
+        bf16_flops=tflops * 1e12,
+        interconnect=interconnect * 1e9,
+        source=source,
     )
+    for name, hbm_bytes, bandwidth, tflops, interconnect, source in _FIGURES
 }
 
 

@@ -152,34 +152,34 @@ def _cudnn(inputs: GroupedInputs, cache: Mapping[str, jax.Array], first_B: jax.A
     )
 
 
-def _torch(problem: Problem, target: float) -> Sample:
-    """Samples PyTorch's scaled_dot_product_attention, which splits long caches itself."""
+def _torch(problem: Problem, target: float, *, flash: bool = False) -> Sample:
+    """Samples PyTorch's scaled_dot_product_attention, which splits long caches itself.
+
+    Args:
+      flash: True for flash-attn's decoding kernel, whose arrays have tokens before heads.
+    """
     torch = _torch_with_cuda()
+    if flash and importlib.util.find_spec("flash_attn") is None:
+        raise ImportError("flash-attn is not installed")
     shape, B, S = problem.setup.shape, problem.setup.batch, problem.setup.length
-    draw = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    query = draw(B, shape.N, 1, shape.H)
-    caches = [(draw(B, shape.K, S, shape.H), draw(B, shape.K, S, shape.Hv)) for _ in problem.caches]
-    grouped = {} if shape.K == shape.N else {"enable_gqa": True}  # older versions lack it
-    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **grouped)
+
+    def draw(heads: int, tokens: int, channels: int):
+        dims = (B, tokens, heads, channels) if flash else (B, heads, tokens, channels)
+        return torch.randn(*dims, dtype=torch.bfloat16, device="cuda")
+
+    if flash:
+        import flash_attn
+
+        attend = flash_attn.flash_attn_with_kvcache
+    else:
+        grouped = {} if shape.K == shape.N else {"enable_gqa": True}  # older versions lack it
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **grouped)
+    query = draw(shape.N, 1, shape.H)
+    caches = [(draw(shape.K, S, shape.H), draw(shape.K, S, shape.Hv)) for _ in problem.caches]
     return _by_events(torch, functools.partial(attend, query), caches, target)
 
 
-def _torch_flash(problem: Problem, target: float) -> Sample:
-    """Samples flash-attn's decoding kernel."""
-    torch = _torch_with_cuda()
-    if importlib.util.find_spec("flash_attn") is None:
-        raise ImportError("flash-attn is not installed")
-    import flash_attn
-
-    shape, B, S = problem.setup.shape, problem.setup.batch, problem.setup.length
-    draw = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    query = draw(B, 1, shape.N, shape.H)
-    caches = [(draw(B, S, shape.K, shape.H), draw(B, S, shape.K, shape.Hv)) for _ in problem.caches]
-    attend = functools.partial(flash_attn.flash_attn_with_kvcache, query)
-    return _by_events(torch, attend, caches, target)
-
-
-_TORCH = {"torch": _torch, "torch_flash": _torch_flash}
+_TORCH = {"torch": _torch, "torch_flash": functools.partial(_torch, flash=True)}
 
 
 def _torch_with_cuda():
