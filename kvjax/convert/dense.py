@@ -151,18 +151,16 @@ def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
     check_convertible(mechanism, "transformers' models have nothing like it")
     if not grouped:
         return
-    own = "must be 'none': queries, keys and values have separate projections"
-    require(mechanism.tie == "none", "tie", repr(mechanism.tie), own)
-    channels = mechanism.position_channels
-    require(not channels, "position_channels", channels, "must be 0: positions come from RoPE only")
-    require(
-        not mechanism.alibi,
-        "alibi",
-        mechanism.alibi,
-        "must be False: positions come from RoPE only",
-    )
-    whole = "must be 'full': RoPE rotates whole keys"
-    require(not (rope and mechanism.splits_rope), "rope", repr(mechanism.rope), whole)
+    whole = "positions come from RoPE only"
+    for key, allowed, why in (
+        ("tie", "none", "queries, keys and values have separate projections"),
+        ("position_channels", 0, whole),
+        ("alibi", False, whole),
+    ):
+        value = getattr(mechanism, key)
+        require(value == allowed, key, repr(value), f"must be {allowed!r}: {why}")
+    split = rope and mechanism.splits_rope
+    require(not split, "rope", repr(mechanism.rope), "must be 'full': RoPE rotates whole keys")
 
 
 def _dense(mechanism: GroupedConfig | FactoredConfig, heads: int) -> GroupedConfig:

@@ -1,7 +1,6 @@
 """Loads tasks of lm-evaluation-harness: its own, and YAML files of a folder."""
 
 from collections.abc import Iterator, Mapping, Sequence
-import difflib
 import fnmatch
 import functools
 
@@ -9,10 +8,9 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from kvjax.foundation.command_line import did_you_mean
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.lm_eval import generation_settings
-
-_NEAR = 5  # names suggested for an unknown one
 
 
 def read(
@@ -78,10 +76,7 @@ def _matching(names: Sequence[str], known: Sequence[str]) -> list[str]:
     for name in names:
         own = [name] if name in known else fnmatch.filter(known, name)
         if not own:
-            near = difflib.get_close_matches(name, known, n=_NEAR) or [
-                other for other in known if name.lower() in other.lower()
-            ]
-            hint = f"; similar ones are {', '.join(near[:_NEAR])}" if near else ""
+            hint = did_you_mean(name, known)
             raise UserError(f"--tasks: {name!r} is none of {len(known):,} tasks{hint}")
         matched += own
     return list(dict.fromkeys(matched))

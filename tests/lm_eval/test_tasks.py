@@ -28,9 +28,6 @@ def test_unsupported_tasks(index):
     unsafe = "executes programs that the model writes, and lm-evaluation-harness has no sandbox: "
     unsafe += "python -m kvjax.evaluate --tasks=humaneval has one"
 
-    def near(*numbers):
-        return "; similar ones are " + ", ".join(f"blimp_{i}" for i in numbers)
-
     for name, said in {
         "humaneval": f"humaneval {unsafe}",
         "code": f"humaneval {unsafe}",
@@ -40,9 +37,7 @@ def test_unsupported_tasks(index):
         "written": f"written {unsafe}",
         "pictures": "pictures has other inputs than text, which the model cannot read",
         "broken": "broken cannot be read: KeyError: 'output_type'",
-        "arc_eazy": "'arc_eazy' is none of 23 tasks; similar ones are arc_easy",
-        "blimp_x": f"'blimp_x' is none of 23 tasks{near(6, 5, 4, 3, 2)}",
-        "LIM": f"'LIM' is none of 23 tasks{near(0, 1, 2, 3, 4)}",
+        "arc_eazy": "'arc_eazy' is none of 23 tasks; did you mean 'arc_easy'?",
         "zzz": "'zzz' is none of 23 tasks",
     }.items():
         with pytest.raises(UserError) as refused:
