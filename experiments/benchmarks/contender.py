@@ -1,17 +1,19 @@
-"""A training program timed in a process of its own: nothing is left on the device for the next.
+"""Runs a function in a process of its own, which leaves nothing on the device for the next.
 
 The parent writes arguments as JSON to the child's stdin; the child prints a line with its result.
 Imports neither JAX nor PyTorch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import importlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
 import traceback
+import types
 
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import reason_of
@@ -20,22 +22,29 @@ from kvjax.foundation.errors import UserError, first_line
 _RESULT = "result: "  # libraries may print before and after
 _FRAMES = 12  # of a traceback: compilers' are long
 _IGNORE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-_CHILD = "import sys; from experiments.benchmarks import contender; contender.child(sys.argv[1])"
+_CHILD = "import sys; from experiments.benchmarks import contender; contender.child(*sys.argv[1:])"
 
 
 def python(code: str) -> list[str]:
-    """A command that runs code; Ctrl-C is left to the parent, which kills it."""
+    """Returns a command that runs code; it ignores Ctrl-C, since the parent kills it."""
     return [sys.executable, "-c", f"{_IGNORE_CTRL_C}; {code}"]
 
 
-def run(module: str, arguments: dict) -> dict:
-    """Calls a module's `training_speed` in a child process; {"error": one line} if it fails."""
+def run(
+    module: str,
+    arguments: dict,
+    *,
+    function: str = "training_speed",
+    environment: Mapping[str, str] = types.MappingProxyType({}),
+) -> dict:
+    """Calls a module's function in a child process; returns {"error": one line} if it fails."""
     child = subprocess.run(
-        [*python(_CHILD), module],
+        [*python(_CHILD), module, function],
         input=json.dumps(arguments),
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        env=os.environ | dict(environment),
         check=False,
     )
     results = [line for line in child.stdout.splitlines() if line.startswith(_RESULT)]
@@ -44,11 +53,11 @@ def run(module: str, arguments: dict) -> dict:
     return json.loads(results[-1].removeprefix(_RESULT))
 
 
-def child(module: str) -> None:
-    """Calls `training_speed` with the arguments; the traceback of a bug goes to stderr."""
+def child(module: str, function: str) -> None:
+    """Calls a function with the arguments of stdin; the traceback of a bug goes to stderr."""
     try:
-        result = importlib.import_module(module).training_speed(**json.load(sys.stdin))
-    except Exception as error:  # whatever a compiler or a device says belongs into the table
+        result = getattr(importlib.import_module(module), function)(**json.load(sys.stdin))
+    except Exception as error:  # errors of compilers and devices belong into the table
         if reason_of(error) is None:
             traceback.print_exc(limit=-_FRAMES)
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -59,10 +68,10 @@ def child(module: str) -> None:
 def step_seconds(
     dispatch: Callable[[], object], wait: Callable[[object], object], *, steps: int, warmup: int
 ) -> list[float]:
-    """Seconds of each of `steps` steps in a row, after `warmup` others.
+    """Returns the seconds of each of `steps` consecutive steps, after `warmup` others.
 
-    A step is waited for once the next one is dispatched, as in the training loop; its time is that
-    between its end and the end of the one before.
+    A step is awaited once the next one is dispatched, as in the training loop; its time is from the
+    end of the previous step to its own.
 
     Args:
       dispatch: starts a step.

@@ -19,12 +19,10 @@ closed when a row is read. Prints three tables. Needs Linux.
 from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import shutil
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -47,7 +45,6 @@ from kvjax.data import (
     tokenizer as tokenizer_lib,
 )
 from kvjax.foundation import command_line, progress
-from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
@@ -63,10 +60,7 @@ FEW, MANY = 64, 4096  # shards of rows of 2048 tokens
 LENGTH, SHARD_ROWS, STORE_BATCH = 2048, 5000, 32
 _FAST = shards.ArrayRecordReader
 _BUCKET = "gs://bucket"
-_WORKER = (
-    "import json, sys; from experiments.benchmarks import data_reading; "
-    "print(json.dumps(data_reading.open_and_read(*json.loads(sys.argv[1]))))"
-)
+_READER = dict(function="open_and_read", environment=dict(JAX_PLATFORMS="cpu"))
 
 
 def embedded(seconds: float) -> dict:
@@ -94,7 +88,10 @@ def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
         found = []
         for i in range(repeats):
             doing.now(f"opening {num_shards:,} shards: {i + 1} of {repeats}")
-            found.append(_in_a_process(path, rows, seconds))
+            arguments = dict(path=os.fspath(path), rows=rows, seconds=seconds)
+            found.append(contender.run(__spec__.name, arguments, **_READER))
+            if "error" in found[-1]:
+                raise UserError(f"opening {path}: {found[-1]['error']}")
     figures = {name: statistics.median(each[name] for each in found) for name in found[0]}
     return dict(rows=rows, shards=num_shards) | figures
 
@@ -142,18 +139,6 @@ def _same(file: pathlib.Path, other: pathlib.Path) -> None:
         os.link(file, other)
     except OSError:  # a file system without links, or one with few
         shutil.copyfile(file, other)
-
-
-def _in_a_process(path: pathlib.Path, rows: int, seconds: float) -> dict:
-    arguments = json.dumps([os.fspath(path), rows, seconds])
-    environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
-    command = [*contender.python(_WORKER), arguments]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if run.returncode:
-        raise UserError(f"opening {path} ended with status {run.returncode}, see above")
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 def open_and_read(path: str, rows: int, seconds: float) -> dict:

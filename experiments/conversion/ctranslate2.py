@@ -16,10 +16,10 @@ from etils import epath
 import ml_dtypes
 import numpy as np
 
-from kvjax.foundation.errors import MissingDataError, UserError
+from kvjax.foundation.errors import UserError
 
 VERSION = 6  # of the format; older versions have another layout
-_TYPES = dict(enumerate((np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)))
+_TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)
 
 
 def read(path: epath.PathLike, *, specification: str, revision: int) -> dict[str, np.ndarray]:
@@ -31,62 +31,53 @@ def read(path: epath.PathLike, *, specification: str, revision: int) -> dict[str
     Raises:
       UserError: no such file, another version, specification or revision, or a damaged file.
     """
-    file = _File(epath.Path(path))
-    version = file.integer("I")
-    if version != VERSION:
-        raise file.error(f"is version {version} of CTranslate2's format, or none; give {VERSION}")
-    found, number = file.string(), file.integer("I")
-    if (found, number) != (specification, revision):
-        asked = f"must be {specification}, revision {revision}"
-        raise file.error(f"holds a model of {found!r}, revision {number}; it {asked}")
-    variables = {}
-    for _ in range(file.integer("I")):
-        name = file.string()
-        variables[name] = file.array(name)
-    for _ in range(file.integer("I")):
+    path = epath.Path(path)
+    try:
+        return _variables(_Reader(path.read_bytes()), (VERSION, specification, revision))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (struct.error, ValueError, LookupError) as error:
+        raise UserError(
+            f"{path}: must be a whole CTranslate2 file of version {VERSION} with {specification}, "
+            f"revision {revision} ({error}): copy or install it again"
+        ) from error
+
+
+def _variables(file: "_Reader", expected: tuple) -> dict[str, np.ndarray]:
+    found = file.number("I"), file.string(), file.number("I")
+    if found != expected:
+        raise ValueError(f"it begins with {found}")
+    variables = {file.string(): file.array() for _ in range(file.number("I"))}
+    for _ in range(file.number("I")):
         alias, name = file.string(), file.string()
-        if name not in variables:
-            raise file.error(f"is damaged: {alias} is an alias of {name}, which is not there")
         variables[alias] = variables[name]
     if file.offset != len(file.content):
-        raise file.error(f"is damaged: {len(file.content) - file.offset} bytes follow its end")
+        raise ValueError(f"{len(file.content) - file.offset} bytes follow its end")
     return variables
 
 
-class _File:
+class _Reader:
     """The content of a file and the offset of the next byte to read."""
 
-    def __init__(self, path: epath.Path):
-        self.path, self.offset = path, 0
-        try:
-            self.content = path.read_bytes()
-        except FileNotFoundError as error:
-            raise MissingDataError(f"{path}: there is no such file") from error
-        except OSError as error:
-            raise self.error(f"cannot be read ({error.strerror or error})") from error
+    def __init__(self, content: bytes):
+        self.content, self.offset = content, 0
 
-    def error(self, text: str) -> UserError:
-        return UserError(f"{self.path}: {text}")
-
-    def take(self, count: int) -> bytes:
-        start, self.offset = self.offset, self.offset + count
-        if self.offset > len(self.content):
-            size = f"{len(self.content)} bytes, and byte {self.offset - 1} is needed"
-            raise self.error(f"is truncated: it has {size}; copy or install it again")
-        return self.content[start : self.offset]
-
-    def integer(self, code: str) -> int:
-        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+    def number(self, code: str) -> int:
+        (found,) = struct.unpack_from(f"<{code}", self.content, self.offset)
+        self.offset += struct.calcsize(code)
+        return found
 
     def string(self) -> str:
-        return self.take(self.integer("H")).rstrip(b"\0").decode(errors="replace")
+        (text,) = struct.unpack_from(f"{self.number('H')}s", self.content, self.offset)
+        self.offset += len(text)
+        return text.rstrip(b"\0").decode(errors="replace")
 
-    def array(self, name: str) -> np.ndarray:
-        shape = tuple(self.integer("I") for _ in range(self.integer("B")))
-        code, size = self.integer("B"), self.integer("I")
-        if code not in _TYPES:
-            raise self.error(f"{name} has type {code}; known are {min(_TYPES)} to {max(_TYPES)}")
-        dtype = np.dtype(_TYPES[code])
-        if size != math.prod(shape) * dtype.itemsize:
-            raise self.error(f"is damaged: {name} is {dtype}{list(shape)} in {size} bytes")
-        return np.frombuffer(self.take(size), dtype.newbyteorder("<")).reshape(shape)
+    def array(self) -> np.ndarray:
+        shape = tuple(self.number("I") for _ in range(self.number("B")))
+        dtype = np.dtype(_TYPES[self.number("B")]).newbyteorder("<")
+        count, size = math.prod(shape), self.number("I")
+        if size != count * dtype.itemsize:
+            raise ValueError(f"{dtype}{list(shape)} in {size} bytes")
+        found = np.frombuffer(self.content[self.offset : self.offset + size], dtype)
+        self.offset += size
+        return found.reshape(shape)

@@ -1,7 +1,6 @@
 """The repositories that are compared, and the commit of each."""
 
 import dataclasses
-import os
 import pathlib
 import subprocess
 
@@ -21,16 +20,13 @@ class Peer:
 
     def check(self, folder: pathlib.Path) -> None:
         """Raises a UserError unless `folder` is a clone of it at that commit, unchanged."""
-        url = f"https://github.com/{self.owner}/{folder.name}"
-        checkout = f"git -C {folder} checkout {self.commit}"
-        if not os.path.exists(folder / ".git"):
+        head = _git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else "missing"
+        if not head.startswith(self.commit):
+            url = f"https://github.com/{self.owner}/{folder.name}"
             raise UserError(
-                f"--peers: {folder} is no clone: git clone {url} {folder} && {checkout}"
+                f"--peers: {folder} is {head[:7]}, must be a clone at {self.commit}: git clone "
+                f"{url} {folder}; git -C {folder} fetch && git -C {folder} checkout {self.commit}"
             )
-        found = _git(folder, "rev-parse", "HEAD")
-        if not found.startswith(self.commit):
-            fetch = f"git -C {folder} fetch && {checkout}"
-            raise UserError(f"{folder} is at {found[:7]}, not at {self.commit}: {fetch}")
         if _git(folder, "status", "--porcelain", "--untracked-files=no"):
             restore = f"git -C {folder} restore --staged --worktree ."
             raise UserError(f"{folder} has changed files: {restore}")
@@ -47,8 +43,7 @@ PEERS = {  # by the name of the repository
 
 def _git(folder: pathlib.Path, *arguments: str) -> str:
     command = ["git", "-C", folder, *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
-        raise UserError(f"{folder}: git cannot read it ({said})") from error
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{folder}: git cannot read it ({done.stderr.strip()})")
+    return done.stdout.strip()

@@ -122,28 +122,24 @@ def test_a_clone_must_be_there_at_its_commit_and_unchanged(tmp_path):
 
     folder = tmp_path / "TPA"
     peer = clones.Peer("tensorgi", "3d7f51d")
-    clone = f"git clone https://github.com/tensorgi/TPA {folder} && git -C {folder} checkout"
-    with pytest.raises(UserError, match=f"is no clone: {clone} 3d7f51d$"):
+    clone = (
+        f"missing, must be a clone at 3d7f51d: git clone https://github.com/tensorgi/TPA {folder}"
+    )
+    with pytest.raises(UserError, match=clone):
         peer.check(folder)
     folder.mkdir()
-    with pytest.raises(UserError, match="is no clone"):
-        peer.check(folder)
     git("init", "-q")
     (folder / "model.py").write_text("a = 1\n")
     git("add", ".")
     git("commit", "-qm", "one")
     head = git("rev-parse", "--short=7", "HEAD").strip()
-    wanted = f"is at {head}, not at 3d7f51d: git -C {folder} fetch && git -C {folder} checkout"
-    with pytest.raises(UserError, match=wanted):
+    with pytest.raises(UserError, match=f"is {head}, must be a clone at 3d7f51d"):
         peer.check(folder)
     here = clones.Peer("tensorgi", head)
     (folder / "new.pyc").touch()  # files that git does not have change nothing
     here.check(folder)
     (folder / "model.py").write_text("a = 2\n")
     with pytest.raises(UserError, match="has changed files: git -C"):
-        here.check(folder)
-    (folder / ".git/HEAD").write_text("broken")
-    with pytest.raises(UserError, match="git cannot read it"):
         here.check(folder)
 
 

@@ -44,20 +44,6 @@ def test_mesh_and_batch_divide_over_the_target(note, target):
     assert run.data.sequence_length % (2 * shape["sequence"]) == 0
 
 
-def test_targets_that_must_be_there():
-    for name in ("lrkv_2p5b", "mha_2p5b"):
-        targets = [(target.topology, target.overrides) for target in NOTES[name].targets]
-        split = ("--config.mesh.data=4",)  # of 64 chips: 2,304 rows of a weight in tiles of 16
-        assert targets == [
-            ("v5p:2x2x4", ()),
-            ("v4:4x4x4", split),
-            ("v5e:8x8", split),
-            ("h200:8", ()),
-        ]
-    large = [note for note in NOTES.values() if note.name.endswith("_6p3b")]
-    assert large and all(n.targets[0].topology.startswith("v5p") for n in large)
-
-
 @pytest.mark.parametrize("note, target", TARGETS)
 def test_the_compiler_says_that_it_fits(note, target):
     """Every config is compiled for all its targets, with a tenth of HBM free."""
@@ -202,15 +188,6 @@ def test_several_targets(place):
     ]
 
 
-def test_what_is_there_is_not_compiled_again(place, capsys):
-    assert _run("--compile") == 0
-    assert "2 of 2 to compile" in capsys.readouterr().out
-    scaling_table.RESULTS.write_text(scaling_table.RESULTS.read_text().replace("5.5922", "99"))
-    assert _run("--compile") == 0
-    assert capsys.readouterr().out.startswith("0 of 2 to compile\n")
-    assert record_lines.find(scaling_table.RESULTS, "mha_128m_v5e_4x4")["bound"]["seconds"] == 99
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new, stale",
@@ -231,15 +208,6 @@ def test_a_result_lasts_as_long_as_the_step_it_is_of(place, capsys, old, new, st
     assert ("changed since it was compiled" in capsys.readouterr().out) == stale
     assert _run("--compile") == 0
     assert f"{int(stale)} of 2 to compile" in capsys.readouterr().out
-
-
-def test_a_result_without_its_config_does_not_count(place):
-    note = lab_notes.read(place / "configs/mha_128m.py")
-    (target,) = note.targets
-    _put(note, target, _result(note, target))
-    assert scaling_table.outcome(note, target).result is None
-    _put(note, target, _result(note, target, resolved=target.resolved))
-    assert scaling_table.outcome(note, target).result["config"] == "mha_128m"
 
 
 def test_a_result_without_the_targets_overrides_does_not_count(place):
@@ -264,15 +232,6 @@ def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
     assert "1/2 mha_128m on v5e:4x4: 0 s, status 1: on this chip" in out
     assert "2/2 lrkv_32k_2p5b on v5p:2x2x4: " in out
     assert out.endswith("of HBM\nmha_128m on v5e:4x4: not compiled yet\n")
-
-
-def test_a_config_that_changes_while_it_is_compiled_is_told(place, monkeypatch, capsys):
-    def other(note, target):
-        return _answer(note, target, [*target.resolved, "model.d_model = 1"])
-
-    monkeypatch.setattr(scaling_table, "_command", other)
-    assert _run("--compile", "--only=mha_128m") == 1
-    assert "s, changed since it was compiled" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
@@ -327,31 +286,9 @@ def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
     assert capsys.readouterr().err.startswith("kvjax: ")
 
 
-def test_readme_without_marks(place, capsys):
-    page = place / "experiments" / "reports" / "configs.md"
-    page.write_text("before\nafter\n")
-    assert _run() == 2
-    assert "configs.md: must have" in capsys.readouterr().err
-    assert page.read_text() == "before\nafter\n"
-
-
 def test_a_pattern_that_matches_nothing(place, capsys):
     assert _run("--compile", "--only=mah*") == 2
     assert capsys.readouterr().err.startswith("kvjax: --only=mah*: matches no config")
-
-
-def test_a_config_of_no_scale(place):
-    path = place / "configs/mha_128m.py"
-    path.write_text(path.read_text().replace('"mha_128m"', '"mha_big"'))
-    with pytest.raises(UserError, match="end of config.name = .big.: must be one of .125m., .128m"):
-        lab_notes.read_all()
-
-
-def test_options_that_do_not_go_together(place, capsys):
-    assert _run("--check", "--compile") == _run("--only=mha*") == 2
-    both, only = capsys.readouterr().err.splitlines()
-    assert both == "kvjax: --check --compile: give one of them"
-    assert only.startswith("kvjax: --only=mha*: needs --compile")
 
 
 @pytest.mark.aot
