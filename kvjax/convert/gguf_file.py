@@ -13,6 +13,7 @@ from kvjax.convert.architectures import FAMILIES, Family
 from kvjax.convert.published_config import PublishedConfig
 from kvjax.convert.tensors import StoredTensor
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
+from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError, first_line, panics_as_errors
 from kvjax.layers import rope
 
@@ -85,8 +86,6 @@ class File:
         try:
             reader = _Reader(path)
             fields = {name: field.contents() for name, field in reader.fields.items()}
-        except FileNotFoundError as error:
-            raise UserError(f"{path}: there is no such file") from error
         except Exception as error:  # damaged files raise many types
             raise UserError(
                 f"{path} is not a GGUF file, or is damaged ({first_line(error)}): download it again"
@@ -105,11 +104,7 @@ class File:
                 "(llama-export-lora)"
             )
         self.architecture = fields.get("general.architecture")
-        if self.architecture not in list(_KEYS):
-            raise UserError(
-                f"{path}: general.architecture = {self.architecture!r}: must be one of "
-                f"{', '.join(_KEYS)}"
-            )
+        one_of(f"{path}: general.architecture", self.architecture, tuple(_KEYS))
         self.tensors = {tensor.name: self._stored(tensor) for tensor in reader.tensors}
 
     def _stored(self, tensor: gguf.ReaderTensor) -> StoredTensor:
@@ -186,19 +181,15 @@ class File:
     def _scaling(self, base: float, head_dim: int) -> dict:
         """Returns the parameters of Llama 3's RoPE scaling, recovered from the stored divisors."""
         stored = self.tensors[_FREQUENCIES]
-        if stored.shape != (head_dim // 2,):
-            raise UserError(
-                f"{self.path}: {_FREQUENCIES} has shape {stored.shape}, and must be "
-                f"{(head_dim // 2,)}: one entry per pair of a head's {head_dim} channels"
-            )
         divisors = stored.read()
         factor = _shortest(float(divisors.max()))
         scaled = rope.frequencies(head_dim, rope.Llama3(base, factor, **_SCALING))
         expected = rope.frequencies(head_dim, base) / scaled
-        if not np.allclose(expected, divisors, rtol=1e-4, atol=0):
+        same_shape = divisors.shape == expected.shape
+        if not same_shape or not np.allclose(expected, divisors, rtol=1e-4, atol=0):
             raise UserError(
-                f"{self.path}: {_FREQUENCIES} is not Llama 3's scaling with factor {factor:g} and "
-                f"{_SCALING}: kvjax supports no other"
+                f"{self.path}: {_FREQUENCIES} is not Llama 3's scaling of {len(expected)} channel "
+                f"pairs with factor {factor:g} and {_SCALING}: kvjax supports no other"
             )
         return dict(
             rope_type="llama3",
@@ -240,16 +231,8 @@ class File:
         def get(key):
             return self.metadata.get(f"tokenizer.ggml.{key}")
 
-        if get("model") != "gpt2":
-            raise UserError(
-                f"{self.path}: tokenizer.ggml.model = {get('model')!r}: must be 'gpt2', a "
-                "byte-level BPE"
-            )
-        if get("pre") not in list(_PRE_TOKENIZERS):
-            raise UserError(
-                f"{self.path}: tokenizer.ggml.pre = {get('pre')!r}: must be one of "
-                f"{', '.join(sorted(_PRE_TOKENIZERS))}"
-            )
+        one_of(f"{self.path}: tokenizer.ggml.model", get("model"), ("gpt2",))  # a byte-level BPE
+        one_of(f"{self.path}: tokenizer.ggml.pre", get("pre"), tuple(_PRE_TOKENIZERS))
         tokens, merges = get("tokens") or [], get("merges") or []
         kinds = get("token_type") or [gguf.TokenType.NORMAL] * len(tokens)
         try:
