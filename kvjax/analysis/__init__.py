@@ -1,5 +1,5 @@
-"""What trained attention looks like inside: `python -m kvjax.analysis`.
+"""Analyses attention in trained models: `python -m kvjax.analysis`.
 
-`measures` has a module for each question; `reports` ask a model some of them and make a
-`page.section.Section` of the answers; `page` makes one HTML file of all sections.
+`measures` computes numbers of a model; each of `reports` makes a `page.section.Section` of some;
+`page` makes one HTML file of all sections.
 """

@@ -48,8 +48,8 @@ _SHORTEST = 2
 _MOST_MAPS = 16  # in one figure
 _LEAD = (
     "Measurements of four papers on small KV caches, on this model: LRKV (arXiv 2601.11471), "
-    "projection sharing (2606.04032), thin keys (2603.04427) and logit spectra (2604.04384). "
-    "Comparable numbers of the papers are shown beside."
+    "projection sharing (2606.04032), thin keys (2603.04427) and logit spectra (2604.04384), with "
+    "the papers' numbers."
 )
 
 
@@ -112,12 +112,12 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         request = Request(tokens, lengths, beside, _snapshots(options, model), heads)
     for named, one in _read(model, request):
         _check_weights(named, one)
-    modules = _modules(names, model, request, asked=bool(options.reports))
+    modules = _modules(names, model, request, requested=bool(options.reports))
     with target_lib.folder(target):
         sections, seconds = _sections(modules, model, request)
         about = _about(options, model, request, seconds)
         sizes = _write(target, model, sections, about)
-    for name, value in seconds.items():  # after writing: a closed pipe loses no report
+    for name, value in seconds.items():  # after writing, so that a closed pipe loses no report
         out.say(f"{name}: {value:.1f} s")
     shown = target if in_bucket(target) else os.path.relpath(target)
     out.say(f"\nwritten: {shown}/{HTML}, {sizes[HTML] / 1e6:.2f} MB, and {JSON}", wrap=False)
@@ -131,8 +131,8 @@ def _run(options: argparse.Namespace, out: Output) -> None:
 def _names(option: str) -> tuple[str, ...]:
     """Returns the reports of the option, in the order of the page."""
     known = reports.NAMES
-    asked = lists.names("--reports", option, known) if option else known
-    return tuple(name for name in known if name in asked)
+    chosen = lists.names("--reports", option, known) if option else known
+    return tuple(name for name in known if name in chosen)
 
 
 def _lengths(option: str) -> tuple[int, ...]:
@@ -200,12 +200,12 @@ def _opened(option: str, source: str) -> LazyModel:
 
 
 def _modules(
-    names: tuple[str, ...], model: LazyModel, request: Request, *, asked: bool
+    names: tuple[str, ...], model: LazyModel, request: Request, *, requested: bool
 ) -> dict[str, types.ModuleType]:
     """Returns the reports that apply to the model.
 
     Args:
-      asked: True if the user listed them; then each must apply.
+      requested: True if the user listed them; then each must apply.
     """
     found = {}
     for name in names:
@@ -213,7 +213,7 @@ def _modules(
         try:
             module.check(model, request)
         except UserError as error:
-            if asked:
+            if requested:
                 raise UserError(f"--reports={name}: {error}") from error
             command_line.say(f"without {name}: {error}")
             continue

@@ -51,7 +51,7 @@ def sources(option: str, text_key: str = "text") -> dict[str, Source]:
             named = {name: _file(name, file, text_key)}
         for name in named:
             if name in found:
-                raise UserError(f"--texts={option}: {name!r} is there twice: give another name")
+                raise UserError(f"--texts={option}: {name!r} is given twice: give another name")
         found |= named
     return found
 
@@ -82,8 +82,8 @@ def tokens(sources: Mapping[str, Source], model: LazyModel, longest: int) -> dic
         except OSError as error:
             raise UserError(f"--texts: {name!r}: cannot be read: {error}") from error
         except UserError as error:
-            said = config_lib.as_options(str(error))
-            raise UserError(f"--texts: {name!r}: {said}") from error
+            message = config_lib.as_options(str(error))
+            raise UserError(f"--texts: {name!r}: {message}") from error
         if len(found[name]) < longest:
             raise UserError(
                 f"--texts: {name!r} has {len(found[name]):,} tokens of {model.name}, and the "

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from kvjax.analysis.page import draw
+from kvjax.analysis.page import draw, figures
 from kvjax.analysis.page.section import Column, Figure, Section, Table
 from kvjax.compare import downstream
 from kvjax.compare.downstream import Scores
@@ -36,7 +36,7 @@ AXES: Mapping[str, Axis] = {
     ),
     "seconds": ("training time", lambda _, curve: curve.seconds, _SECONDS),
 }
-_TEXTS = {
+_CAPTIONS = {
     "tokens": "Loss of each model on the same training tokens.",
     "flops": "FLOPs of the forward and backward pass, from shapes: matrices, and attention over "
     "all keys of a row, without recomputation.",
@@ -168,8 +168,9 @@ def sections(
         Section(
             "curves",
             "Curves",
-            "Point at a curve or use the arrow keys to read values; the buttons hide curves.",
-            figures=[_figure(groups, axis) for axis in _axes(groups)],
+            "Point at a curve or use the arrow keys to read values; the buttons hide curves. Bands "
+            "are 95 % intervals over seeds.",
+            figures=[_figure(_lines(groups, axis), _CAPTIONS[axis]) for axis in _axes(groups)],
             tables=[],
             data={group.name: _data(group) for group in groups},
         ),
@@ -297,16 +298,13 @@ def _interval(found: Estimate) -> tuple[list[float], list[float]]:
 
 def _ends(panels: Sequence[dict]) -> Section:
     """Returns a section with a figure per panel of final points, means over seeds."""
-    figures, data = [], {}
+    made, data = [], {}
     for arguments in panels:
-        svg, curves = draw.live_lines(**arguments)
         points = {name: (x[0], y[0]) for name, (x, y) in arguments["series"].items()}
-        ends = "; ".join(f"{name}: {y:.4g} at {x:.6g}" for name, (x, y) in points.items())
-        title = f"{arguments['y'][0].upper()}{arguments['y'][1:]} against {arguments['x']}"
-        figures.append(Figure(title, svg, ends, _caption(arguments["x"], points), curves))
-        data[title] = points
+        made.append(_figure(arguments, _caption(arguments["x"], points)))
+        data[made[-1].title] = points
     lead = "Final results of finished runs: a point per run, or the mean over seeds."
-    return Section("ends", "Cache and scores", lead, figures, [], data)
+    return Section("ends", "Cache and scores", lead, made, [], data)
 
 
 def _caption(x: str, points: Mapping[str, tuple[float, float]]) -> str:
@@ -319,17 +317,12 @@ def _caption(x: str, points: Mapping[str, tuple[float, float]]) -> str:
     return f"{caption} LRKV's figure 5 gives R² = 0.786 over five mechanisms at 2.5B."
 
 
-def _figure(groups: Sequence[Group], axis: str) -> Figure:
-    arguments = _lines(groups, axis)
+def _figure(arguments: dict, caption: str) -> Figure:
+    """Returns a figure of `draw.live_lines`, with its points in words."""
     svg, curves = draw.live_lines(**arguments)
-    ends = [
-        f"{name}: {ys[-1]:.4f} at {xs[-1]:.4g}"
-        for name, (xs, ys) in arguments["series"].items()
-        if len(xs)
-    ]
-    caption = f"{_TEXTS[axis]} Bands are 95 % intervals over seeds."
-    title = f"{_BPB.capitalize()} against {arguments['x']}"
-    return Figure(title, svg, "; ".join(ends), caption, curves)
+    y = arguments["y"]
+    title = f"{y[0].upper()}{y[1:]} against {arguments['x']}"
+    return Figure(title, svg, figures.describe(arguments["series"], ".4g"), caption, curves)
 
 
 def _data(group: Group) -> dict:

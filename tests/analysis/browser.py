@@ -1,6 +1,6 @@
 """A report in a real browser, Debian's chromium without a window: `make test-browser`.
 
-    make test-browser                                        # a page of made-up sections
+    make test-browser                                        # a page of synthetic sections
     make test-browser REPORT=runs/analysis/NAME/report.html  # and this one
 
 Chromium is spoken to over a pipe in its DevTools protocol, so nothing else has to be installed.
@@ -21,7 +21,7 @@ import time
 
 import pytest
 
-from tests.analysis.page.test_document import made_up
+from tests.analysis.page.test_document import synthetic
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SIZES = dict(phone=(390, 844), desk=(1440, 900), paper=(680, 960))  # A4 without its margins
@@ -29,14 +29,14 @@ SECONDS = 60  # for an answer
 
 
 def _above(descriptor: int) -> int:
-    """The same pipe under a number that is not in the way."""
+    """Returns the same pipe under a descriptor above 10."""
     found = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(descriptor)
     return found
 
 
 class Browser:
-    """One page of a browser, and what it asked the network for."""
+    """A page in a browser, and the URLs that it requested."""
 
     def __init__(self, folder: pathlib.Path):
         found = [path for name in NAMES if (path := shutil.which(name))]
@@ -54,7 +54,7 @@ class Browser:
         os.close(theirs)
         os.close(ours)
         self._number, self._rest, self._session = 0, b"", None
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         target = self("Target.createTarget", url="about:blank")["targetId"]
         attached = self("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -62,7 +62,7 @@ class Browser:
             self(f"{domain}.enable")
 
     def __call__(self, method: str, **params) -> dict:
-        """What a command of the protocol answers."""
+        """Runs a command of the protocol and returns its result."""
         self._number += 1
         message = dict(id=self._number, method=method, params=params)
         if self._session:
@@ -83,10 +83,10 @@ class Browser:
 
     def _note(self, event: dict) -> None:
         if event.get("method") == "Network.requestWillBeSent":
-            self.asked.append(event["params"]["request"]["url"])
+            self.requests.append(event["params"]["request"]["url"])
 
     def open(self, file: pathlib.Path) -> None:
-        self.asked.clear()
+        self.requests.clear()
         self("Page.navigate", url=file.as_uri())
         ended = time.monotonic() + SECONDS
         while self.value("document.readyState + location.href") != f"complete{file.as_uri()}":
@@ -94,7 +94,7 @@ class Browser:
             time.sleep(0.05)
 
     def value(self, expression: str):
-        """The value of a JavaScript expression, which must be JSON-able."""
+        """Returns the value of a JavaScript expression, as JSON."""
         found = self("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -121,7 +121,7 @@ class Browser:
         self._process.wait(SECONDS)
 
 
-# -- what a page must keep -------------------------------------------------------------------------
+# -- checks of a page ------------------------------------------------------------------------------
 
 OVERFLOWS = """(() => {
   const wrong = [], width = document.documentElement.clientWidth;
@@ -205,22 +205,22 @@ def browser(folder):
     shutil.rmtree(folder / "profile", ignore_errors=True)
 
 
-@pytest.fixture(scope="module", params=["made up", "given"])
+@pytest.fixture(scope="module", params=["synthetic", "given"])
 def report(request, folder):
-    """The file of a page."""
+    """Returns the file of a page."""
     if request.param == "given":
         given = os.environ.get("REPORT")
         if not given:
             pytest.skip("no REPORT=FILE is given")
         return pathlib.Path(given).resolve()
-    file = folder / "made_up.html"
-    file.write_text(made_up(), "utf-8")
+    file = folder / "synthetic.html"
+    file.write_text(synthetic(), "utf-8")
     return file
 
 
 @pytest.fixture
 def shown(browser, report):
-    """The browser with the page, on a desk and in the light."""
+    """Returns the browser with the page, in desktop size and light mode."""
     browser.size("desk")
     browser.media()
     browser.open(report)
@@ -242,20 +242,20 @@ def test_it_is_legible(shown, report, folder, size, scheme):
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
 
-def test_it_asks_for_nothing_but_itself(shown, report):
-    asked = [url for url in shown.asked if not url.startswith("data:")]
-    assert asked == [report.as_uri()]
+def test_only_the_page_is_requested(shown, report):
+    urls = [url for url in shown.requests if not url.startswith("data:")]
+    assert urls == [report.as_uri()]
     assert shown.value('performance.getEntriesByType("resource").map((e) => e.name)') == []
 
 
-def test_every_figure_is_told_in_words(shown):
+def test_figures_have_words(shown):
     nodes = shown("Accessibility.getFullAXTree")["nodes"]
     images = [node for node in nodes if node.get("role", {}).get("value") == "image"]
     assert len(images) == shown.value('document.querySelectorAll("svg").length') > 0
     assert all(len(image["name"]["value"]) > 10 for image in images)
 
 
-def test_wide_tables_are_reached_and_scrolled_by_keys(shown):
+def test_wide_tables_scroll_by_keys(shown):
     shown.size("phone")
     boxes = '[...document.querySelectorAll(".scroll")]'
     wide = f"{boxes}.find((box) => box.scrollWidth > box.clientWidth)"
@@ -274,7 +274,7 @@ def test_wide_tables_are_reached_and_scrolled_by_keys(shown):
 
 
 def test_tables_sort(shown):
-    """By numbers and by words, up and down, with the mouse and with Enter."""
+    """Sorts numbers and words in both directions, with the mouse and with Enter."""
     for table in range(shown.value('document.querySelectorAll("table").length')):
         row = f'document.querySelectorAll("table")[{table}].tHead.rows[0]'
         for column in range(shown.value(f"{row}.cells.length")):
@@ -301,7 +301,7 @@ def test_tables_sort(shown):
 
 
 def _numbers(cells: list[str]) -> list[float]:
-    """The cells of a column of numbers; of another nothing."""
+    """Returns the numbers of a column; [] for a column of text."""
     try:
         return [float(cell.replace(",", "").rstrip(" %")) for cell in cells if cell != "–"]
     except ValueError:
@@ -316,13 +316,13 @@ def _press(browser: Browser, key: str) -> None:
     browser("Input.dispatchKeyEvent", type="keyUp", **event)
 
 
-def test_curves_are_hidden_and_their_points_told(shown):
+def test_curves_can_be_hidden_and_read(shown):
     """With the mouse, the buttons and the arrow keys."""
     if shown.value('document.querySelector("script.curves") === null'):
         pytest.skip("no curves here")
     figure = 'document.querySelector("figure:has(script.curves)")'
     curves = json.loads(shown.value(f'{figure}.querySelector("script.curves").textContent'))
-    told = f'{figure}.querySelector("output").textContent'
+    output = f'{figure}.querySelector("output").textContent'
     buttons = f'[...{figure}.querySelectorAll(".choices button")]'
     assert shown.value(f"{buttons}.map((b) => b.textContent)") == [c["name"] for c in curves]
     shown.value(f"{figure}.scrollIntoView({{behavior: 'instant'}})")
@@ -334,25 +334,25 @@ def test_curves_are_hidden_and_their_points_told(shown):
         return shown("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     move(*at)
-    assert shown.value(told).startswith(f"{curves[0]['name']}: ")
+    assert shown.value(output).startswith(f"{curves[0]['name']}: ")
     assert shown.value(f'{figure}.querySelectorAll("circle.dot").length') == 1
     move(1, 1)
-    assert shown.value(told) == ""
+    assert shown.value(output) == ""
     line = f"{figure}.querySelector('[data-series=\"0\"]').getBoundingClientRect().width"
     assert shown.value(line) > 0
     shown.value(f"{buttons}[0].click()")
     assert shown.value(f"{buttons}[0].getAttribute('aria-pressed')") == "false"
     assert shown.value(line) == 0
     move(*at)
-    assert not shown.value(told).startswith(f"{curves[0]['name']}: ")
+    assert not shown.value(output).startswith(f"{curves[0]['name']}: ")
     shown.value(f"{buttons}[0].click()")
     shown.value(f"{figure}.querySelector('.card').focus()")
     move(1, 1)
     _press(shown, "ArrowRight")
     first = f"{curves[0]['name']}: {curves[0]['points'][0][2]:.6g}"
-    assert shown.value(told).replace(",", "").startswith(first)
+    assert shown.value(output).replace(",", "").startswith(first)
     _press(shown, "ArrowRight")
-    assert not shown.value(told).replace(",", "").startswith(first + " ")
+    assert not shown.value(output).replace(",", "").startswith(first + " ")
 
 
 def test_it_reads_without_scripts(shown, report):
@@ -367,7 +367,7 @@ def test_it_reads_without_scripts(shown, report):
 
 
 def test_it_prints(shown, report, folder):
-    """On paper without what only a screen needs, in black on white, figures whole."""
+    """Prints in black on white, without navigation, figures on one page."""
     pdf = base64.b64decode(shown("Page.printToPDF", preferCSSPageSize=True)["data"])
     (folder / f"{report.stem}.pdf").write_bytes(pdf)
     assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 1

@@ -53,10 +53,6 @@ class Heads:
     def num_heads(self) -> int:
         return self.query_DNH.shape[1]
 
-    def of_queries(self, w_DKH: np.ndarray) -> np.ndarray:
-        """Returns [D, N, H]: the keys or values that each query head reads."""
-        return np.repeat(w_DKH, self.num_heads // w_DKH.shape[1], axis=1)
-
 
 def layers(model: LazyModel) -> Iterator[Heads]:
     """Yields the heads of every layer, with one layer's weights in memory.

@@ -1,1 +1,1 @@
-"""What a report says, and one HTML file of all reports, which asks for nothing outside itself."""
+"""Sections of reports, and one self-contained HTML file of them."""

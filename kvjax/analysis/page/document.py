@@ -166,14 +166,16 @@ def _value(number: float) -> str:
 
 
 def _list(about: Mapping[str, str | Mapping]) -> str:
-    def said(value):
+    def shown_value(value):
         return (
             ", ".join(f"{name} {one}" for name, one in value.items())
             if isinstance(value, Mapping)
             else str(value)
         )
 
-    rows = (f"<dt>{_escaped(k)}</dt><dd>{_escaped(said(v))}</dd>" for k, v in about.items() if v)
+    rows = (
+        f"<dt>{_escaped(k)}</dt><dd>{_escaped(shown_value(v))}</dd>" for k, v in about.items() if v
+    )
     return f"\n<dl>{''.join(rows)}</dl>\n"
 
 

@@ -34,7 +34,6 @@ def lines(
     *,
     x: str,
     y: str,
-    title: str = "",
     log_x: bool = False,
     log_y: bool = False,
     level: Mapping[str, float] | None = None,
@@ -49,7 +48,7 @@ def lines(
       level: dashed horizontal lines by name.
       bands: (lows, highs) by a series' name; a series of one point gets an error bar.
     """
-    return _lines(series, x, y, title, log_x, log_y, level or {}, bands or {}, lambda *_: None)
+    return _lines(series, x, y, log_x, log_y, level or {}, bands or {}, lambda *_: None)
 
 
 def live_lines(
@@ -81,7 +80,7 @@ def live_lines(
             color = colors_lib.to_hex(drawn[name].get_color())
             found.append(Curve(name, color, np.nan_to_num(there).tolist()))
 
-    text = _lines(series, x, y, "", log_x, log_y, level or {}, bands, note)
+    text = _lines(series, x, y, log_x, log_y, level or {}, bands, note)
     return text, found
 
 
@@ -100,14 +99,14 @@ def picture(panels: Sequence[Mapping]) -> bytes:
         drawn = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
             panel = dict(level={}, bands={}, log_x=False, log_y=False) | panel
-            _label(axes, panel.pop("x"), panel.pop("y"), panel.pop("title", ""))
+            _label(axes, panel.pop("x"), panel.pop("y"))
             drawn = _plot(axes, **panel, styles=names) | drawn
         _legend(figure, {name: drawn[name] for name in [*names, *(drawn.keys() - names)]})
 
     return svg.png(_WIDTH * columns, draw, 3.4 * rows + _legend_height(names))
 
 
-def _lines(series, x, y, title, log_x, log_y, level, bands, note: Callable) -> str:
+def _lines(series, x, y, log_x, log_y, level, bands, note: Callable) -> str:
     """Returns the SVG of `lines`.
 
     Args:
@@ -116,7 +115,7 @@ def _lines(series, x, y, title, log_x, log_y, level, bands, note: Callable) -> s
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        _label(axes, x, y, title)
+        _label(axes, x, y)
         drawn = _plot(axes, series, log_x, log_y, level, bands, list(series))
         _legend(figure, drawn)
         note(axes, drawn)
@@ -217,9 +216,8 @@ def heatmaps(
 # -- parts of a figure -----------------------------------------------------------------------------
 
 
-def _label(axes: Axes, x: str, y: str, title: str) -> None:
+def _label(axes: Axes, x: str, y: str) -> None:
     axes.set(xlabel=_wrapped(x, 56), ylabel=_wrapped(y, 28))
-    axes.set_title(_wrapped(title, 50), loc="left", weight="bold")
     axes.grid(color="#d1d9e0", linewidth=0.7)
     axes.set_axisbelow(True)
 

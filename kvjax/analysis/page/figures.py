@@ -23,13 +23,17 @@ def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **h
     return Figure(title, draw.lines(there, **how), describe(there, digits) + levels, caption)
 
 
-def heatmaps(title: str, matrices: Mapping[str, np.ndarray], caption: str, **how) -> Figure:
-    """Returns a figure of matrices; `how` are arguments of `draw.heatmaps`."""
+def heatmaps(
+    title: str, matrices: Mapping[str, np.ndarray], caption: str, *, low: float = 0, **how
+) -> Figure:
+    """Returns a figure of matrices up to 1; `how` are further arguments of `draw.heatmaps`."""
     words = []
     for name, matrix in matrices.items():
         x = matrix[np.isfinite(matrix)]
         words.append(f"{name}: {x.mean():z.2f} on average, {x.min():z.2f} to {x.max():z.2f}")
-    return Figure(title, draw.heatmaps(matrices, **how), f"{'; '.join(words)}.", caption)
+    return Figure(
+        title, draw.heatmaps(matrices, low=low, high=1, **how), f"{'; '.join(words)}.", caption
+    )
 
 
 def over_layers(series: Mapping[str, Sequence[float | None]]) -> Curves:
@@ -46,5 +50,5 @@ def describe(series: Curves, digits: str = ".3g") -> str:
             low, high = min(y for _, y in points), max(y for _, y in points)
             points = [points[0], points[-1]]
             name = f"{name} ({low:{digits}} to {high:{digits}})"
-        parts.append(f"{name}: " + ", ".join(f"{y:{digits}} at {x:,.3g}" for x, y in points))
+        parts.append(f"{name}: " + ", ".join(f"{y:{digits}} at {x:,.6g}" for x, y in points))
     return "; ".join(parts) + "."

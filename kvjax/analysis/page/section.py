@@ -1,4 +1,4 @@
-"""Contents of a report: figures, tables and numbers, with captions."""
+"""Contents of a report: figures, tables and numbers."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -81,7 +81,7 @@ class Section:
 
     Attributes:
       name: as on the command line.
-      lead: question and result in two or three sentences.
+      lead: the main numbers, in two or three sentences.
       data: every number, JSON-able: those of figures and tables and more.
     """
 

@@ -67,7 +67,9 @@ def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     rotated_TNH = np.tensordot(x_TD, found.query_DNH, 1)
     for _ in range(3):
         rotated_TNH = heads_lib.rotate_one_token(rotated_TNH, found.rotated, found.frequencies_F)
-    key_TNH = np.tensordot(x_TD, found.of_queries(found.key_DKH), 1)
+    key_TNH = np.tensordot(
+        x_TD, np.repeat(found.key_DKH, k_TNH.shape[1] // found.key_DKH.shape[1], axis=1), 1
+    )
     got_NTS = np.einsum("TNH,SNH->NTS", rotated_TNH, key_TNH)
     np.testing.assert_allclose(got_NTS, expected_NTS, atol=1e-9 * np.abs(expected_NTS).max())
     value_TKH = np.tensordot(x_TD, found.value_DKH, 1)
@@ -129,7 +131,7 @@ def test_outputs_include_combine(make_mechanism, name, x64):
     attention.mechanism = module
     positions = rope.positions(np.zeros((1, 1), np.int32), config.rope_dim, BASE)
     expected = attention(jnp.asarray(x_1D)[None], positions, causal=True)[0]
-    value_DNH = found.of_queries(found.value_DKH)
+    value_DNH = np.repeat(found.value_DKH, found.num_heads // found.value_DKH.shape[1], axis=1)
     got = np.einsum("TD,DNH,NHE->TE", x_1D, value_DNH, found.out_NHD)
     np.testing.assert_allclose(got, expected, atol=1e-9)
 

@@ -120,7 +120,7 @@ def _interactions(heads, distance):
     query_DNH = heads.query_DNH
     for _ in range(distance):
         query_DNH = heads_lib.rotate_one_token(query_DNH, heads.rotated, heads.frequencies_F)
-    return np.einsum("DNH,ENH->NDE", query_DNH, heads.of_queries(heads.key_DKH))
+    return np.einsum("DNH,ENH->NDE", query_DNH, np.repeat(heads.key_DKH, N // K, axis=1))
 
 
 @pytest.mark.parametrize("d_model", [9, 4])

@@ -1,4 +1,4 @@
-"""A page of sections: whole, self-contained, told in words, and the same every time."""
+"""A page of sections: well-formed, self-contained, deterministic."""
 
 import functools
 from html.parser import HTMLParser
@@ -19,7 +19,7 @@ VOID = ("meta", "link", "br")
 
 @functools.cache
 def drawings() -> dict[str, str]:
-    """Every kind of figure, with names and numbers of many sizes."""
+    """Returns figures of every kind, with names and numbers of many sizes."""
     r = np.random.default_rng(0)
 
     def walk(count):
@@ -54,7 +54,6 @@ def drawings() -> dict[str, str]:
             {f"layer {i}": (range(1, 65), np.exp(-np.arange(64) / (3 + i))) for i in range(12)},
             x="component",
             y="share of the energy",
-            title="Each layer",
             log_y=True,
         ),
         "Within a decade": draw.lines(
@@ -90,7 +89,7 @@ def drawings() -> dict[str, str]:
 
 
 def tables() -> list[Table]:
-    """A narrow one and a wide one, with what is not there and what must be escaped."""
+    """Returns a narrow and a wide table, with missing cells and text to escape."""
     r = np.random.default_rng(0)
     names = [f"{name} at {share} %, without RoPE" for name in "EM" for share in (80, 99)]
     wide = [
@@ -144,15 +143,15 @@ def sections() -> list[Section]:
 
 
 def live(name: str = "three </script> seeds") -> Figure:
-    """Curves whose points a page tells; one with a band, one that stops early."""
+    """Returns a figure with readable points: a band, missing numbers."""
     series = {name: ((1, 2, 4), (3.0, 2.5, 2.25)), "one": ((1, 2, 4), (3.5, float("nan"), 2.0))}
     bands = {name: ((2.9, 2.4, 2.2), (3.1, 2.6, 2.3)), "one": ((3, 2, None), (3.5, 2, 2))}
     svg, curves = draw.live_lines(series, x="tokens", y="bits", bands=bands)
     return Figure("Curves", svg, "Curves: from 1 to 3, 2 in the mean.", CAPTION, curves)
 
 
-def made_up() -> str:
-    """The page."""
+def synthetic() -> str:
+    """Returns a page of synthetic sections."""
     about = {
         "Command": "python -m kvjax.analysis --model=~/models/A&B/" + "long_" * 30,
         "Packages": {"jax": "0.11.2", "numpy": "2.4"},
@@ -162,7 +161,7 @@ def made_up() -> str:
 
 
 class _Tree(HTMLParser):
-    """Checks that what is opened is closed, and keeps what there is."""
+    """Checks that tags are closed; keeps tags and texts."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -190,7 +189,7 @@ class _Tree(HTMLParser):
 
 @pytest.fixture(scope="module")
 def html():
-    return made_up()
+    return synthetic()
 
 
 @pytest.fixture(scope="module")
@@ -285,8 +284,8 @@ def test_the_whole_page(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_is_whole_and_the_same_every_time(html, tree):
-    assert html == made_up()
+def test_pages_are_well_formed_and_deterministic(html, tree):
+    assert html == synthetic()
     assert html.startswith("<!DOCTYPE html>\n") and tree.all("html") == [{"lang": "en"}]
     assert len(tree.all("h1")) == 1 and len(tree.all("title")) == 1
     found = [attributes["id"] for _, attributes in tree.tags if "id" in attributes]
@@ -297,18 +296,18 @@ def test_it_is_whole_and_the_same_every_time(html, tree):
     assert {a["href"][1:] for a in tree.all("a")} <= set(found)
 
 
-def test_nothing_is_asked_for(html, tree):
+def test_pages_load_nothing(html, tree):
     for _, attributes in tree.tags:
         for name in ("href", "src", "xlink:href", "action", "srcset"):
             assert attributes.get(name, "#").startswith(("#", "data:"))
     rest = re.sub(r'"data:[^"]*"', "", html)
-    rest = rest.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody loads
+    rest = rest.replace("http://www.w3.org/2000/svg", "")  # a namespace
     assert not re.search(r"https?:|//[a-z]|@import|@font-face|url\((?!#)", rest)
     policy = next(m["content"] for m in tree.all("meta") if "http-equiv" in m)
     assert policy.startswith("default-src 'none';") and "http" not in policy
 
 
-def test_what_it_is_given_is_escaped(html, tree):
+def test_texts_are_escaped(html, tree):
     assert "attention &lt;inside&gt;" in html and "Geometry &amp; &lt;factors&gt;" in html
     assert "LRKV &lt;64&gt; &amp; &quot;co&quot;" in html
     hostile = "</title></style></script><script>alert(1)</script>\"' onload=x"
@@ -323,8 +322,8 @@ def test_what_it_is_given_is_escaped(html, tree):
     assert found.texts.count(hostile) > 5
 
 
-def test_a_page_knows_its_curves_points(html):
-    """Numbers as given, at the places where the drawing has them; its lines can be found."""
+def test_points_of_curves_are_stored(html):
+    """Stores the numbers, and their positions in the drawing."""
     (text,) = re.findall(r'<script type="application/json" class="curves">(.*?)</script>', html)
     first, second = json.loads(text)
     assert first["name"] == "three </script> seeds" and "</script>" not in text

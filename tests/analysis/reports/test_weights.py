@@ -271,9 +271,10 @@ def test_geometry_beside_a_model_of_another_shape():
     rng = np.random.default_rng(0)
     parts = geometry.BaseAndResiduals(rng.normal(size=(9, 1, 4)), rng.normal(size=(9, 3, 4)), 2)
     one = measurements._of_parts(parts, rng.normal(size=(9, 2, 4)), None)
-    assert one.beside is None and len(one.beside_norm_K) == 2
-    assert measurements._of_parts(parts, rng.normal(size=(9, 3, 4)), None).beside is not None
-    layers = [dict(key=one), dict(key=measurements.PartMeasurements(one.total_norm_K), value=one)]
+    assert "beside_best_overlap" not in one.values and len(one.values["beside_norm"]) == 2
+    same = measurements._of_parts(parts, rng.normal(size=(9, 3, 4)), None)
+    assert "beside_best_overlap" in same.values
+    layers = [dict(key=one), dict(key=measurements.PartMeasurements({}), value=one)]
     angles = geometry_report._angle_figure([*layers, dict(key=one)]).alternative
     assert [name in angles for name in ("layer 0", "layer 1", "layer 2")] == [True, False, True]
     assert [row[0] for row in geometry_report._table(layers, "value", True).rows] == [1]

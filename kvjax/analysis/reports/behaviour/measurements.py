@@ -110,7 +110,7 @@ def measure(
     rows_BT, others_B = _rows(texts, length)
     c = model.transformer.block
     mask = Mask(c.causal, c.window)
-    # What stood before must be within the window.
+    # The earlier occurrence must be within the window.
     block = min(MAP_TOKENS // 2, length // 2, *([c.window] if c.causal and c.window else []))
     tokens_A = np.unique(np.concatenate(list(texts.values())))
     if len(tokens_A) < block:
@@ -131,7 +131,7 @@ def measure(
 
             inputs.append(flat(_tokens(layer.input_BTD)[at_T]))
             outputs.append(flat(output_TNH))
-        doing.now("likeness of layers")
+        doing.now("similarity of layers")
         return BehaviourMeasurements(
             layers=found,
             length=length,

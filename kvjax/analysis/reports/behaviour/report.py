@@ -95,8 +95,6 @@ def _maps(found: Results) -> Figure:
         "sharing, figure 4, has such maps for toy tasks.",
         x="key",
         y="query",
-        low=0,
-        high=1,
         bar="√p",
     )
 
@@ -118,8 +116,6 @@ def _roles(found: Results) -> Figure:
         "possible.",
         x="head",
         y="layer",
-        low=0,
-        high=1,
         bar="share",
     )
 
@@ -143,7 +139,7 @@ def _shares(found: Results) -> Figure:
     }
     series, bands = _curves(found, names)
     return figures.curves(
-        "Where attention goes, by layer",
+        "Attention shares, by layer",
         series,
         "Medians over the heads of a layer, with quartile bands. The rest goes to other tokens.",
         x="layer",
@@ -190,7 +186,7 @@ def _divergences(found: Results) -> Figure:
             if not suffix:
                 bands[kind] = (low_L, high_L)
     return figures.curves(
-        "How different the patterns of a layer's heads are",
+        "Divergence of heads' patterns, by layer",
         series,
         "Jensen-Shannon divergence between the rows of two heads of a layer, means over "
         "queries: over all keys, and over all but the first, on which many heads agree. "
@@ -210,15 +206,13 @@ def _pairs(found: Results) -> Figure:
     maps = {f"divergence, {name}": layer.divergence_NN / math.log(2) for name, layer in layers}
     maps |= {f"outputs, {name}": 1 - layer.outputs_NN for name, layer in layers}
     return figures.heatmaps(
-        "Heads against heads, by patterns and by outputs",
+        "Distances between heads, by patterns and by outputs",
         maps,
         "Pairs of heads in an early, a middle and a late layer: the divergence of their "
         "patterns over the largest possible, and 1 minus the centred kernel alignment "
         "(CKA) of their outputs on the same tokens. LRKV, appendix C.10, names CKA.",
         x="head",
         y="head",
-        low=0,
-        high=1,
         bar="distance",
     )
 
@@ -227,14 +221,12 @@ def _layers(found: Results) -> Figure:
     of = found.measured
     maps = {"inputs of attention": of.inputs_LL, "outputs of heads": of.outputs_LL}
     return figures.heatmaps(
-        "Layers against layers (CKA)",
+        "Similarity of layers (CKA)",
         maps,
         "Centred kernel alignment (unbiased estimate) between layers, of the inputs of "
         "attention and of the outputs of all heads, on the same tokens. 1: the same up "
         "to rotation and scale; 0: unrelated.",
         x="layer",
         y="layer",
-        low=0,
-        high=1,
         bar="CKA",
     )

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.analysis.reports.behaviour.measurements import Behaviour, BehaviourMeasurements
 
-# What heads may be noticed for: the statistic, and whether the largest is meant.
+# Roles of heads: a statistic, and True if its largest value is meant.
 ROLES = {
     "token before": ("previous_N", True),
     "first token": ("first_N", True),
@@ -17,8 +17,8 @@ ROLES = {
     "induction": ("induction_N", True),
 }
 DISTANCES = ("divergence_NN", "without_first_NN", "outputs_NN")
-_FEWEST = 3  # pairs of which there is a rank correlation
-_DIGITS = 6  # of numbers in `data`
+_FEWEST = 3  # pairs for a rank correlation
+_DIGITS = 6  # decimals of numbers in `data`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Results:
     ):
         """Stores measurements and the requested (layer, head) pairs."""
         self.name, self.measured = name, measured
-        self._asked = [Head("", layer, head) for layer, head in heads]
+        self._requested = [Head("", layer, head) for layer, head in heads]
 
     @property
     def num_layers(self) -> int:
@@ -155,7 +155,7 @@ class Results:
 
     def shown(self) -> list[Head]:
         """Returns the heads with a map: requested, or distinctive ones."""
-        return self._asked or self.chosen()
+        return self._requested or self.chosen()
 
     def behaviour(self, head: Head) -> Behaviour:
         return self.measured.layers[head.layer]
@@ -220,7 +220,7 @@ class Results:
 
 def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
     """Returns Spearman's correlation; None for fewer than three pairs or constant values."""
-    from scipy import stats  # which takes a second to import
+    from scipy import stats  # takes a second to import
 
     known = np.isfinite(x_P) & np.isfinite(y_P)
     x_P, y_P = x_P[known], y_P[known]

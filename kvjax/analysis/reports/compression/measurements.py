@@ -25,9 +25,9 @@ from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
-SHARE = 0.9  # of the energy that components are counted for
+SHARE = 0.9  # of the energy, for which components are counted
 
-# What spectra are taken of.
+# Matrices whose spectra are measured.
 SPECTRUM_WEIGHTS = "W_K of each head"
 SPECTRUM_JOINT = "W_K of all heads together"
 SPECTRUM_INTERACTION = "M = W_Q W_K^T of each head"
@@ -35,7 +35,7 @@ SPECTRUM_KEYS = "keys of each head on a text"
 SPECTRUM_CENTRED = "the same less their mean"
 SPECTRUM_LOGITS = "logits E of each head on a text"
 OF_WEIGHTS = (SPECTRUM_WEIGHTS, SPECTRUM_JOINT, SPECTRUM_INTERACTION)
-_ROUNDING = 1e-9  # of the largest singular value: what a smaller one is
+_ROUNDING = 1e-9  # share of the largest singular value below which values are rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def measure(
     kept, H = subspace_methods.shares(min(dims)), max(dims)
     found = collections.defaultdict(list)
     with progress.waiting("keys of low rank") as doing:
-        ropes, fixed, nats = _by_way(model, read, kept, found, doing)
+        ropes, fixed, nats = _by_method(model, read, kept, found, doing)
         doing.now("drift of subspaces")
         r = key_drift.rank(H, longest)
         at = key_drift.prefix_lengths(longest, r)
@@ -126,7 +126,7 @@ def measure(
     )
 
 
-def _by_way(
+def _by_method(
     model: LazyModel,
     read: subspace_methods.Windows,
     kept: Sequence[float],
@@ -155,7 +155,7 @@ def _by_way(
             (way, share): Cut(of_rows, subspace_methods.rank_of(way, share, heads), way[1] == AFTER)
             for way, of_rows in ways.items()
             for share in kept
-            if subspace_methods.is_run(way, share) and _tells(read, way, share, heads)
+            if subspace_methods.is_run(way, share) and _has_tokens(read, way, share, heads)
         }
         runs = runs or Runs(model, read.measured_BT[:, :-1], [None, *cuts])
         runs.layer(i, cuts, heads.rotated)
@@ -169,8 +169,8 @@ def _by_way(
     return ropes, fixed, nats
 
 
-def _tells(read: subspace_methods.Windows, way: Method, share: float, heads: Heads) -> bool:
-    """Returns True if a method's tokens determine a subspace of this share."""
+def _has_tokens(read: subspace_methods.Windows, way: Method, share: float, heads: Heads) -> bool:
+    """Returns True if a method has enough tokens for this share."""
     return read.enough_tokens(way, subspace_methods.rank(share, heads.key_DKH.shape[2]))
 
 
@@ -207,8 +207,8 @@ def _errors(
             ]
         errors_NA2 = np.stack(key_subspaces.errors(layer, b, cuts, queries), axis=-1)
         for way, of_way in zip(ways, np.split(errors_NA2, len(ways), axis=1), strict=True):
-            told = np.array([_tells(read, way, share, heads) for share in kept])
-            found[way].append(np.where(told[:, None], of_way, np.nan))
+            enough = np.array([_has_tokens(read, way, share, heads) for share in kept])
+            found[way].append(np.where(enough[:, None], of_way, np.nan))
     return {way: np.stack(arrays) for way, arrays in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""The report on fixed subspaces of keys, where the papers seem to contradict each other."""
+"""The report on fixed subspaces of keys, on which three papers seem to contradict each other."""
 
 from kvjax.analysis.measures import heads as heads_lib, subspace_methods
 from kvjax.analysis.measures.spread import Spread
@@ -55,7 +55,7 @@ def section(model: LazyModel, request: Request) -> Section:
 def _section(found: Results) -> Section:
     return Section(
         name="compression",
-        title="Where the papers contradict each other: fixed subspaces of keys",
+        title="Fixed subspaces of keys",
         lead=_lead(found),
         figures=_figures(found),
         tables=tables.tables(found),
@@ -68,7 +68,7 @@ def _lead(found: Results) -> str:
     return (
         "Can a fixed subspace hold a head's keys? Three papers seem to contradict each other; the "
         f"first table compares their claims with this model, with {rank} of {channels} key "
-        f"channels kept. {found.perplexities_at_half()}"
+        "channels kept."
     )
 
 
@@ -83,7 +83,7 @@ def _figures(found: Results) -> list[Figure]:
 
 def _names(found: Results, where: str) -> list[str]:
     """Returns the methods of a place that have a line."""
-    here = [name for name, at in found.ways() if at == where and found.told((name, at))]
+    here = [name for name, at in found.ways() if at == where and found.determined((name, at))]
     return [name for name in here if name != subspace_methods.WEIGHTS_MEAN]
 
 
@@ -98,7 +98,7 @@ def _logits(found: Results, where: str) -> Figure:
     ranks = found.measured.ranks
     series, bands = {}, {}
     for name in _names(found, where):
-        at = found.told((name, where))
+        at = found.determined((name, where))
         spreads = [found.error((name, where), i)["logit"] for i in at]
         series[name] = ([ranks[i] for i in at], [one.median for one in spreads])
         if name in (subspace_methods.CALIBRATED, subspace_methods.CONTEXT):
@@ -150,7 +150,7 @@ def _overlap(found: Results) -> Figure:
             _line(f"{where}, {name}", list(of.drift_at), spreads, series, bands)
     random = of.drift_rank / of.key_dim
     return figures.curves(
-        "How far the subspace of the first tokens stays",
+        "Overlap of the first tokens' subspace with the subspace of all",
         series,
         f"Mean squared cosine between the subspace of {of.drift_rank} of {of.key_dim} "
         "channels for all tokens of a text and the one for its first tokens, or for "

@@ -89,7 +89,7 @@ class Results:
         length = self.measured.length
         return len(range(*key_drift.later_queries(length).indices(length)))
 
-    def told(self, way: Method) -> list[int]:
+    def determined(self, way: Method) -> list[int]:
         """Returns the indices of ranks that a method's tokens determine."""
         errors = self.measured.errors[way]
         return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
@@ -119,15 +119,6 @@ class Results:
         middle = more_BT.mean()
         return Times(*map(math.exp, (middle, middle - _SURE * error, middle + _SURE * error)))
 
-    def perplexities_at_half(self) -> str:
-        """Returns the change of perplexity by every method at half of the channels."""
-        costs = [
-            f"{name}, {where}: {self.times((name, where), self.half).percent}"
-            for name, where in self.ways()
-            if self.times((name, where), self.half)
-        ]
-        return f"Perplexity changes by: {'; '.join(costs)}." if costs else ""
-
     def is_flat(self, matrix: str) -> bool:
         """Returns True if 90 % of the energy takes more than half of the possible components."""
         return self.spectrum(matrix).median > self.possible(matrix) / 2
@@ -142,7 +133,7 @@ class Results:
     def rows(self) -> Iterator[dict]:
         """Yields every method at every rank that its tokens determine."""
         for way in self.ways():
-            for i in self.told(way):
+            for i in self.determined(way):
                 yield dict(
                     way=way[0],
                     where=way[1],

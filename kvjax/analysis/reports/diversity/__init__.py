@@ -1,1 +1,1 @@
-"""How different the heads of a layer are."""
+"""Diversity of the heads of a layer."""

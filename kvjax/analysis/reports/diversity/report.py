@@ -162,7 +162,6 @@ def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
             x="head",
             y="head",
             low=-1,
-            high=1,
             bar="similarity",
         ),
         figures.curves(

@@ -20,8 +20,8 @@ def moment(model: LazyModel) -> dict:
     layers = geometry_measurements.of_model(model)
     found = {}
     for name in PARTS:
-        for measure, pick in MEASURES.items():
-            means = [mean(pick(layer[name])) for layer in layers if name in layer]
+        for measure in MEASURES:
+            means = [mean(layer[name].values.get(measure)) for layer in layers if name in layer]
             found[f"{name}_{measure}"] = mean([x for x in means if x is not None])
     spectra = []
     if _compares_heads(model):

@@ -1,6 +1,6 @@
 """Measurements of norms and residuals of every layer's keys and values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 import numpy as np
@@ -14,21 +14,37 @@ from kvjax.convert.model import LazyModel
 PARTS = ("key", "value")
 
 
+_PARTS_MEASURES = ("base_norm", "residual_norm", "cosine", "overlap")
+_BEST_MEASURES = ("lost_alone", "lost_with_mean", "best_overlap", "best_distance")
+# Arrays by head (norms of bases: by base). "random": of random factors, "beside": of another model.
+MEASURES = (
+    "total_norm",
+    *_PARTS_MEASURES,
+    *(f"canonical_{name}" for name in _PARTS_MEASURES),
+    *_BEST_MEASURES,
+    "random_overlap",
+    "random_canonical_overlap",
+    *(f"random_{name}" for name in _BEST_MEASURES),
+    "beside_norm",
+    *(f"beside_{name}" for name in _BEST_MEASURES),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class PartMeasurements:
-    """The keys or values of a layer; without residuals only norms."""
+    """The keys or values of a layer.
 
-    total_norm_K: np.ndarray
+    Attributes:
+      values: arrays of `MEASURES`; without residuals only norms.
+      rank: of residuals; 0 without.
+      best_chance: overlap of best residuals of unrelated heads.
+      angles: per head, of parts as learned ("angles") and in canonical form ("canonical_angles").
+    """
+
+    values: Mapping[str, np.ndarray]
     rank: int = 0
-    best_chance: float | None = None  # overlap of best residuals of unrelated heads
-    raw: PartGeometry | None = None
-    canonical: PartGeometry | None = None
-    own: BestResiduals | None = None
-    random: tuple[PartGeometry, PartGeometry, BestResiduals] | None = (
-        None  # raw, canonical and own of random factors
-    )
-    beside: BestResiduals | None = None
-    beside_norm_K: np.ndarray | None = None
+    best_chance: float | None = None
+    angles: Mapping[str, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
 Layers = list[dict[str, PartMeasurements]]  # by part, of each layer
@@ -48,7 +64,7 @@ def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None
                 found.append(_of_all_parts(parts, other, seeds))
                 continue
             whole = geometry.totals(model, index).items()
-            found.append({n: _of_whole(x, other.get(n)) for n, x in whole})
+            found.append({n: PartMeasurements(_norms(x, other.get(n))) for n, x in whole})
     return found
 
 
@@ -61,9 +77,9 @@ def check(model: LazyModel, beside: LazyModel | None = None) -> None:
         heads_lib.check(beside)
 
 
-def _of_whole(total_DKH: np.ndarray, other_DKH: np.ndarray | None) -> PartMeasurements:
-    beside_norm_K = None if other_DKH is None else geometry.norms(other_DKH)
-    return PartMeasurements(geometry.norms(total_DKH), beside_norm_K=beside_norm_K)
+def _norms(total_DKH: np.ndarray, other_DKH: np.ndarray | None) -> dict[str, np.ndarray]:
+    beside = {} if other_DKH is None else dict(beside_norm=geometry.norms(other_DKH))
+    return dict(total_norm=geometry.norms(total_DKH)) | beside
 
 
 def _of_all_parts(
@@ -86,71 +102,41 @@ def _of_parts(
 ) -> PartMeasurements:
     D = len(parts.residual_DKH)
     raw, canonical, own = _both_forms(parts)
-    beside = None
-    if other_DKH is not None and other_DKH.shape == parts.residual_DKH.shape:
-        bases = parts.base_DJH.shape[1]
-        heads = geometry.canonical_parts(other_DKH, bases, parts.rank)
-        beside = geometry.best_residuals(heads, geometry.part_geometry(heads), parts, raw.reads)
-    random = None
+    values = _norms(parts.total_DKH, other_DKH)
+    values |= _named("", _PARTS_MEASURES, raw) | _named("canonical_", _PARTS_MEASURES, canonical)
+    values |= _named("", _BEST_MEASURES, own)
     if seed is not None:
-        *both, best = _both_forms(geometry.random_like(parts, seed))
-        random = (*map(_without_directions, both), best)
+        learned, mean, best = _both_forms(geometry.random_like(parts, seed))
+        values["random_overlap"] = learned.overlap_K
+        values["random_canonical_overlap"] = mean.overlap_K
+        values |= _named("random_", _BEST_MEASURES, best)
+    if other_DKH is not None and other_DKH.shape == parts.residual_DKH.shape:
+        heads = geometry.canonical_parts(other_DKH, parts.base_DJH.shape[1], parts.rank)
+        best = geometry.best_residuals(heads, geometry.part_geometry(heads), parts, raw.reads)
+        values |= _named("beside_", _BEST_MEASURES, best)
     return PartMeasurements(
-        geometry.norms(parts.total_DKH),
+        values,
         rank=parts.rank,
         best_chance=min(parts.rank, D) / D,
-        raw=_without_directions(raw),
-        canonical=_without_directions(canonical),
-        own=own,
-        random=random,
-        beside=beside,
-        beside_norm_K=None if other_DKH is None else geometry.norms(other_DKH),
+        angles=dict(angles=raw.angles, canonical_angles=canonical.angles),
     )
 
 
-def _without_directions(split: PartGeometry) -> PartGeometry:
-    """Drops the directions, which would take gigabytes over all layers."""
-    return split._replace(reads=())
+def _named(
+    prefix: str, names: Sequence[str], found: PartGeometry | BestResiduals
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of a tuple by `MEASURES`; its other fields are left out."""
+    arrays = [x for x in found if isinstance(x, np.ndarray)]
+    return {f"{prefix}{name}": x for name, x in zip(names, arrays, strict=True)}
 
 
 def _both_forms(
     parts: geometry.BaseAndResiduals,
 ) -> tuple[PartGeometry, PartGeometry, BestResiduals]:
-    """Returns the geometry as learned, in canonical form, and the comparison with the best
-    residuals.
-    """
+    """Returns the geometry as learned and in canonical form, and the best residuals."""
     raw, heads = geometry.part_geometry(parts), parts.canonical()
     canonical = geometry.part_geometry(heads)
     return raw, canonical, geometry.best_residuals(heads, canonical, parts, raw.reads)
-
-
-# By head (bases: by base); None where a layer has no such part.
-MEASURES: dict[str, Callable[[PartMeasurements], np.ndarray | None]] = {
-    "total_norm": lambda part: part.total_norm_K,
-    "base_norm": lambda part: part.raw and part.raw.base_norm_J,
-    "residual_norm": lambda part: part.raw and part.raw.residual_norm_K,
-    "cosine": lambda part: part.raw and part.raw.cosine_K,
-    "overlap": lambda part: part.raw and part.raw.overlap_K,
-    "canonical_base_norm": lambda part: part.canonical and part.canonical.base_norm_J,
-    "canonical_residual_norm": lambda part: part.canonical and part.canonical.residual_norm_K,
-    "canonical_cosine": lambda part: part.canonical and part.canonical.cosine_K,
-    "canonical_overlap": lambda part: part.canonical and part.canonical.overlap_K,
-    "lost_alone": lambda part: part.own and part.own.alone_K,
-    "lost_with_mean": lambda part: part.own and part.own.with_mean_K,
-    "best_overlap": lambda part: part.own and part.own.overlap_K,
-    "best_distance": lambda part: part.own and part.own.distance_K,
-    "random_overlap": lambda part: part.random and part.random[0].overlap_K,
-    "random_canonical_overlap": lambda part: part.random and part.random[1].overlap_K,
-    "random_lost_alone": lambda part: part.random and part.random[2].alone_K,
-    "random_lost_with_mean": lambda part: part.random and part.random[2].with_mean_K,
-    "random_best_overlap": lambda part: part.random and part.random[2].overlap_K,
-    "random_best_distance": lambda part: part.random and part.random[2].distance_K,
-    "beside_norm": lambda part: part.beside_norm_K,
-    "beside_lost_alone": lambda part: part.beside and part.beside.alone_K,
-    "beside_lost_with_mean": lambda part: part.beside and part.beside.with_mean_K,
-    "beside_best_overlap": lambda part: part.beside and part.beside.overlap_K,
-    "beside_best_distance": lambda part: part.beside and part.beside.distance_K,
-}
 
 
 def numbers(layers: Layers) -> list[dict]:
@@ -159,13 +145,13 @@ def numbers(layers: Layers) -> list[dict]:
 
 
 def _of_part(part: PartMeasurements) -> dict:
-    measured = {name: _numbers(pick(part)) for name, pick in MEASURES.items()}
     angles = {
-        name: [_numbers(each) for each in split.angles] if split else None
-        for name, split in dict(angles=part.raw, canonical_angles=part.canonical).items()
+        name: [_numbers(each) for each in part.angles[name]] if part.angles else None
+        for name in ("angles", "canonical_angles")
     }
     chance = dict(beside_best_overlap_by_chance=part.best_chance)
-    return dict(rank=part.rank) | chance | measured | angles
+    arrays = {name: _numbers(part.values.get(name)) for name in MEASURES}
+    return dict(rank=part.rank) | chance | arrays | angles
 
 
 def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
@@ -176,7 +162,7 @@ def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
 
 def measured(part: PartMeasurements, measure: str) -> np.ndarray:
     """Returns one of `MEASURES` of a part, for the heads that have it."""
-    return _finite(MEASURES[measure](part))
+    return _finite(part.values.get(measure))
 
 
 def mean(values: Sequence[float | None] | None) -> float | None:

@@ -32,7 +32,7 @@ def section(model: LazyModel, request: Request) -> Section:
     """
     layers = measurements.of_model(model, request.beside, request.seed)
     moments = [(step, evolution.moment(snapshot)) for step, snapshot in request.snapshots]
-    apart = any(part.raw for layer in layers for part in layer.values())
+    apart = any(part.rank for layer in layers for part in layer.values())
     there = [name for name in PARTS if any(name in layer for layer in layers)]
     beside = request.beside.name if request.beside else None
     figures = [_norm_figure(layers, name, beside) for name in there]
@@ -153,13 +153,13 @@ def _angle_figure(layers: Layers) -> Figure:
     series = {}
     for label, index in stages(len(layers)).items():
         part = layers[index].get("key")
-        for gauge, split in (("", part.raw), (", canonical", part.canonical)):
-            angles = [each for each in split.angles if each.size] if split else []
+        for form, name in (("", "angles"), (", canonical", "canonical_angles")):
+            angles = [each for each in part.angles.get(name, ()) if each.size]
             if not angles:
                 continue
             few = min(map(len, angles))
             ys = np.mean([each[:few] for each in angles], axis=0).tolist()
-            series[label + gauge] = (list(range(1, few + 1)), ys)
+            series[label + form] = (list(range(1, few + 1)), ys)
     return figures.curves(
         "Principal angles between base and residual of keys",
         series,
@@ -196,7 +196,8 @@ def _best_figure(layers: Layers, beside: str | None) -> Figure:
     chances, level = set(), {}
     if beside:
         wanted |= {f"{name}s, {beside}": (name, "beside_best_overlap") for name in PARTS}
-        chances = {part.best_chance for layer in layers for part in layer.values() if part.beside}
+        parts = [part for layer in layers for part in layer.values()]
+        chances = {part.best_chance for part in parts if "beside_best_overlap" in part.values}
     if len(chances) == 1:
         level = {f"{beside}, by chance": chances.pop()}
     return _figure(
@@ -235,7 +236,7 @@ def _distance_figure(layers: Layers, beside: str | None) -> Figure:
 
 def _table(layers: Layers, name: str, apart: bool) -> Table:
     shown = {"total_norm": ("norm", ".2f")}
-    if any(name in layer and layer[name].beside_norm_K is not None for layer in layers):
+    if any(name in layer and "beside_norm" in layer[name].values for layer in layers):
         shown |= {"beside_norm": ("norm, beside", ".2f")}
     if apart:
         shown |= {

@@ -15,7 +15,7 @@ from kvjax.foundation import progress
 RANKS = (10, 20, 40)  # logit spectra, section 4.3
 _ALL_KEYS = Mask(causal=False)
 
-# Which matrix a spectrum is of.
+# Matrices whose spectra are measured.
 WEIGHTS = "M, without RoPE"
 AT_DISTANCES = "M, at distances"
 AVERAGED = "M, mean over pairs"
@@ -76,7 +76,7 @@ def measure(
                 found["energies", kind].append(energies_ANR)
         key_dim = heads.key_DKH.shape[-1]
         ranks = _ranks(key_dim)
-        # Tokens of a causal model do not see what follows: the longest rows have the shorter ones.
+        # In a causal model the longest rows contain the shorter ones.
         causal = model.transformer.block.causal
         passes = [tuple(lengths)] if causal else [(length,) for length in lengths]
         for together in passes:

@@ -171,7 +171,7 @@ def _geometry(found: Results) -> Table:
     columns = ["beta", "of vectors", "beta, most", "mu of keys", "mu, most"]
     columns += ["condition of keys", "condition, most"]
     return Table(
-        "How evenly tokens share directions",
+        "Localisation of directions on tokens",
         [Column("tokens", ",d"), *(Column(name, ".3g") for name in columns)],
         rows,
         "beta is sqrt(L) times the largest entry of E's right singular vectors, per "
@@ -184,7 +184,7 @@ def _geometry(found: Results) -> Table:
 
 def _perplexity(found: Results) -> Table:
     rows = [
-        [row["tokens"], row["rank"] or "as it is", row["perplexity"], row["times"]]
+        [row["tokens"], row["rank"] or "unmodified", row["perplexity"], row["times"]]
         + [row["by_text"][name] for name in found.texts]
         for row in found.perplexities()
     ]

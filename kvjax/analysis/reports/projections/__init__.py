@@ -1,1 +1,1 @@
-"""How alike the query, key and value projections of a layer are."""
+"""Similarity of a layer's query, key and value projections."""

@@ -1,7 +1,5 @@
 """The report on W_Q, W_K and W_V's similarity: projection sharing (arXiv 2606.04032), section 4."""
 
-import dataclasses
-
 import numpy as np
 
 from kvjax.analysis.measures import heads as heads_lib, projections
@@ -17,21 +15,7 @@ from kvjax.convert.model import LazyModel
 # Projection sharing, section 4, means over the layers of a trained QKV model of width 1,024.
 PUBLISHED = {("key", "value"): 0.73, ("query", "key"): 0.42, ("query", "value"): 0.31}
 PUBLISHED_RANKS, PUBLISHED_POSSIBLE = {"key": 687, "value": 702}, 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """One layer's numbers, by pair and by projection."""
-
-    cosine: dict[tuple[str, str], float | None]
-    cosine_by_chance: dict[tuple[str, str], float | None]
-    overlap: dict[tuple[str, str], float | None]
-    overlap_by_chance: dict[tuple[str, str], float | None]
-    by_values: dict[str, float]  # effective rank over the largest possible
-    by_squares: dict[str, float]
-    by_values_by_chance: dict[str, float]
-    by_squares_by_chance: dict[str, float]
-    possible: dict[str, int]
+_Layer = dict[str, dict]  # by measure, then by pair or projection
 
 
 def check(model: LazyModel, request: Request) -> None:
@@ -50,7 +34,7 @@ def section(model: LazyModel, request: Request) -> Section:
     with few_threads(model.transformer.block.d_model):
         layers = [_measure(heads) for heads in heads_lib.layers(model)]
     names = mechanism_names(model.transformer.mechanisms)
-    drawn = any(x is not None for layer in layers for x in layer.cosine.values())
+    drawn = any(x is not None for layer in layers for x in layer["cosine"].values())
     return Section(
         name="projections",
         title="Similarity of query, key and value projections",
@@ -66,6 +50,7 @@ def section(model: LazyModel, request: Request) -> Section:
 
 
 def _measure(heads: Heads) -> _Layer:
+    """Returns cosines and overlaps by pair, effective ranks over the largest possible by name."""
     found = projections.of_heads(heads)
     products = projections.ProjectionProducts(found)
     possible = {name: products.possible_rank(name) for name in NAMES}
@@ -82,7 +67,7 @@ def _measure(heads: Heads) -> _Layer:
         (a, b): None if cosine[a, b] is None else (D * max(columns[a], columns[b])) ** -0.5
         for a, b in PAIRS
     }
-    return _Layer(
+    return dict(
         cosine=cosine,
         cosine_by_chance=chance,
         overlap={pair: products.overlap(*pair) for pair in PAIRS},
@@ -100,7 +85,7 @@ def _label(pair: tuple[str, str]) -> str:
 
 
 def _pick(layers: list[_Layer], kind: str, key) -> list[float | None]:
-    return [getattr(layer, kind)[key] for layer in layers]
+    return [layer[kind][key] for layer in layers]
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -202,8 +187,8 @@ def _layer_table(layers: list[_Layer]) -> Table:
     columns += [Column(f"{name}, rank by squares, %", ".1f") for name in NAMES]
     rows = []
     for index, layer in enumerate(layers):
-        row = [index, *layer.cosine.values(), *layer.overlap.values()]
-        for kind in (layer.by_values, layer.by_squares):
+        row = [index, *layer["cosine"].values(), *layer["overlap"].values()]
+        for kind in (layer["by_values"], layer["by_squares"]):
             row += [100 * kind[name] for name in NAMES]
         rows.append(row)
     return Table(
@@ -234,7 +219,7 @@ def _plain(layer: _Layer) -> dict:
 
     return {
         name: {named(key): value for key, value in numbers.items()}
-        for name, numbers in dataclasses.asdict(layer).items()
+        for name, numbers in layer.items()
     }
 
 
