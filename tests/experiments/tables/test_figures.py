@@ -5,16 +5,8 @@ import json
 import pytest
 
 from experiments.record import RESULTS
-from experiments.tables import cards, figures
+from experiments.tables import figures
 from kvjax.foundation import command_line
-
-
-@pytest.mark.parametrize("name, channels", dict(mha=256, gqa=128, mqa=64, lrkv=192, mla=64).items())
-def test_boxes_are_the_cache_entry(name, channels):
-    boxes = figures.boxes(name)
-    assert sum(width for *_, width in boxes) == channels
-    residuals = [width for color, _, width in boxes if color == cards.RESIDUAL]
-    assert residuals == ([16] * 8 if name == "lrkv" else [])
 
 
 def test_every_mechanism_and_seed_is_drawn():
@@ -60,21 +52,6 @@ def test_results_that_are_not_there(tmp_path, monkeypatch, capsys):
 def _row(name, cache_bytes, bpb, seeds=3):
     of = dict(mechanism=name, cache_bytes=cache_bytes, bpb=bpb, bpb_half_interval=0.01)
     return of | dict(seeds=list(range(seeds)), parameters=1_310_720)
-
-
-def test_all_mechanisms_are_points_with_numbers_best_first():
-    rows = [_row("mha", 2048, 1.9), _row("lrkv", 1600, 1.8), _row("gla_narrow", 1600, 1.85)]
-    figure = figures.small_caches(dict(rows=rows, tokens=2_097_152))
-    (axes,) = figure.axes
-    points = [line for line in axes.lines if line.get_marker() == "o"]
-    assert [point.get_ydata()[0] for point in points] == [1.8, 1.85, 1.9]
-    assert [text.get_text() for text in axes.texts] == ["1", "2", "3"]
-    colors = [cards.RESIDUAL, cards.LATENT, cards.FULL]
-    assert [point.get_color() for point in points] == colors
-    xs = [point.get_xdata()[0] for point in points]
-    assert xs[2] == 2048 and xs[0] < 1600 < xs[1]
-    said = [text.get_text() for text in figure.texts]
-    assert said.index("lrkv") < said.index("gla_narrow") < said.index("mha")
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.tables import paper_tables, tables_lrkv, tables_projection_sharing as sharing
+from experiments.tables import paper_tables, tables_lrkv
 from experiments.tables.paper_figure import Figure
 from kvjax import recipes
-from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.layers import rope
 
@@ -134,41 +133,6 @@ def test_every_table_is_tested_above(printed):
 )
 def test_agreement(paper, ours, agrees):
     assert Figure("x", "", paper, ours).agrees == agrees
-
-
-def test_parameters_at_300m_by_formula():
-    """Exact counts behind Table 5's two decimals; biases count."""
-    L, D, V = 20, 1024, 50_304
-    for variant, n in (("QKV", 4), ("Q-K=V", 3), ("Q=K-V", 3), ("Q=K=V", 2)):
-        attention = L * n * (D * D + D)
-        assert formulas.parameters(sharing.sharing(variant)) == dict(
-            embedding=(V + 2048) * D,
-            attention=attention,
-            mlp=L * (8 * D * D + 5 * D),
-            norm=(2 * L + 1) * 2 * D,
-            head=0,
-            total=(V + 2048) * D + attention + L * (8 * D * D + 5 * D) + (2 * L + 1) * 2 * D,
-        )
-
-
-def test_table_10_by_formula():
-    """Exact counts at 1.2B; 16-bit caches of 32,768 tokens in MiB."""
-    L, D = 22, 2048
-    rest = (50_304 + 2048) * D + L * (8 * D * D + 5 * D) + (2 * L + 1) * 2 * D
-    for variant, made, cached in (  # channels projected besides query and output, and cached
-        ("QKV", 4096, 4096),
-        ("Q-K=V", 2048, 2048),
-        ("GQA", 1024, 1024),
-        ("MQA", 128, 128),
-        ("Q-GQA", 512, 512),
-        ("Q-MQA", 64, 64),
-    ):
-        config = sharing.sharing(variant, large=True)
-        counts = formulas.parameters(config)
-        assert counts["attention"] == L * (2 * (D * D + D) + made * (D + 1))
-        assert counts["total"] == rest + counts["attention"]
-        size = formulas.cache_bytes_per_token(config, jnp.dtype(jnp.bfloat16))
-        assert size == 2 * L * cached
 
 
 @pytest.mark.parametrize("name", ["lrkv", "gqa", "mla_paper"])
