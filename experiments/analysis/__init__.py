@@ -1,1 +1,1 @@
-"""What studies of trained attention share: numbers of a run, several seeds, Whisper's layers."""
+"""Code of the studies of trained attention: numbers of a run, seeds, Whisper's layers."""

@@ -42,10 +42,10 @@ HEADER = dict(rows="whole rows", cache="our cache", their_cache="their cache")
 
 
 def attention(comparison: Comparison, weights: Mapping[str, np.ndarray], width: int) -> Attention:
-    """kvjax's module with the authors' weights, float64.
+    """Returns kvjax's module with the authors' weights, float64.
 
     Raises:
-      ValueError: a weight is missing, has another shape, or has no place.
+      ValueError: names or shapes differ from kvjax's.
     """
     module = nnx.eval_shape(lambda: Attention(comparison.config, width, rngs=nnx.Rngs(0)))
     given = comparison.copy(dict(weights), comparison.config)
@@ -66,7 +66,7 @@ def attention(comparison: Comparison, weights: Mapping[str, np.ndarray], width: 
 
 
 def outputs(comparison: Comparison, module: Attention, x_BTD: np.ndarray) -> tuple[np.ndarray, ...]:
-    """[B, T, D] of whole rows, and the same from the cache."""
+    """Returns outputs [B, T, D] of whole rows, and the same from the cache."""
     graph, weights = nnx.split(module)
     config, base, window = comparison.config, comparison.rope, comparison.window
     B, T, _ = x_BTD.shape
@@ -98,10 +98,10 @@ def difference(ours_BTD: np.ndarray, theirs_BTD: np.ndarray) -> float:
 
 
 def compare(comparison: Comparison, found: Mapping[str, np.ndarray]) -> dict:
-    """Differences of whole rows and of both caches from the authors' whole rows.
+    """Returns differences of whole rows and of both caches from the authors' whole rows.
 
     Args:
-      found: what `theirs.outputs` makes.
+      found: arrays of `theirs.outputs`.
     """
     start = "weights/"
     weights = {n.removeprefix(start): w for n, w in found.items() if n.startswith(start)}
@@ -118,7 +118,7 @@ def compare(comparison: Comparison, found: Mapping[str, np.ndarray]) -> dict:
 
 
 def _theirs(python: str, cases: Sequence[dict], out: pathlib.Path) -> dict:
-    """Runs the cases of one repository in a process of its own; what it says about itself."""
+    """Runs the cases of one repository in a child process; returns its versions and errors."""
     ran = subprocess.run(
         [python, "-c", _CHILD, out],
         input=json.dumps(cases),
@@ -140,7 +140,7 @@ def measure(
 ) -> tuple[list[dict], dict[str, dict]]:
     """Returns a row for each comparison, and each repository's name, versions and replacements.
 
-    Where their code raises, the text stands in the place of the difference.
+    If their code raises, the error text replaces the difference.
     """
     results, about = [], {}
     with progress.waiting("comparing") as doing, tempfile.TemporaryDirectory() as parent:

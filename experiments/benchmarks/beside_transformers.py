@@ -73,7 +73,7 @@ class Transformers:
 
 
 def _ours(generator: Generator, prompt: Sequence[int], num_tokens: int) -> dict:
-    """See `Transformers.generate`."""
+    """Generates with kvjax; see `Transformers.generate`."""
     generation = generator.start(
         [list(prompt)], num_tokens=num_tokens, sampling=Sampling(temperature=0.0)
     )

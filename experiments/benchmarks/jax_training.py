@@ -1,4 +1,4 @@
-"""Training steps of a config, timed; `train_benchmark` runs this."""
+"""Times training steps of a config, in a child process of `train_benchmark`."""
 
 import pathlib
 import time
@@ -19,7 +19,7 @@ WARMUP = 3
 
 
 def load(path: str, overrides: list[str]) -> config_lib.Experiment:
-    """The experiment of a config file with some of its keys changed.
+    """Returns the experiment of a config file with overridden keys.
 
     Args:
       overrides: "train.batch_size=32".
@@ -32,7 +32,7 @@ def load(path: str, overrides: list[str]) -> config_lib.Experiment:
 
 
 def training_speed(path: str, overrides: list[str], steps: int) -> dict:
-    """Seconds of whole training steps (optimizer included), on one batch of random tokens.
+    """Measures seconds of whole training steps, on one batch of random tokens.
 
     Returns:
       JSON-able: seconds (of `steps` steps), first_step_seconds (compilation included), loss (of the

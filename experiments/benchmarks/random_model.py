@@ -1,4 +1,4 @@
-"""Models of random weights in any shape, for measurements that depend on sizes alone."""
+"""Models of random weights, for measurements that depend on sizes alone."""
 
 import functools
 import zlib
@@ -20,7 +20,7 @@ class RandomModel:
     """A model of normal weights in bfloat16, drawn when read; see `kvjax.convert.model.Model`.
 
     Args:
-      context: the row length that it claims to be trained with.
+      context: nominal row length of its training.
     """
 
     chat_template, token_files = None, {}
@@ -45,7 +45,7 @@ class RandomModel:
 
 
 def tokenizer_json(tokens: int) -> str:
-    """Returns a byte tokenizer as JSON, padded with tokens that no text has."""
+    """Returns a byte tokenizer as JSON, padded with tokens that occur in no text."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.byte_tokenizer().to_json())
     backend.add_tokens([f"<{i}>" for i in range(backend.get_vocab_size(), tokens)])
     return backend.to_str()

@@ -116,7 +116,7 @@ def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> 
 
 
 def is_plain(experiment: Experiment) -> bool:
-    """True for the recipe's model and optimizer with MHA, as torch_training.py implements them."""
+    """Returns True for the recipe's MHA model and optimizer, which torch_training.py implements."""
     c, first = experiment.model.block, experiment.model.mechanisms[0]
     sizes = ("num_layers", "d_model", "mlp_dim", "max_positions")
     block = BlockConfig(**{key: getattr(c, key) for key in sizes})

@@ -13,7 +13,7 @@ import transformers
 
 
 class _Clock:
-    """A streamer that looks at the clock when a token is there."""
+    """A streamer that records the time of each token."""
 
     def __init__(self):
         self.start, self.seconds = time.perf_counter(), []
@@ -26,7 +26,7 @@ class _Clock:
 
 
 def generate(model, prompt: list[int], num_tokens: int) -> dict:
-    """One sequence, never stopped early."""
+    """Generates `num_tokens` tokens of one sequence, without a stop token."""
     ids_BT, clock = torch.tensor([prompt]), _Clock()
     found_BT = model.generate(
         ids_BT,
@@ -45,12 +45,12 @@ def generate(model, prompt: list[int], num_tokens: int) -> dict:
 
 
 def main(folder: str) -> None:
-    """Prints what it is as a line of JSON; then a line for each {"prompt", "num_tokens"} on stdin.
+    """Prints versions as a line of JSON, then a line for each {"prompt", "num_tokens"} on stdin.
 
-    That is {"tokens", "first", "decode_tokens_per_second"}; the first token's is in seconds.
+    A line is {"tokens", "first", "decode_tokens_per_second"}, with `first` in seconds.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr
     transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     versions = dict(torch=torch.__version__, transformers=transformers.__version__)

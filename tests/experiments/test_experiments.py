@@ -1,4 +1,4 @@
-"""The experiments' commands: what is wrong is one line before anything is measured."""
+"""The experiments' commands: refusals before any measurement, tables, JSON."""
 
 import importlib
 import json
@@ -68,7 +68,7 @@ def nothing_is_done(monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """A function of a command's name and options: status, standard output, standard error."""
+    """Returns a function from a command's name and options to status, stdout and stderr."""
 
     def run(name, *options):
         main = importlib.import_module(commands.module(name)).main
@@ -79,7 +79,7 @@ def run(capsys):
 
 
 def refused(run, name, *options):
-    """The one line that says what must change."""
+    """Returns the one line of a refusal."""
     status, out, err = run(name, *options)
     assert status == 2 and not out
     assert err.startswith("kvjax: ") and err.count("\n") == 1, err
@@ -138,12 +138,12 @@ def test_a_folder_that_cannot_be_written_is_told_first(run, name, tmp_path, monk
 
 
 def _not_here():
-    """Instead of layers: a machine that lacks them."""
+    """Raises as on a machine without these layers."""
     raise sandbox_cost.sandbox.SandboxError("wasmtime is not installed: " + "pip install it " * 9)
 
 
 def _pretend(command):
-    """Instead of running a command: a page of 3 bytes in its folder, and figures."""
+    """Stands in for `command_memory.run`: a page of 3 bytes, and figures."""
     (out,) = (pathlib.Path(x.partition("=")[2]) for x in command if x.startswith("--out="))
     out.mkdir()
     (out / command_memory.HTML).write_text("abc")
@@ -151,7 +151,7 @@ def _pretend(command):
 
 
 def _trained():
-    """Instead of `trained`: any folder is a workdir."""
+    """Stands in for `trained`: any folder is a workdir."""
     return types.SimpleNamespace(find=lambda workdir: types.SimpleNamespace(workdir=pathlib.Path()))
 
 
@@ -166,7 +166,7 @@ def test_a_python_that_is_no_program(run, monkeypatch):
 
 @pytest.fixture
 def printed(run, monkeypatch, tmp_path):
-    """What a command prints whose measurements are made up: a function of its name and options."""
+    """Returns a function that runs a command with made-up measurements."""
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     times = dict(range=(0.001, 0.003), expanding_first=0.1)
 
@@ -413,7 +413,7 @@ def test_a_trained_run(run, trained_run, capsys):
 
 @pytest.mark.slow
 def test_the_tokenizer_of_a_model_to_convert():
-    """A conversion refuses one that is too small for the embedding."""
+    """Has as many tokens as the embedding, which a conversion requires."""
     text = random_model.tokenizer_json(32_000)
     published.check_vocabulary("source", text, 32_000)
     assert tokenizer.from_json(text, "source").vocab_size == 32_000

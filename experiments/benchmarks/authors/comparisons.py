@@ -1,6 +1,6 @@
 """Comparisons: modules of the authors, their sizes, and kvjax's mechanism of the same weights.
 
-Sizes differ from each other where the code allows it, so that one taken for another shows.
+Sizes are distinct where the code allows it, so that two swapped axes fail.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ HALF = dict(rope=Partial(ROPE, 0.5))
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A class of the authors' and the kvjax config it is equal to."""
+    """A class of the authors, and the equivalent kvjax config."""
 
     peer: str  # see `clones.PEERS`
     title: str
@@ -39,12 +39,12 @@ class Comparison:
     copy: Callable[[dict, MechanismConfig], dict]  # of the authors' weights, see `copying`
     name: str = "CausalSelfAttention"  # of the class
     call: str = "module"  # how theirs.py calls it
-    extra: dict = dataclasses.field(default_factory=dict)  # what else that needs
+    extra: dict = dataclasses.field(default_factory=dict)  # further keys of the case
     fixed: dict = dataclasses.field(default_factory=dict)  # see `theirs.randomise`
     rope: Base | None = ROPE
     window: int = 0
     outcome: str = "equal"  # as `authors_code.outcome` says it
-    why: str = ""  # it is another outcome
+    why: str = ""  # reason for another outcome
 
     def case(self, number: int, folder: str) -> dict:
         """Returns the JSON object that theirs.py takes for a case."""
@@ -99,7 +99,7 @@ def _latent(count: int, **options):
 
 
 def _mlra() -> list[Comparison]:
-    """MLRA, and its authors' versions of others' mechanisms."""
+    """Returns MLRA, and its authors' versions of others' mechanisms."""
     heads, two = dict(n_embd=D, n_head=N, head_dim=H), dict(group_size=N // 2)
     gated = functools.partial(copying.grouped, gate="c_gated")
     factors = functools.partial(copying.tpa, order=copying.as_ours)
@@ -146,12 +146,12 @@ def _mlra() -> list[Comparison]:
 
 
 def _tpa_authors() -> list[Comparison]:
-    """TPA, and its authors' versions of others' mechanisms."""
+    """Returns TPA, and its authors' versions of others' mechanisms."""
     heads, two, half = dict(n_embd=D, n_head=N, head_dim=H), dict(group_size=N // 2), H // 2
     factors, part = heads | dict(rank=2, q_rank=3), dict(rope_partial_factor=0.5)
-    turned = functools.partial(copying.first_backwards, rotated=half)
-    of_half = functools.partial(copying.grouped, order=turned)
-    tpa_half = functools.partial(copying.tpa, order=turned)
+    order = functools.partial(copying.first_backwards, rotated=half)
+    of_half = functools.partial(copying.grouped, order=order)
+    tpa_half = functools.partial(copying.tpa, order=order)
     grouped = functools.partial(copying.grouped, order=copying.backwards)
     latent = dict(q_lora_rank=CQ, kv_lora_rank=C, qk_rope_head_dim=P, v_head_dim=H + 2)
     inference = dict(n_heads=N, n_kv_heads=None, dim=D, head_dim=H, q_rank=3, rank=2)
@@ -191,7 +191,7 @@ def _tpa_authors() -> list[Comparison]:
 
 
 def _gla_authors() -> list[Comparison]:
-    """GLA and GTA, with and without the biases of their projections."""
+    """Returns GLA and GTA, with and without the biases of their projections."""
     sizes = dict(attention_dropout=0.0, hidden_size=D, num_attention_heads=N, head_dim=H)
     sizes |= dict(max_position_embeddings=64, rope_theta=ROPE, rope_scaling=None)
     sizes |= dict(rms_norm_eps=1e-6, attention_bias=False, num_key_value_heads=2)
@@ -260,7 +260,7 @@ def _projection_sharing() -> list[Comparison]:
 
 
 def _nanochat() -> list[Comparison]:
-    """MHA, GQA and MQA with normed queries and keys; PyTorch's epsilon is the dtype's."""
+    """Returns MHA, GQA and MQA with QK-norm; PyTorch's epsilon is the dtype's."""
     normed = dict(qk_norm="rms", norm_epsilon=float(np.finfo(np.float64).eps))
     copy = functools.partial(copying.grouped, order=copying.backwards)
     found = []
@@ -272,7 +272,7 @@ def _nanochat() -> list[Comparison]:
 
 
 def _deepseek() -> list[Comparison]:
-    """DeepSeek's, as transformers has them."""
+    """Returns DeepSeek's attention modules of transformers."""
     module = "transformers.models.deepseek_v{0}.modeling_deepseek_v{0}"
     sizes = dict(hidden_size=D, num_attention_heads=N, num_key_value_heads=N, kv_lora_rank=C)
     sizes |= dict(qk_rope_head_dim=P, qk_nope_head_dim=H, v_head_dim=H + 2)

@@ -38,13 +38,13 @@ def first_backwards(channels: int, rotated: int) -> np.ndarray:
 
 
 def _heads(weights: Weights, name: str, heads: int) -> np.ndarray:
-    """[in, heads, channels], or [heads, channels] of a bias."""
+    """Returns a weight as [in, heads, channels], or a bias as [heads, channels]."""
     matrix = weights[name].T
     return matrix.reshape(*matrix.shape[:-1], heads, -1)
 
 
 def _output(weights: Weights, name: str, heads: int) -> dict[str, np.ndarray]:
-    """[heads, channels, D], and a bias where there is one."""
+    """Returns the output weight [heads, channels, D], and the bias if there is one."""
     matrix = weights[f"{name}.weight"].T
     found = {"out": matrix.reshape(heads, -1, matrix.shape[-1])}
     return found | ({"out_bias": weights[f"{name}.bias"]} if f"{name}.bias" in weights else {})
@@ -65,14 +65,14 @@ def grouped(
     """
     query, key, value, output = names.split()
     found = _output(weights, output, config.num_heads)
-    turned = order(config.key_dim)
+    permutation = order(config.key_dim)
     for ours, name, heads in (
         ("query", query, config.num_heads),
         ("base_key", key, config.num_bases),
         ("base_value", value, config.num_bases),
     ):
         if name != "-":
-            kept = slice(None) if ours == "base_value" else turned
+            kept = slice(None) if ours == "base_value" else permutation
             for suffix, kind in (("", "weight"), ("_bias", "bias")):
                 if f"{name}.{kind}" in weights:
                     found[ours + suffix] = _heads(weights, f"{name}.{kind}", heads)[..., kept]
@@ -115,7 +115,7 @@ def latent(
       scale: what outputs are multiplied by beyond kvjax's.
     """
     N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
-    turned = order(P)
+    permutation = order(P)
     found = {}
     if config.query_rank:
         found["query_down"] = weights["q_a_proj.weight"].T
@@ -123,10 +123,10 @@ def latent(
     else:
         query = weights["q_proj.weight"]
     query = query.T.reshape(-1, N, H + P)
-    found |= {"query": query[..., :H], "rope_query": query[..., H:][..., turned]}
+    found |= {"query": query[..., :H], "rope_query": query[..., H:][..., permutation]}
     down, rope_key = np.split(weights["kv_a_proj_with_mqa.weight"].T, [-P], axis=1)
     latents = config.entry()["latent"].shape
-    found |= {"down": down.reshape(-1, *latents), "rope_key": rope_key[:, turned]}
+    found |= {"down": down.reshape(-1, *latents), "rope_key": rope_key[:, permutation]}
     up = np.stack([weights[gain][:, None] * matrix for gain, matrix in ups])
     up = up.reshape(*latents, -1, H + config.value_dim)
     found |= {"up_key": up[..., :H], "up_value": up[..., H:]}
@@ -158,7 +158,7 @@ def tpa(
     output: str = "c_proj",
 ) -> dict[str, np.ndarray]:
     """Converts the weights of TPA."""
-    N, turned = config.num_heads, order(config.key_dim)
+    N, permutation = config.num_heads, order(config.key_dim)
     found = _output(weights, output, N)
 
     def of(name: str, heads: int) -> np.ndarray:
@@ -166,27 +166,27 @@ def tpa(
 
     if config.query_factors:
         found["query_head"] = of("W_A_q", N)
-        found["query_factor"] = of("W_B_q", config.query_factors)[..., turned]
+        found["query_factor"] = of("W_B_q", config.query_factors)[..., permutation]
     else:
-        found["query"] = of("c_q", N)[..., turned]
+        found["query"] = of("c_q", N)[..., permutation]
     found |= {"key_head": of("W_A_k", N), "value_head": of("W_A_v", N)}
-    found["key_factor"] = of("W_B_k", config.key_rank)[..., turned]
+    found["key_factor"] = of("W_B_k", config.key_rank)[..., permutation]
     return found | {"value_factor": of("W_B_v", config.value_rank)}
 
 
 def deepseek_v4(weights: Weights, config: SharedKVConfig, *, groups: int) -> dict[str, np.ndarray]:
     """Converts DeepSeek-V4's attention without compression; its two output matrices become one."""
     N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
-    turned = np.concatenate([np.arange(H - P), H - P + interleaved(P)])
+    permutation = np.concatenate([np.arange(H - P), H - P + interleaved(P)])
     first = weights["o_a_proj.weight"]  # [groups * R, N * H / groups]
     second = np.split(weights["o_b_proj.weight"], groups, axis=1)
     whole = [a.T @ b.T for a, b in zip(np.split(first, groups), second, strict=True)]
     found = {
         "query_down": weights["q_a_proj.weight"].T,
         "query_latent_norm.gain": weights["q_a_norm.weight"],
-        "query": _heads(weights, "q_b_proj.weight", N)[..., turned],
+        "query": _heads(weights, "q_b_proj.weight", N)[..., permutation],
         "query_norm.gain": np.ones(H),
-        "latent": weights["kv_proj.weight"].T[:, None, turned],
-        "latent_norm.gain": weights["kv_norm.weight"][None, turned],
+        "latent": weights["kv_proj.weight"].T[:, None, permutation],
+        "latent_norm.gain": weights["kv_norm.weight"][None, permutation],
     }
-    return found | {"out": np.concatenate(whole).reshape(N, H, -1)[:, turned]}
+    return found | {"out": np.concatenate(whole).reshape(N, H, -1)[:, permutation]}

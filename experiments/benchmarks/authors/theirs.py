@@ -23,11 +23,11 @@ _REPLACED += ("clearml", "datasets", "rustbpe", "tiktoken")
 
 
 def flash_attention(q, k, v, causal=True, qv=None, **_):
-    """FlashAttention 3's definition: [B, T, N, Hv]; new queries are the last of the keys.
+    """Computes FlashAttention 3's output [B, T, N, Hv]; queries are of the last positions.
 
     Args:
-      qv: queries that meet the values, whose products are added to those with keys. The default
-        scale counts their channels too (hopper/flash_attn_interface.py).
+      qv: queries whose products with values are added to the logits. The default scale counts
+        their channels, too (hopper/flash_attn_interface.py).
     """
     assert causal
     channels = q.shape[-1] + (0 if qv is None else qv.shape[-1])
@@ -46,7 +46,7 @@ def _flash_attention_with_cache(q, k_cache, v_cache, qv, **_):
 
 
 def _frequencies(config, device=None, **_):
-    """transformers' RoPE of type "default"."""
+    """Returns frequencies of transformers' RoPE of type "default"."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     return config.rope_theta**-exponents, 1.0
 
@@ -70,7 +70,7 @@ _GIVEN = {
 
 
 def widen() -> None:
-    """Makes every floating dtype that code names float64, and moves to a GPU do nothing."""
+    """Redefines every floating dtype as float64, and moves to a GPU as no-ops."""
     torch.set_default_dtype(torch.float64)
     for name in ("float32", "float", "float16", "half", "bfloat16"):
         setattr(torch, name, torch.float64)
@@ -102,8 +102,8 @@ def randomise(module: torch.nn.Module, fixed: dict[str, float], seed: int) -> di
     return weights
 
 
-# Each makes a module, a function of new tokens, the place of the first and a cache (None: of whole
-# rows), and a function that makes a cache (None: they have none).
+# Each returns a module, a function of new tokens, the first position and a cache (None: all rows),
+# and a function that makes a cache (None if the module has none).
 
 
 def _module(code, case, x):
@@ -125,7 +125,7 @@ def _generator(code, case, x):
 
 
 def _llama(code, case, x):
-    """Makes a module for transformers' Llama; RoPE's config has its own head size, as there."""
+    """Returns a module for transformers' Llama; RoPE's config has its own head size, as there."""
     config = types.SimpleNamespace(**case["sizes"])
     module = getattr(code, case["name"])(config, layer_idx=0)
     of_rope = types.SimpleNamespace(**case["sizes"] | {"head_dim": case["rope_dim"]})
@@ -243,7 +243,7 @@ def outputs(case: dict, code: types.ModuleType) -> dict[str, np.ndarray]:
 
 
 def said(error: Exception) -> str:
-    """Type and first line of an exception."""
+    """Returns the type and first line of an exception."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

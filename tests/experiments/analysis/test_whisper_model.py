@@ -1,4 +1,4 @@
-"""Whisper's decoder read by the analysis, layer by layer: what its own forward pass makes."""
+"""Whisper's decoder read layer by layer, against its own forward pass."""
 
 import numpy as np
 import pytest

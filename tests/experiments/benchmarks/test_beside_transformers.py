@@ -1,4 +1,4 @@
-"""Two programs that generate in turns, and whether they say the same."""
+"""Generation in turns, and the agreement of texts."""
 
 from experiments.benchmarks import beside_transformers as beside
 

@@ -1,4 +1,4 @@
-"""A whole decode step, timed: what it reads, what it computes, how long chains are."""
+"""A timed decode step: bytes read, tokens, chains."""
 
 import dataclasses
 import math

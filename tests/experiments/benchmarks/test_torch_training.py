@@ -1,4 +1,4 @@
-"""The PyTorch model that the training benchmark times is ours: the same logits, the same steps.
+"""The benchmark's PyTorch model against kvjax: equal logits, equal training steps.
 
 Skipped where PyTorch is not installed, which nothing else needs. To run them:
 
@@ -136,7 +136,7 @@ def test_same_training_steps(run, randomise, parts):
 
 
 def test_muon_is_pytorchs(run):
-    """Both are in bfloat16 and of constant momentum, as `torch.optim.Muon` always is."""
+    """Compares in bfloat16 with constant momentum, as `torch.optim.Muon` has."""
     recipe = run.arguments["recipe"] | dict(momentum_start=0.9, momentum_end=0.9)
     recipe = torch_training.Recipe(**recipe)
     generator = torch.Generator().manual_seed(0)
@@ -163,7 +163,7 @@ def test_muon_is_pytorchs(run):
 
 @pytest.mark.slow
 def test_compiled_in_its_own_process(run):
-    """`torch.compile` of everything, and that the process has no use for JAX."""
+    """Compiles with `torch.compile`; the process does not import JAX."""
     result = contender.run("experiments.benchmarks.torch_training", run.arguments | dict(steps=3))
     assert len(result["seconds"]) == 3 and min(result["seconds"]) > 0
     assert result["parameters"] == run.arguments["parameters"]

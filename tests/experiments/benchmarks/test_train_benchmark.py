@@ -1,4 +1,4 @@
-"""The training benchmark: what is run, what its figures say, and that a failure does not end it."""
+"""The training benchmark: its runs, figures and failures."""
 
 import json
 import os
@@ -189,7 +189,7 @@ def test_rows_of_other_devices_are_failures(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_one_failure_leaves_the_others_and_nothing_of_data_is_imported(tmp_path):
-    """The whole command, as on a machine that has JAX, Flax and Optax and little else."""
+    """Runs the command with JAX, Flax and Optax alone."""
     absent = "grain tensorflow_datasets array_record tensorboardX tokenizers pyarrow matplotlib"
     for name in absent.split():
         (tmp_path / f"{name}.py").write_text("raise ImportError('not on this machine')")

@@ -6,7 +6,6 @@ import pytest
 
 from experiments.tables import provenance_table
 from kvjax.foundation import provenance
-from kvjax.foundation.errors import UserError
 
 
 @pytest.fixture
@@ -49,13 +48,3 @@ def test_a_rewritten_commit_is_found_by_its_code(git, tmp_path):
     assert kind(changed, commits, codes) == "changed"
     assert kind(changed | dict(commit=made_by["commit"]), commits, codes) == "gone"
     assert kind(dict(commit="of each row"), commits, codes) == "several"
-
-
-def test_results_are_not_saved_from_changes(git, tmp_path):
-    results = tmp_path / "experiments" / "results"
-    (results / "new.json").write_text("{}")  # another result changes no code
-    provenance.check_commit("--save", results)
-    (tmp_path / "experiments" / "b.py").touch()
-    provenance.check_commit("--save", tmp_path.parent)
-    with pytest.raises(UserError, match=r"--save: .* has uncommitted changes .*experiments/b\.py"):
-        provenance.check_commit("--save", results)
