@@ -131,7 +131,7 @@ def test_mid_training_has_the_mechanisms_of_table_3():
 
 
 @pytest.mark.parametrize("name", MID_TRAINING)
-def test_mid_training_goes_on_with_the_model_of_its_parent(name):
+def test_mid_training_has_the_model_of_its_parent(name):
     """At the parent's rates and without clipping; only a tiny vocabulary has to grow."""
     run, parent = _resolve(name), _resolve(name.removeprefix(MID))
     assert run.train.parent == f"runs/{parent.name}" != f"runs/{run.name}"
@@ -194,7 +194,7 @@ def test_published_counts(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_authors_models_learn_by_their_own_recipe(name):
-    """One rate and one weight decay for all weights, whatever their width; no QK-norm."""
+    """One rate and one weight decay for all weights of any width; no QK-norm."""
     run = _resolve(name)
     rates = {"300m": 2e-4, "1p2b": 6e-5, "125m": 3e-4}
     rate, c = rates[name.rpartition("_")[2]], run.optimizer

@@ -114,7 +114,7 @@ def processes(who: list[int]) -> str:
 
 
 def folder_leaders(name: str, folder: epath.Path) -> list[int]:
-    """Returns for each process the lowest index of those that see the same folder.
+    """Returns for each process the lowest index of the processes with the same folder.
 
     Each process writes a file and looks for the others' files.
 

@@ -1,4 +1,4 @@
-"""Ends a job as one: whatever ends a process ends all, with one message and status."""
+"""Ends a job as one: an error in one process ends all, with one message and status."""
 
 from collections.abc import Callable
 import contextlib
@@ -69,7 +69,7 @@ def lost(who: str) -> str:
 
 @contextlib.contextmanager
 def end_together():
-    """Makes whatever ends the block end the whole job, with one message.
+    """Ends the whole job, with one message, when the block ends with an exception.
 
     Only a kill or a crash of the interpreter is left to C++ heartbeats. Does nothing in a job of
     one process.

@@ -28,7 +28,7 @@ TIMING = "timing.jsonl"
 
 
 class MetricsWriter:
-    """Appends the records of a run, after dropping those of steps beyond `resume_step`.
+    """Appends the records of a run, after dropping records beyond `resume_step`.
 
     Files are written locally; for a workdir in a bucket `flush` copies them there, and a failed
     copy is a warning, since the next flush repeats it. A file with damaged lines is set aside, and

@@ -14,7 +14,7 @@ class Store:
 
     Attributes:
       values: by key.
-      asked: keys that somebody waited for.
+      asked: keys that a process waited for.
     """
 
     def __init__(self, values=()):
@@ -38,7 +38,7 @@ class Store:
             return sorted((k, v) for k, v in self.values.items() if k.startswith(folder))
 
     def blocking_key_value_get(self, key, milliseconds):
-        """Whoever waits for a key first is told to wait once more; the test, if nobody sets it."""
+        """Times out once for each key, and fails the test for a key that is never set."""
         del milliseconds
         with self._changed:
             if key not in self.asked:

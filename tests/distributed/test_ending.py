@@ -155,7 +155,7 @@ def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog)
         _until(lambda: beats() >= 2)
         reading, job.store.key_value_dir_get = job.store.key_value_dir_get, None
         then = beats()
-        _until(lambda: beats() > then + 2)  # it goes on where nobody answers
+        _until(lambda: beats() > then + 2)  # continues if the store does not answer
         job.store.key_value_dir_get = reading
         saver = threading.Thread(target=fail, name="saver")
         saver.start()
@@ -177,7 +177,7 @@ def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog)
     assert "Traceback" not in caplog.text
 
 
-def test_a_process_ends_when_another_says_that_it_has(job, capsys):
+def test_a_process_ends_when_another_has_ended(job, capsys):
     job.start(values={"kvjax/ended/0": "2 ", "kvjax/ended/2": "3 the key is wrong"})
     with pytest.raises(SystemExit), ending.end_together():
         assert job.left.wait(10)
@@ -209,7 +209,7 @@ def test_process_0_stays_while_others_show_signs_of_life(job):
 
 @pytest.mark.parametrize("when", ["it tells the others", "it has told its user"])
 def test_a_coordinator_that_is_gone_first_changes_no_status_and_no_message(when):
-    """The service aborts whoever is still connected when process 0 ends."""
+    """The service aborts processes that are still connected when process 0 ends."""
     said = "value != '2 '" if "others" in when else "value == '2 '"
     code = (
         "import os\nfrom kvjax.distributed import agreement, ending\n"

@@ -22,7 +22,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("cases", ["first", pytest.param("others", marks=pytest.mark.slow)])
-def test_bad_values_are_told_in_one_line(cases):
+def test_bad_values_give_one_line(cases):
     for name, value, said in BAD[:1] if cases == "first" else BAD[1:]:
         _check(name, value, said)
 

@@ -35,7 +35,7 @@ def test_another_unit_is_that_of_the_interval_too():
 
 def test_differences_are_taken_seed_by_seed():
     found = difference({0: 1.0, 1: 5.0, 2: 9.0}, {2: 8.0, 0: 0.0, 7: 3.0})
-    assert found == Estimate(1.0, 0.0)  # seeds 0 and 2: 1 and 1, whatever the seeds' own spread
+    assert found == Estimate(1.0, 0.0)  # seeds 0 and 2 both differ by 1
     assert difference({0: 1.0}, {1: 1.0}) is None
 
 

@@ -1,4 +1,4 @@
-"""The loop, in this process: it learns, resumes, accumulates, and refuses with one message."""
+"""Runs in this process learn, resume to the bit, and refuse other data."""
 
 import shutil
 
@@ -19,7 +19,7 @@ from tests.runs import records
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def test_a_run_leaves_what_it_promises(whole):
+def test_files_of_a_run(whole):
     losses = [r["loss"] for r in records(whole.workdir) if "loss" in r]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 1
@@ -43,7 +43,7 @@ def _then_replace_records(evaluate):
     return evaluate_and_replace
 
 
-def test_stopping_and_going_on_changes_nothing(whole, tmp_path, monkeypatch):
+def test_stopping_and_resuming_changes_nothing(whole, tmp_path, monkeypatch):
     config = whole.config.copy_and_resolve_references()
     config.train.sample_tokens = 0
     with monkeypatch.context() as patch, pytest.raises(UserError, match="jsonl was moved") as told:
@@ -63,7 +63,7 @@ def test_stopping_and_going_on_changes_nothing(whole, tmp_path, monkeypatch):
     assert (tmp_path / metrics.METRICS).read_bytes() == expected
 
 
-def test_bits_per_byte_is_what_its_definition_says(whole):
+def test_bits_per_byte_follow_their_definition(whole):
     """Sum of nats over targets with bytes / (ln 2 x bytes), from logits of a restored model."""
     import jax.numpy as jnp
 
@@ -122,7 +122,7 @@ def test_data_errors_come_before_training(source, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_another_mesh(source, tmp_path, monkeypatch):
+def test_a_run_resumes_on_another_mesh(source, tmp_path, monkeypatch):
     """Ten steps on four devices, ten on two, and on a mesh that splits rows: as twenty on four."""
     monkeypatch.undo()
     real = jax.devices()

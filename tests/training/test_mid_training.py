@@ -1,4 +1,4 @@
-"""A trained model goes on training on conversations: its vocabulary grows, its workdir stays."""
+"""Mid-training on conversations: the vocabulary grows, and the parent stays as it is."""
 
 import dataclasses
 import hashlib
@@ -38,7 +38,7 @@ MADE_UP = dict(conversations="embedded#0:450", validation_conversations="embedde
 
 
 def _mid(source, parent, *, mixture=MADE_UP, **train):
-    """The config of a run on conversations that goes on from a small one."""
+    """Returns the config of a run on conversations with a parent."""
     keys = dict(num_steps=6, eval_every=6, checkpoint_every=3, eval_rows=8)
     config = runs.small_config(*source, **keys | train).unlock()
     config.train.parent = str(parent)
@@ -55,7 +55,7 @@ def _files(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["all", "assistant"])
-def test_a_parent_goes_on_and_stays_as_it_was(source, whole, tmp_path, loss):
+def test_a_run_resumes_without_its_parent_which_is_unchanged(source, whole, tmp_path, loss):
     """A run resumed without its parent ends with the same bits, and records its parent."""
     parent = tmp_path / "parent"
     shutil.copytree(whole.workdir, parent)

@@ -326,15 +326,8 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
     ready = [("wait", "finished", ("leader", True)), ("prepare", data, ("hours", 2.5), shown)]
     assert found(parts=5) == [
         *(("look", data, shown), ("check", corpus, 9, 2.5, shown), ("begin", corpus, shown)),
-        *(
-            ("announce", "begun"),
-            own,
-            ("announce", "made"),
-            ("wait", "made"),
-            rest,
-            ("finish",),
-            finished,
-        ),
+        *(("announce", "begun"), own, ("announce", "made")),
+        *(("wait", "made"), rest, ("finish",), finished),
         *ready,
     ]
     said = [("announce", "begun"), ("announce", "made"), ("wait", "made"), finished]
@@ -345,14 +338,8 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
     begun = [("wait", "begun", ("leader", True)), ("look", data, hidden)]
     ready[1] = ("prepare", data, ("hours", 2.5), hidden)
     assert found(parts=5) == [
-        *(
-            *begun,
-            ("begin", corpus, hidden),
-            ("announce", "begun"),
-            own,
-            ("announce", "made"),
-            *ready,
-        ),
+        *(*begun, ("begin", corpus, hidden), ("announce", "begun")),
+        *(own, ("announce", "made"), *ready),
     ]
     assert found(parts=0) == [*begun, ("announce", "begun"), ("announce", "made"), *ready]
     # Rows that exist, and a single process, need no team.

@@ -23,7 +23,7 @@ VOCABULARY, BEGINS, RATE = 11, 3, 0.1
 
 
 class _Model(nnx.Module):
-    """A model of two parameters, of which only `seen` is trainable."""
+    """A model of two parameters; only `seen` is trainable."""
 
     def __init__(self, scale):
         self.seen = nnx.Param(jnp.linspace(0.5, 1.5, VOCABULARY) * scale)

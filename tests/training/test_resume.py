@@ -102,7 +102,7 @@ def unfinished(workdir: pathlib.Path) -> set[tuple[str, int]]:
 
 @pytest.mark.slow
 def test_sigkill_at_random_moments(config, whole, tmp_path):
-    """Several SIGKILLs, of which some while a checkpoint is being written."""
+    """Some of the SIGKILLs come while a checkpoint is being written."""
     flags = (WHOLE[0], "--config.train.checkpoint_every=25")
     broken = tmp_path / "broken"
     rng = random.Random(0)
@@ -154,7 +154,7 @@ def test_a_signal_saves_and_ends_with_its_status(config, whole, tmp_path, number
 
 
 def run_with_file_limit(config, workdir, limit: int, until: str) -> tuple[int, str]:
-    """A run in which no file may grow beyond `limit` from its first checkpoint until it says so.
+    """Runs with a limit on file sizes from the first checkpoint until the output contains `until`.
 
     Returns:
       Its exit status and output.
@@ -176,7 +176,7 @@ def run_with_file_limit(config, workdir, limit: int, until: str) -> tuple[int, s
 
 @pytest.mark.slow
 def test_a_save_that_fails_is_a_warning(config, whole, tmp_path):
-    """A checkpoint does not fit, log lines do: the run goes on and saves again when it can."""
+    """A checkpoint exceeds the limit, log lines do not: the run continues and saves again later."""
     status, output = run_with_file_limit(config, tmp_path / "run", 50_000, "the run goes on")
     assert status == 0 and "was not written" in output, output
     assert "Traceback" not in output and "orbax/" not in output, output
@@ -195,7 +195,7 @@ def test_a_disk_without_room_for_a_log_line_stops_the_run(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_told_in_two_lines(config, tmp_path):
+def test_a_damaged_checkpoint_gives_two_lines(config, tmp_path):
     workdir = tmp_path / "run"
     flags = ("--config.train.sample_tokens=0", "--config.train.num_steps=40")
     undisturbed = finish(launch(config, workdir, *flags))

@@ -1,4 +1,4 @@
-"""The end of a run: its curves, its last figures, and a sample as long as positions allow."""
+"""The end of a run: curves, last figures, and a sample as long as positions allow."""
 
 import types
 
@@ -23,7 +23,7 @@ class _Model(nnx.Module):
 
 
 def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
-    """Ends a run of a toy model: what was asked, `sample.txt` if it is there, and the output."""
+    """Ends a run of a toy model; returns the calls, `sample.txt` if it exists, and the output."""
     asked = types.SimpleNamespace(options=None, read=None, drawn=None)
     dtype = jnp.dtype(jnp.bfloat16)
     folder = epath.Path(tmp_path)
@@ -72,7 +72,7 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
 
 
 def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeypatch, capsys):
-    """Documents of a sample are told apart without special tokens."""
+    """A blank line separates documents of a sample."""
 
     def end(**keys):
         return _end(tmp_path, monkeypatch, capsys, **keys)

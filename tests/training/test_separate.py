@@ -74,7 +74,7 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
     _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
     rows = small_step.rows(2)
     rows[:, :, [0, 3]] = BOS
-    if masked:  # as what nobody says: a conversation's BOS
+    if masked:  # a conversation's BOS is no target
         rows[:, :, [0, 3, 5]] = ~rows[:, :, [0, 3, 5]]
 
     def train(mesh_name, **options):

@@ -64,7 +64,7 @@ def test_named_parameters_learn_and_others_stay(source, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_its_parent(source, whole, tmp_path):
+def test_a_run_resumes_without_its_parent(source, whole, tmp_path):
     parent = tmp_path / "parent"
     shutil.copytree(whole.workdir, parent)
     config = _tuning(source, f"{parent}@30", stop_after=2)

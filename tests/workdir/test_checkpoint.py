@@ -149,7 +149,7 @@ def test_a_damaged_part_is_noticed_or_harmless(saved, capfd, parts):
             assert (position, steps) == (20, [2]) and aside.exists(), part  # nothing is lost
             assert len(lines) == 2 and "going on from step 2; step 3 was moved" in lines[1]
             assert lines[0].startswith("WARNING: checkpoint of step 3 cannot be read"), part
-            if how is corrupt:  # of all that TensorStore says: the array, and what is wrong
+            if how is corrupt:  # names the array and the fault only
                 assert re.search(
                     r'read: DATA_LOSS: params\.[\w.]+: Error decoding [^\["]+$', lines[0]
                 )
@@ -204,7 +204,7 @@ def test_other_failures_change_nothing(saved, monkeypatch, error):
     assert names(saved) == {CHECKPOINTS}
 
 
-def test_folders_that_cannot_be_listed_are_no_damage(saved, monkeypatch):
+def test_unlistable_folders_are_no_damage(saved, monkeypatch):
     def load(path, abstract):
         raise FileNotFoundError(f"{path}/state is not there")
 

@@ -53,7 +53,7 @@ def test_an_earlier_step(workdir, loaded, monkeypatch):
     assert np.any(embeddings[0] != embeddings[1])
 
 
-def test_weights_come_in_the_dtype_asked_for(workdir):
+def test_weights_have_the_given_dtype(workdir):
     half = load(epath.Path(workdir), dtype="bfloat16")
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(half.model))} == {"bfloat16"}
     assert half.compute.dtype == np.dtype("bfloat16")
@@ -155,6 +155,6 @@ def test_a_config_that_cannot_be_read(copy):
         load(epath.Path(copy / "checkpoints"))
 
 
-def test_a_workdir_that_nothing_opens():
+def test_unsupported_workdirs():
     with pytest.raises(UserError, match="^--workdir = 'hdfs://host/run': hdfs:// is not supported"):
         trained.experiment_of("hdfs://host/run")
