@@ -24,7 +24,7 @@ from tests.distributed.small_step import LAYERS, B, D, Step, T
 
 CONFIGS = command_line.config_files()
 
-# -- placement ---------------------------------------------------------------------------------
+# -- placement -------------------------------------------------------------------------------------
 
 # Axes of the stored array (layers first) by the weight's name, written down by hand.
 EXPECTED = dict(
@@ -86,7 +86,7 @@ def test_batches_are_split_over_data_and_fsdp():
         assert starts == set(range(0, 16, rows))
 
 
-# -- computation and communication -------------------------------------------------------------
+# -- computation and communication -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

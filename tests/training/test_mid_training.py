@@ -161,7 +161,7 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
     assert all(same[name] is drawn[name] for name in abstract)
 
 
-# -- refused runs --------------------------------------------------------------------------------
+# -- refused runs ----------------------------------------------------------------------------------
 
 
 def _bad(config, workdir, message):
@@ -212,7 +212,7 @@ def test_prepared_rows_with_another_mask(source, whole, tmp_path):
     _bad(config, tmp_path / "run", "rows have no mask, and with .*'assistant' .* must have a mask")
 
 
-# -- learning -------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_a_loaded_model_is_compiled_once(loaded):
     ]
 
 
-# -- damaged workdirs ---------------------------------------------------------------------
+# -- damaged workdirs ------------------------------------------------------------------------------
 
 
 def expect(run, workdir, *messages):
