@@ -1,7 +1,6 @@
 """A small corpus of made-up words, and a data set prepared from it once."""
 
 import dataclasses
-import json
 import random
 import shutil
 
@@ -13,33 +12,6 @@ from tests.data import corpora
 from tests.data.corpora import ROWS, SHARDS, T
 
 SEQUENCE_LENGTH = 16
-
-
-def _write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def _whole(pieces):
-    documents = []
-    for piece in pieces:
-        if piece.starts_document:
-            documents.append(piece.text)
-        else:
-            documents[-1] += piece.text
-    return documents
-
-
-@pytest.fixture(scope="session")
-def write_jsonl():
-    """Returns a function that writes texts to a .jsonl file and returns its path."""
-    return _write_jsonl
-
-
-@pytest.fixture(scope="session")
-def whole():
-    """Returns a function from pieces to the documents that they make up."""
-    return _whole
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +27,7 @@ def small_texts():
 def small_config(tmp_path_factory, small_texts):
     folder = tmp_path_factory.mktemp("small")
     return config_lib.DataConfig(
-        source=str(_write_jsonl(folder / "small.jsonl", small_texts)),
+        source=str(corpora.write_jsonl(folder / "small.jsonl", small_texts)),
         validation_fraction=0.1,
         vocab_size=400,
         sequence_length=SEQUENCE_LENGTH,
@@ -75,7 +47,7 @@ def embedded_dataset(tmp_path_factory):
 
 
 @pytest.fixture
-def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
+def config(small_config, small_texts, tmp_path, monkeypatch):
     """A config of 48 parts of three files, in a cache of their own."""
     monkeypatch.setattr(parts, "PART_BYTES", corpora.PART)
     monkeypatch.setattr(parts, "_ROWS", 1)
@@ -83,7 +55,7 @@ def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(3):
-        write_jsonl(folder / f"{i}.jsonl", [f"{i} {text}" for text in small_texts[i::3]])
+        corpora.write_jsonl(folder / f"{i}.jsonl", [f"{i} {text}" for text in small_texts[i::3]])
     return dataclasses.replace(small_config, source=str(folder), directory="")
 
 

@@ -1,5 +1,6 @@
 """Corpora of many small parts, and helpers for tests that prepare them."""
 
+import json
 import pathlib
 
 import numpy as np
@@ -21,6 +22,22 @@ def files(folder) -> dict[str, bytes]:
 def begun(config) -> preparation.Preparation:
     """Begins a preparation."""
     return preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
+
+
+def write_jsonl(path, texts):
+    """Writes texts as JSON lines; returns the path."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def whole(pieces) -> list[str]:
+    """Returns the documents that pieces make up."""
+    documents = []
+    for piece in pieces:
+        if piece.starts_document:
+            documents.append("")
+        documents[-1] += piece.text
+    return documents
 
 
 def num_parts(config) -> int:

@@ -20,6 +20,7 @@ from kvjax.data import (
     sources,
     tokenizer as tokenizer_lib,
 )
+from tests.data.corpora import whole, write_jsonl
 
 
 def _text(path, texts):
@@ -31,7 +32,7 @@ def _parquet(path, texts):
 
 
 @pytest.fixture(params=[".txt", ".jsonl", ".parquet"])
-def config(request, tmp_path, small_texts, write_jsonl):
+def config(request, tmp_path, small_texts):
     """Three files of a format, the second an empty one where the format allows."""
     write = {".txt": _text, ".jsonl": write_jsonl, ".parquet": _parquet}[request.param]
     for i, texts in enumerate((small_texts[:90], [], small_texts[90:])):
@@ -52,7 +53,7 @@ def _pieces(config):
     return found, len(cut)
 
 
-def test_parts_are_the_whole(config, whole, monkeypatch):
+def test_parts_are_the_whole(config, monkeypatch):
     uncut = {split: list(sources.pieces(config, split)) for split in manifest.SPLITS}
     for size in (100, 1000, 1 << 20):
         monkeypatch.setattr(parts, "PART_BYTES", size)
@@ -62,7 +63,7 @@ def test_parts_are_the_whole(config, whole, monkeypatch):
             assert whole(found[split]) == whole(uncut[split]) and found[split]
 
 
-def test_books_are_parts_as_they_lie(small_texts, whole, tmp_path, monkeypatch):
+def test_books_are_parts_as_they_lie(small_texts, tmp_path, monkeypatch):
     """Each book is one range; its last bytes are held out unless there is a validation source."""
     monkeypatch.setattr(source_kinds, "CORPUS", epath.Path(tmp_path))
     monkeypatch.setattr(source_kinds, "EMBEDDED_VALIDATION_BYTES", 1500)
@@ -107,7 +108,7 @@ def test_parts_have_about_their_size_and_a_fixed_order(config, monkeypatch):
     assert _parts(config) == cut
 
 
-def test_validation_files_are_for_validation_alone(config, whole, monkeypatch, tmp_path):
+def test_validation_files_are_for_validation_alone(config, monkeypatch, tmp_path):
     monkeypatch.setattr(parts, "PART_BYTES", 300)
     names = sorted(path.name for path in tmp_path.iterdir())
     both = dataclasses.replace(

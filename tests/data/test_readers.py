@@ -21,6 +21,7 @@ from kvjax.data import (
     tokenizer as tokenizer_lib,
 )
 from kvjax.foundation.errors import DataError
+from tests.data.corpora import whole
 
 TEXTS = ["one\n", "zwei — två\n", "三 🙂"]
 
@@ -54,7 +55,7 @@ def test_long_documents_are_cut_at_lines_and_endless_lines_anywhere(monkeypatch)
     documents=st.lists(st.text(alphabet="aé中🙂\n", min_size=1, max_size=30), max_size=5),
     block=st.integers(1, 9),
 )
-def test_text_is_the_same_for_every_block_size(tmp_path_factory, whole, documents, block):
+def test_text_is_the_same_for_every_block_size(tmp_path_factory, documents, block):
     path = epath.Path(tmp_path_factory.getbasetemp()) / "blocks.txt"
     path.write_bytes("\f".join(documents).encode())
     with pytest.MonkeyPatch.context() as patch:

@@ -14,26 +14,23 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import config as config_lib, manifest, matching, readers, source_kinds, sources
+from tests.data.corpora import whole, write_jsonl
 
 
-@pytest.fixture(scope="session")
-def documents(whole):
-    """Returns a function from a split and config keys to the split's documents."""
-    return lambda split, **keys: whole(sources.pieces(config_lib.DataConfig(**keys), split))
+def documents(split, **keys):
+    """Returns the documents of a split of a config."""
+    return whole(sources.pieces(config_lib.DataConfig(**keys), split))
 
 
-@pytest.fixture(scope="session")
-def split_texts(documents):
-    """Returns a function from config keys to both splits' documents; one may be empty."""
-
-    def read(split, **keys):
+def split_texts(**keys):
+    """Returns the documents of both splits, of which one may be empty."""
+    found = []
+    for split in manifest.SPLITS:
         try:
-            return documents(split, **keys)
-        except readers.SourceError as error:
-            assert "is empty" in str(error)
-            return []
-
-    return lambda **keys: [read(split, **keys) for split in manifest.SPLITS]
+            found.append(documents(split, **keys))
+        except readers.EmptySplitError:
+            found.append([])
+    return found
 
 
 @settings(deadline=None)
@@ -42,9 +39,7 @@ def split_texts(documents):
     fraction=st.floats(0.05, 0.95),
     suffix=st.sampled_from([".jsonl", ".parquet"]),
 )
-def test_records_are_in_one_split_and_no_text_in_both(
-    documents, split_texts, write_jsonl, tmp_path_factory, texts, fraction, suffix
-):
+def test_records_are_in_one_split_and_no_text_in_both(tmp_path_factory, texts, fraction, suffix):
     path = tmp_path_factory.getbasetemp() / f"records{suffix}"
     if suffix == ".jsonl":
         write_jsonl(path, texts)
@@ -63,7 +58,7 @@ def test_records_are_in_one_split_and_no_text_in_both(
     lines=st.lists(st.text(alphabet="abcé \f", max_size=12), min_size=1, max_size=30),
     fraction=st.floats(0.01, 0.99),
 )
-def test_text_file_is_cut_once_at_a_line(split_texts, tmp_path_factory, lines, fraction):
+def test_text_file_is_cut_once_at_a_line(tmp_path_factory, lines, fraction):
     path = tmp_path_factory.getbasetemp() / "lines.txt"
     content = "\n".join(lines)
     path.write_bytes(content.encode())
@@ -76,7 +71,7 @@ def test_text_file_is_cut_once_at_a_line(split_texts, tmp_path_factory, lines, f
     assert not tail or not head or head.endswith("\n")
 
 
-def test_embedded_validation_is_the_last_200000_bytes_of_each_book(split_texts):
+def test_embedded_validation_is_the_last_200000_bytes_of_each_book():
     train, validation = split_texts(source="embedded")
     assert not set(train) & set(validation)
     for book in source_kinds.BOOKS:
@@ -93,7 +88,7 @@ def test_embedded_validation_is_the_last_200000_bytes_of_each_book(split_texts):
     assert len(train) + len(validation) == 42 + 66 + 2
 
 
-def test_globs_folders_and_lists_are_read_in_order(documents, tmp_path):
+def test_globs_folders_and_lists_are_read_in_order(tmp_path):
     for name in ("b.txt", "a.txt", "c.jsonl", "notes.md"):
         (tmp_path / name).write_text('{"text": "c"}\n' if name.endswith("l") else name[0] + "\n")
     held_out = dict(validation_source=str(tmp_path / "c.jsonl"))
@@ -139,7 +134,7 @@ def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["source", "validation_source"])
-def test_a_source_that_cannot_be_used_is_named_with_its_key(documents, tmp_path, key):
+def test_a_source_that_cannot_be_used_is_named_with_its_key(tmp_path, key):
     (tmp_path / "good.txt").write_text("a\nb\n")
     (tmp_path / "bad").mkdir()
     for name in ("data.csv", "empty.txt", "empty.jsonl"):
@@ -167,7 +162,7 @@ def test_a_source_that_cannot_be_used_is_named_with_its_key(documents, tmp_path,
             documents("train" if key == "source" else "validation", **keys)
 
 
-def test_empty_split_says_which_and_what_to_change(documents, write_jsonl, tmp_path):
+def test_empty_split_says_which_and_what_to_change(tmp_path):
     (tmp_path / "line.txt").write_text("one line only\n")
     with pytest.raises(readers.SourceError, match="the validation split is empty.* Raise it"):
         documents("validation", source=str(tmp_path / "line.txt"))
@@ -176,7 +171,7 @@ def test_empty_split_says_which_and_what_to_change(documents, write_jsonl, tmp_p
         documents("train", source=str(path), validation_fraction=0.999999)
 
 
-def test_fingerprint_follows_content_and_split_not_place(write_jsonl, tmp_path):
+def test_fingerprint_follows_content_and_split_not_place(tmp_path):
     def fingerprint(path, **keys):
         return sources.fingerprint(config_lib.DataConfig(source=str(path), **keys))
 
@@ -190,7 +185,7 @@ def test_fingerprint_follows_content_and_split_not_place(write_jsonl, tmp_path):
     assert fingerprint(first) != fingerprint(f"{first},{other}")
 
 
-def test_a_byte_order_mark_makes_other_data(split_texts, tmp_path):
+def test_a_byte_order_mark_makes_other_data(tmp_path):
     """Data prepared while the mark was kept as text have another fingerprint."""
     path = tmp_path / "marked.txt"
     path.write_bytes(b"\xef\xbb\xbfa\nb\nc\nd\n")
@@ -249,7 +244,7 @@ def tfds_folder(tmp_path_factory):
     return folder
 
 
-def test_tfds_by_name(documents, split_texts, tfds_folder, monkeypatch):
+def test_tfds_by_name(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
     source = "tfds:small_words"
     train, validation = split_texts(source=source, validation_fraction=0.3)
@@ -259,7 +254,7 @@ def test_tfds_by_name(documents, split_texts, tfds_folder, monkeypatch):
     assert test == [f"test é {i}\n" for i in range(30)]
 
 
-def test_tfds_that_cannot_be_used_is_told_with_what_to_do(documents, tfds_folder, monkeypatch):
+def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
     packages = "pip install tensorflow .*array-record apache-beam mlcroissant importlib_resources"
     build = rf"{packages}\): tfds build %s --file_format=array_record --data_dir={tfds_folder}$"
@@ -293,7 +288,7 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(documents, tfds_folder
     ]
 
 
-def test_buckets_are_read_through_epath(bucket, documents, write_jsonl):
+def test_buckets_are_read_through_epath(bucket):
     (bucket / "texts").mkdir()
     write_jsonl(bucket / "texts" / "one.jsonl", ["a", "b"])
     (bucket / "texts" / "two.txt").write_text("c\nd\n")
