@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 
-from kvjax.data import config as config_lib, readers, tokenized_part, tokenizer as tokenizer_lib
+from kvjax.data import config as config_lib, tokenized_part, tokenizer as tokenizer_lib
 from kvjax.data.partial_dataset import PartialDataset
 from kvjax.data.parts import Part
 from kvjax.foundation.errors import UserError
@@ -94,12 +94,8 @@ def _make_in_worker(part: Part) -> None:
 
 
 def make_part(config, part: Part, tokenizer, partial: PartialDataset, *, skip_broken: bool) -> None:
-    """Makes one part in this process; records the message of a source that cannot be read."""
+    """Makes one part in this process."""
     with partial.work() as folder:
         count, skip = partial.num_parts, skip_broken
-        try:
-            made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
-        except readers.SourceError as error:
-            partial.fail(part.index, str(error))
-            raise
+        made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
         partial.publish(part.index, folder, made)
