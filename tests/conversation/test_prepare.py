@@ -326,20 +326,6 @@ def test_validation_is_not_trained_on(tmp_path, mixture):
     ],
 )
 def test_values_that_cannot_be(keys, message):
-    """Covers the defaults, too."""
-    plain = dataclasses.asdict(MixtureConfig(smoltalk="a", validation_smoltalk="b"))
-    given = {key: value for key, value in plain.items() if value != ""}
-    kinds = ("smoltalk", "mmlu", "gsm8k", "arc", "conversations")
-    assert given == dict(
-        smoltalk="a",
-        validation_smoltalk="b",
-        order=kinds,
-        seed=42,
-        limit=2048,
-        loss="all",
-        pack="stream",
-        skip_broken=False,
-    )
     with pytest.raises(UserError, match=message):
         MixtureConfig(**dict(smoltalk="a", validation_smoltalk="b") | keys)
 

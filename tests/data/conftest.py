@@ -40,12 +40,6 @@ def small_dataset(small_config):
     return loader.open_dataset(prepare.prepare(small_config))
 
 
-@pytest.fixture(scope="session")
-def embedded_dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("embedded")
-    return loader.open_dataset(prepare.prepare(config_lib.DataConfig(directory=str(folder))))
-
-
 @pytest.fixture
 def config(small_config, small_texts, tmp_path, monkeypatch):
     """A config of 48 parts of three files, in a cache of their own."""

@@ -150,13 +150,6 @@ def test_bad_arguments_are_refused_at_the_call(small_dataset, keys, message):
             )
 
 
-def test_dataset_describes_itself(small_dataset, small_config):
-    assert small_dataset.vocab_size == 400
-    assert small_dataset.sequence_length == T
-    assert small_dataset.token_bytes.shape == (400,)
-    assert dataclasses.asdict(small_config) == small_dataset.info["config"]
-
-
 def test_folder_without_data_is_named(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"no dataset\.json.*python -m kvjax\.data\.prepare"

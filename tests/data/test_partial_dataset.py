@@ -75,6 +75,14 @@ def test_another_plan_begins_anew_unless_a_part_is_done(making):
     assert partial_dataset.read_plan(making.folder) == {"code": "b"} and making.missing() == [1, 2]
 
 
+def test_parts_without_a_readable_plan_are_made_again(making, capsys):
+    _publish(making, 0)
+    (making.folder / partial_dataset.PLAN).write_text("")
+    making.open(PLAN)
+    assert making.missing() == [0, 1, 2] and partial_dataset.read_plan(making.folder) == PLAN
+    assert "has no readable plan.json: starting over" in capsys.readouterr().err
+
+
 def test_failures_are_those_of_parts_that_are_not_done(making):
     making.fail(2, "the third")
     making.fail(0, "the first")

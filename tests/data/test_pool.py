@@ -41,11 +41,6 @@ def start(config, workers, script) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_three_workers_write_the_same_bytes_as_one(config, expected):
-    assert files(prepare.prepare(config, workers=3)) == expected
-
-
-@pytest.mark.slow
 def test_two_training_processes_share_it(config, expected, tmp_path):
     given = json.dumps([dataclasses.asdict(config), PART])
     job = Job([["tests.job", "prepared", given]] * 2, devices=1, logs=tmp_path / "logs")

@@ -138,27 +138,6 @@ def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, 
     assert files(prepare.prepare(config, workers=1)) == expected
 
 
-@pytest.mark.slow
-def test_what_a_plan_is_missing_for_is_made_anew(config, expected, monkeypatch, capsys):
-    _stop_after(monkeypatch, config, 4)
-    (folder,) = config.root.glob("datasets/.under-way-*")
-    (folder / partial_dataset.PLAN).write_text("")
-    assert files(prepare.prepare(config, workers=1)) == expected
-    assert "has no readable plan.json: starting over" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_second_of_two_leaves_nothing_behind(config, expected):
-    corpus = preparation.inspect_sources(config, shown=False)
-    making = preparation.begin(corpus, shown=False)
-    making.make(workers=1, shown=False)
-    making.finish()
-    late = preparation.begin(corpus, shown=False)
-    late.make(workers=1, shown=False)
-    assert files(late.finish()) == expected
-    assert not list(config.root.glob("datasets/.under-way-*"))
-
-
 def test_a_part_that_nobody_made_is_told(config):
     making = begun(config)
     with pytest.raises(DataError, match=r"\d+ of \d+ parts are not made \(the first is 0\)"):
