@@ -25,10 +25,11 @@ from kvjax.attention.mechanism import (
     head_norm,
     normalise_and_rotate,
     require,
+    times_gain,
 )
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base, Positions
@@ -66,14 +67,6 @@ class FactoredConfig(MechanismConfig):
     def title(self) -> str:
         keys, values = (rank or "whole" for rank in (self.key_rank, self.value_rank))
         return f"low rank, keys {keys}, values {values}"
-
-    @property
-    def output_bias(self) -> bool:
-        return self.bias and self.out_bias
-
-    @property
-    def key_heads(self) -> int:
-        return self.num_kv_heads
 
     @property
     def scales_keys(self) -> bool:
@@ -132,8 +125,8 @@ class Factored(Mechanism):
             setattr(self, f"{name}_bias", bias(axes, **out, **sizes))
             if rank:
                 setattr(self, f"expand_{name}", weight("K: R -> H", rngs, R=rank, H=dim, **sizes))
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
-        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
+        self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
@@ -160,17 +153,12 @@ class Factored(Mechanism):
             entry["key_scale"] = inverse_rms(self._expanded_keys(raw), self.config.norm_epsilon)
         return entry
 
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         c = self.config
-        expand_key = self.expand_key[...] if c.key_rank else None
         gain_H = gain_of(self.key_norm)
-        if c.key_rank and gain_H is not None:
-            expand_key = expand_key * gain_H[None, None]
         return cache_layouts.FactoredInputs(
             query=q_BTNH,
-            expand_key=expand_key,
+            expand_key=times_gain(self.expand_key[...], gain_H) if c.key_rank else None,
             expand_value=self.expand_value[...] if c.value_rank else None,
             scale=c.scale,
             rope_base=rope_base if c.key_rank else None,

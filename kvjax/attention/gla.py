@@ -14,12 +14,12 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import check_divides, head_norm, latent_norm
+from kvjax.attention.mechanism import check_divides
 from kvjax.attention.mla import MLA, MLAConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.layers.rope import Base
-from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,34 +49,12 @@ class GLAConfig(MLAConfig):
 class GLA(MLA):
     """Content keys and values from the latent of the head's group, position from one shared key."""
 
-    latents = "J"  # axes that count latents; MLRA has "G J"
-
-    def __init__(self, config: GLAConfig, d_model: int, *, rngs: nnx.Rngs):
-        self.config = c = config
-        counts = dict(zip(self.latents.split(), c.entry()["latent"].shape[:-1], strict=True))
-        sizes = dict(D=d_model, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim, **counts)
-        group = sizes | dict(N=c.num_heads // counts["J"])  # heads that read one latent
-        sizes |= dict(N=c.num_heads)
-        self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
-        self.down = weight(f"D -> {self.latents} C", rngs, **sizes)
-        self.up_key = weight(f"{self.latents}: C -> N H", rngs, **group)
-        self.up_value = weight(f"{self.latents}: C -> N H", rngs, **group | dict(H=c.value_dim))
-        self.rope_query = self.query_weight("N P", d_model, rngs=rngs, **sizes)
-        self.rope_key = weight("D -> P", rngs, **sizes)
-        dims = (*counts.values(), c.latent_dim)
-        self.latent_norm = latent_norm(c, dims, f"{self.latents} C", rngs=rngs)
-        norm = dict(epsilon=c.norm_epsilon, rngs=rngs)
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, **norm)
-        self.rope_query_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
-        self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
-        self.add_query_latent(d_model, rngs=rngs)
+    latents = "J"
 
     def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:
         return _up(raw["latent"], self.up_key), _up(raw["latent"], self.up_value)
 
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         """Absorbs up_key into the content query, so that it scores the latents themselves."""
         del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)

@@ -36,11 +36,13 @@ from kvjax.attention.mechanism import (
     head_norm,
     normalise_and_rotate,
     require,
+    times_gain,
 )
 from kvjax.attention.pca_init import pca_factors
 from kvjax.cache.field import Field
+from kvjax.foundation.configuration import between, one_of
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
@@ -82,17 +84,12 @@ class GroupedConfig(MechanismConfig):
         check_divides(self, "num_kv_heads", "num_heads")
         check_divides(self, "num_bases", "num_kv_heads")
         check_residual(self, "MQA", RESIDUAL_INITS)
-        for key, choices in (("rope", ROPES), ("tie", TIES)):
-            value = getattr(self, key)
-            require(value in choices, key, repr(value), f"must be one of {choices}")
+        one_of("config.attention.rope", self.rope, ROPES)
+        one_of("config.attention.tie", self.tie, TIES)
         channels = self.position_channels
-        require(
-            0 <= channels <= MAX_DIM and channels % 2 == 0,
-            "position_channels",
-            channels,
-            "must be even, half of it for the row and half for the column, or 0; "
-            f"at most {MAX_DIM:,}",
-        )
+        between("config.attention.position_channels", channels, 0, MAX_DIM)
+        halves = "must be even: half are for the row, half for the column"
+        require(channels % 2 == 0, "position_channels", channels, halves)
         exclusive = "must be False if position_channels is not 0"
         require(not (channels and self.alibi), "alibi", self.alibi, exclusive)
         self._check_ties()
@@ -208,10 +205,6 @@ class GroupedConfig(MechanismConfig):
         residual = dict(J=self.num_bases, R=self.rank, rope_base=rope_base)
         return ResidualSizes(**shape, **residual, scaled=normed)
 
-    @property
-    def output_bias(self) -> bool:
-        return self.bias and self.out_bias
-
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Grouped":
         return Grouped(self, d_model, rngs=rngs)
 
@@ -245,8 +238,8 @@ class Grouped(Mechanism):
         if not c.ties_values:
             self.base_value = weight("D -> J H", rngs, **value_sizes)
             self.base_value_bias = bias("J H", value_sizes)
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
-        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
+        self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
         if c.position_channels:
             # The "+" divides by m, so ones start as the identity on the logits.
             self.position_map = weight("C", rngs, init="ones", C=c.position_channels)
@@ -334,14 +327,12 @@ class Grouped(Mechanism):
         entry = dict(raw)
         if self.key_norm is not None:
             entry["key_scale"] = inverse_rms(self._unnormed_keys(raw), c.norm_epsilon)
-            entry["base_key"] = _times_gain(entry["base_key"], gain_of(self.key_norm))
+            entry["base_key"] = times_gain(entry["base_key"], gain_of(self.key_norm))
         if positions.rotary is not None:
             entry["base_key"] = rotate(entry["base_key"], positions.rotary)
         return entry
 
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         c = self.config
         q_BTNH, bias = position_bias.split_queries(c, q_BTNH, self._position_map())
         shared = dict(bias=bias, scale=c.scale)
@@ -363,7 +354,7 @@ class Grouped(Mechanism):
         return cache_layouts.ResidualInputs(
             query=base_query,
             residual_query=residual_query,
-            expand_key=_times_gain(self.expand_key[...], gain),
+            expand_key=times_gain(self.expand_key[...], gain),
             expand_value=self.expand_value[...],
             rope_base=None if c.splits_rope else rope_base,
             **shared,
@@ -385,17 +376,13 @@ class Grouped(Mechanism):
         if self.key_norm is not None:
             scale_BTK1 = inverse_rms(unnormed_BTKH, self.config.norm_epsilon)
             keys = [(x.astype(scale_BTK1.dtype) * scale_BTK1).astype(x.dtype) for x in keys]
-            keys = [_times_gain(x, gain_of(self.key_norm)) for x in keys]
+            keys = [times_gain(x, gain_of(self.key_norm)) for x in keys]
         if positions.rotary is not None:
             keys[0] = rotate(keys[0], positions.rotary)
         return jnp.concatenate(keys, axis=-1)
 
     def _position_map(self) -> jax.Array | None:
         return self.position_map[...] if self.config.position_channels else None
-
-
-def _times_gain(x: jax.Array, gain_H: jax.Array | None) -> jax.Array:
-    return x if gain_H is None else x * gain_H.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def _expand(latent_BTKR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:

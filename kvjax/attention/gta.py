@@ -25,7 +25,7 @@ from kvjax.attention.mechanism import (
 )
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions
 from kvjax.layers.weight import linear, weight
@@ -60,14 +60,6 @@ class GTAConfig(MechanismConfig):
         """Channels of a key that are the value's first channels, H - P."""
         return self.key_dim - self.rope_key_dim
 
-    @property
-    def rope_dim(self) -> int:
-        return self.rope_key_dim
-
-    @property
-    def key_heads(self) -> int:
-        return self.num_kv_heads
-
     def entry(self) -> dict[str, Field]:
         fields = {"latent": Field("K H", (self.num_kv_heads, self.key_dim))}
         if self.rope_key_dim:
@@ -91,12 +83,11 @@ class GTA(Mechanism):
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim, P=c.rope_key_dim)
         self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
         self.latent = weight("D -> K H", rngs, **sizes)
-        norm = dict(epsilon=c.norm_epsilon, rngs=rngs)
-        self.query_norm = head_norm(c.content_dim, c.qk_norm, **norm)
+        self.query_norm = head_norm(c, c.content_dim, rngs=rngs)
         if c.rope_key_dim:
             self.rope_key = weight("D -> P", rngs, **sizes)
-            self.rope_query_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
-            self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
+            self.rope_query_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
+            self.rope_key_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
@@ -121,12 +112,7 @@ class GTA(Mechanism):
             k_BTKH = jnp.concatenate([k_BTKH, k_BTKP], axis=-1)
         return k_BTKH, v_BTKH
 
-    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        return dict(raw)
-
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.content_dim], axis=-1)
         rope_query = q_BTNP if self.config.rope_key_dim else None

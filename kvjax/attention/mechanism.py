@@ -12,7 +12,7 @@ from flax import nnx
 import jax
 
 from kvjax.cache.field import Field
-from kvjax.foundation.configuration import between
+from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.layers.norm import Norm
@@ -47,12 +47,12 @@ class MechanismConfig:
     @property
     def output_bias(self) -> bool:
         """True if the output projection has a bias."""
-        return self.bias
+        return self.bias and getattr(self, "out_bias", True)
 
     @property
     def rope_dim(self) -> int:
-        """Channels that RoPE rotates."""
-        return self.key_dim
+        """Channels that RoPE rotates: of a key, or of a RoPE key of its own."""
+        return getattr(self, "rope_key_dim", self.key_dim)
 
     @property
     def query_dim(self) -> int:
@@ -67,7 +67,7 @@ class MechanismConfig:
     @property
     def key_heads(self) -> int:
         """Heads of the expanded keys and values; the cache may have fewer."""
-        return self.query_heads
+        return getattr(self, "num_kv_heads", self.query_heads)
 
     @property
     def scale(self) -> float:
@@ -132,7 +132,7 @@ class Mechanism(nnx.Module):
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """Returns the cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
-        raise NotImplementedError
+        return dict(raw)
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         """Returns the decode inputs for the queries of `project`.
@@ -197,9 +197,7 @@ def check_common(config: MechanismConfig, *dims: str, has_latent: bool = False) 
     for key in ("num_heads", "key_dim", *dims):
         between(f"config.attention.{key}", getattr(config, key), 1, MAX_DIM)
     between("config.attention.norm_epsilon", config.norm_epsilon, 0.0, 1.0)
-    require(
-        config.qk_norm in QK_NORMS, "qk_norm", repr(config.qk_norm), f"must be one of {QK_NORMS}"
-    )
+    one_of("config.attention.qk_norm", config.qk_norm, QK_NORMS)
     between("config.attention.query_rank", config.query_rank, 0, MAX_DIM)
     if config.latent_scale:
         allowed = "there is no normed latent to scale: set query_rank, or set it to False"
@@ -223,8 +221,7 @@ def check_residual(config: MechanismConfig, at_rank_0: str, inits: tuple[str, ..
     most = min(config.key_dim, config.value_dim)
     allowed = f"must lie in [0, {most}], the smaller of key_dim and value_dim (0 is {at_rank_0})"
     require(0 <= config.rank <= most, "rank", config.rank, allowed)
-    init = config.residual_init
-    require(init in inits, "residual_init", repr(init), f"must be one of {inits}")
+    one_of("config.attention.residual_init", config.residual_init, inits)
 
 
 def check_convertible(config: MechanismConfig, allowed: str) -> None:
@@ -234,12 +231,9 @@ def check_convertible(config: MechanismConfig, allowed: str) -> None:
         require(not value, key, value, allowed)
 
 
-def head_norm(dim: int, qk_norm: str, *, epsilon: float, rngs: nnx.Rngs) -> Norm | None:
+def head_norm(config: MechanismConfig, dim: int, *, rngs: nnx.Rngs) -> Norm | None:
     """Creates the norm of query or key heads, or returns None."""
-    if qk_norm == "none":
-        return None
-    gain = qk_norm == "rms_gain"
-    return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, rngs=rngs, axes="H")
+    return None if config.qk_norm == "none" else latent_norm(config, dim, "H", rngs=rngs)
 
 
 def latent_norm(
@@ -268,3 +262,8 @@ def normalise_and_rotate(x_BTNH: jax.Array, norm: Norm | None, rotary: Rotary | 
 def gain_of(norm: Norm | None) -> jax.Array | None:
     """Returns the gain [H] of a head norm, or None."""
     return None if norm is None or norm.gain is None else norm.gain[...]
+
+
+def times_gain(x: jax.Array, gain_H: jax.Array | None) -> jax.Array:
+    """Multiplies the last axis by the gain of a head norm, if there is one."""
+    return x if gain_H is None else x * gain_H.reshape((1,) * (x.ndim - 1) + (-1,))

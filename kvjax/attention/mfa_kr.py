@@ -24,7 +24,7 @@ from kvjax.attention.mechanism import (
 )
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.layers.rope import Base, Positions
 from kvjax.layers.weight import linear, weight
@@ -48,10 +48,6 @@ class MFAKRConfig(MechanismConfig):
     @property
     def value_dim(self) -> int:
         return self.key_dim
-
-    @property
-    def key_heads(self) -> int:
-        return self.num_kv_heads
 
     @property
     def extra_flops(self) -> int:
@@ -85,8 +81,8 @@ class MFAKR(Mechanism):
         self.base_key = weight("D -> K H", rngs, **sizes)
         self.value_map = weight("C -> H", rngs, C=c.key_dim, H=c.key_dim)
         self.value_gate = weight("H", rngs, init="zeros", H=c.key_dim)
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
-        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
+        self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
@@ -98,12 +94,7 @@ class MFAKR(Mechanism):
         k_BTKH = raw["base_key"]
         return normalise_and_rotate(k_BTKH, self.key_norm, positions.rotary), k_BTKH
 
-    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        return dict(raw)
-
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         return cache_layouts.TiedInputs(
             query=q_BTNH,
             gain=gain_of(self.key_norm),

@@ -25,7 +25,7 @@ from kvjax.attention.mechanism import (
 )
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions
 from kvjax.layers.weight import linear, weight
@@ -47,10 +47,6 @@ class MLAConfig(MechanismConfig):
     @property
     def title(self) -> str:
         return f"MLA, latent {self.latent_dim}"
-
-    @property
-    def rope_dim(self) -> int:
-        return self.rope_key_dim
 
     @property
     def query_dim(self) -> int:
@@ -78,20 +74,27 @@ class MLAConfig(MechanismConfig):
 class MLA(Mechanism):
     """Content keys and values from a normed latent, position from one shared key."""
 
+    latents = ""  # axes that count latents: GLA has "J", MLRA "G J"
+
     def __init__(self, config: MLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
-        sizes = dict(D=d_model, N=c.num_heads, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim)
+        dims = c.entry()["latent"].shape
+        counts = dict(zip(self.latents.split(), dims[:-1], strict=True))
+        sizes = dict(D=d_model, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim, **counts)
+        group = sizes | dict(N=c.num_heads // counts.get("J", 1))  # heads that read one latent
+        sizes |= dict(N=c.num_heads)
+        axes = f"{self.latents} C".strip()
+        up = f"{self.latents}: C -> N H".removeprefix(": ")
         self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
-        self.down = weight("D -> C", rngs, **sizes)
-        self.up_key = weight("C -> N H", rngs, **sizes)
-        self.up_value = weight("C -> N H", rngs, **sizes | dict(H=c.value_dim))
+        self.down = weight(f"D -> {axes}", rngs, **sizes)
+        self.up_key = weight(up, rngs, **group)
+        self.up_value = weight(up, rngs, **group | dict(H=c.value_dim))
         self.rope_query = self.query_weight("N P", d_model, rngs=rngs, **sizes)
         self.rope_key = weight("D -> P", rngs, **sizes)
-        self.latent_norm = latent_norm(c, c.latent_dim, "C", rngs=rngs)
-        norm = dict(epsilon=c.norm_epsilon, rngs=rngs)
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, **norm)
-        self.rope_query_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
-        self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
+        self.latent_norm = latent_norm(c, dims, axes, rngs=rngs)
+        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
+        self.rope_query_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
+        self.rope_key_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
@@ -117,12 +120,7 @@ class MLA(Mechanism):
         """Returns the content channels of keys [B, T, N, H], and values [B, T, N, Hv]."""
         return linear(raw["latent"], self.up_key[...]), linear(raw["latent"], self.up_value[...])
 
-    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        return dict(raw)
-
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         """Absorbs up_key into the content query (DeepSeek-V2, section 2.1)."""
         del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)

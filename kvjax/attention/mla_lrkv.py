@@ -19,7 +19,7 @@ from kvjax.attention.mechanism import check_residual
 from kvjax.attention.mla import MLA, MLAConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent_residual import LatentResidualSizes
 from kvjax.layers.rope import Base, Positions
 from kvjax.layers.weight import linear, weight
@@ -88,9 +88,7 @@ class MLALRKV(MLA):
         v_BTNH += jnp.einsum("BTNR,NRH->BTNH", raw["residual_value"], self.expand_value[...])
         return k_BTNH, v_BTNH
 
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         """Returns MLA's inputs, and the content query carried to rank space (LRKV eq. 3)."""
         mla = super().decode_inputs(q_BTNH, rope_base)
         if not self.config.rank:

@@ -21,7 +21,7 @@ from kvjax.attention.mechanism import (
 )
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.rebuilt import RebuiltSizes
 from kvjax.layers.rope import Base, Positions
 from kvjax.layers.weight import linear, weight
@@ -65,8 +65,8 @@ class PaperMLA(Mechanism):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, C=c.latent_dim, H=c.key_dim)
         self.query = self.query_weight("N H", d_model, rngs=rngs, N=c.num_heads, H=c.key_dim)
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
-        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
+        self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.down = weight("D -> C", rngs, **sizes)
         self.up_key = weight("C -> N H", rngs, **sizes)
         self.up_value = weight("C -> N H", rngs, **sizes | dict(H=c.value_dim))
@@ -82,12 +82,7 @@ class PaperMLA(Mechanism):
         k_BTNH = normalise_and_rotate(k_BTNH, self.key_norm, positions.rotary)
         return k_BTNH, linear(raw["latent"], self.up_value[...])
 
-    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        return {"latent": raw["latent"]}
-
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         c = self.config
         return cache_layouts.RebuiltInputs(
             query=q_BTNH,

@@ -25,7 +25,7 @@ from kvjax.attention.mechanism import (
 )
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions, Rotary, rotate
 from kvjax.layers.weight import linear, weight
@@ -55,14 +55,6 @@ class SharedKVConfig(MechanismConfig):
     def value_dim(self) -> int:
         return self.key_dim
 
-    @property
-    def rope_dim(self) -> int:
-        return self.rope_key_dim
-
-    @property
-    def key_heads(self) -> int:
-        return self.num_kv_heads
-
     def entry(self) -> dict[str, Field]:
         return {"latent": Field("K H", (self.num_kv_heads, self.key_dim))}
 
@@ -82,7 +74,7 @@ class SharedKV(Mechanism):
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim)
         self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
         self.latent = weight("D -> K H", rngs, **sizes)
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.latent_norm = latent_norm(c, (c.num_kv_heads, c.key_dim), "K H", rngs=rngs)
         self.add_query_latent(d_model, rngs=rngs)
 
@@ -98,12 +90,7 @@ class SharedKV(Mechanism):
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         return raw["latent"], raw["latent"]
 
-    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        return dict(raw)
-
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         del rope_base  # the cached vector is already rotated
         return cache_layouts.LatentInputs(query=q_BTNH, scale=self.config.scale)
 

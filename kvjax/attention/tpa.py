@@ -21,10 +21,11 @@ from kvjax.attention.mechanism import (
     head_norm,
     normalise_and_rotate,
     require,
+    times_gain,
 )
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base, Positions
@@ -109,8 +110,8 @@ class TPA(Mechanism):
             self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
         self.key_head, self.key_factor = factors(c.key_rank, c.key_dim)
         self.value_head, self.value_factor = factors(c.value_rank, c.value_dim)
-        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
-        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
+        self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
@@ -137,15 +138,11 @@ class TPA(Mechanism):
         if c.qk_norm != "none":
             scale_BTN1 = inverse_rms(_product(head_BTNR, factor_BTRH), c.norm_epsilon)
             entry["key_head"] = (head_BTNR * scale_BTN1).astype(head_BTNR.dtype)
-        gain_H = gain_of(self.key_norm)
-        if gain_H is not None:
-            factor_BTRH = factor_BTRH * gain_H[None, None, None]
+        factor_BTRH = times_gain(factor_BTRH, gain_of(self.key_norm))
         entry["key_factor"] = normalise_and_rotate(factor_BTRH, None, positions.rotary)
         return entry
 
-    def decode_inputs(
-        self, q_BTNH: jax.Array, rope_base: Base | None
-    ) -> cache_layouts.DecodeInputs:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         return cache_layouts.TensorProductInputs(query=q_BTNH, scale=self.config.scale)
 
 

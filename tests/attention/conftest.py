@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from kvjax.attention import gla, mechanism, mla, shared_kv
+from kvjax.attention import mechanism, mla, shared_kv
 from kvjax.kernels.decode_attention import api, xla
 from tests.attention import law
 
@@ -18,6 +18,11 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def without_latent_norms(monkeypatch):
-    """Latents are not normed: for mechanisms that are equal to others but for that norm."""
-    for where in (mechanism, gla, mla, shared_kv):
-        monkeypatch.setattr(where, "latent_norm", lambda *args, **options: lambda x: x)
+    """Removes the norms of latents: for mechanisms that are equal to others but for that norm."""
+    with_norm = mechanism.latent_norm
+
+    def latent_norm(config, dim, axes, *, rngs):
+        return with_norm(config, dim, axes, rngs=rngs) if axes == "H" else lambda x: x
+
+    for where in (mechanism, mla, shared_kv):
+        monkeypatch.setattr(where, "latent_norm", latent_norm)
