@@ -93,13 +93,6 @@ def arc(row: Mapping, place: str) -> MultipleChoice:
     return MultipleChoice(_text(stem, "question", place), texts, labels, str(answer))
 
 
-def gsm8k(row: Mapping, place: str) -> dict:
-    """Parses a row of GSM8K as a conversation; <<...>> become calculator calls."""
-    question, answer = _keys(row, ("question", "answer"), place)
-    parts = calls(_text(answer, "answer", place))
-    return conversation(_text(question, "question", place), parts)
-
-
 class MathProblem(NamedTuple):
     """A question of GSM8K and its reference answer."""
 
@@ -111,6 +104,12 @@ def gsm8k_question(row: Mapping, place: str) -> MathProblem:
     """Parses a row of GSM8K for evaluation."""
     question, answer = _keys(row, ("question", "answer"), place)
     return MathProblem(_text(question, "question", place), _text(answer, "answer", place))
+
+
+def gsm8k(row: Mapping, place: str) -> dict:
+    """Parses a row of GSM8K as a conversation; <<...>> become calculator calls."""
+    question, answer = gsm8k_question(row, place)
+    return conversation(question, calls(answer))
 
 
 def calls(answer: str) -> list[dict]:
