@@ -230,7 +230,7 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
     elif kind in formats.PLAIN_LINES:
         ranges, read = record_readers.line_ranges, record_readers.read_jsonl
     else:  # compressed files cannot be cut
-        ranges, read = _whole, record_readers.read_jsonl
+        ranges, read = _single_range, record_readers.read_jsonl
     return Records(
         os.fspath(path),
         lambda: f"{kind} {file_hash(path)}",
@@ -241,7 +241,7 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
     )
 
 
-def _whole(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:
+def _single_range(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:
     del key, limit
     size = path.stat().length
     yield 0, size, size

@@ -75,7 +75,7 @@ def find(interpreter: str) -> Runtime:
     version = importlib.metadata.version("wasmtime")
     kind = f"{digest[:16]}-wasmtime-{version}-{sys.platform}-{platform.machine()}"
     cache = _cache()
-    compiled = _whole(cache, kind) or _compile(interpreter, packages, file, cache, kind)
+    compiled = _cached(cache, kind) or _compile(interpreter, packages, file, cache, kind)
     return Runtime(str(packages), str(compiled), f"wasmtime {version}, {_PYTHON}")
 
 
@@ -101,7 +101,7 @@ def _cache() -> pathlib.Path:
     return folder
 
 
-def _whole(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
+def _cached(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
     """Returns the compiled code in the cache if its digest matches; removes damaged code."""
     found = None
     for file in cache.glob(f"{kind}*.cwasm"):
