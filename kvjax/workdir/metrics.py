@@ -263,10 +263,7 @@ def read_checked(path: epath.Path) -> tuple[list[dict], str]:
 
     A partial last line is not invalid, but a whole record with a damaged line end is.
     """
-    try:  # a running process may be replacing it
-        content = path.read_bytes() if path.exists() else b""
-    except FileNotFoundError:
-        content = b""
+    content = path.read_bytes() if path.exists() else b""
     records, broken = [], ""
     lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):

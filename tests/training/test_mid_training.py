@@ -194,8 +194,8 @@ def test_refused_conversations(source, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_prepared_rows_with_another_mask(source, whole, tmp_path):
-    """Prepared rows are accepted if their loss mask is the config's."""
+def test_prepared_rows(source, whole, tmp_path):
+    """Rows prepared elsewhere give the same losses."""
     loop.train(_mid(source, whole.workdir, stop_after=1), epath.Path(tmp_path / "first"))
     folder = next(
         path.parent
@@ -207,9 +207,6 @@ def test_prepared_rows_with_another_mask(source, whole, tmp_path):
     config.data.source = f"prepared:{folder}"
     loop.train(config, epath.Path(tmp_path / "second"))
     assert records(tmp_path / "second")[0]["loss"] == records(tmp_path / "first")[0]["loss"]
-    config = _mid(source, whole.workdir, mixture=MADE_UP | dict(loss="assistant"))
-    config.data.source = f"prepared:{folder}"
-    _bad(config, tmp_path / "run", "rows have no mask, and with .*'assistant' .* must have a mask")
 
 
 # -- learning --------------------------------------------------------------------------------------
