@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -120,8 +119,12 @@ IN_TERMINAL = (
 )
 
 
-def terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
-    """Starts a process in a terminal of its own; returns it and the terminal's other end."""
+@pytest.mark.slow
+def test_a_terminal_that_closes_ends_a_run_that_is_saved(config, tmp_path):
+    """The run is saved although its output fails."""
+    workdir = tmp_path / "run"
+    command = [sys.executable, "-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}"]
+    command += [LONG, "--config.train.checkpoint_every=100000"]
     ours, theirs = os.openpty()
     os.set_blocking(ours, False)
     process = subprocess.Popen(
@@ -132,27 +135,13 @@ def terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
         start_new_session=True,
     )
     os.close(theirs)
-    return process, ours
-
-
-def wait_for_steps(process: subprocess.Popen, ours: int, workdir: pathlib.Path) -> None:
-    """Waits for a hundred records, and reads the terminal's output."""
     metrics, deadline = workdir / "metrics.jsonl", time.monotonic() + 240
-    while not (metrics.exists() and metrics.read_text().count("\n") > 100):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-        with contextlib.suppress(BlockingIOError):
-            os.read(ours, 1 << 16)
-
-
-@pytest.mark.slow
-def test_a_terminal_that_closes_ends_a_run_that_is_saved(config, tmp_path):
-    """The run is saved although its output fails."""
-    workdir = tmp_path / "run"
-    command = [sys.executable, "-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}"]
-    process, ours = terminal([*command, LONG, "--config.train.checkpoint_every=100000"])
     try:
-        wait_for_steps(process, ours, workdir)
+        while not (metrics.exists() and metrics.read_text().count("\n") > 100):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+            with contextlib.suppress(BlockingIOError):
+                os.read(ours, 1 << 16)  # else the terminal's buffer is full
         os.close(ours)
         assert process.wait(60) == 129
     finally:
