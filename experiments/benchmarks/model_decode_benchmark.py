@@ -240,14 +240,6 @@ def with_mha(rows: Sequence[dict]) -> list[dict]:
     return found
 
 
-def _point(text: str) -> tuple[int, int]:
-    batch, _, length = text.partition("x")
-    numbers = [n for n in (batch, length) if re.fullmatch("[1-9][0-9]{0,6}", n)]
-    if len(numbers) != 2:
-        raise UserError(f"--points: {text[:40]!r} must be sequences x tokens, as 4x32768")
-    return int(batch), int(length)
-
-
 def _measure(options: runner.Options) -> dict:
     copy, copy_bytes = timing.copy(target=0.05)
     copied = copy_bytes / timing.spread([copy() for _ in range(5)]).median

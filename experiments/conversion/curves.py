@@ -5,10 +5,12 @@ is divided by their number and rounded down, as in thin keys' Table 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import math
 import statistics
 from typing import NamedTuple
 
+from experiments.conversion import kept
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert.methods import LowRankKV, Method, ThinKeys
 from kvjax.foundation import progress
@@ -111,6 +113,36 @@ def figures(
             doing.at(f"rank {rank}")
             points.append(dict(rank=rank) | point(measure(methods), mechanisms))
     return curve.about | dict(points=points)
+
+
+def tasks(
+    model: str,
+    curves: Sequence[Curve],
+    mechanisms: Sequence[MechanismConfig],
+    measure: Callable[[Methods], Measured],
+    *,
+    shape: dict,
+    settings: dict,
+    seconds: float,
+) -> list[kept.Task]:
+    """Returns the tasks that measure perplexity by rank: the original's, and one per curve.
+
+    Args:
+      model: first part of the records' names.
+      mechanisms: the original model's.
+      shape: its num_heads and head_dim.
+      settings: of the records, see `kept.Task`.
+      seconds: expected time of a point.
+    """
+
+    def task(name: str, make: Callable[[], dict], points: int) -> kept.Task:
+        return kept.Task(f"{model}/before/{name}", settings, make, seconds * points)
+
+    found = [task("original", lambda: point(measure(()), mechanisms) | shape, 1)]
+    for curve in curves:
+        make = functools.partial(figures, curve, mechanisms, measure)
+        found.append(task(curve.name, make, len(curve.methods)))
+    return found
 
 
 def point(measured: Measured, mechanisms: Sequence[MechanismConfig]) -> dict:

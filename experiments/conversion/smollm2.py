@@ -135,24 +135,16 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
 
 
 def rank_tasks(subject: Subject) -> list[kept.Task]:
-    """Returns the tasks that measure perplexity by rank: the original's, and one per curve."""
+    """Returns the tasks that measure perplexity by rank; the last one splits a budget."""
     mechanisms = subject.model.transformer.mechanisms
-    heads = dict(num_heads=mechanisms[0].num_kv_heads, head_dim=mechanisms[0].key_dim)
+    shape = dict(num_heads=mechanisms[0].num_kv_heads, head_dim=mechanisms[0].key_dim)
     seconds = _SECONDS * subject.validation_tokens / 16_384
-
-    def task(name: str, make, points: int) -> kept.Task:
-        return kept.Task(f"smollm2/before/{name}", subject.settings, make, seconds * points)
-
-    def original():
-        return curves.point(subject.measure(()), mechanisms) | heads
-
-    found = [task("original", original, 1)]
-    for curve in all_curves(mechanisms[0].num_kv_heads, mechanisms[0].key_dim):
-        make = functools.partial(curves.figures, curve, mechanisms, subject.measure)
-        found.append(task(curve.name, make, len(curve.methods)))
+    about = dict(shape=shape, settings=subject.settings, seconds=seconds)
+    made = all_curves(*shape.values())
+    found = curves.tasks("smollm2", made, mechanisms, subject.measure, **about)
     make = functools.partial(_split, subject, SPLIT_RANKS)
-    found.append(task("key_value_split_outputs", make, len(SPLIT_RANKS)))
-    return found
+    name = "smollm2/before/key_value_split_outputs"
+    return [*found, kept.Task(name, subject.settings, make, seconds * len(SPLIT_RANKS))]
 
 
 def _split(subject: Subject, ranks: Sequence[int]) -> dict:

@@ -149,20 +149,10 @@ def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
 
 
 def tasks(subject: Subject) -> list[kept.Task]:
-    """Returns the tasks that measure perplexity by rank: the original's, and one per curve."""
-    settings = dataclasses.asdict(subject.sizes)
-    seconds = _SECONDS * subject.sizes.validation_rows / 64
+    """Returns the tasks that measure perplexity by rank."""
     c = subject.whisper.config
     shape = dict(num_heads=c.num_heads, head_dim=c.d_model // c.num_heads)
-
-    def task(name: str, make, points: int) -> kept.Task:
-        return kept.Task(f"whisper/before/{name}", settings, make, seconds * points)
-
-    def original():
-        return curves.point(subject.measure(()), subject.mechanisms) | shape
-
-    found = [task("original", original, 1)]
-    for curve in all_curves(**shape):
-        make = functools.partial(curves.figures, curve, subject.mechanisms, subject.measure)
-        found.append(task(curve.name, make, len(curve.methods)))
-    return found
+    about = dict(shape=shape, settings=dataclasses.asdict(subject.sizes))
+    about |= dict(seconds=_SECONDS * subject.sizes.validation_rows / 64)
+    made = all_curves(**shape)
+    return curves.tasks("whisper", made, subject.mechanisms, subject.measure, **about)

@@ -9,15 +9,10 @@ from experiments.studies import (
     linear_attention as linear_attention_study,
     padded_loss as padded_loss_study,
 )
-from experiments.tables.panels import Panel, Row, lines, rows_of_points
+from experiments.tables.panels import Panel, Row, difference, lines, rows_of_points
 from kvjax.foundation.intervals import Estimate
 
 _TOLD = "Orange: the interval leaves 0 out."
-
-
-def _difference(label: str, mean: float, half: float | None) -> Row:
-    value = Estimate(mean, half)
-    return Row(label, value, off=bool(value.sign))
 
 
 def long_rows(found: Mapping) -> Figure:
@@ -25,7 +20,7 @@ def long_rows(found: Mapping) -> Figure:
     panels = []
     for length in sorted({row["length"] for row in found["rows"]}):
         rows = [
-            _difference(
+            difference(
                 f"{row['mechanism']}, {place['positions'][0]} to {place['positions'][1] - 1}",
                 place["difference"],
                 place["difference_half_interval"],
@@ -91,7 +86,7 @@ def padded_loss(found: Mapping) -> Figure:
     panels = []
     for form in padded_loss_study.FORMS:
         rows = [
-            _difference(
+            difference(
                 f"{padded_loss_study.TIES[row['tie']]}, {called}",
                 row["against_first"][name]["nats"],
                 row["against_first"][name]["half_interval"],

@@ -27,6 +27,12 @@ class Row:
     off: bool = False
 
 
+def difference(label: str, mean: float, half: float | None) -> Row:
+    """Returns the row of a difference, coloured if its interval excludes 0."""
+    value = Estimate(mean, half)
+    return Row(label, value, off=bool(value.sign))
+
+
 @dataclasses.dataclass(frozen=True)
 class Panel:
     """Rows under a heading, with an axis of their own.

@@ -16,7 +16,7 @@ from experiments.studies import (
 )
 from experiments.studies.demo_size import STUDIES
 from experiments.tables import model_figures
-from experiments.tables.panels import Panel, Row, curves, lines, rows_of_points
+from experiments.tables.panels import Panel, Row, curves, difference, lines, rows_of_points
 from experiments.tasks import encoders, sequences
 from kvjax.foundation.intervals import Estimate
 
@@ -26,9 +26,9 @@ def language_models(found: Mapping) -> Figure:
     rows = [row for row in found["rows"] if row["difference"] is not None]
     by_other: dict[str, list[Row]] = {}
     for row in rows:
-        value = Estimate(row["difference"], row["difference_half_interval"])
         name = row.get("before") or row["cell"]  # the panel's title tells the change
-        by_other.setdefault(row["against"], []).append(Row(name, value, off=bool(value.sign)))
+        drawn = difference(name, row["difference"], row["difference_half_interval"])
+        by_other.setdefault(row["against"], []).append(drawn)
     bpb = {row["cell"]: row["bpb"] for row in found["rows"]}
     panels = [
         Panel(f"from {other} ({bpb[other]:.4f} bits per byte)", mine, "+.4f", 0.0)
@@ -113,9 +113,8 @@ def rank_by_head(found: Mapping) -> Figure:
     by_rank: dict[int, list[Row]] = {}
     for row in found["rows"]:
         if row["change"] is not None:
-            change = Estimate(row["change"], row["change_half_interval"])
-            of_rank = by_rank.setdefault(row["rank"], [])
-            of_rank.append(Row(row["way"], change, off=bool(change.sign)))
+            change = difference(row["way"], row["change"], row["change_half_interval"])
+            by_rank.setdefault(row["rank"], []).append(change)
     equal = {row["rank"]: row for row in found["rows"] if row["way"] == "equal"}
     heading = "{} ranks a head on average, from {:.4f} bits per byte with {} each"
     panels = [
@@ -134,12 +133,11 @@ def depth_8(found: Mapping) -> Figure:
     for row in found["by_step"]:
         seeds, tokens = len(row["seeds"]), row["step"] * depth_8_study.TOKENS_PER_STEP
         half = row["difference_half_interval"] if seeds >= _SEEDS else None
-        value = Estimate(row["difference"], half)
         label = f"{tokens / 1e6:.1f}M tokens"
         if not half:
             label += f", {seeds} seed{'s'[seeds < 2 :]}"
-        off = half is not None and bool(value.sign)
-        panels.setdefault(row["mechanism"], []).append(Row(label, value, off=off))
+        drawn = difference(label, row["difference"], half)
+        panels.setdefault(row["mechanism"], []).append(drawn)
     said = "Difference from MHA in held-out bits per byte, seed by seed: lower is better. "
     said += f"{_SEEDS} seeds where nothing else is said. Orange: the interval leaves 0 out."
     drawn = [Panel(f"{name.upper()}, from MHA", rows, "+.4f", 0.0) for name, rows in panels.items()]

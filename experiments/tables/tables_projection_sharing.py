@@ -74,6 +74,14 @@ def table_1() -> dict[str, list[Figure]]:
     return {"Projection sharing Table 1: projections of a layer": rows}
 
 
+def _changes(variant: str, counts: dict, base: dict, **printed: str) -> list[Figure]:
+    """Returns the relative changes against QKV by part."""
+    return [
+        Figure(f"{variant}, {part}: change", "%", figure, 100 * (counts[part] / base[part] - 1))
+        for part, figure in printed.items()
+    ]
+
+
 def table_5() -> dict[str, list[Figure]]:
     printed = {
         "QKV": ("305.53", "53.61", "83.97", "167.87", "0.08"),
@@ -89,9 +97,7 @@ def table_5() -> dict[str, list[Figure]]:
             rows.append(Figure(f"{variant}, {part}", "M", figure, counts[part] / 1e6))
     for variant, total, attention in (("Q-K=V", "-6.9", "-25"), ("Q=K=V", "-13.7", "-50")):
         counts = formulas.parameters(sharing(variant))
-        for part, figure in (("total", total), ("attention", attention)):
-            change = 100 * (counts[part] / base[part] - 1)
-            rows.append(Figure(f"{variant}, {part}: change", "%", figure, change))
+        rows += _changes(variant, counts, base, total=total, attention=attention)
     return {"Projection sharing Table 5: parameters at 300M": rows}
 
 
@@ -109,9 +115,7 @@ def table_6() -> dict[str, list[Figure]]:
             rows.append(Figure(f"{variant}, {part}", "G", figure, counts[part] / 1e9))
     for variant, total, attention in (("Q-K=V", "-5.4", "-12.5"), ("Q=K=V", "-10.8", "-25.0")):
         counts = multiply_adds(sharing(variant), 2048)
-        for part, figure in (("total", total), ("attention", attention)):
-            change = 100 * (counts[part] / base[part] - 1)
-            rows.append(Figure(f"{variant}, {part}: change", "%", figure, change))
+        rows += _changes(variant, counts, base, total=total, attention=attention)
     return {"Projection sharing Table 6: multiply-adds of 2,048 tokens, all keys": rows}
 
 
