@@ -24,8 +24,6 @@ from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 
 FILE = pathlib.Path(__file__).with_name("tuned.json")
-_KNOWN = {"base_key", "base_value", "residual_key", "residual_value", "key_scale"}
-_KNOWN |= {"latent", "rope_key"}  # fields whose shapes the letters of a key give
 
 
 def current_device_kind() -> str:
@@ -35,7 +33,10 @@ def current_device_kind() -> str:
 
 
 def key(implementation: str, inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
-    """Returns an entry's key: implementation, cache layout, sizes, batch, capacity."""
+    """Returns an entry's key: implementation, cache layout, sizes, batch, capacity.
+
+    The sizes are those of layouts that a kernel takes.
+    """
     sizes = dict(N=inputs.query.shape[2])
     for letter, name, axis in (
         ("K", "base_key", 1),
@@ -53,8 +54,6 @@ def key(implementation: str, inputs: DecodeInputs, cache: Mapping[str, jax.Array
         sizes["J"] = math.prod(cache["latent"].shape[1:-2])
     array = next(iter(cache.values()))
     dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVCP" if letter in sizes]
-    others = cache.keys() - _KNOWN  # in cache layouts that no kernel takes
-    dims += [f"{name}{'x'.join(map(str, cache[name].shape[1:-1]))}" for name in sorted(others)]
     dims = [str(array.dtype), *dims]
     dims += [f"B{array.shape[0]}", f"S{array.shape[-1]}"]
     return f"{implementation}/{inputs.kind(cache)}/{'-'.join(dims)}"

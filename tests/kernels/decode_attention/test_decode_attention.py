@@ -271,17 +271,6 @@ def test_every_cache_layout_is_tested(x64, make_mechanism):
     }
 
 
-def test_kinds_that_tile_sizes_are_tuned_for(x64):
-    names = ("mha", "lrkv", "lrkv_one_base_each", "lrkv_no_rope", "factored", "factored_joint")
-    names += ("factored_no_rope", "factored_values", "mla", "mla_lrkv", "tpa")
-    built = [_build(name, 1) for name in names]
-    assert [inputs.kind(cache) for inputs, cache in built] == [
-        *("grouped", "residual_rotated_normed", "residual_rotated", "residual_normed"),
-        *("factored_rotated_normed", "factored_rotated", "factored_normed", "factored"),
-        *("latent", "latentresidual", "tensorproduct"),
-    ]
-
-
 # Kinds of inputs that quick.READERS does not have; mlra has several latents.
 _OTHERS = (
     "lrkv_no_rope",

@@ -261,11 +261,8 @@ def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_meas
             rows=[],
             copy_gbps=2.0,
         )
-        assert text.startswith(
-            "measured, cpu, float32: median and extremes of 3 rounds, one layer. GB/s of logical "
-            "cache bytes; 4,800 by datasheet, 2.0 for a copy (read and written). MHA is timed in "
-            "turns with each mechanism, public MHA at the same batch and length\n"
-        )
+        assert text.startswith("measured, cpu, float32: median and extremes of 3 rounds")
+        assert "4,800 by datasheet, 2.0 for a copy (read and written)" in text
     usual, *asked = nothing_measured
     assert usual.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))
     assert usual.points[5:] == tuple((2**i, 32_768) for i in range(7))

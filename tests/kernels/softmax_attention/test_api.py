@@ -3,18 +3,8 @@
 import numpy as np
 import pytest
 
-from kvjax.foundation import logs
 from kvjax.kernels.softmax_attention import api
 from tests.kernels.softmax_attention import cases
-
-
-def test_what_is_not_taken_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr(api, "platform", lambda mesh: "tpu")
-    logs.log_once.cache_clear()
-    for _ in range(3):
-        cases.trace(cases.shapes(length=200))
-    (record,) = caplog.records
-    assert record.levelname == "WARNING" and "200 queries" in record.getMessage()
 
 
 def test_cpus_get_xla(monkeypatch):

@@ -146,7 +146,8 @@ def test_splash_says_what_it_does_not_take(monkeypatch, caplog, shape, sizes, me
         cases.trace(arrays, implementation="splash", **options)
     monkeypatch.setattr(api, "platform", lambda mesh: "tpu")
     logs.log_once.cache_clear()
-    assert cases.trace(arrays, **options).shape == arrays[0].shape[:3] + arrays[2].shape[3:]
+    for _ in range(2):
+        assert cases.trace(arrays, **options).shape == arrays[0].shape[:3] + arrays[2].shape[3:]
     (record,) = caplog.records
     assert message.split(" ")[0] in record.getMessage()
 

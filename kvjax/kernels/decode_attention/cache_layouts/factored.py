@@ -55,10 +55,6 @@ class FactoredInputs(DecodeInputs):
     def tiles(self) -> "_Tiles":
         return _Tiles(self)
 
-    def kind(self, cache: Cache) -> str:
-        rotates = "" if self.rope_base is None else "_rotated"
-        return "factored" + rotates + ("_normed" if "key_scale" in cache else "")
-
 
 class _Tiles:
     def __init__(self, inputs: FactoredInputs):
