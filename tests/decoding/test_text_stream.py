@@ -32,10 +32,6 @@ def test_bytes_that_are_no_character_come_as_soon_as_that_is_certain():
     assert out == ["", "", "\ufffdA", "", "\ufffd"]
 
 
-def test_a_replacement_character_of_the_text_itself():
-    assert "".join(pieces("x\ufffdy".encode())[0]) == "x\ufffdy"
-
-
 @hypothesis.given(st.binary(max_size=12))
 @hypothesis.settings(max_examples=200, deadline=None)
 def test_pieces_add_up_to_the_whole(data):

@@ -22,7 +22,6 @@ from kvjax.cache.stripes import Stripes
 from kvjax.decoding import program
 from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import api, shapes, sharded, xla
-from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.layers import rope
@@ -190,15 +189,6 @@ def test_merging_parts_whose_logits_are_of_any_size(scale):
     expected = (o * share).sum(0) / share.sum(0)
     for merged in np.asarray(merge(o, log_sum_exp)):
         np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_implementations_that_read_whole_caches_say_so():
-    shape = GroupedSizes(N=4, K=2, H=8, Hv=8)
-    inputs, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
-    with jax.sharding.use_abstract_mesh(_mesh(2).abstract_mesh):
-        for name in ("gpu", "reference"):
-            with pytest.raises(NotImplementedError, match=f"'{name}' reads a whole.*xla, tpu"):
-                decode_attention(inputs, cache, jnp.zeros(1, jnp.int32), implementation=name)
 
 
 def test_the_default_is_a_kernel_that_takes_a_chips_part(monkeypatch):

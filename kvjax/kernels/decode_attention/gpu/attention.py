@@ -22,7 +22,7 @@ from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.gpu import kernel, plans
 
 _HOPPER = "H(20|100|200|800)"  # device kinds that have wgmma and TMA
-_SPLITS = (256, 512, 1024, 2048, 4096, 8192)  # for --tune
+_TRIED_SPLITS = (256, 512, 1024, 2048, 4096, 8192)  # for --tune
 _CAPACITY = plans.TILE_KV  # S is a multiple of the largest tile
 _MULTIPROCESSORS = 132  # of an H100 or H200
 # (programs per multiprocessor, fewest tokens of a split): 2 programs each if splits then have 256
@@ -85,7 +85,7 @@ def decode_attention(
 def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]:
     """Returns the splits that --tune tries: those up to the longest that the plan allows."""
     longest = plans.ADAPTERS[type(inputs)](inputs, cache).max_split
-    return {"split": tuple(split for split in _SPLITS if split <= longest)}
+    return {"split": tuple(split for split in _TRIED_SPLITS if split <= longest)}
 
 
 def check(inputs: DecodeInputs, cache: Cache) -> None:
