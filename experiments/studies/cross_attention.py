@@ -23,7 +23,6 @@ from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
-from experiments.tasks import learner
 from kvjax.attention import GroupedConfig
 from kvjax.foundation import command_line
 from kvjax.foundation.intervals import estimate
@@ -160,7 +159,6 @@ def cell(kind: str, steps: int) -> Cell:
         name=f"{kind}_steps{steps}",
         asked=dict(kind=kind, steps=steps, digits=DIGITS, batch=BATCH, rank=RANK),
         train=lambda seed: train(kind, seed, steps),
-        flops=learner.flops(steps * BATCH * (ANSWER + DIGITS), ANSWER, HEADS * DIM, 4, MLP),
     )
 
 

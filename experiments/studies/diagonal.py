@@ -48,7 +48,6 @@ def cell(task: str, variant: str, remedy: str, length: int) -> Cell:
         name=f"{task}/{variant}/{remedy}/t{length}",
         asked=asked,
         train=functools.partial(sequence_tasks.train, task, config, length, temperature=falling),
-        flops=sequence_tasks.flops(length, _SHAPE["width"], _SHAPE["layers"]),
     )
 
 

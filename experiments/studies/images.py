@@ -152,13 +152,10 @@ def cell(
     asked = dict(set=name, files=dict(trainer.images.files), variant=variant, width=width)
     asked |= dict(layers=layers, heads=heads, patch=size, rate=rate, epochs=trainer.epochs)
     asked |= dataclasses.asdict(trainer.fixed)
-    length = (trainer.side // size) ** 2 + 1
-    tokens = trainer.steps * BATCH * length
     return Cell(
         name=f"{variant}/d{width}_l{layers}_h{heads}_p{size}_lr{rate:g}_e{trainer.epochs}",
         asked=asked,
         train=functools.partial(trainer.train, variant, shape, size, rate),
-        flops=learner.flops(tokens, length, width, layers, trainer.fixed.mlp_times * width),
     )
 
 

@@ -40,13 +40,11 @@ class Cell:
     Attributes:
       asked: JSON-able settings that determine a run's numbers.
       train: from a seed to JSON-able figures.
-      flops: approximate FLOPs of a run, for time estimates.
     """
 
     name: str
     asked: Mapping[str, object]
     train: Callable[[int], dict]
-    flops: float
 
     @property
     def identity(self) -> str:
@@ -151,14 +149,18 @@ def train(
     missing = [(c, seed) for c, seed in runs if not kept.found(c.name, seed, c.identity)]
     made = {key: x for key, x in provenance.provenance().items() if key != "command"}
     failed: dict[str, str] = {}
-    pace = _Pace(cells, kept)
+    times = [run["seconds"] for cell in cells for run in runs_of(cell, kept).values()]
+
+    def left(count: int) -> str:
+        return f", about {progress.duration(count * statistics.mean(times))}" if times else ""
+
     if missing:
-        left = pace.left(cell for cell, _ in missing)
-        command_line.say(f"{len(missing)} runs of {len(runs)} to train: {left}")
+        count = len(missing)
+        command_line.say(f"{count} runs of {len(runs)} to train{left(count)}")
     with progress.waiting("training") as doing:
         for i, (cell, seed) in enumerate(missing):
-            left = pace.left(cell for cell, _ in missing[i:])
-            doing.at(f"{cell.name}, seed {seed}, {i + 1} of {len(missing)}, {left} left")
+            where = f"{i + 1} of {len(missing)}{left(len(missing) - i)}"
+            doing.at(f"{cell.name}, seed {seed}, {where}")
             begun = time.perf_counter()
             try:
                 found = cell.train(seed)
@@ -166,28 +168,9 @@ def train(
                 failed[f"{cell.name} seed {seed}"] = first_line(error)
                 continue
             seconds = time.perf_counter() - begun
-            pace.note(cell, seconds)
+            times.append(seconds)
             asked = (cell.name, seed, cell.identity)
             kept.put(*asked, code, dict(made_by=made), seconds=seconds, **found)
             if options.save:
                 record.keep(name, result_of(kept, failed), quiet=True)
     return kept, failed
-
-
-class _Pace:
-    """Estimates remaining time from the FLOP/s of finished runs."""
-
-    _GUESS = 40e9  # FLOP/s, until a run has finished
-
-    def __init__(self, cells: Sequence[Cell], kept: Kept):
-        self._rates = [
-            cell.flops / run["seconds"] for cell in cells for run in runs_of(cell, kept).values()
-        ]
-
-    def note(self, cell: Cell, seconds: float) -> None:
-        self._rates.append(cell.flops / seconds)
-
-    def left(self, cells) -> str:
-        rate = statistics.median(self._rates) if self._rates else self._GUESS
-        about = progress.duration(sum(cell.flops for cell in cells) / rate)
-        return about if self._rates else f"{about}, at a guess"

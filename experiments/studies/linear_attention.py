@@ -145,12 +145,10 @@ def train(name: str, kind: str, seed: int) -> dict:
 def cell(name: str, kind: str) -> Cell:
     task = TASKS[name]
     asked = dict(task=name, kind=dataclasses.asdict(KINDS[kind]), shape=dataclasses.asdict(task))
-    tokens = task.steps * task.batch * task.length
     return Cell(
         name=f"{name}/{kind}",
         asked=asked,
         train=functools.partial(train, name, kind),
-        flops=learner.flops(tokens, task.length, WIDTH, LAYERS, MLP),
     )
 
 

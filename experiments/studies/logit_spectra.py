@@ -22,12 +22,12 @@ import sys
 from experiments import record
 from experiments.analysis import report as report_lib, whisper_model
 from experiments.analysis.spectra import LEAST, MOST, PUBLISHED, Spectra
+from experiments.studies.options import Parser
 from kvjax.analysis import __main__ as analysis
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
 from kvjax.analysis.request import Request
 from kvjax.convert import model as model_lib
-from kvjax.foundation import command_line, lists, runtime
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation import command_line, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
 
@@ -68,7 +68,7 @@ def read(folder: pathlib.Path) -> tuple[Spectra, dict]:
     return Spectra(found["reports"]["logits"]["data"]), found["about"]
 
 
-# -- tables and verdicts ---------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def tables(models: Sequence[Spectra]) -> list[Table]:
@@ -185,39 +185,19 @@ def _attention(models: Sequence[Spectra]) -> Table:
     )
 
 
-def verdicts(models: Sequence[Spectra]) -> list[str]:
-    """Returns a verdict on the paper's gap for each model and matrix."""
-    said = []
-    for one in models:
-        for matrix in dict.fromkeys(gap.matrix for gap in one.gaps()):
-            gaps = [gap for gap in one.gaps() if gap.matrix == matrix]
-            each = ", ".join(f"{gap.ratio:.1f} at {gap.tokens:,} tokens" for gap in gaps)
-            held = [gap for gap in gaps if gap.verdict == "holds"]
-            holds = "holds" if len(held) == len(gaps) else "does not hold" if not held else "holds "
-            if 0 < len(held) < len(gaps):
-                holds += "only at " + ", ".join(f"{gap.tokens:,}" for gap in held) + " tokens"
-            said.append(f"{one.model}, {matrix}: '5 to 25 times' {holds} ({each}).")
-    return said
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+    parser = Parser(__doc__, "analysis/logit_spectra", seeds=0, trains=False)
+    parser.names("models", FOLDERS)
+    parser.count("passages", 4, "passages per book for Whisper (4)")
     add = parser.add_argument
-    add("--models", default=",".join(FOLDERS), help=f"some of {', '.join(FOLDERS)} (all)")
     text = f"a GGUF file or folder of SmolLM2-135M (the file in the package {PACKAGE})"
     add("--smollm2", default="", help=text)
     add("--whisper", default="", help="folder of Whisper tiny.en's model.bin and tokenizer.json")
-    add("--passages", type=int, default=4, help="passages per book for Whisper (4)")
     add("--out", default="runs/analysis", help="folder of the reports (runs/analysis)")
-    text = "write experiments/results/analysis/logit_spectra.json"
-    add("--save", action="store_true", help=text)
-    parser.add_output()
     options = parser.parse(arguments)
-    options.models = lists.names("--models", options.models, tuple(FOLDERS))
-    at_least("--passages", options.passages, 1)
     if not options.out:
         raise UserError("--out= is empty: give a folder, as runs/analysis")
     options.out = pathlib.Path(runtime.folder("--out", options.out))
@@ -231,7 +211,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
             )
         setattr(options, name, source)
     record.check_folder("--out", options.out)
-    record.check(options.save)
     return options
 
 
@@ -268,7 +247,7 @@ def _packaged(name: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Writes the missing reports, and prints the tables and verdicts of all."""
+    """Writes the missing reports, and prints the tables of all."""
     options = _options(arguments)
     runtime.start()
     for name in _missing(options):
@@ -283,14 +262,12 @@ def main(arguments: Sequence[str]) -> None:
     for table in tables(models):
         out.show(table)
         out.say()
-    for verdict in verdicts(models):
-        out.say(f"- {verdict}")
     kept = ("Texts", "Lengths", "Seconds", "Date", "Commit", "Machine", "Versions")
     about = {
         name: {key: made[key] for key in kept if key in made} for name, (_, made) in found.items()
     }
     result = dict(models={name: spectra.as_json() for name, (spectra, _) in found.items()})
-    result |= dict(verdicts=verdicts(models), reports=about, seed=Request({}, ()).seed)
+    result |= dict(reports=about, seed=Request({}, ()).seed)
     record.record("analysis/logit_spectra", result, out, save=options.save)
 
 

@@ -96,7 +96,6 @@ def cell(tie: str, form: str, steps: int) -> Cell:
         name=f"{tie}_{form}_{steps}",
         asked=dict(tie=tie, form=form, steps=steps),
         train=functools.partial(train, tie, form, steps),
-        flops=learner.flops(steps * BATCH * LENGTH, LENGTH, WIDTH, LAYERS, MLP),
     )
 
 

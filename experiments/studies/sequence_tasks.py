@@ -117,7 +117,6 @@ def cell(task: str, variant: str, width: int, layers: int, heads: int, length: i
         name=f"{task}/{variant}/d{width}_l{layers}_h{heads}_t{length}",
         asked=asked,
         train=functools.partial(train, task, config, length),
-        flops=flops(length, width, layers),
     )
 
 
@@ -128,11 +127,6 @@ def cell_of(name: str) -> Cell:
     """Returns the cell of a name."""
     task, variant, *sizes = _NAME.fullmatch(name).groups()
     return cell(task, variant, *map(int, sizes))
-
-
-def flops(length: int, width: int, layers: int) -> float:
-    """Returns approximate FLOPs of training one model."""
-    return learner.flops(RECIPE.steps * BATCH * length, length, width, layers, 2 * width)
 
 
 _SIZES = ("width", "layers", "heads", "length")

@@ -91,13 +91,10 @@ def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> 
     width, layers, heads = shape
     asked = dict(features=trainer.features.digest, variant=variant, place=place, width=width)
     asked |= dict(layers=layers, heads=heads, epochs=trainer.epochs, dropout=DROPOUT)
-    tokens = trainer.steps_per_epoch * trainer.epochs * BATCH * anomalies.SIZE
-    extra = 6.0 * tokens * trainer.features.train[0].shape[1] * width
     return Cell(
         name=f"{place}/{variant}/d{width}_l{layers}_h{heads}_e{trainer.epochs}",
         asked=asked,
         train=functools.partial(trainer.train, variant, shape, place),
-        flops=learner.flops(tokens, anomalies.SIZE, width, layers, 2 * width) + extra,
     )
 
 

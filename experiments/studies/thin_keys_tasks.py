@@ -129,12 +129,10 @@ def cell(name: str, channels: int, start: str = "fan_in") -> Cell:
     task = TASKS[name]
     shape = dataclasses.asdict(task) | dict(published=None)
     usual, asked = start == "fan_in", dict(task=name, channels=channels, shape=shape)
-    tokens = task.steps * task.batch * task.length
     return Cell(
         name=f"{name}/d{channels}" + ("" if usual else f"/{start}"),
         asked=asked if usual else asked | dict(start=start),
         train=functools.partial(train, name, channels, start),
-        flops=learner.flops(tokens, task.length, WIDTH, task.layers, MLP),
     )
 
 

@@ -91,14 +91,11 @@ class Trainer:
 
 
 def cell(trainer: Trainer, channels: int) -> Cell:
-    tokens = trainer.steps_per_epoch * trainer.epochs * trainer.batch * LENGTH
     asked = dict(set=trainer.name, corpus=trainer.corpus.digest, channels=channels)
     return Cell(
         name=f"d{channels}_e{trainer.epochs}",
         asked=asked | dict(epochs=trainer.epochs, rows=trainer.batch),
         train=functools.partial(trainer.train, channels),
-        flops=learner.flops(tokens, LENGTH, WIDTH, LAYERS, MLP)
-        + 6.0 * tokens * WIDTH * trainer.corpus.size,
     )
 
 

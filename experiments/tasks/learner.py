@@ -98,12 +98,6 @@ def check_channels(channels: Sequence[int], width: int, heads: int) -> None:
             )
 
 
-def flops(tokens: float, length: int, width: int, layers: int, mlp_dim: int) -> float:
-    """Returns approximate training FLOPs: 6 per token and weight, plus attention's products."""
-    weights = layers * (4 * width**2 + 2 * width * mlp_dim)
-    return 6.0 * tokens * (weights + layers * 2 * length * width)
-
-
 def nats(z_X_V: jax.Array, labels_X: jax.Array) -> jax.Array:
     """Returns the cross-entropy of logits [..., V] in nats, in the shape of the labels."""
     return optax.softmax_cross_entropy_with_integer_labels(z_X_V, labels_X)

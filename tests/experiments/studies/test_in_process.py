@@ -42,7 +42,7 @@ def _cell(name, trained, **asked):
         trained.append((name, seed))
         return dict(right=seed / 2)
 
-    return Cell(name, dict(name=name) | asked, train, 1e6)
+    return Cell(name, dict(name=name) | asked, train)
 
 
 def test_all_cells_with_a_seed_then_with_the_next(results):
@@ -107,7 +107,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(results):
     def has_no_room(seed):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    bad = [Cell("bad", {}, fails, 1e6), Cell("large", {}, has_no_room, 1e6)]
+    bad = [Cell("bad", {}, fails), Cell("large", {}, has_no_room)]
     _, failed = _train([*bad, _cell("good", trained)], seeds=1)
     assert failed["bad seed 0"] == "loss is nan" and trained == [("good", 0)]
     assert "Out of memory" in failed["large seed 0"]

@@ -108,10 +108,6 @@ def test_reports_that_are_there_are_read(run, tmp_path):
     status, out, err = run("--models=smollm2")
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 80
-    assert "SmolLM2, E: '5 to 25 times' holds (11.5 at 64 tokens, 5.8 at 256 tokens)." in " ".join(
-        out.split()
-    )
-    assert "SmolLM2, E, causal: '5 to 25 times' does not hold" in " ".join(out.split())
     _write(tmp_path / "runs/analysis/Whisper-tiny.en", "Whisper")
     status, out, err = run("--json", "--markdown", "--save")
     assert status == 0 and "|---" in err and out.count("\n") == 1
@@ -134,7 +130,7 @@ def test_whispers_report_is_made_and_read(monkeypatch, tmp_path):
     assert len(spectra.data["texts"]) == 4 and not spectra.rope()
     assert spectra.ranks(FIELD, 16).shape == (2, 4, stand_in.N)
     assert "Whisper" in about["Model"] and "<svg" in (folder / "report.html").read_text()
-    assert all(logit_spectra.tables([spectra])) and len(logit_spectra.verdicts([spectra])) == 2
+    assert all(logit_spectra.tables([spectra]))
 
 
 def test_what_a_report_refuses_is_left_out(monkeypatch, tmp_path, capsys):

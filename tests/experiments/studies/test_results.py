@@ -4,7 +4,6 @@ import itertools
 import json
 import types
 
-import numpy as np
 import pytest
 
 from experiments.record import RESULTS
@@ -35,9 +34,8 @@ def _cells_of_sets(study, trainer, sizes, *more):
 
 
 def _anomalies(found, kept):
-    features = types.SimpleNamespace(digest=found["features"], train=(np.zeros((1, 512)),))
-    trainer = types.SimpleNamespace(features=features, epochs=found["grid"]["epochs"])
-    trainer.steps_per_epoch, trainer.train = 1, print
+    features = types.SimpleNamespace(digest=found["features"])
+    trainer = types.SimpleNamespace(features=features, epochs=found["grid"]["epochs"], train=print)
     cells = _cells_of_sets(set_anomaly.cell, trainer, found["grid"], anomalies.PLACES)
     return set_anomaly.rows(cells, kept)
 
@@ -45,8 +43,8 @@ def _anomalies(found, kept):
 def _images(found, kept):
     """Takes runs by the names of their cells: results lack the digests of the files."""
     data, sizes = types.SimpleNamespace(files={}), found["grid"]
-    trainer = types.SimpleNamespace(images=data, epochs=sizes["epochs"], fixed=images.Fixed())
-    trainer.side, trainer.steps, trainer.train = 28, 1, print
+    of_models = dict(epochs=sizes["epochs"], fixed=images.Fixed(), train=print)
+    trainer = types.SimpleNamespace(images=data, **of_models)
 
     def cell(*given):
         return images.cell(found["set"], *given)
