@@ -3,8 +3,6 @@
 import pathlib
 import types
 
-import pytest
-
 from tests import draw
 
 
@@ -39,11 +37,3 @@ def test_a_share_of_each_folders_slow_cases():
     assert _drawn(4) == _drawn(4) and len(_drawn(1)) == 62
     every = [frozenset(_drawn(4, f"commit {i}")) for i in range(40)]
     assert frozenset().union(*every) == frozenset(_drawn(1)) and len(set(every)) == 40
-
-
-def test_a_draw_needs_a_seed_and_reports_it():
-    with pytest.raises(pytest.UsageError, match="--draw: give --draw-by too"):
-        draw.check_options(_config(4, ""))
-    draw.check_options(_config(1, ""))
-    assert draw.summary(_config(4, "648f8c0")).endswith("DRAW=4 BY=648f8c0")
-    assert not draw.summary(_config(1, ""))

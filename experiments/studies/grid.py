@@ -163,7 +163,6 @@ class Kept(kept_lib.Kept):
         self._measures = code_lib.code_of(places)
         self.steps = steps
         super().__init__(file, dict(steps=steps), code() | self._measures, mix=mix, fresh=fresh)
-        self._mix, self._fresh = mix, fresh
 
     def of(self, run: Run) -> dict | None:
         """Returns a run's figures; None for a missing run or one with another config."""
@@ -203,36 +202,6 @@ class Kept(kept_lib.Kept):
             if (cell, seed) != (run.cell.name, run.seed)
         ]
         return set(others)
-
-    def borrow(self, runs: Iterable[Run], files: Iterable[pathlib.Path]) -> list[str]:
-        """Copies runs of equal config from other studies: of equal code, or of any code with --mix.
-
-        Returns:
-          Names of the copied runs; none with --fresh.
-        """
-        missing = {run.identity: run for run in runs if self.of(run) is None}
-        others = []
-        for file in files:
-            if missing and not self._fresh and file.exists():
-                other = json_text.read_object(epath.Path(file), "move it away")
-                codes = other.get("codes", {})
-                kept = [k for seeds in other.get("runs", {}).values() for k in seeds.values()]
-                others += [(k, codes[k["code"]]) for k in kept if k.get("code") in codes]
-
-        def same_code(other):
-            return not code_lib.changed(other[1], code() | self._measures)
-
-        taken = []
-        for kept, files in sorted(others, key=same_code, reverse=True):  # runs of this code first
-            if (self._mix or same_code((kept, files))) and kept["identity"] in missing:
-                run = missing[kept["identity"]]
-                if self._data_of(run) - {"", kept.get("data", "")}:
-                    continue  # trained on other data
-                del missing[kept["identity"]]
-                self.runs.setdefault(run.cell.name, {})[run.seed] = kept
-                self.codes[kept["code"]] = files
-                taken.append(run.name)
-        return taken
 
 
 def row(cell: Cell, kept: Kept, there: Mapping[str, Mapping[int, dict]]) -> dict:

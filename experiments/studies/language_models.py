@@ -6,15 +6,14 @@
 
 Models of width 128 or so on the embedded corpus (experiments/studies/demo_size.py). A seed draws
 initial weights and data order, equal for all models, so differences are taken seed by seed. Runs
-are trained in parallel, all models with the first seed, then with the next; studies share equal
-runs, from their folders or results, and resume. Prints bits per byte with 95 % intervals (Student's
-t over seeds), and p-values of the differences with Holm's correction for their number.
+are trained in parallel, all models with the first seed, then with the next; studies share the
+folders of equal runs, and resume. Prints bits per byte with 95 % intervals (Student's t over
+seeds), and p-values of the differences with Holm's correction for their number.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
 
-from experiments import record
 from experiments.studies import grid, side_by_side
 from experiments.studies.demo_size import STUDIES, TOKENS_PER_STEP
 from experiments.studies.grid import Cell, Kept, Run
@@ -120,7 +119,6 @@ def main(arguments: Sequence[str]) -> int:
         _list(out, options.seeds)
         return 0
     study, cells = STUDIES[options.study], options.chosen
-    others = [record.RESULTS / FOLDER / f"{one}.json" for one in STUDIES if one != options.study]
     p_values: dict[str, float] = {}
 
     def figures_of(kept: Kept) -> dict:
@@ -134,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
 
     out.say(f"{study.asks} ({study.claim}.)")
     table, name = ("rows", _HEADER, cells_of), f"{FOLDER}/{options.study}"
-    return side_by_side.study(name, cells, options, figures_of, [table], others=others)
+    return side_by_side.study(name, cells, options, figures_of, [table])
 
 
 def _list(out: Output, seeds: int) -> None:

@@ -68,7 +68,6 @@ def study(
     tables: Iterable[tuple[str, Sequence[str], Callable[[Mapping], Sequence]]],
     *,
     places: Sequence[str] = (),
-    others: Sequence[pathlib.Path] = (),
     more: Callable[[pathlib.Path], dict] = lambda workdir: {},
     note: str = "",
 ) -> int:
@@ -81,7 +80,6 @@ def study(
       figures_of: computes figures from the runs, with lists of rows.
       tables: for each the key of its rows, the header, and a function from a row to its cells.
       places: further files that determine the figures.
-      others: results of other studies, whose runs of equal config are taken.
       more: computes further figures of a run from its folder.
       note: printed below the tables.
 
@@ -96,8 +94,6 @@ def study(
     runs = [Run(one, seed, options.steps) for seed in range(options.seeds) for one in cells]
     if options.save:
         kept.check((run.cell.name, run.seed, run.identity) for run in runs)
-    if taken := kept.borrow(runs, others):
-        command_line.say(f"{len(taken)} runs from other studies: {code_lib.in_short(taken)}")
 
     def result(failed: Mapping[str, str]) -> dict:
         seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())

@@ -256,24 +256,3 @@ def test_what_is_kept_is_of_the_same_config_and_code(trains, tmp_path, monkeypat
         file.write_text(text)
         with pytest.raises(UserError, match=said):
             Kept(file, STEPS, **options)
-
-
-@pytest.mark.slow
-def test_runs_of_other_studies_are_taken(trains, tmp_path, monkeypatch):
-    file, own = tmp_path / "other.json", tmp_path / "own.json"
-    _train([_run()], tmp_path)
-    other = Kept(file, STEPS, mix=False, fresh=False)
-    other.keep(_run(), tmp_path / "mha_seed0_steps8", bpb=2.0)
-    file.write_text(json.dumps(dict(steps=STEPS) | other.as_json()))
-    asked = Run(Cell("mha_d128", CONFIGS / "mha_tiny.py"), 0, STEPS)  # the same by another name
-    runs, files = [asked, _run(seed=1)], [tmp_path / "none.json", file]
-
-    kept = Kept(own, STEPS, mix=False, fresh=False)
-    assert kept.borrow(runs, files) == ["mha_d128_seed0_steps8"]
-    assert kept.of(asked) == other.of(_run()) and kept.codes == other.codes
-    assert kept.borrow(runs, files) == []  # it is there
-    assert Kept(own, STEPS, mix=False, fresh=True).borrow(runs, files) == []
-    code = grid.code() | {"optim.py": "another"}
-    monkeypatch.setattr(grid, "code", lambda: code)
-    assert Kept(own, STEPS, mix=False, fresh=False).borrow(runs, files) == []
-    assert Kept(own, STEPS, mix=True, fresh=False).borrow(runs, files) == ["mha_d128_seed0_steps8"]
