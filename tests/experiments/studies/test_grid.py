@@ -158,7 +158,7 @@ def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_what_cannot_be_measured_is_a_run_that_failed(trains, tmp_path):
-    """Only matching runs are borrowed; a run on other data is left out."""
+    """A run on other data than those it is compared with is left out."""
     (tmp_path / "runs").mkdir()
     kept = Kept(tmp_path / "kept.json", STEPS, mix=False, fresh=False)
     given = dict(runs=tmp_path / "runs", processes=1, mix=False, save=True)

@@ -2,12 +2,10 @@
 
 import functools
 import json
-import types
 
 import pytest
 
-from experiments import record
-from experiments.studies import grid, language_models, side_by_side
+from experiments.studies import grid, language_models
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.grid import Run
 from kvjax.foundation import command_line
@@ -75,46 +73,24 @@ def test_what_a_change_moves_is_taken_seed_by_seed(tmp_path):
     )
 
 
-@pytest.fixture
-def trained(tmp_path, monkeypatch):
-    """Replaces training by a number that depends on the run's name."""
-    asked = []
-
-    def train(runs, folder, **_):
-        for run in runs:
-            asked.append(run.name)
-            (folder / run.name).mkdir(parents=True, exist_ok=True)
-            about = dict(identity=run.identity, code=grid.code(), made_by={})
-            (folder / run.name / grid.ABOUT).write_text(json.dumps(about))
-            yield run, "out of memory" if "rising" in run.name else ""
-
-    def figures(run, folder):
-        bpb = 2.0 + 0.1 * run.seed - (0.01 if "inner" in run.name else 0)
-        return dict(bpb=bpb, curve={run.steps: bpb}, tokens_per_second=1e4, seconds=100.0)
-
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(side_by_side, "train", train)
-    monkeypatch.setattr(side_by_side, "figures", figures)
-    monkeypatch.setattr(side_by_side.runtime, "start", lambda: None)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*options):
-        return command_line.status(language_models.main, ["--study=lrkv_layer_ranks", *options])
-
-    return types.SimpleNamespace(run=run, asked=asked, results=tmp_path / "results")
-
-
 @pytest.mark.slow
 def test_a_study_from_runs_to_rows(trained, capfd):
-    assert trained.run("--seeds=2", "--save", "--json") == 1  # one model failed
+    trained.bpb = lambda run: 2.0 + 0.1 * run.seed - 0.01 * ("inner" in run.cell.name)
+    trained.failing.add("lrkv_rising")
+
+    def run(*options):
+        asked = ("--study=lrkv_layer_ranks", "--seeds=2", "--save", *options)
+        return command_line.status(language_models.main, asked)
+
+    assert run("--json") == 1  # one model failed
     out, err = capfd.readouterr()
     found = {row["cell"]: row for row in json.loads(out)["rows"]}
-    assert "lrkv_rising" not in found and "lrkv_rising_seed0_steps128, out of memory" in err
+    assert "lrkv_rising" not in found and "lrkv_rising_seed0_steps128, it failed" in err
     assert found["lrkv_inner"]["difference"] == pytest.approx(-0.01)
     assert found["lrkv_inner"]["difference_half_interval"] == pytest.approx(0, abs=1e-9)
     assert found["lrkv_uniform"]["difference"] is None and found["lrkv_uniform"]["seeds"] == [0, 1]
     stored = json.loads((trained.results / "studies" / "lrkv_layer_ranks.json").read_text())
     assert stored["seconds"] == 8 * 100.0 and stored["failed"]
     before = len(trained.asked)
-    assert trained.run("--seeds=2", "--save", "--runs=others") == 1
+    assert run("--runs=others") == 1
     assert [name for name in trained.asked[before:] if "rising" not in name] == []

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import record
-from experiments.studies import grid, side_by_side, small_caches, small_caches_speed
+from experiments.studies import small_caches, small_caches_speed
 from kvjax.foundation import command_line
 
 BPB = {"mha": 2.0, "lrkv": 1.9, "gla_narrow": 2.1}
@@ -15,36 +15,18 @@ NAMES = f"--mechanisms={','.join(BPB)}"
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path, capsys):
-    """Returns a function from options to status and output, and the list of trained runs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    trained = []
-
-    def train(runs, folder, *, processes, mix):
-        for one in runs:
-            trained.append(one.name)
-            (folder / one.name).mkdir(exist_ok=True)
-            about = dict(identity=one.identity, code=grid.code(), made_by={})
-            (folder / one.name / "study.json").write_text(json.dumps(about))
-            yield one, "it failed" if one.cell.name in failing else ""
-
-    def curve(workdir):
-        name, _, rest = workdir.name.partition("_seed")
-        seed = int(rest[0])
-        return {64: 3.0, 256: BPB[name] + SEEDS[seed] + OWN[seed] * (name == "lrkv")}
-
-    failing = set()
-    monkeypatch.setattr(side_by_side, "train", train)
-    monkeypatch.setattr(side_by_side, "curve", curve)
-    monkeypatch.setattr(side_by_side, "speed", lambda workdir: 7000.0)
+def run(trained, capsys):
+    """Returns a function from options to status, output and the names of the trained runs."""
+    trained.bpb = lambda run: (
+        BPB[run.cell.name] + SEEDS[run.seed] + OWN[run.seed] * (run.cell.name == "lrkv")
+    )
 
     def run(*options):
-        trained.clear()
+        trained.asked.clear()
         status = command_line.status(small_caches.main, options)
-        return status, *capsys.readouterr(), list(trained)
+        return status, *capsys.readouterr(), list(trained.asked)
 
-    run.failing = failing
+    run.failing = trained.failing
     return run
 
 
