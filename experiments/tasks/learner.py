@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import time
 
 from flax import nnx
 import jax
@@ -191,7 +190,6 @@ class Learner:
           batches: one per step, of equal shapes.
           evaluate: called every `every` steps.
         """
-        begun = time.perf_counter()
         params, state = self._init(jax.random.key(seed))
         carry = (params, state, jax.random.key(seed + 1_000_003))
         at, losses = 0, []
@@ -205,8 +203,8 @@ class Learner:
             losses.append(values)
             at += count
             if every and at % every == 0:
-                evaluate(self._trained(carry[0], losses, begun))
-        return self._trained(carry[0], losses, begun)
+                evaluate(self._trained(carry[0], losses))
+        return self._trained(carry[0], losses)
 
     def curve(
         self, seed: int, batches: Iterator[Batch], held_out: Sequence[Batch], every: int
@@ -253,13 +251,13 @@ class Learner:
         return *best, curve, found.loss
 
     @staticmethod
-    def _trained(params: dict, losses: Sequence[jax.Array], begun: float) -> "Trained":
+    def _trained(params: dict, losses: Sequence[jax.Array]) -> "Trained":
         """Waits for the losses; raises a FloatingPointError if one is not finite."""
         found = np.concatenate([np.asarray(few) for few in losses])
         bad = np.flatnonzero(~np.isfinite(found))
         if len(bad):
             raise FloatingPointError(f"the loss is no number from step {bad[0] + 1} on")
-        return Trained(params, time.perf_counter() - begun, found)
+        return Trained(params, found)
 
     def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:
         """Returns the share of counted labels that are predicted correctly."""
@@ -269,10 +267,9 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A trained model: parameters, seconds with compilation, the loss of each step."""
+    """A trained model: parameters, and the loss of each step."""
 
     params: dict
-    seconds: float
     losses: np.ndarray
 
     @property

@@ -70,7 +70,7 @@ def test_a_loss_that_is_no_number_ends_a_run(every):
 
 
 def test_a_curve_is_of_means():
-    trained = learner.Trained({}, 0.0, np.arange(7.0))
+    trained = learner.Trained({}, np.arange(7.0))
     assert trained.curve(3) == [1.0, 4.0, 6.0]
     assert trained.steps == 7 and trained.loss == 6.0
 
@@ -87,7 +87,7 @@ def test_a_model_learns_the_same_in_chunks_of_any_size():
     assert one.loss == pytest.approx(other.loss, rel=1e-3) and one.steps == other.steps == 30
     x, y = sequences.labelled("sub", 500, 8, seed=10**6)
     before = _small(7).accuracy(
-        learner.Trained(_small(7)._init(jax.random.key(0))[0], 0.0, np.zeros(0)), [dict(x=x, y=y)]
+        learner.Trained(_small(7)._init(jax.random.key(0))[0], np.zeros(0)), [dict(x=x, y=y)]
     )
     after = _small(7).accuracy(other, learner.split(dict(x=x, y=y), 200))
     assert before < 0.3 and after > 0.5
@@ -105,8 +105,8 @@ def test_the_best_of_its_evaluations_is_tested(monkeypatch):
 
 def _evaluated(steps, seed, batches, evaluate, every):
     for step in steps:
-        evaluate(learner.Trained({}, 0.0, np.full(step, 0.5)))
-    return learner.Trained({}, 0.0, np.full(step, 0.5))
+        evaluate(learner.Trained({}, np.full(step, 0.5)))
+    return learner.Trained({}, np.full(step, 0.5))
 
 
 @pytest.mark.slow
