@@ -11,11 +11,9 @@ import contextlib
 import os
 import pathlib
 import queue
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 
 from etils import epath
 
@@ -29,8 +27,6 @@ from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import named
 from kvjax.foundation.output import Output
 from kvjax.workdir import checkpoint, metrics, storage
-
-_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def curve(workdir: pathlib.Path) -> dict[int, float]:
@@ -172,7 +168,7 @@ def train(
 ) -> Iterator[tuple[Run, str]]:
     """Trains unfinished runs, `processes` at a time, each on cores of its own.
 
-    On Ctrl-C, SIGTERM or SIGHUP it interrupts its runs, which save their state.
+    Ctrl-C reaches its runs too, which save their state; no other run is started.
 
     Yields:
       Each run when it has ended, finished ones first, and the reason of its failure in one line, or
@@ -181,7 +177,7 @@ def train(
     Raises:
       UserError: folders of other configs or of other code, before any training.
     """
-    grid.code()  # records the code at the start, which `_on` compares
+    grid.code()  # records the code at the start, which `_train` compares
     unfit = [f"{run.name} {why}" for run in runs if (why := refused(run, folder, mix=mix))]
     if unfit:
         raise UserError(
@@ -203,87 +199,37 @@ def train(
         f"{progress.duration(seconds)}"
         + ("" if rates else f", at a guess ({grid.GUESS / 1e9:.0f} GFLOP/s each)")
     )
-    with _ends_as_interrupted(), _Processes(folder, processes) as begun:
-        yield from begun.all(missing)
-
-
-@contextlib.contextmanager
-def _ends_as_interrupted():
-    """Handles SIGTERM and SIGHUP as Ctrl-C, so that no run is left behind."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in _ENDS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, interrupt) for number in heard}
+    pool, cores = futures.ThreadPoolExecutor(processes), queue.SimpleQueue()
+    for share in shares(processes):
+        cores.put(share)
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Processes:
-    """Processes of runs, a fixed number at a time, each on its share of this process's cores."""
-
-    def __init__(self, folder: pathlib.Path, count: int):
-        self._folder, self._stopped, self._lock = folder, False, threading.Lock()
-        self._running: list[subprocess.Popen] = []
-        self._pool, self._cores = futures.ThreadPoolExecutor(count), queue.SimpleQueue()
-        for cores in shares(count):
-            self._cores.put(cores)
-
-    def __enter__(self) -> "_Processes":
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        with self._lock:
-            self._stopped = True
-            if kind is not None:
-                for process in self._running:
-                    process.send_signal(signal.SIGTERM)
-        self._pool.shutdown(cancel_futures=True)
-
-    def all(self, runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
-        """Yields runs as they end; see `train`."""
-        asked = {self._pool.submit(self._train, run): run for run in runs}
+        asked = {pool.submit(_train, run, folder, cores): run for run in missing}
         for future in futures.as_completed(asked):
             yield asked[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def _train(self, run: Run) -> str:
-        cores = self._cores.get()
-        try:
-            return self._on(cores, run)
-        finally:
-            self._cores.put(cores)
 
-    def _on(self, cores: set[int], run: Run) -> str:
-        """Trains a run; returns the reason of its failure in one line, or ""."""
-        if files := code_lib.changed(grid.code(), grid.code_now()):
-            return f"the code changed after the study began ({code_lib.in_short(files)})"
-        workdir = self._folder / run.name
-        workdir.mkdir(parents=True, exist_ok=True)
-        grid.begin(run, epath.Path(workdir))
+def _train(run: Run, folder: pathlib.Path, free: queue.SimpleQueue) -> str:
+    """Trains a run on free cores; returns the reason of its failure in one line, or ""."""
+    if files := code_lib.changed(grid.code(), grid.code_now()):
+        return f"the code changed after the study began ({code_lib.in_short(files)})"
+    workdir, log_file = folder / run.name, folder / f"{run.name}.log"
+    grid.begin(run, epath.Path(workdir))
+    cores = free.get()
+    try:
         if cores:
             os.sched_setaffinity(0, cores)  # of this thread, inherited by its child process
-        log_file = self._folder / f"{run.name}.log"
+        command_line.say(run.name)
         with log_file.open("a") as log:
-            with self._lock:
-                if self._stopped:
-                    return "not started"
-                command_line.say(run.name)
-                how = dict(cwd=ROOT, stdout=log, stderr=log)
-                process = subprocess.Popen(command(run, workdir), **how)
-                self._running.append(process)
-            status = process.wait()
-        with self._lock:
-            self._running.remove(process)
-        if files := code_lib.changed(grid.code(), grid.code_now()):
-            return f"the code changed while it was trained ({code_lib.in_short(files)})"
-        return f"status {status}: {_last_line(log_file)}" if status else ""
+            ended = subprocess.run(
+                command(run, workdir), cwd=ROOT, stdout=log, stderr=log, check=False
+            )
+    finally:
+        free.put(cores)
+    if files := code_lib.changed(grid.code(), grid.code_now()):
+        return f"the code changed while it was trained ({code_lib.in_short(files)})"
+    return f"status {ended.returncode}: {_last_line(log_file)}" if ended.returncode else ""
 
 
 def shares(processes: int) -> list[set[int]]:
