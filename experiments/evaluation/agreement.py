@@ -9,7 +9,6 @@ of the first --texts prompts of GSM8K and HumanEval. Another order of float32 su
 about 1e-5, so that a text may differ where the two likeliest tokens are that close.
 """
 
-import argparse
 from collections.abc import Sequence
 import json
 import pathlib
@@ -19,8 +18,9 @@ import tempfile
 from etils import epath
 import numpy as np
 
-from experiments import record
+from experiments.benchmarks import runner
 from experiments.benchmarks.beside_transformers import check_python
+from experiments.benchmarks.runner import Option, Options
 from kvjax.conversation import questions
 from kvjax.convert import export, huggingface, into_folder, model as model_lib
 from kvjax.decoding import answers
@@ -28,9 +28,8 @@ from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scorer
 from kvjax.evaluate import datasets
 from kvjax.evaluate.task import TASKS
-from kvjax.foundation import command_line, progress, runtime
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.workdir import dialogue as dialogue_lib, trained
@@ -157,40 +156,31 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--workdir", default="runs/smollm2", help="of the model (runs/smollm2)")
-    add("--data", default=datasets.FOLDER, help=f"the folder of questions ({datasets.FOLDER})")
-    text = "of an environment with torch and transformers (.venv-live/bin/python)"
-    add("--python", default=str(ROOT / ".venv-live/bin/python"), help=text)
-    add("--texts", type=int, default=20, help="prompts of each of GSM8K and HumanEval (20)")
-    add("--num_tokens", type=int, default=512, help="of a text, at most (512)")
-    add("--limit", type=int, default=0, help="questions of MMLU; 0: all (0)")
-    add("--batch", type=int, default=8, help="prompts at once in kvjax (8)")
-    add(
-        "--save",
-        action="store_true",
-        help="write experiments/results/agreement_with_transformers.json",
-    )
-    parser.add_output()
-    options = parser.parse(arguments)
-    for key, least in (("texts", 1), ("num_tokens", 1), ("limit", 0), ("batch", 1)):
-        at_least(f"--{key}", getattr(options, key), least)
-    record.check(options.save)
-    return options
+OPTIONS = {
+    "workdir": Option("runs/smollm2", "of the model"),
+    "data": Option(datasets.FOLDER, "the folder of questions"),
+    "python": Option(
+        str(ROOT / ".venv-live/bin/python"), "of an environment with torch and transformers"
+    ),
+    "texts": Option(20, "prompts of each of GSM8K and HumanEval", least=1),
+    "num_tokens": Option(512, "tokens per text, at most", least=1),
+    "limit": Option(0, "questions of MMLU; 0: all", least=0),
+    "batch": Option(8, "prompts at once in kvjax", least=1),
+}
 
 
-def main(arguments: list[str]) -> None:
-    """Compares and prints; see the module's docstring."""
-    options = _options(arguments)
-    runtime.start()
-    workdir, out = trained.find(options.workdir).workdir, Output(options)
+def compared(options: Options) -> dict:
+    """Returns the result: `agreement` of both, with the model and the versions."""
+    workdir = trained.find(options.workdir).workdir
     check_python(options.python)
     asked = questions_of(options.data, options.texts, options.limit)
     asked |= dict(num_tokens=options.num_tokens)
     mine, other = measure(workdir, options.python, asked, options.batch)
-    found = agreement(mine, other)
+    about = dict(workdir=workdir.name, num_tokens=options.num_tokens, versions=other["versions"])
+    return about | agreement(mine, other)
+
+
+def show(found: dict, out: Output) -> None:
     rows = [
         ("conversations with the same ids", f"{found['prompts_alike']} of {found['letters']}"),
         ("letters chosen alike", f"{found['letters_alike']} of {found['letters']}"),
@@ -199,9 +189,10 @@ def main(arguments: list[str]) -> None:
         ("greedy texts alike", f"{found['texts_alike']} of {found['texts']}"),
         ("tokens alike before a difference", f"{found['tokens_alike']:,} of {found['tokens']:,}"),
     ]
-    out.table((f"{workdir.name} in kvjax and transformers, float32", ""), rows)
-    result = dict(workdir=workdir.name, num_tokens=options.num_tokens, versions=other["versions"])
-    record.record("agreement_with_transformers", result | found, out, save=options.save)
+    out.table((f"{found['workdir']} in kvjax and transformers, float32", ""), rows)
+
+
+main = runner.benchmark("agreement_with_transformers", __doc__, OPTIONS, compared, show)
 
 
 if __name__ == "__main__":
