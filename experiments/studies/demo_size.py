@@ -227,26 +227,17 @@ def _projections() -> list[Cell]:
     """Returns projection sharing's Tables 4 and 10: shared and grouped projections, in two
     widths."""
     found = []
-    kinds = {
-        "qkv": ("mha", {}),
-        "kv_tied": ("kv_tied", {}),
-        "qk_tied": ("qk_tied", {}),
-        "qk_tied_plus": ("qk_tied_plus", {}),
-        "qkv_tied": ("qkv_tied", {}),
-        "qkv_tied_plus": ("qkv_tied_plus", {}),
-        "gqa": ("gqa", {}),
-        "mqa": ("mqa", {}),
-        "kv_tied_gqa": ("kv_tied_gqa", {}),
-        "kv_tied_mqa": ("kv_tied_mqa", {}),
-    }
+    configs = ("mha", "kv_tied", "qk_tied", "qk_tied_plus", "qkv_tied", "qkv_tied_plus", "gqa")
+    configs += ("mqa", "kv_tied_gqa", "kv_tied_mqa")
+    decay = dict(weight_decay=0.1, final_fraction=0.1)
     for width in (64, 128):
-        for name, (config, keys) in kinds.items():
-            shape = dict(model__d_model=width, model__mlp_dim=4 * width)
-            shape |= dict(attention__key_dim=width // 4, attention__value_dim=width // 4)
-            decay = dict(weight_decay=0.1, final_fraction=0.1)
-            recipe = _VANILLA | _adamw(2e-3, width, adam_b2=0.95, **decay)
-            against = "" if name == "qkv" else f"qkv_d{width}"
-            cell = _with(_of(name, config, **keys), "", against, **shape, **recipe)
+        shape = dict(model__d_model=width, model__mlp_dim=4 * width)
+        shape |= dict(attention__key_dim=width // 4, attention__value_dim=width // 4)
+        recipe = _VANILLA | _adamw(2e-3, width, adam_b2=0.95, **decay)
+        for config in configs:
+            against = "" if config == "mha" else f"qkv_d{width}"
+            cell = _with(_of(config, config), "", against, **shape, **recipe)
+            name = "qkv" if config == "mha" else config
             found.append(dataclasses.replace(cell, name=f"{name}_d{width}"))
     return found
 
