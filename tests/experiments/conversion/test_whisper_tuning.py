@@ -1,7 +1,5 @@
 """Tuning of Whisper's decoder: trained parameters, rows, seeds."""
 
-import dataclasses
-
 from flax import traverse_util
 import numpy as np
 import pytest
@@ -60,25 +58,17 @@ def test_what_is_named_learns_and_nothing_else(subject, tune):
 
 
 @pytest.mark.slow
-def test_the_originals_predictions_are_learned(subject):
-    setting = Setting(1e-3, "qkv", 1.0, ())
-    teacher = (subject.whisper.params, subject.mechanisms)
-    _, _, (_, losses, _) = _tune(subject, setting, teacher=teacher)
-    assert abs(losses[0]) < 1e-6  # it is its own teacher
-    _, _, (_, losses, _) = _tune(subject, setting, (ThinKeys(rank=1),), teacher=teacher)
-    assert losses[0] > 1e-3
-
-
-@pytest.mark.slow
 def test_a_share_of_the_loss_is_the_originals_predictions(subject):
-    setting = Setting(1e-3, "qkv", 1.0, ())
-    teacher = (subject.whisper.params, subject.mechanisms)
-    _, _, (_, losses, _) = _tune(subject, setting, (ThinKeys(rank=1),), teacher=teacher)
-    half = dataclasses.replace(setting, teacher_share=0.5)
-    _, _, (_, mixed, _) = _tune(subject, half, (ThinKeys(rank=1),), teacher=teacher)
-    text = dataclasses.replace(setting, teacher_share=0.0)
-    _, _, (_, nats, _) = _tune(subject, text, (ThinKeys(rank=1),))
-    assert mixed[0] == pytest.approx((losses[0] + nats[0]) / 2, rel=1e-4)
+    teacher, thin = (subject.whisper.params, subject.mechanisms), (ThinKeys(rank=1),)
+
+    def first_loss(share, methods=thin, **keys):
+        return _tune(subject, Setting(1e-3, "qkv", share, ()), methods, **keys)[2][1][0]
+
+    assert abs(first_loss(1.0, (), teacher=teacher)) < 1e-6  # the model is its own teacher
+    divergence, nats = first_loss(1.0, teacher=teacher), first_loss(0.0)
+    assert divergence > 1e-3
+    mixed = first_loss(0.5, teacher=teacher)
+    assert mixed == pytest.approx((divergence + nats) / 2, rel=1e-4)
 
 
 @pytest.mark.slow

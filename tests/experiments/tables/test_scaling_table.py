@@ -193,9 +193,7 @@ def test_several_targets(place):
     "old, new, stale",
     [
         ('"mha_128m", scale', '"mha_128m", mesh=dict(data=2), scale', True),
-        ('"mha_128m", scale', '"mha_128m", train=dict(batch_size=512), scale', True),
         ('"mha_128m", scale', '"mha_128m", data=dict(text_key="body"), scale', False),
-        ('"mha_128m", scale', '"mha_128m", train=dict(log_every=3), scale', False),
         ("Measured: nothing yet.", "Measured: 3 days.", False),
     ],
 )
@@ -269,12 +267,9 @@ def test_the_command_is_aots():
     "old, new, message",
     [
         ("(16 chips)", "(8 chips)", r"target 'v5e:4x4 \(8 chips\).': must be like"),
-        ("v5e:4x4 (16 chips)", "a TPU", "target 'a TPU.': must be like"),
         ("(16 chips)", "(16 chips, data=4)", r"chips, data=4\).': must be like"),
         ("Target:", "Hardware:", "needs one line like 'Target: v5p:2x2x4"),
-        ("Target:", "Target: v5e:2x2 (4 chips).\nTarget:", "needs one line like 'Target:"),
         ("At least", "Perhaps", "must have .*At least.* once"),
-        ("Measured:", "At least so.\nMeasured:", "must have .*At least.* once"),
     ],
 )
 def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
