@@ -140,10 +140,10 @@ class PartialDataset:
         except FileNotFoundError:
             return None
         content = _parsed(content) or {}
-        if (result := _result_from(content)) is None or "digest" not in content:
+        if (result := _result_from(content)) is None:
             warn(f"{os.fspath(self.folder)}: {mark.name} is damaged: making part {part} again")
             return None
-        if content["digest"] != self.digests[part]:
+        if content.get("digest") != self.digests[part]:
             return None  # made from other text
         if self.remote:  # objects appear whole
             return result

@@ -63,7 +63,9 @@ def test_what_a_killed_process_was_writing_is_removed_and_a_living_one_s_is_not(
 
 
 def test_another_plan_begins_anew_unless_a_part_is_done(making):
+    (making.rows / "of the first plan").touch()
     making.open({"code": "b"})
+    assert not list(making.rows.iterdir())
     assert partial_dataset.read_plan(making.folder) == {"code": "b"}
     _publish(making, 0)
     with pytest.raises(DataError) as told:

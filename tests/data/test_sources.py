@@ -250,6 +250,10 @@ def test_tfds_by_name(tfds_folder, monkeypatch):
     train, validation = split_texts(source=source, validation_fraction=0.3)
     assert not set(train) & set(validation)
     assert set(train + validation) == {f"train é {i}\n" for i in range(30)}
+    opened = source_kinds.open_source(source, "text", "")
+    ranges = list(opened.ranges(100))
+    found = [p.text for r in ranges for _, p in opened.split_pieces(0.3, r, readers.raise_error)]
+    assert found == [f"train é {i}\n" for i in range(30)] and len(ranges) > 3
     test = documents("validation", source=source, validation_source="tfds:small_words:1.0.0#test")
     assert test == [f"test é {i}\n" for i in range(30)]
 
