@@ -88,7 +88,7 @@ def _equation(axes, top: float) -> None:
 
 def _caches(axes, top: float) -> None:
     """Draws the arrays of each mechanism's cache entry as a strip of boxes, to scale."""
-    title = "What is cached for each token and layer"
+    title = "Cache per token and layer"
     _text(axes, 32, top, title, fontsize=13, weight="bold")
     _text(axes, 32, top + 24, "4 heads of 32 channels, to scale", color=GRAY, fontsize=9.5)
     _text(axes, 790, top + 24, "2.5B model, 18 heads:", color=GRAY, fontsize=9.5, ha="right")

@@ -12,7 +12,7 @@ from experiments.studies import (
 from experiments.tables.panels import Panel, Row, difference, lines, rows_of_points
 from kvjax.foundation.intervals import Estimate
 
-_TOLD = "Orange: the interval leaves 0 out."
+_TOLD = "Orange: the interval excludes 0."
 
 
 def long_rows(found: Mapping) -> Figure:
@@ -33,9 +33,9 @@ def long_rows(found: Mapping) -> Figure:
         if rows:
             panels.append(Panel(f"trained on rows of {length:,}", rows, "+.4f", 0.0))
     seeds = min(len(row["seeds"]) for row in found["rows"])
-    said = "Held-out bits per byte by position in rows of 1,024, less MHA's of the same rows; "
+    said = "Held-out bits per byte by position in rows of 1,024, difference from MHA; "
     said += f"{seeds} seeds, {found['tokens'] / 1e6:.1f}M training tokens. {_TOLD}"
-    title = "What a token gains from what stands far before it"
+    title = "Bits per byte by position: the gain from distant context"
     return rows_of_points(title, textwrap.wrap(said, 110), panels)
 
 
@@ -50,8 +50,8 @@ def rank_allocation(found: Mapping) -> Figure:
         for row in found["rows"]
     ]
     said = f"Means over heads, and {found['seeds']} seeds, of models with one rank for all. Bars: "
-    said += f"what of {found['rank']} ranks a layer, on average, it is given in proportion."
-    heading = "effective rank of what residuals add"
+    said += f"allocated ranks in proportion, {found['rank']} per layer on average."
+    heading = "effective rank of the residuals"
     panels = [Panel(heading, rows, ".2f")]
     return rows_of_points("A rank for each layer", textwrap.wrap(said, 110), panels)
 
@@ -77,7 +77,7 @@ def head_diversity(found: Mapping) -> Figure:
             rows.append(Row(name, value, off=bool(off)))
         panels.append(Panel(heading, rows, ".3f" if measure == "mean_similarity" else ".2f"))
     said = f"{len(found['seeds'])} seeds. Orange: distinguishable from MHA, seed by seed."
-    return rows_of_points("How different heads are", [said], panels)
+    return rows_of_points("Diversity of heads", [said], panels)
 
 
 def padded_loss(found: Mapping) -> Figure:
@@ -99,8 +99,8 @@ def padded_loss(found: Mapping) -> Figure:
         if rows:
             panels.append(Panel(f"trained on {form} rows", rows, "+.4f", 0.0))
     seeds = min(row["seeds"] for row in found["rows"])
-    said = f"Nats a target, less QKV's: lower is better. {seeds} seeds. {_TOLD}"
-    return rows_of_points("What padding that counts does to a difference", [said], panels)
+    said = f"Nats per target, difference from QKV: lower is better. {seeds} seeds. {_TOLD}"
+    return rows_of_points("Differences with and without padding in the loss", [said], panels)
 
 
 def cross_attention(found: Mapping) -> Figure:
@@ -118,8 +118,8 @@ def cross_attention(found: Mapping) -> Figure:
         for row in found["rows"]
     ]
     panels = [
-        Panel("steps until 99 % of answers are right, of runs that got there", steps, ",.0f"),
-        Panel("held-out answers that are right at the end, %", right, ".1f"),
+        Panel("steps to 99 % accuracy, of runs that reach it", steps, ",.0f"),
+        Panel("held-out accuracy at the end, %", right, ".1f"),
     ]
     seeds = min(row["runs"] for row in found["rows"])
     return rows_of_points("Cross-attention from small caches", [f"{seeds} seeds."], panels)
@@ -144,7 +144,7 @@ def linear_attention(found: Mapping) -> Figure:
             panels.append(Panel(f"{name}: {unit}", rows, ".3f" if text else ".1f"))
     seeds = min(now["seeds"] for row in found["rows"] for now in row["tasks"].values())
     said = f"Width 64, 4 heads, 4 layers; {seeds} seeds. Decay: the state is multiplied by 0.9."
-    return rows_of_points("What linear attention learns", [said], panels)
+    return rows_of_points("Linear attention: accuracy and loss by task", [said], panels)
 
 
 def word_models(results: Mapping[str, Mapping]) -> Figure:

@@ -36,7 +36,7 @@ def language_models(found: Mapping) -> Figure:
     ]
     seeds = min(len(row["seeds"]) for row in found["rows"])
     said = f"Difference in held-out bits per byte, seed by seed: lower is better. {seeds} seeds, "
-    said += f"{found['tokens'] / 1e6:.1f}M training tokens. Orange: the interval leaves 0 out."
+    said += f"{found['tokens'] / 1e6:.1f}M training tokens. Orange: the interval excludes 0."
     return rows_of_points(found["asks"], textwrap.wrap(said, 110), panels)
 
 
@@ -66,7 +66,7 @@ def sequence_tasks(found: Mapping) -> Figure:
     ]
     seeds = min(now["seeds"] for row in found["rows"] for now in row["tasks"].values())
     said = (
-        f"The share of positions that are right, means over cells; {seeds} seeds. Solved "
+        f"Accuracy over positions, means over cells; {seeds} seeds. Solved "
         f"by all: {', '.join(solved) or 'none'}. Bars: the paper's means over its whole grid."
     )
     title = "Projection sharing's tasks on rows of numbers"
@@ -84,8 +84,8 @@ def sequence_task_losses(found: Mapping) -> Figure:
     said = f"Means of {min(one['seeds'] for one in found['curves'])} seeds, each point of "
     said += f"{row['every']} steps; width {row['width']}, {row['layers']} layers, {row['heads']} "
     said += f"heads, rows of {row['length']} numbers."
-    labels = ("steps", "nats a number")
-    title = "How fast projection sharing's tasks are learnt (its Figure 3)"
+    labels = ("steps", "nats per number")
+    title = "Training loss of projection sharing's tasks (its Figure 3)"
     return curves(title, [said], panels, labels)
 
 
@@ -99,13 +99,15 @@ def diagonal(found: Mapping) -> Figure:
         heading = f"{row['task']}, rows of {row['length']}"
         by_task.setdefault(heading, []).append(Row(name, right, off=bool(change and change.sign)))
     seeds = min(row["seeds"] for row in found["rows"])
-    said = (
-        f"The share of positions that are right; {seeds} seeds. Orange: distinguishable from the "
+    said = f"Accuracy over positions; {seeds} seeds. Orange: distinguishable from the "
+    said += (
+        "unchanged variant, seed by seed. Normalised: the diagonal of K Kᵀ is divided by its mean. "
     )
-    said += "variant as it is, seed by seed. Normalised: the diagonal of K Kᵀ is over its mean. "
     said += f"Annealed: a temperature falls from {found['hottest']:g} to 1 in half the steps."
     panels = [Panel(heading, rows, ".3f") for heading, rows in by_task.items()]
-    return rows_of_points("Remedies where queries are keys", textwrap.wrap(said, 110), panels)
+    return rows_of_points(
+        "Remedies for variants with tied queries and keys", textwrap.wrap(said, 110), panels
+    )
 
 
 def rank_by_head(found: Mapping) -> Figure:
@@ -122,8 +124,8 @@ def rank_by_head(found: Mapping) -> Figure:
         for rank, rows in by_rank.items()
     ]
     seeds = min(row["seeds"] for row in found["rows"])
-    said = "Trained residuals cut to fewer ranks, of the same bytes: bits per byte against equal "
-    said += f"ranks, less is better; {seeds} seeds. Orange: distinguishable."
+    said = "Trained residuals truncated to fewer ranks at equal bytes: difference in bits per byte "
+    said += f"from equal ranks; lower is better. {seeds} seeds. Orange: distinguishable."
     return rows_of_points("A rank for each head", textwrap.wrap(said, 110), panels)
 
 
@@ -139,7 +141,7 @@ def depth_8(found: Mapping) -> Figure:
         drawn = difference(label, row["difference"], half)
         panels.setdefault(row["mechanism"], []).append(drawn)
     said = "Difference from MHA in held-out bits per byte, seed by seed: lower is better. "
-    said += f"{_SEEDS} seeds where nothing else is said. Orange: the interval leaves 0 out."
+    said += f"{_SEEDS} seeds where nothing else is said. Orange: the interval excludes 0."
     drawn = [Panel(f"{name.upper()}, from MHA", rows, "+.4f", 0.0) for name, rows in panels.items()]
     title = f"Depth 8, 33M parameters: {found['tokens'] / 1e6:.1f}M tokens"
     return rows_of_points(title, textwrap.wrap(said, 110), drawn)
@@ -148,7 +150,7 @@ def depth_8(found: Mapping) -> Figure:
 _SEEDS = 3  # fewer give no interval
 _FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus", "qkv_tied")  # variants that it shows
 _REMEDIES = {
-    "none": "as it is",
+    "none": "unchanged",
     "normalised": "normalised",
     "annealed": "annealed",
 }
@@ -215,14 +217,14 @@ def image_sets(results: Mapping[str, Mapping]) -> Figure:
         shape = f"width {widths}, {layers} layers, squares of {patches}"
         heading = f"{name}: {shape}, {grid['epochs']} epochs, {_seeds(found)} seeds"
         panels.append(Panel(heading, rows, ".2f"))
-    said = "Test images that are right, %. Bars: Table 3, means over sizes and rates."
+    said = "Test accuracy, %. Bars: Table 3, means over sizes and rates."
     return rows_of_points("Projection sharing's images", [said], panels)
 
 
 def set_anomaly(found: Mapping) -> Figure:
     """Draws a panel per position of the anomaly."""
     panels = []
-    for place, heading in (("drawn", "place drawn"), ("last", "always last")):
+    for place, heading in (("drawn", "random position"), ("last", "last position")):
         by_variant = {
             encoders.CALLED[row["variant"]]: row["places"][place]
             for row in found["rows"]
@@ -234,8 +236,8 @@ def set_anomaly(found: Mapping) -> Figure:
         ]
         if rows:
             panels.append(Panel(heading, rows, ".2f"))
-    said = f"Sets of ten whose odd one is found, %. {_seeds(found)} seeds."
-    return rows_of_points("The odd one of ten", [said], panels)
+    said = f"Accuracy on sets of ten, %. {_seeds(found)} seeds."
+    return rows_of_points("Anomaly detection in sets of ten", [said], panels)
 
 
 _ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
