@@ -40,6 +40,7 @@ def text(name: str, config: TransformerConfig, *, context: int) -> str:
         "the rest of the model, both by the keys of `config.json`.",
         "## Cache",
         *_cache(config),
+        "`kvjax/kernels/decode_attention` decodes from it.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -111,18 +112,4 @@ def _cache(config: TransformerConfig) -> list[str]:
             rows.append((layers, name + " (float32)" * field.wide, f"`{field.axes}`", elements))
             total += elements * length
     header = ("layers", "field", "axes", "elements per token and layer")
-    weights = [
-        name
-        for segment in parameters.abstract(config).axes["segments"].values()
-        for name in segment["attention"]["mechanism"]
-    ]
-    # Some layers may have rank 0.
-    richest = max(config.mechanisms, key=lambda mechanism: len(mechanism.absorbed))
-    absorbed = [f"`{name}`" for name in richest.absorbed if name in weights]
-    parts = ["\n".join(output.markdown(header, rows)), f"In all {total:,} elements per token."]
-    if absorbed:
-        parts.append(
-            f"Decoding multiplies {' and '.join(absorbed)} into queries and outputs, or into one "
-            "tile of the cache at a time: see `kvjax/kernels/decode_attention`."
-        )
-    return parts
+    return ["\n".join(output.markdown(header, rows)), f"In all {total:,} elements per token."]

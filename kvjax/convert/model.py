@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax import config as config_lib
 from kvjax.attention import MECHANISMS
-from kvjax.convert import finite
+from kvjax.convert import tensors
 from kvjax.data import manifest
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
@@ -103,7 +103,7 @@ class TrainedModel:
             array = self._array(path)
             found = np.asarray((array if layer is None else array[layer]).read().result())
         advice = "train again from an earlier checkpoint"
-        return finite.check_finite(found, self._named(path), advice)
+        return tensors.check_finite(found, self._named(path), advice)
 
     def _array(self, path: Path):
         return storage.array(self._item, ".".join(map(str, ("params", *path))))

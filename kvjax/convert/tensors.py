@@ -9,7 +9,7 @@ from etils import epath
 import ml_dtypes
 import numpy as np
 
-from kvjax.convert import digests, finite
+from kvjax.convert import digests
 from kvjax.foundation import extras, json_text
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import is_special, named
@@ -38,7 +38,22 @@ class StoredTensor:
     def checked(self, array: np.ndarray) -> np.ndarray:
         """Returns its data, or an array made of it; raises a UserError if values are not finite."""
         advice = "download the file again, or take an earlier checkpoint"
-        return finite.check_finite(array, f"{self.path}: {self.name}", advice)
+        return check_finite(array, f"{self.path}: {self.name}", advice)
+
+
+def check_finite(array: np.ndarray, name: str, advice: str) -> np.ndarray:
+    """Returns the array, or raises a UserError if values of it are not finite.
+
+    Args:
+      name: file and weight, the start of the message.
+      advice: end of the message.
+    """
+    wrong = array.size - np.count_nonzero(np.isfinite(array))
+    if wrong:
+        raise UserError(
+            f"{name} has {wrong:,} of {array.size:,} values that are not finite: {advice}"
+        )
+    return array
 
 
 def open_folder(folder: epath.Path) -> dict[str, StoredTensor]:
