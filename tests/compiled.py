@@ -4,5 +4,5 @@ import jax
 
 
 def compiled(function, *arrays, **options):
-    """What a function makes of arrays, or trees of them; options are static."""
+    """Compiles a function and calls it on arrays, or trees of them; options are static."""
     return jax.jit(lambda *arrays: function(*arrays, **options))(*arrays)

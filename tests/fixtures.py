@@ -123,7 +123,7 @@ def workdir(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def loaded(workdir):
-    """What that run trained."""
+    """The model that the run of `workdir` trained."""
     from kvjax.workdir import trained
 
     return trained.load(epath.Path(workdir))

@@ -41,8 +41,8 @@ def rotate(x_BTH, positions_T, base):
 def frequency(i, H, base):
     """Returns radians per token of pair i; Llama 3's scaling by wavelengths, as in its code."""
     if isinstance(base, Partial):
-        turned = max(1, round(base.fraction * H / 2))
-        return frequency(i, 2 * turned, base.base) if i < turned else 0.0
+        rotated_pairs = max(1, round(base.fraction * H / 2))
+        return frequency(i, 2 * rotated_pairs, base.base) if i < rotated_pairs else 0.0
     if not isinstance(base, Llama3):
         return base ** (-2 * i / H)
     plain = base.base ** (-2 * i / H)
@@ -66,7 +66,7 @@ def _projection(w, x_BTD, name, head):
 
 
 def _query_input(c, w, x_BTD):
-    """The input, or where queries have a rank a latent of it, as long as the input if scaled."""
+    """Returns the input or, with query_rank, its normed latent."""
     if not c.query_rank:
         return x_BTD
     gain = w["query_latent_norm"]["gain"] if c.qk_norm == "rms_gain" else None
@@ -75,7 +75,7 @@ def _query_input(c, w, x_BTD):
 
 
 def _normed_latent(c, w, latent, which=...):
-    """Each latent by itself, whatever `qk_norm` says."""
+    """Normalises each latent by itself, for every `qk_norm`."""
     gain = w["latent_norm"]["gain"][which] if c.qk_norm == "rms_gain" else None
     D = w["down" if "down" in w else "latent"].shape[0]
     length = math.sqrt(D / latent.shape[-1]) if c.latent_scale else 1
@@ -178,17 +178,17 @@ def _tied_latent(c, w, x_BTD, norm, rotate):
 
 
 def _shared_kv(c, w, x_BTD, norm, rotate):
-    def turn(x):
-        return _last_turned(x, c.rope_key_dim, rotate)
+    def rotated(x):
+        return _rotate_last(x, c.rope_key_dim, rotate)
 
     wide = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
         k_head = n * c.num_kv_heads // c.num_heads
-        k = turn(_normed_latent(c, w, x_BTD @ w["latent"][:, k_head], k_head))
-        yield turn(norm(wide @ w["query"][:, n], "query_norm")), k, k
+        k = rotated(_normed_latent(c, w, x_BTD @ w["latent"][:, k_head], k_head))
+        yield rotated(norm(wide @ w["query"][:, n], "query_norm")), k, k
 
 
-def _last_turned(x, P, rotate):
+def _rotate_last(x, P, rotate):
     return np.concatenate([x[..., : x.shape[-1] - P], rotate(x[..., x.shape[-1] - P :])], -1)
 
 
@@ -226,13 +226,13 @@ def _rebuilt_latent(c, w, x_BTD, norm, rotate):
         yield rotate(q), rotate(k), latent @ w["up_value"][:, n]
 
 
-def _combined(c, w, outputs, turn_back):
+def _combined(c, w, outputs, rotate_back):
     """Combines the softmaxes' outputs, a list over query heads of [B, T, Hv]."""
     if type(c) is MLRAConfig:
         N, G = c.num_heads, c.num_branches
         return [sum(outputs[g * N + n] for g in range(G)) / math.sqrt(G) for n in range(N)]
     if type(c) is SharedKVConfig:
-        return [_last_turned(o, c.rope_key_dim, turn_back) for o in outputs]
+        return [_rotate_last(o, c.rope_key_dim, rotate_back) for o in outputs]
     if type(c) is MFAKRConfig:
         return [o + w["value_gate"] * (o @ w["value_map"]) for o in outputs]
     return outputs
@@ -268,10 +268,10 @@ def queries_keys_values(config, w, x_BTD, positions_T, base):
         gain = w[name]["gain"] if config.qk_norm == "rms_gain" else None
         return rms(y, config.norm_epsilon, gain)
 
-    def turn(y):
+    def rotated(y):
         return y if base is None else rotate(y, positions_T, base)
 
-    heads = HEADS[type(config)](config, w, x_BTD, norm, turn)
+    heads = HEADS[type(config)](config, w, x_BTD, norm, rotated)
     return [list(column) for column in zip(*heads, strict=True)]
 
 
@@ -285,7 +285,7 @@ def encoding(positions_T, channels):
 
 
 def attention_maps(config, w, x_BTD, positions_T, base):
-    """Per query head, what softmax takes: [B, T, S].
+    """Yields the logits of each query head, [B, T, S].
 
     The "+" of projection sharing (section 2.2): P [T, S, m] is a fixed 2-D encoding; the map is
     broadcast over m channels, added to P, and mapped back by a 1x1 convolution, w/m.
@@ -334,10 +334,10 @@ def attention(config, weights, x_BTD, *, base, causal, window=0, positions_T=Non
             z = np.where((far >= 0) & (far < (window or T)), z, -np.inf)
         outputs.append(softmax(z) @ v)
 
-    def turn_back(x):
+    def rotate_back(x):
         return x if base is None else rotate(x, -positions_T, base)
 
-    outputs = _combined(config, weights["mechanism"], outputs, turn_back)
+    outputs = _combined(config, weights["mechanism"], outputs, rotate_back)
     y = np.zeros((*x_BTD.shape[:2], weights["out"].shape[-1]))
     for n, o in enumerate(outputs):
         if config.output_gate:
@@ -347,7 +347,7 @@ def attention(config, weights, x_BTD, *, base, causal, window=0, positions_T=Non
 
 
 def _norm(block, w, x):
-    """LayerNorm or RMSNorm with whatever gain and bias there is."""
+    """LayerNorm or RMSNorm, with gain and bias if there are any."""
     if block.norm == "layer":
         x = x - x.mean(-1, keepdims=True)
     x = rms(x, block.norm_epsilon)

@@ -1,4 +1,4 @@
-"""What the READMEs name is there: links, files, commands, and tables that a command prints."""
+"""Links, files and commands of the pages exist; their tables are what commands print."""
 
 import importlib.util
 import itertools
@@ -23,12 +23,12 @@ def _text(name):
 
 
 def _links(name):
-    """Those that lead to files of the repository, or to places in them."""
+    """Returns the links to files of the repository, or to headings in them."""
     return re.findall(r"\]\((?!https?:)([^)\s]+)\)", _text(name))
 
 
 def _anchors(text):
-    """What GitHub makes of a file's headings."""
+    """Returns the anchors that GitHub gives to a file's headings."""
     headings = re.findall(r"(?m)^#+ (.*)$", text)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
@@ -40,7 +40,7 @@ def _braces(path):
 
 
 def _there(path):
-    """Whether a path of the repository, which may be a pattern, is there."""
+    """Returns True if a path of the repository, which may be a pattern, exists."""
     return any(ROOT.glob(path.rstrip("/")))
 
 

@@ -1,4 +1,4 @@
-"""What the law is tried with."""
+"""Fixtures of attention: tiles smaller than a cache, mechanisms without norms of latents."""
 
 import functools
 

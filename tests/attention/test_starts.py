@@ -1,4 +1,4 @@
-"""How weights of other authors' mechanisms start, before anything is learned."""
+"""Initial weights of other authors' mechanisms."""
 
 from flax import nnx
 import numpy as np

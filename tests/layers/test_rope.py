@@ -98,31 +98,6 @@ def test_rotate_is_the_reference(x64):
         np.testing.assert_allclose(y[:, :, head], expected, atol=1e-9)
 
 
-@pytest.mark.parametrize("shift", [1, 37, 1_048_000])
-def test_scores_depend_on_relative_position_only(x64, shift):
-    rng = np.random.default_rng(1)
-    q, k = (np.broadcast_to(rng.standard_normal(16), (1, 40, 1, 16)) for _ in range(2))
-    positions = np.arange(40, dtype=np.int32)[None]
-
-    def scores(positions):
-        rotary = rope.rotary(positions, 16, BASE)
-        rotated = (rope.rotate(jnp.asarray(x), rotary)[0, :, 0] for x in (q, k))
-        return np.einsum("th,sh->ts", *(np.asarray(x) for x in rotated))
-
-    near = scores(positions)
-    np.testing.assert_allclose(scores(positions + np.int32(shift)), near, atol=1e-8)
-    np.testing.assert_allclose(near[1:, 1:], near[:-1, :-1], atol=1e-12)
-    assert np.ptp(near) > 1  # and they do depend on it
-    assert not np.allclose(near, near.T)  # with a sign
-
-
-def test_rotation_keeps_norms_and_position_zero(x64):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, POSITIONS.shape[1], 2, 6)))
-    y = rope.rotate(x, rope.rotary(POSITIONS, 6, BASE))
-    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-12)
-    np.testing.assert_array_equal(y[:, 0], x[:, 0])
-
-
 def test_bfloat16_is_rotated_in_float32():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 12, 1, 8)), jnp.bfloat16)
     y = rope.rotate(x, rope.rotary(POSITIONS, 8, BASE))

@@ -1,4 +1,4 @@
-"""What the model's config refuses, and how it groups layers."""
+"""The model's config: bad values, layer groups, limits of positions."""
 
 import dataclasses
 import math

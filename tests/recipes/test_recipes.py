@@ -1,4 +1,4 @@
-"""What recipes say: the keys in which each differs from defaults, or from what it starts from."""
+"""Recipes: the keys in which each differs from defaults, or from another recipe."""
 
 import dataclasses
 import json
