@@ -157,7 +157,7 @@ def right(found: np.ndarray, answers: np.ndarray) -> float:
 def cell(kind: str, steps: int) -> Cell:
     return Cell(
         name=f"{kind}_steps{steps}",
-        asked=dict(kind=kind, steps=steps, digits=DIGITS, batch=BATCH, rank=RANK),
+        settings=dict(kind=kind, steps=steps, digits=DIGITS, batch=BATCH, rank=RANK),
         train=lambda seed: train(kind, seed, steps),
     )
 
@@ -170,7 +170,7 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
         if not runs:
             continue
         steps = [run["steps"] for run in runs if run["steps"]]
-        row = dict(kind=one.asked["kind"], runs=len(runs), became_right=len(steps))
+        row = dict(kind=one.settings["kind"], runs=len(runs), became_right=len(steps))
         row |= {key: runs[0][key] for key in ("parameters", "cached_bytes")}
         row |= estimated("steps", estimate(steps) if steps else None)
         found.append(row | estimated("right", estimate([run["right"] for run in runs])))
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.count("steps", 2500, "training steps of 64 answers (2500)")
     options = parser.parse(arguments)
     every = [cell(kind, options.steps) for kind in KINDS]
-    cells = [one for one in every if one.asked["kind"] in options.kinds]
+    cells = [one for one in every if one.settings["kind"] in options.kinds]
 
     def figures_of(kept: Kept) -> dict:
         return dict(steps=options.steps, rows=rows(every, kept))

@@ -41,12 +41,12 @@ def cell(task: str, variant: str, remedy: str, length: int) -> Cell:
         variant, *_SHAPE.values(), diagonal_norm=remedy == "normalised"
     )
     falling = temperature if remedy == "annealed" else None
-    asked = dict(task=task, variant=variant, remedy=remedy, length=length, **_SHAPE)
+    settings = dict(task=task, variant=variant, remedy=remedy, length=length, **_SHAPE)
     if falling is not None:
-        asked |= dict(hottest=HOTTEST)
+        settings |= dict(hottest=HOTTEST)
     return Cell(
         name=f"{task}/{variant}/{remedy}/t{length}",
-        asked=asked,
+        settings=settings,
         train=functools.partial(sequence_tasks.train, task, config, length, temperature=falling),
     )
 
@@ -72,9 +72,9 @@ _HEADER = ("task", "length", "variant", "remedy", "right", "seeds", "change", "o
 
 
 def _cells(row: Mapping) -> tuple:
-    asked = (row["task"], row["length"], encoders.CALLED[row["variant"]], row["remedy"])
+    first = (row["task"], row["length"], encoders.CALLED[row["variant"]], row["remedy"])
     right, change = shown(row, "right", ".3f"), shown(row, "change", "+.3f")
-    return *asked, right, row["seeds"], change, row["seeds_in_common"] or "-"
+    return *first, right, row["seeds"], change, row["seeds_in_common"] or "-"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -149,12 +149,12 @@ def cell(
     name: str, trainer: Trainer, variant: str, shape: tuple[int, ...], size: int, rate: float
 ) -> Cell:
     width, layers, heads = shape
-    asked = dict(set=name, files=dict(trainer.images.files), variant=variant, width=width)
-    asked |= dict(layers=layers, heads=heads, patch=size, rate=rate, epochs=trainer.epochs)
-    asked |= dataclasses.asdict(trainer.fixed)
+    settings = dict(set=name, files=dict(trainer.images.files), variant=variant, width=width)
+    settings |= dict(layers=layers, heads=heads, patch=size, rate=rate, epochs=trainer.epochs)
+    settings |= dataclasses.asdict(trainer.fixed)
     return Cell(
         name=f"{variant}/d{width}_l{layers}_h{heads}_p{size}_lr{rate:g}_e{trainer.epochs}",
-        asked=asked,
+        settings=settings,
         train=functools.partial(trainer.train, variant, shape, size, rate),
     )
 
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str]) -> int:
             *sizes, encoders.VARIANTS
         )
     ]
-    cells = [one for one in every if one.asked["variant"] in options.variants]
+    cells = [one for one in every if one.settings["variant"] in options.variants]
 
     def figures_of(kept: Kept) -> dict:
         keys = ("widths", "layers", "heads", "patches", "rates", "epochs")

@@ -38,17 +38,17 @@ class Cell:
     """A model and task, trained with several seeds.
 
     Attributes:
-      asked: JSON-able settings that determine a run's numbers.
+      settings: JSON-able values that determine a run's numbers.
       train: from a seed to JSON-able figures.
     """
 
     name: str
-    asked: Mapping[str, object]
+    settings: Mapping[str, object]
     train: Callable[[int], dict]
 
     @property
     def identity(self) -> str:
-        return code_lib.digest(json.dumps(self.asked, sort_keys=True))
+        return code_lib.digest(json.dumps(self.settings, sort_keys=True))
 
 
 def load[T](load: Callable[[pathlib.Path], T], option: str, text: str) -> T:
@@ -108,13 +108,13 @@ def figure(cell: Cell, kept: Kept, name: str) -> dict[int, float]:
     return {seed: run[name] for seed, run in runs_of(cell, kept).items()}
 
 
-def means(cells: Sequence[Cell], kept: Kept, name: str, **asked) -> dict[int, float]:
+def means(cells: Sequence[Cell], kept: Kept, name: str, **settings) -> dict[int, float]:
     """Returns the mean of a figure over cells, by seed, for seeds that all cells have.
 
     Args:
-      asked: settings that select the cells, such as variant="qkv".
+      settings: settings that select the cells, such as variant="qkv".
     """
-    mine = [c for c in cells if all(c.asked[key] == x for key, x in asked.items())]
+    mine = [c for c in cells if all(c.settings[key] == x for key, x in settings.items())]
     runs = [figure(cell, kept, name) for cell in mine]
     seeds = sorted(set.intersection(*map(set, runs))) if runs else []
     return {seed: statistics.mean(run[seed] for run in runs) for seed in seeds}
@@ -169,8 +169,8 @@ def train(
                 continue
             seconds = time.perf_counter() - begun
             times.append(seconds)
-            asked = (cell.name, seed, cell.identity)
-            kept.put(*asked, code, dict(made_by=made), seconds=seconds, **found)
+            key = (cell.name, seed, cell.identity)
+            kept.put(*key, code, dict(made_by=made), seconds=seconds, **found)
             if options.save:
                 record.keep(name, result_of(kept, failed), quiet=True)
     return kept, failed

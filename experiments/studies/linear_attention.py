@@ -144,10 +144,10 @@ def train(name: str, kind: str, seed: int) -> dict:
 
 def cell(name: str, kind: str) -> Cell:
     task = TASKS[name]
-    asked = dict(task=name, kind=dataclasses.asdict(KINDS[kind]), shape=dataclasses.asdict(task))
+    settings = dict(task=name, kind=dataclasses.asdict(KINDS[kind]), shape=dataclasses.asdict(task))
     return Cell(
         name=f"{name}/{kind}",
-        asked=asked,
+        settings=settings,
         train=functools.partial(train, name, kind),
     )
 

@@ -94,20 +94,20 @@ def train(tie: str, form: str, steps: int, seed: int) -> dict:
 def cell(tie: str, form: str, steps: int) -> Cell:
     return Cell(
         name=f"{tie}_{form}_{steps}",
-        asked=dict(tie=tie, form=form, steps=steps),
+        settings=dict(tie=tie, form=form, steps=steps),
         train=functools.partial(train, tie, form, steps),
     )
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """Returns a row per model: perplexities, and differences from QKV in per cent."""
-    first = {c.asked["form"]: c for c in cells if c.asked["tie"] == FIRST}
+    first = {c.settings["form"]: c for c in cells if c.settings["tie"] == FIRST}
     found = []
     for one in cells:
         runs = in_process.runs_of(one, kept)
         if not runs:
             continue
-        form, perplexity, against = one.asked["form"], {}, {}
+        form, perplexity, against = one.settings["form"], {}, {}
         other = first.get(form, one)
         for name in JUDGED:
             nats = in_process.figure(one, kept, name)
@@ -117,7 +117,7 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
             if ratio := difference(nats, theirs):  # of logarithms
                 against[name] = estimated("nats", ratio, "half_interval")
                 against[name]["percent"] = 100 * math.expm1(ratio.mean)
-        row = dict(tie=one.asked["tie"], trained=form, share_of_text=share_of_text("validation"))
+        row = dict(tie=one.settings["tie"], trained=form, share_of_text=share_of_text("validation"))
         row |= dict(seeds=len(runs), perplexity=perplexity, against_first=against)
         found.append(row)
     return found

@@ -111,11 +111,13 @@ def train(
 
 
 def cell(task: str, variant: str, width: int, layers: int, heads: int, length: int) -> Cell:
-    asked = dict(task=task, variant=variant, width=width, layers=layers, heads=heads, length=length)
+    settings = dict(
+        task=task, variant=variant, width=width, layers=layers, heads=heads, length=length
+    )
     config = transformer(variant, width, layers, heads)
     return Cell(
         name=f"{task}/{variant}/d{width}_l{layers}_h{heads}_t{length}",
-        asked=asked,
+        settings=settings,
         train=functools.partial(train, task, config, length),
     )
 
@@ -137,7 +139,7 @@ def in_common(kept: Kept) -> list[Cell]:
     has."""
     by_place: dict[tuple, list[Cell]] = {}
     for one in map(cell_of, kept.runs):
-        place = tuple(one.asked[key] for key in ("task", *_SIZES))
+        place = tuple(one.settings[key] for key in ("task", *_SIZES))
         by_place.setdefault(place, []).append(one)
     seeds, most = {}, collections.Counter()
     for where, cells in by_place.items():
@@ -155,10 +157,10 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     for variant, published in PUBLISHED.items():
         by_task = {}
         for task in sequences.TASKS:
-            asked = dict(variant=variant, task=task)
-            if runs := in_process.means(cells, kept, "right", **asked):
+            settings = dict(variant=variant, task=task)
+            if runs := in_process.means(cells, kept, "right", **settings):
                 now = estimated("right", estimate(list(runs.values())), "half_interval")
-                over = [c.asked for c in cells if asked.items() <= c.asked.items()]
+                over = [c.settings for c in cells if settings.items() <= c.settings.items()]
                 sizes = {key: sorted({one[key] for one in over}) for key in _SIZES}
                 by_task[task] = now | dict(seeds=len(runs), cells=len(over), **sizes)
         if by_task:
@@ -187,7 +189,7 @@ def curves(kept: Kept) -> list[dict]:
             mine, one = [runs[variant][seed] for seed in common], cells[variant]
             loss = np.mean([curve["loss"] for curve in mine], axis=0).round(5).tolist()
             row = dict(task=task, variant=variant, seeds=len(common), loss=loss)
-            sizes = {key: one.asked[key] for key in _SIZES}
+            sizes = {key: one.settings[key] for key in _SIZES}
             found.append(row | sizes | dict(every=mine[0]["every"]))
     return found
 

@@ -89,11 +89,11 @@ class Trainer:
 
 def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> Cell:
     width, layers, heads = shape
-    asked = dict(features=trainer.features.digest, variant=variant, place=place, width=width)
-    asked |= dict(layers=layers, heads=heads, epochs=trainer.epochs, dropout=DROPOUT)
+    settings = dict(features=trainer.features.digest, variant=variant, place=place, width=width)
+    settings |= dict(layers=layers, heads=heads, epochs=trainer.epochs, dropout=DROPOUT)
     return Cell(
         name=f"{place}/{variant}/d{width}_l{layers}_h{heads}_e{trainer.epochs}",
-        asked=asked,
+        settings=settings,
         train=functools.partial(trainer.train, variant, shape, place),
     )
 
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     grid = itertools.product(*sizes, anomalies.PLACES, encoders.VARIANTS)
     every = [cell(trainer, variant, tuple(shape), place) for *shape, place, variant in grid]
     only = dict(place=options.places, variant=options.variants)
-    cells = [one for one in every if all(one.asked[key] in only[key] for key in only)]
+    cells = [one for one in every if all(one.settings[key] in only[key] for key in only)]
 
     def figures_of(kept: Kept) -> dict:
         grid = {key: getattr(options, key) for key in ("widths", "layers", "heads", "epochs")}

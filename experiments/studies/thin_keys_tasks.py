@@ -128,10 +128,10 @@ def train(name: str, channels: int, start: str, seed: int) -> dict:
 def cell(name: str, channels: int, start: str = "fan_in") -> Cell:
     task = TASKS[name]
     shape = dataclasses.asdict(task) | dict(published=None)
-    usual, asked = start == "fan_in", dict(task=name, channels=channels, shape=shape)
+    usual, settings = start == "fan_in", dict(task=name, channels=channels, shape=shape)
     return Cell(
         name=f"{name}/d{channels}" + ("" if usual else f"/{start}"),
-        asked=asked if usual else asked | dict(start=start),
+        settings=settings if usual else settings | dict(start=start),
         train=functools.partial(train, name, channels, start),
     )
 
@@ -144,9 +144,9 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
         if not runs:
             continue
         there = [run["converged"] for run in runs if run["converged"]]
-        name, channels = cell.asked["task"], cell.asked["channels"]
+        name, channels = cell.settings["task"], cell.settings["channels"]
         published = TASKS[name].published.get(channels, (None, None))
-        row = dict(task=name, channels=channels, start=cell.asked.get("start", "fan_in"))
+        row = dict(task=name, channels=channels, start=cell.settings.get("start", "fan_in"))
         row |= dict(seeds=len(runs), converged_runs=len(there))
         row |= dict(zip(("published_right", "published_converged"), published, strict=True))
         row |= estimated("right", estimate([run["right"] for run in runs]))

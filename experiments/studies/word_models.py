@@ -91,10 +91,10 @@ class Trainer:
 
 
 def cell(trainer: Trainer, channels: int) -> Cell:
-    asked = dict(set=trainer.name, corpus=trainer.corpus.digest, channels=channels)
+    settings = dict(set=trainer.name, corpus=trainer.corpus.digest, channels=channels)
     return Cell(
         name=f"d{channels}_e{trainer.epochs}",
-        asked=asked | dict(epochs=trainer.epochs, rows=trainer.batch),
+        settings=settings | dict(epochs=trainer.epochs, rows=trainer.batch),
         train=functools.partial(trainer.train, channels),
     )
 
@@ -105,7 +105,7 @@ def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
     for one in cells:
         runs = list(in_process.runs_of(one, kept).values())
         if runs:
-            channels = one.asked["channels"]
+            channels = one.settings["channels"]
             weights = 2 * LAYERS * (WIDTH + 1) * channels
             row = dict(channels=channels, query_and_key_parameters=weights, seeds=len(runs))
             row |= estimated("perplexity", estimate([run["perplexity"] for run in runs]))
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"give at least {needed * LENGTH + 1:,}"
             )
     every = [cell(trainer, n) for n in sorted({*CHANNELS, *options.channels})]
-    cells = [one for one in every if one.asked["channels"] in options.channels]
+    cells = [one for one in every if one.settings["channels"] in options.channels]
 
     def figures_of(kept: Kept) -> dict:
         about = dict(set=options.set, words=len(corpus.train), vocabulary=corpus.size)

@@ -53,7 +53,7 @@ class OuterProductInputs(DecodeInputs):
 
 
 class _Tiles:
-    expands = True  # the products of all ranks are as large as a tile
+    large_logits = True  # the products of all ranks are as large as a tile
 
     def __init__(self, inputs):
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)

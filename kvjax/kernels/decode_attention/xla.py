@@ -129,7 +129,7 @@ def whole(inputs, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = St
     problem = _Problem(inputs, cache, first_B, tile_kv, stripes)
     B, T, N = inputs.query.shape[:3]
     tiles = problem.tiles
-    if tiles.expands:
+    if tiles.large_logits:
 
         def step(i, z_BNTS):
             start, tile = problem.tile(i)

@@ -37,12 +37,12 @@ def _train(cells, **options):
     )
 
 
-def _cell(name, trained, **asked):
+def _cell(name, trained, **settings):
     def train(seed):
         trained.append((name, seed))
         return dict(right=seed / 2)
 
-    return Cell(name, dict(name=name) | asked, train)
+    return Cell(name, dict(name=name) | settings, train)
 
 
 def test_all_cells_with_a_seed_then_with_the_next(results):
@@ -113,7 +113,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(results):
     assert "Out of memory" in failed["large seed 0"]
 
 
-def test_a_mean_is_over_runs_that_were_asked_alike(results):
+def test_a_mean_is_over_cells_of_equal_settings(results):
     """A seed trained again on other data replaces the first."""
     trained = []
     first, second = _cell("a", trained, data="one"), _cell("a", trained, data="another")

@@ -24,7 +24,7 @@ def test_parameters_of_queries_and_keys_are_the_papers(channels, published):
     assert of(256) - of(channels) == 789_504 - published
     run = dict(perplexity=2.0, validation={"8": 3.0, "16": 2.5}, identity="its own")
     runs = {f"d{channels}_e1": {0: run}}
-    about = dict(asked=dict(channels=channels), identity="its own")
+    about = dict(settings=dict(channels=channels), identity="its own")
     cells = [types.SimpleNamespace(name=f"d{channels}_e1", **about)]
     (row,) = word_models.rows("wikitext2", cells, types.SimpleNamespace(runs=runs))
     assert row["query_and_key_parameters"] == published and row["published"] > 120
@@ -64,7 +64,7 @@ def test_a_folder_is_of_wikitext(capsys):
 def test_figures_stand_beside_the_papers_split():
     """The paper gives validation perplexities of WikiText-103, test perplexities of WikiText-2."""
     run = dict(perplexity=2.0, validation={"8": 3.0, "16": 2.5}, identity="its own")
-    one = types.SimpleNamespace(name="d64_e1", asked=dict(channels=64), identity="its own")
+    one = types.SimpleNamespace(name="d64_e1", settings=dict(channels=64), identity="its own")
     kept = types.SimpleNamespace(runs={"d64_e1": {0: run}})
     for name, published in (("wikitext103", "37.22 (validation)"), ("wikitext2", "122.24 (test)")):
         (row,) = word_models.rows(name, [one], kept)

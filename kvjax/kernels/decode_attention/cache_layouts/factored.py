@@ -60,7 +60,7 @@ class _Tiles:
     def __init__(self, inputs: FactoredInputs):
         self.inputs = inputs
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
-        self.expands, self.absorbed = inputs.rope_base is not None, None
+        self.large_logits, self.absorbed = inputs.rope_base is not None, None
         if inputs.expand_key is None:
             return
         N, T = self.q_BNTH.shape[1:3]

@@ -33,7 +33,7 @@ class GroupedInputs(DecodeInputs):
 
 
 class _Tiles:
-    expands = False
+    large_logits = False
 
     def __init__(self, inputs: GroupedInputs):
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)

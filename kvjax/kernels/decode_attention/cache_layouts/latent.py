@@ -61,7 +61,7 @@ def with_zeros(query_BTNC: jax.Array, C: int) -> jax.Array:
 class LatentTiles:
     """Scores and sums of latents; values are expanded once, from the weighted sums."""
 
-    expands = False
+    large_logits = False
 
     def __init__(self, inputs: LatentInputs):
         self.inputs = inputs

@@ -58,7 +58,7 @@ class LatentResidualInputs(DecodeInputs):
 
 
 class _Tiles:
-    expands = False
+    large_logits = False
 
     def __init__(self, inputs: LatentResidualInputs):
         self.latent = LatentTiles(inputs.latent_inputs())

@@ -84,7 +84,7 @@ class Tiles(Protocol):
     s consecutive tokens on their last axis, [B, K, H, s], from position `start`.
     """
 
-    expands: bool  # True if `logits` has temporaries as large as a tile
+    large_logits: bool  # True if `logits` has temporaries as large as a tile
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         """Returns the channels of each array that `weighted_sums` returns."""

@@ -39,7 +39,7 @@ class RebuiltInputs(DecodeInputs):
 
 
 class _Tiles(LatentTiles):
-    expands = True
+    large_logits = True
 
     def __init__(self, inputs: RebuiltInputs):
         self.inputs = inputs

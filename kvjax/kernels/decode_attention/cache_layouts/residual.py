@@ -71,7 +71,7 @@ class _Tiles:
         residual_q_BNTH = jnp.moveaxis(inputs.residual_query, 2, 1)
         N, T = self.q_BNTH.shape[1:3]
         K = inputs.expand_key.shape[0]
-        self.expands = inputs.rope_base is not None
+        self.large_logits = inputs.rope_base is not None
         self.u_BNTR = self.absorbed = None
         if inputs.rope_base is None:  # LRKV eq. 3
             self.u_BNTR = tiles.by_kv_head(residual_q_BNTH, inputs.expand_key, "BKrH,KRH->BKrR")

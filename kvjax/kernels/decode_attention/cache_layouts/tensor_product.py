@@ -35,7 +35,7 @@ class TensorProductInputs(DecodeInputs):
 
 
 class _Tiles:
-    expands = True  # logits of all ranks are as large as a tile
+    large_logits = True  # logits of all ranks are as large as a tile
 
     def __init__(self, inputs: TensorProductInputs):
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)

@@ -51,7 +51,7 @@ def _in_one_pass(queries: int, keys: int, *, rotates: bool, gain: bool) -> bool:
 
 
 class _Tiles:
-    expands = True
+    large_logits = True
 
     def __init__(self, inputs: TiedInputs):
         self.inputs = inputs
