@@ -9,7 +9,7 @@ from tests.compare.written import write_run
 
 @pytest.fixture
 def two(tmp_path):
-    """Two mechanisms with two seeds, and one run that has not ended."""
+    """Two mechanisms with two seeds, and an unfinished run."""
     for seed in range(2):
         write_run(tmp_path / "runs" / f"l{seed}", seed=seed, bpb=(4, 3, 2.5, 2.2 + seed / 10))
         how = dict(seed=seed, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
@@ -20,7 +20,7 @@ def two(tmp_path):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Sections and panels of each look at runs; drawings say what would be drawn."""
+    """Sections and panels of each comparison; drawings are texts of what would be drawn."""
     golden.note_drawings(monkeypatch)
     sections, panels = [], []
     make = report.sections

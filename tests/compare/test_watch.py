@@ -13,8 +13,8 @@ from tests.compare.command import run
 from tests.compare.written import write_run
 
 
-def test_watching_ends_when_all_runs_have(two, drawn, tmp_path, capfd, monkeypatch):
-    """The unfinished run is a curve; while it is, the page reads itself again."""
+def test_watching_ends_with_the_last_run(two, drawn, tmp_path, capfd, monkeypatch):
+    """Shows the unfinished run as a curve, and reloads the page until it has finished."""
     out, looks = tmp_path / "out", []
 
     def sleep(seconds):
@@ -29,11 +29,8 @@ def test_watching_ends_when_all_runs_have(two, drawn, tmp_path, capfd, monkeypat
     assert capfd.readouterr().out.count("mha_tiny (running)") == 1
 
 
-def test_a_figure_says_of_which_seeds_it_is(two, drawn, tmp_path, capfd, monkeypatch):
-    """And a group whose seeds were never evaluated at one step has no curve, which is said.
-
-    So are runs of which none has ended: they have no final figure.
-    """
+def test_results_name_their_seeds(two, drawn, tmp_path, capfd, monkeypatch):
+    """Reports groups without a common step, which have no curve, and groups without a result."""
     write_run(two / "l2", seed=2, steps=(30,), bpb=(4,))
     write_run(two / "q", config="mqa_tiny", steps=(25,), bpb=(5,))
 
@@ -50,7 +47,7 @@ def test_a_figure_says_of_which_seeds_it_is(two, drawn, tmp_path, capfd, monkeyp
     golden.check_text(said, "compare/watched", 1e-3)
 
 
-def test_watching_does_not_wait_for_what_cannot_be_read(two, drawn, tmp_path, capfd, monkeypatch):
+def test_watching_does_not_wait_for_unusable_runs(two, drawn, tmp_path, capfd, monkeypatch):
     write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
     write_run(two / "infinite", seed=8, bpb=(4, 3, float("nan"), 2))
     monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
@@ -59,8 +56,8 @@ def test_watching_does_not_wait_for_what_cannot_be_read(two, drawn, tmp_path, ca
     assert "infinite has bits per byte that are not finite, at step 75" in said
 
 
-def test_what_goes_and_what_does_not_fit_is_left_out(two, drawn, tmp_path, capfd, monkeypatch):
-    """A folder that is named is moved; a run of other data and a repeat come into another."""
+def test_removed_and_incomparable_runs_are_skipped(two, drawn, tmp_path, capfd, monkeypatch):
+    """Removes a named folder; adds runs of other data and a repeated seed to another."""
     out, looks = tmp_path / "out", []
     write_run(tmp_path / "named", seed=5)
 
@@ -74,8 +71,8 @@ def test_what_goes_and_what_does_not_fit_is_left_out(two, drawn, tmp_path, capfd
         write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
-    asked = (tmp_path / "named", two, f"--out={out}", "--against=mha_tiny", "--watch=5")
-    assert run(*asked) == 0
+    arguments = (tmp_path / "named", two, f"--out={out}", "--against=mha_tiny", "--watch=5")
+    assert run(*arguments) == 0
     assert len(looks) == 1
     said = "".join(capfd.readouterr().out.split())  # lines end at hyphens too
     for line in (
@@ -94,8 +91,8 @@ def test_what_goes_and_what_does_not_fit_is_left_out(two, drawn, tmp_path, capfd
     assert found[0]["against"] == pytest.approx(-0.35)
 
 
-def test_what_will_never_have_a_figure_ends_at_once(tmp_path, capfd, monkeypatch):
-    """A run that failed, and weights that were converted: a checkpoint without records."""
+def test_watching_ends_at_once_without_usable_runs(tmp_path, capfd, monkeypatch):
+    """Covers a failed run, and a conversion: a checkpoint without metrics."""
     monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
     write_run(tmp_path / "runs" / "infinite", bpb=(4, 3, float("nan"), 2))
     converted = write_run(tmp_path / "runs" / "converted", steps=(), bpb=())
@@ -108,8 +105,8 @@ def test_what_will_never_have_a_figure_ends_at_once(tmp_path, capfd, monkeypatch
 
 
 @pytest.mark.parametrize("record", ["", '{"step": 100, "loss": 1.0}'])
-def test_what_is_being_evaluated_for_the_first_time_is_waited_for(tmp_path, record):
-    """Its checkpoint of a step before is there, and the record of the last step may be."""
+def test_watching_waits_for_the_first_evaluation(tmp_path, record):
+    """An earlier checkpoint exists, and perhaps the record of the last step."""
     workdir = write_run(tmp_path / "a", steps=(), bpb=())
     (workdir / "metrics.jsonl").write_text(record and record + "\n")
     for step in (50, 100):
