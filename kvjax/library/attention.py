@@ -7,8 +7,6 @@ y, cache = attention.prefill(x, cache)             # the prompts
 y, cache = attention.decode(x_next, cache)         # [B, 1, D]: exact, from the small cache
 """
 
-import dataclasses
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -19,31 +17,7 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.layers import rope
 from kvjax.layers.weight import InitRngs
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Cached tokens of B sequences in one attention layer. A pytree: jit, scan and donate it.
-
-    Attributes:
-      arrays: fields of the mechanism's cache entry, by name. Their storage order may change between
-        versions; `Attention` writes and reads them.
-      lengths: [B] int32, number of cached tokens of each sequence.
-    """
-
-    arrays: dict[str, jax.Array]
-    lengths: jax.Array
-
-    @property
-    def capacity(self) -> int:
-        """Largest number of tokens of a sequence."""
-        return next(iter(self.arrays.values())).shape[-1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays; the same for every sequence, whatever its length."""
-        return sum(x.size * x.dtype.itemsize for x in self.arrays.values())
+from kvjax.library.kv_cache import KVCache
 
 
 class Attention(nnx.Module):

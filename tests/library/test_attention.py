@@ -16,7 +16,7 @@ from tests.mechanisms import MECHANISMS, random_values
 B, T, D = 2, 7, 16
 
 
-def _layer(name, **options):
+def layer_of(name, **options):
     """Returns a layer of a small mechanism in float64, with weights of which none is zero."""
     cls, keys = MECHANISMS[name]
     names = {field.name for field in dataclasses.fields(cls)}
@@ -36,7 +36,7 @@ CASES = [(name, 0) for name in MECHANISMS] + [("lrkv", 3)]
 def test_decoding_equals_attention_over_whole_sequences(name, window):
     """Prompts of different lengths, then steps of which some sequences have fewer than others."""
     with jax.enable_x64(True):
-        layer = _layer(name, window=window)
+        layer = layer_of(name, window=window)
         x_BTD = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, D)))
         whole_BTD = layer(x_BTD)
         lengths = np.array([3, 5], np.int32)
@@ -94,7 +94,7 @@ def test_layers_in_a_scan_and_an_ensemble():
 
 def test_positions_and_segments():
     """RoPE sees differences of positions alone; a segment's tokens see their own segment."""
-    layer = _layer("lrkv")
+    layer = layer_of("lrkv")
     x_BTD = jnp.asarray(np.random.default_rng(1).standard_normal((1, 6, D)), jnp.float32)
     shifted = layer(x_BTD, jnp.arange(6) + 40)
     np.testing.assert_allclose(shifted, layer(x_BTD), atol=1e-4)

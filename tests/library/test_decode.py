@@ -1,0 +1,170 @@
+"""kvjax.decode_attention and KVCache, against mechanisms' own inputs and plain attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.kernels.decode_attention.api import decode_attention as internal
+from kvjax.layers import rope
+from kvjax.library.decode import decode_attention
+from kvjax.library.kv_cache import KVCache
+from kvjax.library.layouts import LAYOUTS, describe
+from tests import quick
+from tests.library.test_attention import layer_of
+from tests.mechanisms import MECHANISMS
+
+B, S, T, BASE = 2, 128, 2, 100.0
+RNG = np.random.default_rng(0)
+
+
+def _mechanism_inputs(name):
+    """Returns a mechanism's decode inputs and its filled cache, of a model with random weights."""
+    mechanism = layer_of(name).core.mechanism
+    x_BTD = jnp.asarray(RNG.standard_normal((B, 9, 16)))
+    index_BT = jnp.arange(9, dtype=jnp.int32)[None]
+    positions = rope.positions(index_BT, mechanism.config.rope_dim, BASE)
+    q_BTNH, raw = mechanism.project(x_BTD, positions)
+    entry = mechanism.encode(raw, positions)
+    return mechanism.decode_inputs(q_BTNH[:, -T:], BASE), entry
+
+
+def _layout(inputs, entry):
+    """Returns the name of the layout with these inputs and this entry, or None."""
+    names = [
+        name
+        for name, spec in LAYOUTS.items()
+        if spec.inputs is type(inputs)
+        and all(
+            n in spec.cache and len(spec.cache[n].split()) == x.ndim - 2 for n, x in entry.items()
+        )
+    ]
+    return names[0] if names else None
+
+
+@pytest.mark.parametrize(
+    "name", quick.only(["gqa", "lrkv_gqa", "mla", "tpa", "gla", "lrkv_kv_tied"], MECHANISMS)
+)
+def test_layouts_are_those_of_the_mechanisms(name):
+    """Given a mechanism's arrays by name, the public function returns what models compute."""
+    with jax.enable_x64(True):
+        inputs, entry = _mechanism_inputs(name)
+        layout = _layout(inputs, entry)
+        given = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
+        given = {key: value for key, value in given.items() if value is not None}
+        if layout is None or "bias" in given or not _required(layout) <= given.keys():
+            pytest.skip("a variant that the public layouts leave out")
+        lengths = jnp.array([9, 6], jnp.int32)
+        sizes = {
+            letter: size
+            for key, x in entry.items()
+            for letter, size in zip(LAYOUTS[layout].cache[key].split(), x.shape[2:], strict=True)
+            if letter != "1"
+        }
+        cache = KVCache.allocate(layout, batch=B, capacity=100, dtype=jnp.float64, **sizes)
+        cache = cache.append({key: x[:, :5] for key, x in entry.items()})
+        cache = cache.append({key: x[:, 5:] for key, x in entry.items()}, jnp.array([4, 1]))
+        assert cache.lengths.tolist() == lengths.tolist() and cache.capacity == S
+        if layout == "latent":
+            given["up_value"] = given["up_value"][0]
+        query, scale = given.pop("query"), given.pop("scale")
+        options = dict(layout=layout, scale=scale, **given)
+        found, lse = decode_attention(
+            query, cache.arrays, cache.lengths, **options, return_lse=True
+        )
+        expected = internal(inputs, cache.arrays, lengths - T, implementation="reference")
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+        assert lse.shape == found.shape[:3]
+        window = decode_attention(query, cache.arrays, cache.lengths, **options, window=2)
+        expected = internal(inputs, cache.arrays, lengths - T, window=2)
+        np.testing.assert_allclose(window, expected, atol=1e-12)
+
+
+def _required(layout):
+    return set(LAYOUTS[layout].arrays) - set(LAYOUTS[layout].optional)
+
+
+def test_every_layout_is_met_by_a_mechanism():
+    with jax.enable_x64(True):
+        found = {_layout(*_mechanism_inputs(name)) for name in MECHANISMS}
+    assert found - {None} == LAYOUTS.keys()
+
+
+def test_plain_attention_and_its_log_sum_exp():
+    """Two caches of one sequence, merged by their log-sum-exps, equal the whole."""
+    N, K, H = 4, 2, 8
+    q_BNH = RNG.standard_normal((B, N, H)).astype(np.float32)
+    k_BTKH, v_BTKH = RNG.standard_normal((2, B, 6, K, H)).astype(np.float32)
+    cache = KVCache.allocate("grouped", batch=B, capacity=6, dtype=jnp.float32, K=K, H=H)
+    whole = cache.append({"base_key": k_BTKH, "base_value": v_BTKH})
+    logits = np.einsum("bnh,btnh->bnt", q_BNH, np.repeat(k_BTKH, 2, axis=2)) / np.sqrt(H)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = np.einsum(
+        "bnt,btnh->bnh", p / p.sum(-1, keepdims=True), np.repeat(v_BTKH, 2, axis=2)
+    )
+    o_BNH = decode_attention(q_BNH, whole.arrays, whole.lengths)
+    np.testing.assert_allclose(o_BNH, expected, atol=1e-5)
+    parts = []
+    for part in (slice(0, 2), slice(2, 6)):
+        half = cache.append({"base_key": k_BTKH[:, part], "base_value": v_BTKH[:, part]})
+        parts.append(decode_attention(q_BNH, half.arrays, half.lengths, return_lse=True))
+    weights = np.exp([lse for _, lse in parts])
+    merged = sum(w[..., None] * o for w, (o, _) in zip(weights, parts, strict=True))
+    np.testing.assert_allclose(merged / weights.sum(0)[..., None], expected, atol=1e-5)
+
+
+GQA = dict(
+    query=np.zeros((2, 8, 16)),
+    cache={"base_key": np.zeros((2, 4, 16, 128)), "base_value": np.zeros((2, 4, 16, 128))},
+    lengths=np.array([1, 2]),
+)
+WRONG = {
+    "heads not last": (
+        {"cache": {"base_key": np.zeros((2, 128, 4, 16)), "base_value": np.zeros((2, 128, 4, 16))}},
+        r"cache\['base_key'\] has shape \[2, 128, 4, 16\]: expected \[B, K, H, S\] = "
+        r"\[2, K, 16, S\]; caches have tokens last: `KVCache.append` writes \[B, T, ...\]",
+    ),
+    "usual names": (
+        {"cache": {"k": np.zeros(1), "v": np.zeros(1)}},
+        r"cache 'base_key' is missing. Layout grouped \(MHA, GQA, MQA, thin keys\): key = base_key",
+    ),
+    "lengths": (
+        {"lengths": np.array([1.0, 2.0])},
+        r"lengths float32\[2\]: must be int32 \[B\] = \[2\]",
+    ),
+    "heads": ({"query": np.zeros((2, 6, 16))}, "K = 4 must divide N = 6"),
+    "layout": ({"layout": "paged"}, "layout = 'paged': must be one of grouped, residual"),
+    "option": ({"rope_base": 1e4}, "rope_base: layout 'grouped' has no such option"),
+    "input": ({"expand": np.zeros(1)}, "input 'expand' is unknown"),
+    "scale": (
+        {
+            "layout": "latent",
+            "cache": {"latent": np.zeros((2, 16, 128)), "rope_key": np.zeros((2, 4, 128))},
+            "rope_query": np.zeros((2, 1, 8, 4)),
+            "up_value": np.zeros((16, 8, 4)),
+        },
+        "scale: layout 'latent' has none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_mistakes_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**GQA | change)
+
+
+def test_mistakes_of_caches_are_named():
+    with pytest.raises(ValueError, match=r"J is missing: layout 'residual' needs J \(bases"):
+        KVCache.allocate("residual", batch=1, capacity=1, K=2, H=4, R=2)
+    with pytest.raises(ValueError, match=r"D: layout 'grouped' has the sizes K \(KV heads"):
+        KVCache.allocate("grouped", batch=1, capacity=1, K=2, D=4)
+    cache = KVCache.allocate("grouped", batch=2, capacity=1, K=2, H=4)
+    with pytest.raises(ValueError, match=r"entry has \['k'\]: must have \['base_key'"):
+        cache.append({"k": np.zeros((2, 1, 2, 4))})
+    with pytest.raises(ValueError, match=r"\[2, 1, 3, 4\]: expected \[B, T, 2, 4\] with B = 2"):
+        cache.append(dict.fromkeys(("base_key", "base_value"), np.zeros((2, 1, 3, 4))))
+    for name, spec in LAYOUTS.items():
+        assert all(key in describe(name) for key in (*spec.cache, *spec.arrays, *spec.numbers))
