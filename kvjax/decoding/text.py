@@ -1,13 +1,13 @@
 """Generates text after each of a batch of prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 
 import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.decoding.generation import Timing
+from kvjax.decoding.generation import Generation, Timing
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text_stream import TextStream
@@ -48,7 +48,31 @@ class GeneratedTexts:
         )
 
 
-def generate(
+class TextGeneration:
+    """A batch of texts in progress.
+
+    Attributes:
+      generation: its tokens, cache and timing.
+      streams: text of each sequence so far.
+    """
+
+    def __init__(self, generation: Generation, streams: list[TextStream]):
+        self.generation, self.streams = generation, streams
+
+    def pieces(self) -> Iterator[tuple[int, str, bool]]:
+        """Yields (sequence, piece of its text, True if that is its end) as soon as it is final."""
+        ended = np.zeros(len(self.streams), bool)
+        for new in self.generation:
+            for b, token in new:
+                yield b, self.streams[b].push(token), False
+                if self.streams[b].stopped:
+                    self.generation.finish(b)
+            for b in np.flatnonzero(self.generation.finished & ~ended).tolist():
+                yield b, self.streams[b].close(), True
+            ended |= self.generation.finished
+
+
+def start(
     generator: Generator,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
@@ -60,19 +84,15 @@ def generate(
     stop_tokens: Sequence[int] = (),
     end_at_special: bool = True,
     capacity: int = 0,
-    on_text: Callable[[int, str], None] | None = None,
-    on_end: Callable[[int], None] | None = None,
     on_compile: Callable[[], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
-) -> GeneratedTexts:
-    """Generates text after each prompt.
+) -> TextGeneration:
+    """Starts generating text after each prompt.
 
     Args:
       prompts: texts, to which BOS is prepended, or token ids, which are used as they are.
       stop: strings before which a text ends.
       end_at_special: end at BOS, the tokenizer's other specials and its `ends`.
-      on_text: called with a sequence's index and each piece of its text as soon as it is final.
-      on_end: called with the index of a sequence whose text is complete.
       on_compile, on_prefill: see `Generator.start`.
 
     Raises:
@@ -100,24 +120,34 @@ def generate(
         on_compile=on_compile,
         on_prefill=on_prefill,
     )
-    streams = [TextStream(tokenizer, stop) for _ in prompts]
-    ended = np.zeros(len(prompts), bool)
-    for new in generation:
-        for b, token in new:
-            text = streams[b].push(token)
-            if on_text is not None:
-                on_text(b, text)
-            if streams[b].stopped:
-                generation.finish(b)
-        for b in np.flatnonzero(generation.finished & ~ended).tolist():
-            rest = streams[b].close()
-            if on_text is not None:
-                on_text(b, rest)
-            if on_end is not None:
-                on_end(b)
-        ended |= generation.finished
+    return TextGeneration(generation, [TextStream(tokenizer, stop) for _ in prompts])
+
+
+def generate(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    on_text: Callable[[int, str], None] | None = None,
+    on_end: Callable[[int], None] | None = None,
+    **options,
+) -> GeneratedTexts:
+    """Generates text after each prompt.
+
+    Args:
+      on_text: called with a sequence's index and each piece of its text as soon as it is final.
+      on_end: called with the index of a sequence whose text is complete.
+      options: see `start`.
+    """
+    started = start(generator, tokenizer, prompts, **options)
+    for b, piece, is_end in started.pieces():
+        if on_text is not None:
+            on_text(b, piece)
+        if is_end and on_end is not None:
+            on_end(b)
+    generation = started.generation
     return GeneratedTexts(
-        [stream.text for stream in streams],
+        [stream.text for stream in started.streams],
         generation.tokens,
         generation.timing,
         generation.cache.capacity,

@@ -27,7 +27,7 @@ from kvjax.cache.stripes import Stripes
 from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention import api, sharded
 from kvjax.layers.rope import Base
-from kvjax.library.layouts import LETTERS, Layout, describe, layout_of, shown, stored
+from kvjax.library.layouts import LETTERS, Layout, describe_layout, layout_of, shown, stored
 
 
 def decode_attention(
@@ -109,7 +109,7 @@ def _check(layout, spec: Layout, query, cache, arrays) -> dict[str, int]:
         unknown = [name for name in given if name not in axes]
         if missing or unknown:
             wrong = f"{what} {(missing or unknown)[0]!r} is {'missing' if missing else 'unknown'}"
-            raise ValueError(f"{wrong}. Layout {describe(layout)}")
+            raise ValueError(f"{wrong}. Layout {describe_layout(layout)}")
     shapes = {"query": (spec.query, query.shape)}
     shapes |= {
         name: (axes, arrays[name].shape) for name, axes in spec.arrays.items() if name in arrays

@@ -153,7 +153,7 @@ LAYOUTS = {
 }
 
 
-def describe(layout: str) -> str:
+def describe_layout(layout: str) -> str:
     """Returns a text with the layout's arrays, their axes and options."""
     spec = layout_of(layout)
     lines = [f"{layout} ({spec.used_by}): {spec.text}", f"  query {shown(spec.query)}"]

@@ -11,7 +11,7 @@ from kvjax.kernels.decode_attention.api import decode_attention as internal
 from kvjax.layers import rope
 from kvjax.library.decode import decode_attention
 from kvjax.library.kv_cache import KVCache
-from kvjax.library.layouts import LAYOUTS, describe
+from kvjax.library.layouts import LAYOUTS, describe_layout
 from tests import quick
 from tests.library.test_attention import layer_of
 from tests.mechanisms import MECHANISMS
@@ -167,4 +167,6 @@ def test_mistakes_of_caches_are_named():
     with pytest.raises(ValueError, match=r"\[2, 1, 3, 4\]: expected \[B, T, 2, 4\] with B = 2"):
         cache.append(dict.fromkeys(("base_key", "base_value"), np.zeros((2, 1, 3, 4))))
     for name, spec in LAYOUTS.items():
-        assert all(key in describe(name) for key in (*spec.cache, *spec.arrays, *spec.numbers))
+        assert all(
+            key in describe_layout(name) for key in (*spec.cache, *spec.arrays, *spec.numbers)
+        )

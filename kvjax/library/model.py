@@ -1,0 +1,271 @@
+"""A trained or published model in memory, with its tokenizer.
+
+model = kvjax.load("runs/smollm2")
+print(*model.generate(["The capital of France is", "2 + 2 ="], num_tokens=20))
+for piece in model.stream("Once upon a time"):
+    print(piece, end="")
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import io
+import json
+import os
+from typing import TYPE_CHECKING
+
+from flax import nnx
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache as cache_lib
+from kvjax.costs import formulas
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.decoding import text
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.sampling import Sampling
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute, Transformer
+from kvjax.workdir import origin, trained
+
+if TYPE_CHECKING:
+    import ml_collections
+
+
+class Model:
+    """A model that generates from its small KV cache.
+
+    Attributes:
+      name: of the run or the published model.
+      config: the Transformer's sizes, with one mechanism per layer in `config.mechanisms`.
+      tokenizer: `encode(text)` and `decode(ids)`.
+      context: longest rows that the model was trained on, in tokens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transformer: Transformer,
+        compute: Compute,
+        tokenizer: Tokenizer,
+        context: int,
+    ):
+        self.name, self.tokenizer, self.context = name, tokenizer, context
+        self.config: TransformerConfig = transformer.config
+        self._generator = Generator(transformer, compute)
+        self._logits = self._generator.engine.compiled(_logits)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        num_tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> list[str]:
+        """Returns the text after each prompt; all prompts run as one batch.
+
+        Args:
+          prompts: texts of any lengths; one text is a list of one.
+          num_tokens: tokens after each prompt, at most.
+          temperature: 0 is greedy.
+          top_k: sample among the k most likely tokens; 0: all.
+          top_p: and among the fewest of this total probability.
+          seed: the same seed gives a prompt the same text.
+          stop: strings before which a text ends.
+        """
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        found = text.generate(
+            self._generator,
+            self.tokenizer,
+            several,
+            num_tokens=num_tokens,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            seed=seed,
+            stop=stop,
+        )
+        return found.texts
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        num_tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """Yields the pieces of `generate`'s text as soon as they are final."""
+        started = text.start(
+            self._generator,
+            self.tokenizer,
+            [prompt],
+            num_tokens=num_tokens,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            seed=seed,
+            stop=stop,
+        )
+        for _, piece, _ in started.pieces():
+            if piece:
+                yield piece
+
+    def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
+        """Returns the logits after every token, computed from the cache: [T, V] or [B, T, V].
+
+        Args:
+          tokens: ids [T] or [B, T]; start with `tokenizer.bos_id`.
+        """
+        tokens_BT = np.asarray(tokens, np.int32)
+        one = tokens_BT.ndim == 1
+        tokens_BT = tokens_BT[None] if one else tokens_BT
+        B, T = tokens_BT.shape
+        V = self.config.vocab_size
+        if tokens_BT.size and not 0 <= tokens_BT.min() <= tokens_BT.max() < V:
+            raise UserError(f"tokens: the vocabulary has {V} tokens, ids 0 to {V - 1}")
+        engine = self._generator.engine
+        cache = cache_lib.empty(engine.cache(B, self._generator.cache_capacity(B, T)))
+        counts_B = np.full(B, T, np.int32)
+        _, z_BTV = self._logits(engine.weights, cache, *engine.put((tokens_BT, counts_B)))
+        return np.asarray(z_BTV[0] if one else z_BTV)
+
+    def cache_bytes(self, tokens: int = 1, batch: int = 1) -> int:
+        """Returns the bytes of the cache of `batch` sequences of `tokens`, in the model's dtype."""
+        return batch * tokens * formulas.cache_bytes_per_token(self.config, self.dtype)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of weights, activations and cache."""
+        return jnp.dtype(self._generator.compute.dtype)
+
+
+def load(source: str | os.PathLike, *, step: int | None = None, dtype: str = "") -> Model:
+    """Loads the model of a run, an export, or a published model.
+
+    Args:
+      source: a workdir, a Hugging Face folder (config.json, safetensors, tokenizer.json), or a GGUF
+        file.
+      step: checkpoint of a workdir; None: the latest.
+      dtype: "bfloat16" or "float32"; "": the run's, and float32 for published models.
+
+    Raises:
+      UserError: no model is there, or it cannot be read.
+    """
+    path = runtime.path("source", os.fspath(source))
+    if (path / "config.txt").exists() or not path.exists():
+        loaded = trained.load(path, step=step, dtype=dtype)
+        return Model(path.name, loaded.model, loaded.compute, loaded.tokenizer, loaded.context)
+    if step is not None:
+        raise UserError(f"step = {step}: {source} is a published model, without steps")
+    from kvjax.convert import model as model_lib  # needs the extra `convert`
+
+    if dtype:
+        one_of("dtype", dtype, ("bfloat16", "float32"))
+    lazy = model_lib.open(os.fspath(source))
+    tokenizer = tokenizer_lib.from_json(lazy.tokenizer_json, lazy.name)
+    tokenizer.ends = origin.ends(lazy.token_files, tokenizer, lazy.transformer.vocab_size)
+    compute = Compute(dtype=jnp.dtype(dtype or "float32"))
+    return Model(lazy.name, model_lib.transformer(lazy), compute, tokenizer, lazy.context)
+
+
+def train(
+    config: "str | os.PathLike | ml_collections.ConfigDict",
+    workdir: str | os.PathLike,
+    *,
+    overrides: Mapping[str, object] | None = None,
+) -> dict[str, float]:
+    """Trains to the end of the config, or resumes the workdir's run; as `kvjax train`.
+
+    Args:
+      config: a file, the name of a shipped config ("lrkv_tiny"), or a ConfigDict.
+      overrides: values by key, as {"train.num_steps": 100}; with a file only.
+
+    Returns:
+      The last validation record: step, tokens, validation_loss, validation_bpb.
+
+    Raises:
+      UserError: the config does not fit the workdir, the data or the machine.
+    """
+    from kvjax.foundation import command_line
+    from kvjax.training import loop
+
+    runtime.start()
+    if isinstance(config, str | os.PathLike):
+        given = [f"--config.{key}={value}" for key, value in (overrides or {}).items()]
+        config = command_line.load_config(os.fspath(config), given)
+    elif overrides:
+        raise UserError("overrides: set the values in the ConfigDict")
+    return loop.train(config, os.fspath(workdir))
+
+
+def convert_model(
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    method: str | None = None,
+    rank: int | None = None,
+    cache: float | None = None,
+    **options: object,
+) -> dict:
+    """Imports a published model into a workdir, with a smaller KV cache; as `kvjax convert`.
+
+    Args:
+      source: a Hugging Face folder, a GGUF file, or a workdir.
+      out: a new folder.
+      method: "thin_keys", "lrkv", ...; None: as it is, or the default method if `cache` is given.
+      rank: of the method.
+      cache: fraction of the cache to keep.
+      options: others of `kvjax convert --help`, by name.
+
+    Returns:
+      The report: method, ranks, cache bytes, perplexity before and after.
+    """
+    from kvjax.convert import __main__ as command
+
+    chosen = dict(method=method, rank=rank, cache=cache)
+    return _call(command.main, dict(source=source, out=out) | chosen | options)
+
+
+def evaluate_model(
+    workdir: str | os.PathLike, *, tasks: Sequence[str] = (), **options: object
+) -> dict:
+    """Evaluates a workdir's model on benchmarks; as `kvjax evaluate`.
+
+    Args:
+      tasks: names, as ("mmlu", "gsm8k"); (): all of LRKV's Table 3.
+      options: others of `kvjax evaluate --help`, by name.
+
+    Returns:
+      The summary: scores with intervals by task, and what they depend on.
+    """
+    from kvjax.evaluate import __main__ as command
+
+    return _call(command.main, dict(workdir=workdir, tasks=",".join(tasks) or None) | options)
+
+
+def _call(command, options: Mapping[str, object]) -> dict:
+    """Runs a command with options by name; its tables go to standard error. None: not given."""
+    arguments = ["--json"]
+    for name, value in options.items():
+        if isinstance(value, bool):
+            arguments.append(f"--{'' if value else 'no-'}{name}")
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        command(arguments)
+    return json.loads(printed.getvalue())
+
+
+def _logits(weights, cache, tokens_BT, counts_B, *, graph, implementation):
+    """Appends tokens; returns the cache and all their logits."""
+    decoder = nnx.merge(graph, weights)
+    x_BTD, cache = decoder(tokens_BT, cache, counts_B, implementation=implementation)
+    return cache, decoder.logits(x_BTD)
