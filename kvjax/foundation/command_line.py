@@ -382,6 +382,8 @@ def _no_file(file: pathlib.Path, variant: str) -> str:
     ours, there = {}, set()
     for config in config_files():
         path, name = split_variant(config)
+        if (path.stem, name) == (file.parent.name, file.stem):  # a variant was a file of its own
+            return f"has moved: give {PREFIX}={_shipped_name(config)}"
         if not name or name not in ours:
             ours[name or path.stem] = config
         there.add(f"{path.name}:VARIANT" if name else path.stem)

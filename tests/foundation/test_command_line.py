@@ -58,6 +58,9 @@ def test_overrides_among_options():
 
 
 def test_missing_files():
+    # The folder of a variant says which one: configs/lrkv_128m.py pretrains, mid.py's continues it.
+    with pytest.raises(UserError, match=r"has moved: give --config=configs/mid.py:lrkv_128m"):
+        load_config(pathlib.Path("configs/mid/lrkv_128m.py"))
     with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
         load_config(LRKV.with_name("lrvk_tiny.py"))
     with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
