@@ -18,5 +18,5 @@ def get_config():
     return recipes.pretrain(
         "factored_tiny",
         scale="tiny",
-        attention=recipes.factored(4, kv_heads=4, latents=4, key_rank=8, dim=32),
+        attention=recipes.factored(4, kv_heads=4, latents=4, key_rank=8, head_dim=32),
     )

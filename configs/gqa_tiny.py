@@ -15,4 +15,6 @@ from kvjax import recipes
 
 
 def get_config():
-    return recipes.pretrain("gqa_tiny", scale="tiny", attention=recipes.gqa(4, kv_heads=2, dim=32))
+    return recipes.pretrain(
+        "gqa_tiny", scale="tiny", attention=recipes.gqa(4, kv_heads=2, head_dim=32)
+    )

@@ -17,5 +17,5 @@ def get_config():
     return recipes.pretrain(
         "kv_tied_gqa_tiny",
         scale="tiny",
-        attention=recipes.projection_sharing(4, tie="kv", kv_heads=2, dim=32),
+        attention=recipes.projection_sharing(4, tie="kv", kv_heads=2, head_dim=32),
     )

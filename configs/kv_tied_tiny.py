@@ -15,5 +15,5 @@ from kvjax import recipes
 
 def get_config():
     return recipes.pretrain(
-        "kv_tied_tiny", scale="tiny", attention=recipes.projection_sharing(4, tie="kv", dim=32)
+        "kv_tied_tiny", scale="tiny", attention=recipes.projection_sharing(4, tie="kv", head_dim=32)
     )

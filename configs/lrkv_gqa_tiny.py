@@ -17,5 +17,5 @@ def get_config():
     return recipes.pretrain(
         "lrkv_gqa_tiny",
         scale="tiny",
-        attention=recipes.grouped(4, kv_heads=2, bases=1, rank=16, dim=32),
+        attention=recipes.grouped(4, kv_heads=2, bases=1, rank=16, head_dim=32),
     )

@@ -15,7 +15,7 @@ from kvjax import recipes
 
 def get_config():
     config = recipes.pretrain(
-        "lrkv_no_rope_tiny", scale="tiny", attention=recipes.lrkv(4, rank=16, dim=32)
+        "lrkv_no_rope_tiny", scale="tiny", attention=recipes.lrkv(4, rank=16, head_dim=32)
     )
     config.model.positions = "none"
     return config

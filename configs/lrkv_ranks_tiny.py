@@ -17,5 +17,5 @@ def get_config():
     return recipes.pretrain(
         "lrkv_ranks_tiny",
         scale="tiny",
-        attention=recipes.lrkv(4, rank=16, dim=32) | dict(layer_ranks=(8, 16, 16, 24)),
+        attention=recipes.lrkv(4, rank=16, head_dim=32) | dict(layer_ranks=(8, 16, 16, 24)),
     )

@@ -18,5 +18,5 @@ def get_config():
     return recipes.pretrain(
         "lrkv_shared_rope_tiny",
         scale="tiny",
-        attention=recipes.lrkv(4, rank=16, dim=32) | dict(rope="shared"),
+        attention=recipes.lrkv(4, rank=16, head_dim=32) | dict(rope="shared"),
     )

@@ -15,4 +15,6 @@ from kvjax import recipes
 
 
 def get_config():
-    return recipes.pretrain("lrkv_tiny", scale="tiny", attention=recipes.lrkv(4, rank=16, dim=32))
+    return recipes.pretrain(
+        "lrkv_tiny", scale="tiny", attention=recipes.lrkv(4, rank=16, head_dim=32)
+    )

@@ -15,4 +15,4 @@ from kvjax import recipes
 
 
 def get_config():
-    return recipes.pretrain("mha_tiny", scale="tiny", attention=recipes.mha(4, dim=32))
+    return recipes.pretrain("mha_tiny", scale="tiny", attention=recipes.mha(4, head_dim=32))

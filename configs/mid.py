@@ -42,7 +42,7 @@ VARIANTS = {
 }
 VARIANTS["lrkv_tiny"] = {
     "scale": "tiny",
-    "attention": recipes.lrkv(4, rank=16, dim=32),
+    "attention": recipes.lrkv(4, rank=16, head_dim=32),
     "data": {"sequence_length": 256, "vocab_size": 2056},
     "train": {
         "num_steps": 200,

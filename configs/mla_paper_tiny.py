@@ -16,5 +16,5 @@ from kvjax import recipes
 
 def get_config():
     return recipes.pretrain(
-        "mla_paper_tiny", scale="tiny", attention=recipes.mla_paper(4, latent=48, dim=32)
+        "mla_paper_tiny", scale="tiny", attention=recipes.mla_paper(4, latent=48, head_dim=32)
     )

@@ -16,5 +16,5 @@ from kvjax import recipes
 
 def get_config():
     return recipes.pretrain(
-        "mla_tiny", scale="tiny", attention=recipes.mla(4, latent=48, rope_dim=16, dim=32)
+        "mla_tiny", scale="tiny", attention=recipes.mla(4, latent=48, rope_dim=16, head_dim=32)
     )

@@ -15,4 +15,4 @@ from kvjax import recipes
 
 
 def get_config():
-    return recipes.pretrain("mqa_tiny", scale="tiny", attention=recipes.mqa(4, dim=32))
+    return recipes.pretrain("mqa_tiny", scale="tiny", attention=recipes.mqa(4, head_dim=32))

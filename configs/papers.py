@@ -38,12 +38,12 @@ SHARING = {
 def _sharing(scale, tie, kv_heads):
     heads, gqa_heads = HEADS[scale]
     kv_heads = gqa_heads if kv_heads == "gqa" else kv_heads
-    attention = recipes.projection_sharing(heads, tie=tie, kv_heads=kv_heads, dim=64)
+    attention = recipes.projection_sharing(heads, tie=tie, kv_heads=kv_heads, head_dim=64)
     return {"scale": scale, "attention": recipes.without_qk_norm(attention, bias=True)}
 
 
 def _llama(key_dim):
-    attention = recipes.thin_keys(12, key_dim=key_dim, dim=64)
+    attention = recipes.thin_keys(12, key_dim=key_dim, head_dim=64)
     return {"scale": "125m", "attention": recipes.without_qk_norm(attention)}
 
 

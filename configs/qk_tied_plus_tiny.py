@@ -18,5 +18,5 @@ def get_config():
     return recipes.pretrain(
         "qk_tied_plus_tiny",
         scale="tiny",
-        attention=recipes.projection_sharing(4, tie="qk", channels=12, dim=32),
+        attention=recipes.projection_sharing(4, tie="qk", channels=12, head_dim=32),
     )

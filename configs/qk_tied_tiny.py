@@ -15,5 +15,5 @@ from kvjax import recipes
 
 def get_config():
     return recipes.pretrain(
-        "qk_tied_tiny", scale="tiny", attention=recipes.projection_sharing(4, tie="qk", dim=32)
+        "qk_tied_tiny", scale="tiny", attention=recipes.projection_sharing(4, tie="qk", head_dim=32)
     )

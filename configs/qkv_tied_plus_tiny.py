@@ -17,5 +17,5 @@ def get_config():
     return recipes.pretrain(
         "qkv_tied_plus_tiny",
         scale="tiny",
-        attention=recipes.projection_sharing(4, tie="qkv", channels=12, dim=32),
+        attention=recipes.projection_sharing(4, tie="qkv", channels=12, head_dim=32),
     )

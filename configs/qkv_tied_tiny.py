@@ -15,5 +15,7 @@ from kvjax import recipes
 
 def get_config():
     return recipes.pretrain(
-        "qkv_tied_tiny", scale="tiny", attention=recipes.projection_sharing(4, tie="qkv", dim=32)
+        "qkv_tied_tiny",
+        scale="tiny",
+        attention=recipes.projection_sharing(4, tie="qkv", head_dim=32),
     )

@@ -15,5 +15,5 @@ from kvjax import recipes
 
 def get_config():
     return recipes.pretrain(
-        "thin_keys_tiny", scale="tiny", attention=recipes.thin_keys(4, key_dim=8, dim=32)
+        "thin_keys_tiny", scale="tiny", attention=recipes.thin_keys(4, key_dim=8, head_dim=32)
     )

@@ -21,9 +21,9 @@ MESHES = {
     "data2_sequence2_tensor2": dict(data=2, fsdp=1, sequence=2, tensor=2),
 }
 MECHANISMS = {
-    "lrkv": recipes.lrkv(4, rank=4, dim=16),
-    "mla": recipes.mla(4, latent=16, rope_dim=8, dim=16),
-    "gqa": recipes.gqa(4, kv_heads=2, dim=16),
+    "lrkv": recipes.lrkv(4, rank=4, head_dim=16),
+    "mla": recipes.mla(4, latent=16, rope_dim=8, head_dim=16),
+    "gqa": recipes.gqa(4, kv_heads=2, head_dim=16),
 }
 
 

@@ -34,7 +34,9 @@ def small_config(source: str, directory: str, **train) -> ml_collections.ConfigD
       directory: where the prepared rows go.
       train: overrides of config.train.
     """
-    config = recipes.pretrain("lrkv_small", scale="tiny", attention=recipes.lrkv(2, rank=4, dim=16))
+    config = recipes.pretrain(
+        "lrkv_small", scale="tiny", attention=recipes.lrkv(2, rank=4, head_dim=16)
+    )
     config.model.update(num_layers=2, d_model=32, mlp_dim=64)
     config.data.update(
         source=source,

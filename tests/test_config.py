@@ -8,7 +8,7 @@ from kvjax import config as config_lib, recipes
 from kvjax.config import ComputeConfig
 from kvjax.foundation.errors import UserError
 
-LRKV = recipes.lrkv(4, rank=16, dim=32)
+LRKV = recipes.lrkv(4, rank=16, head_dim=32)
 
 
 def _config(attention=LRKV):
@@ -106,7 +106,7 @@ def test_bad_values_name_the_key_and_the_value(path, value, message):
 
 
 def test_layer_ranks_need_a_rank():
-    config = _set("attention.layer_ranks", (1, 2, 3, 4), recipes.mla(4, latent=48, dim=32))
+    config = _set("attention.layer_ranks", (1, 2, 3, 4), recipes.mla(4, latent=48, head_dim=32))
     with pytest.raises(UserError, match="layer_ranks: 'mla' has no rank"):
         config_lib.resolve(config)
 

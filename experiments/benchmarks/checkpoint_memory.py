@@ -117,7 +117,7 @@ def work(task: dict) -> None:
 
 def experiment(d_model: int, num_layers: int, mesh: dict[str, int]) -> config_lib.Experiment:
     """Returns the experiment of an LRKV model on a mesh."""
-    config = recipes.pretrain("wide", scale="tiny", attention=recipes.lrkv(8, rank=16, dim=64))
+    config = recipes.pretrain("wide", scale="tiny", attention=recipes.lrkv(8, rank=16, head_dim=64))
     config.model.update(num_layers=num_layers, d_model=d_model, mlp_dim=4 * d_model)
     config.mesh.update(mesh)
     return config_lib.resolve(config)

@@ -92,10 +92,10 @@ def table_1() -> dict[str, list[Figure]]:
     def joint(W):
         return rank(np.concatenate(W, axis=1))
 
-    mha, _ = random_heads(recipes.mha(6, dim=SMALL))
-    mqa, shared = random_heads(recipes.mqa(6, dim=SMALL))
-    gqa, _ = random_heads(recipes.gqa(6, kv_heads=3, dim=SMALL))
-    mla, _ = random_heads(recipes.mla_paper(6, latent=64, dim=SMALL))
+    mha, _ = random_heads(recipes.mha(6, head_dim=SMALL))
+    mqa, shared = random_heads(recipes.mqa(6, head_dim=SMALL))
+    gqa, _ = random_heads(recipes.gqa(6, kv_heads=3, head_dim=SMALL))
+    mla, _ = random_heads(recipes.mla_paper(6, latent=64, head_dim=SMALL))
     rows = [
         Figure("MHA: rank(W_h), full", "rank", "32", rank(mha).min()),
         Figure("MHA: rank of all heads side by side", "rank", "192", joint(mha)),
@@ -124,7 +124,7 @@ def table_1() -> dict[str, list[Figure]]:
     ]
     for r in (16, 4):
         for name in ("key", "value"):
-            W, shared = random_heads(recipes.lrkv(6, rank=r, dim=SMALL), name)
+            W, shared = random_heads(recipes.lrkv(6, rank=r, head_dim=SMALL), name)
             what = f"LRKV, r = {r}: rank(W_h - W_shared), {name}s"
             rows.append(Figure(what, "rank", f"≤ {r}", rank(W - shared).max()))
     return {"LRKV Table 1: rank constraints, in random weights, D = 192, d_h = 32": rows}

@@ -21,7 +21,7 @@ ONE = dict(data=1, fsdp=1, sequence=1, tensor=1)
 
 
 def make(attention=None, *, remat="none", parts=1, **model) -> Experiment:
-    config = recipes.pretrain("x", scale="tiny", attention=attention or recipes.mha(4, dim=32))
+    config = recipes.pretrain("x", scale="tiny", attention=attention or recipes.mha(4, head_dim=32))
     config.model.update(model)
     config.compute.update(remat=remat, dtype="float32", query_chunk=0, unroll="off")
     config.train.update(grad_accumulation=parts)
@@ -68,14 +68,14 @@ def test_flops_are_those_of_the_traced_step(remat, parts):
 
 
 RIVALS = [
-    recipes.mfa(4, query_rank=48, dim=32),
-    recipes.mfa_kr(4, query_rank=48, dim=32),
+    recipes.mfa(4, query_rank=48, head_dim=32),
+    recipes.mfa_kr(4, query_rank=48, head_dim=32),
     # Values as wide as keys, to which XLA's softmax attention pads them.
-    recipes.gla(4, latents=2, latent=24, rope_dim=16, dim=32) | dict(value_dim=48),
-    recipes.mlra(4, branches=2, latent=16, rope_dim=16, dim=32) | dict(value_dim=48),
-    recipes.gta(4, kv_heads=2, dim=32),
-    recipes.shared_kv(4, kv_heads=2, dim=32, rope_dim=16),
-    recipes.tpa(4, key_rank=2, value_rank=3, dim=32),
+    recipes.gla(4, latents=2, latent=24, rope_dim=16, head_dim=32) | dict(value_dim=48),
+    recipes.mlra(4, branches=2, latent=16, rope_dim=16, head_dim=32) | dict(value_dim=48),
+    recipes.gta(4, kv_heads=2, head_dim=32),
+    recipes.shared_kv(4, kv_heads=2, head_dim=32, rope_dim=16),
+    recipes.tpa(4, key_rank=2, value_rank=3, head_dim=32),
 ]
 
 
@@ -84,8 +84,8 @@ RIVALS = [
     quick.only(
         [(RIVALS[3], "dots")],
         [
-            (recipes.lrkv(4, rank=16, dim=32), "full"),
-            (recipes.gqa(4, kv_heads=2, dim=32), "full"),
+            (recipes.lrkv(4, rank=16, head_dim=32), "full"),
+            (recipes.gqa(4, kv_heads=2, head_dim=32), "full"),
             *((attention, remat) for attention in RIVALS for remat in ("full", "dots")),
         ],
     ),
@@ -98,9 +98,9 @@ def test_flops_of_other_mechanisms(attention, remat):
 @pytest.mark.parametrize(
     "attention, expansions",
     [
-        (recipes.mha(4, dim=32), 0),
-        pytest.param(recipes.gqa(4, kv_heads=2, dim=32), 0, marks=pytest.mark.slow),
-        (recipes.lrkv(4, rank=16, dim=32), 4 * 16 * (32 + 32)),  # K·R·(H + Hv)
+        (recipes.mha(4, head_dim=32), 0),
+        pytest.param(recipes.gqa(4, kv_heads=2, head_dim=32), 0, marks=pytest.mark.slow),
+        (recipes.lrkv(4, rank=16, head_dim=32), 4 * 16 * (32 + 32)),  # K·R·(H + Hv)
     ],
 )
 def test_keeping_products_computes_those_of_each_head_again(attention, expansions):
@@ -168,7 +168,7 @@ def test_activations_of_an_lrkv_by_hand():
         ) / (2 * 4 * 32 * 256 * 4)  # there and back, float32, tokens, layers
 
     other = {"dots": "none", "none": "dots"}
-    lrkv, gqa = recipes.lrkv(4, rank=16, dim=32), recipes.gqa(4, kv_heads=1, dim=32)
+    lrkv, gqa = recipes.lrkv(4, rank=16, head_dim=32), recipes.gqa(4, kv_heads=1, head_dim=32)
     dots = 128 + 2 * 32 + 2 * 4 * 16 + 128 + 512  # queries, bases, latents, output, MLP
     none = 4 * 128 + 512  # queries, keys, values, attention, MLP
     assert per_token("dots", lrkv) == dots + 128 - none

@@ -74,18 +74,23 @@ def test_mechanisms():
 
     cases = [
         ("grouped", recipes.mha(6), grouped(6, 6)),
-        ("grouped", recipes.mha(6, dim=7), grouped(6, 6, key_dim=7, value_dim=7)),
+        ("grouped", recipes.mha(6, head_dim=7), grouped(6, 6, key_dim=7, value_dim=7)),
         ("grouped", recipes.gqa(6, kv_heads=3), grouped(3, 3)),
         ("grouped", recipes.mqa(6), grouped(1, 1)),
-        ("grouped", recipes.mqa(6, dim=7), grouped(1, 1, key_dim=7, value_dim=7)),
+        ("grouped", recipes.mqa(6, head_dim=7), grouped(1, 1, key_dim=7, value_dim=7)),
         ("grouped", recipes.lrkv(6, rank=5), grouped(6, 1, 5)),
         ("grouped", recipes.thin_keys(6, key_dim=7), grouped(6, 6, key_dim=7)),
         ("grouped", recipes.thin_keys(6, key_dim=7, kv_heads=2), grouped(2, 2, key_dim=7)),
         ("grouped", recipes.projection_sharing(6, tie="kv"), grouped(6, 6, tie="kv")),
         (
             "grouped",
-            recipes.projection_sharing(6, tie="qk", kv_heads=3, channels=8, dim=10),
-            grouped(3, 3, tie="qk", position_channels=8, key_dim=10, value_dim=10),
+            recipes.projection_sharing(6, tie="kv", kv_heads=2),
+            grouped(2, 2, tie="kv"),
+        ),
+        (
+            "grouped",
+            recipes.projection_sharing(6, tie="qk", channels=8, head_dim=10),
+            grouped(6, 6, tie="qk", position_channels=8, key_dim=10, value_dim=10),
         ),
         ("grouped", recipes.without_qk_norm(recipes.mqa(6)), grouped(1, 1, qk_norm="none")),
         (
@@ -110,7 +115,7 @@ def test_mechanisms():
         ("gla", recipes.gla(6, latents=2, latent=9), latent | dims | dict(num_latents=2)),
         (
             "gla",
-            recipes.gla(6, latents=3, latent=9, query_rank=5, rope_dim=4, dim=7),
+            recipes.gla(6, latents=3, latent=9, query_rank=5, rope_dim=4, head_dim=7),
             latent
             | dict(num_latents=3, query_rank=5, rope_key_dim=4, key_dim=7, value_dim=7),
         ),
@@ -124,7 +129,7 @@ def test_mechanisms():
         ),
         (
             "gta",
-            recipes.gta(6, kv_heads=3, dim=12),
+            recipes.gta(6, kv_heads=3, head_dim=12),
             heads | dict(num_kv_heads=3, key_dim=12, rope_key_dim=6),
         ),
         (

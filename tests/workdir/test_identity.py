@@ -53,7 +53,7 @@ def test_identity_ignores_neutral_keys_only(source):
 
 
 def test_removed_keys_of_old_workdirs_are_read_at_their_defaults(tmp_path):
-    attention = recipes.tpa(2, key_rank=1, value_rank=1, dim=16)
+    attention = recipes.tpa(2, key_rank=1, value_rank=1, head_dim=16)
     config = recipes.pretrain("old", scale="tiny", attention=attention)
     workdir, dtype = epath.Path(tmp_path), jnp.dtype("float32")
     (workdir / "checkpoints" / "10").mkdir(parents=True)

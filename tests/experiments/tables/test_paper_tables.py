@@ -139,9 +139,9 @@ def test_agreement(paper, ours, agrees):
 def test_random_heads_are_the_models(name):
     """The matrices of `random_heads` give the mechanism's keys and values."""
     attention = dict(
-        lrkv=recipes.lrkv(6, rank=4, dim=32),
-        gqa=recipes.gqa(6, kv_heads=3, dim=32),
-        mla_paper=recipes.mla_paper(6, latent=64, dim=32),
+        lrkv=recipes.lrkv(6, rank=4, head_dim=32),
+        gqa=recipes.gqa(6, kv_heads=3, head_dim=32),
+        mla_paper=recipes.mla_paper(6, latent=64, head_dim=32),
     )[name]
     config = tables_lrkv.at_scale("128m", attention, qk_norm="none")
     module = config.mechanisms[0].build(192, rngs=nnx.Rngs(0))
