@@ -89,6 +89,7 @@ setup(
             "filelock>=4.2,<5",
             "zstandard>=0.25,<0.26",  # JAX's compilation cache takes it where it is there
             "hypothesis>=6.170,<7",
+            "mypy>=2.4,<3",
             "ruff==0.17.6",  # another version formats differently
             "import-linter>=2.16,<3",
             "nbclient>=0.11,<0.12",

@@ -61,15 +61,48 @@ _HOMES = {  # public name: module, and its name there
     "load": ("kvjax.library.model", "load"),
     "train": ("kvjax.library.model", "train"),
 }
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = [
+    "LAYOUTS",
+    "Attention",
+    "KVCache",
+    "Model",
+    "UserError",
+    "__version__",
+    "convert_model",
+    "decode_attention",
+    "describe_layout",
+    "evaluate_model",
+    "factored",
+    "gla",
+    "gqa",
+    "grouped",
+    "gta",
+    "load",
+    "lrkv",
+    "mfa",
+    "mfa_kr",
+    "mha",
+    "mla",
+    "mla_lrkv",
+    "mla_paper",
+    "mlra",
+    "mqa",
+    "projection_sharing",
+    "shared_kv",
+    "thin_keys",
+    "tpa",
+    "train",
+]
 
 
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
-    module, there = _HOMES[name]
-    value = globals()[name] = getattr(importlib.import_module(module), there)
-    return value
+if not TYPE_CHECKING:  # where it would allow any name
+
+    def __getattr__(name: str):
+        if name not in _HOMES:
+            raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+        module, there = _HOMES[name]
+        value = globals()[name] = getattr(importlib.import_module(module), there)
+        return value
 
 
 def __dir__() -> list[str]:

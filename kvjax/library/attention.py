@@ -7,6 +7,8 @@ y, cache = attention.prefill(x, cache)             # the prompts
 y, cache = attention.decode(x_next, cache)         # [B, 1, D]: exact, from the small cache
 """
 
+from typing import cast
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -48,7 +50,7 @@ class Attention(nnx.Module):
         """
         self.rope_base, self.window = rope_base, window
         init = InitRngs(rngs.params(), zero_outputs=zero_output)
-        self.core = Core(config, d_model, rngs=init)
+        self.core = Core(config, d_model, rngs=cast(nnx.Rngs, init))  # a drop-in
 
     @property
     def config(self) -> MechanismConfig:

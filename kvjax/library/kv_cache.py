@@ -37,9 +37,13 @@ class KVCache:
           capacity: tokens per sequence, rounded up to a multiple of 128.
           sizes: the layout's sizes by letter, as K=8, H=128; Hv is H, and Rv is R by default.
         """
-        slots = round_up(capacity, LANES)
-        shape = dict(batch=batch, capacity=slots, dtype=dtype, sizes=sizes)
-        fields = layouts.abstract_fields(layout, **shape)
+        fields = layouts.abstract_fields(
+            layout,
+            batch=batch,
+            capacity=round_up(capacity, LANES),
+            dtype=dtype,
+            sizes=sizes,
+        )
         arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in fields.items()}
         return cls(arrays, jnp.zeros((batch,), jnp.int32))
 
@@ -56,9 +60,9 @@ class KVCache:
         entry = {name: jnp.asarray(x) for name, x in entry.items()}
         if entry.keys() != self.arrays.keys():
             raise ValueError(f"entry has {sorted(entry)}: must have {sorted(self.arrays)}")
-        T = next(iter(entry.values())).shape[1]
+        B, T = len(self.lengths), next(iter(entry.values())).shape[1]
         for name, x in entry.items():
-            B, *shape, _ = self.arrays[name].shape
+            shape = self.arrays[name].shape[1:-1]
             if x.shape != (B, T, *shape):
                 expected = ["B", "T", *shape]
                 raise ValueError(

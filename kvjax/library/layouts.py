@@ -1,6 +1,6 @@
 """Cache layouts by name: the axes of cached arrays, and the inputs of decode attention."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 
 import jax
@@ -42,7 +42,7 @@ class Layout:
 
     text: str
     used_by: str
-    inputs: type[cache_layouts.DecodeInputs]
+    inputs: Callable[..., cache_layouts.DecodeInputs]
     cache: Mapping[str, str]
     query: str = "B T N H"
     arrays: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -175,8 +175,9 @@ def abstract_fields(
       ValueError: a missing or unknown size.
     """
     spec = layout_of(layout)
-    sizes = {"1": 1, "Hv": sizes.get("H"), "Rv": sizes.get("R"), **sizes}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
+    values = {"Hv": "H", "Rv": "R"}  # by default as many as of keys
+    defaults = {name: sizes[of] for name, of in values.items() if of in sizes}
+    sizes = {"1": 1} | defaults | dict(sizes)
     known = {name for axes in spec.cache.values() for name in axes.split()}
     if unknown := sorted(sizes.keys() - known - {"Hv", "Rv", "1"}):
         raise ValueError(f"{unknown[0]}: layout {layout!r} has the sizes {_sizes(spec)}")

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 from typing import TYPE_CHECKING
 
 from flax import nnx
@@ -199,7 +200,7 @@ def train(
     runtime.start()
     if isinstance(config, str | os.PathLike):
         given = [f"--config.{key}={value}" for key, value in (overrides or {}).items()]
-        config = command_line.load_config(os.fspath(config), given)
+        config = command_line.load_config(pathlib.Path(config), given)
     elif overrides:
         raise UserError("overrides: set the values in the ConfigDict")
     return loop.train(config, os.fspath(workdir))
