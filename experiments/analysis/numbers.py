@@ -96,9 +96,12 @@ def logits(model: LazyModel, request: Request) -> Numbers:
     found = logit_results.Results(model.name, request, measured)
     kinds = {
         "components_of_m": (logit_measurements.WEIGHTS, 0),
-        "components_of_e": (logit_measurements.FIELD, found.at),
-        "components_of_e_causal": (logit_measurements.CAUSAL, found.at),
-        "components_of_e_without_rope": (logit_measurements.PLAIN, found.at),
+        "components_of_e": (logit_measurements.LOGITS, found.reference_length),
+        "components_of_e_causal": (logit_measurements.CAUSAL_LOGITS, found.reference_length),
+        "components_of_e_without_rope": (
+            logit_measurements.LOGITS_WITHOUT_ROPE,
+            found.reference_length,
+        ),
     }
     numbers = {
         name: found.median(kind) for name, kind in kinds.items() if kind in measured.energies

@@ -8,9 +8,9 @@ import numpy as np
 from kvjax.analysis.reports.logits import measurements
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
 
-MATRICES = (measurements.FIELD, measurements.CAUSAL, measurements.PLAIN)
+MATRICES = (measurements.LOGITS, measurements.CAUSAL_LOGITS, measurements.LOGITS_WITHOUT_ROPE)
 # Logit spectra, table 2: M's components for 90 % of the energy over E's, "5 to 25 times".
-PUBLISHED = tuple(weights[1] / field[1] for _, weights, field in PUBLISHED_RANKS.values())
+PUBLISHED = tuple(of_m[1] / of_e[1] for _, of_m, of_e in PUBLISHED_RANKS.values())
 LEAST, MOST = min(PUBLISHED), max(PUBLISHED)
 
 
@@ -103,18 +103,20 @@ class Spectra:
 
     def causality(self) -> dict[int, list[float]]:
         """Returns, by length, quartiles of components of the causal E over those of the full E."""
-        if not self.has(measurements.CAUSAL):
+        if not self.has(measurements.CAUSAL_LOGITS):
             return {}
         return {
-            n: self.times((measurements.CAUSAL, n), (measurements.FIELD, n)) for n in self.lengths
+            n: self.times((measurements.CAUSAL_LOGITS, n), (measurements.LOGITS, n))
+            for n in self.lengths
         }
 
     def rope(self) -> dict[int, list[float]]:
         """Returns, by length, quartiles of components of E over those of E without RoPE."""
-        if not self.has(measurements.PLAIN):
+        if not self.has(measurements.LOGITS_WITHOUT_ROPE):
             return {}
         return {
-            n: self.times((measurements.FIELD, n), (measurements.PLAIN, n)) for n in self.lengths
+            n: self.times((measurements.LOGITS, n), (measurements.LOGITS_WITHOUT_ROPE, n))
+            for n in self.lengths
         }
 
     def weights(self) -> list[dict]:

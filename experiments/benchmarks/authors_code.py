@@ -92,7 +92,7 @@ def outputs(comparison: Comparison, module: Attention, x_BTD: np.ndarray) -> tup
 
 
 def difference(ours_BTD: np.ndarray, theirs_BTD: np.ndarray) -> float:
-    """Returns the largest difference of an output, as a part of the row's largest."""
+    """Returns the largest difference of an output, relative to the token's largest output."""
     scale_BT1 = np.abs(theirs_BTD).max(-1, keepdims=True)
     return float((np.abs(ours_BTD - theirs_BTD) / scale_BT1).max())
 
@@ -167,7 +167,7 @@ def measure(
 
 
 def outcome(row: dict) -> str:
-    """Says "raises", "equal" or "differs"; with ", its cache raises" where the authors' does."""
+    """Returns "raises", "equal" or "differs", with ", its cache raises" if the authors' does."""
     if isinstance(row["rows"], str):
         return "raises"
     numbers = [row[key] for key in HEADER if isinstance(row.get(key), float)]

@@ -75,7 +75,7 @@ def step_seconds(
 
     Args:
       dispatch: starts a step.
-      wait: blocks until the step whose dispatch returned its argument is done.
+      wait: blocks until a step is done; takes what `dispatch` returned for it.
       warmup: at least 1.
     """
     ends, before = [], dispatch()

@@ -2,21 +2,21 @@
 
     python -m experiments.benchmarks.data_reading [--save] [--rows=50000000] [--shards=10000]
 
-Prepares the embedded corpus into a temporary folder (cold), again (warm), and reads batches of 32
-rows of 256 tokens.
+The embedded corpus is prepared into a temporary folder (cold), prepared again (warm), and read in
+batches of 32 rows of 256 tokens.
 
-Makes a data set of tiny rows. Its shards are one file under many names, so their contents are in
-the page cache, and opening, finding and decoding are timed. A new process opens it, takes a batch
-from the start, then one from the middle, then reads for --seconds; resident memory is counted
-beyond its imports.
+A data set of many shards has tiny rows, and all shards are links to one file. That file is in the
+page cache, so the times are of finding, opening and decoding rows, not of a disk. A new process
+opens the data set, takes a batch from the start and one from the middle, then reads for --seconds.
+The memory is what the process holds beyond its imports.
 
-Reads rows of 2048 tokens from two stores with a latency, by rows requested at once and batches made
-at once: a folder, and a stand-in for a bucket on this machine (without encryption or a limit of
-bandwidth). From few shards, whose readers all stay open, and from many, whose readers are mostly
-closed when a row is read. Prints three tables. Needs Linux.
+Rows of 2048 tokens are read from two stores that answer with a latency: a folder, and a stand-in
+for a bucket on this machine (without encryption or a limit of bandwidth). Settings differ in the
+rows requested at once, the batches made at once, and the shards: few, whose readers all stay open,
+or many, so that most rows need a reader to be opened. Prints three tables. Needs Linux.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import dataclasses
 import itertools
 import os
@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import threading
 import time
+from typing import NamedTuple
 from unittest import mock
 
 from etils import epath
@@ -49,18 +50,27 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
 BATCH = 64  # rows
-LATENCIES = (0.0, 0.005, 0.02)  # seconds an answer
-# Store, rows requested at once, and (batches made at once, batches prefetched).
+LATENCIES = (0.0, 0.005, 0.02)  # seconds per answer of a store
+
+
+class Setting(NamedTuple):
+    """A store and the threads that read from it."""
+
+    store: str
+    rows_at_once: int
+    batches_at_once: int = 1
+    batches_ahead: int = 4
+
+
 SETTINGS = (
-    *(("folder", threads, (1, 4)) for threads in (1, shards.THREADS)),
-    *(("bucket", threads, (1, 4)) for threads in (1, shards.THREADS)),
-    *(("bucket", threads, (8, 16)) for threads in (8, shards.THREADS, 2 * shards.THREADS)),
+    *(Setting(store, rows) for store in ("folder", "bucket") for rows in (1, shards.THREADS)),
+    *(Setting("bucket", rows, 8, 16) for rows in (8, shards.THREADS, 2 * shards.THREADS)),
 )
 FEW, MANY = 64, 4096  # shards of rows of 2048 tokens
 LENGTH, SHARD_ROWS, STORE_BATCH = 2048, 5000, 32
-_FAST = shards.ArrayRecordReader
+_READER = shards.ArrayRecordReader
 _BUCKET = "gs://bucket"
-_READER = dict(function="open_and_read", environment=dict(JAX_PLATFORMS="cpu"))
+_CHILD = dict(function="open_and_read", environment=dict(JAX_PLATFORMS="cpu"))
 
 
 def embedded(seconds: float) -> dict:
@@ -81,7 +91,7 @@ def embedded(seconds: float) -> dict:
 
 
 def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
-    """Returns medians over processes of opening a large data set: seconds and bytes by name."""
+    """Returns the medians of `open_and_read` over several processes, for a large data set."""
     with tempfile.TemporaryDirectory() as folder, progress.waiting("making many shards") as doing:
         path = pathlib.Path(folder) / "large"
         make(path, rows // num_shards, num_shards, sequence_length=1)
@@ -89,7 +99,7 @@ def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
         for i in range(repeats):
             doing.now(f"opening {num_shards:,} shards: {i + 1} of {repeats}")
             arguments = dict(path=os.fspath(path), rows=rows, seconds=seconds)
-            found.append(contender.run(__spec__.name, arguments, **_READER))
+            found.append(contender.run(__spec__.name, arguments, **_CHILD))
             if "error" in found[-1]:
                 raise UserError(f"opening {path}: {found[-1]['error']}")
     figures = {name: statistics.median(each[name] for each in found) for name in found[0]}
@@ -97,9 +107,9 @@ def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
 
 
 def make(path: pathlib.Path, rows: int, num_shards: int, sequence_length: int) -> None:
-    """Writes a data set of `num_shards` shards of `rows` rows each, all the same file.
+    """Writes a data set of `num_shards` shards of `rows` rows each, all links to one file.
 
-    Every hundredth validation shard has rows, as with long documents of which few are held out.
+    Only every hundredth validation shard has rows, as if documents were long and few held out.
     """
     folder = path / manifest.ROWS / manifest.ROWS_VERSION
     folder.mkdir(parents=True)
@@ -117,7 +127,7 @@ def make(path: pathlib.Path, rows: int, num_shards: int, sequence_length: int) -
         for split in ("train", "validation") if held_out else ("train",):
             file = folder / packed_rows.shard_name(split, i, num_shards)
             if not file.exists():
-                _same(first, file)
+                _link(first, file)
     packed_rows.describe(folder, found, sequence_length + 1, np.dtype("<u2"))
     tokenizer.save(epath.Path(path) / manifest.TOKENIZER)
     config = config_lib.DataConfig(
@@ -134,15 +144,15 @@ def make(path: pathlib.Path, rows: int, num_shards: int, sequence_length: int) -
     manifest.write(path, info, manifest.digests(path))
 
 
-def _same(file: pathlib.Path, other: pathlib.Path) -> None:
+def _link(file: pathlib.Path, name: pathlib.Path) -> None:
     try:
-        os.link(file, other)
-    except OSError:  # a file system without links, or one with few
-        shutil.copyfile(file, other)
+        os.link(file, name)
+    except OSError:  # the file system has no links, or not so many
+        shutil.copyfile(file, name)
 
 
 def open_and_read(path: str, rows: int, seconds: float) -> dict:
-    """Measures opening and reading: seconds, memory beyond imports in bytes, rows per second."""
+    """Measures opening and reading: seconds, bytes of memory beyond imports, rows per second."""
     process = psutil.Process()
 
     def resident() -> int:
@@ -190,8 +200,8 @@ class _InBucket(loader.PackedDataset):
         return shards.PackedRows(f"{_BUCKET}/{self.path.name}/{folder}", split, description)
 
 
-class _Slow(shards.ArrayRecordReader):
-    """A reader of a folder with a latency."""
+class _SlowReader(shards.ArrayRecordReader):
+    """A reader of a local shard that waits before it opens and before each read."""
 
     seconds = 0.0
 
@@ -205,57 +215,53 @@ class _Slow(shards.ArrayRecordReader):
 
 
 def from_a_store(seconds: float) -> list[dict]:
-    """Returns tokens/s for rows of 2048 by store, shards, and numbers of concurrent requests."""
+    """Returns tokens/s of reading rows of 2048 tokens, by number of shards, setting and latency."""
     found = []
     with tempfile.TemporaryDirectory() as folder, progress.waiting("reading") as doing:
         buckets = pathlib.Path(folder)
         for num_shards in (FEW, MANY):
             path = buckets / _BUCKET.removeprefix("gs://") / str(num_shards)
             make(path, SHARD_ROWS, num_shards, sequence_length=LENGTH)
-            rates = {at: [] for at in SETTINGS}
+            rates = {setting: [] for setting in SETTINGS}
             for latency in LATENCIES:
                 with object_store.process(buckets, latency):
-                    for at in SETTINGS:
-                        doing.at(f"{num_shards} shards, {1000 * latency:.0f} ms, {at}")
-                        rates[at].append(round(_rate_at(path, *at, latency, seconds)))
+                    for setting in SETTINGS:
+                        where = f"{setting.store}, {setting.rows_at_once} rows at once"
+                        doing.at(f"{num_shards} shards, {1000 * latency:.0f} ms, {where}")
+                        rates[setting].append(round(_rate(path, setting, latency, seconds)))
             found += [
-                dict(store=store, shards=num_shards, rows_at_once=threads)
-                | dict(batches_at_once=ahead[0], batches_ahead=ahead[1])
-                | dict(tokens_per_second=rates[store, threads, ahead])
-                for store, threads, ahead in SETTINGS
+                dict(store=setting.store, shards=num_shards)
+                | setting._asdict()
+                | dict(tokens_per_second=rates[setting])
+                for setting in SETTINGS
             ]
     return found
 
 
-def _rate_at(
-    path: pathlib.Path,
-    store: str,
-    threads: int,
-    ahead: Sequence[int],
-    latency: float,
-    seconds: float,
-) -> float:
+def _rate(path: pathlib.Path, setting: Setting, latency: float, seconds: float) -> float:
     dataset = loader.open_dataset(path)
-    options = grain.ReadOptions(num_threads=ahead[0], prefetch_buffer_size=ahead[1])
-    of_store = "_READ_OPTIONS"
-    if store == "bucket":
+    options = grain.ReadOptions(
+        num_threads=setting.batches_at_once, prefetch_buffer_size=setting.batches_ahead
+    )
+    reader, name_of_options = _SlowReader, "_READ_OPTIONS"
+    if setting.store == "bucket":  # whose server waits
         dataset = _InBucket(dataset.path, dataset.tokenizer, dataset.token_bytes, dataset.info)
-        of_store = "_BUCKET_READ_OPTIONS"
+        reader, name_of_options = _READER, "_BUCKET_READ_OPTIONS"
     keys = dict(sequence_length=LENGTH, batch_size=STORE_BATCH, seed=0, position=0)
     with (
-        mock.patch.object(shards, "THREADS", threads),
-        mock.patch.object(shards, "ArrayRecordReader", _Slow if store == "folder" else _FAST),
-        mock.patch.object(_Slow, "seconds", latency),
-        mock.patch.object(loader, of_store, options),
+        mock.patch.object(shards, "THREADS", setting.rows_at_once),
+        mock.patch.object(shards, "ArrayRecordReader", reader),
+        mock.patch.object(_SlowReader, "seconds", latency),
+        mock.patch.object(loader, name_of_options, options),
     ):
         batches = loader.train_batches(dataset, **keys)
         rate = _rows_per_second(batches, seconds)
-        end(batches)
+        close(batches)
     return LENGTH * rate
 
 
-def end(batches: Iterator) -> None:
-    """Waits for prefetch threads: once the store is gone, Google's client would retry for long."""
+def close(batches: Iterator) -> None:
+    """Ends prefetch threads while the store exists: without it Google's client retries for long."""
     batches.close()
     for thread in threading.enumerate():
         if thread.name.startswith("grain-prefetch"):

@@ -5,8 +5,8 @@
 One layer at the LRKV paper's d36, one sequence, one query, random entries; the cache is full.
 "Expanding first" is the reference implementation, measured once: whole keys and values of every
 head, then attention. Measurements of a length are interleaved, and a time is the median. Beside
-it stands what bytes and FLOPs take by themselves, at the rates of reading an array once and of a
-matrix product, both measured in the same run. Prints tables.
+the times are predictions from bytes and from FLOPs, at the rates of reading an array and of a
+matrix product that the same run measures. Prints tables.
 """
 
 import functools

@@ -111,12 +111,12 @@ _ATTENTION = {
 
 def _check_memory(options: runner.Options) -> None:
     """Raises a UserError if the largest cache does not fit a chip."""
-    there = datasheets.get(options.topology.partition(":")[0]).hbm_bytes
+    available = datasheets.get(options.topology.partition(":")[0]).hbm_bytes
     batch = max(options.batches)
     for name in options.mechanism:
         need = batch * max(LENGTHS) * formulas.cache_bytes_per_token(model(name, LAYERS), BF16)
         what = f"a cache of {name}, so many sequences of {max(LENGTHS):,} tokens,"
-        machine.check_fits(f"--batches={batch}", what, need, there)
+        machine.check_fits(f"--batches={batch}", what, need, available)
 
 
 def _measure(options: runner.Options) -> dict:
@@ -154,7 +154,7 @@ main = runner.benchmark(
     ),
     _measure,
     _show,
-    # A TPU's programs cannot be read back from the compilation cache without one.
+    # Without a TPU, programs for it cannot be read back from the compilation cache.
     start=lambda: runtime.start(compilation_cache=False),
 )
 

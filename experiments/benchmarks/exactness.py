@@ -5,7 +5,8 @@
 Held-out text goes through the model twice: as whole rows, as in training, and through the cache, a
 prefill chunk first and then token by token. Prints the largest difference of a logit, relative to
 the position's largest logit, and the number of positions with the same greedy token. Exits with 1
-if a logit differs by more than rounding, or a token where its logit leads by more than that.
+if a logit differs by more than rounding, or if a greedy token differs that leads by more than
+rounding.
 """
 
 import itertools

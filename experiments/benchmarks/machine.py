@@ -61,15 +61,15 @@ def check_room(given: str, size: int, *, memory: int, disk: int) -> None:
         "in memory": (memory, psutil.virtual_memory().available),
         "on disk": (disk, free_disk),
     }
-    for place, (copies, there) in places.items():
+    for place, (copies, available) in places.items():
         what = f"a state of {size / 1e9:,.1f} GB, {copies} x {place},"
-        check_fits(given, what, copies * size, there)
+        check_fits(given, what, copies * size, available)
 
 
-def check_fits(given: str, what: str, need: float, there: float | None = None) -> None:
-    """Raises a UserError unless `need` bytes fit into `there` (by default a device's memory)."""
-    there = runtime.memory_per_device() if there is None else there
-    if need > there:
+def check_fits(given: str, what: str, need: float, available: float | None = None) -> None:
+    """Raises a UserError unless `need` bytes are available (by default: in a device's memory)."""
+    available = runtime.memory_per_device() if available is None else available
+    if need > available:
         raise UserError(
-            f"{given}: {what} needs {need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB: give less"
+            f"{given}: {what} needs {need / 1e9:,.1f} GB of {available / 1e9:,.1f} GB: give less"
         )

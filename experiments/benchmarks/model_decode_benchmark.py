@@ -180,8 +180,8 @@ class Point:
         """Bytes of weights and cache in memory."""
         return self.stepper.all_weight_bytes + self.stepper.cache_bytes(self.batch, self.capacity)
 
-    def fits(self, there: float) -> bool:
-        return self.need <= _ROOM * there
+    def fits(self, available: float) -> bool:
+        return self.need <= _ROOM * available
 
     def measure(self, program: Callable[[], jax.stages.Compiled], rounds: int) -> dict:
         """Measures seconds per step and rates; returns the reason if that fails."""
@@ -204,23 +204,25 @@ class Point:
         )
 
 
-def measured(points: Sequence[Point], there: float, rounds: int) -> Iterator[tuple[Point, dict]]:
+def measured(
+    points: Sequence[Point], available: float, rounds: int
+) -> Iterator[tuple[Point, dict]]:
     """Yields each point with its `Point.measure`; compiles the programs side by side.
 
     Args:
-      there: bytes of the device.
+      available: the device's bytes.
     """
     lower = {
         i: functools.partial(point.stepper.lower, point.batch, point.capacity)
         for i, point in enumerate(points)
-        if point.fits(there)
+        if point.fits(available)
     }
     programs = side_by_side.compiled(lower)
     for i, point in enumerate(points):
         if i in programs:
             yield point, point.measure(programs[i], rounds)
         else:
-            size = f"{point.need / 1e9:,.1f} GB do not fit {there / 1e9:,.1f} GB"
+            size = f"{point.need / 1e9:,.1f} GB do not fit {available / 1e9:,.1f} GB"
             yield point, dict(why=size)
         gc.collect()
 
@@ -235,15 +237,15 @@ def with_mha(rows: Sequence[dict]) -> list[dict]:
     found = []
     for r in rows:
         base = mha.get((r["batch"], r["length"]))
-        there = base is not None and "seconds" in r
-        found.append(r | (dict(speedup=base / r["seconds"]["median"]) if there else {}))
+        known = base is not None and "seconds" in r
+        found.append(r | (dict(speedup=base / r["seconds"]["median"]) if known else {}))
     return found
 
 
 def _measure(options: runner.Options) -> dict:
     copy, copy_bytes = timing.copy(target=0.05)
     copied = copy_bytes / timing.spread([copy() for _ in range(5)]).median
-    there = timing.memory_bytes()
+    available = timing.memory_bytes()
     about = dict(device=jax.devices()[0].device_kind, layers=options.layers)
     about |= dict(copy_gbps=copied / 1e9)
     rows: list[dict] = []
@@ -251,7 +253,7 @@ def _measure(options: runner.Options) -> dict:
         for name in options.mechanism:
             stepper = Stepper(model(name, options.layers), options.implementation)
             points = [Point(stepper, *point, options.steps) for point in options.points]
-            for point, found in measured(points, there, options.rounds):
+            for point, found in measured(points, available, options.rounds):
                 if "gbps" in found:
                     found["of_copy"] = found["gbps"] * 1e9 / copied
                 names = dict(mechanism=name, batch=point.batch, length=point.length)

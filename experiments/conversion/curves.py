@@ -10,13 +10,13 @@ import math
 import statistics
 from typing import NamedTuple
 
-from experiments.conversion import kept
+from experiments.conversion import records
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert.methods import LowRankKV, Method, ThinKeys
 from kvjax.foundation import progress
 
 Methods = tuple[Method, ...]  # applied in turn; (): the original
-OF_PART = {  # distinct objectives: queries have no output of their own
+OBJECTIVES = {  # by part; of queries "outputs" would be the same as "inputs"
     "key": ("weights", "inputs", "outputs"),
     "query": ("weights", "inputs"),
     "both": ("weights", "inputs"),
@@ -44,10 +44,10 @@ class Measured(NamedTuple):
 def thin_keys(
     ranks: Sequence[int], part: str, mode: str, objective: str, *, heads: int = 1
 ) -> Curve:
-    """Returns thin keys over ranks, each the sum over heads.
+    """Returns the curve of thin keys.
 
     Args:
-      heads: number of heads that share a rank in mode "per_head"; 1: ranks are per head.
+      heads: number of heads that divide a rank in mode "per_head"; 1 if ranks are per head.
     """
     share = heads if mode == "per_head" else 1
     keys = dict(mode=mode, part=part, objective=objective)
@@ -56,39 +56,38 @@ def thin_keys(
 
 
 def thin_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int) -> Curve:
-    """Returns thin keys and thin values of equal rank."""
-    methods = {rank: keys_and_values(rank // heads, objective) for rank in ranks}
+    """Returns the curve of thin keys and thin values of equal rank, with a latent for each head."""
+    methods = {rank: latents_per_head(rank // heads, objective) for rank in ranks}
     about = dict(method="thin_keys", part="key_value", mode="per_head", objective=objective)
     return Curve(f"key_value_per_head_{objective}", about, methods)
 
 
 def joint_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int = 1) -> Curve:
-    """Returns one latent of all heads' keys and one of all heads' values, of equal rank.
+    """Returns the curve of a latent of all heads' keys and one of all heads' values, of equal rank.
 
-    Shares a latent over heads, as LRKV shares a base.
+    Heads share a latent as they share a base in LRKV.
 
     Args:
-      heads: multiplies ranks, where a table counts channels per head.
+      heads: number of heads if `ranks` count channels per head, else 1.
     """
-    methods = {rank: (joint_key_and_value(rank * heads, objective),) for rank in ranks}
+    methods = {rank: (joint_latents(rank * heads, objective),) for rank in ranks}
     about = dict(method="thin_keys", mode="joint", part="key_value", objective=objective)
     return Curve(f"key_value_joint_{objective}", about, methods)
 
 
-def joint_key_and_value(rank: int, objective: str) -> ThinKeys:
-    """Returns one latent of all heads' keys and one of all heads' values."""
+def joint_latents(rank: int, objective: str) -> ThinKeys:
+    """Returns the method with one latent of all heads' keys and one of all heads' values."""
     return ThinKeys(rank=rank, mode="joint", part="key_value", objective=objective)
 
 
-def keys_and_values(rank: int, objective: str) -> Methods:
-    """Returns thin keys and thin values of a rank per head, for models without RoPE and key
-    norm."""
+def latents_per_head(rank: int, objective: str) -> Methods:
+    """Returns the methods for thin keys and thin values, for models without RoPE and key norm."""
     key = ThinKeys(rank=rank, objective=objective)
     return key, ThinKeys(rank=rank, part="value", objective=objective)
 
 
 def lrkv(ranks: Sequence[int], objective: str, *, align: bool = True) -> Curve:
-    """Returns LRKV with one base, over ranks of the residuals."""
+    """Returns the curve of LRKV with one base, over ranks of the residuals."""
     methods = {rank: (LowRankKV(rank=rank, objective=objective, align=align),) for rank in ranks}
     name = f"lrkv_{objective}" if align else f"lrkv_{objective}_not_aligned"
     return Curve(name, dict(method="lrkv", objective=objective, align=align), methods)
@@ -124,19 +123,19 @@ def tasks(
     shape: dict,
     settings: dict,
     seconds: float,
-) -> list[kept.Task]:
+) -> list[records.Task]:
     """Returns the tasks that measure perplexity by rank: the original's, and one per curve.
 
     Args:
       model: first part of the records' names.
       mechanisms: the original model's.
       shape: its num_heads and head_dim.
-      settings: of the records, see `kept.Task`.
+      settings: of the records, see `records.Task`.
       seconds: expected time of a point.
     """
 
-    def task(name: str, make: Callable[[], dict], points: int) -> kept.Task:
-        return kept.Task(f"{model}/before/{name}", settings, make, seconds * points)
+    def task(name: str, make: Callable[[], dict], points: int) -> records.Task:
+        return records.Task(f"{model}/before/{name}", settings, make, seconds * points)
 
     found = [task("original", lambda: point(measure(()), mechanisms) | shape, 1)]
     for curve in curves:

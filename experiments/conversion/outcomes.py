@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 
-from experiments.conversion import kept
+from experiments.conversion import records
 from kvjax.foundation.intervals import estimate
 
 SUBJECTS = dict(whisper="Whisper tiny.en's decoder", smollm2="SmolLM2-135M")
@@ -91,7 +91,7 @@ class Outcomes:
     @functools.cached_property
     def before(self) -> dict[str, dict]:
         """Returns curves by name, and "original"."""
-        found = kept.named(f"{self.name}/before")
+        found = records.in_folder(f"{self.name}/before")
         return {name.rpartition("/")[2]: result for name, result in found.items()}
 
     @property
@@ -124,7 +124,7 @@ class Outcomes:
     def settings(self) -> list[TuningSetting]:
         """Returns the tuning settings, most runs first."""
         groups: dict[str, dict[str, dict]] = {}
-        for name, result in kept.named(f"{self.name}/after").items():
+        for name, result in records.in_folder(f"{self.name}/after").items():
             *_, folder, run = name.split("/")
             groups.setdefault(folder, {})[run] = result
         ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))

@@ -15,53 +15,54 @@ from kvjax.foundation import command_line
 
 FOLDER = "conversion"  # of experiments/results
 INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
-_KEYS, _BOTH, _LRKV, _PAPER = "#4c78a8", "#54a24b", "#f58518", "#9aa4ae"
+_KEYS_COLOR, _KEYS_VALUES_COLOR = "#4c78a8", "#54a24b"
+_LRKV_COLOR, _WEIGHTS_COLOR = "#f58518", "#9aa4ae"
 _STYLE = {"font.size": 10, "text.color": INK, "axes.labelcolor": GRAY, "axes.edgecolor": LINE}
 _STYLE |= {"xtick.color": GRAY, "ytick.color": GRAY, "axes.unicode_minus": False}
 _BEFORE = (  # curve, label, colour, style
-    ("key_joint_weights", "thin keys, one SVD of the weights", _PAPER, "o--"),
-    ("key_per_head_weights", "thin keys, an SVD for each head", _PAPER, "o--"),
-    ("key_joint_outputs", "thin keys, one calibrated latent", _KEYS, "^--"),
-    ("key_per_head_outputs", "thin keys, calibrated for each head", _KEYS, "o-"),
-    ("key_value_per_head_outputs", "thin keys and values, calibrated", _BOTH, "s-"),
-    ("key_value_joint_outputs", "thin keys and values, one latent each", _BOTH, "v--"),
-    ("lrkv_outputs", "LRKV, calibrated", _LRKV, "D-"),
+    ("key_joint_weights", "thin keys, one SVD of the weights", _WEIGHTS_COLOR, "o--"),
+    ("key_per_head_weights", "thin keys, an SVD for each head", _WEIGHTS_COLOR, "o--"),
+    ("key_joint_outputs", "thin keys, one calibrated latent", _KEYS_COLOR, "^--"),
+    ("key_per_head_outputs", "thin keys, calibrated for each head", _KEYS_COLOR, "o-"),
+    ("key_value_per_head_outputs", "thin keys and values, calibrated", _KEYS_VALUES_COLOR, "s-"),
+    ("key_value_joint_outputs", "thin keys and values, one latent each", _KEYS_VALUES_COLOR, "v--"),
+    ("lrkv_outputs", "LRKV, calibrated", _LRKV_COLOR, "D-"),
 )
 _AFTER = (  # prefix of names, label, colour, style
-    ("thin_kv_joint", "thin keys and values, one latent each", _BOTH, "v--"),
-    ("thin_kv", "thin keys and values, a latent for each head", _BOTH, "s-"),
-    ("thin_joint", "thin keys, one latent", _KEYS, "^--"),
-    ("thin_", "thin keys, a latent for each head", _KEYS, "o-"),
-    ("lrkv_", "LRKV", _LRKV, "D-"),
+    ("thin_kv_joint", "thin keys and values, one latent each", _KEYS_VALUES_COLOR, "v--"),
+    ("thin_kv", "thin keys and values, a latent for each head", _KEYS_VALUES_COLOR, "s-"),
+    ("thin_joint", "thin keys, one latent", _KEYS_COLOR, "^--"),
+    ("thin_", "thin keys, a latent for each head", _KEYS_COLOR, "o-"),
+    ("lrkv_", "LRKV", _LRKV_COLOR, "D-"),
 )
 
 
 def write() -> list[pathlib.Path]:
-    """Writes a figure per model with results to results/conversion; returns the paths."""
+    """Writes a figure for each model that was measured; returns the paths."""
     files = []
     record.check_folder("--stage=report", record.RESULTS / FOLDER)
     with matplotlib.rc_context(_STYLE):
         for outcomes in filter(lambda one: one.original, map(Outcomes, SUBJECTS)):
             path = record.RESULTS / FOLDER / f"{outcomes.name}_cache.png"
-            figure = cache(outcomes)
+            figure = by_cache_size(outcomes)
             figure.savefig(path, dpi=160, metadata=dict(Software=None), facecolor="white")
             command_line.say(f"written: {os.path.relpath(path)}")
             files.append(path)
     return files
 
 
-def cache(outcomes: Outcomes) -> Figure:
-    """Plots perplexity over the remaining share of the cache, before and after tuning."""
+def by_cache_size(outcomes: Outcomes) -> Figure:
+    """Plots perplexity by the remaining share of the cache, before and after tuning."""
     settings = outcomes.settings()[:1]
     figure = Figure(figsize=(6.2 + 4.6 * len(settings), 5.8), layout="constrained")
     axes = figure.subplots(1, 1 + len(settings), sharey=True, squeeze=False)[0]
     figure.suptitle(f"{outcomes.title}: perplexity by cache size", weight="bold", fontsize=13)
     _not_tuned(axes[0], outcomes)
-    for place, setting in zip(axes[1:], settings, strict=True):
-        _tuned(place, setting)
+    for panel, setting in zip(axes[1:], settings, strict=True):
+        _tuned(panel, setting)
     axes[0].set_ylabel("perplexity of held-out text (lower is better, log scale)")
-    for place in axes:
-        _finish(place)
+    for panel in axes:
+        _finish(panel)
     return figure
 
 
@@ -78,10 +79,10 @@ def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
         va="top",
         fontsize=9,
     )
-    shown = outcomes.curve("key_joint_weights") is not None
+    has_joint = outcomes.curve("key_joint_weights") is not None  # one SVD of the weights is enough
     for curve, label, color, style in _BEFORE:
         found = outcomes.curve(curve)
-        if found is None or (shown and curve == "key_per_head_weights"):
+        if found is None or (has_joint and curve == "key_per_head_weights"):
             continue
         xs = [point["share"] for point in found["points"]]
         ys = [point["perplexity"] for point in found["points"]]
@@ -96,8 +97,8 @@ def _tuned(axes: Axes, setting: TuningSetting) -> None:
     mean = statistics.mean(control.after.values())
     axes.axhline(mean, color=INK, linewidth=1)
     text = f"control (tuned, not converted) {mean:.4g}"
-    place = dict(xycoords=("axes fraction", "data"), textcoords="offset points")
-    axes.annotate(text, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **place)
+    units = dict(xycoords=("axes fraction", "data"), textcoords="offset points")
+    axes.annotate(text, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **units)
     left = [variant for variant in setting.variants if variant is not control]
     for start, label, color, style in _AFTER:
         found = sorted((v for v in left if v.name.startswith(start)), key=lambda v: v.share)

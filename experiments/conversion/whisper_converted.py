@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.conversion import curves, kept, texts, whisper as whisper_lib
+from experiments.conversion import curves, records, texts, whisper as whisper_lib
 from experiments.conversion.curves import Curve, Measured, Methods
 from experiments.conversion.whisper import Mechanisms, Whisper
 from kvjax.convert import layer as layer_lib
@@ -18,7 +18,7 @@ from kvjax.foundation import progress
 RANKS = (64, 96, 128, 192, 256, 320)  # of 384 channels of all heads
 RESIDUAL_RANKS = (0, 4, 8, 12, 16, 24, 32, 48)  # of 64 channels of a head
 _BATCH = 8
-_SECONDS = 6.0  # of a point with 64 rows of 128 tokens, on two CPU cores
+_SECONDS_PER_POINT = 6.0  # with 64 rows of 128 tokens, on two CPU cores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
     found = [
         curves.thin_keys(ranks, part, mode, objective, heads=num_heads)
-        for part, objectives in curves.OF_PART.items()
+        for part, objectives in curves.OBJECTIVES.items()
         for mode in ("joint", "per_head")
         for objective in objectives
     ]
@@ -148,11 +148,11 @@ def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
     return [*found, curves.lrkv([one], "outputs", align=False)]
 
 
-def tasks(subject: Subject) -> list[kept.Task]:
+def tasks(subject: Subject) -> list[records.Task]:
     """Returns the tasks that measure perplexity by rank."""
     c = subject.whisper.config
     shape = dict(num_heads=c.num_heads, head_dim=c.d_model // c.num_heads)
     about = dict(shape=shape, settings=dataclasses.asdict(subject.sizes))
-    about |= dict(seconds=_SECONDS * subject.sizes.validation_rows / 64)
+    about |= dict(seconds=_SECONDS_PER_POINT * subject.sizes.validation_rows / 64)
     made = all_curves(**shape)
     return curves.tasks("whisper", made, subject.mechanisms, subject.measure, **about)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.conversion import curves, kept, whisper as whisper_lib
+from experiments.conversion import curves, records, whisper as whisper_lib
 from experiments.conversion.curves import Measured, Methods
 from experiments.conversion.whisper import Mechanisms
 from experiments.conversion.whisper_converted import Subject
@@ -27,7 +27,7 @@ from kvjax.layers.weight import axes_of
 from kvjax.optim import OptimizerConfig, make_optimizer, merge_trainable, trainable
 
 BATCH = 8  # rows of a step
-_SECONDS = 110.0  # of a run of 49,152 tokens on two CPU cores
+_SECONDS_PER_RUN = 110.0  # with 49,152 tokens on two CPU cores
 
 CONTROL = "control"
 THIN = (192, 128, 96, 64)  # of 384 channels of all heads, keys alone
@@ -99,21 +99,21 @@ def variants(num_heads: int, head_dim: int) -> dict[str, Methods]:
         found[f"thin_as_lrkv_r{rank}"] = (ThinKeys(rank=max(1, of_key * head_dim // 64)),)
     for rank in RESIDUAL_RANKS:
         same_bytes = residual(rank) + head_dim // num_heads  # K and V: 2·N·r elements
-        found[f"thin_kv_as_lrkv_r{rank}"] = curves.keys_and_values(same_bytes, "outputs")
+        found[f"thin_kv_as_lrkv_r{rank}"] = curves.latents_per_head(same_bytes, "outputs")
         joint = head_dim + num_heads * residual(rank)
-        found[f"thin_kv_joint_as_lrkv_r{rank}"] = (curves.joint_key_and_value(joint, "outputs"),)
+        found[f"thin_kv_joint_as_lrkv_r{rank}"] = (curves.joint_latents(joint, "outputs"),)
     return found
 
 
 def tasks(
     subject: Subject, *, tokens: int, seeds: int, settings: tuple[Setting, ...] = SETTINGS
-) -> list[kept.Task]:
+) -> list[records.Task]:
     """Returns a record per run, the runs of a seed together."""
     c = subject.whisper.config
     made = variants(c.num_heads, c.d_model // c.num_heads)
     steps = tokens // (BATCH * subject.sizes.row_length)
     common = dataclasses.asdict(subject.sizes) | dict(steps=steps, batch=BATCH)
-    seconds = _SECONDS * steps * BATCH * subject.sizes.row_length / 49_152
+    seconds = _SECONDS_PER_RUN * steps * BATCH * subject.sizes.row_length / 49_152
     found = []
     for setting in settings:
         for seed in range(seeds):
@@ -122,7 +122,7 @@ def tasks(
                 keys |= dict(teacher_share=setting.teacher_share)
                 run = functools.partial(_run, subject, made[variant], setting, steps, seed)
                 name = f"whisper/after/{setting.name}/{variant}_seed{seed}"
-                found.append(kept.Task(name, common | keys, run, seconds))
+                found.append(records.Task(name, common | keys, run, seconds))
     return found
 
 

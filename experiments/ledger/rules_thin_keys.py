@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from experiments.conversion import kept
+from experiments.conversion import records
 from experiments.ledger import judge
 from experiments.studies.thin_keys_tasks import CHANNELS, EVERY, STARTS, TASKS, cell
 from kvjax.costs import formulas
@@ -163,7 +163,7 @@ def _cut(model: str, part: str, objective: str) -> dict[int, float]:
     """Returns perplexity by the % that is left of the rank of W_K or W_Q."""
 
     def points(part: str) -> list[dict]:
-        found = kept.read(f"{model}/before/{part}_per_head_{objective}")
+        found = records.read(f"{model}/before/{part}_per_head_{objective}")
         if found is None:
             raise judge.NoResultError(f"conversion of {model}")
         return found["points"]

@@ -22,7 +22,14 @@ from collections.abc import Callable
 import fnmatch
 
 from experiments import record
-from experiments.conversion import kept, plots, smollm2, tables, whisper_converted, whisper_tuning
+from experiments.conversion import (
+    plots,
+    records,
+    smollm2,
+    tables,
+    whisper_converted,
+    whisper_tuning,
+)
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError
@@ -112,7 +119,7 @@ def _whisper(options: argparse.Namespace) -> whisper_converted.Subject:
     return whisper_converted.Subject(_folder(options, "whisper"), sizes)
 
 
-def _whisper_tuning(options: argparse.Namespace) -> list[kept.Task]:
+def _whisper_tuning(options: argparse.Namespace) -> list[records.Task]:
     subject = _whisper(options)
     return whisper_tuning.tasks(subject, tokens=options.tokens, seeds=options.seeds)
 
@@ -122,14 +129,14 @@ def _smollm2(options: argparse.Namespace) -> smollm2.Subject:
     return smollm2.Subject(folder, validation_tokens=options.validation_tokens)
 
 
-def _smollm2_tuning(options: argparse.Namespace) -> list[kept.Task]:
+def _smollm2_tuning(options: argparse.Namespace) -> list[records.Task]:
     runs = runtime.folder("--runs", options.runs)
     return smollm2.tuning_tasks(
         _smollm2(options), tokens=options.tokens, rate=options.rate, runs=runs
     )
 
 
-_TASKS: dict[str, Callable[[argparse.Namespace], list[kept.Task]]] = {
+_TASKS: dict[str, Callable[[argparse.Namespace], list[records.Task]]] = {
     "whisper_ranks": lambda options: whisper_converted.tasks(_whisper(options)),
     "whisper_tuning": _whisper_tuning,
     "smollm2_ranks": lambda options: smollm2.rank_tasks(_smollm2(options)),
@@ -150,12 +157,12 @@ def main(arguments: list[str]) -> int:
         if not chosen:
             raise UserError(f"--only={options.only!r}: fits no name, as {tasks[0].name!r}")
         tasks = chosen
-    left = kept.missing(tasks)
-    takes = progress.duration(kept.seconds_left(tasks, left))
+    left = records.missing(tasks)
+    takes = progress.duration(records.seconds_left(tasks, left))
     command_line.say(f"{options.stage}: {len(left)} of {len(tasks)} results to make, about {takes}")
     if options.plan:
         return 0
-    failures = kept.make(left)
+    failures = records.make(left)
     if failures:
         command_line.say(f"{failures} of {len(left)} failed; --stage=report shows why")
     return 1 if failures else 0

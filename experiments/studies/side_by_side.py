@@ -24,7 +24,7 @@ from experiments.studies.kept import claim
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError, first_line
-from kvjax.foundation.files import named
+from kvjax.foundation.files import matching_entries
 from kvjax.foundation.output import Output
 from kvjax.workdir import checkpoint, metrics, storage
 
@@ -153,7 +153,7 @@ def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
     empty."""
     workdir = epath.Path(folder) / run.name
     if not (workdir / grid.ABOUT).exists():
-        begun = named(workdir, "*.jsonl")
+        begun = matching_entries(workdir, "*.jsonl")
         return "does not name the code that trained it" if begun else ""
     about = grid.about(workdir)
     if about["identity"] != run.identity:

@@ -82,7 +82,8 @@ def staged(out: epath.Path) -> Iterator[epath.Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(out.parent)
-        new = out.parent / f"{_NEW}{staging.name}"  # is not looked for until it is locked
+        # `_remove_abandoned` does not look for this name, so it cannot remove an unlocked folder.
+        new = out.parent / f"{_NEW}{staging.name}"
         new.mkdir()
         with _locked(new):
             try:

@@ -9,7 +9,7 @@ _TYPE = ("rope_type", "type")  # the key's current and former name
 _KEYS = frozenset(
     "rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor "
     "original_max_position_embeddings "
-    # Of unsupported scalings; transformers does not read them with the supported ones.
+    # Keys of unsupported scalings, which transformers ignores beside a supported one.
     "attention_factor beta_fast beta_slow short_factor long_factor mscale mscale_all_dim".split()
 )
 

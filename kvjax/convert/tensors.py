@@ -12,13 +12,13 @@ import numpy as np
 from kvjax.convert import digests
 from kvjax.foundation import extras, json_text
 from kvjax.foundation.errors import UserError, first_line
-from kvjax.foundation.files import is_special, named
+from kvjax.foundation.files import is_special, matching_entries
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of weights
 _PLAIN_NAME = re.compile(r"[^/.][^/]*$")
-_SHOWN = 8
+_MOST_LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +32,17 @@ class StoredTensor:
     load: Callable[[], np.ndarray]
 
     def read(self) -> np.ndarray:
-        """Returns its data; see `checked`."""
+        """Returns the tensor's data; raises a UserError if it is not finite."""
         return self.checked(self.load())
 
     def checked(self, array: np.ndarray) -> np.ndarray:
-        """Returns its data, or an array made of it; raises a UserError if values are not finite."""
+        """Returns `array`, made of this tensor's data; raises a UserError if it is not finite."""
         advice = "download the file again, or take an earlier checkpoint"
         return check_finite(array, f"{self.path}: {self.name}", advice)
 
 
 def check_finite(array: np.ndarray, name: str, advice: str) -> np.ndarray:
-    """Returns the array, or raises a UserError if values of it are not finite.
+    """Returns the array; raises a UserError if a value is not finite.
 
     Args:
       name: file and weight, the start of the message.
@@ -60,14 +60,14 @@ def open_folder(folder: epath.Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a folder by name; reads only the files' headers.
 
     Raises:
-      UserError: no safetensors, a broken index, files that are missing or truncated (all are
-        named), or that hold other tensors than the index lists.
+      UserError: the folder has no safetensors, its index is broken, some files are missing or
+        truncated (the message names all of these), or hold other tensors than the index lists.
     """
     if (folder / SINGLE).exists():
         return _open_files(folder, [SINGLE])
     if not (folder / INDEX).exists():
-        only = [path.name for path in named(folder, "*.safetensors")]
-        if len(only) == 1 and not _is_part(only[0]):
+        only = [path.name for path in matching_entries(folder, "*.safetensors")]
+        if len(only) == 1 and not _is_one_of_several(only[0]):
             return _open_files(folder, only)
         others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
         raise UserError(
@@ -88,8 +88,8 @@ def open_folder(folder: epath.Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _is_part(name: str) -> bool:
-    """Returns True for names of one file of several, such as model-00001-of-00003.safetensors."""
+def _is_one_of_several(name: str) -> bool:
+    """Returns True for names such as model-00001-of-00003.safetensors."""
     found = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
     return found is not None and int(found[2]) > 1
 
@@ -135,7 +135,7 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, StoredTensor]
 
 
 def _stored(file, path: epath.Path, key: str) -> StoredTensor:
-    part = file.get_slice(key)
+    unread = file.get_slice(key)
     digest = (file.metadata() or {}).get(digests.key_of(key))
 
     def load() -> np.ndarray:
@@ -144,7 +144,7 @@ def _stored(file, path: epath.Path, key: str) -> StoredTensor:
             raise UserError(f"{path}: {key} differs from its digest: copy the file again")
         return array
 
-    return StoredTensor(path, key, tuple(part.get_shape()), part.get_dtype(), load)
+    return StoredTensor(path, key, tuple(unread.get_shape()), unread.get_dtype(), load)
 
 
 def dtype_of(stored: Iterable[StoredTensor]) -> np.dtype:
@@ -176,8 +176,8 @@ def check(
         stored = tensors[name].shape
         if stored != shape:
             raise UserError(
-                f"{source}: {name} has shape {stored}, and {shape} by its config: give the config "
-                "that belongs to the weights"
+                f"{source}: {name} has shape {stored}, but its config gives {shape}: give the "
+                "config that belongs to the weights"
             )
 
 
@@ -187,7 +187,7 @@ def json_object(path: epath.Path) -> dict:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the first names, and the number of others."""
+    """Returns names as text: the first ones, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more

@@ -26,10 +26,9 @@ from kvjax.foundation.errors import DataError, UserError, first_line, warn
 
 # One thread reads ahead of the step; more gain nothing, since reading holds the GIL.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-# Several batches at once keep the threads of a bucket (`shards.THREADS`) busy even if batches are
-# small.
+# Batches that are read at the same time keep all `shards.THREADS` busy, even if each is small.
 _BUCKET_READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
-# URL schemes that ArrayRecord reads; data in epath's other buckets must be copied.
+# URL schemes that ArrayRecord reads; epath has more, whose data must be copied.
 _BUCKETS = ("gs",)
 # Rows per split in the digest: reading all would take minutes.
 _DIGEST_ROWS = 32
@@ -73,9 +72,9 @@ class PackedDataset:
         Every call returns the same object, so that evaluations share its open files.
 
         Raises:
-          DamagedDataError: the description of the rows is damaged; reading the result also raises
-            it, for a damaged file of rows.
-          DataError: they lie in a bucket that ArrayRecord does not read.
+          DamagedDataError: the description of the rows is damaged. (A damaged file of rows raises
+            it later, when a row in it is read.)
+          DataError: the rows are in a bucket that ArrayRecord does not read.
         """
         if split not in self._opened:
             self._opened[split] = self._open(split)
@@ -142,8 +141,8 @@ def open_dataset(path: epath.PathLike) -> PackedDataset:
 def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
     """Returns (i, n): this process reads the i-th of n equal shares of a batch.
 
-    n is the number of processes if each has devices with rows of its own; processes whose devices
-    hold the same rows (a row or a model sharded across hosts) have the same i.
+    Processes whose devices hold the same rows, because a row or the model is sharded across hosts,
+    read the same share. If none do, n is the number of processes.
 
     Args:
       sharding: of a batch [batch_size, T + 1], sharded over rows only.
@@ -159,9 +158,9 @@ def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
     sizes = [sum(stop - start for start, stop in share) for share in shares]
     if len(set(sizes)) > 1 or sum(sizes) != batch_size:
         raise DataError(
-            f"config.mesh: the devices of the processes hold {sizes} of {batch_size} rows, some of "
-            "them twice. Let sequence x tensor divide the devices of a process, or be a multiple "
-            "of them"
+            f"config.mesh: the devices of the processes hold {sizes} of {batch_size} rows, which "
+            "are no equal shares. Choose sequence x tensor such that it divides the number of "
+            "devices of a process, or is a multiple of it"
         )
     return shares.index(tuple(sorted(ranges[jax.process_index()]))), len(shares)
 
@@ -182,7 +181,7 @@ def train_batches(
     Row i of the stream belongs to process i mod process_count. So the data state is one integer,
     `position`, and starting at any position costs nothing.
 
-    If rows have a loss mask, a masked token comes as ~token, which is negative.
+    If rows have a loss mask, tokens that do not count are encoded as ~token, which is negative.
 
     Args:
       dataset: from `open_dataset`.
@@ -205,17 +204,17 @@ def train_batches(
     num_rows = dataset.num_rows("train")
     if num_rows < batch_size:
         raise DataError(
-            f"the train split has {num_rows} rows, and batch_size={batch_size} needs as many: lower"
+            f"the train split has {num_rows} rows, fewer than batch_size={batch_size}: lower"
             " batch_size, or prepare more text or shorter rows."
         )
     rows = dataset.rows("train")
-    # Grain shuffles and batches indices, and `batch_fn` reads all rows of a batch in one call:
-    # a data set of rows would be read one by one. `repeat` reshuffles in every epoch.
+    # Grain shuffles and batches indices only, so that `batch_fn` reads a batch's rows in one call
+    # (Grain itself would read them one by one). `repeat` reshuffles in every epoch.
     order = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
     # This process's rows of the stream: position + process_index + k process_count, k = 0, 1, ...
     batches = order[position + process_index :: process_count].batch(
         batch_size // process_count,
-        drop_remainder=True,  # an endless stream has none, but rounding up would exceed 2**63
+        drop_remainder=True,  # the stream is endless; its length, rounded up, would exceed 2**63
         batch_fn=lambda indices: _stack(rows.__getitems__(indices), sequence_length),
     )
     options = _BUCKET_READ_OPTIONS if rows.in_bucket else _READ_OPTIONS
@@ -233,8 +232,8 @@ def validation_batches(
 ) -> Iterator[np.ndarray]:
     """Returns the validation rows once, in order: int32 [batch_size / process_count, T + 1].
 
-    The last batch is padded with rows of BOS, which count no bytes; all processes get the same
-    number of batches. Loss masks as in `train_batches`.
+    The last batch is padded with rows of BOS tokens, whose byte counts are 0, so that all processes
+    get the same number of batches. Loss masks are encoded as in `train_batches`.
 
     Args:
       limit: read at most this many rows; 0: all.

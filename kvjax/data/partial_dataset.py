@@ -30,7 +30,7 @@ from kvjax.data.manifest import ROWS, ROWS_VERSION, SPLITS, digest_of
 from kvjax.data.tokenized_part import Counts, PartResult, Skipped
 from kvjax.foundation import files, json_text
 from kvjax.foundation.errors import DataError, warn
-from kvjax.foundation.files import forget_listings, in_bucket, named
+from kvjax.foundation.files import forget_listings, in_bucket, matching_entries
 
 PREFIX = ".under-way-"
 PLAN = "plan.json"
@@ -108,12 +108,12 @@ class PartialDataset:
 
     def failures(self) -> list[str]:
         """Returns the messages of `fail` for parts that were not made since, in order."""
-        files = named(self.folder / _FAILED, "*.json")
+        files = matching_entries(self.folder / _FAILED, "*.json")
         return [failure["why"] for file in files if (failure := _read_json(file))]
 
     def any_done(self) -> bool:
         """Returns True if a part is finished."""
-        return bool(named(self.folder / DONE, "*.json"))
+        return bool(matching_entries(self.folder / DONE, "*.json"))
 
     def missing(self) -> list[int]:
         """Returns the indices of parts that are not finished, in order."""

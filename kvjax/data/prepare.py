@@ -3,8 +3,8 @@
 The corpus is split into parts, which worker processes tokenize in parallel. The token stream of a
 part's split is [BOS] + document, concatenated. Row i holds its tokens [i T, i T + T], so that
 consecutive rows share one token and every token but the first is a target exactly once. Training
-drops the tokens that do not fill a part's last row; validation pads that row with BOS, which counts
-no bytes. A killed preparation resumes when the same command is run again. --plan prints the
+drops the tokens that do not fill a part's last row; validation pads that row with BOS, whose byte
+count is 0. A killed preparation resumes when the same command is run again. --plan prints the
 expected time and disk space beforehand.
 """
 

@@ -16,7 +16,7 @@ from kvjax.evaluate.scores import Score
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation import intervals, json_text, runtime
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import named
+from kvjax.foundation.files import matching_entries
 from kvjax.foundation.output import Table
 
 # Identity keys that may differ between two models.
@@ -64,7 +64,7 @@ def open(name: str, option: str = "--compare") -> Evaluated:
       UserError: there is none.
     """
     given = runtime.path(option, name)
-    if named(given, "*.jsonl"):
+    if matching_entries(given, "*.jsonl"):
         return _read(name, given)
     path, at, step = name.rpartition("@")
     by_step = bool(at) and step.isdecimal()
@@ -82,7 +82,7 @@ def open(name: str, option: str = "--compare") -> Evaluated:
 
 def _read(name: str, folder: epath.Path) -> Evaluated:
     identities, verdicts = {}, {}
-    for file in named(folder, "*.json"):
+    for file in matching_entries(folder, "*.json"):
         task = file.name.removesuffix(".json")
         if not (parts := rows_lib.files_of(folder, task)):
             continue  # the summary, or an unrelated file

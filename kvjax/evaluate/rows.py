@@ -20,7 +20,7 @@ from etils import epath
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError, first_line
-from kvjax.foundation.files import in_bucket, named, write_atomically
+from kvjax.foundation.files import in_bucket, matching_entries, write_atomically
 
 FOLDER = "evaluations"
 SUMMARY = "summary.json"  # of all tasks of a folder
@@ -171,7 +171,7 @@ def day(folder: epath.Path) -> str:
 def files_of(folder: epath.Path, task: str) -> list[epath.Path]:
     """Returns the files of a task's rows, of all shares."""
     name = re.compile(rf"{re.escape(task)}(\.\d+-of-\d+)?\.jsonl")
-    return [path for path in named(folder, "*.jsonl") if name.fullmatch(path.name)]
+    return [path for path in matching_entries(folder, "*.jsonl") if name.fullmatch(path.name)]
 
 
 def of_file(path: epath.Path) -> list[dict]:

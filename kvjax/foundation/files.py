@@ -30,7 +30,7 @@ def size(path: epath.PathLike) -> int | None:
         return None
 
 
-def named(folder: epath.Path, pattern: str) -> list[epath.Path]:
+def matching_entries(folder: epath.Path, pattern: str) -> list[epath.Path]:
     """Returns the visible entries of a folder that match a pattern, sorted; [] if there is no
     folder.
 

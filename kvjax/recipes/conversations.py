@@ -21,7 +21,7 @@ def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
     Args:
       name: name of the config file, with its folder; the parent is runs/NAME without the folder.
       scale, attention: as in `pretrain`, equal to the parent's.
-      sections: keys that differ: train=dict(parent="runs/other@1000").
+      sections: keys to change, by section, such as train=dict(parent="runs/other@1000").
     """
     config = pretrain(name, scale=scale, attention=attention).unlock()
     rows = 524_288 // 2048

@@ -15,9 +15,9 @@ from kvjax.foundation.errors import UserError, first_line
 from kvjax.model.config import TransformerConfig
 from kvjax.recipes.optimizers import tuning
 
-# Parameters of attention that are fine-tuned after a conversion, by substrings of their names. Thin
-# keys' Table 7 says "QK", but counts the parameters of GPT-2's queries, keys and values: "qk" and
-# "qkv" are both readings.
+# Parameters of attention that are fine-tuned after a conversion: those whose names contain one of
+# the strings. Table 7 of thin keys says "QK" but counts the parameters of GPT-2's queries, keys and
+# values: its runs may have trained "qk" or "qkv".
 TUNED = {
     "qk": ("mechanism.query", "key"),
     "qkv": ("mechanism.",),
@@ -52,7 +52,7 @@ def imported(name: str, model: TransformerConfig, attention: dict, *, context: i
 def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", **sections: dict):
     """Returns the config of a run that fine-tunes a converted model (thin keys, section 3.7).
 
-    The paper trains 3 epochs of 10M tokens; here `train` gives the number of steps. The backward
+    The paper trains for 3 epochs of 10M tokens; here the length is `train.num_steps`. The backward
     pass recomputes attention: on CPU, SmolLM2-135M (4 rows of 512 tokens) then needs 5.1 GB instead
     of 15.7 GB at the same speed.
 
@@ -60,7 +60,7 @@ def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", *
       parent: workdir of the converted model.
       tune: a key of TUNED.
       teacher: workdir of the model before conversion, for distillation; "": no teacher.
-      sections: keys that differ: train=dict(num_steps=100).
+      sections: keys to change, by section, such as train=dict(num_steps=100).
 
     Raises:
       UserError: `parent` is no workdir of a model, or `tune` or a section is unknown.
@@ -83,7 +83,7 @@ def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", *
     vocabulary = dict(
         tokenizer=str(parent / "tokenizer.json"), vocab_size=parent_config["data"]["vocab_size"]
     )
-    # 3,662 steps of 8 rows: 60M tokens in rows of 2,048, 30M in rows of 1,024.
+    # With rows of 2,048 tokens 60M in all; with GPT-2's 1,024 the paper's 30M.
     train = TrainConfig(num_steps=3_662, batch_size=8, grad_accumulation=8)
     config = dict(
         name=f"{parent.name}_tuned",

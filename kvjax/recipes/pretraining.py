@@ -20,7 +20,7 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
         optimizers: "300m", "1p2b", "125m".
       attention: a section from `recipes.mechanisms`.
       preset: a key of `optimizers.PRESETS`: "nanochat", or "paper_text" for the LRKV paper's text.
-      sections: keys that differ from the scale: model=dict(mlp_dim=3264).
+      sections: keys to change in the scale, by section, such as model=dict(mlp_dim=3264).
 
     Returns:
       A locked ml_collections.ConfigDict; `kvjax.config.resolve` reads it.

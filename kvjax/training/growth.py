@@ -11,39 +11,39 @@ import jax.numpy as jnp
 _VOCABULARY_AXES = {"embedding": 0, "head": 1}  # in [V, D] and [D, V]
 
 
-def abstract_before(abstract: dict, vocab_size: int) -> dict:
-    """Returns the abstract parameters to read before growth.
+def parent_abstract(abstract: dict, vocab_size: int) -> dict:
+    """Returns the parent's parameters as ShapeDtypeStructs with shardings, for reading them.
 
     Args:
-      abstract: ShapeDtypeStructs with shardings, of the grown model.
-      vocab_size: of the smaller model.
+      abstract: the same of the grown model.
+      vocab_size: of the parent.
     """
-    before = dict(abstract)
+    parent = dict(abstract)
     for name in _growable_names(abstract):
         x, axis = abstract[name], _VOCABULARY_AXES[name]
         if x.shape[axis] != vocab_size:
             shape = tuple(vocab_size if i == axis else n for i, n in enumerate(x.shape))
             sharding = _unsharded_along(x.sharding, axis)
-            before[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-    return before
+            parent[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+    return parent
 
 
 def growable(params: dict) -> dict:
-    """Returns the parameters with a vocabulary axis; the others may be freed."""
+    """Returns the parameters that have a vocabulary axis."""
     return {name: params[name] for name in _growable_names(params)}
 
 
-def grow(params: dict, drawn: dict, abstract: dict) -> dict:
-    """Appends the missing rows and columns.
+def grow(params: dict, initial: dict, abstract: dict) -> dict:
+    """Appends the missing rows of the embedding and columns of the head.
 
     Args:
-      params: read as `abstract_before` describes them.
-      drawn: `growable` parameters of a newly initialised model.
+      params: the parent's, see `parent_abstract`.
+      initial: `growable` parameters of the grown model, newly initialised.
       abstract: of the grown model.
     """
     grown = dict(params)
     for name in _growable_names(params):
-        old, new, axis = params[name], drawn[name], _VOCABULARY_AXES[name]
+        old, new, axis = params[name], initial[name], _VOCABULARY_AXES[name]
         if old.shape != new.shape:
 
             def join(old, new, name=name, axis=axis):
@@ -60,6 +60,6 @@ def _growable_names(params: dict) -> list[str]:
 
 
 def _unsharded_along(sharding: jax.sharding.NamedSharding, axis: int) -> jax.sharding.NamedSharding:
-    """Replicates an axis: the mesh may divide the grown vocabulary only."""
+    """Replicates an axis, since the mesh may not divide the parent's vocabulary."""
     spec = [None if i == axis else part for i, part in enumerate(sharding.spec)]
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))

@@ -130,11 +130,11 @@ class TrainingLoop:
             return state
         with self._waiting(f"reading {self.parent.workdir}"):
             abstract = self.program.abstract_state["params"]
-            # Frees the drawn weights before the parent's are read, all but possible new rows.
-            drawn = growth.growable(state.pop("params"))
-            before = growth.abstract_before(abstract, self.parent.experiment.model.vocab_size)
+            # All weights but embedding and head are freed before the parent's are read.
+            initial = growth.growable(state.pop("params"))
+            before = growth.parent_abstract(abstract, self.parent.experiment.model.vocab_size)
             params = read_parameters(self.parent.checkpoints, self.parent.step, before)
-            params = growth.grow(params, drawn, abstract)
+            params = growth.grow(params, initial, abstract)
         return state | {"params": params}
 
     def _waiting(self, what: str) -> progress.waiting:

@@ -126,7 +126,10 @@ def test_a_flipped_bit_is_refused_or_harmless(tmp_path, capsys, flips):
         (dict(context="long"), "config.json: context = 'long' is a str; it must be"),
         (dict(attention=dict(kind="x")), "config.json: config.attention.kind = 'x': must be one"),
         (dict(vocab_size=9), "its tokenizer has 257 tokens and its embedding 9 rows"),
-        (dict(vocab_size=261), "embedding has shape (260, 24), and (261, 24) by its config: give"),
+        (
+            dict(vocab_size=261),
+            "embedding has shape (260, 24), but its config gives (261, 24): give",
+        ),
         (dict(num_layers=4), "lacks tensors that its config describes: layers.3.attention."),
         (dict(num_layers=2), "has tensors that its config does not describe: layers.2.attention."),
         (dict(colour=1), "config.model.colour: no such key"),

@@ -239,7 +239,7 @@ UNKNOWN = [
     (without("blk.0.attn_q.bias"), "does not describe: blk.0.attn_k.bias, blk.0."),
     (
         lambda writer, written: written.update({"blk.0.attn_v.weight": np.ones((4, 16), "f4")}),
-        "blk.0.attn_v.weight has shape (4, 16), and (8, 16)",
+        "blk.0.attn_v.weight has shape (4, 16), but its config gives (8, 16)",
     ),
     (
         lambda writer, written: writer.kv_data[0].pop("llama.block_count"),

@@ -137,7 +137,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ),
         (
             lambda t: t.update({Q: t[Q][:, 1:].copy()}),
-            f"{Q} has shape (16, 15), and (16, 16) by its config: give the config that",
+            f"{Q} has shape (16, 15), but its config gives (16, 16): give the config that",
         ),
         (
             lambda t: t.update({Q: t[Q].astype(ml_dtypes.float8_e4m3fn)}),
@@ -161,7 +161,7 @@ def test_tensors_must_match_the_config(copied, change, said):
         (dict(attention_bias=False), "does not describe: model.layers.0.self_attn.k_proj.bias, "),
         (
             dict(num_key_value_heads=4),
-            "k_proj.weight has shape (8, 16), and (16, 16)",
+            "k_proj.weight has shape (8, 16), but its config gives (16, 16)",
         ),
         (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide num_heads = 4"),
         (dict(head_dim=5), "RoPE rotates channels in pairs"),

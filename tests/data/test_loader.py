@@ -136,14 +136,14 @@ def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
         (dict(position=-12), "position=-12 must be a non-negative multiple"),
         (dict(process_count=5), "batch_size=12 must be a positive multiple of process_count=5"),
         (dict(batch_size=0), "batch_size=0 must be a positive multiple"),
-        (dict(batch_size=10**6), r"train split has \d+ rows, and batch_size=1000000"),
+        (dict(batch_size=10**6), r"train split has \d+ rows, fewer than batch_size=1000000"),
     ],
 )
 def test_bad_arguments_are_refused_at_the_call(small_dataset, keys, message):
     with pytest.raises(ValueError, match=message):
         train(small_dataset, **keys)
     keys = {k: v for k, v in keys.items() if k not in ("position", "seed")}
-    if keys and "rows, and batch_size" not in message:
+    if keys and "rows, fewer than batch_size" not in message:
         with pytest.raises(ValueError, match=message):
             loader.validation_batches(
                 small_dataset, **(dict(sequence_length=T, batch_size=12) | keys)

@@ -136,7 +136,7 @@ def test_small_batches_of_a_bucket_are_asked_for_at_once(in_bucket, written, buc
         dataset = loader.open_dataset(in_bucket[0])
         batches = loader.train_batches(dataset, **keys)
         np.testing.assert_array_equal(take(batches, 10), expected)
-        data_reading.end(batches)
+        data_reading.close(batches)
         batches = loader.validation_batches(dataset, sequence_length=T, batch_size=16)
         whole = np.concatenate(list(batches))
     assert gate.reached

@@ -25,7 +25,7 @@ from experiments.benchmarks import (
     sandbox_cost,
     train_benchmark,
 )
-from experiments.conversion import kept
+from experiments.conversion import records
 from experiments.evaluation import agreement
 from experiments.studies import cross_attention
 from experiments.tables import decode_roofline, paper_tables, parameter_table
@@ -56,7 +56,7 @@ def nothing_is_done(monkeypatch):
         *((data_reading, name) for name in ("embedded", "at_scale", "from_a_store")),
         *((module, "row") for module in (parameter_table, decode_roofline)),
         (loop, "train"),
-        *((decode_memory, "step_memory"), (paper_tables, "tables"), (kept, "make")),
+        *((decode_memory, "step_memory"), (paper_tables, "tables"), (records, "make")),
         (sandbox_cost, "human_eval"),
     ):
         monkeypatch.setattr(module, name, fail)

@@ -43,11 +43,11 @@ def test_names_are_found_wherever_their_folder_is(tmp_path):
     """Finds the files that pathlib's glob finds, except hidden ones."""
     for name in ("plain", "w[1]*{x}?", "w1"):
         folder = tmp_path / name
-        assert files.named(epath.Path(folder), "*") == []
+        assert files.matching_entries(epath.Path(folder), "*") == []
         folder.mkdir()
         for file in ("b.json", "a.json", "a.jsonl", ".b.json", "[1].json"):
             (folder / file).write_text("")
         for pattern in ("*.json", "a*", "[ab].json", "none"):
             want = sorted(p for p in folder.glob(pattern) if p.name[0] != ".")
-            assert files.named(epath.Path(folder), pattern) == want
-    assert files.named(epath.Path(folder / "a.json"), "*") == []
+            assert files.matching_entries(epath.Path(folder), pattern) == want
+    assert files.matching_entries(epath.Path(folder / "a.json"), "*") == []

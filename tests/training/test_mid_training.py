@@ -102,7 +102,7 @@ def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
     drawn = nnx.to_pure_dict(nnx.state(Transformer(large, jax.random.key(3))))
     place = jax.NamedSharding(sharding.make_mesh(sharding.MeshConfig(), jax.devices()), jax.P())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), drawn)
-    asked = growth.abstract_before(abstract, small.vocab_size)
+    asked = growth.parent_abstract(abstract, small.vocab_size)
     assert jax.tree.map(jnp.shape, asked) == jax.tree.map(np.shape, params)
     params = jax.tree.map(jnp.asarray, params)
     grown = growth.grow(params, growth.growable(drawn), abstract)
@@ -141,7 +141,7 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(name))
         for name, shape in shapes.items()
     }
-    asked = growth.abstract_before(abstract, BYTES)
+    asked = growth.parent_abstract(abstract, BYTES)
 
     def draw(x):
         return np.random.default_rng(0).standard_normal(x.shape).astype("f4")
@@ -156,7 +156,7 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
     np.testing.assert_array_equal(grown["embedding"][BYTES:], drawn["embedding"][BYTES:])
     np.testing.assert_array_equal(grown["head"][:, :BYTES], old["head"])
     assert not np.any(grown["head"][:, BYTES:])
-    assert growth.abstract_before(abstract, CHAT) == abstract  # nothing is lacking
+    assert growth.parent_abstract(abstract, CHAT) == abstract  # nothing is lacking
     same = growth.grow(drawn, growth.growable(drawn), abstract)
     assert all(same[name] is drawn[name] for name in abstract)
 

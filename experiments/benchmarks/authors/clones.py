@@ -1,4 +1,4 @@
-"""The repositories that are compared, and the commit of each."""
+"""The authors' repositories that kvjax is compared with, each at a fixed commit."""
 
 import dataclasses
 import pathlib
@@ -19,7 +19,7 @@ class Peer:
         return f"{self.owner}/{repository} at {self.commit}"
 
     def check(self, folder: pathlib.Path) -> None:
-        """Raises a UserError unless `folder` is a clone of it at that commit, unchanged."""
+        """Raises a UserError unless `folder` is an unchanged clone at the pinned commit."""
         head = _git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else "missing"
         if not head.startswith(self.commit):
             url = f"https://github.com/{self.owner}/{folder.name}"

@@ -1,4 +1,4 @@
-"""Comparisons: modules of the authors, their sizes, and kvjax's mechanism of the same weights.
+"""Comparisons: an attention module of other authors, and kvjax's mechanism with its weights.
 
 Sizes are distinct where the code allows it, so that two swapped axes fail.
 """
@@ -23,7 +23,7 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.layers.rope import Base, Partial
 
 D, N, H, P, C, CQ = 48, 4, 12, 8, 10, 18  # width, heads, channels: of a head, RoPE key, latents
-ROPE = 10_000.0  # the base of all of them
+ROPE = 10_000.0  # base of RoPE
 HALF = dict(rope=Partial(ROPE, 0.5))
 
 
@@ -40,7 +40,7 @@ class Comparison:
     name: str = "CausalSelfAttention"  # of the class
     call: str = "module"  # how theirs.py calls it
     extra: dict = dataclasses.field(default_factory=dict)  # further keys of the case
-    fixed: dict = dataclasses.field(default_factory=dict)  # see `theirs.randomise`
+    fixed: dict = dataclasses.field(default_factory=dict)  # constant weights, see `theirs`
     rope: Base | None = ROPE
     window: int = 0
     outcome: str = "equal"  # as `authors_code.outcome` says it
@@ -81,7 +81,7 @@ def _gta(rope_key_dim: int) -> GTAConfig:
 
 
 def _latent(count: int, **options):
-    """Returns a function that copies weights of MLA, GLA or MLRA, by three namings of latents."""
+    """Returns a function that copies weights of MLA, GLA or MLRA, under any of three namings."""
 
     def ups(weights):
         if "kv_a_layernorm.weight" in weights:
@@ -102,7 +102,7 @@ def _mlra() -> list[Comparison]:
     """Returns MLRA, and its authors' versions of others' mechanisms."""
     heads, two = dict(n_embd=D, n_head=N, head_dim=H), dict(group_size=N // 2)
     gated = functools.partial(copying.grouped, gate="c_gated")
-    factors = functools.partial(copying.tpa, order=copying.as_ours)
+    factors = functools.partial(copying.tpa, order=copying.unchanged)
     found = [
         ("MHA", "mha", heads, _grouped(), copying.grouped, {}),
         ("GQA", "gqa", heads | two, _grouped(2), copying.grouped, {}),
@@ -120,25 +120,26 @@ def _mlra() -> list[Comparison]:
         ("MLRA-2", "mlra_2", 4, MLRAConfig, dict(num_branches=2, num_latents=2)),
         ("MLRA-4", "mlra_4", 4, MLRAConfig, dict(num_branches=4, num_latents=1)),
     ):
-        of = sizes | dict(kv_lora_rank=count * C)
+        all_sizes = sizes | dict(kv_lora_rank=count * C)
         scaled = _mla(make, **keys, latent_scale=True)
-        found.append((title, file, of, scaled, _latent(count), {}))
+        found.append((title, file, all_sizes, scaled, _latent(count), {}))
         if file != "gla_4":
             gate = dataclasses.replace(scaled, output_gate=True)
             copy = _latent(count, gate="gated_proj")
-            found.append((f"{title}, gated", f"{file}_gated", of, gate, copy, {}))
-        if not file.endswith("4"):  # the mean of branches is a sum, too
+            found.append((f"{title}, gated", f"{file}_gated", all_sizes, gate, copy, {}))
+        if not file.endswith("4"):
+            # MLRA-2 without scales also sums its branches without the factor 2**-0.5.
             copy = _latent(count, scale=2**0.5 if file == "mlra_2" else 1.0)
             plain = dataclasses.replace(scaled, latent_scale=False)
-            found.append((f"{title}, no scales", f"{file}_no_scale", of, plain, copy, {}))
+            found.append((f"{title}, no scales", f"{file}_no_scale", all_sizes, plain, copy, {}))
         if file.startswith("mlra"):
             name, gen = f"{title}, for generation", f"{file}_gen"
             same, more = dataclasses.replace(scaled, latent_dim=H), dict(call="generator")
-            of_same = of | dict(kv_lora_rank=count * H)
-            found.append((f"{name}, C = H", gen, of_same, same, _latent(count), dict(more)))
+            narrow = all_sizes | dict(kv_lora_rank=count * H)
+            found.append((f"{name}, C = H", gen, narrow, same, _latent(count), dict(more)))
             why = "FlashAttention's default scale counts C channels of a latent, not H of a key"
             more |= dict(outcome="differs", why=why)
-            found.append((name, gen, of, scaled, _latent(count), more))
+            found.append((name, gen, all_sizes, scaled, _latent(count), more))
     return [
         Comparison("MLRA", title, f"model/{file}.py", *rest, **more)
         for title, file, *rest, more in found
@@ -149,7 +150,7 @@ def _tpa_authors() -> list[Comparison]:
     """Returns TPA, and its authors' versions of others' mechanisms."""
     heads, two, half = dict(n_embd=D, n_head=N, head_dim=H), dict(group_size=N // 2), H // 2
     factors, part = heads | dict(rank=2, q_rank=3), dict(rope_partial_factor=0.5)
-    order = functools.partial(copying.first_backwards, rotated=half)
+    order = functools.partial(copying.partial_backwards, rotated=half)
     of_half = functools.partial(copying.grouped, order=order)
     tpa_half = functools.partial(copying.tpa, order=order)
     grouped = functools.partial(copying.grouped, order=copying.backwards)
@@ -228,17 +229,17 @@ def _projection_sharing() -> list[Comparison]:
     sizes |= dict(n_positions=32, use_flash_attention=False)
 
     def copy(names, fused="", parts=""):
-        def of(weights, config):
-            weights = copying.split(weights, fused, parts) if fused else weights
+        def copy_weights(weights, config):
+            weights = copying.split_fused(weights, fused, parts) if fused else weights
             return copying.grouped(weights, config, names=names)
 
-        return of
+        return copy_weights
 
     all_three = copy("c_q c_k c_v c_proj", "c_attn", "c_q c_k c_v")
     fused = copy("c_q c_k c_v c_proj", "c_kv", "c_k c_v")
     tied = copy("c_q c_k - c_proj")
     found = []
-    for title, file, name, heads, tie, of, only_small in (
+    for title, file, name, heads, tie, copy_weights, only_small in (
         ("QKV", "KQV", "QKVAttention", N, "none", all_three, False),
         ("Q-K=V", "KV_1", "QKVAttention_KEqualsV", N, "kv", tied, False),
         ("Q=K-V", "QK", "KVAttention", N, "qk", copy("- c_k c_v c_proj", "c_kv", "c_k c_v"), True),
@@ -249,13 +250,14 @@ def _projection_sharing() -> list[Comparison]:
         ("Q-MQA", "QMQA", "QMQAttention", 1, "kv", copy("c_q c_kv - c_proj"), False),
     ):
         for scale in ("300_M",) if only_small else ("300_M", "1_2B"):
-            of_heads = sizes | dict(n_kv_groups=heads)
+            with_groups = sizes | dict(n_kv_groups=heads)
             config = _grouped(heads, tie=tie, bias=True)
-            same = dict(sizes=of_heads, config=config, copy=of, name=name, rope=None)
+            same = dict(sizes=with_groups, config=config, copy=copy_weights)
+            same |= dict(name=name, rope=None)
             label = f"{title}, {scale.replace('_M', 'M').replace('_', '.')}"
-            file_of = f"transformer_{file}_{scale}.py"
+            path = f"transformer_{file}_{scale}.py"
             peer = "Do-Transformers-Need-3-Projections"
-            found.append(Comparison(peer, label, file_of, **same))
+            found.append(Comparison(peer, label, path, **same))
     return found
 
 
@@ -297,14 +299,14 @@ def _deepseek() -> list[Comparison]:
         (4, "shared KV, no sinks, window 7", small, shared, v4, 7),
     ]
     made = []
-    for version, title, of, ours, copy, window in found:
+    for version, title, all_sizes, config, copy, window in found:
         family = f"DeepseekV{version}"
         options = dict(name=f"{family}Attention", call="transformers", window=window)
         options |= dict(extra=dict(family=family, window=window))
         if version == 4:
             options |= dict(fixed=dict(sinks=-np.inf))
         file, title = module.format(version), f"V{version} {title}"
-        made.append(Comparison("transformers", title, file, of, ours, copy, **options))
+        made.append(Comparison("transformers", title, file, all_sizes, config, copy, **options))
     return made
 
 

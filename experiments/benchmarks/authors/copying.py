@@ -1,8 +1,9 @@
 """Weights of the authors' attention modules as kvjax's mechanisms hold them.
 
-A matrix of PyTorch's `Linear` is [out, in], ours [in, heads, channels]. A gain behind a norm and in
-front of a matrix is multiplied into the matrix. `order` permutes a head's rotated channels where
-pairs differ from kvjax's (i, i + H/2) or rotate the other way.
+A matrix of PyTorch's `Linear` is [out, in], ours [in, heads, channels]. Where a matrix reads a
+norm's output, the norm's gain is multiplied into the matrix. RoPE of kvjax rotates channel pairs
+(i, i + H/2) by +t; an `order` permutes a head's channels where the authors' RoPE has other pairs or
+rotates by -t.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,29 +13,29 @@ import numpy as np
 from kvjax.attention import GroupedConfig, GTAConfig, MLAConfig, SharedKVConfig, TPAConfig
 
 Weights = Mapping[str, np.ndarray]  # by the authors' names
-Order = Callable[[int], np.ndarray]  # of a head's rotated channels, by how many there are
+Order = Callable[[int], np.ndarray]  # number of channels -> their permutation
 
 
-def as_ours(channels: int) -> np.ndarray:
-    """Returns the order of pairs (i, i + H/2) rotated by +t."""
+def unchanged(channels: int) -> np.ndarray:
+    """Returns the order for kvjax's own RoPE: the identity."""
     return np.arange(channels)
 
 
 def backwards(channels: int) -> np.ndarray:
-    """Returns the order of pairs (i, i + H/2) rotated by -t: sine and cosine change places."""
+    """Returns the order for pairs (i, i + H/2) rotated by -t: the halves change places."""
     return np.roll(np.arange(channels), channels // 2)
 
 
 def interleaved(channels: int) -> np.ndarray:
-    """Returns the order of pairs (2i, 2i + 1)."""
+    """Returns the order for pairs (2i, 2i + 1)."""
     return np.arange(channels).reshape(-1, 2).T.ravel()
 
 
-def first_backwards(channels: int, rotated: int) -> np.ndarray:
-    """Returns the order where only the first channels rotate, in pairs as in `backwards`."""
-    sine, cosine = np.split(np.arange(rotated), 2)
+def partial_backwards(channels: int, rotated: int) -> np.ndarray:
+    """Returns the order for RoPE of the first `rotated` channels alone, as in `backwards`."""
+    first, second = np.split(np.arange(rotated), 2)
     still = np.split(np.arange(rotated, channels), 2)
-    return np.concatenate([cosine, still[0], sine, still[1]])
+    return np.concatenate([second, still[0], first, still[1]])
 
 
 def _heads(weights: Weights, name: str, heads: int) -> np.ndarray:
@@ -55,13 +56,14 @@ def grouped(
     config: GroupedConfig,
     *,
     names: str = "c_q c_k c_v c_proj",
-    order: Order = as_ours,
+    order: Order = unchanged,
     gate: str = "",
 ) -> dict[str, np.ndarray]:
     """Converts the weights of MHA, GQA, MQA, MFA and projection sharing.
 
     Args:
-      names: of queries, keys, values and the output; "-" for those that are another's.
+      names: of the weights of queries, keys, values and the output; "-" for a projection that is
+        tied to another one and has no weight.
     """
     query, key, value, output = names.split()
     found = _output(weights, output, config.num_heads)
@@ -82,14 +84,18 @@ def grouped(
 
 
 def mfa(weights: Weights, config: GroupedConfig) -> dict[str, np.ndarray]:
-    """Converts the weights of MLRA's MFA, whose queries are made from a normed latent."""
+    """Converts the weights of MLRA's MFA, whose queries are projected from a normalised latent."""
     up = weights["w_q.weight"] * weights["q_layernorm.weight"]
     found = grouped(dict(weights) | {"w_q.weight": up}, config, names="w_q c_k c_v c_proj")
     return found | {"query_down": weights["c_q.weight"].T}
 
 
-def split(weights: Weights, name: str, parts: str) -> dict[str, np.ndarray]:
-    """Weights where one matrix, and its bias, is several one above the other."""
+def split_fused(weights: Weights, name: str, parts: str) -> dict[str, np.ndarray]:
+    """Splits a matrix (and its bias) that several projections of equal size share.
+
+    Args:
+      parts: names of the projections, in order.
+    """
     found = dict(weights)
     for kind in ("weight", "bias"):
         if f"{name}.{kind}" in weights:
@@ -103,7 +109,7 @@ def latent(
     config: MLAConfig,
     *,
     ups: Sequence[tuple[str, np.ndarray]],
-    order: Order = as_ours,
+    order: Order = unchanged,
     output: str = "c_proj",
     gate: str = "",
     scale: float = 1.0,
@@ -111,8 +117,8 @@ def latent(
     """Converts the weights of MLA, GLA and MLRA, with DeepSeek's names.
 
     Args:
-      ups: for each latent the name of its norm's gain, and its matrix [C, n (H + Hv)].
-      scale: what outputs are multiplied by beyond kvjax's.
+      ups: for each latent the name of its norm's gain, and its up-projection [C, n (H + Hv)].
+      scale: factor from kvjax's outputs to the authors', multiplied into the output weight.
     """
     N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
     permutation = order(P)
@@ -161,17 +167,17 @@ def tpa(
     N, permutation = config.num_heads, order(config.key_dim)
     found = _output(weights, output, N)
 
-    def of(name: str, heads: int) -> np.ndarray:
+    def weight(name: str, heads: int) -> np.ndarray:
         return _heads(weights, f"{prefix}{name}.weight", heads)
 
     if config.query_factors:
-        found["query_head"] = of("W_A_q", N)
-        found["query_factor"] = of("W_B_q", config.query_factors)[..., permutation]
+        found["query_head"] = weight("W_A_q", N)
+        found["query_factor"] = weight("W_B_q", config.query_factors)[..., permutation]
     else:
-        found["query"] = of("c_q", N)[..., permutation]
-    found |= {"key_head": of("W_A_k", N), "value_head": of("W_A_v", N)}
-    found["key_factor"] = of("W_B_k", config.key_rank)[..., permutation]
-    return found | {"value_factor": of("W_B_v", config.value_rank)}
+        found["query"] = weight("c_q", N)[..., permutation]
+    found |= {"key_head": weight("W_A_k", N), "value_head": weight("W_A_v", N)}
+    found["key_factor"] = weight("W_B_k", config.key_rank)[..., permutation]
+    return found | {"value_factor": weight("W_B_v", config.value_rank)}
 
 
 def deepseek_v4(weights: Weights, config: SharedKVConfig, *, groups: int) -> dict[str, np.ndarray]:

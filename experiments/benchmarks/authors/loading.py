@@ -36,11 +36,13 @@ class StandIn(metaclass=_Anything):
 
 
 class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves packages, and all modules in them, as stand-ins; to be put first in `sys.meta_path`.
+    """An importer that serves packages and all their modules as stand-ins.
+
+    It takes effect as the first entry of `sys.meta_path`.
 
     Args:
       packages: top-level names, installed or not.
-      given: what some names are instead of a `StandIn`, by module and name.
+      given: by module, the names that are no `StandIn`, and their objects.
     """
 
     def __init__(self, packages: tuple[str, ...], given: dict[str, dict[str, object]]):

@@ -85,7 +85,7 @@ def randomise(module: torch.nn.Module, fixed: dict[str, float], seed: int) -> di
     Matrices are N(0, 1/inputs); gains and biases lie in [0.5, 1.5].
 
     Args:
-      fixed: values of the parameters whose name ends so.
+      fixed: constants for the parameters whose names have these endings.
     """
     rng, weights = np.random.default_rng(seed), {}
     for name, parameter in sorted(module.named_parameters()):
@@ -102,8 +102,11 @@ def randomise(module: torch.nn.Module, fixed: dict[str, float], seed: int) -> di
     return weights
 
 
-# Each returns a module, a function of new tokens, the first position and a cache (None: all rows),
-# and a function that makes a cache (None if the module has none).
+# Each of these functions returns
+# - a module,
+# - a function that runs it: (inputs, position of the first, cache) -> outputs, of whole rows if the
+#   cache is None,
+# - a function that makes a cache; None if the module has none.
 
 
 def _module(code, case, x):
@@ -112,7 +115,7 @@ def _module(code, case, x):
 
 
 def _generator(code, case, x):
-    """MLRA's modules for generation hold their cache."""
+    """Returns a module of MLRA for generation, which holds its own cache."""
     module = getattr(code, case["name"])(types.SimpleNamespace(**case["sizes"]))
 
     def run(new, first, cache):
@@ -125,7 +128,7 @@ def _generator(code, case, x):
 
 
 def _llama(code, case, x):
-    """Returns a module for transformers' Llama; RoPE's config has its own head size, as there."""
+    """Returns a module for transformers' Llama, whose RoPE has a head size of its own."""
     config = types.SimpleNamespace(**case["sizes"])
     module = getattr(code, case["name"])(config, layer_idx=0)
     of_rope = types.SimpleNamespace(**case["sizes"] | {"head_dim": case["rope_dim"]})
@@ -139,7 +142,7 @@ def _llama(code, case, x):
 
 
 class _Cache:
-    """transformers' DynamicCache, for which tokens are the axis before the last."""
+    """A cache that concatenates along the axis before the last, as transformers' DynamicCache."""
 
     arrays = ()
 
@@ -166,7 +169,7 @@ def _nanochat(code, case, x):
 
 
 def _tpa_decoding(code, case, x):
-    """T6's factors of rank 1, read by the function for decoding in `decode/`."""
+    """Returns TPA's module T6 of rank 1; with a cache its factors go to the kernel in `decode/`."""
     module = getattr(code, case["name"])(types.SimpleNamespace(**case["sizes"]))
     decoding = loading.load(pathlib.Path(case["folder"], "decode/flashtpa_decode_torch.py"))
     N, R, H = (case["sizes"][key] for key in ("n_head", "q_rank", "head_dim"))
@@ -221,9 +224,10 @@ _CALLS |= dict(tpa_decoding=_tpa_decoding, transformers=_transformers)
 
 
 def outputs(case: dict, code: types.ModuleType) -> dict[str, np.ndarray]:
-    """Weights ("weights/NAME"), input x, whole rows y and, where they have a cache, `cached`.
+    """Returns weights ("weights/NAME"), inputs x, and outputs y of whole rows.
 
-    From their cache come the first PREFILL tokens in one chunk, then the others one by one.
+    A module with a cache has also `cached`, outputs from the cache: the first PREFILL tokens enter
+    in one chunk, the others one by one. If that raises, `cached_error` has the message instead.
     """
     seed = case["seed"]
     x = torch.tensor(np.random.default_rng(seed).standard_normal((BATCH, TOKENS, case["width"])))
@@ -237,7 +241,7 @@ def outputs(case: dict, code: types.ModuleType) -> dict[str, np.ndarray]:
                 cache, cuts = make_cache(), itertools.pairwise([0, *range(PREFILL, TOKENS + 1)])
                 parts = [run(x[:, start:stop], start, cache) for start, stop in cuts]
                 found["cached"] = torch.cat(parts, dim=1).numpy()
-            except Exception as error:  # a bug of theirs is a row of the table
+            except Exception as error:  # a bug of the authors, shown in the table
                 found["cached_error"] = np.array(said(error))
     return found
 
@@ -270,7 +274,7 @@ def main(out: str) -> None:
     for case, code in zip(cases, codes, strict=True):
         try:
             found = outputs(case, code)
-        except Exception as error:  # a bug of theirs is a row of the table
+        except Exception as error:  # a bug of the authors, shown in the table
             errors[case["id"]] = said(error)
         else:
             np.savez(pathlib.Path(out, f"{case['id']}.npz"), **found)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import record
-from experiments.conversion import kept, outcomes as outcomes_lib, plots, tables
+from experiments.conversion import outcomes as outcomes_lib, plots, records, tables
 from kvjax.foundation import record_lines
 from kvjax.foundation.intervals import estimate
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("small")
 
 
 def _write(name, **result):
-    record_lines.put(kept.file(), name, {"seconds": 1.0} | result)
+    record_lines.put(records.file(), name, {"seconds": 1.0} | result)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_tables_have_the_figures_of_the_records(run, results):
     half = 100 * estimate(changes).half
     assert f"| {100 * np.mean(changes):+.1f} % ± {half:.1f} |" in out
     assert "Perplexity of 8,192 held-out tokens; before conversion 100." in out
-    record_lines.put(kept.file(), "whisper/before/original", None)
+    record_lines.put(records.file(), "whisper/before/original", None)
     status, out, _ = run("--json")
     assert status == 0 and json.loads(out) == dict(name="conversion", tables=[])
 
@@ -71,7 +71,7 @@ def test_pictures_are_of_the_files_and_the_same_each_time(results):
     assert [file.name for file in files] == ["whisper_cache.png"]
     first = [file.read_bytes() for file in files]
     assert [file.read_bytes() for file in plots.write()] == first
-    before, after = plots.cache(outcomes_lib.Outcomes("whisper")).axes
+    before, after = plots.by_cache_size(outcomes_lib.Outcomes("whisper")).axes
     drawn = {line.get_label(): line for line in before.lines}
     of_keys = drawn["thin keys, one SVD of the weights"]
     assert list(of_keys.get_ydata()) == [150, 125, 102, 101]

@@ -7,7 +7,7 @@ from etils import epath
 import numpy as np
 import pytest
 
-from experiments.conversion import curves, kept, smollm2, tables
+from experiments.conversion import curves, records, smollm2, tables
 from kvjax.attention import GroupedConfig
 from kvjax.convert import __main__ as convert_command, into_workdir
 from kvjax.convert.methods import LowRankKV, ThinKeys
@@ -79,7 +79,7 @@ def test_ranks_of_smollm2(run, small_smollm2):
     assert status == 0, err
     status, _, err = run("--stage=smollm2_ranks", *small_smollm2)
     assert status == 0, err
-    found = kept.named("smollm2/before")
+    found = records.in_folder("smollm2/before")
     assert len(found) == 15
 
     def before(name):
@@ -125,7 +125,7 @@ def test_smollm2_is_tuned_by_the_products_commands(run, small_smollm2, monkeypat
     assert "--config.train.num_steps=2" in commands[4]
     assert "--config.optimizer.matrix_learning_rate=0.0005" in commands[4]
     assert "--config.optimizer.tuned=('mechanism.',)" in commands[4]
-    found = kept.named("smollm2/after")
+    found = records.in_folder("smollm2/after")
     assert len(found) == 3
     one = found["smollm2/after/qkv_text_rate0.0005/lrkv_r2_seed0"]
     assert one["commands"][1].startswith("python -m kvjax.main --config=runs/lrkv_r2/recover.py")
@@ -137,7 +137,7 @@ def test_smollm2_is_tuned(run, small_smollm2, tmp_path):
     stage = ("--stage=smollm2_tuning", *small_smollm2, f"--runs={tmp_path}/runs", "--tokens=128")
     status, _, err = run(*stage, "--only=*/thin*")
     assert status == 0, (err, [log.read_text() for log in (tmp_path / "runs").glob("*.log")])
-    (one,) = kept.named("smollm2/after").values()
+    (one,) = records.in_folder("smollm2/after").values()
     assert one["share"] < 1 and one["before"] != one["after"]
 
 

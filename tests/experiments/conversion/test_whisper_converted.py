@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.conversion import curves, kept, tables, whisper as whisper_lib, whisper_converted
+from experiments.conversion import (
+    curves,
+    records,
+    tables,
+    whisper as whisper_lib,
+    whisper_converted,
+)
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation import record_lines
 
@@ -30,9 +36,9 @@ FULL = [
     (ThinKeys(rank=4),),
     (ThinKeys(rank=12, mode="joint"),),
     (LowRankKV(rank=4),),
-    curves.keys_and_values(4, "outputs"),
-    curves.keys_and_values(4, "weights"),
-    (curves.joint_key_and_value(12, "outputs"),),
+    curves.latents_per_head(4, "outputs"),
+    curves.latents_per_head(4, "weights"),
+    (curves.joint_latents(12, "outputs"),),
 ]
 
 
@@ -46,11 +52,11 @@ def test_full_rank_is_the_original(subject, methods):
 
 @pytest.mark.slow
 def test_methods_in_turn_make_both_thin(subject):
-    params, mechanisms, errors = subject.converted(curves.keys_and_values(2, "outputs"))
+    params, mechanisms, errors = subject.converted(curves.latents_per_head(2, "outputs"))
     assert curves.cached(mechanisms) == 2 * 3 * (2 + 2) and len(errors) == 2
     assert curves.cached(subject.mechanisms) == 2 * 3 * (4 + 4)
     assert set(errors[0]) == {"key", "value"} and all(0 < x < 1 for x in errors[0].values())
-    keys_alone, _, _ = subject.converted(curves.keys_and_values(2, "outputs")[:1])
+    keys_alone, _, _ = subject.converted(curves.latents_per_head(2, "outputs")[:1])
     for both, one in zip(params["layers"], keys_alone["layers"], strict=True):
         inner, expected = both["attention"]["mechanism"], one["attention"]["mechanism"]
 
@@ -76,10 +82,10 @@ def test_ranks_of_whisper_are_measured_once(run, subject, monkeypatch):
     options = ("--stage=whisper_ranks", "--whisper=folder")
     status, out, err = run(*options, "--plan")
     assert status == 0 and not out and "whisper_ranks: 28 of 28 results to make, about" in err
-    assert not kept.file().exists()
+    assert not records.file().exists()
     status, _, err = run(*options, "--only=whisper/before/[lo]*")
     assert status == 0 and "4 of 4 results to make" in err
-    found = kept.named("whisper/before")
+    found = records.in_folder("whisper/before")
     names = ("lrkv_outputs", "lrkv_outputs_not_aligned", "lrkv_weights", "original")
     assert tuple(found) == tuple(f"whisper/before/{name}" for name in names)
     original, curve = found["whisper/before/original"], found["whisper/before/lrkv_outputs"]
@@ -95,7 +101,7 @@ def test_ranks_of_whisper_are_measured_once(run, subject, monkeypatch):
     made = []
     monkeypatch.setattr(subject, "measure", lambda methods: made.append(methods))
     monkeypatch.setattr(curves, "point", lambda *_: {})
-    record_lines.put(kept.file(), "whisper/before/lrkv_weights", None)
+    record_lines.put(records.file(), "whisper/before/lrkv_weights", None)
     status, _, err = run(*options, "--only=whisper/before/[lo]*")
     assert status == 0 and "1 of 4 results to make" in err
     assert [[method.objective for method in methods] for methods in made] == [["weights"]] * 2
@@ -122,7 +128,7 @@ def test_a_failure_is_written_down_and_tried_again(run, subject, monkeypatch):
         patch.setattr(subject, "measure", fail)
         status, _, err = run(*options)
     assert status == 1 and "1 of 1 failed" in err
-    assert kept.failed() == {"whisper/before/original": "MemoryError: no room"}
-    assert kept.read("whisper/before/original") is None
+    assert records.failed() == {"whisper/before/original": "MemoryError: no room"}
+    assert records.read("whisper/before/original") is None
     assert any("no room" in str(table.rows) for table in tables.report())
-    assert run(*options)[0] == 0 and not kept.failed()
+    assert run(*options)[0] == 0 and not records.failed()

@@ -4,7 +4,7 @@ from flax import traverse_util
 import numpy as np
 import pytest
 
-from experiments.conversion import curves, kept, whisper as whisper_lib, whisper_tuning
+from experiments.conversion import curves, records, whisper as whisper_lib, whisper_tuning
 from experiments.conversion.whisper_tuning import Setting
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation import record_lines
@@ -124,7 +124,7 @@ def test_whisper_is_tuned_once_for_each_seed(run, monkeypatch):
     _settings(monkeypatch, "lrkv_r32")
     options = ("--stage=whisper_tuning", "--whisper=folder", "--tokens=72", "--seeds=2")
     assert run(*options)[0] == 0
-    found = kept.named("whisper/after")
+    found = records.in_folder("whisper/after")
     folder = "whisper/after/qkv_text_rate0.001"
     assert list(found) == [f"{folder}/{v}_seed{s}" for v in ("control", "lrkv_r32") for s in (0, 1)]
     one = found[f"{folder}/lrkv_r32_seed1"]
@@ -133,9 +133,10 @@ def test_whisper_is_tuned_once_for_each_seed(run, monkeypatch):
     assert one["before"] != one["after"] != found[f"{folder}/lrkv_r32_seed0"]["after"]
     assert one["before"] == found[f"{folder}/lrkv_r32_seed0"]["before"]
 
-    record_lines.put(kept.file(), f"{folder}/control_seed0", None)
+    record_lines.put(records.file(), f"{folder}/control_seed0", None)
     status, _, err = run(*options)  # the program is still there
     assert status == 0 and "1 of 4 results to make" in err
     assert (
-        kept.read(f"{folder}/control_seed0")["after"] == found[f"{folder}/control_seed0"]["after"]
+        records.read(f"{folder}/control_seed0")["after"]
+        == found[f"{folder}/control_seed0"]["after"]
     )

@@ -32,7 +32,7 @@ PUBLISHED = (
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for a single head, or heads without matrices (see `heads.read`)."""
+    """Raises a UserError for a single head, or heads that are not linear (see `heads.layers`)."""
     for one in _models(model, request).values():
         measurements.check(one)
 

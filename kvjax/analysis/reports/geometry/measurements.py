@@ -69,7 +69,7 @@ def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None
 
 
 def check(model: LazyModel, beside: LazyModel | None = None) -> None:
-    """Raises a UserError for heads without matrices, unless all layers have residuals."""
+    """Raises a UserError for heads that are not linear, unless all layers have residuals."""
     mechanisms = model.transformer.mechanisms
     whole = [i for i, config in enumerate(mechanisms) if not geometry.has_residuals(config)]
     heads_lib.check(model, whole)

@@ -17,7 +17,7 @@ from kvjax.convert.model import LazyModel
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for heads without matrices (see `heads.read`).
+    """Raises a UserError for heads that are not linear (see `heads.layers`).
 
     Layers with residuals need none: they are read from LRKV's factors.
     """
@@ -28,7 +28,7 @@ def section(model: LazyModel, request: Request) -> Section:
     """Measures norms of keys and values, and the geometry of residuals.
 
     Raises:
-      UserError: weights that are not finite, or heads without matrices (see `heads.read`).
+      UserError: weights that are not finite, or heads that are not linear (see `heads.layers`).
     """
     layers = measurements.of_model(model, request.beside, request.seed)
     moments = [(step, evolution.moment(snapshot)) for step, snapshot in request.snapshots]

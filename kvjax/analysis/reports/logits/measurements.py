@@ -17,23 +17,23 @@ _ALL_KEYS = Mask(causal=False)
 
 # Matrices whose spectra are measured.
 WEIGHTS = "M, without RoPE"
-AT_DISTANCES = "M, at distances"
-AVERAGED = "M, mean over pairs"
-FIELD = "E"
-CAUSAL = "E, causal"
-PLAIN = "E, without RoPE"
+WEIGHTS_AT_DISTANCES = "M, at distances"
+AVERAGED_WEIGHTS = "M, mean over pairs"
+LOGITS = "E"
+CAUSAL_LOGITS = "E, causal"
+LOGITS_WITHOUT_ROPE = "E, without RoPE"
 
-Kind = tuple[str, int]  # one of these and the tokens
+Kind = tuple[str, int]  # one of these; tokens of the text, 0 for weights without RoPE
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitMeasurements:
-    """Numbers by [layers, texts, heads, ...], nan where a layer is smaller.
+    """Arrays [layers, texts, heads, ...], with nan where a layer has fewer heads or channels.
 
     Attributes:
       energies: [layers, texts, N, R], descending, zero-padded. For weights the text axis holds one
         matrix, or one per distance.
-      errors: by tokens and causality, [layers, texts, N, ranks, 3] of
+      errors: by tokens and True for the causal mask, [layers, texts, N, ranks, 3] of
         `truncation.TruncationErrors`.
       bounds: by tokens, [layers, texts, N, ranks].
       delocalisation: by tokens, [layers, texts, N, R].
@@ -94,17 +94,17 @@ def measure(
                 tokens = max(perplexity_tokens, length)
                 perplexity[length, rank] = _perplexities(model, texts, length, tokens, rank)
 
-    def named(name, fill):
+    def measurements_of(name, fill):
         return {key[1]: _stacked(arrays, fill) for key, arrays in found.items() if key[0] == name}
 
     return LogitMeasurements(
         ranks=ranks,
         key_dim=key_dim,
-        energies=named("energies", 0.0),
-        errors=named("errors", np.nan),
-        bounds=named("bounds", np.nan),
-        delocalisation=named("delocalisation", np.nan),
-        keys=named("keys", np.nan),
+        energies=measurements_of("energies", 0.0),
+        errors=measurements_of("errors", np.nan),
+        bounds=measurements_of("bounds", np.nan),
+        delocalisation=measurements_of("delocalisation", np.nan),
+        keys=measurements_of("keys", np.nan),
         perplexity=perplexity,
     )
 
@@ -130,8 +130,11 @@ def _of_weights(heads: heads_lib.Heads, length: int) -> Iterator[tuple[Kind, np.
         found = logits.Interaction(heads)
         yield (WEIGHTS, 0), found.energies()[None]
         if length:
-            yield (AT_DISTANCES, length), np.stack(list(map(found.energies_at, distances(length))))
-            yield (AVERAGED, length), found.energies_averaged(length)[None]
+            yield (
+                (WEIGHTS_AT_DISTANCES, length),
+                np.stack(list(map(found.energies_at, distances(length)))),
+            )
+            yield (AVERAGED_WEIGHTS, length), found.energies_averaged(length)[None]
 
 
 def _of_layer(
@@ -144,21 +147,26 @@ def _of_layer(
             x[b, :length] for x in (layer.query_BTNH, layer.key_BTKH, layer.value_BTKH)
         )
         with few_threads(length):
-            field = logits.centred_logits(query, key, layer.scale)
-            found["energies", (FIELD, length)].append(field.energies_NR)
+            centred = logits.centred_logits(query, key, layer.scale)
+            found["energies", (LOGITS, length)].append(centred.energies_NR)
             if rotates:
-                plain = (layer.plain_query_BTNH[b, :length], layer.plain_key_BTKH[b, :length])
-                found["energies", (PLAIN, length)].append(logits.energies(*plain, layer.scale))
-            bounds = [logits.softmax_bound(field, rank) for rank in ranks]
+                without_rope = (
+                    layer.plain_query_BTNH[b, :length],
+                    layer.plain_key_BTKH[b, :length],
+                )
+                found["energies", (LOGITS_WITHOUT_ROPE, length)].append(
+                    logits.energies(*without_rope, layer.scale)
+                )
+            bounds = [logits.softmax_bound(centred, rank) for rank in ranks]
             found["bounds", length].append(np.stack(bounds, axis=-1))
-            found["delocalisation", length].append(logits.delocalisation(field))
+            found["delocalisation", length].append(logits.delocalisation(centred))
             found["keys", length].append(np.stack(logits.key_geometry(key), axis=-1))
         for mask in (_ALL_KEYS, layer.mask) if causal else (_ALL_KEYS,):
-            errors = truncation.errors(field, value, ranks, mask)
+            errors = truncation.errors(centred, value, ranks, mask)
             found["errors", (length, mask.causal)].append(np.stack(errors, axis=-1))
         if causal:
             energies_NL = logits.masked_energies(query, key, layer.scale, layer.mask)
-            found["energies", (CAUSAL, length)].append(energies_NL)
+            found["energies", (CAUSAL_LOGITS, length)].append(energies_NL)
     return {name: np.stack(arrays) for name, arrays in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""The report on logit spectra: tables and section 4.3 of arXiv 2604.04384, and open questions."""
+"""The report on logit spectra: what arXiv 2604.04384 measures, and what it leaves open."""
 
 import functools
 
@@ -8,14 +8,20 @@ from kvjax.analysis.measures import heads as heads_lib
 from kvjax.analysis.page import figures
 from kvjax.analysis.page.section import Figure, Section
 from kvjax.analysis.reports.logits import measurements, tables
-from kvjax.analysis.reports.logits.measurements import CAUSAL, FIELD, PLAIN, WEIGHTS, Kind
+from kvjax.analysis.reports.logits.measurements import (
+    CAUSAL_LOGITS,
+    LOGITS,
+    LOGITS_WITHOUT_ROPE,
+    WEIGHTS,
+    Kind,
+)
 from kvjax.analysis.reports.logits.results import SHARE, Results
 from kvjax.analysis.request import Request, reference_length
 from kvjax.convert.model import LazyModel
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for heads without matrices (see `heads.read`)."""
+    """Raises a UserError for heads that are not linear (see `heads.layers`)."""
     del request
     heads_lib.check(model)
 
@@ -28,8 +34,8 @@ def section(model: LazyModel, request: Request) -> Section:
     Raises:
       UserError: weights or activations that are not finite.
     """
-    at = sorted({reference_length(request.lengths), max(request.lengths)})
-    measured = measurements.measure(model, request.texts, request.lengths, perplexity_at=at)
+    lengths = sorted({reference_length(request.lengths), max(request.lengths)})
+    measured = measurements.measure(model, request.texts, request.lengths, perplexity_at=lengths)
     return _section(Results(model.name, request, measured))
 
 
@@ -46,10 +52,11 @@ def _section(found: Results) -> Section:
 
 def _lead(found: Results) -> str:
     least, most = tables.PUBLISHED_GAP
+    length = found.reference_length
     return (
         f"Components that hold {SHARE:.0%} of the energy of a head's logits E on a text, and of "
         f"its weights M = W_Q W_K^T: medians over {found.num_heads:,} heads and "
-        f"{len(found.texts)} texts at {found.at:,} tokens are {found.median((FIELD, found.at)):g} "
+        f"{len(found.texts)} texts at {length:,} tokens are {found.median((LOGITS, length)):g} "
         f"and {found.median((WEIGHTS, 0)):g} of {found.measured.key_dim}. The paper has {least} to "
         f"{most} times fewer for E than for M, at 256 tokens."
     )
@@ -69,15 +76,15 @@ def _named(kind: Kind) -> str:
 
 def _shares(found: Results) -> Figure:
     longest = max(found.lengths)
-    kinds = [(WEIGHTS, 0), *((FIELD, length) for length in found.lengths)]
-    kinds += [(CAUSAL, longest)] if found.is_causal else []
+    kinds = [(WEIGHTS, 0), *((LOGITS, length) for length in found.lengths)]
+    kinds += [(CAUSAL_LOGITS, longest)] if found.is_causal else []
     series, bands = {}, {}
     for kind in kinds:
         held = found.curve(kind)
         low, median, high = 100 * np.quantile(held, (0.25, 0.5, 0.75), axis=(0, 1, 2))
         components = list(range(1, len(median) + 1))
         series[_named(kind)] = (components, median.tolist())
-        if kind in ((WEIGHTS, 0), (FIELD, found.at)):
+        if kind in ((WEIGHTS, 0), (LOGITS, found.reference_length)):
             bands[_named(kind)] = (low.tolist(), high.tolist())
     return figures.curves(
         "Share of the energy that components hold",
@@ -95,7 +102,11 @@ def _shares(found: Results) -> Figure:
 
 
 def _by_length(found: Results) -> Figure:
-    kinds = [kind for kind in (FIELD, PLAIN, CAUSAL) if (kind, found.at) in found.measured.energies]
+    kinds = [
+        kind
+        for kind in (LOGITS, LOGITS_WITHOUT_ROPE, CAUSAL_LOGITS)
+        if (kind, found.reference_length) in found.measured.energies
+    ]
     series, bands = {}, {}
     for kind in kinds:
         spreads = [found.spread((kind, length)) for length in found.lengths]
@@ -120,7 +131,9 @@ def _by_length(found: Results) -> Figure:
 
 
 def _by_layer(found: Results) -> Figure:
-    kinds = [(WEIGHTS, 0), (FIELD, found.at), *([(CAUSAL, found.at)] if found.is_causal else [])]
+    length = found.reference_length
+    kinds = [(WEIGHTS, 0), (LOGITS, length)]
+    kinds += [(CAUSAL_LOGITS, length)] if found.is_causal else []
     series, bands = {}, {}
     for kind in kinds:
         ranks = found.ranks(kind)
@@ -140,17 +153,21 @@ def _by_layer(found: Results) -> Figure:
 
 
 def _errors(found: Results) -> Figure:
-    ranks, middle = found.measured.ranks, functools.partial(np.nanmedian, axis=(0, 1, 2))
-    series = {"bound": (list(ranks), middle(found.measured.bounds[found.at]).tolist())}
+    ranks, median = found.measured.ranks, functools.partial(np.nanmedian, axis=(0, 1, 2))
+    length = found.reference_length
+    series = {"bound": (list(ranks), median(found.measured.bounds[length]).tolist())}
     for (tokens, causal), errors in found.measured.errors.items():
-        if tokens == found.at:
-            mean_R, worst_R, _ = middle(errors).T.tolist()
-            of = "causal: " if causal else ""
-            series |= {f"{of}worst row": (list(ranks), worst_R), f"{of}mean": (list(ranks), mean_R)}
+        if tokens == length:
+            mean_R, worst_R, _ = median(errors).T.tolist()
+            prefix = "causal: " if causal else ""
+            series |= {
+                f"{prefix}worst row": (list(ranks), worst_R),
+                f"{prefix}mean": (list(ranks), mean_R),
+            }
     return figures.curves(
         "Error of probabilities under logits of rank r",
         series,
-        f"Medians over heads and texts at {found.at:,} tokens of |p - p_r|_1, at most 2: "
+        f"Medians over heads and texts at {length:,} tokens of |p - p_r|_1, at most 2: "
         "probabilities under E and under its best rank-r approximation, over all keys "
         "and over causally visible ones; and the bound of proposition 4.1.",
         x="rank r",

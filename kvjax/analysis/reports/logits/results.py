@@ -9,12 +9,12 @@ import numpy as np
 from kvjax.analysis.measures import spectrum
 from kvjax.analysis.measures.spread import Spread, spread
 from kvjax.analysis.reports.logits.measurements import (
-    AT_DISTANCES,
-    AVERAGED,
-    CAUSAL,
-    FIELD,
-    PLAIN,
+    AVERAGED_WEIGHTS,
+    CAUSAL_LOGITS,
+    LOGITS,
+    LOGITS_WITHOUT_ROPE,
     WEIGHTS,
+    WEIGHTS_AT_DISTANCES,
     Kind,
     LogitMeasurements,
 )
@@ -30,7 +30,7 @@ class Results:
     def __init__(self, name: str, request: Request, measured: LogitMeasurements):
         self.name, self.texts, self.lengths = name, tuple(request.texts), tuple(request.lengths)
         self.measured = measured
-        self.at = reference_length(request.lengths)
+        self.reference_length = reference_length(request.lengths)
 
     @property
     def num_heads(self) -> int:
@@ -39,11 +39,18 @@ class Results:
 
     @property
     def is_causal(self) -> bool:
-        return (CAUSAL, self.at) in self.measured.energies
+        return (CAUSAL_LOGITS, self.reference_length) in self.measured.energies
 
     def kinds(self) -> list[Kind]:
         """Returns the kinds of weights, then of logits, each by length."""
-        order = (WEIGHTS, AT_DISTANCES, AVERAGED, FIELD, CAUSAL, PLAIN)
+        order = (
+            WEIGHTS,
+            WEIGHTS_AT_DISTANCES,
+            AVERAGED_WEIGHTS,
+            LOGITS,
+            CAUSAL_LOGITS,
+            LOGITS_WITHOUT_ROPE,
+        )
         return sorted(self.measured.energies, key=lambda kind: (order.index(kind[0]), kind[1]))
 
     def ranks(self, kind: Kind, share: float = SHARE) -> np.ndarray:
@@ -53,7 +60,7 @@ class Results:
     def spread(self, kind: Kind, share: float = SHARE) -> Spread:
         """Returns the spread of `ranks`; weights have no `between_texts`."""
         found = spread(self.ranks(kind, share))
-        of_logits = kind[0] in (FIELD, CAUSAL, PLAIN)
+        of_logits = kind[0] in (LOGITS, CAUSAL_LOGITS, LOGITS_WITHOUT_ROPE)
         return found if of_logits else dataclasses.replace(found, between_texts=None)
 
     def curve(self, kind: Kind) -> np.ndarray:
@@ -67,26 +74,30 @@ class Results:
 
     def gap(self, kind: Kind) -> dict:
         """Returns the ratio of components of M without RoPE to those of an E."""
-        weights_L1N, field_LBN = self.ranks((WEIGHTS, 0)), self.ranks(kind)
-        of_heads = (weights_L1N / np.maximum(field_LBN, 1))[field_LBN > 0]
-        here, there = self.median((WEIGHTS, 0)), self.median(kind)
-        by_text_B = np.median(field_LBN, axis=(0, 2))
+        weights_L1N, logits_LBN = self.ranks((WEIGHTS, 0)), self.ranks(kind)
+        of_heads = (weights_L1N / np.maximum(logits_LBN, 1))[logits_LBN > 0]
+        of_m, of_e = self.median((WEIGHTS, 0)), self.median(kind)
+        by_text_B = np.median(logits_LBN, axis=(0, 2))
         return dict(
             matrix=kind[0],
             tokens=kind[1],
-            of_m=here,
-            of_e=there,
-            ratio=here / there if there else None,
+            of_m=of_m,
+            of_e=of_e,
+            ratio=of_m / of_e if of_e else None,
             of_heads=np.quantile(of_heads, (0.25, 0.75)).tolist() if of_heads.size else None,
             by_text={
-                name: here / one if one else None
+                name: of_m / one if one else None
                 for name, one in zip(self.texts, by_text_B.tolist(), strict=True)
             },
         )
 
     def gaps(self) -> list[dict]:
         """Returns the `gap` of every measured E, by kind and length."""
-        kinds = [(name, length) for name in (FIELD, CAUSAL, PLAIN) for length in self.lengths]
+        kinds = [
+            (name, length)
+            for name in (LOGITS, CAUSAL_LOGITS, LOGITS_WITHOUT_ROPE)
+            for length in self.lengths
+        ]
         return [self.gap(kind) for kind in kinds if kind in self.measured.energies]
 
     def errors(self) -> list[dict]:
@@ -94,13 +105,13 @@ class Results:
         rank.
         """
 
-        def middle(x):
+        def median(x):
             return np.nanmedian(x, axis=(0, 1, 2)).tolist()
 
         rows = []
         for (tokens, causal), errors in self.measured.errors.items():
-            bounds = middle(self.measured.bounds[tokens])
-            of_ranks = zip(self.measured.ranks, middle(errors), bounds, strict=True)
+            bounds = median(self.measured.bounds[tokens])
+            of_ranks = zip(self.measured.ranks, median(errors), bounds, strict=True)
             for rank, (mean, worst, output), bound in of_ranks:
                 about = dict(tokens=tokens, causal=causal, rank=rank)
                 rows.append(about | dict(mean=mean, worst=worst, output=output, bound=bound))
@@ -116,12 +127,15 @@ class Results:
         for length in self.lengths:
             spread_LBNR, beta_LBN = self.measured.delocalisation[length], self.betas(length)
             row = dict(tokens=length, beta=float(np.median(beta_LBN)))
-            there = spread_LBNR[~np.isnan(spread_LBNR)]
-            row["of_vectors"] = float(np.median(there)) if there.size else None
+            known = spread_LBNR[~np.isnan(spread_LBNR)]
+            row["of_vectors"] = float(np.median(known)) if known.size else None
             row["beta_most"] = float(beta_LBN.max())
             keys = np.moveaxis(self.measured.keys[length], -1, 0)
             for name, x_LBK in zip(("incoherence", "condition"), keys, strict=True):
-                row |= {name: _there(np.nanmedian(x_LBK)), f"{name}_most": _there(np.nanmax(x_LBK))}
+                row |= {
+                    name: _finite(np.nanmedian(x_LBK)),
+                    f"{name}_most": _finite(np.nanmax(x_LBK)),
+                }
             rows.append(row)
         return rows
 
@@ -142,6 +156,6 @@ class Results:
             )
 
 
-def _there(x: float) -> float | None:
+def _finite(x: float) -> float | None:
     """Returns a finite number, or None."""
     return float(x) if np.isfinite(x) else None

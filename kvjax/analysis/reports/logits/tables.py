@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.analysis.measures import spectrum
 from kvjax.analysis.page.section import Column, Table
-from kvjax.analysis.reports.logits.measurements import FIELD, WEIGHTS, Kind
+from kvjax.analysis.reports.logits.measurements import LOGITS, WEIGHTS, Kind
 from kvjax.analysis.reports.logits.results import COMPONENTS, Results
 from kvjax.analysis.request import PAPER_LENGTH
 
@@ -57,21 +57,21 @@ _BEGIN = [Column("model"), Column("matrix"), Column("tokens", ",d"), Column("cha
 def _published(rows: Mapping[str, tuple]) -> list[list]:
     """Returns the paper's rows, M and E of each model."""
     found = []
-    for name, (weights, field) in rows.items():
+    for name, (of_m, of_e) in rows.items():
         dim = PUBLISHED_RANKS[name][0]
-        found.append([f"{name} ({PAPER})", WEIGHTS, None, dim, *weights])
-        found.append([f"{name} ({PAPER})", FIELD, PAPER_LENGTH, dim, *field])
+        found.append([f"{name} ({PAPER})", WEIGHTS, None, dim, *of_m])
+        found.append([f"{name} ({PAPER})", LOGITS, PAPER_LENGTH, dim, *of_e])
     return found
 
 
 def _ranks(found: Results) -> Table:
     rows = []
     for kind in found.kinds():
-        of = found.spread(kind)
-        quartiles = f"{of.low:g} to {of.high:g}"
+        spread = found.spread(kind)
+        quartiles = f"{spread.low:g} to {spread.high:g}"
         medians = [found.median(kind, share) for share in spectrum.SHARES]
-        rows.append([*_row(found, kind), *medians, quartiles, of.between_texts])
-    published = {name: (weights, field) for name, (_, weights, field) in PUBLISHED_RANKS.items()}
+        rows.append([*_row(found, kind), *medians, quartiles, spread.between_texts])
+    published = {name: (of_m, of_e) for name, (_, of_m, of_e) in PUBLISHED_RANKS.items()}
     rows += [[*row, None, None] for row in _published(published)]
     shares = [Column(f"{share:.0%}", ".4g") for share in spectrum.SHARES]
     return Table(

@@ -19,7 +19,7 @@ _Layer = dict[str, dict]  # by measure, then by pair or projection
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for heads without matrices (see `heads.read`)."""
+    """Raises a UserError for heads that are not linear (see `heads.layers`)."""
     del request
     heads_lib.check(model)
 
@@ -28,7 +28,7 @@ def section(model: LazyModel, request: Request) -> Section:
     """Measures similarity and effective ranks of the projections of each layer.
 
     Raises:
-      UserError: weights that are not finite, or heads without matrices (see `heads.read`).
+      UserError: weights that are not finite, or heads that are not linear (see `heads.layers`).
     """
     del request
     with few_threads(model.transformer.block.d_model):

@@ -22,7 +22,7 @@ class Task:
 
     Attributes:
       name: of the record.
-      settings: JSON-able: everything but the code that the figures depend on.
+      settings: everything that the figures depend on but the code, JSON-able.
       make: returns the figures, JSON-able.
       seconds: expected time on two CPU cores, for plans.
     """
@@ -43,17 +43,17 @@ def read(name: str) -> dict | None:
     return None if found is None or "error" in found else found
 
 
-def named(folder: str) -> dict[str, dict]:
+def in_folder(folder: str) -> dict[str, dict]:
     """Returns the results whose names begin with `folder`/, in alphabetical order."""
-    records = record_lines.read(file()).items()
-    inside = {name: found for name, found in records if name.startswith(f"{folder}/")}
+    every = record_lines.read(file()).items()
+    inside = {name: found for name, found in every if name.startswith(f"{folder}/")}
     return {name: found for name, found in inside.items() if "error" not in found}
 
 
 def failed() -> dict[str, str]:
     """Returns the message of each failure by name."""
-    records = record_lines.read(file()).items()
-    return {name: found["error"] for name, found in records if "error" in found}
+    every = record_lines.read(file()).items()
+    return {name: found["error"] for name, found in every if "error" in found}
 
 
 def missing(tasks: Sequence[Task]) -> list[Task]:
