@@ -22,6 +22,7 @@ DATA = [
     "tokenizers>=0.23.3,<0.24",
     "tiktoken>=0.14,<0.15",
     "pyarrow>=25,<27",
+    "huggingface_hub>=1.0,<3",  # hf:// names; tokenizers brings it
 ]
 # Trains, and reads what was trained: generate, chat, evaluate, compare.
 TRAIN = [

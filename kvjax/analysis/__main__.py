@@ -58,7 +58,11 @@ def _parser() -> command_line.Parser:
     parser.add_output()
     add = parser.add_argument
     add("--workdir", default="", help="workdir of a run; its latest checkpoint is read")
-    add("--model", default="", help="instead: folder of a published model, or a .gguf file")
+    add(
+        "--model",
+        default="",
+        help="instead: folder of a published model, .gguf file, or hf://OWNER/NAME",
+    )
     add("--beside", default="", help="another workdir or model to compare with")
     names = ", ".join(reports.NAMES)
     add("--reports", default="", help=f"some of {names} (all that apply to the model)")

@@ -20,6 +20,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.text import check_text
+from kvjax.published import hub
 
 LIMIT = 2048  # maximum tokens of a conversation
 KINDS = ("smoltalk", "mmlu", "gsm8k", "arc", "conversations")
@@ -80,7 +81,9 @@ class MixtureConfig:
             check_text(f"config.mixture.{key}", getattr(self, key))
             for item in config_lib.split_source(getattr(self, key)):
                 source, *_ = _parsed(key, item)
-                if not source.startswith("tfds:"):
+                if hub.is_name(source):
+                    hub.parse(f"config.mixture.{key}", source, kind="dataset")
+                elif not source.startswith("tfds:"):
                     runtime.path(f"config.mixture.{key}", source)
         between("config.mixture.seed", self.seed, 0, (1 << 32) - 1)
         between("config.mixture.limit", self.limit, 2, config_lib.MAX_SEQUENCE_LENGTH)

@@ -5,9 +5,10 @@
     python -m kvjax.convert --source=runs/smollm2 --out=runs/thin --method=thin_keys --rank=32
     python -m kvjax.convert --source=runs/smollm2 --out=runs/lrkv --method=lrkv --rank=16
 
-The source is a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file or a
-workdir. Afterwards `python -m kvjax.generate --workdir=OUT` generates from the smaller cache, and
-`python -m kvjax.main --config=OUT/recover.py` fine-tunes the converted weights.
+The source is a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file, a
+hub's model (hf://OWNER/NAME[@REVISION], read from Hugging Face's cache or downloaded into it)
+or a workdir. Afterwards `python -m kvjax.generate --workdir=OUT` generates from the smaller cache,
+and `python -m kvjax.main --config=OUT/recover.py` fine-tunes the converted weights.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
     parser.add_output()
     add = parser.add_argument
-    add("--source", default="", help="published folder, .gguf file, or workdir")
+    add("--source", default="", help="published folder, .gguf file, hf://OWNER/NAME, or workdir")
     add("--out", default="", help="workdir to write; must not exist")
     text = "conversion (none; with --cache thin_keys)"
     add("--method", help=f"{', '.join(options_lib.METHODS)}: {text}")
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(options: argparse.Namespace, out: Output) -> None:
-    source = "a folder, a .gguf file or a workdir"
+    source = "a folder, a .gguf file, hf://OWNER/NAME or a workdir"
     command_line.require(options, source=source, out="a new folder")
     options_lib.fill_defaults(options, _parser().get_default)
     method = options_lib.make_method(options)

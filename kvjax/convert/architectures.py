@@ -9,11 +9,12 @@ import dataclasses
 import math
 
 from kvjax.convert import config_keys, rope_keys, rules as rules_lib, windows
-from kvjax.convert.published_config import ConfigSections, PublishedConfig, make_sections
+from kvjax.convert.published_config import ConfigSections, make_sections
 from kvjax.convert.rules import Rule
 from kvjax.convert.windows import WindowKeys
 from kvjax.foundation.errors import UserError, warn
 from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.published.config import PublishedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import ml_collections
 import numpy as np
 
 from kvjax import config as config_lib, recipes
-from kvjax.convert import digests, source as source_lib
+from kvjax.convert import digests
 from kvjax.convert.published import check_tokenizer, check_vocabulary, text_of
 from kvjax.convert.tensors import check, dtype_of, json_object, open_folder
 from kvjax.data import manifest
@@ -26,6 +26,7 @@ from kvjax.foundation.files import in_bucket
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
+from kvjax.published import source as source_lib
 from kvjax.workdir import origin
 
 MODEL_TYPE = "kvjax"  # in config.json

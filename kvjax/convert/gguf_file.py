@@ -10,12 +10,13 @@ import tokenizers
 
 from kvjax.convert import digests
 from kvjax.convert.architectures import FAMILIES, Family
-from kvjax.convert.published_config import PublishedConfig
 from kvjax.convert.tensors import StoredTensor
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError, first_line, panics_as_errors
 from kvjax.layers import rope
+from kvjax.published import gguf_header
+from kvjax.published.config import PublishedConfig
 
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
 _FREQUENCIES = "rope_freqs.weight"  # divisors of RoPE's frequencies
@@ -53,23 +54,6 @@ _GPT2_KEYS = {
 }
 # By architecture, the model_type of transformers, too.
 _KEYS = dict(gpt2=_GPT2_KEYS) | dict.fromkeys(("llama", "qwen2", "qwen3"), _LLAMA_KEYS)
-# Values in a header: a vocabulary of 256K tokens with its merges has 2M.
-_MOST_VALUES = 1 << 22
-
-
-class _Reader(gguf.GGUFReader):
-    """The library's reader with bounds on counts, which it takes from the file unchecked."""
-
-    _values = 0
-
-    def _get(self, offset, dtype, count=1, override_order=None):
-        self._values += 1
-        if self._values > _MOST_VALUES:
-            raise ValueError(f"its header has more than {_MOST_VALUES:,} values")
-        end = int(offset) + int(count) * np.dtype(dtype).itemsize
-        if end > len(self.data):
-            raise ValueError(f"it has {len(self.data):,} bytes of {end:,}")
-        return super()._get(offset, dtype, count, override_order)
 
 
 class File:
@@ -83,29 +67,10 @@ class File:
     def __init__(self, path: epath.Path):
         self.path = path
         digests.check_download(path)
-        try:
-            reader = _Reader(path)
-            fields = {name: field.contents() for name, field in reader.fields.items()}
-        except Exception as error:  # damaged files raise many types
-            raise UserError(
-                f"{path} is not a GGUF file, or is damaged ({first_line(error)}): download it again"
-            ) from error
-        self.metadata = fields
-        if reader.byte_order != "I":
-            raise UserError(f"{path} is of the other byte order: convert the model again, here")
-        if fields.get("split.count", 1) not in (0, 1):
-            raise UserError(
-                f"{path}: split.count = {fields['split.count']}: merge the parts first "
-                "(llama-gguf-split --merge)"
-            )
-        if fields.get("general.type") == "adapter":
-            raise UserError(
-                f"{path} is an adapter (LoRA), not a model: merge it into its model first "
-                "(llama-export-lora)"
-            )
-        self.architecture = fields.get("general.architecture")
+        self.metadata, tensors = gguf_header.read(path)
+        self.architecture = self.metadata.get("general.architecture")
         one_of(f"{path}: general.architecture", self.architecture, tuple(_KEYS))
-        self.tensors = {tensor.name: self._stored(tensor) for tensor in reader.tensors}
+        self.tensors = {tensor.name: self._stored(tensor) for tensor in tensors}
 
     def _stored(self, tensor: gguf.ReaderTensor) -> StoredTensor:
         _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]

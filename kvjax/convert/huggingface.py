@@ -16,11 +16,11 @@ from kvjax.convert.architectures import FAMILIES
 from kvjax.convert.dense import DenseModel
 from kvjax.convert.into_folder import ExportPlan, LazyTensor
 from kvjax.convert.model import LazyModel
-from kvjax.convert.published_config import PublishedConfig
 from kvjax.convert.rules import Rule
 from kvjax.data import manifest, tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
+from kvjax.published.config import PublishedConfig
 from kvjax.workdir import origin
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors': transformers'

@@ -26,6 +26,7 @@ from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
+from kvjax.published import hub
 from kvjax.workdir import origin, storage, trained
 
 Parameters = Mapping[Path, tuple[tuple[int, ...], np.dtype]]
@@ -58,16 +59,19 @@ class LazyModel(Protocol):
 
 
 def open(source: str) -> LazyModel:
-    """Opens the model of a workdir, an export, or a published model.
+    """Opens the model of a workdir, an export, or a published model (also hf://OWNER/NAME).
 
     Raises:
       UserError: none is there; see `trained.find`, `factored_format` and `published.open`.
     """
+    if hub.is_name(source):
+        source = str(hub.model("--source", source))
     path = runtime.path("--source", source)
     if (path / "config.txt").exists():
         return TrainedModel(path)
     # Imported late: their packages are an extra.
-    from kvjax.convert import factored_format, published, source as source_lib
+    from kvjax.convert import factored_format, published
+    from kvjax.published import source as source_lib
 
     folder = path if in_bucket(path) else source_lib.located(path)
     if factored_format.is_there(folder):

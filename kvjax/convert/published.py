@@ -2,6 +2,7 @@
 
     model = published.open("~/models/SmolLM2-135M")          # a Hugging Face folder
     model = published.open("~/models/SmolLM2-135M.gguf")     # or a GGUF file
+    model = published.open("hf://HuggingFaceTB/SmolLM2-135M")    # or a model of the hub
     model.config.transformer                                 # its config
     model.read(("segments", 0, "attention", "out"), 3)       # [N, H, D] of layer 3
 
@@ -19,17 +20,20 @@ import tokenizers
 
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
-from kvjax.convert import architectures, rules as rules_lib, source as source_lib, tokens
+from kvjax.convert import architectures, rules as rules_lib, tokens
 from kvjax.convert.architectures import Family
-from kvjax.convert.published_config import ConfigSections, PublishedConfig
+from kvjax.convert.published_config import ConfigSections
 from kvjax.convert.rules import BLOCK, Rule
-from kvjax.convert.tensors import check, dtype_of, json_object, listed, open_folder
+from kvjax.convert.tensors import check, dtype_of, json_object, open_folder
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import extras, runtime
 from kvjax.foundation.errors import DataError, UserError, first_line, warn
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.text import listed
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
+from kvjax.published import hub, source as source_lib
+from kvjax.published.config import PublishedConfig
 from kvjax.workdir.origin import CHAT_TEMPLATE, TOKENIZER_CONFIG, TokenFiles
 
 _SPARE_ROWS, _SPARE_SHARE = 1024, 0.05  # largest excess of embedding rows over tokens
@@ -198,13 +202,16 @@ def open(source: epath.PathLike) -> PublishedModel:
       UserError: no such model, missing or damaged files or files of different models, an
         unsupported family or option, quantised weights (except in GGUF).
     """
-    path = runtime.path("--source", source)
+    if hub.is_name(source):
+        path = hub.model("--source", os.fspath(source))
+    else:
+        path = runtime.path("--source", source)
     if in_bucket(path):
         raise UserError(f"--source = {str(source)!r}: must be local: copy it to a disk first")
     if not path.exists():
         raise UserError(
             f"--source = {str(source)!r}: there is no such folder or file; download a published "
-            "model first, and give its folder or .gguf file"
+            "model first, and give its folder or .gguf file, or give hf://OWNER/NAME"
         )
     path = source_lib.located(path)
     return _open_folder(path) if path.is_dir() else _open_gguf(path)

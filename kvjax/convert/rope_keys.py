@@ -1,8 +1,8 @@
 """RoPE's keys of a published config, as transformers 4 and 5 write them."""
 
-from kvjax.convert.published_config import PublishedConfig
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
+from kvjax.published.config import PublishedConfig
 
 SECTIONS = ("rope_scaling", "rope_parameters")  # transformers 4 and 5
 _TYPE = ("rope_type", "type")  # the key's current and former name

@@ -13,12 +13,12 @@ from kvjax.convert import digests
 from kvjax.foundation import extras, json_text
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import is_special, matching_entries
+from kvjax.foundation.text import listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of weights
 _PLAIN_NAME = re.compile(r"[^/.][^/]*$")
-_MOST_LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +184,3 @@ def check(
 def json_object(path: epath.Path) -> dict:
     """Returns the object of a JSON file; raises a UserError if there is none."""
     return json_text.read_object(path, "download it again")
-
-
-def listed(names: Iterable[str]) -> str:
-    """Returns names as text: the first ones, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more

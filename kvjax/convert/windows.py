@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvjax.convert.published_config import PublishedConfig
 from kvjax.model.config import BlockConfig
+from kvjax.published.config import PublishedConfig
 
 KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 

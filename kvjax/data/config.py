@@ -11,6 +11,7 @@ from etils import epath
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import DataError
+from kvjax.published import hub
 
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24
@@ -32,9 +33,10 @@ class DataConfig:
       lines: .jsonl, .ndjson, .json, also compressed as .gz, .bz2, .xz, .zst), or
       `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path must not contain a comma; one that exists is
       never read as a glob; hidden files and .json files of a folder are skipped. `gs://` works
-      wherever a local path does. Or `prepared:FOLDER`, written by `prepare` elsewhere, of which
-      only `vocab_size` and `sequence_length` are checked. Or, for a run on conversations,
-      `mixture`: see config.mixture.
+      wherever a local path does, and `hf://datasets/OWNER/NAME[@REVISION]/PATH` is a file, folder
+      or glob of a hub's data set, downloaded into Hugging Face's cache. Or `prepared:FOLDER`,
+      written by `prepare` elsewhere, of which only `vocab_size` and `sequence_length` are checked.
+      Or, for a run on conversations, `mixture`: see config.mixture.
     validation_source: the same for validation; then all of `source` is for training. Empty: a part
       of `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out
@@ -70,10 +72,12 @@ class DataConfig:
             if not items and (given or key == "source"):
                 raise DataError(
                     f"config.data.{key} = {given!r}: names no source; give 'embedded', a file, "
-                    "folder or glob, or 'tfds:NAME'"
+                    "folder or glob, 'tfds:NAME' or 'hf://datasets/OWNER/NAME/PATH'"
                 )
             for item in items:
-                if item != "embedded" and not item.startswith("tfds:"):
+                if hub.is_name(item):
+                    hub.parse(f"config.data.{key}", item, kind="dataset")
+                elif item != "embedded" and not item.startswith("tfds:"):
                     runtime.path(f"config.data.{key}", item.removeprefix(PREPARED))
         if not 0.0 < self.validation_fraction < 1.0:
             raise DataError(

@@ -9,12 +9,11 @@ from kvjax.data import formats, readers
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import MissingDataError, first_line
 from kvjax.foundation.files import in_bucket
-
-_MAGIC = "*?["
+from kvjax.published import hub
 
 
 def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> list[epath.Path]:
-    """Returns the files of a path, folder (not its subfolders) or glob, sorted.
+    """Returns the files of a path, folder (not its subfolders) or glob, sorted; downloads hf://...
 
     Args:
       suffixes: supported formats.
@@ -25,7 +24,11 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
       MissingDataError: no file matches.
       SourceError: an unsupported format, a pipe, a folder that cannot be listed.
     """
-    path = runtime.path(where.partition(" = ")[0], pattern)
+    key = where.partition(" = ")[0]
+    if hub.is_name(pattern):
+        path = hub.files(key, pattern, suffixes)
+    else:
+        path = runtime.path(key, pattern)
     try:
         found = matching(path, suffixes)
     except (OSError, ValueError, NotImplementedError) as error:  # `a**` is no pattern
@@ -74,7 +77,7 @@ def matching(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
 def _as_it_stands(path: epath.Path) -> tuple[epath.Path, tuple[str, ...]]:
     """Returns the longest existing prefix of a path, and the remaining parts of a glob."""
     parts = path.parts
-    magic = [i for i, part in enumerate(parts) if any(c in part for c in _MAGIC)]
+    magic = [i for i, part in enumerate(parts) if any(c in part for c in hub.MAGIC)]
     if not magic:
         return path, ()
     folder = epath.Path(*parts[: magic[0]])

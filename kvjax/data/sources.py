@@ -216,8 +216,8 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.S
             names = [item]
         else:
             advice = (
-                "; give 'embedded', 'tfds:NAME', or a file, glob or folder of files ending in "
-                f"{formats.listed(source_kinds.SUFFIXES)}"
+                "; give 'embedded', 'tfds:NAME', 'hf://datasets/OWNER/NAME/PATH', or a file, glob "
+                f"or folder of files ending in {formats.listed(source_kinds.SUFFIXES)}"
             )
             found_files = matching.files(item, source_kinds.SUFFIXES, where, advice)
             names = [os.fspath(path) for path in found_files]

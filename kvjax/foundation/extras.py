@@ -12,6 +12,7 @@ EXTRAS = {  # module: extra
     "apache_beam": "beam",
     "gcsfs": "gcs",
     "gguf": "convert",
+    "huggingface_hub": "train",
     "jax_cuda13_plugin": "aot",
     "libtpu": "aot",
     "lm_eval": "lm-eval",

@@ -49,6 +49,11 @@ def _absolute(key: str, text: epath.PathLike) -> epath.Path:
     scheme, separator, rest = text.partition("://")
     if not separator:
         return epath.Path(os.path.abspath(os.path.expanduser(text)))
+    if scheme == "hf":
+        raise UserError(
+            f"{key} = {text!r}: hf:// names published models and data sets, which kvjax.convert's "
+            "--source, kvjax.analysis's --model and config.data.source take; give a local path"
+        )
     if scheme not in BUCKETS:
         known = " or ".join(f"{name}://BUCKET/..." for name in BUCKETS)
         raise UserError(

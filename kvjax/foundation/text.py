@@ -1,9 +1,11 @@
-"""Checks of users' text and suggestions for misspelled words; standard library only."""
+"""Checks of users' text, suggestions for misspelled words, lists; standard library only."""
 
 from collections.abc import Iterable
 import difflib
 
 from kvjax.foundation.errors import UserError
+
+_MOST_LISTED = 8
 
 
 def check_text(key: str, value: str) -> None:
@@ -18,3 +20,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" for the closest known word, or ""."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names as text: the first ones, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more

@@ -30,6 +30,7 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
+from kvjax.published import hub
 from kvjax.workdir import origin, trained
 
 if TYPE_CHECKING:
@@ -151,14 +152,16 @@ def load(source: str | os.PathLike, *, step: int | None = None, dtype: str = "")
     """Loads the model of a run, an export, or a published model.
 
     Args:
-      source: a workdir, a Hugging Face folder (config.json, safetensors, tokenizer.json), or a GGUF
-        file.
+      source: a workdir, a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF
+        file, or hf://OWNER/NAME[@REVISION], which is downloaded into Hugging Face's cache.
       step: checkpoint of a workdir; None: the latest.
       dtype: "bfloat16" or "float32"; "": the run's, and float32 for published models.
 
     Raises:
       UserError: no model is there, or it cannot be read.
     """
+    if hub.is_name(source):
+        source = hub.model("source", os.fspath(source))
     path = runtime.path("source", os.fspath(source))
     if (path / "config.txt").exists() or not path.exists():
         loaded = trained.load(path, step=step, dtype=dtype)
@@ -218,7 +221,7 @@ def convert_model(
     """Imports a published model into a workdir, with a smaller KV cache; as `kvjax convert`.
 
     Args:
-      source: a Hugging Face folder, a GGUF file, or a workdir.
+      source: a Hugging Face folder, a GGUF file, hf://OWNER/NAME, or a workdir.
       out: a new folder.
       method: "thin_keys", "lrkv", ...; None: as it is, or the default method if `cache` is given.
       rank: of the method.

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax.convert import architectures
-from kvjax.convert.published_config import PublishedConfig
 from kvjax.foundation.errors import UserError
+from kvjax.published.config import PublishedConfig
 
 GPT2 = dict(model_type="gpt2", vocab_size=9, n_positions=7, n_embd=8, n_layer=2, n_head=2)
 LLAMA = dict(

@@ -12,6 +12,7 @@ import tokenizers
 from kvjax.convert import gguf_file, model as model_lib, published
 from kvjax.data import tokenizer
 from kvjax.foundation.errors import UserError
+from kvjax.published import gguf_header
 from tests.convert import comparison
 from tests.convert.gguf_files import ADDED, SPECIAL, tokens_of, write
 
@@ -311,7 +312,7 @@ def test_counts_beyond_the_file_take_no_memory(tmp_path, monkeypatch):
         path.write_bytes(start + data + bytes(500))
         with pytest.raises(UserError, match=r"damaged \((it has [\d,]+ bytes of|'Duplicate)"):
             published.open(path)
-    monkeypatch.setattr(gguf_file, "_MOST_VALUES", 300)
+    monkeypatch.setattr(gguf_header, "_MOST_VALUES", 300)
     path.write_bytes(start + none + one + of_bytes + struct.pack("<Q", 400) + bytes(500))
     with pytest.raises(UserError, match="its header has more than 300 values"):
         published.open(path)

@@ -4,8 +4,8 @@ import os
 
 from etils import epath
 
-from kvjax.convert.tensors import listed
 from kvjax.foundation.errors import UserError, first_line
+from kvjax.foundation.text import listed
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _HUB = "models--"  # prefix of a model's folder in the hub's cache: models--owner--name
