@@ -7,8 +7,8 @@ Groups follow from the axes of a weight (`kvjax.layers.weight`), for every mecha
     embedding   embedding, learned positions              AdamW, learning rate x (D/768)^-1/2
     head        the output head                           AdamW, learning rate x (D/768)^-1/2
 
-Learning-rate schedules (constant with a cooldown, known as WSD or trapezoid; cosine; linear) are
-the functions in `SCHEDULES`. Defaults are nanochat's (commit 0f00788).
+Learning-rate schedules (constant with a linear or a 1-sqrt cooldown, known as WSD or trapezoid;
+cosine; linear) are the functions in `SCHEDULES`. Defaults are nanochat's (commit 0f00788).
 """
 
 import dataclasses
@@ -58,11 +58,13 @@ class OptimizerConfig:
     adam_weight_decay: float = 0.0  # weight decay of AdamW
     clip_norm: float = 1.0  # clip gradients to this global norm; 0: no clipping
     # After the warmup: "constant" with a linear cooldown (WSD: warmup-stable-decay, trapezoid),
-    # "cosine" decay, or "linear" decay.
+    # "constant_sqrt" with a 1-sqrt cooldown, "cosine" decay, or "linear" decay.
     schedule: str = "constant"
-    warmup_steps: int = 0  # steps of linear warmup from 0 to the full learning rate
-    cooldown_fraction: float = 0.2  # length of the cooldown as a share of all steps ("constant")
-    final_fraction: float = 0.0  # learning rate at the end, as a share of the full one
+    warmup_steps: int = 0  # steps of linear warmup: step s has (s + 1) / warmup_steps of the rate
+    # Length of the cooldown as a share of all steps ("constant", "constant_sqrt").
+    cooldown_fraction: float = 0.2
+    # Share of the full rate that the step after the run's last would have; unused without a decay.
+    final_fraction: float = 0.0
     # Trainable parameters, by substrings of their dotted names: ("attention",), or for some layers
     # ("segments.0.attention.mechanism.query",); the others are frozen. (): all are trained.
     tuned: tuple[str, ...] = ()
@@ -98,6 +100,18 @@ def _constant(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Sched
     return optax.linear_schedule(1.0, config.final_fraction, cooldown, steps - cooldown)
 
 
+def _constant_sqrt(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedule:
+    """Stays at 1, then decays as 1 - sqrt(share of the cooldown) (WSD, arXiv 2405.18392)."""
+    if not cooldown:
+        return optax.constant_schedule(1.0)
+
+    def factor(step):  # also called, and not used, for the warmup's steps: they are negative
+        share = jnp.clip((step - (steps - cooldown)) / cooldown, 0.0, 1.0)
+        return 1.0 - (1.0 - config.final_fraction) * jnp.sqrt(share)
+
+    return factor
+
+
 def _cosine(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedule:
     del cooldown
     return optax.cosine_decay_schedule(1.0, steps, alpha=config.final_fraction)
@@ -108,15 +122,23 @@ def _linear(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedul
     return optax.linear_schedule(1.0, config.final_fraction, steps)
 
 
-# Schedules after the warmup, by name: (config, steps left, cooldown steps) -> factor by step, from
-# 1 to final_fraction. To add one, such as WSD with a 1-sqrt cooldown (arXiv 2405.18392), write a
-# function like `_constant` and a line here. "constant" keeps its linear cooldown: old runs resume.
-SCHEDULES = {"constant": _constant, "cosine": _cosine, "linear": _linear}
+# Schedules by name: (config, steps after the warmup, of which cooldown) -> factor by step, counted
+# from the end of the warmup. It begins at 1; the step after the last would have final_fraction,
+# which a schedule without a decay does not use. To add one, write a function like `_constant`, a
+# line here and a word in the comment of `OptimizerConfig.schedule`, which `--help` shows; one
+# without a cooldown is in `_WITHOUT_COOLDOWN` too. What a name means never changes, so that old
+# runs resume.
+SCHEDULES = {
+    "constant": _constant,
+    "constant_sqrt": _constant_sqrt,
+    "cosine": _cosine,
+    "linear": _linear,
+}
 _WITHOUT_COOLDOWN = ("cosine", "linear")  # decay from the end of the warmup
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Returns the factor on all learning rates as a function of the step, 0 .. num_steps - 1.
+    """Returns the factor on every group's learning rate as a function of the step from 0.
 
     A linear warmup, in which step s has (s + 1) / warmup_steps, precedes a schedule of `SCHEDULES`.
     """
@@ -124,10 +146,10 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
     after_warmup = num_steps - c.warmup_steps
     cooldown = 0 if c.schedule in _WITHOUT_COOLDOWN else round(c.cooldown_fraction * num_steps)
     if after_warmup < max(cooldown, 1):
+        beside = f"with a cooldown of {cooldown} steps it " if cooldown else ""
         raise UserError(
-            f"config.optimizer.warmup_steps = {c.warmup_steps}: with a cooldown of {cooldown} "
-            f"steps it must be at most {num_steps - max(cooldown, 1)} for config.train.num_steps = "
-            f"{num_steps}"
+            f"config.optimizer.warmup_steps = {c.warmup_steps}: {beside}must be at most "
+            f"{num_steps - max(cooldown, 1)} for config.train.num_steps = {num_steps}"
         )
 
     def warmup(step):

@@ -263,6 +263,16 @@ def _cosine(share):
             {0: 0.5, 1: 1, 2: 1, 3: 0.875, 4: 0.75, 5: 0.625},
         ),
         (dict(warmup_steps=80), 100, {79: 1, 80: 1, 90: 0.5}),
+        # WSD with a 1-sqrt cooldown.
+        (dict(schedule="constant_sqrt"), 1000, {0: 1, 800: 1, 802: 0.9, 850: 0.5, 962: 0.1}),
+        (
+            dict(schedule="constant_sqrt", warmup_steps=100, final_fraction=0.1),
+            1000,
+            {0: 0.01, 99: 1, 100: 1, 800: 1, 850: 0.55, 962: 0.19},
+        ),
+        (dict(schedule="constant_sqrt", cooldown_fraction=0.0), 1000, {0: 1, 999: 1}),
+        (dict(schedule="constant_sqrt", cooldown_fraction=1.0), 4, {0: 1, 1: 0.5}),
+        (dict(schedule="constant_sqrt", warmup_steps=80), 100, {79: 1, 80: 1, 85: 0.5}),
     ],
 )
 def test_learning_rate_schedules(options, steps, factors):
@@ -274,7 +284,8 @@ def test_learning_rate_schedules(options, steps, factors):
 def test_a_warmup_must_leave_room():
     for warmup_steps, schedule, message in (
         (90, "constant", "warmup_steps = 90.*cooldown of 20 .*at most 80"),
-        (100, "cosine", "warmup_steps = 100.*at most 99 for .*num_steps = 100"),
+        (90, "constant_sqrt", "warmup_steps = 90.*cooldown of 20 .*at most 80"),
+        (100, "cosine", "warmup_steps = 100: must be at most 99 for .*num_steps = 100"),
     ):
         config = OptimizerConfig(warmup_steps=warmup_steps, schedule=schedule)
         with pytest.raises(UserError, match=message):

@@ -1,7 +1,8 @@
 """Ties a workdir to one process at a time, one config, and one data set.
 
-A resumed run must compute the same numbers. Keys that decide only when it logs and saves, where it
-runs and when it stops may differ.
+A resumed run must compute the same numbers. The mesh and the keys of `_FREE_KEYS` may differ; no
+other key may, `train.num_steps` and `optimizer.schedule` among them: learning rates follow from
+both. `train.stop_after` ends a run early.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 Without RoPE on the residual, queries are absorbed into rank space, u = expand · q (LRKV eq. 3).
 Under RoPE the query in rank space depends on the position: it is rotated by minus each key's
-position, which costs less than rebuilding the keys (`rotating.py`, which also lists the tile
+position, which costs less than rebuilding the keys (`rotating.py`, which also lists FLOPs and tile
 sizes). If query heads share a KV head, plain JAX and `flops` rebuild its keys instead; the TPU and
 GPU kernels always rotate queries.
 """

@@ -10,13 +10,22 @@ orthogonal, so
 tile's table of cosines and sines has a low rank E (57 of 128 for 512 tokens; `rope.basis`). A
 cached token costs 2 R E + 2 R FLOPs per head, and a tile R H (3 + 2 E), instead of 2 R H per token
 to rebuild its key. The GPU kernel makes the basis for a whole split. The TPU kernel uses the full
-table, 2 R H: it saves no FLOPs, but does them on the matrix unit.
+table, 2 R H on the matrix unit: it saves no FLOPs. What is left for the vector unit is R
+multiply-adds per key, not H.
 
-Tile sizes, each with its constraints beside it:
+The bytes that are read do not change: 5,192 per cached token and layer at d36, where MHA has 9,216.
+FLOPs of the residual's logits per head and cached token, without padding (H = 128, R = 64, RoPE
+base 10,000):
+
+    plain JAX   9,296  2 R E + 2 R + R H (3 + 2 E) / 512, E = 57 (tiles of 512 tokens)
+    GPU         9,368  2 R · 64 + 2 · 64 + R H (3 + 2 · 64) / 1,024 (splits of 1,024 tokens)
+    TPU        16,524  2 R H + 2 R + 3 R H / 2,048 (tiles of 2,048 tokens)
+
+Tile sizes, each with its constraints in a comment there:
 
     plain JAX  TILE_KV in `cache_layouts/tiles.py`; `flops` below follows it
-    TPU        MIN_TILE_KV, MAX_TILE_KV, MAX_SCORE_TILE in `tpu/attention.py`, or tuned.json
-    GPU        ROTATED_TILE_KV in `gpu/plans.py`, fixed at 64; the basis is of a split (`_SPLITS`)
+    TPU        DEFAULT_TILE_KV, DEFAULT_SCORE_TILE in `tpu/attention.py`, or tuned.json
+    GPU        TILE_KV, LATENT_TILE_KV, ROTATED_TILE_KV in `gpu/plans.py`; of splits `_SPLITS`
 """
 
 import jax
@@ -28,7 +37,10 @@ from kvjax.layers import rope
 
 
 def rotates_query(queries: int, K: int) -> bool:
-    """Returns True if each KV head has one query, so that rotating it is cheaper than the keys."""
+    """Returns True if each KV head has one query: rotating it is cheaper than rebuilding the keys.
+
+    Plain JAX and `flops` rebuild and rotate the keys otherwise; the TPU and GPU kernels never do.
+    """
     return queries == K
 
 
@@ -76,7 +88,7 @@ def _tolerance(dtype) -> float:
 def flops(R: int, H: int, base: rope.Base) -> float:
     """Returns FLOPs per head and key of `rank_space_queries` and the product with the latents.
 
-    With tiles of `tiles.TILE_KV` tokens. The TPU and GPU kernels have other tiles and other bases.
+    Of plain JAX, with tiles of `tiles.TILE_KV` tokens; the module's docstring has the kernels'.
     """
     E = rope.basis(H, base, tiles.TILE_KV, _tolerance(np.float32))[0].shape[1]
     per_tile = R * H * (3 + 2 * E)  # the rotation, and the product with the basis

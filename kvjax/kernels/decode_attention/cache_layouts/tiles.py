@@ -11,8 +11,8 @@ from kvjax.layers import rope
 
 # Tokens of a tile. Equal to the longest stripe of a cache that is split over chips, so that a
 # stripe is one tile; `xla` takes the gcd of both there. The FLOPs of `rotating` follow. LRKV under
-# RoPE, 16K tokens, 2 CPU cores: 29 to 38 ms with tiles of up to 1,024 tokens, 66 ms with 64
-# (experiments/LOG.md).
+# RoPE, 16K tokens, 2 CPU cores: 66 ms with tiles of 64 tokens, 29 to 38 ms with longer ones, up to
+# 1,024 (experiments/LOG.md).
 TILE_KV = stripes.MAX_STRIPE
 
 

@@ -27,15 +27,17 @@ from kvjax.layers import rope
 # Tokens of a tile: 64 or 128, the rows of wgmma's scores. Everything else follows: slots
 # [64, tile_kv] and their number (`slots`), registers (`Plan.registers`), lengths of splits.
 TILE_KV = 128  # with 64, MHA takes 10 % longer and LRKV without RoPE 5 % (H200, 8 x 32K, d36)
-# With 128, MLA at d36 would take 192 of MOST_REGISTERS, and find no shared memory for its ring.
+# With 128, MLA at d36 would need 192 registers, above MOST_REGISTERS, and find no shared memory for
+# its ring.
 LATENT_TILE_KV = 64
 # LRKV under RoPE: while queries are rotated, slots [64, tile_kv] hold the RoPE basis in pieces of
-# [64, 64], and `kernel.attend` raises for other tiles. With 128, LRKV at d12 and d36 would take 176
-# of MOST_REGISTERS.
+# [64, 64], and `kernel.attend` raises for other tiles. With 128 here, LRKV at d12 and d36 would
+# need 176 registers, above MOST_REGISTERS: `attention.check`, which comes first, would refuse them
+# and XLA run. A multiprocessor would also hold one program instead of two.
 ROTATED_TILE_KV = ROWS
 COLUMNS = 8  # wgmma's smallest number of columns: up to 8 query heads cost as much as one
 # Lengths of a split, in tokens, that are tried for a RoPE table of rank <= 64. With angles of at
-# most 1 radian per token, 128 tokens have a table of rank 50.
+# most 1 radian per token, 128 tokens have a table of rank 52 at most (35 if H = 128, base 10,000).
 _SPLITS = (1024, 512, 256, 128)
 _TOLERANCE = 1e-5  # relative error of the table's factorisation
 _SHARED_BYTES = 228 * 1024  # of a multiprocessor; CUDA reserves 1 KiB more per program
@@ -310,7 +312,7 @@ def _max_split(H: int, base: float) -> int:
         basis_HE, _ = rope.basis(H, base, length, _TOLERANCE)
         if basis_HE.shape[1] <= ROWS:
             return length
-    raise AssertionError("128 tokens have a table of rank 50")
+    raise AssertionError("128 tokens have a table of rank 52 at most")
 
 
 def _pad_halves(x: jax.Array, axis: int) -> jax.Array:

@@ -82,7 +82,7 @@ class Program:
             head = lax.div(slab, len(plan.rotated) // plan.heads)
             query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + r]  # [H]
             row = head_tile * plan.rotated[0].stride + slab * ROWS  # of expand [K·R, H]
-            rank_space.rotate_query(i, query, ref["expand"], row, basis, ref["rank_queries"])
+            rank_space.write_rank_query(i, query, ref["expand"], row, basis, ref["rank_queries"])
 
         # Stores to rank_queries -> the products of `add_rotated_scores`; and every warp has waited
         # for its last product with the basis -> the copies into its slots.
@@ -157,7 +157,7 @@ class Program:
                     latents = get_slab(t, len(plan.keys) + i)
                     rank_space.issue_wgmma(acc, latents, i * group + r, self.ref["rank_queries"])
                 # The oldest accumulator is reduced over E while younger products run.
-                return _load_in_order(accs, lambda w_sE: jnp.sum(w_sE * table_sE, axis=1))
+                return _load_in_order(accs, lambda c_sE: jnp.sum(c_sE * table_sE, axis=1))
 
             accs = [plgpu.ACC(table_sE.shape, jnp.float32) for _ in pairs]
             for (i, r), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):

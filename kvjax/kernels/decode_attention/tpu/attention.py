@@ -2,10 +2,10 @@
 
 A cache layout's kernel is a list of components (`operators`) on one pipeline (`pipeline`, which has
 the picture of grid, tiles and buffers). LRKV under RoPE rotates the query in rank space, tile by
-tile (`operators.RotatingKeys`): a product with a constant table on the matrix unit, then R instead
-of H multiply-adds per key on the vector unit, where rebuilt keys would need H. Tile sizes are
-chosen here. Tests compile the kernels ahead of time for v4, v5e, v5p and v6e, and run them in the
-interpreter.
+tile (`operators.RotatingKeys`): a product with a constant table on the matrix unit, then R
+multiply-adds per key on the vector unit; a rebuilt key needs H, and more to rotate it. Tile sizes
+are chosen here. Tests compile the kernels ahead of time for v4, v5e, v5p and v6e, and run them in
+the interpreter.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,14 +30,22 @@ from kvjax.kernels.decode_attention.tpu.interfaces import LANES, Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 
 Cache = Mapping[str, jax.Array]
-# Tokens of a grid step (tile_kv) and of one product (score_tile), both multiples of 128. tile_kv
-# divides the capacity (and the stripe, on several chips), score_tile divides tile_kv: they are
-# rounded down. tile_kv is an eighth of the capacity within these bounds. A tile costs 250 to 700
-# bundles besides its tokens (static, d36: `kvjax.kernels.profile`), which favours long tiles; a
-# sequence's last tile is always read whole, which favours short ones. Both shrink where VMEM is
-# short (`_default_sizes`). The FLOPs of `cache_layouts.rotating` are with plain JAX's tile.
-MIN_TILE_KV, MAX_TILE_KV = 512, 2048
-MAX_SCORE_TILE = 512
+# Tokens of a grid step (tile_kv) and of one product (score_tile). Both are multiples of 128;
+# tile_kv divides the capacity (the stripe, on several chips), score_tile divides tile_kv. Sizes
+# that do not, also tuned ones and arguments, are rounded down (`_divisor`). A capacity that is no
+# multiple of 128, or a cache that overfills VMEM even with tiles of 128, is refused by `check`, and
+# XLA runs.
+#
+# The default of tile_kv is an eighth of the capacity, between these two numbers of tokens, rounded
+# down: 384 for a capacity of 1,152. A tile costs 250 to 700 bundles besides its tokens (static,
+# d36: `kvjax.kernels.profile`), which favours long tiles; a sequence's last tile is always read
+# whole, which favours short ones. Defaults shrink, to 128 at the least, until they fit into VMEM
+# (`_default_sizes`). Tuned sizes and arguments are not held against it: what does not fit is an
+# error of the compiler. Besides the cache's tiles, RotatingKeys' table [H, tile_kv] grows with
+# tile_kv, and its product [N·R, score_tile] in float32 with score_tile. The FLOPs of
+# `cache_layouts.rotating.flops` are with plain JAX's tile.
+DEFAULT_TILE_KV = (512, 2048)
+DEFAULT_SCORE_TILE = 512
 # Operators for values that no two heads share. Bundles per token of LRKV at d36, static: on v4 4.1
 # with "diagonal" and 5.4 with "vector", on v5p 3.7 and 2.8 (experiments/LOG.md).
 VALUES = ("vector", "diagonal")
@@ -208,18 +216,19 @@ def _vmem_bytes(inputs: DecodeInputs, cache: Cache, tile_kv: int, score_tile: in
 
 
 def _default_sizes(inputs: DecodeInputs, cache: Cache) -> dict[str, int]:
-    """Returns default `tile_kv`, `score_tile` and `splits`; see MIN_TILE_KV.
+    """Returns default `tile_kv`, `score_tile` and `splits`; see DEFAULT_TILE_KV.
 
-    Halves the tiles until the kernel fits into VMEM: first score_tile to 256, then tile_kv to
-    MIN_TILE_KV, then both to 128.
+    Halves the tiles until the kernel fits into VMEM: first score_tile to 256, then tile_kv to the
+    shorter default, then both to 128.
     """
     S, chip = _capacity(cache), _chip()
-    tile_kv = _divisor(S, min(MAX_TILE_KV, max(MIN_TILE_KV, S // 8)))
-    score_tile = MAX_SCORE_TILE
+    shorter, longer = DEFAULT_TILE_KV
+    tile_kv = _divisor(S, min(longer, max(shorter, S // 8)))
+    score_tile = DEFAULT_SCORE_TILE
     while _vmem_bytes(inputs, cache, tile_kv, score_tile) > chip.vmem_bytes:
         if tile_kv == score_tile == LANES:
             break  # `check` refuses
-        if score_tile > 256 or (tile_kv <= MIN_TILE_KV and score_tile > LANES):
+        if score_tile > 256 or (tile_kv <= shorter and score_tile > LANES):
             score_tile //= 2
         else:
             tile_kv = _divisor(S, max(tile_kv // 2, LANES))
@@ -229,7 +238,7 @@ def _default_sizes(inputs: DecodeInputs, cache: Cache) -> dict[str, int]:
 
 
 def _divisor(S: int, most: int) -> int:
-    """Returns the largest divisor of S, both multiples of 128, that is at most `most`, or 128."""
+    """Returns the largest multiple of 128 that divides S and is at most `most`; at least 128."""
     most = max(min(most, S), LANES)
     return next(b for b in range(most // LANES * LANES, 0, -LANES) if S % b == 0)
 
