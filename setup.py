@@ -111,6 +111,7 @@ setup(
         "tpu": [f"jax[tpu]{JAX}"],
         "cuda": [f"jax[cuda13]{JAX}"],
         "gcs": ["etils[epath-gcs]>=1.15,<2"],
+        "wandb": ["wandb>=0.31,<0.32"],
         "notebooks": ["jupyterlab>=4.6.6,<5"],
     },
 )

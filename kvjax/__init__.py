@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         load as load,
         train as train,
     )
+    from kvjax.workdir.trackers import Tracker as Tracker
 
 _NAMED = (
     *("mha", "gqa", "mqa", "lrkv", "grouped", "thin_keys", "projection_sharing", "factored"),
@@ -53,6 +54,7 @@ _HOMES = {  # public name: module, and its name there
     "KVCache": ("kvjax.library.kv_cache", "KVCache"),
     "LAYOUTS": ("kvjax.library.layouts", "LAYOUTS"),
     "Model": ("kvjax.library.model", "Model"),
+    "Tracker": ("kvjax.workdir.trackers", "Tracker"),
     "UserError": ("kvjax.foundation.errors", "UserError"),
     "convert_model": ("kvjax.library.model", "convert_model"),
     "decode_attention": ("kvjax.library.decode", "decode_attention"),

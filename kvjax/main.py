@@ -12,6 +12,7 @@ from kvjax import distributed
 from kvjax.data.config import PREPARE_HOURS
 from kvjax.foundation import command_line, runtime
 from kvjax.foundation.configuration import at_least, between
+from kvjax.workdir import trackers
 
 _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartbeat_seconds")
 
@@ -23,6 +24,10 @@ def _parser() -> command_line.Parser:
     add("--workdir", default="", help=text)
     text = f"limit of the estimated time to prepare its data ({PREPARE_HOURS:g})"
     add("--prepare_hours", type=float, default=PREPARE_HOURS, help=text)
+    text = "where records go beside metrics.jsonl: tensorboard, wandb, both with a comma, or none"
+    add("--trackers", default=",".join(trackers.DEFAULT), help=f"{text} (tensorboard)")
+    text = "write a trace of this many steps, after the first ones, to WORKDIR/profile (0)"
+    add("--profile_steps", type=int, default=0, help=text)
     job = parser.add_argument_group("several processes")
     add = job.add_argument
     add("--coordinator", help="process 0's host:port, or KVJAX_COORDINATOR")
@@ -45,6 +50,7 @@ def main(arguments: list[str]) -> None:
     at_least("--connect_seconds", options.connect_seconds, 1)
     at_least("--heartbeat_seconds", options.heartbeat_seconds, 1)
     between("--prepare_hours", options.prepare_hours, 0, 1e6)
+    chosen = trackers.parse(options.trackers)
     config = command_line.load_config(options.config, options.overrides)
     runtime.start()
     workdir = options.workdir or f"runs/{config.get('name')}"
@@ -52,7 +58,14 @@ def main(arguments: list[str]) -> None:
     from kvjax.training import loop  # after the runtime is set up
 
     with distributed.end_together():
-        loop.train(config, workdir, prepare_hours=options.prepare_hours)
+        loop.train(
+            config,
+            workdir,
+            prepare_hours=options.prepare_hours,
+            trackers=chosen,
+            profile_steps=options.profile_steps,
+            seconds_before=runtime.seconds_since_launch(),
+        )
 
 
 if __name__ == "__main__":

@@ -66,15 +66,18 @@ def test_arguments_of_a_run(monkeypatch, capsys):
     own = dict(coordinator="a:1", num_processes=3, process_id=2)
     own |= dict(connect_seconds=1, heartbeat_seconds=4)
     options = ["--workdir=x", "--prepare_hours=0", "--config.train.seed=3"]
+    options += ["--trackers=none", "--profile_steps=4"]
     options += [f"--{key}={value}" for key, value in own.items()]
-    for given, workdir, hours, seed, job in (
-        ([], "runs/lrkv_tiny", 1.0, 0, usual),
-        (options, "x", 0.0, 3, own),
+    for given, workdir, hours, trackers, traced, seed, job in (
+        ([], "runs/lrkv_tiny", 1.0, ("tensorboard",), 0, 0, usual),
+        (options, "x", 0.0, (), 4, 3, own),
     ):
         assert command_line.status(main.main, given) == 0
         assert told[:2] == [("runtime", (), {}), ("job", (), job)]
         ((name, (config, to), keys),) = told[2:]
-        assert (name, to, keys) == ("train", workdir, dict(prepare_hours=hours))
+        assert 0 < keys.pop("seconds_before") < 3600
+        expected = dict(prepare_hours=hours, trackers=trackers, profile_steps=traced)
+        assert (name, to, keys) == ("train", workdir, expected)
         assert (config.name, config.train.seed) == ("lrkv_tiny", seed)
         told.clear()
 

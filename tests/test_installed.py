@@ -32,6 +32,7 @@ LINES = [
     ("kvjax.data.prepare --beam_pipeline_options=runner=DirectRunner", 2, "kvjax[beam]"),
     ("kvjax.data.prepare --source=gs://bucket/x", 2, "kvjax[gcs]"),
     ("kvjax.evaluate --help", 0, "--humaneval"),
+    ("kvjax.main --trackers=wandb", 2, "kvjax[wandb]"),
     ("kvjax.chat --help", 0, "--temperature"),
     ("kvjax.generate --help", 0, "--prompt_file"),
     ("kvjax.compare --help", 0, "--json"),

@@ -49,7 +49,12 @@ def warn(text: str) -> None:
 
     Not through `logging`, whose level libraries change.
     """
+    say(f"WARNING: {text}")
+
+
+def say(text: str) -> None:
+    """Prints a line on standard error, above a progress bar."""
     tqdm = sys.modules.get("tqdm")  # not imported: no progress bar
     write = tqdm.tqdm.write if tqdm else print
-    write(f"WARNING: {text}", file=sys.stderr)
+    write(text, file=sys.stderr)
     sys.stderr.flush()

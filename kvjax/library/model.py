@@ -32,6 +32,7 @@ from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 from kvjax.published import hub
 from kvjax.workdir import origin, trained
+from kvjax.workdir.trackers import DEFAULT, Tracker
 
 if TYPE_CHECKING:
     import ml_collections
@@ -184,12 +185,17 @@ def train(
     workdir: str | os.PathLike,
     *,
     overrides: Mapping[str, object] | None = None,
+    trackers: Sequence[str | Tracker] = DEFAULT,
+    profile_steps: int = 0,
 ) -> dict[str, float]:
     """Trains to the end of the config, or resumes the workdir's run; as `kvjax train`.
 
     Args:
       config: a file, the name of a shipped config ("lrkv_tiny"), or a ConfigDict.
       overrides: values by key, as {"train.num_steps": 100}; with a file only.
+      trackers: what gets the run's records beside metrics.jsonl: "tensorboard", "wandb", and
+        objects with `write(step, record)` and `close()`.
+      profile_steps: number of steps to trace, after some that warm up, into WORKDIR/profile.
 
     Returns:
       The last validation record: step, tokens, validation_loss, validation_bpb.
@@ -206,7 +212,8 @@ def train(
         config = command_line.load_config(pathlib.Path(config), given)
     elif overrides:
         raise UserError("overrides: set the values in the ConfigDict")
-    return loop.train(config, os.fspath(workdir))
+    options = {"trackers": trackers, "profile_steps": profile_steps}
+    return loop.train(config, os.fspath(workdir), **options)
 
 
 def convert_model(

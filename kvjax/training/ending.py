@@ -4,6 +4,7 @@ The first process writes them. Checkpoint and records are saved before.
 """
 
 from collections.abc import Callable, Sequence
+from signal import Signals
 
 from etils import epath
 from flax import nnx
@@ -56,6 +57,17 @@ def write(
         f"with `pip install tensorboard`: tensorboard --logdir {run.workdir}"
     )
     return last
+
+
+def stopped(step: int, num_steps: int, signal: Signals | None) -> str:
+    """Returns the last line of a run that goes on later.
+
+    Args:
+      signal: that stopped it; None: `train.stop_after` did.
+    """
+    where = f"at step {step} of {num_steps}, saved" if step else "before the first step"
+    why = f"on {signal.name}" if signal else "by train.stop_after"
+    return f"Stopped {why} {where}. The same command goes on from there."
 
 
 def _write(path: epath.Path, write: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ A run is a function of its config: on one machine the same config gives bit-iden
 reads the metrics of step n - 1, so the device does not wait for the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import math
 import sys
@@ -23,9 +23,10 @@ from kvjax.distributed import sharding
 from kvjax.foundation import progress, runtime
 from kvjax.foundation.errors import UserError, warn
 from kvjax.optim import learning_rate_schedule
-from kvjax.training import ending, growth, preflight
+from kvjax.training import ending, growth, preflight, profiling
+from kvjax.training.goodput import STEPS, Goodput
 from kvjax.training.program import Program
-from kvjax.workdir import metrics as metrics_lib
+from kvjax.workdir import metrics as metrics_lib, trackers as trackers_lib
 from kvjax.workdir.checkpoint import CHECKPOINTS, SNAPSHOTS, Checkpoints, read_parameters
 
 
@@ -34,11 +35,17 @@ def train(
     workdir: epath.PathLike,
     *,
     prepare_hours: float = PREPARE_HOURS,
+    trackers: Sequence[str | trackers_lib.Tracker] = trackers_lib.DEFAULT,
+    profile_steps: int = 0,
+    seconds_before: float = 0.0,
 ) -> dict[str, float]:
     """Trains to the end or to `train.stop_after`; resumes from the workdir's checkpoint if any.
 
     Args:
       prepare_hours: limit of the estimated time to prepare the data.
+      trackers: names ("tensorboard", "wandb") and objects that get the run's records.
+      profile_steps: number of steps to trace, after some that warm up.
+      seconds_before: wall time that counts as startup, as since the launch of the process.
 
     Returns:
       The last validation record: step, tokens, validation_loss, validation_bpb.
@@ -48,15 +55,26 @@ def train(
         anything expensive), a bad step (see `TrainConfig`), or a full disk; checkpoints are intact.
       SystemExit: saved on a signal; statuses are listed in `distributed`.
     """
+    goodput = Goodput(seconds_before)
+    profiling.check(profile_steps)
+    if distributed.index() == 0:
+        trackers_lib.check(trackers)
     with preflight.prepare_run(config, workdir, prepare_hours) as run:
-        return TrainingLoop(run).run()
+        return TrainingLoop(run, trackers, profile_steps, goodput).run()
 
 
 class TrainingLoop:
     """One process's loop over steps; the first process also prints and writes metrics."""
 
-    def __init__(self, run: preflight.PreparedRun):
-        self.prepared = run
+    def __init__(
+        self,
+        run: preflight.PreparedRun,
+        trackers: Sequence[str | trackers_lib.Tracker] = trackers_lib.DEFAULT,
+        profile_steps: int = 0,
+        goodput: Goodput | None = None,
+    ):
+        self.prepared, self.trackers, self.profile_steps = run, trackers, profile_steps
+        self.goodput = goodput or Goodput()
         self.experiment, self.compute, self.dataset = run.experiment, run.compute, run.dataset
         self.mesh, self.workdir = run.mesh, run.workdir
         self.parent, self.teacher = run.parent, run.teacher
@@ -97,8 +115,10 @@ class TrainingLoop:
         self.writer = metrics_lib.NullWriter()
         if self.first:
             # Drops records of steps after the checkpoint: they are about to be taken again.
-            self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
-        self._announce(start)
+            self.writer = metrics_lib.MetricsWriter(
+                self.workdir, resume_step=start, trackers=self.trackers
+            )
+        self._print(self.prepared.summary(start))
         stop = min(c.num_steps, c.stop_after or c.num_steps)
         try:
             step = start
@@ -110,6 +130,10 @@ class TrainingLoop:
                 else:  # stopped before the first step: nothing to save
                     self.checkpoints.close()
                 self._with_snapshots(Checkpoints.close)
+            if step > start:
+                self.goodput.book("saving")
+                self.writer.write_timing(step, **self.goodput.record())
+                self._print(str(self.goodput))
             return state, step
         except BrokenPipeError:  # an OSError too, but no failure of the disk
             raise
@@ -144,26 +168,9 @@ class TrainingLoop:
         if self.first:
             print(text, flush=True)
 
-    def _announce(self, start: int) -> None:
-        e, processes = self.experiment, distributed.count()
-        counts = formulas.parameters(e.model)
-        cache = formulas.cache_bytes_per_token(e.model, self.compute.dtype)
-        self._print(
-            f"{e.name}: {counts['total']:,} parameters, {cache:,} cache bytes per token "
-            f"({self.compute.dtype}), {e.train.num_steps:,} steps of {e.tokens_per_step:,} tokens, "
-            f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
-            + (f", {processes} processes" if processes > 1 else "")
-        )
-        resuming = f", resuming from step {start:,}" if start else ""
-        self._print(f"workdir {self.workdir}{resuming}")
-
     def _stopped(self, step: int) -> dict:
         signal = self.interruption.signal
-        where = f"at step {step} of {self.experiment.train.num_steps}, saved"
-        self._print(
-            f"Stopped {f'on {signal.name}' if signal else 'by train.stop_after'} "
-            f"{where if step else 'before the first step'}. The same command goes on from there."
-        )
+        self._print(ending.stopped(step, self.experiment.train.num_steps, signal))
         if signal:
             sys.exit(distributed.STATUS[signal])
         return {}
@@ -189,7 +196,10 @@ class TrainingLoop:
         c, e = self.experiment.train, self.experiment
         options = self._loader_options(c.batch_size) | {"seed": c.seed, "position": position}
         batches = self._global_batches(loader.train_batches(self.dataset, **options), c.batch_size)
-        train_step, teacher = self._train_step(), self._teacher()
+        teacher = self._teacher()
+        self.goodput.book("startup")
+        train_step = self._train_step()
+        self.goodput.book("compiling")
         pending, done = None, start
         clock = metrics_lib.Clock(
             tokens_per_step=e.tokens_per_step,
@@ -199,9 +209,16 @@ class TrainingLoop:
         )
         if c.snapshot_every and start % c.snapshot_every == 0:
             self._keep_snapshot(start, state)  # lacking if the last run ended before it was written
-        with progress.Steps(c.num_steps, start, shown=self.first) as bar:
+            self.goodput.book("saving")
+        folder = self.writer.folder and self.writer.folder / profiling.FOLDER
+        with (
+            progress.Steps(c.num_steps, start, shown=self.first) as bar,
+            profiling.StepTrace(folder, self.profile_steps, start, clock, self.goodput) as trace,
+        ):
             while done < stop and not self.interruption.should_stop(done):
-                state, metrics = train_step(state, next(batches), *teacher)  # donates `state`
+                rows = self.goodput.next(batches, pending and pending[1])
+                inputs = state, rows, *teacher  # `state` is donated
+                state, metrics = trace.run(done + 1, train_step, *inputs)
                 if pending is not None:  # step n is running: now read the metrics of step n - 1
                     self._report(*pending, bar, clock)
                 done += 1
@@ -212,15 +229,19 @@ class TrainingLoop:
                 if evaluate or save or snapshot:
                     self._report(*pending, bar, clock)  # raises before a bad state could be saved
                     pending = None
+                    self.goodput.book(STEPS)
                     with clock.paused():
                         if evaluate:
                             self._evaluate(done, state["params"], bar)
+                            self.goodput.book("validating")
                         if snapshot:
                             self._keep_snapshot(done, state)
                         if save:
                             self._save(done, state)
+                    self.goodput.book("saving")
             if pending is not None:
                 self._report(*pending, bar, clock)
+        self.goodput.book(STEPS)
         return state, done
 
     def _teacher(self) -> list[dict]:
@@ -324,6 +345,8 @@ class TrainingLoop:
         cannot be written end it too, but only after the state is saved.
         """
         position = step * self.experiment.train.batch_size
+        if not last:
+            self.writer.write_timing(step, **self.goodput.record())
         flush_error = None
         try:
             # Records before the checkpoint: a resumed run never lacks records of its past.

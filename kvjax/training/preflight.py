@@ -14,6 +14,7 @@ import ml_collections
 
 from kvjax import config as config_lib, distributed
 from kvjax.config import Experiment
+from kvjax.costs import formulas
 from kvjax.data import loader, manifest, preparation, preparation_estimate, prepare, vocabulary
 from kvjax.data.config import PARENT, PREPARE_HOURS, DataConfig, is_prepared
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
@@ -44,6 +45,20 @@ class PreparedRun(NamedTuple):
     dataset: loader.PackedDataset
     parent: trained.SavedModel | None  # its weights start the run; None once the run has begun
     teacher: trained.SavedModel | None
+
+    def summary(self, start: int) -> str:
+        """Returns the first lines of a run that starts at a step."""
+        e, processes = self.experiment, distributed.count()
+        counts = formulas.parameters(e.model)
+        cache = formulas.cache_bytes_per_token(e.model, self.compute.dtype)
+        return (
+            f"{e.name}: {counts['total']:,} parameters, {cache:,} cache bytes per token "
+            f"({self.compute.dtype}), {e.train.num_steps:,} steps of {e.tokens_per_step:,} tokens, "
+            f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
+            + (f", {processes} processes" if processes > 1 else "")
+            + f"\nworkdir {self.workdir}"
+            + (f", resuming from step {start:,}" if start else "")
+        )
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.files import in_bucket, move, unused, write_atomically
-from kvjax.workdir import lineage, origin, storage
+from kvjax.workdir import lineage, origin, storage, trackers
 from kvjax.workdir.checkpoint import CHECKPOINTS, SNAPSHOTS
 
 _EARLIER = "earlier-run"
@@ -30,7 +30,8 @@ _EARLIER = "earlier-run"
 # last: after a kill in between, the next start moves the rest.
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
-_FILES = (*_CLAIMS, *origin.FILES, lineage.PARENT, SNAPSHOTS, "curves.png", "events", *_RECORDS)
+_TRACKED = ("events", "profile", trackers.STATE, "wandb")
+_FILES = (*_CLAIMS, *origin.FILES, lineage.PARENT, SNAPSHOTS, "curves.png", *_TRACKED, *_RECORDS)
 # Keys of `train` that change no number of a run: logging, saving, stopping, the sample.
 NEUTRAL_KEYS = (
     "log_every",

@@ -1,10 +1,11 @@
-"""Records of a run: metrics.jsonl, timing.jsonl, TensorBoard events, curves.png.
+"""Records of a run: metrics.jsonl, timing.jsonl, curves.png; `trackers` get them too.
 
 metrics.jsonl is a function of config and data alone: a run that was killed and resumed writes the
 same bytes as one that was not. Times go to timing.jsonl. Every record ends with its checksum
 (`json_text.with_checksum`), which older workdirs lack.
 """
 
+from collections.abc import Mapping, Sequence
 import contextlib
 import errno
 import io
@@ -22,67 +23,102 @@ from kvjax.foundation import json_text
 from kvjax.foundation.errors import first_line, warn
 from kvjax.foundation.files import in_bucket, unused
 from kvjax.hardware import datasheets
+from kvjax.workdir import trackers as trackers_lib
 
 METRICS = "metrics.jsonl"
 TIMING = "timing.jsonl"
 
 
+class JsonLines:
+    """A tracker that appends to a .jsonl file, after dropping records beyond `resume_step`.
+
+    A file with damaged lines is set aside, and a new one continues its valid records. Unlike those
+    of other trackers, its errors end the run.
+
+    Args:
+      path: the file, on this machine.
+      before: the file as an earlier process left it, perhaps in a bucket.
+    """
+
+    def __init__(self, path: pathlib.Path, before: epath.Path, *, resume_step: int):
+        records, broken = read_checked(before)
+        if broken:
+            _set_aside(before, broken)
+        text = "".join(_line(record) for record in records if record["step"] <= resume_step)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text)
+        temporary.replace(path)  # atomic: a kill leaves the old or the new file
+        self.path, self._file = path, open(path, "ab+", buffering=0)
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Appends a record.
+
+        Raises:
+          OSError: the disk is full.
+        """
+        line = _line({"step": step, **record}).encode()
+        if self._file.write(line) != len(line):  # unbuffered writes may be short
+            raise OSError(errno.ENOSPC, f"no room for a record in {self.path}")
+
+    def check(self) -> None:
+        """Raises an OSError if the file was moved or removed."""
+        here = os.fstat(self._file.fileno())
+        if not (self.path.exists() and os.path.samestat(self.path.stat(), here)):
+            kept = _rescue(self.path, self._file)
+            raise OSError(f"{self.path} was moved or removed while the run went on{kept}")
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class MetricsWriter:
-    """Appends the records of a run, after dropping records beyond `resume_step`.
+    """Writes the records of a run to metrics.jsonl, timing.jsonl and trackers.
 
     Files are written locally; for a workdir in a bucket `flush` copies them there, and a failed
-    copy is a warning, since the next flush repeats it. A file with damaged lines is set aside, and
-    a new one continues its valid records.
+    copy is a warning, since the next flush repeats it.
 
     Attributes:
       folder: local folder of the files.
     """
 
-    def __init__(self, workdir: epath.Path, *, resume_step: int):
+    def __init__(
+        self,
+        workdir: epath.Path,
+        *,
+        resume_step: int,
+        trackers: Sequence[str | trackers_lib.Tracker] = trackers_lib.DEFAULT,
+    ):
         self._remote = workdir if in_bucket(workdir) else None
         self._local = pathlib.Path(tempfile.mkdtemp() if self._remote else workdir)
         self.folder = epath.Path(self._local)
-        self._files = {}
-        for name in (METRICS, TIMING):
-            records, broken = read_checked(workdir / name)
-            if broken:
-                _set_aside(workdir / name, broken)
-            kept = [r for r in records if r["step"] <= resume_step]
-            text = "".join(_line(record) for record in kept)
-            temporary = self._local / f".{name}.tmp"
-            temporary.write_text(text)
-            temporary.replace(self._local / name)  # atomic: a kill leaves the old or the new file
-            self._files[name] = open(self._local / name, "ab+", buffering=0)
-        self._events = Events(self._local / "events", resume_step=resume_step)
+        self._files = {
+            name: JsonLines(self._local / name, workdir / name, resume_step=resume_step)
+            for name in (METRICS, TIMING)
+        }
+        self._trackers = trackers_lib.Trackers(
+            trackers, self._local, workdir, resume_step=resume_step
+        )
 
     def write(self, step: int, **values: float) -> None:
         """Appends a record that config and data determine."""
-        self._append(METRICS, {"step": step, **values})
+        self._append(METRICS, step, values)
 
     def write_timing(self, step: int, **values: float) -> None:
         """Appends a record that depends on the machine."""
-        self._append(TIMING, {"step": step, **values})
+        self._append(TIMING, step, values)
 
-    def _append(self, name: str, record: dict) -> None:
-        line = _line(record).encode()
-        if self._files[name].write(line) != len(line):  # unbuffered writes may be short
-            raise OSError(errno.ENOSPC, f"no room for a record in {self._local / name}")
-        for key, value in record.items():
-            if key != "step":
-                self._events.write(key, value, record["step"])
+    def _append(self, name: str, step: int, record: dict[str, float]) -> None:
+        self._files[name].write(step, record)
+        self._trackers.write(step, record)
 
     def flush(self) -> None:
-        """Flushes events and copies all files to a bucket; a failed copy is a warning.
+        """Copies all files to a bucket; a failed copy is a warning.
 
         Raises:
-          OSError: the disk is full, or a file was moved or removed.
+          OSError: a file was moved or removed.
         """
-        self._events.flush()
-        for name, file in self._files.items():
-            there = self._local / name
-            if not (there.exists() and os.path.samestat(there.stat(), os.fstat(file.fileno()))):
-                kept = _rescue(there, file)
-                raise OSError(f"{there} was moved or removed while the run went on{kept}")
+        for file in self._files.values():
+            file.check()
         if failure := self._copy():
             warn(
                 f"records were not copied to {self._remote}: {failure}; they are in {self._local}, "
@@ -93,7 +129,7 @@ class MetricsWriter:
         try:
             for file in self._files.values():
                 file.close()
-            self._events.close()
+            self._trackers.close()
         finally:
             if self._copy() and (failure := self._copy()):  # a second try: no flush follows
                 warn(
@@ -166,8 +202,9 @@ class Clock:
         """Excludes the time of the block, as of an evaluation."""
         before = time.monotonic()
         yield
-        self._paused = time.monotonic() - before
-        self._since += self._paused
+        paused = time.monotonic() - before
+        self._paused += paused
+        self._since += paused
 
     @property
     def tokens_per_second(self) -> float:
@@ -200,36 +237,6 @@ class Clock:
         if all(peaks):
             record["hbm_peak_bytes"] = max(peaks)
         return record
-
-
-class Events:
-    """TensorBoard's event file, written by the caller's thread, so that a full disk raises here.
-
-    tensorboardX's SummaryWriter writes from a thread of its own; if that fails, its caller blocks.
-    """
-
-    def __init__(self, directory: pathlib.Path, *, resume_step: int):
-        from tensorboardX import event_file_writer, summary
-        from tensorboardX.proto import event_pb2
-
-        self._proto, self._scalar = event_pb2, summary.scalar
-        directory.mkdir(parents=True, exist_ok=True)
-        self._writer = event_file_writer.EventsWriter(str(directory / "events"))
-        # TensorBoard drops events of a killed run beyond this step.
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._event(step=resume_step + 1, session_log=start)
-
-    def write(self, tag: str, value: float, step: int) -> None:
-        self._event(step=step, summary=self._scalar(tag, value))
-
-    def _event(self, **fields) -> None:
-        self._writer.write_event(self._proto.Event(wall_time=time.time(), **fields))
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def _rescue(there: pathlib.Path, file: io.FileIO) -> str:

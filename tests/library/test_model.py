@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +83,15 @@ def test_a_config_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "start", lambda **_: None)
     given = runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data")
     config = runs.small_config(*given, num_steps=2, eval_every=2)
-    last = kvjax.train(config, tmp_path / "a")
+    kept = []
+    mine = types.SimpleNamespace(
+        write=lambda step, record: kept.append({"step": step, **record}),
+        close=lambda: kept.append("closed"),
+    )
+    last = kvjax.train(config, tmp_path / "a", trackers=[mine])
+    assert isinstance(mine, kvjax.Tracker) and kept.pop() == "closed"
+    assert [r for r in kept if "tokens" in r] == runs.records(tmp_path / "a")
+    assert not (tmp_path / "a" / "events").exists()
     assert (last["step"], last.keys()) == (
         2,
         {"step", "tokens", "validation_loss", "validation_bpb"},

@@ -64,7 +64,7 @@ class Script:
         grad_norm = math.inf if step in BAD else 0.5 + step
         told = dict(loss=total / step, grad_norm=grad_norm, param_norm=total, bad=step in BAD)
         told |= dict(skipped_steps=count, bad_steps_in_a_row=in_a_row)
-        return {name: np.float32(value) for name, value in told.items()}
+        return {name: jnp.float32(value) for name, value in told.items()}
 
     def eval_step(self, params, rows, token_bytes):
         assert len(token_bytes) == VOCABULARY and not token_bytes[BYTES:].any()

@@ -223,7 +223,9 @@ def leave_a_run(workdir: epath.Path) -> dict[str, str]:
     """Writes a run's files with their names as content."""
     files = ["config.json", "dataset.json", "metrics.jsonl", "timing.jsonl", "events/events.1"]
     files += ["chat_template.jinja", "context.json"]  # of what it started from
-    (workdir / "events").mkdir(parents=True, exist_ok=True)
+    files += ["wandb/run", "profile/trace", "trackers.json"]
+    for folder in ("events", "wandb", "profile"):
+        (workdir / folder).mkdir(parents=True, exist_ok=True)
     for name in files:
         (workdir / name).write_text(name)
     return {name: name for name in files}

@@ -103,10 +103,8 @@ def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path):
 def test_a_record_that_has_no_room_is_an_error(tmp_path):
     writer = metrics.MetricsWriter(epath.Path(tmp_path), resume_step=0)
     for name, write in ((metrics.METRICS, writer.write), (metrics.TIMING, writer.write_timing)):
-        short = types.SimpleNamespace(
-            write=lambda line: len(line) - 1, close=writer._files[name].close
-        )
-        writer._files[name] = short
+        file = writer._files[name]
+        file._file = types.SimpleNamespace(write=lambda line: len(line) - 1, close=file._file.close)
         with pytest.raises(OSError, match=f"no room for a record in {tmp_path / name}") as error:
             write(1, tokens=2)
         assert error.value.errno == errno.ENOSPC
