@@ -99,7 +99,11 @@ def _run(values: argparse.Namespace) -> None:
     with progress.waiting("reading the model"):
         loaded = load(runtime.workdir(values.workdir), step=values.step, dtype=values.dtype)
         generator = Generator(
-            loaded.model, loaded.compute, implementation=implementation, mesh=mesh
+            loaded.model,
+            loaded.compute,
+            implementation=implementation,
+            mesh=mesh,
+            stored=True,
         )
     tokenizer, context = loaded.tokenizer, loaded.context
     del loaded  # frees the weights that the generator has copied

@@ -41,10 +41,10 @@ def warm(run, loaded, generator, monkeypatch):
 
 
 def test_one_prompt(run, workdir, loaded, generator, monkeypatch):
-    def compiled(model, compute, implementation, mesh):
+    def compiled(model, compute, *, implementation, mesh, stored):
         weights = [jax.tree.leaves(nnx.state(each)) for each in (model, loaded.model)]
         assert all(np.array_equal(one, other) for one, other in zip(*weights, strict=True))
-        assert (compute, implementation, mesh) == (loaded.compute, None, None)
+        assert (compute, implementation, mesh, stored) == (loaded.compute, None, None, True)
         return generator
 
     monkeypatch.setattr(generate_lib, "Generator", compiled)

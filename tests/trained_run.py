@@ -13,6 +13,7 @@ import ml_collections
 import pytest
 
 from kvjax import generate as generate_lib
+from kvjax.decoding import engine
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.training import loop
 from tests import runs
@@ -51,6 +52,7 @@ def trained(folder: pathlib.Path) -> pathlib.Path:
 def command_line_of(workdir, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
     """A function of flags: (exit status, standard output, standard error) of `kvjax.generate`."""
     monkeypatch.setattr(runtime, "start", lambda: None)  # the tests' own cache stays
+    monkeypatch.setattr(engine, "StoredProgram", lambda jitted, *_: jitted)
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)  # a busy machine's waits are no message
 
     def command(*given, workdir=workdir):

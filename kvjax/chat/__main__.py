@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> None:
     dialogue = dialogue_lib.of(saved, limit=sys.maxsize)  # no cut: `History` leaves out whole turns
     with progress.waiting("reading the model"):
         loaded = trained.load(saved.workdir, step=saved.step, dtype=options.dtype)
-        generator = Generator(loaded.model, loaded.compute)
+        generator = Generator(loaded.model, loaded.compute, stored=True)
         del loaded  # frees the weights that the generator has copied
     context = _context(options, saved, generator)
     history = History(dialogue, context - options.num_tokens, options.system)

@@ -8,6 +8,7 @@ import jax
 from kvjax import cache as cache_lib
 from kvjax.cache import Cache
 from kvjax.decoding import program
+from kvjax.decoding.stored import StoredProgram
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api, sharded
@@ -34,6 +35,7 @@ class Engine:
         *,
         implementation: str | None,
         mesh: jax.sharding.Mesh | None,
+        stored: bool = False,
     ):
         """See `Generator`."""
         if implementation is not None:
@@ -63,6 +65,10 @@ class Engine:
         self.prefill = self.compiled(program.prefill)
         self.decode_step = self.compiled(program.decode_step, implementation=implementation)
         self.override_tokens = jax.jit(program.override_tokens, out_shardings=self.sharding)
+        if stored and self.chips == 1:
+            by = (model.config, compute, several, implementation)
+            self.prefill = StoredProgram(self.prefill, "prefill", *by)
+            self.decode_step = StoredProgram(self.decode_step, "decode_step", *by)
 
     def put(self, tree):
         """Copies host arrays to every device."""

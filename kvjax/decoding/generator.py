@@ -44,6 +44,7 @@ class Generator:
         chunk: int = CHUNK,
         implementation: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        stored: bool = False,
     ):
         """Casts and slices the model's weights, on its devices or replicated over `mesh`.
 
@@ -55,13 +56,17 @@ class Generator:
           implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; prefill
             uses XLA whatever the kernel.
           mesh: devices that the cache's tokens are sharded over, see `decoding.program.make_mesh`.
+          stored: keep compiled programs on disk, and load those of an earlier process, see
+            `decoding.stored`.
 
         Raises:
           UserError: an invalid option, or a kernel that does not run on the model's devices.
           ValueError: see `decoding.program.replicated`.
         """
         at_least("chunk", chunk, 1)
-        self.engine = Engine(model, compute, implementation=implementation, mesh=mesh)
+        self.engine = Engine(
+            model, compute, implementation=implementation, mesh=mesh, stored=stored
+        )
         self.config: TransformerConfig = model.config
         self.compute = compute
         self.chunk = chunk

@@ -58,7 +58,7 @@ class Model:
     ):
         self.name, self.tokenizer, self.context = name, tokenizer, context
         self.config: TransformerConfig = transformer.config
-        self._generator = Generator(transformer, compute)
+        self._generator = Generator(transformer, compute, stored=True)
         self._logits = self._generator.engine.compiled(_logits)
 
     def generate(

@@ -214,7 +214,7 @@ def test_options_reach_the_model(run, monkeypatch):
         seen.append((TOKENIZER.decode(prompts[0]), options))
         on_token(0, ord("A"), "A")
 
-    def made(model, compute):
+    def made(model, compute, *, stored):
         return types.SimpleNamespace(positions=None, made_of=(model, compute))
 
     monkeypatch.setattr(chat.trained, "load", load)

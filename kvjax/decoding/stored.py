@@ -1,0 +1,138 @@
+"""Compiled programs kept on disk: a later process neither traces nor lowers them.
+
+JAX's compilation cache saves the compilation alone. Its key is the lowered program, and tracing and
+lowering a model of 30 layers takes seconds. Here the key is what determines the program: kvjax's
+source code, the model's config, shapes, versions, flags and the machine.
+"""
+
+from collections.abc import Callable
+import hashlib
+import os
+import pathlib
+import pickle
+import platform
+import tempfile
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import PACKAGE
+
+LIMIT = 64  # files kept, of a few MB each; the least recently used are removed
+
+
+class StoredProgram:
+    """A jitted function on one device that keeps its executables on disk.
+
+    Files are read and written by `pickle` in the user's own cache directory, beside JAX's compiled
+    programs. A file that cannot be read or written costs a compilation, never an error.
+    """
+
+    def __init__(self, jitted: Callable, name: str, *determined_by: object):
+        """Creates a program that is compiled or loaded at its first call.
+
+        Args:
+          name: of the function.
+          determined_by: everything beside kvjax's code and the shapes of arguments that the
+            program depends on, with a `repr` that says all of it.
+        """
+        self._jitted, self._key = jitted, (name, *map(repr, determined_by))
+        self._programs: dict[tuple, Callable] = {}
+
+    def __call__(self, weights, cache, *rest):
+        # Weights never change; shapes of the others determine the program.
+        shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves((cache, rest)))
+        if shapes not in self._programs:
+            self._programs[shapes] = self._load_or_compile((weights, cache, *rest))
+        return self._programs[shapes](weights, cache, *rest)
+
+    def _load_or_compile(self, arguments: tuple) -> Callable:
+        leaves, tree = jax.tree.flatten(arguments)
+        shapes = [(x.shape, str(x.dtype), str(x.sharding)) for x in leaves]
+        path = _folder() / f"{_digest(self._key, shapes, str(tree), _environment())}.bin"
+        try:
+            program = serialize_executable.deserialize_and_load(
+                *pickle.loads(path.read_bytes()), execution_devices=list(leaves[0].devices())
+            )
+            os.utime(path)
+            return program
+        except Exception:  # not there, cut off, or refused by another version of XLA
+            program = _compile(self._jitted, arguments)
+        _write(path, program)
+        return program
+
+
+def _compile(jitted: Callable, arguments: tuple):
+    """Compiles without JAX's compilation cache: on a CPU, XLA does not serialize again what it has
+    read from there ("Function ... not found").
+    """
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        return jitted.lower(*arguments).compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def _write(path: pathlib.Path, program) -> None:
+    """Stores an executable; without space or a serializer for the device, nothing happens."""
+    try:
+        content = pickle.dumps(serialize_executable.serialize(program))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+        by_age = sorted(path.parent.glob("*.bin"), key=lambda file: file.stat().st_mtime)
+        for old in by_age[:-LIMIT]:
+            old.unlink(missing_ok=True)
+    except Exception:
+        return
+
+
+def _folder() -> pathlib.Path:
+    return pathlib.Path(runtime.cache_directory()) / "programs"
+
+
+def _environment() -> list:
+    """Returns versions, flags and hardware that a compiled program depends on."""
+    client = jax.devices()[0].client
+    flags = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_FLAGS)}
+    options = sorted((key, repr(value)) for key, value in jax.config.values.items())
+    devices = [(d.platform, d.device_kind) for d in jax.devices()]
+    machine = (platform.machine(), platform.processor(), _cpu_features())
+    return [
+        _code_digest(),
+        jax.__version__,
+        client.platform_version,
+        flags,
+        options,
+        devices,
+        machine,
+    ]
+
+
+_FLAGS = ("JAX_", "XLA_", "LIBTPU_", "CUDA_")
+
+
+def _cpu_features() -> str:
+    """Returns the CPU's features, which XLA compiles for."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _code_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

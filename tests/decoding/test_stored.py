@@ -1,0 +1,56 @@
+"""Compiled programs on disk give the same tokens untraced; a bad file costs a compilation."""
+
+import os
+
+import jax
+import pytest
+
+from kvjax.decoding import stored
+from kvjax.decoding.generator import Generator
+
+
+@pytest.fixture
+def tokens(loaded, tmp_path, monkeypatch):
+    """Generates with a new generator; returns the tokens and the number of compilations."""
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    compiled = []
+
+    def compile_(jitted, arguments, real=stored._compile):
+        compiled.append(jitted)
+        return real(jitted, arguments)
+
+    monkeypatch.setattr(stored, "_compile", compile_)
+
+    def generate(*, keep=True):
+        compiled.clear()
+        generator = Generator(loaded.model, loaded.compute, stored=keep)
+        generation = generator.start([[256, 5, 9], [256, 7]], num_tokens=4)
+        list(generation)
+        return generation.tokens, len(compiled)
+
+    return generate
+
+
+def test_programs_are_loaded_instead_of_traced(tokens, tmp_path, monkeypatch):
+    expected, _ = tokens(keep=False)
+    assert tokens() == (expected, 2)  # prefill and decode step
+    assert tokens() == (expected, 0)
+    programs = sorted((tmp_path / "programs").iterdir())
+    assert len(programs) == 2 and os.stat(tmp_path / "programs").st_mode & 0o77 == 0
+    programs[0].write_bytes(programs[0].read_bytes()[:-100])  # cut off
+    programs[1].write_bytes(b"")
+    assert tokens() == (expected, 2)
+    assert tokens() == (expected, 0)
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} ")
+    assert tokens() == (expected, 2), "flags are part of the key"
+    monkeypatch.setattr(stored, "_code_digest", lambda: "other code")
+    monkeypatch.setattr(stored, "LIMIT", 3)
+    assert tokens() == (expected, 2)
+    assert len(list((tmp_path / "programs").iterdir())) == 3
+    assert jax.config.jax_enable_compilation_cache
+
+
+def test_without_a_folder_programs_are_compiled(tokens, tmp_path):
+    (tmp_path / "programs").write_text("a file")
+    expected, compilations = tokens()
+    assert compilations == 2 and tokens() == (expected, 2)
