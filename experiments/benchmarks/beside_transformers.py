@@ -5,8 +5,8 @@
 
 The workdir's model is exported for transformers, in float32. Both continue the same prompts
 greedily, one sequence at a time, in turns: one for warm-up, then --repeats others. Time to first
-token is from the call; decode tokens/s count the tokens after the first. Prints a table of medians
-and ranges, and the number of texts that agree token by token.
+token starts at the call; decode tokens/s count the tokens after the first. Prints a table of
+medians and ranges, and the number of texts that agree token by token.
 
 transformers runs in a process of its own (transformers_generation.py), in the environment of
 --python, with PyTorch's own choice of threads and attention; it waits while kvjax runs.
@@ -141,7 +141,9 @@ def measure(workdir: epath.Path, python: str, sizes: dict) -> tuple[dict, dict]:
 def check_python(python: str) -> None:
     """Raises a UserError unless --python is a program."""
     if not shutil.which(python):
-        raise UserError(f"--python={python}: is no program: `make .venv-live/installed` makes one")
+        raise UserError(
+            f"--python={python} is not a program: `make .venv-live/installed` makes one"
+        )
 
 
 def _measure(options: runner.Options) -> dict:
@@ -149,7 +151,7 @@ def _measure(options: runner.Options) -> dict:
     workdir = trained.find(options.workdir).workdir
     check_python(options.python)
     runs, about = measure(workdir, options.python, sizes)
-    found = {name: figures(of) for name, of in runs.items()}
+    found = {name: figures(own) for name, own in runs.items()}
     result = dict(workdir=workdir.name, **sizes, figures=found, tokens_alike=agreement(runs))
     return result | about
 
@@ -170,7 +172,7 @@ _COLUMNS = {
 def _show(result: dict, out: Output) -> None:
     prompt, new, alike = (result[key] for key in ("prompt", "new", "tokens_alike"))
     out.say(f"{result['architecture']}, float32: prompts of {prompt} tokens, {new} generated")
-    rows = [dict(name=name) | of for name, of in result["figures"].items()]
+    rows = [dict(name=name) | own for name, own in result["figures"].items()]
     out.table(*runner.table(_COLUMNS, rows))
     same = sum(count == new for count in alike)
     out.say(f"{same} of {len(alike)} texts are the same, token by token")

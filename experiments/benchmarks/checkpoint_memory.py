@@ -164,8 +164,8 @@ def _mb(key: str):
 _COLUMNS = {
     "written as": "{written}",
     "state, MB": lambda row: f"{row['state_bytes'] / 1e6:.0f}",
-    "of it in each of 4, MB": _mb("local_bytes"),
-    "peak above before, MB": _mb("peak_bytes"),
+    "held by each process, MB": _mb("local_bytes"),
+    "peak added by loading, MB": _mb("peak_bytes"),
 }
 main = runner.benchmark(
     "checkpoint_memory",

@@ -77,16 +77,16 @@ def slopes(rows: list[dict], bandwidth: float, rate: float) -> list[dict]:
         short, long = [r for r in rows if r["mechanism"] == name][-2:]
         tokens = long["tokens"] - short["tokens"]
         keys = ("cache_bytes", "flops", "seconds", "mha_seconds")
-        each = {key: (long[key] - short[key]) / tokens for key in keys}
+        per_token = {key: (long[key] - short[key]) / tokens for key in keys}
         result.append(
             dict(
                 mechanism=name,
-                cache_bytes=each["cache_bytes"],
-                flops=each["flops"],
-                ns=1e9 * each["seconds"],
-                mha_ns=1e9 * each["mha_seconds"],
-                by_bytes=1e9 * each["cache_bytes"] / bandwidth,
-                by_flops=1e9 * each["flops"] / rate,
+                cache_bytes=per_token["cache_bytes"],
+                flops=per_token["flops"],
+                ns=1e9 * per_token["seconds"],
+                mha_ns=1e9 * per_token["mha_seconds"],
+                by_bytes=1e9 * per_token["cache_bytes"] / bandwidth,
+                by_flops=1e9 * per_token["flops"] / rate,
             )
         )
     return result
@@ -143,8 +143,8 @@ def _lengths(option: str, text: str) -> list[int]:
 def _measure(options: runner.Options) -> dict:
     dtype, longest = _dtype(), options.lengths[-1]
     _, (_, _, cache) = abstract_attention("MHA", longest, dtype)
-    need = 2 * sum(x.size * x.dtype.itemsize for x in cache.values())  # MHA's and another's
-    machine.check_fits(f"--lengths={longest}", "two caches of so many tokens", need)
+    needed = 2 * sum(x.size * x.dtype.itemsize for x in cache.values())  # MHA's and another's
+    machine.check_fits(f"--lengths={longest}", f"two caches of {longest:,} tokens", needed)
     rows, how = [], dict(rounds=options.rounds, expand=options.expand)
     with progress.waiting("measuring") as doing:
         doing.at("read and matmul rates of this machine")

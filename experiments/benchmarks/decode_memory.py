@@ -98,7 +98,7 @@ _STEP = {
     "physical / logical": lambda r: f"{r['physical'] / r['logical']:.4f}",
     "aliased / physical": lambda r: f"{r['aliased'] / r['physical']:.4f}",
     "temporary MB": lambda r: f"{r['temporary'] / 1e6:.1f}",
-    "its growth / the cache's": "{growth:.2%}",
+    "growth / the cache's": "{growth:.2%}",
 }
 _ATTENTION = {
     "mechanism": "{mechanism}",
@@ -114,9 +114,9 @@ def _check_memory(options: runner.Options) -> None:
     available = datasheets.get(options.topology.partition(":")[0]).hbm_bytes
     batch = max(options.batches)
     for name in options.mechanism:
-        need = batch * max(LENGTHS) * formulas.cache_bytes_per_token(model(name, LAYERS), BF16)
-        what = f"a cache of {name}, so many sequences of {max(LENGTHS):,} tokens,"
-        machine.check_fits(f"--batches={batch}", what, need, available)
+        needed = batch * max(LENGTHS) * formulas.cache_bytes_per_token(model(name, LAYERS), BF16)
+        what = f"a cache of {name}, {batch:,} sequences of {max(LENGTHS):,} tokens,"
+        machine.check_fits(f"--batches={batch}", what, needed, available)
 
 
 def _measure(options: runner.Options) -> dict:

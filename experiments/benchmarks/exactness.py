@@ -41,12 +41,12 @@ def held_out(workdir: epath.Path, positions: int, rows: int) -> np.ndarray:
     dataset = loader.open_dataset(prepare.prepare(trained.experiment_of(workdir).data))
     T = dataset.sequence_length
     joined = math.ceil(positions / T)
-    there = dataset.num_rows("validation")
-    if rows * joined > there:
+    available = dataset.num_rows("validation")
+    if rows * joined > available:
         raise UserError(
             f"--rows={rows} --positions={positions}: the held-out text of {workdir} has "
-            f"{there * T:,} tokens; give {there // joined} rows or fewer"
-            + (f" of at most {there * T} positions" if joined > there else "")
+            f"{available * T:,} tokens; give {available // joined} rows or fewer"
+            + (f" of at most {available * T} positions" if joined > available else "")
         )
     batches = loader.validation_batches(dataset, sequence_length=T, batch_size=rows * joined)
     return next(iter(batches))[:, :T].reshape(rows, joined * T)[:, :positions]

@@ -2,11 +2,12 @@
 
     python -m experiments.benchmarks.generate_benchmark --workdir=runs/lrkv_tiny [--save]
 
-Each batch is generated once unmeasured, --repeats times at different temperatures, and once more
-with top-k and top-p; nothing may be compiled after the first. Figures are medians over the repeats.
-Time to first token is from the call, checks and the cache's allocation included, to the first token
-of every sequence on the host; prefill tokens/s are the prompts' tokens over it; decode tokens/s
-count all tokens after the first. Prints a table.
+For each batch size, one generation warms up, --repeats others are measured at different
+temperatures, and a last one has top-k and top-p. Only the first should compile; later compilations
+are counted. Figures are medians over the repeats. Time to first token runs from the call until the
+first token of every sequence is on the host; it includes checks and the cache's allocation. Prefill
+tokens/s divide the prompts' tokens by it; decode tokens/s count all tokens after the first. Prints
+a table.
 """
 
 import statistics
@@ -28,7 +29,7 @@ from kvjax.workdir.trained import load
 _compilations = 0
 
 
-def _count(event: str, seconds: float, **_) -> None:
+def _count_compilation(event: str, seconds: float, **_) -> None:
     global _compilations
     _compilations += "backend_compile" in event
 
@@ -38,24 +39,25 @@ def measure(generator: Generator, batch: int, *, prompt: int, new: int, repeats:
     rng = np.random.default_rng(0)
     samplings = [Sampling(temperature=0.5 + 0.1 * i) for i in range(repeats + 1)]
     samplings.append(Sampling(top_k=50, top_p=0.9))
-    timings, after_first = [], None
+    timings, warm_up_compilations = [], None
     for seed, sampling in enumerate(samplings):
         prompts = rng.integers(0, generator.config.vocab_size, (batch, prompt)).tolist()
         generation = generator.start(prompts, num_tokens=new, sampling=sampling, seed=seed)
         for _ in generation:
             pass
         timings.append(generation.timing)
-        after_first = _compilations if after_first is None else after_first
+        if warm_up_compilations is None:
+            warm_up_compilations = _compilations
     timings = timings[1:-1]
-    first = statistics.median(t.first for t in timings)
+    first_token = statistics.median(t.first for t in timings)
     return {
         "batch": batch,
-        "time_to_first_token_ms": 1e3 * first,
-        "prefill_tokens_per_second": batch * prompt / first,
+        "time_to_first_token_ms": 1e3 * first_token,
+        "prefill_tokens_per_second": batch * prompt / first_token,
         "decode_tokens_per_second": statistics.median(t.decode_tokens_per_second for t in timings),
         "cache_bytes": cache.live_bytes(generation.cache),
         "capacity": generation.cache.capacity,
-        "compilations_after_warm_up": _compilations - after_first,
+        "compilations_after_warm_up": _compilations - warm_up_compilations,
     }
 
 
@@ -64,10 +66,10 @@ def _measure(options: runner.Options) -> dict:
     loaded = load(workdir, dtype=options.dtype)
     generator = Generator(loaded.model, loaded.compute)
     batch, tokens = max(options.batch), options.prompt_tokens + options.num_tokens
-    each = formulas.cache_bytes_per_token(generator.config, generator.compute.dtype)
-    cache_of = f"a cache of so many sequences of {tokens:,} tokens"
-    machine.check_fits(f"--batch={batch}", cache_of, batch * tokens * each)
-    jax.monitoring.register_event_duration_secs_listener(_count)
+    token_bytes = formulas.cache_bytes_per_token(generator.config, generator.compute.dtype)
+    what = f"a cache of {batch:,} sequences of {tokens:,} tokens"
+    machine.check_fits(f"--batch={batch}", what, batch * tokens * token_bytes)
+    jax.monitoring.register_event_duration_secs_listener(_count_compilation)
     sizes = dict(prompt=options.prompt_tokens, new=options.num_tokens, repeats=options.repeats)
     rows = []
     with progress.waiting("generating") as doing:

@@ -22,22 +22,28 @@ def load(path: str, overrides: list[str]) -> config_lib.Experiment:
     """Returns the experiment of a config file with overridden keys.
 
     Args:
-      overrides: "train.batch_size=32".
+      overrides: keys and values, as "train.batch_size=32".
 
     Raises:
-      UserError: what `load_config` and `resolve` raise.
+      UserError: see `load_config` and `resolve`.
     """
     overrides = [f"--config.{override}" for override in overrides]
     return config_lib.resolve(load_config(pathlib.Path(path), overrides))
 
 
 def training_speed(path: str, overrides: list[str], steps: int) -> dict:
-    """Measures seconds of whole training steps, on one batch of random tokens.
+    """Times whole training steps on one batch of random tokens.
 
     Returns:
-      JSON-able: seconds (of `steps` steps), first_step_seconds (compilation included), loss (of the
-      last step), peak_bytes (of a device; None on CPU), matmul_flops (FLOP/s of a product in the
-      compute dtype, before and after), platform ("cuda", "tpu", "cpu") and count (devices).
+      A dict for JSON:
+      - seconds: list, one for each of `steps` steps
+      - first_step_seconds: includes compilation
+      - loss: of the last step
+      - peak_bytes: of a device; None on CPU
+      - matmul_flops: FLOP/s of a matrix product in the compute dtype, measured before the steps and
+        again after them
+      - platform: "cuda", "tpu" or "cpu"
+      - count: number of devices
     """
     runtime.start()
     experiment = load(path, overrides)

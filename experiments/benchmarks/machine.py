@@ -66,10 +66,10 @@ def check_room(given: str, size: int, *, memory: int, disk: int) -> None:
         check_fits(given, what, copies * size, available)
 
 
-def check_fits(given: str, what: str, need: float, available: float | None = None) -> None:
-    """Raises a UserError unless `need` bytes are available (by default: in a device's memory)."""
+def check_fits(given: str, what: str, needed: float, available: float | None = None) -> None:
+    """Raises a UserError if more bytes are needed than available (None: a device's memory)."""
     available = runtime.memory_per_device() if available is None else available
-    if need > available:
+    if needed > available:
         raise UserError(
-            f"{given}: {what} needs {need / 1e9:,.1f} GB of {available / 1e9:,.1f} GB: give less"
+            f"{given}: {what} needs {needed / 1e9:,.1f} GB of {available / 1e9:,.1f} GB: give less"
         )

@@ -176,12 +176,12 @@ class Point:
         return dict(weight_bytes=self.stepper.weight_bytes, cache_bytes=cache_bytes)
 
     @property
-    def need(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of weights and cache in memory."""
         return self.stepper.all_weight_bytes + self.stepper.cache_bytes(self.batch, self.capacity)
 
     def fits(self, available: float) -> bool:
-        return self.need <= _ROOM * available
+        return self.memory_bytes <= _ROOM * available
 
     def measure(self, program: Callable[[], jax.stages.Compiled], rounds: int) -> dict:
         """Measures seconds per step and rates; returns the reason if that fails."""
@@ -222,7 +222,7 @@ def measured(
         if i in programs:
             yield point, point.measure(programs[i], rounds)
         else:
-            size = f"{point.need / 1e9:,.1f} GB do not fit {available / 1e9:,.1f} GB"
+            size = f"{point.memory_bytes / 1e9:,.1f} GB do not fit {available / 1e9:,.1f} GB"
             yield point, dict(why=size)
         gc.collect()
 
@@ -300,10 +300,10 @@ def _show(result: dict, out: Output) -> None:
 
 def _points(option: str, text: str) -> list[tuple[int, int]]:
     found = []
-    for each in text.split(","):
-        if not re.fullmatch("[1-9][0-9]{0,6}x[1-9][0-9]{0,6}", each):
-            raise UserError(f"{option}: {each[:40]!r} must be sequences x tokens, as 4x32768")
-        found.append(tuple(map(int, each.split("x"))))
+    for point in text.split(","):
+        if not re.fullmatch("[1-9][0-9]{0,6}x[1-9][0-9]{0,6}", point):
+            raise UserError(f"{option}: {point[:40]!r} must be sequences x tokens, as 4x32768")
+        found.append(tuple(map(int, point.split("x"))))
     return found
 
 

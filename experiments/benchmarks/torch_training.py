@@ -265,22 +265,22 @@ def training_speed(
     compile_mode: str,
     steps: int,
 ) -> dict:
-    """Measures seconds of whole training steps, on one batch of random tokens.
+    """Times whole training steps on one batch of random tokens.
 
     Args:
-      shape, recipe: of `Shape` and `Recipe`.
-      rows, length, parts: of a step.
-      parameters: how many there must be.
+      shape, recipe: keyword arguments of `Shape` and `Recipe`.
+      rows, length: of the batch, [rows, length + 1].
+      parts: a batch goes through the model in this many.
+      parameters: the number of parameters of kvjax's model.
       attention: a key of `_BACKENDS`.
       compile_mode: of `torch.compile`.
 
     Returns:
-      JSON-able: seconds (of `steps` steps), first_step_seconds (compilation included), loss (of the
-      last step), peak_bytes (None on CPU), platform, count (of devices: 1), and what was run:
-      parameters, torch, optimizer.
+      The dict of `jax_training.training_speed` without matmul_flops, and with `parameters`, the
+      version of `torch`, and a description of the `optimizer`.
 
     Raises:
-      ValueError: the model has other than `parameters` parameters.
+      ValueError: this model has another number of parameters.
     """
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
@@ -295,7 +295,7 @@ def training_speed(
         compile_mode=compile_mode,
     )
     if training.parameters != parameters:
-        raise ValueError(f"{training.parameters:,} parameters: must be {parameters:,}, as ours")
+        raise ValueError(f"{training.parameters:,} parameters, kvjax's model has {parameters:,}")
     size = (rows, length + 1)
     batch = torch.randint(0, training.model.shape.vocab_size, size)
     batch = batch.to(training.model.head.weight.device)

@@ -7,8 +7,9 @@
 Whole training steps, optimizer included, on one batch of random tokens: the median and range of
 --steps after warm-up. --set has keys of every config, space-separated; each --set is timed
 separately. --torch adds a plain PyTorch model of the same shape, compiled by `torch.compile`
-(torch_training.py), for each MHA config, with the batch of the first --set. Every run has a process
-of its own, one after another, PyTorch first. Failures are listed at the end; the exit status is 1.
+(torch_training.py), for each MHA config, with the batch of the first --set. Runs follow each other,
+PyTorch's first, each in a process of its own. Failed runs are listed at the end; the exit status is
+then 1.
 
 FLOPs are those of `costs.formulas.training_flops_per_token` (attention over all keys, nothing for
 rematerialisation or the optimizer). MFU is of the datasheet's bfloat16 peak, where there is one;
@@ -222,10 +223,10 @@ def measure(runs: list[Run]) -> tuple[list[dict], list[dict], float | None]:
     for run in runs:
         with progress.waiting(f"timing {run.name}"):
             measured = contender.run(run.module, run.arguments)
-        there = {row["platform"] for row in rows} - {measured.get("platform")}
-        if "error" not in measured and there:
+        others = {row["platform"] for row in rows} - {measured.get("platform")}
+        if "error" not in measured and others:
             platform = measured["platform"]
-            measured = dict(error=f"ran on {platform}, others on {there.pop()}: no comparison")
+            measured = dict(error=f"ran on {platform}, others on {others.pop()}: no comparison")
         if "error" in measured:
             failed.append(dict(config=run.name) | measured)
             command_line.say(f"{run.name}: {measured['error']}")

@@ -86,7 +86,7 @@ def claims(paper: str) -> list[dict]:
 
 
 def judge(claim: Mapping) -> Found:
-    """Applies a claim's rule. `own`: it needs nothing but figures that the paper prints."""
+    """Applies a claim's rule. A claim with `own` is about the paper's printed figures alone."""
     options = {key: x for key, x in claim.items() if key not in (*_FIELDS, "rule", "own")}
     try:
         found = RULES[claim["rule"]](**options)
@@ -132,12 +132,12 @@ def read(name: str) -> dict:
     return json_text.read_object(epath.Path(file), "restore it, or make it anew")
 
 
-def paired(one: Mapping, other: Mapping, name: str) -> Difference:
-    """Returns one less other by seed; raises a NoResultError without a common seed."""
-    found = difference(one, other)
+def paired(first: Mapping, second: Mapping, name: str) -> Difference:
+    """Returns first less second by seed; raises a NoResultError without a common seed."""
+    found = difference(first, second)
     if found is None:
         raise NoResultError(name)
-    return found, len(one.keys() & other.keys())
+    return found, len(first.keys() & second.keys())
 
 
 @source
@@ -315,13 +315,13 @@ def at_scale(
       tokens: for each config, or one number for all.
       seen: a rule that answers the same question at demo size, or several by name.
     """
-    each = tokens if isinstance(tokens, Sequence) else [tokens] * len(configs)
-    flops = sum(training_flops(config) * n for config, n in zip(configs, each, strict=True))
+    budgets = tokens if isinstance(tokens, Sequence) else [tokens] * len(configs)
+    flops = sum(training_flops(config) * n for config, n in zip(configs, budgets, strict=True))
     rate = _CHIPS * datasheets.DEVICES[_KIND].bf16_flops * _UTILISATION
     hours = flops / rate / 3600
     time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
     names = ", ".join(f"`{config}`" for config in configs)
-    amounts = " and ".join(dict.fromkeys(f"{n / 1e9:g}B" for n in each))
+    amounts = " and ".join(dict.fromkeys(f"{n / 1e9:g}B" for n in budgets))
     parts = [
         *_seen(seen, "at demo size"),
         *filter(None, [why]),

@@ -1,8 +1,8 @@
 """Arithmetic on printed figures: a decimal stands for all numbers that round to it.
 
-`holds("98.91 - 98.28 == 0.63")` is true if some numbers that round to these satisfy the equation. A
-number with a decimal point is rounded, "10." to units; 10 is exact. An inequality compares figures
-as they are printed.
+`holds("98.91 - 98.28 == 0.63")` is true if some numbers that round to these satisfy the equation.
+Numbers with a decimal point count as rounded at their last digit ("10." to the nearest integer),
+numbers without one as exact. Inequalities ignore the rounding: they compare the printed numbers.
 """
 
 import ast
@@ -11,7 +11,7 @@ import math
 import operator
 from typing import NamedTuple
 
-_EDGE = 1e-9  # a number on the edge rounds either way
+_EDGE = 1e-9  # a number halfway between two decimals may round to either
 
 
 class Span(NamedTuple):
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 def span(printed: str) -> Span:
-    """Returns all numbers that round to a decimal; the number itself if it has no point."""
+    """Returns the interval that rounds to a decimal; without a point, the number alone."""
     figure, (_, point, decimals) = float(printed), printed.partition(".")
     half = 0.5 * 10.0 ** -len(decimals) if point else 0.0
     return Span(figure - half, figure + half)
@@ -50,7 +50,7 @@ def _holds(tree: ast.Compare, source: str) -> bool:
 
 
 def value(expression: str) -> float:
-    """Returns the value of an expression, of figures as they are printed."""
+    """Returns the value of an expression, the middle of its interval."""
     return _evaluate(ast.parse(expression, mode="eval").body, expression).middle
 
 
@@ -87,5 +87,5 @@ def _evaluate(node: ast.expr, source: str) -> Span:
             spans = [_evaluate(argument, source) for argument in node.args]
             return Span(*(sum(ends) / len(ends) for ends in zip(*spans, strict=True)))
         case ast.Call(func=ast.Name(id=name), args=[argument]):
-            return Span(*map(_FUNCTIONS[name], _evaluate(argument, source)))  # all increase
+            return Span(*map(_FUNCTIONS[name], _evaluate(argument, source)))  # increasing
     raise ValueError(f"{source!r}: cannot be evaluated")

@@ -119,11 +119,11 @@ def parameters() -> judge.Found:
     """Counts MHA's parameters here at both scales, by which weights are counted."""
     counts = []
     for name in ("mha_128m", "mha_2p5b"):
-        of = formulas.parameters(judge.experiment_of(name).model)
-        layers, head = (of["attention"] + of["mlp"]) / 1e6, of["head"] / 1e6
+        counted = formulas.parameters(judge.experiment_of(name).model)
+        layers, head = (counted["attention"] + counted["mlp"]) / 1e6, counted["head"] / 1e6
         counts.append(
             f"{layers:,.0f}M in layers, {layers + head:,.0f}M with the head, "
-            f"{of['total'] / 1e6:,.0f}M in all"
+            f"{counted['total'] / 1e6:,.0f}M in all"
         )
     vocabulary = judge.experiment_of("mha_2p5b").model.vocab_size
     return judge.Found(

@@ -24,7 +24,7 @@ from kvjax.layers import rope
 
 _SAMPLE = "a sample of the paper's grid"
 _SOLVED = 0.9995  # as printed, 1.000
-# The paper's grids (sections 3.1 and 3.2). Cells outside of them are no sample of them.
+# The paper's grids (sections 3.1 and 3.2); cells outside of them do not count.
 _GRID = {"width": (32, 64, 256), "layers": (2, 4), "heads": (2, 4), "length": (16, 64, 128)}
 _GRID_OF_IMAGES = {
     "widths": (64, 256, 512),
@@ -142,10 +142,10 @@ def image(name: str, variant: str) -> judge.Difference:
 def images_alike(name: str, margin: float, variants: Sequence[str]) -> judge.Found:
     """Checks that variants lie within a margin of QKV, in points."""
     grid = judge.read(f"images/{name}")["grid"]
-    of = {key: " and ".join(map(str, x)) for key, x in grid.items() if isinstance(x, list)}
+    sizes = {key: " and ".join(map(str, x)) for key, x in grid.items() if isinstance(x, list)}
     scale = (
-        f"points from QKV; of the paper's grid d = {of['widths']}, {of['layers']} layers, "
-        f"{of['heads']} heads, squares of {of['patches']}; its {grid['epochs']} epochs"
+        f"points from QKV; of the paper's grid d = {sizes['widths']}, {sizes['layers']} layers, "
+        f"{sizes['heads']} heads, squares of {sizes['patches']}; its {grid['epochs']} epochs"
     )
     by_name = {CALLED[variant]: {"image": (name, variant)} for variant in variants}
     return judge.all_same(by_name, margin, "+.2f", scale)

@@ -61,7 +61,7 @@ class Trainer:
         self._learner = functools.cache(self._learner_of)  # seeds share the compiled step
 
     def _learner_of(self, channels: int) -> Learner:
-        config, compute = transformer(channels, self.corpus.size), Compute(unroll=True)
+        config, compute = transformer(channels, self.corpus.vocab_size), Compute(unroll=True)
 
         def nats(model, batch, key=None):
             x_BTD = model(batch["x"], compute=compute, dropout=key)
@@ -148,11 +148,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Trains the missing runs and prints the table; returns 1 if a run failed."""
     options = _options(arguments)
-    least = SETS[options.set][3]
+    min_count = SETS[options.set][3]
     if options.set == "embedded":
-        corpus = words.embedded(least)
+        corpus = words.embedded(min_count)
     else:
-        load = functools.partial(words.load, least=least)
+        load = functools.partial(words.load, min_count=min_count)
         corpus = in_process.load(load, "--folder", options.folder)
     trainer = Trainer(options.set, corpus, options.epochs)
     for split, rows_of_split in trainer.rows.items():
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
     cells = [one for one in every if one.settings["channels"] in options.channels]
 
     def figures_of(kept: Kept) -> dict:
-        about = dict(set=options.set, words=len(corpus.train), vocabulary=corpus.size)
+        about = dict(set=options.set, words=len(corpus.train), vocabulary=corpus.vocab_size)
         return about | dict(epochs=options.epochs, rows=rows(options.set, every, kept))
 
     how = dict(places=(__file__,), only=dict(channels=options.channels))

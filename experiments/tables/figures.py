@@ -152,8 +152,8 @@ def results(comparison: dict) -> Figure:
         name, x, y, half = (row[key] for key in ("cell", "cache_bytes", "bpb", "bpb_half_interval"))
         color = RESIDUAL if name == "lrkv" else FULL
         axes.errorbar(x, y, half, fmt="o", color=color, capsize=5, markersize=8, linewidth=1.8)
-        each = [run["bpb"] for run in runs[name].values()]
-        axes.plot([x + 22] * len(each), each, ".", color=GRAY, markersize=4)
+        of_seeds = [run["bpb"] for run in runs[name].values()]
+        axes.plot([x + 22] * len(of_seeds), of_seeds, ".", color=GRAY, markersize=4)
         at = dict(xytext=(12, 0), textcoords="offset points", va="center")
         if name in ("mha", "mla_paper"):
             at |= dict(xytext=(-10, 0), ha="right")
@@ -262,8 +262,8 @@ def main(arguments: list[str]) -> int:
         record.check_folder("experiments.tables.figures", FOLDER)
     with progress.waiting("drawing"):
         texts = figures()
-    there = {path: path.read_text() if path.exists() else None for path in texts}
-    changed = [path for path, text in texts.items() if text != there[path]]
+    before = {path: path.read_text() if path.exists() else None for path in texts}
+    changed = [path for path, text in texts.items() if text != before[path]]
     for path in changed:
         if not options.check:
             path.parent.mkdir(parents=True, exist_ok=True)

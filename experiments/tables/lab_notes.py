@@ -4,8 +4,8 @@
     Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
     Also: h200:8 (8 chips).
 
-A target is a topology, its number of chips, and config overrides for it. Variants of one file have
-no docstrings: their target follows from the scale (TARGETS).
+A target is a topology, its number of chips, and config overrides for it. A variant, one of several
+configs in a file, has no docstring: TARGETS has the target of its scale.
 """
 
 import ast
@@ -24,7 +24,8 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import one_of, to_text
 from kvjax.foundation.errors import UserError
 
-FILES = ("", "ranks", "matched", "long_context", "rivals", "papers")  # "": one config each
+# Order of configs in the tables: "" for those with a file of their own, then files of variants.
+_FILE_ORDER = ("", "ranks", "matched", "long_context", "rivals", "papers")
 TARGETS = {
     "125m": "v5e:4x4",
     "128m": "v5e:4x4",
@@ -37,11 +38,11 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A topology that a config is meant for, and the config with the overrides for it."""
+    """A topology that a config is meant for, and the config with this target's overrides."""
 
     topology: str  # see `kvjax.hardware.topology`
     overrides: tuple[str, ...]  # as on the command line
-    resolved: tuple[str, ...]  # the config, one line per key
+    resolved: tuple[str, ...]  # the config after the overrides, one line per key
     experiment: Experiment
 
     @property
@@ -76,9 +77,9 @@ class LabNote:
 
 
 def read_all(configs: pathlib.Path = CONFIGS) -> list[LabNote]:
-    """Returns the lab notes of all configs but the tiny ones, in the table's order.
+    """Returns the lab notes of all configs but the tiny ones, in the order of `scaling_table`.
 
-    Leaves out configs/mid.py: the same models on the same chips, for a 300th of the steps.
+    Leaves out configs/mid.py, whose models and chips are those of pre-training.
 
     Raises:
       UserError: see `read`.
@@ -99,7 +100,7 @@ def read(path: pathlib.Path) -> LabNote:
     Raises:
       UserError: the config cannot be resolved, or its docstring lacks a target.
     """
-    if not path.is_file():
+    if not path.is_file():  # a variant
         topology = TARGETS[command_line.config_label(path).rpartition("_")[2]]
         return LabNote(
             path=path, targets=(_target(path, f"{topology} ({chips(topology)} chips)."),)
@@ -108,19 +109,20 @@ def read(path: pathlib.Path) -> LabNote:
     main, also = (re.findall(rf"^{label}: (.*)$", doc, re.M) for label in ("Target", "Also"))
     if len(main) != 1:
         raise UserError(
-            f"{path}: its docstring needs one line like 'Target: v5p:2x2x4 (16 chips).'; further "
-            "ones start with 'Also: '"
+            f"{path}: its docstring needs one line like 'Target: v5p:2x2x4 (16 chips).'; lines of "
+            "other targets start with 'Also: '"
         )
-    return LabNote(path=path, targets=tuple(_target(path, item) for item in main + also))
+    return LabNote(path=path, targets=tuple(_target(path, text) for text in main + also))
 
 
-def _target(path: pathlib.Path, item: str) -> Target:
+def _target(path: pathlib.Path, text: str) -> Target:
+    """Parses a target, such as "v4:4x4x4 (64 chips, --config.mesh.data=4)."."""
     parts = re.fullmatch(
-        r"(\w+:\d+(?:x\d+)*) \((\d+) chips((?:, --config\.\S+=[^\s,]+)*)\)\.", item
+        r"(\w+:\d+(?:x\d+)*) \((\d+) chips((?:, --config\.\S+=[^\s,]+)*)\)\.", text
     )
     if not parts or chips(parts[1]) != int(parts[2]):
         raise UserError(
-            f"{path}: target {item!r}: must be like 'v5p:2x2x4 (16 chips).' or "
+            f"{path}: target {text!r}: must be like 'v5p:2x2x4 (16 chips).' or "
             "'v4:4x4x4 (64 chips, --config.mesh.data=4).'"
         )
     overrides = parts[3].split(", ")[1:]
@@ -143,4 +145,4 @@ def _order(note: LabNote) -> tuple:
     scale, scales = note.name.rpartition("_")[2], list(TARGETS)
     one_of(f"{note.path}: the end of config.name", scale, scales)
     length = note.experiment.data.sequence_length
-    return FILES.index(file), scales.index(scale), length, -note.cache_bytes, note.name
+    return _FILE_ORDER.index(file), scales.index(scale), length, -note.cache_bytes, note.name

@@ -105,13 +105,13 @@ def padded_loss(found: Mapping) -> Figure:
 
 def cross_attention(found: Mapping) -> Figure:
     """Draws the steps to 99 % accuracy and the final accuracy of each mechanism."""
-    there = [row for row in found["rows"] if row["steps"]]
+    finished = [row for row in found["rows"] if row["steps"]]
     steps = [
         Row(
             f"{row['kind']}, {row['became_right']} of {row['runs']} runs",
             Estimate(row["steps"], row["steps_half_interval"]),
         )
-        for row in there
+        for row in finished
     ]
     right = [
         Row(row["kind"], Estimate(row["right"], row["right_half_interval"]).times(100))

@@ -272,10 +272,10 @@ def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
 
 def _replace(path: pathlib.Path, pattern: str, text: str) -> str:
     """Returns a file's text with the part between a pattern's two groups replaced."""
-    there = path.read_text()
-    if len(re.findall(pattern, there)) != 1:
-        raise UserError(f"{path}: must have {pattern!r} once, to be written over")
-    return re.sub(pattern, lambda found: found[1] + text + found[2], there)
+    before = path.read_text()
+    if len(re.findall(pattern, before)) != 1:
+        raise UserError(f"{path}: must have {pattern!r} once; it is replaced")
+    return re.sub(pattern, lambda found: found[1] + text + found[2], before)
 
 
 def differences(texts: dict[pathlib.Path, str]) -> str:

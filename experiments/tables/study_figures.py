@@ -46,8 +46,8 @@ def sequence_tasks(found: Mapping) -> Figure:
     def right(row, task):
         return row["tasks"][task]["right"]
 
-    there = [task for task in sequences.TASKS if all(task in row["tasks"] for row in found["rows"])]
-    solved = [task for task in there if all(right(row, task) >= 0.9995 for row in found["rows"])]
+    tasks = [task for task in sequences.TASKS if all(task in row["tasks"] for row in found["rows"])]
+    solved = [task for task in tasks if all(right(row, task) >= 0.9995 for row in found["rows"])]
     panels = [
         Panel(
             _sizes(task, found["rows"][0]["tasks"][task]),
@@ -61,7 +61,7 @@ def sequence_tasks(found: Mapping) -> Figure:
             ],
             ".3f",
         )
-        for task in there
+        for task in tasks
         if task not in solved
     ]
     seeds = min(now["seeds"] for row in found["rows"] for now in row["tasks"].values())
@@ -267,8 +267,8 @@ def figures(results: pathlib.Path) -> dict[str, Figure]:
         (word_models.FOLDER, word_models.SETS, model_figures.word_models),
     ):
         files = {name: results / folder / f"{name}.json" for name in names}
-        there = {name: json.loads(f.read_text()) for name, f in files.items() if f.exists()}
-        there = {name: result for name, result in there.items() if result["rows"]}
-        if there:
-            found[folder] = draw(there)
+        read = {name: json.loads(f.read_text()) for name, f in files.items() if f.exists()}
+        results_of = {name: result for name, result in read.items() if result["rows"]}
+        if results_of:
+            found[folder] = draw(results_of)
     return found

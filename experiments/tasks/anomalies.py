@@ -34,24 +34,25 @@ class Features:
 
 
 def synthetic(
-    noise: float, *, classes: int = 100, features: int = 512, each: int = 500
+    noise: float, *, classes: int = 100, features: int = 512, per_class: int = 500
 ) -> Features:
     """Draws class means from N(0, 1) and images as mean plus noise.
 
     Args:
       noise: standard deviation in each of the features.
-      each: training images per class; a fifth of it for testing.
+      per_class: training images of each class; there are a fifth as many test images.
     """
     rng = np.random.default_rng(42)
     means = rng.normal(size=(classes, features)).astype(np.float32)
 
-    def part(each: int) -> Part:
-        labels = np.repeat(np.arange(classes), each)
+    def part(count: int) -> Part:
+        labels = np.repeat(np.arange(classes), count)
         drawn = rng.normal(scale=noise, size=(len(labels), features)).astype(np.float32)
         return means[labels] + drawn, labels
 
-    train, test = part(each), part(each // 5)
-    return Features(*held_out(train), test, f"made up: {classes} x {each} x {features}, {noise}")
+    train, test = part(per_class), part(per_class // 5)
+    digest = f"made up: {classes} x {per_class} x {features}, {noise}"
+    return Features(*held_out(train), test, digest)
 
 
 def load(file: pathlib.Path) -> Features:
@@ -67,12 +68,12 @@ def load(file: pathlib.Path) -> Features:
             "test_labels, features of images such as a ResNet34's"
         )
     if not zipfile.is_zipfile(file):  # numpy also opens other files
-        raise DataError(f"{file}: no npz file of arrays, as numpy.savez writes")
+        raise DataError(f"{file}: is not an npz file of arrays, as numpy.savez writes")
     try:
         with np.load(file) as arrays:
             found = dict(arrays)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{file}: no npz file of arrays ({error})") from error
+        raise DataError(f"{file}: is not an npz file of arrays ({error})") from error
 
     def part(name: str) -> Part:
         keys = (name, f"{name}_labels")
@@ -116,11 +117,11 @@ def sets(part: Part, rng: np.random.Generator, place: str) -> Iterator[tuple[np.
       place: position of the anomaly: "drawn" uniformly, or "last" as in the course's code.
     """
     labels = part[1]
-    of = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
-    classes = np.array(list(of))
+    images_of = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
+    classes = np.array(list(images_of))
     for image in rng.permutation(len(labels)):
         other = rng.choice(classes[classes != labels[image]])
-        few = rng.choice(of[other], SIZE - 1, replace=False)
+        few = rng.choice(images_of[other], SIZE - 1, replace=False)
         at = SIZE - 1 if place == "last" else int(rng.integers(SIZE))
         yield np.insert(few, at, image), at
 

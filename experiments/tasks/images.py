@@ -81,7 +81,7 @@ def load(name: str, folder: pathlib.Path) -> Images:
       DataError: a file is malformed; the message names file and byte or row.
     """
     if not folder.is_dir():
-        raise MissingDataError(f"{name}: {folder} is no folder; {SETS[name].advice}")
+        raise MissingDataError(f"{name}: {folder} is not a folder; {SETS[name].advice}")
     if name in ("mnist", "fashion_mnist"):
         found = _idx_set(name, folder)
     elif name.startswith("cifar"):
@@ -90,7 +90,7 @@ def load(name: str, folder: pathlib.Path) -> Images:
         found = _tiny_imagenet(name, folder)
     for _, labels in (found.train, found.test):
         if not len(labels):
-            raise DataError(f"{name}: {folder} has no image")
+            raise DataError(f"{name}: {folder} has no images")
         _check_classes(name, folder, labels)
     return found
 
@@ -100,10 +100,10 @@ def other_counts(name: str, found: Images) -> str:
     counts = len(found.train[1]), len(found.test[1])
     if counts == SETS[name].counts:
         return ""
-    (train, test), (of_train, of_test) = counts, SETS[name].counts
+    (train, test), (published_train, published_test) = counts, SETS[name].counts
     return (
         f"{name} has {train:,} training and {test:,} test images; "
-        f"the published set has {of_train:,} and {of_test:,}"
+        f"the published set has {published_train:,} and {published_test:,}"
     )
 
 
@@ -158,11 +158,11 @@ def idx(file: pathlib.Path, files: dict[str, str]) -> np.ndarray:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{file}: no whole gzip file ({error})") from error
+            raise DataError(f"{file}: is not a complete gzip file ({error})") from error
     axes = 3 if "idx3" in file.name else 1
     start = 4 + 4 * axes
     if len(data) < start or data[:4] != bytes((0, 0, 8, axes)):
-        raise DataError(f"{file}: no IDX file of unsigned bytes with {axes} axes")
+        raise DataError(f"{file}: is not an IDX file of unsigned bytes with {axes} axes")
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
     if len(data) - start != math.prod(shape):
         shown = " x ".join(map(str, shape))
@@ -230,7 +230,7 @@ def _tiny_imagenet(name: str, folder: pathlib.Path) -> Images:
         for word, label in classes.items():
             images = folder / "train" / word / "images"
             if not images.is_dir():
-                raise MissingDataError(f"{name}: {images} is no folder, and wnids.txt names {word}")
+                raise MissingDataError(f"{name}: {images} is missing, and wnids.txt names {word}")
             for file in sorted(images.glob("*.JPEG")):
                 yield file, label
 
@@ -240,7 +240,7 @@ def _tiny_imagenet(name: str, folder: pathlib.Path) -> Images:
             file, _, rest = line.partition("\t")
             word = rest.partition("\t")[0]
             if word not in classes:
-                raise DataError(f"{notes}, row {i}: {word!r} is no class of wnids.txt")
+                raise DataError(f"{notes}, row {i}: {word!r} is not a class of wnids.txt")
             yield folder / "val" / "images" / file, classes[word]
 
     found = part("train", train()), part("val", held_out())
@@ -257,7 +257,7 @@ def _jpeg(file: pathlib.Path, side: int, digest) -> np.ndarray:
     except FileNotFoundError as error:
         raise MissingDataError(f"{file} is missing") from error
     except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"{file}: no image ({error})") from error
+        raise DataError(f"{file}: is not an image ({error})") from error
     if found.shape != (side, side, 3):
         raise DataError(f"{file}: {found.shape[1]} x {found.shape[0]}: must be {side} x {side}")
     digest.update(data)

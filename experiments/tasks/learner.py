@@ -112,10 +112,10 @@ def of_labels(logits: Callable) -> tuple[Callable, Callable]:
     """
 
     def loss(model, batch, key):
-        each = nats(logits(model, batch, key), batch["y"])
+        losses = nats(logits(model, batch, key), batch["y"])
         if "counts" not in batch:
-            return jnp.mean(each)
-        return jnp.sum(each * batch["counts"]) / jnp.sum(batch["counts"])
+            return jnp.mean(losses)
+        return jnp.sum(losses * batch["counts"]) / jnp.sum(batch["counts"])
 
     def right(model, batch):
         predicted = jnp.argmax(logits(model, batch, None), axis=-1)
@@ -256,7 +256,7 @@ class Learner:
         found = np.concatenate([np.asarray(few) for few in losses])
         bad = np.flatnonzero(~np.isfinite(found))
         if len(bad):
-            raise FloatingPointError(f"the loss is no number from step {bad[0] + 1} on")
+            raise FloatingPointError(f"the loss is not finite from step {bad[0] + 1} on")
         return Trained(params, found)
 
     def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:

@@ -1,10 +1,10 @@
-"""Word-level text from local files, as thin keys reads WikiText (section 3.3 and its code).
+"""WikiText as words, prepared as in the thin keys paper (section 3.3 and its code).
 
-Lines are stripped, empty ones and headings (starting with "=") dropped, the rest lower-cased and
-split at white space, each line followed by <eos>. The vocabulary is <pad>, <unk>, <eos> and then
-every word that is frequent enough in the training text, in alphabetical order. WikiText contains
-"<unk>" as a word, which replaces the special token: that embedding row is never read, and is kept
-because the paper's parameter counts include it.
+Lines are stripped; empty lines and headings (starting with "=") are dropped. The others are
+lower-cased and split at white space, and each is followed by <eos>. The vocabulary is <pad>, <unk>,
+<eos> and then every word that is frequent enough in the training text, in alphabetical order.
+WikiText's text contains "<unk>", which is therefore also one of those words, and that id is used.
+The embedding keeps a row for the special <unk>, since the paper counts its parameters.
 """
 
 import collections
@@ -25,22 +25,18 @@ _PARQUET = dict(train="train", valid="validation", test="test")
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token ids of every split, concatenated.
-
-    Attributes:
-      digest: of all ids.
-    """
+    """The text of each split, as one array of token ids."""
 
     train: np.ndarray
     valid: np.ndarray
     test: np.ndarray
     vocabulary: dict[str, int]
-    size: int  # rows of the embedding; one may be unused
-    digest: str
+    vocab_size: int  # rows of the embedding, with the special <unk> even if no text uses it
+    digest: str  # of the ids of all splits
 
 
 def words(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the words of all lines but headings and empty ones, each line followed by <eos>."""
+    """Yields the words of lines, and <eos> after each; skips headings and empty lines."""
     for line in lines:
         line = line.strip()
         if line and not line.startswith("="):
@@ -48,18 +44,18 @@ def words(lines: Iterable[str]) -> Iterator[str]:
             yield "<eos>"
 
 
-def vocabulary(training: Iterable[str], least: int) -> tuple[dict[str, int], int]:
-    """Returns ids of the words that occur at least `least` times, and the embedding's rows."""
+def vocabulary(training: Iterable[str], min_count: int) -> tuple[dict[str, int], int]:
+    """Returns ids of the words that occur at least `min_count` times, and `Corpus.vocab_size`."""
     counts = collections.Counter(training)
     del counts["<eos>"]
     ids = {word: i for i, word in enumerate(SPECIALS)}
-    often = sorted(word for word, count in counts.items() if count >= least)
-    for i, word in enumerate(often, len(SPECIALS)):
-        ids[word] = i  # "<unk>" may be among them
-    return ids, len(SPECIALS) + len(often)
+    frequent = sorted(word for word, count in counts.items() if count >= min_count)
+    for i, word in enumerate(frequent, len(SPECIALS)):
+        ids[word] = i  # may replace the id of "<unk>"
+    return ids, len(SPECIALS) + len(frequent)
 
 
-def load(folder: pathlib.Path, least: int) -> Corpus:
+def load(folder: pathlib.Path, min_count: int) -> Corpus:
     """Reads WikiText: wiki.{train,valid,test}.tokens, or Parquet files with a column `text`.
 
     Raises:
@@ -67,35 +63,35 @@ def load(folder: pathlib.Path, least: int) -> Corpus:
       DataError: a file is malformed or has no words.
     """
     if not folder.is_dir():
-        raise MissingDataError(f"{folder} is no folder: give that of WikiText's files")
-    return _corpus({split: _lines(folder, split) for split in SPLITS}, least, folder)
+        raise MissingDataError(f"{folder} is not a folder: give the folder of WikiText's files")
+    return _corpus({split: _lines(folder, split) for split in SPLITS}, min_count, folder)
 
 
-def embedded(least: int) -> Corpus:
+def embedded(min_count: int) -> Corpus:
     """Returns the embedded corpus; its validation split is halved into valid and test."""
     held_out = text.books("validation").splitlines()
     half = len(held_out) // 2
-    parts = dict(
+    lines = dict(
         train=text.books("train").splitlines(), valid=held_out[:half], test=held_out[half:]
     )
-    return _corpus(parts, least, "the embedded corpus")
+    return _corpus(lines, min_count, "the embedded corpus")
 
 
-def _corpus(parts: dict[str, list[str]], least: int, place: object) -> Corpus:
-    found = {split: list(words(lines)) for split, lines in parts.items()}
-    for split, of in found.items():
-        if not of:
-            raise DataError(f"{place}: {split} has no line that is no heading")
-    ids, size = vocabulary(found["train"], least)
-    unknown = ids["<unk>"]
-    as_ids = {
-        split: np.array([ids.get(word, unknown) for word in of], np.int32)
-        for split, of in found.items()
+def _corpus(lines: dict[str, list[str]], min_count: int, place: object) -> Corpus:
+    words_by_split = {split: list(words(lines[split])) for split in lines}
+    for split, tokens in words_by_split.items():
+        if not tokens:
+            raise DataError(f"{place}: {split} has no words outside headings")
+    id_of, vocab_size = vocabulary(words_by_split["train"], min_count)
+    unknown = id_of["<unk>"]
+    ids = {
+        split: np.array([id_of.get(word, unknown) for word in tokens], np.int32)
+        for split, tokens in words_by_split.items()
     }
     digest = hashlib.sha256()
-    for of in as_ids.values():
-        digest.update(of.tobytes())
-    return Corpus(**as_ids, vocabulary=ids, size=size, digest=digest.hexdigest())
+    for array in ids.values():
+        digest.update(array.tobytes())
+    return Corpus(**ids, vocabulary=id_of, vocab_size=vocab_size, digest=digest.hexdigest())
 
 
 def _lines(folder: pathlib.Path, split: str) -> list[str]:
@@ -104,12 +100,12 @@ def _lines(folder: pathlib.Path, split: str) -> list[str]:
         try:
             return plain.read_text("utf-8").split("\n")
         except UnicodeDecodeError as error:
-            raise DataError(f"{plain}, byte {error.start}: is no UTF-8") from error
+            raise DataError(f"{plain}, byte {error.start}: is not UTF-8") from error
     files = sorted(folder.glob(f"{_PARQUET[split]}-*.parquet"))
     if not files:
         raise MissingDataError(
-            f"{folder} lacks {plain.name} and {_PARQUET[split]}-*.parquet: give the folder of "
-            "WikiText's files, in either form"
+            f"{folder} has neither {plain.name} nor {_PARQUET[split]}-*.parquet: give the folder "
+            "of WikiText's files"
         )
     return [line for file in files for line in _parquet(file)]
 
@@ -119,16 +115,16 @@ def _parquet(file: pathlib.Path) -> list[str]:
     from pyarrow import parquet
 
     try:
-        found = parquet.read_table(file, columns=["text"]).column("text").to_pylist()
+        lines = parquet.read_table(file, columns=["text"]).column("text").to_pylist()
     except (OSError, KeyError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: no Parquet file with a column 'text' ({error})") from error
-    if None in found:
-        raise DataError(f"{file}, row {found.index(None)}: has no text")
-    return found
+        raise DataError(f"{file}: is not Parquet with a column 'text' ({error})") from error
+    if None in lines:
+        raise DataError(f"{file}, row {lines.index(None)}: has no text")
+    return lines
 
 
 def rows(ids: np.ndarray, length: int) -> dict[str, np.ndarray]:
-    """Cuts ids into rows of `length` with the next ids as labels; a short rest is dropped."""
+    """Returns rows of `length` ids with the next ids as labels; drops ids that fill no row."""
     count = (len(ids) - 1) // length
     end = count * length
     return dict(x=ids[:end].reshape(-1, length), y=ids[1 : end + 1].reshape(-1, length))

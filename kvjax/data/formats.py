@@ -15,7 +15,7 @@ PLAIN_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 COMPRESSED_LINES = tuple(end + packed for end in PLAIN_LINES for packed in COMPRESSIONS)
 LINES = (*PLAIN_LINES, *COMPRESSED_LINES)
-# Read only if named: in a folder, such a file mostly describes the files beside it.
+# Only read if the path or glob names them: such files mostly describe others in their folder.
 NAMED_ONLY = (".json",)
 # Raised by `decompressed` for damaged or truncated files; disks and networks raise OSErrors too.
 DECOMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error, OSError)
@@ -27,9 +27,9 @@ def suffix(name: str, among: Sequence[str]) -> str:
 
 
 def listed(suffixes: Sequence[str]) -> str:
-    """Returns suffixes as text for a message, compressed ones in short."""
+    """Returns suffixes as text for a message, which names compressions only once."""
     plain = ", ".join(end for end in suffixes if end not in COMPRESSED_LINES)
-    packed = f" ({', '.join(PLAIN_LINES)} also with {', '.join(COMPRESSIONS)} behind it)"
+    packed = f" ({', '.join(PLAIN_LINES)} also followed by {', '.join(COMPRESSIONS)})"
     return plain + (packed if set(suffixes) & set(COMPRESSED_LINES) else "")
 
 

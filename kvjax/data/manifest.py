@@ -106,7 +106,7 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
         if size is None:
             raise DamagedDataError(folder, f"{name} is missing", config)
         if size != known["bytes"]:
-            what = f"{name} has {size:,} bytes, and {known['bytes']:,} were written"
+            what = f"{name} has {size:,} bytes, but {known['bytes']:,} were written"
             raise DamagedDataError(folder, what, config)
         if "blake2b" in known and _hash((folder / name).read_bytes()) != known["blake2b"]:
             raise DamagedDataError(folder, f"{name} has other bytes than were written", config)
@@ -120,12 +120,12 @@ def digest_of(*values: Any) -> str:
 def _check_keys(info: dict[str, Any], version: int) -> None:
     """Raises a ValueError, TypeError or KeyError unless all keys that are used later are valid."""
     if "blake2b" in info and _digest_of(info) != info["blake2b"]:
-        raise ValueError("its digest is another")
+        raise ValueError("its digest does not match")
     length = dict(info["config"])["sequence_length"]
     if version == FORMAT_VERSION:
         rows = [info["splits"][split]["rows"] for split in SPLITS]
         if not min(length, *rows) >= 0:
-            raise ValueError("it counts below 0")
+            raise ValueError("a length or count is negative")
         float(info["xz_bits_per_byte"])
 
 

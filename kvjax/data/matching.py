@@ -30,13 +30,15 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
     else:
         path = runtime.path(key, pattern)
     try:
-        found = matching(path, suffixes)
-    except (OSError, ValueError, NotImplementedError) as error:  # `a**` is no pattern
+        found = find(path, suffixes)
+    except (OSError, ValueError, NotImplementedError) as error:  # or an invalid pattern, as `a**`
         raise readers.SourceError(f"{where}: cannot be opened: {first_line(error)}") from error
     if not found:
-        alone = ", ".join(formats.NAMED_ONLY)
-        named = f"; of a folder {alone} is read by pattern, as {pattern}/*{alone}"
-        raise MissingDataError(f"{where}: matches no file{advice}{named if path.is_dir() else ''}")
+        (suffix,) = formats.NAMED_ONLY
+        skipped = f"; a folder's {suffix} files are only read by pattern: {pattern}/*{suffix}"
+        raise MissingDataError(
+            f"{where}: matches no file{advice}{skipped if path.is_dir() else ''}"
+        )
     for file in found:
         if not formats.suffix(file.name, suffixes):
             raise readers.SourceError(
@@ -50,31 +52,32 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
     return found
 
 
-def matching(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
-    """Returns the files of a path, folder or glob, sorted; a glob may match any format.
+def find(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
+    """Returns the files of a path, folder or glob, sorted.
 
-    The longest existing prefix of a glob is taken literally: `[1]` may be part of a name. Folders
-    and globs skip hidden files (`._a.jsonl` of macOS), unless the glob itself has the dot, and
-    markers such as Spark's `_SUCCESS`.
+    Of a folder, files without one of the suffixes are skipped; those of a glob are not, except for
+    markers such as Spark's `_SUCCESS`. Hidden files (macOS writes `._a.jsonl`) are skipped unless
+    the glob itself has a leading dot. The longest existing prefix of a glob is taken literally:
+    `[1]` may be part of a name.
     """
-    path, pattern = _as_it_stands(path)
+    path, pattern = _split_glob(path)
     if pattern:
-        shown = any(part.startswith(".") for part in pattern)
+        with_hidden = any(part.startswith(".") for part in pattern)
         # epath would treat brackets in the folder's name as part of the glob
         local = path if in_bucket(path) else pathlib.Path(path)
         found = map(epath.Path, local.glob("/".join(pattern)))
-        found = (p for p in found if shown or not _is_hidden(p, path))
+        found = (p for p in found if with_hidden or not _is_hidden(p, path))
         found = (p for p in found if formats.suffix(p.name, suffixes) or p.name[0] != "_")
     elif path.is_dir():
-        own = tuple(end for end in suffixes if end not in formats.NAMED_ONLY)
-        found = (p for p in path.iterdir() if formats.suffix(p.name, own))
+        of_folder = tuple(end for end in suffixes if end not in formats.NAMED_ONLY)
+        found = (p for p in path.iterdir() if formats.suffix(p.name, of_folder))
         found = (p for p in found if not _is_hidden(p, path))
     else:
         return [path] if path.exists() else []
     return sorted(p for p in found if not p.is_dir())
 
 
-def _as_it_stands(path: epath.Path) -> tuple[epath.Path, tuple[str, ...]]:
+def _split_glob(path: epath.Path) -> tuple[epath.Path, tuple[str, ...]]:
     """Returns the longest existing prefix of a path, and the remaining parts of a glob."""
     parts = path.parts
     magic = [i for i, part in enumerate(parts) if any(c in part for c in hub.MAGIC)]

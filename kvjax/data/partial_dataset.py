@@ -103,11 +103,11 @@ class PartialDataset:
         (folder / f"{part:05}.json").write_text(json.dumps({"why": why}))
 
     def forget(self, part: int) -> None:
-        """Marks a part as not made."""
+        """Removes the mark of a finished part, which is then made again."""
         (self.folder / DONE / f"{part:05}.json").unlink(missing_ok=True)
 
     def failures(self) -> list[str]:
-        """Returns the messages of `fail` for parts that were not made since, in order."""
+        """Returns the messages of `fail` in order, without parts that succeeded later."""
         files = matching_entries(self.folder / _FAILED, "*.json")
         return [failure["why"] for file in files if (failure := _read_json(file))]
 
@@ -285,7 +285,7 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
 
 @functools.cache
 def _here() -> str:
-    """Returns an id of the scope of process ids: this machine since its boot, and container."""
+    """Returns an id of machine, boot and container, within which process ids are unique."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -43,15 +43,15 @@ class SourceError(DataError):
 
 
 class NullTextError(SourceError):
-    """A record whose text is null: skipped, and not an error of the user's."""
+    """A record whose text is null; it is skipped, and allowed."""
 
 
 class EmptySplitError(SourceError):
-    """A split without documents, of sources that have some."""
+    """A split without documents, though the sources have some."""
 
 
 def raise_error(error: SourceError) -> None:
-    """Raises an error of a reader, the readers' default; ignores null texts."""
+    """Raises an error unless it is a null text: the default of `on_error`."""
     if not isinstance(error, NullTextError):
         raise error
 

@@ -44,7 +44,7 @@ def read_jsonl(
     quoted = json.dumps(key, ensure_ascii=False).encode()
 
     def parse(line: bytes):
-        # Mostly in a nested object or in the text; a key that is really twice is an error.
+        # The key may stand in a nested object or in the text, too; duplicates are errors.
         if line.count(quoted) > 1:
             json_text.check_once(line, key)
         return json_text.parse(line)

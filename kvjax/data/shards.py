@@ -35,7 +35,7 @@ _MAX_READERS = 256
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _POSTSCRIPT_BYTES = 1 << 16
 _INDEX_BYTES_PER_ROW = 5  # of a shard's index of rows, compressed
-# Read errors that are no sign of damage: permissions, file limits, network.
+# Read errors that do not mean damage: permissions, file limits, network.
 _REFUSED = re.compile(r"open\(\) failed: (?!No such file)|(?<!code: 404); reading gs://")
 _READ_BYTES = 1 << 12  # minimum that ArrayRecord reads per row
 
@@ -120,9 +120,9 @@ class PackedRows:
         # `_ends` holds cumulative row counts: the first end above an index is its shard's.
         shards = np.searchsorted(self._ends, wanted, side="right")
         places = wanted - (self._ends - self._rows)[shards]
-        each = self._threads.map if self._is_slow else map
+        mapped = self._threads.map if self._is_slow else map
         with self._errors():
-            rows, seconds = zip(*each(self._read, shards.tolist(), places.tolist()), strict=True)
+            rows, seconds = zip(*mapped(self._read, shards.tolist(), places.tolist()), strict=True)
         self._is_slow = sum(seconds) > _SLOW_SECONDS * len(rows)
         return list(rows)
 
@@ -146,10 +146,10 @@ class PackedRows:
             dtype, begin = self._dtypes[name], end + len(head)
             header_start, end = end, begin + self._length * dtype.itemsize
             if len(record) < end or not record.startswith(head, header_start):
-                raise ValueError(f"row {place} of {self._name(shard)} is no row of tokens")
+                raise ValueError(f"row {place} of {self._name(shard)} is not a row of tokens")
             row[name] = np.frombuffer(record, dtype, self._length, begin)
         if len(record) != end:
-            raise ValueError(f"row {place} of {self._name(shard)} is no row of tokens")
+            raise ValueError(f"row {place} of {self._name(shard)} is not a row of tokens")
         return row, time.perf_counter() - start
 
     def _name(self, shard: int) -> str:

@@ -281,7 +281,7 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
 def tfds_builder(name: str):
     """Returns the builder of a TFDS data set that is prepared as ArrayRecord.
 
-    Does not prepare it: the code of most data sets needs TensorFlow, and hours.
+    Does not prepare it: for most data sets this needs TensorFlow, and takes hours.
 
     Raises:
       SourceError: unknown, not prepared, or in another format; with the command that prepares it.
@@ -299,11 +299,11 @@ def tfds_builder(name: str):
             f"that has it, or build it with a network, {_TFDS_ENVIRONMENT}: tfds build "
             f"{shlex.quote(name)} --file_format=array_record --data_dir={shlex.quote(folder)}"
         ) from error
-    there = [found.value for found in builder.info.available_file_formats()]
-    if "array_record" not in there:
+    prepared_formats = [found.value for found in builder.info.available_file_formats()]
+    if "array_record" not in prepared_formats:
         raise readers.SourceError(
-            f"tfds:{name} is prepared as {', '.join(there)} in {builder.data_dir}, not as "
-            f"ArrayRecord. Convert it {_TFDS_ENVIRONMENT}: tfds convert_format "
+            f"tfds:{name} is prepared as {', '.join(prepared_formats)} in {builder.data_dir}, not "
+            f"as ArrayRecord. Convert it {_TFDS_ENVIRONMENT}: tfds convert_format "
             "--dataset_version_dir="
             f"{shlex.quote(os.fspath(builder.data_dir))} --out_file_format=array_record"
         )

@@ -112,8 +112,8 @@ def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
     """
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
     tokens = {token["content"]: flags | dict(token) for token in tokens}
-    there = definition.get("added_tokens") or []
-    by_name = {token["content"]: token for token in there} | tokens
+    before = definition.get("added_tokens") or []
+    by_name = {token["content"]: token for token in before} | tokens
     added = sorted(by_name.values(), key=lambda token: token["id"])
     # Tokens missing from the model's vocabulary would be renumbered, wrongly if ids have gaps.
     vocab = definition["model"]["vocab"] | {token["content"]: token["id"] for token in added}
@@ -205,9 +205,9 @@ class Tokenizer:
         Gaps in the ids of a published vocabulary stay. An existing ordinary token of that name
         becomes a special token with the same id.
         """
-        added, there = self._specials, self._backend.get_vocab()
-        new = [name for name in names if name not in there]
-        ids = there | {name: self.vocab_size + i for i, name in enumerate(new)}
+        added, vocab = self._specials, self._backend.get_vocab()
+        new = [name for name in names if name not in vocab]
+        ids = vocab | {name: self.vocab_size + i for i, name in enumerate(new)}
         tokens = [dict(id=ids[n], content=n, special=True) for n in names if n not in added]
         definition = with_added(json.loads(self.to_json()), tokens)
         grown = from_json(

@@ -67,7 +67,7 @@ def _parser() -> command_line.Parser:
     add("--sandbox", default="auto", help="auto, linux or wasm (auto: one that works here)")
     text = "run HumanEval's programs with limits but no sandbox; recorded in the results"
     add("--allow_unsandboxed_code", action="store_true", help=text)
-    text = "I/N: rows i mod n, for N processes that share the work (0/1)"
+    text = "I/N: every N-th row from I on, for N processes that share the work (0/1)"
     add("--share", default="0/1", help=text)
     add("--out", default="", help="the folder of the rows (WORKDIR/evaluations/STEP)")
     add("--compare", default="", help="two workdirs A,B: compare their saved rows")

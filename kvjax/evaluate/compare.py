@@ -72,9 +72,9 @@ def open(name: str, option: str = "--compare") -> Evaluated:
     folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
     steps = sorted(int(path.name) for path in folders if path.name.isdecimal())
     if not steps or (by_step and int(step) not in steps):
-        there = f"; there are evaluations of steps {steps}" if steps else ""
+        others = f"; there are evaluations of steps {steps}" if steps else ""
         raise UserError(
-            f"{option}: {name} has no evaluation{' of that step' if by_step else ''}{there}: "
+            f"{option}: {name} has no evaluation{' of that step' if by_step else ''}{others}: "
             f"python -m kvjax.evaluate --workdir={path if by_step else name}"
         )
     return _read(name, root / (step if by_step else str(steps[-1])))

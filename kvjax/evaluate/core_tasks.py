@@ -143,7 +143,8 @@ def _check_row(item, kind: str, place: str) -> None:
     """Raises a UserError for a row without the keys of its kind."""
     if not isinstance(item, dict):
         raise DataError(f"{place}: must have {', '.join(_KEYS[kind])}")
-    row = {key: checked(item.get(key), of, f"{place}: {key}") for key, of in _KEYS[kind].items()}
+    types = _KEYS[kind].items()
+    row = {key: checked(item.get(key), type_, f"{place}: {key}") for key, type_ in types}
     if kind == "language_modeling":
         if not row["continuation"].strip():
             raise DataError(f"{place}: continuation is blank: there is nothing to score")
@@ -179,7 +180,7 @@ def _row(task: CoreTask, i: int, sequences: Sequences, scored: Sequence[Scored])
 
 
 def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
-    """Returns a row's sequences to score: per answer, the tokens before it and its own."""
+    """Returns what is scored for a row: the tokens before each answer, and the answer's own."""
     rng = random.Random(1234 + i)
     others = [j for j in range(len(task.items)) if j != i]
     shots = [task.items[j] for j in rng.sample(others, task.shots)] if task.shots else []
@@ -228,7 +229,7 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def _fitting(model: BenchmarkModel, ids: list[int], start: int) -> tuple[list[int], list[int]]:
-    """Splits ids into context and continuation; drops the start of what exceeds the positions."""
+    """Splits ids into context and continuation, after dropping the first of too many tokens."""
     if model.positions is not None and len(ids) - 1 > model.positions:
         excess = len(ids) - 1 - model.positions
         ids, start = ids[excess:], max(1, start - excess)

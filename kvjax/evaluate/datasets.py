@@ -106,7 +106,7 @@ def _found(task: Task, folder: str) -> list[epath.Path]:
 
 def _matching(pattern: epath.Path) -> list[epath.Path]:
     try:
-        found = matching.matching(pattern, records.SUFFIXES)
+        found = matching.find(pattern, records.SUFFIXES)
     except OSError:
         return []
     return [path for path in found if formats.suffix(path.name, records.SUFFIXES)]

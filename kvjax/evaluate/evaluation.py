@@ -30,7 +30,7 @@ class Plan:
       core: the tasks of CORE, if selected.
       answers: options of generation and judging.
       limit: use the first rows of each set; 0: all.
-      share: (i, n): use rows i mod n.
+      share: (i, n): use rows i, i + n, i + 2 n, ...
     """
 
     questions: Mapping[str, Questions]

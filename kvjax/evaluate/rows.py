@@ -2,8 +2,8 @@
 
 A row ends with its checksum (`json_text.with_checksum`; missing in old rows). The file is
 WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl if several processes share the rows.
-TASK.json beside it identifies model, data and options: rows of others are refused, and so is a row
-whose prompt digest differs from the present prompt's.
+TASK.json beside it identifies model, data and options. Saved rows are refused if model, data or
+options have changed since, or the prompt of a row (by its digest).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,19 +23,20 @@ from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import in_bucket, matching_entries, write_atomically
 
 FOLDER = "evaluations"
-SUMMARY = "summary.json"  # of all tasks of a folder
-_ANEW = "remove the folder to start over"
+SUMMARY = "summary.json"  # scores of all tasks in a folder
+_START_OVER = "remove the folder to start over"
 
 
 class RowStore:
     """The saved rows of one task.
 
     Args:
-      folder: of the evaluations of one checkpoint.
+      folder: holds the evaluations of one checkpoint.
       identity: everything that determines the verdicts: model, data, options.
-      share: (i, n): this process evaluates the rows i mod n.
+      share: (i, n): this process evaluates rows i, i + n, i + 2 n, ...
       defaults: values of identity keys that earlier versions did not write.
-      prompts: digests of the present prompts, of the first rows or of none.
+      prompts: digests of the prompts of rows 0, 1, ..., as this process would ask them; saved rows
+        without an entry here are not compared.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class RowStore:
         rows = list(rows)
         text = "".join(json.dumps(json_text.with_checksum(row)) + "\n" for row in rows)
         try:
-            if in_bucket(self.path):  # objects cannot be appended to
+            if in_bucket(self.path):  # where nothing can be appended
                 before = self.path.read_text() if self.path.exists() else ""
                 self.path.write_text(before + text)
             else:
@@ -95,7 +96,7 @@ class RowStore:
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written: {error.strerror or error}. Earlier rows are kept; "
-                "run the same command again once it can"
+                "once this is mended, run the same command again"
             ) from error
         self.done |= {row["index"]: row for row in rows}
 
@@ -104,17 +105,17 @@ class RowStore:
         path, *files = self._files()
         if files and not path.exists():
             raise UserError(
-                f"{path} is missing, which identifies the model of {_listed(files)}: restore it, "
-                "or remove these files to start over"
+                f"{path} is missing; it says which model the rows of {_listed(files)} are of. "
+                "Restore it, or remove these files to start over"
             )
         if path.exists():
             saved = {key: value for key, value in defaults.items() if key in identity}
-            saved |= json_text.read_object(path, _ANEW)
+            saved |= json_text.read_object(path, _START_OVER)
             for key in sorted(saved.keys() | identity.keys()):
                 if saved.get(key) != identity.get(key):
                     raise UserError(
-                        f"{self._folder}: existing rows of {self._task} have {key} = "
-                        f"{saved.get(key)!r}, and now it is {identity.get(key)!r}. "
+                        f"{self._folder}: saved rows of {self._task} have {key} = "
+                        f"{saved.get(key)!r}, but this command has {identity.get(key)!r}. "
                         f"{self._advice()}"
                     )
             return
@@ -139,9 +140,9 @@ class RowStore:
             saved = rows.get(i, {}).get("prompt", prompt)
             if saved != prompt:
                 raise UserError(
-                    f"{self._folder}: row {i} of {self._task} has prompt digest {saved}, and now "
-                    f"it is {prompt}: another chat template, or another version of kvjax. "
-                    f"{self._advice()}"
+                    f"{self._folder}: saved row {i} of {self._task} has prompt digest {saved}, but "
+                    f"this command's prompt has {prompt}: the chat template or the version of "
+                    f"kvjax has changed. {self._advice()}"
                 )
 
     def _files(self) -> list[epath.Path]:
@@ -157,14 +158,14 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 
 def day(folder: epath.Path) -> str:
-    """Returns the date in the prompts of a folder's rows, as 2026-11-27; "" if they have none."""
+    """Returns the date that a folder's rows have in their prompts, as 2026-11-27; "" for none."""
     for path in (folder / f"{task}.json" for task in TASKS):
-        date = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
+        date = json_text.read_object(path, _START_OVER).get("day") if path.exists() else None
         try:
             if date:
                 return str(datetime.date.fromisoformat(date))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{path}: day = {date!r} is not a date: {_ANEW}") from error
+            raise UserError(f"{path}: day = {date!r} is not a date: {_START_OVER}") from error
     return ""
 
 
@@ -175,7 +176,7 @@ def files_of(folder: epath.Path, task: str) -> list[epath.Path]:
 
 
 def of_file(path: epath.Path) -> list[dict]:
-    """Reads the rows of a file, without a last line that is incomplete.
+    """Reads the rows of a file; ignores the last line if it is incomplete.
 
     Raises:
       UserError: another line is damaged.
@@ -183,7 +184,7 @@ def of_file(path: epath.Path) -> list[dict]:
     *lines, last = path.read_bytes().split(b"\n")
     with contextlib.suppress(ValueError):
         _row(last[:-1])
-        lines.append(last)  # a complete row whose newline is damaged
+        lines.append(last)  # complete but for its newline, which is damaged
     rows = []
     for number, line in enumerate(lines, 1):
         try:

@@ -28,7 +28,7 @@ def accuracy(right: int, count: int) -> Score:
 
 
 def combined(found: Mapping[str, tuple[int, int]]) -> Score | None:
-    """Returns the mean of the five accuracies (LRKV, Table 3); None unless all five are there.
+    """Returns the mean of the five accuracies (LRKV, Table 3); None if one of them is missing.
 
     Distances to the bounds add in quadrature (Zou and Donner, 2008).
 
@@ -37,10 +37,10 @@ def combined(found: Mapping[str, tuple[int, int]]) -> Score | None:
     """
     if not found.keys() >= TASKS.keys():
         return None
-    each = [accuracy(*found[name]) for name in TASKS]
-    mean = float(np.mean([score.value for score in each]))
-    below = math.hypot(*(score.value - score.low for score in each)) / len(each)
-    above = math.hypot(*(score.high - score.value for score in each)) / len(each)
+    accuracies = [accuracy(*found[name]) for name in TASKS]
+    mean = float(np.mean([score.value for score in accuracies]))
+    below = math.hypot(*(score.value - score.low for score in accuracies)) / len(accuracies)
+    above = math.hypot(*(score.high - score.value for score in accuracies)) / len(accuracies)
     return Score(mean, mean - below, mean + above)
 
 

@@ -16,14 +16,19 @@ from kvjax.foundation import json_text, provenance, target
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Table
 
-# Counted rows: with equal logits; with an unfinished answer; with a cut prompt; with special tokens
-# in a program; whose program was judged twice.
-_COUNTED = ("ties", "unfinished", "cut", "specials", "retried")
+# Keys of rows that are counted, and what the count says.
+_COUNTED = {
+    "ties": "Questions where several letters have the largest logit",
+    "unfinished": "Answers that reached the maximum number of tokens",
+    "cut": "Prompts that lost their end",
+    "specials": "Programs with the names of special tokens",
+    "retried": "Programs that were judged twice",
+}
 _OF_HUMANEVAL = ("humaneval", "humaneval_helpers", "sandbox", "num_tokens")
 
 
 def make(
-    found: Mapping[str, TaskRows],
+    evaluated: Mapping[str, TaskRows],
     core: Sequence[CoreTask],
     about: Mapping[str, Any],
     earlier: Mapping[str, Any],
@@ -32,29 +37,32 @@ def make(
 
     Args:
       about: model, data, options.
-      earlier: an earlier summary; its other tasks are kept if they are of the same model and chat
-        template.
+      earlier: an earlier summary; tasks that are not evaluated now are taken from it if they have
+        the same model and chat template.
     """
     before = earlier if earlier.get("model") == about["model"] else {}
     chances = {core_tasks.label_of(task): task.chance for task in core}
-    tasks = _of_template(before.get("tasks", {}), about["options"]["template"])
-    for name, done in found.items():
+    tasks = _with_template(before.get("tasks", {}), about["options"]["template"])
+    for name, done in evaluated.items():
         if done.rows:
             tasks[name] = _task(done) | _options(name, about)
             if name in chances:
                 tasks[name]["chance"] = chances[name]
     result = dict(about, data=before.get("data", {}) | about["data"], tasks=tasks)
-    whole = {
+    complete = {
         name: (task["right"], task["rows"])
         for name, task in tasks.items()
         if task["rows"] == task["of"] and not task.get("limit")
     }
-    if (mean := scores.combined(whole)) is not None:
-        result |= dict(combined=mean._asdict(), chat_core=scores.chat_core(whole))
-    base = _chances(tasks)
-    if base and base.keys() <= whole.keys():
-        each = [scores.centred(whole[n][0] / whole[n][1], chance) for n, chance in base.items()]
-        result |= dict(core=float(np.mean(each)), core_tasks=len(each))
+    if (mean := scores.combined(complete)) is not None:
+        result |= dict(combined=mean._asdict(), chat_core=scores.chat_core(complete))
+    core_chances = _chances(tasks)
+    if core_chances and core_chances.keys() <= complete.keys():
+        centred = []
+        for name, chance in core_chances.items():
+            right, count = complete[name]
+            centred.append(scores.centred(right / count, chance))
+        result |= dict(core=float(np.mean(centred)), core_tasks=len(centred))
     return result
 
 
@@ -67,8 +75,8 @@ def chances_of_core(result: Mapping[str, Any]) -> dict[str, float]:
     return _chances(result.get("tasks", {})) if "core" in result else {}
 
 
-def _of_template(tasks: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Returns the tasks without another chat template; a missing or empty template matches any."""
+def _with_template(tasks: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Drops tasks with another chat template; a task or a model without one matches any."""
     return {
         name: task
         for name, task in tasks.items()
@@ -80,13 +88,13 @@ def _task(done: TaskRows) -> dict[str, Any]:
     count, right = len(done.rows), done.right
     rows = done.rows.values()
     value, low, high = scores.accuracy(right, count)
-    found = dict(rows=count, of=done.total, right=right, accuracy=value, interval=[low, high])
+    scored = dict(rows=count, of=done.total, right=right, accuracy=value, interval=[low, high])
     for key in _COUNTED:
         if number := sum(bool(row.get(key)) for row in rows):
-            found[key] = number
+            scored[key] = number
     if done.num_new:
-        found |= dict(asked_now=done.num_new, minutes_now=round(done.seconds / 60, 2))
-    return found
+        scored |= dict(asked_now=done.num_new, minutes_now=round(done.seconds / 60, 2))
+    return scored
 
 
 def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +108,7 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: epath.Path) -> dict:
-    """Returns the folder's summary; {} without one, or with a warning if it is damaged."""
+    """Returns the folder's summary; {} if there is none; {} and a warning if it is damaged."""
     if not (folder / SUMMARY).exists():
         return {}
     try:
@@ -149,10 +157,10 @@ def table(result: Mapping[str, Any]) -> Table:
     ]
     if other:
         notes.append(f"Not the whole published set: {', '.join(other)}.")
-    for key in _COUNTED:
+    for key, text in _COUNTED.items():
         if counted := {n: task[key] for n, task in result["tasks"].items() if key in task}:
             counts = ", ".join(f"{name} {count}" for name, count in counted.items())
-            notes.append(f"Rows with {key}: {counts}.")
+            notes.append(f"{text}: {counts}.")
     notes.append(conditions(result))
     header = ("task", "%", "95 % interval", "right", "minutes")
     return Table(
@@ -170,7 +178,7 @@ def conditions(result: Mapping[str, Any]) -> str:
         task = tasks["humaneval"]
         parts.append(f"HumanEval as {task['humaneval']}, sandbox: {task['sandbox']}")
         if "humaneval_helpers" in task:
-            parts[-1] += f", helpers of the {task['humaneval_helpers']}"
+            parts[-1] += f", helpers from the {task['humaneval_helpers']}"
     return "; ".join(parts) + "."
 
 

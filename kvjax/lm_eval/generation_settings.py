@@ -7,7 +7,7 @@ from kvjax.decoding.sampling import Sampling
 from kvjax.foundation.errors import UserError
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# Options of other generators, accepted with values that change nothing.
+# Options that kvjax lacks are refused, except with these values, which would change nothing.
 _NEUTRAL = dict(num_beams=1, repetition_penalty=1.0, use_cache=True, num_return_sequences=1)
 
 
@@ -24,28 +24,27 @@ class GenerationSettings(NamedTuple):
     sampling: Sampling
 
 
-def parse(given: Mapping, *, max_length: int) -> GenerationSettings:
-    """Returns the settings of a request, or of a task.
+def parse(generation_kwargs: Mapping, *, max_length: int) -> GenerationSettings:
+    """Returns the settings that the generation_kwargs of a request or a task describe.
 
     Args:
-      given: its generation_kwargs.
-      max_length: maximum tokens of a prompt and its continuation.
+      max_length: maximum tokens of a prompt and its continuation together.
 
     Raises:
-      UserError: an invalid value, an unknown key, or more tokens than leave room for a prompt.
+      UserError: an invalid value, an unknown key, or so many tokens that no prompt fits.
     """
-    given = dict(given)
-    lengths = [(name, given.pop(name, None)) for name in _LENGTHS]
-    default = ("max_gen_toks", default_tokens(max_length))
-    name, count = next(((n, v) for n, v in lengths if v is not None), default)
-    if type(count) is not int or count < 1:
-        raise _refused(name, count, "must be a whole number of at least 1")
-    if count >= max_length:
+    given = dict(generation_kwargs)
+    lengths = [(key, given.pop(key, None)) for key in _LENGTHS]
+    length_default = ("max_gen_toks", default_tokens(max_length))
+    length_key, num_tokens = next(((k, v) for k, v in lengths if v is not None), length_default)
+    if type(num_tokens) is not int or num_tokens < 1:
+        raise _refused(length_key, num_tokens, "must be a whole number of at least 1")
+    if num_tokens >= max_length:
         raise _refused(
-            name,
-            count,
-            f"must leave room for a prompt in {max_length} tokens; --max_length changes this "
-            "maximum, possibly to a length that the model was not trained on",
+            length_key,
+            num_tokens,
+            f"must be less than max_length = {max_length}, since the prompt counts too; a larger "
+            "--max_length may exceed the length that the model was trained on",
         )
     do_sample = given.pop("do_sample", None)
     numbers = dict(temperature=1.0, top_k=0, top_p=1.0)
@@ -63,8 +62,8 @@ def parse(given: Mapping, *, max_length: int) -> GenerationSettings:
     for key, value in given.items():
         if key not in _NEUTRAL or value != _NEUTRAL[key]:
             known = (*_LENGTHS, "until", "do_sample", *numbers)
-            raise _refused(key, value, f"is not supported; {', '.join(known)} are")
-    return GenerationSettings(count, tuple(s for s in until if s), sampling)
+            raise _refused(key, value, f"is not supported; supported are {', '.join(known)}")
+    return GenerationSettings(num_tokens, tuple(s for s in until if s), sampling)
 
 
 def _refused(key: str, value, why: str) -> UserError:

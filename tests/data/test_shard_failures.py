@@ -64,7 +64,7 @@ def test_a_record_that_is_no_row_is_told(copy):
         writer.write(head + bytes(2 * T + 2))
     writer.close()
     rows = loader.open_dataset(copy).rows("train")
-    with pytest.raises(manifest.DamagedDataError, match="row 0 of .*-00001-of-00040 is no row"):
+    with pytest.raises(manifest.DamagedDataError, match="row 0 of .*-00001-of-00040 is not a row"):
         rows[0]
 
 

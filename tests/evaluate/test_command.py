@@ -137,13 +137,13 @@ def test_rows_of_another_template_or_end_token_are_refused(templated):
             path.write_text(text)
 
     other = TEMPLATE.replace("<|u|>", "<|u|> ")
-    refused(template, other, "existing rows of mmlu have template = '")
+    refused(template, other, "saved rows of mmlu have template = '")
     refused(template, other, "row 0 of mmlu has prompt digest", *new)
-    refused(tokens, json.dumps(TOKENS | dict(bos_token="")), "existing rows of mmlu have template")
+    refused(tokens, json.dumps(TOKENS | dict(bos_token="")), "saved rows of mmlu have template")
     ended = json.dumps(TOKENS | dict(eos_token="<|u|>"))
-    refused(tokens, ended, "existing rows of gsm8k have ends = [256, 258], and now it is [256, 257")
+    refused(tokens, ended, "saved rows of gsm8k have ends = [256, 258], but this command has [256")
     # Rows of earlier versions, in which the template's end token did not end answers.
-    refused(tokens, json.dumps(TOKENS), "existing rows of gsm8k have ends = [256], and now", *new)
+    refused(tokens, json.dumps(TOKENS), "saved rows of gsm8k have ends = [256], but", *new)
     _forget(rows, *new)
     status, out, err = run("--tasks=mmlu", "--json")
     assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 8, err

@@ -53,7 +53,7 @@ def test_search_paths(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("it cannot be listed")
 
-    monkeypatch.setattr(datasets.matching, "matching", fails)
+    monkeypatch.setattr(datasets.matching, "find", fails)
     command = f"hf download cais/mmlu --repo-type=dataset --local-dir={folder}/mmlu; or give"
     with pytest.raises(MissingDataError, match=f"mmlu: no file in {folder} .*{command}"):
         datasets._found(TASKS["mmlu"], str(folder))

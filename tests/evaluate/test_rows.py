@@ -98,7 +98,7 @@ def test_several_processes_share_the_rows(folder, opened):
 
 def test_rows_of_another_model_are_refused(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
-    with pytest.raises(UserError, match="checkpoint = 'a', and now it is 'c'.*--out"):
+    with pytest.raises(UserError, match="checkpoint = 'a', but this command has 'c'.*--out"):
         opened(folder, "mmlu", IDENTITY | dict(checkpoint="c"), (0, 1))
     opened(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))  # another task's are its own
 
@@ -109,7 +109,7 @@ def test_identity_keys_of_earlier_versions(folder, opened):
     now, defaults = IDENTITY | dict(template="t"), dict(template="t", ends=[1])
     assert opened(folder, "mmlu", now, (0, 1), defaults).missing(2) == [1]
     for given in (dict(), dict(template="other")):
-        with pytest.raises(UserError, match="template = .*, and now it is 't'"):
+        with pytest.raises(UserError, match="template = .*, but this command has 't'"):
             opened(folder, "mmlu", now, (0, 1), given)
 
 
@@ -118,7 +118,7 @@ def test_rows_of_another_prompt_are_refused(folder, opened):
     rows = opened(folder, "mmlu", IDENTITY, (0, 1))
     rows.add([_row(0), _row(1) | dict(prompt="b"), _row(2) | dict(prompt="c")])
     assert opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "b"]).missing(4) == [3]
-    with pytest.raises(UserError, match="row 1 of mmlu .* digest b, and now it is x: .*--out"):
+    with pytest.raises(UserError, match="row 1 of mmlu .* digest b, but .* has x: .*--out"):
         opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "x"])
 
 

@@ -48,9 +48,9 @@ The published CORE has 22 tasks: not comparable.
 
 Not the whole published set: arc_easy, arc_challenge, mmlu, gsm8k, humaneval.
 
-Rows with unfinished: gsm8k 3.
+Answers that reached the maximum number of tokens: gsm8k 3.
 
-Rows with retried: humaneval 3.
+Programs that were judged twice: humaneval 3.
 
 Prompts: nanochat; calculator: nanochat; HumanEval as chat, sandbox: a box + a
 lock.
@@ -265,14 +265,14 @@ def test_each_row_is_asked_once(run):
     assert asked(*generated) == [2, 3, 4]  # row 2 was not written
     assert _tasks(run(*generated, "--json")[0])["gsm8k"]["right"] == RIGHT["gsm8k"]
     _, err, _ = run("--tasks=gsm8k", "--calculator=dataset", status=2)
-    assert "calculator = 'nanochat', and now it is 'dataset'" in err
+    assert "calculator = 'nanochat', but this command has 'dataset'" in err
 
 
 def test_humaneval_completion_and_plain_text(run, data, tmp_path, monkeypatch):
     """Completes prompts of HumanEval; asks CORE of a model without special tokens."""
     given = ("--tasks=humaneval", "--humaneval=completion", "--humaneval_helpers=prompt")
     out, err, _ = run(*given, "--json")
-    said = "HumanEval as completion, sandbox: a box + a lock, helpers of the prompt."
+    said = "HumanEval as completion, sandbox: a box + a lock, helpers from the prompt."
     assert said in " ".join(err.split())
     (task,) = _tasks(out).values()
     asked = dict(humaneval="completion", humaneval_helpers="prompt", right=2)

@@ -146,7 +146,7 @@ def _trained():
 def test_a_python_that_is_no_program(run, monkeypatch):
     monkeypatch.setattr(beside_transformers, "trained", _trained())
     said = refused(run, "beside_transformers", "--python=/dev/null")
-    assert "--python=/dev/null: is no program: `make .venv-live/installed` makes one" in said
+    assert "--python=/dev/null is not a program: `make .venv-live/installed` makes one" in said
 
 
 # -- what they print -------------------------------------------------------------------------------
@@ -323,10 +323,10 @@ def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
 
 def test_caches_that_do_not_fit_are_told_first(printed, monkeypatch):
     said = refused(printed, "decode_memory", "--batches=1,100000", "--mechanism=MQA")
-    assert "--batches=100000: a cache of MQA, so many sequences of 32,768 tokens, needs" in said
+    assert "--batches=100000: a cache of MQA, 100,000 sequences of 32,768 tokens, needs" in said
     monkeypatch.setattr(machine.runtime, "memory_per_device", lambda: 10**6)
     said = refused(printed, "decode_benchmark")
-    assert "--lengths=2048: two caches of so many tokens needs 0.1 GB of 0.0 GB" in said
+    assert "--lengths=2048: two caches of 2,048 tokens needs 0.1 GB of 0.0 GB" in said
 
 
 @pytest.mark.parametrize("mfu, explained", [(1.1, True), (0.9, False)])
@@ -373,7 +373,7 @@ def test_a_trained_run(run, trained_run, capsys):
     assert "--rows=1000 --positions=512: the held-out text of " in said
     small = ("--prompt_tokens=4", "--num_tokens=3", "--repeats=1")
     said = refused(run, "generate_benchmark", trained_run, "--batch=1000000000", *small)
-    assert "--batch=1000000000: a cache of so many sequences of 7 tokens needs" in said
+    assert "--batch=1000000000: a cache of 1,000,000,000 sequences of 7 tokens needs" in said
     status, out, _ = run("generate_benchmark", trained_run, "--batch=2", *small, "--json")
     (row,) = json.loads(out)["rows"]
     assert status == 0 and row["batch"] == 2 and row["compilations_after_warm_up"] == 0

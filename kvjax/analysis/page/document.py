@@ -121,8 +121,8 @@ def _table(name: str, table: Table) -> str:
     numeric = [_is_numeric([row[i] for row in table.rows]) for i in range(len(table.columns))]
     classes = [' class="number"' if is_number else "" for is_number in numeric]
     head = "".join(
-        f'<th scope="col"{of}>{_escaped(column.name)}</th>'
-        for column, of in zip(table.columns, classes, strict=True)
+        f'<th scope="col"{class_}>{_escaped(column.name)}</th>'
+        for column, class_ in zip(table.columns, classes, strict=True)
     )
     rows = "\n".join(_row(row, table.columns, numeric) for row in table.rows)
     return (
@@ -154,8 +154,8 @@ def _is_missing(cell: Cell) -> bool:
 
 def _is_numeric(cells: Sequence[Cell]) -> bool:
     """Returns True for a column of numbers and missing cells."""
-    there = [cell for cell in cells if cell is not None]
-    return bool(there) and all(isinstance(cell, numbers.Real) for cell in there)
+    present = [cell for cell in cells if cell is not None]
+    return bool(present) and all(isinstance(cell, numbers.Real) for cell in present)
 
 
 def _value(number: float) -> str:

@@ -76,9 +76,9 @@ def live_lines(
             low, high = map(_finite, bands.get(name, (ys, ys)))
             at = scale * axes.transData.transform(np.stack([xs, ys], axis=1))
             rows = np.stack([at[:, 0], height - at[:, 1], xs, ys, (high - low) / 2], axis=1)
-            there = rows[np.isfinite(rows[:, :4]).all(axis=1)]
+            finite = rows[np.isfinite(rows[:, :4]).all(axis=1)]
             color = colors_lib.to_hex(drawn[name].get_color())
-            found.append(Curve(name, color, np.nan_to_num(there).tolist()))
+            found.append(Curve(name, color, np.nan_to_num(finite).tolist()))
 
     text = _lines(series, x, y, log_x, log_y, level or {}, bands, note)
     return text, found

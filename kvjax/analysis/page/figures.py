@@ -12,15 +12,15 @@ _LISTED = 8  # points of a curve that are listed one by one
 
 
 def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **how) -> Figure:
-    """Returns a figure of the curves that have a number.
+    """Returns a figure of curves; leaves out those without any number.
 
     Args:
       digits: format of y in words.
       how: arguments of `draw.lines`.
     """
-    there = {k: (xs, ys) for k, (xs, ys) in series.items() if any(y is not None for y in ys)}
+    shown = {k: (xs, ys) for k, (xs, ys) in series.items() if any(y is not None for y in ys)}
     levels = "".join(f" {k}: {y:{digits}}." for k, y in how.get("level", {}).items())
-    return Figure(title, draw.lines(there, **how), describe(there, digits) + levels, caption)
+    return Figure(title, draw.lines(shown, **how), describe(shown, digits) + levels, caption)
 
 
 def heatmaps(

@@ -1,7 +1,7 @@
 """A matplotlib figure as SVG text for embedding in a page.
 
-Self-contained, with the page's fonts and unique ids; the same figure gives the same bytes, whatever
-style the process has set.
+Self-contained, with the page's fonts and unique ids. Equal figures give equal bytes, whatever
+matplotlib style the process has set.
 """
 
 import base64
@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 INK, GRAY = "#1f2328", "#59636e"
-SERIES = "series-"  # gid prefix of artists that the page can hide
+SERIES = "series-"  # prefix of the gids of artists that the page can hide
 _STYLE = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,
@@ -41,10 +41,10 @@ _STYLING = threading.Lock()  # matplotlib's parameters are global
 
 
 def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
-    """Returns the SVG of a function's drawing.
+    """Returns the SVG of what `draw` draws.
 
     Args:
-      width, height: inches of 72 units, the unit of font sizes.
+      width, height: in inches; an inch is 72 units of the SVG and of font sizes.
     """
     buffer = io.StringIO()
     with _figure(width, draw, height) as figure:
@@ -53,7 +53,7 @@ def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
 
 
 def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 144) -> bytes:
-    """Returns the drawing as a PNG; see `text`."""
+    """Returns a PNG of what `draw` draws; see `text`."""
     buffer = io.BytesIO()
     with _figure(width, draw, height) as figure:
         figure.savefig(buffer, format="png", dpi=dpi, metadata=dict(Software=None))
@@ -64,7 +64,7 @@ def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 
 def _figure(width: float, draw: Callable[[Figure], None], height: float) -> Iterator[Figure]:
     """Yields the drawn figure, in the page's style."""
     with _STYLING, style_lib.context(["default", _STYLE]), warnings.catch_warnings():
-        # The measuring font lacks some glyphs that the page's fonts have.
+        # matplotlib measures text in a font that lacks some glyphs of the page's fonts.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
@@ -77,10 +77,10 @@ def _clean(svg: str) -> str:
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # the page's font applies
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
-    svg = re.sub(r'(?<=xlink:href="data:image/png;base64,)[^"]*', _smaller, svg)
+    svg = re.sub(r'(?<=xlink:href="data:image/png;base64,)[^"]*', _with_palette, svg)
     svg = re.sub(r'(?<=[ "][dxy]=")[^"]*', _rounded, svg)
     svg = re.sub(f' id="{SERIES}([0-9]+)"', r' data-series="\1"', svg)
-    svg = _own_ids(svg.replace("xlink:href", "href"))
+    svg = _unique_ids(svg.replace("xlink:href", "href"))
     head, _, rest = svg.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)[0]
     look = 'font-family="system-ui, sans-serif" style="stroke-linejoin: round"'
@@ -88,8 +88,8 @@ def _clean(svg: str) -> str:
     return re.sub(r"\s*\n\s*", "\n", svg).strip()
 
 
-def _smaller(png: re.Match) -> str:
-    """Returns an image with at most 256 colours as one byte per pixel."""
+def _with_palette(png: re.Match) -> str:
+    """Makes a PNG smaller: up to 256 opaque colours become a palette, one byte per pixel."""
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(png[0]))).convert("RGBA"))
     colors, index = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
     if len(colors) > 256 or (colors[:, 3] < 255).any():
@@ -101,21 +101,21 @@ def _smaller(png: re.Match) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _rounded(text: re.Match) -> str:
+def _rounded(coordinates: re.Match) -> str:
     """Rounds coordinates to hundredths."""
 
-    def shorter(number):
+    def hundredths(number):
         return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
-    return re.sub(r"-?\d+\.\d+", shorter, " ".join(text[0].split()))
+    return re.sub(r"-?\d+\.\d+", hundredths, " ".join(coordinates[0].split()))
 
 
-def _own_ids(svg: str) -> str:
-    """Drops unreferenced ids; renames the others after the figure's digest."""
+def _unique_ids(svg: str) -> str:
+    """Drops ids that nothing refers to; the others become a digest of the figure and a number."""
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     number = {name: i for i, name in enumerate(used)}
     svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
     parts = r'( id="|href="#|url\(#)([^")]+)'
     svg = re.sub(parts, lambda m: f"{m[1]}@-{number[m[2]]}", svg)
-    own = f"f{hashlib.sha256(svg.encode()).hexdigest()[:8]}-"
-    return re.sub(r'( id="|href="#|url\(#)@-', lambda m: m[1] + own, svg)
+    digest = hashlib.sha256(svg.encode()).hexdigest()[:8]
+    return re.sub(r'( id="|href="#|url\(#)@-', lambda m: f"{m[1]}f{digest}-", svg)

@@ -214,7 +214,7 @@ def test_svg_is_cleaned():
         buffer = io.BytesIO()
         Image.fromarray(pixels.astype(np.uint8)).save(buffer, format="png")
         given = base64.b64encode(buffer.getvalue()).decode()
-        found = svg_lib._smaller(re.fullmatch(".*", given))
+        found = svg_lib._with_palette(re.fullmatch(".*", given))
         picture = Image.open(io.BytesIO(base64.b64decode(found)))
         assert picture.mode == mode and (found == given) == (mode == "RGBA")
         assert (np.asarray(picture.convert("RGBA")) == pixels).all()

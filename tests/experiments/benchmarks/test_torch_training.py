@@ -88,7 +88,7 @@ def test_as_many_parameters(config):
 
 
 def test_other_counts_are_refused(run):
-    with pytest.raises(ValueError, match="parameters: must be 7, as ours"):
+    with pytest.raises(ValueError, match="parameters, kvjax's model has 7"):
         torch_training.training_speed(**run.arguments | dict(parameters=7))
 
 

@@ -68,7 +68,7 @@ def test_rates_are_numbers_each_once():
 
 @pytest.mark.slow
 def test_anomalies_are_found():
-    features = anomalies.synthetic(0.3, classes=4, features=16, each=80)
+    features = anomalies.synthetic(0.3, classes=4, features=16, per_class=80)
     trainer = set_anomaly.Trainer(features, epochs=30)
     found = trainer.train("qkv", (16, 1, 2), "drawn", seed=0)
     assert found["right"] > 0.3  # chance is 0.1

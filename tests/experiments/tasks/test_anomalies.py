@@ -9,7 +9,7 @@ from kvjax.foundation.errors import DataError, MissingDataError
 
 @pytest.fixture(scope="module")
 def features():
-    return anomalies.synthetic(1.0, classes=5, features=8, each=50)
+    return anomalies.synthetic(1.0, classes=5, features=8, per_class=50)
 
 
 @pytest.mark.parametrize("place", anomalies.PLACES)
@@ -89,7 +89,7 @@ _NAN[7, 2] = np.nan
         (dict(test_labels=np.zeros(60, int)), "needs two classes of 10 images or more"),
         (dict(train_labels=np.arange(60)), "needs two classes of 10 images or more"),
         (dict(test=np.ones((60, 5))), "4 features to train on and 5 to test on"),
-        (dict(train=np.array([dict()])), "no npz file of arrays"),
+        (dict(train=np.array([dict()])), "is not an npz file of arrays"),
     ],
 )
 def test_files_of_other_forms_are_named(tmp_path, changed, message):
@@ -105,16 +105,16 @@ def test_missing_or_damaged_files_are_named(tmp_path):
     with pytest.raises(MissingDataError, match=r"train \[N, F\], train_labels"):
         anomalies.load(file)
     file.write_bytes(b"PK\x03\x04 nothing")
-    with pytest.raises(DataError, match="no npz file"):
+    with pytest.raises(DataError, match="is not an npz file"):
         anomalies.load(file)
     with file.open("wb") as one:  # which numpy would open, as one array
         np.save(one, _arrays()["train"])
-    with pytest.raises(DataError, match="no npz file"):
+    with pytest.raises(DataError, match="is not an npz file"):
         anomalies.load(file)
     np.savez_compressed(file, **_arrays())
     data = file.read_bytes()
     file.write_bytes(data[:200] + b"\xff" * 400 + data[600:])
-    with pytest.raises(DataError, match="no npz file"):
+    with pytest.raises(DataError, match="is not an npz file"):
         anomalies.load(file)
     np.savez(file, **{k: v for k, v in _arrays().items() if k != "test"})
     with pytest.raises(DataError, match="lacks 'test'; it has train, train_labels"):

@@ -48,11 +48,15 @@ def test_idx_gzipped_or_not(mnist):
     "name, change, message",
     [
         ("train-images-idx3-ubyte", lambda d: d[:-1], "has 3,919 bytes of data, not 5 x 28 x 28"),
-        ("train-images-idx3-ubyte", lambda d: b"\x1f" + d[1:], "no IDX file"),
+        ("train-images-idx3-ubyte", lambda d: b"\x1f" + d[1:], "is not an IDX file"),
         ("train-images-idx3-ubyte", lambda d: d[:3] + b"\1" + d[4:], "with 3 axes"),
-        ("train-images-idx3-ubyte", lambda d: d[:9], "no IDX file"),
-        ("t10k-labels-idx1-ubyte.gz", lambda d: d[:-9], "no whole gzip file"),
-        ("t10k-labels-idx1-ubyte.gz", lambda d: d[:10] + b"\xff" * 9, "no whole gzip file"),
+        ("train-images-idx3-ubyte", lambda d: d[:9], "is not an IDX file"),
+        ("t10k-labels-idx1-ubyte.gz", lambda d: d[:-9], "not a complete gzip file"),
+        (
+            "t10k-labels-idx1-ubyte.gz",
+            lambda d: d[:10] + b"\xff" * 9,
+            "not a complete gzip file",
+        ),
         ("t10k-labels-idx1-ubyte.gz", lambda d: gzip.compress(_idx(_bytes(2))), "3 images in"),
         (
             "t10k-labels-idx1-ubyte.gz",
@@ -153,14 +157,17 @@ def test_damaged_images_and_notes_are_named(tiny):
     Image.fromarray(np.zeros((32, 64, 3), np.uint8)).save(small, "JPEG")
     file = tiny / "train" / "n02" / "images" / "n02_1.JPEG"
     whole = file.read_bytes()
-    for data, message in ((small.getvalue(), "64 x 32: must be 64 x 64"), (b"x", "no image")):
+    for data, message in (
+        (small.getvalue(), "64 x 32: must be 64 x 64"),
+        (b"x", "is not an image"),
+    ):
         file.write_bytes(data)
         with pytest.raises(DataError, match=f"n02_1.JPEG: {message}"):
             images.load("tiny_imagenet", tiny)
     file.write_bytes(whole)
     notes = tiny / "val" / "val_annotations.txt"
     notes.write_text("val_0.JPEG\tn03\t0\n")
-    with pytest.raises(DataError, match="row 1: 'n03' is no class"):
+    with pytest.raises(DataError, match="row 1: 'n03' is not a class"):
         images.load("tiny_imagenet", tiny)
     notes.write_text("val_9.JPEG\tn01\t0\n")
     with pytest.raises(MissingDataError, match="val_9.JPEG is missing"):

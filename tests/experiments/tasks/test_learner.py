@@ -65,7 +65,7 @@ def test_a_loss_that_is_no_number_ends_a_run(every):
         chunk=3,
     )
     batches = iter([dict(x=np.array([1.0 if i < 5 else np.nan])) for i in range(8)])
-    with pytest.raises(FloatingPointError, match="the loss is no number from step 6 on"):
+    with pytest.raises(FloatingPointError, match="the loss is not finite from step 6 on"):
         made.train(0, batches, lambda now: None, every)
 
 

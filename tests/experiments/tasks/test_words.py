@@ -1,4 +1,4 @@
-"""WikiText as words: which lines count, who is in the vocabulary, both forms of files."""
+"""WikiText as words: lines, vocabulary and both file formats."""
 
 import numpy as np
 import pyarrow
@@ -32,51 +32,51 @@ def folder(tmp_path, request):
 
 def test_words_and_ids(folder):
     assert list(words.words(LINES["train"])) == TRAIN
-    corpus = words.load(folder, least=2)
-    # <pad> 0, <unk> 1, <eos> 2, then <unk> once more, cat, the: row 1 is dead.
+    corpus = words.load(folder, min_count=2)
+    # Ids: <pad> 0, <unk> 1 (unused), <eos> 2, then the words <unk>, cat and the.
     assert corpus.vocabulary == {"<pad>": 0, "<unk>": 3, "<eos>": 2, "cat": 4, "the": 5}
-    assert corpus.size == 6
+    assert corpus.vocab_size == 6
     assert corpus.train.tolist() == [5, 4, 3, 5, 3, 2, 3, 4, 3, 3, 2]
     assert corpus.valid.tolist() == [5, 3, 2] and corpus.test.tolist() == [3, 3, 4, 2]
 
 
-def test_a_text_without_unk_has_that_of_the_special():
-    ids, size = words.vocabulary(["a", "b", "a"], least=2)
-    assert ids == {"<pad>": 0, "<unk>": 1, "<eos>": 2, "a": 3} and size == 4
+def test_a_text_without_unk_uses_the_special_token():
+    ids, vocab_size = words.vocabulary(["a", "b", "a"], min_count=2)
+    assert ids == {"<pad>": 0, "<unk>": 1, "<eos>": 2, "a": 3} and vocab_size == 4
 
 
-def test_rows_and_what_follows():
+def test_rows_and_their_labels():
     found = words.rows(np.arange(12), 4)
     assert found["x"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert found["y"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 @pytest.mark.slow
-def test_the_embedded_books_in_its_place():
-    corpus = words.embedded(least=2)
+def test_the_embedded_books():
+    corpus = words.embedded(min_count=2)
     assert len(corpus.train) > 10 * len(corpus.valid) > 0 < len(corpus.test)
-    assert corpus.size == len(corpus.vocabulary) > 10_000
-    assert corpus.train.max() < corpus.size
+    assert corpus.vocab_size == len(corpus.vocabulary) > 10_000
+    assert corpus.train.max() < corpus.vocab_size
 
 
-def test_files_that_are_not_there_or_not_of_the_form(tmp_path):
-    with pytest.raises(MissingDataError, match="is no folder: give that of WikiText's files"):
+def test_missing_and_malformed_files(tmp_path):
+    with pytest.raises(MissingDataError, match="is not a folder: give the folder of WikiText's"):
         words.load(tmp_path / "no", 2)
-    with pytest.raises(MissingDataError, match=r"lacks wiki.train.tokens and train-\*.parquet"):
+    with pytest.raises(MissingDataError, match=r"has neither wiki.train.tokens nor train-\*"):
         words.load(tmp_path, 2)
     for split in words.SPLITS:
         (tmp_path / f"wiki.{split}.tokens").write_text("= only =\n")
-    with pytest.raises(DataError, match="train has no line that is no heading"):
+    with pytest.raises(DataError, match="train has no words outside headings"):
         words.load(tmp_path, 2)
     (tmp_path / "wiki.valid.tokens").write_bytes(b"the \xff")
-    with pytest.raises(DataError, match="wiki.valid.tokens, byte 4: is no UTF-8"):
+    with pytest.raises(DataError, match="wiki.valid.tokens, byte 4: is not UTF-8"):
         words.load(tmp_path, 2)
 
 
-def test_parquet_files_that_are_not_of_the_form(tmp_path):
+def test_malformed_parquet_files(tmp_path):
     file = tmp_path / "train-00000-of-00001.parquet"
     file.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match="no Parquet file"):
+    with pytest.raises(DataError, match="is not Parquet"):
         words.load(tmp_path, 2)
     parquet.write_table(pyarrow.table(dict(line=["a"])), file)
     with pytest.raises(DataError, match="with a column 'text'"):
