@@ -24,8 +24,8 @@ def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
     )
 
 
-# One mechanism of tests/mechanisms.py per cache layout of this project: grouped, residual,
-# factored, tied, latent, rebuilt, latent with residuals.
+# One mechanism of tests/mechanisms.py per cache layout: grouped, residual, factored, tied, latent,
+# rebuilt, latent with residuals; none of tensor_product (TPA).
 READERS = ("gqa", "lrkv_gqa", "factored_joint", "lrkv_kv_tied", "mla", "mla_paper", "mla_lrkv")
 # And mechanisms with unusual queries and keys.
 KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")

@@ -262,3 +262,25 @@ def test_bad_values_name_key_value_and_what_is_allowed(make_mechanism, name, key
 def test_every_mechanism_is_tested(make_mechanism):
     tested = {type(make_mechanism(name)) for name in TESTED}
     assert set(MECHANISMS.values()) == tested
+
+
+def test_decoding_absorbs_the_matrices_that_its_inputs_are_made_of(make_mechanism):
+    """A weight missing in `absorbed` would be counted as a product per token."""
+    for name in TESTED:
+        config = make_mechanism(name)
+        graph, weights = nnx.split(nnx.eval_shape(lambda c=config: c.build(D, rngs=nnx.Rngs(0))))
+        query = jax.ShapeDtypeStruct((B, 1, config.query_heads, config.query_dim), jnp.float32)
+
+        def inputs(weights, query, graph=graph):
+            return nnx.merge(graph, weights).decode_inputs(query, BASE)
+
+        weights = nnx.to_pure_dict(weights)
+        jaxpr = jax.make_jaxpr(inputs)(weights, query).jaxpr
+        read = [*jaxpr.outvars, *(variable for eqn in jaxpr.eqns for variable in eqn.invars)]
+        paths, _ = jax.tree_util.tree_flatten_with_path(weights)
+        found = {
+            path[0].key
+            for (path, weight), variable in zip(paths, jaxpr.invars[:-1], strict=True)
+            if weight.ndim > 1 and any(variable is other for other in read)
+        }
+        assert found == {key for key in config.absorbed if key in weights}, name

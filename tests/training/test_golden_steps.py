@@ -3,11 +3,11 @@
 In float64, but for the draw of weights and Newton-Schulz: wholly in float32, processors that round
 differently are 3e-4 apart after four steps.
 
-    python tests/training/test_golden_steps.py --write
+    python tests/training/test_golden_steps.py --write [NAME ...]
 
-writes them anew, and those of new mechanisms. That is right when a commit changes on purpose what a
-model computes, how it is initialised or how it is trained; a faster or clearer way to compute the
-same must not need it.
+writes them anew, of all mechanisms or of those named, new ones too. That is right when a commit
+changes on purpose what a model computes, how it is initialised or how it is trained; a faster or
+clearer way to compute the same must not need it.
 """
 
 import functools
@@ -29,12 +29,17 @@ from kvjax.optim import make_optimizer
 from kvjax.training.program import train_step
 
 GOLDEN = ROOT / "tests" / "goldens" / "training_steps.json"
-CONFIGS = {
+_TINY = {
     config_label(path).removesuffix("_tiny"): path
     for path in config_files()
-    if path.match("*_tiny.py") or path.match("rivals.py:*_narrow_tiny")
+    if path.match("*_tiny.py") or path.match("rivals.py:*_tiny")
 }
-CONFIGS = dict(sorted(CONFIGS.items()))
+# Of a rival's two sizes the narrow one, if there are both.
+CONFIGS = {
+    name: path
+    for name, path in sorted(_TINY.items())
+    if not (name.endswith("_wide") and f"{name.removesuffix('_wide')}_narrow" in _TINY)
+}
 B, T, STEPS = 2, 32, 5
 
 
@@ -87,11 +92,14 @@ def test_golden_training_steps(x64, mechanism):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python tests/training/test_golden_steps.py --write")
+    if sys.argv[1:2] != ["--write"] or not CONFIGS.keys() >= set(sys.argv[2:]):
+        sys.exit(f"usage: test_golden_steps.py --write [NAME ...], of {', '.join(CONFIGS)}")
+    figures = json.loads(GOLDEN.read_text()) if sys.argv[2:] else {}
     with jax.enable_x64(True):
-        figures = {mechanism: _figures(mechanism) for mechanism in CONFIGS}
+        figures |= {mechanism: _figures(mechanism) for mechanism in sys.argv[2:] or CONFIGS}
     lines = [
-        f"{json.dumps(mechanism)}: {json.dumps(steps)}" for mechanism, steps in figures.items()
+        f"{json.dumps(mechanism)}: {json.dumps(figures[mechanism])}"
+        for mechanism in CONFIGS
+        if mechanism in figures
     ]
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
