@@ -88,8 +88,8 @@ MECHANISMS = {
 }
 # LRKV, quick.KINDS, and the first mechanism of every other config class.
 _CLASSES = {MECHANISMS[name][0] for name in quick.KINDS}
-_FIRST = {cls: name for name, (cls, _) in reversed(MECHANISMS.items())}
-ALL_KINDS = ("lrkv", *quick.KINDS, *(n for cls, n in _FIRST.items() if cls not in _CLASSES))
+FIRST = {cls: name for name, (cls, _) in reversed(MECHANISMS.items())}
+ALL_KINDS = ("lrkv", *quick.KINDS, *(n for cls, n in FIRST.items() if cls not in _CLASSES))
 FAMILIES = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 
 

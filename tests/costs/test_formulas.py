@@ -24,6 +24,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.model.loss import mean_loss
 from kvjax.model.transformer import Compute, Transformer
 from tests import quick
+from tests.mechanisms import FIRST
 
 H, V = 128, 65_536
 SCALES = {"128m": 12, "2p5b": 36, "6p3b": 50}
@@ -197,7 +198,7 @@ def test_training_flops_of_mha_by_formula():
 
 
 TRAINED = (*MECHANISMS, "thin_keys", "kv_tied", "qk_tied_plus", "lrkv_shared_rope")
-TRAINED += ("mfa", "mla_lrkv", "gla", "mlra", "gta", "shared_kv", "mfa_kr", "tpa")
+TRAINED += ("mfa", *(name for name in FIRST.values() if name not in MECHANISMS))
 
 
 @pytest.mark.parametrize(
