@@ -178,7 +178,8 @@ def test_two_processes_train_as_one(one, two):
         return {p.name for p in path.iterdir()}
 
     assert names(two) == names(one)
-    timing = metrics.read_records(epath.Path(two) / metrics.TIMING)[-1]
+    *_, timing, shares = metrics.read_records(epath.Path(two) / metrics.TIMING)
+    assert sum(shares.values()) - shares["step"] == pytest.approx(1)
     assert timing["tokens_per_second_per_device"] == timing["tokens_per_second"] / 4
     assert 0 < timing["step_seconds_p50"] <= timing["step_seconds_p90"]
 
