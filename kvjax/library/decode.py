@@ -57,7 +57,8 @@ def decode_attention(
       return_lse: return log-sum-exps too, to merge with attention over other keys.
       implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels; "reference"
         expands the cache. None: the device's kernel if it takes these inputs, else "xla".
-      rope_base, norm_epsilon: of layouts whose `numbers` list them.
+      rope_base: of layouts whose `numbers` list it.
+      norm_epsilon: likewise.
       arrays: the layout's other inputs.
 
     Returns:

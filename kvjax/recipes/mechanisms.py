@@ -8,13 +8,12 @@ from kvjax.attention import MECHANISMS, named
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.named import HEAD_DIM
 
-_KINDS = {cls: kind for kind, cls in MECHANISMS.items()}
 _RANKS_BY_LAYER = ("grouped", "factored")  # kinds whose sections show the key `layer_ranks`
 
 
 def section(config: MechanismConfig) -> dict:
     """Returns the attention section of a mechanism's config."""
-    kind = _KINDS[type(config)]
+    kind = next(kind for kind, cls in MECHANISMS.items() if cls is type(config))
     ranks = dict(layer_ranks=()) if kind in _RANKS_BY_LAYER else {}
     return dict(kind=kind) | ranks | asdict(config)
 

@@ -1,0 +1,145 @@
+"""The documentation's pages: their code, commands, links and tables."""
+
+import inspect
+import os
+import posixpath
+import re
+import subprocess
+import sys
+
+import pytest
+
+from docs.hooks import layouts, pages, support
+import kvjax
+from kvjax.__main__ import COMMANDS
+from kvjax.attention import MECHANISMS, named
+from kvjax.foundation.checkout import PACKAGE, ROOT
+from tests import docs_pages, quick
+from tests.convert.comparison import PUBLISHED
+
+TEXTS = {name: path.read_text() for name, path in docs_pages.PAGES.items()}
+BLOCKS = {name: docs_pages.blocks(text) for name, text in TEXTS.items()}
+RUN = [name for name, found in BLOCKS.items() if found and name != "index"]
+
+
+def test_blocks_of_code_are_found():
+    text = "a\n<!-- test: skip: no -->\n```bash\nkvjax \\\n  costs\n```\n\n```python\nx = 1\n```\n"
+    shell, python = docs_pages.blocks(text)
+    assert (shell.rule, shell.text, shell.commands) == ("skip", "no", ["kvjax    costs"])
+    assert (python.language, python.code, python.line) == ("python", "x = 1\n", 9)
+    for name, given in TEXTS.items():
+        assert len(BLOCKS[name]) == given.count("\n```") / 2, name
+        assert given.count("<!-- test:") == sum(block.rule != "" for block in BLOCKS[name]), name
+
+
+def test_python_compiles_and_commands_are_there():
+    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    options = set(re.findall(r"--(\w+)", sources))
+    named_commands = 0
+    for name, found in BLOCKS.items():
+        for block in found:
+            where = f"{name}.md, line {block.line}"
+            assert block.language in ("python", "bash"), where
+            assert block.rule in ("", "skip", "add"), where
+            if block.language == "python":
+                compile(block.code, where, "exec")
+                continue
+            for command in block.commands:
+                for given in re.findall(r"(?<!/)\bkvjax \w+ [^|]*", command):
+                    assert given.split()[1] in COMMANDS, (where, given)
+                    unknown = set(re.findall(r" --(\w+)", given)) - options
+                    assert not unknown, (where, unknown)
+                    named_commands += 1
+        for word in re.findall(r"`kvjax ([a-z_]+)", TEXTS[name]):
+            assert word in COMMANDS, (name, word)
+    assert named_commands > 25
+
+
+def test_links_lead_to_pages_or_to_the_repository():
+    """From wherever a page stands, to where its target stands, and never within code."""
+    text = "[a](../configs/README.md#data) [`b`](../kvjax/cache) [c](layer.md)\n```\n[d](x.md)\n```\n"
+    moved = pages.relinked(text, "docs/decode.md")
+    assert moved.startswith("[a](configs/README.md#data) [`b`](https://github.com/")
+    assert "/tree/main/kvjax/cache) [c](layer.md)\n```\n[d](x.md)" in moved
+    assert "](LOG.md)" in pages.relinked("[x](LOG.md)", "experiments/CLAIMS.md")
+    assert "](../../configs/README.md)" in pages.relinked(
+        "[x](../../configs/README.md)", "experiments/reports/configs.md"
+    )
+    sites = {pages.place(f"docs/{name}.md") for name in TEXTS} | set(pages.foreign())
+    sites |= {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/assets").iterdir()}
+    for source in [*(f"docs/{name}.md" for name in TEXTS), *pages.foreign()]:
+        if not source.endswith(".md"):
+            continue
+        at = posixpath.dirname(pages.place(source))
+        for link in pages._LINK.findall(pages.relinked((ROOT / source).read_text(), source)):
+            target = posixpath.normpath(posixpath.join(at, link[1]))
+            assert target in sites, (source, link)
+
+
+def test_every_public_name_has_an_entry():
+    entries = set(re.findall(r"(?m)^::: kvjax\.(\w+)$", TEXTS["api"]))
+    assert entries == set(kvjax.__all__)
+    html = "".join(f'<h3 id="kvjax.{name}">' for name in kvjax.__all__ if name != "load")
+    assert pages.undocumented(html) == ["load"]
+
+
+def test_the_matrix_has_every_mechanism():
+    assert {type(config) for config in support.ROWS.values()} == set(MECHANISMS.values())
+    functions = {name for name, _ in inspect.getmembers(named, inspect.isfunction)}
+    assert {name.split(",")[0].split()[0] for name in support.ROWS} == functions
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "formats", "converted"),
+    [
+        ("lrkv", "yes", "NanoChat, Llama", "`lrkv`"),
+        ("tpa", "no: the TPU kernels take grouped, residual and latent caches", "no: ", ""),
+    ],
+)
+def test_the_matrix_asks_the_code(name, kernel, formats, converted):
+    config = support.ROWS[name]
+    assert support.kernel(support.CHECKS["TPU"], config) == kernel
+    assert support.exported(config).startswith(formats)
+    assert support.factors(config).startswith("yes" if formats == "NanoChat, Llama" else "no: ")
+    assert support.converted_by(config) == converted
+
+
+def test_layouts_are_described_as_the_cache_is():
+    made = pages.made("<!-- made: layouts.arrays -->")
+    for name, spec in kvjax.LAYOUTS.items():
+        _, cache, _ = layouts.example(name)
+        section = made.split(f"### {name}\n")[1].split("\n### ")[0]
+        for array, there in cache.arrays.items():
+            assert f'`cache["{array}"]`' in section and str(list(there.shape)) in section
+        for array in spec.arrays:
+            assert f"| `{array}`" in section
+
+
+# -- blocks that run -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A reader's folder, after index.md: it has runs/lrkv_tiny, and a published model."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "models").mkdir()
+    (folder / "models" / "SmolLM2-135M-Instruct").symlink_to(PUBLISHED / "llama")
+    return _read("index", folder)
+
+
+def _read(name, folder):
+    """Runs a page's blocks in a process of its own."""
+    cache = {key.upper(): str(value) for key, value in quick.compilation_cache().items()}
+    env = os.environ | quick.cpu_devices(1) | cache
+    env |= dict(HOME=str(folder), PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    env["PATH"] = f"{os.path.dirname(sys.executable)}:{env['PATH']}"
+    command = [sys.executable, "-m", "tests.docs_pages", name]
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
+def test_blocks_run(name, home):
+    _read(name, home)
