@@ -12,7 +12,7 @@ drawn = --draw=$(or $(DRAW),1) --draw-by='$(BY)'
 export TF_CPP_MIN_LOG_LEVEL := 2
 unexport PYTHONDONTWRITEBYTECODE  # pytest takes 11 s to rewrite all asserts, where it may not keep them
 
-.PHONY: demo test test-all test-aot test-beam test-lm-eval test-browser test-live lint notebooks clean
+.PHONY: demo test test-all test-aot test-beam test-lm-eval test-browser test-live lint notebooks docs docs-serve clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
@@ -66,6 +66,12 @@ over = $(PYTHON) -m venv $(1) && echo $(abspath .venv)/lib/python*/site-packages
 	.venv-aot/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,aot]'
 	touch $@
 
+# Of its own: MkDocs brings 20 packages that nothing else needs.
+.venv-docs/installed: .venv/installed
+	$(call over,.venv-docs)
+	.venv-docs/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	touch $@
+
 # Of its own: Beam needs older versions of what others share.
 .venv-beam/installed: setup.py constraints-beam.txt
 	$(PYTHON) -m venv .venv-beam
@@ -84,8 +90,14 @@ over = $(PYTHON) -m venv $(1) && echo $(abspath .venv)/lib/python*/site-packages
 	.venv-live/bin/pip install -q --disable-pip-version-check -c constraints-live.txt torch transformers 'lm-eval[hf]'
 	touch $@
 
+docs: .venv-docs/installed  ## builds the documentation site into site/; strict
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu .venv-docs/bin/mkdocs build
+
+docs-serve: .venv-docs/installed  ## shows it at http://127.0.0.1:8000, built again at every change
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu .venv-docs/bin/mkdocs serve
+
 notebooks: .venv/samples  ## executes the notebooks and stores their outputs
 	$(BIN)/python -m tests.notebooks
 
 clean:
-	rm -rf .venv .venv-aot .venv-beam .venv-lm-eval .venv-live runs
+	rm -rf .venv .venv-aot .venv-beam .venv-docs .venv-lm-eval .venv-live runs site

@@ -108,6 +108,8 @@ setup(
         "beam": [*DATA, "apache-beam>=2.77,<3"],
         # Runs the tasks of lm-evaluation-harness, without torch.
         "lm-eval": [*CONVERT, "lm-eval>=0.4.13,<0.5"],
+        # Builds the documentation site.
+        "docs": ["mkdocs-material>=9.8,<10", "mkdocstrings-python>=2,<3"],
         "tpu": [f"jax[tpu]{JAX}"],
         "cuda": [f"jax[cuda13]{JAX}"],
         "gcs": ["etils[epath-gcs]>=1.15,<2"],

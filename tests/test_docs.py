@@ -1,5 +1,6 @@
 """The documentation's pages: their code, commands, links and tables."""
 
+import dataclasses
 import inspect
 import os
 import posixpath
@@ -13,6 +14,7 @@ from docs.hooks import layouts, pages, support
 import kvjax
 from kvjax.__main__ import COMMANDS
 from kvjax.attention import MECHANISMS, named
+from kvjax.config import DataConfig
 from kvjax.foundation.checkout import PACKAGE, ROOT
 from tests import docs_pages, quick
 from tests.convert.comparison import PUBLISHED
@@ -35,6 +37,7 @@ def test_blocks_of_code_are_found():
 def test_python_compiles_and_commands_are_there():
     sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     options = set(re.findall(r"--(\w+)", sources))
+    options |= {field.name for field in dataclasses.fields(DataConfig)}  # of `prepare`
     named_commands = 0
     for name, found in BLOCKS.items():
         for block in found:
@@ -57,7 +60,9 @@ def test_python_compiles_and_commands_are_there():
 
 def test_links_lead_to_pages_or_to_the_repository():
     """From wherever a page stands, to where its target stands, and never within code."""
-    text = "[a](../configs/README.md#data) [`b`](../kvjax/cache) [c](layer.md)\n```\n[d](x.md)\n```\n"
+    text = (
+        "[a](../configs/README.md#data) [`b`](../kvjax/cache) [c](layer.md)\n```\n[d](x.md)\n```\n"
+    )
     moved = pages.relinked(text, "docs/decode.md")
     assert moved.startswith("[a](configs/README.md#data) [`b`](https://github.com/")
     assert "/tree/main/kvjax/cache) [c](layer.md)\n```\n[d](x.md)" in moved
@@ -66,7 +71,9 @@ def test_links_lead_to_pages_or_to_the_repository():
         "[x](../../configs/README.md)", "experiments/reports/configs.md"
     )
     sites = {pages.place(f"docs/{name}.md") for name in TEXTS} | set(pages.foreign())
-    sites |= {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/assets").iterdir()}
+    sites |= {
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/assets").iterdir()
+    }
     for source in [*(f"docs/{name}.md" for name in TEXTS), *pages.foreign()]:
         if not source.endswith(".md"):
             continue

@@ -14,8 +14,9 @@ from kvjax.foundation.checkout import ROOT
 PAGES = tuple(
     f"experiments/reports/{f.name}" for f in sorted((EXPERIMENTS / "reports").glob("*.md"))
 )
-FILES = ("README.md", "AGENTS.md", "configs/README.md", "experiments/README.md", *PAGES)
-OURS = ("kvjax", "experiments", "configs", "tests", "notebooks")
+DOCS = tuple(f"docs/{f.name}" for f in sorted((ROOT / "docs").glob("*.md")))
+FILES = ("README.md", "AGENTS.md", "configs/README.md", "experiments/README.md", *PAGES, *DOCS)
+OURS = ("kvjax", "experiments", "configs", "docs", "tests", "notebooks")
 
 
 def _text(name):

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-import kvjax
 from docs.hooks.support import CHECKS
+import kvjax
 from kvjax.library.layouts import LETTERS, Layout, shown, stored
 
 B, S, T = 8, 4096, 1
@@ -72,7 +72,13 @@ def _section(name: str, spec: Layout) -> str:
     for array, axes in spec.cache.items():
         dtype = "float32" if array in spec.wide else "the cache's"
         lines.append(
-            _row(f'cache["{array}"]', stored(axes), cache.arrays[array], dtype, _optional(spec, array))
+            _row(
+                f'cache["{array}"]',
+                stored(axes),
+                cache.arrays[array],
+                dtype,
+                _optional(spec, array),
+            )
         )
     for array, axes in spec.arrays.items():
         lines.append(_row(array, axes, inputs[array], "any", _optional(spec, array)))

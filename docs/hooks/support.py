@@ -143,7 +143,9 @@ def kernel(check, config: MechanismConfig) -> str:
         check(inputs, entry)
     except NotImplementedError as error:
         kind = re.escape(inputs.kind(entry))
-        reason = re.sub(rf"[;:] use .xla.$|, not {kind}|(?<=a cache) of kind '{kind}'", "", str(error))
+        reason = re.sub(
+            rf"[;:] use .xla.$|, not {kind}|(?<=a cache) of kind '{kind}'", "", str(error)
+        )
         return f"no: {reason.replace('a cache', 'such a cache')}"
     return "yes"
 
