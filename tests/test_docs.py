@@ -14,7 +14,7 @@ from docs.hooks import layouts, pages, support
 import kvjax
 from kvjax.__main__ import COMMANDS
 from kvjax.attention import MECHANISMS, named
-from kvjax.config import DataConfig
+from kvjax.data.config import DataConfig
 from kvjax.foundation.checkout import PACKAGE, ROOT
 from tests import docs_pages, quick
 from tests.convert.comparison import PUBLISHED
