@@ -29,6 +29,7 @@ COMMANDS = {  # word after `kvjax`: module, summary
         "measures attention in a trained model: the papers' figures on a page",
     ),
     "compare": ("kvjax.compare", "compares training runs: curves, means over seeds, a page"),
+    "sweep": ("kvjax.sweep", "trains a grid: values of config keys, times seeds; resumes"),
     "costs": ("kvjax.costs", "computes parameters, cache bytes and FLOPs of a config"),
     "aot": ("kvjax.aot", "compiles a run for absent chips: memory, roofline, best mesh"),
     "prepare": ("kvjax.data.prepare", "turns text into packed rows"),

@@ -36,6 +36,7 @@ LINES = [
     ("kvjax.chat --help", 0, "--temperature"),
     ("kvjax.generate --help", 0, "--prompt_file"),
     ("kvjax.compare --help", 0, "--json"),
+    ("kvjax.sweep configs/lrkv_tiny.py --set=attention.rnk=4", 2, "mean 'rank'?"),
     ("kvjax.lm_eval --help", 0, "kvjax[lm-eval]"),
 ]
 # What is in one of these without any extra, and what each command says.
@@ -48,6 +49,7 @@ BARE = [
     ("kvjax.chat --help", 2, "kvjax[train]"),
     ("kvjax.evaluate --help", 2, "kvjax[train]"),
     ("kvjax.compare --help", 2, "kvjax[train]"),
+    ("kvjax.sweep --help", 2, "kvjax[train]"),
     ("kvjax.convert --help", 2, "kvjax[convert]"),
     ("kvjax.convert.export --help", 2, "kvjax[convert]"),
     ("kvjax.analysis --help", 2, "kvjax[analysis]"),

@@ -29,6 +29,7 @@ from kvjax.foundation import command_line, json_text, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import difference, estimate
+from kvjax.sweep import runs as runs_lib
 
 NAME = "depth_8"
 DEPTH, HEADS, LENGTH, ROWS, VOCABULARY = 8, 4, 1024, 32, 8192
@@ -234,7 +235,7 @@ def main(arguments: Sequence[str]) -> int:
         curves = {(m, seed): curve for m, of in before.items() for seed, curve in of.items()}
         for one, seed in itertools.product(cells, range(options.seeds)):
             run = Run(one, seed, options.steps)
-            if found := side_by_side.curve(options.runs / run.name):
+            if found := runs_lib.curve(options.runs / run.name):
                 curves[one.name, seed] = found
         for (mechanism, seed), curve in curves.items():
             if not kept.of(Run(every[mechanism], seed, options.steps)):

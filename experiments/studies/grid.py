@@ -30,6 +30,7 @@ from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.intervals import difference, estimate
+from kvjax.sweep import runs as runs_lib
 from kvjax.workdir import identity
 
 # Files in kvjax/ that determine a run's numbers.
@@ -39,7 +40,6 @@ _DECIDES = (
 )
 ABOUT = "study.json"  # in a run's folder: config, code and machine that trained it
 EVALUATIONS = 4  # per run, evenly spaced
-GUESS = 60e9  # FLOP/s per core, until a run has finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(runs_lib.Run):
     """A cell with a seed and a number of steps."""
 
     cell: Cell
@@ -88,16 +88,10 @@ class Run:
             config.update_from_flattened_dict(self.overrides)
         return config
 
-    @functools.cached_property
-    def experiment(self) -> config_lib.Experiment:
-        return config_lib.resolve(self.config)
-
     @property
-    def flops(self) -> float:
-        """FLOPs of the run's training, without its evaluations."""
-        one = self.experiment
-        each = formulas.training_flops_per_token(one.model, one.data.sequence_length)
-        return each * one.tokens_per_step * self.steps
+    def arguments(self) -> list[str]:
+        asked = [f"--config.{key}={value}" for key, value in self.overrides.items()]
+        return [f"--config={self.cell.config}", *asked]
 
     @property
     def identity(self) -> str:

@@ -35,6 +35,7 @@ from kvjax.foundation.checkout import CONFIGS, PACKAGE
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Output
+from kvjax.sweep import runs as runs_lib
 from kvjax.training import loop
 from kvjax.workdir import metrics, trained
 
@@ -67,7 +68,7 @@ def check(runs: Iterable[grid.Run], folder: epath.Path) -> None:
 def run(one: grid.Run, folder: epath.Path) -> Run:
     """Trains and measures a run, unless both are done by the current code."""
     workdir = folder / one.name
-    if not side_by_side.is_whole(one, folder):
+    if not runs_lib.is_whole(one, folder):
         grid.begin(one, workdir)
         with contextlib.redirect_stdout(sys.stderr):
             loop.train(one.config, workdir)

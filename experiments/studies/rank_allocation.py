@@ -17,7 +17,6 @@ from etils import epath
 import numpy as np
 
 from experiments import record
-from experiments.studies import side_by_side
 from experiments.studies.demo_size import STUDIES, UNIFORM
 from experiments.studies.grid import Run
 from experiments.studies.options import Parser, estimated, shown
@@ -27,6 +26,7 @@ from kvjax.foundation import command_line, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import estimate
 from kvjax.foundation.output import Output
+from kvjax.sweep import runs as runs_lib
 
 NAME = "rank_allocation"
 _PARTS = ("key", "value")
@@ -101,7 +101,7 @@ def workdir(folder: epath.Path, seed: int) -> epath.Path:
     asked = Run(cell, seed, study.steps)
     name = asked.name
     run = folder / name
-    if not side_by_side.is_whole(asked, pathlib.Path(folder)):
+    if not runs_lib.is_whole(asked, pathlib.Path(folder)):
         there = "an unfinished" if run.exists() else "no"
         raise UserError(
             f"--runs = {folder}: has {there} {name}; `python -m "

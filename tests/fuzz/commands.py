@@ -11,7 +11,7 @@ CONFIGS += ("rivals.py:gta_narrow_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
 PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat", "kvjax.compare")
-PRODUCT += ("kvjax.lm_eval",)
+PRODUCT += ("kvjax.lm_eval", "kvjax.sweep")
 CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
 EXPERIMENTS = tuple(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -45,6 +45,7 @@ WORKING = {
         "would evaluate",
     ),
     "kvjax.compare": (("../shared/trained", "--out=out"), "written"),
+    "kvjax.sweep": (("lrkv_tiny", "--seeds=2", "--plan"), "2 runs of 2 to train"),
     "kvjax.chat": (("--workdir=../shared/talking",), ""),
     "kvjax.lm_eval": (("--workdir=../shared/trained", "--tasks=piqa"), "would ask"),
     "kvjax.data.prepare": (

@@ -68,6 +68,7 @@ _FREE = {
     "kvjax.analysis": ("workdir", "out", "text_key"),
     "kvjax.evaluate": ("workdir", "out", "dtype"),
     "kvjax.compare": ("out",),
+    "kvjax.sweep": ("out",),
     "kvjax.chat": ("workdir", "system", "dtype"),
     "kvjax.lm_eval": ("workdir", "tasks", "include_path", "system", "dtype", "out"),
     "kvjax.data.prepare": ("validation_source", "text_key", "output"),

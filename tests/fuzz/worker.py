@@ -40,6 +40,7 @@ MODULES = (
     "kvjax.analysis.__main__",
     "kvjax.evaluate.__main__",
     "kvjax.compare.__main__",
+    "kvjax.sweep.__main__",
     "kvjax.chat.__main__",
     "kvjax.lm_eval.__main__",
     "kvjax.lm_eval.options",

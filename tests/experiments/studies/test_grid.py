@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import pathlib
 import sys
 
@@ -15,6 +14,7 @@ from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
+from kvjax.sweep import runs as runs_lib
 
 STEPS = 8
 # Stands in for kvjax.main: argv[1] is the workdir.
@@ -45,7 +45,7 @@ def trains(monkeypatch):
         begun.append(run.name)
         return [sys.executable, "-c", _TRAINS, str(workdir)]
 
-    monkeypatch.setattr(side_by_side, "command", command)
+    monkeypatch.setattr(runs_lib, "command", command)
     return begun
 
 
@@ -61,9 +61,9 @@ def test_a_run_is_a_config_with_overrides():
     assert run.experiment.model.block.mlp_dim == 96
     train = run.experiment.train
     assert (train.seed, train.num_steps, train.eval_every) == (3, 8, 2)
-    (program, *_, workdir) = side_by_side.command(run, pathlib.Path("w"))[:5]
+    program, *_, workdir = runs_lib.command(run, pathlib.Path("w"))[:4]
     assert program == sys.executable and workdir == "--workdir=w"
-    assert "--config.model.mlp_dim=96" in side_by_side.command(run, pathlib.Path("w"))
+    assert "--config.model.mlp_dim=96" in runs_lib.command(run, pathlib.Path("w"))
     each = formulas.training_flops_per_token(run.experiment.model, 256)
     assert run.flops == each * 8192 * 8
 
@@ -96,31 +96,20 @@ def _parameters(file, width):
     return formulas.parameters(config_lib.resolve(config).model)["total"]
 
 
-def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 0, 2}, raising=False)
-    assert side_by_side.shares(2) == [{0, 4}, {2}]
-    assert side_by_side.shares(4) == [{0}, {2}, {4}, {0, 2, 4}]
-
-
 @pytest.mark.slow
-def test_runs_are_trained_once(trains, tmp_path, monkeypatch):
-    """Runs have cores of their own; a failure reports its last line and is repeated."""
-    given, of_one = [], [{1}, {7}]
-    monkeypatch.setattr(side_by_side, "shares", lambda count: of_one[:count])
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: given.append(cores))
+def test_runs_are_trained_once(trains, tmp_path):
+    """A failure reports its last line and is repeated."""
     runs = [_run(name, seed) for seed in (0, 1) for name in ("mha", "mqa")]
     expected = {run.name: "" for run in runs}
     failed = {"mqa_seed1_steps8": "status 2: kvjax: no room"}
     assert _train(runs, tmp_path) == expected | failed
     assert sorted(trains) == sorted(expected)
-    assert len(given) == len(runs) and all(cores in of_one for cores in given)
     trains.clear()
     assert _train(runs, tmp_path) == expected | failed and trains == list(failed)
-    assert side_by_side.curve(tmp_path / "mha_seed0_steps8") == {4: 2.5, 8: 2.0}
-    assert side_by_side.speed(tmp_path / "mha_seed0_steps8") == 1000
+    assert runs_lib.curve(tmp_path / "mha_seed0_steps8") == {4: 2.5, 8: 2.0}
+    assert runs_lib.speed(tmp_path / "mha_seed0_steps8") == 1000
     assert (
-        side_by_side.curve(tmp_path / "nothing") == {}
-        and side_by_side.speed(tmp_path / "nothing") is None
+        runs_lib.curve(tmp_path / "nothing") == {} and runs_lib.speed(tmp_path / "nothing") is None
     )
 
 

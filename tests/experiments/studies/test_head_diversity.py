@@ -111,7 +111,7 @@ def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
 @pytest.mark.slow
 def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     made = []
-    monkeypatch.setattr(head_diversity.side_by_side, "is_whole", lambda run, folder: True)
+    monkeypatch.setattr(head_diversity.runs_lib, "is_whole", lambda run, folder: True)
     monkeypatch.setattr(head_diversity, "measure", lambda workdir: made.append(0) or _made("mha"))
     (tmp_path / "mha_seed0_steps8").mkdir()
     one = head_diversity.asked("mha", 8, 0)

@@ -1,0 +1,1 @@
+"""Trains grids of runs: values of config keys, times seeds."""

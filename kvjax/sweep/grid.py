@@ -1,0 +1,156 @@
+"""Runs of a grid: every combination of values, with every seed."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import pathlib
+import re
+
+import jax.numpy as jnp
+import ml_collections
+
+from kvjax.foundation import command_line
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.overrides import PREFIX
+from kvjax.foundation.text import check_text
+from kvjax.sweep.runs import Run
+from kvjax.workdir import identity
+
+_MOST_RUNS = 1000
+_LONGEST_NAME = 200  # a file's name has at most 255 bytes
+_LONGEST_VALUE = 40
+_SEED = "train.seed"
+_TAKEN = {  # keys that cannot be given
+    _SEED: "a grid has seeds 0 to N - 1 with --seeds=N",
+    "name": "runs are named by what varies; --out names their folder",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GridRun(Run):
+    """A run of a grid; its name has the values of the keys that vary, and the seed."""
+
+    name: str
+    config: ml_collections.ConfigDict
+    arguments: Sequence[str]
+
+
+def axes(given: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the values of each key, from texts as "attention.rank=16,32".
+
+    Raises:
+      UserError: no key or no value; a key that is given twice, or is not for --set.
+    """
+    found: dict[str, list[str]] = {}
+    for text in given:
+        check_text("--set", text)
+        key, equals, values = text.partition("=")
+        key = key.removeprefix("config.")
+        if not (key and equals):
+            raise UserError(f"--set {text}: give KEY=VALUE,..., as --set attention.rank=16,32")
+        if key in found:
+            raise UserError(f"--set {key} is given twice: give all values at once, as {key}=1,2")
+        if key in _TAKEN:
+            raise UserError(f"--set {text}: {_TAKEN[key]}")
+        found[key] = list(dict.fromkeys(_split(values)))
+    return found
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yields the values of a list; commas in brackets belong to a value, as in (8,16),(4,4)."""
+    depth, begin = 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            yield text[begin:at]
+            begin = at + 1
+    yield text[begin:]
+
+
+def runs(
+    files: Sequence[pathlib.Path],
+    axes: Mapping[str, Sequence[str]],
+    fixed: Sequence[str],
+    seeds: int,
+) -> list[GridRun]:
+    """Returns the runs: all combinations with seed 0, then with seed 1, ...
+
+    Args:
+      fixed: overrides of all runs, as "--config.train.num_steps=100".
+
+    Raises:
+      UserError: a config, key or value that is none; too many runs, or two that are the same.
+    """
+    for override in fixed:
+        key = re.split("[ =]", override)[0].removeprefix(f"{PREFIX}.")
+        if key in _TAKEN:
+            raise UserError(f"{override}: {_TAKEN[key]}")
+    cells = list(itertools.product(files, *axes.values()))
+    if len(cells) * seeds > _MOST_RUNS:
+        raise UserError(
+            f"--set and --seeds make {len(cells) * seeds:,} runs: must be at most {_MOST_RUNS:,}"
+        )
+    shown = _short(list(axes))
+    found = []
+    for file, *values in cells:
+        varied = [f"{PREFIX}.{key}={value}" for key, value in zip(axes, values, strict=True)]
+        with _as_given(file, axes):
+            config = command_line.load_config(file, [*fixed, *varied])
+        words = [command_line.config_label(file)] if len(files) > 1 else []
+        words += [f"{key}={_clean(value)}" for key, value in zip(shown, values, strict=True)]
+        for seed in range(seeds):
+            own = config.copy_and_resolve_references()
+            own.train.seed = seed
+            given = [f"{PREFIX}={file}", *fixed, *varied, f"{PREFIX}.{_SEED}={seed}"]
+            run = GridRun("_".join([*words, f"seed={seed}"]), own, given)
+            with _as_given(file, axes):
+                _ = run.experiment  # raises for values that do not fit
+            found.append((seed, run))
+    found = [run for _, run in sorted(found, key=lambda one: one[0])]  # stable
+    _check_different(found)
+    return found
+
+
+@contextlib.contextmanager
+def _as_given(file: pathlib.Path, keys: Iterable[str]) -> Iterator[None]:
+    """Names the options of this command in errors of a config: FILE, --set KEY."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error).replace(f"{PREFIX}={file}", str(file))
+        text = text.replace(f"{PREFIX}=", "")  # in suggestions
+        for key in keys:
+            text = text.replace(f"{PREFIX}.{key}", f"--set {key}")
+        raise UserError(text) from error
+
+
+def _short(keys: Sequence[str]) -> list[str]:
+    """Returns the last words of keys, or whole keys where the last words are equal."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [key if last.count(word) > 1 else word for key, word in zip(keys, last, strict=True)]
+
+
+def _clean(value: str) -> str:
+    """Returns a value as part of a folder's name; what is replaced or cut is known by a digest."""
+    clean = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")[:_LONGEST_VALUE]
+    if clean == value:
+        return value
+    return "-".join(filter(None, (clean, hashlib.sha256(value.encode()).hexdigest()[:6])))
+
+
+def _check_different(found: Sequence[GridRun]) -> None:
+    """Raises a UserError for two runs that compute the same, or whose names are too long."""
+    first: dict[str, str] = {}
+    for run in found:
+        if len(run.name) > _LONGEST_NAME:
+            raise UserError(f"--set: {run.name} is too long a name for a folder; vary fewer keys")
+        tree = identity.identity(run.config, jnp.dtype("float32")) | dict(name="")
+        same = first.setdefault(json.dumps(tree, sort_keys=True, default=str), run.name)
+        if same != run.name:
+            raise UserError(
+                f"{same} and {run.name} are the same run: give values of --set, and configs, that "
+                "differ in what is computed"
+            )

@@ -1,0 +1,104 @@
+"""Runs commands side by side, each on cores of its own; none outlives this process."""
+
+from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from kvjax import distributed
+from kvjax.foundation import command_line
+from kvjax.sweep import child
+
+_POLL_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command, and the file that its output is appended to."""
+
+    name: str
+    command: Sequence[str]
+    log: pathlib.Path
+
+
+def run(jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, str]]:
+    """Runs `count` jobs at a time; call it in the main thread.
+
+    Ctrl-C, SIGTERM and SIGHUP are passed on as SIGTERM, and this process exits with
+    `distributed.STATUS` when its jobs have ended. A second signal ends all at once.
+
+    Args:
+      jobs: each is taken when it can start.
+
+    Yields:
+      Each job when it has ended, and the reason of its failure in one line, or "".
+    """
+    free, waiting, running = shares(count), iter(jobs), {}
+    interruption = distributed.Interruption()
+    with interruption.handling_signals():
+        try:
+            while not interruption.should_stop(0):
+                while free and (job := next(waiting, None)):
+                    cores = free.pop(0)
+                    running[job.name] = job, _start(job, cores), cores
+                if not running:
+                    break
+                for job, process, cores in list(running.values()):
+                    if process.poll() is not None:
+                        del running[job.name]
+                        free.append(cores)
+                        yield job, _failure(process.returncode, job.log)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            _stop([process for _, process, _ in running.values()])
+    if interruption.should_stop(0):
+        names = ", ".join(running) or "nothing was running"
+        command_line.say(f"stopped ({names}); the same command goes on from there")
+        sys.exit(distributed.STATUS[interruption.signal])
+
+
+def shares(count: int) -> list[set[int]]:
+    """Divides this process's cores; empty sets where the system does not report them."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return [set(cores[i::count]) or set(cores) for i in range(count)]
+
+
+def _start(job: Job, cores: set[int]) -> subprocess.Popen:
+    """Starts a job in a process group of its own, which a terminal's Ctrl-C does not reach."""
+    command_line.say(f"{job.name}: begins")
+    mine = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
+    with job.log.open("a") as log:
+        return subprocess.Popen(
+            [*mine, ",".join(map(str, cores)), *job.command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,
+        )
+
+
+def _stop(processes: Sequence[subprocess.Popen]) -> None:
+    """Sends SIGTERM to processes and their children, and waits for them."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+    for process in processes:
+        process.wait()
+
+
+def _failure(status: int, log: pathlib.Path) -> str:
+    """Returns how a job failed in one line, or ""."""
+    if not status:
+        return ""
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return f"{how}: {_last_line(log)}"
+
+
+def _last_line(file: pathlib.Path) -> str:
+    text = file.read_text(errors="replace").replace("\r", "\n")  # progress bars end in \r
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"

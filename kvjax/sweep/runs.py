@@ -1,0 +1,165 @@
+"""Training runs with workdirs in one folder: which are whole, how long the others take."""
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import pathlib
+import statistics
+import sys
+
+from etils import epath
+import ml_collections
+
+from kvjax import config as config_lib
+from kvjax.costs import formulas
+from kvjax.foundation import command_line, progress
+from kvjax.sweep import processes as processes_lib
+from kvjax.workdir import checkpoint, metrics, storage, trained
+
+GUESS = 60e9  # FLOP/s of a run on a CPU, until one has begun
+
+
+class Run(abc.ABC):
+    """A config and a name; its workdir is FOLDER/NAME.
+
+    Attributes:
+      arguments: of kvjax.main, all but --workdir.
+    """
+
+    name: str
+    config: ml_collections.ConfigDict
+    arguments: Sequence[str]
+
+    @functools.cached_property
+    def experiment(self) -> config_lib.Experiment:
+        return config_lib.resolve(self.config)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """FLOPs of the run's training, without its evaluations."""
+        one = self.experiment
+        each = formulas.training_flops_per_token(one.model, one.data.sequence_length)
+        return each * one.tokens_per_step * one.train.num_steps
+
+
+def curve(workdir: pathlib.Path) -> dict[int, float]:
+    """Returns bits per byte by step; {} for a run without evaluations."""
+    records = _records(workdir, metrics.METRICS)
+    return {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
+
+
+def speed(workdir: pathlib.Path) -> float | None:
+    """Returns the median tokens/s of a run's records, or None without records."""
+    return _median(workdir, "tokens_per_second")
+
+
+def _median(workdir: pathlib.Path, key: str) -> float | None:
+    found = [r[key] for r in _records(workdir, metrics.TIMING) if key in r]
+    return statistics.median(found) if found else None
+
+
+def _records(workdir: pathlib.Path, name: str) -> list[dict]:
+    return metrics.read_records(epath.Path(workdir) / name)
+
+
+def steps_done(run: Run, folder: pathlib.Path) -> int:
+    """Returns the step of a run's last checkpoint; 0 without one."""
+    return max(storage.steps(epath.Path(folder) / run.name / checkpoint.CHECKPOINTS), default=0)
+
+
+def is_whole(run: Run, folder: pathlib.Path) -> bool:
+    """Returns True if a run has its last evaluation and the checkpoint of that step."""
+    last, workdir = run.experiment.train.num_steps, epath.Path(folder) / run.name
+    if not last and (workdir / "config.json").exists():  # an epoch, whose length is known by now
+        last = trained.experiment_of(workdir).train.num_steps
+    return last in curve(workdir) and steps_done(run, folder) == last
+
+
+def seconds_left(
+    runs: Sequence[Run], folder: pathlib.Path, guess: float | None = GUESS
+) -> dict[str, float] | None:
+    """Returns the seconds that each run that is not whole needs, by name; None if unknown.
+
+    By the speed of runs that have begun: start and steps, without evaluations.
+
+    Args:
+      guess: FLOP/s, if none has begun.
+    """
+    rates, starts = [], []
+    for run in runs:
+        if found := speed(folder / run.name):
+            one = run.experiment
+            each = formulas.training_flops_per_token(one.model, one.data.sequence_length)
+            rates.append(found * each)
+            starts.append(_median(folder / run.name, "seconds_to_first_step") or 0.0)
+    if not rates and not guess:
+        return None
+    rate, start = (statistics.median(x) if x else y for x, y in ((rates, guess), (starts, 0.0)))
+    left = {}
+    for run in runs:
+        if not is_whole(run, folder):
+            of = max(run.experiment.train.num_steps, 1)
+            left[run.name] = start + run.flops * (1 - steps_done(run, folder) / of) / rate
+    return left
+
+
+def plan(runs: Sequence[Run], left: Mapping[str, float] | None, count: int, processes: int) -> str:
+    """Returns the number of runs to train and the time that they take, as text.
+
+    Args:
+      left: `seconds_left`.
+      count: of runs to train.
+    """
+    how = f", {processes} side by side" if processes > 1 else ""
+    about = "how long is known when the first has begun"
+    if left is not None:
+        seconds = max([sum(left.values()) / processes, *left.values()], default=0)
+        about = f"about {progress.duration(seconds)}"
+    return f"{count} runs of {len(runs)} to train{how}: {about}"
+
+
+def command(run: Run, workdir: pathlib.Path) -> list[str]:
+    """Returns the command that trains a run."""
+    return [sys.executable, "-m", "kvjax.main", f"--workdir={workdir}", *run.arguments]
+
+
+def train(
+    runs: Sequence[Run],
+    folder: pathlib.Path,
+    *,
+    processes: int,
+    guess: float | None = GUESS,
+    before: Callable[[Run], str] = lambda run: "",
+) -> Iterator[tuple[Run, str]]:
+    """Trains unfinished runs, `processes` at a time; see `processes.run` for signals.
+
+    Args:
+      guess: see `seconds_left`.
+      before: called when a run can start; returns a reason not to, or "".
+
+    Yields:
+      Each run when it has ended, finished ones first, and the reason of its failure in one line, or
+      "". A run's output is in FOLDER/NAME.log.
+    """
+    missing = {run.name: run for run in runs if not is_whole(run, folder)}
+    yield from ((run, "") for run in runs if run.name not in missing)
+    if not missing:
+        return
+    left = seconds_left(runs, folder, guess)
+    command_line.say(plan(runs, left, len(missing), processes))
+    refused = []
+
+    def jobs() -> Iterator[processes_lib.Job]:
+        for run in missing.values():
+            if why := before(run):
+                refused.append((run, why))
+                continue
+            words = command(run, folder / run.name)
+            yield processes_lib.Job(run.name, words, folder / f"{run.name}.log")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(processes_lib.run(jobs(), processes)) as ended:
+        for job, why in ended:
+            yield missing[job.name], why
+    yield from refused
