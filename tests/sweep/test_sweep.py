@@ -141,7 +141,7 @@ def test_runs_are_stopped_and_go_on_as_if_they_had_not_been(tmp_path, source):
     (tmp_path / "small.py").write_text(
         small_runs.CONFIG_FILE.format(source=source[0], directory=source[1])
     )
-    keys = dict(num_steps=1000, eval_every=500, checkpoint_every=1000)
+    keys = dict(num_steps=400, eval_every=200, checkpoint_every=400)
     fixed = [f"--config.train.{key}={value}" for key, value in keys.items()]
     words = [sys.executable, "-m", "kvjax.sweep", "small.py", "--set=attention.rank=2,4", *fixed]
     environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), COLUMNS="200")
