@@ -59,6 +59,18 @@ def _median(workdir: pathlib.Path, key: str) -> float | None:
     return statistics.median(found) if found else None
 
 
+def _seconds_per_second_of_steps(workdir: pathlib.Path) -> float:
+    """Returns the seconds with evaluations, saving and waiting, relative to those of steps alone.
+
+    1 for a run that has not recorded its goodput.
+    """
+    found = [r for r in _records(workdir, metrics.TIMING) if r.get("goodput")]
+    if not found:
+        return 1.0
+    lost = sum(found[-1].get(f"lost_{cause}", 0.0) for cause in ("data", "validating", "saving"))
+    return 1 + lost / found[-1]["goodput"]
+
+
 def _records(workdir: pathlib.Path, name: str) -> list[dict]:
     return metrics.read_records(epath.Path(workdir) / name)
 
@@ -81,7 +93,7 @@ def seconds_left(
 ) -> dict[str, float] | None:
     """Returns the seconds that each run that is not whole needs, by name; None if unknown.
 
-    By the speed of runs that have begun: start and steps, without evaluations.
+    By the speed of runs that have begun: start, steps, and what evaluating and saving add to them.
 
     Args:
       guess: FLOP/s, if none has begun.
@@ -91,7 +103,7 @@ def seconds_left(
         if found := speed(folder / run.name):
             one = run.experiment
             each = formulas.training_flops_per_token(one.model, one.data.sequence_length)
-            rates.append(found * each)
+            rates.append(found * each / _seconds_per_second_of_steps(folder / run.name))
             starts.append(_median(folder / run.name, "seconds_to_first_step") or 0.0)
     if not rates and not guess:
         return None
