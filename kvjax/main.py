@@ -1,11 +1,13 @@
 """Trains the model that a config describes.
 
     python -m kvjax.main --config=configs/lrkv_tiny.py
+    # shorter, with another rank, in a folder of its own
+    python -m kvjax.main --config=configs/lrkv_tiny.py --workdir=runs/rank_8 \\
+        --config.train.num_steps=200 --config.attention.rank=8
 
-Keys are overridden as --config.train.num_steps=100. The same command resumes a run. On several
-hosts, start it on each: on a TPU pod and under Slurm the processes find each other; elsewhere give
---coordinator, --num_processes and --process_id (or KVJAX_COORDINATOR and so on). Exit statuses are
-listed in configs/README.md, "How a run ends".
+The same command resumes a run. Any key of the config, all of which are listed below, is overridden
+as --config.SECTION.KEY=VALUE. On several hosts, start the command on each. Exit statuses are in
+configs/README.md, "How a run ends".
 """
 
 from kvjax import distributed
@@ -19,22 +21,27 @@ _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartb
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__, config=True)
-    add = parser.add_argument
-    text = "folder of checkpoints and metrics, local or gs:// (runs/NAME)"
+    add = parser.add_argument_group("run").add_argument
+    text = "folder that holds the run's checkpoints and metrics, local or gs:// (runs/NAME)"
     add("--workdir", default="", help=text)
-    text = f"limit of the estimated time to prepare its data ({PREPARE_HOURS:g})"
-    add("--prepare_hours", type=float, default=PREPARE_HOURS, help=text)
+    text = "refuse to start if preparing the data would take more hours than this, by estimate "
+    add("--prepare_hours", type=float, default=PREPARE_HOURS, help=f"{text}({PREPARE_HOURS:g})")
     text = "where records go beside metrics.jsonl: tensorboard, wandb, both with a comma, or none"
     add("--trackers", default=",".join(trackers.DEFAULT), help=f"{text} (tensorboard)")
     text = "write a trace of this many steps, after the first ones, to WORKDIR/profile (0)"
     add("--profile_steps", type=int, default=0, help=text)
-    job = parser.add_argument_group("several processes")
+    job = parser.add_argument_group(
+        "several processes",
+        "On a TPU pod and under Slurm the processes find each other; elsewhere give the first "
+        "three options to each process.",
+    )
     add = job.add_argument
-    add("--coordinator", help="process 0's host:port, or KVJAX_COORDINATOR")
-    add("--num_processes", type=int, help="number of processes, or KVJAX_NUM_PROCESSES")
-    add("--process_id", type=int, help="index of this process, from 0, or KVJAX_PROCESS_ID")
-    add("--connect_seconds", type=int, default=300, help="limit of waiting for each other (300)")
-    text = "silence after which one counts as lost (100)"
+    add("--coordinator", help="host:port of process 0 (KVJAX_COORDINATOR)")
+    add("--num_processes", type=int, help="number of processes (KVJAX_NUM_PROCESSES)")
+    add("--process_id", type=int, help="index of this process, from 0 (KVJAX_PROCESS_ID)")
+    text = "seconds that processes wait for each other at the start (300)"
+    add("--connect_seconds", type=int, default=300, help=text)
+    text = "seconds of silence after which a process counts as lost (100)"
     add("--heartbeat_seconds", type=int, default=100, help=text)
     return parser
 

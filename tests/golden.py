@@ -78,7 +78,7 @@ def _lines(value) -> list[str]:
 
 
 def _said(section: Section) -> str:
-    lines = [section.name, section.title, section.lead]
+    lines = [section.name, section.title, section.finding, section.lead]
     for figure in section.figures:
         lines += ["", figure.title, figure.svg, figure.alternative]
         lines += [figure.caption, *map(str, figure.curves)]

@@ -9,7 +9,7 @@ import pytest
 from tests import notebooks
 
 REPOSITORY = "https://github.com/kvjax/kvjax"
-PICTURES = dict(quickstart=2, kernels=6, launch=5, convert=1, analysis=4, evaluation=1, compare=1)
+PICTURES = dict(quickstart=2, kernels=7, launch=5, convert=1, analysis=4, evaluation=1, compare=1)
 MACHINE = re.compile(r"/(root|home|work|tmp|var|usr|opt|Users|site-packages)\b|https?://(?!github)")
 # On two CPU cores; a stored figure is no larger than it must be.
 MAX_BYTES = 400_000
@@ -65,6 +65,9 @@ def _quickstart(said):
 
 
 def _kernels(said):
+    fits = re.findall(r"^(\w+): ([\d,]+) on v5e", said, re.M)  # from the largest cache to the least
+    tokens = [int(count.replace(",", "")) for _, count in fits]
+    assert len(fits) == 5 and fits[0][0] == "mha" and tokens == sorted(tokens)
     assert "5 of 5 measured" in said
     assert "saved schedules" in said or "v5e, lrkv: " in said
 

@@ -4,21 +4,19 @@ import os
 import pathlib
 import statistics
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments import record
 from experiments.conversion.outcomes import SUBJECTS, Outcomes, TuningSetting
-from kvjax.foundation import command_line
+from kvjax.foundation import command_line, theme
 
 FOLDER = "conversion"  # of experiments/results
-INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
-_KEYS_COLOR, _KEYS_VALUES_COLOR = "#4c78a8", "#54a24b"
-_LRKV_COLOR, _WEIGHTS_COLOR = "#f58518", "#9aa4ae"
-_STYLE = {"font.size": 10, "text.color": INK, "axes.labelcolor": GRAY, "axes.edgecolor": LINE}
-_STYLE |= {"xtick.color": GRAY, "ytick.color": GRAY, "axes.unicode_minus": False}
+_KEYS_COLOR, _KEYS_VALUES_COLOR, _LRKV_COLOR = (
+    theme.COLORS[name] for name in ("thin_keys", "factored", "lrkv")
+)
+_WEIGHTS_COLOR = theme.GRAY
 _BEFORE = (  # curve, label, colour, style
     ("key_joint_weights", "thin keys, one SVD of the weights", _WEIGHTS_COLOR, "o--"),
     ("key_per_head_weights", "thin keys, an SVD for each head", _WEIGHTS_COLOR, "o--"),
@@ -41,7 +39,7 @@ def write() -> list[pathlib.Path]:
     """Writes a figure for each model that was measured; returns the paths."""
     files = []
     record.check_folder("--stage=report", record.RESULTS / FOLDER)
-    with matplotlib.rc_context(_STYLE):
+    with theme.styled(font__size=10, axes__labelsize=10):
         for outcomes in filter(lambda one: one.original, map(Outcomes, SUBJECTS)):
             path = record.RESULTS / FOLDER / f"{outcomes.name}_cache.png"
             figure = by_cache_size(outcomes)
@@ -67,9 +65,9 @@ def by_cache_size(outcomes: Outcomes) -> Figure:
 
 
 def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
-    axes.set_title("before tuning", color=GRAY, fontsize=10)
+    axes.set_title("before tuning", color=theme.GRAY, fontsize=10)
     base = outcomes.original["perplexity"]
-    axes.axhline(base, color=INK, linewidth=1)
+    axes.axhline(base, color=theme.INK, linewidth=1)
     axes.annotate(
         f"original {base:.4g}",
         (0.02, base),
@@ -92,10 +90,10 @@ def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
 def _tuned(axes: Axes, setting: TuningSetting) -> None:
     *head, tokens, rate = setting.label.split(", ")
     title = f"after tuning: {', '.join(head)},\n{tokens}, {rate}"
-    axes.set_title(title, color=GRAY, fontsize=10)
+    axes.set_title(title, color=theme.GRAY, fontsize=10)
     control = next(iter(setting.variants))
     mean = statistics.mean(control.after.values())
-    axes.axhline(mean, color=INK, linewidth=1)
+    axes.axhline(mean, color=theme.INK, linewidth=1)
     text = f"control (tuned, not converted) {mean:.4g}"
     units = dict(xycoords=("axes fraction", "data"), textcoords="offset points")
     axes.annotate(text, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **units)
@@ -119,8 +117,5 @@ def _finish(axes: Axes) -> None:
     axes.set_xlim(0, 1.02)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes.set_xlabel("cache size relative to the original")
-    axes.grid(color=LINE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, -0.14))
+    axes.grid()
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, -0.14))

@@ -5,8 +5,12 @@ import io
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
-FULL, RESIDUAL, LATENT, WEIGHT = "#4c78a8", "#f58518", "#54a24b", "#d8dce1"
+from kvjax.foundation import theme
+
+INK, GRAY, LINE = theme.INK, theme.GRAY, theme.LINE
+# Of arrays, as of the mechanism that introduced them.
+FULL, RESIDUAL, LATENT = (theme.COLORS[name] for name in ("mha", "lrkv", "mla"))
+WEIGHT = theme.FAINT
 STYLE = {
     "svg.fonttype": "path",  # glyphs as paths: independent of installed fonts
     "svg.hashsalt": "kvjax",  # reproducible ids

@@ -24,7 +24,7 @@ from experiments.studies.small_caches import EVERY
 from experiments.tables import cards, parameter_table, study_figures
 from experiments.tables.cards import FULL, GRAY, INK, LATENT, RESIDUAL, WEIGHT
 from kvjax.costs import formulas
-from kvjax.foundation import command_line, progress
+from kvjax.foundation import command_line, progress, theme
 from kvjax.foundation.checkout import CONFIGS, ROOT
 from kvjax.foundation.errors import UserError
 
@@ -68,7 +68,7 @@ def _equation(axes, top: float) -> None:
     _text(axes, 32, top - 28, title, fontsize=13, weight="bold")
     y, height, channels = top + 34, 26, 190
     middle, below, second = y + height / 2, y + 44, y + 60
-    _box(axes, 32, y, channels, height, "#8ea9c8", "key of head h")
+    _box(axes, 32, y, channels, height, theme.MIXED, "key of head h")
     _box(axes, 268, y, channels, height, FULL, "base")
     _box(axes, 504, y, channels / 2, height, RESIDUAL, "latent h")
     _box(axes, 645, middle - channels / 4, channels, channels / 2, WEIGHT, "$B_h$")
@@ -150,7 +150,7 @@ def results(comparison: dict) -> Figure:
     axes = figure.add_axes((0.085, 0.125, 0.885, 0.71))
     for row in rows:
         name, x, y, half = (row[key] for key in ("cell", "cache_bytes", "bpb", "bpb_half_interval"))
-        color = RESIDUAL if name == "lrkv" else FULL
+        color = theme.color(name)
         axes.errorbar(x, y, half, fmt="o", color=color, capsize=5, markersize=8, linewidth=1.8)
         of_seeds = [run["bpb"] for run in runs[name].values()]
         axes.plot([x + 22] * len(of_seeds), of_seeds, ".", color=GRAY, markersize=4)
@@ -191,7 +191,7 @@ def small_caches(found: dict) -> Figure:
     figure = cards.card(9.6, 6.4)
     axes = figure.add_axes((0.085, 0.105, 0.55, 0.76))
     for number, row in enumerate(rows, 1):
-        x, y, color = row["cache_bytes"], row["bpb"], _color(row["mechanism"])
+        x, y, color = row["cache_bytes"], row["bpb"], theme.color(row["mechanism"])
         same = [other["mechanism"] for other in rows if other["cache_bytes"] == x]
         x *= 1.045 ** (same.index(row["mechanism"]) - (len(same) - 1) / 2)
         axes.errorbar(x, y, row["bpb_half_interval"], fmt="none", color=color, alpha=0.45)
@@ -210,15 +210,9 @@ def small_caches(found: dict) -> Figure:
     figure.text(0.034, 0.945, title, fontsize=13, weight="bold", va="center")
     seeds, millions = min(len(row["seeds"]) for row in rows), found["tokens"] / 1e6
     said = f"{millions:.1f}M training tokens; means of {seeds} seeds and 95 % intervals. "
-    said += "Orange: LRKV. Green: other authors'. Equal caches lie side by side."
+    said += "A colour per mechanism. Equal caches lie side by side."
     figure.text(0.034, 0.905, said, fontsize=9.5, color=GRAY, va="center")
     return figure
-
-
-def _color(name: str) -> str:
-    if name.startswith("lrkv"):
-        return RESIDUAL
-    return LATENT if name.endswith(("_narrow", "_wide")) else FULL
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from experiments.studies import (
 from experiments.tables.panels import Panel, Row, difference, lines, rows_of_points
 from kvjax.foundation.intervals import Estimate
 
-_TOLD = "Orange: the interval excludes 0."
+_TOLD = "Filled: the interval excludes 0."
 
 
 def long_rows(found: Mapping) -> Figure:
@@ -76,7 +76,7 @@ def head_diversity(found: Mapping) -> Figure:
             value = Estimate(now["mean"], now["half_interval"])
             rows.append(Row(name, value, off=bool(off)))
         panels.append(Panel(heading, rows, ".3f" if measure == "mean_similarity" else ".2f"))
-    said = f"{len(found['seeds'])} seeds. Orange: distinguishable from MHA, seed by seed."
+    said = f"{len(found['seeds'])} seeds. Filled: distinguishable from MHA, seed by seed."
     return rows_of_points("Diversity of heads", [said], panels)
 
 

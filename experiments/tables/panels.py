@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from experiments.tables import cards
-from experiments.tables.cards import FULL, GRAY, INK, RESIDUAL
+from experiments.tables.cards import GRAY, INK
+from kvjax.foundation import theme
 from kvjax.foundation.intervals import Estimate
 
 
@@ -18,17 +19,17 @@ class Row:
 
     Attributes:
       mark: a second value drawn beside it, such as the paper's.
-      off: coloured, because its interval excludes the reference.
+      off: its interval excludes the reference: filled, or else hollow; None: no reference, filled.
     """
 
     label: str
     value: Estimate
     mark: float | None = None
-    off: bool = False
+    off: bool | None = None
 
 
 def difference(label: str, mean: float, half: float | None) -> Row:
-    """Returns the row of a difference, coloured if its interval excludes 0."""
+    """Returns the row of a difference, filled if its interval excludes 0."""
     value = Estimate(mean, half)
     return Row(label, value, off=bool(value.sign))
 
@@ -75,9 +76,12 @@ def _points(axes, panel: Panel) -> None:
     if panel.zero is not None:
         axes.axvline(panel.zero, color=GRAY, linewidth=0.8, linestyle="--")
     for i, row in enumerate(panel.rows):
-        color = RESIDUAL if row.off else FULL
+        names = (text.partition(",")[0] for text in (row.label, panel.heading))
+        color = theme.color(next(filter(theme.mechanism, names), ""))
         x, half = row.value.mean, row.value.half
-        axes.errorbar(x, i, xerr=half, fmt="o", color=color, capsize=3, markersize=6)
+        inside = "white" if row.off is False else color
+        how = dict(color=color, markerfacecolor=inside, capsize=3, markersize=6)
+        axes.errorbar(x, i, xerr=half, fmt="o", **how)
         if row.mark is not None:
             axes.plot(row.mark, i, "|", color=INK, markersize=13, markeredgewidth=1.6)
         text = row.value.shown(panel.form)
@@ -100,13 +104,13 @@ def lines(
     figure = cards.card(9.6, 5.0)
     cards.heading(figure, title, *said)
     axes = figure.add_axes((0.085, 0.125, 0.62, 0.83 - 0.15 - 0.034 * len(said)))
-    markers = "os^Dv<>P"
+    colors = theme.colors(list(series))
     for i, (name, points) in enumerate(series.items()):
         xs = sorted(points)
         ys, halves = [points[x].mean for x in xs], [points[x].half or 0.0 for x in xs]
         spread = [x * 1.02 ** (i - len(series) / 2) for x in xs]
-        how = dict(fmt=f"{markers[i % len(markers)]}-", capsize=3, markersize=5, linewidth=1.3)
-        axes.errorbar(spread, ys, halves, label=name, color=f"C{i}", **how)
+        how = dict(fmt=f"{theme.MARKERS[i % 8]}-", capsize=3, markersize=5, linewidth=1.3)
+        axes.errorbar(spread, ys, halves, label=name, color=colors[name], **how)
     axes.set_xscale("log", base=2)
     ticks = sorted({x for points in series.values() for x in points})
     axes.set_xticks(ticks, [str(x) for x in ticks])
@@ -136,12 +140,13 @@ def curves(
     height = 0.6 + 0.17 * len(said) + row * rows
     figure = cards.card(width, height)
     cards.heading(figure, title, *said)
+    colors = theme.colors(list(dict.fromkeys(name for named in panels.values() for name in named)))
     for i, (heading, by_name) in enumerate(panels.items()):
         left = 0.075 + (i % columns) * 0.315
         bottom = row * (rows - 1 - i // columns) + 0.55
         axes = figure.add_axes((left, bottom / height, 0.25, (row - 0.8) / height))
-        for color, (name, points) in enumerate(by_name.items()):
-            line = dict(color=f"C{color}", linestyle="-" if color % 3 < 2 else "--")
+        for j, (name, points) in enumerate(by_name.items()):
+            line = dict(color=colors[name], linestyle="-" if j % 3 < 2 else "--")
             axes.plot(*zip(*points, strict=True), label=name, linewidth=1.3, **line)
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())

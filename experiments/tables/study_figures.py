@@ -36,7 +36,7 @@ def language_models(found: Mapping) -> Figure:
     ]
     seeds = min(len(row["seeds"]) for row in found["rows"])
     said = f"Difference in held-out bits per byte, seed by seed: lower is better. {seeds} seeds, "
-    said += f"{found['tokens'] / 1e6:.1f}M training tokens. Orange: the interval excludes 0."
+    said += f"{found['tokens'] / 1e6:.1f}M training tokens. Filled: the interval excludes 0."
     return rows_of_points(found["asks"], textwrap.wrap(said, 110), panels)
 
 
@@ -99,7 +99,7 @@ def diagonal(found: Mapping) -> Figure:
         heading = f"{row['task']}, rows of {row['length']}"
         by_task.setdefault(heading, []).append(Row(name, right, off=bool(change and change.sign)))
     seeds = min(row["seeds"] for row in found["rows"])
-    said = f"Accuracy over positions; {seeds} seeds. Orange: distinguishable from the "
+    said = f"Accuracy over positions; {seeds} seeds. Filled: distinguishable from the "
     said += (
         "unchanged variant, seed by seed. Normalised: the diagonal of K Kᵀ is divided by its mean. "
     )
@@ -125,7 +125,7 @@ def rank_by_head(found: Mapping) -> Figure:
     ]
     seeds = min(row["seeds"] for row in found["rows"])
     said = "Trained residuals truncated to fewer ranks at equal bytes: difference in bits per byte "
-    said += f"from equal ranks; lower is better. {seeds} seeds. Orange: distinguishable."
+    said += f"from equal ranks; lower is better. {seeds} seeds. Filled: distinguishable."
     return rows_of_points("A rank for each head", textwrap.wrap(said, 110), panels)
 
 
@@ -141,7 +141,7 @@ def depth_8(found: Mapping) -> Figure:
         drawn = difference(label, row["difference"], half)
         panels.setdefault(row["mechanism"], []).append(drawn)
     said = "Difference from MHA in held-out bits per byte, seed by seed: lower is better. "
-    said += f"{_SEEDS} seeds where nothing else is said. Orange: the interval excludes 0."
+    said += f"{_SEEDS} seeds where nothing else is said. Filled: the interval excludes 0."
     drawn = [Panel(f"{name.upper()}, from MHA", rows, "+.4f", 0.0) for name, rows in panels.items()]
     title = f"Depth 8, 33M parameters: {found['tokens'] / 1e6:.1f}M tokens"
     return rows_of_points(title, textwrap.wrap(said, 110), drawn)

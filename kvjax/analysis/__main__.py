@@ -22,7 +22,7 @@ from etils import epath
 
 from kvjax.analysis import reports, texts, words
 from kvjax.analysis.page import document
-from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Point, Section
 from kvjax.analysis.request import Request
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import LazyModel
@@ -326,9 +326,12 @@ def _write(
     Raises:
       UserError: they cannot be written.
     """
-    html = document.page(f"Attention in {model.name}", _LEAD, list(sections.values()), about)
+    there = list(sections.values())
+    summary = [Point(one.title, one.finding, one.name) for one in there if one.finding]
+    html = document.page(f"Attention in {model.name}", _LEAD, there, about, summary=summary)
     contents = {
-        name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
+        name: dict(title=one.title, finding=one.finding, lead=one.lead, data=one.data)
+        for name, one in sections.items()
     }
     text = json.dumps(json_text.plain(dict(about=about, reports=contents))) + "\n"
     files = {HTML: html.encode(), JSON: text.encode()}

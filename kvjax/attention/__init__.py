@@ -35,6 +35,7 @@ from kvjax.attention.factored import FactoredConfig
 from kvjax.attention.gla import GLAConfig
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.gta import GTAConfig
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mfa_kr import MFAKRConfig
 from kvjax.attention.mla import MLAConfig
 from kvjax.attention.mla_lrkv import MLALRKVConfig
@@ -56,3 +57,10 @@ MECHANISMS = {
     "mfa_kr": MFAKRConfig,
     "tpa": TPAConfig,
 }
+
+
+def family(mechanism: MechanismConfig) -> str:
+    """Returns a mechanism's key of `foundation.theme.COLORS`; "" for one that is not listed."""
+    if isinstance(mechanism, GroupedConfig):
+        return mechanism.family
+    return next((name for name, kind in MECHANISMS.items() if type(mechanism) is kind), "")

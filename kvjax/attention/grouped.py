@@ -135,6 +135,22 @@ class GroupedConfig(MechanismConfig):
         return f"GQA, {bases} KV heads"
 
     @property
+    def family(self) -> str:
+        """Name of the variant, as `foundation.theme` colours it."""
+        bases, heads = self.num_bases, self.num_heads
+        if self.tie != "none":
+            return f"{self.tie}_tied"
+        if self.key_dim < self.value_dim:
+            return "thin_keys"
+        if self.rank:
+            return "lrkv" if bases == 1 and self.num_kv_heads == heads else "lrkv_gqa"
+        if bases == heads:
+            return "mha"
+        if self.query_rank:
+            return "mfa"
+        return "mqa" if bases == 1 else "gqa"
+
+    @property
     def ties_values(self) -> bool:
         return self.tie in ("kv", "qkv")
 

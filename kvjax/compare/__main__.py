@@ -20,12 +20,14 @@ import time
 from etils import epath
 
 from kvjax.analysis.page import document, draw
+from kvjax.analysis.page.section import Point
 from kvjax.compare import (
     downstream,
     groups as groups_lib,
     report,
     runs as runs_lib,
     savings as savings_lib,
+    verdict,
 )
 from kvjax.compare.groups import Group
 from kvjax.compare.runs import SkippedRun
@@ -141,6 +143,9 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
     rows = report.rows(groups, reference)
     saved = savings_lib.savings(groups, reference)
     lacking = groups_lib.missing_seeds(groups) if options.group == "seed" else {}
+    said = verdict.lines(rows, reference.name)
+    for line in said:
+        out.say(line)
     out.show(report.terminal(rows, reference))
     if saved:
         out.show(report.savings_table(saved))
@@ -152,11 +157,14 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
         made = report.sections(groups, reference, rows, saved, left_out, lacking, scores)
         again = options.watch if not all(run.finished for run in runs) else 0
         about = _about(runs)
-        html = document.page("Runs compared", _LEAD, made, about, again=again)
+        html = document.page(
+            "Runs compared", _LEAD, made, about, summary=[Point("", x) for x in said], again=again
+        )
         result = dict(
             about=about,
+            verdict=said,
             rows=rows,
-            curves=made[1].data,
+            curves=next(section.data for section in made if section.name == "curves"),
             savings=[vars(one) for one in saved],
             scores=scores,
             left_out=[vars(one) for one in left_out],
@@ -168,7 +176,9 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
     shown = target if in_bucket(target) else os.path.relpath(target)
     out.say(f"\nwritten: {shown}/{HTML}, {len(html) / 1e6:.2f} MB, {PNG} and {JSON}", wrap=False)
     names = {name.rpartition(".")[2]: str(target / name) for name in (HTML, PNG, JSON)}
-    return json_text.plain(dict(rows=rows, left_out=result["left_out"], lacking=lacking) | names)
+    return json_text.plain(
+        dict(verdict=said, rows=rows, left_out=result["left_out"], lacking=lacking) | names
+    )
 
 
 def _reference(name: str, groups: Sequence[Group], first: Collection[str]) -> Group:

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvjax.analysis.page import draw, figures
 from kvjax.analysis.page.section import Column, Figure, Section, Table
+from kvjax.attention import family
 from kvjax.compare import downstream
 from kvjax.compare.downstream import Scores
 from kvjax.compare.groups import Curve, Group
@@ -79,10 +80,13 @@ def _named(name: str, found: Estimate | None) -> dict:
     return {name: found and found.mean, f"{name}_half_interval": found and found.half}
 
 
+def _estimate(row: Mapping, name: str) -> Estimate | None:
+    return None if row[name] is None else Estimate(row[name], row[f"{name}_half_interval"])
+
+
 def _shown(row: Mapping, name: str, digits: str) -> str:
-    if row[name] is None:
-        return "-"
-    return Estimate(row[name], row[f"{name}_half_interval"]).shown(digits)
+    found = _estimate(row, name)
+    return "-" if found is None else found.shown(digits)
 
 
 def _of_some(row: Mapping) -> str:
@@ -163,22 +167,23 @@ def sections(
     scores: Scores,
 ) -> list[Section]:
     """Returns the sections of the page."""
-    made = [
-        _results(found, reference, left_out, lacking),
+    made = []
+    if cache := _cache_points(groups):
+        made.append(_ends([cache, *_score_points(groups, scores)]))
+    made.append(_results(found, reference, left_out, lacking))
+    made.append(
         Section(
             "curves",
             "Curves",
-            "Point at a curve or use the arrow keys to read values; the buttons hide curves. Bands "
-            "are 95 % intervals over seeds.",
+            "Point at a curve or use the arrow keys to read values; the legend's buttons hide "
+            "curves. Bands are 95 % intervals over seeds.",
             figures=[_figure(_lines(groups, axis), _CAPTIONS[axis]) for axis in _axes(groups)],
             tables=[],
             data={group.name: _data(group) for group in groups},
-        ),
-    ]
+        )
+    )
     if saved:
         made.append(_savings(saved))
-    if cache := _cache_points(groups):
-        made.append(_ends([cache, *_score_points(groups, scores)]))
     return made
 
 
@@ -188,23 +193,25 @@ def _results(
     left_out: Sequence[SkippedRun],
     lacking: Mapping[str, Sequence[int]],
 ) -> Section:
-    table = terminal(found, reference)
-    plain = ("name", "parameters", "cache_bytes", "tokens", "flops", "flops_six_n", "seconds")
     caption = (
         "Each run, or the mean of runs that differ only in their seed. The last column is the "
         f"difference from {reference.name}, paired by seed, for runs of the same length. ± are "
         "95 % intervals, Student's t over seeds."
     )
-    columns = [Column("run"), Column("parameters", ",d"), Column("cache bytes per token", ",d")]
-    columns += [Column("tokens", ",d"), Column("FLOPs", ".4g"), Column("as 6N", ".4g")]
-    columns += [Column("s", ",.0f"), Column("finished seeds")]
-    columns += [Column("bits per byte", ".4f")]
-    columns += [Column("±", ".4f"), Column(f"against {reference.name}", "+.4f"), Column("±", ".4f")]
-    numbers = ("bpb", "bpb_half_interval", "against", "against_half_interval")
+    columns = [Column("run"), Column("cache bytes per token", ",d"), Column("bits per byte", ".4f")]
+    columns.append(Column(f"against {reference.name}", "+.4f"))
     made = [
-        [*(row[key] for key in plain), _seeds(row), *(row[key] for key in numbers)] for row in found
+        [row["name"], row["cache_bytes"], _estimate(row, "bpb"), _estimate(row, "against")]
+        for row in found
     ]
-    tables = [Table(table.title, columns, made, caption)]
+    tables = [Table("Training runs", columns, made, caption, stacks=True)]
+    plain = ("name", "parameters", "tokens", "flops", "flops_six_n", "seconds")
+    columns = [Column("run"), Column("parameters", ",d"), Column("tokens", ",d")]
+    columns += [Column("FLOPs", ".4g"), Column("as 6N", ".4g"), Column("s", ",.0f")]
+    columns.append(Column("finished seeds"))
+    made = [[*(row[key] for key in plain), _seeds(row)] for row in found]
+    caption = "FLOPs and seconds of training, up to the last evaluation."
+    tables.append(Table("Their costs", columns, made, caption, stacks=True))
     skipped = [(one.name, one.why) for one in left_out]
     skipped += [(name, "has no seed " + ", ".join(map(str, s))) for name, s in lacking.items()]
     if skipped:
@@ -226,7 +233,7 @@ def _axes(groups: Sequence[Group]) -> list[str]:
 
 
 def _lines(groups: Sequence[Group], axis: str) -> dict:
-    """Returns arguments of `draw.lines`."""
+    """Returns arguments of `draw.live_lines`."""
     label, place, units = AXES[axis]
     series, bands = {}, {}
     ends = [place(group, group.curve) for group in groups]
@@ -237,7 +244,13 @@ def _lines(groups: Sequence[Group], axis: str) -> dict:
         series[group.name] = (xs, curve.bpb)
         if len(group.runs) > 1:
             bands[group.name] = (curve.bpb - curve.half, curve.bpb + curve.half)
-    return dict(series=series, bands=bands, x=f"{label}, {called}", y=_BPB)
+    return dict(series=series, bands=bands, x=f"{label}, {called}", y=_BPB) | _look(groups)
+
+
+def _look(groups: Sequence[Group]) -> dict:
+    """Returns arguments of drawings that give a group one look in all of them."""
+    of = {group.name: family(group.one.experiment.model.mechanisms[0]) for group in groups}
+    return dict(names=list(of), of=of)
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -256,14 +269,14 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def panels(groups: Sequence[Group], scores: Scores) -> list[dict]:
-    """Returns arguments of `draw.lines` for the picture's panels: curves, then final points."""
-    curves = [_lines(groups, axis) for axis in _axes(groups)]
+    """Returns arguments of `draw.picture`'s panels: final points, then curves."""
     cache = _cache_points(groups)
-    return curves + ([cache] if cache else []) + _score_points(groups, scores)
+    points = [cache, *_score_points(groups, scores)] if cache else []
+    return points + [_lines(groups, axis) for axis in _axes(groups)]
 
 
 def _cache_points(groups: Sequence[Group]) -> dict:
-    """Returns arguments of `draw.lines` for final loss against cache bytes; {} without any."""
+    """Returns arguments of `draw.live_lines` for final loss against cache bytes; {} without any."""
     ended = [(group, group.final) for group in groups if group.final]
     if not ended:
         return {}
@@ -272,11 +285,12 @@ def _cache_points(groups: Sequence[Group]) -> dict:
         bands={g.name: _interval(final) for g, final in ended if final.half is not None},
         x="cache bytes per token, bfloat16",
         y=_BPB,
+        **_look(groups),
     )
 
 
 def _score_points(groups: Sequence[Group], scores: Scores) -> list[dict]:
-    """Returns arguments of `draw.lines` per measure, for scores against bits per byte."""
+    """Returns arguments of `draw.live_lines` per measure, for scores against bits per byte."""
     panels = []
     by_name = {group.name: group for group in groups}
     for measure, label in downstream.MEASURES.items():
@@ -288,7 +302,7 @@ def _score_points(groups: Sequence[Group], scores: Scores) -> list[dict]:
             if score.half is not None:
                 bands[name] = _interval(score)
         if series:
-            panels.append(dict(series=series, bands=bands, x=_BPB, y=label))
+            panels.append(dict(series=series, bands=bands, x=_BPB, y=label) | _look(groups))
     return panels
 
 
@@ -333,19 +347,21 @@ def _data(group: Group) -> dict:
 
 
 def _savings(saved: Sequence[Saving]) -> Section:
-    made = []
+    made, numbers = [], []
     for one in saved:
-        row = [one.leader, one.behind, one.tokens]
-        for found in (one.within_a_run, one.at_equal_horizon):
-            numbers = (None, None) if found is None else (found.mean, found.half)
-            row += [None if x is None else 100 * x for x in numbers]
-        made.append(row)
+        shares = [x and x.times(100) for x in (one.within_a_run, one.at_equal_horizon)]
+        of = [one.leader, one.behind, one.tokens]
+        made.append([*of, *shares])
+        numbers.append(of + [x for share in shares for x in _numbers(share)])
     columns = [Column("leader"), Column("reaches the end of"), Column("tokens", ",d")]
-    for way in ("fewer within a run, %", "fewer at equal horizon, %"):
-        columns += [Column(way, ".1f"), Column("±", ".1f")]
+    columns += [Column(f"fewer {way}, %", ".1f") for way in ("within a run", "at equal horizon")]
     caption = (
         f"Share of tokens that the leader saves; {_HORIZON}. LRKV's figure 3 gives 18.7 % fewer "
         "steps than MHA at 2.5B, within a run."
     )
-    table = Table("Fewer tokens to the same bits per byte", columns, made, caption)
-    return Section("savings", "Fewer tokens", "", [], [table], dict(rows=made))
+    table = Table("Fewer tokens to the same bits per byte", columns, made, caption, stacks=True)
+    return Section("savings", "Fewer tokens", "", [], [table], dict(rows=numbers))
+
+
+def _numbers(found: Estimate | None) -> tuple[float | None, float | None]:
+    return (None, None) if found is None else (found.mean, found.half)

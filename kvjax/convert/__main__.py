@@ -1,8 +1,12 @@
 """Imports a published model into a workdir, and converts it to a smaller KV cache on request.
 
+    # the model as it was published
     python -m kvjax.convert --source=~/models/SmolLM2-135M --out=runs/smollm2
+    # half of its cache
     python -m kvjax.convert --source=runs/smollm2 --out=runs/half --cache=0.5
+    # keys of 32 channels per head
     python -m kvjax.convert --source=runs/smollm2 --out=runs/thin --method=thin_keys --rank=32
+    # a shared key and value, and residuals of rank 16
     python -m kvjax.convert --source=runs/smollm2 --out=runs/lrkv --method=lrkv --rank=16
 
 The source is a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file, a
@@ -45,39 +49,62 @@ _DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets and reported sizes
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__)
     parser.add_output()
-    add = parser.add_argument
+    add = parser.add_argument_group("model").add_argument
     add("--source", default="", help="published folder, .gguf file, hf://OWNER/NAME, or workdir")
-    add("--out", default="", help="workdir to write; must not exist")
-    text = "conversion (none; with --cache thin_keys)"
+    add("--out", default="", help="workdir to write; it must not exist")
+    group = parser.add_argument_group(
+        "method", "Without --method the model keeps its cache; --cache alone chooses thin_keys."
+    )
+    add = group.add_argument
+    text = "method that makes the cache smaller (none; thin_keys with --cache)"
     add("--method", help=f"{', '.join(options_lib.METHODS)}: {text}")
-    group = parser.add_argument_group("thin_keys and lrkv")
+    text = "what to change least: weights; inputs, which are keys and values on the calibration "
+    text += "text; or outputs, which are attention's logits and outputs on it (outputs)"
+    add("--objective", default="outputs", help=text)
+    group = parser.add_argument_group(
+        "size of the cache", "Give one of --rank, --energy and --cache: --cache=0.5 halves it."
+    )
     add = group.add_argument
-    add("--rank", type=int, help="channels of a latent (thin_keys) or of a head's residual (lrkv)")
-    add("--energy", type=float, help="instead: share of energy to keep; ranks differ by layer")
-    text = "instead: cache size as a share of the source's, at the ranks that change outputs least"
-    add("--cache", type=float, help=text)
-    text = "round the ranks that --energy or --cache chooses to multiples of N (8)"
+    text = "one rank for all layers: channels of a latent (thin_keys), or of each head's residual "
+    add("--rank", type=int, help=f"{text}(lrkv)")
+    text = "share of each layer's energy (squared singular values) to keep, as 0.95; ranks differ "
+    add("--energy", type=float, help=f"{text}by layer")
+    text = "size of the new cache as a share of the source's, as 0.5; ranks are chosen to change "
+    add("--cache", type=float, help=f"{text}the model least")
+    text = "ranks that --energy or --cache chooses are multiples of N (8)"
     add("--multiple", type=int, default=8, metavar="N", help=text)
-    text = "error to minimise: of weights, of keys and values (inputs), of logits and outputs"
-    add("--objective", default="outputs", help=f"{text} (outputs)")
-    text = "thin_keys: one latent per_head, or a joint one (joint; with --rank per_head)"
-    add("--mode", help=text)
-    text = "thin_keys: key or key_value; controls: query, both (query and key), value"
-    add("--part", help=f"{text} (key; with --cache key_value)")
-    text = "thin_keys: rank of values with --part=key_value (--rank)"
-    add("--value_rank", type=int, help=text)
-    add("--bases", type=int, default=1, help="lrkv: bases that KV heads share (1)")
-    text = "lrkv: rotate heads towards each other first (yes)"
-    add("--align", action=argparse.BooleanOptionalAction, default=True, help=text)
-    group = parser.add_argument_group("text")
+    group = parser.add_argument_group("only with --method=thin_keys")
     add = group.add_argument
-    add("--calibrate", default="embedded", help="calibration text, as config.data.source")
-    add("--calibrate_tokens", type=int, default=32_768, help="calibration tokens (32768)")
-    add("--evaluate", default="embedded", help="text whose validation split gives perplexity")
-    text = "perplexity tokens; 0: none (16384 with a method, else 0)"
+    text = (
+        "per_head: each KV head has a latent of its own; joint: all KV heads of a layer share one "
+    )
+    add("--mode", help=f"{text}(joint; per_head with --rank)")
+    text = (
+        "what is made smaller: key, or key_value for keys and values; for controlled experiments "
+    )
+    text += "also query, both (query and key), value (key; key_value with --cache)"
+    add("--part", help=text)
+    text = "rank of values, if --part=key_value gives them another than keys (--rank)"
+    add("--value_rank", type=int, help=text)
+    group = parser.add_argument_group("only with --method=lrkv")
+    add = group.add_argument
+    add("--bases", type=int, default=1, help="number of bases that the KV heads share (1)")
+    text = "first rotate the heads' channels so that their keys and values resemble each other; a "
+    text += "rotation does not change the model (yes)"
+    add("--align", action=argparse.BooleanOptionalAction, default=True, help=text)
+    group = parser.add_argument_group(
+        "texts", "A text is given as config.data.source is: 'embedded', a file, or a pattern."
+    )
+    add = group.add_argument
+    add("--calibrate", default="embedded", help="text that the method is fitted to (embedded)")
+    add("--calibrate_tokens", type=int, default=32_768, help="number of its tokens (32768)")
+    text = "text whose validation split measures the perplexity before and after (embedded)"
+    add("--evaluate", default="embedded", help=text)
+    text = "number of its tokens; 0 measures nothing (16384 with a method, else 0)"
     add("--evaluate_tokens", type=int, help=text)
     add("--row_length", type=int, default=512, help="tokens per row of both texts (512)")
-    add("--text_key", default="text", help="JSON key or Parquet column of both texts (text)")
+    text = "name of the JSON key or Parquet column that has both texts (text)"
+    add("--text_key", default="text", help=text)
     return parser
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 import jax
 
 from kvjax import distributed
+from kvjax.attention import family
 from kvjax.decoding.generator import Generator, max_positions
 from kvjax.decoding.text import generate
 from kvjax.foundation import progress, runtime
@@ -40,7 +41,13 @@ def write(
     yardstick = run.dataset.info["xz_bits_per_byte"]
 
     def curves():
-        metrics_lib.draw_curves(run.workdir, title=e.name, yardstick=yardstick, folder=folder)
+        metrics_lib.draw_curves(
+            run.workdir,
+            title=e.name,
+            yardstick=yardstick,
+            mechanism=family(e.model.mechanisms[0]),
+            folder=folder,
+        )
 
     _write(run.workdir / "curves.png", curves)
     if e.train.sample_tokens:

@@ -19,7 +19,7 @@ import warnings
 from etils import epath
 import numpy as np
 
-from kvjax.foundation import json_text
+from kvjax.foundation import json_text, theme
 from kvjax.foundation.errors import first_line, warn
 from kvjax.foundation.files import in_bucket, unused
 from kvjax.hardware import datasheets
@@ -305,11 +305,13 @@ def draw_curves(
     *,
     title: str,
     yardstick: float | None,
+    mechanism: str = "",
     folder: epath.Path | None = None,
 ) -> epath.Path:
     """Draws training loss and validation bits per byte against tokens to curves.png.
 
     Args:
+      mechanism: the attention's, whose colour the curves have (`attention.family`).
       folder: holds metrics.jsonl, if not the workdir.
       yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
     """
@@ -322,25 +324,34 @@ def draw_curves(
         points = [(r["tokens"], r[key]) for r in records if key in r and "tokens" in r]
         return zip(*points, strict=True)
 
-    figure = figures.Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(*series("loss"), linewidth=1)
-    left.set(xlabel="tokens", ylabel="training loss (nats per token)", yscale="log")
-    left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter(ticker.NullFormatter())
-    right.plot(*series("validation_bpb"), marker="o", markersize=3, label="this model")
-    if yardstick is not None:
-        right.axhline(yardstick, color="gray", linestyle="--", label="xz -9e")
-    right.set(xlabel="tokens", ylabel="validation bits per byte")
-    right.legend()
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
-        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 50k, 1.5M
-    figure.suptitle(title, parse_math=False)  # names may hold $
     picture, path = io.BytesIO(), workdir / "curves.png"
-    with warnings.catch_warnings():
+    look = dict(color=theme.COLORS.get(mechanism, theme.SERIES[0]))
+    with theme.styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure = figures.Figure(figsize=(10, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot(*series("loss"), linewidth=1.2, **look)
+        left.set(xlabel="tokens", ylabel="training loss (nats per token)", yscale="log")
+        left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+        left.yaxis.set_major_formatter("{x:g}")
+        left.yaxis.set_minor_formatter(ticker.NullFormatter())
+        evaluated = list(series("validation_bpb"))
+        if evaluated:
+            count = len(evaluated[0])
+            right.plot(*evaluated, marker="o", markevery=max(1, count // 20), **look)
+            tokens, bpb = (x[-1] for x in evaluated)
+            place = dict(xytext=(0, 9), textcoords="offset points", ha="right")
+            right.annotate(f"{bpb:.3f}", (tokens, bpb), **place)
+        if yardstick is not None:
+            right.axhline(yardstick, color=theme.GRAY, linestyle="--", linewidth=1.2)
+            said = dict(transform=right.get_yaxis_transform(), ha="right", color=theme.GRAY)
+            right.text(0.99, yardstick, f"xz -9e: {yardstick:.3f}", va="bottom", **said)
+        right.set(xlabel="tokens", ylabel="validation bits per byte")
+        for axes in (left, right):
+            axes.grid()
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
+            axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 50k, 1.5M
+        figure.suptitle(title, weight="bold")
         figure.savefig(picture, format="png", dpi=120)
     path.write_bytes(picture.getvalue())
     return path

@@ -317,14 +317,16 @@ def _press(browser: Browser, key: str) -> None:
 
 
 def test_curves_can_be_hidden_and_read(shown):
-    """With the mouse, the buttons and the arrow keys."""
+    """With the mouse, the legend's buttons, which hide a curve in all figures, and arrow keys."""
     if shown.value('document.querySelector("script.curves") === null'):
         pytest.skip("no curves here")
-    figure = 'document.querySelector("figure:has(script.curves)")'
+    figure = '[...document.querySelectorAll("figure:has(script.curves)")].at(-1)'  # not of points
     curves = json.loads(shown.value(f'{figure}.querySelector("script.curves").textContent'))
     output = f'{figure}.querySelector("output").textContent'
-    buttons = f'[...{figure}.querySelectorAll(".choices button")]'
-    assert shown.value(f"{buttons}.map((b) => b.textContent)") == [c["name"] for c in curves]
+    buttons = '[...document.querySelectorAll(".legend button")]'
+    names = shown.value(f"{buttons}.map((b) => b.textContent)")
+    assert {curve["name"] for curve in curves} <= set(names)
+    chosen = f"{buttons}[{names.index(curves[0]['name'])}]"
     shown.value(f"{figure}.scrollIntoView({{behavior: 'instant'}})")
     right, down, *_ = curves[0]["points"][-1]
     place = f"new DOMPoint({right}, {down}).matrixTransform({figure}.querySelector('svg')"
@@ -340,12 +342,18 @@ def test_curves_can_be_hidden_and_read(shown):
     assert shown.value(output) == ""
     line = f"{figure}.querySelector('[data-series=\"0\"]').getBoundingClientRect().width"
     assert shown.value(line) > 0
-    shown.value(f"{buttons}[0].click()")
-    assert shown.value(f"{buttons}[0].getAttribute('aria-pressed')") == "false"
+    shown.value(f"{chosen}.click()")
+    assert shown.value(f"{chosen}.getAttribute('aria-pressed')") == "false"
     assert shown.value(line) == 0
+    everywhere = f"""[...document.querySelectorAll("script.curves")].every((script) => {{
+      const names = JSON.parse(script.textContent).map((curve) => curve.name);
+      const i = names.indexOf({json.dumps(curves[0]["name"])}), figure = script.parentElement;
+      return i < 0 || figure.querySelector(`[data-series="${{i}}"]`).style.display === "none";
+    }})"""
+    assert shown.value(everywhere)
     move(*at)
     assert not shown.value(output).startswith(f"{curves[0]['name']}: ")
-    shown.value(f"{buttons}[0].click()")
+    shown.value(f"{chosen}.click()")
     shown.value(f"{figure}.querySelector('.card').focus()")
     move(1, 1)
     _press(shown, "ArrowRight")
@@ -353,6 +361,13 @@ def test_curves_can_be_hidden_and_read(shown):
     assert shown.value(output).replace(",", "").startswith(first)
     _press(shown, "ArrowRight")
     assert not shown.value(output).replace(",", "").startswith(first + " ")
+
+
+def test_tables_that_stack_fit_a_phone(shown):
+    shown.size("phone")
+    wide = """[...document.querySelectorAll(".scroll:has(.stacks)")].map(
+      (box) => box.scrollWidth > box.clientWidth)"""
+    assert not any(shown.value(wide))
 
 
 def test_it_reads_without_scripts(shown, report):

@@ -77,7 +77,8 @@ def test_a_page_and_every_number(run, workdir, made, tmp_path):
     found = json.loads((tmp_path / "out/report.json").read_text("utf-8"), parse_constant=_never)
     assert list(found["reports"]) == ["first", "second"]
     data = dict(layers=[0, 1], least=0.5, none=None, pair=[1, 2])
-    assert found["reports"]["first"] == dict(title="The first", lead="What came out.", data=data)
+    first = dict(title="The first", finding="", lead="What came out.", data=data)
+    assert found["reports"]["first"] == first
     result, about = json.loads(out), found["about"]
     assert list(about.pop("Seconds")) == ["first", "second"] and about["Date"] in html
     parameters = 2 * 260 * 24 + 3 * (24 * (32 + 2 * 8 + 2 * 12 + 32) + 2 * 12 * 8 + 2 * 24 * 20)

@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from kvjax.analysis.page import document, draw
+from kvjax.analysis.page.section import Point
 from kvjax.compare import (
     __main__ as command,
     report,
@@ -70,8 +71,9 @@ def test_outputs_are_as_before(drawn, tmp_path, capfd, monkeypatch):
     left_out = dict(name="runs/z", why="is unfinished, evaluated up to step 25 of 100")
     lacking = {"mqa_tiny": [0, 2], "lrkv_tiny num_steps=50": [2]}
     skipped = dict(left_out=[left_out | dict(may_come=True)], lacking=lacking)
-    results, curves = (json_text.plain(section.data) for section in sections[:2])
-    assert result == results | skipped
+    data = {section.name: json_text.plain(section.data) for section in sections}
+    said = result.pop("verdict")
+    assert result == data["results"] | skipped
     made = provenance.software("matplotlib")
     names = [f"runs/{name}" for name in "a0 a1 a2 b0 b1 b2 c d0 d1".split()]
     about = {
@@ -87,7 +89,9 @@ def test_outputs_are_as_before(drawn, tmp_path, capfd, monkeypatch):
     scores["runs/b1"] = dict(core=15)
     found = stored.pop("scores")
     assert {name: pytest.approx(each) for name, each in scores.items()} == found
-    assert stored == results | skipped | dict(about=about, curves=curves)
+    assert stored == data["results"] | skipped | dict(
+        about=about, curves=data["curves"], verdict=said
+    )
     assert savings[1] == dict(
         leader="mha_tiny",
         behind="mqa_tiny",
@@ -95,7 +99,8 @@ def test_outputs_are_as_before(drawn, tmp_path, capfd, monkeypatch):
         within_a_run=dict(mean=pytest.approx(0.4), half=None),
         at_equal_horizon=None,
     )
-    page = document.page("Runs compared", command._LEAD, sections, about)
+    summary = [Point("", line) for line in said]
+    page = document.page("Runs compared", command._LEAD, sections, about, summary=summary)
     assert (tmp_path / "out" / "compare.html").read_text() == page
     assert (tmp_path / "out" / "compare.png").read_bytes() == b"a picture"
 
@@ -213,7 +218,7 @@ def test_final_losses_against_caches_and_scores(drawn, tmp_path, capfd, monkeypa
     assert {x["name"]: (x["why"], x["may_come"]) for x in stored["left_out"]} == {
         f"mid/{name}": said for name, said in why.items()
     }
-    caches, score = drawn[0][0][-1].figures
+    caches, score = drawn[0][0][0].figures
     assert caches.alternative.startswith("gqa_tiny: 2.3 at 1,024; lrkv_tiny: 2.1 at 1,600;")
     assert score.alternative.startswith("gqa_tiny: 34 at 2.3; lrkv_tiny: 37 at 2.1;")
     expected = stats.linregress(*zip(*bpb_and_score.values(), strict=True)).rvalue ** 2

@@ -1,5 +1,6 @@
 """The end of a run: curves, last figures, and a sample as long as positions allow."""
 
+import dataclasses
 import types
 
 from etils import epath
@@ -7,6 +8,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import named
 from kvjax.config import TrainConfig
 from kvjax.data import tokenizer
 from kvjax.distributed import sharding
@@ -20,6 +22,11 @@ class _Model(nnx.Module):
     def __init__(self):
         self.embedding = nnx.Param(jnp.arange(3.0))
         self.final_norm = nnx.Dict(gain=nnx.Param(jnp.arange(2.0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    mechanisms: tuple = (named.mqa(2),)
 
 
 def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
@@ -47,14 +54,14 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
     monkeypatch.setattr(ending, "generate", generate)
     monkeypatch.setattr(ending, "Generator", lambda *given: given)
     monkeypatch.setattr(ending, "read_parameters", read)
-    monkeypatch.setattr(ending, "max_positions", lambda model: {"model": limit}[model])
+    monkeypatch.setattr(ending, "max_positions", lambda model: {_Shape(): limit}[model])
     monkeypatch.setattr(metrics, "draw_curves", draw)
     monkeypatch.setattr(runtime, "seconds_since_launch", lambda: 61.7)
     graph, state = nnx.split(_Model())
     params = nnx.to_pure_dict(state)
     config = TrainConfig(num_steps=7, batch_size=1, seed=5, **train)
     given = types.SimpleNamespace(
-        experiment=types.SimpleNamespace(name="a run", model="model", train=config),
+        experiment=types.SimpleNamespace(name="a run", model=_Shape(), train=config),
         compute=Compute(dtype=dtype),
         mesh=sharding.make_mesh(sharding.MeshConfig(), jax.devices()[2:4]),
         workdir=folder,
@@ -65,7 +72,7 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
     evaluations = [dict(step=3), dict(step=7, tokens=12_345, validation_bpb=1.23456)]
     last = ending.write(given, graph, params, epath.Path("elsewhere"), evaluations)
     assert last == evaluations[-1]
-    options = dict(title="a run", yardstick=2.5, folder=epath.Path("elsewhere"))
+    options = dict(title="a run", yardstick=2.5, mechanism="mqa", folder=epath.Path("elsewhere"))
     assert asked.drawn == (folder, options)
     sample = folder / "sample.txt"
     return asked, sample.read_text() if sample.exists() else None, capsys.readouterr()

@@ -165,7 +165,7 @@ def test_calls_records_and_output_of_a_run(script, tmp_path, capsys):
     assert script.clock == dict(tokens_per_step=256, flops_per_token=per_token) | devices
     assert script.given[3:] == (None, script.dataset.tokenizer.bos_id)
     yardstick = script.dataset.info["xz_bits_per_byte"]
-    options = dict(title="lrkv_small", yardstick=yardstick, folder=folder)
+    options = dict(title="lrkv_small", yardstick=yardstick, mechanism="lrkv", folder=folder)
     assert script.drawn == ((folder,), options)
     out, err = capsys.readouterr()
     total = formulas.parameters(script.experiment.model)["total"]

@@ -7,9 +7,12 @@ import math
 import numbers
 import pathlib
 
-from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, shown
+from kvjax.analysis.page import formulas
+from kvjax.analysis.page.section import Cell, Column, Figure, Point, Section, Table, shown
+from kvjax.foundation.intervals import Estimate
 
 _HERE = pathlib.Path(__file__).parent
+_MARKS = "●■◆▲▼✚✖★"  # as `theme.MARKERS`
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -19,6 +22,7 @@ def page(
     sections: Sequence[Section],
     about: Mapping[str, str | Mapping],
     *,
+    summary: Sequence[Point] = (),
     again: int = 0,
 ) -> str:
     """Returns the text of an HTML file; deterministic.
@@ -28,6 +32,7 @@ def page(
 
     Args:
       about: facts about the report's making, by name; mappings become lists of names and values.
+      summary: the main findings, above everything else.
       again: seconds between reloads; 0: never.
     """
     links = [(section.name, section.title) for section in sections]
@@ -45,12 +50,12 @@ def page(
         f"<style>\n{(_HERE / 'page.css').read_text('utf-8')}</style>",
         "</head>",
         "<body>",
-        f'<header id="top"><h1>{_escaped(title)}</h1>{_lead(lead)}</header>',
+        f'<header id="top"><h1>{_escaped(title)}</h1>{_lead(lead)}{_summary(summary)}</header>',
         '<nav aria-label="Contents" id="contents"><h2>Contents</h2><ul>',
         *(f'<li><a href="#{_escaped(to)}">{_escaped(text)}</a></li>' for to, text in links),
         "</ul></nav>",
         "<main>",
-        *map(_section, sections),
+        *(f"{_legend(sections, i)}{_section(section)}" for i, section in enumerate(sections)),
         "</main>",
         f"<footer>{_opening('about', 'About this report')}{_list(about)}</section></footer>",
         f"<script>\n{(_HERE / 'page.js').read_text('utf-8')}</script>",
@@ -58,6 +63,34 @@ def page(
         "</html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _summary(points: Sequence[Point]) -> str:
+    if not points:
+        return ""
+    items = []
+    for point in points:
+        name = _escaped(point.name)
+        if point.section:
+            name = f'<a href="#{_escaped(point.section)}">{name}</a>'
+        items.append(f"<li>{f'<b>{name}:</b> ' if name else ''}{_set(point.text)}</li>")
+    return f'<ul class="summary">{"".join(items)}</ul>'
+
+
+def _legend(sections: Sequence[Section], i: int) -> str:
+    """Returns the legend of all curves of the page, if section i is the first that has some."""
+
+    def curves(some):
+        return {c.name: c for section in some for figure in section.figures for c in figure.curves}
+
+    if curves(sections[:i]) or not curves(sections[i : i + 1]):
+        return ""
+    items = [
+        f'<span style="--curve: {curve.color}" data-mark="{_MARKS[curve.style % len(_MARKS)]}">'
+        f"{_escaped(curve.name)}</span>"
+        for curve in sorted(curves(sections).values(), key=lambda curve: curve.style)
+    ]
+    return f'<div class="legend" role="group" aria-label="Curves">{"".join(items)}</div>\n'
 
 
 def _section(section: Section) -> str:
@@ -79,7 +112,7 @@ def _opening(name: str, title: str) -> str:
 
 
 def _lead(text: str) -> str:
-    return f'<p class="lead">{_escaped(text)}</p>' if text else ""
+    return f'<p class="lead">{_set(text)}</p>' if text else ""
 
 
 def _figure(name: str, figure: Figure) -> str:
@@ -113,23 +146,25 @@ def _six(number: float) -> float:
 
 
 def _caption(text: str) -> str:
-    return f"<figcaption>{_escaped(text)}</figcaption>"
+    return f"<figcaption>{_set(text)}</figcaption>"
 
 
 def _table(name: str, table: Table) -> str:
     name = _escaped(name)
-    numeric = [_is_numeric([row[i] for row in table.rows]) for i in range(len(table.columns))]
+    rows = [[_plain(cell) for cell in row] for row in table.rows]
+    numeric = [_is_numeric([row[i] for row in rows]) for i in range(len(table.columns))]
     classes = [' class="number"' if is_number else "" for is_number in numeric]
+    stacks = ' class="stacks"' * table.stacks
     head = "".join(
         f'<th scope="col"{class_}>{_escaped(column.name)}</th>'
         for column, class_ in zip(table.columns, classes, strict=True)
     )
-    rows = "\n".join(_row(row, table.columns, numeric) for row in table.rows)
+    lines = "\n".join(_row(row, table.columns, numeric) for row in table.rows)
     return (
         f'<figure class="table"><h3 id="{name}">{_escaped(table.title)}</h3>\n'
         f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}">'
-        f'<table aria-labelledby="{name}">\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{rows}\n</tbody></table></div>\n{_caption(table.caption)}</figure>"
+        f'<table{stacks} aria-labelledby="{name}">\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{lines}\n</tbody></table></div>\n{_caption(table.caption)}</figure>"
     )
 
 
@@ -138,14 +173,21 @@ def _row(row: Sequence[Cell], columns: Sequence[Column], numeric: Sequence[bool]
     cells = []
     for i, (cell, column) in enumerate(zip(row, columns, strict=True)):
         tag = "td" if i else "th"
-        names = ["number"] * numeric[i] + ["missing"] * _is_missing(cell)
+        names = ["number"] * numeric[i] + ["missing"] * _is_missing(_plain(cell))
         more = ' scope="row"' * (not i)
         more += f' class="{" ".join(names)}"' if names else ""
-        if isinstance(cell, numbers.Real) and not _is_missing(cell):
-            more += f' data-value="{_value(cell)}"'
-        text = shown(None if _is_missing(cell) else cell, column)
+        number = _plain(cell)
+        if isinstance(number, numbers.Real) and not _is_missing(number):
+            more += f' data-value="{_value(number)}"'
+        more += f' data-column="{_escaped(column.name)}"' * bool(i)
+        text = shown(None if _is_missing(number) else cell, column)
         cells.append(f"<{tag}{more}>{_escaped(text)}</{tag}>")
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _plain(cell: Cell) -> Cell:
+    """Returns an estimate's mean, and other cells."""
+    return cell.mean if isinstance(cell, Estimate) else cell
 
 
 def _is_missing(cell: Cell) -> bool:
@@ -177,6 +219,11 @@ def _list(about: Mapping[str, str | Mapping]) -> str:
         f"<dt>{_escaped(k)}</dt><dd>{_escaped(shown_value(v))}</dd>" for k, v in about.items() if v
     )
     return f"\n<dl>{''.join(rows)}</dl>\n"
+
+
+def _set(text: str) -> str:
+    """Returns text as HTML, with its formulas set."""
+    return formulas.set_in(_escaped(text))
 
 
 def _escaped(text: str) -> str:

@@ -5,7 +5,7 @@ half a screen wide. Series differ by marker and dash as well as colour. Non-fini
 out.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import textwrap
 
 import matplotlib
@@ -16,14 +16,11 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 import numpy as np
 
-from kvjax.analysis.page import svg
+from kvjax.analysis.page import point_names, svg
 from kvjax.analysis.page.section import Curve
+from kvjax.foundation import theme
 
 _WIDTH = 6.0  # inches: 432 units of the SVG, in which fonts are at least 11
-# Okabe and Ito's, without those too light for a line on white.
-_COLORS = ("#0072b2", "#d55e00", "#008a64", "#b0508f", "#3d3d3d", "#9a7400", "#5f5fc4", "#a11d1d")
-_MARKERS = "osD^vPX*"
-_DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
 _SHADES = 255  # plus gray: one byte per pixel
 _MARKED = 12  # maximum of markers per line
 _TICKED = 8  # logarithmic axes with at most this many values have a tick for each
@@ -38,6 +35,7 @@ def lines(
     log_y: bool = False,
     level: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    of: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the SVG of curves.
 
@@ -47,8 +45,17 @@ def lines(
       log_x, log_y: logarithmic, if a series has a positive number.
       level: dashed horizontal lines by name.
       bands: (lows, highs) by a series' name; a series of one point gets an error bar.
+      of: mechanisms of series whose name does not tell, as `theme.colors` takes them.
     """
-    return _lines(series, x, y, log_x, log_y, level or {}, bands or {}, lambda *_: None)
+    styles, height = _line_styles(list(series), of), 3.4 + _legend_height([*series, *(level or {})])
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        _label(axes, x, y)
+        drawn = _plot(axes, series, log_x, log_y, level or {}, bands or {}, styles)
+        _legend(figure, drawn)
+
+    return svg.text(_WIDTH, draw, height)
 
 
 def live_lines(
@@ -56,18 +63,23 @@ def live_lines(
     *,
     x: str,
     y: str,
-    log_x: bool = False,
-    log_y: bool = False,
-    level: Mapping[str, float] | None = None,
+    names: Sequence[str],
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    of: Mapping[str, str] | None = None,
 ) -> tuple[str, list[Curve]]:
-    """Returns the SVG of `lines`, and the positions of its points, for a page that follows the
-    pointer.
-    """
-    bands, found = bands or {}, []
+    """Returns an SVG as of `lines`, and the positions of its points, for a page that follows the
+    pointer. The page has the legend, except that single points have their name beside them.
 
-    def note(axes: Axes, drawn: Mapping[str, Artist]) -> None:
-        figure = axes.figure
+    Args:
+      names: of the series of all figures of the page, in order.
+    """
+    styles, bands, found = _line_styles(names, of), bands or {}, []
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        _label(axes, x, y)
+        drawn = _plot(axes, series, False, False, {}, bands, styles)
+        point_names.write(axes, series, bands)
         figure.draw_without_rendering()  # computes the layout
         scale, height = 72 / figure.dpi, 72 * figure.get_figheight()
         for i, (name, (xs, ys)) in enumerate(series.items()):
@@ -77,18 +89,18 @@ def live_lines(
             at = scale * axes.transData.transform(np.stack([xs, ys], axis=1))
             rows = np.stack([at[:, 0], height - at[:, 1], xs, ys, (high - low) / 2], axis=1)
             finite = rows[np.isfinite(rows[:, :4]).all(axis=1)]
-            color = colors_lib.to_hex(drawn[name].get_color())
-            found.append(Curve(name, color, np.nan_to_num(finite).tolist()))
+            style = styles[name]["color"], list(styles).index(name)
+            found.append(Curve(name, *style, np.nan_to_num(finite).tolist()))
 
-    text = _lines(series, x, y, log_x, log_y, level or {}, bands, note)
-    return text, found
+    return svg.text(_WIDTH, draw, 3.4), found
 
 
 def picture(panels: Sequence[Mapping]) -> bytes:
     """Returns a PNG of panels with lines, two per row and one legend; each has arguments of
-    `lines`.
+    `lines` or `live_lines`.
     """
-    names = list(dict.fromkeys(name for panel in panels for name in panel["series"]))
+    names = list(dict.fromkeys(x for panel in panels for x in panel.get("names", panel["series"])))
+    styles = _line_styles(names, {k: v for panel in panels for k, v in panel.get("of", {}).items()})
     columns = 2
     rows = -(-len(panels) // columns)
 
@@ -98,36 +110,21 @@ def picture(panels: Sequence[Mapping]) -> bytes:
             axes.set_axis_off()
         drawn = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
-            panel = dict(level={}, bands={}, log_x=False, log_y=False) | panel
+            panel = dict(level={}, bands={}, log_x=False, log_y=False, of={}) | panel
             _label(axes, panel.pop("x"), panel.pop("y"))
-            drawn = _plot(axes, **panel, styles=names) | drawn
-        _legend(figure, {name: drawn[name] for name in [*names, *(drawn.keys() - names)]})
+            named = {key: panel[key] for key in ("series", "log_x", "log_y", "level", "bands")}
+            drawn = _plot(axes, **named, styles=styles) | drawn
+            point_names.write(axes, panel["series"], panel["bands"])
+        _legend(figure, {name: drawn[name] for name in [*names, *drawn] if name in drawn})
 
     return svg.png(_WIDTH * columns, draw, 3.4 * rows + _legend_height(names))
 
 
-def _lines(series, x, y, log_x, log_y, level, bands, note: Callable) -> str:
-    """Returns the SVG of `lines`.
-
-    Args:
-      note: called at the end with the axes and the drawn artists by name.
-    """
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        _label(axes, x, y)
-        drawn = _plot(axes, series, log_x, log_y, level, bands, list(series))
-        _legend(figure, drawn)
-        note(axes, drawn)
-
-    return svg.text(_WIDTH, draw, 3.4 + _legend_height([*series, *level]))
-
-
-def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Sequence[str]) -> dict:
+def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Mapping[str, dict]) -> dict:
     """Draws lines, bands and levels on axes; returns the artists by name.
 
     Args:
-      styles: names of all series with a style, in order.
+      styles: of all series, by name.
     """
     log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
     log_y = log_y and _any_above_zero(ys for _, ys in series.values())
@@ -136,18 +133,19 @@ def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Sequence[str])
     axes.set_yscale("log" if log_y else "linear", **(dict(nonpositive="mask") if log_y else {}))
     drawn = {}
     for name, (xs, ys) in series.items():
-        xs, ys, i = _finite(xs), _finite(ys), styles.index(name)
-        style = _line_style(i, len(styles))
+        xs, ys, style = _finite(xs), _finite(ys), styles[name]
         if name in bands:
             low, high = map(_finite, bands[name])
             if len(xs) == 1:
                 axes.vlines(xs, low, high, color=style["color"], linewidth=1.2)
             else:
                 axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
-        (drawn[name],) = axes.plot(xs, ys, markevery=_marked(i, len(xs)), **style)
+        (drawn[name],) = axes.plot(
+            xs, ys, markevery=_marked(list(styles).index(name), len(xs)), **style
+        )
     for i, (name, height) in enumerate(level.items()):
         dashes = (0, (4 + 3 * i, 3))
-        style = dict(color=svg.GRAY, linewidth=1.2, linestyle=dashes)
+        style = dict(color=theme.GRAY, linewidth=1.2, linestyle=dashes)
         drawn[f"{name} "] = axes.axhline(height, **style)  # a series may have the same name
     _name_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
     if log_y:
@@ -218,24 +216,20 @@ def heatmaps(
 
 def _label(axes: Axes, x: str, y: str) -> None:
     axes.set(xlabel=_wrapped(x, 56), ylabel=_wrapped(y, 28))
-    axes.grid(color="#d1d9e0", linewidth=0.7)
-    axes.set_axisbelow(True)
+    axes.grid()
 
 
-def _line_style(i: int, count: int) -> dict:
-    """Returns the style of the i-th series; many series (layers) get an ordered colour map."""
-    if count > len(_COLORS):
-        share = i / (count - 1)
-        color = colors_lib.to_hex(matplotlib.colormaps["viridis"](0.85 * share))
-    else:
-        color = _COLORS[i]
-    return dict(
-        color=color,
-        linestyle=_DASHES[i % len(_DASHES)],
-        marker=_MARKERS[i % len(_MARKERS)],
-        markersize=5,
-        linewidth=1.7,
-    )
+def _line_styles(names: Sequence[str], of: Mapping[str, str] | None) -> dict[str, dict]:
+    """Returns the style of each series; series of one colour differ by marker and dash."""
+    colors = theme.colors(names, of)
+    return {
+        name: dict(
+            color=colors[name],
+            linestyle=theme.DASHES[i % len(theme.DASHES)],
+            marker=theme.MARKERS[i % len(theme.MARKERS)],
+        )
+        for i, name in enumerate(names)
+    }
 
 
 def _any_above_zero(values: Iterable[Sequence[float]]) -> bool:
@@ -325,7 +319,7 @@ def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None
     else:
         name = "viridis"
     high = high if high > low else low + 1.0
-    colors = matplotlib.colormaps[name].resampled(_SHADES).with_extremes(bad="#b8bec6")
+    colors = matplotlib.colormaps[name].resampled(_SHADES).with_extremes(bad=theme.MISSING)
     return colors_lib.Normalize(low, high), colors
 
 
@@ -350,7 +344,7 @@ def _write(axes: Axes, matrix: np.ndarray, norm, colors) -> None:
         if np.isfinite(value):
             red, green, blue, _ = colors(norm(value))
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-            ink = dict(color="white" if dark else svg.INK, fontsize=11)
+            ink = dict(color="white" if dark else theme.INK, fontsize=11)
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", **ink)
 
 

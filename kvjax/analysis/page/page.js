@@ -30,23 +30,34 @@ for (const table of document.querySelectorAll("table")) {
     });
   });
 }
-// Curves: a button each, which hides it, and the numbers of the point nearest to the pointer, or to
-// the arrow keys' place.
+// Curves: the legend's names become buttons that hide a curve in all figures; each figure tells the
+// numbers of the point nearest to the pointer, or to the arrow keys' place.
 const SVG = "http://www.w3.org/2000/svg";
+const hidden = new Set(), redraws = [];
+for (const item of document.querySelectorAll(".legend > span")) {
+  const button = document.createElement("button"), name = item.textContent;
+  button.type = "button";
+  button.setAttribute("aria-pressed", "true");
+  button.style.setProperty("--curve", item.style.getPropertyValue("--curve"));
+  button.dataset.mark = item.dataset.mark;
+  button.textContent = name;
+  button.addEventListener("click", () => {
+    if (!hidden.delete(name)) hidden.add(name);
+    button.setAttribute("aria-pressed", String(!hidden.has(name)));
+    redraws.forEach((redraw) => redraw());
+  });
+  item.replaceWith(button);
+}
 for (const figure of document.querySelectorAll("figure:has(script.curves)")) {
   const curves = JSON.parse(figure.querySelector("script.curves").textContent);
   const card = figure.querySelector(".card"), drawing = card.querySelector("svg");
   const lines = curves.map((_, i) => drawing.querySelector(`[data-series="${i}"]`));
-  const shown = curves.map(() => true);
+  const shown = (i) => !hidden.has(curves[i].name);
   const dot = document.createElementNS(SVG, "circle");
   dot.setAttribute("r", 5);
   dot.setAttribute("class", "dot");
   const told = document.createElement("output");
   told.className = "told";
-  const buttons = document.createElement("div");
-  buttons.className = "choices";
-  buttons.setAttribute("role", "group");
-  buttons.setAttribute("aria-label", "Curves that are shown");
   let place = null; // [curve, point]
   const tell = (next) => {
     place = next;
@@ -64,25 +75,15 @@ for (const figure of document.querySelectorAll("figure:has(script.curves)")) {
     told.textContent = `${curve.name}: ${number(x, 6)} → ${number(y, 5)}` +
       (half ? ` ± ${number(half, 2)}` : "");
   };
-  curves.forEach((curve, i) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.setAttribute("aria-pressed", "true");
-    button.style.setProperty("--curve", curve.color);
-    button.textContent = curve.name;
-    button.addEventListener("click", () => {
-      shown[i] = !shown[i];
-      button.setAttribute("aria-pressed", String(shown[i]));
-      if (lines[i]) lines[i].style.display = shown[i] ? "" : "none";
-      if (place && !shown[place[0]]) tell(null);
-    });
-    buttons.append(button);
+  redraws.push(() => {
+    lines.forEach((line, i) => { if (line) line.style.display = shown(i) ? "" : "none"; });
+    if (place && !shown(place[0])) tell(null);
   });
   drawing.addEventListener("pointermove", (event) => {
     const at = new DOMPoint(event.clientX, event.clientY)
       .matrixTransform(drawing.getScreenCTM().inverse());
     let nearest = 32, next = null;
-    curves.forEach((curve, i) => shown[i] && curve.points.forEach(([right, down], j) => {
+    curves.forEach((curve, i) => shown(i) && curve.points.forEach(([right, down], j) => {
       const distance = Math.hypot(right - at.x, down - at.y);
       if (distance < nearest) [nearest, next] = [distance, [i, j]];
     }));
@@ -95,12 +96,12 @@ for (const figure of document.querySelectorAll("figure:has(script.curves)")) {
     const jump = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step && !jump) return;
     event.preventDefault();
-    const there = curves.map((_, i) => i).filter((i) => shown[i] && curves[i].points.length);
+    const there = curves.map((_, i) => i).filter((i) => shown(i) && curves[i].points.length);
     if (!there.length) return;
     let [i, j] = place ?? [there[0], step ? (step > 0 ? -1 : 1) : 0];
     if (jump && place) i = there[(there.indexOf(i) + jump + there.length) % there.length];
     j = Math.min(Math.max(j + (step ?? 0), 0), curves[i].points.length - 1);
     tell([i, j]);
   });
-  card.after(told, buttons);
+  card.after(told);
 }

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 import dataclasses
 
-Cell = str | int | float | None  # None: no number
+from kvjax.foundation.intervals import Estimate
+
+Cell = str | int | float | Estimate | None  # None: no number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,12 +14,14 @@ class Curve:
 
     Attributes:
       color: in CSS.
+      style: number of its dash and marker in `theme`.
       points: (position right, position down, x, y, half of the band at y); positions in the
         drawing's units, x and y in the axes' units.
     """
 
     name: str
     color: str
+    style: int
     points: Sequence[Sequence[float]]
 
 
@@ -50,12 +54,17 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells; numbers are rounded when displayed."""
+    """Rows of cells; numbers are rounded when displayed.
+
+    Attributes:
+      stacks: on a phone, a row's cells stand one below another with their column's name.
+    """
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     caption: str
+    stacks: bool = False
 
     def shown(self) -> list[list[str]]:
         """Returns the cells as text."""
@@ -71,6 +80,8 @@ def shown(cell: Cell, column: Column) -> str:
         return "–"
     if isinstance(cell, str):
         return cell
+    if isinstance(cell, Estimate):
+        return cell.shown(column.format)
     text = format(cell, column.format)
     return text if text.strip("-0.% ") else text.removeprefix("-")  # no -0.00
 
@@ -82,6 +93,7 @@ class Section:
     Attributes:
       name: as on the command line.
       lead: the main numbers, in two or three sentences.
+      finding: the main number and verdict in one sentence, for the page's summary.
       data: every number, JSON-able: those of figures and tables and more.
     """
 
@@ -91,3 +103,17 @@ class Section:
     figures: Sequence[Figure]
     tables: Sequence[Table]
     data: Mapping
+    finding: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A line of a page's summary.
+
+    Attributes:
+      section: that it links to; "": none.
+    """
+
+    name: str
+    text: str
+    section: str = ""

@@ -10,34 +10,15 @@ import contextlib
 import hashlib
 import io
 import re
-import threading
 import warnings
 
-from matplotlib import style as style_lib
 from matplotlib.figure import Figure
 import numpy as np
 from PIL import Image
 
-INK, GRAY = "#1f2328", "#59636e"
+from kvjax.foundation import theme
+
 SERIES = "series-"  # prefix of the gids of artists that the page can hide
-_STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "text.parse_math": False,
-    "font.size": 11.5,
-    "axes.titlesize": 12,
-    "axes.labelsize": 12,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GRAY,
-    "xtick.color": GRAY,
-    "ytick.color": GRAY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
-_STYLING = threading.Lock()  # matplotlib's parameters are global
 
 
 def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
@@ -63,7 +44,7 @@ def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 
 @contextlib.contextmanager
 def _figure(width: float, draw: Callable[[Figure], None], height: float) -> Iterator[Figure]:
     """Yields the drawn figure, in the page's style."""
-    with _STYLING, style_lib.context(["default", _STYLE]), warnings.catch_warnings():
+    with theme.styled(svg__fonttype="none"), warnings.catch_warnings():  # text stays text
         # matplotlib measures text in a font that lacks some glyphs of the page's fonts.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=(width, height), layout="constrained")

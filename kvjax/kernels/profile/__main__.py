@@ -24,7 +24,7 @@ import sys
 from etils import epath
 import jax
 
-from kvjax.foundation import command_line, lists, progress, provenance, target
+from kvjax.foundation import command_line, lists, progress, provenance, target, theme
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
@@ -41,19 +41,33 @@ _MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"
 
 
 def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
-    """Plots cache GB/s over tokens, a line per mechanism, implementation and batch, as PNG."""
-    axes = _matplotlib(file).Figure(figsize=(8, 5)).subplots()
-    lines = {}
+    """Plots cache GB/s over tokens, a line per mechanism, implementation and batch, as PNG.
+
+    A mechanism has its colour; its implementations and batches differ by dash and marker.
+    """
+    figure, lines = _matplotlib(file).Figure, {}
     for r in rows:
         if "gbps" in r:
             name = f"{r['mechanism']} {r['implementation']}, batch {r['batch']}"
-            lines.setdefault(name, []).append((r["length"], r["gbps"]))
-    for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xscale="log", xlabel="cached tokens", ylabel="GB/s of cache")
-    axes.legend(fontsize="small")
+            lines.setdefault((r["mechanism"], name), []).append((r["length"], r["gbps"]))
     picture = io.BytesIO()
-    axes.figure.savefig(picture, format="png", dpi=150)
+    with theme.styled():
+        axes = figure(figsize=(8.5, 5), layout="constrained").subplots()
+        drawn: dict[str, int] = {}
+        for (mechanism, name), points in lines.items():
+            color = theme.color(mechanism)
+            i = drawn[color] = drawn.get(color, -1) + 1
+            how = dict(color=color, marker=theme.MARKERS[i % 8], linestyle=theme.DASHES[i % 4])
+            axes.plot(*zip(*points, strict=True), label=name, **how)
+        lengths = sorted({x for points in lines.values() for x, _ in points})
+        axes.set(xscale="log", xlabel="cached tokens", ylabel="GB/s of cache")
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.grid()
+        if lines:
+            axes.figure.legend(loc="outside right upper", fontsize=10)
+        axes.figure.savefig(picture, format="png", dpi=150)
     target.write(epath.Path(file.parent), {file.name: picture.getvalue()}, "--plot")
 
 

@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from kvjax.analysis.page import document, draw
-from kvjax.analysis.page.section import Column, Curve, Figure, Section, Table
+from kvjax.analysis.page import document, draw, formulas
+from kvjax.analysis.page.section import Column, Curve, Figure, Point, Section, Table
+from kvjax.foundation.intervals import Estimate
 
 CAPTION = "The effective rank of heads, by layer. Table 5 has 98.9 % for MHA at 2.5B."
 VOID = ("meta", "link", "br")
@@ -146,7 +147,7 @@ def live(name: str = "three </script> seeds") -> Figure:
     """Returns a figure with readable points: a band, missing numbers."""
     series = {name: ((1, 2, 4), (3.0, 2.5, 2.25)), "one": ((1, 2, 4), (3.5, float("nan"), 2.0))}
     bands = {name: ((2.9, 2.4, 2.2), (3.1, 2.6, 2.3)), "one": ((3, 2, None), (3.5, 2, 2))}
-    svg, curves = draw.live_lines(series, x="tokens", y="bits", bands=bands)
+    svg, curves = draw.live_lines(series, x="tokens", y="bits", bands=bands, names=list(series))
     return Figure("Curves", svg, "Curves: from 1 to 3, 2 in the mean.", CAPTION, curves)
 
 
@@ -211,13 +212,16 @@ script-src 'unsafe-inline'; img-src data:">
 page.css</style>
 </head>
 <body>
-<header id="top"><h1>A &amp; B</h1><p class="lead">Of 5 %.</p></header>
+<header id="top"><h1>A &amp; B</h1><p class="lead">Of 5 %.</p><ul class="summary">\
+<li><b><a href="#first">One</a>:</b> Is &lt;1.</li><li>Two.</li></ul></header>
 <nav aria-label="Contents" id="contents"><h2>Contents</h2><ul>
 <li><a href="#first">The first</a></li>
 <li><a href="#second">The second</a></li>
 <li><a href="#about">About this report</a></li>
 </ul></nav>
 <main>
+<div class="legend" role="group" aria-label="Curves">\
+<span style="--curve: #123456" data-mark="■">a&lt;b</span></div>
 <section id="first" aria-labelledby="first-title">
 <h2 id="first-title">The first</h2>
 <p class="lead">Leads.</p>
@@ -234,16 +238,21 @@ page.css</style>
 </div>
 <figure class="table"><h3 id="first-table-1">Numbers</h3>
 <div class="scroll" role="region" tabindex="0" aria-labelledby="first-table-1">\
-<table aria-labelledby="first-table-1">
+<table class="stacks" aria-labelledby="first-table-1">
 <thead><tr><th scope="col" class="number">n</th><th scope="col">said</th>\
 <th scope="col" class="number">x</th><th scope="col">none</th></tr></thead>
 <tbody>
-<tr><th scope="row" class="number" data-value="1">1</th><td>a</td>\
-<td class="number" data-value="2.25">2.2</td><td class="missing">–</td></tr>
-<tr><th scope="row" class="number" data-value="2000">2,000</th><td data-value="3.0">3.00</td>\
-<td class="number missing">–</td><td class="missing">–</td></tr>
-<tr><th scope="row" class="number" data-value="3">3</th><td data-value="Infinity">inf</td>\
-<td class="number" data-value="-Infinity">-inf</td><td class="missing">–</td></tr>
+<tr><th scope="row" class="number" data-value="1">1</th>\
+<td data-column="said">a</td>\
+<td class="number" data-value="2.25" data-column="x">2.2 ± 0.1</td>\
+<td class="missing" data-column="none">–</td></tr>
+<tr><th scope="row" class="number" data-value="2000">2,000</th>\
+<td data-value="3.0" data-column="said">3.00</td>\
+<td class="number missing" data-column="x">–</td><td class="missing" data-column="none">–</td></tr>
+<tr><th scope="row" class="number" data-value="3">3</th>\
+<td data-value="Infinity" data-column="said">inf</td>\
+<td class="number" data-value="-Infinity" data-column="x">-inf</td>\
+<td class="missing" data-column="none">–</td></tr>
 </tbody></table></div>
 <figcaption>Shown.</figcaption></figure>
 <p class="top"><a href="#contents">Contents</a></p>
@@ -268,18 +277,24 @@ page.js</script>
 def test_the_whole_page(monkeypatch):
     monkeypatch.setattr(pathlib.Path, "read_text", lambda path, encoding: path.name)
     columns = [Column("n", ",d"), Column("said"), Column("x", ".1f"), Column("none")]
-    rows = [(1, "a", 2.25, None), (np.int64(2000), 3.0, np.nan, None), (3, np.inf, -np.inf, None)]
-    curve = Curve("a<b", "#123456", [(10.26, 20.14, 1.2345678, 2.0, 0.5)])
+    rows = [
+        (1, "a", Estimate(2.25, 0.1), None),
+        (np.int64(2000), 3.0, np.nan, None),
+        (3, np.inf, -np.inf, None),
+    ]
+    curve = Curve("a<b", "#123456", 1, [(10.26, 20.14, 1.2345678, 2.0, 0.5)])
     svg = '<svg viewBox="0 0 1 1"><svg/></svg>'
     figures = [
         Figure("Lines", svg, "From 1 to 2.", "Shown.", [curve]),
         Figure("Maps", '<svg viewBox="0 0 2 2"></svg>', "All.", "Also <shown>."),
     ]
-    tables = [Table("Numbers", columns, rows, "Shown.")]
+    tables = [Table("Numbers", columns, rows, "Shown.", stacks=True)]
     first = Section("first", "The first", "Leads.", figures, tables, {})
     about = {"Command": "python", "Packages": {"jax": "0.11", "numpy": "2.4"}, "Nothing": ""}
     sections = [first, Section("second", "The second", "", [], [], {})]
-    assert document.page("A & B", "Of 5 %.", sections, about, again=30) == PAGE
+    summary = [Point("One", "Is <1.", "first"), Point("", "Two.")]
+    made = document.page("A & B", "Of 5 %.", sections, about, summary=summary, again=30)
+    assert made == PAGE
     assert "refresh" not in document.page("A & B", "", [], {})
 
 
@@ -336,3 +351,16 @@ def test_points_of_curves_are_stored(html):
         path = next(node for node in line.iter() if node.tag.endswith("path")).get("d")
         at = [list(map(float, pair)) for pair in re.findall(r"[ML] ?([\d.]+) ([\d.]+)", path)]
         assert np.allclose(at, [point[:2] for point in curve["points"]], atol=0.5)
+
+
+def test_formulas_are_set():
+    """Products, transposes, norms and fractions become MathML; names and other texts stay."""
+    found = formulas.set_in(
+        "as M = W_Q W_K^T: |W_a|² over |W_b|, of LRKV_tiny, X_1 and a_b || &lt;"
+    )
+    q, k = "<msub><mi>W</mi><mi>Q</mi></msub>", "<msubsup><mi>W</mi><mi>K</mi><mi>T</mi></msubsup>"
+    product = f"<math><mi>M</mi><mo>=</mo><mrow>{q}{k}</mrow></math>"
+    a, b = (f"<mrow><mo>|</mo><msub><mi>W</mi><mi>{x}</mi></msub><mo>|</mo></mrow>" for x in "ab")
+    top, bottom = f"<mrow><msup>{a}<mn>2</mn></msup></mrow>", f"<mrow>{b}</mrow>"
+    fraction = f"<math><mfrac>{top}{bottom}</mfrac></math>"
+    assert found == f"as {product}: {fraction}, of LRKV_tiny, X_1 and a_b || &lt;"

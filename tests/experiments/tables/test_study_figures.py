@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments.tables import cards, model_figures, study_figures
+from kvjax.foundation import theme
 
 
 def _model(cell, against="", difference=None, half=None):
@@ -42,8 +43,10 @@ def test_differences_of_models_on_one_scale():
         "lrkv_r16": (-0.003, pytest.approx(0.004)),
     }
     assert first.get_xlim() == second.get_xlim()
-    colors = [bars.lines[0].get_color() for bars in first.containers]
-    assert colors == [cards.RESIDUAL, cards.FULL]  # distinguishable from MHA, or not
+    marks = [bars.lines[0] for bars in first.containers]
+    mqa, lrkv = theme.COLORS["mqa"], theme.COLORS["lrkv"]  # LRKV of rank 0 is MQA
+    assert [mark.get_color() for mark in marks] == [mqa, lrkv]
+    assert [mark.get_markerfacecolor() for mark in marks] == [mqa, "white"]  # filled: excludes 0
     said = " ".join(text.get_text() for text in figure.texts)
     assert "How does the loss depend" in said and "3 seeds, 1.0M training tokens" in said
     assert "from mha (2.0000 bits per byte)" in said

@@ -232,7 +232,7 @@ def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
         "mha xla, batch 1": [[1, 2.5], [2, 5.0]],
         "mha xla, batch 8": [[3, 4.0]],
     }
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(lines)
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == list(lines)
     said = (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel(), axes.get_ylabel())
     assert said == ("log", "linear", "cached tokens", "GB/s of cache")
 

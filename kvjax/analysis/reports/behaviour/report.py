@@ -49,6 +49,7 @@ def _section(found: Results) -> Section:
         name="behaviour",
         title="Attention patterns of heads",
         lead=_lead(found),
+        finding=_finding(found),
         figures=_figures(found),
         tables=tables.tables(found),
         data=found.data(),
@@ -69,6 +70,16 @@ def _lead(found: Results) -> str:
         lead += f" Patterns of two heads of a layer differ by {pairs.median:.2f} nats in the median"
         lead += f" (at most {math.log(2):.2f})."
     return lead
+
+
+def _finding(found: Results) -> str:
+    first, previous, copies = (
+        found.count(name, _MUCH) for name in ("first_N", "previous_N", "induction_N")
+    )
+    return (
+        f"of {found.measured.num_heads:,} heads {first:,} look mostly at the first token, "
+        f"{previous:,} at the previous one, and {copies:,} copy from earlier occurrences."
+    )
 
 
 # -- figures ---------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ def _section(found: Results) -> Section:
         name="compression",
         title="Fixed subspaces of keys",
         lead=_lead(found),
+        finding=tables.finding(found),
         figures=_figures(found),
         tables=tables.tables(found),
         data=tables.data(found),

@@ -37,6 +37,11 @@ def tables(found: Results) -> list[Table]:
     return [_claims(found), _spectra(found), _ways(found), _by_text(found), _drift(found)]
 
 
+def finding(found: Results) -> str:
+    """Returns the papers' claims with their verdicts as a sentence."""
+    return "; ".join(f"{claim}: {verdict}" for claim, *_, verdict in _claims(found).rows) + "."
+
+
 def _claims(found: Results) -> Table:
     weights, fixed = found.at_weights, (subspace_methods.CALIBRATED, found.at_weights)
     joint = (subspace_methods.JOINT, weights)

@@ -49,6 +49,7 @@ def section(model: LazyModel, request: Request) -> Section:
         name="diversity",
         title="Diversity of heads",
         lead=_lead(found),
+        finding=_finding(found),
         figures=[*_rank_figures(found), *_layer_figures(found), _value_figure(found)],
         tables=[_published_table(found), *map(_layer_table, found)],
         data=dict(
@@ -297,6 +298,11 @@ def _lead(found: list[ModelDiversity]) -> str:
             f"{share:.1f} % of N, centred {possible:.1f} % of N - 1."
         )
     return " ".join(parts)
+
+
+def _finding(found: list[ModelDiversity]) -> str:
+    shares = [f"{one.label} {np.mean(_percent(one.plain, 'share')):.1f} %" for one in found]
+    return f"of the directions that a layer's heads could fill they fill: {', '.join(shares)}."
 
 
 def _published_data() -> list[dict]:

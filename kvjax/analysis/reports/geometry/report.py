@@ -44,6 +44,7 @@ def section(model: LazyModel, request: Request) -> Section:
         name="geometry",
         title="Bases and residuals",
         lead=_lead(model, layers, apart),
+        finding=_finding(layers) if apart else "",
         figures=[*figures, *(evolution.figures(moments, apart) if moments else [])],
         tables=[_table(layers, name, apart) for name in there],
         data=dict(
@@ -278,6 +279,14 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
         "matrix; overlaps as mean squared cosines of principal angles; losses as shares "
         "of the squared norm; distances relative to the best residual's norm.",
     )
+
+
+def _finding(layers: Layers) -> str:
+    names = ("base_norm", "residual_norm")
+    base, residual = (mean(np.concatenate([measured(x["key"], n) for x in layers])) for n in names)
+    if not base or residual is None:
+        return ""
+    return f"residuals of keys are {residual / base:.2f} times as large as their base, as learned."
 
 
 def _lead(model: LazyModel, layers: Layers, apart: bool) -> str:

@@ -44,6 +44,7 @@ def _section(found: Results) -> Section:
         name="logits",
         title="Spectra of logits",
         lead=_lead(found),
+        finding=_finding(found),
         figures=_figures(found),
         tables=tables.tables(found),
         data=tables.data(found),
@@ -55,10 +56,19 @@ def _lead(found: Results) -> str:
     length = found.reference_length
     return (
         f"Components that hold {SHARE:.0%} of the energy of a head's logits E on a text, and of "
-        f"its weights M = W_Q W_K^T: medians over {found.num_heads:,} heads and "
+        f"its weights M = W_Q W_Kᵀ: medians over {found.num_heads:,} heads and "
         f"{len(found.texts)} texts at {length:,} tokens are {found.median((LOGITS, length)):g} "
         f"and {found.median((WEIGHTS, 0)):g} of {found.measured.key_dim}. The paper has {least} to "
         f"{most} times fewer for E than for M, at 256 tokens."
+    )
+
+
+def _finding(found: Results) -> str:
+    logits = found.median((LOGITS, found.reference_length))
+    return (
+        f"{100 * SHARE:g} % of the energy is in {logits:g} of "
+        f"{found.measured.key_dim} components of a head's logits on a text, and in "
+        f"{found.median((WEIGHTS, 0)):g} of its weights W_Q W_Kᵀ."
     )
 
 

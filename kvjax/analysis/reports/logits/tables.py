@@ -79,7 +79,7 @@ def _ranks(found: Results) -> Table:
         [*_BEGIN, *shares, Column("90 %, middle half of heads"), Column("90 %, between texts")],
         rows,
         f"Medians over {found.num_heads:,} heads and {len(found.texts)} texts; quartiles "
-        "over heads, and the standard deviation of the texts' medians. M is W_Q W_K^T: "
+        "over heads, and the standard deviation of the texts' medians. M is W_Q W_Kᵀ: "
         "without RoPE as in the paper, under RoPE at distances of 0, 1, 2, 4, ... "
         "tokens, and its mean over all pairs of a query and an earlier or equal key. E "
         "is over all keys, as in the paper; causal E over visible keys, centred over "

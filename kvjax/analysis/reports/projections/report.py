@@ -39,6 +39,7 @@ def section(model: LazyModel, request: Request) -> Section:
         name="projections",
         title="Similarity of query, key and value projections",
         lead=_lead(model.name, names, layers),
+        finding=_finding(layers),
         figures=[
             *([_cosine_figure(layers)] if drawn else []),
             _overlap_figure(layers),
@@ -211,6 +212,15 @@ def _lead(name: str, mechanisms: str, layers: list[_Layer]) -> str:
         f"{shown['overlap_by_chance']}). Overlaps are invariant to rotations of channels, cosines "
         "are not."
     )
+
+
+def _finding(layers: list[_Layer]) -> str:
+    overlap, chance = (
+        _mean(_pick(layers, kind, ("key", "value"))) for kind in ("overlap", "overlap_by_chance")
+    )
+    if overlap is None or chance is None:
+        return ""
+    return f"projections of keys and values overlap by {overlap:.3f}, {chance:.3f} by chance."
 
 
 def _plain(layer: _Layer) -> dict:
