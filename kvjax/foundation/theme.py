@@ -54,7 +54,7 @@ _ALIASES = {
 }
 # Further words of names: scales, ranks, latents, numbers of heads, variants.
 _VARIANT = re.compile(
-    r"tiny|narrow|wide|matched|plus|without|no|rope|shared|ranks|text|kv|only|"
+    r"tiny|narrow|wide|matched|plus|without|no|norm|rope|shared|ranks|text|kv|only|"
     r"[lr]?\d+[bmk]?|\d+p\d+b"
 )
 # Okabe and Ito's, without those too light for a line on white: of series that are no mechanism.
@@ -84,6 +84,7 @@ STYLE: Mapping[str, object] = {
 }
 _NOTEBOOK: Mapping[str, object] = {
     "text.parse_math": True,
+    "figure.dpi": 88,  # a notebook with eight figures stays below 400 kB
     "font.size": 10.5,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
