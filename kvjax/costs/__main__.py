@@ -1,31 +1,39 @@
-"""The command `python -m kvjax.costs`: prints the costs of a config as tables.
+"""Prints what a model costs: parameters, FLOPs, its KV cache, and the time of a decode step.
 
-    python -m kvjax.costs --config=configs/lrkv_2p5b.py
-    python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --device=h200 --batch=16
-    python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --chips=8
+    python -m kvjax.costs --model=hf://HuggingFaceTB/SmolLM2-135M --device=h200
+    python -m kvjax.costs --model=~/models/Llama-3-8B/config.json --context=131072
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py --device=h200 --batch=16
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --device=h200
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --details --chips=8
 
-Prints parameters and training FLOPs; costs of decoding at four context lengths, the largest batch
-and the shortest step by device; with --chips, cache bytes and reads per chip for a cache sharded by
-tokens or by heads; with --all, the same for every config of the same scale.
+With --model, of any published model: its KV cache, and what the cache would be under every method,
+in one table with a row per mechanism. Only config.json is read, with the usual keys.
+
+With --config, of a config: parameters and training FLOPs; costs of decoding at four context
+lengths, the largest batch and the shortest step by device; with --chips, cache bytes and reads per
+chip for a cache sharded by tokens or by heads. With --all, one table with a row for every config of
+the same scale, relative to MHA; --details adds the tables of each.
 """
 
+import argparse
 from collections.abc import Callable, Iterable, Sequence
 import pathlib
 
 import jax.numpy as jnp
 
 from kvjax import config as config_lib
-from kvjax.costs import formulas
+from kvjax.costs import by_mechanism, formulas, published
+from kvjax.costs.by_mechanism import DTYPES, Setting
 from kvjax.foundation import command_line, lists, progress
-from kvjax.foundation.configuration import at_least, one_of
+from kvjax.foundation.configuration import at_least, between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
 from kvjax.hardware.datasheets import Device
 
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
+MAX_CONTEXT = 1 << 40
 SPLITS = ("tokens", "heads")  # how a cache is sharded over chips
-_DTYPES = ("bfloat16", "float32")
 
 
 def report(
@@ -35,6 +43,7 @@ def report(
     dtype: jnp.dtype,
     on: list[Device],
     chips: int = 1,
+    contexts: Sequence[int] = CONTEXTS,
 ) -> dict:
     """Returns all costs of one config as JSON values.
 
@@ -46,7 +55,7 @@ def report(
     shape = dict(dtype=dtype, chips=chips)
     by_chip = {b: formulas.chip_cache_bytes_per_token(config, **shape, by=b) for b in SPLITS}
     decode = []
-    for length in CONTEXTS:
+    for length in contexts:
         cost = formulas.decode_cost(config, length=length, batch=batch, dtype=dtype)
         fits = {
             d.name: formulas.largest_batch(config, length=length, dtype=dtype, device=d) for d in on
@@ -135,7 +144,6 @@ def _print(
     )
     if chips > 1:
         _print_chips(out, reports, batch=batch, chips=chips)
-    out.result(dict(name="costs", dtype=dtype, batch=batch, chips=chips, configs=reports))
 
 
 def _print_chips(out: Output, reports: list[dict], *, batch: int, chips: int) -> None:
@@ -162,28 +170,75 @@ def _by_context(
     out.table(["config", "context", *header], rows)
 
 
-def main(arguments: list[str]) -> None:
-    """Prints the tables."""
+_OF_CONFIGS = ("all", "details", "batch")  # options that --model does not have
+
+
+def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__, config=True)
     add = parser.add_argument
     add(
+        "--model",
+        default="",
+        help="instead: a config.json, its folder, a GGUF file, hf://OWNER/NAME",
+    )
+    add("--context", type=int, help="tokens of a sequence (with --model its own; --all: 32768)")
+    add(
         "--device",
         action="append",
-        help=f"one of {', '.join(datasheets.DEVICES)}; may be repeated (all)",
+        help=f"one of {', '.join(datasheets.DEVICES)}; may be repeated (all; of tables: none)",
     )
     add("--batch", type=int, default=1, help="sequences decoded together (1)")
     add("--chips", type=int, default=1, help="number of chips that a cache is sharded over (1)")
-    add("--dtype", default="bfloat16", help=f"dtype of weights and cache: {', '.join(_DTYPES)}")
-    add("--all", action="store_true", help="include every config of the same scale")
+    add("--dtype", default=DTYPES[0], help=f"dtype of weights and cache: {', '.join(DTYPES)}")
+    add("--all", action="store_true", help="one table of every config of the same scale")
+    add("--details", action="store_true", help="with --all: also the tables of each config")
     parser.add_output()
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the tables."""
+    parser = _parser()
     options = parser.parse(arguments)
     at_least("--batch", options.batch, 1)
     at_least("--chips", options.chips, 1)
-    one_of("--dtype", options.dtype, _DTYPES)
-    names = dict.fromkeys(options.device or datasheets.DEVICES)
+    if options.context is not None:
+        between("--context", options.context, 1, MAX_CONTEXT)
+    one_of("--dtype", options.dtype, DTYPES)
+    names = list(dict.fromkeys(options.device or ()))
     for name in names:
         lists.one("--device", name, datasheets.DEVICES)
     on = [datasheets.get(name) for name in names]
+    if options.details and not options.all:
+        raise UserError("--details: only with --all; a single config has them anyway")
+    if options.model:
+        _check_alone(options, parser, arguments)
+        shape = published.read(options.model)
+        context = options.context or shape.context
+        if not context:
+            raise UserError(f"--context is missing: {options.model} does not say its own")
+        return by_mechanism.print_model(Output(options), shape, _setting(options, context, on))
+    return _print_configs(options, on)
+
+
+def _setting(options: argparse.Namespace, context: int, on: list[Device]) -> Setting:
+    shape = dict(chips=options.chips, dtype=options.dtype, batch=options.batch)
+    return Setting(context=context, on=on, **shape)
+
+
+def _check_alone(
+    options: argparse.Namespace, parser: command_line.Parser, arguments: list[str]
+) -> None:
+    """Raises a UserError for options that --model does not have."""
+    given = [name for name in _OF_CONFIGS if getattr(options, name) != parser.get_default(name)]
+    if any(argument.partition("=")[0] == "--config" for argument in arguments):
+        given.append("config")
+    if given or options.overrides:
+        other = f"--{given[0]}" if given else options.overrides[0].partition("=")[0]
+        raise UserError(f"{other}: is for configs; --model={options.model} is a published model")
+
+
+def _print_configs(options: argparse.Namespace, on: list[Device]) -> None:
     file = options.config
     files = [file]
     if options.all:  # the given config first, so that its errors are reported first
@@ -191,15 +246,27 @@ def main(arguments: list[str]) -> None:
         beside = command_line.configs_beside(file)
         beside = [other for other in beside if other.name != file.name]
         files += [o for o in beside if command_line.config_label(o).endswith(f"_{scale}")]
+    every = on or [datasheets.get(name) for name in datasheets.DEVICES]
     shape = dict(batch=options.batch, chips=options.chips)
-    shape |= dict(dtype=jnp.dtype(options.dtype), on=on)
-    reports = []
+    shape |= dict(dtype=jnp.dtype(options.dtype), on=every)
+    contexts = (options.context,) if options.context else CONTEXTS
+    out, experiments, reports = Output(options), [], []
     with progress.waiting("counting") as doing:
-        for file in files:
-            doing.at(command_line.config_label(file))
-            reports.append(report(_resolve(file, options.overrides), **shape))
+        for each in files:
+            doing.at(command_line.config_label(each))
+            experiments.append(_resolve(each, options.overrides))
+            reports.append(report(experiments[-1], **shape, contexts=contexts))
     reports.sort(key=lambda r: -r["decode"][0]["cache_bytes_per_token"])
-    _print(Output(options), reports, **shape | dict(dtype=options.dtype))
+    result = dict(name="costs", **shape, configs=reports) | dict(dtype=options.dtype)
+    del result["on"]
+    if options.all:
+        setting = _setting(options, options.context or by_mechanism.CONTEXT, on)
+        result["by_mechanism"] = by_mechanism.print_configs(out, experiments, setting)
+    if options.details:
+        out.say()
+    if options.details or not options.all:
+        _print(out, reports, **shape | dict(dtype=options.dtype))
+    out.result(result)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_all_that_the_command_says(run, tmp_path):
     """Covers two configs, two chips, of which one is too small for some batches, and nine."""
     for name in ("mha_2p5b", "lrkv_2p5b"):
         shutil.copy(CONFIGS / f"{name}.py", tmp_path)
-    given = ("--all", "--device=v5e", "--device=h200", "--batch=3", "--chips=9")
+    given = ("--all", "--details", "--device=v5e", "--device=h200", "--batch=3", "--chips=9")
     text, result = run(f"--config={tmp_path / 'lrkv_2p5b.py'}", *given)
     reports = result.pop("configs")
     decode = [json.dumps(each) for report in reports for each in report.pop("decode")]

@@ -1,0 +1,206 @@
+"""One table with a row per mechanism, relative to MHA: of a published model, or of configs."""
+
+from collections import Counter
+from collections.abc import Sequence
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax import config as config_lib
+from kvjax.attention import named
+from kvjax.costs import formulas, methods
+from kvjax.costs.methods import Row
+from kvjax.costs.shape import Layer, Shape
+from kvjax.foundation.output import Output
+from kvjax.hardware.datasheets import Device
+from kvjax.model.config import TransformerConfig
+
+DTYPES = ("bfloat16", "float32")
+CONTEXT = 32_768  # of configs, whose training rows are short
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a cache is: tokens of its sequences, devices, chips of each, dtype on them, batch."""
+
+    context: int
+    on: Sequence[Device] = ()
+    chips: int = 1
+    dtype: str = DTYPES[0]
+    batch: int = 1
+
+    def figures(self, row: Row, mha: Row, weight_bytes: int) -> dict:
+        """Returns the figures of a row as JSON values."""
+        dtype = jnp.dtype(self.dtype)
+        rooms = {d.name: methods.room(d, self.chips, weight_bytes) for d in self.on}
+        return dict(
+            cache_bytes_per_token={name: row.cache_bytes(jnp.dtype(name)) for name in DTYPES},
+            cache_bytes={name: row.cache_bytes(jnp.dtype(name), self.context) for name in DTYPES},
+            of_mha=row.cache_bytes(jnp.dtype("bfloat16")) / mha.cache_bytes(jnp.dtype("bfloat16")),
+            tokens={name: row.tokens(self.context, dtype, room) for name, room in rooms.items()},
+        )
+
+    @property
+    def header(self) -> list[str]:
+        """The titles of `cells`."""
+        where = f"{self.chips} x " if self.chips > 1 else ""
+        return [
+            "cache bytes per token, bfloat16",
+            "float32",
+            "of MHA",
+            f"GB at {self.context:,} tokens, bfloat16",
+            "float32",
+            *(f"tokens on {where}{device.name}, {self.dtype}" for device in self.on),
+        ]
+
+    def cells(self, figures: dict) -> list[str]:
+        return [
+            *(f"{count:,}" for count in figures["cache_bytes_per_token"].values()),
+            f"{figures['of_mha']:.3f}",
+            *(f"{count / 1e9:,.3f}" for count in figures["cache_bytes"].values()),
+            *(f"{tokens:,}" for tokens in figures["tokens"].values()),
+        ]
+
+    def note(self, beside: str) -> str:
+        """Returns the meaning of the columns of devices."""
+        memory = f"{self.chips} chips' memory" if self.chips > 1 else "one chip's memory"
+        share = f"{1 - formulas.RESERVE:.0%}"
+        return f"\nTokens fit in {share} of {memory}, {beside}; 1 GB = 10^9 bytes"
+
+
+def print_model(out: Output, shape: Shape, setting: Setting) -> None:
+    """Prints a published model's cache, and what it would be under every method."""
+    rows = methods.rows(shape)
+    item = jnp.dtype(setting.dtype).itemsize
+    weights = shape.weight_bytes or item * shape.parameters
+    found = [setting.figures(row, rows[0], weights) for row in rows]
+    own = next(figures for row, figures in zip(rows, found, strict=True) if row.own)
+    for line in _about(shape, own, setting.context):
+        out.say(line)
+    cells = [(row.name, *setting.cells(f)) for row, f in zip(rows, found, strict=True)]
+    out.table(["mechanism", *setting.header], cells)
+    if setting.on:
+        source = "of its files" if shape.weight_bytes else f"in {setting.dtype}, by its config"
+        beside = f"beside {weights / 1e9:,.3f} GB of weights ({source})"
+        out.say(setting.note(beside if weights else "weights not counted"))
+    out.result(
+        dict(
+            name="costs",
+            model=shape.name,
+            family=shape.family,
+            layers=len(shape.layers) + sum(shape.others.values()),
+            context=setting.context,
+            weight_bytes=weights,
+            dtype=setting.dtype,
+            chips=setting.chips,
+            rows=[
+                dict(mechanism=row.name, own=row.own) | figures
+                for row, figures in zip(rows, found, strict=True)
+            ],
+        )
+    )
+
+
+def _about(shape: Shape, own: dict, context: int) -> list[str]:
+    """Returns lines on a model: its layers and its cache."""
+    first, family = shape.layers[0], f" ({shape.family})" if shape.family else ""
+    heads = f"{first.num_heads} query heads"
+    if first.latent:
+        heads += f" that share a latent of {first.latent} and a RoPE key of {first.rope_key}"
+    else:
+        plural = "s" if first.kv_heads > 1 else ""
+        heads += f", {first.kv_heads} KV head{plural} of {first.key_dim} channels"
+    if len(set(map(_without_window, shape.layers))) > 1:
+        heads += " in the first"
+    lines = [f"{shape.name}{family}: {len(shape.layers)} layers, {heads}"]
+    windows = Counter(layer.window for layer in shape.layers if 0 < layer.window < context)
+    lines += [f"{count} of them keep the last {size:,} tokens" for size, count in windows.items()]
+    for kind, count in shape.others.items():
+        lines.append(f"{count} more layers cache nothing per token: {kind}")
+    left_out = [f"{k} = {v}" for k, v in shape.defaults.items() if type(v) is int]
+    if left_out:
+        lines.append(f"its config leaves out, by default of {shape.family}: {', '.join(left_out)}")
+    each, whole = own["cache_bytes_per_token"].values(), own["cache_bytes"].values()
+    each, whole = [f"{n:,}" for n in each], [f"{n / 1e9:,.3f}" for n in whole]
+    lines.append(
+        f"KV cache: {each[0]} bytes per token in bfloat16, {each[1]} in float32; of {context:,} "
+        f"tokens {whole[0]} GB in bfloat16, {whole[1]} in float32"
+    )
+    return lines
+
+
+def _without_window(layer: Layer) -> Layer:
+    return dataclasses.replace(layer, window=0)
+
+
+def print_configs(
+    out: Output, experiments: Sequence[config_lib.Experiment], setting: Setting
+) -> list[dict]:
+    """Prints the table of several configs; returns its figures as JSON values.
+
+    Args:
+      experiments: the one that was asked for first; MHA of its sizes is added if none is MHA.
+    """
+    models = {experiment.name: experiment.model for experiment in experiments}
+    mha = next((name for name, model in models.items() if _is_mha(model)), "")
+    if not mha:
+        mha, models = "MHA", dict(MHA=_as_mha(experiments[0].model)) | models
+    rows = {name: _row(name, model) for name, model in models.items()}
+    ordered = sorted(rows, key=lambda n: (n != mha, -rows[n].cache_bytes(jnp.dtype("bfloat16"))))
+    length = experiments[0].data.sequence_length
+    lengths = {experiment.name: experiment.data.sequence_length for experiment in experiments}
+    dtype, found = jnp.dtype(setting.dtype), []
+    for name in ordered:
+        model = models[name]
+        shape = dict(length=setting.context, batch=setting.batch, dtype=dtype)
+        flops = formulas.training_flops_per_token(model, lengths.get(name, length))
+        step = formulas.decode_cost(model, **shape)
+        found.append(
+            dict(
+                config=name,
+                mechanism=model.mechanisms[0].title,
+                parameters=formulas.parameters(model)["total"],
+                training_flops_per_token=flops,
+                **setting.figures(rows[name], rows[mha], formulas.weight_bytes(model, dtype)),
+                least_ms={d.name: 1e3 * step.seconds(d) for d in setting.on if setting.chips == 1},
+            )
+        )
+    titles = ["config", "mechanism", "parameters", "of MHA", "GFLOP per trained token", "of MHA"]
+    times = [f"least ms per step of {setting.batch} on {name}" for name in found[0]["least_ms"]]
+    out.say(f"Every config of this scale, relative to {mha}")
+    out.table([*titles, *setting.header, *times], [_cells(f, found[0], setting) for f in found])
+    if setting.on:
+        out.say(setting.note(f"beside the weights in {setting.dtype}"))
+    return found
+
+
+def _cells(figures: dict, mha: dict, setting: Setting) -> list[str]:
+    parameters, flops = figures["parameters"], figures["training_flops_per_token"]
+    return [
+        figures["config"],
+        figures["mechanism"],
+        f"{parameters:,}",
+        f"{parameters / mha['parameters']:.3f}",
+        f"{flops / 1e9:.3f}",
+        f"{flops / mha['training_flops_per_token']:.3f}",
+        *setting.cells(figures),
+        *(f"{ms:.3g}" for ms in figures["least_ms"].values()),
+    ]
+
+
+def _row(name: str, model: TransformerConfig) -> Row:
+    counts = Counter((mechanism, model.block.window) for mechanism in model.mechanisms)
+    return Row(name, tuple(counts.items()))
+
+
+def _is_mha(model: TransformerConfig) -> bool:
+    return all(mechanism.title == "MHA" for mechanism in model.mechanisms)
+
+
+def _as_mha(model: TransformerConfig) -> TransformerConfig:
+    """Returns the model with MHA of as many heads in every layer."""
+    mechanisms = tuple(
+        dataclasses.replace(named.mha(m.num_heads, head_dim=m.value_dim), qk_norm=m.qk_norm)
+        for m in model.mechanisms
+    )
+    return dataclasses.replace(model, mechanisms=mechanisms)

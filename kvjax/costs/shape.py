@@ -1,0 +1,251 @@
+"""A published model's attention layer by layer, by the keys of its config.json.
+
+Needs the usual keys alone, so that families which kvjax cannot import are read, too. A key that is
+missing is named; defaults are those of transformers' configuration classes.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+
+from kvjax.costs import layer_kinds
+from kvjax.foundation.errors import UserError
+from kvjax.published.config import PublishedConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's attention.
+
+    Attributes:
+      num_heads, kv_heads: N query heads, which read K KV heads.
+      key_dim, value_dim: channels of a head's key and value.
+      window: tokens that it keeps, at most; 0: all.
+      latent, rope_key: channels of an MLA layer's latent and shared RoPE key; 0: no MLA.
+      indexer: channels of an indexer's key (sparse attention of DeepSeek V3.2); 0: none.
+    """
+
+    num_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0
+    latent: int = 0
+    rope_key: int = 0
+    indexer: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a model's KV cache depends on.
+
+    Attributes:
+      layers: those that cache keys and values.
+      others: how many layers cache nothing per token, by kind.
+      context: tokens it was made for; 0: its config does not say.
+      normed_keys: True if keys are normed per head.
+      parameters: 0 if the config does not determine them.
+      weight_bytes: of the files beside the config; 0: there are none.
+      defaults: keys that the config leaves out, with the family's values.
+    """
+
+    name: str
+    family: str
+    layers: tuple[Layer, ...]
+    others: dict[str, int]
+    context: int
+    normed_keys: bool
+    parameters: int
+    weight_bytes: int
+    defaults: dict[str, int]
+
+
+def of_config(values: Mapping, source: str, *, name: str = "", weight_bytes: int = 0) -> Shape:
+    """Returns the shape that the keys of a config.json describe.
+
+    Args:
+      values: the keys, or those of a model of texts and images with text_config.
+      source: the config's file, for messages.
+    """
+    for section in _SECTIONS:
+        inner = values.get(section)
+        if isinstance(inner, dict) and inner:
+            family = values.get("model_type")
+            inner = dict(model_type=f"{family}_text") | inner
+            return of_config(inner, f"{source}: {section}", name=name, weight_bytes=weight_bytes)
+    values = dict(values)
+    for key, others in _ALIASES.items():
+        found = [other for other in others if values.get(other) is not None]
+        if key not in values and found:
+            values[key] = values[found[0]]
+    family = values.get("model_type")
+    family = family if isinstance(family, str) else ""
+    defaults = {k: v for k, v in _DEFAULTS.get(family, {}).items() if k not in values}
+    c = PublishedConfig(values | defaults, source)
+    _check(c)
+    kinds = layer_kinds.kinds(c, c.integer("num_hidden_layers"))
+    layers, others = [], {}
+    shared = c.get("num_kv_shared_layers", int, 0)
+    for i, kind in enumerate(kinds):
+        kv_heads = _kv_heads(c, i, kind)
+        if kind not in layer_kinds.WINDOWS or not kv_heads:
+            others[kind] = others.get(kind, 0) + 1
+        elif i >= len(kinds) - shared:
+            others["shares another's"] = others.get("shares another's", 0) + 1
+        else:
+            layers.append(_layer(c, i, kind, kv_heads))
+    if not layers:
+        raise UserError(f"{source}: no layer has keys and values: {', '.join(others)}")
+    normed = any(c.values.get(key) is True for key in _NORM_KEYS)
+    return Shape(
+        name=name or source,
+        family=family,
+        layers=tuple(layers),
+        others=others,
+        context=c.integer("max_position_embeddings", 0) if _has_context(c) else 0,
+        normed_keys=normed or family.startswith(_NORMED),
+        parameters=_parameters(c, layers, len(kinds)),
+        weight_bytes=weight_bytes,
+        defaults=defaults,
+    )
+
+
+_SECTIONS = ("text_config", "llm_config", "language_config")
+# The usual key, which transformers' other names stand for.
+_ALIASES = dict(
+    num_hidden_layers=("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+    num_attention_heads=("n_head", "n_heads", "num_query_heads"),
+    num_key_value_heads=("num_kv_heads", "n_head_kv"),
+    head_dim=("kv_channels", "attention_head_dim"),
+    hidden_size=("n_embd", "d_model", "model_dim"),
+    max_position_embeddings=("n_positions", "n_ctx", "seq_length", "max_seq_len", "seq_len"),
+    layer_types=("layers_block_type",),
+    sliding_window_pattern=("_sliding_window_pattern",),
+)
+# Keys of transformers' classes whose default is not the rule (heads: as many KV heads as heads).
+_GEMMA3 = dict(
+    hidden_size=2304,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131_072,
+    sliding_window=4096,
+    sliding_window_pattern=6,
+)
+_DEFAULTS: dict[str, dict] = dict(
+    cohere2=dict(sliding_window=4096, sliding_window_pattern=4),
+    gemma=dict(head_dim=256),
+    gemma2=dict(head_dim=256, sliding_window=4096, sliding_window_pattern=2),
+    gemma3_text=_GEMMA3,
+    gemma3n_text=_GEMMA3
+    | dict(
+        hidden_size=2048,
+        num_hidden_layers=35,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        sliding_window=512,
+        sliding_window_pattern=5,
+        num_kv_shared_layers=15,
+    ),
+    gpt_oss=dict(sliding_window=128, sliding_window_pattern=2),
+    llama4_text=dict(num_key_value_heads=8, head_dim=128, attention_chunk_size=8192),
+    mistral=dict(sliding_window=4096),
+    qwen2=dict(use_sliding_window=False),
+    qwen2_moe=dict(use_sliding_window=False),
+    qwen3=dict(head_dim=128, use_sliding_window=False),
+    qwen3_moe=dict(use_sliding_window=False),
+)
+_NORMED = ("exaone4", "gemma3", "qwen3", "nanochat")
+_NORM_KEYS = ("qk_norm", "qk_layernorm", "use_qk_norm")
+
+
+def _check(c: PublishedConfig) -> None:
+    """Raises a UserError for configs that other keys than the usual ones describe."""
+    if c.flag("is_encoder_decoder", False):
+        raise c.error("is_encoder_decoder", "must be false: a decoder alone has one cache")
+    if c.values.get("model_type") == "longcat_flash":
+        raise c.error("model_type", "has two attentions in a layer, which no key says")
+    known = {"num_key_value_heads", "num_kv_shared_layers", *_ALIASES["num_key_value_heads"]}
+    for key in c.values:
+        if "kv" in key and "head" in key and key not in known:
+            raise c.error(key, "is unknown; kvjax reads num_key_value_heads")
+
+
+def _per_layer(c: PublishedConfig, key: str, i: int, default: int | None = None) -> int:
+    """Returns a number that may be a list with one number per layer; 0 is allowed there."""
+    value = c.values.get(key)
+    if isinstance(value, list):
+        if i >= len(value) or type(value[i]) is not int or value[i] < 0:
+            raise c.error(key, f"must be a number, or one for each layer (layer {i} has none)")
+        return value[i]
+    return c.integer(key, default)
+
+
+def _kv_heads(c: PublishedConfig, i: int, kind: str) -> int:
+    """Returns the KV heads of a layer; 0: it has no attention."""
+    if "kv_lora_rank" in c.values:
+        return _per_layer(c, "num_attention_heads", i)
+    if c.flag("multi_query", False) and not c.flag("new_decoder_architecture", False):
+        return 1
+    if c.flag("multi_query_attention", False):
+        return c.integer("multi_query_group_num")
+    section = c.section("attn_config")
+    if "kv_n_heads" in section:  # MPT, DBRX
+        return PublishedConfig(section, c.source).integer("kv_n_heads")
+    if kind in layer_kinds.FULL and "num_global_key_value_heads" in c.values:
+        return c.integer("num_global_key_value_heads")
+    return _per_layer(c, "num_key_value_heads", i, _per_layer(c, "num_attention_heads", i))
+
+
+def _layer(c: PublishedConfig, i: int, kind: str, kv_heads: int) -> Layer:
+    heads = _per_layer(c, "num_attention_heads", i)
+    if heads % kv_heads:
+        raise c.error("num_key_value_heads", f"must divide num_attention_heads = {heads}")
+    key = layer_kinds.WINDOWS[kind]
+    window = c.integer(key) if key else 0
+    shape = dict(num_heads=heads, kv_heads=kv_heads, window=window)
+    if "kv_lora_rank" in c.values:
+        rope = c.integer("qk_rope_head_dim")
+        return Layer(
+            **shape,
+            key_dim=c.integer("qk_nope_head_dim") + rope,
+            value_dim=c.integer("v_head_dim"),
+            latent=c.integer("kv_lora_rank"),
+            rope_key=rope,
+            indexer=c.integer("index_head_dim") if "index_head_dim" in c.values else 0,
+        )
+    if kind in layer_kinds.FULL and "global_head_dim" in c.values:
+        head_dim = c.integer("global_head_dim")
+    elif "head_dim" in c.values:
+        head_dim = c.integer("head_dim")
+    else:
+        width = c.integer("hidden_size")
+        if width % heads:
+            raise c.error("hidden_size", f"head_dim is missing, and {heads} heads do not divide it")
+        head_dim = width // heads
+    value_dim = c.integer("v_head_dim") if "v_head_dim" in c.values else head_dim
+    return Layer(**shape, key_dim=head_dim, value_dim=value_dim)
+
+
+def _has_context(c: PublishedConfig) -> bool:
+    return type(c.values.get("max_position_embeddings")) is int
+
+
+_GATED = ("silu", "swish")
+
+
+def _parameters(c: PublishedConfig, layers: list[Layer], count: int) -> int:
+    """Returns the parameters of a dense model with a gated MLP; 0 for others, or if keys lack."""
+    sizes = [c.values.get(key) for key in ("hidden_size", "intermediate_size", "vocab_size")]
+    plain = c.values.get("hidden_act") in _GATED and len(layers) == count
+    if not plain or any("expert" in key for key in c.values) or layers[0].latent:
+        return 0
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return 0
+    width, mlp, vocabulary = sizes
+    attention = sum(
+        width * (x.num_heads * (x.key_dim + x.value_dim) + x.kv_heads * (x.key_dim + x.value_dim))
+        for x in layers
+    )
+    tables = 1 if c.values.get("tie_word_embeddings") is True else 2
+    return tables * vocabulary * width + attention + count * 3 * width * mlp
