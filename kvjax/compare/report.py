@@ -104,7 +104,7 @@ def _seeds(row: Mapping) -> str:
 def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
     """Returns the rows as a table for a terminal, or for Markdown."""
     unit, called = _unit(max(row["flops"] for row in found), _FLOPS)
-    header = ("run", "parameters", "cache bytes per token", "seeds", "tokens")
+    header = ("run", "parameters", "cache bytes per token, bfloat16", "seeds", "tokens")
     header += (called, "as 6N", "s", "bits per byte", f"against {reference.name}")
     made = [
         (
@@ -198,7 +198,8 @@ def _results(
         f"difference from {reference.name}, paired by seed, for runs of the same length. ± are "
         "95 % intervals, Student's t over seeds."
     )
-    columns = [Column("run"), Column("cache bytes per token", ",d"), Column("bits per byte", ".4f")]
+    columns = [Column("run"), Column("cache bytes per token, bfloat16", ",d")]
+    columns.append(Column("bits per byte", ".4f"))
     columns.append(Column(f"against {reference.name}", "+.4f"))
     made = [
         [row["name"], row["cache_bytes"], _estimate(row, "bpb"), _estimate(row, "against")]

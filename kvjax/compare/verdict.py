@@ -20,7 +20,7 @@ def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
     judged = {row["name"]: row for row in ended if row["against"] is not None}
     best = min(ended, key=lambda row: row["bpb"])
     if not judged:
-        cache = f"{best['cache_bytes']:,} cache bytes per token"
+        cache = f"{best['cache_bytes']:,} cache bytes per token in bfloat16"
         text = f"{best['name']}: {_bpb(best)} bits per byte with {cache}"
         if len(ended) > 1:
             text += f", the least of {len(ended)}; none has as many tokens as {reference}"
@@ -33,7 +33,8 @@ def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
             f"{row['name']} ({found.shown('+.4f')}, "
             f"{100 * row['cache_bytes'] / against['cache_bytes']:.0f} % of the cache)"
         )
-    of = f"{reference} ({_bpb(against)} bits per byte, {against['cache_bytes']:,} cache bytes)"
+    cache = f"{against['cache_bytes']:,} cache bytes in bfloat16"
+    of = f"{reference} ({_bpb(against)} bits per byte, {cache})"
     parts = [
         f"{text} {_some(names)}"
         for text, names in (

@@ -26,6 +26,7 @@ class RankChoices(NamedTuple):
 
     ranks: list[int]
     bytes: list[int]
+    dtype: str = "bfloat16"  # of the cache
 
 
 def rank_choices(
@@ -46,6 +47,7 @@ def rank_choices(
             RankChoices(
                 ranks=[rank for rank, size in zip(ranks, sizes, strict=True) if size <= before],
                 bytes=[size for size in sizes if size <= before],
+                dtype=dtype.name,
             )
         )
     return found
@@ -68,8 +70,8 @@ def check_smaller(
     fitting = [rank for rank, size in enumerate(sizes, 1) if size <= before]
     advice = f"give at most {fitting[-1]}" if fitting else "no rank makes this cache smaller"
     raise UserError(
-        f"{key} = {method.rank}: takes {after:,} bytes per token and layer, and the source "
-        f"{before:,}: {advice}"
+        f"{key} = {method.rank}: takes {after:,} bytes per token and layer in {dtype.name}, and "
+        f"the source {before:,}: {advice}"
     )
 
 
@@ -79,8 +81,9 @@ def check_budget(layers: Sequence[RankChoices], budget: int) -> None:
     if used > budget:
         least = ", ".join(map(str, sorted({layer.ranks[0] for layer in layers})))
         raise UserError(
-            f"--cache: rank {least} in every layer takes {used:,} bytes per token, more than the "
-            f"{budget:,} allowed: give a larger --cache, or a smaller --multiple"
+            f"--cache: rank {least} in every layer takes {used:,} bytes per token in "
+            f"{layers[0].dtype}, more than the {budget:,} allowed: give a larger --cache, or a "
+            "smaller --multiple"
         )
 
 
@@ -174,7 +177,7 @@ def split_budget(
     ranks = {part: _ranks(config, part, multiple) for part in (keys, values)}
     least = dataclasses.replace(method, rank=ranks[keys][0], value_rank=ranks[values][0])
     of_least = (_bytes(config, m, least, least.rank, dtype) for m in config.mechanisms)
-    check_budget([RankChoices([least.rank], [size]) for size in of_least], budget)
+    check_budget([RankChoices([least.rank], [size], dtype.name) for size in of_least], budget)
     lost = {part: np.zeros(len(ranks[part])) for part in (keys, values)}
     with progress.waiting("choosing ranks") as doing:
         for i in range(len(config.mechanisms)):

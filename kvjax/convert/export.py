@@ -148,8 +148,8 @@ def _report(
     out.say(f"\ncache: {before:,} bytes per token in bfloat16 in kvjax")
     if after > before:
         out.say(
-            f"and {after:,} in transformers ({after / before:.1f} x), which multiplies the factors "
-            "out. --format=factored keeps the small cache"
+            f"and {after:,} in bfloat16 in transformers ({after / before:.1f} x), which multiplies "
+            "the factors out. --format=factored keeps the small cache"
         )
     folder, source = json.dumps(str(target)), shlex.quote(str(target))
     if kind == "huggingface":

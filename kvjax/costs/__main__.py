@@ -119,7 +119,7 @@ def _print(
         ],
     )
     out.say(f"\nDecoding in {dtype}, batch {batch}: logical bytes, 1 GB = 10^9 bytes")
-    sizes = ["cache bytes per token", "cache GB per sequence"]
+    sizes = [f"cache bytes per token, {dtype}", f"cache GB per sequence, {dtype}"]
     figures = ("cache_gb", "gflop_per_token", "gb_per_token")
     _by_context(
         out,
@@ -143,11 +143,14 @@ def _print(
         lambda d: ["-" if ms is None else f"{ms:.3g}" for ms in d["least_ms"].values()],
     )
     if chips > 1:
-        _print_chips(out, reports, batch=batch, chips=chips)
+        _print_chips(out, reports, batch=batch, dtype=dtype, chips=chips)
 
 
-def _print_chips(out: Output, reports: list[dict], *, batch: int, chips: int) -> None:
-    out.say(f"\nThe cache on {chips} chips, split by tokens or by heads: bytes per token and chip")
+def _print_chips(out: Output, reports: list[dict], *, batch: int, dtype: str, chips: int) -> None:
+    out.say(
+        f"\nThe cache on {chips} chips, split by tokens or by heads: bytes per token and chip "
+        f"in {dtype}"
+    )
     rows = []
     for r in reports:
         tokens, heads = (r["cache_bytes_per_token_and_chip"][b] for b in SPLITS)

@@ -23,7 +23,7 @@ def test_each_curve_is_judged_by_its_interval():
     ]
     first, second = verdict.lines(rows, "mha")
     assert first == (
-        "Against mha (2.0000 ± 0.0100 bits per byte, 1,000 cache bytes): "
+        "Against mha (2.0000 ± 0.0100 bits per byte, 1,000 cache bytes in bfloat16): "
         "better: lrkv (-0.1000 ± 0.0500, 56 % of the cache); "
         "worse: mla (+0.1000 ± 0.0500, 18 % of the cache); "
         "not distinguishable at 95 %: gqa (-0.0500 ± 0.0500, 33 % of the cache); "
@@ -36,7 +36,7 @@ def test_nothing_to_compare_with():
     assert verdict.lines([_row("a", None, 5)], "a") == [
         "No run has finished: there is no verdict yet."
     ]
-    alone = "mha: 2.0000 ± 0.0100 bits per byte with 1,000 cache bytes per token"
+    alone = "mha: 2.0000 ± 0.0100 bits per byte with 1,000 cache bytes per token in bfloat16"
     assert verdict.lines([MHA], "mha") == [f"{alone}."]
     longer = _row("longer", 2.5, 1000)
     assert verdict.lines([longer, MHA], "mha") == [

@@ -63,7 +63,9 @@ def test_steps_by_energy_per_byte():
 def test_too_small_budget():
     layers = [_layer((2, 4))] * 2
     budget.check_budget(layers, 16)
-    with pytest.raises(UserError, match="rank 2 in every layer takes 16 bytes per token, more"):
+    with pytest.raises(
+        UserError, match="rank 2 in every layer takes 16 bytes per token in bfloat16, more"
+    ):
         budget.check_budget(layers, 15)
 
 

@@ -356,7 +356,10 @@ def test_shapes_are_checked_before_text_is_read(run, imported, tmp_path, monkeyp
     monkeypatch.setattr(command, "_rows", fail)
     options = [f"--source={imported('llama_tied_bias')}", f"--out={tmp_path / 'out'}"]
     for wrong, message in (
-        (["--rank=4"], "--rank = 4: takes 48 bytes per token and layer, and the source 32: give"),
+        (
+            ["--rank=4"],
+            "--rank = 4: takes 48 bytes per token and layer in bfloat16, and the source 32: give",
+        ),
         (["--cache=0.1", "--multiple=1"], "--cache: rank 1 in every layer takes"),
         (["--energy=0.9"], "--multiple = 4: takes"),
     ):
