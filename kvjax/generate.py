@@ -86,7 +86,7 @@ def _run(values: argparse.Namespace) -> None:
     runtime.start()
     command_line.require(values, workdir="the folder of a trained run, as runs/lrkv_tiny")
     prompts = read_prompts(values.prompt, values.prompt_file)
-    sampling = sampling_lib.of_options(values)
+    sampling = sampling_lib.from_options(values)
     options = dict(num_tokens=values.num_tokens, seed=values.seed, capacity=values.capacity)
     check_options(**options)
     check_stop(values.stop)

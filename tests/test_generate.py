@@ -192,7 +192,7 @@ def test_a_process_with_prompts_on_standard_input(workdir):
         (["--prompt=a", "--top_p=0"], "top_p = 0.0: must be above 0"),
         (["--prompt=a", "--stop_token=257"], "stop token 257: no such id; the vocabulary has 257"),
         (["--prompt=abcdef", "--capacity=6"], "prompt 1 has 7 tokens and capacity = 6"),
-        (["--prompt=abc", "--capacity=6"], "sequence 1 holds 4 tokens and 5 more are to come"),
+        (["--prompt=abc", "--capacity=6"], "sequence 1 holds 4 tokens and 5 more follow"),
         (["--prompt=a", "--step=9"], "step = 9: .* has no such checkpoint; it has [30, 40]"),
         (
             ["--prompt=a", "--chips=2", "--implementation=gpu"],

@@ -17,14 +17,14 @@ Query head n uses KV head k(n) = n·K // N, and KV head k uses base j(k) = k·J 
     MLA                          latent C, RoPE key P                C + P
     LRKV over MLA                latent C, RoPE key P        R       C + P + 2·N·R
     GLA; MLRA of G branches      J latents C, RoPE key P             J·C + P; G·J·C + P
-    GTA                                          K                   K·H + P (value: half of a key)
+    GTA                                          K                   K·H + P (key: part of value, P)
     shared KV; MFA-KR                            K                   K·H
     MFA                          1               1           0       2·H (low-rank queries)
     TPA                          ranks R, R' of keys and values      (R + R')·N + R·H + R'·Hv
 
-(*) plus one float32 1/rms per token and KV head if keys are normed. The "+" of tied projections
+(*) plus one float32 1/rms per token and KV head if keys are normed. The "+" of projection sharing
 (a temperature and a bias per key position) adds nothing to the cache. LRKV with `rope="shared"`
-(RoPE on the base alone) or in a model without RoPE is a different model, cheaper to decode.
+(RoPE on the base alone) or without RoPE is cheaper to decode, but a different model.
 
 `attention.py` is the module that every model uses, `mechanism.py` the interface of a mechanism;
 each mechanism is one file, registered in `MECHANISMS`.

@@ -49,8 +49,8 @@ class Attention(nnx.Module):
           positions: positions of the tokens in storage order. With context parallelism the storage
             order is a permutation of the row, the same for all rows.
           mesh: mesh of several devices. If rows are sharded over `sequence`, the devices exchange
-            `raw` (bases and latents, computed once per token) and each expands it to keys and
-            values: at d36 that is 0.56 of the bytes of keys and values.
+            `raw` (bases and latents, computed once per token), and each expands it to keys and
+            values. For LRKV with 36 layers, `raw` has 0.56 times the bytes of keys and values.
           segment_ids_BS: segment ids in the order of positions, not in storage order.
           temperature: scalar array that logits are divided by; None: 1.
           window, options: see `softmax_attention`.
@@ -143,15 +143,15 @@ def _copy_to_sequence_devices(
 ) -> jax.Array:
     """Copies whole rows, sorted by position, to each device along `sequence`: [sequence·B, T, ..].
 
-    The copies are separate array elements, not one replicated array: each device's keys and values
-    then depend on its own copy, and the backward pass sums gradients of latents, which are small.
-    With one replicated array it would sum gradients of the expanded keys and values.
+    The copies are slices of a longer batch axis, not one replicated array. Each device's keys and
+    values then depend on its own copy, so the backward pass sums the gradients of latents over
+    devices, instead of the larger gradients of expanded keys and values.
     """
     # Heads are sharded over `tensor`; a single base, or a field without heads, is replicated.
     heads = ()
     if field is not None and (field.heads or 1) > 1:
         heads = (*[None] * field.head_axis, "tensor")
-    # Sharded first: otherwise the compiler gathers the input of the projection instead.
+    # Without this constraint the compiler gathers the projection's input, which is larger.
     x_BT = constrain(x_BT, mesh, BATCH, "sequence", *heads)
     x_BT = sort_tokens(order_T, constrain(x_BT, mesh, BATCH, None, *heads))
     x_CBT = jnp.broadcast_to(x_BT[None], (mesh.shape["sequence"], *x_BT.shape))

@@ -3,10 +3,10 @@
     K_k = C^K[j(k)] B^K_k        V_k = C^V[j(k)] B^V_k        C^K = X A^K, C^V = X A^V
 
 K KV heads read J latents of R channels, and the cache stores the latents (thin keys, section 2.3).
-J = K factors each head by itself; J = 1 is one latent for all heads. Without RoPE, decoding absorbs
-B^K into the query; with RoPE it expands and rotates keys as it reads them. LRKV (`grouped.py`) adds
-a base to the latents. Cache: J·R elements each of keys and values (K·H if not factored), and K wide
-1/rms if keys are factored and normed.
+J = K factors each head separately; J = 1 is one latent for all. Without RoPE, decoding absorbs B^K
+into the query; with RoPE it expands and rotates keys as it reads them. LRKV (`grouped.py`) adds a
+base to the latents. Cache: J·R elements of keys (K·H if not factored), likewise of values with
+their own rank, and K float32 1/rms if keys are factored and normed.
 """
 
 import dataclasses
@@ -58,8 +58,8 @@ class FactoredConfig(MechanismConfig):
         for key, dim in (("key_rank", self.key_dim), ("value_rank", self.value_dim)):
             most = min(MAX_DIM, dim * heads_per_latent)
             allowed = (
-                f"must lie in [0, {most}], at most the {dim} channels of each head that reads a "
-                "latent (0: not factored)"
+                f"must lie in [0, {most}], at most {heads_per_latent} heads per latent times {dim} "
+                "channels (0: not factored)"
             )
             require(0 <= getattr(self, key) <= most, key, getattr(self, key), allowed)
 
@@ -70,7 +70,7 @@ class FactoredConfig(MechanismConfig):
 
     @property
     def scales_keys(self) -> bool:
-        """True if 1/rms of expanded keys is cached beside their latents."""
+        """True if the cache stores 1/rms of expanded keys next to their latents."""
         return bool(self.key_rank) and self.qk_norm != "none"
 
     def entry(self) -> dict[str, Field]:
@@ -145,7 +145,10 @@ class Factored(Mechanism):
         return k_BTKH, v_BTKH
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        """Returns latents, and 1/rms of their expanded keys; unfactored keys normed and rotated."""
+        """Returns latents, and 1/rms of expanded keys.
+
+        Keys that are not factored are normed and rotated before they are cached.
+        """
         entry = dict(raw)
         if not self.config.key_rank:
             entry["key"] = normalise_and_rotate(raw["key"], self.key_norm, positions.rotary)

@@ -4,8 +4,8 @@
 
 MLA with J latents of C channels: head n reads latent j = n·J // N, and all heads read the rotated
 key r of P channels. Cache: J·C + P elements. Decoding needs about 1/J of MLA's FLOPs per byte, and
-with heads sharded over chips each chip stores only its own latents. J = 1 is `mla`, with equal
-weights.
+with heads sharded over chips each chip stores only its own latents. J = 1 is the same model as
+`mla`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class GLAConfig(MLAConfig):
 
     num_latents: int  # latents, J; divides num_heads
     latent_dim: int  # channels of each latent, C
-    qk_norm: str = "rms"  # norm of query and RoPE key; latents are always normed, each by itself
+    qk_norm: str = "rms"  # norm of query and RoPE key; latents are always normed, each separately
 
     def __post_init__(self):
         super().__post_init__()
@@ -52,10 +52,10 @@ class GLA(MLA):
     latents = "J"
 
     def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:
-        return _up(raw["latent"], self.up_key), _up(raw["latent"], self.up_value)
+        return _expand(raw["latent"], self.up_key), _expand(raw["latent"], self.up_value)
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
-        """Absorbs up_key into the content query, so that it scores the latents themselves."""
+        """Absorbs up_key into the content query, whose product with a latent is then the logit."""
         del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
         up_JCnH = _flatten_latents(self.up_key)
@@ -71,7 +71,7 @@ class GLA(MLA):
         )
 
 
-def _up(latent_BTJC: jax.Array, up: nnx.Param) -> jax.Array:
+def _expand(latent_BTJC: jax.Array, up: nnx.Param) -> jax.Array:
     """Expands latents to all query heads, [B, T, N, H]."""
     up_JCnH = _flatten_latents(up)
     latent_BTJC = latent_BTJC.reshape(*latent_BTJC.shape[:2], *up_JCnH.shape[:2])

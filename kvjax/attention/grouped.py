@@ -1,4 +1,4 @@
-"""One family: MHA, GQA, MQA, LRKV, LRKV x GQA, thin keys, projection sharing and MFA.
+"""The grouped family: MHA, GQA, MQA, LRKV, LRKV x GQA, thin keys, projection sharing and MFA.
 
     K_k = Base^K[j(k)] + R^K_k B^K_k        V_k = Base^V[j(k)] + R^V_k B^V_k        # LRKV eq. 2
 
@@ -8,9 +8,9 @@ residual latents (B is stored transposed, [R, H]).
     J = K, R = 0       MHA (K = N), GQA, MQA (K = 1)
     J = 1, K = N       LRKV; J > 1: LRKV x GQA
     H < Hv             thin keys
-    J = K = 1, R = 0   with heads of 256 channels and low-rank queries: MFA (arXiv 2412.19255)
+    J = K = 1, R = 0   MFA (arXiv 2412.19255), with heads of 256 channels and low-rank queries
 
-Cache: J·(H + Hv) + 2·K·R elements, and K wide 1/rms if keys with residuals are normed; J·H + K·R
+Cache: J·(H + Hv) + 2·K·R elements, and K float32 1/rms if keys with residuals are normed; J·H + K·R
 elements if values are the keys.
 
 Projection sharing (arXiv 2606.04032, eq. 2-4; `tie`): "kv" is Q-K=V, values are the keys before
@@ -118,11 +118,11 @@ class GroupedConfig(MechanismConfig):
             tied = f"({tied})+, " if self.position_channels else f"{tied}, "
         thin = f", keys of {self.key_dim}" if self.key_dim < self.value_dim else ""
         low = f", queries of rank {self.query_rank}" if self.query_rank else ""
-        return tied + self._shared + thin + low
+        return tied + self._head_sharing + thin + low
 
     @property
-    def _shared(self) -> str:
-        """Name of the sharing between heads."""
+    def _head_sharing(self) -> str:
+        """Name of the way in which heads share keys and values."""
         bases, heads = self.num_bases, self.num_kv_heads
         if self.rank:
             over = f" over {bases} bases" if bases > 1 else ""
@@ -257,7 +257,7 @@ class Grouped(Mechanism):
         self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
         if c.position_channels:
-            # The "+" divides by m, so ones start as the identity on the logits.
+            # "+" averages w over m channels, so w = 1 leaves the term w·A of the logits unchanged.
             self.position_map = weight("C", rngs, init="ones", C=c.position_channels)
         # Drawn last, so that models of equal seed share all other weights.
         if c.rank:
@@ -383,7 +383,7 @@ class Grouped(Mechanism):
         return _add_residual(raw["base_key"], raw["residual_key"], self.expand_key)
 
     def _split_keys(self, raw: dict, unnormed_BTKH: jax.Array, positions: Positions) -> jax.Array:
-        """Returns [B, T, K, 2H]: rotated base and unrotated residual, both over their sum's rms."""
+        """Returns [B, T, K, 2H]: rotated base and unrotated residual, each over the key's rms."""
         B, T, K, H = unnormed_BTKH.shape
         J = self.config.num_bases
         base_BTJ1H = raw["base_key"][:, :, :, None]

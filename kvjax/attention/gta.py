@@ -3,9 +3,8 @@
     k_k = [c_k's first H - P channels, r]        v_k = c_k        c = x W^KV,  r = Rot(norm(x W^KR))
 
 with K KV heads of H channels, one rotated key r of P channels for all heads, and queries whose last
-P channels are rotated. Cache: K·H + P elements; values and the unrotated part of keys are read
-once. c is key and value at once and is not normed; `qk_norm` norms queries and r (the paper has no
-norm).
+P channels are rotated. Cache: K·H + P elements, since c_k is both the value and the unrotated part
+of the key. c is not normed; `qk_norm` norms queries and r (the paper has no norm).
 """
 
 import dataclasses
@@ -57,7 +56,7 @@ class GTAConfig(MechanismConfig):
 
     @property
     def content_dim(self) -> int:
-        """Channels of a key that are the value's first channels, H - P."""
+        """Number of channels that a key shares with the value, H - P."""
         return self.key_dim - self.rope_key_dim
 
     def entry(self) -> dict[str, Field]:

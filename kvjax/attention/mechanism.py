@@ -32,8 +32,8 @@ class MechanismConfig:
     """
 
     num_heads: int  # query heads, N
-    qk_norm: str = "rms"  # norm of queries and keys: "rms", "rms_gain" (a gain learned) or "none"
-    bias: bool = False  # on the output only
+    qk_norm: str = "rms"  # norm of queries and keys: "rms", "rms_gain" (with learned gain), "none"
+    bias: bool = False  # bias of the output projection
     norm_epsilon: float = 1e-6  # epsilon of the norms
     query_rank: int = 0  # low-rank queries, from a normed latent of Cq channels; 0: full rank
     latent_scale: bool = False  # normed latents of C channels are multiplied by sqrt(D/C)
@@ -41,7 +41,7 @@ class MechanismConfig:
 
     @property
     def title(self) -> str:
-        """Name in reports: the mechanism and the size that its cache depends on."""
+        """Name in reports: the mechanism and the size that determines its cache."""
         return f"{type(self).__name__.removesuffix('Config')}, {self.num_heads} heads"
 
     @property
@@ -51,7 +51,7 @@ class MechanismConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Channels that RoPE rotates: of a key, or of a RoPE key of its own."""
+        """Number of channels that RoPE rotates: a separate RoPE key's, else all of a key's."""
         return getattr(self, "rope_key_dim", self.key_dim)
 
     @property
@@ -61,12 +61,12 @@ class MechanismConfig:
 
     @property
     def query_heads(self) -> int:
-        """Heads of the queries, each with a softmax of its own; `combine` reduces them to N."""
+        """Number of heads of `project`'s queries; `combine` reduces their outputs to N heads."""
         return self.num_heads
 
     @property
     def key_heads(self) -> int:
-        """Heads of the expanded keys and values; the cache may have fewer."""
+        """Number of heads of expanded keys and values; the cache may have fewer."""
         return getattr(self, "num_kv_heads", self.query_heads)
 
     @property
@@ -76,7 +76,7 @@ class MechanismConfig:
 
     @property
     def needs_angles(self) -> bool:
-        """True if logits depend on positions in a model without RoPE too."""
+        """True if logits depend on positions even in a model without RoPE."""
         return False
 
     @property
@@ -91,12 +91,12 @@ class MechanismConfig:
 
     @property
     def extra_flops(self) -> int:
-        """FLOPs per token of a forward pass, beyond attention and one product per weight."""
+        """FLOPs per token of a forward pass, besides attention and one product per weight."""
         return 0
 
     @property
     def extra_activations(self) -> int:
-        """Activations per token, beyond one product per weight: a weight applied to each head."""
+        """Activations per token besides one output per weight, if a weight is applied per head."""
         return 0
 
     def entry(self) -> dict[str, Field]:
@@ -182,7 +182,7 @@ class Mechanism(nnx.Module):
 
 
 def require(condition: bool, key: str, value, allowed: str) -> None:
-    """Raises a UserError that names the config key, its value and what is allowed."""
+    """Raises a UserError with key, value and allowed values, unless the condition holds."""
     if not condition:
         raise UserError(f"config.attention.{key} = {value}: {allowed}")
 
@@ -200,39 +200,40 @@ def check_common(config: MechanismConfig, *dims: str, has_latent: bool = False) 
     one_of("config.attention.qk_norm", config.qk_norm, QK_NORMS)
     between("config.attention.query_rank", config.query_rank, 0, MAX_DIM)
     if config.latent_scale:
-        allowed = "there is no normed latent to scale: set query_rank, or set it to False"
+        allowed = "there is no normed latent to scale: set query_rank, or latent_scale = False"
         require(has_latent or config.query_rank > 0, "latent_scale", True, allowed)
 
 
-def check_divides(config: MechanismConfig, key: str, of: str) -> None:
-    """Raises a UserError unless the key `key`, at least 1, divides the key `of`."""
-    dividend, divisor = getattr(config, of), getattr(config, key)
-    between(f"config.attention.{key}", divisor, 1, MAX_DIM)
-    require(dividend % divisor == 0, key, divisor, f"must divide {of} = {dividend}")
+def check_divides(config: MechanismConfig, divisor_key: str, dividend_key: str) -> None:
+    """Raises a UserError unless one key's value is at least 1 and divides the other's."""
+    divisor, dividend = getattr(config, divisor_key), getattr(config, dividend_key)
+    between(f"config.attention.{divisor_key}", divisor, 1, MAX_DIM)
+    allowed = f"must divide {dividend_key} = {dividend}"
+    require(dividend % divisor == 0, divisor_key, divisor, allowed)
 
 
-def check_residual(config: MechanismConfig, at_rank_0: str, inits: tuple[str, ...]) -> None:
+def check_residual(config: MechanismConfig, rank_0_name: str, inits: tuple[str, ...]) -> None:
     """Raises a UserError for a bad rank or initialisation of residuals.
 
     Args:
-      at_rank_0: name of the mechanism without residuals.
+      rank_0_name: name of the mechanism without residuals.
       inits: allowed values of residual_init.
     """
     most = min(config.key_dim, config.value_dim)
-    allowed = f"must lie in [0, {most}], the smaller of key_dim and value_dim (0 is {at_rank_0})"
+    allowed = f"must lie in [0, {most}], the smaller of key_dim and value_dim (0 is {rank_0_name})"
     require(0 <= config.rank <= most, "rank", config.rank, allowed)
     one_of("config.attention.residual_init", config.residual_init, inits)
 
 
 def check_convertible(config: MechanismConfig, allowed: str) -> None:
-    """Raises a UserError for options that conversions and published formats do not support."""
+    """Raises a UserError, ending in `allowed`, for options that conversion and export lack."""
     for key in ("query_rank", "latent_scale", "output_gate"):
         value = getattr(config, key)
         require(not value, key, value, allowed)
 
 
 def head_norm(config: MechanismConfig, dim: int, *, rngs: nnx.Rngs) -> Norm | None:
-    """Creates the norm of query or key heads, or returns None."""
+    """Creates the norm of query or key heads; None if qk_norm is "none"."""
     return None if config.qk_norm == "none" else latent_norm(config, dim, "H", rngs=rngs)
 
 

@@ -3,9 +3,9 @@
     k_k = Rot(norm(c_k))        v_k = c_k + a * (c_k M)        c = x W^K
 
 with K KV heads (one in the paper) of H channels, a map M [H, H] and gates a [H] that start at 0, so
-that training starts as Q-K=V. The paper's queries have low rank (`query_rank`). It does not define
-c under RoPE; here c is the key before norm and rotation, so values carry no position. The map is
-linear, so it is applied once, to the weighted sum of c. Cache: c, K·H elements.
+that training starts as Q-K=V. The paper's queries have low rank (`query_rank`). The paper does not
+define c under RoPE; here c is the key before norm and rotation, so values carry no position. The
+map from c to v is linear, so it is applied once, to the weighted sum of c. Cache: c, K·H elements.
 """
 
 import dataclasses

@@ -74,21 +74,21 @@ class MLAConfig(MechanismConfig):
 class MLA(Mechanism):
     """Content keys and values from a normed latent, position from one shared key."""
 
-    latents = ""  # axes that count latents: GLA has "J", MLRA "G J"
+    latents = ""  # axes over several latents: "J" in GLA, "G J" in MLRA
 
     def __init__(self, config: MLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         dims = c.entry()["latent"].shape
         counts = dict(zip(self.latents.split(), dims[:-1], strict=True))
         sizes = dict(D=d_model, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim, **counts)
-        group = sizes | dict(N=c.num_heads // counts.get("J", 1))  # heads that read one latent
+        up_sizes = sizes | dict(N=c.num_heads // counts.get("J", 1))  # heads that read one latent
         sizes |= dict(N=c.num_heads)
         axes = f"{self.latents} C".strip()
         up = f"{self.latents}: C -> N H".removeprefix(": ")
         self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
         self.down = weight(f"D -> {axes}", rngs, **sizes)
-        self.up_key = weight(up, rngs, **group)
-        self.up_value = weight(up, rngs, **group | dict(H=c.value_dim))
+        self.up_key = weight(up, rngs, **up_sizes)
+        self.up_value = weight(up, rngs, **up_sizes | dict(H=c.value_dim))
         self.rope_query = self.query_weight("N P", d_model, rngs=rngs, **sizes)
         self.rope_key = weight("D -> P", rngs, **sizes)
         self.latent_norm = latent_norm(c, dims, axes, rngs=rngs)

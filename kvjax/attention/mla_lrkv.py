@@ -6,7 +6,7 @@ with c and r as in `mla.py` and residual latents m_n = x U_n of rank R (LRKV eq.
 which bypass the latent's bottleneck. LRKV's section 5 names the combination as future work
 ("hybridized with MLA for extreme memory constraints") without equations; these are ours.
 Cache: C + P + 2·N·R elements. Decoding rebuilds no key, since residuals are not rotated:
-2N(2C + P) + 4NR FLOPs per cached token. Rank 0 is `mla`, with equal weights.
+2N(2C + P) + 4NR FLOPs per cached token. Rank 0 is the same model as `mla`.
 """
 
 import dataclasses

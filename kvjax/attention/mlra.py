@@ -2,9 +2,9 @@
 
     o_n = G^-1/2 sum_g softmax(s q_n·[c_l W_gn^UK, r]) c_l W_gn^UV        l = (g, n·J // N)
 
-Each head has G softmaxes, one per branch, each over latents of its own. (MLA sums the branches'
-logits inside one softmax, so this is a different model.) G = 4, J = 1 is MLRA-4; G = J = 2 is
-MLRA-2. Cache: G·J latents of C channels and one rotated key of P channels, G·J·C + P elements.
+Each head has G softmaxes, one per branch, and each branch has its own latents. (MLA sums the
+branches' logits inside one softmax, so this is a different model.) G = 4, J = 1 is MLRA-4; G = 2,
+J = 2 is MLRA-2. Cache: G·J latents of C channels, one rotated key of P: G·J·C + P elements.
 Implemented as GLA with G·N heads whose branches share queries and output projection.
 """
 

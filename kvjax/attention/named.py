@@ -26,7 +26,7 @@ ROPE_DIM = 64  # channels of a decoupled RoPE key
 def grouped(
     num_heads: int, *, kv_heads: int, bases: int, rank: int, head_dim: int = HEAD_DIM
 ) -> GroupedConfig:
-    """Returns any member of `attention/grouped.py`: LRKV x GQA, and all below it.
+    """Returns LRKV x GQA: K KV heads that share J bases and add residuals of rank R.
 
     Args:
       kv_heads: KV heads K, dividing num_heads.
@@ -94,8 +94,8 @@ def projection_sharing(
     """Returns projection sharing (arXiv 2606.04032).
 
     Args:
-      tie: "kv" is Q-K=V (Q-GQA, Q-MQA by kv_heads), "qk" is Q=K-V, "qkv" is Q=K=V.
-      channels: position channels of "+"; 0: without.
+      tie: "kv" is Q-K=V (with fewer kv_heads: Q-GQA, Q-MQA), "qk" is Q=K-V, "qkv" is Q=K=V.
+      channels: position channels of "+"; 0: no "+".
     """
     kv_heads = kv_heads or num_heads
     return GroupedConfig(
@@ -163,7 +163,7 @@ def factored(
     value_rank: int = 0,
     head_dim: int = HEAD_DIM,
 ) -> FactoredConfig:
-    """Returns low-rank keys from J latents, without a base; low-rank values if value_rank > 0."""
+    """Returns keys expanded from low-rank latents, without a base; values too if value_rank > 0."""
     return FactoredConfig(
         num_heads=num_heads,
         num_kv_heads=kv_heads,
@@ -214,7 +214,7 @@ def gla(
 
     Args:
       latents: number of latents J, dividing num_heads.
-      latent: channels of each.
+      latent: channels of each latent.
     """
     return GLAConfig(
         num_heads=num_heads,

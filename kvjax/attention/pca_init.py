@@ -7,8 +7,8 @@ import jax.numpy as jnp
 def pca_factors(heads_DKH: jax.Array, J: int, R: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Factors heads' matrices into bases [D, J, H], U [D, K, R] and B [K, R, H].
 
-    A base is the mean of the heads that share it; U B is the truncated SVD of a head minus its
-    base. LRKV's section C.11 suggests such an initialisation without giving one.
+    A base is the mean of the heads that share it; U B is the truncated SVD of head - base. LRKV's
+    section C.11 suggests initialising by PCA, but does not define how.
     """
     D, K, H = heads_DKH.shape
     heads_DJkH = heads_DKH.reshape(D, J, K // J, H)

@@ -33,9 +33,9 @@ def keys_with_channels(config, k_BTKH: jax.Array, positions: Positions) -> jax.A
         return alibi.append_position_digits(k_BTKH, positions.index)
     if not config.position_channels:
         return k_BTKH
-    e_ATC = sinusoid.encoding(jnp.asarray(positions.index), channels(config))
-    shape = (*k_BTKH.shape[:3], e_ATC.shape[-1])
-    e_BTKC = jnp.broadcast_to(e_ATC[:, :, None].astype(k_BTKH.dtype), shape)
+    e_BTC = sinusoid.encoding(jnp.asarray(positions.index), channels(config))
+    shape = (*k_BTKH.shape[:3], e_BTC.shape[-1])
+    e_BTKC = jnp.broadcast_to(e_BTC[:, :, None].astype(k_BTKH.dtype), shape)
     return jnp.concatenate([k_BTKH, e_BTKC], axis=-1)
 
 
@@ -43,7 +43,7 @@ def queries_with_channels(config, q_BTNH: jax.Array, map_C: jax.Array | None) ->
     """Appends the bias channels to queries, and applies the temperature of "+".
 
     Args:
-      map_C: w of "+", or None.
+      map_C: the learned vector w of "+"; None: no "+".
     """
     if config.alibi:
         return alibi.append_slopes(q_BTNH, config.scale)
@@ -60,7 +60,7 @@ def queries_with_channels(config, q_BTNH: jax.Array, map_C: jax.Array | None) ->
 def split_queries(
     config, q_BTNH: jax.Array, map_C: jax.Array | None
 ) -> tuple[jax.Array, Bias | None]:
-    """Splits queries into content channels and an equivalent bias (None without one)."""
+    """Removes the bias channels from queries, and returns the bias itself (None: no bias)."""
     if config.alibi:
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         bias = cache_layouts.SlopeBias(slopes=jnp.asarray(alibi.slopes(config.num_heads), wide))
@@ -72,6 +72,6 @@ def split_queries(
 
 
 def _column_weights(map_C: jax.Array) -> jax.Array:
-    """Returns the weights of a key's encoding, [m/2]: w's second half over m."""
+    """Returns the factors of e_i(s) in the logits, [m/2]: w_(m/2+i)/m."""
     m = map_C.shape[0]
     return map_C[m // 2 :] / m

@@ -1,4 +1,4 @@
-"""Shared KV: one rotated vector is key and value ("S2"; the base of DeepSeek-V4).
+"""Shared KV: one rotated vector is key and value ("S2" in Su's posts; the base of DeepSeek-V4).
 
     k_k = v_k = Rot_s(c_k)        o_n = Rot_-t(sum_s p_s v_s)        c = norm(x W^KV)
 
@@ -36,8 +36,8 @@ class SharedKVConfig(MechanismConfig):
     """Sizes N, K, H and P."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
-    key_dim: int  # channels of a key, which is the value, H
-    rope_key_dim: int  # how many of them are rotated, the last ones, P; 0: none
+    key_dim: int  # channels of a key, which is also the value, H
+    rope_key_dim: int  # number of rotated channels, the last of a key, P; 0: none
     qk_norm: str = "rms"  # norm of queries; keys are always normed
 
     def __post_init__(self):

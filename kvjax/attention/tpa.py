@@ -4,7 +4,7 @@
 
 with N heads and ranks R and R' of keys and values. Queries are products of rank R_Q, or dense (the
 paper's "KV-only"). Cache: a, b (rotated), c and d, (R + R')·N + R·H + R'·Hv elements. RoPE is
-linear, so it applies to b_r before the sum, and 1/rms of key n is a factor of a_n.
+linear, so it applies to b_r before the sum; each key's 1/rms is multiplied into a_n.
 """
 
 import dataclasses
@@ -44,24 +44,23 @@ class TPAConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "key_rank", "value_rank", "value_dim")
-        dense = " (0: dense queries)"
-        for key, dim, least, more in (
-            ("query_factors", "key_dim", 0, dense),
+        for key, dim, least, note in (
+            ("query_factors", "key_dim", 0, " (0: dense queries)"),
             ("key_rank", "key_dim", 1, ""),
             ("value_rank", "value_dim", 1, ""),
         ):
             channels = getattr(self, dim)
             most = max(self.num_heads, channels)
             allowed = (
-                f"must lie in [{least}, {most}]{more}, the larger of num_heads = {self.num_heads} "
+                f"must lie in [{least}, {most}]{note}, the larger of num_heads = {self.num_heads} "
                 f"and {dim} = {channels}"
             )
             require(least <= getattr(self, key) <= most, key, getattr(self, key), allowed)
         allowed = (
             f"must be 0 with query_factors = {self.query_factors} (queries of tensor products)"
         )
-        both = self.query_factors and self.query_rank
-        require(not both, "query_rank", self.query_rank, allowed)
+        fits = not (self.query_factors and self.query_rank)
+        require(fits, "query_rank", self.query_rank, allowed)
 
     @property
     def title(self) -> str:
@@ -132,7 +131,7 @@ class TPA(Mechanism):
         return k_BTNH, _product(raw["value_head"], raw["value_factor"])
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        """Returns the factors: each key's 1/rms in its head factors, channel factors rotated."""
+        """Returns head factors times each key's 1/rms, and rotated channel factors."""
         c, entry = self.config, dict(raw)
         head_BTNR, factor_BTRH = raw["key_head"], raw["key_factor"]
         if c.qk_norm != "none":

@@ -1,9 +1,9 @@
 """The KV cache: one set of arrays per layer, allocated once and updated in place.
 
-Every array is [B, *field.shape, S], tokens last: on a TPU the last axis is padded to 128 lanes, and
-S is a multiple of 128 while a field's channels need not be. Layers are separate arrays, because
-updating a stack of layers copies a whole layer at every step. Donate the cache to the jitted step
-that returns it; the step then allocates nothing that grows with S.
+Every array is [B, *field.shape, S]. Tokens are the last axis, because a TPU pads the last axis to
+128 lanes: S is a multiple of 128, whereas a field may have fewer channels. Layers are separate
+arrays, because updating a stack of layers copies a whole layer at every step. Donate the cache to
+the jitted step that returns it; the step then allocates nothing that grows with S.
 
 On several chips arrays are sharded along S in stripes (`kvjax.cache.stripes`).
 """
@@ -32,8 +32,8 @@ class Cache:
 
     Attributes:
       layers: per layer, the arrays [B, *field.shape, S] of the mechanism's entry, by name.
-      lengths: [B] int32, cached tokens of each sequence. Slots beyond are masked, not read as
-        zeros: they must be finite.
+      lengths: [B] int32, cached tokens of each sequence. Later slots are masked by weights of 0,
+        so their contents must be finite.
     """
 
     layers: tuple[dict[str, jax.Array], ...]
@@ -41,7 +41,7 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """S, the number of tokens a sequence can have."""
+        """S, the number of tokens that the cache can hold per sequence."""
         return next(iter(self.layers[0].values())).shape[-1]
 
 
@@ -117,15 +117,15 @@ def _append_on_chip(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.
     """Writes the tokens that belong to the current chip; arguments as in `append`."""
     layer = dict(layer)
     for name, array in layer.items():
-        own = stripes.local_stripes(array.shape[-1])
+        local = stripes.local_stripes(array.shape[-1])
         T = entry[name].shape[1]
-        # At most one stripe at a time: then this chip's tokens are contiguous, as are their slots.
-        for start in range(0, T, own.size):
-            chunk = entry[name][:, start : start + own.size]
+        # A chunk is at most one stripe long, so that this chip's tokens in it are contiguous.
+        for start in range(0, T, local.size):
+            chunk = entry[name][:, start : start + local.size]
             begin_B = first_B + start
             end_B = begin_B + jnp.clip(counts_B - start, 0, chunk.shape[1])
-            slot_B, stop_B = own.num_held(begin_B), own.num_held(end_B)
-            skip_B = own.position(slot_B) - begin_B  # leading tokens that other chips hold
+            slot_B, stop_B = local.num_held(begin_B), local.num_held(end_B)
+            skip_B = local.position(slot_B) - begin_B  # leading tokens that other chips hold
             until_B = skip_B + stop_B - slot_B
             layer[name] = _write(layer[name], chunk, slot_B - skip_B, skip_B, until_B)
     return layer
@@ -136,9 +136,9 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
 
     A loop over sequences reads, modifies and writes whole runs of 128 tokens. On TPUs the loop is
     unrolled: for a rolled loop, a scatter or single columns, XLA chooses another layout and copies
-    the whole cache to it and back. The unrolling happens in lowering, not in Python, where tracing
-    time would grow with the batch on all platforms. On other platforms, one token for each of
-    several sequences is a scatter, which moves the fewest bytes.
+    the whole cache to it and back. `fori_loop` unrolls during lowering; a Python loop would also
+    make tracing slower on all platforms. On other platforms, one token for each of several
+    sequences is a scatter, which moves the fewest bytes.
     """
     entry = jnp.moveaxis(entry, 1, -1).astype(array.dtype)  # [B, *shape, T]
     T, S = entry.shape[-1], array.shape[-1]
@@ -190,8 +190,8 @@ def check_capacity(lengths: np.ndarray, counts: np.ndarray, capacity: int) -> No
         b = int(after.argmax())
         raise UserError(
             f"sequence {b + 1} holds {int(np.asarray(lengths)[b])} tokens and "
-            f"{int(after[b] - np.asarray(lengths)[b])} more are to come: {int(after[b])} exceed "
-            f"the cache's capacity of {capacity}; allocate a larger cache or generate fewer tokens"
+            f"{int(after[b] - np.asarray(lengths)[b])} more follow: {int(after[b])} exceed the "
+            f"cache's capacity of {capacity}; allocate a larger cache or generate fewer tokens"
         )
 
 

@@ -12,8 +12,8 @@ from kvjax.layers.weight import HEAD_AXES, check_letters
 class Field:
     """One array of a cache entry, with its axes and its shape per token: Field("J H", (1, 128)).
 
-    An axis N, K or J counts heads: query head n of N reads index n·heads // N. Every head reads a
-    field without such an axis. An axis of length 1 may be written "1".
+    An axis N, K or J counts heads: query head n of N reads index n·heads // N. A field without a
+    head axis is read by every head. An axis of length 1 may be written "1".
     """
 
     axes: str

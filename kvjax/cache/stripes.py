@@ -3,8 +3,8 @@
 Each sequence is cut into stripes of consecutive tokens that go to the n chips in turn: chip c holds
 stripes c, c + n, c + 2n, ... in consecutive slots. This round robin has three properties:
 
-- chips hold equally many tokens, up to one stripe, at every length (contiguous blocks would leave
-  the later chips idle until the sequence reaches them);
+- at every length, the numbers of tokens on two chips differ by at most one stripe (with contiguous
+  blocks, later chips would idle until the sequence reaches them);
 - the tokens a query attends to are a prefix of every chip's slots;
 - a tile that divides a stripe holds consecutive positions, which LRKV's rotated queries need
   (`rope.basis`).
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 AXIS = "cache"  # mesh axis that a cache's tokens are sharded over
-MAX_STRIPE = 512  # tokens of a stripe, and of a tile in plain JAX (`cache_layouts.tiles.TILE_KV`)
+MAX_STRIPE = 512  # tokens per stripe; equal to a tile in plain JAX (`cache_layouts.tiles.TILE_KV`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Stripes:
 
 
 def num_chips() -> int:
-    """Returns the size of the surrounding mesh's "cache" axis; 1 without one."""
+    """Returns the size of the "cache" axis of the mesh in context; 1 without the axis."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 

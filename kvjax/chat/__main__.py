@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     command_line.require(options, workdir="the folder of a trained run, as runs/lrkv_128m_mid")
-    sampling = sampling_lib.of_options(options)
+    sampling = sampling_lib.from_options(options)
     check_options(num_tokens=options.num_tokens, seed=options.seed, capacity=0)
     at_least("context", options.context, 0)
     one_of("calculator", options.calculator, calculator.MODES)

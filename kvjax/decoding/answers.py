@@ -1,4 +1,4 @@
-"""An assistant's answers to prompts, with the calculator calls in them executed."""
+"""An assistant's answers to prompts; calculator calls in an answer are executed."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -22,10 +22,10 @@ class Answer:
     """An assistant's answer.
 
     Attributes:
-      ids: its tokens with the calculator's, without the one that ended it.
-      text: of these, specials by name, up to a stop string.
-      calls: (expression, result) of each calculator call; the result is None without one.
-      is_ended: true unless it was cut off at num_tokens.
+      ids: token ids, including the calculator's, without the stop token.
+      text: decoded ids, with special tokens by name, up to the first stop string.
+      calls: (expression, result) of each calculator call; None if it has no result.
+      is_ended: False if the answer was cut off at num_tokens.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -84,10 +84,10 @@ def answers(
 
     Args:
       prompts: token ids, see `Dialogue.prompt`.
-      num_tokens: limit of an answer, including the calculator's tokens.
-      mode: of the calculator, see `calculator.result`.
-      stop: strings before which an answer's text ends.
-      capacity: of the cache, see `Generator.start`.
+      num_tokens: largest number of tokens of an answer, including the calculator's.
+      mode: mode of the calculator, see `calculator.result`.
+      stop: stop strings; an answer's text ends before the first of them.
+      capacity: see `Generator.start`.
       on_token: called with a sequence's index, each of its tokens, and the text that it makes
         final; at the end with token -1 and the remaining text.
       on_compile: see `Generator.start`.
@@ -121,7 +121,7 @@ def answers(
                 generation.finish(b)
             elif calculators[b] is not None:
                 generation.force(b, calculators[b].push(token))
-    done = []
+    results = []
     for b, stream in enumerate(streams):
         rest = stream.close()
         if on_token is not None and rest:
@@ -129,7 +129,7 @@ def answers(
         ids = generation.tokens[b]
         is_ended = stream.stopped or len(ids) < num_tokens
         calls = calculators[b].calls if calculators[b] else []
-        done.append(Answer(ids, stream.text, calls, is_ended))
+        results.append(Answer(ids, stream.text, calls, is_ended))
     if timing is not None:
         timing(generation.timing)
-    return done
+    return results

@@ -1,4 +1,4 @@
-"""A model prepared for decoding: its weights on their devices, and the jitted programs."""
+"""A model prepared for decoding: weights on their devices, and jitted programs."""
 
 import functools
 
@@ -20,11 +20,11 @@ class Engine:
     """Weights and jitted programs that all batches share; it holds no state of a batch.
 
     Attributes:
-      config, compute: of the model.
-      weights: in the dtype they are used in.
+      config, compute: the model's config, and the dtype and options of its computation.
+      weights: weights of the `Decoder`, cast to the compute dtype.
       sharding: the replicated sharding on the devices of the weights.
       chips: number of chips that a cache is sharded over.
-      compiled: `program.compiled` with these weights' graph and sharding.
+      compiled: `program.compiled` for this model: maps a function to its jitted program.
       prefill, decode_step, override_tokens: see `decoding.program`.
     """
 
@@ -57,10 +57,10 @@ class Engine:
             self.weights = jax.device_put(self.weights, self.sharding)
         self.chips = program.num_chips(self.sharding)
         implementation = _for_devices(implementation, self.sharding.device_set, self.chips)
-        # Kernels decode one query per sequence; programs with several use XLA.
-        several = implementation if implementation == "reference" else "xla"
+        # Kernels decode one query per sequence; programs with more use XLA.
+        multi_query = implementation if implementation == "reference" else "xla"
         self.compiled = functools.partial(
-            program.compiled, implementation=several, graph=graph, sharding=self.sharding
+            program.compiled, implementation=multi_query, graph=graph, sharding=self.sharding
         )
         self.prefill = self.compiled(program.prefill)
         self.decode_step = self.compiled(program.decode_step, implementation=implementation)
@@ -99,18 +99,21 @@ def _replicated_like(weights: dict) -> jax.sharding.Sharding:
 
 
 def _for_devices(implementation: str | None, devices: set[jax.Device], chips: int) -> str | None:
-    """Chooses the implementation for these devices: XLA cannot partition a kernel.
+    """Returns an implementation that runs on these devices; raises a UserError for any other.
+
+    XLA cannot partition a kernel, so replicated weights on several devices need plain XLA, unless
+    every device reads its own part of the cache.
 
     Args:
-      chips: number of chips that the cache is sharded over; each runs a kernel of its own.
+      chips: number of chips that the cache is sharded over; each runs its own kernel.
     """
     device, count = next(iter(devices)), len(devices)
     if chips > 1 and implementation not in (None, *sharded.IMPLEMENTATIONS):
         raise UserError(
-            f"implementation = {implementation!r}: reads a whole cache, and this one is split over "
-            f"{chips} chips: use one of {', '.join(sharded.IMPLEMENTATIONS)}, or leave it out"
+            f"implementation = {implementation!r}: reads a whole cache, but the cache is split "
+            f"over {chips} chips: use one of {', '.join(sharded.IMPLEMENTATIONS)}, or leave it out"
         )
-    if implementation is None:  # api's default is for the first device of the process
+    if implementation is None:  # api chooses for the first device of the process
         other_kind = api.kernels_of(device) != api.kernels_of(jax.devices()[0])
         return "xla" if count > chips or other_kind else None
     if api.is_kernel(implementation):

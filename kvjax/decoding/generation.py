@@ -1,8 +1,8 @@
 """One batch of prompts in progress.
 
-All but the last token of each prompt enter the cache in chunks of one width. One jitted step per
-token then appends it and samples the next. The loop dispatches step n + 1 before it reads the
-tokens of step n, so the device does not wait for the host.
+All tokens of each prompt except the last are appended to the cache, in chunks of one width. Then
+each jitted step appends one token and samples the next. The loop dispatches step n + 1 before it
+reads the tokens of step n, so the device does not wait for the host.
 
 The caller may force tokens on a sequence (a calculator's answer). By the time the host has read
 token n, step n + 1 is already sampling; its token is overridden before any step appends it. The
@@ -28,7 +28,7 @@ class Generation:
     Attributes:
       tokens: the ids generated so far, a list per sequence, without stop tokens.
       finished: [B] bool, true for sequences that have ended.
-      cache: after the last dispatched step.
+      cache: the cache after the last dispatched step.
       timing: see `Timing`.
     """
 
@@ -59,7 +59,7 @@ class Generation:
         """Compiles all programs by running them on no tokens.
 
         Args:
-          width: of prefill chunks.
+          width: width of prefill chunks, in tokens.
         """
         B = len(self._prompts)
         self._prefill(np.zeros((B, width), np.int32), np.zeros(B, np.int32))
@@ -73,20 +73,20 @@ class Generation:
         self,
         width: int,
         *,
-        begun: float,
+        request_time: float,
         compiling: float,
         on_chunk: Callable[[int, int], None] | None = None,
     ) -> None:
         """Dispatches the prompts, in chunks of `width` tokens, and the first step.
 
         Args:
-          begun: time of the request, by `time.perf_counter`.
-          compiling: seconds since then that were spent on compilation.
+          request_time: `time.perf_counter` at the request.
+          compiling: seconds of compilation since the request.
           on_chunk: see `on_prefill` of `Generator.start`.
         """
-        self._started = begun + compiling
+        self._started = request_time + compiling
         self.timing.compiling = compiling
-        # The last prompt token is left to the first step, which samples what follows it.
+        # The first step appends the last prompt token and samples the next one.
         chunks = list(padded_chunks([prompt[:-1] for prompt in self._prompts], width))
         for i, (tokens_BT, counts_B) in enumerate(chunks, 1):
             self._prefill(tokens_BT, counts_B)
@@ -113,7 +113,7 @@ class Generation:
         for n in range(self._num_tokens):
             token_B, done_B, is_forced_B = self._with_forced_tokens(token_B, done_B)
             # Dispatched before the host waits for token n; token num_tokens is never appended.
-            following = self._step(token_B, done_B) if n + 1 < self._num_tokens else None
+            next_step = self._step(token_B, done_B) if n + 1 < self._num_tokens else None
             ids = jax.device_get(token_B)
             new = []
             for b in np.flatnonzero(~self.finished).tolist():
@@ -123,19 +123,19 @@ class Generation:
                     self.tokens[b].append(int(ids[b]))
                     new.append((b, int(ids[b])))
             self.timing.step(time.perf_counter() - self._started, len(new))
-            if following is None:
+            if next_step is None:
                 self.finished[:] = True
             yield new
             if self.finished.all():
                 return
-            token_B, done_B = following
+            token_B, done_B = next_step
 
     def force(self, b: int, tokens: Sequence[int]) -> None:
-        """Queues tokens that sequence b continues with; stop tokens among them do not end it."""
+        """Queues tokens that replace the next sampled ones of sequence b; none of them ends it."""
         self._forced[b].extend(tokens)
 
     def _with_forced_tokens(self, token_B, done_B) -> tuple[jax.Array, jax.Array, np.ndarray]:
-        """Overrides sampled tokens by the next queued ones.
+        """Replaces sampled tokens by the next forced token of each sequence that has one queued.
 
         Returns:
           Tokens [B], flags of ended sequences [B], and [B] bool, true where a token was forced.
@@ -150,19 +150,19 @@ class Generation:
         return token_B, done_B, is_forced_B
 
     def finish(self, b: int) -> None:
-        """Ends sequence b: from the next dispatched step on it appends nothing."""
+        """Ends sequence b; steps dispatched later append nothing to it."""
         self.finished[b] = self._cancelled[b] = True
         self._cancelled_B = self._engine.put(self._cancelled.copy())
 
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds since a batch was requested, without compilation."""
+    """Times of a batch in seconds; `first` and `last` count from the request, less compilation."""
 
     prompt_tokens: int
-    compiling: float = 0.0  # 0 if these sizes were compiled before
-    first: float = 0.0  # until the first token of all sequences
-    last: float = 0.0
+    compiling: float = 0.0  # duration of compilation; 0 if these sizes were compiled before
+    first: float = 0.0  # when every sequence has its first token
+    last: float = 0.0  # when the latest step ended
     decoded: int = 0  # tokens of all sequences after their first
 
     def step(self, seconds: float, tokens: int) -> None:

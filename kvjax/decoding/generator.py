@@ -26,7 +26,7 @@ from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
 CHUNK = 128  # largest width of a prefill chunk, in tokens
-NARROWEST = 16  # smallest width, for short prompts
+MIN_CHUNK = 16  # smallest width, for short prompts
 
 
 class Generator:
@@ -48,13 +48,13 @@ class Generator:
     ):
         """Casts and slices the model's weights, on its devices or replicated over `mesh`.
 
-        Weights outside of layer groups that are cast already are shared with the model, not copied:
-        do not donate them.
+        Weights outside layer groups that already have the compute dtype are shared with the model,
+        so they must not be donated.
 
         Args:
           chunk: largest width of a prefill chunk, in tokens.
           implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; prefill
-            uses XLA whatever the kernel.
+            never uses a kernel.
           mesh: devices that the cache's tokens are sharded over, see `decoding.program.make_mesh`.
           stored: keep compiled programs on disk, and load those of an earlier process, see
             `decoding.stored`.
@@ -93,8 +93,8 @@ class Generator:
         Args:
           prompts: token ids, at least one each; lengths may differ.
           stop_tokens: ids that end a sequence; they are not part of it.
-          capacity: of the cache, in tokens per sequence; 0: as needed, rounded up to 128 * 2^i per
-            chip.
+          capacity: tokens per sequence that the cache holds; 0: the number needed, rounded up to
+            128 * 2^i per chip.
           on_compile: called before compilation, if these sizes are new.
           on_prefill: called after each prefill chunk with its number and the number of chunks; the
             host then waits for every chunk.
@@ -103,7 +103,7 @@ class Generator:
           UserError: an id outside the vocabulary; no prompt, or an empty one; more tokens than
             the capacity, the model's positions or the memory allow.
         """
-        begun = time.perf_counter()
+        request_time = time.perf_counter()
         check_options(num_tokens=num_tokens, seed=seed, capacity=capacity)
         prompts, stop_tokens = self._check_ids(prompts, stop_tokens)
         lengths = np.array([len(prompt) for prompt in prompts])
@@ -120,14 +120,13 @@ class Generator:
         if capacity and longest > capacity:
             raise UserError(
                 f"prompt {lengths.argmax() + 1} has {longest} tokens and capacity = {capacity}: "
-                "give a larger capacity (0: what is needed) or a shorter prompt"
+                "give a larger capacity (0: as many as needed) or a shorter prompt"
             )
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
         slots = self.cache_capacity(len(prompts), needed, capacity)
-        width = chunk_width(
-            longest - 1, min(self.chunk, slots)
-        )  # prefill leaves out the last token
+        # Prefill leaves out the last token.
+        width = chunk_width(longest - 1, min(self.chunk, slots))
         ends_V = np.zeros(self.config.vocab_size, bool)
         ends_V[stop_tokens] = True
         streams_B = np.array(_streams(prompts), np.uint32)
@@ -138,14 +137,15 @@ class Generator:
 
         compiling = 0.0
         if (len(prompts), slots, width) not in self._compiled:
-            before = time.perf_counter()
+            compile_start = time.perf_counter()
             if on_compile is not None:
                 on_compile()
             make().warm_up(width)
             self._compiled.add((len(prompts), slots, width))
-            compiling = time.perf_counter() - before
+            compiling = time.perf_counter() - compile_start
         generation = make()
-        generation.begin(width, begun=begun, compiling=compiling, on_chunk=on_prefill)
+        times = dict(request_time=request_time, compiling=compiling)
+        generation.begin(width, **times, on_chunk=on_prefill)
         return generation
 
     @property
@@ -157,7 +157,7 @@ class Generator:
         """Returns the capacity of a cache for `tokens` per sequence: 128 * 2^i per chip.
 
         Args:
-          capacity: if not 0, replaces the rounded number.
+          capacity: if not 0, the capacity instead of 128 * 2^i per chip.
 
         Raises:
           UserError: the cache does not fit into memory.
@@ -188,16 +188,17 @@ class Generator:
     def _check_memory(self, batch: int, capacity: int) -> int:
         """Returns the allocated capacity; raises a UserError if the cache does not fit."""
         cache = self.engine.cache(batch, capacity)
-        need, there = cache_lib.live_bytes(cache) // self.chips, runtime.memory_per_device()
+        needed = cache_lib.live_bytes(cache) // self.chips
+        free = runtime.memory_per_device()  # on a CPU already without the memory in use
         device = jax.local_devices()[0]
-        if device.platform != "cpu":  # on a CPU, `there` already is free memory
-            there -= device.memory_stats()["bytes_in_use"]
-        if need > there:
+        if device.platform != "cpu":
+            free -= device.memory_stats()["bytes_in_use"]
+        if needed > free:
             each = f" on each of {self.chips} chips" if self.chips > 1 else ""
             raise UserError(
                 f"a cache of {batch} sequences of {cache.capacity:,} tokens needs "
-                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB{each}: generate fewer tokens, "
-                "lower capacity (0: what is needed), or give fewer prompts at once"
+                f"{needed / 1e9:,.1f} GB of {free / 1e9:,.1f} GB{each}: generate fewer tokens, "
+                "lower capacity (0: as many as needed), or give fewer prompts at once"
             )
         return cache.capacity
 
@@ -208,11 +209,11 @@ def chunk_width(tokens: int, most: int) -> int:
     Wider chunks compute more padding; more widths compile more programs.
     """
     power_of_two = 1 << (tokens - 1).bit_length()
-    return min(most, max(NARROWEST, power_of_two))
+    return min(most, max(MIN_CHUNK, power_of_two))
 
 
 def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
-    """Raises a UserError for options that `Generator.start` refuses whatever the model."""
+    """Raises a UserError for options of `Generator.start` that are invalid for every model."""
     at_least("num_tokens", num_tokens, 1)
     at_least("capacity", capacity, 0)
     at_least("seed", seed, 0)
@@ -221,7 +222,7 @@ def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
 
 
 def max_positions(config: TransformerConfig, chips: int = 1) -> int | None:
-    """Returns the largest sequence length with the cache on `chips`; None without a limit."""
+    """Returns the largest sequence length with the cache on `chips` chips; None without a limit."""
     learned = config.block.max_positions if config.block.positions == "learned" else None
     limits = (learned, program.max_capacity(config, chips))
     return min((limit for limit in limits if limit is not None), default=None)
@@ -233,10 +234,10 @@ def _round(tokens: int) -> int:
 
 
 def _streams(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Returns a random stream per sequence: a CRC of its prompt and of its earlier occurrences."""
-    seen, streams = {}, []
+    """Returns a random stream per sequence: the CRC of its prompt, seeded by earlier duplicates."""
+    duplicates, streams = {}, []
     for prompt in prompts:
         content = np.asarray(prompt, np.int32).tobytes()
-        seen[content] = seen.get(content, -1) + 1
-        streams.append(zlib.crc32(content, seen[content]))
+        duplicates[content] = duplicates.get(content, -1) + 1
+        streams.append(zlib.crc32(content, duplicates[content]))
     return streams

@@ -62,8 +62,9 @@ def decode_step(
     """Appends `token_B` to the cache and samples the next token of each sequence.
 
     Args:
-      done_B: sequences that `token_B` ended; they append nothing; their next token is arbitrary.
-      cancelled_B: sequences that the host ended.
+      done_B: true for sequences that a stop token ended; they append nothing, and their next token
+        is arbitrary.
+      cancelled_B: likewise for sequences that the host ended.
 
     Returns:
       The cache, the next tokens [B] int32, and [B] bool, true for sequences that have ended.
@@ -86,7 +87,7 @@ def override_tokens(token_B: jax.Array, done_B: jax.Array, forced_B: jax.Array) 
 
 
 def compiled(function: Callable, *, graph, implementation: str | None, sharding: Sharding):
-    """Jits `prefill` or `decode_step` with the cache (argument 1) donated.
+    """Jits a function of (weights, cache, ...), such as `decode_step`, with the cache donated.
 
     Args:
       sharding: of the weights, which are replicated; on a mesh with the axis "cache", the cache is

@@ -58,13 +58,13 @@ def add_options(parser: argparse.ArgumentParser, *, temperature: float, top_k: i
     add("--temperature", type=float, default=temperature, help=f"0: greedy ({temperature})")
     text = f"sample among the k most likely; 0: all ({top_k})"
     add("--top_k", type=int, default=top_k, help=text)
-    text = "and among the fewest of this total probability (1)"
+    text = "and among the fewest tokens with this total probability (1)"
     add("--top_p", type=float, default=1.0, help=text)
     add("--seed", type=int, default=0, help="the same seed gives the same text (0)")
 
 
-def of_options(options: argparse.Namespace) -> Sampling:
-    """Returns the sampling that a command's options ask for."""
+def from_options(options: argparse.Namespace) -> Sampling:
+    """Returns the sampling of a command's options."""
     keys = ("temperature", "top_k", "top_p")
     return Sampling(**{key: getattr(options, key) for key in keys})
 
@@ -74,7 +74,7 @@ def keys(key: jax.Array, streams_B: jax.Array, positions_B: jax.Array) -> jax.Ar
 
     Args:
       streams_B: uint32, one per sequence.
-      positions_B: of the tokens to sample.
+      positions_B: positions of the tokens to sample.
     """
 
     def fold(stream, position):
@@ -116,13 +116,13 @@ def candidates(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
     in_top_k_BV = jnp.broadcast_to((rank_V < top_k) | (top_k == 0), sorted_BV.shape)
     p_BV = jax.nn.softmax(jnp.where(in_top_k_BV, sorted_BV, -jnp.inf), axis=-1)
-    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV  # mass of the more likely tokens
-    # Under rounding, p = 1 must still keep every token, and a tiny p the first.
-    in_top_p_BV = (before_BV < top_p.astype(p_BV.dtype)) | (top_p >= 1)
+    p_above_BV = jnp.cumsum(p_BV, axis=-1) - p_BV  # total probability of more likely tokens
+    # Despite rounding, top_p = 1 keeps every token, and a tiny top_p the first.
+    in_top_p_BV = (p_above_BV < top_p.astype(p_BV.dtype)) | (top_p >= 1)
     in_top_p_BV = in_top_p_BV | jnp.broadcast_to(rank_V == 0, in_top_p_BV.shape)
     count_B1 = jnp.sum(in_top_k_BV & in_top_p_BV, axis=-1, keepdims=True)
-    # Maps the kept prefix back to ids without a second sort: all logits above the last kept one,
-    # and as many of its equals as are left, lowest ids first.
+    # Maps the kept prefix back to ids without a second sort: keeps all logits above the last of the
+    # prefix, then logits equal to it, lowest ids first, until `count` are kept.
     last_B1 = jnp.take_along_axis(sorted_BV, count_B1 - 1, axis=-1)
     above_BV, equal_BV = logits_BV > last_B1, logits_BV == last_B1
     room_B1 = count_B1 - jnp.sum(above_BV, axis=-1, keepdims=True)

@@ -1,12 +1,13 @@
-"""Scores given tokens by their log-likelihood, read through the cache; nothing is sampled.
+"""Log-likelihoods of given tokens, computed in chunks over a cache.
 
-Sequences are sorted by length and run in batches of one size, in chunks as wide as the batch's
-longest needs (16 to 128 tokens), with caches of 128 * 2^i tokens: few programs are compiled and
-little padding is computed. Results keep the order of the request.
+Sequences are sorted by length and run in batches of one size. The chunk width (16 to 128 tokens)
+follows from the batch's longest sequence, and caches hold 128 * 2^i tokens, so that few programs
+are compiled and little padding is computed. Results are in the order of the arguments.
 """
 
 from collections.abc import Iterator, Sequence
 import dataclasses
+from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -25,12 +26,19 @@ BATCH = 8  # sequences per batch
 WIDTH = 128  # largest width of a chunk, in tokens
 
 
+class _Batch(NamedTuple):
+    indices: list[int]  # of the sequences in the request
+    width: int  # of chunks, in tokens
+    tokens: list[Sequence[int]]  # sequences, and empty ones up to the batch size
+    cache: Cache  # empty
+
+
 @dataclasses.dataclass(frozen=True)
 class Scored:
     """Scores of a continuation's tokens."""
 
     nats: np.ndarray  # -log p of each token, float32 or wider
-    greedy: np.ndarray  # bool, true for tokens that are the most likely one
+    greedy: np.ndarray  # bool, true where the token is the most likely one
 
     @property
     def log_likelihood(self) -> float:
@@ -70,13 +78,13 @@ class Scorer:
         scores: list[Scored | None] = [None] * len(pairs)
         # The last token of a sequence is only a target.
         for indices, width, tokens, cache in self._batches([s[:-1] for s in sequences]):
-            # Position t predicts token t + 1: earlier positions than this one predict contexts.
+            # Position t predicts token t + 1; positions before `first` predict context tokens.
             first = min(len(pairs[i][0]) for i in indices) - 1
             nats = [[np.zeros(0, np.float32)] for _ in indices]
             greedy = [[np.zeros(0, bool)] for _ in indices]
             for number, (tokens_BT, counts_B) in enumerate(padded_chunks(tokens, width)):
                 start = number * width
-                if start + width <= first:  # contexts alone: fill the cache, skip the logits
+                if start + width <= first:  # no continuation yet: logits are not needed
                     chunk = self._engine.put((tokens_BT, counts_B))
                     cache = self._engine.prefill(self._engine.weights, cache, *chunk)
                     continue
@@ -109,10 +117,10 @@ class Scorer:
           UserError: see `continuations`.
         """
         self._check(prompts, [[*p, *c] for p, c in zip(prompts, candidates, strict=True)])
-        most = max((len(ids) for ids in candidates), default=0)
+        num_candidates = max((len(ids) for ids in candidates), default=0)
         logits: list[np.ndarray | None] = [None] * len(prompts)
         for indices, width, tokens, cache in self._batches(prompts):
-            ids_BC = np.zeros((self._batch, most), np.int32)
+            ids_BC = np.zeros((self._batch, num_candidates), np.int32)
             for b, i in enumerate(indices):
                 ids_BC[b, : len(candidates[i])] = candidates[i]
             for number, (tokens_BT, counts_B) in enumerate(padded_chunks(tokens, width)):
@@ -125,13 +133,8 @@ class Scorer:
                         logits[i] = _check_finite(logits_BC[b, : len(candidates[i])])
         return logits
 
-    def _batches(
-        self, inputs: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[list[int], int, list[Sequence[int]], Cache]]:
-        """Yields batches, longest first: indices, chunk width, tokens, and an empty cache.
-
-        The last batch is filled up with empty sequences, so that all have one size.
-        """
+    def _batches(self, inputs: Sequence[Sequence[int]]) -> Iterator[_Batch]:
+        """Yields batches of one size, longest sequences first."""
         order = sorted(range(len(inputs)), key=lambda i: -len(inputs[i]))
         for first in range(0, len(order), self._batch):
             indices = order[first : first + self._batch]
@@ -139,10 +142,10 @@ class Scorer:
             longest = len(tokens[0])
             capacity = self._generator.cache_capacity(self._batch, longest)
             cache = cache_lib.empty(self._engine.cache(self._batch, capacity))
-            yield indices, chunk_width(longest, min(WIDTH, capacity)), tokens, cache
+            yield _Batch(indices, chunk_width(longest, min(WIDTH, capacity)), tokens, cache)
 
     def _check(self, contexts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> None:
-        """Raises a UserError for sequences that the model cannot read."""
+        """Raises a UserError for an empty context, a bad token id or too many tokens."""
         V, limit = self._generator.config.vocab_size, self._generator.positions
         for i, (context, sequence) in enumerate(zip(contexts, sequences, strict=True), 1):
             if not len(context):
@@ -151,7 +154,8 @@ class Scorer:
                 raise UserError(f"sequence {i}: the vocabulary has ids 0 to {V - 1}")
             if limit is not None and len(sequence) - 1 > limit:
                 raise UserError(
-                    f"sequence {i} has {len(sequence)} tokens, and the model positions for {limit}"
+                    f"sequence {i} has {len(sequence)} tokens, more than the model's {limit} "
+                    "positions"
                 )
 
 
@@ -170,7 +174,7 @@ def _last(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _score(weights, cache, tokens_BT, counts_B, targets_BT, *, graph, implementation):
-    """Appends tokens; returns the cache, nats of `targets_BT` [B, T], and if each is the argmax."""
+    """Appends tokens; returns the cache, nats of `targets_BT`, and whether each is the argmax."""
     decoder: Decoder = nnx.merge(graph, weights)
     x_BTD, cache = decoder(tokens_BT, cache, counts_B, implementation=implementation)
 

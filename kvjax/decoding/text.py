@@ -16,12 +16,13 @@ from kvjax.foundation.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedTexts:
-    """Texts of `generate`, with figures of the run.
+    """Texts of `generate`, with timing and cache size.
 
     Attributes:
       texts: the continuation of each prompt.
-      tokens: its ids; after a stop string, including the token that completed it.
-      cache_bytes: of the live arrays, over all chips.
+      tokens: token ids of each continuation, including the token that completes a stop string.
+      capacity: of the cache, in tokens per sequence.
+      cache_bytes: bytes of the cache's arrays, summed over chips.
       chips: number of chips that the cache is sharded over.
     """
 
@@ -60,7 +61,7 @@ class TextGeneration:
         self.generation, self.streams = generation, streams
 
     def pieces(self) -> Iterator[tuple[int, str, bool]]:
-        """Yields (sequence, piece of its text, True if that is its end) as soon as it is final."""
+        """Yields (sequence, piece of text, True if it is the last piece) once the text is final."""
         ended = np.zeros(len(self.streams), bool)
         for new in self.generation:
             for b, token in new:
@@ -91,22 +92,22 @@ def start(
 
     Args:
       prompts: texts, to which BOS is prepended, or token ids, which are used as they are.
-      stop: strings before which a text ends.
-      end_at_special: end at BOS, the tokenizer's other specials and its `ends`.
+      stop: stop strings; a text ends before the first of them.
+      end_at_special: whether BOS, other special tokens and the tokenizer's `ends` end a text.
       on_compile, on_prefill: see `Generator.start`.
 
     Raises:
-      UserError: an empty stop string; a string for a list; see `Generator.start` for the rest.
+      UserError: an empty stop string; a string instead of a list; see also `Generator.start`.
     """
     for name, value in {"prompts": prompts, "stop": stop}.items():
         if isinstance(value, str):  # would be read as a list of characters
             raise UserError(f"{name} = {value!r} is one string: give a list of strings")
     check_stop(stop)
     if end_at_special:
-        without_text = np.flatnonzero(tokenizer.token_bytes() == 0).tolist()
+        special = np.flatnonzero(tokenizer.token_bytes() == 0).tolist()
         # Published models have rows of the vocabulary that no token uses.
         unused = range(tokenizer.vocab_size, generator.config.vocab_size)
-        stop_tokens = [*stop_tokens, *without_text, *unused, *tokenizer.ends]
+        stop_tokens = [*stop_tokens, *special, *unused, *tokenizer.ends]
     generation = generator.start(
         [
             [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
@@ -139,15 +140,15 @@ def generate(
       on_end: called with the index of a sequence whose text is complete.
       options: see `start`.
     """
-    started = start(generator, tokenizer, prompts, **options)
-    for b, piece, is_end in started.pieces():
+    texts = start(generator, tokenizer, prompts, **options)
+    for b, piece, is_end in texts.pieces():
         if on_text is not None:
             on_text(b, piece)
         if is_end and on_end is not None:
             on_end(b)
-    generation = started.generation
+    generation = texts.generation
     return GeneratedTexts(
-        [stream.text for stream in started.streams],
+        [stream.text for stream in texts.streams],
         generation.tokens,
         generation.timing,
         generation.cache.capacity,

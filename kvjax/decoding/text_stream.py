@@ -16,7 +16,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._window: list[int] = []  # tokens since the text last ended at a character boundary
-        self._taken = 0  # characters of the window's text that were moved to _held
+        self._taken = 0  # number of characters of the window's text that are already in _held
         self._held = ""  # decoded, not emitted
         self.text = ""  # emitted
         self.stopped = False
@@ -29,7 +29,7 @@ class TextStream:
         self._take(text.removesuffix("\ufffd"))
         if not broken:
             self._window, self._taken = [], 0
-        return self._emit(len(self._held) - self._maybe_stop())
+        return self._emit(len(self._held) - self._stop_prefix_length())
 
     def close(self) -> str:
         """Returns the remaining text after the last token."""
@@ -41,14 +41,14 @@ class TextStream:
             return
         self._held += text[self._taken :]
         self._taken = max(self._taken, len(text))
-        # The stop string that ends first; of several that end there, the longest.
+        # Chooses the stop string that ends first, and the longest if several end there.
         ends = [(i + len(s), i) for s in self._stop if (i := self._held.find(s)) >= 0]
         if ends:
             self._held = self._held[: min(ends)[1]]
             self.stopped = True
 
-    def _maybe_stop(self) -> int:
-        """Returns the length of the longest suffix that may start a stop string."""
+    def _stop_prefix_length(self) -> int:
+        """Returns the length of the longest suffix of _held that starts a stop string."""
         if self.stopped:
             return 0
         longest = max((len(s) for s in self._stop), default=1) - 1

@@ -1,1 +1,1 @@
-"""Layers that every model shares: weights with named axes, norms, rotary and other positions."""
+"""Layers that every model shares: weights with named axes, norms, position encodings."""

@@ -18,7 +18,7 @@ def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
 class Norm(nnx.Module):
     """Normalises [..., D] over D. Without gain and bias (the default recipe) it has no parameters.
 
-    Gain and bias may have more axes than the one that is normalised: axes="J C", dim=(2, 64) gives
+    Gain and bias may have further axes before the normalised one: axes="J C", dim=(2, 64) gives
     each of two latents its own gain.
     """
 

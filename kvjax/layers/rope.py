@@ -83,7 +83,7 @@ def frequencies(dim: int, base: Base) -> np.ndarray:
 
 @functools.cache
 def _tables(dim: int, base: Base) -> tuple[np.ndarray, np.ndarray]:
-    """Returns exp(i·t·theta) for t = 0..1023 and for t = 1024·(0..1023): [1024, H/2] each."""
+    """Returns exp(i·t·theta), [1024, H/2] each, for t = 0, 1, ... and for t = 0, 1024, 2048, ..."""
     theta = frequencies(dim, base)
     steps = np.arange(_STRIDE, dtype=np.float64)
     return np.exp(1j * np.outer(steps, theta)), np.exp(1j * np.outer(steps * _STRIDE, theta))

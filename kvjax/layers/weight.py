@@ -86,8 +86,8 @@ class Axes:
 class InitRngs:
     """Random keys and initialisation defaults for `weight`; a cheaper drop-in for `nnx.Rngs`.
 
-    Yields the same keys as `nnx.Rngs(key)`, but counts in a Python int, so a key adds no operation
-    for the count to the traced program. Create it inside the function that is jitted or vmapped.
+    Returns the same keys as `nnx.Rngs(key)`, but counts them in a Python int, so that the traced
+    program does not contain the count. Create it inside the function that is jitted or vmapped.
     """
 
     key: jax.Array

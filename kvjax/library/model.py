@@ -79,7 +79,7 @@ class Model:
           num_tokens: tokens after each prompt, at most.
           temperature: 0 is greedy.
           top_k: sample among the k most likely tokens; 0: all.
-          top_p: and among the fewest of this total probability.
+          top_p: and among the fewest tokens with this total probability.
           seed: the same seed gives a prompt the same text.
           stop: strings before which a text ends.
         """

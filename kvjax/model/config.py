@@ -9,7 +9,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import norm, rope
 
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
-# Far above any model, so that a typing error is reported by its key and not as out of memory.
+# Far above any model's sizes: a typo raises an error that names its key, not "out of memory".
 _MAX_SIZES = {
     "num_layers": 10_000,
     "d_model": 1 << 20,

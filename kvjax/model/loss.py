@@ -15,8 +15,8 @@ from kvjax.distributed.sharding import BATCH
 from kvjax.model.transformer import Compute, Transformer, logits
 
 _TOKENS = P(BATCH, "sequence")  # sharding of [B, T, ...]
-# The compiler shards the vocabulary (`tensor`). A tuple, not a set: the order of axes is part of a
-# collective, all processes must agree on it, and a set of strings has another order in each.
+# Mesh axes that shard_map handles; the compiler shards the vocabulary over `tensor`. A tuple, not a
+# set: collectives depend on the order, and a set of strings has another order in every process.
 _MANUAL = (*BATCH, "sequence")
 
 
@@ -83,7 +83,7 @@ def _reciprocal(count: int) -> jax.Array | float:
     """Returns 1 / count, bit-identical to the same factor passed in as an argument.
 
     Without the barrier XLA would fold the constant into neighbouring constants, which changes
-    rounding unless it is a power of two. A run with weights of 1 must equal one without weights.
+    rounding unless it is a power of two. A run with all weights 1 must equal a run without weights.
     """
     if count & (count - 1) == 0:
         return 1.0 / count
@@ -150,8 +150,8 @@ def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targe
     """Returns the weighted sum of nats, and its gradients for head and activations.
 
     Each device accumulates a full head gradient [D, V] over its own tokens. The gradients are
-    reduced over devices once, after the last slice: a reduce-scatter over `fsdp`, then a sum over
-    the other axes, so that less is sent.
+    reduced over devices once, after the last slice: first a reduce-scatter over `fsdp`, so that the
+    sum over the other axes sends less.
     """
 
     def loss(head_DV, x_BtD, targets_Bt, weights_Bt=None):
@@ -183,7 +183,7 @@ def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targe
 
 
 def _per_device(function, mesh: Mesh | None, in_specs, out_specs):
-    """Maps a function over the devices' own tokens; arguments of spec P() are whole on each."""
+    """Applies a function on each device to its own tokens; P() replicates an argument."""
     if mesh is None:
         return function
     return jax.shard_map(

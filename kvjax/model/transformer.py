@@ -126,8 +126,8 @@ class Block(nnx.Module):
     def _apply_dropout(self, y_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         if key is None or not self.dropout:
             return y_BTD
-        kept = jax.random.bernoulli(key, 1 - self.dropout, y_BTD.shape)
-        return jnp.where(kept, y_BTD / (1 - self.dropout), 0).astype(y_BTD.dtype)
+        keep = jax.random.bernoulli(key, 1 - self.dropout, y_BTD.shape)
+        return jnp.where(keep, y_BTD / (1 - self.dropout), 0).astype(y_BTD.dtype)
 
     def decode(
         self,
@@ -203,8 +203,8 @@ def apply_blocks(
 
         if compute.remat != "none":
             policy = REMAT_POLICIES[compute.remat]
-            # In a loop XLA cannot merge the recomputation with the forward pass; unrolled it can,
-            # unless CSE is prevented.
+            # If the scan is unrolled, XLA's CSE would merge the recomputation with the forward pass
+            # and so keep all activations; in a loop it cannot.
             unrolled = compute.unroll or length == 1
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
         unroll = length if compute.unroll else 1
@@ -225,8 +225,8 @@ class Transformer(nnx.Module):
         c = config.block
 
         def layer_rngs(layer):
-            key_of_layer = jax.random.fold_in(key, layer)
-            return InitRngs(key_of_layer, matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+            layer_key = jax.random.fold_in(key, layer)
+            return InitRngs(layer_key, matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
 
         rngs = layer_rngs(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model, T=c.max_positions)
@@ -306,16 +306,16 @@ class Transformer(nnx.Module):
 
 
 def compute_dtypes(params: dict, dtype: jnp.dtype) -> dict:
-    """Returns the dtype in which each weight of a Transformer's pure dict is used.
+    """Returns the dtype in which each weight of a Transformer enters computations, as a tree.
 
-    That is `dtype`, except for norms outside the blocks, which are used as stored.
+    It is `dtype`, except for the norms outside the blocks, which keep their stored dtype.
     """
     norms = ("embedding_norm", "final_norm")
 
-    def used(path, w):
+    def compute_dtype(path, w):
         return w.dtype if path[0].key in norms else jnp.dtype(dtype)
 
-    return jax.tree_util.tree_map_with_path(used, params)
+    return jax.tree_util.tree_map_with_path(compute_dtype, params)
 
 
 def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:

@@ -161,7 +161,7 @@ def test_capacity_is_checked_before_anything_is_lost():
     lengths, capacity = np.array([5, 100, 120]), 128
     cache_lib.check_capacity(lengths, np.array([100, 28, 8]), capacity)
     cache_lib.check_capacity(np.zeros(0, int), np.zeros(0, int), capacity)
-    message = "sequence 3 holds 120 tokens and 9 more are to come: 129 exceed.*capacity of 128"
+    message = "sequence 3 holds 120 tokens and 9 more follow: 129 exceed.*capacity of 128"
     with pytest.raises(UserError, match=message):
         cache_lib.check_capacity(lengths, np.array([100, 28, 9]), capacity)
 

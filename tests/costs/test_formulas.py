@@ -250,7 +250,7 @@ def test_decode_attention_flops_against_xla(name):
 
     def attend(weights, query, layer, first_B):
         inputs = nnx.merge(graph, weights).decode_inputs(query, base)
-        return xla.tiled(inputs, layer, first_B, S)
+        return xla.attend_in_tiles(inputs, layer, first_B, S)
 
     arguments = (nnx.to_pure_dict(state), shape(B, 1, N, H), cache.layers[0], first_B)
     counted = jax.jit(attend).lower(*arguments).compile().cost_analysis()["flops"]

@@ -48,7 +48,7 @@ def test_a_capacity_suffices_to_its_last_token(generator):
     list(generation)
     assert roomy == asked == generation.tokens and generation.cache.capacity == 128
     assert int(generation.cache.lengths[0]) == 128
-    with pytest.raises(UserError, match="sequence 1 holds 120 tokens and 9 more are to come"):
+    with pytest.raises(UserError, match="sequence 1 holds 120 tokens and 9 more follow"):
         generator.start([[1] * 120], num_tokens=10, capacity=128)
 
 

@@ -74,5 +74,7 @@ def test_invalid_sequences_are_refused(make_model):
     with pytest.raises(UserError, match=f"sequence 1: the vocabulary has ids 0 to {V - 1}"):
         scorer.choices([[1]], [[V]])
     positions = Scorer(Generator(make_model("mha", positions="learned", max_positions=16)))
-    with pytest.raises(UserError, match="sequence 1 has 18 tokens, and the model positions for 16"):
+    with pytest.raises(
+        UserError, match="sequence 1 has 18 tokens, more than the model.s 16 positions"
+    ):
         positions.continuations([([1] * 10, [2] * 8)])

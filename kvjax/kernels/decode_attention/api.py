@@ -1,6 +1,6 @@
 """Decode attention: checks its arguments, chooses an implementation and calls it.
 
-Kernels are imported when they are called: importing Pallas takes a quarter of a process's start.
+Kernels are imported when they are first called, since Pallas takes a quarter of all import time.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,13 +54,13 @@ def decode_attention(
       inputs: queries, absorbed weights and flags of the mechanism.
       cache: the arrays of one layer, [B, *shape, S], with the new tokens appended.
       first_B: [B] slot of each sequence's first new token; token t sees slots 0 .. first_B + t.
-      window: if positive, token t sees only the last `window` of them. Kernels have no window.
-      implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels; "reference"
-        expands the whole cache. None: the kernels of the device compiled for if they take these
-        inputs, else "xla", with the reason in the log, once.
+      window: if positive, token t sees only the last `window` of these slots; not for kernels.
+      implementation: "xla" (supports every input), "tpu" or "gpu" (Pallas kernels), or "reference",
+        which expands the whole cache. None: the kernel of the device compiled for if it supports
+        the inputs, else "xla"; the reason is logged once.
 
     Raises:
-      NotImplementedError: the implementation does not take these inputs; the message says why.
+      NotImplementedError: the implementation does not support the inputs; the message says why.
       ValueError: an unknown implementation, or a capacity above `rope.MAX_POSITION` under RoPE or
         with a bias by position.
     """
@@ -72,7 +72,7 @@ def decode_attention(
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     if window and is_kernel(name):
         raise NotImplementedError(f"the {name.upper()} kernels have no window: use 'xla'")
-    options = {"window": window} if window else {}  # which kernels do not have
+    options = {"window": window} if window else {}  # kernels have no such argument
     if stripes.num_chips() > 1:
         return sharded.decode_attention(inputs, cache, first_B, implementation=name, **options)
     return IMPLEMENTATIONS[name](inputs, cache, first_B, **options)
@@ -84,7 +84,11 @@ def _needs_angles(inputs: DecodeInputs) -> bool:
 
 
 def default(inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
-    """Returns the implementation for None; XLA does not divide a kernel between devices."""
+    """Returns the name of the implementation that None stands for.
+
+    It is "xla" on several devices, because XLA cannot partition a kernel, unless the cache is split
+    over them: then each chip calls the kernel with its own part.
+    """
     mesh, chips = jax.sharding.get_abstract_mesh(), stripes.num_chips()
     name = kernels_of(mesh.abstract_device or jax.devices()[0])
     if name is None or mesh.size > chips:
@@ -110,5 +114,5 @@ def kernels_of(device) -> str | None:
 
 
 def is_kernel(name: str | None) -> bool:
-    """Returns True for a kernel: runs on one kind of device, takes one query per sequence."""
+    """Returns True for the name of a kernel, which is limited to one query per sequence."""
     return name in _KERNELS

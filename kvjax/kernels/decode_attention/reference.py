@@ -1,8 +1,8 @@
 """The definition of decode attention: expand the whole cache to keys and values, then softmax.
 
-Every implementation is tested against this one, in float64. Its time and memory are the cost of
-expanding first: temporaries are as large as the expanded cache. Products have the highest precision
-that the device has for their dtype.
+Every implementation is tested against this one, in float64. It also measures the cost of expanding
+first: temporaries are as large as the expanded cache. Products have the highest precision that the
+device supports for their dtype.
 """
 
 import jax
@@ -25,7 +25,7 @@ def decode_attention(
     Args:
       cache: arrays [B, *shape, S], see `cache_layouts`.
       first_B: [B] position of the first query; query t sees slots 0 .. first_B + t.
-      window: if positive, query t sees only the last `window` of them.
+      window: if positive, query t sees only the last `window` of these slots.
       causal: False: every query sees slots 0 .. first_B.
     """
     with jax.default_matmul_precision("highest"):
@@ -41,10 +41,10 @@ def _attend(
     if inputs.bias is not None:
         z_BNTS = z_BNTS + inputs.bias.at(jnp.arange(S), first_B, z_BNTS.dtype)
     last_BT = first_B[:, None] + jnp.arange(T)[None] * causal
-    seen_BTS = jnp.arange(S)[None, None] <= last_BT[..., None]
+    visible_BTS = jnp.arange(S)[None, None] <= last_BT[..., None]
     if window:
-        seen_BTS &= jnp.arange(S)[None, None] > last_BT[..., None] - window
-    p_BNTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], z_BNTS, -jnp.inf), axis=-1)
+        visible_BTS &= jnp.arange(S)[None, None] > last_BT[..., None] - window
+    p_BNTS = jax.nn.softmax(jnp.where(visible_BTS[:, None], z_BNTS, -jnp.inf), axis=-1)
     return jnp.einsum("BNTS,BSNV->BTNV", p_BNTS, v_BSNV)
 
 

@@ -1,9 +1,9 @@
 """Decode attention over a cache whose tokens are split over several chips.
 
 Every chip attends to its own tokens (`cache.stripes`), and the outputs are merged by their
-log-sum-exps: two all-reduces per layer, and no cache is moved. Outputs [B, T, N, Hv] are merged
-rather than weighted sums before their expansion, which have Hv + R (LRKV) or C (MLA) channels per
-head, seldom fewer.
+log-sum-exps: two all-reduces per layer, and no cache is moved. Each chip expands its weighted sums
+to outputs before the merge, because outputs have only Hv channels per head, and weighted sums
+usually more: Hv + R for LRKV, C for MLA.
 """
 
 from collections.abc import Mapping
@@ -38,24 +38,25 @@ def decode_attention(
     """See `api.decode_attention`; the mesh around this call has the axis `stripes.AXIS`.
 
     Args:
-      cache: arrays split along S, a multiple of the chips; inputs and first_B are replicated.
+      cache: arrays sharded along S, a multiple of the number of chips; inputs and first_B are
+        replicated.
       implementation: one of IMPLEMENTATIONS, which return log-sum-exps.
     """
 
-    def of_chip(inputs, cache, first_B):
-        held = stripes.local_stripes(next(iter(cache.values())).shape[-1])
-        return merge(*IMPLEMENTATIONS[implementation](inputs, cache, first_B, held, **window))
+    def attend_on_chip(inputs, cache, first_B):
+        local = stripes.local_stripes(next(iter(cache.values())).shape[-1])
+        return merge(*IMPLEMENTATIONS[implementation](inputs, cache, first_B, local, **window))
 
     specs = (P(), {name: stripes.spec(array) for name, array in cache.items()}, P())
-    # A loop's sums start equal on all chips and then differ, which check_vma refuses.
-    split = jax.shard_map(of_chip, in_specs=specs, out_specs=P(), check_vma=False)
-    return split(inputs, dict(cache), first_B)
+    # check_vma rejects a loop whose carry is equal on all chips only at the start.
+    attend = jax.shard_map(attend_on_chip, in_specs=specs, out_specs=P(), check_vma=False)
+    return attend(inputs, dict(cache), first_B)
 
 
 def merge(o_BTNV: jax.Array, log_sum_exp_BTN: jax.Array) -> jax.Array:
-    """Sums the chips' outputs by their shares of the softmax; -inf is a chip that sees no token."""
+    """Averages the chips' outputs, weighted by exp(log-sum-exp), 0 for a chip without tokens."""
     largest_BTN = jax.lax.pmax(log_sum_exp_BTN, stripes.AXIS)
-    share_BTN1 = jnp.exp(log_sum_exp_BTN - largest_BTN)[..., None]
-    both = jnp.concatenate([o_BTNV * share_BTN1, share_BTN1], axis=-1)
-    sums = jax.lax.psum(both, stripes.AXIS)
+    weight_BTN1 = jnp.exp(log_sum_exp_BTN - largest_BTN)[..., None]
+    o_and_weight = jnp.concatenate([o_BTNV * weight_BTN1, weight_BTN1], axis=-1)
+    sums = jax.lax.psum(o_and_weight, stripes.AXIS)
     return sums[..., :-1] / sums[..., -1:]

@@ -3,10 +3,10 @@
     {"TPU v5 lite": {"tpu/residual_rotated/bfloat16-N18-K18-J1-R64-H128-V128-B1-S32768":
         {"parameters": {"tile_kv": 1024}, "source": "measured", ...}}}
 
-A TPU takes the entry of the nearest smaller batch, then length, if its own has none. A GPU takes
-its own entry alone (`nearest=False`): a split decides how many programs the batch and length give.
-`source` is "measured", or "static" if the bundles of the compiler's schedule were counted and
-nothing ran.
+If no entry has the batch and length, a TPU uses the entry of the next smaller batch, then length. A
+GPU uses exact entries only (`nearest=False`), because the best split depends on the number of
+programs that batch and length give. `source` is "measured", or "static" if the bundles of the
+compiler's schedule were counted without running the kernel.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,7 @@ def current_device_kind() -> str:
 
 
 def key(implementation: str, inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
-    """Returns an entry's key: implementation, cache layout, sizes, batch, capacity.
-
-    The sizes are those of layouts that a kernel takes.
-    """
+    """Returns an entry's key: implementation, cache layout, dtype, sizes, batch, capacity."""
     sizes = dict(N=inputs.query.shape[2])
     for letter, name, axis in (
         ("K", "base_key", 1),
@@ -60,11 +57,11 @@ def key(implementation: str, inputs: DecodeInputs, cache: Mapping[str, jax.Array
 
 
 def parameters(key: str, *, default: Mapping[str, int], nearest: bool) -> dict[str, int]:
-    """Returns the tuned parameters under a key; the default without an entry, with a log line.
+    """Returns the tuned parameters under a key; without an entry, logs that and returns `default`.
 
     Args:
       key: see `key`.
-      default: every parameter that the implementation takes.
+      default: a value for every parameter of the implementation.
       nearest: True to accept the entry of the nearest smaller batch, then length.
     """
     kind = current_device_kind()
@@ -77,11 +74,16 @@ def parameters(key: str, *, default: Mapping[str, int], nearest: bool) -> dict[s
 
 
 def save(key: str, device_kind: str, parameters: Mapping[str, int], *, source: str, **facts):
-    """Writes an entry to `tuned.json`; `source` is "measured" or "static", `facts` are figures."""
-    everything = json.loads(FILE.read_text())
+    """Writes an entry to `tuned.json`.
+
+    Args:
+      source: "measured" or "static".
+      facts: results to store in the entry, such as microseconds.
+    """
+    kinds = json.loads(FILE.read_text())
     entry = {"parameters": dict(parameters), "source": source} | facts
-    everything.setdefault(device_kind, {})[key] = entry
-    text = json.dumps(everything, indent=1, sort_keys=True) + "\n"
+    kinds.setdefault(device_kind, {})[key] = entry
+    text = json.dumps(kinds, indent=1, sort_keys=True) + "\n"
     write_atomically(epath.Path(FILE), text)
     _read.cache_clear()
 
@@ -92,14 +94,14 @@ def _read(file: pathlib.Path) -> dict:
 
 
 def _nearest(entries: Mapping, key: str) -> Mapping | None:
-    """Returns the entry of equal sizes with the largest batch, then length, within the key's."""
+    """Returns the entry of equal sizes with the largest batch, then length, up to the key's."""
     sizes, batch, length = _split(key)
-    fitting = {}
-    for other, entry in entries.items():
-        other_sizes, b, s = _split(other)
-        if other_sizes == sizes and b <= batch and s <= length:
-            fitting[b, s] = entry
-    return fitting[max(fitting)] if fitting else None
+    by_batch_and_length = {}
+    for entry_key, entry in entries.items():
+        entry_sizes, b, s = _split(entry_key)
+        if entry_sizes == sizes and b <= batch and s <= length:
+            by_batch_and_length[b, s] = entry
+    return by_batch_and_length[max(by_batch_and_length)] if by_batch_and_length else None
 
 
 def _split(key: str) -> tuple[str, int, int]:

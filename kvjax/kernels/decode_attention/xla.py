@@ -7,8 +7,8 @@ precision, even if the query is wider.
 
 On CPU XLA copies a slice before a matrix product reads it, which takes three times as long as
 reading the array itself. With one query per sequence the CPU therefore reads the whole cache at
-once if sequences fill a quarter of it, and goes by tiles only for keys that must be rebuilt: its
-temporaries are the logits.
+once if the longest sequence fills a quarter of it; temporaries are then the logits of all tokens.
+Only keys that must be rebuilt are still processed by tiles.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
 
-_MASKED = -1e30  # finite, so that a tile with nothing to see leaves the sums as they are
+_MASKED = -1e30  # finite, so that a tile without visible keys leaves the sums unchanged
 
 
 def decode_attention(
@@ -37,7 +37,7 @@ def decode_attention(
 
     Args:
       causal: False: all T tokens see slots 0 .. first_B.
-      tile_kv: tokens per tile; the FLOPs of `cache_layouts.rotating` are with the default.
+      tile_kv: tokens per tile; the formula `cache_layouts.rotating.flops` holds for the default.
     """
     options = dict(window=window, causal=causal, tile_kv=tile_kv)
     return attend_with_lse(inputs, cache, first_B, Stripes(), **options)[0]
@@ -55,10 +55,10 @@ def attend_with_lse(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to the tokens of this chip's stripes: [B, T, N, Hv], and log-sum-exps [B, T, N].
 
-    Where a query sees none of them, its output is finite and its log-sum-exp -inf.
+    If a query sees none of these tokens, its output is finite and its log-sum-exp is -inf.
 
     Args:
-      first_B: position of each sequence's first new token, on whichever chip it is.
+      first_B: position of each sequence's first new token, which any chip may hold.
       stripes: the positions that this chip holds.
     """
     wide = jnp.promote_types(inputs.query.dtype, jnp.float32)
@@ -69,10 +69,10 @@ def attend_with_lse(
         tile_kv = math.gcd(tile_kv, stripes.size)
 
     def in_tiles(inputs, cache, first_B):
-        return tiled(inputs, cache, first_B, tile_kv, stripes, window, causal)
+        return attend_in_tiles(inputs, cache, first_B, tile_kv, stripes, window, causal)
 
     def at_once(inputs, cache, first_B):
-        return whole(inputs, cache, first_B, tile_kv, stripes)
+        return attend_at_once(inputs, cache, first_B, tile_kv, stripes)
 
     def on_cpu(inputs, cache, first_B):
         if S <= 4 * tile_kv:
@@ -82,13 +82,13 @@ def attend_with_lse(
 
     with jax.default_matmul_precision("highest" if is_wide else None):
         arguments = (inputs, dict(cache), first_B)
-        # A cast would copy the whole cache; a window needs some of its tiles only.
+        # Tiles avoid a cast of the whole cache, and skip tokens outside a window.
         if T > 1 or not is_wide or window:
             return in_tiles(*arguments)
         return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=in_tiles)
 
 
-def tiled(
+def attend_in_tiles(
     inputs,
     cache,
     first_B: jax.Array,
@@ -105,12 +105,12 @@ def tiled(
     def step(i, carry):  # one tile of the online softmax
         max_BNT, sum_BNT, outputs = carry
         start, tile = problem.tile(i)
-        z_BNTs, seen_BNTs = problem.masked(
+        z_BNTs, visible_BNTs = problem.masked(
             tiles.logits(tile, stripes.position(start)), start, i * problem.tile_kv
         )
         new_max_BNT = jnp.maximum(max_BNT, jnp.max(z_BNTs, axis=-1))
         # `where`, since exp(_MASKED - _MASKED) is 1 in a tile that the query does not see.
-        p_BNTs = jnp.where(seen_BNTs, jnp.exp(z_BNTs - new_max_BNT[..., None]), 0)
+        p_BNTs = jnp.where(visible_BNTs, jnp.exp(z_BNTs - new_max_BNT[..., None]), 0)
         decay_BNT = jnp.exp(max_BNT - new_max_BNT)
         added = tiles.weighted_sums(p_BNTs, tile)
         outputs = tuple(o * decay_BNT[..., None] + a for o, a in zip(outputs, added, strict=True))
@@ -124,8 +124,8 @@ def tiled(
     return problem.finish(outputs, max_BNT, sum_BNT)
 
 
-def whole(inputs, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = Stripes()):
-    """Attends with all logits in memory; keys that must be rebuilt are, tile by tile."""
+def attend_at_once(inputs, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = Stripes()):
+    """Attends with all logits in memory; rebuilds keys, if necessary, tile by tile."""
     problem = _Problem(inputs, cache, first_B, tile_kv, stripes)
     B, T, N = inputs.query.shape[:3]
     tiles = problem.tiles
@@ -139,14 +139,14 @@ def whole(inputs, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = St
         z_BNTS = problem.for_tiles(step, jnp.zeros((B, N, T, problem.S), problem.wide))
     else:
         z_BNTS = tiles.logits(cache, jnp.zeros((), jnp.int32))
-    z_BNTS, seen_BNTS = problem.masked(z_BNTS, jnp.zeros((), jnp.int32), 0)
+    z_BNTS, visible_BNTS = problem.masked(z_BNTS, jnp.zeros((), jnp.int32), 0)
     max_BNT = jnp.max(z_BNTS, axis=-1)
-    p_BNTS = jnp.where(seen_BNTS, jnp.exp(z_BNTS - max_BNT[..., None]), 0)
+    p_BNTS = jnp.where(visible_BNTS, jnp.exp(z_BNTS - max_BNT[..., None]), 0)
     return problem.finish(tiles.weighted_sums(p_BNTS, cache), max_BNT, jnp.sum(p_BNTS, axis=-1))
 
 
 class _Problem:
-    """Arrays and sizes of one call, shared by `tiled` and `whole`."""
+    """Arrays and sizes of one call, shared by `attend_in_tiles` and `attend_at_once`."""
 
     def __init__(self, inputs, cache, first_B, tile_kv, stripes, window=0, causal=True):
         self.inputs, self.cache, self.first_B, self.stripes = inputs, cache, first_B, stripes
@@ -158,7 +158,7 @@ class _Problem:
         self.T = inputs.query.shape[1]
 
     def tile(self, i) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the first slot of tile i, and the tile; the last may overlap the one before."""
+        """Returns the first slot of tile i, and the tile; the last two tiles may overlap."""
         start = jnp.minimum(i * self.tile_kv, self.S - self.tile_kv)
         tile = {
             name: jax.lax.dynamic_slice_in_dim(array, start, self.tile_kv, axis=-1).astype(
@@ -169,23 +169,20 @@ class _Problem:
         return start, tile
 
     def for_tiles(self, step, carry):
-        """Runs `step(i, carry)` over the tiles that any sequence has reached and still sees."""
+        """Runs `step(i, carry)` over the tiles in which at least one query sees a token."""
         if self.S == self.tile_kv:  # one tile needs no loop
             return step(0, carry)
         held = self.stripes.num_held(jnp.max(self.first_B) + self.T)
-        first, reached = 0, -(-held // self.tile_kv)
+        first, stop = 0, jnp.minimum(-(-held // self.tile_kv), -(-self.S // self.tile_kv))
         if self.window:
-            before = jnp.maximum(jnp.min(self.first_B) + 1 - self.window, 0)
-            first = self.stripes.num_held(before) // self.tile_kv
-        return jax.lax.fori_loop(
-            first, jnp.minimum(reached, -(-self.S // self.tile_kv)), step, carry
-        )
+            oldest = jnp.maximum(jnp.min(self.first_B) + 1 - self.window, 0)
+            first = self.stripes.num_held(oldest) // self.tile_kv
+        return jax.lax.fori_loop(first, stop, step, carry)
 
-    def masked(self, z_BNTs, start, new) -> tuple[jax.Array, jax.Array]:
-        """Returns scaled, biased, masked logits of slots from `start`, and the mask.
+    def masked(self, z_BNTs, start, first_new) -> tuple[jax.Array, jax.Array]:
+        """Returns scaled, biased, masked logits of slots from `start`, and the visible ones.
 
-        Masked are slots that a query does not see, and slots before `new`, which belong to the
-        previous tile.
+        Slots before `first_new` are masked too, since the previous tile contains them.
         """
         slot_s = start + jnp.arange(z_BNTs.shape[-1], dtype=jnp.int32)
         position_s = self.stripes.position(slot_s)
@@ -195,15 +192,16 @@ class _Problem:
             z_BNTs = z_BNTs + bias.at(position_s, self.first_B, self.wide)
         after_T = jnp.arange(self.T, dtype=self.first_B.dtype) * self.causal
         last_BT = self.first_B[:, None] + after_T[None]
-        seen_BTs = (slot_s[None, None] >= new) & (position_s[None, None] <= last_BT[..., None])
+        is_new_11s = slot_s[None, None] >= first_new
+        visible_BTs = is_new_11s & (position_s[None, None] <= last_BT[..., None])
         if self.window:
-            seen_BTs &= position_s[None, None] > last_BT[..., None] - self.window
-        seen_BNTs = jnp.broadcast_to(seen_BTs[:, None], z_BNTs.shape)
-        return jnp.where(seen_BNTs, z_BNTs, _MASKED), seen_BNTs
+            visible_BTs &= position_s[None, None] > last_BT[..., None] - self.window
+        visible_BNTs = jnp.broadcast_to(visible_BTs[:, None], z_BNTs.shape)
+        return jnp.where(visible_BNTs, z_BNTs, _MASKED), visible_BNTs
 
     def finish(self, outputs: tuple[jax.Array, ...], max_BNT, sum_BNT):
         """Returns outputs [B, T, N, Hv], and log-sum-exps [B, T, N]."""
-        over_BNT = jnp.where(sum_BNT > 0, sum_BNT, 1)  # nothing seen: zeros, not NaN
-        o_BNTV = self.tiles.finish(tuple(o / over_BNT[..., None] for o in outputs))
-        log_sum_exp_BNT = jnp.where(sum_BNT > 0, max_BNT + jnp.log(over_BNT), -jnp.inf)
+        divisor_BNT = jnp.where(sum_BNT > 0, sum_BNT, 1)  # no visible key: zeros, not NaN
+        o_BNTV = self.tiles.finish(tuple(o / divisor_BNT[..., None] for o in outputs))
+        log_sum_exp_BNT = jnp.where(sum_BNT > 0, max_BNT + jnp.log(divisor_BNT), -jnp.inf)
         return jnp.moveaxis(o_BNTV, 1, 2), jnp.moveaxis(log_sum_exp_BNT, 1, 2)

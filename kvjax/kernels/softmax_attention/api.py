@@ -1,7 +1,7 @@
-"""Softmax attention of the training pass, over expanded keys and values: chooses the library.
+"""Softmax attention of the training pass, over expanded keys and values: chooses an implementation.
 
-XLA everywhere (xla.py); splash attention, a Pallas kernel, on TPUs (splash.py); cuDNN on NVIDIA
-GPUs (cudnn.py). The kernels never store logits [T, S].
+splash.py, a Pallas kernel, on TPUs; cudnn.py on NVIDIA GPUs; xla.py everywhere else, and for arrays
+that a kernel does not support. The kernels never store logits [T, S].
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from kvjax.kernels.softmax_attention import cudnn, xla
 from kvjax.kernels.softmax_attention.placement import (
     RESIDUALS,
     Options,
+    num_shards,
     platform,
     sort_tokens,
-    ways,
     zigzag,
 )
 
@@ -49,33 +49,32 @@ def softmax_attention(
       k_BSKH, v_BSKV: keys and values, K heads, K dividing N; key and value dims may differ.
       causal: True if a query sees only keys up to its own position.
       window: if positive and causal, a query sees only its own key and the window - 1 before it.
-      scale: factor of the logits, 1/sqrt(H) by default. Splash has no such factor: queries are
-        multiplied by it in float32 and rounded to their dtype once more.
-      implementation: "xla" takes everything; "splash" is for TPUs and interpreted elsewhere;
-        "cudnn". None: the one of the device compiled for if it takes these arrays, else "xla", with
-        the reason in the log, once.
+      scale: factor of the logits, 1/sqrt(H) by default. Splash has no factor, so queries are
+        multiplied by it in float32 and rounded to their dtype again.
+      implementation: "xla" (supports every argument), "splash" (for TPUs, interpreted elsewhere) or
+        "cudnn". None: the kernel of the device compiled for if it supports the arguments, else
+        "xla"; the reason is logged once.
       query_chunk: for "xla": if positive and causal, queries are processed in chunks of this many,
-        each against the keys that it can see: half the work on CPU, which computes masked logits.
+        each with its visible keys only. That halves the work on CPU, where XLA computes masked
+        logits too.
       query_positions_T, key_positions_S: positions of the tokens in the row, on the host; by
         default 0, 1, 2... Splash sorts keys and values by position, which costs a copy.
       segment_ids_BS, query_segment_ids_BT: int32; a query attends to keys of its own segment.
-        Queries have the keys' segments if not given.
+        query_segment_ids_BT None: equal to segment_ids_BS.
       mesh: devices over which the (global) arrays are sharded: batch over ("data", "fsdp"), T over
         "sequence", heads over "tensor"; S is not sharded. None: one device, or inside a
-        `jax.shard_map`. If keys and values have "sequence" times the batch, sharded over
-        ("sequence", "data", "fsdp"), they are equal copies, one per device. Their gradients are
-        summed where the caller made the copies, which may be copies of smaller arrays.
+        `jax.shard_map`. Keys and values may have "sequence" times the batch, sharded over
+        ("sequence", "data", "fsdp"): equal copies, one per device along "sequence". The caller that
+        copies smaller arrays before expanding them also sums smaller gradients.
 
     Raises:
-      NotImplementedError: the implementation does not take these arrays; the message says why.
+      NotImplementedError: the implementation does not support the arguments; the message says why.
     """
     T, N, H = q_BTNH.shape[1:]
     S, K = k_BSKH.shape[1:3]
     copies = k_BSKH.shape[0] / q_BTNH.shape[0]
-    fit = (
-        copies in (1, ways(mesh, "sequence")) and T % copies == N % K == 0 and H == k_BSKH.shape[3]
-    )
-    if not fit or k_BSKH.shape[:3] != v_BSKV.shape[:3]:
+    fit = copies in (1, num_shards(mesh, "sequence")) and T % copies == N % K == 0
+    if not fit or H != k_BSKH.shape[3] or k_BSKH.shape[:3] != v_BSKV.shape[:3]:
         shapes = f"{q_BTNH.shape}, {k_BSKH.shape} and {v_BSKV.shape}"
         raise ValueError(f"queries, keys and values {shapes} do not fit [BTNH], [BSKH], [BSKV]")
     if segment_ids_BS is None and query_segment_ids_BT is not None:
@@ -117,13 +116,13 @@ def _positions(positions: np.ndarray | None, length: int) -> np.ndarray | None:
 
 
 def _default(q_BTNH, k_BSKH, v_BSKV, options: Options) -> str:
-    """Returns the implementation for None."""
+    """Returns the name of the implementation that None stands for."""
     name = {"tpu": "splash", "gpu": "cudnn"}.get(platform(options.mesh))
     if name is None:
         return "xla"
     context = jax.sharding.get_abstract_mesh()
     if options.mesh is None and context.size > 1 and not context.are_all_axes_manual:
-        return "xla"  # several devices, and no mesh that gives the arrays' sharding
+        return "xla"  # several devices, but the arrays' sharding is unknown without a mesh
     try:
         _CHECKS[name](q_BTNH, k_BSKH, v_BSKV, options)
     except NotImplementedError as error:

@@ -1,6 +1,6 @@
 """Softmax attention by cuDNN, on NVIDIA GPUs.
 
-Tests of several GPUs replace it by XLA, on CPUs.
+Tests of sharding over GPUs run on CPUs, with XLA's attention in its place.
 """
 
 import functools
@@ -12,31 +12,31 @@ from kvjax.kernels.softmax_attention.placement import (
     Options,
     check_division,
     equal_dims,
-    not_taken,
+    num_shards,
     on_every_device,
-    ways,
+    refuse_arrays,
 )
 
 
 def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
-    """Raises NotImplementedError, with the reason, for arrays that cuDNN does not take."""
-    refuse = functools.partial(not_taken, "cudnn")
+    """Raises NotImplementedError, with the reason, for arrays that cuDNN does not support."""
+    refuse = functools.partial(refuse_arrays, "cudnn")
     T, S, dim = q_BTNH.shape[1], k_BSKH.shape[1], max(q_BTNH.shape[-1], v_BSKV.shape[-1])
     dtypes = {x.dtype for x in (q_BTNH, k_BSKH, v_BSKV)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         shown = ", ".join(sorted(map(str, dtypes)))
         refuse(f"dtypes {shown}: must be bfloat16 or float16, the same for all three")
-    if (sequence := ways(options.mesh, "sequence")) > 1:
+    if (sequence := num_shards(options.mesh, "sequence")) > 1:
         refuse(f"a row cannot be split over sequence = {sequence} devices")
     if options.query_positions_T is not None or options.key_positions_S is not None:
-        refuse("tokens must be in order, and positions (zig-zag) say that they are not")
+        refuse("tokens must be in order, but positions permute them (zig-zag)")
     check_division("cudnn", q_BTNH, k_BSKH, options.mesh)
     if options.segment_ids_BS is not None:
-        refuse("segments are not taken")
+        refuse("segment ids are not supported")
     if options.window:
-        refuse(f"a window of {options.window} tokens is not taken")
+        refuse(f"a window ({options.window} tokens) is not supported")
     if options.causal and T != S:
-        refuse(f"causal attention of {T} queries over {S} keys: must be equally many")
+        refuse(f"causal attention of {T} queries over {S} keys: must be equal numbers")
     if (device := _gpu()) is None:
         refuse("compiling it needs cuDNN and an NVIDIA GPU, which is absent")
     most = 256 if float(device.compute_capability) >= 9 else 128
@@ -53,8 +53,8 @@ def _gpu() -> jax.Device | None:
 def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
     """Calls `jax.nn.dot_product_attention` with cuDNN, on each device's shard of batch and heads.
 
-    cuDNN's own sharding rule raises if there are fewer KV heads than devices, since it requires
-    queries, keys and values to be sharded equally; inside a `jax.shard_map` it does not apply.
+    JAX's sharding rule for cuDNN requires queries, keys and values to be sharded equally, so it
+    raises if there are fewer KV heads than devices; inside a `jax.shard_map` it does not apply.
     """
     check(q_BTNH, k_BSKH, v_BSKV, options)
 

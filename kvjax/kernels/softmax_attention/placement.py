@@ -1,7 +1,7 @@
 """Placement of tokens and arrays on devices, shared by implementations of softmax attention.
 
 Context parallelism shards T over the mesh's `sequence` axis. With tokens in order the last device
-would have nearly twice the mean causal work; `zigzag` gives every device a chunk from both ends.
+would have nearly twice the mean causal work; `zigzag` gives every device an early and a late chunk.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ import numpy as np
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
 
-# Name of the residuals that a kernel saves for its backward pass: `jax.checkpoint` with the policy
-# `save_only_these_names(RESIDUALS)` does not repeat its forward pass.
+# Name of the residuals of a kernel's forward pass. `jax.checkpoint` with the policy
+# `save_only_these_names(RESIDUALS)` saves them and does not repeat the forward pass.
 RESIDUALS = "softmax_attention"
 
 
@@ -37,9 +37,9 @@ class Options:
     mesh: jax.sharding.Mesh | None
 
 
-def not_taken(name: str, reason: str) -> NoReturn:
-    """Raises NotImplementedError with the reason why an implementation does not take its arrays."""
-    raise NotImplementedError(f"{name} attention: {reason}; the implementation 'xla' takes this")
+def refuse_arrays(name: str, reason: str) -> NoReturn:
+    """Raises NotImplementedError with the reason why an implementation does not support arrays."""
+    raise NotImplementedError(f"{name} attention: {reason}; the implementation 'xla' supports them")
 
 
 # -- tokens ----------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def zigzag(length: int, shards: int) -> np.ndarray:
     """Returns the position, [length] int32, of the token at each index of a sharded row.
 
     The row is cut into 2·shards chunks; device i has chunks i and 2·shards - 1 - i, as in Llama 3
-    (arXiv:2407.21783, section 3.3.2), so that all have equal work in causal attention.
+    (arXiv:2407.21783, section 3.3.2), so that causal attention is equal work on all devices.
 
     Raises:
       UserError: 2·shards does not divide the length.
@@ -78,7 +78,7 @@ def sort_tokens(positions_S: np.ndarray | None, x_BS: jax.Array) -> jax.Array:
     return jnp.concatenate(slices, axis=1)
 
 
-def both_positions(options: Options, T: int, S: int) -> tuple[np.ndarray, np.ndarray]:
+def all_positions(options: Options, T: int, S: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the positions of queries, [T], and keys, [S], in the row, int32."""
     query_positions, key_positions = options.query_positions_T, options.key_positions_S
     return (
@@ -97,38 +97,38 @@ def platform(mesh: jax.sharding.Mesh | None) -> str:
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).platform
 
 
-def ways(mesh: jax.sharding.Mesh | None, *names: str) -> int:
-    """Returns the number of shards of an array that is sharded over these axes."""
+def num_shards(mesh: jax.sharding.Mesh | None, *names: str) -> int:
+    """Returns the number of shards of an array that is sharded over the named mesh axes."""
     return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in names)
 
 
 def check_division(name: str, q_BTNH, k_BSKH, mesh: jax.sharding.Mesh | None) -> None:
-    """Raises NotImplementedError if the mesh does not divide the batch, or the heads."""
+    """Raises NotImplementedError if the mesh does not divide the batch or the heads."""
     (B, N), K = q_BTNH.shape[:3:2], k_BSKH.shape[2]
-    rows, tensor = ways(mesh, "data", "fsdp"), ways(mesh, "tensor")
+    rows, tensor = num_shards(mesh, "data", "fsdp"), num_shards(mesh, "tensor")
     if B % rows:
-        not_taken(name, f"a batch of {B} is not divided by data x fsdp = {rows} devices")
+        refuse_arrays(name, f"a batch of {B} is not divided by data x fsdp = {rows} devices")
     if N % tensor or (K % tensor and tensor % K):
         heads = f"{N} query heads on {K} KV heads"
-        not_taken(name, f"{heads} are not divided by tensor = {tensor} devices")
+        refuse_arrays(name, f"{heads} are not divided by tensor = {tensor} devices")
 
 
 def on_every_device(
-    attend: Callable[..., jax.Array], q_BTNH, k_BSKH, v_BSKV, options: Options, given=(), specs=()
+    attend: Callable[..., jax.Array], q_BTNH, k_BSKH, v_BSKV, options: Options, first=(), specs=()
 ) -> jax.Array:
-    """Calls attend(*given, q, k, v, query segments, segments) on each device: [B, T, N, Hv].
+    """Calls attend(*first, q, k, v, query_segment_ids, segment_ids) on each device: [B, T, N, Hv].
 
     A device has its shards of the batch, of T and of the heads. If there are fewer KV heads than
     `tensor` devices, each device has a copy of the head that its queries use. Without a mesh of
-    several devices `attend` gets whole arrays.
+    several devices `attend` gets the full arrays.
 
     Args:
-      given, specs: first arguments of `attend`, and their partition specs.
+      first, specs: leading arguments of `attend`, and their partition specs.
     """
     mesh, segments = options.mesh, (options.query_segment_ids_BT, options.segment_ids_BS)
     if mesh is None or mesh.size == 1:
-        return attend(*given, q_BTNH, k_BSKH, v_BSKV, *segments)
-    tensor, K = ways(mesh, "tensor"), k_BSKH.shape[2]
+        return attend(*first, q_BTNH, k_BSKH, v_BSKV, *segments)
+    tensor, K = num_shards(mesh, "tensor"), k_BSKH.shape[2]
     if K % tensor:
         k_BSKH, v_BSKV = (jnp.repeat(x, tensor // K, axis=2) for x in (k_BSKH, v_BSKV))
 
@@ -146,14 +146,14 @@ def on_every_device(
         in_specs=(*specs, queries, keys, keys, *rows),
         out_specs=queries,
         check_vma=False,  # a kernel's outputs do not declare the axes along which they vary
-    )(*given, q_BTNH, k_BSKH, v_BSKV, *segments)
+    )(*first, q_BTNH, k_BSKH, v_BSKV, *segments)
 
 
 # -- shapes ----------------------------------------------------------------------------------------
 
 
 def equal_dims(*arrays: jax.Array, multiple: int = 1) -> list[jax.Array]:
-    """Pads last dims with zeros to the largest, which libraries require."""
+    """Pads last axes with zeros to one length, as libraries require."""
     dim = round_up(max(x.shape[-1] for x in arrays), multiple)
     missing = [dim - x.shape[-1] for x in arrays]
     return [

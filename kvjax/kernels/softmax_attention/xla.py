@@ -1,4 +1,4 @@
-"""Softmax attention by XLA: `jax.nn.dot_product_attention`, which takes everything.
+"""Softmax attention by XLA: `jax.nn.dot_product_attention`, which supports every option.
 
 GSPMD partitions it for any sharding of the arrays.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.softmax_attention.placement import Options, both_positions, equal_dims
+from kvjax.kernels.softmax_attention.placement import Options, all_positions, equal_dims
 
 
 def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
@@ -23,7 +23,7 @@ def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
         mask = _mask(options, slice(T), slice(S), None)
         o_BTNV = _attend(*arrays, scale=options.scale, mask=mask, is_causal=options.causal)
     elif copies == 1:
-        t_T, s_S = both_positions(options, T, S)
+        t_T, s_S = all_positions(options, T, S)
         o_BTNV = _by_positions(*arrays, options, t_T[None], s_S)
     else:
         o_BTNV = _by_copies(*arrays, options, copies)
@@ -31,22 +31,25 @@ def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
 
 
 def _by_copies(q_BTNH, k_CBSKH, v_CBSKV, options: Options, copies: int) -> jax.Array:
-    """Attends with one copy of keys and values per shard of a row's queries, each as a row."""
+    """Attends with one copy of keys and values per shard of a row's queries.
+
+    Every (shard, copy) becomes a row of the batch.
+    """
     B, T = q_BTNH.shape[:2]
-    t_T, s_S = both_positions(options, T, k_CBSKH.shape[1])
+    t_T, s_S = all_positions(options, T, k_CBSKH.shape[1])
     t_CBT = t_T.reshape(copies, 1, -1).repeat(B, axis=1).reshape(copies * B, -1)
     if options.segment_ids_BS is not None:
         options = dataclasses.replace(
             options,
-            query_segment_ids_BT=_parts(options.query_segment_ids_BT, copies),
+            query_segment_ids_BT=_split_rows(options.query_segment_ids_BT, copies),
             segment_ids_BS=jnp.tile(options.segment_ids_BS, (copies, 1)),
         )
-    o_CBTNV = _by_positions(_parts(q_BTNH, copies), k_CBSKH, v_CBSKV, options, t_CBT, s_S)
-    return _whole(o_CBTNV, copies)
+    o_CBTNV = _by_positions(_split_rows(q_BTNH, copies), k_CBSKH, v_CBSKV, options, t_CBT, s_S)
+    return _join_rows(o_CBTNV, copies)
 
 
 def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) -> jax.Array:
-    """Attends with tokens in any order, in chunks of queries with the keys that they may see.
+    """Attends with tokens in any order; with chunks of queries, each to a slice of the keys.
 
     Args:
       t_BT: positions of queries, [B or 1, T], on the host.
@@ -59,28 +62,32 @@ def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) 
     for start in range(0, T, chunk):
         queries, keys = slice(start, min(start + chunk, T)), slice(len(s_S))
         if in_chunks:
-            keys = _seen(s_S, t_BT[:, queries], options.window)
-        visible = (t_BT[:, queries], s_S[keys]) if options.causal else None
-        mask = _mask(options, queries, keys, visible)
+            keys = _visible_keys(s_S, t_BT[:, queries], options.window)
+        positions = (t_BT[:, queries], s_S[keys]) if options.causal else None
+        mask = _mask(options, queries, keys, positions)
         arrays = q[:, queries], k[:, keys], v[:, keys]
         outputs.append(_attend(*arrays, scale=options.scale, mask=mask))
     return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
 
-def _seen(s_S: np.ndarray, t_BT: np.ndarray, window: int) -> slice:
-    """Returns the shortest slice of keys with all that any of these queries sees; never empty."""
-    seen = s_S <= t_BT.max()
+def _visible_keys(s_S: np.ndarray, t_BT: np.ndarray, window: int) -> slice:
+    """Returns the shortest slice, never empty, that contains every key a query of t_BT sees."""
+    visible = s_S <= t_BT.max()
     if window:
-        seen &= s_S > t_BT.min() - window
-    index = np.flatnonzero(seen)
+        visible &= s_S > t_BT.min() - window
+    index = np.flatnonzero(visible)
     return slice(int(index[0]), int(index[-1]) + 1) if index.size else slice(1)
 
 
-def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array | None:
-    """Returns the mask, [B or 1, 1, T, S], by positions `visible` and segments; None without."""
+def _mask(options: Options, queries: slice, keys: slice, positions) -> jax.Array | None:
+    """Returns the mask of visible keys, [B or 1, 1, T, S]; None if all are visible.
+
+    Args:
+      positions: of queries [B or 1, T] and keys [S], for the causal mask; None: not causal.
+    """
     mask = None
-    if visible is not None:
-        t_BT, s_S = map(jnp.asarray, visible)
+    if positions is not None:
+        t_BT, s_S = map(jnp.asarray, positions)
         t_BT1, s_11S = t_BT[:, :, None], s_S[None, None, :]
         mask = (s_11S <= t_BT1)[:, None]
         if options.window:
@@ -92,28 +99,28 @@ def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array |
     return mask
 
 
-def _parts(x_BT: jax.Array, parts: int) -> jax.Array:
-    """Splits rows [B, T, ..] into [parts·B, T/parts, ..], all rows' first parts first."""
+def _split_rows(x_BT: jax.Array, n: int) -> jax.Array:
+    """Splits each row of [B, T, ..] into n shards, [n·B, T/n, ..]; shard i of row b is i·B + b."""
     B, T, *rest = x_BT.shape
-    x = x_BT.reshape(B, parts, T // parts, *rest)
-    return x.swapaxes(0, 1).reshape(parts * B, T // parts, *rest)
+    x = x_BT.reshape(B, n, T // n, *rest)
+    return x.swapaxes(0, 1).reshape(n * B, T // n, *rest)
 
 
-def _whole(x_BT: jax.Array, parts: int) -> jax.Array:
-    """Reverses `_parts`."""
-    PB, T, *rest = x_BT.shape
-    x = x_BT.reshape(parts, PB // parts, T, *rest)
-    return x.swapaxes(0, 1).reshape(PB // parts, parts * T, *rest)
+def _join_rows(x_BT: jax.Array, n: int) -> jax.Array:
+    """Inverts `_split_rows`."""
+    nB, T, *rest = x_BT.shape
+    x = x_BT.reshape(n, nB // n, T, *rest)
+    return x.swapaxes(0, 1).reshape(nB // n, n * T, *rest)
 
 
 def _attend(q, k, v, **options) -> jax.Array:
-    """Calls the library; float64 has its own, since the library's softmax is in float32."""
+    """Calls JAX's attention; in float64 ours, because JAX computes the softmax in float32."""
     attend = _float64_attention if q.dtype == jnp.float64 else jax.nn.dot_product_attention
     return attend(q, k, v, **options)
 
 
 def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=False) -> jax.Array:
-    """Computes `jax.nn.dot_product_attention` in float64 throughout."""
+    """Computes `jax.nn.dot_product_attention` entirely in float64."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     q_BTKrH = q_BTNH.reshape(B, T, K, N // K, H)

@@ -159,7 +159,7 @@ def _build(name, T, **sizes):
     return getattr(_Draw(T, **sizes), kind)(**options)
 
 
-WAYS = {"tiled": xla.tiled, "whole": xla.whole}
+WAYS = {"tiled": xla.attend_in_tiles, "whole": xla.attend_at_once}
 
 
 @functools.partial(jax.jit, static_argnames=("way", "tile_kv"))

@@ -61,8 +61,8 @@ CUDNN_REFUSES = [
     (dict(dtype=FLOAT32), {}, "float32: must be bfloat16 or float16"),
     (dict(H=320), {}, "head dim of 320 is over 256"),
     ({}, dict(query_positions_T=zigzag(256, 2)), "zig-zag"),
-    ({}, dict(segment_ids_BS=jnp.zeros((2, 256), jnp.int32)), "segments are not taken"),
-    ({}, dict(window=100), "a window of 100 tokens is not taken"),
+    ({}, dict(segment_ids_BS=jnp.zeros((2, 256), jnp.int32)), "segment ids are not supported"),
+    ({}, dict(window=100), "a window (100 tokens) is not supported"),
     ({}, dict(mesh=dict(sequence=2)), "sequence = 2 devices"),
     (dict(B=6), dict(mesh=dict(data=2, fsdp=2)), "batch of 6 is not .* data x fsdp = 4"),
 ]
@@ -73,7 +73,7 @@ def test_cudnn_says_what_it_does_not_take(cudnn, shape, options, message):
     if "mesh" in options:
         options = dict(mesh=cases.mesh(**options["mesh"]))
     arrays = cases.shapes(**shape)
-    with pytest.raises(NotImplementedError, match=f"^cudnn.*{message}.*'xla' takes this"):
+    with pytest.raises(NotImplementedError, match=f"^cudnn.*{message}.*'xla' supports them"):
         cases.trace(arrays, implementation="cudnn", **options)
     cases.trace(arrays, **options)
     assert not cudnn.calls
@@ -111,7 +111,7 @@ def test_older_gpus_have_narrower_heads(cudnn):
     assert len(cudnn.calls) == 1
     shorter = cases.shapes(length=128)[:1] + cases.shapes(length=256)[1:]
     with pytest.raises(
-        NotImplementedError, match="128 queries over 256 keys: must be equally many"
+        NotImplementedError, match="128 queries over 256 keys: must be equal numbers"
     ):
         cases.trace(shorter, implementation="cudnn")
     assert cases.trace(shorter, implementation="cudnn", causal=False).shape == shorter[0].shape

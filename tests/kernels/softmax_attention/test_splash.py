@@ -142,7 +142,7 @@ SPLASH_REFUSES = [
 def test_splash_says_what_it_does_not_take(monkeypatch, caplog, shape, sizes, message):
     """Refused by name with a hint at XLA; by default XLA replaces it."""
     arrays, options = cases.shapes(**shape), dict(mesh=cases.mesh(**sizes) if sizes else None)
-    with pytest.raises(NotImplementedError, match=f"^splash.*{message}.*'xla' takes this"):
+    with pytest.raises(NotImplementedError, match=f"^splash.*{message}.*'xla' supports them"):
         cases.trace(arrays, implementation="splash", **options)
     monkeypatch.setattr(api, "platform", lambda mesh: "tpu")
     logs.log_once.cache_clear()

@@ -1,7 +1,7 @@
 """Cache layouts, one file each: inputs of decode attention, definition, tiles in plain JAX, FLOPs.
 
-A new layout is a new file with the interface of `layout.py`. The TPU and GPU kernels take some of
-the layouts; plain JAX takes all.
+A new layout is a new file with the interface of `layout.py`. Plain JAX supports all layouts, the
+TPU and GPU kernels some.
 """
 
 from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredInputs

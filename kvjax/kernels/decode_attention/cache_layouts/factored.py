@@ -28,7 +28,7 @@ class FactoredInputs(DecodeInputs):
     """key = key_scale·Rot(key expand_key), value = value expand_value.
 
     cache: key [B, J, R, S], or [B, K, H, S] rotated if expand_key is None; value [B, J, R, S] or
-    [B, K, Hv, S]; key_scale [B, K, 1, S] float32 or wider, if keys from latents are normed.
+    [B, K, Hv, S]; key_scale [B, K, 1, S] float32 or wider, if expanded keys are normed.
     """
 
     query: jax.Array  # [B, T, N, H]
@@ -109,7 +109,7 @@ class FactoredSizes:
     H: int
     Hv: int
     rope_base: Base | None
-    scaled: bool  # keys from latents are normed: the cache has "key_scale", 1/rms
+    scaled: bool  # expanded keys are normed: the cache has "key_scale", 1/rms
 
     def flops(self) -> DecodeFlops:
         N, K, R, H = self.N, self.K, self.R, self.H

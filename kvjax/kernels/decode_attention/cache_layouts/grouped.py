@@ -1,4 +1,4 @@
-"""Keys and values cached as they are used: MHA, GQA, MQA, thin keys, Q=K-V."""
+"""Keys and values cached in the form that attention reads: MHA, GQA, MQA, thin keys, Q=K-V."""
 
 from collections.abc import Callable
 import dataclasses

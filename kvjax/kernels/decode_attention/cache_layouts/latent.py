@@ -20,8 +20,8 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
 class LatentInputs(DecodeInputs):
     """key = [latent's first C', rope_key], value = latent up_value (DeepSeek-V2, section 2.1).
 
-    cache: latent [B, .., C, S], whose axes between count J latents, and rope_key [B, P, S] if there
-    is a `rope_query`. Query head n uses latent n·J // N.
+    cache: latent [B, .., C, S], where the axes ".." have J elements in all, and rope_key [B, P, S]
+    if there is a `rope_query`. Query head n uses latent n·J // N.
     """
 
     query: jax.Array  # [B, T, N, C'], C' <= C: the content query times up_key
@@ -87,10 +87,10 @@ class LatentTiles:
         (o_BNTC,) = outputs
         if self.inputs.up_value is None:
             return o_BNTC
-        return values(o_BNTC, self.inputs.up_value)
+        return expand_values(o_BNTC, self.inputs.up_value)
 
 
-def values(o_BNTC: jax.Array, up_JCrV: jax.Array) -> jax.Array:
+def expand_values(o_BNTC: jax.Array, up_JCrV: jax.Array) -> jax.Array:
     """Expands weighted sums of latents to values, [B, N, T, Hv]."""
     B, N, T, C = o_BNTC.shape
     o_BJrTC = o_BNTC.reshape(B, up_JCrV.shape[0], -1, T, C)
@@ -106,8 +106,8 @@ class LatentSizes:
     P: int = 64
     Hv: int = 128  # 0: the latent is the value
     J: int = 1
-    key_channels: int | None = None  # first channels of the latent, which are the key; None: all
-    absorbed_channels: int = 0  # of the content query, before up_key is absorbed; 0: none is
+    key_channels: int | None = None  # number of leading latent channels in the key; None: all
+    absorbed_channels: int = 0  # channels of the query before up_key is absorbed; 0: no up_key
 
     def example(self, draw: Callable[..., jax.Array], B: int) -> LatentInputs:
         heads, key = self.N // self.J, self.C if self.key_channels is None else self.key_channels

@@ -78,7 +78,7 @@ class DecodeFlops(NamedTuple):
 
 
 class Tiles(Protocol):
-    """Decode attention over one tile of the cache in plain JAX; the queries are prepared once.
+    """Decode attention over one tile of the cache in plain JAX, for queries of the constructor.
 
     All arrays are float32 or wider. Queries have heads before tokens, [B, N, T, ...]; tiles have
     s consecutive tokens on their last axis, [B, K, H, s], from position `start`.
@@ -87,7 +87,7 @@ class Tiles(Protocol):
     large_logits: bool  # True if `logits` has temporaries as large as a tile
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
-        """Returns the channels of each array that `weighted_sums` returns."""
+        """Returns the number of channels of each array that `weighted_sums` returns."""
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         """Returns logits [B, N, T, s], neither scaled nor masked."""
@@ -109,7 +109,7 @@ class DecodeInputs:
     query: jax.Array  # [B, T, N, H]
     scale: float  # factor of the logits
     bias: Bias | None = None
-    rope_base: rope.Base | None = None  # if cached keys are not rotated yet
+    rope_base: rope.Base | None = None  # of the rotation of cached keys; None: already rotated
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [B, T, N, H], k [B, S, K, H], v [B, S, K', Hv] of equivalent plain attention.
@@ -164,7 +164,7 @@ def rotated(x_BSNH: jax.Array, base: rope.Base) -> jax.Array:
 
 
 def normed_and_rotated(x_BSNH: jax.Array, inputs) -> jax.Array:
-    """Norms and rotates [B, S, N, H] as `inputs.norm_epsilon`, `gain` and `rope_base` say."""
+    """Norms and rotates keys [B, S, N, H] by `norm_epsilon`, `gain` and `rope_base` of `inputs`."""
     if inputs.norm_epsilon is not None:
         x_BSNH = x_BSNH * inverse_rms(x_BSNH, inputs.norm_epsilon)
     if inputs.gain is not None:

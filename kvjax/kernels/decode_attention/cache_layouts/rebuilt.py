@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.cache_layouts import tiles
-from kvjax.kernels.decode_attention.cache_layouts.latent import LatentTiles, values
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentTiles, expand_values
 from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
@@ -46,7 +46,7 @@ class _Tiles(LatentTiles):
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        return values(outputs[0], self.inputs.up_value[None])
+        return expand_values(outputs[0], self.inputs.up_value[None])
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         k_BNHs = jnp.einsum("BCs,CNH->BNHs", tile["latent"], self.inputs.up_key)

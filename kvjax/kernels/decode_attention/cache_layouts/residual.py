@@ -48,7 +48,7 @@ class ResidualInputs(DecodeInputs):
         residual = jnp.einsum("BSKR,KRH->BSKH", c["residual_key"], self.expand_key)
         if self.rope_base is not None:
             residual = rotated(residual, self.rope_base)
-        # Base and residual may have different queries: concatenated, both products are one.
+        # Concatenated along channels, because base and residual may have different queries.
         query = jnp.concatenate([self.query, self.residual_query], axis=-1)
         k = jnp.concatenate([repeat_heads(c["base_key"], K), residual], axis=-1)
         if "key_scale" in c:

@@ -45,8 +45,8 @@ class TiedInputs(DecodeInputs):
         return _Tiles(self)
 
 
-def _in_one_pass(queries: int, keys: int, *, rotates: bool, gain: bool) -> bool:
-    """Returns True if logits are normed and rotated instead of keys, which are not stored."""
+def _fuses_rotation(queries: int, keys: int, *, rotates: bool, gain: bool) -> bool:
+    """Returns True if one product rotates keys and scores them, so that no such keys are stored."""
     return rotates and not gain and queries <= keys
 
 
@@ -68,7 +68,7 @@ class _Tiles:
             k_BKHs = tiles.spread(k_BKHs, residual.shape[1]) + residual
         N, T = self.q_BNTH.shape[1:3]
         rotates, gain = inputs.rope_base is not None, inputs.gain is not None
-        if not _in_one_pass(N * T, k_BKHs.shape[1], rotates=rotates, gain=gain):
+        if not _fuses_rotation(N * T, k_BKHs.shape[1], rotates=rotates, gain=gain):
             return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BKHs, start, inputs))
         z_BKs = tiles.rotated_dot(self.q_BNTH[:, :, 0], k_BKHs, start, inputs.rope_base)
         if inputs.norm_epsilon is not None:
@@ -106,8 +106,8 @@ class TiedSizes:
         keys, rotates = self.K if R else self.J, self.rope_base is not None
         per_key = 4 * N * H + (3 * keys * H if rotates else 0)
         if self.normed:
-            in_one_pass = _in_one_pass(N, keys, rotates=rotates, gain=self.gain)
-            per_key += (2 if in_one_pass else 3) * keys * H
+            fused = _fuses_rotation(N, keys, rotates=rotates, gain=self.gain)
+            per_key += (2 if fused else 3) * keys * H
         if not R:
             return DecodeFlops(0, per_key)
         return DecodeFlops(2 * N * R * H, per_key + keys * H * (2 * R + 1) + 2 * N * R)

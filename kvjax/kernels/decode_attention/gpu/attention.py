@@ -1,9 +1,9 @@
 """Decode attention as a Pallas kernel for Hopper GPUs: one query per sequence.
 
-The cache is read once, in the layout in which it is stored. A program attends with some heads of
-one sequence to one split of its tokens (`kernel`), as a plan says (`plans`); splits are merged here
-by their log-sum-exps. Where values are latents, the kernel returns weighted sums of latents, which
-are expanded to values afterwards.
+The cache is read once, without a transposed copy. A program (`kernel`) attends with some heads of
+one sequence to one split of its tokens; `plans` has the sizes per cache layout. Splits are merged
+here by their log-sum-exps. If values are latents, the kernel returns weighted sums of latents,
+which are expanded to values afterwards.
 
 Tests compile the kernel ahead of time for an H200, and run it in the interpreter on a model of
 shared memory whose products and copies complete as late as a GPU allows.
@@ -22,11 +22,12 @@ from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.gpu import kernel, plans
 
 _HOPPER = "H(20|100|200|800)"  # device kinds that have wgmma and TMA
-_TRIED_SPLITS = (256, 512, 1024, 2048, 4096, 8192)  # for --tune
+_TRIED_SPLITS = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a split that --tune measures
 _CAPACITY = plans.TILE_KV  # S is a multiple of the largest tile
 _MULTIPROCESSORS = 132  # of an H100 or H200
-# (programs per multiprocessor, fewest tokens of a split): 2 programs each if splits then have 256
-# tokens or more, 8 if they have 1,024. Every split waits for its first slabs and rotates queries.
+# (programs per multiprocessor, minimum tokens of a split): 2 programs if their splits then have
+# 256 tokens or more, and up to 8 if splits still have 1,024. Longer splits are better, because each
+# waits for its first slabs and rotates its queries.
 _PROGRAMS = ((2, 256), (8, 1024))
 
 Cache = Mapping[str, jax.Array]
@@ -50,13 +51,13 @@ def decode_attention(
         TILE_KV in `plans`.
       split: tokens of a split, a multiple of `tile_kv`; None: from `tuned.json`, or enough
         splits to fill the GPU.
-      slots: slabs of 64 channels by `tile_kv` tokens that a program's ring holds.
+      slots: number of slabs, of 64 channels by `tile_kv` tokens, in a program's ring.
       wgmma_in_flight: products in flight at once, from 1 to `slots`.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Raises:
-      NotImplementedError: inputs or shapes that the kernel does not take; see `check`.
-      ValueError: sizes that do not fit each other.
+      NotImplementedError: inputs or shapes that the kernel does not support; see `check`.
+      ValueError: inconsistent sizes of tile, split, ring and products in flight.
     """
     check(inputs, cache)
     adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
@@ -66,7 +67,7 @@ def decode_attention(
     key = tuning.key("gpu", inputs, cache)
     tuned = tuning.parameters(key, default=default, nearest=False)
     split = split or min(round_up(tuned["split"], tile_kv), adapter.max_split)
-    # Head axes and channels as one axis, from which the kernel takes slabs: a bitcast, no copy.
+    # Merges the head axes and channels into one axis, which the kernel cuts into slabs (a bitcast).
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
     o, maximum, total = kernel.attend(
         adapter.plan,
@@ -89,7 +90,7 @@ def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]
 
 
 def check(inputs: DecodeInputs, cache: Cache) -> None:
-    """Raises NotImplementedError, with the reason, for inputs that the kernel does not take."""
+    """Raises NotImplementedError, with the reason, for inputs that the kernel does not support."""
     refusal = _refusal(inputs, cache)
     if refusal is not None:
         raise NotImplementedError(f"the GPU kernel {refusal}; use 'xla'")
@@ -133,7 +134,7 @@ def _split(programs: int, S: int, tile_kv: int) -> int:
       programs: programs per split, sequences times head tiles.
     """
     splits = max(
-        min(-(-wanted * _MULTIPROCESSORS // programs), S // tokens) for wanted, tokens in _PROGRAMS
+        min(-(-target * _MULTIPROCESSORS // programs), S // tokens) for target, tokens in _PROGRAMS
     )
     return -(-S // (max(splits, 1) * tile_kv)) * tile_kv
 
@@ -141,7 +142,7 @@ def _split(programs: int, S: int, tile_kv: int) -> int:
 def _merge(
     o: jax.Array, maximum: jax.Array, total: jax.Array, first_B: jax.Array, split: int
 ) -> jax.Array:
-    """Merges splits by their shares of the softmax: [B, head tiles, channels, columns]."""
+    """Averages splits by their shares of the softmax: [B, head tiles, channels, columns]."""
     B, X, g, slabs, rows, n = o.shape  # X splits, g head tiles
     starts_X = jnp.arange(X, dtype=first_B.dtype) * split
     reached_BX = starts_X[None] <= first_B[:, None]  # other splits were not written

@@ -25,9 +25,9 @@ so that shared and private slabs add up in one accumulator.
     tile 0   key 0  key 1  val 0  val 1
     tile 1   key 1  val 0  val 1         key 0      slab i of tile t: slot (t · slabs + i) mod slots
 
-The program copies and computes in turn: when it has waited for the product that reads a slab, it
-starts the copy of the slab that comes `slots` later into the same slot (`Ring.release`). All other
-slots hold slabs that have arrived or are on their way.
+The program alternates between copies and products: when it has waited for the product that reads a
+slab, it starts the copy of the slab that comes `slots` later into the same slot (`Ring.release`).
+All other slots hold slabs that have arrived or are being copied.
 
 Barriers: `full[slot]` completes when the slot's copy has arrived; `ready` when the queries and the
 RoPE basis have; `scales_full[t % 2]` when tile t's key scales have. `commit_smem` makes the
@@ -62,7 +62,7 @@ from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring
         "wgmma_in_flight",
         "interpret",
     ),
-)  # a function of its own in the program: lowered once for all layers of a model
+)  # jitted, so that it is lowered once for all layers of a model
 def attend(
     plan: Plan,
     arrays: Mapping[str, jax.Array],
@@ -100,7 +100,7 @@ def attend(
       float32. Entries of splits past a sequence's end are not written.
 
     Raises:
-      ValueError: sizes that do not fit each other.
+      ValueError: inconsistent sizes of tile, split, ring and products in flight.
     """
     B, S = first_B.shape[0], arrays[plan.keys[0].name].shape[-1]
     splits, n = -(-S // split), plan.columns

@@ -205,7 +205,7 @@ class LatentAdapter:
         if self.inputs.up_value is None:
             return o_BNC
         up_value = self.inputs.up_value.astype(jnp.float32)
-        return latent_lib.values(o_BNC[:, :, None], up_value)[:, :, 0]
+        return latent_lib.expand_values(o_BNC[:, :, None], up_value)[:, :, 0]
 
 
 class ResidualAdapter:

@@ -1,6 +1,6 @@
 """One program of the GPU decode kernel: its queries, the scores and the values of each tile.
 
-`kernel` draws its buffers, barriers and stages.
+The docstring of `kernel` has a diagram of buffers, barriers and stages.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Program:
     ref: Mapping  # arguments, outputs and scratch by name; shapes in `kernel.attend`
     ring: Ring
     at: tuple[jax.Array, jax.Array, jax.Array]  # sequence, split, head tile
-    first: jax.Array  # slot of the sequence's new token: the last that is seen
+    first: jax.Array  # slot of the sequence's new token, the last visible one
     wgmma_in_flight: int
 
     def run(self) -> None:
@@ -54,9 +54,10 @@ class Program:
             self.ref["o"].at[*self.at, i][...] = o_Vn
 
     def load_queries(self) -> None:
-        """Loads the queries, and rotates them if need be, while the first slabs are on their way.
+        """Loads the queries, and rotates them under RoPE, while the first slabs are being copied.
 
-        The RoPE basis is needed here only: it borrows the ring's last `basis_slots` slots.
+        The RoPE basis is needed here only, so it occupies the ring's last `basis_slots` slots until
+        they are filled with slabs.
         """
         plan, ref, ring = self.plan, self.ref, self.ring
         b, split, head_tile = self.at
@@ -99,7 +100,7 @@ class Program:
         maximum_n, total_sn, o = carry
         # Waits for the key slabs; releases those that are not values too.
         z_sn = self.masked(t, self.scores(t) * (self.plan.scale * _LOG2E))
-        # Softmax in registers. Every warp gets the maxima of all rows (a reduction over warps).
+        # Softmax in registers; the maximum over rows is a reduction over warps.
         new_n = jnp.maximum(maximum_n, jnp.max(z_sn, axis=0))
         decay_n = jnp.exp2(maximum_n - new_n)
         p_sn = jnp.exp2(z_sn - _to_rows(new_n, z_sn))
@@ -140,7 +141,7 @@ class Program:
     def add_rotated_scores(self, t, z_sn: jax.Array) -> jax.Array:
         """Adds the scores of the residual keys, head by head, each in its own column.
 
-        Each product is over one slab of latents and one query head; `wgmma_in_flight` run at once.
+        Each product is of one slab of latents and one query head; `wgmma_in_flight` run at once.
         """
         plan, ring, group = self.plan, self.ring, self.plan.group_size
         column_sn, slabs_of_head = _iota(z_sn.shape, 1), len(plan.rotated) // plan.heads
@@ -197,7 +198,7 @@ class Program:
             plgpu.copy_gmem_to_smem(self.ref["key_scale"].at[b, heads, tokens], scales, full)
 
     def masked(self, t, z_sn: jax.Array) -> jax.Array:
-        """Masks the scores of slots behind the sequence's new token."""
+        """Masks the scores of slots after the sequence's new token."""
         slot_sn = self.ring.start + t * self.ring.tile_kv + _iota(z_sn.shape, 0)
         return jnp.where(slot_sn <= self.first, z_sn, _MASKED)
 
@@ -211,8 +212,8 @@ class Program:
         begin = 0 if reused else len(plan.order) - len(plan.values)
         out = []
         for batch in _batches(len(o), self.wgmma_in_flight):
-            # Zeroed before the batch's products: `ptx.hazards` of the tests, which reads no
-            # addresses, forbids a store while any product is in flight.
+            # Zeroed before the batch's products start, because the tests' `ptx.hazards` ignores
+            # addresses and forbids any store while a product is in flight.
             for i in batch:
                 get_slab = ring.slab if reused else ring.wait_slab
                 self.zero_unwritten(t, get_slab(t, begin + i))
@@ -233,9 +234,9 @@ class Program:
         return out
 
     def zero_unwritten(self, t, value) -> None:
-        """Zeroes a value slab's slots behind the new token: 0 · NaN would spoil the sum.
+        """Zeroes a value slab's tokens after the new one, since weight 0 · NaN would be NaN.
 
-        Only a sequence's last tile has such slots.
+        Only the last tile of a sequence has such tokens.
         """
         token = self.ring.start + t * self.ring.tile_kv
 

@@ -315,7 +315,7 @@ def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, values: str, origi
     up_JCrV = inputs.up_value.astype(jnp.float32)
 
     def expand(o_BNC):
-        return latent_lib.values(o_BNC[:, :, None], up_JCrV)[:, :, 0]
+        return latent_lib.expand_values(o_BNC[:, :, None], up_JCrV)[:, :, 0]
 
     return _Kernel(components, expand)
 

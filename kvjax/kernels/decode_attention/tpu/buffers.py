@@ -1,4 +1,4 @@
-"""Buffers of the TPU decode kernels: which rows each component has, and how much VMEM all take."""
+"""Buffers of the TPU decode kernels: the rows of each component, and the VMEM of all buffers."""
 
 from collections.abc import Sequence
 import math
@@ -16,7 +16,7 @@ from kvjax.kernels.decode_attention.tpu.interfaces import (
     padded,
 )
 
-_COMPILER_BYTES = 2**18  # of VMEM that the compiler takes for itself
+_COMPILER_BYTES = 2**18  # bytes of VMEM for the compiler's own use
 
 
 class BoundComponent:
@@ -28,10 +28,10 @@ class BoundComponent:
 
 
 class Layout:
-    """First rows of everything in `row_buffer` and `logits`.
+    """Row numbers in `row_buffer` and `logits`.
 
-    `row_buffer` has a tile's weights, then scores and sums of components whose keys go by head;
-    `logits` has a tile's logits, then scores of components that take all heads at once.
+    `row_buffer` has a tile's weights, then scores and sums of components that work head by head;
+    `logits` has a tile's logits, then scores of components that compute all heads at once.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Layout:
         def rows(tokens):
             return tokens // LANES * padded(heads)
 
-        buffer, logits = rows(tile_kv), rows(tile_kv)  # the weights, the logits of a tile
+        buffer, logits = rows(tile_kv), rows(tile_kv)  # weights and logits of a tile
         self.scores, self.sums = [], []
         for c in components:
             # Scores of `score_tile` tokens only: `_combine_scores` adds them to the logits at once.
@@ -62,8 +62,8 @@ class Layout:
         Args:
           refs: by name.
           first: slot of the sequence's new token.
-          b, i: the sequence and the grid step. With `delay_values` the hidden zeros of `Rows` are
-            computed from these, each kind of rows from another one.
+          b, i: the sequence and the grid step. With `delay_values` the zeros of `Rows` are computed
+            from `first`, b and i, by a different expression for each kind of rows.
         """
         N = self.heads
 

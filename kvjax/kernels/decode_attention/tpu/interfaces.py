@@ -1,7 +1,7 @@
 """Interfaces of the TPU decode kernels: keys that are scored, values that are accumulated.
 
-A component is one additive part of the scores, such as LRKV's base or its residual, with values of
-its own or none. `operators` has the concrete classes; `pipeline` calls them.
+A component is one additive part of the scores, such as LRKV's base or its residual, with or without
+its own values. `operators` has the concrete classes; `pipeline` calls them.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,10 +47,10 @@ class Input:
 class Rows:
     """Rows of a buffer [rows, 128]: a row per head and column of 128 tokens.
 
-    `zero` is 0, but in a way that the compiler cannot see. It therefore assumes that reads of these
-    rows and writes of others may overlap, and keeps their order: that is how the vector unit's
-    instructions stay between the matrix unit's. For LRKV on v5p this took 3.55 bundles per token
-    to 2.79 (static, d36: experiments/LOG.md).
+    `zero` is a traced value that is always 0, which the compiler cannot know. It must assume that
+    reads of these rows and writes of others may overlap, so it keeps their order, and instructions
+    of the vector unit stay between the matrix unit's. For LRKV on v5p this reduced 3.55 bundles per
+    token to 2.79 (static, d36: experiments/LOG.md).
     """
 
     def __init__(self, ref, first: int, heads: int, zero=0):
@@ -103,7 +103,7 @@ class Values:
     Attributes:
       by_head: True if `accumulate` goes head by head.
       out_dims: shape of a sequence's output, refs["out"], of N·width elements.
-      buffer_rows: rows of `row_buffer` that its sums take.
+      buffer_rows: rows of `row_buffer` that its sums occupy.
     """
 
     by_head = False
@@ -147,10 +147,10 @@ class Component:
 
     def named(self, attribute: str) -> dict:
         """Returns the "inputs" or the "scratch" of keys and values together."""
-        both = [half for half in (self.keys, self.values) if half is not None]
-        return {name: x for half in both for name, x in getattr(half, attribute).items()}
+        operators = [self.keys] if self.values is None else [self.keys, self.values]
+        return {name: x for side in operators for name, x in getattr(side, attribute).items()}
 
 
 def padded(heads: int) -> int:
-    """Rounds a number of heads up to whole tiles of 8 rows."""
+    """Rounds a number of heads up to a multiple of 8, the rows of a vector register."""
     return round_up(heads, 8)

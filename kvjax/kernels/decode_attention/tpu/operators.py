@@ -1,13 +1,14 @@
 """Keys and values of the TPU decode kernels.
 
-Keys  `MatrixKeys`    all query heads of a group at once, on the matrix unit: MQA, GQA, MLA, and
-                      LRKV's base
-      `VectorKeys`    head by head, on the vector unit: MHA, and LRKV's residual without RoPE, where
-                      the query is absorbed into rank space (LRKV eq. 3)
-      `RotatingKeys`  LRKV's residual under RoPE: a query in rank space for every position
-Values `MatrixValues`, `VectorValues`: as the keys
-      `DiagonalValues`  multiplies every head's weights with every head's values on the matrix unit,
-                      and keeps the products of a head with itself
+Keys   `MatrixKeys`      all query heads of a group at once, on the matrix unit: MQA, GQA, MLA, and
+                         LRKV's base
+       `VectorKeys`      head by head, on the vector unit: MHA, and LRKV's residual without RoPE,
+                         where the query is absorbed into rank space (LRKV eq. 3)
+       `RotatingKeys`    LRKV's residual under RoPE: a query in rank space for every position
+Values `MatrixValues`    all query heads of a group at once, on the matrix unit
+       `VectorValues`    head by head, on the vector unit
+       `DiagonalValues`  multiplies every head's weights with every head's values on the matrix
+                         unit, and keeps the products of a head with itself
 """
 
 import jax
@@ -122,8 +123,8 @@ class RotatingKeys(Keys):
             return jnp.concatenate([a, b], axis=-1)
 
         query_B2NH = jnp.stack([join(q1, -q1), join(q2, q2)], axis=1)
-        # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1] uses whole rows of lanes, never half ones,
-        # which took 0.4 bundles per token more at tiles of 1,024 (static: experiments/LOG.md).
+        # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1] uses full rows of lanes. Half rows took 0.4
+        # bundles per token more at tiles of 1,024 (static: experiments/LOG.md).
         swapped_KRH = jnp.roll(expand_KRH, H // 2, axis=-1)
         if origins is None:  # a whole cache: the tiles' first positions are constants
             origins = np.arange(-(-S // tile_kv)) * tile_kv
@@ -210,7 +211,7 @@ class MatrixValues(Values):
 
 
 class VectorValues(Values):
-    """Values [B, K, V, S], accumulated head by head, with a sum per lane until `finish`."""
+    """Values [B, K, V, S], accumulated head by head; only `finish` sums over lanes."""
 
     by_head = True
 
@@ -236,7 +237,7 @@ class VectorValues(Values):
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for n in range(self.N):
-            sums_lV = refs["sums"][0, n * self.V, self.V].T  # sums over lanes, here only
+            sums_lV = refs["sums"][0, n * self.V, self.V].T
             refs["out"][0, 0, n : n + 1, :] = jnp.sum(sums_lV, axis=0, keepdims=True)
         refs["out"][0, 0] *= inverse[: self.N, :1]
 
@@ -244,8 +245,8 @@ class VectorValues(Values):
 class DiagonalValues(Values):
     """Values [B, N, V, S] of few channels, one KV head per query head.
 
-    Multiplies the weights of all heads with the values of all heads, of which `finish` keeps the
-    diagonal: N times the multiply-adds, on the matrix unit instead of the vector unit.
+    Multiplies the weights of all heads with the values of all heads, and keeps the diagonal in
+    `finish`: N times the multiply-adds, on the matrix unit instead of the vector unit.
     """
 
     def __init__(self, values_BNVS: jax.Array):
@@ -271,5 +272,5 @@ class DiagonalValues(Values):
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for n in range(self.N):
-            own = refs["accumulator"][n : n + 1, n * self.V : (n + 1) * self.V]
-            refs["out"][0, 0, n : n + 1, :] = own * inverse[n : n + 1, :1]
+            diagonal = refs["accumulator"][n : n + 1, n * self.V : (n + 1) * self.V]
+            refs["out"][0, 0, n : n + 1, :] = diagonal * inverse[n : n + 1, :1]

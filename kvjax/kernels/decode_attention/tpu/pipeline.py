@@ -6,24 +6,24 @@ up, each with its own keys and, possibly, values; `operators` has the concrete o
 
     HBM   cache arrays [B, ..., S]  --Pallas' double-buffered copies-->  VMEM [..., tile_kv]
     VMEM  logits      [rows, 128]   scores of a tile, then its softmax weights
-          row_buffer  [rows, 128]   weights, scores and sums by lane of components that go by head
+          row_buffer  [rows, 128]   head-by-head components: weights, scores, sums per lane
           maximum, total, decay     [heads, 128], of the online softmax
 
-    per tile:  keys.rotate                    queries of a tile that depend on its position
+    per tile:  keys.rotate                    rotates queries by the tile's position, under RoPE
                keys.score                     `score_tile` tokens at a time
-               combine scores, mask, softmax  new maximum, weights, decay of the older sums
+               combine scores, mask, softmax  new maximum, weights, decay of earlier sums
                values.rescale, accumulate     sums = sums * decay + weights * values
 
-Before a step Pallas waits for the copies of its tile, and starts the copies of the next step's, of
-another sequence or split too: a step has two tiles in VMEM, one to read and one that arrives. Steps
-of one sequence and split run in order on one core, so that scratch carries over; on chips with two
-cores each core takes some sequences and splits. Within a step there are no barriers: a core's reads
-and writes of VMEM happen in program order.
+Before a step Pallas waits for the copies of its tile and starts copying the tile of the next step,
+even if that belongs to another sequence or split, so two tiles are in VMEM at once. Steps of one
+sequence and split run in order on one core, so that scratch carries over; on chips with two cores
+sequences and splits are divided between the cores. Within a step there are no barriers: a core's
+reads and writes of VMEM happen in program order.
 
-A row of `logits` and `row_buffer` is 128 tokens of one head. Components that go head by head (on
-the vector unit) are interleaved with each other head by head, so that instructions of the vector
-and the matrix unit overlap. With `delay_values` the values of tile i - 1 are accumulated while tile
-i is scored, which gives the scheduler both kinds at once; the grid has one more step for it:
+A row of `logits` and `row_buffer` is 128 tokens of one head. Components that work head by head (on
+the vector unit) are interleaved with each other, so that instructions of the vector and the matrix
+unit overlap. With `delay_values` the values of tile i - 1 are accumulated while tile i is scored,
+so that the scheduler always has instructions of both units; the grid then has one step more:
 
     step i      0         1                 2                 3
     scores      tile 0    tile 1            tile 2
@@ -74,7 +74,7 @@ def attend(
       heads: N.
       capacity: S.
       scale: factor of the scores.
-      key_scale: [B, K, 1, S], a further factor by token and KV head; None: none.
+      key_scale: [B, K, 1, S], another factor of the scores, per token and KV head; None: 1.
       tile_kv: tokens of a grid step, a divisor of S.
       score_tile: tokens that are scored at once, a divisor of `tile_kv`.
       splits: runs of tiles into which every sequence is cut; merged here.
@@ -162,8 +162,8 @@ def _spec(x: Input, s: int, X: int, delay_values: bool) -> pl.BlockSpec:
     dims = x.array.shape[1:]  # x.array: [B, *dims], of a cache array [B, ..., S]
 
     def tile(b, p, i, first):
-        # Past the split's end the index stays at its last tile, and Pallas does not copy a block
-        # again whose index stays the same: tiles that a sequence has not reached are never read.
+        # Past the split's end the index stays at its last tile. Pallas copies a block only if its
+        # index changes, so tiles that a sequence has not reached are never read.
         reached, per_split = _tile_counts(first[b], s, X)
         return jnp.minimum(p * per_split + jnp.clip(i, 0, per_split - 1), reached - 1)
 
@@ -221,10 +221,10 @@ class _Step:
         # 1. Queries for this tile's position, into scratch that `score` reads.
         for c in self.components:
             c.keys.rotate(c.refs)
-        # 2. Scores; beside them the previous tile's values, whose weights are still in place. The
-        # first tile has no previous one: its delayed weights are the zeros of `_initialise`.
+        # 2. Scores, interleaved with the previous tile's values, whose weights are still in place
+        # (in the first step the zeros of `_initialise`).
         self._run_tile(self.components, self.with_values if delayed else [])
-        # 3. Logits become weights, in place; sums of all earlier tiles decay.
+        # 3. Replaces logits by weights; multiplies sums of earlier tiles by the decay.
         self._softmax()
         for c in self.with_values:
             c.values.rescale(c.refs, self.refs["decay"])
@@ -266,7 +266,7 @@ class _Step:
         # Head n of all components, then head n + 1, so that the scheduler can overlap them.
         for n in range(self.layout.heads):
             for run_head in by_head:
-                if run_head is not None:  # None: all heads are done
+                if run_head is not None:  # None: already done for all heads
                     run_head(n)
         if score:  # slot of the new token, relative to this tile
             last = self.first - (self.p * self.per_split + self.i) * self.layout.tile_kv
@@ -285,14 +285,14 @@ class _Step:
             self.logits[column, 0, N] = jnp.where(slot <= last, z, _MASKED)
 
     def _softmax(self) -> None:
-        """Replaces a tile's logits by weights; `decay` becomes the factor of the older sums."""
+        """Replaces a tile's logits by weights, and stores the factor of earlier sums in `decay`."""
         refs, logits, N = self.refs, self.logits, self.layout.heads
         weights, columns = Rows(refs["row_buffer"], 0, N), range(self.layout.tile_kv // LANES)
         head = slice(0, N)
-        # Values that go head by head read their own copy, whose reads the scheduler keeps in order
-        # (`Rows`); the others read `logits`.
+        # Head-by-head values read a copy of the weights in `row_buffer`, whose reads the scheduler
+        # keeps in order (`Rows`); the others read `logits`.
         by_head = any(c.values and c.values.by_head for c in self.components)
-        # Over columns first, row by row of registers; across the 128 lanes once.
+        # The maximum over columns is elementwise; only then the reduction over 128 lanes follows.
         largest = functools.reduce(jnp.maximum, (logits[c, 0, N] for c in columns))
         old = refs["maximum"][head]  # [N, 128], as new, decay and total
         new = jnp.maximum(old, jnp.max(largest, axis=1, keepdims=True))
