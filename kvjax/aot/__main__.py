@@ -47,7 +47,7 @@ def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
     causal_kernel = compilation.kernel_when_run(step.causal_kernel, step.device, experiment)
     flops = roofline.step_flops(experiment, causal_kernel=causal_kernel)
     train = experiment.train
-    return _shared(step) | dict(
+    return _common_fields(step) | dict(
         config=experiment.name,
         step="train",
         topology=name,
@@ -81,8 +81,8 @@ def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
 def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
     """Returns the attention that the bound assumes, and the compiled one if it differs."""
     names = {True: "causal kernel", False: "all T keys"}
-    other = "" if causal_kernel == compiled_kernel else f" (compiled: {names[compiled_kernel]})"
-    return names[causal_kernel] + other
+    same = causal_kernel == compiled_kernel
+    return names[causal_kernel] + ("" if same else f" (compiled: {names[compiled_kernel]})")
 
 
 def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chips: int) -> dict:
@@ -97,7 +97,7 @@ def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chip
         attention_flops_per_token=cost.attention_flops_per_token // chips,
     )
     seconds = per_chip.seconds(step.device)
-    return _shared(step) | dict(
+    return _common_fields(step) | dict(
         config=experiment.name,
         step="decode",
         topology=name,
@@ -162,7 +162,8 @@ def _candidate(c: search.Candidate) -> dict:
     )
 
 
-def _shared(step: compilation.Step) -> dict:
+def _common_fields(step: compilation.Step) -> dict:
+    """Returns the fields that results of training and decode steps have in common."""
     memory = dataclasses.asdict(step.memory)
     return dict(
         device=step.device.name,
@@ -240,27 +241,29 @@ def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
     name, overrides = options.topology, options.overrides
     config = command_line.load_config(options.config, overrides)
     experiment = config_lib.resolve(config)
-    given = dict(overrides=overrides, resolved=to_text(config).splitlines())
+    settings = dict(overrides=overrides, resolved=to_text(config).splitlines())
     if options.step == "decode":
         shape = {key: getattr(options, key) for key in DECODE}
         advise = functools.partial(search.decode_advice, experiment, name, **shape)
         waiting = progress.waiting(f"compiling the decode step for {name}")
-        with _named(experiment, name, advise), waiting:
+        with _explain_errors(experiment, name, advise), waiting:
             result = decoding(experiment, name, **shape)
-        return result | given, "" if result["fits"] else advise(result["memory"]["total"])
+        return result | settings, "" if result["fits"] else advise(result["memory"]["total"])
     if options.sweep:
-        return sweep(experiment, name, options.compiles, out) | given, ""
+        return sweep(experiment, name, options.compiles, out) | settings, ""
     advise = functools.partial(search.advice, experiment, name)
     waiting = progress.waiting(f"compiling the training step for {name}")
-    with _named(experiment, name, advise), waiting:
+    with _explain_errors(experiment, name, advise), waiting:
         step = compilation.training_step(experiment, name)
     advice = "" if step.fits else advise(step.memory.total)
-    return training(experiment, name, step) | given, advice
+    return training(experiment, name, step) | settings, advice
 
 
 @contextlib.contextmanager
-def _named(experiment: Experiment, name: str, advise: Callable[[int], str]) -> Iterator[None]:
-    """Adds config and topology to compilation errors, and advice if memory is short."""
+def _explain_errors(
+    experiment: Experiment, name: str, advise: Callable[[int], str]
+) -> Iterator[None]:
+    """Adds config and topology to compilation errors, and advice if the step is too large."""
     try:
         yield
     except compilation.TooLarge as error:

@@ -25,7 +25,7 @@ LIMIT = 0.9  # share of a chip's memory; the rest is for the runtime and fragmen
 LARGE = 10**6  # bytes above which a replicated parameter is reported
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
-_RAN_OUT = (  # messages, and True if their size includes the program's arguments
+_OUT_OF_MEMORY = (  # (message, True if its size includes the program's arguments)
     (rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)", False),
     (rf"Used {_SIZE} of {_SIZE} hbm", True),
 )
@@ -50,13 +50,13 @@ class Step:
     device: Device
     mesh: dict[str, int]
     memory: Memory
-    upper_bound: bool  # True if the attention of a run needs less memory than XLA's
+    upper_bound: bool  # True if a run needs less memory, because its attention is not XLA's
     collectives: tuple[Collective, ...]
-    causal_kernel: bool  # the compiled attention skips masked keys
+    causal_kernel: bool  # True if the compiled attention skips masked keys
     replicated: tuple[tuple[str, int], ...]  # parameters that no axis shards, and their bytes
     seconds_to_lower: float
     seconds_to_compile: float
-    xla: dict[str, float]  # the compiler's own FLOPs and bytes, loop bodies counted once
+    xla: dict[str, float]  # FLOPs and bytes by the compiler, which counts loop bodies once
 
     @property
     def chips(self) -> int:
@@ -96,8 +96,8 @@ def training_step(experiment: Experiment, name: str) -> Step:
     platform = devices[0].platform
     on_gpu = _is_gpu(datasheet(name))
     if on_gpu:  # lowering cuDNN's attention needs the library
-        changed = dataclasses.replace(experiment.compute, attention="xla")
-        experiment = dataclasses.replace(experiment, compute=changed)
+        compute = dataclasses.replace(experiment.compute, attention="xla")
+        experiment = dataclasses.replace(experiment, compute=compute)
     mesh = sharding.make_mesh(experiment.mesh, devices)
     preflight.check_mesh(experiment, mesh)
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
@@ -107,7 +107,7 @@ def training_step(experiment: Experiment, name: str) -> Step:
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = program.train_step.lower(*arguments)
-    except NotImplementedError as error:  # the attention does not take these shapes
+    except NotImplementedError as error:  # the attention does not support these shapes
         raise DoesNotCompile(first_line(error)) from error
     return _compile(
         lowered,
@@ -179,8 +179,15 @@ def _is_gpu(device: Device) -> bool:
     return device.name in topology.GPUS
 
 
-def _compile(lowered, start: float, arguments: int, **known) -> Step:
-    middle = time.perf_counter()
+def _compile(lowered, start: float, arguments: int, **fields) -> Step:
+    """Compiles a step.
+
+    Args:
+      start: `time.perf_counter` before lowering.
+      arguments: bytes of the program's arguments on one chip.
+      fields: fields of the result that do not depend on the compiled program.
+    """
+    compile_start = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -191,15 +198,15 @@ def _compile(lowered, start: float, arguments: int, **known) -> Step:
         collectives = tuple(hlo.collectives(text))
     except ValueError as error:
         raise DoesNotCompile(f"its collectives cannot be counted: {first_line(error)}") from error
-    counted = compiled.cost_analysis() or {}
+    analysis = compiled.cost_analysis() or {}
     return Step(
         memory=hlo.memory(compiled),
         collectives=collectives,
         causal_kernel=bool(re.search(r"splash|__cudnn\$fmha", text)),
-        seconds_to_lower=middle - start,
-        seconds_to_compile=end - middle,
-        xla={key: counted[key] for key in ("flops", "bytes accessed") if key in counted},
-        **known,
+        seconds_to_lower=compile_start - start,
+        seconds_to_compile=end - compile_start,
+        xla={key: analysis[key] for key in ("flops", "bytes accessed") if key in analysis},
+        **fields,
     )
 
 
@@ -212,10 +219,10 @@ def too_large(error: Exception, arguments: int) -> TooLarge | None:
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message:
         return None
-    for pattern, counted in _RAN_OUT:
+    for pattern, has_arguments in _OUT_OF_MEMORY:
         if match := re.search(pattern, message):
             number, unit, limit, limit_unit = match.groups()
-            needed = round(float(number) * _UNITS[unit]) + (0 if counted else arguments)
+            needed = round(float(number) * _UNITS[unit]) + (0 if has_arguments else arguments)
             available = round(float(limit) * _UNITS[limit_unit])
             sizes = f"{needed / 1e9:.1f} GB, and a chip has {available / 1e9:.1f} GB"
             return TooLarge(f"the compiler needs {sizes}", needed, available)
@@ -233,9 +240,9 @@ def _bytes(tree) -> int:
 
 def _replicated(params) -> tuple[tuple[str, int], ...]:
     """Returns paths and bytes of replicated parameters of more than LARGE bytes."""
-    found = []
+    replicated = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         if size > LARGE and leaf.sharding.shard_shape(leaf.shape) == leaf.shape:
-            found.append((jax.tree_util.keystr(path, simple=True, separator="/"), size))
-    return tuple(found)
+            replicated.append((jax.tree_util.keystr(path, simple=True, separator="/"), size))
+    return tuple(replicated)

@@ -1,9 +1,9 @@
 """Memory and collectives of a compiled program, read from its executable.
 
-XLA's text after optimisation names every collective, but not its number of runs: a collective in a
-loop runs as often as the loop does, and compilers hide collectives. A TPU's reduce-scatter is a
-fusion that calls `all-reduce-scatter`; an asynchronous collective appears in the fusion that starts
-it, in the fusions that run beside it and in the fusion that awaits it.
+XLA's text after optimisation contains every collective, but not how often it runs: that follows
+from the loops around it. Some collectives are hard to recognise. A TPU's reduce-scatter is a fusion
+that calls `all-reduce-scatter`; an asynchronous collective appears in the fusion that starts it, in
+the fusions that run concurrently and in the fusion that awaits it.
 """
 
 import collections
@@ -16,8 +16,8 @@ import re
 
 import jax
 
-# Scopes (jax.named_scope, or keys of the state) of collectives; for collectives without one, names
-# that JAX gives to passes.
+# Scopes of collectives: jax.named_scope, or keys of the state. A collective without a scope is
+# named by its pass.
 SCOPES = ("muon", "latents", "loss", "attention", "mlp", "embedding", "head", "optimizer")
 _PASSES = {"rematted_computation": "recomputed", "transpose": "backward", "jvp": "forward"}
 KINDS = (
@@ -76,7 +76,7 @@ class Collective:
     def wire_bytes(self) -> float:
         """Bytes that a device sends in one run, by ring algorithms.
 
-        Rings send least among devices; switches that reduce (NVLink SHARP) can send less.
+        Only switches that reduce in the network (NVLink SHARP) can send less.
         """
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
@@ -84,16 +84,16 @@ class Collective:
 
     @property
     def scope(self) -> str:
-        """The first of SCOPES in its op_name; else the pass; else "other"."""
+        """The first of SCOPES that op_name contains; else the pass; else "other"."""
         names = set(re.findall(r"\w+", self.op_name))
         known = dict(zip(SCOPES, SCOPES, strict=True)) | _PASSES
         return next((scope for name, scope in known.items() if name in names), "other")
 
 
-def summary(found: Sequence[Collective]) -> list[dict]:
+def summary(items: Sequence[Collective]) -> list[dict]:
     """Returns totals by kind and scope: runs, bytes and bytes sent per call; most sent first."""
     totals = collections.defaultdict(lambda: dict(count=0, bytes=0, wire_bytes=0.0))
-    for c in found:
+    for c in items:
         row = totals[c.kind, c.scope]
         row["count"] += c.times
         row["bytes"] += c.times * c.bytes
@@ -103,9 +103,9 @@ def summary(found: Sequence[Collective]) -> list[dict]:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Returns the collectives of an optimised HLO module, with loops' trip counts applied.
+    """Returns the collectives of an optimised HLO module, with their number of runs.
 
-    All branches are counted. Groups of one device are left out.
+    All branches of a conditional count as run. Collectives of one device are omitted.
 
     Args:
       text: `compiled.as_text()`.
@@ -181,17 +181,18 @@ class _Module:
         """Returns the collectives of one run of a computation and of the computations it calls."""
         if computation not in self._collectives:
             instructions = self.computations.get(computation, {})
-            continued = "AsyncCollectiveStart" not in "".join(
+            starts_collective = "AsyncCollectiveStart" in "".join(
                 i.rest for i in instructions.values() if i.opcode == "custom-call"
             )
             self._collectives[computation] = []
             for i in instructions.values():
-                if "chain_id=" in i.rest and continued and i.opcode in KINDS:
-                    continue  # counted where it starts
-                self._collectives[computation] += self._of_instruction(computation, i)
+                if "chain_id=" in i.rest and not starts_collective and i.opcode in KINDS:
+                    continue  # counted in the fusion that starts it
+                self._collectives[computation] += self._instruction_collectives(computation, i)
         return self._collectives[computation]
 
-    def _of_instruction(self, computation: str, i: _Instruction) -> list[Collective]:
+    def _instruction_collectives(self, computation: str, i: _Instruction) -> list[Collective]:
+        """Returns the collectives of an instruction and of the computations that it calls."""
         kind = i.opcode.removesuffix("-start")
         if kind in KINDS:
             return self._collective(computation, i, kind)
@@ -227,6 +228,7 @@ class _Module:
         return [Collective(kind=kind, bytes=size, group=group, op_name=name)]
 
     def _user_name(self, computation: str, i: _Instruction) -> str:
+        """Returns the op_name of the first instruction that reads i and has one; or ""."""
         users = (u for u in self.computations[computation].values() if i.name in u.operands)
         return next((u.op_name for u in users if u.op_name), "")
 
@@ -251,37 +253,39 @@ class _Module:
             return int(known)
         condition = loop.attribute(r"condition=%?([\w.\-]+)")
         instructions, root = self.computations[condition], self.roots[condition]
-        ends = {i.constant for i in instructions.values() if i.constant is not None}
+        limits = {i.constant for i in instructions.values() if i.constant is not None}
         compare = root
         if root.opcode == "fusion":
             inner = root.attribute(r"calls=%?([\w.\-]+)")
             compare = self.roots[inner]
-            ends |= {c for i in self.computations[inner].values() if (c := i.constant) is not None}
+            constants = (i.constant for i in self.computations[inner].values())
+            limits |= {c for c in constants if c is not None}
         direction = compare.attribute(r"direction=(\w+)")
-        if len(ends) != 1 or direction not in ("LT", "LE"):
+        if len(limits) != 1 or direction not in ("LT", "LE"):
             raise ValueError(f"loop {loop.name}: unknown trip count ({root.opcode} {root.rest})")
         counters = [i for i in instructions.values() if i.opcode == "get-tuple-element"]
         index = int(counters[0].attribute(r"index=(\d+)")) if len(counters) == 1 else None
         start, step = self._start_and_step(computation, loop, index)
-        return max(0, -(-(ends.pop() + (direction == "LE") - start) // step))
+        return max(0, -(-(limits.pop() + (direction == "LE") - start) // step))
 
     def _start_and_step(self, computation, loop, index: int | None) -> tuple[int, int]:
         """Returns a loop counter's start and step; 0 and 1, as in JAX's loops, if unknown."""
         start, step = 0, 1
         if index is None:
             return start, step
-        here = self.computations[computation]
-        initial = here.get(loop.operands[0])
+        instructions = self.computations[computation]
+        initial = instructions.get(loop.operands[0])
         if initial and initial.opcode == "tuple":
-            value = here.get(initial.operands[index])
+            value = instructions.get(initial.operands[index])
             while value and value.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
-                value = here.get(value.operands[0])
+                value = instructions.get(value.operands[0])
             start = value.constant or 0 if value else 0
         body = loop.attribute(r"body=%?([\w.\-]+)")
-        root, inside = self.roots[body], self.computations[body]
-        if root.opcode == "tuple" and (next_ := inside.get(root.operands[index])):
-            if next_.opcode == "add":
-                constants = [inside[o].constant for o in next_.operands if o in inside]
+        root, instructions = self.roots[body], self.computations[body]
+        if root.opcode == "tuple" and (update := instructions.get(root.operands[index])):
+            if update.opcode == "add":
+                operands = [instructions[o] for o in update.operands if o in instructions]
+                constants = [operand.constant for operand in operands]
                 step = next((c for c in constants if c), 1)
         return start, step
 

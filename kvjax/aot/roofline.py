@@ -1,12 +1,12 @@
 """A lower bound of a training step's time on a device: compute, memory, interconnect.
 
 Each resource is used at its datasheet's rate all the time, and the three overlap perfectly; the MFU
-that follows is an upper bound. Counted are:
+that follows is an upper bound. The bound counts:
 
 - FLOPs: the model's (forward and backward), rematerialisation, and Newton-Schulz, spread evenly
-  over the chips. A causal kernel computes half of attention and, in its backward pass, the logits
-  once more: 5 products. (Splash, whose two backward kernels are not fused, computes 7.) Elementwise
-  operations are free.
+  over the chips. A causal kernel computes half of attention, and its backward pass has 5 products,
+  because it recomputes the logits. (Splash, with two separate backward kernels, has 7.)
+  Elementwise operations are free.
 - HBM bytes: parameters, gradients and optimizer state, read and written once; in each pass the
   weights, in the compute dtype; saved activations, written and read once. Other reads and writes
   inside a layer are free.
@@ -48,11 +48,11 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Lower bounds of a step's seconds by resource, and the bounds of the run that follow."""
+    """Lower bounds of a step's time by resource, and bounds of the run derived from them."""
 
-    compute: float  # seconds, as hbm and interconnect
-    hbm: float
-    interconnect: float
+    compute: float  # seconds
+    hbm: float  # seconds
+    interconnect: float  # seconds
     model_flops: int
     peak_flops: float  # of all chips, per second
     tokens: int  # per step
@@ -128,11 +128,11 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     weights = formulas.matrix_weights(config)
     layers = weights["attention"] + weights["mlp"]
     layers -= config.block.num_layers * config.block.mlp_dim * config.block.d_model
-    computed = 0.5 if causal_kernel else 1.0  # share of the logits
-    keys = computed * T * sum(m.query_heads * m.query_dim for m in config.mechanisms)
-    values = computed * T * sum(m.query_heads * m.value_dim for m in config.mechanisms)
+    share = 0.5 if causal_kernel else 1.0  # of the logits that is computed
+    # Multiply-adds per token, as `weights`.
+    keys = share * T * sum(m.query_heads * m.query_dim for m in config.mechanisms)
+    values = share * T * sum(m.query_heads * m.value_dim for m in config.mechanisms)
     attention = 0 if causal_kernel else keys + values
-    # Multiply-adds, like the others.
     products = sum(m.extra_flops for m in config.mechanisms) / 2
     batched = sum(m.extra_flops for m in config.mechanisms if not m.extra_activations) / 2
     repeated = {
@@ -175,10 +175,10 @@ def newton_schulz_flops(config: TransformerConfig, optimizer: OptimizerConfig) -
 
 
 def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int], *, causal_kernel: bool) -> float:
-    """Returns the least bytes that one chip moves between HBM and its cores in a step.
+    """Returns the minimum of bytes that one chip moves between HBM and its cores in a step.
 
     Args:
-      causal_kernel: True if attention is a kernel, whose output all policies but "full" save.
+      causal_kernel: True if attention is a kernel; all remat policies but "full" save its output.
     """
     config, remat = experiment.model, experiment.compute.remat
     compute = experiment.compute.resolve("tpu", config.block.num_layers)
@@ -187,6 +187,6 @@ def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int], *, causal_kernel:
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
     passes = experiment.train.grad_accumulation * (3 if remat in ("full", "attention") else 2)
     matrices = sum(formulas.matrix_weights(config).values()) / mesh["tensor"]
-    kept = memory_estimate.saved_activations(config, remat, kernel=causal_kernel)
+    saved = memory_estimate.saved_activations(config, remat, kernel=causal_kernel)
     tokens = experiment.tokens_per_step / math.prod(mesh.values())
-    return state + compute.dtype.itemsize * (passes * matrices + 2 * kept * tokens)
+    return state + compute.dtype.itemsize * (passes * matrices + 2 * saved * tokens)

@@ -1,8 +1,8 @@
 """Searches for the best mesh, gradient accumulation and rematerialisation on a topology.
 
-A compilation takes minutes, so candidates are sorted by a prediction (`predict`), whose temporaries
-each compilation corrects, and compiled in that order until one fits. If none fits, `advice` and
-`decode_advice` name settings that are predicted to fit.
+A compilation takes minutes, so candidates are sorted by a prediction (`predict`) and compiled in
+that order until one fits. Every compilation corrects the predicted temporaries. If none fits,
+`advice` and `decode_advice` name settings that are predicted to fit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -68,8 +68,8 @@ class Candidate:
 
 
 def candidates(experiment: Experiment, device: Device, chips: int) -> list[Candidate]:
-    """Returns all meshes, accumulations and policies that divide; best predicted first."""
-    found = []
+    """Returns all valid meshes, accumulations and remat policies; best prediction first."""
+    result = []
     for mesh in _meshes(experiment, chips):
         rows = experiment.train.batch_size // (mesh.data * mesh.fsdp)
         for accumulation in sharding.divisors(rows):
@@ -82,8 +82,8 @@ def candidates(experiment: Experiment, device: Device, chips: int) -> list[Candi
                     train=dataclasses.replace(experiment.train, grad_accumulation=accumulation),
                     compute=dataclasses.replace(experiment.compute, remat=remat),
                 )
-                found.append(Candidate(changed, predict(changed, device)))
-    return sorted(found, key=lambda c: c.predicted.order)
+                result.append(Candidate(changed, predict(changed, device)))
+    return sorted(result, key=lambda c: c.predicted.order)
 
 
 def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]:
@@ -107,7 +107,7 @@ def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
 
 
 def predict(experiment: Experiment, device: Device) -> Prediction:
-    """Predicts memory of the program compiled here and time of a run, by formulas."""
+    """Predicts the memory of the program that is compiled, and the time of a run, by formulas."""
     kernel = compilation.kernel_when_compiled_here(device, experiment)
     mesh = dataclasses.asdict(experiment.mesh)
     config, c = experiment.model, experiment.model.block
@@ -133,16 +133,16 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
             experiment,
             device,
             mesh=mesh,
-            wire_bytes=traffic.sent(experiment, mesh),
+            wire_bytes=traffic.total_bytes(experiment, mesh),
             causal_kernel=compilation.kernel_when_run(kernel, device, experiment),
         ),
     )
 
 
 def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> list[Candidate]:
-    """Compiles the config itself, then candidates in predicted order; returns all compiled ones.
+    """Compiles the config itself, then candidates in predicted order; returns them with results.
 
-    Ends when no candidate that may fit is predicted to be faster than the best one that fits.
+    Ends when no other candidate is predicted both to fit and to be faster than the best so far.
 
     Args:
       compiles: largest number of compilations.
@@ -153,10 +153,10 @@ def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> li
     """
     own = _with_mesh(experiment, name)
     device, chips = compilation.datasheet(name), math.prod(dataclasses.asdict(own.mesh).values())
-    todo = [Candidate(own, predict(own, device)), *candidates(own, device, chips)]
+    queue = [Candidate(own, predict(own, device)), *candidates(own, device, chips)]
     tried: list[Candidate] = []
-    while todo and len(tried) < compiles:
-        candidate = todo.pop(0)
+    while queue and len(tried) < compiles:
+        candidate = queue.pop(0)
         say(f"compiling {' '.join(candidate.overrides)}")
         try:
             candidate.step = compilation.training_step(candidate.experiment, name)
@@ -166,12 +166,12 @@ def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> li
             candidate.failure = str(error)
             say(f"did not compile: {error}")
         tried.append(candidate)
-        done = [c.experiment for c in tried]
+        experiments = [c.experiment for c in tried]
         fastest, corrected = best(tried), corrections(tried)
-        todo = [
+        queue = [
             c
-            for c in todo
-            if c.experiment not in done
+            for c in queue
+            if c.experiment not in experiments
             and (not fastest or c.predicted.order < fastest.predicted.order)
             and may_fit(c, device, corrected)
         ]
@@ -194,21 +194,21 @@ def best(tried: Iterable[Candidate]) -> Candidate | None:
 
 
 def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
-    """Returns compiled over predicted temporaries, by rematerialisation policy."""
-    found = {}
+    """Returns the ratio of compiled to predicted temporaries, by remat policy."""
+    ratios = {}
     for c in tried:
         temporaries = c.needed - c.predicted.state
         if temporaries > 0:
-            found[c.experiment.compute.remat] = temporaries / c.predicted.temporaries
-    return found
+            ratios[c.experiment.compute.remat] = temporaries / c.predicted.temporaries
+    return ratios
 
 
 def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -> bool:
-    """Returns True if the candidate is predicted to fit, within 10 %."""
+    """Returns True if the candidate fits by its corrected prediction, or exceeds it by 10 %."""
     remat = candidate.experiment.compute.remat
     factor = corrected.get(remat, max(corrected.values(), default=1.0))
-    need = candidate.predicted.state + factor * candidate.predicted.temporaries
-    return need < 1.1 * compilation.LIMIT * device.hbm_bytes
+    needed = candidate.predicted.state + factor * candidate.predicted.temporaries
+    return needed < 1.1 * compilation.LIMIT * device.hbm_bytes
 
 
 def advice(experiment: Experiment, name: str, needed: int) -> str:
@@ -219,8 +219,8 @@ def advice(experiment: Experiment, name: str, needed: int) -> str:
     """
     device, own = compilation.datasheet(name), _with_mesh(experiment, name)
     limit = compilation.LIMIT * device.hbm_bytes
-    here = predict(own, device)
-    factor = max(needed - here.state, 0) / here.temporaries if needed else 1.0
+    predicted = predict(own, device)
+    factor = max(needed - predicted.state, 0) / predicted.temporaries if needed else 1.0
 
     def fits(predicted: Prediction) -> bool:
         return predicted.state + factor * predicted.temporaries <= limit
@@ -243,13 +243,13 @@ def advice(experiment: Experiment, name: str, needed: int) -> str:
 
 
 def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
-    """Returns meshes with `times` the chips, along data and fsdp; whole tiles first."""
-    found = []
+    """Returns meshes with `times` as many chips along data and fsdp; best for all-gathers first."""
+    meshes = []
     for copies in (2**n for n in range(times.bit_length())):
         sizes = dict(data=own.mesh.data * copies, fsdp=own.mesh.fsdp * times // copies)
         if _divides(mesh := dataclasses.replace(own.mesh, **sizes), own):
-            found.append(mesh)
-    return sorted(found, key=lambda mesh: not traffic.in_whole_tiles(own, mesh.fsdp))
+            meshes.append(mesh)
+    return sorted(meshes, key=lambda mesh: not traffic.in_whole_tiles(own, mesh.fsdp))
 
 
 def decode_advice(

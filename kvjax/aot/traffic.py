@@ -11,10 +11,12 @@ from kvjax.config import Experiment
 from kvjax.costs import formulas
 
 ITEMSIZE = 2
-_TILE = 8  # rows; on v4 gradients with 36 rows per chip are all-reduced, with 144 or 200 scattered
+# Rows of a tile. On v4, gradients with 36 rows per chip are all-reduced, with 144 or 200 rows
+# reduce-scattered.
+_TILE = 8
 
 
-def sent(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+def total_bytes(experiment: Experiment, mesh: Mapping[str, int]) -> float:
     """Returns the bytes that a chip sends in a step.
 
     Args:
@@ -24,34 +26,34 @@ def sent(experiment: Experiment, mesh: Mapping[str, int]) -> float:
     layers = (weights["attention"] + weights["mlp"]) / mesh["tensor"]
     matrices = layers + weights["head"] / mesh["tensor"]
     return (
-        gathered(experiment, mesh, matrices)
-        + summed_gradients(experiment, mesh, matrices)
-        + summed_activations(experiment, mesh)
-        + orthogonalised(mesh, layers)
+        fsdp_bytes(experiment, mesh, matrices)
+        + data_bytes(experiment, mesh, matrices)
+        + tensor_bytes(experiment, mesh)
+        + muon_bytes(mesh, layers)
     )
 
 
-def gathered(experiment: Experiment, mesh: Mapping[str, int], matrices: float) -> float:
-    """Returns bytes over `fsdp`: weights gathered in each pass, gradients scattered.
+def fsdp_bytes(experiment: Experiment, mesh: Mapping[str, int], matrices: float) -> float:
+    """Returns the bytes sent over `fsdp`: all-gathered weights, reduce-scattered gradients.
 
     Args:
       matrices: number of weights in one `tensor` shard.
     """
     passes = 2 if experiment.compute.remat == "none" else 3
     if not in_whole_tiles(experiment, mesh["fsdp"]):
-        passes *= 2  # compilers make all-reduces
+        passes *= 2  # compilers use all-reduces, which send twice as much
     accumulation = experiment.train.grad_accumulation
     return ITEMSIZE * accumulation * passes * matrices * _sent_share(mesh["fsdp"])
 
 
-def summed_gradients(experiment: Experiment, mesh: Mapping[str, int], matrices: float) -> float:
-    """Returns bytes over `data`: gradients all-reduced over the replicas of a shard."""
+def data_bytes(experiment: Experiment, mesh: Mapping[str, int], matrices: float) -> float:
+    """Returns the bytes sent over `data`: gradients, all-reduced over the replicas of a shard."""
     accumulation = experiment.train.grad_accumulation
     return 2 * ITEMSIZE * accumulation * matrices / mesh["fsdp"] * _sent_share(mesh["data"])
 
 
-def summed_activations(experiment: Experiment, mesh: Mapping[str, int]) -> float:
-    """Returns bytes over `tensor`: activations, two all-reduces in each pass through a layer."""
+def tensor_bytes(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+    """Returns the bytes sent over `tensor`: activations, in two all-reduces per layer and pass."""
     block, accumulation = experiment.model.block, experiment.train.grad_accumulation
     rows = experiment.train.batch_size // accumulation // (mesh["data"] * mesh["fsdp"])
     activations = rows * experiment.data.sequence_length / mesh["sequence"] * block.d_model
@@ -60,8 +62,8 @@ def summed_activations(experiment: Experiment, mesh: Mapping[str, int]) -> float
     return 2 * sums * accumulation * per_sum
 
 
-def orthogonalised(mesh: Mapping[str, int], layers: float) -> float:
-    """Returns bytes of Muon: matrices to the chips that orthogonalise them, and back.
+def muon_bytes(mesh: Mapping[str, int], layers: float) -> float:
+    """Returns the bytes sent by Muon: matrices to the chips that orthogonalise them, and back.
 
     Args:
       layers: number of weights of all layers in one `tensor` shard.
@@ -70,7 +72,7 @@ def orthogonalised(mesh: Mapping[str, int], layers: float) -> float:
 
 
 def in_whole_tiles(experiment: Experiment, fsdp: int) -> bool:
-    """Returns True if a chip's rows of a weight are whole tiles; else compilers all-reduce."""
+    """Returns True if a chip's rows of a weight are a multiple of a tile's; see `fsdp_bytes`."""
     return experiment.model.block.d_model // fsdp % _TILE == 0
 
 

@@ -74,7 +74,7 @@ def chip_cache_bytes_per_token(
 
 
 def _bytes_on_chip(mechanism, dtype: jnp.dtype, chip: int, chips: int) -> int:
-    """Returns the bytes per token and layer of the fields' parts that a chip's heads read."""
+    """Returns the bytes per token and layer that a chip's heads read."""
     first, end = (i * mechanism.num_heads // chips for i in (chip, chip + 1))
     if first == end:
         return 0
@@ -90,9 +90,9 @@ def _bytes_on_chip(mechanism, dtype: jnp.dtype, chip: int, chips: int) -> int:
 
 
 def matrix_weights(config: TransformerConfig, *, decoding: bool = False) -> dict[str, int]:
-    """Counts weights of matrix products per component; excludes tables, gains and biases.
+    """Counts weights of matrix products per component: no embedding tables, gains or biases.
 
-    A tied head counts as a product, too.
+    A tied head is counted, because its product with the embedding is computed.
 
     Args:
       decoding: exclude weights that decoding absorbs into queries and outputs.
@@ -141,7 +141,7 @@ class DecodeCost:
     length: int
     weight_flops_per_token: int
     attention_flops_per_token: int
-    weight_bytes: int  # every weight once per step; of input tables only the rows looked up
+    weight_bytes: int  # every weight once per step, but only the used rows of embedding tables
     cache_bytes: int  # caches of all sequences, once per step
 
     @property
@@ -179,17 +179,18 @@ def decode_cost(
     base = config.block.angles_base
     num_keys = min(length, config.block.window or length)
     flops = [mechanism.decode_flops(base) for mechanism in config.mechanisms]
+    # Elements of the embedding tables, and elements of the rows that a step reads from them.
     tables = parameters(config)["embedding"]
-    looked_up = batch * config.block.d_model * (2 if config.block.positions == "learned" else 1)
+    rows = batch * config.block.d_model * (2 if config.block.positions == "learned" else 1)
     if config.block.tied_head:  # the head reads the whole embedding
         head = config.vocab_size * config.block.d_model
-        tables, looked_up = tables - head, looked_up - batch * config.block.d_model
+        tables, rows = tables - head, rows - batch * config.block.d_model
     return DecodeCost(
         batch=batch,
         length=length,
         weight_flops_per_token=2 * sum(matrix_weights(config, decoding=True).values()),
         attention_flops_per_token=round(sum(f.per_query + num_keys * f.per_key for f in flops)),
-        weight_bytes=weight_bytes(config, dtype) - (tables - looked_up) * dtype.itemsize,
+        weight_bytes=weight_bytes(config, dtype) - (tables - rows) * dtype.itemsize,
         cache_bytes=batch * num_keys * cache_bytes_per_token(config, dtype),
     )
 

@@ -13,7 +13,7 @@ _GOOGLE = "cloud.google.com/tpu/docs/{}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """One chip, with peak figures of its datasheet (programs reach less)."""
+    """One chip, with the peak figures of its datasheet, which no program reaches."""
 
     name: str
     hbm_bytes: int
@@ -28,39 +28,42 @@ class Device:
         return self.bf16_flops / self.bandwidth
 
 
-# Pages differ between editions. By rounding (v4: 1200 or 1228 GB/s; v6e: 1600 or 1640 GB/s): the
-# figure with more digits. By unit (v5p: 95 GB or GiB): the smaller memory. Interconnects are given
-# for both directions together (v5e 400, v5p 1200, v6e 800, NVLink 900 GB/s): half of that.
-# name, bytes of HBM, GB/s of HBM, dense bfloat16 TFLOP/s, GB/s to other chips, source
-_FIGURES = (
-    ("h100", 80 * 10**9, 3350, 989, 450, _NVIDIA.format("H100")),
-    ("h200", 141 * 10**9, 4800, 989, 450, _NVIDIA.format("H200")),
-    (
-        "v4",
-        32 * 2**30,
-        1228,
-        275,
-        300,
-        _GOOGLE.format("v4") + "; 6 links of 50 GB/s: arXiv 2304.01433",
-    ),
-    ("v5e", 16 * 10**9, 819, 197, 200, _GOOGLE.format("v5e")),
-    ("v5p", 95 * 10**9, 2765, 459, 600, _GOOGLE.format("v5p")),
-    ("v6e", 32 * 10**9, 1640, 918, 400, _GOOGLE.format("v6e")),
-)
-DEVICES = {
-    name: Device(
+def _device(
+    name: str, hbm_bytes: int, *, hbm: int, tflops: int, interconnect: int, source: str
+) -> Device:
+    """Returns a device; `hbm` and `interconnect` are in GB/s."""
+    return Device(
         name=name,
         hbm_bytes=hbm_bytes,
-        bandwidth=bandwidth * 1e9,
+        bandwidth=hbm * 1e9,
         bf16_flops=tflops * 1e12,
         interconnect=interconnect * 1e9,
         source=source,
     )
-    for name, hbm_bytes, bandwidth, tflops, interconnect, source in _FIGURES
+
+
+# Editions of a page differ. If they round (v4: 1200 or 1228 GB/s; v6e: 1600 or 1640 GB/s), the
+# figure with more digits is used; if the unit differs (v5p: 95 GB or GiB), the smaller memory.
+# Pages give the interconnect of both directions together (v5e 400, v5p 1200, v6e 800, NVLink
+# 900 GB/s); half of it is used.
+_H100, _H200 = _NVIDIA.format("H100"), _NVIDIA.format("H200")
+_V4 = _GOOGLE.format("v4") + "; 6 links of 50 GB/s: arXiv 2304.01433"
+_V5E, _V5P, _V6E = (_GOOGLE.format(name) for name in ("v5e", "v5p", "v6e"))
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("h100", 80 * 10**9, hbm=3350, tflops=989, interconnect=450, source=_H100),
+        _device("h200", 141 * 10**9, hbm=4800, tflops=989, interconnect=450, source=_H200),
+        _device("v4", 32 * 2**30, hbm=1228, tflops=275, interconnect=300, source=_V4),
+        _device("v5e", 16 * 10**9, hbm=819, tflops=197, interconnect=200, source=_V5E),
+        _device("v5p", 95 * 10**9, hbm=2765, tflops=459, interconnect=600, source=_V5P),
+        _device("v6e", 32 * 10**9, hbm=1640, tflops=918, interconnect=400, source=_V6E),
+    )
 }
 
-
-TPU_KINDS = {  # `jax.Device.device_kind`, libtpu's own first; a GPU's contains its name as a word
+# TPUs by `jax.Device.device_kind`, with libtpu's spelling before others. (A GPU's kind contains its
+# name as a word.)
+TPU_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",

@@ -1,4 +1,4 @@
-"""Devices to compile for by name, such as "v5e:4x4": TPUs and GPUs that this machine lacks."""
+"""TPUs and GPUs that this machine lacks, as devices to compile for, by names like "v5e:4x4"."""
 
 import os
 
@@ -30,7 +30,7 @@ SHAPES = {  # examples, the smallest first
 GPUS = ("h100", "h200")
 KINDS = tuple(kind for kind in SHAPES if kind not in GPUS)
 
-# A GpuTargetConfigProto: the properties that XLA would query from the GPU, here Hopper SXM's.
+# A GpuTargetConfigProto of Hopper SXM: the properties that XLA would query from a GPU.
 _HOPPER = """
 gpu_device_info {{
   cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
@@ -84,8 +84,8 @@ def examples() -> str:
 
 def _unknown(name: str) -> str:
     return (
-        f"topology {name!r}: must be KIND:SHAPE with SHAPE the chips along each side, of GPUs the "
-        f"number in one host. Known are, for example, {examples()}"
+        f"topology {name!r}: must be KIND:SHAPE, where SHAPE is the number of chips along each "
+        f"side, or the number of GPUs in one host. Examples: {examples()}"
     )
 
 

@@ -13,10 +13,10 @@ def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
     """Returns the config of mid-training: a pretrained model continued on conversations.
 
     As karpathy/nanochat's mid_train (commit 0f00788), used for the LRKV paper's Table 3: one epoch
-    of SmolTalk, MMLU and GSM8K; all targets count; a new optimizer state at the learning rates of
-    pretraining, with a linear cooldown over the last fifth; no clipping. Known differences: rows
-    overlap by one token (nanochat omits the target between batches); rows are shuffled again; and
-    the list in `optimizers.nanochat`.
+    of SmolTalk, MMLU and GSM8K; a loss over all targets; a new optimizer state at the learning
+    rates of pretraining, with a linear cooldown over the last fifth; no clipping. Known
+    differences: rows overlap by one token (nanochat omits the target between batches); rows are
+    shuffled again; and the differences listed in `optimizers.nanochat`.
 
     Args:
       name: name of the config file, with its folder; the parent is runs/NAME without the folder.
@@ -25,13 +25,13 @@ def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
     """
     config = pretrain(name, scale=scale, attention=attention).unlock()
     rows = 524_288 // 2048
-    # Microbatches of as many rows as in pretraining.
-    parts = rows * config.train.grad_accumulation // config.train.batch_size
+    # Number of microbatches, each with as many rows as in pretraining.
+    microbatches = rows * config.train.grad_accumulation // config.train.batch_size
     config.train.update(
         parent=f"runs/{name.rpartition('/')[2]}",
         num_steps=0,
         batch_size=rows,
-        grad_accumulation=max(1, parts),
+        grad_accumulation=max(1, microbatches),
         eval_every=150,
         eval_rows=5120,  # 10.5M tokens
         checkpoint_every=150,
@@ -49,7 +49,7 @@ def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
 def chat_sft(name: str, *, scale: str, attention: dict, **sections: dict):
     """Returns the config of supervised fine-tuning: nanochat's chat_sft (same commit).
 
-    20,843 conversations, one per row, 32 rows per step; only the assistant's tokens count; all
+    20,843 conversations, one per row, 32 rows per step; a loss over the assistant's tokens; all
     learning rates times 0.02, with linear decay to 0; Muon's momentum is 0.95. nanochat divides
     each microbatch's loss by its own number of targets; here a step's loss is divided by all its
     targets.

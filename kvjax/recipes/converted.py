@@ -15,9 +15,9 @@ from kvjax.foundation.errors import UserError, first_line
 from kvjax.model.config import TransformerConfig
 from kvjax.recipes.optimizers import tuning
 
-# Parameters of attention that are fine-tuned after a conversion: those whose names contain one of
-# the strings. Table 7 of thin keys says "QK" but counts the parameters of GPT-2's queries, keys and
-# values: its runs may have trained "qk" or "qkv".
+# A conversion's fine-tuning trains the parameters whose names contain one of these strings. Table 7
+# of thin keys says "QK" but counts the parameters of GPT-2's queries, keys and values, so its runs
+# may have trained "qk" or "qkv".
 TUNED = {
     "qk": ("mechanism.query", "key"),
     "qkv": ("mechanism.",),
@@ -83,7 +83,7 @@ def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", *
     vocabulary = dict(
         tokenizer=str(parent / "tokenizer.json"), vocab_size=parent_config["data"]["vocab_size"]
     )
-    # With rows of 2,048 tokens 60M in all; with GPT-2's 1,024 the paper's 30M.
+    # 60M tokens with rows of 2,048; with rows of 1,024, as for GPT-2, the paper's 30M.
     train = TrainConfig(num_steps=3_662, batch_size=8, grad_accumulation=8)
     config = dict(
         name=f"{parent.name}_tuned",

@@ -1,4 +1,4 @@
-"""Attention sections of configs: `mechanism` takes any kind, the others are `attention.named`'s."""
+"""Attention sections of configs, of any kind (`mechanism`) or by a name of `attention.named`."""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -19,7 +19,7 @@ def section(config: MechanismConfig) -> dict:
 
 
 def mechanism(kind: str, num_heads: int, *, head_dim: int = HEAD_DIM, **keys) -> dict:
-    """Returns the section of a kind of `attention.MECHANISMS`.
+    """Returns the attention section of a mechanism, by its name in `attention.MECHANISMS`.
 
     Args:
       head_dim: channels of keys and values.
@@ -36,13 +36,13 @@ def without_qk_norm(attention: dict, *, bias: bool = False) -> dict:
 
 
 def _as_section(make: Callable[..., MechanismConfig]) -> Callable[..., dict]:
-    """Returns `make` with a section as its result."""
+    """Wraps a function that returns a mechanism's config, so that it returns its section."""
 
     @functools.wraps(make)
-    def made(*args, **keys):
+    def make_section(*args, **keys):
         return section(make(*args, **keys))
 
-    return made
+    return make_section
 
 
 factored = _as_section(named.factored)

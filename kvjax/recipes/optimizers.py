@@ -6,7 +6,7 @@ from kvjax.optim import OptimizerConfig
 
 
 def nanochat() -> dict:
-    """karpathy/nanochat, commit 0f00788 (2025-10-19).
+    """Returns the optimizer of karpathy/nanochat, commit 0f00788 (2025-10-19).
 
     Known differences between a run with this preset and nanochat:
 
@@ -23,9 +23,10 @@ def nanochat() -> dict:
 
 
 def paper_text() -> dict:
-    """The text of LRKV's section 5 and appendix A: cosine, weight decay 0.1, betas (0.9, 0.95).
+    """Returns the optimizer that the text of LRKV describes (section 5 and appendix A).
 
-    The paper does not give the length of the warmup; 1,000 steps is our choice.
+    Cosine schedule, weight decay 0.1, betas (0.9, 0.95). The paper does not give the length of the
+    warmup; 1,000 steps is our choice.
     """
     return nanochat() | dict(
         adam_b1=0.9,
@@ -38,9 +39,10 @@ def paper_text() -> dict:
 
 
 def tuning() -> dict:
-    """Fine-tuning in thin keys' section 3.7: a constant learning rate of 5e-5.
+    """Returns the optimizer of fine-tuning in thin keys' section 3.7: a constant rate of 5e-5.
 
-    The paper does not name optimizer, schedule or weight decay; here AdamW with PyTorch's defaults.
+    The paper does not name optimizer, schedule or weight decay; ours is AdamW with PyTorch's
+    defaults.
     """
     rates = dict.fromkeys(("matrix", "embedding", "head", "vector"), 5e-5)
     return nanochat() | dict(
@@ -56,7 +58,7 @@ def tuning() -> dict:
 
 
 def adamw(rate: float, d_model: int, *, weight_decay: float, **keys) -> dict:
-    """AdamW with one learning rate and one weight decay for all weights, cosine schedule.
+    """Returns AdamW with one learning rate and weight decay for all weights, cosine schedule.
 
     Args:
       d_model: D, to undo the optimizer's factor (D/768)^-1/2 on embedding and head.

@@ -15,13 +15,13 @@ def model(depth: int) -> dict:
 
 
 def tiny() -> dict:
-    """4 layers of width 128, 1.3M parameters: trains in minutes on two CPU cores."""
+    """Returns a scale that trains in minutes on 2 CPU cores: 4 layers, width 128, 1.3M weights."""
     model = dict(num_layers=4, d_model=128, mlp_dim=512)
     return dict(model=model, train=dict(num_steps=500, eval_every=100, checkpoint_every=100))
 
 
 def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -> dict:
-    """A scale of the LRKV paper: FineWeb-Edu, context 2048, vocabulary 65,536."""
+    """Returns a scale of the LRKV paper: FineWeb-Edu, context 2048, vocabulary 65,536."""
     return dict(
         model=model(depth),
         data=dict(
@@ -45,11 +45,11 @@ def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -
 
 
 def _conventional(layers: int, width: int, mlp_dim: int, **model) -> dict:
-    """A model section as in GPT-2 and LLaMA: N(0, 0.02²), norm gains, tied head, no soft cap."""
+    """Returns a model section as of GPT-2 and LLaMA: N(0, 0.02²), gains, tied head, no soft cap."""
     shape = dict(num_layers=layers, d_model=width, mlp_dim=mlp_dim, norm_gain=True)
-    start = dict(embedding_std=0.02, matrix_std=0.02, zero_outputs=False)
-    off = dict(embedding_norm=False, logit_softcap=0.0, tied_head=True)
-    return shape | start | off | model
+    initialisation = dict(embedding_std=0.02, matrix_std=0.02, zero_outputs=False)
+    head = dict(embedding_norm=False, logit_softcap=0.0, tied_head=True)
+    return shape | initialisation | head | model
 
 
 def _sharing(
@@ -63,7 +63,7 @@ def _sharing(
     steps: int,
     every: int,
 ) -> dict:
-    """Projection sharing's language models (arXiv 2606.04032, section 3.3), from the authors' code.
+    """Returns a scale of projection sharing (arXiv 2606.04032, section 3.3, and its code).
 
     GPT-2's architecture with 2,048 learned positions; AdamW with weight decay on all weights. The
     authors pad each document to a row and count the padding in the loss; here documents are packed
@@ -101,7 +101,7 @@ def _sharing(
             batch_size=rows,
             grad_accumulation=parts,
             eval_every=every,
-            eval_rows=4_608,  # 9.4M tokens of their 10M
+            eval_rows=4_608,  # 9.4M tokens; the authors use 10M
             checkpoint_every=every,
             keep_checkpoints=3,
             separate=True,
@@ -111,7 +111,7 @@ def _sharing(
 
 
 def _llama_125m() -> dict:
-    """Thin keys' LLaMA-style model (arXiv 2603.04427, section 3.6): WikiText-103, 5 epochs.
+    """Returns thin keys' LLaMA-style scale (arXiv 2603.04427, section 3.6): WikiText-103, 5 epochs.
 
     The paper tokenizes by words; its parameter counts imply a vocabulary between 21,761 and 21,832.
     Here BPE learns 21,800 tokens, so that every text can be encoded.

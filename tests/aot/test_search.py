@@ -232,7 +232,7 @@ def test_what_is_sent_by_hand(remat, passes, sums):
 
     rows = e.train.batch_size // 4 // (2 * 4)
     activations = rows * e.data.sequence_length / 3 * e.model.block.d_model
-    assert traffic.sent(e, mesh) == pytest.approx(
+    assert traffic.total_bytes(e, mesh) == pytest.approx(
         gathered(4)
         + 2 * 2 * 4 * matrices / 4 / 2  # gradients, over the two copies
         + sums * 4 * 2 * 2 * activations * e.model.block.num_layers * 4 / 5
@@ -241,7 +241,7 @@ def test_what_is_sent_by_hand(remat, passes, sums):
     assert e.model.block.d_model == 128
 
     def by_fsdp(fsdp):
-        return traffic.gathered(e, mesh | dict(fsdp=fsdp), matrices)
+        return traffic.fsdp_bytes(e, mesh | dict(fsdp=fsdp), matrices)
 
     assert by_fsdp(16) == pytest.approx(gathered(16))
     assert by_fsdp(32) == pytest.approx(2 * gathered(32))  # of four rows each

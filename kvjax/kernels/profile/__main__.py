@@ -104,8 +104,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if o.implementations is not None:
         o.implementations = lists.names("--implementations", o.implementations, contenders.NAMES)
     for name in ("batch", "length", "rounds", "milliseconds"):
-        if (given := getattr(o, name)) is not None:
-            setattr(o, name, lists.integers(f"--{name}", given))
+        if (text := getattr(o, name)) is not None:
+            setattr(o, name, lists.integers(f"--{name}", text))
     o.blocks = lists.integers("--blocks", o.blocks, 128)
     if len(o.blocks) != 2 or o.blocks[0] >= o.blocks[1]:
         raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
@@ -120,7 +120,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _points(o: argparse.Namespace, *, on_cpu: bool) -> tuple[tuple[int, int], ...]:
-    """Returns (batch, length) of each point: the given ones combined, or the default sweeps."""
+    """Returns (batch, length) of each point: --batch x --length, or else the default sweeps."""
     lengths = _CPU_LENGTHS if on_cpu else _LENGTHS
     if o.batch or o.length:
         return tuple(itertools.product(o.batch or (1,), o.length or lengths))
@@ -202,7 +202,7 @@ def _static(o: argparse.Namespace, out: Output) -> dict:
 
 
 def _check_files(o: argparse.Namespace) -> None:
-    """Raises UserError if a result could not be written at the end."""
+    """Raises a UserError for an output file that could not be written at the end."""
     if o.plot:
         _matplotlib(pathlib.Path(o.plot))
         target.check_file("--plot", o.plot)

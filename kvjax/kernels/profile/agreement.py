@@ -1,9 +1,9 @@
 """Checks implementations of decode attention against its definition on the device present.
 
-One sequence of a batch is full, the others have random lengths; slots behind their ends hold
+One sequence of a batch is full, the others have random lengths; slots after their ends hold
 garbage 100 times as large as entries. The definition is `reference.decode_attention` in float32,
-with the device's highest precision. Calls are repeated on the same arrays: different bits are a
-race.
+with the device's highest precision. Calls are repeated on the same arrays; results with different
+bits reveal a race.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ CPU_POINTS = ((1, 4096), (8, 512))
 REPEATS = 10
 # Relative to the output's largest entry: 1e-5 in float32, two units in the last place in bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2 * 2.0**-8}
-_GARBAGE = 100  # factor of entries behind a sequence's end
-_DEFINITION = ""  # its name among implementations
+_GARBAGE = 100  # factor of entries after a sequence's end
+_DEFINITION = ""  # name of the definition among implementations
 
 
 def check(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
@@ -34,7 +34,7 @@ def check(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
 
     A row has `error` (|o - exact| / |exact|, 2-norms), `worst` (largest difference over largest
     entry), `same` (True if all calls gave equal bits) and `agrees`. If an implementation refuses or
-    fails, it has the reason, `why`; after a failure also `agrees`, False.
+    fails, the row has the reason instead, `why`, and after a failure `agrees` = False.
     """
     rows, names = [], (_DEFINITION, *run.implementations)
     for batch, length in run.points:
@@ -101,12 +101,12 @@ def _lower(make: Callable[[], tuple], name: str) -> jax.stages.Lowered:
 def _compare(
     program: Callable[[], Callable], arguments: tuple, exact: np.ndarray, dtype: jnp.dtype
 ) -> dict:
-    first, *again = (np.asarray(program()(*arguments)) for _ in range(REPEATS))
+    first, *repeated = (np.asarray(program()(*arguments)) for _ in range(REPEATS))
     if not np.isfinite(first).all():
         raise FloatingPointError("its output is not finite")
     difference = first.astype(np.float64) - exact
     worst = np.abs(difference).max() / np.abs(exact).max()
-    same = all(first.tobytes() == other.tobytes() for other in again)
+    same = all(first.tobytes() == other.tobytes() for other in repeated)
     return dict(
         error=float(np.linalg.norm(difference) / np.linalg.norm(exact)),
         worst=float(worst),
@@ -134,9 +134,9 @@ def table(rows: Sequence[dict], run: Run) -> Table:
         names = [r["mechanism"], r["implementation"], f"{r['batch']}", f"{r['length']:,}"]
         if "why" in r:
             notes.append(f"{names[0]} {names[1]}, {names[2]} x {names[3]}: {r['why']}")
-            wrong = "NO" if "agrees" in r else "-"
-            cells.append(names + ["-"] * (len(header) - len(names) - 1) + [wrong])
+            agrees = "NO" if "agrees" in r else "-"
+            cells.append(names + ["-"] * (len(header) - len(names) - 1) + [agrees])
             continue
-        yes = ["yes" if r[key] else "NO" for key in ("same", "agrees")]
-        cells.append([*names, f"{r['error']:.1e}", f"{r['worst']:.1e}", *yes])
+        flags = ["yes" if r[key] else "NO" for key in ("same", "agrees")]
+        cells.append([*names, f"{r['error']:.1e}", f"{r['worst']:.1e}", *flags])
     return Table(title, header, cells, notes)

@@ -1,7 +1,7 @@
 """Contenders of a profile: our implementations of decode attention, and libraries' attention.
 
-Libraries take only MHA's and GQA's caches, in layouts of their own, and attend to the whole cache,
-without a mask or a last position.
+Libraries support only MHA's and GQA's caches, in their own layouts. They attend to the whole cache,
+without a mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +26,14 @@ from kvjax.kernels.profile.timing import Sample
 
 LIBRARIES = ("cudnn", "torch", "torch_flash")
 NAMES = (*IMPLEMENTATIONS, *LIBRARIES)
-_DRAWN = 1024  # tokens drawn, then repeated: drawing takes several times its result's memory
-_AHEAD_BYTES = 2**28  # read before each call of PyTorch, see `_by_events`
+# Random tokens of a cache, which are repeated to its length: the random generator's temporaries are
+# several times as large as its result.
+_RANDOM_TOKENS = 1024
+_FILLER_BYTES = 2**28  # read before each call of PyTorch, see `_by_events`
 
 
 def default(platform: str) -> tuple[str, ...]:
-    """Returns the contenders by default; the first is our kernel for the platform."""
+    """Returns the default contenders; the first is our kernel for the platform."""
     ours = [name for name in (platform, "xla") if name in IMPLEMENTATIONS]
     return (*ours, *(LIBRARIES if platform == "gpu" else ()))
 
@@ -60,13 +62,13 @@ class Problem:
 
     def __init__(self, setup: Setup):
         self.setup, length = setup, setup.length
-        drawn = next(n for n in range(min(length, _DRAWN), 0, -1) if length % n == 0)
-        sizes = dict(batch=setup.batch, length=drawn, dtype=setup.dtype)
+        n = next(n for n in range(min(length, _RANDOM_TOKENS), 0, -1) if length % n == 0)
+        sizes = dict(batch=setup.batch, length=n, dtype=setup.dtype)
 
         @jax.jit
         def draw(seed: int):
             inputs, cache = shapes.problem(setup.shape, **sizes, seed=seed)
-            return inputs, jax.tree.map(lambda x: jnp.tile(x, length // drawn), cache)
+            return inputs, jax.tree.map(lambda x: jnp.tile(x, length // n), cache)
 
         problems = [draw(seed) for seed in range(setup.copies)]
         (self.inputs, *_), self.caches = zip(*problems, strict=True)
@@ -81,8 +83,8 @@ def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | No
       parameters: tile sizes, for one of ours.
 
     Raises:
-      NotImplementedError: the contender does not take the problem.
-      ImportError: it is not installed, or has no GPU.
+      NotImplementedError: the contender does not support the problem.
+      ImportError: the contender is not installed, or has no GPU.
     """
     inputs, cache, first_B = setup.abstract
     if name in IMPLEMENTATIONS:
@@ -101,7 +103,7 @@ def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | No
 
 
 def sample(name: str, problem: Problem, program: Callable | None, *, target: float) -> Sample:
-    """Returns a sample of a contender's seconds per call; warm.
+    """Returns a sample of a contender's seconds per call; nothing is compiled when it is called.
 
     Args:
       name: one of `NAMES`.
@@ -130,7 +132,7 @@ def copies_caches(name: str, shape: Sizes) -> bool:
 
 
 def free() -> None:
-    """Frees arrays in errors' tracebacks, and memory that PyTorch keeps after freeing arrays."""
+    """Frees arrays that tracebacks hold, and the memory that PyTorch's allocator caches."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -197,17 +199,18 @@ def _by_events(
 ) -> Sample:
     """Samples the median seconds between CUDA events around single calls, through the ring.
 
-    Before each call the device reads an array, so that the call has been launched when its turn
-    comes. It reads rather than writes, since L2 would write dirty lines back during the call.
+    Before each call the device sums a large array, so that the host launches the call before the
+    device can start it. The array is not written, since L2 would write dirty lines back during the
+    call.
     """
-    ahead = torch.ones(_AHEAD_BYTES // 4, device="cuda")
+    filler = torch.ones(_FILLER_BYTES // 4, device="cuda")
     ring = itertools.cycle(caches)
 
     def timed(calls: int) -> list[float]:
         events = []
         for _ in range(calls):
             cache = next(ring)
-            ahead.sum()
+            filler.sum()
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             pair[0].record()
             attend(*cache)
@@ -217,6 +220,6 @@ def _by_events(
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
     timed(len(caches))
-    warm = min(timed(3))
-    calls = max(5, min(50, int(target / warm)))
+    seconds = min(timed(3))
+    calls = max(5, min(50, int(target / seconds)))
     return lambda: statistics.median(timed(calls))

@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of the decode-attention kernel, compiled for an absent GPU.
 
-ptxas reports registers and spills; shared memory is as the program requests it. Nothing runs.
+ptxas reports registers and spills; the program states its shared memory. Nothing runs.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def resources(shape: Sizes, *, batch: int, length: int, device: str = "h200") ->
     """Returns "registers" and "spill_bytes" of a thread, "shared_bytes" of a program (CTA).
 
     Raises:
-      NotImplementedError: the kernel does not take this shape.
+      NotImplementedError: the kernel does not support this shape.
       UserError: JAX's CUDA plugin is not installed.
     """
     return compiled(shape, batch=batch, length=length, device=device)[0]
@@ -37,10 +37,11 @@ def compiled(
     """Returns `resources`, the compiled program, and the kernel's PTX."""
     inputs, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
     arguments = inputs, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
-    attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))  # traced anew
+    # A new function, which is traced in every call.
+    attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
     with tempfile.TemporaryDirectory() as directory:
         dump = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTX": "1"}
-        with mock.patch.dict(os.environ, dump), _compiled_anew():
+        with mock.patch.dict(os.environ, dump), _without_compilation_cache():
             program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
         (ptxas,) = pathlib.Path(directory).glob("*.ptxas")
         (requested,) = pathlib.Path(directory).glob("*.resources.txt")
@@ -55,8 +56,8 @@ def compiled(
 
 
 @contextlib.contextmanager
-def _compiled_anew() -> Iterator[None]:
-    """Disables JAX's persistent compilation cache, whose programs leave no report."""
+def _without_compilation_cache() -> Iterator[None]:
+    """Disables JAX's persistent compilation cache, because cached programs leave no report."""
     enabled = jax.config.jax_enable_compilation_cache
 
     def enable(on: bool):

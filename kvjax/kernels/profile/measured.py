@@ -22,7 +22,7 @@ TILES = (256, 512, 1024, 2048, 4096)  # for implementations whose module has no 
 NOTHING_FASTER = "nothing is faster than the default tile sizes"
 NO_MHA = "MHA does not fit beside it"
 _MEMORY = 0.85  # share of the device's memory for caches
-_COPY, _MHA = " copy", " mha"  # names of samples beside implementations'
+_COPY, _MHA = " copy", " mha"  # names of the samples that are not contenders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Run:
     points: Sequence[tuple[int, int]]  # (batch, length)
     implementations: Sequence[str]
     rounds: int
-    target: float  # seconds by which the longer chain of calls is longer
-    device: str | None  # a name in datasheets.DEVICES, or "cpu"; None: has no datasheet
+    target: float  # seconds, see `timing.slope`
+    device: str | None  # a name in datasheets.DEVICES, or "cpu"; None: a device without datasheet
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -50,7 +50,7 @@ OnRow = Callable[[Mapping], None]  # called with every row as soon as it is meas
 
 
 def measure(run: Run, on_row: OnRow = lambda row: None) -> tuple[list[dict], float]:
-    """Returns a row per batch, length, mechanism and implementation; and a copy's bytes/s."""
+    """Returns a row per batch, length, mechanism and implementation, and the bytes/s of a copy."""
     copy, copy_bytes = timing.copy(target=run.target)
     rows, copies = [], []
     for batch, length in run.points:
@@ -66,15 +66,15 @@ class _Baseline:
 
     implementation: str
     sample: timing.Sample
-    instead: str | None  # why it is not our first implementation
+    fallback_reason: str | None  # why our first implementation does not run; None: it does
 
 
 class _Point:
     """Measures one batch and length.
 
     A mechanism's contenders are sampled in turns with a copy and our MHA, and freed before the next
-    mechanism: memory holds a mechanism and MHA, or the mechanism alone if both do not fit.
-    Libraries' MHA is timed once, in turns with our MHA.
+    mechanism. If memory cannot hold MHA and the mechanism, MHA is left out. Libraries' MHA is timed
+    once, in turns with our MHA.
     """
 
     def __init__(self, run: Run, batch: int, length: int, copy: timing.Sample, copy_bytes: int):
@@ -98,56 +98,59 @@ class _Point:
     def measure(self, on_row: OnRow) -> list[dict]:
         rows = []
         for mechanism in sorted(self.sizes, key=lambda name: (name != "mha", self.sizes[name])):
-            beside = self._fits_beside_mha(mechanism)
-            if not beside:
+            fits = self._fits_beside_mha(mechanism)
+            if not fits:
                 self.mha = None  # frees its caches; later mechanisms are no smaller
-            new = self._in_turns(mechanism)
-            rows += new if beside else [dict(no_speedup=NO_MHA) | r for r in new]
+            new = self._measure_mechanism(mechanism)
+            rows += new if fits else [dict(no_speedup=NO_MHA) | r for r in new]
             for row in new:
                 on_row(row)
             contenders.free()
         self.mha = None
-        return _beside_public(sorted(rows, key=lambda r: _order(r, self.run)))
+        return _add_public_speedup(sorted(rows, key=lambda r: _order(r, self.run)))
 
     def _fits_beside_mha(self, mechanism: str) -> bool:
         if mechanism == "mha" or "mha" not in self.sizes:
             return True
         return self.sizes["mha"] + self.sizes[mechanism] <= self.memory
 
-    def _in_turns(self, mechanism: str) -> list[dict]:
-        left = self.memory - (self.sizes["mha"] if self.mha else 0)
-        problem = _problem(self.setups[mechanism], self.sizes[mechanism], left)
+    def _measure_mechanism(self, mechanism: str) -> list[dict]:
+        free_bytes = self.memory - (self.sizes["mha"] if self.mha else 0)
+        problem = _problem(self.setups[mechanism], self.sizes[mechanism], free_bytes)
         if isinstance(problem, str):
             return [self._names(mechanism, "") | dict(why=problem)]
-        left -= self.sizes[mechanism]
-        results = {  # samples, or reasons; then parts of rows
-            name: self._sample(name, mechanism, problem, left) for name in self.run.implementations
+        free_bytes -= self.sizes[mechanism]
+        results = {  # samples, or reasons why there is none
+            name: self._sample(name, mechanism, problem, free_bytes)
+            for name in self.run.implementations
         }
         if mechanism == "mha":
             self.mha = _baseline(results)
         samples = {name: s for name, s in results.items() if not isinstance(s, str)}
-        beside = {_MHA: self.mha.sample} if self.mha and mechanism != "mha" else {}
-        taken = timing.interleaved({_COPY: self.copy} | beside | samples, self.run.rounds)
-        medians = {name: timing.spread(seconds).median for name, seconds in taken.items()}
+        baseline = {_MHA: self.mha.sample} if self.mha and mechanism != "mha" else {}
+        times = timing.interleaved({_COPY: self.copy} | baseline | samples, self.run.rounds)
+        medians = {name: timing.spread(seconds).median for name, seconds in times.items()}
         self.copies.append(medians[_COPY])
         copied = self.copy_bytes / medians[_COPY]
+        rows = []
         for name, sample in results.items():
+            rows.append(self._names(mechanism, name))
             if name not in samples:
-                results[name] = dict(why=sample)
+                rows[-1] |= dict(why=sample)
                 continue
-            results[name] = row(problem, taken[name], copied=copied, run=self.run)
-            if self.mha and "seconds" in results[name]:
-                mha = medians[_MHA if beside else self.mha.implementation]
-                results[name] |= _speedup(self.mha, mha, medians[name])
-        return [self._names(mechanism, name) | result for name, result in results.items()]
+            rows[-1] |= row(problem, times[name], copied=copied, run=self.run)
+            if self.mha and "seconds" in rows[-1]:
+                mha = medians[_MHA if baseline else self.mha.implementation]
+                rows[-1] |= _speedup(self.mha, mha, medians[name])
+        return rows
 
     def _sample(
-        self, name: str, mechanism: str, problem: contenders.Problem, left: float
+        self, name: str, mechanism: str, problem: contenders.Problem, free_bytes: float
     ) -> timing.Sample | str:
         shape = self.setups[mechanism].shape
-        need = self.sizes[mechanism] if contenders.copies_caches(name, shape) else 0
-        if need > left:
-            return _too_large(need, left, "its own layout's ")
+        needed = self.sizes[mechanism] if contenders.copies_caches(name, shape) else 0
+        if needed > free_bytes:
+            return _too_large(needed, free_bytes, "its own layout's ")
         return _sample(name, problem, self.programs[mechanism, name], self.run)
 
     def _names(self, mechanism: str, implementation: str) -> dict:
@@ -156,23 +159,24 @@ class _Point:
 
 def _baseline(results: Mapping[str, timing.Sample | str]) -> _Baseline | None:
     """Returns the first of our implementations that runs; None if none does."""
-    instead = None
+    reason = None
     for name in filter(IMPLEMENTATIONS.get, results):
         if not isinstance(results[name], str):
-            return _Baseline(name, results[name], instead)
-        instead = instead or f"{name}: {results[name]}"
+            return _Baseline(name, results[name], reason)
+        reason = reason or f"{name}: {results[name]}"
     return None
 
 
 def _speedup(baseline: _Baseline, mha: float, seconds: float) -> dict:
-    """Returns MHA's time over these seconds; nothing if MHA's time is below the noise."""
+    """Returns `mha` / `seconds` as part of a row; empty if MHA's time is below the noise."""
     if mha <= 0:
         return {}
-    instead = dict(mha_instead_of=baseline.instead) if baseline.instead else {}
-    return dict(speedup=mha / seconds, mha_seconds=mha, mha_by=baseline.implementation) | instead
+    reason = baseline.fallback_reason
+    fallback = dict(mha_instead_of=reason) if reason else {}
+    return dict(speedup=mha / seconds, mha_seconds=mha, mha_by=baseline.implementation) | fallback
 
 
-def _beside_public(rows: list[dict]) -> list[dict]:
+def _add_public_speedup(rows: list[dict]) -> list[dict]:
     """Adds the speedup over the fastest library's MHA to the rows of a batch and length."""
     public = {
         r["implementation"]: r["seconds"]["median"]
@@ -189,26 +193,26 @@ def _beside_public(rows: list[dict]) -> list[dict]:
 
 
 def row(problem: contenders.Problem, seconds: Sequence[float], *, copied: float, run: Run) -> dict:
-    """Returns one contender's rates from its seconds per call; each logical byte is read once."""
-    taken = timing.spread(seconds)
-    if taken.median <= 0:
+    """Returns a contender's rates from its seconds per call; every logical byte counts once."""
+    spread = timing.spread(seconds)
+    if spread.median <= 0:
         return dict(why="its time is below the noise: raise --milliseconds")
     setup = problem.setup
     tokens = setup.batch * setup.length
     num_bytes = tokens * shapes.bytes_per_token(setup.shape, setup.dtype)
-    rate = num_bytes / taken.median
+    rate = num_bytes / spread.median
     datasheet = datasheets.DEVICES.get(run.device)
-    around = len(problem.caches) * num_bytes
+    ring_bytes = len(problem.caches) * num_bytes
     return dict(
         cache_bytes=num_bytes,
-        seconds=dataclasses.asdict(taken),
+        seconds=dataclasses.asdict(spread),
         gbps=rate / 1e9,
         of_datasheet=rate / datasheet.bandwidth if datasheet else None,
         of_copy=rate / copied,
-        tflops=tokens * setup.shape.flops().per_key / taken.median / 1e12,
+        tflops=tokens * setup.shape.flops().per_key / spread.median / 1e12,
         caches=len(problem.caches),
-        may_stay_on_chip=around < timing.RING * run.on_chip_bytes,
-        may_be_launches=jax.default_backend() == "gpu" and taken.median < timing.LAUNCHES,
+        may_stay_on_chip=ring_bytes < timing.RING * run.on_chip_bytes,
+        may_be_launches=jax.default_backend() == "gpu" and spread.median < timing.LAUNCHES,
     )
 
 
@@ -229,7 +233,7 @@ def _sample(
 
 
 class Refusal(str):
-    """The reason why a contender does not take a problem or is not installed; not a failure."""
+    """The reason why a contender is not installed or lacks support for a problem; no failure."""
 
 
 def result_or_reason[T](make: Callable[[], T]) -> T | str:
@@ -269,19 +273,19 @@ def _setup(run: Run, mechanism: str, batch: int, length: int, bandwidth: float) 
     )
 
 
-def _problem(setup: contenders.Setup, need: int, left: float) -> contenders.Problem | str:
-    """Returns the mechanism's arrays on the device, or the reason why they are not."""
-    if need > left:
-        return _too_large(need, left)
+def _problem(setup: contenders.Setup, needed: int, free_bytes: float) -> contenders.Problem | str:
+    """Returns the mechanism's arrays on the device, or the reason why they do not fit."""
+    if needed > free_bytes:
+        return _too_large(needed, free_bytes)
     return result_or_reason(lambda: contenders.Problem(setup))
 
 
-def _too_large(need: float, left: float, owner: str = "") -> str:
-    return f"{owner}{need / 1e9:.1f} GB do not fit: {left / 1e9:.1f} GB are left"
+def _too_large(needed: float, free_bytes: float, owner: str = "") -> str:
+    return f"{owner}{needed / 1e9:.1f} GB do not fit: {free_bytes / 1e9:.1f} GB are left"
 
 
 def candidates(implementation: str, inputs, cache) -> list[dict[str, int]]:
-    """Returns the tile sizes to try, the implementation's defaults first; empty if it takes none.
+    """Returns the tile sizes to try, defaults first; empty if the implementation has none.
 
     An implementation's module may define `candidates(inputs, cache)`, with the values of each
     parameter.
@@ -332,7 +336,7 @@ def tune(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
                 compiled = [(p, programs[mechanism, name, i]) for i, p in enumerate(grid)]
                 rows.append(names | _tuned(problem, name, compiled, run, kind))
                 on_row(rows[-1])
-            del problem  # freed before the next one is drawn
+            del problem  # frees its arrays before the next problem's are allocated
     return rows
 
 
@@ -374,10 +378,10 @@ def table(rows: Sequence[Mapping], title: str) -> Table:
     notes = {}
     for r in rows:
         if r.get("may_stay_on_chip"):
-            notes["\\*"] = "The caches may stay on the chip between calls, in part."
+            notes["\\*"] = "The caches may partly stay on the chip between calls."
         if r.get("may_be_launches"):
             us = f"{1e6 * timing.LAUNCHES:.0f} us"
-            notes["†"] = f"Below {us} a call, launching its kernels may be what is measured."
+            notes["†"] = f"Below {us} per call, kernel launches may dominate the time."
         if "mha_instead_of" in r:
             notes["‡"] = f"MHA by {r['mha_by']}, instead of {r['mha_instead_of']}."
         if "why" in r:

@@ -12,8 +12,8 @@ def compiled[K: Hashable](
 ) -> dict[K, Callable[[], jax.stages.Compiled | None]]:
     """Returns a function for each key that returns the compiled program, or raises its error.
 
-    Programs are lowered one after another, in Python, and compiled by a thread for each core. All
-    are compiled when this returns. A `lower` that returns None gives None.
+    Programs are lowered one after another, in Python, and compiled by one thread per core; none is
+    still compiling on return. A `lower` that returns None gives None.
     """
     futures = {}
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
@@ -27,5 +27,5 @@ def compiled[K: Hashable](
                 futures[key].set_exception(error)
         concurrent.futures.wait(futures.values())
     finally:
-        pool.shutdown(cancel_futures=True)  # an interrupt waits only for compilations under way
+        pool.shutdown(cancel_futures=True)  # an interrupt waits only for running compilations
     return {key: future.result for key, future in futures.items()}

@@ -18,8 +18,8 @@ from kvjax.kernels.profile import measured, tpu_static
 def tpu(options: argparse.Namespace) -> list[dict]:
     """Returns rows of the bundles that an absent TPU would execute, with default tile sizes.
 
-    And of their growth with the tile: between the two sizes of `options.blocks`, a tile of b tokens
-    costs `bundles_per_block` + b · `bundles_in_a_block`.
+    Each row also has a linear fit through the two tile sizes of `options.blocks`: a tile of b
+    tokens costs `bundles_per_block` + b · `bundles_in_a_block`.
     """
     chip, rows = tpu_static.CHIPS[options.device], []
     small, large = options.blocks  # tile sizes
@@ -30,13 +30,13 @@ def tpu(options: argparse.Namespace) -> list[dict]:
         row = dict(mechanism=mechanism, static=True, bytes=num_bytes)
         per_token = functools.partial(tpu_static.per_token, chip, options.model, mechanism)
         try:
-            own = per_token()
+            default = per_token()
         except (NotImplementedError, tpu_static.DoesNotCompile) as error:
             rows.append(row | dict(why=str(error)))
             continue
         hbm = chip.hbm_cycles(num_bytes)
-        row |= dict(bundles=own.bundles, hbm_cycles=hbm, of_hbm=own.bundles / hbm)
-        row |= dict(bandwidth_bound=own.bundles < hbm, units=own.units)
+        row |= dict(bundles=default.bundles, hbm_cycles=hbm, of_hbm=default.bundles / hbm)
+        row |= dict(bandwidth_bound=default.bundles < hbm, units=default.units)
         try:
             at_small, at_large = (per_token(tile_kv=size).bundles for size in (small, large))
             per_tile = (at_small - at_large) * small * large / (large - small)
@@ -49,7 +49,7 @@ def tpu(options: argparse.Namespace) -> list[dict]:
 
 
 def tune_tpu(options: argparse.Namespace) -> list[dict]:
-    """Saves the tile sizes with the fewest bundles per token, under the smallest length."""
+    """Saves the tile sizes with the fewest bundles per token, as entries of the smallest length."""
     chip, rows = tpu_static.CHIPS[options.device], []
     for mechanism in options.mechanisms:
         costs, why = {}, ""
@@ -113,7 +113,7 @@ def _why(rows: Sequence[dict]) -> list[str]:
 
 
 def gpu(options: argparse.Namespace) -> list[dict]:
-    """Returns rows of registers, spills and shared memory by the compiler for an absent GPU."""
+    """Returns rows of registers, spills and shared memory, from the compiler of an absent GPU."""
     try:
         gpu_static = importlib.import_module("kvjax.kernels.profile.gpu_static")
     except ImportError as error:

@@ -1,12 +1,11 @@
 """Measures seconds per call on the device present, without dispatch.
 
 A call's time is the slope between a short and a long chain of calls in one program: a loop in which
-every call's query depends on the output before, so that no call is hoisted, merged or overlapped.
-Calls cycle through a ring of caches that together exceed the chip's on-chip memory. Contenders are
-sampled in turns, round by round, so that drifts of the clock or load by others affect all of them.
+every call's query depends on the previous output, so that no call is hoisted, merged or overlapped.
+Calls cycle through a ring of caches that together exceed the on-chip memory. Contenders are sampled
+in turns, round by round, so that clock drifts and other processes' load affect all of them.
 
-A GPU still launches every kernel of a call: below about 20 us per call, launches may be what is
-measured.
+A GPU still launches every kernel of a call: below about 20 us per call, launches may dominate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,8 @@ Cache = Mapping[str, jax.Array]
 Call = Callable[[DecodeInputs, Cache, jax.Array], jax.Array]
 Sample = Callable[[], float]  # takes one measurement: seconds per call
 
-# On-chip memory where a cache may stay from call to call: a GPU's L2 (datasheet, and what CUDA
-# reports); a TPU's VMEM (jax._src.tpu_info) and v4's CMEM.
+# On-chip memory in which a cache may stay between calls: a GPU's L2 (from datasheet and CUDA); a
+# TPU's VMEM (jax._src.tpu_info), on v4 also CMEM.
 _MIB = 2**20
 ON_CHIP_BYTES = {
     "h100": 50 * _MIB,
@@ -38,24 +37,24 @@ ON_CHIP_BYTES = {
     "v6e": 128 * _MIB,
     "cpu": 32 * _MIB,
 }
-MAX_RING = 32
-RING = 8  # ring bytes over on-chip bytes: an L2 does not evict the oldest line first
+MAX_RING = 32  # caches
+RING = 8  # ratio of ring bytes to on-chip bytes; an L2 does not evict the oldest line first
 LAUNCHES = 20e-6  # seconds of a call that launching its kernels on a GPU may take
-_ROUND = 5e-3  # seconds of a round: the host checks the loop at its end, which costs about 15 us
+_ROUND = 5e-3  # seconds of a round; at its end the host checks the loop, which takes about 15 us
 _COPY_BYTES, _COPIES = 2**29, 4  # bytes of a copy, copies per round
 _CPU_COPY_BYTES = 2**27  # a CPU takes longer, and its cache is smaller
 
 
 def ring(cache_bytes: int, on_chip_bytes: float) -> int:
-    """Returns the caches of a ring that is too large to stay on the chip, up to `MAX_RING`.
+    """Returns the number of caches in a ring that is too large to stay on the chip.
 
-    Small caches may therefore stay there in part.
+    It is at most `MAX_RING`, so rings of small caches may partly stay there.
     """
     return min(MAX_RING, math.ceil(RING * on_chip_bytes / cache_bytes))
 
 
 def passes(ring_bytes: int, copies: int, bandwidth: float) -> int:
-    """Returns the passes through the ring that take `_ROUND` seconds at a bandwidth in bytes/s."""
+    """Returns how many passes through the ring take `_ROUND` seconds, at `bandwidth` bytes/s."""
     seconds = max(ring_bytes / max(bandwidth, 1.0), copies * LAUNCHES)
     return math.ceil(_ROUND / seconds)
 
@@ -63,8 +62,8 @@ def passes(ring_bytes: int, copies: int, bandwidth: float) -> int:
 def chain(call: Call, passes: int) -> Callable:
     """Returns a jitted function (rounds, inputs, caches, first_B) -> inputs.
 
-    A round calls on each of the caches, `passes` times. The number of rounds is an argument: one
-    program serves long and short chains.
+    A round makes `passes` calls on each cache. The number of rounds is a traced argument, so that
+    one program runs long and short chains.
     """
 
     call = jax.jit(call)  # traced once, not once per cache
@@ -74,7 +73,7 @@ def chain(call: Call, passes: int) -> Callable:
     ) -> DecodeInputs:
         def run_pass(_, inputs):
             for cache in caches:
-                inputs = _follow(inputs, call(inputs, cache, first_B))
+                inputs = _depend_on(inputs, call(inputs, cache, first_B))
             return inputs
 
         def run_round(_, inputs):
@@ -85,14 +84,14 @@ def chain(call: Call, passes: int) -> Callable:
     return jax.jit(run)
 
 
-def _follow(inputs: DecodeInputs, output: jax.Array) -> DecodeInputs:
+def _depend_on(inputs: DecodeInputs, output: jax.Array) -> DecodeInputs:
     """Makes the queries depend on the output without changing their values."""
     output = jax.lax.optimization_barrier(output)  # all of it is computed, not one element
     tiny = output.ravel()[0].astype(jnp.float32) * 1e-30
-    queries = [f.name for f in dataclasses.fields(inputs) if f.name.endswith("query")]
-    moved = {name: query for name in queries if (query := getattr(inputs, name)) is not None}
-    moved = {name: query + tiny.astype(query.dtype) for name, query in moved.items()}
-    return dataclasses.replace(inputs, **moved)
+    names = [f.name for f in dataclasses.fields(inputs) if f.name.endswith("query")]
+    queries = {name: query for name in names if (query := getattr(inputs, name)) is not None}
+    queries = {name: query + tiny.astype(query.dtype) for name, query in queries.items()}
+    return dataclasses.replace(inputs, **queries)
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -111,21 +110,21 @@ def slope(
 ) -> Sample:
     """Returns a sample of seconds per call, from a run of one round and a longer run.
 
-    Both have run before, so that a sample compiles nothing.
+    Both run once here, so that a sample compiles nothing.
 
     Args:
       make: returns a function that runs a given number of rounds.
       calls: calls per round.
-      target: seconds by which the longer run should be longer.
+      target: intended difference of the two runs' durations, in seconds.
       seconds: measures a run.
     """
     short = make(1)
-    seconds(short)  # compiles, or loads what was compiled
+    seconds(short)  # compiles, or loads the compiled program
     round_seconds = min(seconds(short), seconds(short))
-    more = min(4096, max(1, math.ceil(target / max(round_seconds, 1e-9))))
-    long = make(1 + more)
+    extra_rounds = min(4096, max(1, math.ceil(target / max(round_seconds, 1e-9))))
+    long = make(1 + extra_rounds)
     seconds(long)
-    return lambda: (seconds(long) - seconds(short)) / (more * calls)
+    return lambda: (seconds(long) - seconds(short)) / (extra_rounds * calls)
 
 
 def copy(*, target: float, num_bytes: int | None = None) -> tuple[Sample, int]:
@@ -143,14 +142,14 @@ def copy(*, target: float, num_bytes: int | None = None) -> tuple[Sample, int]:
 
 
 def interleaved(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:
-    """Returns each sample's measurements, taken in turns; each round starts with another sample."""
+    """Returns each sample's measurements, made in turns; each round starts with another sample."""
     names = list(samples)
-    taken = {name: [] for name in names}
+    seconds = {name: [] for name in names}
     for i in range(rounds):
         first = i % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            taken[name].append(samples[name]())
-    return taken
+            seconds[name].append(samples[name]())
+    return seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +161,8 @@ class Spread:
     high: float
 
 
-def spread(taken: Sequence[float]) -> Spread:
-    return Spread(statistics.median(taken), min(taken), max(taken))
+def spread(seconds: Sequence[float]) -> Spread:
+    return Spread(statistics.median(seconds), min(seconds), max(seconds))
 
 
 def memory_bytes() -> int:
@@ -173,5 +172,5 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        raise UserError(f"{device.device_kind} does not say how much memory it has")
+        raise UserError(f"{device.device_kind} does not report its memory")
     return int(stats["bytes_limit"])

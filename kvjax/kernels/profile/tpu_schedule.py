@@ -1,7 +1,7 @@
-"""Counts how often each bundle of a TPU kernel runs, by interpreting its schedule's scalars.
+"""Counts how often each bundle of a TPU kernel runs, by interpreting its scalar instructions.
 
-Loops and `pl.when` depend on scalars that are known before anything runs: grid indices, constants,
-and the slot of a sequence's last token.
+That is possible because loops and `pl.when` depend only on scalars that are known in advance: grid
+indices, constants, and the slot of a sequence's last token.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ import re
 import numpy as np
 
 _WORD = 2**32
-_MOST = 20_000_000  # bundles followed before giving up
+_MAX_BUNDLES = 20_000_000  # executed bundles before giving up
 
 
 class CannotFollow(Exception):
@@ -33,7 +33,7 @@ class Schedule:
             raise CannotFollow(f"{len(self.bundles)} bundles, but utilization of {len(self.use)}")
 
     def executed(self, last_slot: int, *, core: int, delay: int) -> np.ndarray:
-        """Returns the executions of each bundle, for one sequence that ends in `last_slot`.
+        """Returns how often each bundle is executed, for one sequence that ends in `last_slot`.
 
         Args:
           last_slot: value of the kernel's scalar operand.
@@ -43,7 +43,7 @@ class Schedule:
         counts = np.zeros(len(self.bundles), int)
         state: dict = {_OPERAND: last_slot, _CORE: core}
         at, target, wait = 0, None, 0
-        for _ in range(_MOST):
+        for _ in range(_MAX_BUNDLES):
             if at >= len(self.bundles):
                 return counts
             counts[at] += 1
@@ -53,10 +53,10 @@ class Schedule:
             at += 1
             if target is not None and not wait:
                 at, target = target, None
-        raise CannotFollow(f"no end after {_MOST} bundles")
+        raise CannotFollow(f"no end after {_MAX_BUNDLES} bundles")
 
     def cycles(self, counts: np.ndarray) -> dict[str, float]:
-        """Returns the cycles that each unit needs for its instructions alone."""
+        """Returns the cycles of each unit if only its own instructions took time."""
         return dict(zip(self.units, (counts @ self.use / self.capacity).tolist(), strict=True))
 
 
@@ -72,7 +72,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 class _Bundle:
-    """The scalar instructions of a bundle; all of them read before any writes."""
+    """The scalar instructions of a bundle; all read their operands before any writes a result."""
 
     def __init__(self, text: str):
         core = re.findall(r"(%s\d+_s\d+) = sld \S+ /\* megacore core id", text)
@@ -96,10 +96,12 @@ class _Bundle:
 
 
 _SCALAR = re.compile(r"%[sp]\d+_[sp]\d+ = (?!sphi)|\bsst\b|\bsbr\.rel\b")
-_GUARD = re.compile(r"\((!?)%p\d+_(p\d+)(?:, [^)]*)?\),?")  # may name the value if it is false
+_GUARD = re.compile(r"\((!?)%p\d+_(p\d+)(?:, [^)]*)?\),?")  # (predicate, value if it is false)
 
 
 class _Instruction:
+    """A scalar instruction: an operation, load, store or branch, under an optional guard."""
+
     def __init__(self, text: str, core: list[str]):
         self.text = text
         guard = _GUARD.search(text)
@@ -124,6 +126,7 @@ class _Instruction:
         self._read = [_operand(x.strip()) for x in operands.split(",")]
 
     def guard(self, state: dict) -> bool | None:
+        """Returns True if the instruction takes effect; None if its guard is unknown."""
         if self._guard is None:
             return True
         register, wanted = self._guard
@@ -131,9 +134,11 @@ class _Instruction:
         return None if value is None else bool(value) == wanted
 
     def place(self, state: dict):
+        """Returns the key in `state` that the result is stored under."""
         return self._cell(state) if self._op == "sst" else self._dest
 
     def value(self, state: dict) -> int | None:
+        """Returns the result; None if it is unknown."""
         if self._op == "sld":
             return state.get(self._cell(state))
         values = [read(state) for read in self._read]
@@ -163,7 +168,7 @@ def _operand(text: str) -> Callable[[dict], int | None]:
 
 
 def _cell(text: str) -> Callable[[dict], tuple | None]:
-    """Returns a function of the state: the word's allocation and offset, constant or a register."""
+    """Returns a function from the state to a word's (allocation, offset), or None if unknown."""
     match = re.search(r"\[smem:\[(#\w+)(?: \+ (\S+?))?\]", text)
     if not match:
         return lambda state: None

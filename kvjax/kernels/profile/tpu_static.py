@@ -1,9 +1,9 @@
 """Counts bundles per cached token in a TPU compiler's schedule.
 
 A bundle is the set of instructions that a TensorCore issues in a cycle. A kernel is compiled ahead
-of time, in a process of its own (libtpu reads its dump flags when it is loaded), and its executed
-bundles are counted in the schedule after register allocation, in which empty bundles wait for
-results. Waits for DMA and bank conflicts are not in these figures: nothing runs.
+of time, in its own process, since libtpu reads its dump flags when it is loaded. Executed bundles
+are counted in the schedule after register allocation, including empty bundles, which wait for
+results. Waits for DMA and bank conflicts are not counted, because nothing runs.
 """
 
 import collections
@@ -53,8 +53,8 @@ class Chip:
         return num_bytes * self.clock * self.cores / datasheets.get(self.name).bandwidth
 
 
-# cloud.google.com/tpu/docs/system-architecture-tpu-vm: four matrix units a core, of 128 x 128, on
-# v6e of 256 x 256. (Editions of its v6e page say 2 or 4; 2 would need a clock of 3.5 GHz.)
+# cloud.google.com/tpu/docs/system-architecture-tpu-vm: four matrix units per core, 128 x 128 each,
+# or 256 x 256 on v6e. (Editions of the v6e page say 2 or 4; 2 would need a clock of 3.5 GHz.)
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -82,7 +82,7 @@ def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerT
     """Counts the bundles of the TPU kernel with these tile sizes, bfloat16, one sequence.
 
     Raises:
-      NotImplementedError: the kernel does not take the mechanism.
+      NotImplementedError: the kernel does not support the mechanism.
       DoesNotCompile: the compiler refuses it, or its schedule cannot be followed.
       UserError: libtpu is not installed.
     """
@@ -115,22 +115,22 @@ def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerT
 
 
 def count(kernels: Sequence[Schedule], chip: Chip, length: int) -> PerToken:
-    """Returns bundles per token of a sequence's second half, without work that is done once.
+    """Returns bundles per token of a sequence's second half, which excludes one-time work.
 
     Raises:
-      DoesNotCompile: a schedule cannot be followed, or does not depend on how long a sequence is.
+      DoesNotCompile: a schedule cannot be followed, or does not depend on the sequence length.
     """
     bundles, units = 0, collections.Counter()
     for kernel in kernels:
         run = functools.partial(kernel.executed, delay=chip.delay)
         try:
-            halves = [
+            executed = [
                 sum(run(last, core=core) for core in range(chip.cores))
                 for last in (length // 2 - 1, length - 1)
             ]
         except CannotFollow as error:
             raise DoesNotCompile(f"its schedule cannot be followed: {error}") from error
-        counts = halves[1] - halves[0]
+        counts = executed[1] - executed[0]
         bundles += int(counts.sum())
         units.update(kernel.cycles(counts))
     if bundles <= 0:
@@ -149,9 +149,9 @@ def read(folder: pathlib.Path) -> list[Schedule]:
         if not re.search(kernel, analysis.read_text()):
             continue
         texts = []
-        for end in ("packed-bundles-post-ra", "pre-delay_hlo-static-per-bundle-utilization"):
-            whole = re.compile(re.escape(program) + rf"-\d+-{end}\.txt")
-            (file,) = [f for f in folder.iterdir() if whole.fullmatch(f.name)]
+        for suffix in ("packed-bundles-post-ra", "pre-delay_hlo-static-per-bundle-utilization"):
+            pattern = re.compile(re.escape(program) + rf"-\d+-{suffix}\.txt")
+            (file,) = [f for f in folder.iterdir() if pattern.fullmatch(f.name)]
             texts.append(file.read_text())
         schedules.append(Schedule(*texts))
     if not schedules:

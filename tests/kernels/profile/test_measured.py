@@ -69,7 +69,7 @@ def test_short_calls_on_a_gpu_have_a_sign(monkeypatch):
     table = measured.table(rows, "")
     us = table.header.index("us")
     assert [row[us] for row in table.rows] == ["19.0†", "21.0"]
-    assert table.notes == ["† Below 20 us a call, launching its kernels may be what is measured."]
+    assert table.notes == ["† Below 20 us per call, kernel launches may dominate the time."]
 
 
 def test_flops_are_those_of_the_costs():

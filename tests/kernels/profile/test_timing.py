@@ -58,7 +58,7 @@ def test_a_chain_reads_the_caches_where_they_are():
 
 def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
     inputs, _ = shapes.problem(ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16)
-    moved = timing._follow(inputs, jnp.full((3,), 2.0))
+    moved = timing._depend_on(inputs, jnp.full((3,), 2.0))
     jax.tree.map(np.testing.assert_array_equal, moved, inputs)
     assert moved.expand_key is inputs.expand_key
     assert moved.query is not inputs.query
@@ -227,7 +227,7 @@ def test_what_devices_hold_and_a_copy_moves(monkeypatch):
         if limit is stats[0]:
             assert timing.memory_bytes() == 123
             continue
-        with pytest.raises(UserError, match="^a GPU does not say how much memory it has$"):
+        with pytest.raises(UserError, match="^a GPU does not report its memory$"):
             timing.memory_bytes()
 
 

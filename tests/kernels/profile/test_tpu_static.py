@@ -229,7 +229,7 @@ def test_what_cannot_be_followed_is_said(monkeypatch):
         unknown.executed(0, core=0, delay=0)
     with pytest.raises(tpu_static.DoesNotCompile, match="cannot be followed: bundle 0x2"):
         tpu_static.count([unknown], tpu_static.CHIPS["v5e"], 1024)
-    monkeypatch.setattr(tpu_schedule, "_MOST", 100)
+    monkeypatch.setattr(tpu_schedule, "_MAX_BUNDLES", 100)
     forever = _schedule("%3 = sbr.rel target bundleno = 0 (0x0)")
     with pytest.raises(tpu_schedule.CannotFollow, match="no end after 100"):
         forever.executed(0, core=0, delay=0)
