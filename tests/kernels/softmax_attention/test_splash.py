@@ -134,7 +134,7 @@ SPLASH_REFUSES = [
     (dict(N=6, K=6), dict(tensor=4), "6 query heads on 6 KV heads .* tensor = 4"),
     (dict(N=12, K=3), dict(tensor=4), "12 query heads on 3 KV heads .* tensor = 4"),
     (dict(N=12, K=6), dict(tensor=4), "12 query heads on 6 KV heads .* tensor = 4"),
-    (dict(H=576, Hv=576), {}, "2304 bytes are over 2176"),
+    (dict(H=576, Hv=576), {}, "2304 bytes exceed 2176"),
 ]
 
 
