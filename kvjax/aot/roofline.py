@@ -12,7 +12,7 @@ that follows is an upper bound. The bound counts:
   inside a layer are free.
 - interconnect bytes: the compiled program's collectives by ring algorithms (`kvjax.aot.hlo`), over
   all links of a chip at once. Switches that reduce in the network (NVLink SHARP) can send less;
-  there this is no bound.
+  with them the bound does not hold.
 """
 
 from collections.abc import Mapping

@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
         if segment_ids_BS is not None and self.mechanism.config.needs_whole_rows:
-            raise ValueError("segment_ids_BS: this attention needs whole rows")
+            raise ValueError("segment_ids_BS: this attention depends on all tokens of a row")
         if temperature is not None:
             q_BTNH = q_BTNH / temperature.astype(q_BTNH.dtype)
         key_positions = positions

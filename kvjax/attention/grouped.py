@@ -331,7 +331,7 @@ class Grouped(Mechanism):
         """Returns the bases and residual latents of LRKV eq. 5; with rank 0, keys and values.
 
         With residuals, the cached base is rotated and multiplied by the norm's gain, and 1/rms of
-        the key (base + residual) is a field of its own, one number per token and KV head. With tied
+        the key (base + residual) is a separate field, one number per token and KV head. With tied
         values the entry holds keys before norm and rotation.
         """
         c = self.config

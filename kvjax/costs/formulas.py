@@ -174,7 +174,7 @@ def decode_cost(
 ) -> DecodeCost:
     """Returns the costs of a decode step with weights and cache in `dtype`.
 
-    Each query attends to `length` keys, or to those in the model's sliding window.
+    Each query attends to `length` keys, or to fewer with a sliding window.
     """
     base = config.block.angles_base
     num_keys = min(length, config.block.window or length)

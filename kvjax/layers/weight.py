@@ -161,8 +161,8 @@ def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Ar
     """Computes `jnp.tensordot(x, w, 1)`: [..., in] x [in, *out] -> [..., *out].
 
     The custom backward pass exists for XLA on CPU, which copies the first operand of the weight
-    gradient (a product over tokens). Here that is always the narrower of x and dy; with automatic
-    differentiation the loss over a vocabulary takes 2 to 3 times as long.
+    gradient (a product over tokens). Here the first operand is the narrower of x and dy; with
+    automatic differentiation the loss over a vocabulary takes 2 to 3 times as long.
 
     Args:
       dtype: dtype of accumulation and result; None: the promoted dtype of x and w.

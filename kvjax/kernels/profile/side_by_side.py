@@ -22,7 +22,7 @@ def compiled[K: Hashable](
             try:
                 lowered = make()
                 futures[key] = pool.submit(lowered.compile if lowered else lambda: None)
-            except Exception as error:  # raised when the program is used; others go on
+            except Exception as error:  # raised when this program is used
                 futures[key] = concurrent.futures.Future()
                 futures[key].set_exception(error)
         concurrent.futures.wait(futures.values())

@@ -129,9 +129,9 @@ class _Instruction:
         """Returns True if the instruction takes effect; None if its guard is unknown."""
         if self._guard is None:
             return True
-        register, wanted = self._guard
+        register, expected = self._guard
         value = state.get(register)
-        return None if value is None else bool(value) == wanted
+        return None if value is None else bool(value) == expected
 
     def place(self, state: dict):
         """Returns the key in `state` that the result is stored under."""

@@ -79,7 +79,7 @@ def test_a_row_is_one_text(build):
     _, module, _ = build(normalised=True)
     positions = rope.positions(np.arange(T)[None], 4, None)
     segments = jnp.zeros((B, T), jnp.int32)
-    with pytest.raises(ValueError, match="segment_ids_BS: this attention needs whole rows"):
+    with pytest.raises(ValueError, match="segment_ids_BS: this attention depends on all tokens"):
         module(jnp.zeros((B, T, D)), positions, causal=False, segment_ids_BS=segments)
 
 

@@ -84,7 +84,7 @@ def decode_attention(
 
 
 def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]:
-    """Returns the splits that --tune tries: those up to the longest that the plan allows."""
+    """Returns the splits that --tune tries, up to the longest that the plan allows."""
     longest = plans.ADAPTERS[type(inputs)](inputs, cache).max_split
     return {"split": tuple(split for split in _TRIED_SPLITS if split <= longest)}
 

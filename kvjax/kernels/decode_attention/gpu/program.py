@@ -164,7 +164,7 @@ class Program:
             for (i, r), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
                 own_sn = column_sn == i // slabs_of_head * group + r
                 z_sn = jnp.where(own_sn, z_sn + _to_columns(z_s, z_sn), z_sn)
-            # All products of the batch are done; slabs whose last query head it had are free.
+            # All products of the batch are done; slabs are free if no query head still needs them.
             if done := [len(plan.keys) + i for i, r in pairs if r == group - 1]:
                 ring.release(t, *done)
         return z_sn

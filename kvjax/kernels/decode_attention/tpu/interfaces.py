@@ -93,7 +93,7 @@ class Keys:
         """Runs before a tile is scored: rotates queries by the tile's position."""
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead | None:
-        """Writes these tokens' scores, or returns a function that writes those of one head."""
+        """Writes the tokens' scores, or returns a function that writes one head's scores."""
         raise NotImplementedError
 
 
@@ -126,7 +126,7 @@ class Values:
         """Runs before a split's first tile; `row_buffer` is zeroed already."""
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead | None:
-        """Adds these tokens' weighted values, or returns a function that adds those of one head."""
+        """Adds the tokens' weighted values, or returns a function that adds one head's values."""
         raise NotImplementedError
 
     def rescale(self, refs: Refs, decay: jax.Array) -> None:
