@@ -128,7 +128,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     sharding = NamedSharding(mesh, P())
     if num_chips(sharding) != mesh.size:
         axes = ", ".join(f"{name} = {size}" for name, size in mesh.shape.items())
-        raise ValueError(f"a mesh of {axes}: decoding takes one axis {stripes.AXIS!r}")
+        raise ValueError(f"a mesh of {axes}: decoding needs one axis {stripes.AXIS!r}")
     return sharding
 
 
@@ -157,7 +157,7 @@ def max_capacity(config: TransformerConfig, chips: int) -> int | None:
 
 
 def check_capacity(config: TransformerConfig, capacity: int, chips: int, *, key: str) -> None:
-    """Raises a UserError for a capacity above `max_capacity`; `key` is its name in the message."""
+    """Raises a UserError for a capacity above `max_capacity`; `key` names the option."""
     limit = max_capacity(config, chips)
     if limit is not None and capacity > limit:
         each = f" in a cache split over {chips} chips" if chips > 1 else ""

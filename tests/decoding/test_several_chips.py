@@ -80,7 +80,7 @@ def test_memory_is_counted_per_chip(on_chips, monkeypatch):
 
 def test_invalid_chips(on_chips, make_model):
     mesh = jax.make_mesh((2, 2), ("data", "cache"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match="data = 2, cache = 2: decoding takes one axis 'cache'"):
+    with pytest.raises(ValueError, match="data = 2, cache = 2: decoding needs one axis 'cache'"):
         Generator(make_model("lrkv"), mesh=mesh)
     with pytest.raises(UserError, match=r"chips = 9: there are 8 \(cpu:0, .*cpu:7\)"):
         on_chips("lrkv", 9)

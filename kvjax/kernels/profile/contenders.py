@@ -155,7 +155,7 @@ def _cudnn(inputs: GroupedInputs, cache: Mapping[str, jax.Array], first_B: jax.A
 
 
 def _torch(problem: Problem, target: float, *, flash: bool = False) -> Sample:
-    """Samples PyTorch's scaled_dot_product_attention, which splits long caches itself.
+    """Returns a sample of PyTorch's scaled_dot_product_attention, which splits long caches itself.
 
     Args:
       flash: True for flash-attn's decoding kernel, whose arrays have tokens before heads.
@@ -197,7 +197,7 @@ def _torch_with_cuda():
 def _by_events(
     torch, attend: Callable, caches: Sequence[tuple[object, object]], target: float
 ) -> Sample:
-    """Samples the median seconds between CUDA events around single calls, through the ring.
+    """Returns a sample: the median of the seconds between CUDA events around single calls.
 
     Before each call the device sums a large array, so that the host launches the call before the
     device can start it. The array is not written, since L2 would write dirty lines back during the

@@ -35,9 +35,9 @@ class Input:
 
     Attributes:
       array: in HBM.
-      piece: "keys" or "values", the tile of a cache array [B, *dims, S], delayed for values if the
-        pipeline delays them; "tile", the tile's row of [tiles, *dims]; "sequence", the sequence's
-        row of [B, *dims]; "all".
+      piece: "keys" or "values": the tile of a cache array [B, *dims, S], of values the previous
+        tile if the pipeline delays them; "tile": the tile's row of [tiles, *dims]; "sequence": the
+        sequence's row of [B, *dims]; "all": the whole array.
     """
 
     array: jax.Array
@@ -57,7 +57,7 @@ class Rows:
         self.ref, self.first, self.stride, self.zero = ref, first, padded(heads), zero
 
     def slice(self, column, head: int = 0, count: int = 1) -> pl.Slice:
-        """Returns `count` rows from this head's on, in a column of 128 tokens."""
+        """Returns the rows of heads head .. head + count - 1, in a column of 128 tokens."""
         start = self.first + column * self.stride + head + self.zero
         aligned = head % 8 == 0 and not isinstance(start, int)
         return pl.ds(pl.multiple_of(start, 8) if aligned else start, count)
@@ -140,7 +140,7 @@ class Values:
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """Keys whose scores are added to other components', and values for the common softmax."""
+    """Keys, whose scores add up over components, and values, which share one softmax."""
 
     keys: Keys
     values: Values | None = None
