@@ -66,7 +66,7 @@ class Engine:
         self.decode_step = self.compiled(program.decode_step, implementation=implementation)
         self.override_tokens = jax.jit(program.override_tokens, out_shardings=self.sharding)
         if stored and self.chips == 1:
-            by = (model.config, compute, several, implementation)
+            by = (model.config, compute, multi_query, implementation)
             self.prefill = StoredProgram(self.prefill, "prefill", *by)
             self.decode_step = StoredProgram(self.decode_step, "decode_step", *by)
 
