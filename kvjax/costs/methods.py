@@ -23,6 +23,7 @@ TRANSMLA = ((512, 64), (256, 64))  # latent and RoPE key of TransMLA's conversio
 # MHA2MLA's conversions (2502.14837): a latent of H/2, H/4 or H/8 channels and H/8 rotated ones per
 # KV head.
 MHA2MLA, MHA2MLA_ROPE = (2, 4, 8), 8
+_BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 Make = Callable[[Layer], MechanismConfig | None]  # None: the layer has no such mechanism
 
@@ -63,7 +64,9 @@ def room(device: Device, chips: int, weight_bytes: int) -> int:
 
 
 def rows(shape: Shape) -> list[Row]:
-    """Returns the rows: MHA, the model's own mechanism, and every method that its sizes allow."""
+    """Returns rows: MHA, the model's own mechanism, and every method that its sizes allow, unless
+    its cache is larger than MHA's.
+    """
     found = []
     for name, make, own in _methods(shape):
         try:
@@ -76,7 +79,9 @@ def rows(shape: Shape) -> list[Row]:
         more = ()
         if own:
             more = tuple((x.indexer, x.window) for x in shape.layers if x.indexer)
-        found.append(Row(name, tuple(counts.items()), more, own))
+        row = Row(name, tuple(counts.items()), more, own)
+        if not found or own or row.cache_bytes(_BFLOAT16) <= found[0].cache_bytes(_BFLOAT16):
+            found.append(row)
     return found
 
 
