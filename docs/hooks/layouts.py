@@ -88,7 +88,7 @@ def _section(name: str, spec: Layout) -> str:
 
 
 def _row(name: str, axes: str, array: jax.ShapeDtypeStruct, dtype: str, note: str = "") -> str:
-    return f"| `{name}`{note} | {shown(axes)} | {list(array.shape)} | {dtype} |"
+    return f"| `{name}`{note} | `{shown(axes)}` | `{list(array.shape)}` | {dtype} |"
 
 
 def _optional(spec: Layout, array: str) -> str:
