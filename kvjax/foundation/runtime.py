@@ -42,13 +42,23 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
     return found
 
 
+_LONGEST_NAME = 255  # bytes, on ext4, XFS, APFS and NFS
+
+
 def _absolute(key: str, text: epath.PathLike) -> epath.Path:
     """Returns a user's path whatever is there; see `path`."""
     text = os.fspath(text)
     check_text(key, text)
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return epath.Path(os.path.abspath(os.path.expanduser(text)))
+        absolute = epath.Path(os.path.abspath(os.path.expanduser(text)))
+        longest = max(len(os.fsencode(part)) for part in absolute.parts)
+        if longest > _LONGEST_NAME:
+            raise UserError(
+                f"{key} = {text[:40]!r}...: has a name of {longest:,} bytes; file systems take "
+                f"{_LONGEST_NAME}"
+            )
+        return absolute
     if scheme == "hf":
         raise UserError(
             f"{key} = {text!r}: hf:// names published models and data sets, which kvjax.convert's "

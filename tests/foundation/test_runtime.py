@@ -25,6 +25,7 @@ from kvjax.foundation.errors import UserError
         ("hdfs://host/x", "hdfs:// is not supported; give a local path, gs://BUCKET"),
         ("://x", ":// is not supported"),
         ("\udcff", "is not UTF-8 text"),
+        ("runs/" + "x" * 256, "has a name of 256 bytes; file systems take 255"),
     ],
 )
 def test_unsupported_paths(monkeypatch, given, message):
