@@ -37,8 +37,8 @@ def test_files_that_cannot_be_written(monkeypatch, tmp_path):
         ("/dev/null", "not a pipe"),
         ("pipe", "not a pipe"),
         ("file/x", "must be a folder, and .*file is a file"),
-        ("x" * 300, "File name too long"),
-        ("y" * 300 + "/x", "File name too long"),
+        ("x" * 300, "has a name of 300 bytes"),
+        ("y" * 300 + "/x", "has a name of 300 bytes"),
         ("/proc/x/y", "nothing can be created in /proc ."),
     ]:
         with pytest.raises(UserError, match=f"(?s)^--plot = .*{said}"):

@@ -181,7 +181,8 @@ def test_a_data_set_by_glob_folder_and_file(cache, monkeypatch, tmp_path, capsys
 def test_the_environment_names_hub_and_cache(repository, tmp_path):
     program = f"from kvjax.published import hub; print(hub.config('--model', {NAME!r}))"
     with Hub("owner/tiny.1", repository).serving() as served:
-        environment = os.environ | dict(HF_HOME=str(tmp_path / "home"), HF_ENDPOINT=served.url)
+        others = {name: value for name, value in os.environ.items() if name[:3] != "HF_"}
+        environment = others | dict(HF_HOME=str(tmp_path / "home"), HF_ENDPOINT=served.url)
         run = [sys.executable, "-c", program]
         found = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
         assert served.downloaded() == ["config.json"]
