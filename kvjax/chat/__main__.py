@@ -44,7 +44,8 @@ def _parser() -> command_line.Parser:
     sampling_lib.add_options(parser, temperature=0.6, top_k=50)
     add = parser.add_argument
     add("--system", default="", help="system message")
-    add("--num_tokens", type=int, default=256, help="limit of an answer (256)")
+    text = "limit of an answer (256, or half of the context if that is less)"
+    add("--num_tokens", type=int, help=text)
     add("--context", type=int, default=0, help="context in tokens; 0: as trained (0)")
     text = "format of results: nanochat: 8.0; dataset: 8 (nanochat)"
     add("--calculator", default=calculator.MODES[0], help=text)
@@ -61,7 +62,8 @@ def main(arguments: list[str]) -> None:
 def _run(options: argparse.Namespace) -> None:
     command_line.require(options, workdir="the folder of a trained run, as runs/lrkv_128m_mid")
     sampling = sampling_lib.from_options(options)
-    check_options(num_tokens=options.num_tokens, seed=options.seed, capacity=0)
+    num_tokens = 1 if options.num_tokens is None else options.num_tokens
+    check_options(num_tokens=num_tokens, seed=options.seed, capacity=0)
     at_least("context", options.context, 0)
     one_of("calculator", options.calculator, calculator.MODES)
     check_text("system", options.system)
@@ -80,7 +82,10 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _context(options: argparse.Namespace, saved: trained.SavedModel, generator: Generator) -> int:
-    """Returns the context in tokens: --context, or the trained one up to the model's positions."""
+    """Returns the context in tokens: --context, or the trained one up to the model's positions.
+
+    Sets `options.num_tokens` if it is not given.
+    """
     context = options.context or saved.context
     if generator.positions is not None and context > generator.positions:
         if options.context:
@@ -93,6 +98,8 @@ def _context(options: argparse.Namespace, saved: trained.SavedModel, generator: 
             f"--context={context}: the model was trained on {saved.context:,} tokens at a time: "
             "expect worse answers beyond"
         )
+    if options.num_tokens is None:
+        options.num_tokens = min(256, context // 2)
     if options.num_tokens >= context:
         raise UserError(
             f"--num_tokens={options.num_tokens}: leaves no room for a message in a context of "

@@ -245,6 +245,8 @@ def test_options_reach_the_model(run, monkeypatch):
     assert run("--context=30", "--num_tokens=4", text="x" * 22)[2] == ""
     assert "there is room for 26" in run("--context=30", "--num_tokens=4", text="x" * 23)[2]
     assert command_line.status(chat.main, []) == 2
+    run("--context=100", text="Hi\n")  # shorter than the default answer
+    assert seen[-1][1]["num_tokens"] == 50
 
 
 @pytest.mark.slow
