@@ -6,6 +6,7 @@ import re
 import nbformat
 import pytest
 
+from kvjax.foundation.checkout import ROOT
 from tests import notebooks
 
 REPOSITORY = "https://github.com/kvjax/kvjax"
@@ -48,7 +49,10 @@ def test_colab(path):
     first, guard, *body = [line for line in install.source.splitlines() if line]
     assert (first, guard) == ("import sys", 'if "google.colab" in sys.modules:')
     assert all(line.startswith("    ") for line in body) and not install.outputs
-    assert f" {REPOSITORY} " in install.source
+    assert f" {REPOSITORY} " in install.source and notebook.metadata.accelerator == "TPU"
+    extras = re.search(r'extra = "([\w,]+)"', install.source)[1].split(",")
+    setup = (ROOT / "setup.py").read_text()
+    assert all(f'\n        "{extra}": ' in setup for extra in extras)
 
 
 @of_each
