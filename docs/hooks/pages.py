@@ -1,4 +1,4 @@
-"""What `make docs` does beside MkDocs: pages from where they are, links, tables made from code.
+"""Hooks of `make docs`: pages from where they are, links, tables made from code.
 
 Pages outside docs/ keep their path in the site. Links are relative to the file in the repository;
 those to files that are no pages lead to the repository.

@@ -6,6 +6,8 @@
 (`qk_norm`, `query_rank`, `output_gate`, ...) are changed with `dataclasses.replace`.
 """
 
+import dataclasses
+
 from kvjax.attention.factored import FactoredConfig
 from kvjax.attention.gla import GLAConfig
 from kvjax.attention.grouped import GroupedConfig
@@ -72,15 +74,8 @@ def thin_keys(
       kv_heads: KV heads; None: num_heads.
       head_dim: channels of values.
     """
-    kv_heads = kv_heads or num_heads
-    return GroupedConfig(
-        num_heads=num_heads,
-        num_kv_heads=kv_heads,
-        num_bases=kv_heads,
-        rank=0,
-        key_dim=key_dim,
-        value_dim=head_dim,
-    )
+    wide = gqa(num_heads, kv_heads=kv_heads or num_heads, head_dim=head_dim)
+    return dataclasses.replace(wide, key_dim=key_dim)
 
 
 def projection_sharing(
@@ -97,17 +92,8 @@ def projection_sharing(
       tie: "kv" is Q-K=V (with fewer kv_heads: Q-GQA, Q-MQA), "qk" is Q=K-V, "qkv" is Q=K=V.
       channels: position channels of "+"; 0: no "+".
     """
-    kv_heads = kv_heads or num_heads
-    return GroupedConfig(
-        num_heads=num_heads,
-        num_kv_heads=kv_heads,
-        num_bases=kv_heads,
-        rank=0,
-        key_dim=head_dim,
-        value_dim=head_dim,
-        tie=tie,
-        position_channels=channels,
-    )
+    separate = gqa(num_heads, kv_heads=kv_heads or num_heads, head_dim=head_dim)
+    return dataclasses.replace(separate, tie=tie, position_channels=channels)
 
 
 def mla(
@@ -181,15 +167,8 @@ def mfa(
     """Returns multi-matrix factorization attention (arXiv 2412.19255): wide KV heads, low-rank
     queries.
     """
-    return GroupedConfig(
-        num_heads=num_heads,
-        num_kv_heads=kv_heads,
-        num_bases=kv_heads,
-        rank=0,
-        key_dim=head_dim,
-        value_dim=head_dim,
-        query_rank=query_rank,
-    )
+    wide = gqa(num_heads, kv_heads=kv_heads, head_dim=head_dim)
+    return dataclasses.replace(wide, query_rank=query_rank)
 
 
 def mfa_kr(

@@ -21,7 +21,7 @@ CONTEXT = 32_768  # of configs, whose training rows are short
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a cache is: tokens of its sequences, devices, chips of each, dtype on them, batch."""
+    """Setting of a cache: tokens per sequence, devices, chips of each, dtype, batch."""
 
     context: int
     on: Sequence[Device] = ()

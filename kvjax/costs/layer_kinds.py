@@ -1,4 +1,4 @@
-"""Which layers of a published model cache keys and values, and for how many tokens."""
+"""Layers of a published model that cache keys and values, and their windows."""
 
 from kvjax.published.config import PublishedConfig
 

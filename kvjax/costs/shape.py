@@ -36,7 +36,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a model's KV cache depends on.
+    """Sizes that a model's KV cache depends on.
 
     Attributes:
       layers: those that cache keys and values.

@@ -18,7 +18,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from kvjax.foundation import runtime
-from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation.checkout import package_digest
 
 LIMIT = 64  # files kept, of a few MB each; the least recently used are removed
 
@@ -105,7 +105,7 @@ def _environment() -> list:
     devices = [(d.platform, d.device_kind) for d in jax.devices()]
     machine = (platform.machine(), platform.processor(), _cpu_features())
     return [
-        _code_digest(),
+        package_digest(),
         jax.__version__,
         client.platform_version,
         flags,
@@ -125,13 +125,6 @@ def _cpu_features() -> str:
     except OSError:
         return ""
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _code_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _digest(*parts: object) -> str:

@@ -3,6 +3,8 @@
 An installed package has only PACKAGE, with the configs in it.
 """
 
+import functools
+import hashlib
 import pathlib
 
 import kvjax
@@ -11,3 +13,12 @@ PACKAGE = pathlib.Path(kvjax.__file__).parent
 ROOT = PACKAGE.parent
 CONFIGS = PACKAGE / "configs"  # in an installed package; in a checkout beside it
 CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
+
+
+@functools.cache
+def package_digest() -> str:
+    """Returns the SHA-256 of kvjax's Python files and their names."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What `import kvjax` offers: layers, caches, decode attention and models for other programs.
+"""Public interface of `import kvjax`: layers, caches, decode attention and whole models.
 
 `kvjax/__init__.py` lists the names; each is imported when it is first used.
 """

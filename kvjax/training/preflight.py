@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import hashlib
 import math
 import socket
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from kvjax.data.config import PARENT, PREPARE_HOURS, DataConfig, is_prepared
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.distributed import sharding
 from kvjax.foundation import progress, runtime
-from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation.checkout import package_digest
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.softmax_attention.api import zigzag
@@ -141,15 +140,7 @@ def check_processes(config: ml_collections.ConfigDict) -> None:
     """Raises a UserError on every process unless all run the same config with the same code."""
     given = dict(line.split(" = ", 1) for line in to_text(config).splitlines())
     given = {f"config.{key}": value for key, value in given.items()}
-    distributed.check_same(given | {"jax": jax.__version__, "kvjax's code": _code_digest()})
-
-
-def _code_digest() -> str:
-    """Hashes kvjax's source files: a host of a pod may have an old copy."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    distributed.check_same(given | {"jax": jax.__version__, "kvjax's code": package_digest()[:12]})
 
 
 def prepare_dataset(

@@ -43,7 +43,7 @@ def test_programs_are_loaded_instead_of_traced(tokens, tmp_path, monkeypatch):
     assert tokens() == (expected, 0)
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} ")
     assert tokens() == (expected, 2), "flags are part of the key"
-    monkeypatch.setattr(stored, "_code_digest", lambda: "other code")
+    monkeypatch.setattr(stored, "package_digest", lambda: "other code")
     monkeypatch.setattr(stored, "LIMIT", 3)
     assert tokens() == (expected, 2)
     assert len(list((tmp_path / "programs").iterdir())) == 3

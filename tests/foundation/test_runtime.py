@@ -116,7 +116,7 @@ def test_collectives_have_threads(monkeypatch):
 
 @pytest.mark.slow
 def test_xla_obeys_nproc():
-    """By default XLA has one thread per device."""
+    """XLA has one thread per device by default."""
     code = "import os\nfrom kvjax.foundation import runtime\nruntime.{}()\n"
     code += "import jax\nassert len(jax.devices()) == 8\nprint(len(os.listdir('/proc/self/task')))"
     environment = os.environ | dict(XLA_FLAGS=f"{FORCED}8", JAX_PLATFORMS="cpu")

@@ -79,7 +79,7 @@ def test_published_models_are_converted_and_loaded(tmp_path, monkeypatch):
 
 
 def test_a_config_is_trained(tmp_path, monkeypatch):
-    """By a ConfigDict, and by a file with overrides, to the same numbers."""
+    """A ConfigDict, and a file with overrides, give the same numbers."""
     monkeypatch.setattr(runtime, "start", lambda **_: None)
     given = runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data")
     config = runs.small_config(*given, num_steps=2, eval_every=2)

@@ -64,7 +64,7 @@ def sweep(monkeypatch, tmp_path, capfd):
 
 
 def test_a_grid_is_trained_once_and_compared(sweep):
-    """What failed is reported, with status 1, and is trained again; another config is refused."""
+    """A failed run is reported with status 1 and trained again; another config is refused."""
     run, begun = sweep
     status, out, _ = run(*_GRID, "--seeds=2", "--plan")
     assert status == 0 and not begun and out.count("to train ") == 4 and not os.listdir()

@@ -16,7 +16,7 @@ from kvjax import config as config_lib
 from kvjax.data import loader, tokenizer
 from kvjax.data.config import PREPARE_HOURS, DataConfig
 from kvjax.distributed import sharding
-from kvjax.foundation import runtime
+from kvjax.foundation import checkout, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
@@ -158,7 +158,8 @@ def test_hosts_compare_the_code_of_all_folders(monkeypatch):
     seen, gathered = [], {}
     recording = types.SimpleNamespace(update=seen.append, hexdigest=lambda: "0" * 64)
     monkeypatch.setattr(preflight.distributed, "check_same", gathered.update)
-    monkeypatch.setattr(preflight.hashlib, "sha256", lambda: recording)
+    monkeypatch.setattr(checkout.hashlib, "sha256", lambda: recording)
+    monkeypatch.setattr(preflight, "package_digest", checkout.package_digest.__wrapped__)
     preflight.check_processes(load_config(CONFIGS / "lrkv_tiny.py"))
     names = {part.partition(b"\0")[0].decode() for part in seen}
     package = pathlib.Path(kvjax.__file__).parent
