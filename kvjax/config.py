@@ -23,7 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 MAX_COUNT = (1 << 31) - 1  # steps are counted in int32
 MAX_BATCH_SIZE = 1 << 24
 MAX_SAMPLE_TOKENS = 1 << 16
-# Keys of old workdirs that were removed, with the one value that is still computed, by mechanism.
+# Removed keys that old workdirs have, by mechanism, each with the one value that still resolves.
 _REMOVED = {"tpa": {"fixed": "none", "shared_factors": False, "factor_init": "linear"}}
 
 
@@ -63,24 +63,24 @@ class TrainConfig:
     teacher_share: float = 0.5  # share of KL(teacher || model) in the loss, with a teacher
 
     def __post_init__(self):
-        def at(key):
+        def named(key):
             return f"config.train.{key}", getattr(self, key)
 
         for key in ("log_every", "eval_every", "checkpoint_every"):
-            between(*at(key), 1, MAX_COUNT)
+            between(*named(key), 1, MAX_COUNT)
         for key in ("keep_checkpoints", "max_bad_steps"):
-            between(*at(key), 1, MAX_COUNT)
+            between(*named(key), 1, MAX_COUNT)
         for key in ("num_steps", "eval_rows", "stop_after", "snapshot_every"):
-            between(*at(key), 0, MAX_COUNT)
-        between(*at("batch_size"), 1, MAX_BATCH_SIZE)
-        between(*at("grad_accumulation"), 1, MAX_BATCH_SIZE)
-        between(*at("seed"), 0, (1 << 32) - 1)
-        between(*at("sample_tokens"), 0, MAX_SAMPLE_TOKENS)
+            between(*named(key), 0, MAX_COUNT)
+        between(*named("batch_size"), 1, MAX_BATCH_SIZE)
+        between(*named("grad_accumulation"), 1, MAX_BATCH_SIZE)
+        between(*named("seed"), 0, (1 << 32) - 1)
+        between(*named("sample_tokens"), 0, MAX_SAMPLE_TOKENS)
         one_of("config.train.bad_steps", self.bad_steps, ("stop", "skip"))
-        between(*at("teacher_share"), 0.0, 1.0)
+        between(*named("teacher_share"), 0.0, 1.0)
         for key in ("parent", "teacher"):
             if getattr(self, key):
-                runtime.path(*at(key))
+                runtime.path(*named(key))
         if self.spike_factor and not 1 < self.spike_factor <= 1e6:
             raise UserError(
                 f"config.train.spike_factor = {self.spike_factor}: must be 0 (no check for spikes) "
@@ -120,8 +120,12 @@ class ComputeConfig:
         dtype = {"auto": "float32" if on_cpu else "bfloat16"}.get(self.dtype, self.dtype)
         if dtype == "float64" and not jax.config.jax_enable_x64:
             raise UserError("config.compute.dtype = 'float64': set JAX_ENABLE_X64=1")
-        unroll = on_cpu and num_layers <= 8 if self.unroll == "auto" else self.unroll == "on"
-        query_chunk = self.query_chunk if self.query_chunk >= 0 else 64 if on_cpu else 0
+        unroll = self.unroll == "on"
+        if self.unroll == "auto":
+            unroll = on_cpu and num_layers <= 8
+        query_chunk = self.query_chunk
+        if query_chunk < 0:
+            query_chunk = 64 if on_cpu else 0
         return Compute(
             dtype=jnp.dtype(dtype),
             remat=self.remat,
@@ -153,10 +157,8 @@ class Experiment:
                 "config.compute.attention = 'cudnn': does not support the document mask "
                 "(config.train.separate); give 'auto' or 'xla'"
             )
-        if self.train.num_steps:
-            learning_rate_schedule(
-                self.optimizer, self.train.num_steps
-            )  # raises if it does not fit
+        if self.train.num_steps:  # raises a UserError if warmup and cooldown do not fit
+            learning_rate_schedule(self.optimizer, self.train.num_steps)
 
     def uses_attention_kernel(self, platform: str) -> bool:
         """Returns True if training's attention can use a fused kernel on a platform."""
@@ -206,10 +208,10 @@ class Experiment:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raises a UserError for a name that is no folder name: the default workdir is runs/NAME."""
+    """Raises a UserError unless a folder can have the name: the default workdir is runs/NAME."""
     check_text(key, name)
-    folders, printed = name.split("/"), name.isprintable() and len(name.encode()) <= 200
-    if not name or name != name.strip() or ".." in folders or name[0] in "./" or not printed:
+    folders, fits = name.split("/"), name.isprintable() and len(name.encode()) <= 200
+    if not name or name != name.strip() or ".." in folders or name[0] in "./" or not fits:
         raise UserError(
             f"{key} = {name!r}: must be a folder's name, as in sweeps/a (runs/NAME is the "
             "default workdir): at most 200 printable bytes, without '..', blanks at its ends, or a "

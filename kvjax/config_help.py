@@ -36,9 +36,9 @@ def text() -> str:
         "",
         "configs:",
     ]
-    for name, there in command_line.config_list().items():
+    for name, summary in command_line.config_list().items():
         lines += textwrap.wrap(
-            f"{name}: {there}",
+            f"{name}: {summary}",
             output.width(),
             initial_indent="  ",
             subsequent_indent="    ",

@@ -46,7 +46,7 @@ def _parser() -> command_line.Parser:
 
 
 def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
-    """Returns the prompts of both options; raises a UserError for an empty one, or none."""
+    """Returns the prompts of both options; raises a UserError for an empty prompt, or no prompt."""
     prompts = list(prompts)
     advice = "give text, as in --prompt='The king '"
     for prompt in prompts:
@@ -135,7 +135,7 @@ def _run(values: argparse.Namespace) -> None:
             on_text=output.add,
             on_end=output.end,
             on_compile=on_compile,
-            on_prefill=lambda done, of: status.at(f"{done} of {of} parts read"),
+            on_prefill=lambda done, total: status.at(f"{done} of {total} parts read"),
         )
     sys.stdout.flush()
     say(result.summary())
@@ -161,7 +161,7 @@ class _OrderedOutput:
     """
 
     def __init__(self, prompts: Sequence[str], status: progress.waiting):
-        self._unprinted = list(prompts)  # of each sequence
+        self._unprinted = list(prompts)  # text of each sequence
         self._begun = [False] * len(prompts)
         self._ended = [False] * len(prompts)
         self._current = 0

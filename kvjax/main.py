@@ -5,8 +5,8 @@
     python -m kvjax.main --config=configs/lrkv_tiny.py --workdir=runs/rank_8 \\
         --config.train.num_steps=200 --config.attention.rank=8
 
-The same command resumes a run. Any key of the config, all of which are listed below, is overridden
-as --config.SECTION.KEY=VALUE. On several hosts, start the command on each. Exit statuses are in
+The same command resumes a run. --config.SECTION.KEY=VALUE overrides a key of the config; all keys
+are listed below. On several hosts, start the command on each. Exit statuses are in
 configs/README.md, "How a run ends".
 """
 
@@ -24,7 +24,7 @@ def _parser() -> command_line.Parser:
     add = parser.add_argument_group("run").add_argument
     text = "folder that holds the run's checkpoints and metrics, local or gs:// (runs/NAME)"
     add("--workdir", default="", help=text)
-    text = "refuse to start if preparing the data would take more hours than this, by estimate "
+    text = "refuse to start if preparing the data is estimated to take more hours than this "
     add("--prepare_hours", type=float, default=PREPARE_HOURS, help=f"{text}({PREPARE_HOURS:g})")
     text = "where records go beside metrics.jsonl: tensorboard, wandb, both with a comma, or none"
     add("--trackers", default=",".join(trackers.DEFAULT), help=f"{text} (tensorboard)")

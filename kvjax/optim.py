@@ -63,7 +63,7 @@ class OptimizerConfig:
     warmup_steps: int = 0  # steps of linear warmup: step s has (s + 1) / warmup_steps of the rate
     # Length of the cooldown as a share of all steps ("constant", "constant_sqrt").
     cooldown_fraction: float = 0.2
-    # Share of the full rate that the step after the run's last would have; unused without a decay.
+    # Share of the full rate at the end of the decay, one step after the last; unused without decay.
     final_fraction: float = 0.0
     # Trainable parameters, by substrings of their dotted names: ("attention",), or for some layers
     # ("segments.0.attention.mechanism.query",); the others are frozen. (): all are trained.
@@ -74,23 +74,24 @@ class OptimizerConfig:
         one_of("config.optimizer.schedule", self.schedule, SCHEDULES)
         one_of("config.optimizer.matrices", self.matrices, MATRICES)
 
-        def at(key):
+        def named(key):
             return f"config.optimizer.{key}", getattr(self, key)
 
         for group in ("matrix", "embedding", "head", "vector"):
-            between(*at(f"{group}_learning_rate"), 0.0, 100.0)
-        between(*at("lr_scale"), 0.0, 100.0)
+            between(*named(f"{group}_learning_rate"), 0.0, 100.0)
+        between(*named("lr_scale"), 0.0, 100.0)
         for key in ("matrix_weight_decay", "adam_weight_decay"):
-            between(*at(key), 0.0, 100.0)
+            between(*named(key), 0.0, 100.0)
         for key in ("momentum_start", "momentum_end", "adam_b1", "adam_b2"):
-            between(*at(key), 0.0, 0.999999)  # 1 in float32 would freeze the mean
-        between(*at("adam_epsilon"), 1e-30, 1.0)  # the whole denominator for rows without gradient
-        between(*at("clip_norm"), 1e-6, 1e6, zero="none")
+            between(*named(key), 0.0, 0.999999)  # 1 in float32 would freeze the mean
+        # For rows without gradient, epsilon is the whole denominator.
+        between(*named("adam_epsilon"), 1e-30, 1.0)
+        between(*named("clip_norm"), 1e-6, 1e6, zero="none")
         for key in ("cooldown_fraction", "final_fraction"):
-            between(*at(key), 0.0, 1.0)
+            between(*named(key), 0.0, 1.0)
         for key in ("warmup_steps", "momentum_warmup_steps"):
-            between(*at(key), 0, (1 << 31) - 1)  # steps are int32
-        between(*at("newton_schulz_steps"), 0, 100)
+            between(*named(key), 0, (1 << 31) - 1)  # steps are int32
+        between(*named("newton_schulz_steps"), 0, 100)
 
 
 def _constant(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedule:
@@ -105,7 +106,7 @@ def _constant_sqrt(config: OptimizerConfig, steps: int, cooldown: int) -> optax.
     if not cooldown:
         return optax.constant_schedule(1.0)
 
-    def factor(step):  # also called, and not used, for the warmup's steps: they are negative
+    def factor(step):  # optax.join_schedules also evaluates it, unused, in the warmup: step < 0
         share = jnp.clip((step - (steps - cooldown)) / cooldown, 0.0, 1.0)
         return 1.0 - (1.0 - config.final_fraction) * jnp.sqrt(share)
 
@@ -122,12 +123,11 @@ def _linear(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedul
     return optax.linear_schedule(1.0, config.final_fraction, steps)
 
 
-# Schedules by name: (config, steps after the warmup, of which cooldown) -> factor by step, counted
-# from the end of the warmup. It begins at 1; the step after the last would have final_fraction,
-# which a schedule without a decay does not use. To add one, write a function like `_constant`, a
-# line here and a word in the comment of `OptimizerConfig.schedule`, which `--help` shows; one
-# without a cooldown is in `_WITHOUT_COOLDOWN` too. What a name means never changes, so that old
-# runs resume.
+# Schedules by name: (config, steps after the warmup, steps of the cooldown) -> factor on learning
+# rates, a function of the step since the warmup. It begins at 1 and decays, if at all, to
+# final_fraction at the step after the last. To add one, write a function like `_constant`, a line
+# here and a word in the comment of `OptimizerConfig.schedule`, which `--help` shows; add schedules
+# without a cooldown to `_WITHOUT_COOLDOWN`. The meaning of a name never changes: old runs resume.
 SCHEDULES = {
     "constant": _constant,
     "constant_sqrt": _constant_sqrt,
@@ -146,9 +146,9 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
     after_warmup = num_steps - c.warmup_steps
     cooldown = 0 if c.schedule in _WITHOUT_COOLDOWN else round(c.cooldown_fraction * num_steps)
     if after_warmup < max(cooldown, 1):
-        beside = f"with a cooldown of {cooldown} steps it " if cooldown else ""
+        condition = f"with a cooldown of {cooldown} steps it " if cooldown else ""
         raise UserError(
-            f"config.optimizer.warmup_steps = {c.warmup_steps}: {beside}must be at most "
+            f"config.optimizer.warmup_steps = {c.warmup_steps}: {condition}must be at most "
             f"{num_steps - max(cooldown, 1)} for config.train.num_steps = {num_steps}"
         )
 
@@ -183,7 +183,7 @@ def make_optimizer(
       d_model: D, for the factor (D/768)^-1/2 on learning rates of embedding and head.
       num_steps: length of the whole run, for the schedule.
       muon_dtype: dtype of the Newton-Schulz products.
-      shardings: NamedShardings of the parameters, on several devices.
+      shardings: NamedShardings of the parameters; None: on one device.
     """
     c = config
     labels = parameter_labels(axes)
@@ -199,7 +199,7 @@ def make_optimizer(
             scaled(rate), b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_epsilon, weight_decay=weight_decay
         )
 
-    def matrices(tree, function):
+    def map_matrices(function, tree):
         """Applies a function to the leaves of matrices and masks the others."""
         return jax.tree.map(
             lambda x, label: function(x) if label == "matrix" else optax.MaskedNode(), tree, labels
@@ -208,8 +208,8 @@ def make_optimizer(
     width_scale = (d_model / 768) ** -0.5
     muon = optax.chain(
         scale_by_muon(
-            matrices(axes, Axes.parse),
-            shardings=shardings and matrices(shardings, lambda sharding: sharding),
+            map_matrices(Axes.parse, axes),
+            shardings=shardings and map_matrices(lambda sharding: sharding, shardings),
             momentum=momentum_schedule(c),
             steps=c.newton_schulz_steps,
             per_head=c.orthogonalize == "per_head",
@@ -299,7 +299,7 @@ def scale_by_muon(
 
     Args:
       axes: `Axes` of the matrices, a tree with the structure of the parameters.
-      shardings: NamedShardings of the matrices, on several devices; see `distribute_layers`.
+      shardings: NamedShardings of the matrices (see `distribute_layers`); None: on one device.
       momentum: momentum as a function of the step.
       steps: Newton-Schulz iterations.
       per_head: orthogonalise each head's matrix by itself.
@@ -363,7 +363,7 @@ def orthogonalize(weight: jax.Array, axes: Axes, stored: Axes, steps: int) -> ja
 
 
 def distribute_layers(function, sharding: NamedSharding):
-    """Applies a function of stacked layers with whole matrices, distributed by layers.
+    """Distributes a function of stacked layers, so that each device gets whole matrices of a few.
 
     Newton-Schulz multiplies a matrix by itself, so a sharded matrix would be gathered at every
     iteration. Here a weight is sent twice, whatever the number of iterations:
@@ -408,8 +408,8 @@ def newton_schulz(x_bio: jax.Array, steps: int) -> jax.Array:
     """Brings the singular values of every [in, out] matrix near 1 by a quintic iteration."""
     a, b, c = NEWTON_SCHULZ
     wide = x_bio.shape[1] <= x_bio.shape[2]
-    x = x_bio if wide else x_bio.swapaxes(1, 2)  # the smaller Gram matrix
-    # The Frobenius norm bounds the largest singular value by 1, where the iteration converges.
+    x = x_bio if wide else x_bio.swapaxes(1, 2)  # so that the Gram matrix is the smaller one
+    # After division by the Frobenius norm, singular values are at most 1: the iteration converges.
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + jnp.asarray(1e-7, x.dtype))
 
     def iterate(_, x):

@@ -23,19 +23,19 @@ def parent_model(experiment: Experiment, parent: trained.SavedModel) -> Transfor
     Raises:
       UserError: the run's vocabulary is too small for the parent's and the special tokens.
     """
-    model, there = experiment.model, parent.experiment.model.vocab_size
+    model, parent_size = experiment.model, parent.experiment.model.vocab_size
     if experiment.mixture is None:
         return model
     specials = parent.tokenizer.with_specials(CONVERSATION_SPECIALS)
-    needed = max(there, specials.vocab_size)
+    needed = max(parent_size, specials.vocab_size)
     if model.vocab_size < needed:
         raise UserError(
             f"config.data.vocab_size = {model.vocab_size}: config.train.parent = "
-            f"{experiment.train.parent!r} has {there} rows, of which its tokenizer and the special "
-            f"tokens of conversations need {specials.vocab_size}: set "
+            f"{experiment.train.parent!r} has {parent_size}, and its tokenizer with the special "
+            f"tokens of conversations needs {specials.vocab_size}: set "
             f"--config.data.vocab_size={needed}, or more where the mesh does not divide that"
         )
-    return dataclasses.replace(model, vocab_size=there)
+    return dataclasses.replace(model, vocab_size=parent_size)
 
 
 def prepare_dataset(
@@ -47,8 +47,8 @@ def prepare_dataset(
       parent: None if the run has begun (the tokenizer is then in its workdir) or has no parent.
 
     Raises:
-      UserError: see `conversation.prepare`; rows with a loss mask where the config has none, or
-        without; a tokenizer larger than the model's vocabulary.
+      UserError: see `conversation.prepare`; rows have a loss mask and the config has none, or the
+        reverse; a tokenizer is larger than the model's vocabulary.
     """
     data = experiment.data
     if is_prepared(data.source):
@@ -109,7 +109,7 @@ def _tokenizer(
 
 
 def _prepare_together(experiment: Experiment, tokenizer: Tokenizer) -> epath.Path:
-    """Prepares the rows in the first of the processes that share their folder; returns it."""
+    """Prepares the rows in the first of the processes that share a folder; returns the folder."""
 
     def rows(shown: bool) -> epath.Path:
         return prepare.prepare(experiment.mixture, experiment.data, tokenizer, shown=shown)

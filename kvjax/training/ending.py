@@ -33,7 +33,7 @@ def write(
     """Writes curves and sample, prints the last figures, and returns the last evaluation.
 
     Args:
-      graph: of the model with the parameters `params`.
+      graph: the model without its parameters `params`.
       folder: holds metrics.jsonl; local if the workdir is in a bucket.
       evaluations: records of metrics.jsonl, at least one.
     """
@@ -67,10 +67,10 @@ def write(
 
 
 def stopped(step: int, num_steps: int, signal: Signals | None) -> str:
-    """Returns the last line of a run that goes on later.
+    """Returns the last line of a run that ends before its last step.
 
     Args:
-      signal: that stopped it; None: `train.stop_after` did.
+      signal: the signal that ended it; None: `train.stop_after` did.
     """
     where = f"at step {step} of {num_steps}, saved" if step else "before the first step"
     why = f"on {signal.name}" if signal else "by train.stop_after"
@@ -86,7 +86,7 @@ def _write(path: epath.Path, write: Callable[[], object]) -> None:
 
 
 def _sample(run: PreparedRun, graph: nnx.GraphDef, params: dict) -> str:
-    """Returns config.train.sample_prompt with its continuation, up to the model's positions."""
+    """Returns config.train.sample_prompt and its continuation, up to the model's longest row."""
     e, tokenizer = run.experiment, run.dataset.tokenizer
     prompt = e.train.sample_prompt
     num_tokens, limit = e.train.sample_tokens, max_positions(e.model)

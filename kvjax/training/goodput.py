@@ -33,10 +33,10 @@ class Goodput:
         self._since = now
 
     def next(self, batches: Iterator, running: Mapping[str, jax.Array] | None):
-        """Returns the next batch; its wait is lost if the step before has ended by then.
+        """Returns the next batch; the wait is lost time if the previous step has ended by then.
 
         Args:
-          running: metrics of the step before; None: it has ended.
+          running: metrics of the previous step; None: it has ended.
         """
         self.book(STEPS)
         batch = next(batches)
@@ -54,6 +54,6 @@ class Goodput:
         total = sum(self._spent.values())
         lost = sorted(LOST, key=self._spent.get, reverse=True)
         shares = {_NAMES.get(c, c): 100 * self._spent[c] / total for c in lost}
-        told = [f"{name} {share:.1f} %" for name, share in shares.items() if share >= 0.05]
+        causes = [f"{name} {share:.1f} %" for name, share in shares.items() if share >= 0.05]
         share = 100 * self._spent[STEPS] / total
-        return f"goodput: {share:.1f} % of {total:.1f} s in steps; {', '.join(told)}"
+        return f"goodput: {share:.1f} % of {total:.1f} s in steps; {', '.join(causes)}"

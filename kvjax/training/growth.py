@@ -15,8 +15,8 @@ def parent_abstract(abstract: dict, vocab_size: int) -> dict:
     """Returns the parent's parameters as ShapeDtypeStructs with shardings, for reading them.
 
     Args:
-      abstract: the same of the grown model.
-      vocab_size: of the parent.
+      abstract: the grown model's, likewise.
+      vocab_size: the parent's.
     """
     parent = dict(abstract)
     for name in _growable_names(abstract):
@@ -39,7 +39,7 @@ def grow(params: dict, initial: dict, abstract: dict) -> dict:
     Args:
       params: the parent's, see `parent_abstract`.
       initial: `growable` parameters of the grown model, newly initialised.
-      abstract: of the grown model.
+      abstract: the grown model's, with shardings.
     """
     grown = dict(params)
     for name in _growable_names(params):
@@ -47,9 +47,9 @@ def grow(params: dict, initial: dict, abstract: dict) -> dict:
         if old.shape != new.shape:
 
             def join(old, new, name=name, axis=axis):
-                more = jax.lax.slice_in_dim(new, old.shape[axis], None, axis=axis)
-                more = jnp.zeros_like(more) if name == "head" else more
-                return jnp.concatenate([old, more], axis)
+                added = jax.lax.slice_in_dim(new, old.shape[axis], None, axis=axis)
+                added = jnp.zeros_like(added) if name == "head" else added
+                return jnp.concatenate([old, added], axis)
 
             grown[name] = jax.jit(join, out_shardings=abstract[name].sharding)(old, new)
     return grown

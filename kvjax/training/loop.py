@@ -1,4 +1,4 @@
-"""The training loop; each process of a job runs it, through the same steps.
+"""The training loop. All processes of a job run it, and take every step together.
 
 A run is a function of its config: on one machine the same config gives bit-identical metrics
 (measured on CPU), also when the run was killed and resumed. The loop dispatches step n before it
@@ -44,8 +44,8 @@ def train(
     Args:
       prepare_hours: limit of the estimated time to prepare the data.
       trackers: names ("tensorboard", "wandb") and objects that get the run's records.
-      profile_steps: number of steps to trace, after some that warm up.
-      seconds_before: wall time that counts as startup, as since the launch of the process.
+      profile_steps: number of steps to trace, after the first `profiling.WARM_UP` ones.
+      seconds_before: wall time before this call that counts as startup, such as imports.
 
     Returns:
       The last validation record: step, tokens, validation_loss, validation_bpb.
@@ -53,7 +53,7 @@ def train(
     Raises:
       UserError: the config does not fit the workdir, the data or the machine (raised before
         anything expensive), a bad step (see `TrainConfig`), or a full disk; checkpoints are intact.
-      SystemExit: saved on a signal; statuses are listed in `distributed`.
+      SystemExit: a signal ended the run, which is saved; `distributed` lists the statuses.
     """
     goodput = Goodput(seconds_before)
     profiling.check(profile_steps)
@@ -114,7 +114,7 @@ class TrainingLoop:
             state, position, start = restored
         self.writer = metrics_lib.NullWriter()
         if self.first:
-            # Drops records of steps after the checkpoint: they are about to be taken again.
+            # Drops records of steps after the checkpoint's, which the run is about to repeat.
             self.writer = metrics_lib.MetricsWriter(
                 self.workdir, resume_step=start, trackers=self.trackers
             )
@@ -143,7 +143,7 @@ class TrainingLoop:
                 f"{self.checkpoints.steps()}); fix the cause and run the same command to resume"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # an unwritten record has raised before
+            with contextlib.suppress(OSError):  # a failed write has raised already
                 self.writer.close()
 
     def _initial(self) -> dict:
@@ -156,13 +156,14 @@ class TrainingLoop:
             abstract = self.program.abstract_state["params"]
             # All weights but embedding and head are freed before the parent's are read.
             initial = growth.growable(state.pop("params"))
-            before = growth.parent_abstract(abstract, self.parent.experiment.model.vocab_size)
-            params = read_parameters(self.parent.checkpoints, self.parent.step, before)
+            vocab_size = self.parent.experiment.model.vocab_size
+            abstract_parent = growth.parent_abstract(abstract, vocab_size)
+            params = read_parameters(self.parent.checkpoints, self.parent.step, abstract_parent)
             params = growth.grow(params, initial, abstract)
         return state | {"params": params}
 
-    def _waiting(self, what: str) -> progress.waiting:
-        return progress.waiting(what, shown=self.first)
+    def _waiting(self, activity: str) -> progress.waiting:
+        return progress.waiting(activity, shown=self.first)
 
     def _print(self, text: str) -> None:
         if self.first:
@@ -208,7 +209,7 @@ class TrainingLoop:
             local_devices=self.mesh.local_devices,
         )
         if c.snapshot_every and start % c.snapshot_every == 0:
-            self._keep_snapshot(start, state)  # lacking if the last run ended before it was written
+            self._keep_snapshot(start, state)  # missing if a run ended before writing it
             self.goodput.book("saving")
         folder = self.writer.folder and self.writer.folder / profiling.FOLDER
         with (
@@ -255,8 +256,8 @@ class TrainingLoop:
     def _train_step(self) -> Callable:
         """Compiles the training step; returns once all processes have compiled it.
 
-        Without that barrier a process that compiles faster waits in its first collective, which
-        gloo gives up after 30 s.
+        Without that barrier a process that compiles faster waits in its first collective, where
+        gloo times out after 30 s.
         """
         with self._waiting("compiling the training step"):
             compiled = self.program.lowered_step().compile()
@@ -297,7 +298,7 @@ class TrainingLoop:
         if values.get("bad") and not wrong:
             wrong = [
                 f"loss = {values['loss']:.4g}, over config.train.spike_factor = {c.spike_factor} "
-                f"times {values['mean_loss']:.4g}, the mean of recent ones"
+                f"times {values['mean_loss']:.4g}, the mean of recent losses"
             ]
         # A skipped step is no error, unless the weights themselves are not finite.
         if c.bad_steps == "skip" and math.isfinite(values.get("param_norm", math.nan)):
@@ -322,34 +323,33 @@ class TrainingLoop:
         sums = np.zeros(6 if e.is_masked else 3)
         with self._waiting("validating"):
             for rows in batches:
-                part = self.program.eval_step(params, rows, token_bytes_V)
-                sums += jax.device_get(part)
+                sums += jax.device_get(self.program.eval_step(params, rows, token_bytes_V))
         nats, num_bytes, targets = sums[:3]
         record = {
             "tokens": step * e.tokens_per_step,
             "validation_loss": nats / targets,
             "validation_bpb": nats / (math.log(2) * num_bytes),
         }
-        over = ""
+        scope = ""
         if e.is_masked:
             record["validation_bpb_all"] = sums[3] / (math.log(2) * sums[4])
-            over = f" of what counts, {record['validation_bpb_all']:.4f} of all text"
+            scope = f" of targets that count, {record['validation_bpb_all']:.4f} of all"
         self._check_values(step, record)
         self.writer.write(step, **record)
-        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte{over}")
+        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte{scope}")
 
     def _save(self, step: int, state: dict, last: bool = False) -> None:
         """Saves a checkpoint. A failed save is a warning, unless it is the last.
 
-        With several processes it ends the run, since the others do not notice it. Records that
-        cannot be written end it too, but only after the state is saved.
+        With several processes a failed save ends the run, since the other processes do not notice
+        it. A failure to write records ends the run too, but only after the state is saved.
         """
         position = step * self.experiment.train.batch_size
         if not last:
             self.writer.write_timing(step, **self.goodput.record())
         flush_error = None
         try:
-            # Records before the checkpoint: a resumed run never lacks records of its past.
+            # Records are written before the checkpoint, so that a resumed run lacks none.
             self.writer.flush()
         except OSError as error:
             flush_error = error
@@ -368,15 +368,15 @@ class TrainingLoop:
 
     def _keep_snapshot(self, step: int, state: dict) -> None:
         """Keeps the parameters of a step; a failure is a warning, as in `_save`."""
-        kept = {"params": state["params"], "step": state["step"]}
+        snapshot = {"params": state["params"], "step": state["step"]}
         position = step * self.experiment.train.batch_size
-        self._with_snapshots(lambda snapshots: snapshots.save(step, kept, position))
+        self._with_snapshots(lambda snapshots: snapshots.save(step, snapshot, position))
 
-    def _with_snapshots(self, do: Callable[[Checkpoints], None]) -> None:
+    def _with_snapshots(self, operation: Callable[[Checkpoints], None]) -> None:
         if self.snapshots is None:
             return
         try:
-            do(self.snapshots)
+            operation(self.snapshots)
         except OSError as error:
             if distributed.count() > 1:
                 raise

@@ -81,7 +81,7 @@ def lane_width(platform: str) -> int:
 
 
 def _padding(shape: tuple[int, ...], axes: Axes, shards: int, lanes: int) -> float:
-    """Returns padded over actual size of a weight, with the axis last that needs least padding.
+    """Returns the ratio of a weight's padded to its actual size; the least padded axis is last.
 
     Heads of 64 channels take twice their bytes if the sharded width is below 128 too.
     """
@@ -111,9 +111,9 @@ def estimate(
     """Estimates the memory of a whole step.
 
     Args:
-      rows_per_device: rows of one forward pass (one part of gradient accumulation).
+      rows_per_device: rows of one microbatch.
       fsdp, tensor, sequence: devices along these axes of the mesh.
-      accumulation_steps: parts of a batch; from 2 on there is a second tree of gradients.
+      accumulation_steps: microbatches per step; two or more need a second tree of gradients.
       attention_kernel: softmax attention is a kernel, which stores no logits.
       optimizer: decides the trainable parameters and their moments.
       teacher: a second model, whose weights are resident too.
@@ -130,13 +130,14 @@ def estimate(
     # both dtypes.
     gathered = itemsize * 2 * layer + (2 * itemsize + 4) * matrices["head"]
     logits = 0 if attention_kernel else sequence_length
-    wide = 4 if compute.remat == "none" else itemsize  # fitted to compilers' totals
+    # Fitted to compilers' totals.
+    layer_itemsize = 4 if compute.remat == "none" else itemsize
 
     def padded(dim: int) -> int:
         return round_up(dim, lanes)
 
-    inside = [  # bytes per token within one layer
-        wide
+    within_layer = [  # bytes per token, of each layer
+        layer_itemsize
         * (
             2 * c.d_model  # normed inputs
             + 2 * m.query_heads * padded(m.query_dim) / tensor  # queries, before and after RoPE
@@ -152,9 +153,9 @@ def estimate(
     saved = saved_activations(config, compute.remat, kernel=True)  # saved by XLA's attention too
     if compute.remat == "dots":  # latents are gathered: each device expands those of a whole row
         saved += weight_products(config).from_latents * (sequence - 1)
-    per_token = itemsize * (2 * inputs + (saved - inputs) / tensor) + max(inside)
+    per_token = itemsize * (2 * inputs + (saved - inputs) / tensor) + max(within_layer)
     if compute.remat == "none":
-        per_token = 2 * itemsize * inputs + sum(inside)
+        per_token = 2 * itemsize * inputs + sum(within_layer)
     elif compute.remat != "full":  # log-sum-exp, float32
         per_token += 4 * sum(m.query_heads for m in config.mechanisms) / tensor
     # Fitted to compilers' totals: seven copies of one layer's keys and values of the row's other
@@ -196,8 +197,8 @@ def saved_activations(config: TransformerConfig, remat: str, *, kernel: bool) ->
 class WeightProducts:
     """Matrix products with weights that the backward pass reads, per token over all layers."""
 
-    saved: int  # elements that the policy "dots" saves: of weights without a batch axis
-    from_latents: int  # of these, keys and values expanded from latents
+    saved: int  # elements of products that the policy "dots" saves: with weights of no batch axis
+    from_latents: int  # elements of these products that are keys and values expanded from latents
     expansions: int  # multiply-adds with weights that have a batch axis
 
 
@@ -215,8 +216,8 @@ def weight_products(config: TransformerConfig) -> WeightProducts:
             expansions += math.prod(leaf.shape)
             continue
         sizes = dict(zip(stored.names, leaf.shape[-len(stored.names) :], strict=True))
-        made = math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
-        elements += made
-        from_latents += made if stored.reduction == ("C",) else 0
+        outputs = math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
+        elements += outputs
+        from_latents += outputs if stored.reduction == ("C",) else 0
     elements += sum(m.extra_activations for m in config.mechanisms)
     return WeightProducts(saved=elements, expansions=expansions, from_latents=from_latents)

@@ -1,4 +1,4 @@
-"""Checks before anything expensive: the config alone, against the workdir, against the machine."""
+"""Checks a run before anything expensive: its config, the machine, the workdir, the data."""
 
 from collections.abc import Iterator
 import contextlib
@@ -31,11 +31,11 @@ from kvjax.training import conversations, memory_estimate
 from kvjax.workdir import checkpoint, identity, lineage, origin, storage, trained
 
 _GPU_ROOM = 72 * 10**9  # bytes of an 80 GB device that a run can use
-_MARGIN = 1.25  # of an accelerator's memory: its compiler decides on estimates below this
+_MARGIN = 1.25  # estimates up to this multiple of an accelerator's memory are left to its compiler
 
 
 class PreparedRun(NamedTuple):
-    """A resolved config and everything that it names."""
+    """A resolved config, and the mesh, workdir, data and models that it names."""
 
     experiment: Experiment
     compute: Compute
@@ -138,23 +138,25 @@ def _record_parent(workdir: epath.Path, parent: trained.SavedModel | None) -> No
 
 def check_processes(config: ml_collections.ConfigDict) -> None:
     """Raises a UserError on every process unless all run the same config with the same code."""
-    given = dict(line.split(" = ", 1) for line in to_text(config).splitlines())
-    given = {f"config.{key}": value for key, value in given.items()}
-    distributed.check_same(given | {"jax": jax.__version__, "kvjax's code": package_digest()[:12]})
+    settings = {"jax": jax.__version__, "kvjax's code": package_digest()[:12]}
+    for line in to_text(config).splitlines():
+        key, value = line.split(" = ", 1)
+        settings[f"config.{key}"] = value
+    distributed.check_same(settings)
 
 
 def prepare_dataset(
     data: DataConfig, hours: float = PREPARE_HOURS, *, spare: bool = False
 ) -> loader.PackedDataset:
-    """Opens the data set, prepared if need be by all processes that share its folder.
+    """Opens the data set; if need be, all processes that share its folder prepare it first.
 
     Args:
       hours: limit of the estimated time to prepare it.
       spare: the model's vocabulary may be larger than the tokenizer's, as in published models.
 
     Raises:
-      UserError: see `prepare`; a tokenizer with another vocabulary; on every process, processes
-        with different data.
+      UserError: see `prepare`; a tokenizer of another size; processes with different data (raised
+        by all of them).
     """
     if is_prepared(data.source) or distributed.count() == 1:
         path = prepare.prepare(data, hours=hours)
@@ -167,17 +169,17 @@ def prepare_dataset(
     return dataset
 
 
-def _check_vocab_size(vocab_size: int, data: DataConfig, spare: bool, what: str) -> None:
+def _check_vocab_size(vocab_size: int, data: DataConfig, spare: bool, source: str) -> None:
     """Raises a UserError unless the key is the tokenizer's size, or (spare) not below it."""
     if vocab_size != data.vocab_size and not (spare and vocab_size < data.vocab_size):
         raise UserError(
-            f"config.data.vocab_size = {data.vocab_size}: the {what} has {vocab_size}; set the key "
-            "to that"
+            f"config.data.vocab_size = {data.vocab_size}: the {source} has {vocab_size}; set the "
+            "key to that"
         )
 
 
 def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
-    """Prepares a share of the data on each process; returns the folder of the whole.
+    """Prepares a share of the data on each process; returns the folder of the data set.
 
     The leader of the processes that share the folder begins, waits for the others, and finishes.
     """
@@ -190,16 +192,16 @@ def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
     corpus = preparation.inspect_sources(data, shown=leads)
     if corpus.parts and leads:
         preparation_estimate.check(corpus, workers * team.size, hours, shown=True)
-    making = preparation.begin(corpus, shown=leads) if corpus.parts else None
+    unfinished = preparation.begin(corpus, shown=leads) if corpus.parts else None
     team.announce("begun")
-    if making:
-        making.make(workers=workers, share=(team.index, team.size), shown=leads)
+    if unfinished:
+        unfinished.make(workers=workers, share=(team.index, team.size), shown=leads)
     team.announce("made")
     if leads:
         team.wait_for("made")
-        if making:
-            making.make()  # parts that a process with other sources has left
-            making.finish()
+        if unfinished:
+            unfinished.make()  # missing parts, if a process has other sources
+            unfinished.finish()
         team.announce("finished")
     team.wait_for("finished", leader=True)
     return prepare.prepare(data, hours=hours, shown=leads)  # finds what was just finished
@@ -241,7 +243,7 @@ def find_parent_and_teacher(
 
 
 def _as_computed(model: TransformerConfig) -> TransformerConfig:
-    """Returns a model's config with fixed values of the keys that only initialise or regularise."""
+    """Returns a model's config with fixed values for the keys of initialisation and dropout."""
     block = dataclasses.replace(
         model.block, matrix_std=0.0, embedding_std=1.0, zero_outputs=True, dropout=0.0
     )
@@ -261,13 +263,13 @@ def check_tokenizer(
         if theirs.vocabulary() != dataset.tokenizer.vocabulary():
             file = model.workdir / manifest.TOKENIZER
             raise UserError(
-                f"config.train.{key} = {getattr(experiment.train, key)!r}: reads other tokens than "
-                f"{dataset.path} holds: set config.data.tokenizer = {str(file)!r}"
+                f"config.train.{key} = {getattr(experiment.train, key)!r}: its tokenizer is not "
+                f"that of {dataset.path}: set config.data.tokenizer = {str(file)!r}"
             )
 
 
 def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises a UserError unless the mesh divides weights, rows' tokens and parts of the batch."""
+    """Raises a UserError unless the mesh divides weights, sequence length and microbatches."""
     weights = parameters.abstract(experiment.model)
     try:
         sharding.parameter_shardings(mesh, *weights)
@@ -275,21 +277,21 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
         raise UserError(f"{error}. {_mesh_that_divides(mesh, weights)}") from error
     if mesh.shape["sequence"] > 1:
         zigzag(experiment.data.sequence_length, mesh.shape["sequence"])
-    c, ways = experiment.train, sharding.batch_shards(mesh)
+    c, shards = experiment.train, sharding.batch_shards(mesh)
     rows = c.batch_size // c.grad_accumulation
-    if rows % ways:
-        step = ways * c.grad_accumulation
-        near = sorted({max(c.batch_size // step, 1) * step, (c.batch_size // step + 1) * step})
+    if rows % shards:
+        step = shards * c.grad_accumulation
+        nearest = sorted({max(c.batch_size // step, 1) * step, (c.batch_size // step + 1) * step})
         raise UserError(
-            f"config.train.batch_size = {c.batch_size} in {c.grad_accumulation} part(s) is {rows} "
-            f"rows a part, which does not divide over config.mesh's data x fsdp = {ways}; use a "
-            f"multiple of {step}: {' or '.join(map(str, near))}"
+            f"config.train.batch_size = {c.batch_size}: microbatches of {rows} rows "
+            f"(grad_accumulation = {c.grad_accumulation}) do not divide over config.mesh's data x "
+            f"fsdp = {shards}; use a multiple of {step}: {' or '.join(map(str, nearest))}"
         )
     loader.share(sharding.batch_sharding(mesh), rows)
 
 
 def _mesh_that_divides(mesh: jax.sharding.Mesh, weights: parameters.Parameters) -> str:
-    """Returns overrides for as many devices, with the largest `tensor`, then `fsdp`, possible."""
+    """Returns overrides for a mesh of these devices with the largest `tensor`, then `fsdp`."""
     devices = mesh.size // mesh.shape["sequence"]
     meshes = (
         {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
@@ -309,7 +311,7 @@ def check_memory(
 ) -> None:
     """Raises a UserError with the bytes per device if the devices cannot hold the run.
 
-    Close to the limit an accelerator's compiler decides; on a CPU the kernel would kill the run.
+    Close to the limit an accelerator's compiler decides; on a CPU the system would kill the run.
     """
     c, device = experiment.train, mesh.devices.flat[0]
     need = memory_estimate.estimate(
@@ -324,17 +326,17 @@ def check_memory(
         attention_kernel=experiment.uses_attention_kernel(device.platform),
         lanes=memory_estimate.lane_width(device.platform),
     )
-    there = runtime.memory_per_device()
-    if need.total <= there * (1 if device.platform == "cpu" else _MARGIN):
+    available = runtime.memory_per_device()
+    if need.total <= available * (1 if device.platform == "cpu" else _MARGIN):
         return
 
     def gb(count):
         return f"{count / 1e9:,.1f} GB"
 
-    split = need.parameters + need.optimizer + need.gradients
-    everything = split * mesh.shape["fsdp"] * mesh.shape["tensor"] + need.activations * mesh.size
-    own = _GPU_ROOM - need.weights  # not sharded
-    enough = f"{math.ceil(everything / own)} or more" if own > 0 else "no number of"
+    sharded = need.parameters + need.optimizer + need.gradients
+    total = sharded * mesh.shape["fsdp"] * mesh.shape["tensor"] + need.activations * mesh.size
+    room = _GPU_ROOM - need.weights  # every device gathers these
+    enough = f"{math.ceil(total / room)} or more" if room > 0 else "no number of"
     raise UserError(
         f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
         f"({device.platform}). Bytes per device:\n"
@@ -344,7 +346,7 @@ def check_memory(
         f"  weights used {gb(need.weights):>12}  (estimated)\n"
         f"  activations  {gb(need.activations):>12}  (estimated)\n"
         f"  needed       {gb(need.total):>12}\n"
-        f"  available    {gb(there):>12}\n"
+        f"  available    {gb(available):>12}\n"
         "Weights and batch split over n devices need an nth each: "
         f"{enough} devices of 80 GB hold this run as it is.\n"
         "Activations shrink with a larger config.train.grad_accumulation and with "

@@ -11,7 +11,7 @@ from kvjax.training.goodput import STEPS, Goodput
 from kvjax.workdir.metrics import Clock
 
 FOLDER = "profile"
-WARM_UP = 3  # steps of this process before those that are traced
+WARM_UP = 3  # untraced steps at the start of this process
 _MAX_STEPS = 1000
 _OPTION = "--profile_steps"
 
@@ -24,14 +24,14 @@ def check(count: int) -> None:
 class StepTrace:
     """Runs steps, and traces `count` of them after this process has compiled and warmed up.
 
-    The trace begins when the step before has ended, and ends with its last step. In it, each step
-    is an event "train" with its number. A profiler that fails is a warning.
+    The trace begins once the preceding step has ended, and stops once its own last step has. Each
+    step is an event "train" with its number. A failure of the profiler is only a warning.
 
     Args:
       folder: gets plugins/profile/TIME/, with xplane.pb for TensorBoard and
         perfetto_trace.json.gz; None: nothing is traced, as on all processes but the first.
       start: steps of the run before this process.
-      clock, goodput: get the time that starting and writing the trace takes.
+      clock, goodput: get the time that starting and writing the trace takes, as a pause.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class StepTrace:
         if self._is_on:  # the loop ended within the traced steps
             self._stop()
         elif self._count:
-            warn(f"{_OPTION} = {self._count}: no step was traced, since {WARM_UP} come before")
+            warn(f"{_OPTION} = {self._count}: no step was traced: the first {WARM_UP} never are")
 
     def run(self, number: int, step: Callable, state: dict, *inputs) -> tuple[dict, dict]:
-        """Returns what the step returns."""
+        """Runs step `number`, and returns its new state and metrics."""
         if not self._count:
             return step(state, *inputs)
         if number == self._first:
@@ -69,10 +69,10 @@ class StepTrace:
             self._outside_steps(self._stop)
         return result
 
-    def _outside_steps(self, act: Callable[[], None]) -> None:
+    def _outside_steps(self, operation: Callable[[], None]) -> None:
         self._goodput.book(STEPS)
         with self._clock.paused():
-            act()
+            operation()
         self._goodput.book("profiling")
 
     def _start(self) -> None:

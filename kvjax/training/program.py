@@ -20,29 +20,29 @@ from kvjax.model.loss import distillation_loss, mean_loss, token_losses
 from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 from kvjax.optim import make_optimizer, merge_trainable, trainable
 
-MEAN_WEIGHT = 0.02  # of a step in the running mean of losses, which thus covers about 50 steps
+MEAN_WEIGHT = 0.02  # weight of a step's loss in the running mean, which covers about 50 steps
 
 
 class Program:
     """The jitted functions of a run on a mesh. A training state is a plain tree of arrays:
 
         params     the model's weights
-        optimizer  optax state of the trainable ones
+        optimizer  optax state of the trainable weights
         step       int32, optimizer steps taken (skipped ones included)
-        key        key data of the seed
+        key        data of the random key made from the seed
         bad        counters of bad steps, see `check_step`
 
     Attributes:
       graph: the model without its parameters, for `nnx.merge`.
       abstract_state: ShapeDtypeStructs with shardings.
-      abstract_rows: of a step's batch.
-      abstract_teacher: the teacher's parameters in the dtypes they are used in, or None.
+      abstract_rows: likewise, rows [B, T + 1] of a step.
+      abstract_teacher: likewise, the teacher's parameters in compute dtypes; None: no teacher.
       init: key -> state.
       train_step: (state, rows [B, T + 1]) -> (state, metrics); donates the state. With a teacher,
         its parameters are a third argument.
       eval_step: (params, rows, token_bytes [V]) -> sums, see `eval_step`.
 
-    With a loss mask, rows hold ~token for tokens that are no targets, see `split_loss_mask`.
+    With a loss mask, rows hold ~token for targets that do not count, see `split_loss_mask`.
     """
 
     def __init__(
@@ -161,30 +161,29 @@ def train_step(
     """Takes one optimizer step.
 
     Args:
-      state: params, optimizer, step, key, and with a config bad; see `Program`.
+      state: see `Program`; without a config it has no `bad`.
       rows: [B, T + 1] tokens; the gradient is the mean over the batch's B * T targets.
-      teacher: parameters of a model whose predictions are distilled, by `config.teacher_share`.
-      accumulation_steps: number of parts that the batch is run in.
-      config: decides on bad steps; None: no step is checked.
+      teacher: parameters of the model to distil (`model.loss.distillation_loss`).
+      accumulation_steps: number of microbatches that the batch is split into.
+      config: has the limits of `check_step`; None: no step is checked.
       select_trainable: parameters -> the subtree that gradients are computed for.
-      masked: rows carry a loss mask (`split_loss_mask`); the gradient is the mean over the targets
-        that count in the whole batch, whichever part or device they are in.
-      bos_id: the token that begins a document, which attention does not leave; None: no document
-        mask.
+      masked: rows carry a loss mask (`split_loss_mask`); the gradient is the mean over the whole
+        batch's targets that count.
+      bos_id: the token that begins a document, for a document mask; None: no mask.
       has_dropout: draw a dropout key from the state's key and step.
 
     Returns:
       The new state, and metrics: loss (nats per token), grad_norm (before clipping), param_norm
       (after the step), and with a config those of `check_step`. The new state is finite if and only
-      if these are.
+      if these metrics are.
     """
     learned = select_trainable(state["params"])
 
     scale = {}
     if masked:
-        # Parts are averaged, so each divides its sum by the mean number of targets per part.
-        counts = jnp.maximum(jnp.sum(rows[:, 1:] >= 0), 1)
-        scale = {"scale": accumulation_steps / counts.astype(jnp.result_type(float))}
+        # Microbatches are averaged: each divides its sum by their mean number of targets.
+        num_targets = jnp.maximum(jnp.sum(rows[:, 1:] >= 0), 1)
+        scale = {"scale": accumulation_steps / num_targets.astype(jnp.result_type(float))}
 
     dropout = None
     if has_dropout:
@@ -193,8 +192,8 @@ def train_step(
     def loss(learned, rows, dropout):
         weighted = {}
         if masked:
-            rows, counts = split_loss_mask(rows)
-            weights = next_tokens(counts, compute)[1].astype(jnp.float32)
+            rows, loss_mask = split_loss_mask(rows)
+            weights = next_tokens(loss_mask, compute)[1].astype(jnp.float32)
             weighted = {"weights_BT": weights} | scale
         tokens, targets, positions = next_tokens(rows, compute)
         model = nnx.merge(graph, merge_trainable(state["params"], learned))
@@ -238,7 +237,7 @@ def train_step(
 
 
 def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_steps: int):
-    """Averages the loss and its gradients over parts of the batch, run one after another.
+    """Averages the loss and its gradients over microbatches, computed one after another.
 
     Args:
       value_and_grad: (learned, rows, dropout key or None) -> (value, gradients).
@@ -247,14 +246,14 @@ def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_s
     if accumulation_steps == 1:
         return value_and_grad(learned, rows, dropout)
 
-    def accumulate(total, part):
-        return jax.tree.map(jnp.add, total, value_and_grad(learned, *part)), None
+    def accumulate(total, rows_and_key):
+        return jax.tree.map(jnp.add, total, value_and_grad(learned, *rows_and_key)), None
 
-    # Part i is rows i, i + n, i + 2 n, ...: each device keeps its own rows.
-    by_part = rows.reshape(-1, accumulation_steps, rows.shape[1]).swapaxes(0, 1)
+    # Microbatch i of n has rows i, i + n, i + 2 n, ...: each device keeps its own rows.
+    microbatches = rows.reshape(-1, accumulation_steps, rows.shape[1]).swapaxes(0, 1)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
     keys = None if dropout is None else jax.random.split(dropout, accumulation_steps)
-    total, _ = jax.lax.scan(accumulate, zero, (by_part, keys))
+    total, _ = jax.lax.scan(accumulate, zero, (microbatches, keys))
     return jax.tree.map(lambda x: x / accumulation_steps, total)
 
 
@@ -262,13 +261,12 @@ def check_step(bad: dict, loss: jax.Array, grad_norm: jax.Array, config: TrainCo
     """Decides if a step is bad (see `TrainConfig`).
 
     Args:
-      bad: skipped, in_a_row, and mean_loss, which is 0 before the first good step.
+      bad: counters skipped and in_a_row, and mean_loss, which is 0 before the first good step.
 
     Returns:
-      A boolean, the new `bad`, and metrics. Without spike_factor and with bad_steps = "stop" these
-      are {}, since only figures that are not finite are bad, and they end the run. Else they are
-      bad (0 or 1) and mean_loss (before this step), and with bad_steps = "skip" also skipped_steps
-      and bad_steps_in_a_row.
+      (is_bad, new `bad`, metrics). Metrics are bad (0 or 1) and mean_loss (before this step); with
+      bad_steps = "skip" also skipped_steps and bad_steps_in_a_row. With "stop" and no spike_factor
+      they are {}: only non-finite values are bad then, and the training loop sees these itself.
     """
     mean = bad["mean_loss"]
     is_bad = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
@@ -300,14 +298,14 @@ def eval_step(
     masked: bool = False,
     bos_id: int | None = None,
 ):
-    """Sums (nats, bytes, targets) over targets that have bytes; special tokens have none.
+    """Returns sums (nats, bytes, targets) over targets that have bytes; special tokens have none.
 
-    With a loss mask these are followed by the same three sums without the mask.
+    With a loss mask: the three sums over targets that count, then over all targets.
     """
-    counts = None
+    loss_mask = None
     if masked:
-        rows, counts = split_loss_mask(rows)
-        counts = next_tokens(counts, compute)[1]
+        rows, loss_mask = split_loss_mask(rows)
+        loss_mask = next_tokens(loss_mask, compute)[1]
     tokens, targets, positions = next_tokens(rows, compute)
     nats = token_losses(
         nnx.merge(graph, params),
@@ -322,24 +320,27 @@ def eval_step(
     def sums(num_bytes):
         return jnp.sum(nats * (num_bytes > 0)), jnp.sum(num_bytes), jnp.sum(num_bytes > 0)
 
-    if counts is None:
+    if loss_mask is None:
         return sums(num_bytes)
-    return *sums(num_bytes * counts), *sums(num_bytes)
+    return *sums(num_bytes * loss_mask), *sums(num_bytes)
 
 
 def split_loss_mask(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits rows with a loss mask into tokens [B, T + 1] and a boolean: counts as a target.
+    """Splits rows into tokens and loss mask (True: counts as a target), both [B, T + 1].
 
-    `kvjax.data.loader` inverts the bits of tokens that do not: ~token is negative.
+    `kvjax.data.loader` stores a token that does not count as ~token, which is negative.
     """
-    counts = rows >= 0
-    return jnp.where(counts, rows, ~rows), counts
+    loss_mask = rows >= 0
+    return jnp.where(loss_mask, rows, ~rows), loss_mask
 
 
 def segment_ids(rows: jax.Array, bos_id: int | None) -> jax.Array | None:
-    """Returns [B, T] int32, the document of each input token of rows [B, T + 1]; None without BOS.
+    """Returns the number of each input token's document, [B, T] int32; None if bos_id is None.
 
-    Tokens before the first BOS, the end of a document that another row begins, have id 0.
+    Tokens before a row's first BOS end a document of another row: number 0.
+
+    Args:
+      rows: [B, T + 1].
     """
     if bos_id is None:
         return None

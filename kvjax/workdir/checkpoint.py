@@ -20,7 +20,7 @@ from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
 SNAPSHOTS = "snapshots"  # the folder of parameters kept for analysis (`snapshot_every`)
-# Reading a shard reads every chunk that it touches: the chunk size bounds that excess.
+# Reading a shard reads every chunk that it touches: the chunk size bounds the excess.
 CHUNK_BYTES = 1 << 24
 
 
@@ -119,24 +119,24 @@ class Checkpoints:
           UserError: all checkpoints are damaged; or one cannot be loaded for another reason (I/O,
             memory, other arrays).
         """
-        damage = {}  # by step
+        damaged = {}  # step -> damage
         for step in reversed(self.steps()):
-            items, damaged, other = self._load(step, abstract_state)
+            items, damage, failure = self._load(step, abstract_state)
             # All processes act on the first report, so that they restore the same step.
-            damaged = next(filter(None, distributed.gather("damaged", damaged)), "")
-            other = next(filter(None, distributed.gather("restore", other)), "")
+            damage = next(filter(None, distributed.gather("damaged", damage)), "")
+            failure = next(filter(None, distributed.gather("restore", failure)), "")
             storage.align_operation_ids()
-            if other:
-                raise UserError(other)
-            if not damaged:
-                self._set_aside(damage, step)
+            if failure:
+                raise UserError(failure)
+            if not damage:
+                self._set_aside(damaged, step)
                 return items["state"], int(items["data"]["position"]), step
             del items  # frees its memory before the next load
-            damage[step] = damaged
+            damaged[step] = damage
             if distributed.index() == 0:
-                warn(f"checkpoint of step {step} cannot be read: {damaged}")
-        if damage:
-            why = "; ".join(f"step {step}: {reason}" for step, reason in damage.items())
+                warn(f"checkpoint of step {step} cannot be read: {damage}")
+        if damaged:
+            why = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())
             raise UserError(
                 f"{self.directory}: no checkpoint can be read ({why}). Nothing was "
                 "changed; choose another --workdir, or restore the folder from a backup"
@@ -144,7 +144,10 @@ class Checkpoints:
         return None
 
     def _load(self, step: int, abstract_state: Any) -> tuple[dict | None, str, str]:
-        """Loads one checkpoint; returns its items, or else its damage or another reason."""
+        """Loads one checkpoint; returns (items, "", ""), (None, damage, "") or (None, "", failure).
+
+        Damage is a reason, failure (anything else that prevents loading) a whole message.
+        """
         path = self.directory / str(step)
         abstract = {"state": abstract_state, "data": {"position": np.zeros((), np.int64)}}
         try:
@@ -153,21 +156,23 @@ class Checkpoints:
             return items, "", ""
         except Exception as raised:  # corrupted files raise many types
             error = storage.listing_error(path) or raised
-            reason, damaged = storage.reason(error), storage.is_damage(error)
-            wanted = storage.shapes_of(abstract_state)
+            reason = storage.reason(error)
+            if not storage.is_damage(error):
+                failure = (
+                    f"{path} was not loaded: {reason}. It is not damaged, and nothing was changed: "
+                    "fix the cause and run the same command again"
+                )
+                return None, "", failure
+            # Orbax raises the same types for other shapes and for damage.
+            expected = storage.shapes_of(abstract_state)
             with contextlib.suppress(Exception):  # the index may be damaged too
                 try:
-                    there = storage.shapes(path / "state")
-                except FileNotFoundError as missing:  # a plainer message than Orbax's
-                    there, reason = wanted, str(missing) if damaged else reason
-                # Orbax raises the same types for other shapes and for damage.
-                if damaged and there != wanted:
-                    return None, "", _other_model(path, there, wanted)
-            other = (
-                f"{path} was not loaded: {reason}. It is not damaged, and nothing was changed: "
-                "fix the cause and run the same command again"
-            )
-            return (None, reason, "") if damaged else (None, "", other)
+                    stored = storage.shapes(path / "state")
+                except FileNotFoundError as missing:
+                    return None, str(missing), ""  # a plainer message than Orbax's
+                if stored != expected:
+                    return None, "", _mismatch(path, stored, expected)
+            return None, reason, ""
 
     def _set_aside(self, damaged: dict[int, str], good_step: int) -> None:
         """Renames damaged checkpoints, so that their steps can be saved again."""
@@ -223,12 +228,12 @@ def check_parameters(directory: epath.Path, step: int, abstract_params: Any) -> 
 
 def _check_parameters(path: epath.Path, abstract_params: Any) -> None:
     """Raises a UserError if the stored parameters have other names or shapes."""
-    stored = storage.shapes(path / "state")
+    state = storage.shapes(path / "state")
     prefix = "params."
-    there = {k.removeprefix(prefix): shape for k, shape in stored.items() if k.startswith(prefix)}
-    wanted = storage.shapes_of(abstract_params)
-    if there != wanted:
-        raise UserError(_other_model(path, there, wanted))
+    stored = {k.removeprefix(prefix): shape for k, shape in state.items() if k.startswith(prefix)}
+    expected = storage.shapes_of(abstract_params)
+    if stored != expected:
+        raise UserError(_mismatch(path, stored, expected))
 
 
 @contextlib.contextmanager
@@ -246,12 +251,13 @@ def _reading(path: epath.Path):
         ) from error
 
 
-def _other_model(path: epath.Path, there: dict, wanted: dict) -> str:
+def _mismatch(path: epath.Path, stored: dict, expected: dict) -> str:
     """Returns the message for a checkpoint whose arrays have other names or shapes."""
-    differing = sorted(k for k in there.keys() | wanted.keys() if there.get(k) != wanted.get(k))
+    names = sorted(stored.keys() | expected.keys())
+    differing = [name for name in names if stored.get(name) != expected.get(name)]
     rows = [
-        f"  {k}: checkpoint {there.get(k, 'none')}, config {wanted.get(k, 'none')}"
-        for k in differing[:8]
+        f"  {name}: checkpoint {stored.get(name, 'none')}, config {expected.get(name, 'none')}"
+        for name in differing[:8]
     ]
     rows += [f"  and {len(differing) - 8} more"] if len(differing) > 8 else []
     return (

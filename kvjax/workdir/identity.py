@@ -1,8 +1,8 @@
 """Ties a workdir to one process at a time, one config, and one data set.
 
-A resumed run must compute the same numbers. The mesh and the keys of `_FREE_KEYS` may differ; no
-other key may, `train.num_steps` and `optimizer.schedule` among them: learning rates follow from
-both. `train.stop_after` ends a run early.
+A resumed run must compute the same numbers, so only the mesh and the keys of `_FREE_KEYS` may
+differ. `train.num_steps`, for instance, may not: learning rates depend on it. To end a run early,
+set `train.stop_after`.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ NEUTRAL_KEYS = (
 )
 # Keys that may differ when a run is resumed.
 _FREE_KEYS = {
-    "train": (*NEUTRAL_KEYS, "grad_accumulation"),  # fewer chips take a batch in more parts
+    "train": (*NEUTRAL_KEYS, "grad_accumulation"),  # fewer chips need more microbatches
     "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
     "data": ("directory",),
 }
@@ -113,23 +113,23 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
     """Raises a UserError if a workdir has checkpoints of another config or dtype.
 
     Prepared data may have moved: `check_data` compares their contents. A key that one of the two
-    configs lacks counts as its default.
+    configs lacks has its default there.
     """
     defaults = config_lib.defaults(config.attention.kind)
 
-    def same(key: str, there, now) -> bool:
-        if key == "compute.dtype" and there == "auto":  # older workdirs store it unresolved
+    def same(key: str, stored, new) -> bool:
+        if key == "compute.dtype" and stored == "auto":  # older workdirs store it unresolved
             warn(
-                f"{workdir} does not say in which dtype it was trained: it goes on in {now} "
+                f"{workdir} does not say in which dtype it was trained: it goes on in {new} "
                 "(--config.compute.dtype gives another)"
             )
             return True
-        if key == "data.source" and is_prepared(there) and is_prepared(now):
+        if key == "data.source" and is_prepared(stored) and is_prepared(new):
             return True
         default = defaults.get(key)
         if isinstance(default, tuple):  # as JSON
             default = list(default)
-        return (default if there is None else there) == (default if now is None else now)
+        return (default if stored is None else stored) == (default if new is None else new)
 
     check_identity(
         workdir / "config.json",
@@ -146,7 +146,7 @@ def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
         workdir / "dataset.json",
         _contents(dataset),
         # Older workdirs store the folder's name instead of the digest.
-        same=lambda key, there, now: there in (now, dataset.path.name),
+        same=lambda key, stored, new: stored in (new, dataset.path.name),
         advice=f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give "
         "these to resume it",
     )
@@ -189,17 +189,17 @@ def check_identity(
     path: epath.Path,
     identity: dict,
     *,
-    same: Callable[[str, Any, Any], bool] = lambda key, there, now: there == now,
+    same: Callable[[str, Any, Any], bool] = lambda key, stored, new: stored == new,
     advice: str = "Give the same values to resume it",
 ) -> None:
-    """Raises a UserError that names the differing keys if a workdir has other checkpoints.
+    """Raises a UserError that names the differing keys if a workdir has checkpoints of another run.
 
     Args:
       path: a file of `write_identity` in the workdir.
       identity: nested JSON values.
       same: (dotted key, stored value, new value) -> True if they are equivalent; None for a
         missing value.
-      advice: how to resume the run that is there.
+      advice: how to resume the stored run.
     """
     if not storage.steps(path.parent / CHECKPOINTS):
         return
@@ -208,12 +208,12 @@ def check_identity(
             f"{path.parent} has checkpoints and no {path.name} that says what they belong to: "
             "choose another --workdir"
         )
-    before = json_text.read_object(path, "restore it, or choose another --workdir")
-    old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
-    keys = sorted(old.keys() | new.keys())
-    differing = [k for k in keys if not same(k, old.get(k), new.get(k))]
+    stored = dict(_flat(json_text.read_object(path, "restore it, or choose another --workdir")))
+    new = dict(_flat(json.loads(json.dumps(identity))))
+    keys = sorted(stored.keys() | new.keys())
+    differing = [k for k in keys if not same(k, stored.get(k), new.get(k))]
     if differing:
-        rows = [f"  {k}: there {old.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
+        rows = [f"  {k}: there {stored.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
         rows += [f"  and {len(differing) - 12} more"] if len(differing) > 12 else []
         raise UserError(
             f"{path.parent} holds another run, and was left as it is:\n"

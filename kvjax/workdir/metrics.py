@@ -32,8 +32,8 @@ TIMING = "timing.jsonl"
 class JsonLines:
     """A tracker that appends to a .jsonl file, after dropping records beyond `resume_step`.
 
-    A file with damaged lines is set aside, and a new one continues its valid records. Unlike those
-    of other trackers, its errors end the run.
+    A file with damaged lines is set aside, and a new one continues its valid records. Its errors
+    end the run, unlike errors of other trackers.
 
     Args:
       path: the file, on this machine.
@@ -62,10 +62,10 @@ class JsonLines:
 
     def check(self) -> None:
         """Raises an OSError if the file was moved or removed."""
-        here = os.fstat(self._file.fileno())
-        if not (self.path.exists() and os.path.samestat(self.path.stat(), here)):
-            kept = _rescue(self.path, self._file)
-            raise OSError(f"{self.path} was moved or removed while the run went on{kept}")
+        opened = os.fstat(self._file.fileno())
+        if not (self.path.exists() and os.path.samestat(self.path.stat(), opened)):
+            rescued = _rescue(self.path, self._file)
+            raise OSError(f"{self.path} was moved or removed while the run went on{rescued}")
 
     def close(self) -> None:
         self._file.close()
@@ -199,7 +199,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self):
-        """Excludes the time of the block, as of an evaluation."""
+        """Excludes the time of the block, such as an evaluation."""
         before = time.monotonic()
         yield
         paused = time.monotonic() - before
@@ -239,18 +239,18 @@ class Clock:
         return record
 
 
-def _rescue(there: pathlib.Path, file: io.FileIO) -> str:
-    """Saves the content of a deleted file; returns where, as part of a message, or "".
+def _rescue(path: pathlib.Path, file: io.FileIO) -> str:
+    """Saves the content of a deleted file; returns the end of an error message that says where.
 
     Args:
-      there: the path that the file had.
+      path: the path that the file had.
     """
     if os.fstat(file.fileno()).st_nlink:  # moved, not deleted
         return ""
     file.seek(0)
-    target = unused(epath.Path(there.parent / f"replaced-{there.name}"))
+    target = unused(epath.Path(path.parent / f"replaced-{path.name}"))
     target.write_bytes(file.read())
-    return f"; its records are in {target}: give that the name {there.name} to go on with them"
+    return f"; its records are in {target}: rename this file to {path.name} to go on with them"
 
 
 def _line(record: dict) -> str:
@@ -311,7 +311,7 @@ def draw_curves(
     """Draws training loss and validation bits per byte against tokens to curves.png.
 
     Args:
-      mechanism: the attention's, whose colour the curves have (`attention.family`).
+      mechanism: its colour is the curves' (`attention.family`, `theme.COLORS`).
       folder: holds metrics.jsonl, if not the workdir.
       yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
     """
@@ -325,12 +325,12 @@ def draw_curves(
         return zip(*points, strict=True)
 
     picture, path = io.BytesIO(), workdir / "curves.png"
-    look = dict(color=theme.COLORS.get(mechanism, theme.SERIES[0]))
+    style = dict(color=theme.COLORS.get(mechanism, theme.SERIES[0]))
     with theme.styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = figures.Figure(figsize=(10, 4.2), layout="constrained")
         left, right = figure.subplots(1, 2)
-        left.plot(*series("loss"), linewidth=1.2, **look)
+        left.plot(*series("loss"), linewidth=1.2, **style)
         left.set(xlabel="tokens", ylabel="training loss (nats per token)", yscale="log")
         left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
         left.yaxis.set_major_formatter("{x:g}")
@@ -338,14 +338,14 @@ def draw_curves(
         evaluated = list(series("validation_bpb"))
         if evaluated:
             count = len(evaluated[0])
-            right.plot(*evaluated, marker="o", markevery=max(1, count // 20), **look)
+            right.plot(*evaluated, marker="o", markevery=max(1, count // 20), **style)
             tokens, bpb = (x[-1] for x in evaluated)
-            place = dict(xytext=(0, 9), textcoords="offset points", ha="right")
-            right.annotate(f"{bpb:.3f}", (tokens, bpb), **place)
+            offset = dict(xytext=(0, 9), textcoords="offset points", ha="right")
+            right.annotate(f"{bpb:.3f}", (tokens, bpb), **offset)
         if yardstick is not None:
             right.axhline(yardstick, color=theme.GRAY, linestyle="--", linewidth=1.2)
-            said = dict(transform=right.get_yaxis_transform(), ha="right", color=theme.GRAY)
-            right.text(0.99, yardstick, f"xz -9e: {yardstick:.3f}", va="bottom", **said)
+            label = dict(transform=right.get_yaxis_transform(), ha="right", color=theme.GRAY)
+            right.text(0.99, yardstick, f"xz -9e: {yardstick:.3f}", va="bottom", **label)
         right.set(xlabel="tokens", ylabel="validation bits per byte")
         for axes in (left, right):
             axes.grid()

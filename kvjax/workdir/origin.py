@@ -44,7 +44,7 @@ def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) ->
         if name in new:
             write_atomically(workdir / name, text)
         elif (workdir / name).read_bytes() != text.encode():
-            warn(f"{workdir / name} was left as it is: it is not the one of {parent}")
+            warn(f"{workdir / name} was left as it is: it differs from the file in {parent}")
 
 
 def _remove_copies(workdir: epath.Path) -> None:
@@ -58,14 +58,14 @@ def _remove_copies(workdir: epath.Path) -> None:
             (workdir / name).unlink()
 
 
-def context(workdir: epath.Path, row: int) -> int:
-    """Returns the context of a model: the larger of its run's rows and its parent's context."""
+def context(workdir: epath.Path, row_length: int) -> int:
+    """Returns a model's context: the larger of its run's row length and its parent's context."""
     path = workdir / _CONTEXT
     if not path.exists():
-        return row
-    before = checked(_object(path).get("context"), int, f"{path}: context")
-    at_least(f"{path}: context", before, 1)
-    return max(row, before)
+        return row_length
+    inherited = checked(_object(path).get("context"), int, f"{path}: context")
+    at_least(f"{path}: context", inherited, 1)
+    return max(row_length, inherited)
 
 
 def chat_template(folder: epath.Path) -> str | None:
@@ -89,7 +89,7 @@ def token_files(folder: epath.Path) -> dict[str, dict]:
 
 
 def token_ids(files: TokenFiles, kind: str, vocab_size: int) -> list[int]:
-    """Returns the ids in GENERATION_CONFIG of a kind ("bos", "eos" or "pad") in the vocabulary."""
+    """Returns GENERATION_CONFIG's ids of a kind ("bos", "eos", "pad"), if in the vocabulary."""
     ids = files.get(GENERATION_CONFIG, {}).get(f"{kind}_token_id")
     ids = ids if isinstance(ids, list) else [ids]
     return [i for i in ids if type(i) is int and 0 <= i < vocab_size]
@@ -99,8 +99,8 @@ def ends(files: TokenFiles, tokenizer: Tokenizer, vocab_size: int) -> tuple[int,
     """Returns the ids of tokens that end a text or a turn, from both token files."""
     text = files.get(TOKENIZER_CONFIG, {}).get("eos_token")
     ids = set(token_ids(files, "eos", vocab_size))
-    if isinstance(text, str) and (named := tokenizer.vocabulary().get(text)) is not None:
-        ids.add(named)
+    if isinstance(text, str) and (eos_id := tokenizer.vocabulary().get(text)) is not None:
+        ids.add(eos_id)
     return tuple(sorted(ids))
 
 

@@ -6,7 +6,7 @@ Importing this module patches Orbax 0.12 in three places that it has no options 
   any reader verifies, on any mesh. Orbax has checksums of the index and of OCDBT's nodes only, so a
   damaged chunk may decode to other numbers.
 - A failure is reported once, by the caller, without Orbax's log of every thread's traceback.
-- Globbing escapes the folder's own path: with brackets in it, a checkpoint was left without index.
+- Globbing escapes the folder's own path, which may have brackets: Orbax wrote no index there.
 """
 
 import functools
@@ -36,9 +36,11 @@ from kvjax.foundation.files import in_bucket
 # runtimes RuntimeErrors: none of these means that a file is damaged.
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, FileNotFoundError)
 # Codes of TensorStore for wrong bytes. The others (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for
-# an I/O error, RESOURCE_EXHAUSTED) are failures of the machine; an error without one is of a value.
+# an I/O error, RESOURCE_EXHAUSTED) are failures of the machine. Errors without a code are wrong
+# values.
 _DAMAGE_CODES = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
-# Codecs report damage as FAILED_PRECONDITION, which some disks' refusals have too.
+# Codecs report damage as FAILED_PRECONDITION, a code that disks' refusals may have too; only the
+# former have these words.
 _CODEC = re.compile("ZSTD_|checksum|[Dd]igest")
 _CODE = re.compile("[A-Z_]+(?=: )")
 _ARRAY = re.compile('"([^"]+)/(?:zarr\\.json|c(?:/[0-9]+)*)"')
@@ -46,25 +48,25 @@ _INDEX = "manifest.ocdbt"  # of an item: names all its data files
 _DETAILS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code).*", re.DOTALL)
 
 
-def _with_checksums(describe):
+def _with_checksums(build):
     """Wraps Orbax's function that builds an array's Zarr metadata, to add checksums."""
 
-    @functools.wraps(describe)
-    def described(*args, **kwargs):
-        metadata = describe(*args, **kwargs)
+    @functools.wraps(build)
+    def build_with_checksums(*args, **kwargs):
+        metadata = build(*args, **kwargs)
         (sharding,) = metadata["codecs"]
         (zstd,) = (c for c in sharding["configuration"]["codecs"] if c["name"] == "zstd")
-        # Level 1 compresses weights as well as Orbax's level 3; the time saved pays the checksum.
+        # Level 1 compresses weights as well as Orbax's level 3, and saves the checksum's time.
         zstd["configuration"] |= {"checksum": True, "level": 1}
         return metadata
 
-    return described
+    return build_with_checksums
 
 
 tensorstore_utils._build_zarr3_metadata = _with_checksums(tensorstore_utils._build_zarr3_metadata)
 
 
-def _by_name(find):
+def _with_escaped_folder(find):
     """Wraps etils' glob, which Orbax calls, so that the folder's own path is no pattern."""
 
     @functools.wraps(find)
@@ -75,7 +77,7 @@ def _by_name(find):
 
 
 _PathClass = type(epath.Path())
-_PathClass.glob = _by_name(_PathClass.glob)
+_PathClass.glob = _with_escaped_folder(_PathClass.glob)
 
 
 def _is_raised_too(record: logging.LogRecord) -> bool:
@@ -134,9 +136,9 @@ def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
 
 
 def fingerprint(item: epath.Path) -> str:
-    """Hashes an item's index, which no two saves share; no array is read.
+    """Hashes an item's index, without reading arrays; each save has another hash.
 
-    The index names every data file, and each save draws new names.
+    The index names every data file, and each save gives them new random names.
     """
     return hashlib.sha256((item / _INDEX).read_bytes()).hexdigest()
 
@@ -164,7 +166,7 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
 
 
 def listing_error(path: epath.Path) -> OSError | None:
-    """Returns the error of listing a checkpoint's folders, whose files would else seem missing."""
+    """Returns the error of listing a checkpoint's folders: its files may only seem missing."""
     try:
         for item in path.iterdir():
             if item.is_dir():
@@ -209,10 +211,10 @@ def single_process_context() -> ocp.Context:
     """Returns an Orbax context for this process alone, without barriers."""
     context = ocp.Context()
     if distributed.count() > 1:
-        me = distributed.index()
-        context.multiprocessing.primary_host = me
-        context.multiprocessing.active_processes = {me}
-        context.multiprocessing.barrier_sync_key_prefix = f"alone{me}"
+        index = distributed.index()
+        context.multiprocessing.primary_host = index
+        context.multiprocessing.active_processes = {index}
+        context.multiprocessing.barrier_sync_key_prefix = f"alone{index}"
     return context
 
 
@@ -220,7 +222,7 @@ def align_operation_ids() -> None:
     """Advances Orbax's operation counter to the largest of all processes.
 
     Orbax names its barriers by it: after a load that failed in some processes only, they would wait
-    for each other at the next save.
+    at different barriers of the next save.
     """
     counter = synchronization.OperationIdGenerator  # there is no public interface
     most = max(map(int, distributed.gather("operations", counter.get_current_operation_id())))

@@ -53,9 +53,9 @@ def writing(directory: epath.Path, *, step: int = 0, shapes: dict) -> Iterator[C
             for layer in range(32):
                 write(("segments", 0, "mlp", "up"), up_DM, index=layer)
 
-    It takes the keys of an array, and the array or its slice `index` along the first axis, in any
-    order; the array may be reused once it has returned. Memory: IN_FLIGHT_BYTES, and all slices of
-    arrays up to CHUNK_BYTES until the last one is written.
+    The function takes the keys of an array, and the array or its slice `index` along the first
+    axis. Calls may come in any order; the memory of the array may be reused after its call. Memory
+    used: IN_FLIGHT_BYTES, and the slices of each array of up to CHUNK_BYTES until all are written.
 
     If the block raises, there is no checkpoint. A killed process leaves a temporary folder, which
     nothing reads and the next call for this step removes.
@@ -68,12 +68,14 @@ def writing(directory: epath.Path, *, step: int = 0, shapes: dict) -> Iterator[C
 
     Raises:
       UserError: the checkpoint exists already.
-      ValueError: other names, shapes or dtypes than in `shapes`; a slice twice or not at all.
+      ValueError: other names, shapes or dtypes than in `shapes`; a slice written twice or never.
       OSError: a failed write (a full disk), with the message of `Checkpoints`.
     """
     path = epath.Path(directory) / str(step)
-    # In a bucket, a folder without its commit file is left by a killed process.
-    if (step in storage.steps(path.parent)) if in_bucket(path) else path.exists():
+    exists = path.exists()
+    if in_bucket(path):  # a folder without its commit file is left by a killed process
+        exists = step in storage.steps(path.parent)
+    if exists:
         raise UserError(f"{path} is there already: move it away, or write another step")
     # Committed last: by a rename on a disk, by a commit file in a bucket.
     temporary = atomicity_defaults.get_default_temporary_path_class(path).from_final(path)
@@ -148,7 +150,7 @@ class _Arrays:
         )
 
     def check(self, name: str, array: np.ndarray, index: int | None) -> None:
-        """Raises a ValueError unless it is an array, or the slice of one, that is missing."""
+        """Raises a ValueError for an array written before, or of another shape or dtype."""
         whole, missing = self._shapes[name], self._missing[name]
         where, shape = name, whole.shape
         if index is not None:
@@ -156,18 +158,18 @@ class _Arrays:
         if not (missing.all() if index is None else missing[index]):
             raise ValueError(f"{where} was written before")
         if (array.shape, array.dtype) != (shape, whole.dtype):
-            given, wanted = f"{array.dtype} {array.shape}", f"{whole.dtype} {shape}"
-            raise ValueError(f"{where}: {given} was given and {wanted} is wanted")
+            raise ValueError(
+                f"{where} is {array.dtype} {array.shape}: must be {whole.dtype} {shape}"
+            )
 
     def check_complete(self) -> None:
         """Raises a ValueError that names missing arrays and slices."""
-        names = [
-            place
-            for name, missing in self._missing.items()
-            for place in (
-                [name] if missing.all() else [f"{name}[{i}]" for i in np.flatnonzero(missing)]
-            )
-        ]
+        names = []
+        for name, missing in self._missing.items():
+            if missing.all():
+                names.append(name)
+            else:
+                names += [f"{name}[{i}]" for i in np.flatnonzero(missing)]
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise ValueError(f"not written: {', '.join(names[:8])}{more}")
@@ -196,18 +198,18 @@ class _Arrays:
             store = store[start : start + len(array)].translate_to[0]
         ranges = map(range, [0] * array.ndim, array.shape, metadata.chunk_shape)
         for corner in itertools.product(*ranges):
-            part = tuple(map(slice, corner, np.add(corner, metadata.chunk_shape)))
-            self._wait(IN_FLIGHT_BYTES - array[part].nbytes)
-            future = store[part].write(array[part])
-            self._in_flight.append((array[part].nbytes, future))
-            self._in_flight_bytes += array[part].nbytes
+            chunk = tuple(map(slice, corner, np.add(corner, metadata.chunk_shape)))
+            self._wait(IN_FLIGHT_BYTES - array[chunk].nbytes)
+            future = store[chunk].write(array[chunk])
+            self._in_flight.append((array[chunk].nbytes, future))
+            self._in_flight_bytes += array[chunk].nbytes
             future.copy.result()
 
     def _open(self, name: str, write_shape: tuple) -> tuple:
         """Creates an array in TensorStore; returns it with Orbax's metadata.
 
-        An array written whole has the chunks of `Checkpoints`. One written in slices has one layer
-        per chunk and smaller chunks, so that a shard reads about the same excess.
+        An array written whole has the chunks of `Checkpoints`. An array written in slices has
+        chunks of one layer that are smaller, so that reading a shard costs about the same excess.
         """
         whole = self._shapes[name]
         layers = 1 if write_shape == whole.shape else whole.shape[0]
@@ -222,7 +224,7 @@ class _Arrays:
             process_index=0,
         )
         spec = tensorstore.Spec(specification.json)
-        # Created without waiting; assume_metadata opens the array before that is on disk.
+        # Creation is asynchronous; assume_metadata opens the array before its metadata is on disk.
         self._in_flight.append((0, tensorstore.open(spec, context=self._context, create=True)))
         array = tensorstore.open(spec, context=self._context, open=True, assume_metadata=True)
         return array.result(), specification.metadata
@@ -249,9 +251,9 @@ class _Arrays:
             info.write_shape = metadatas[-1].write_shape
             infos.append(info)
         await array_metadata_store.Store(primary_host=None).write(self._folder, metadatas, 0)
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         await jax_array_handlers._async_serialize_shardings(
-            [here] * len(infos), infos, primary_host=None
+            [sharding] * len(infos), infos, primary_host=None
         )
         tree = tree_metadata.InternalTreeMetadata.build(self._infos, use_ocdbt=True, use_zarr3=True)
         (self._folder / "_METADATA").write_text(json.dumps(tree.to_json()))

@@ -52,14 +52,14 @@ def parse(text: str) -> tuple[str, ...]:
     for name in names:
         one_of(_OPTION, name, (*_MODULES, NONE))
         if name == NONE:
-            raise UserError(f"{_OPTION} = {text!r}: none stands alone")
+            raise UserError(f"{_OPTION} = {text!r}: none excludes other trackers")
         if name not in DEFAULT:
             extras.require(f"{_OPTION}={name}", _MODULES[name])
     return tuple(dict.fromkeys(names))
 
 
 def check(trackers: Sequence[str | Tracker]) -> None:
-    """Raises a UserError for what is no tracker, and if Weights & Biases has no account to use."""
+    """Raises a UserError for an invalid tracker, and if Weights & Biases has no account to use."""
     if isinstance(trackers, str):
         raise UserError(f"trackers = {trackers!r}: must be a list, as [{trackers!r}]")
     for tracker in trackers:
@@ -98,14 +98,14 @@ def _mode(wandb) -> str:
 class Trackers:
     """Several trackers as one; those that fail are dropped with a warning.
 
-    A resumed run repeats the records since its checkpoint. TensorBoard is told to forget the
-    earlier ones; other trackers do not get them again: `trackers.json` has the last step that each
-    was given.
+    A resumed run repeats the records since its checkpoint. TensorBoard is told to drop the earlier
+    copies; other trackers do not get the records again: `trackers.json` has the last step that each
+    tracker has received.
 
     Args:
-      folder: of the workdir's files on this machine.
+      folder: local folder of the workdir's files.
       workdir: names the run and holds its config.
-      resume_step: of the checkpoint.
+      resume_step: step of the checkpoint that the run resumes from.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class Trackers:
                 name += "+"
             try:
                 if tracker == "tensorboard":
-                    made = TensorBoard(folder / "events", resume_step=resume_step)
+                    tracker = TensorBoard(folder / "events", resume_step=resume_step)
                 elif tracker == "wandb":
-                    made = WeightsAndBiases(folder, workdir, state)
-                    made = _Once(name, made, state, by_step=True)
+                    tracker = WeightsAndBiases(folder, workdir, state)
+                    tracker = _Once(name, tracker, state, by_step=True)
                 else:
-                    made = _Once(name, tracker, state)
+                    tracker = _Once(name, tracker, state)
             except Exception as error:
                 _failed(name, "at its start", error)
             else:
-                self._trackers[name] = made
+                self._trackers[name] = tracker
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -158,19 +158,19 @@ def _failed(name: str, when: str, error: Exception) -> None:
 
 
 class _State:
-    """A JSON object that survives kills: what each tracker was given.
+    """A JSON object that survives kills: the last step that each tracker has received.
 
     Args:
       path: the file.
-      before: where an earlier process left it.
+      before: the file as an earlier process left it.
     """
 
     def __init__(self, path: pathlib.Path, before: epath.Path):
         self._path, self.values = path, {}
         if before.exists():
             try:
-                found = json_text.parse(before.read_bytes())
-                self.values = found if isinstance(found, dict) else {}
+                values = json_text.parse(before.read_bytes())
+                self.values = values if isinstance(values, dict) else {}
             except ValueError as error:
                 warn(f"{before}: {first_line(error)}; trackers may get records twice")
 
@@ -181,7 +181,7 @@ class _State:
 
 
 class _Once:
-    """Passes on what no earlier process of the run has passed on.
+    """Passes on the records that no earlier process of the run has passed on.
 
     Args:
       by_step: the tracker sends a step's records once the next step begins.
@@ -189,9 +189,9 @@ class _Once:
 
     def __init__(self, name: str, tracker: Tracker, state: _State, *, by_step: bool = False):
         self._tracker, self._state, self._name, self._by_step = tracker, state, name, by_step
-        given = state.values.get(name)
-        given = given if isinstance(given, dict) else {}
-        step, names = given.get("step"), given.get("names")
+        received = state.values.get(name)
+        received = received if isinstance(received, dict) else {}
+        step, names = received.get("step"), received.get("names")
         self._before = step if isinstance(step, int) else -1, set(names or ())
         self._now: tuple[int, set[str]] = self._before
 
@@ -203,7 +203,7 @@ class _Once:
         earlier, self._now = self._now, (step, set(new))
         if step == earlier[0]:
             self._now[1].update(earlier[1])
-        # Before it is passed on: a kill in between loses a record, and repeats none.
+        # Saved before the record is passed on: a kill in between loses a record, and repeats none.
         if not self._by_step:
             self._save(*self._now)
         elif step > earlier[0]:
@@ -221,7 +221,7 @@ class _Once:
 
 
 class TensorBoard:
-    """Writes an event file by the caller's thread.
+    """Writes an event file in the caller's thread.
 
     tensorboardX's SummaryWriter writes from a thread of its own; if that fails, its caller blocks.
     """

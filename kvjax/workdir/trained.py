@@ -90,7 +90,7 @@ def compute_of(saved: SavedModel, dtype: str = "") -> Compute:
 
 
 def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
-    """Finds a workdir's checkpoint; None: the latest.
+    """Finds a workdir's checkpoint of a step (None: the latest).
 
     Raises:
       UserError: no workdir, no such checkpoint, or a tokenizer or file of `origin` that cannot be
@@ -187,7 +187,7 @@ def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:
     if not path.exists():
         raise UserError(
             f"{path} is missing: run the command that trained {workdir} again, which writes the "
-            "file (and of a complete run changes nothing else)"
+            "file (if the run is complete, it changes nothing else)"
         )
     tokenizer = tokenizer_lib.load(path)
     if tokenizer.vocab_size > vocab_size:  # fewer is fine: published models have unused rows

@@ -92,10 +92,10 @@ def test_accelerators_have_a_margin_of_a_quarter_and_cpus_none(monkeypatch):
 def test_batches_must_divide_over_devices(source):
     mesh = sharding.make_mesh(sharding.MeshConfig(data=2, sequence=2), jax.devices()[:8])
     experiment = config_lib.resolve(runs.small_config(*source, batch_size=6))
-    with pytest.raises(UserError, match=r"batch_size = 6 .* fsdp = 4; use a .* of 4: 4 or 8"):
+    with pytest.raises(UserError, match=r"batch_size = 6: .* fsdp = 4; use a .* of 4: 4 or 8"):
         preflight.check_mesh(experiment, mesh)
     two = config_lib.resolve(runs.small_config(*source, batch_size=4, grad_accumulation=2))
-    with pytest.raises(UserError, match=r"2 part\(s\) is 2 rows a part.* multiple of 8: 8$"):
+    with pytest.raises(UserError, match=r"microbatches of 2 rows .*= 2\) .* multiple of 8: 8$"):
         preflight.check_mesh(two, mesh)
     preflight.check_mesh(config_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
 

@@ -40,6 +40,6 @@ def test_too_few_steps_to_trace(source, tmp_path, capsys):
     config = runs.small_config(*source, num_steps=8, eval_every=5, stop_after=2)
     loop.train(config, epath.Path(tmp_path), trackers=(), profile_steps=2)
     told = capsys.readouterr().err
-    assert told == "WARNING: --profile_steps = 2: no step was traced, since 3 come before\n" or (
+    assert told == "WARNING: --profile_steps = 2: no step was traced: the first 3 never are\n" or (
         told.startswith("WARNING: --profile_steps = 2: no step was traced") and "\nstep 2" in told
     )

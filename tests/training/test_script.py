@@ -316,7 +316,7 @@ def test_a_run_starts_from_its_parent_and_reads_its_teacher(script, tmp_path, mo
     np.testing.assert_array_equal(began["head"][:, :BYTES], old["head"])
     assert not np.any(began["head"][:, BYTES:]) and began["head"].shape == (WIDTH, VOCABULARY)
     told = [r for r in records(tmp_path / "run") if "validation_bpb_all" in r]
-    pattern = r"validation (.*) bits per byte of what counts, (.*) of all text"
+    pattern = r"validation (.*) bits per byte of targets that count, (.*) of all"
     said = re.findall(pattern, capsys.readouterr().out)
     both = ("validation_bpb", "validation_bpb_all")
     assert said == [tuple(f"{r[key]:.4f}" for key in both) for r in told] and len(said) == 3
@@ -331,7 +331,7 @@ def test_values_that_end_a_run():
     def row(n, **values):
         return dict(fine, bad=int(n > 0), bad_steps_in_a_row=n) | values
 
-    over = "loss = 4.5, over config.train.spike_factor = 3.0 times 1.25, the mean of recent ones"
+    over = "loss = 4.5, over config.train.spike_factor = 3.0 times 1.25, the mean of recent losses"
     many = "config.train.max_bad_steps = 3 bad steps in a row"
     for policy, values, wrong in (
         (stop, fine, ""),

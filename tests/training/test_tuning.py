@@ -198,4 +198,4 @@ def test_other_tokens_than_the_parents(source, whole, tmp_path):
     file = parent / "tokenizer.json"
     file.write_text(file.read_text().replace('"a":', '"\u0100":'))
     config = runs.small_config(*source, num_steps=3, parent=str(parent))
-    _bad(config, tmp_path, r"config.train.parent = .*reads other tokens than .*data.tokenizer = ")
+    _bad(config, tmp_path, r"train.parent = .*its tokenizer is not that of .*data.tokenizer = ")

@@ -246,9 +246,9 @@ QUERY_SHAPE = (16, 4, 8)
     [
         (QUERY, QUERY_SHAPE, jnp.bfloat16, 2, r"query\[2\] was written before"),
         (QUERY, (3, *QUERY_SHAPE), jnp.bfloat16, None, "query was written before"),
-        (QUERY, QUERY_SHAPE, jnp.float32, 1, r"query\[1\]: float32 \(16, 4, 8\) was given"),
-        (QUERY, (16, 8, 4), jnp.bfloat16, 1, r"query\[1\]: .* bfloat16 \(16, 4, 8\) is wanted"),
-        (("embedding",), (32, 15), jnp.bfloat16, None, r"embedding: bfloat16 \(32, 15\)"),
+        (QUERY, QUERY_SHAPE, jnp.float32, 1, r"query\[1\] is float32 \(16, 4, 8\): must"),
+        (QUERY, (16, 8, 4), jnp.bfloat16, 1, r"query\[1\] is .*: must be bfloat16 \(16, 4, 8\)"),
+        (("embedding",), (32, 15), jnp.bfloat16, None, r"embedding is bfloat16 \(32, 15\)"),
         (("step",), (), jnp.int32, None, r"params\.step"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

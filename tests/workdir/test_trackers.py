@@ -223,7 +223,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     [
         ("wandb,mlflow", r"--trackers = 'mlflow': must be one of 'tensorboard', 'wandb', 'none'"),
         ("", "--trackers = '': must be one of"),
-        ("none,tensorboard", "none stands alone"),
+        ("none,tensorboard", "none excludes other"),
         (["mlflow"], r"trackers = 'mlflow': must be one of 'tensorboard', 'wandb'"),
         ([Kept], r"trackers: <class .*Kept'> must be one of .* write\(step, record\)"),
         ([print], "object with write"),
