@@ -13,9 +13,9 @@ from kvjax.analysis.reports.diversity.report import PUBLISHED
 from kvjax.foundation.intervals import difference, estimate
 from kvjax.foundation.output import Table
 
-# First words of the paper's rows by mechanism. LRKV has residuals of half a head's channels there
-# as here, and GQA at 128M half as many KV heads as heads. The paper's MLA has no RoPE key (its
-# cache is the latent alone), so `mla` is not in the table.
+# First words of the paper's rows by mechanism. In the paper and here, LRKV's residuals have half a
+# head's channels as their rank, and GQA (128M) has half as many KV heads as heads. The paper's MLA
+# has no RoPE key (its cache is the latent alone), so `mla` is not in the table.
 ROWS = {
     "mha": "MHA",
     "lrkv": "LRKV, rank 64",
@@ -33,7 +33,7 @@ class Run:
     """Measurements of a run.
 
     Attributes:
-      trained, untrained: at its last step and of its initial weights.
+      trained, untrained: numbers at the last step and of the initial weights.
       steps: effective ranks by step.
     """
 
@@ -58,26 +58,23 @@ class Findings:
 
     @property
     def seeds(self) -> list[int]:
-        return sorted({seed for found in self.runs.values() for seed in found})
+        return sorted({seed for runs in self.runs.values() for seed in runs})
 
     def by_seed(self, mechanism: str, pick: Callable[[Run], float | None]) -> dict[int, float]:
-        """Returns a number by seed, of the runs that have it."""
-        found = {seed: pick(run) for seed, run in self.runs[mechanism].items()}
-        return {seed: number for seed, number in found.items() if number is not None}
+        """Returns a number by seed, for the runs that have it."""
+        numbers = {seed: pick(run) for seed, run in self.runs[mechanism].items()}
+        return {seed: number for seed, number in numbers.items() if number is not None}
 
     def estimate(self, mechanism: str, pick: Callable[[Run], float | None]) -> Estimate | None:
-        found = self.by_seed(mechanism, pick)
-        return estimate(list(found.values())) if found else None
+        numbers = self.by_seed(mechanism, pick)
+        return estimate(list(numbers.values())) if numbers else None
 
     def against_first(self, mechanism: str, pick: Callable[[Run], float | None]) -> Estimate | None:
         """Returns the difference from MHA, paired by seed; None for MHA itself and without it."""
         if mechanism == FIRST or FIRST not in self.runs:
             return None
 
-        def of(name):
-            return self.by_seed(name, pick)
-
-        return difference(of(mechanism), of(FIRST))
+        return difference(self.by_seed(mechanism, pick), self.by_seed(FIRST, pick))
 
     def pairs(self, scale: str, name: str) -> list[Pair]:
         """Returns the pairs of table 5's order at a scale, with the differences of these runs."""
@@ -99,33 +96,32 @@ def published(scale: str, name: str) -> dict[str, float]:
     """Returns a column of LRKV's table 5 by mechanism, in % of N."""
     column = 3 if name == "share" else 4
 
-    def of(begins):
-        return next(
-            row[column] for row in PUBLISHED if row[1] == scale and row[0].startswith(begins)
-        )
+    def figure_of(row_start):
+        rows = (row for row in PUBLISHED if row[1] == scale and row[0].startswith(row_start))
+        return next(rows)[column]
 
-    return {mechanism: of(begins) for mechanism, begins in ROWS.items()}
-
-
-def _cell(found: Estimate | None, digits: str = ".2f") -> str:
-    return "-" if found is None else found.shown(digits)
+    return {mechanism: figure_of(row_start) for mechanism, row_start in ROWS.items()}
 
 
-def tables(found: Findings) -> list[Table]:
-    first = [_ranks(found), _against(found), _order(found), _over_steps(found)]
-    return [*first, _spectra(found), _patterns(found)]
+def _cell(estimate: Estimate | None, digits: str = ".2f") -> str:
+    return "-" if estimate is None else estimate.shown(digits)
 
 
-def _ranks(found: Findings) -> Table:
+def tables(findings: Findings) -> list[Table]:
+    ranks = [_ranks(findings), _against(findings), _order(findings), _over_steps(findings)]
+    return [*ranks, _spectra(findings), _patterns(findings)]
+
+
+def _ranks(findings: Findings) -> Table:
     rows = []
-    for name in found.mechanisms:
-        row = [name, found.names[name]]
+    for name in findings.mechanisms:
+        row = [name, findings.names[name]]
         for measure in ("share", "centred_share", "centred_share_of_possible"):
-            row.append(_cell(found.estimate(name, _of(measure))))
+            row.append(_cell(findings.estimate(name, _of(measure))))
         for measure in ("share", "centred_share_of_possible"):
-            row.append(_cell(found.estimate(name, _of(measure, untrained=True))))
-        at = (published("128M", measure).get(name) for measure in RANKS)
-        rows.append([*row, *("-" if x is None else f"{x:.1f}" for x in at)])
+            row.append(_cell(findings.estimate(name, _of(measure, untrained=True))))
+        of_paper = (published("128M", measure).get(name) for measure in RANKS)
+        rows.append([*row, *("-" if x is None else f"{x:.1f}" for x in of_paper)])
     header = ("config", "mechanism", "not centred, % of N", "centred, % of N")
     header += ("centred, % of N - 1", "not centred, before training")
     header += ("centred, % of N - 1, before training", "not centred, paper at 128M")
@@ -141,17 +137,17 @@ def _ranks(found: Findings) -> Table:
     )
 
 
-def _against(found: Findings) -> Table:
+def _against(findings: Findings) -> Table:
     rows = []
     measures = ("share", "centred_share_of_possible", "share_with_rope", "share_of_values")
-    for name in found.mechanisms:
+    for name in findings.mechanisms:
         if name == FIRST:
             continue
         row = [name]
         for measure in measures:
-            row.append(_cell(found.against_first(name, _of(measure)), "+.2f"))
-        row.append(_cell(found.against_first(name, _of("share", untrained=True)), "+.2f"))
-        row.append(_cell(found.against_first(name, _learned("share")), "+.2f"))
+            row.append(_cell(findings.against_first(name, _of(measure)), "+.2f"))
+        row.append(_cell(findings.against_first(name, _of("share", untrained=True)), "+.2f"))
+        row.append(_cell(findings.against_first(name, _learned("share")), "+.2f"))
         rows.append(row)
     header = ("config", "not centred", "centred, % of N - 1", "not centred, with RoPE")
     header += ("of values, not centred", "not centred, before training")
@@ -167,22 +163,22 @@ def _against(found: Findings) -> Table:
     )
 
 
-def _order(found: Findings) -> Table:
+def _order(findings: Findings) -> Table:
     rows = []
-    for name, said in RANKS.items():
-        small, large = (found.pairs(scale, name) for scale in SCALES)
-        there = {(pair.first, pair.second): pair for pair in small}
+    for name, label in RANKS.items():
+        small, large = (findings.pairs(scale, name) for scale in SCALES)
+        small_pairs = {(pair.first, pair.second): pair for pair in small}
         for pair in large:
-            of = there.get((pair.first, pair.second))
-            reverse = of or there[pair.second, pair.first]
-            at_small = reverse.published if of else -reverse.published
+            same_order = small_pairs.get((pair.first, pair.second))
+            reverse = same_order or small_pairs[pair.second, pair.first]
+            at_small = reverse.published if same_order else -reverse.published
             rows.append(
                 (
-                    said,
+                    label,
                     f"{pair.first} over {pair.second}",
                     pair.here.shown("+.3f"),
                     *(f"{x:+.1f}" for x in (at_small, pair.published)),
-                    *(one.verdict for one in (reverse, pair)),
+                    *(p.verdict for p in (reverse, pair)),
                 )
             )
     header = ("effective rank", "pair", "here", *(f"paper, {scale}" for scale in SCALES))
@@ -198,13 +194,17 @@ def _order(found: Findings) -> Table:
     )
 
 
-def _over_steps(found: Findings) -> Table:
-    steps = sorted({s for runs in found.runs.values() for run in runs.values() for s in run.steps})
+def _over_steps(findings: Findings) -> Table:
+    steps = sorted(
+        {s for runs in findings.runs.values() for run in runs.values() for s in run.steps}
+    )
 
     def at(step):
         return lambda run: run.steps.get(step, {}).get("share")
 
-    rows = [[m, *(_cell(found.estimate(m, at(step))) for step in steps)] for m in found.mechanisms]
+    rows = [
+        [m, *(_cell(findings.estimate(m, at(step))) for step in steps)] for m in findings.mechanisms
+    ]
     return Table(
         "Effective rank over training, not centred, % of N",
         ("config", *(f"step {step}" for step in steps)),
@@ -238,18 +238,18 @@ _PATTERNS: Columns = (
 )
 
 
-def _numbers(found: Findings, m: str, columns: Columns) -> list[str]:
+def _numbers(findings: Findings, m: str, columns: Columns) -> list[str]:
     return [
-        _cell(found.estimate(m, _of(name, untrained=untrained)), digits)
+        _cell(findings.estimate(m, _of(name, untrained=untrained)), digits)
         for name, untrained, _, digits in columns
     ]
 
 
-def _spectra(found: Findings) -> Table:
+def _spectra(findings: Findings) -> Table:
     return Table(
         "Components for 90 % of the energy, and the cost of keys of half rank",
         ("config", *(title for _, _, title, _ in _SPECTRA)),
-        [[m, *_numbers(found, m, _SPECTRA)] for m in found.mechanisms],
+        [[m, *_numbers(findings, m, _SPECTRA)] for m in findings.mechanisms],
         (
             "Medians over heads of M = W_Q W_K^T and of the logits E of 256 tokens; half rank: "
             "perplexity added by keys of half their rank in all layers, by an SVD of each head's "
@@ -258,11 +258,11 @@ def _spectra(found: Findings) -> Table:
     )
 
 
-def _patterns(found: Findings) -> Table:
+def _patterns(findings: Findings) -> Table:
     rows = []
-    for m in found.mechanisms:
-        bits = found.estimate(m, lambda run: run.bits_per_byte)
-        rows.append([m, _cell(bits, ".4f"), *_numbers(found, m, _PATTERNS)])
+    for m in findings.mechanisms:
+        bits = findings.estimate(m, lambda run: run.bits_per_byte)
+        rows.append([m, _cell(bits, ".4f"), *_numbers(findings, m, _PATTERNS)])
     return Table(
         "Attention patterns",
         ("config", "bits per byte", *(title for _, _, title, _ in _PATTERNS)),
@@ -275,49 +275,45 @@ def _patterns(found: Findings) -> Table:
     )
 
 
-def verdicts(found: Findings) -> list[str]:
+def verdicts(findings: Findings) -> list[str]:
     """Returns a sentence on each of the paper's orders."""
-    said = []
+    sentences = []
     for name, label in RANKS.items():
         for scale in SCALES:
-            if pairs := found.pairs(scale, name):
-                held = seeds_lib.in_words(pairs)
-                said.append(f"Neighbours in the order at {scale}, {label}: {held}.")
-    return said
+            if pairs := findings.pairs(scale, name):
+                verdict = seeds_lib.in_words(pairs)
+                sentences.append(f"Neighbours in the order at {scale}, {label}: {verdict}.")
+    return sentences
 
 
-def as_json(found: Findings) -> dict:
+def as_json(findings: Findings) -> dict:
     """Returns all numbers, estimates and verdicts, JSON-able."""
     estimates = {}
-    for m in found.mechanisms:
-        every = sorted({name for run in found.runs[m].values() for name in run.trained})
-        estimates[m] = {
-            name: dict(
-                mean=(one := found.estimate(m, _of(name))).mean,
-                half_interval=one.half,
-                against_mha=_plain(found.against_first(m, _of(name))),
-            )
-            for name in every
-        }
+    for m in findings.mechanisms:
+        names = sorted({name for run in findings.runs[m].values() for name in run.trained})
+        estimates[m] = {}
+        for name in names:
+            against = _plain(findings.against_first(m, _of(name)))
+            estimates[m][name] = _plain(findings.estimate(m, _of(name))) | {"against_mha": against}
     orders = [
         dict(scale=scale, measure=name, verdict=pair.verdict) | dataclasses.asdict(pair)
         for name in RANKS
         for scale in SCALES
-        for pair in found.pairs(scale, name)
+        for pair in findings.pairs(scale, name)
     ]
     return dict(
-        seeds=found.seeds,
-        mechanisms=dict(found.names),
+        seeds=findings.seeds,
+        mechanisms=dict(findings.names),
         orders=orders,
-        verdicts=verdicts(found),
+        verdicts=verdicts(findings),
         estimates=estimates,
         published={s: {name: published(s, name) for name in RANKS} for s in SCALES},
         runs={
             m: {seed: dataclasses.asdict(run) for seed, run in runs.items()}
-            for m, runs in found.runs.items()
+            for m, runs in findings.runs.items()
         },
     )
 
 
-def _plain(one: Estimate | None) -> dict | None:
-    return None if one is None else dict(mean=one.mean, half_interval=one.half)
+def _plain(estimate: Estimate | None) -> dict | None:
+    return None if estimate is None else dict(mean=estimate.mean, half_interval=estimate.half)

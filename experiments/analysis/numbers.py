@@ -42,40 +42,40 @@ def of_model(model: LazyModel, *, trained: bool = True) -> Numbers:
     """Returns all numbers of a model.
 
     Args:
-      trained: False skips the cost of reduced keys, which is meaningless for an untrained model.
+      trained: if False, skips the cost of reduced keys, meaningless for an untrained model.
 
     Raises:
       UserError: weights or activations that are not finite.
     """
     request = Request(texts(model), (model.context,))
-    found: Numbers = {}
-    for of in (diversity, geometry, logits, behaviour, *((compression,) if trained else ())):
-        found |= _if_there(of, model, request)
-    return {name: float(x) for name, x in found.items() if np.isfinite(x)}
+    numbers: Numbers = {}
+    for measure in (diversity, geometry, logits, behaviour, *((compression,) if trained else ())):
+        numbers |= _if_there(measure, model, request)
+    return {name: float(x) for name, x in numbers.items() if np.isfinite(x)}
 
 
 def _if_there(
-    of: Callable[[LazyModel, Request], Numbers], model: LazyModel, request: Request
+    measure: Callable[[LazyModel, Request], Numbers], model: LazyModel, request: Request
 ) -> Numbers:
-    """Returns `of(model, request)`, or {} if the report of that name refuses the model."""
+    """Returns `measure(model, request)`, or {} if the report of its name refuses the model."""
     try:
-        reports.module(of.__name__).check(model, request)
+        reports.module(measure.__name__).check(model, request)
     except UserError:
         return {}
-    return of(model, request)
+    return measure(model, request)
 
 
 def diversity(model: LazyModel, _: Request) -> Numbers:
     """Returns effective ranks of heads' bilinear forms in percent: keys, rotated keys, values."""
-    found = diversity_measurements.of_model(model.name, model)
-    kinds = {"": found.plain, "_with_rope": found.rotated, "_of_values": found.values}
+    measured = diversity_measurements.of_model(model.name, model)
+    kinds = {"": measured.plain, "_with_rope": measured.rotated, "_of_values": measured.values}
     numbers = {}
     for suffix, layers in kinds.items():
         for name in _PERCENT if layers else ():
-            numbers[name + suffix] = _mean(100 * getattr(one, name) for one in layers)
-    numbers["mean_similarity"] = _mean(one.mean_similarity for one in found.plain)
-    numbers["components"] = _mean(one.components() for one in found.plain)
-    by_layer = {f"share_layer_{i}": 100 * one.share for i, one in enumerate(found.plain)}
+            numbers[name + suffix] = _mean(100 * getattr(layer, name) for layer in layers)
+    numbers["mean_similarity"] = _mean(layer.mean_similarity for layer in measured.plain)
+    numbers["components"] = _mean(layer.components() for layer in measured.plain)
+    by_layer = {f"share_layer_{i}": 100 * layer.share for i, layer in enumerate(measured.plain)}
     return numbers | by_layer
 
 
@@ -93,18 +93,18 @@ def geometry(model: LazyModel, _: Request) -> Numbers:
 def logits(model: LazyModel, request: Request) -> Numbers:
     """Returns components for 90 % of the energy of M and E (medians), and their ratios."""
     measured = logit_measurements.measure(model, request.texts, request.lengths)
-    found = logit_results.Results(model.name, request, measured)
+    results = logit_results.Results(model.name, request, measured)
     kinds = {
         "components_of_m": (logit_measurements.WEIGHTS, 0),
-        "components_of_e": (logit_measurements.LOGITS, found.reference_length),
-        "components_of_e_causal": (logit_measurements.CAUSAL_LOGITS, found.reference_length),
+        "components_of_e": (logit_measurements.LOGITS, results.reference_length),
+        "components_of_e_causal": (logit_measurements.CAUSAL_LOGITS, results.reference_length),
         "components_of_e_without_rope": (
             logit_measurements.LOGITS_WITHOUT_ROPE,
-            found.reference_length,
+            results.reference_length,
         ),
     }
     numbers = {
-        name: found.median(kind) for name, kind in kinds.items() if kind in measured.energies
+        name: results.median(kind) for name, kind in kinds.items() if kind in measured.energies
     }
     for name in ("e", "e_causal"):
         numbers[f"m_over_{name}"] = numbers["components_of_m"] / numbers[f"components_of_{name}"]
@@ -115,37 +115,39 @@ def compression(model: LazyModel, request: Request) -> Numbers:
     """Returns the increase of perplexity in percent with keys of half rank in all layers."""
     longest = max(request.lengths)
     measured = compression_measurements.measure(model, request.texts, longest, longest)
-    found = compression_results.Results(model.name, request, measured)
-    ways = {
+    results = compression_results.Results(model.name, request, measured)
+    methods = {
         "half_rank_by_weights": subspace_methods.WEIGHTS,
         "half_rank_by_all_weights": subspace_methods.JOINT,
         "half_rank_by_text": subspace_methods.CALIBRATED,
         "half_rank_of_context": subspace_methods.CONTEXT,
     }
     times = {
-        name: found.times((way, found.at_weights), found.half)
-        for name, way in ways.items()
-        if (way, found.at_weights) in measured.errors
+        name: results.times((method, results.at_weights), results.half)
+        for name, method in methods.items()
+        if (method, results.at_weights) in measured.errors
     }
-    return {name: 100 * (one.times - 1) for name, one in times.items() if one}
+    return {name: 100 * (ratio.times - 1) for name, ratio in times.items() if ratio}
 
 
 def behaviour(model: LazyModel, request: Request) -> Numbers:
     """Returns divergences of heads' patterns and outputs, and statistics of their patterns."""
-    found = behaviour_measurements.measure(model, request.texts, max(request.lengths), request.seed)
+    measured = behaviour_measurements.measure(
+        model, request.texts, max(request.lengths), request.seed
+    )
     pairs = dict(divergence="divergence_NN", divergence_behind_first="without_first_NN")
     pairs["cka_of_outputs"] = "outputs_NN"
-    numbers = {
-        name: _mean(np.concatenate([one.pairs(getattr(one, of)) for one in found.layers]))
-        for name, of in pairs.items()
-    }
+    numbers = {}
+    for name, attribute in pairs.items():
+        by_layer = [layer.pairs(getattr(layer, attribute)) for layer in measured.layers]
+        numbers[name] = _mean(np.concatenate(by_layer))
     for name in _STATISTICS:
-        numbers[name] = _mean(np.concatenate(found.statistic(f"{name}_N")))
+        numbers[name] = _mean(np.concatenate(measured.statistic(f"{name}_N")))
     return numbers
 
 
 def _mean(values: Iterable[float]) -> float:
     """Returns the mean of the finite values; nan if there are none."""
-    found = np.asarray(list(values), np.float64)
-    found = found[np.isfinite(found)]
-    return float(found.mean()) if found.size else float("nan")
+    finite = np.asarray(list(values), np.float64)
+    finite = finite[np.isfinite(finite)]
+    return float(finite.mean()) if finite.size else float("nan")

@@ -14,7 +14,7 @@ from kvjax.foundation import command_line, json_text, progress, provenance
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 
-HTML, JSON = "report.html", "report.json"  # as the command has them
+HTML, JSON = "report.html", "report.json"  # the command's names
 
 
 def write(model: LazyModel, request: Request, folder: pathlib.Path, lead: str) -> None:
@@ -35,23 +35,24 @@ def write(model: LazyModel, request: Request, folder: pathlib.Path, lead: str) -
         with progress.waiting(f"{name} of {model.name}"):
             sections[name] = module.section(model, request)
         seconds[name] = f"{time.monotonic() - begun:.1f}"
-    made = provenance.provenance("matplotlib", "scipy")
+    made_by = provenance.provenance("matplotlib", "scipy")
     about = {
         "Model": model.name,
         "Texts": {name: f"{len(tokens_T):,} tokens" for name, tokens_T in request.texts.items()},
         "Lengths": ", ".join(f"{length:,}" for length in request.lengths) + " tokens",
         "Seconds": seconds,
-        "Command": made["command"],
-        "Date": made["date"],
-        "Commit": made["commit"],
-        "Machine": f"{made['machine']}; {made['devices']}",
-        "Versions": {"python": made["python"]} | made["packages"],
+        "Command": made_by["command"],
+        "Date": made_by["date"],
+        "Commit": made_by["commit"],
+        "Machine": f"{made_by['machine']}; {made_by['devices']}",
+        "Versions": {"python": made_by["python"]} | made_by["packages"],
     }
-    said = {
-        name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
+    reports_json = {
+        name: dict(title=section.title, lead=section.lead, data=section.data)
+        for name, section in sections.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     html = document.page(f"Attention in {model.name}", lead, list(sections.values()), about)
     write_atomically(epath.Path(folder / HTML), html)
-    text = json.dumps(json_text.plain(dict(about=about, reports=said))) + "\n"
+    text = json.dumps(json_text.plain(dict(about=about, reports=reports_json))) + "\n"
     write_atomically(epath.Path(folder / JSON), text)

@@ -14,7 +14,7 @@ class Pair:
     Attributes:
       published: first minus second, as published.
       here: first minus second, paired by seed.
-      neighbours: no other model stands between them in the published order.
+      neighbours: no other measured model is between them in the published order.
     """
 
     first: str
@@ -33,26 +33,26 @@ class Pair:
 def pairs(
     published: Mapping[str, float], measured: Mapping[str, Mapping[int, float]]
 ) -> list[Pair]:
-    """Returns all pairs of models in both, in the published order, highest first.
+    """Returns all pairs of models that are published and measured, in the published order.
 
     Args:
       measured: values by model and seed.
     """
     order = sorted((name for name in published if name in measured), key=lambda n: -published[n])
-    found = []
+    all_pairs = []
     for (i, first), (j, second) in itertools.combinations(enumerate(order), 2):
         here = difference(measured[first], measured[second])
         if here is not None:
             gap = published[first] - published[second]
-            found.append(Pair(first, second, gap, here, neighbours=j == i + 1))
-    return found
+            all_pairs.append(Pair(first, second, gap, here, neighbours=j == i + 1))
+    return all_pairs
 
 
-def in_words(found: Sequence[Pair]) -> str:
+def in_words(pairs: Sequence[Pair]) -> str:
     """Returns the verdicts on neighbouring models as one sentence."""
     by_verdict: dict[str, list[str]] = {}
-    for pair in found:
+    for pair in pairs:
         if pair.neighbours:
-            said = f"{pair.first} over {pair.second} ({pair.here.shown('+.2f')})"
-            by_verdict.setdefault(pair.verdict, []).append(said)
+            text = f"{pair.first} over {pair.second} ({pair.here.shown('+.2f')})"
+            by_verdict.setdefault(pair.verdict, []).append(text)
     return "; ".join(f"{verdict}: {', '.join(each)}" for verdict, each in by_verdict.items())

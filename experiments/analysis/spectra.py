@@ -1,4 +1,4 @@
-"""Spectra of logits in few numbers, and a verdict on the paper's gap between weights and logits."""
+"""Summaries of logit spectra, and a verdict on the paper's gap between weights and logits."""
 
 from collections.abc import Iterator, Mapping
 import dataclasses
@@ -19,9 +19,10 @@ class Gap:
     """Ratio of components for 90 % of the energy: weights M without RoPE over logits E.
 
     Attributes:
-      of_m, of_e: medians over heads (and texts), and of_e's quartiles.
+      of_m, of_e: components of M and E: medians over heads (and texts).
+      of_e_low, of_e_high: quartiles of the components of E.
       between_texts: the standard deviation of the texts' medians of E.
-      ratio: of the medians.
+      ratio: the median of M over the median of E.
       low, median, high: quartiles of the ratios of single heads and texts.
       heads_within: share of heads and texts whose ratio is in the published range.
     """
@@ -48,7 +49,7 @@ class Gap:
 
 
 class Spectra:
-    """Reader of the JSON that `tables.data` of the logits report makes of a model."""
+    """Reader of the JSON that the logits report makes of a model (its `tables.data`)."""
 
     def __init__(self, data: Mapping):
         self.data, self.model = data, data["model"]
@@ -61,7 +62,7 @@ class Spectra:
         return np.array(self.data["components_of_heads"][name]["90%"], np.float64)
 
     def has(self, matrix: str) -> bool:
-        return any(one["matrix"] == matrix for one in self.data["spectra"])
+        return any(row["matrix"] == matrix for row in self.data["spectra"])
 
     def gaps(self) -> Iterator[Gap]:
         """Yields the gap of each E at each length."""
@@ -122,15 +123,15 @@ class Spectra:
     def weights(self) -> list[dict]:
         """Returns components of M with and without RoPE, and their spread over heads."""
         return [
-            dict(matrix=one["matrix"], tokens=one["tokens"]) | one["components"]["90%"]
-            for one in self.data["spectra"]
-            if one["matrix"] not in MATRICES
+            dict(matrix=row["matrix"], tokens=row["tokens"]) | row["components"]["90%"]
+            for row in self.data["spectra"]
+            if row["matrix"] not in MATRICES
         ]
 
     def as_json(self) -> dict:
         """Returns everything but the numbers of single heads."""
-        kept = ("model", "channels", "num_heads", "texts", "lengths")
-        return {name: self.data[name] for name in kept} | dict(
+        keys = ("model", "channels", "num_heads", "texts", "lengths")
+        return {name: self.data[name] for name in keys} | dict(
             weights=self.weights(),
             gaps=[dataclasses.asdict(gap) | dict(verdict=gap.verdict) for gap in self.gaps()],
             published_ratio=dict(least=LEAST, most=MOST),
@@ -138,8 +139,8 @@ class Spectra:
             causal_over_all_keys=self.causality(),
             with_rope_over_without=self.rope(),
             spectra=[
-                {name: x for name, x in one.items() if name != "cumulative"}
-                for one in self.data["spectra"]
+                {name: x for name, x in row.items() if name != "cumulative"}
+                for row in self.data["spectra"]
             ],
             attention=self.data["attention"],
             geometry=self.data["geometry"],

@@ -1,7 +1,7 @@
 """Whisper's decoder as a `Model` that the reports of `kvjax.analysis` read layer by layer.
 
-Its layers are kvjax's but for cross-attention after self-attention: to the frames of silence, with
-the same keys and values for every text. `CrossBlock` is a `Block` with that part.
+Its layers are kvjax's, with cross-attention after self-attention. The cross-attention is to the
+frames of silence: its keys and values are the same for every text. `CrossBlock` implements it.
 """
 
 from flax import nnx, traverse_util
@@ -32,7 +32,7 @@ class Frames(nnx.Module):
         sizes = dict(D=d_model, N=mechanism.num_heads, H=mechanism.value_dim)
         self.query = weight("D -> N H", rngs, **sizes)
         self.query_bias = weight("N H", rngs, **sizes)
-        # The weights that are merged into this determine the number of frames.
+        # T = 1 is a placeholder: merged weights determine the number of frames.
         self.key, self.value = (weight("T N H", rngs, T=1, **sizes) for _ in range(2))
         self.out = weight("N H -> D", rngs, **sizes)
         self.out_bias = weight("D", rngs, **sizes)
@@ -65,7 +65,7 @@ class CrossBlock(Block):
 
 
 class WhisperModel:
-    """A `kvjax.convert.model.Model` in memory; see there for the attributes.
+    """A `kvjax.convert.model.Model` in memory; see that class for further attributes.
 
     Attributes:
       block: class of its layers.
@@ -119,19 +119,19 @@ class WhisperModel:
         if path[0] != "segments":
             return np.asarray(traverse_util.flatten_dict(self._outer)[path])
         of_layers = self._layers if layer is None else [self._layers[layer]]
-        found = np.stack([np.asarray(flat[path[2:]]) for flat in of_layers])
-        return found if layer is None else found[0]
+        stacked = np.stack([np.asarray(flat[path[2:]]) for flat in of_layers])
+        return stacked if layer is None else stacked[0]
 
 
 def passages(whisper: Whisper, length: int, count: int) -> dict[str, np.ndarray]:
     """Returns `count` passages [length] of the held-out part of each embedded book, by name.
 
-    They begin with the prefix of a row, and are evenly spaced from the start of the part.
+    Passages begin with the prefix of a row, and are evenly spaced over the part.
 
     Raises:
       UserError: a part has fewer tokens.
     """
-    found = {}
+    by_name = {}
     for name, source in texts_lib.sources(texts_lib.EMBEDDED).items():
         text = "".join(piece.text for piece in source.pieces("validation", 0.0))
         tokens_T, prefix_P = np.array(whisper.encode(text), np.int32), np.array(whisper.prefix)
@@ -144,8 +144,8 @@ def passages(whisper: Whisper, length: int, count: int) -> dict[str, np.ndarray]
         for i in range(1, count + 1):
             first = (i - 1) * (len(tokens_T) - width) // max(count - 1, 1)
             row_T = np.concatenate([prefix_P, tokens_T[first : first + width]])
-            found[f"{name} {i}" if count > 1 else name] = row_T.astype(np.int32)
-    return found
+            by_name[f"{name} {i}" if count > 1 else name] = row_T.astype(np.int32)
+    return by_name
 
 
 def load(folder) -> WhisperModel:

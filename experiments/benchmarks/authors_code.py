@@ -6,10 +6,10 @@
 Loads attention modules from clones in FOLDER, each named as its repository, at the commits of
 `authors/clones.py`, and DeepSeek's from transformers; the message for a missing clone has the
 command that makes it. Their code runs in the environment of --python, with random weights, in
-float64. kvjax copies the weights and computes whole rows, and tokens one by one from its cache;
-where the authors have a cache, it is compared as well. A difference is the largest of an output,
-relative to the token's largest. Exits with 1 for an unexpected outcome. FlashAttention and packages
-that their attention does not need are replaced; the tables name them. Their code is not kept here.
+float64. kvjax copies the weights and computes whole rows, and tokens one by one from its cache. The
+authors' caches are compared as well. A difference is the largest of all outputs, relative to the
+token's largest output. Exits with 1 for an unexpected outcome. FlashAttention and packages that
+their attention does not need are replaced; the tables name them. Their code is not kept here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
 from kvjax.layers import rope
 
-EQUAL = 1e-12  # float64's rounding, some thousand times
+EQUAL = 1e-12  # some thousand times float64's rounding
 _CHILD = "import sys; from experiments.benchmarks.authors import theirs; theirs.main(sys.argv[1])"
 HEADER = dict(rows="whole rows", cache="our cache", their_cache="their cache")
 
@@ -48,19 +48,19 @@ def attention(comparison: Comparison, weights: Mapping[str, np.ndarray], width: 
       ValueError: names or shapes differ from kvjax's.
     """
     module = nnx.eval_shape(lambda: Attention(comparison.config, width, rngs=nnx.Rngs(0)))
-    given = comparison.copy(dict(weights), comparison.config)
+    copied = comparison.copy(dict(weights), comparison.config)
     state = nnx.state(module)
     variables = {
         ".".join(path).removeprefix("mechanism."): variable
         for path, variable in nnx.to_flat_state(state)
     }
-    shapes = {name: value.shape for name, value in given.items()}
+    shapes = {name: value.shape for name, value in copied.items()}
     expected = {name: variable.shape for name, variable in variables.items()}
     if shapes != expected:
         different = sorted(name for name, _ in shapes.items() ^ expected.items())
-        raise ValueError(f"copied otherwise than kvjax has them: {', '.join(different)}")
+        raise ValueError(f"copied weights differ in name or shape: {', '.join(different)}")
     for name, variable in variables.items():
-        variable.set_value(jnp.asarray(given[name], jnp.float64))
+        variable.set_value(jnp.asarray(copied[name], jnp.float64))
     nnx.update(module, state)
     return module
 
@@ -97,29 +97,29 @@ def difference(ours_BTD: np.ndarray, theirs_BTD: np.ndarray) -> float:
     return float((np.abs(ours_BTD - theirs_BTD) / scale_BT1).max())
 
 
-def compare(comparison: Comparison, found: Mapping[str, np.ndarray]) -> dict:
+def compare(comparison: Comparison, arrays: Mapping[str, np.ndarray]) -> dict:
     """Returns differences of whole rows and of both caches from the authors' whole rows.
 
     Args:
       found: arrays of `theirs.outputs`.
     """
     start = "weights/"
-    weights = {n.removeprefix(start): w for n, w in found.items() if n.startswith(start)}
-    x_BTD, y_BTD = found["x"], found["y"]
+    weights = {n.removeprefix(start): w for n, w in arrays.items() if n.startswith(start)}
+    x_BTD, y_BTD = arrays["x"], arrays["y"]
     with jax.enable_x64(True):
         module = attention(comparison, weights, x_BTD.shape[-1])
         rows_BTD, cached_BTD = outputs(comparison, module, x_BTD)
     result = dict(rows=difference(rows_BTD, y_BTD), cache=difference(cached_BTD, y_BTD))
-    if "cached" in found:
-        result["their_cache"] = difference(rows_BTD, found["cached"])
-    if "cached_error" in found:
-        result["their_cache"] = str(found["cached_error"])
+    if "cached" in arrays:
+        result["their_cache"] = difference(rows_BTD, arrays["cached"])
+    if "cached_error" in arrays:
+        result["their_cache"] = str(arrays["cached_error"])
     return result
 
 
 def _theirs(python: str, cases: Sequence[dict], out: pathlib.Path) -> dict:
     """Runs the cases of one repository in a child process; returns its versions and errors."""
-    ran = subprocess.run(
+    child = subprocess.run(
         [python, "-c", _CHILD, out],
         input=json.dumps(cases),
         stdout=subprocess.DEVNULL,
@@ -129,9 +129,9 @@ def _theirs(python: str, cases: Sequence[dict], out: pathlib.Path) -> dict:
         check=False,
     )
     about = out / "about.json"
-    if ran.returncode or not about.is_file():
-        last = ran.stderr.strip().rpartition("\n")[2]
-        raise UserError(f"--python={python} ended with status {ran.returncode}: {last}")
+    if child.returncode or not about.is_file():
+        message = child.stderr.strip().rpartition("\n")[2]
+        raise UserError(f"--python={python} ended with status {child.returncode}: {message}")
     return json.loads(about.read_text())
 
 
@@ -150,33 +150,33 @@ def measure(
             out = pathlib.Path(parent, peer)
             out.mkdir()
             cases = [c.case(int(i), str(folder / peer)) for i, c in chosen.items()]
-            said = _theirs(python, cases, out)
-            errors = said.pop("errors")
+            their_about = _theirs(python, cases, out)
+            errors = their_about.pop("errors")
             name = clones.PEERS[peer].name(peer) if peer in clones.PEERS else peer
-            about[peer] = dict(name=name) | said
+            about[peer] = dict(name=name) | their_about
             for i, comparison in chosen.items():
                 doing.now(f"{peer}: {comparison.title}")
                 if i in errors:
-                    found = dict(rows=errors[i])
+                    differences = dict(rows=errors[i])
                 else:
                     with np.load(out / f"{i}.npz") as arrays:
-                        found = compare(comparison, dict(arrays))
+                        differences = compare(comparison, dict(arrays))
                 keys = ("peer", "title", "file", "outcome", "why")
-                results.append({key: getattr(comparison, key) for key in keys} | found)
+                results.append({key: getattr(comparison, key) for key in keys} | differences)
     return results, about
 
 
 def outcome(row: dict) -> str:
-    """Returns "raises", "equal" or "differs", with ", its cache raises" if the authors' does."""
+    """Returns "raises", "equal" or "differs"; adds ", its cache raises" for the authors' cache."""
     if isinstance(row["rows"], str):
         return "raises"
     numbers = [row[key] for key in HEADER if isinstance(row.get(key), float)]
-    said = "equal" if max(numbers) < EQUAL else "differs"
-    return said + (", its cache raises" if isinstance(row.get("their_cache"), str) else "")
+    verdict = "equal" if max(numbers) < EQUAL else "differs"
+    return verdict + (", its cache raises" if isinstance(row.get("their_cache"), str) else "")
 
 
 def tables(result: dict) -> list[Table]:
-    """Returns a table for each repository; below it why some modules of theirs differ or raise."""
+    """Returns a table for each repository; notes say why a module differs or raises."""
     made = []
     for peer, about in result["peers"].items():
         rows = [row for row in result["results"] if row["peer"] == peer]
@@ -184,9 +184,9 @@ def tables(result: dict) -> list[Table]:
         for row in rows:
             values = [row.get(key, "") for key in HEADER]
             cells.append((row["title"], _stem(row["file"]), *map(_shown, values)))
-            said = [text for text in (row["why"], *values) if isinstance(text, str) and text]
-            if said:
-                notes.append(f"{row['title']}: {'; '.join(said)}")
+            reasons = [text for text in (row["why"], *values) if isinstance(text, str) and text]
+            if reasons:
+                notes.append(f"{row['title']}: {'; '.join(reasons)}")
         title = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         if about["replaced"]:
             title += f"; replaced: {', '.join(about['replaced'])}"
@@ -208,8 +208,8 @@ def show(result: dict, out: Output) -> None:
     for table in tables(result):
         out.show(table)
     rows = result["results"]
-    same = sum(outcome(row).startswith("equal") for row in rows)
-    out.say(f"\n{same} of {len(rows)} are equal to {EQUAL:.0e} of a row's largest output.")
+    equal = sum(outcome(row).startswith("equal") for row in rows)
+    out.say(f"\n{equal} of {len(rows)} are equal to {EQUAL:.0e} of a row's largest output.")
     if unexpected := _unexpected(result):
         out.say(f"Unexpected outcomes: {', '.join(unexpected)}")
 

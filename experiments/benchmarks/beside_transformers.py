@@ -4,7 +4,7 @@
     python -m experiments.benchmarks.beside_transformers --workdir=runs/smollm2 [--save]
 
 The workdir's model is exported for transformers, in float32. Both continue the same prompts
-greedily, one sequence at a time, in turns: one for warm-up, then --repeats others. Time to first
+greedily, one sequence at a time, in turns: one prompt for warm-up, then --repeats. Time to first
 token starts at the call; decode tokens/s count the tokens after the first. Prints a table of
 medians and ranges, and the number of texts that agree token by token.
 
@@ -92,38 +92,38 @@ def in_turns(
       contenders: by name, functions of a prompt and a number of new tokens.
       prompt: number of tokens per prompt.
     """
-    found: dict[str, list[dict]] = {name: [] for name in contenders}
+    runs_by_name: dict[str, list[dict]] = {name: [] for name in contenders}
     rng = np.random.default_rng(0)
     with progress.waiting("generating") as doing:
         for i in range(repeats + 1):
             tokens = rng.integers(0, vocab_size, prompt).tolist()
             for name, generate in contenders.items():
                 doing.now(f"{name}: {i} of {repeats}")
-                found[name].append(generate(tokens, new))
-    return {name: runs[1:] for name, runs in found.items()}
+                runs_by_name[name].append(generate(tokens, new))
+    return {name: runs[1:] for name, runs in runs_by_name.items()}
 
 
 def agreement(runs: Mapping[str, list[dict]]) -> list[int]:
     """Returns, per prompt, the number of tokens before the first on which contenders differ."""
-    alike = []
-    for same in zip(*runs.values(), strict=True):
-        pairs = zip(*(run["tokens"] for run in same), strict=True)
+    counts = []
+    for runs_of_prompt in zip(*runs.values(), strict=True):
+        pairs = zip(*(run["tokens"] for run in runs_of_prompt), strict=True)
         differ = (i for i, tokens in enumerate(pairs) if len(set(tokens)) > 1)
-        alike.append(next(differ, len(same[0]["tokens"])))
-    return alike
+        counts.append(next(differ, len(runs_of_prompt[0]["tokens"])))
+    return counts
 
 
 def figures(runs: Sequence[dict]) -> dict:
     """Returns median, minimum and maximum of seconds and of tokens per second."""
-    found = {}
+    by_key = {}
     for key in ("first", "decode_tokens_per_second"):
         values = [run[key] for run in runs]
-        found[key] = dict(median=statistics.median(values), least=min(values), most=max(values))
-    return found
+        by_key[key] = dict(median=statistics.median(values), least=min(values), most=max(values))
+    return by_key
 
 
 def measure(workdir: epath.Path, python: str, sizes: dict) -> tuple[dict, dict]:
-    """Returns runs of both, see `in_turns`, and transformers' versions."""
+    """Returns the runs of kvjax and transformers (see `in_turns`), and transformers' versions."""
     loaded = trained.load(workdir, dtype="float32")
     generator = Generator(loaded.model, loaded.compute)
     dtype = export.DTYPES["float32"]
@@ -151,8 +151,8 @@ def _measure(options: runner.Options) -> dict:
     workdir = trained.find(options.workdir).workdir
     check_python(options.python)
     runs, about = measure(workdir, options.python, sizes)
-    found = {name: figures(own) for name, own in runs.items()}
-    result = dict(workdir=workdir.name, **sizes, figures=found, tokens_alike=agreement(runs))
+    by_name = {name: figures(own) for name, own in runs.items()}
+    result = dict(workdir=workdir.name, **sizes, figures=by_name, tokens_alike=agreement(runs))
     return result | about
 
 
@@ -174,8 +174,8 @@ def _show(result: dict, out: Output) -> None:
     out.say(f"{result['architecture']}, float32: prompts of {prompt} tokens, {new} generated")
     rows = [dict(name=name) | own for name, own in result["figures"].items()]
     out.table(*runner.table(_COLUMNS, rows))
-    same = sum(count == new for count in alike)
-    out.say(f"{same} of {len(alike)} texts are the same, token by token")
+    equal = sum(count == new for count in alike)
+    out.say(f"{equal} of {len(alike)} texts are the same, token by token")
 
 
 main = runner.benchmark(

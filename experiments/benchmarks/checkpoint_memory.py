@@ -1,11 +1,11 @@
-"""Resident memory of four processes that load a checkpoint of another mesh.
+"""Measures resident memory of four processes that load a checkpoint of another mesh.
 
     python -m experiments.benchmarks.checkpoint_memory [--save]
 
 A training state of 300 MB (float32) is written by four processes as fsdp = 4, and by one process
 with one device, and loaded by four as fsdp = 2 x tensor = 2. Measures the peak of each process's
-resident memory above its level before loading. Prints a table, with the bytes that its devices hold
-afterwards and those of the whole state. Needs Linux.
+resident memory above its level before loading. Prints a table with it, the bytes that a process's
+devices hold afterwards, and the bytes of the whole state. Needs Linux.
 """
 
 import json
@@ -35,7 +35,7 @@ PROCESSES = 4
 FSDP = dict(data=1, fsdp=4, sequence=1, tensor=1)
 ONE = dict(data=1, fsdp=1, sequence=1, tensor=1)
 OTHER = dict(data=1, fsdp=2, sequence=1, tensor=2)
-SECONDS = 600  # a job takes at most
+SECONDS = 600  # time limit of a job
 _CLEAR = pathlib.Path("/proc/self/clear_refs")
 _WORKER = (
     "import json, sys; from experiments.benchmarks import checkpoint_memory; "
@@ -47,30 +47,31 @@ def _check(options: runner.Options) -> None:
     """Raises a UserError if the state cannot be sharded, held or written."""
     d_model, num_layers = options.d_model, options.num_layers
     if not _CLEAR.exists():
-        raise UserError(f"{_CLEAR} is not there: only Linux says how high memory rose")
-    one, two = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
-    if not all(sharding.divides(mesh, *parameters.abstract(one)) for mesh in (FSDP, OTHER)):
+        raise UserError(f"{_CLEAR} is missing: only Linux records a process's peak memory")
+    shallow, deeper = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
+    if not all(sharding.divides(mesh, *parameters.abstract(shallow)) for mesh in (FSDP, OTHER)):
         raise UserError(f"--d_model={d_model}: must divide by {PROCESSES}, as 512 does")
-    first, both = (formulas.parameters(model)["total"] for model in (one, two))
-    most = 12 * (first + (num_layers - 1) * (both - first))  # float32 weights and two moments
-    given = f"--d_model={d_model} --num_layers={num_layers}"
-    machine.check_room(given, most, memory=3, disk=2)
+    one_layer, two_layers = (formulas.parameters(model)["total"] for model in (shallow, deeper))
+    weights = one_layer + (num_layers - 1) * (two_layers - one_layer)
+    state_bytes = 12 * weights  # float32 weights and two moments
+    sizes = f"--d_model={d_model} --num_layers={num_layers}"
+    machine.check_room(sizes, state_bytes, memory=3, disk=2)
 
 
 def measure(*, d_model: int, num_layers: int) -> list[dict]:
-    """Returns a row per way of writing; its lists have one entry per process that loads."""
+    """Returns a row per mesh of the writer; its lists have one entry per process that loads."""
     shape = dict(d_model=d_model, num_layers=num_layers)
     rows = []
     waiting = progress.waiting(f"{PROCESSES} processes that write and load a checkpoint")
     with tempfile.TemporaryDirectory() as folder, waiting as doing:
         for written, mesh, processes in (("fsdp=4", FSDP, PROCESSES), ("one device", ONE, 1)):
-            where = dict(directory=f"{folder}/{written}", **shape)
+            task_keys = dict(directory=f"{folder}/{written}", **shape)
             doing.at(f"writing it as {written}")
-            _job(processes, dict(do="write", mesh=mesh, **where))
+            _job(processes, dict(do="write", mesh=mesh, **task_keys))
             doing.at(f"loading what was written as {written}")
-            found = _job(PROCESSES, dict(do="load", mesh=OTHER, **where))
-            row = {key: [f[key] for f in found] for key in ("peak_bytes", "local_bytes")}
-            rows.append(dict(written=written, state_bytes=found[0]["state_bytes"]) | row)
+            results = _job(PROCESSES, dict(do="load", mesh=OTHER, **task_keys))
+            row = {key: [f[key] for f in results] for key in ("peak_bytes", "local_bytes")}
+            rows.append(dict(written=written, state_bytes=results[0]["state_bytes"]) | row)
     return rows
 
 
@@ -78,7 +79,7 @@ def _job(processes: int, task: dict) -> list[dict]:
     """Returns the results of several processes with one CPU device each.
 
     Raises:
-      UserError: one of them failed, or they took too long; none is left running.
+      UserError: a process failed, or the job took too long; all processes are ended.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -91,8 +92,8 @@ def _job(processes: int, task: dict) -> list[dict]:
         for i in range(processes):
             job = dict(coordinator=coordinator, num_processes=processes, process_id=i)
             command = [*contender.python(_WORKER), json.dumps(task | dict(job=job))]
-            kept = dict(stdout=subprocess.PIPE, text=True)
-            children.append(subprocess.Popen(command, cwd=ROOT, env=environment, **kept))
+            captured = dict(stdout=subprocess.PIPE, text=True)
+            children.append(subprocess.Popen(command, cwd=ROOT, env=environment, **captured))
         outputs = [child.communicate(timeout=SECONDS)[0] for child in children]
     except subprocess.TimeoutExpired as error:
         raise UserError(

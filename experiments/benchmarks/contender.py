@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, which leaves nothing on the device for the next.
+"""Runs a function in a process of its own, so that it leaves nothing on the device.
 
 The parent writes arguments as JSON to the child's stdin; the child prints a line with its result.
 Imports neither JAX nor PyTorch.
@@ -70,19 +70,19 @@ def step_seconds(
 ) -> list[float]:
     """Returns the seconds of each of `steps` consecutive steps, after `warmup` others.
 
-    A step is awaited once the next one is dispatched, as in the training loop; its time is from the
-    end of the previous step to its own.
+    A step is awaited after the next one has been dispatched, as in the training loop. Its time runs
+    from the end of the previous step to its own end.
 
     Args:
       dispatch: starts a step.
-      wait: blocks until a step is done; takes what `dispatch` returned for it.
+      wait: blocks until a step is done; its argument is the step's return value of `dispatch`.
       warmup: at least 1.
     """
-    ends, before = [], dispatch()
-    for _ in range(warmup + steps):  # the last one dispatched is not timed
+    ends, running = [], dispatch()
+    for _ in range(warmup + steps):  # the last step that is dispatched is not timed
         following = dispatch()
-        wait(before)
+        wait(running)
         ends.append(time.perf_counter())
-        before = following
-    wait(before)
+        running = following
+    wait(running)
     return [end - start for start, end in itertools.pairwise(ends[warmup - 1 :])]

@@ -2,10 +2,10 @@
 
     python -m experiments.benchmarks.data_preparation [--megabytes=100,1000] [--workers=2] [--save]
 
-The text is the embedded corpus, document by document, again and again with other numbers in it, as
-JSON lines in a temporary folder. Memory is the proportional set size of the largest worker at its
-highest. "Unfinished" is the most disk that unfinished parts take beside the finished rows: the
-largest part's shards for each worker. Prints two tables. Needs Linux.
+The text is the embedded corpus, repeated with another number inserted in each copy, as JSON lines
+in a temporary folder. Memory is the largest proportional set size of any worker. "Unfinished" is
+the most disk that unfinished parts take beside the finished rows: the largest part's shards for
+each worker. Prints two tables. Needs Linux.
 """
 
 import collections
@@ -37,7 +37,7 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
-# Of FineWeb-Edu's sample-100BT with GPT-2's vocabulary; about as many with the one trained here.
+# FineWeb-Edu's sample-100BT in GPT-2's vocabulary; the one trained here gives about as many.
 FINEWEB_TOKENS = 100e9
 MACHINES = {"2 cores": 2, "32 cores": 32, "224 cores": 224, "50 Beam workers of 4 cores": 200}
 _PREPARE = "import sys; from kvjax.data import prepare; prepare.main(sys.argv[1:])"
@@ -51,7 +51,7 @@ def write_corpus(path: pathlib.Path, size: int) -> int:
         for number, text in enumerate(itertools.cycle(texts)):
             if written >= size:
                 return written
-            copy = 1000 + number // len(texts)  # as many tokens in each, whatever the size
+            copy = 1000 + number // len(texts)  # four digits, so that copies have equal lengths
             text = text.replace(" the ", f" the {copy} ")
             file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             written += len(text.encode())
@@ -90,13 +90,13 @@ def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, lengt
     )
     watch = _Watch(psutil.Process(process.pid))
     watch.start()
-    said, _ = process.communicate()
+    printed, _ = process.communicate()
     if process.returncode:
         raise UserError(
             f"--megabytes: preparing {size / 1e6:.0f} MB ended with an error, see above"
         )
     seconds = time.perf_counter() - begun
-    prepared = pathlib.Path(said.splitlines()[-1])
+    prepared = pathlib.Path(printed.splitlines()[-1])
     info = manifest.read(epath.Path(prepared))
     tokens = sum(split["tokens"] for split in info["splits"].values())
     corpus.unlink()
@@ -121,11 +121,11 @@ def _largest_part(prepared: pathlib.Path) -> int:
     return max(sizes.values())
 
 
-def hours(found: preparation_estimate.Estimate) -> dict[str, float]:
+def hours(measured: preparation_estimate.Estimate) -> dict[str, float]:
     """Returns hours for FineWeb-Edu's sample by machine, as --plan estimates at these rates."""
-    text_bytes = FINEWEB_TOKENS * found.text_bytes / found.tokens
+    text_bytes = FINEWEB_TOKENS * measured.text_bytes / measured.tokens
     count = int(text_bytes // parts.PART_BYTES)
-    large = dataclasses.replace(found, text_bytes=text_bytes, parts=count)
+    large = dataclasses.replace(measured, text_bytes=text_bytes, parts=count)
     return {name: large.seconds(workers) / 3600 for name, workers in MACHINES.items()}
 
 

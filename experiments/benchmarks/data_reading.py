@@ -5,15 +5,15 @@
 The embedded corpus is prepared into a temporary folder (cold), prepared again (warm), and read in
 batches of 32 rows of 256 tokens.
 
-A data set of many shards has tiny rows, and all shards are links to one file. That file is in the
-page cache, so the times are of finding, opening and decoding rows, not of a disk. A new process
-opens the data set, takes a batch from the start and one from the middle, then reads for --seconds.
-The memory is what the process holds beyond its imports.
+A data set of many shards has tiny rows, and all shards are links to one file. The file is in the
+page cache, so times are of finding, opening and decoding rows, not of a disk. A new process opens
+the data set, takes a batch from the start and one from the middle, then reads for --seconds. Memory
+is the process's, without its imports.
 
 Rows of 2048 tokens are read from two stores that answer with a latency: a folder, and a stand-in
 for a bucket on this machine (without encryption or a limit of bandwidth). Settings differ in the
 rows requested at once, the batches made at once, and the shards: few, whose readers all stay open,
-or many, so that most rows need a reader to be opened. Prints three tables. Needs Linux.
+or many, so that most rows open a reader. Prints three tables. Needs Linux.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
 BATCH = 64  # rows
-LATENCIES = (0.0, 0.005, 0.02)  # seconds per answer of a store
+LATENCIES = (0.0, 0.005, 0.02)  # seconds before a store answers
 
 
 class Setting(NamedTuple):
@@ -95,14 +95,14 @@ def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
     with tempfile.TemporaryDirectory() as folder, progress.waiting("making many shards") as doing:
         path = pathlib.Path(folder) / "large"
         make(path, rows // num_shards, num_shards, sequence_length=1)
-        found = []
+        results = []
         for i in range(repeats):
             doing.now(f"opening {num_shards:,} shards: {i + 1} of {repeats}")
             arguments = dict(path=os.fspath(path), rows=rows, seconds=seconds)
-            found.append(contender.run(__spec__.name, arguments, **_CHILD))
-            if "error" in found[-1]:
-                raise UserError(f"opening {path}: {found[-1]['error']}")
-    figures = {name: statistics.median(each[name] for each in found) for name in found[0]}
+            results.append(contender.run(__spec__.name, arguments, **_CHILD))
+            if "error" in results[-1]:
+                raise UserError(f"opening {path}: {results[-1]['error']}")
+    figures = {name: statistics.median(result[name] for result in results) for name in results[0]}
     return dict(rows=rows, shards=num_shards) | figures
 
 
@@ -116,24 +116,26 @@ def make(path: pathlib.Path, rows: int, num_shards: int, sequence_length: int) -
     tokenizer = tokenizer_lib.byte_tokenizer()
     random = np.random.default_rng(0)
     tokens = random.integers(tokenizer.vocab_size, size=rows * sequence_length + 1)
-    first = folder / packed_rows.shard_name("train", 0, num_shards)
-    writer = packed_rows.ShardWriter(first, sequence_length, np.dtype("<u2"))
+    first_file = folder / packed_rows.shard_name("train", 0, num_shards)
+    writer = packed_rows.ShardWriter(first_file, sequence_length, np.dtype("<u2"))
     writer.add(tokens.astype("<u2"))
     written = writer.close(fill=None)
-    found = dict(train=[written] * num_shards, validation=[])
+    shards_by_split = dict(train=[written] * num_shards, validation=[])
     for i in range(num_shards):
         held_out = i % 100 == 0
-        found["validation"].append(written if held_out else packed_rows.Shard(0, 0))
+        shards_by_split["validation"].append(written if held_out else packed_rows.Shard(0, 0))
         for split in ("train", "validation") if held_out else ("train",):
             file = folder / packed_rows.shard_name(split, i, num_shards)
             if not file.exists():
-                _link(first, file)
-    packed_rows.describe(folder, found, sequence_length + 1, np.dtype("<u2"))
+                _link(first_file, file)
+    packed_rows.describe(folder, shards_by_split, sequence_length + 1, np.dtype("<u2"))
     tokenizer.save(epath.Path(path) / manifest.TOKENIZER)
     config = config_lib.DataConfig(
         tokenizer="byte", vocab_size=tokenizer.vocab_size, sequence_length=sequence_length
     )
-    sizes = {split: sum(shard.rows for shard in all_) for split, all_ in found.items()}
+    sizes = {
+        split: sum(shard.rows for shard in of_split) for split, of_split in shards_by_split.items()
+    }
     info = {
         "format_version": manifest.FORMAT_VERSION,
         "config": dataclasses.asdict(config),
@@ -147,7 +149,7 @@ def make(path: pathlib.Path, rows: int, num_shards: int, sequence_length: int) -
 def _link(file: pathlib.Path, name: pathlib.Path) -> None:
     try:
         os.link(file, name)
-    except OSError:  # the file system has no links, or not so many
+    except OSError:  # the file system has no links, or limits their number
         shutil.copyfile(file, name)
 
 
@@ -186,9 +188,9 @@ def _rows_per_second(batches: Iterator, seconds: float, warmup: int = 4) -> floa
     for _ in itertools.islice(batches, warmup):
         pass
     start, rows = time.perf_counter(), 0
-    while (taken := time.perf_counter() - start) < seconds:
+    while (elapsed := time.perf_counter() - start) < seconds:
         rows += len(next(batches))
-    return rows / taken
+    return rows / elapsed
 
 
 class _InBucket(loader.PackedDataset):
@@ -216,7 +218,7 @@ class _SlowReader(shards.ArrayRecordReader):
 
 def from_a_store(seconds: float) -> list[dict]:
     """Returns tokens/s of reading rows of 2048 tokens, by number of shards, setting and latency."""
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder, progress.waiting("reading") as doing:
         buckets = pathlib.Path(folder)
         for num_shards in (FEW, MANY):
@@ -229,13 +231,13 @@ def from_a_store(seconds: float) -> list[dict]:
                         where = f"{setting.store}, {setting.rows_at_once} rows at once"
                         doing.at(f"{num_shards} shards, {1000 * latency:.0f} ms, {where}")
                         rates[setting].append(round(_rate(path, setting, latency, seconds)))
-            found += [
+            rows += [
                 dict(store=setting.store, shards=num_shards)
                 | setting._asdict()
                 | dict(tokens_per_second=rates[setting])
                 for setting in SETTINGS
             ]
-    return found
+    return rows
 
 
 def _rate(path: pathlib.Path, setting: Setting, latency: float, seconds: float) -> float:
@@ -244,7 +246,7 @@ def _rate(path: pathlib.Path, setting: Setting, latency: float, seconds: float) 
         num_threads=setting.batches_at_once, prefetch_buffer_size=setting.batches_ahead
     )
     reader, name_of_options = _SlowReader, "_READ_OPTIONS"
-    if setting.store == "bucket":  # whose server waits
+    if setting.store == "bucket":  # its server waits, not the reader
         dataset = _InBucket(dataset.path, dataset.tokenizer, dataset.token_bytes, dataset.info)
         reader, name_of_options = _READER, "_BUCKET_READ_OPTIONS"
     keys = dict(sequence_length=LENGTH, batch_size=STORE_BATCH, seed=0, position=0)
@@ -261,7 +263,7 @@ def _rate(path: pathlib.Path, setting: Setting, latency: float, seconds: float) 
 
 
 def close(batches: Iterator) -> None:
-    """Ends prefetch threads while the store exists: without it Google's client retries for long."""
+    """Ends prefetch threads; if the store ended first, Google's client would retry for long."""
     batches.close()
     for thread in threading.enumerate():
         if thread.name.startswith("grain-prefetch"):

@@ -4,7 +4,7 @@
 
 One layer at the LRKV paper's d36, one sequence, one query, random entries; the cache is full.
 "Expanding first" is the reference implementation, measured once: whole keys and values of every
-head, then attention. Measurements of a length are interleaved, and a time is the median. Beside
+head, then attention. A mechanism's measurements alternate with MHA's; a time is the median. Beside
 the times are predictions from bytes and from FLOPs, at the rates of reading an array and of a
 matrix product that the same run measures. Prints tables.
 """
@@ -47,7 +47,7 @@ class Step:
 def measure(length: int, dtype: jnp.dtype, *, rounds: int, expand: bool) -> list[dict]:
     """Returns a row per mechanism at one length, timed in turns with MHA.
 
-    Only MHA's cache and one other are held at a time: more would not fit.
+    Only MHA's cache and one other are in memory at a time: more would not fit.
     """
     mha = Step("MHA", length, dtype)
     machine.seconds(functools.partial(mha.run, "xla"))  # compiles
@@ -55,13 +55,13 @@ def measure(length: int, dtype: jnp.dtype, *, rounds: int, expand: bool) -> list
     for name in MECHANISMS:
         step = mha if name == "MHA" else Step(name, length, dtype)
         machine.seconds(functools.partial(step.run, "xla"))
-        taken, beside = [], []
+        seconds, mha_seconds = [], []
         for _ in range(rounds):
-            beside += machine.seconds(functools.partial(mha.run, "xla"))
-            taken += machine.seconds(functools.partial(step.run, "xla"))
+            mha_seconds += machine.seconds(functools.partial(mha.run, "xla"))
+            seconds += machine.seconds(functools.partial(step.run, "xla"))
         row = dict(mechanism=name, tokens=length, cache_bytes=step.bytes, flops=step.flops)
-        row |= dict(seconds=statistics.median(taken), range=(min(taken), max(taken)))
-        row |= dict(mha_seconds=statistics.median(beside))
+        row |= dict(seconds=statistics.median(seconds), range=(min(seconds), max(seconds)))
+        row |= dict(mha_seconds=statistics.median(mha_seconds))
         if expand:
             expanded = machine.seconds(functools.partial(step.run, "reference"), 2)[1]
             row |= dict(expanding_first=expanded)
@@ -131,13 +131,13 @@ def _dtype() -> jnp.dtype:
 
 
 def _lengths(option: str, text: str) -> list[int]:
-    found = sorted(lists.integers(option, text))
-    if len(found) < 2 or found[-1] > rope.MAX_POSITION:
+    lengths = sorted(lists.integers(option, text))
+    if len(lengths) < 2 or lengths[-1] > rope.MAX_POSITION:
         raise UserError(
             f"{option}={text}: must be two or more numbers, none above {rope.MAX_POSITION}: the "
             "last table is of the difference between the largest two"
         )
-    return found
+    return lengths
 
 
 def _measure(options: runner.Options) -> dict:

@@ -4,10 +4,10 @@
     python -m experiments.benchmarks.decode_memory --mechanism=MHA --mechanism='thin keys, 32'
 
 Four layers at the LRKV paper's d36, bfloat16, compiled ahead of time for one chip of a TPU, which
-need not be attached (`pip install -e '.[aot]'`). Physical bytes are the cache's as an argument,
-with its padding to tiles. Temporary memory is compared between caches of 1K and 32K tokens: it must
-not grow with the cache, and the whole cache must be aliased, that is updated in place. A second
-table has the same for one layer's attention on the CPU, float32.
+need not be attached (`pip install -e '.[aot]'`). Physical bytes are those of the cache with padding
+to tiles. Temporary memory is compared between caches of 1K and 32K tokens: it must not grow with
+the cache, and the whole cache must be aliased, that is updated in place. A second table has the
+temporary memory of one layer's attention on the CPU, float32.
 """
 
 import re
@@ -59,14 +59,14 @@ def step_memory(
     arguments = (nnx.to_pure_dict(state), tokens, cache, counts)
     compiled = topology.compile_for(device, jax.jit(step, donate_argnums=2), *arguments)
     touch = jax.jit(lambda cache: jax.tree.map(lambda x: x + 1, cache), donate_argnums=0)
-    alone = topology.compile_for(device, touch, cache).memory_analysis()
+    cache_memory = topology.compile_for(device, touch, cache).memory_analysis()
     memory = compiled.memory_analysis()
     return dict(
         batch=batch,
         length=length,
         costs=batch * length * formulas.cache_bytes_per_token(config, BF16),
         logical=cache_lib.live_bytes(cache),
-        physical=alone.argument_size_in_bytes,
+        physical=cache_memory.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         kernel_calls=len(re.findall(_KERNEL, compiled.as_text())),

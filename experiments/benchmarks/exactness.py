@@ -5,8 +5,8 @@
 Held-out text goes through the model twice: as whole rows, as in training, and through the cache, a
 prefill chunk first and then token by token. Prints the largest difference of a logit, relative to
 the position's largest logit, and the number of positions with the same greedy token. Exits with 1
-if a logit differs by more than rounding, or if a greedy token differs that leads by more than
-rounding.
+if a logit differs by more than rounding, or if greedy tokens differ where the first leads the
+second by more than rounding ("clear").
 """
 
 import itertools
@@ -33,10 +33,10 @@ PREFILLS = (1, 128)  # tokens that enter the cache in one chunk
 
 
 def held_out(workdir: epath.Path, positions: int, rows: int) -> np.ndarray:
-    """Returns [rows, positions] tokens of a run's validation text, training rows joined end to end.
+    """Returns tokens [rows, positions] of a run's validation text: its packed rows, concatenated.
 
     Raises:
-      UserError: not a workdir, or less text than that.
+      UserError: not a workdir, or too little text.
     """
     dataset = loader.open_dataset(prepare.prepare(trained.experiment_of(workdir).data))
     T = dataset.sequence_length
@@ -76,7 +76,10 @@ def from_cache(
 
 
 def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
-    """Returns the largest difference over scale, and the agreement of greedy tokens."""
+    """Returns the largest difference relative to the scale, and the agreement of greedy tokens.
+
+    A position is clear if its first logit leads the second by more than rounding.
+    """
     scale_BT1 = np.abs(full_BTV).max(-1, keepdims=True)
     second, first = np.sort(full_BTV, axis=-1)[..., -2:].transpose(2, 0, 1)
     clear_BT = (first - second) / scale_BT1[..., 0] > ROUNDING
@@ -91,15 +94,15 @@ def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
 
 
 def measure(loaded: trained.LoadedModel, tokens_BT: np.ndarray) -> list[dict]:
-    """Compares decoding with recomputing for every size of the first chunk."""
+    """Compares logits from the cache with those of whole rows for each size of the first chunk."""
     compute = loaded.compute
     whole = jax.jit(lambda model, tokens: model.logits(model(tokens, compute=compute)))
     full_BTV = np.asarray(whole(loaded.model, tokens_BT))
     results = []
     for prefill in PREFILLS:
         cached_BTV = from_cache(loaded.model, tokens_BT, prefill=prefill, compute=compute)
-        found = compare(full_BTV, cached_BTV)
-        results.append(found | dict(prefill=prefill, step=loaded.step))
+        comparison = compare(full_BTV, cached_BTV)
+        results.append(comparison | dict(prefill=prefill, step=loaded.step))
     return results
 
 

@@ -6,8 +6,8 @@ For each batch size, one generation warms up, --repeats others are measured at d
 temperatures, and a last one has top-k and top-p. Only the first should compile; later compilations
 are counted. Figures are medians over the repeats. Time to first token runs from the call until the
 first token of every sequence is on the host; it includes checks and the cache's allocation. Prefill
-tokens/s divide the prompts' tokens by it; decode tokens/s count all tokens after the first. Prints
-a table.
+tokens/s are the prompts' tokens over this time; decode tokens/s count all tokens after the first.
+Prints a table.
 """
 
 import statistics

@@ -16,12 +16,12 @@ from kvjax.foundation.errors import UserError
 
 def seconds(run: Callable[[], jax.Array], repeats: int = 1) -> list[float]:
     """Returns the wall-clock seconds of each call, until its result is ready."""
-    taken = []
+    elapsed = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return taken
+        elapsed.append(time.perf_counter() - start)
+    return elapsed
 
 
 def matmul_rate(dtype: jnp.dtype, size: int | None = None, repeats: int = 10) -> float:
@@ -32,7 +32,8 @@ def matmul_rate(dtype: jnp.dtype, size: int | None = None, repeats: int = 10) ->
     """
     if size is None:
         size = 2048 if jax.default_backend() == "cpu" else 8192
-    a = jax.random.normal(jax.random.key(0), (size, size), dtype)  # of zeros a GPU is faster
+    # Random numbers: a GPU multiplies zeros faster.
+    a = jax.random.normal(jax.random.key(0), (size, size), dtype)
     multiply = jax.jit(lambda a: a @ a)
     multiply(a).block_until_ready()
     return 2 * size**3 / statistics.median(seconds(lambda: multiply(a), repeats))
@@ -48,28 +49,29 @@ def read_rate(dtype: jnp.dtype, gigabytes: float = 1.0, repeats: int = 9) -> flo
     return a.nbytes / statistics.median(seconds(lambda: multiply(a, x), repeats))
 
 
-def check_room(given: str, size: int, *, memory: int, disk: int) -> None:
+def check_room(options: str, size: int, *, memory: int, disk: int) -> None:
     """Raises a UserError unless copies of a state fit free memory and disk.
 
     Args:
-      given: the options that determine its size.
+      options: text of the options that determine the state's size.
       size: bytes of the state.
-      memory, disk: number of copies.
+      memory, disk: number of copies in each.
     """
     free_disk = shutil.disk_usage(tempfile.gettempdir()).free
-    places = {
+    needs = {
         "in memory": (memory, psutil.virtual_memory().available),
         "on disk": (disk, free_disk),
     }
-    for place, (copies, available) in places.items():
-        what = f"a state of {size / 1e9:,.1f} GB, {copies} x {place},"
-        check_fits(given, what, copies * size, available)
+    for location, (copies, available) in needs.items():
+        subject = f"a state of {size / 1e9:,.1f} GB, {copies} x {location},"
+        check_fits(options, subject, copies * size, available)
 
 
-def check_fits(given: str, what: str, needed: float, available: float | None = None) -> None:
+def check_fits(options: str, subject: str, needed: float, available: float | None = None) -> None:
     """Raises a UserError if more bytes are needed than available (None: a device's memory)."""
     available = runtime.memory_per_device() if available is None else available
     if needed > available:
         raise UserError(
-            f"{given}: {what} needs {needed / 1e9:,.1f} GB of {available / 1e9:,.1f} GB: give less"
+            f"{options}: {subject} needs {needed / 1e9:,.1f} GB of {available / 1e9:,.1f} GB: "
+            "give less"
         )

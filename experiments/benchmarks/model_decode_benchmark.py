@@ -3,11 +3,10 @@
     python -m experiments.benchmarks.model_decode_benchmark [--points=1x32768,4x32768] [--save]
 
 All 36 layers and the head, bfloat16, random weights: one token of each sequence in, its most likely
-successor out, the cache appended to in place. Caches are full but for the tokens of the run. A
-step's time is the slope between a short and a long chain of steps, the median of several; steps are
-started one by one from the host, as in generation. The GB/s count weights and cache once, and are
-compared with the rate of a copy. Points that do not fit the device are skipped and listed. Prints a
-table.
+successor out, the cache appended to in place. Caches are full except for the tokens of the run. A
+step's time is the slope between a short and a long chain of steps, the median of several; the host
+starts steps one by one, as in generation. The GB/s count weights and cache once, and are compared
+with the rate of a copy. Points that do not fit the device are skipped and listed. Prints a table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,8 +41,8 @@ NAME = "model_decode_benchmark"
 LAYERS = 36
 BF16 = jnp.dtype(jnp.bfloat16)
 _NAMES = ("MHA", "GQA-6", "LRKV", "LRKV without RoPE", "MLA")
-_ROOM = 0.94  # of the device's memory, for weights and cache
-_DRAWN = 1024  # tokens of a cache that are drawn, then repeated
+_ROOM = 0.94  # share of the device's memory for weights and cache
+_DRAWN = 1024  # random tokens of a cache, which are repeated
 
 
 class Stepper:
@@ -82,10 +81,10 @@ class Stepper:
         )
 
         def entries(key, x):
-            few = (*x.shape[:-1], min(_DRAWN, x.shape[-1]))
+            drawn_shape = (*x.shape[:-1], min(_DRAWN, x.shape[-1]))
             draw = jax.random.normal if x.dtype == BF16 else _around_1
-            times = -(-x.shape[-1] // few[-1])
-            return jnp.tile(draw(key, few, x.dtype), times)[..., : x.shape[-1]]
+            repeats = -(-x.shape[-1] // drawn_shape[-1])
+            return jnp.tile(draw(key, drawn_shape, x.dtype), repeats)[..., : x.shape[-1]]
 
         return cache_lib.Cache(_drawn(shapes.layers, entries), jnp.zeros(batch, jnp.int32))
 
@@ -133,10 +132,10 @@ def seconds_per_step(
     steps: int,
     rounds: int,
 ) -> list[float]:
-    """Returns `rounds` times of a step in seconds, from chains of `steps` and 3 x `steps`.
+    """Returns `rounds` measurements of a step in seconds, from chains of `steps` and 3 x `steps`.
 
     Args:
-      length: tokens that the cache holds before a chain; it has room for the chain's.
+      length: cached tokens before a chain; the cache has room for the chain's tokens.
     """
     batch = cache.lengths.shape[0]
 
@@ -158,7 +157,7 @@ def seconds_per_step(
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A model with `batch` cached sequences of `length` tokens, and room for a chain's."""
+    """A model with `batch` cached sequences of `length` tokens, and room for a chain's tokens."""
 
     stepper: Stepper
     batch: int
@@ -186,7 +185,7 @@ class Point:
     def measure(self, program: Callable[[], jax.stages.Compiled], rounds: int) -> dict:
         """Measures seconds per step and rates; returns the reason if that fails."""
         try:
-            taken = seconds_per_step(
+            seconds = seconds_per_step(
                 program(),
                 self.stepper.weights(),
                 self.stepper.cache(self.batch, self.capacity),
@@ -194,11 +193,11 @@ class Point:
                 steps=self.steps,
                 rounds=rounds,
             )
-        except Exception as error:  # one that fails does not end the others
+        except Exception as error:  # a failed point does not end the benchmark
             return dict(why=first_line(error))
-        median = statistics.median(taken)
+        median = statistics.median(seconds)
         return dict(
-            seconds=dataclasses.asdict(timing.spread(taken)),
+            seconds=dataclasses.asdict(timing.spread(seconds)),
             tokens_per_second=self.batch / median,
             gbps=sum(self.read.values()) / median / 1e9,
         )
@@ -228,18 +227,18 @@ def measured(
 
 
 def with_mha(rows: Sequence[dict]) -> list[dict]:
-    """Adds `speedup`, MHA's time over the row's, where MHA has one at the same point."""
+    """Adds `speedup`, MHA's time over the row's, if MHA was measured at the same point."""
     mha = {
         (r["batch"], r["length"]): r["seconds"]["median"]
         for r in rows
         if r["mechanism"] == "MHA" and "seconds" in r
     }
-    found = []
+    with_speedup = []
     for r in rows:
         base = mha.get((r["batch"], r["length"]))
         known = base is not None and "seconds" in r
-        found.append(r | (dict(speedup=base / r["seconds"]["median"]) if known else {}))
-    return found
+        with_speedup.append(r | (dict(speedup=base / r["seconds"]["median"]) if known else {}))
+    return with_speedup
 
 
 def _measure(options: runner.Options) -> dict:
@@ -253,13 +252,13 @@ def _measure(options: runner.Options) -> dict:
         for name in options.mechanism:
             stepper = Stepper(model(name, options.layers), options.implementation)
             points = [Point(stepper, *point, options.steps) for point in options.points]
-            for point, found in measured(points, available, options.rounds):
-                if "gbps" in found:
-                    found["of_copy"] = found["gbps"] * 1e9 / copied
+            for point, figures in measured(points, available, options.rounds):
+                if "gbps" in figures:
+                    figures["of_copy"] = figures["gbps"] * 1e9 / copied
                 names = dict(mechanism=name, batch=point.batch, length=point.length)
-                rows.append(names | point.read | found)
-                told = found.get("why") or f"{1e3 * found['seconds']['median']:,.2f} ms a step"
-                command_line.say(f"{name}, {point.batch} x {point.length:,}: {told}")
+                rows.append(names | point.read | figures)
+                text = figures.get("why") or f"{1e3 * figures['seconds']['median']:,.2f} ms a step"
+                command_line.say(f"{name}, {point.batch} x {point.length:,}: {text}")
                 if options.save:  # an interrupted run leaves its rows
                     record.keep(NAME, about | dict(rows=with_mha(rows)), quiet=True)
     return about | dict(rows=with_mha(rows))
@@ -299,12 +298,12 @@ def _show(result: dict, out: Output) -> None:
 
 
 def _points(option: str, text: str) -> list[tuple[int, int]]:
-    found = []
+    points = []
     for point in text.split(","):
         if not re.fullmatch("[1-9][0-9]{0,6}x[1-9][0-9]{0,6}", point):
             raise UserError(f"{option}: {point[:40]!r} must be sequences x tokens, as 4x32768")
-        found.append(tuple(map(int, point.split("x"))))
-    return found
+        points.append(tuple(map(int, point.split("x"))))
+    return points
 
 
 main = runner.benchmark(

@@ -26,7 +26,7 @@ _HEAD = (
     b"HTTP/1.1 206 Partial Content\r\nContent-Type: application/octet-stream\r\n"
     b"Content-Range: bytes %d-%d/%d\r\nContent-Length: %d\r\n\r\n"
 )
-_SENT_AHEAD = 1 << 16  # most bytes in flight per connection, as in a network
+_SENT_AHEAD = 1 << 16  # limit of bytes in flight per connection, as in a network
 _CODE = (
     "import sys; from experiments.benchmarks import object_store; object_store.main(*sys.argv[1:])"
 )
@@ -55,13 +55,13 @@ class Store:
         writer.close()
 
     async def _answer(self, head: bytes, writer: asyncio.StreamWriter) -> None:
-        found = _OBJECT.match(head)
-        names = [urllib.parse.unquote(name.decode()) for name in found.groups()] if found else [""]
+        match = _OBJECT.match(head)
+        names = [urllib.parse.unquote(name.decode()) for name in match.groups()] if match else [""]
         path = "/".join(names)
         try:
             with open(os.path.join(self._folder, path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                first, end = _asked(head, size)
+                first, end = _requested_range(head, size)
                 self.requests.append((path, first, end - first))
                 await self._before(path, first)
                 writer.write(_HEAD % (first, end - 1, size, end - first))
@@ -73,12 +73,12 @@ class Store:
             writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
 
 
-def _asked(head: bytes, size: int) -> tuple[int, int]:
-    """Returns the first byte of the requested range, and the one after its last."""
-    found = _RANGE.search(head)
-    if not found:
+def _requested_range(head: bytes, size: int) -> tuple[int, int]:
+    """Returns the start and the end (exclusive) of the requested range of bytes."""
+    match = _RANGE.search(head)
+    if not match:
         return 0, size
-    first, last = found.groups()
+    first, last = match.groups()
     if not first:
         return max(0, size - int(last)), size
     return min(int(first), size), min(int(last) + 1, size) if last else size
@@ -102,7 +102,7 @@ def threaded(folder: os.PathLike, before: Callable[[str, int], Awaitable]) -> It
         thread.start()
         port, stop = started.result()
         try:
-            with _found_at(port):
+            with _endpoint_at(port):
                 yield store
         finally:
             stop()
@@ -115,7 +115,7 @@ def process(folder: os.PathLike, seconds: float) -> Iterator[None]:
     command = [sys.executable, "-c", _CODE, os.fspath(folder), str(seconds)]
     child = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        with _found_at(int(child.stdout.readline())):
+        with _endpoint_at(int(child.stdout.readline())):
             yield
     finally:
         child.kill()
@@ -123,7 +123,7 @@ def process(folder: os.PathLike, seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _found_at(port: int) -> Iterator[None]:
+def _endpoint_at(port: int) -> Iterator[None]:
     before = os.environ.get(ENDPOINT)
     os.environ[ENDPOINT] = f"http://127.0.0.1:{port}"
     try:

@@ -15,16 +15,16 @@ Columns = Mapping[str, str | Callable[[Mapping], object]]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option; its type is that of the default.
+    """An option; its default determines its type.
 
     Attributes:
       default: False makes a flag, True a flag with a negation; a list makes an option that may be
-        repeated; None and "" stand for a value that may be missing.
+        repeated; with None and "" the value may be missing.
       help: the help text without the default.
       least, most: bounds of a number, or of each number of a list.
       known: allowed values, or names of a repeated option.
       parse: returns the value from the option's name and its text.
-      kind: type of the value if the default does not tell.
+      kind: type of the value if the default is no number.
     """
 
     default: object
@@ -36,7 +36,7 @@ class Option:
     kind: type = str
 
     def add(self, parser: command_line.Parser, option: str) -> None:
-        """Adds it to a parser."""
+        """Adds the option to a parser."""
         value = self.default
         first = value[0] if isinstance(value, list) and value else value
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
@@ -46,8 +46,8 @@ class Option:
             parser.add_argument(option, action=action, default=value, help=text)
             return
         kind = type(first) if isinstance(first, int | float) else self.kind
-        many = dict(action="append") if isinstance(value, list) else dict(default=value)
-        parser.add_argument(option, type=kind, help=text, **many)
+        how = dict(action="append") if isinstance(value, list) else dict(default=value)
+        parser.add_argument(option, type=kind, help=text, **how)
 
     def checked(self, option: str, value):
         """Returns the value of the command line, parsed; raises a UserError outside the bounds."""
@@ -55,17 +55,17 @@ class Option:
             value = value or self.default
         if self.parse is not None:
             value = self.parse(option, value)
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if one is None or one == self.default == "":
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is None or item == self.default == "":
                 continue
             if self.known and isinstance(self.default, list):
-                lists.one(option, one, self.known)
+                lists.one(option, item, self.known)
             elif self.known:
-                one_of(option, one, self.known)
+                one_of(option, item, self.known)
             if self.most is not None:
-                between(option, one, self.least, self.most)
+                between(option, item, self.least, self.most)
             elif self.least is not None:
-                at_least(option, one, self.least)
+                at_least(option, item, self.least)
         return value
 
 
@@ -83,10 +83,10 @@ def benchmark(
     """Returns the `main` of a benchmark.
 
     Args:
-      name: of the record in experiments/results, or a function of the options.
+      name: name of the record in experiments/results, or a function of the options.
       doc: the module's docstring.
-      measure: makes the JSON-able result.
-      show: prints its tables.
+      measure: from options to the JSON-able result.
+      show: prints the result's tables.
       check: raises a UserError for options that do not fit together.
       start: configures the process before the measurement.
       status: exit status by result.
@@ -99,16 +99,16 @@ def benchmark(
         text = "write the record to experiments/results"
         parser.add_argument("--save", action="store_true", help=text)
         parser.add_output()
-        given = parser.parse(arguments)
+        parsed = parser.parse(arguments)
         for key, option in options.items():
-            setattr(given, key, option.checked(f"--{key}", getattr(given, key)))
-        record.check(given.save)
-        check(given)
+            setattr(parsed, key, option.checked(f"--{key}", getattr(parsed, key)))
+        record.check(parsed.save)
+        check(parsed)
         start()
-        result, out = measure(given), Output(given)
+        result, out = measure(parsed), Output(parsed)
         show(result, out)
-        named = name if isinstance(name, str) else name(given)
-        record.record(named, result, out, save=given.save)
+        record_name = name if isinstance(name, str) else name(parsed)
+        record.record(record_name, result, out, save=parsed.save)
         return status(result)
 
     return main

@@ -1,4 +1,4 @@
-"""Measures the time to run a program in the sandbox, by its layers.
+"""Measures the time to run a program in the sandbox, by the sandbox's layers.
 
     python -m experiments.benchmarks.sandbox_cost [--repeats=20] [--save]
 
@@ -64,18 +64,18 @@ def measured(layers: Layers, problems: list[sandbox.Problem], repeats: int) -> d
     box = Box(layers)
     self_test.check(box, breaches=box.layers != ("none",))
     opened = time.perf_counter()
-    alone = [verdict.seconds for verdict in box.judge_all([_ONE] * repeats, workers=1)]
+    single = [verdict.seconds for verdict in box.judge_all([_ONE] * repeats, workers=1)]
     before = time.perf_counter()
     verdicts = box.judge_all(problems)
-    taken = time.perf_counter() - before
+    elapsed = time.perf_counter() - before
     return dict(
         layers=box.layers,
         open_s=round(opened - start, 2),
-        one_ms=round(1000 * statistics.median(alone), 1),
+        one_ms=round(1000 * statistics.median(single), 1),
         passed=sum(verdict.passed for verdict in verdicts),
         retried=sum(verdict.retried for verdict in verdicts),
-        all_s=round(taken, 2),
-        each_ms=round(1000 * taken / len(problems), 1),
+        all_s=round(elapsed, 2),
+        each_ms=round(1000 * elapsed / len(problems), 1),
     )
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from experiments.benchmarks import contender
 
 WARMUP = 3
-_BACKENDS = {  # of scaled dot product attention: one alone, or as PyTorch chooses
+_BACKENDS = {  # of scaled dot product attention; None: PyTorch chooses
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "default": None,
@@ -151,8 +151,8 @@ class Muon:
         self.recipe, self.count = recipe, 0
         self.stacks = []
         for shape in sorted({tuple(p.shape) for p in matrices}):
-            same = [p for p in matrices if tuple(p.shape) == shape]
-            self.stacks.append((same, torch.zeros(len(same), *shape, device=same[0].device)))
+            stack = [p for p in matrices if tuple(p.shape) == shape]
+            self.stacks.append((stack, torch.zeros(len(stack), *shape, device=stack[0].device)))
         options = dict(
             rate=recipe.matrix_learning_rate, steps=recipe.newton_schulz_steps, dtype=dtype
         )
@@ -165,8 +165,8 @@ class Muon:
     @torch.no_grad()
     def step(self) -> None:
         r = self.recipe
-        part = min(1.0, self.count / r.momentum_warmup_steps)
-        beta = torch.tensor(r.momentum_start + (r.momentum_end - r.momentum_start) * part)
+        progress = min(1.0, self.count / r.momentum_warmup_steps)
+        beta = torch.tensor(r.momentum_start + (r.momentum_end - r.momentum_start) * progress)
         for weights, mean in self.stacks:
             self.update(weights, [p.grad for p in weights], mean, beta)
         self.count += 1
@@ -196,8 +196,8 @@ class Training:
 
     Args:
       length: T.
-      parts: a batch goes through the model in this many.
-      compile_mode: of `torch.compile` for the model; None: neither it nor Muon is compiled.
+      parts: micro-batches per step.
+      compile_mode: `torch.compile`'s mode for the model; None: model and Muon are not compiled.
     """
 
     def __init__(
@@ -269,11 +269,11 @@ def training_speed(
 
     Args:
       shape, recipe: keyword arguments of `Shape` and `Recipe`.
-      rows, length: of the batch, [rows, length + 1].
-      parts: a batch goes through the model in this many.
+      rows, length: size of the batch [rows, length + 1].
+      parts: micro-batches per step.
       parameters: the number of parameters of kvjax's model.
       attention: a key of `_BACKENDS`.
-      compile_mode: of `torch.compile`.
+      compile_mode: mode of `torch.compile`.
 
     Returns:
       The dict of `jax_training.training_speed` without matmul_flops, and with `parameters`, the

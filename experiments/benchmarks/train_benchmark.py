@@ -12,10 +12,10 @@ PyTorch's first, each in a process of its own. Failed runs are listed at the end
 then 1.
 
 FLOPs are those of `costs.formulas.training_flops_per_token` (attention over all keys, nothing for
-rematerialisation or the optimizer). MFU is of the datasheet's bfloat16 peak, where there is one;
-the other rate is of a square product in the compute dtype, before and after each of our runs. Peak
-memory is what the library's allocator handed out. Prints a table; --save writes
-experiments/results/train_benchmark.json, off the CPU train_benchmark_DEVICE.json.
+rematerialisation or the optimizer). MFU is relative to the datasheet's bfloat16 peak, if there is
+a datasheet; the other rate is relative to a square matrix product in the compute dtype, measured
+before and after each kvjax run. Peak memory is the library's allocator's. Prints a table; --save
+writes experiments/results/train_benchmark.json, or train_benchmark_DEVICE.json for accelerators.
 """
 
 from collections.abc import Callable
@@ -76,13 +76,13 @@ def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> 
     """Returns the run of the PyTorch model of the experiment's shape.
 
     Raises:
-      UserError: the experiment's model or optimizer is not one that torch_training.py has.
+      UserError: torch_training.py does not implement the experiment's model or optimizer.
     """
     model, optimizer = experiment.model, experiment.optimizer
     if not is_plain(experiment):
         raise UserError(
-            f"--torch: {experiment.name} is not the recipe's MHA, which is all that "
-            "experiments/benchmarks/torch_training.py has: give a config like configs/mha_128m.py"
+            f"--torch: {experiment.name} is not the recipe's MHA, the only model of "
+            "experiments/benchmarks/torch_training.py: give a config like configs/mha_128m.py"
         )
     block, mechanism = model.block, model.mechanisms[0]
     shape = dict(
@@ -118,15 +118,15 @@ def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> 
 
 def is_plain(experiment: Experiment) -> bool:
     """Returns True for the recipe's MHA model and optimizer, which torch_training.py implements."""
-    c, first = experiment.model.block, experiment.model.mechanisms[0]
+    c, mechanism = experiment.model.block, experiment.model.mechanisms[0]
     sizes = ("num_layers", "d_model", "mlp_dim", "max_positions")
-    block = BlockConfig(**{key: getattr(c, key) for key in sizes})
-    heads = dict.fromkeys(("num_heads", "num_kv_heads", "num_bases"), first.num_heads)
-    dims = dict.fromkeys(("key_dim", "value_dim"), first.value_dim)
-    mechanism = GroupedConfig(**heads, **dims, rank=0)
+    plain_block = BlockConfig(**{key: getattr(c, key) for key in sizes})
+    heads = dict.fromkeys(("num_heads", "num_kv_heads", "num_bases"), mechanism.num_heads)
+    dims = dict.fromkeys(("key_dim", "value_dim"), mechanism.value_dim)
+    plain_mechanism = GroupedConfig(**heads, **dims, rank=0)
     return (
-        c == block
-        and set(experiment.model.mechanisms) == {mechanism}
+        c == plain_block
+        and set(experiment.model.mechanisms) == {plain_mechanism}
         and experiment.optimizer == OptimizerConfig()
     )
 
@@ -146,19 +146,21 @@ def runs_of(
       attention: empty for no PyTorch runs.
 
     Raises:
-      UserError: as `load`; PyTorch is not installed, has no such attention, or can run none of
-        the configs.
+      UserError: see `load`; or PyTorch is not installed, or the attention is unknown, or PyTorch
+        can run none of the configs.
     """
-    ours = [our_run(path, change, rows, steps) for path in paths for change in changes or [""]]
+    our_runs = [our_run(path, change, rows, steps) for path in paths for change in changes or [""]]
     if not attention:
-        return ours
+        return our_runs
     if importlib.util.find_spec("torch") is None:
         raise UserError("--torch: PyTorch is not installed; `pip install torch`")
     for name in attention:
         one_of("--torch_attention", name, ATTENTION)
-    every = [run.experiment for run in ours[:: len(changes or [""])]]  # a config's first changes
-    plain = [experiment for experiment in every if is_plain(experiment)] or every
-    return [torch_run(e, name, mode, steps) for e in plain for name in attention] + ours
+    experiments = [
+        run.experiment for run in our_runs[:: len(changes or [""])]
+    ]  # a config's first changes
+    plain = [experiment for experiment in experiments if is_plain(experiment)] or experiments
+    return [torch_run(e, name, mode, steps) for e in plain for name in attention] + our_runs
 
 
 def figures(run: Run, measured: dict) -> dict:
@@ -223,10 +225,12 @@ def measure(runs: list[Run]) -> tuple[list[dict], list[dict], float | None]:
     for run in runs:
         with progress.waiting(f"timing {run.name}"):
             measured = contender.run(run.module, run.arguments)
-        others = {row["platform"] for row in rows} - {measured.get("platform")}
-        if "error" not in measured and others:
+        other_platforms = {row["platform"] for row in rows} - {measured.get("platform")}
+        if "error" not in measured and other_platforms:
             platform = measured["platform"]
-            measured = dict(error=f"ran on {platform}, others on {others.pop()}: no comparison")
+            measured = dict(
+                error=f"ran on {platform}, others on {other_platforms.pop()}: no comparison"
+            )
         if "error" in measured:
             failed.append(dict(config=run.name) | measured)
             command_line.say(f"{run.name}: {measured['error']}")

@@ -28,7 +28,7 @@ class _Clock:
 def generate(model, prompt: list[int], num_tokens: int) -> dict:
     """Generates `num_tokens` tokens of one sequence, without a stop token."""
     ids_BT, clock = torch.tensor([prompt]), _Clock()
-    found_BT = model.generate(
+    tokens_BT = model.generate(
         ids_BT,
         attention_mask=torch.ones_like(ids_BT),
         do_sample=False,
@@ -39,7 +39,7 @@ def generate(model, prompt: list[int], num_tokens: int) -> dict:
     )
     _, first, *_, last = clock.seconds  # the prompt comes first
     rate = (num_tokens - 1) / (last - first)
-    tokens = found_BT[0, len(prompt) :].tolist()
+    tokens = tokens_BT[0, len(prompt) :].tolist()
     assert len(tokens) == num_tokens == len(clock.seconds) - 1
     return dict(tokens=tokens, first=first, decode_tokens_per_second=rate)
 

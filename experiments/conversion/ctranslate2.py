@@ -5,7 +5,7 @@
         string name, uint8 rank, uint32 shape[rank], uint8 type, uint32 bytes, data
     uint32 count, then per alias: string name, string name of a variable
 
-All little-endian; a string is a uint16 length, that many bytes, and the last of them is 0. Source:
+All little-endian. A string is a uint16 length and as many bytes, the last of which is 0. Source:
 OpenNMT/CTranslate2, python/ctranslate2/specs/model_spec.py.
 """
 
@@ -44,9 +44,9 @@ def read(path: epath.PathLike, *, specification: str, revision: int) -> dict[str
 
 
 def _variables(file: "_Reader", expected: tuple) -> dict[str, np.ndarray]:
-    found = file.number("I"), file.string(), file.number("I")
-    if found != expected:
-        raise ValueError(f"it begins with {found}")
+    header = file.number("I"), file.string(), file.number("I")
+    if header != expected:
+        raise ValueError(f"it begins with {header}")
     variables = {file.string(): file.array() for _ in range(file.number("I"))}
     for _ in range(file.number("I")):
         alias, name = file.string(), file.string()
@@ -63,9 +63,9 @@ class _Reader:
         self.content, self.offset = content, 0
 
     def number(self, code: str) -> int:
-        (found,) = struct.unpack_from(f"<{code}", self.content, self.offset)
+        (value,) = struct.unpack_from(f"<{code}", self.content, self.offset)
         self.offset += struct.calcsize(code)
-        return found
+        return value
 
     def string(self) -> str:
         (text,) = struct.unpack_from(f"{self.number('H')}s", self.content, self.offset)
@@ -78,6 +78,6 @@ class _Reader:
         count, size = math.prod(shape), self.number("I")
         if size != count * dtype.itemsize:
             raise ValueError(f"{dtype}{list(shape)} in {size} bytes")
-        found = np.frombuffer(self.content[self.offset : self.offset + size], dtype)
+        flat = np.frombuffer(self.content[self.offset : self.offset + size], dtype)
         self.offset += size
-        return found.reshape(shape)
+        return flat.reshape(shape)

@@ -1,6 +1,6 @@
 """Perplexity before tuning: a curve over ranks for each conversion method.
 
-A point is a rank, as the tables show it, and the methods applied in turn. A rank that heads share
+A point is a rank, in the tables' unit, and the methods applied in turn. A total rank of all heads
 is divided by their number and rounded down, as in thin keys' Table 5.
 """
 
@@ -16,7 +16,7 @@ from kvjax.convert.methods import LowRankKV, Method, ThinKeys
 from kvjax.foundation import progress
 
 Methods = tuple[Method, ...]  # applied in turn; (): the original
-OBJECTIVES = {  # by part; of queries "outputs" would be the same as "inputs"
+OBJECTIVES = {  # by part; for queries, "outputs" would equal "inputs"
     "key": ("weights", "inputs", "outputs"),
     "query": ("weights", "inputs"),
     "both": ("weights", "inputs"),
@@ -29,7 +29,7 @@ class Curve(NamedTuple):
     """Methods by rank."""
 
     name: str
-    about: dict  # JSON-able keys by which tables select the curve
+    about: dict  # keys of the record, JSON-able
     methods: Mapping[int, Methods]
 
 
@@ -47,7 +47,8 @@ def thin_keys(
     """Returns the curve of thin keys.
 
     Args:
-      heads: number of heads that divide a rank in mode "per_head"; 1 if ranks are per head.
+      heads: the divisor of a rank in mode "per_head": the number of heads, or 1 if ranks are per
+        head.
     """
     share = heads if mode == "per_head" else 1
     keys = dict(mode=mode, part=part, objective=objective)
@@ -124,7 +125,7 @@ def tasks(
     settings: dict,
     seconds: float,
 ) -> list[records.Task]:
-    """Returns the tasks that measure perplexity by rank: the original's, and one per curve.
+    """Returns the tasks that measure perplexity by rank: one for the original, and one per curve.
 
     Args:
       model: first part of the records' names.
@@ -137,18 +138,17 @@ def tasks(
     def task(name: str, make: Callable[[], dict], points: int) -> records.Task:
         return records.Task(f"{model}/before/{name}", settings, make, seconds * points)
 
-    found = [task("original", lambda: point(measure(()), mechanisms) | shape, 1)]
+    all_tasks = [task("original", lambda: point(measure(()), mechanisms) | shape, 1)]
     for curve in curves:
         make = functools.partial(figures, curve, mechanisms, measure)
-        found.append(task(curve.name, make, len(curve.methods)))
-    return found
+        all_tasks.append(task(curve.name, make, len(curve.methods)))
+    return all_tasks
 
 
 def point(measured: Measured, mechanisms: Sequence[MechanismConfig]) -> dict:
-    """Returns one point: cached elements per token and their share, perplexity, and relative
-    errors."""
+    """Returns one point: cached elements per token, their share, perplexity, and mean errors."""
     elements = cached(measured.mechanisms)
     names = dict.fromkeys(name for errors in measured.errors for name in errors)
     lost = {name: statistics.mean(errors[name] for errors in measured.errors) for name in names}
-    of_it = dict(cached=elements, share=elements / cached(mechanisms))
-    return of_it | dict(perplexity=measured.perplexity, lost=lost)
+    sizes = dict(cached=elements, share=elements / cached(mechanisms))
+    return sizes | dict(perplexity=measured.perplexity, lost=lost)

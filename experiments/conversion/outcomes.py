@@ -43,11 +43,12 @@ def variant_label(variant: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """One conversion's runs of one setting.
+    """The tuned runs of one conversion in one setting.
 
     Attributes:
-      before, after: perplexity before and after tuning; after by seed.
-      control: after, by seed, of the runs without conversion.
+      before: perplexity before tuning.
+      after: perplexity after tuning, by seed.
+      control: perplexity after tuning without conversion, by seed.
     """
 
     name: str
@@ -66,8 +67,8 @@ class Tuned:
         if self.name == CONTROL or not seeds:
             return None
         changes = [relative(self.after[seed], self.control[seed]) for seed in seeds]
-        found = estimate(changes)
-        return found.mean, found.half
+        change = estimate(changes)
+        return change.mean, change.half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +91,9 @@ class Outcomes:
 
     @functools.cached_property
     def before(self) -> dict[str, dict]:
-        """Returns curves by name, and "original"."""
-        found = records.in_folder(f"{self.name}/before")
-        return {name.rpartition("/")[2]: result for name, result in found.items()}
+        """Returns the results before tuning by name: curves, and "original"."""
+        results = records.in_folder(f"{self.name}/before")
+        return {name.rpartition("/")[2]: result for name, result in results.items()}
 
     @property
     def original(self) -> dict | None:
@@ -136,24 +137,24 @@ def _setting(runs: Sequence[dict]) -> TuningSetting:
     for run in runs:
         by_variant.setdefault(run["settings"]["variant"], []).append(run)
     control = _by_seed(by_variant.get(CONTROL, ()))
-    made = [
+    tuned = [
         Tuned(
             name=name,
-            cached=found[0]["cached"],
-            share=found[0]["share"],
-            before=found[0]["before"],
-            after=_by_seed(found),
+            cached=variant_runs[0]["cached"],
+            share=variant_runs[0]["share"],
+            before=variant_runs[0]["before"],
+            after=_by_seed(variant_runs),
             control=control,
         )
-        for name, found in by_variant.items()
+        for name, variant_runs in by_variant.items()
     ]
-    made.sort(key=lambda v: (v.name != CONTROL, re.sub(r"_r\d+$", "", v.name), -v.share))
+    tuned.sort(key=lambda v: (v.name != CONTROL, re.sub(r"_r\d+$", "", v.name), -v.share))
     s = runs[0]["settings"]
     share = s.get("teacher_share", 0.0)
     learns = f"text and the original's predictions ({share:g} of the loss)" if share else "text"
     tokens = s["steps"] * s["batch"] * s["row_length"]
     label = f"{_LEARN[s['tune']]} trained on {learns}, {tokens:,} tokens, rate {s['rate']:g}"
-    return TuningSetting(label, made)
+    return TuningSetting(label, tuned)
 
 
 def _by_seed(runs: Sequence[dict]) -> dict[int, float]:

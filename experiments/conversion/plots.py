@@ -40,7 +40,9 @@ def write() -> list[pathlib.Path]:
     files = []
     record.check_folder("--stage=report", record.RESULTS / FOLDER)
     with theme.styled(font__size=10, axes__labelsize=10):
-        for outcomes in filter(lambda one: one.original, map(Outcomes, SUBJECTS)):
+        for outcomes in map(Outcomes, SUBJECTS):
+            if not outcomes.original:
+                continue
             path = record.RESULTS / FOLDER / f"{outcomes.name}_cache.png"
             figure = by_cache_size(outcomes)
             figure.savefig(path, dpi=160, metadata=dict(Software=None), facecolor="white")
@@ -77,13 +79,14 @@ def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
         va="top",
         fontsize=9,
     )
-    has_joint = outcomes.curve("key_joint_weights") is not None  # one SVD of the weights is enough
-    for curve, label, color, style in _BEFORE:
-        found = outcomes.curve(curve)
-        if found is None or (has_joint and curve == "key_per_head_weights"):
+    # Of the two SVDs of weights one is drawn.
+    has_joint = outcomes.curve("key_joint_weights") is not None
+    for name, label, color, style in _BEFORE:
+        curve = outcomes.curve(name)
+        if curve is None or (has_joint and name == "key_per_head_weights"):
             continue
-        xs = [point["share"] for point in found["points"]]
-        ys = [point["perplexity"] for point in found["points"]]
+        xs = [point["share"] for point in curve["points"]]
+        ys = [point["perplexity"] for point in curve["points"]]
         axes.plot(xs, ys, style, color=color, label=label, markersize=5)
 
 
@@ -97,15 +100,15 @@ def _tuned(axes: Axes, setting: TuningSetting) -> None:
     text = f"control (tuned, not converted) {mean:.4g}"
     units = dict(xycoords=("axes fraction", "data"), textcoords="offset points")
     axes.annotate(text, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **units)
-    left = [variant for variant in setting.variants if variant is not control]
+    remaining = [variant for variant in setting.variants if variant is not control]
     for start, label, color, style in _AFTER:
-        found = sorted((v for v in left if v.name.startswith(start)), key=lambda v: v.share)
-        left = [variant for variant in left if variant not in found]
-        if not found:
+        chosen = sorted((v for v in remaining if v.name.startswith(start)), key=lambda v: v.share)
+        remaining = [variant for variant in remaining if variant not in chosen]
+        if not chosen:
             continue
-        xs = [variant.share for variant in found]
-        ys = [statistics.mean(variant.after.values()) for variant in found]
-        halves = [variant.half_interval() or 0.0 for variant in found]
+        xs = [variant.share for variant in chosen]
+        ys = [statistics.mean(variant.after.values()) for variant in chosen]
+        halves = [variant.half_interval() or 0.0 for variant in chosen]
         axes.errorbar(xs, ys, halves, fmt=style, color=color, label=label, capsize=4, markersize=5)
 
 

@@ -21,8 +21,8 @@ class Task:
     """One record to make.
 
     Attributes:
-      name: of the record.
-      settings: everything that the figures depend on but the code, JSON-able.
+      name: name of the record.
+      settings: everything except code that determines the figures, JSON-able.
       make: returns the figures, JSON-able.
       seconds: expected time on two CPU cores, for plans.
     """
@@ -39,21 +39,24 @@ def file() -> pathlib.Path:
 
 def read(name: str) -> dict | None:
     """Returns a result; None for a missing one or a failure."""
-    found = record_lines.find(file(), name)
-    return None if found is None or "error" in found else found
+    result = record_lines.find(file(), name)
+    return None if result is None or "error" in result else result
 
 
 def in_folder(folder: str) -> dict[str, dict]:
     """Returns the results whose names begin with `folder`/, in alphabetical order."""
-    every = record_lines.read(file()).items()
-    inside = {name: found for name, found in every if name.startswith(f"{folder}/")}
-    return {name: found for name, found in inside.items() if "error" not in found}
+    results = record_lines.read(file()).items()
+    return {
+        name: result
+        for name, result in results
+        if name.startswith(f"{folder}/") and "error" not in result
+    }
 
 
 def failed() -> dict[str, str]:
     """Returns the message of each failure by name."""
-    every = record_lines.read(file()).items()
-    return {name: found["error"] for name, found in every if "error" in found}
+    results = record_lines.read(file()).items()
+    return {name: result["error"] for name, result in results if "error" in result}
 
 
 def missing(tasks: Sequence[Task]) -> list[Task]:
@@ -62,29 +65,30 @@ def missing(tasks: Sequence[Task]) -> list[Task]:
     Raises:
       UserError: a result has other settings.
     """
-    left = []
+    without_result = []
     for task in tasks:
-        found = read(task.name)
-        if found is None:
-            left.append(task)
-        elif found["settings"] != json.loads(json.dumps(task.settings)):
+        result = read(task.name)
+        if result is None:
+            without_result.append(task)
+        elif result["settings"] != json.loads(json.dumps(task.settings)):
             raise UserError(
                 f"{task.name} in {file()}: was made with "
-                f"{_differing(found['settings'], task.settings)}; give the same, or remove its line"
+                f"{_differing(result['settings'], task.settings)}; give the same, or remove its "
+                "line"
             )
-    return left
+    return without_result
 
 
-def _differing(there: dict, wanted: dict) -> str:
-    keys = [key for key in {**there, **wanted} if there.get(key) != wanted.get(key)]
-    return ", ".join(f"{key} = {there.get(key)} (now {wanted.get(key)})" for key in keys)
+def _differing(stored: dict, wanted: dict) -> str:
+    keys = [key for key in {**stored, **wanted} if stored.get(key) != wanted.get(key)]
+    return ", ".join(f"{key} = {stored.get(key)} (now {wanted.get(key)})" for key in keys)
 
 
-def seconds_left(tasks: Sequence[Task], left: Sequence[Task]) -> float:
+def seconds_left(tasks: Sequence[Task], remaining: Sequence[Task]) -> float:
     """Returns the expected seconds of the tasks in `left`, scaled by the tasks already done."""
-    known = [(t, read(t.name)["seconds"]) for t in tasks if t not in left]
-    speed = statistics.median(took / task.seconds for task, took in known) if known else 1.0
-    return speed * sum(task.seconds for task in left)
+    done = [(t, read(t.name)["seconds"]) for t in tasks if t not in remaining]
+    speed = statistics.median(took / task.seconds for task, took in done) if done else 1.0
+    return speed * sum(task.seconds for task in remaining)
 
 
 def make(tasks: Sequence[Task]) -> int:

@@ -96,17 +96,17 @@ class Subject:
         return self._rows("train", CALIBRATION_TOKENS)[:, :-1]
 
     def measure(self, methods: Methods) -> Measured:
-        """Measures held-out perplexity after a method, or of the original."""
+        """Measures held-out perplexity after at most one method; (): of the original."""
         if not methods:
-            found = self.perplexity(self.model)
-            return Measured(self.model.transformer.mechanisms, (), found)
+            value = self.perplexity(self.model)
+            return Measured(self.model.transformer.mechanisms, (), value)
         (method,) = methods
         moments = None if method.objective == "weights" else self.moments
         by_layer = [method] * self.model.transformer.block.num_layers
         converted = ConvertedModel(self.model, by_layer, moments)
-        found = self.perplexity(converted)
+        value = self.perplexity(converted)
         errors = [converted.errors[layer] for layer in sorted(converted.errors)]
-        return Measured(converted.transformer.mechanisms, errors, found)
+        return Measured(converted.transformer.mechanisms, errors, value)
 
     def perplexity(self, model: model_lib.LazyModel) -> float:
         return perplexity.perplexity(model, self.validation_BT)
@@ -123,16 +123,18 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
     """Returns the curves to measure for a model of this shape."""
     ranks = [rank for rank in RANKS if rank < head_dim]
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
-    found = []
+    chosen_curves = []
     for part, objectives in curves.OBJECTIVES.items():
-        # Thin keys factor keys alone: the other parts are controls, measured with the paper's
-        # objective, which is the first one, and with the last.
+        # Thin keys factor keys alone. The other parts are controls, measured with the first
+        # objective, the paper's, and with the last.
         chosen = objectives if part == "key" else (objectives[0], objectives[-1])
-        found += [curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen]
+        chosen_curves += [
+            curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen
+        ]
     for objective in curves.LRKV_OBJECTIVES:
-        found.append(curves.joint_keys_and_values(ranks, objective, heads=num_kv_heads))
-        found.append(curves.lrkv(residual, objective))
-    return found
+        chosen_curves.append(curves.joint_keys_and_values(ranks, objective, heads=num_kv_heads))
+        chosen_curves.append(curves.lrkv(residual, objective))
+    return chosen_curves
 
 
 def rank_tasks(subject: Subject) -> list[records.Task]:
@@ -141,19 +143,19 @@ def rank_tasks(subject: Subject) -> list[records.Task]:
     shape = dict(num_heads=mechanisms[0].num_kv_heads, head_dim=mechanisms[0].key_dim)
     seconds = _SECONDS_PER_POINT * subject.validation_tokens / 16_384
     about = dict(shape=shape, settings=subject.settings, seconds=seconds)
-    found = curves.tasks(
+    tasks = curves.tasks(
         "smollm2", all_curves(*shape.values()), mechanisms, subject.measure, **about
     )
     make = functools.partial(_split, subject, SPLIT_RANKS)
     name = "smollm2/before/key_value_split_outputs"
-    return [*found, records.Task(name, subject.settings, make, seconds * len(SPLIT_RANKS))]
+    return [*tasks, records.Task(name, subject.settings, make, seconds * len(SPLIT_RANKS))]
 
 
 def _split(subject: Subject, ranks: Sequence[int]) -> dict:
-    """Measures one latent of all keys and one of all values, whose ranks differ.
+    """Measures one latent of all keys and one of all values, with different ranks.
 
-    The budget is the bytes of keys and values that both have one of `ranks`. It is divided as by
-    `kvjax.convert --cache`: so that attention's outputs change least.
+    The budget is the bytes of keys and values of equal rank, for each of `ranks`. It is divided as
+    by `kvjax.convert --cache`: so that attention's outputs change least.
     """
     config, methods = subject.model.transformer, {}
     whole = formulas.cache_bytes_per_token(config, _DTYPE)
@@ -187,12 +189,12 @@ def tuning_tasks(
     steps = max(1, tokens // (BATCH * ROW_LENGTH))
     settings = subject.settings | dict(steps=steps, batch=BATCH, rate=rate, tune=TUNE, seed=0)
     seconds = _SECONDS_PER_RUN * steps * BATCH * ROW_LENGTH / 100_352
-    found = []
+    tasks = []
     for variant in TUNED:
         make = functools.partial(_tune, subject, variant, steps=steps, rate=rate, runs=runs)
         name = f"smollm2/after/{TUNE}_text_rate{rate:g}/{variant}_seed0"
-        found.append(records.Task(name, settings | dict(variant=variant), make, seconds))
-    return found
+        tasks.append(records.Task(name, settings | dict(variant=variant), make, seconds))
+    return tasks
 
 
 def _tune(subject: Subject, variant: str, *, steps: int, rate: float, runs: epath.Path) -> dict:
@@ -220,11 +222,11 @@ def _tune(subject: Subject, variant: str, *, steps: int, rate: float, runs: epat
 def _conversion(source: epath.Path, out: epath.Path, variant: str) -> list[str]:
     (method,) = TUNED[variant]
     name = "lrkv" if isinstance(method, LowRankKV) else "thin_keys"
-    given = dataclasses.asdict(method)
+    settings = dataclasses.asdict(method)
     for key in ("absorb", "value_rank", "step"):  # not options of the command
-        given.pop(key, None)
-    aligned = given.pop("align", True)
-    options = dict(source=source, out=out, method=name) | given
+        settings.pop(key, None)
+    aligned = settings.pop("align", True)
+    options = dict(source=source, out=out, method=name) | settings
     options |= dict(calibrate=TEXT, calibrate_tokens=CALIBRATION_TOKENS, row_length=ROW_LENGTH)
     options["evaluate_tokens"] = 0
     command = ["-m", "kvjax.convert", *(f"--{key}={value}" for key, value in options.items())]
@@ -252,8 +254,8 @@ def _run(command: Sequence[str], log: epath.Path) -> None:
             [sys.executable, *command], stdout=out, stderr=subprocess.STDOUT, check=False
         ).returncode
     if status:
-        *_, last = ["", *log.read_text().splitlines()]
-        raise UserError(f"python {' '.join(command[:2])}: exit status {status}: {last}")
+        *_, last_line = ["", *log.read_text().splitlines()]
+        raise UserError(f"python {' '.join(command[:2])}: exit status {status}: {last_line}")
 
 
 def _shown(command: Sequence[str], runs: epath.Path) -> str:

@@ -59,7 +59,7 @@ def _parts(outcomes: Outcomes) -> Iterator[Table]:
 
 
 def _objectives(outcomes: Outcomes) -> Iterator[Table]:
-    """Yields thin keys by objective: least error of weights, inputs or outputs."""
+    """Yields tables of thin keys by mode and objective (error of weights, inputs or outputs)."""
     for part in ("key", "key_value"):
         curves = {}
         for mode in (*_OF_MODE, "split"):  # "split": joint latents, ranks by output error
@@ -68,8 +68,8 @@ def _objectives(outcomes: Outcomes) -> Iterator[Table]:
                     curves[f"{mode.replace('_', ' ')}, {objective}"] = curve
         if not curves:
             continue
-        what = "keys alone" if part == "key" else "keys and values"
-        title = f"{outcomes.title}, before tuning: {what}, by mode and objective"
+        label = "keys alone" if part == "key" else "keys and values"
+        title = f"{outcomes.title}, before tuning: {label}, by mode and objective"
         shares = {}
         for curve in curves.values():  # a split has fewer ranks than the others
             shares |= _shares(curve)
@@ -116,13 +116,15 @@ def _of_lrkv(outcomes: Outcomes) -> Iterator[Table]:
     yield Table(title, ("rank of a residual", "cache", *curves), rows, (outcomes.note,))
 
 
-def _by_rank(outcomes: Outcomes, curves: Iterable[dict], first: dict | None = None) -> list[tuple]:
+def _by_rank(
+    outcomes: Outcomes, curves: Iterable[dict], second_column: dict | None = None
+) -> list[tuple]:
     """Returns a row per rank: perplexity of every curve, and its relative increase."""
     points = [{point["rank"]: point["perplexity"] for point in curve["points"]} for curve in curves]
     rows = []
     for rank in dict.fromkeys(rank for of_curve in points for rank in of_curve):
         cells = [_loss(of_curve.get(rank), outcomes) for of_curve in points]
-        rows.append((rank, *([] if first is None else [first[rank]]), *cells))
+        rows.append((rank, *([] if second_column is None else [second_column[rank]]), *cells))
     return rows
 
 
@@ -133,8 +135,8 @@ def _shares(curve: dict) -> dict[int, str]:
 def _loss(perplexity: float | None, outcomes: Outcomes) -> str:
     if perplexity is None:
         return "-"
-    more = relative(perplexity, outcomes.original["perplexity"])
-    return f"{_short(perplexity)} ({percent(more)})"
+    increase = relative(perplexity, outcomes.original["perplexity"])
+    return f"{_short(perplexity)} ({percent(increase)})"
 
 
 # -- after tuning ----------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Whisper:
     def encode(self, text: str) -> list[int]:
         """Returns token ids of a text in transcript form: a space before each word, no line breaks.
 
-        With line breaks, Shakespeare's held-out text has 1.4 times the bits per byte.
+        With its line breaks, Shakespeare's held-out text costs 1.4 times the bits per byte.
         """
         return self.tokenizer.encode("".join(f" {word}" for word in text.split()))
 
@@ -148,14 +148,13 @@ def logits(params: dict, x_BTD: jax.Array) -> jax.Array:
 def losses(
     params: dict, mechanisms: Mechanisms, rows_RT: np.ndarray, *, batch: int = 8
 ) -> np.ndarray:
-    """Returns losses [R, T - 1] in nats of each row's tokens after the first, computed in
-    batches."""
-    found = []
+    """Returns losses [R, T - 1] in nats of each row's tokens after the first, by batches."""
+    batches = []
     for start in range(0, len(rows_RT), batch):
         rows_BT = rows_RT[start : start + batch]
         filled_BT = np.pad(rows_BT, ((0, batch - len(rows_BT)), (0, 0)), mode="edge")
-        found.append(np.asarray(_losses(params, mechanisms, filled_BT))[: len(rows_BT)])
-    return np.concatenate(found)
+        batches.append(np.asarray(_losses(params, mechanisms, filled_BT))[: len(rows_BT)])
+    return np.concatenate(batches)
 
 
 def perplexity(
@@ -187,8 +186,8 @@ def _losses(params: dict, mechanisms: Mechanisms, rows_BT: jax.Array) -> jax.Arr
 def _run(params: dict, mechanisms: Mechanisms, tokens_BT: jax.Array) -> tuple[jax.Array, list]:
     """Returns final hidden states of whole rows, and each layer's self-attention input."""
     index_BT = np.arange(tokens_BT.shape[1], dtype=np.int32)[None]
-    if (T := index_BT.size) > (there := len(params["positions"])):
-        raise UserError(f"rows of {T} tokens: Whisper has {there} positions, give shorter rows")
+    if (T := index_BT.size) > (available := len(params["positions"])):
+        raise UserError(f"rows of {T} tokens: Whisper has {available} positions, give shorter rows")
     inputs = []
 
     def attend(attention: Attention, h_BTD: jax.Array) -> jax.Array:
@@ -320,8 +319,11 @@ def _convolution(weights: dict, scope: str) -> tuple[jax.Array, jax.Array]:
 
 
 def _convolve(x_BTF: jax.Array, weight: jax.Array, bias: jax.Array, *, stride: int) -> jax.Array:
-    """Applies a convolution over T, zero-padded by one on both sides, and GELU; weight [out, in,
-    width]."""
+    """Applies a convolution over T, zero-padded by one on both sides, then GELU.
+
+    Args:
+      weight: [out, in, width].
+    """
     axes = ("NWC", "OIW", "NWC")
     y = jax.lax.conv_general_dilated(x_BTF, weight, (stride,), [(1, 1)], dimension_numbers=axes)
     return jax.nn.gelu(y + bias[None, None], approximate=False)

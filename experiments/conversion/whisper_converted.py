@@ -61,9 +61,9 @@ class Subject:
 
     def converted(self, methods: Methods) -> tuple[dict, Mechanisms, list[dict[str, float]]]:
         """Returns params, mechanisms, and each layer's errors."""
-        needed = any(method.objective != "weights" for method in methods)
-        found = self.moments if needed else [None] * len(self.mechanisms)
-        return convert(self.whisper.params, self.mechanisms, methods, found)
+        calibrated = any(method.objective != "weights" for method in methods)
+        by_layer = self.moments if calibrated else [None] * len(self.mechanisms)
+        return convert(self.whisper.params, self.mechanisms, methods, by_layer)
 
     def perplexity(self, params: dict, mechanisms: Mechanisms) -> float:
         return whisper_lib.perplexity(params, mechanisms, self.validation_RT, batch=_BATCH)
@@ -87,8 +87,8 @@ def spread(rows_RT: np.ndarray, count: int) -> np.ndarray:
 def moments(params: dict, mechanisms: Mechanisms, rows_RT: np.ndarray) -> list[np.ndarray]:
     """Returns each layer's mean of x x^T over tokens, [E, E]; a 1 is appended to x for biases.
 
-    In float64: LayerNorm's outputs lie in a plane, so the moments are singular, and rounding to
-    float32 would make them indefinite.
+    In float64: LayerNorm's outputs lie in a hyperplane, so the moments are singular, and rounding
+    to float32 would make them indefinite.
     """
     inputs = jax.jit(lambda params, rows: whisper_lib.attention_inputs(params, mechanisms, rows))
     total = [0.0] * len(mechanisms)
@@ -109,21 +109,21 @@ def convert(
     """Returns params with self-attention converted by each method in turn, mechanisms, and errors.
 
     Args:
-      moments: per layer, second moments of its inputs; None where the objective is "weights".
+      moments: per layer, second moments of its inputs; None if all objectives are "weights".
     """
     new_layers, new_mechanisms, errors = [], [], []
     for block, mechanism, moment_EE in zip(params["layers"], mechanisms, moments, strict=True):
-        weights, lost = block["attention"], {}
+        weights, losses = block["attention"], {}
         for method in methods:
             layer = layer_lib.read(weights, mechanism, rope=False)
-            known = method.objective != "weights"
-            converted = method.convert(layer, moment_EE if known else layer.identity_moment())
+            calibrated = method.objective != "weights"
+            converted = method.convert(layer, moment_EE if calibrated else layer.identity_moment())
             mechanism = method.mechanism(mechanism, rope=False)
-            weights, lost = converted.weights, lost | converted.errors
+            weights, losses = converted.weights, losses | converted.errors
         attention = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)
         new_layers.append(block | dict(attention=attention))
         new_mechanisms.append(mechanism)
-        errors.append(lost)
+        errors.append(losses)
     return params | dict(layers=new_layers), tuple(new_mechanisms), errors
 
 
@@ -134,18 +134,18 @@ def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
     """Returns the curves to measure for a model of this shape."""
     ranks = [rank for rank in RANKS if rank < num_heads * head_dim]
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
-    found = [
+    chosen_curves = [
         curves.thin_keys(ranks, part, mode, objective, heads=num_heads)
         for part, objectives in curves.OBJECTIVES.items()
         for mode in ("joint", "per_head")
         for objective in objectives
     ]
     for objective in curves.LRKV_OBJECTIVES:
-        found.append(curves.thin_keys_and_values(ranks, objective, heads=num_heads))
-        found.append(curves.joint_keys_and_values(ranks, objective))
-        found.append(curves.lrkv(residual, objective))
-    one = residual[len(residual) // 2]
-    return [*found, curves.lrkv([one], "outputs", align=False)]
+        chosen_curves.append(curves.thin_keys_and_values(ranks, objective, heads=num_heads))
+        chosen_curves.append(curves.joint_keys_and_values(ranks, objective))
+        chosen_curves.append(curves.lrkv(residual, objective))
+    middle = residual[len(residual) // 2]
+    return [*chosen_curves, curves.lrkv([middle], "outputs", align=False)]
 
 
 def tasks(subject: Subject) -> list[records.Task]:
@@ -154,5 +154,5 @@ def tasks(subject: Subject) -> list[records.Task]:
     shape = dict(num_heads=c.num_heads, head_dim=c.d_model // c.num_heads)
     about = dict(shape=shape, settings=dataclasses.asdict(subject.sizes))
     about |= dict(seconds=_SECONDS_PER_POINT * subject.sizes.validation_rows / 64)
-    made = all_curves(**shape)
-    return curves.tasks("whisper", made, subject.mechanisms, subject.measure, **about)
+    curves_to_measure = all_curves(**shape)
+    return curves.tasks("whisper", curves_to_measure, subject.mechanisms, subject.measure, **about)

@@ -32,9 +32,10 @@ _SECONDS_PER_RUN = 110.0  # with 49,152 tokens on two CPU cores
 CONTROL = "control"
 THIN = (192, 128, 96, 64)  # of 384 channels of all heads, keys alone
 RESIDUAL_RANKS = (8, 16, 24, 32)  # of LRKV, of 64 channels of a head
-# Thin keys in as many bytes as LRKV. Keys alone can at most halve the cache: they match ranks 24
-# and 32 with 5 and 21 channels per head. Keys and values match all ranks, with a latent per head
-# or one latent of all heads, shared as LRKV's base is.
+# Channels per head of thin keys with as many bytes as LRKV, by LRKV's rank. Thin keys alone at most
+# halve the cache: they match ranks 24 and 32 with 5 and 21 channels (21 are thin_r128). Thin keys
+# and values match all ranks, with a latent per head or with one latent of all heads, shared like
+# LRKV's base.
 MATCHED_KEYS = {24: 5}
 JOINT = (96, 64)  # keys alone, one latent of all heads
 
@@ -80,50 +81,50 @@ SETTINGS = (
 def variants(num_heads: int, head_dim: int) -> dict[str, Methods]:
     """Returns the conversions by name for a model of this shape."""
 
-    def of_head(rank):
+    def rank_per_head(rank):
         return max(1, rank * head_dim // 384)  # 6 heads of 64: rank // 6
 
     def residual(rank):
         return max(1, rank * head_dim // 64)
 
-    found: dict[str, Methods] = {CONTROL: ()}
-    found |= {f"thin_r{rank}": (ThinKeys(rank=of_head(rank)),) for rank in THIN}
-    found |= {f"lrkv_r{rank}": (LowRankKV(rank=residual(rank)),) for rank in RESIDUAL_RANKS}
+    methods: dict[str, Methods] = {CONTROL: ()}
+    methods |= {f"thin_r{rank}": (ThinKeys(rank=rank_per_head(rank)),) for rank in THIN}
+    methods |= {f"lrkv_r{rank}": (LowRankKV(rank=residual(rank)),) for rank in RESIDUAL_RANKS}
     for kind in ("query", "both"):  # query factors are multiplied, and tuned at full rank
         for rank in (192, 96):
-            found[f"thin_{kind}_r{rank}"] = (ThinKeys(rank=of_head(rank), part=kind),)
+            methods[f"thin_{kind}_r{rank}"] = (ThinKeys(rank=rank_per_head(rank), part=kind),)
     for rank in JOINT:
-        of_all = max(1, rank * num_heads * head_dim // 384)
-        found[f"thin_joint_r{rank}"] = (ThinKeys(rank=of_all, mode="joint"),)
-    for rank, of_key in MATCHED_KEYS.items():
-        found[f"thin_as_lrkv_r{rank}"] = (ThinKeys(rank=max(1, of_key * head_dim // 64)),)
+        joint_rank = max(1, rank * num_heads * head_dim // 384)
+        methods[f"thin_joint_r{rank}"] = (ThinKeys(rank=joint_rank, mode="joint"),)
+    for rank, channels in MATCHED_KEYS.items():
+        methods[f"thin_as_lrkv_r{rank}"] = (ThinKeys(rank=max(1, channels * head_dim // 64)),)
     for rank in RESIDUAL_RANKS:
         same_bytes = residual(rank) + head_dim // num_heads  # K and V: 2·N·r elements
-        found[f"thin_kv_as_lrkv_r{rank}"] = curves.latents_per_head(same_bytes, "outputs")
+        methods[f"thin_kv_as_lrkv_r{rank}"] = curves.latents_per_head(same_bytes, "outputs")
         joint = head_dim + num_heads * residual(rank)
-        found[f"thin_kv_joint_as_lrkv_r{rank}"] = (curves.joint_latents(joint, "outputs"),)
-    return found
+        methods[f"thin_kv_joint_as_lrkv_r{rank}"] = (curves.joint_latents(joint, "outputs"),)
+    return methods
 
 
 def tasks(
     subject: Subject, *, tokens: int, seeds: int, settings: tuple[Setting, ...] = SETTINGS
 ) -> list[records.Task]:
-    """Returns a record per run, the runs of a seed together."""
+    """Returns a task per run; the runs of a seed follow each other."""
     c = subject.whisper.config
-    made = variants(c.num_heads, c.d_model // c.num_heads)
+    methods = variants(c.num_heads, c.d_model // c.num_heads)
     steps = tokens // (BATCH * subject.sizes.row_length)
     common = dataclasses.asdict(subject.sizes) | dict(steps=steps, batch=BATCH)
     seconds = _SECONDS_PER_RUN * steps * BATCH * subject.sizes.row_length / 49_152
-    found = []
+    all_tasks = []
     for setting in settings:
         for seed in range(seeds):
             for variant in setting.variants:
                 keys = dict(seed=seed, variant=variant, tune=setting.tune, rate=setting.rate)
                 keys |= dict(teacher_share=setting.teacher_share)
-                run = functools.partial(_run, subject, made[variant], setting, steps, seed)
+                run = functools.partial(_run, subject, methods[variant], setting, steps, seed)
                 name = f"whisper/after/{setting.name}/{variant}_seed{seed}"
-                found.append(records.Task(name, common | keys, run, seconds))
-    return found
+                all_tasks.append(records.Task(name, common | keys, run, seconds))
+    return all_tasks
 
 
 def _run(subject: Subject, methods: Methods, setting: Setting, steps: int, seed: int) -> dict:
@@ -144,8 +145,8 @@ def _run(subject: Subject, methods: Methods, setting: Setting, steps: int, seed:
             share=setting.teacher_share,
             at=doing.at,
         )
-    of_methods = [dict(method=type(m).__name__) | dataclasses.asdict(m) for m in methods]
-    result = dict(methods=of_methods, learned=learned, losses=losses)
+    methods_json = [dict(method=type(m).__name__) | dataclasses.asdict(m) for m in methods]
+    result = dict(methods=methods_json, learned=learned, losses=losses)
     result |= dict(before=before.perplexity, after=subject.perplexity(params, mechanisms))
     point = curves.point(before, subject.mechanisms)
     return result | {key: point[key] for key in ("cached", "share", "lost")}

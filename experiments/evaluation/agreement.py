@@ -3,10 +3,10 @@
     make .venv-live/installed
     python -m experiments.evaluation.agreement --workdir=runs/smollm2 [--data=FOLDER] [--save]
 
-Both use the same float32 weights, exported by kvjax; transformers renders the conversations by
-itself. Compared are the letters of MMLU, the log-likelihoods of its right answers, and greedy texts
-of the first --texts prompts of GSM8K and HumanEval. Another order of float32 sums moves logits by
-about 1e-5, so that a text may differ where the two likeliest tokens are that close.
+Both use the same float32 weights, exported by kvjax; transformers renders the conversations with
+its own code. Compared are the letters of MMLU, the log-likelihoods of its right answers, and greedy
+texts of the first --texts prompts of GSM8K and HumanEval. Float32 sums in another order change
+logits by about 1e-5, so texts may differ where the two likeliest tokens are that close.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from etils import epath
 import numpy as np
 
 from experiments.benchmarks import runner
-from experiments.benchmarks.beside_transformers import check_python
+from experiments.benchmarks.beside_transformers import PYTHON, check_python
 from experiments.benchmarks.runner import Option, Options
 from kvjax.conversation import questions
 from kvjax.convert import export, huggingface, into_folder, model as model_lib
@@ -29,7 +29,6 @@ from kvjax.decoding.scoring import Scorer
 from kvjax.evaluate import datasets
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation import command_line, progress
-from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.workdir import dialogue as dialogue_lib, trained
@@ -38,11 +37,11 @@ _CHILD = "import sys, transformers_answers as t; t.main(*sys.argv[1:])"
 _SETS = ("mmlu", "gsm8k", "humaneval")
 
 
-def theirs(python: str, folder: pathlib.Path, asked: dict) -> dict:
+def theirs(python: str, folder: pathlib.Path, questions: dict) -> dict:
     """Returns transformers' answers; see transformers_answers.py."""
-    with tempfile.TemporaryDirectory() as there:
-        files = [pathlib.Path(there) / name for name in ("asked.json", "found.json")]
-        files[0].write_text(json.dumps(asked))
+    with tempfile.TemporaryDirectory() as parent:
+        files = [pathlib.Path(parent) / name for name in ("asked.json", "found.json")]
+        files[0].write_text(json.dumps(questions))
         run = subprocess.run(
             [python, "-c", _CHILD, folder, *files],
             cwd=pathlib.Path(__file__).parent,  # kvjax is not in that environment
@@ -53,12 +52,12 @@ def theirs(python: str, folder: pathlib.Path, asked: dict) -> dict:
         return json.loads(files[1].read_text())
 
 
-def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
+def ours(workdir: epath.Path, questions: dict, batch: int) -> dict:
     """Returns kvjax's answers, in the form of `theirs`, and the ids that end a turn."""
     loaded = trained.load(workdir, dtype="float32")
-    found = trained.find(workdir)
+    run = trained.find(workdir)
     generator = Generator(loaded.model, loaded.compute)
-    dialogue = dialogue_lib.of(found)
+    dialogue = dialogue_lib.of(run)
     encode = loaded.tokenizer.encode
 
     def prompt(message: str) -> list[int]:
@@ -66,19 +65,25 @@ def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
 
     scorer = Scorer(generator, batch=batch)
     with progress.waiting("letters"):
-        prompts = [prompt(message) for message, _ in asked["letters"]]
-        letters = [[encode(one)[0] for one in letters] for _, letters in asked["letters"]]
+        prompts = [prompt(message) for message, _ in questions["letters"]]
+        letters = [[encode(letter)[0] for letter in letters] for _, letters in questions["letters"]]
         logits = scorer.choices(prompts, letters)
     with progress.waiting("log-likelihoods"):
-        pairs = [(prompt(message), encode(answer)) for message, answer in asked["continuations"]]
+        pairs = [
+            (prompt(message), encode(answer)) for message, answer in questions["continuations"]
+        ]
         scored = scorer.continuations(pairs)
     texts = []
     with progress.waiting("texts"):
-        prompts_of_texts = [prompt(message) for message in asked["texts"]]
+        prompts_of_texts = [prompt(message) for message in questions["texts"]]
         for start in range(0, len(prompts_of_texts), batch):
-            some = prompts_of_texts[start : start + batch]
-            made = answers.answers(generator, dialogue, some, num_tokens=asked["num_tokens"])
-            texts += [[*one.ids, *([dialogue.ends[0]] if one.is_ended else [])] for one in made]
+            prompts_of_batch = prompts_of_texts[start : start + batch]
+            replies = answers.answers(
+                generator, dialogue, prompts_of_batch, num_tokens=questions["num_tokens"]
+            )
+            texts += [
+                [*reply.ids, *([dialogue.ends[0]] if reply.is_ended else [])] for reply in replies
+            ]
     return dict(
         letters=[
             dict(ids=ids, logits=row.tolist()) for ids, row in zip(prompts, logits, strict=True)
@@ -90,7 +95,7 @@ def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
 
 
 def questions_of(data: str, texts: int, limit: int) -> dict:
-    """Returns the questions for both.
+    """Returns the questions for kvjax and transformers.
 
     Args:
       texts: number of prompts from each of GSM8K and HumanEval.
@@ -108,28 +113,31 @@ def questions_of(data: str, texts: int, limit: int) -> dict:
     )
 
 
-def measure(workdir: epath.Path, python: str, asked: dict, batch: int) -> tuple[dict, dict]:
+def measure(workdir: epath.Path, python: str, questions: dict, batch: int) -> tuple[dict, dict]:
     """Returns the answers of kvjax and of transformers."""
-    mine = ours(workdir, asked, batch)
+    our_answers = ours(workdir, questions, batch)
     dtype = export.DTYPES["float32"]
     with tempfile.TemporaryDirectory() as parent, progress.waiting("transformers"):
         folder = pathlib.Path(parent) / "model"
         plan = huggingface.plan(model_lib.TrainedModel(workdir), dtype)
         into_folder.write(plan, epath.Path(folder), dtype)
-        return mine, theirs(python, folder, asked)
+        return our_answers, theirs(python, folder, questions)
 
 
-def agreement(one: dict, other: dict) -> dict:
+def agreement(ours_answers: dict, their_answers: dict) -> dict:
     """Returns counts of equal answers and largest differences of two sets of answers."""
-    pairs = list(zip(one["letters"], other["letters"], strict=True))
+    pairs = list(zip(ours_answers["letters"], their_answers["letters"], strict=True))
     chosen = [[int(np.argmax(side["logits"])) for side in pair] for pair in pairs]
-    likelihoods = [[c["log_likelihood"] for c in side["continuations"]] for side in (one, other)]
-    ends = set(one["ends"])
+    likelihoods = [
+        [c["log_likelihood"] for c in side["continuations"]]
+        for side in (ours_answers, their_answers)
+    ]
+    ends = set(ours_answers["ends"])
 
     def trimmed(side: dict) -> list[list[int]]:
         return [ids[:-1] if ids and ids[-1] in ends else ids for ids in side["texts"]]
 
-    texts = list(zip(trimmed(one), trimmed(other), strict=True))
+    texts = list(zip(trimmed(ours_answers), trimmed(their_answers), strict=True))
     return dict(
         prompts_alike=sum(a["ids"] == b["ids"] for a, b in pairs),
         letters=len(pairs),
@@ -145,23 +153,21 @@ def agreement(one: dict, other: dict) -> dict:
     )
 
 
-def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+def _apart(first: Sequence[float], second: Sequence[float]) -> float:
     """Returns the largest absolute difference."""
-    return float(np.max(np.abs(np.subtract(one, other)), initial=0))
+    return float(np.max(np.abs(np.subtract(first, second)), initial=0))
 
 
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+def _alike(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns the number of tokens before the first difference."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 OPTIONS = {
-    "workdir": Option("runs/smollm2", "of the model"),
+    "workdir": Option("runs/smollm2", "workdir of the model"),
     "data": Option(datasets.FOLDER, "the folder of questions"),
-    "python": Option(
-        str(ROOT / ".venv-live/bin/python"), "of an environment with torch and transformers"
-    ),
+    "python": PYTHON,
     "texts": Option(20, "prompts of each of GSM8K and HumanEval", least=1),
     "num_tokens": Option(512, "tokens per text, at most", least=1),
     "limit": Option(0, "questions of MMLU; 0: all", least=0),
@@ -170,26 +176,28 @@ OPTIONS = {
 
 
 def compared(options: Options) -> dict:
-    """Returns the result: `agreement` of both, with the model and the versions."""
+    """Returns the result: `agreement` of kvjax and transformers, with model and versions."""
     workdir = trained.find(options.workdir).workdir
     check_python(options.python)
-    asked = questions_of(options.data, options.texts, options.limit)
-    asked |= dict(num_tokens=options.num_tokens)
-    mine, other = measure(workdir, options.python, asked, options.batch)
-    about = dict(workdir=workdir.name, num_tokens=options.num_tokens, versions=other["versions"])
-    return about | agreement(mine, other)
+    questions = questions_of(options.data, options.texts, options.limit)
+    questions |= dict(num_tokens=options.num_tokens)
+    our_answers, their_answers = measure(workdir, options.python, questions, options.batch)
+    about = dict(
+        workdir=workdir.name, num_tokens=options.num_tokens, versions=their_answers["versions"]
+    )
+    return about | agreement(our_answers, their_answers)
 
 
-def show(found: dict, out: Output) -> None:
+def show(result: dict, out: Output) -> None:
     rows = [
-        ("conversations with the same ids", f"{found['prompts_alike']} of {found['letters']}"),
-        ("letters chosen alike", f"{found['letters_alike']} of {found['letters']}"),
-        ("logits of letters, at most apart", f"{found['logits_apart']:.1e}"),
-        ("log-likelihoods, at most apart", f"{found['log_likelihoods_apart']:.1e}"),
-        ("greedy texts alike", f"{found['texts_alike']} of {found['texts']}"),
-        ("tokens alike before a difference", f"{found['tokens_alike']:,} of {found['tokens']:,}"),
+        ("conversations with the same ids", f"{result['prompts_alike']} of {result['letters']}"),
+        ("letters chosen alike", f"{result['letters_alike']} of {result['letters']}"),
+        ("logits of letters, at most apart", f"{result['logits_apart']:.1e}"),
+        ("log-likelihoods, at most apart", f"{result['log_likelihoods_apart']:.1e}"),
+        ("greedy texts alike", f"{result['texts_alike']} of {result['texts']}"),
+        ("tokens alike before a difference", f"{result['tokens_alike']:,} of {result['tokens']:,}"),
     ]
-    out.table((f"{found['workdir']} in kvjax and transformers, float32", ""), rows)
+    out.table((f"{result['workdir']} in kvjax and transformers, float32", ""), rows)
 
 
 main = runner.benchmark("agreement_with_transformers", __doc__, OPTIONS, compared, show)

@@ -34,15 +34,15 @@ def mmlu(folder: pathlib.Path) -> Iterator[dict]:
     import yaml
 
     for path in sorted(folder.glob("mmlu_*.yaml")):
-        found = yaml.safe_load(path.read_text())
-        for sample in found["fewshot_config"]["samples"]:
+        subject = yaml.safe_load(path.read_text())
+        for sample in subject["fewshot_config"]["samples"]:
             question, *parts = _CHOICES.split(sample["question"])
             letters, choices = parts[::2], [choice.strip() for choice in parts[1::2]]
             answer = _ANSWER.search(sample["target"])
             if letters == list("ABCD") and answer is not None:
                 yield dict(
                     question=question.strip(),
-                    subject=found["dataset_name"],
+                    subject=subject["dataset_name"],
                     choices=choices,
                     answer="ABCD".index(answer[1]),
                 )
@@ -79,11 +79,11 @@ def main(arguments: list[str]) -> None:
     options: argparse.Namespace = parser.parse(arguments)
     command_line.require(options, packages="what pip --target wrote", out="a folder to write")
     output = Output(options)
-    found = write(
+    counts = write(
         runtime.folder("--packages", options.packages), runtime.folder("--out", options.out)
     )
-    output.show(Table(f"written to {options.out}:", ("set", "rows"), list(found.items())))
-    output.result(found)
+    output.show(Table(f"written to {options.out}:", ("set", "rows"), list(counts.items())))
+    output.result(counts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Scores of a model and its conversions, from the rows that evaluations stored.
 
-    python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=mmlu --data=FOLDER   # and of the others
+    python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=mmlu --data=FOLDER  # for each workdir
     python -m experiments.evaluation.scores --workdirs=runs/smollm2,runs/smollm2_half [--save]
 
 No model is run. Differences from the first model are paired by question, with the interval and the
@@ -24,7 +24,7 @@ from kvjax.foundation.output import Output
 from kvjax.workdir import trained
 
 
-def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
+def rows_of(name: str, evaluated: Evaluated, first: Evaluated | None) -> list[dict]:
     """Returns a model's score on each task, and its difference from the first model."""
     model = trained.find(name).experiment.model
     of_model = dict(
@@ -32,24 +32,24 @@ def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
         mechanism=_mechanism(mechanism_names(model.mechanisms)),
         cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
     )
-    against = {} if first is None else compare.compare([one], [first])
-    found = []
-    for task in (task for task in TASKS if one.verdicts.get(task)):
-        verdicts = one.verdicts[task]
+    against = {} if first is None else compare.compare([evaluated], [first])
+    rows = []
+    for task in (task for task in TASKS if evaluated.verdicts.get(task)):
+        verdicts = evaluated.verdicts[task]
         right = sum(verdicts.values())
         score = scores.accuracy(right, len(verdicts))
         row = of_model | dict(task=task, rows=len(verdicts), right=right, score=score._asdict())
-        row |= dict(options=one.identities[task])
+        row |= dict(options=evaluated.identities[task])
         if task in against:
             entry = against[task]
             row |= dict(against_first=entry["difference"], paired=entry["rows"], p=entry["p"])
             row |= dict(only_here=entry["only_one"], only_first=entry["only_other"])
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _mechanism(names: str) -> str:
-    """Shortens the mechanism's name if sizes differ between layers."""
+    """Shortens the mechanisms' names if they differ between layers."""
     first, *others = names.split("; ")
     return f"{first.partition(',')[0]}, by layer" if len(others) > 1 else names
 
@@ -76,7 +76,7 @@ def _percent(score: dict, sign: str = "") -> tuple[str, ...]:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("--workdirs", default="", help="of models, the first of which is compared with")
+    add("--workdirs", default="", help="workdirs of models; the first is the reference")
     add("--save", action="store_true", help="write experiments/results/scores.json")
     parser.add_output()
     options = parser.parse(arguments)
@@ -90,10 +90,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Prints the table."""
     options = _options(arguments)
-    every = [compare.open(name, "--workdirs") for name in options.workdirs]
+    evaluations = [compare.open(name, "--workdirs") for name in options.workdirs]
     rows = []
-    for name, one in zip(options.workdirs, every, strict=True):
-        rows += rows_of(name, one, None if one is every[0] else every[0])
+    for name, evaluated in zip(options.workdirs, evaluations, strict=True):
+        rows += rows_of(name, evaluated, None if evaluated is evaluations[0] else evaluations[0])
     out = Output(options)
     out.table(_HEADER, map(_cells, rows))
     record.record("scores", dict(rows=rows), out, save=options.save)

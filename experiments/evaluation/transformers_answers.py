@@ -7,7 +7,7 @@ import torch
 import transformers
 
 
-def main(folder: str, asked: str, found: str) -> None:
+def main(folder: str, questions_file: str, answers_file: str) -> None:
     """Reads questions from one JSON file and writes answers to another.
 
     letters: [message, [letter, ...]] -> prompt ids and logits of the letters.
@@ -17,7 +17,7 @@ def main(folder: str, asked: str, found: str) -> None:
     transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    with open(asked) as file:
+    with open(questions_file) as file:
         questions = json.load(file)
 
     def encode(text: str) -> list[int]:
@@ -40,21 +40,23 @@ def main(folder: str, asked: str, found: str) -> None:
             result["letters"].append(dict(ids=ids, logits=logits))
         print("letters are done", file=sys.stderr, flush=True)
         for message, answer in questions["continuations"]:
-            context, own = prompt(message), encode(answer)
-            rows = torch.log_softmax(last_logits([*context, *own[:-1]], len(own)), dim=-1)
-            total = rows.gather(1, torch.tensor(own)[:, None]).double().sum().item()
-            result["continuations"].append(dict(log_likelihood=total, tokens=len(own)))
+            context, answer_ids = prompt(message), encode(answer)
+            rows = torch.log_softmax(
+                last_logits([*context, *answer_ids[:-1]], len(answer_ids)), dim=-1
+            )
+            total = rows.gather(1, torch.tensor(answer_ids)[:, None]).double().sum().item()
+            result["continuations"].append(dict(log_likelihood=total, tokens=len(answer_ids)))
         print("continuations are done", file=sys.stderr, flush=True)
         for message in questions["texts"]:
             ids_BT = torch.tensor([prompt(message)])
-            made_BT = model.generate(
+            ids_and_answer_BT = model.generate(
                 ids_BT,
                 attention_mask=torch.ones_like(ids_BT),
                 do_sample=False,
                 max_new_tokens=questions["num_tokens"],
                 pad_token_id=0,
             )
-            result["texts"].append(made_BT[0, ids_BT.shape[1] :].tolist())
+            result["texts"].append(ids_and_answer_BT[0, ids_BT.shape[1] :].tolist())
     versions = dict(torch=torch.__version__, transformers=transformers.__version__)
-    with open(found, "w") as file:
+    with open(answers_file, "w") as file:
         json.dump(result | dict(versions=versions), file)

@@ -2,7 +2,7 @@
 
 A claim names its rule and the rule's options. A rule reads `experiments/results/`, computes from
 shapes, or does arithmetic on the paper's own figures; without the result it needs, the verdict is
-"not measured yet". Rules of single papers stand in `rules_*.py`.
+"not measured yet". Rules for the claims of one paper are in `rules_*.py`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,35 +24,35 @@ from kvjax.foundation.command_line import load_config
 from kvjax.foundation.intervals import Estimate, difference
 from kvjax.hardware import datasheets
 
-REPRODUCED, CONTRADICTED, PART = "reproduced", "contradicted", "in part"
-UNTOLD, FAR, UNDEFINED = "not distinguishable", "out of reach", "undefined"
+REPRODUCED, CONTRADICTED, IN_PART = "reproduced", "contradicted", "in part"
+INDISTINCT, OUT_OF_REACH, UNDEFINED = "not distinguishable", "out of reach", "undefined"
 CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
 MISSING = "not measured yet"
 VERDICTS = {
-    REPRODUCED: "ours, rounded to the paper's digits, is its figure; or our difference has the "
-    "claimed sign, and its 95 % interval excludes 0; or equality is claimed, and the interval "
-    "lies within the margin that the row names",
-    CONTRADICTED: "it is not; or the interval excludes 0 on the other side, or lies beyond the "
-    "margin",
-    PART: "some of several figures agree, or some of several cases hold",
-    UNTOLD: "at 95 %: the interval of our difference contains 0, or reaches over the margin; or "
-    "both solve the task",
-    CONSISTENT: "the paper's own figures give it, as far as they are rounded; nothing was measured "
-    "or computed from shapes here",
-    INCONSISTENT: "they do not, or not in all cases",
-    FAR: "of a size that was not trained here, or of weights, data or options that are not at "
-    "hand; the row names what would settle it. Results at demo size or in other models are given "
-    "too, and settle nothing",
+    REPRODUCED: "our figure rounds to the paper's; or our difference has the claimed sign, and its "
+    "95 % interval excludes 0; or equality is claimed, and the interval lies within the margin "
+    "that the row names",
+    CONTRADICTED: "our figure does not round to the paper's; or the interval excludes 0 on the "
+    "other side, or lies beyond the margin",
+    IN_PART: "some of several figures agree, or some of several cases hold",
+    INDISTINCT: "at 95 %: the interval of our difference contains 0, or reaches over the margin; "
+    "or both solve the task",
+    CONSISTENT: "the claim follows from the paper's own figures, as far as they are rounded; "
+    "nothing was measured or computed from shapes here",
+    INCONSISTENT: "the claim does not follow from the paper's own figures, or not in all cases",
+    OUT_OF_REACH: "the claim needs models of a size that was not trained here, or weights, data or "
+    "options that are not at hand; the row names what would settle it. Results at demo size or in "
+    "other models are given too, and settle nothing",
     UNDEFINED: "the text does not define it, or not in a way that can be measured",
     MISSING: "the command has not been run, or not with three seeds",
 }
-SEEDS = 3  # that a claim between models needs at least
+SEEDS = 3  # the fewest that settle a claim between models
 FOLDER = pathlib.Path(__file__).parent
 _FIELDS = ("place", "says", "published", "command")
 
 
-class Found(NamedTuple):
-    """A verdict, and our figures in words."""
+class Judgement(NamedTuple):
+    """A verdict, and a text with our figures."""
 
     verdict: str
     ours: str
@@ -62,19 +62,19 @@ class NoResultError(Exception):
     """A result that a rule needs is missing."""
 
 
-Difference = tuple[Estimate, int]  # and the number of seeds
-RULES: dict[str, Callable[..., Found]] = {}
+Difference = tuple[Estimate, int]  # a difference between models, and its number of seeds
+RULES: dict[str, Callable[..., Judgement]] = {}
 SOURCES: dict[str, Callable[..., Difference]] = {}
 
 
-def rule(function: Callable[..., Found]) -> Callable[..., Found]:
-    """Makes a function a rule: claims name it, and give its options."""
+def rule(function: Callable[..., Judgement]) -> Callable[..., Judgement]:
+    """Registers a rule, which claims name and give options."""
     RULES[function.__name__] = function
     return function
 
 
 def source(function: Callable[..., Difference]) -> Callable[..., Difference]:
-    """Makes a function a source of differences: claims name it with its arguments."""
+    """Registers a source of differences, which claims name with its arguments."""
     SOURCES[function.__name__] = function
     return function
 
@@ -85,40 +85,40 @@ def claims(paper: str) -> list[dict]:
     return [dict.fromkeys(_FIELDS, "") | claim for claim in read]
 
 
-def judge(claim: Mapping) -> Found:
+def judge(claim: Mapping) -> Judgement:
     """Applies a claim's rule. A claim with `own` is about the paper's printed figures alone."""
     options = {key: x for key, x in claim.items() if key not in (*_FIELDS, "rule", "own")}
     try:
-        found = RULES[claim["rule"]](**options)
+        judgement = RULES[claim["rule"]](**options)
     except NoResultError:
-        return Found(MISSING, "")
+        return Judgement(MISSING, "")
     if claim.get("own"):
-        consistent = found.verdict == REPRODUCED
-        return Found(CONSISTENT if consistent else INCONSISTENT, found.ours)
-    return found
+        consistent = judgement.verdict == REPRODUCED
+        return Judgement(CONSISTENT if consistent else INCONSISTENT, judgement.ours)
+    return judgement
 
 
-def of_all(verdicts: Collection[str]) -> str:
+def combined(verdicts: Collection[str]) -> str:
     """Returns one verdict on several cases: in part if only some are as claimed."""
-    if REPRODUCED in verdicts or PART in verdicts:
-        return REPRODUCED if set(verdicts) == {REPRODUCED} else PART
-    return CONTRADICTED if CONTRADICTED in verdicts else UNTOLD
+    if REPRODUCED in verdicts or IN_PART in verdicts:
+        return REPRODUCED if set(verdicts) == {REPRODUCED} else IN_PART
+    return CONTRADICTED if CONTRADICTED in verdicts else INDISTINCT
 
 
-def of_case(holds: bool) -> str:
+def case_verdict(holds: bool) -> str:
     return REPRODUCED if holds else CONTRADICTED
 
 
-def of_sign(found: int, claimed: int) -> str:
+def sign_verdict(sign: int, claimed: int) -> str:
     """Returns the verdict on a difference with an interval above (1), below (-1) or around 0."""
-    return of_case(found == claimed) if found else UNTOLD
+    return case_verdict(sign == claimed) if sign else INDISTINCT
 
 
-def of_margin(off: float, half: float, margin: float) -> str:
+def margin_verdict(difference: float, half: float, margin: float) -> str:
     """Returns the verdict on an equality: `off` ± `half` is the difference."""
-    if abs(off) + half <= margin:
+    if abs(difference) + half <= margin:
         return REPRODUCED
-    return CONTRADICTED if abs(off) - half > margin else UNTOLD
+    return CONTRADICTED if abs(difference) - half > margin else INDISTINCT
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -133,16 +133,16 @@ def read(name: str) -> dict:
 
 
 def paired(first: Mapping, second: Mapping, name: str) -> Difference:
-    """Returns first less second by seed; raises a NoResultError without a common seed."""
-    found = difference(first, second)
-    if found is None:
+    """Returns first minus second by seed; raises a NoResultError without a common seed."""
+    gap = difference(first, second)
+    if gap is None:
         raise NoResultError(name)
-    return found, len(first.keys() & second.keys())
+    return gap, len(first.keys() & second.keys())
 
 
 @source
 def study(name: str, cell: str) -> Difference:
-    """Returns a cell's bits per byte less those of its baseline, in a study of language models."""
+    """Returns a cell's bits per byte minus its baseline's, in a study of language models."""
     for row in read(f"studies/{name}")["rows"]:
         if row["cell"] == cell and row["difference"] is not None:
             return Estimate(row["difference"], row["difference_half_interval"]), len(row["seeds"])
@@ -151,20 +151,19 @@ def study(name: str, cell: str) -> Difference:
 
 @source
 def between(name: str, first: str, second: str) -> Difference:
-    """Returns the first cell's bits per byte less the second's, by seed."""
+    """Returns the first cell's bits per byte minus the second's, by seed."""
     runs = read(name)["runs"]
-    one, other = (
+    first_bpb, second_bpb = (
         {seed: run["bpb"] for seed, run in runs.get(cell, {}).items()} for cell in (first, second)
     )
-    return paired(one, other, name)
+    return paired(first_bpb, second_bpb, name)
 
 
 @functools.cache
 def experiment_of(config: str) -> config_lib.Experiment:
     """Returns the experiment of a config in configs/: "mha_128m", "ranks.py:lrkv_r16_128m"."""
-    return config_lib.resolve(
-        load_config(CONFIGS / (config if ".py:" in config else f"{config}.py"))
-    )
+    file = config if ".py:" in config else f"{config}.py"
+    return config_lib.resolve(load_config(CONFIGS / file))
 
 
 @functools.cache
@@ -178,100 +177,100 @@ def training_flops(config: str) -> int:
 
 
 @rule
-def table(title: str, only: str = "") -> Found:
+def table(title: str, only: str = "") -> Judgement:
     """Counts the figures of a table of `paper_tables` that agree to the printed digit.
 
     Args:
-      only: pattern of the names of the figures that count.
+      only: pattern; only figures whose names match count.
     """
     rows = [r for r in read("paper_tables")["tables"][title] if re.search(only, r["what"])]
     assert rows, title
     ours = f"{sum(row['agrees'] for row in rows)} of {len(rows)} figures agree"
     if first := next((row for row in rows if not row["agrees"]), None):
         unit = f" {first['unit']}" if first["unit"] else ""
-        here, why = f"{first['ours']:,.4g}", first["verdict"].removeprefix("differs: ")
-        ours += f"; {first['what']}: {first['paper']} there, {here}{unit} here: {why}"
-    return Found(of_all([of_case(row["agrees"]) for row in rows]), ours)
+        figure, why = f"{first['ours']:,.4g}", first["verdict"].removeprefix("differs: ")
+        ours += f"; {first['what']}: {first['paper']} there, {figure}{unit} here: {why}"
+    return Judgement(combined([case_verdict(row["agrees"]) for row in rows]), ours)
 
 
-def cases(holding: Mapping[str, bool], ours: str) -> Found:
-    """Returns the verdict on cases that each hold or do not."""
+def cases(holding: Mapping[str, bool], ours: str) -> Judgement:
+    """Returns the verdict on cases, each of which holds or does not."""
     if not holding:
         raise NoResultError("cases")
-    verdict = of_all([of_case(holds) for holds in holding.values()])
-    return Found(verdict, f"{sum(holding.values())} of {len(holding)} cases; {ours}")
+    verdict = combined([case_verdict(holds) for holds in holding.values()])
+    return Judgement(verdict, f"{sum(holding.values())} of {len(holding)} cases; {ours}")
 
 
-def within(figures: Mapping[str, float], low: float, high: float, digits: str = "g") -> Found:
-    """Returns which figures lie in a printed range, its ends included."""
+def within(figures: Mapping[str, float], low: float, high: float, digits: str = "g") -> Judgement:
+    """Checks that figures lie in a printed range, its ends included."""
     ours = ", ".join(f"{name} {figure:{digits}}" for name, figure in figures.items())
     return cases({name: low <= figure <= high for name, figure in figures.items()}, ours)
 
 
-def rounds_to(figure: str, ours: float, why: str) -> Found:
-    """Returns whether our number, rounded to a printed figure's digits, is that figure."""
+def rounds_to(figure: str, ours: float, why: str) -> Judgement:
+    """Checks that our number, rounded to a printed figure's digits, is that figure."""
     decimals = len(figure.partition(".")[2])
     rounded = f"{ours:,.{decimals}f}"
-    return Found(of_case(rounded == figure), f"{rounded}: {why}" if why else rounded)
+    return Judgement(case_verdict(rounded == figure), f"{rounded}: {why}" if why else rounded)
 
 
 @rule
-def arithmetic(holds: Mapping[str, str], why: str) -> Found:
+def arithmetic(holds: Mapping[str, str], why: str) -> Judgement:
     """Checks comparisons of printed figures (see `printed`)."""
     return cases({name: printed.holds(text) for name, text in holds.items()}, why)
 
 
 @rule
-def twice(one: str, other: str) -> Found:
+def twice(one: str, other: str) -> Judgement:
     """Checks a figure that is printed in two places."""
     same = printed.span(one).meets(printed.span(other))
     return cases({"one figure": same}, f"{one} here, {other} there")
 
 
 @rule
-def computed(figure: str, value: str, why: str = "") -> Found:
+def computed(figure: str, value: str, why: str = "") -> Judgement:
     """Checks a figure against an expression of others, or of a model's sizes."""
     return rounds_to(figure, printed.value(value), why)
 
 
 @rule
-def sign(of: Mapping, sign: int, digits: str, scale: str) -> Found:
+def sign(of: Mapping, sign: int, digits: str, scale: str) -> Judgement:
     """Checks the sign of a difference between models, by its interval over seeds.
 
     Args:
       of: {source: arguments}.
       sign: claimed, 1 or -1.
-      scale: unit, and what was trained.
+      scale: text: the unit, and which models were trained.
     """
-    found, seeds = difference_of(of)
-    ours = _over_seeds(found, seeds, digits, scale)
-    return Found(MISSING if seeds < SEEDS else of_sign(found.sign, sign), ours)
+    estimate, seeds = difference_of(of)
+    ours = _over_seeds(estimate, seeds, digits, scale)
+    return Judgement(MISSING if seeds < SEEDS else sign_verdict(estimate.sign, sign), ours)
 
 
 @rule
-def signs(of: Mapping[str, Mapping], sign: int, digits: str, scale: str) -> Found:
+def signs(of: Mapping[str, Mapping], sign: int, digits: str, scale: str) -> Judgement:
     """Checks that several differences, by name, have one sign."""
-    found, ours, seeds = _several(of, digits)
-    verdict = of_all([of_sign(x.sign, sign) for x in found])
-    return Found(verdict, f"{ours} ({scale}, {seeds} seeds)")
+    estimates, ours, seeds = _several(of, digits)
+    verdict = combined([sign_verdict(x.sign, sign) for x in estimates])
+    return Judgement(verdict, f"{ours} ({scale}, {seeds} seeds)")
 
 
 @rule
-def same(of: Mapping, margin: float, digits: str, scale: str) -> Found:
+def same(of: Mapping, margin: float, digits: str, scale: str) -> Judgement:
     """Checks that a difference, with its interval over seeds, lies within a margin."""
-    found, seeds = difference_of(of)
-    ours = f"{_over_seeds(found, seeds, digits, scale)}, margin {margin:g}"
-    if seeds < SEEDS or found.half is None:
-        return Found(MISSING, ours)
-    return Found(of_margin(found.mean, found.half, margin), ours)
+    estimate, seeds = difference_of(of)
+    ours = f"{_over_seeds(estimate, seeds, digits, scale)}, margin {margin:g}"
+    if seeds < SEEDS or estimate.half is None:
+        return Judgement(MISSING, ours)
+    return Judgement(margin_verdict(estimate.mean, estimate.half, margin), ours)
 
 
-def all_same(of: Mapping[str, Mapping], margin: float, digits: str, scale: str) -> Found:
+def all_same(of: Mapping[str, Mapping], margin: float, digits: str, scale: str) -> Judgement:
     """Checks that several differences, by name, lie within one margin."""
-    found, ours, seeds = _several(of, digits)
-    verdicts = [of_margin(x.mean, x.half, margin) for x in found]
+    estimates, ours, seeds = _several(of, digits)
+    verdicts = [margin_verdict(x.mean, x.half, margin) for x in estimates]
     count = f"{verdicts.count(REPRODUCED)} of {len(verdicts)} cases, margin {margin:g}"
-    return Found(of_all(verdicts), f"{count}: {ours} ({scale}, {seeds} seeds)")
+    return Judgement(combined(verdicts), f"{count}: {ours} ({scale}, {seeds} seeds)")
 
 
 def difference_of(of: Mapping[str, Sequence]) -> Difference:
@@ -280,23 +279,23 @@ def difference_of(of: Mapping[str, Sequence]) -> Difference:
 
 
 def _several(of: Mapping[str, Mapping], digits: str) -> tuple[list[Estimate], str, int]:
-    """Returns several differences, in words too, and the fewest seeds of one."""
-    found = {name: difference_of(one) for name, one in of.items()}
-    if any(n < SEEDS or x.half is None for x, n in found.values()):
+    """Returns several differences, their text, and the smallest number of seeds."""
+    differences = {name: difference_of(source) for name, source in of.items()}
+    if any(n < SEEDS or x.half is None for x, n in differences.values()):
         raise NoResultError("differences")
-    ours = ", ".join(f"{name} {x.shown(digits)}" for name, (x, _) in found.items())
-    return [x for x, _ in found.values()], ours, min(n for _, n in found.values())
+    ours = ", ".join(f"{name} {x.shown(digits)}" for name, (x, _) in differences.items())
+    return [x for x, _ in differences.values()], ours, min(n for _, n in differences.values())
 
 
-def _over_seeds(found: Estimate, seeds: int, digits: str, scale: str) -> str:
+def _over_seeds(estimate: Estimate, seeds: int, digits: str, scale: str) -> str:
     so_far = "" if seeds >= SEEDS else "so far "
-    return f"{so_far}{found.shown(digits)} ({scale}, {seeds} seed{'s' * (seeds != 1)})"
+    return f"{so_far}{estimate.shown(digits)} ({scale}, {seeds} seed{'s' * (seeds != 1)})"
 
 
 # -- claims that nothing here can settle -----------------------------------------------------------
 
-# The same question elsewhere settles nothing, so its answer is not given in the words of verdicts.
-_AS = {REPRODUCED: "as claimed", CONTRADICTED: "not as claimed", PART: "in part as claimed"}
+# Results at another scale settle nothing, so they are not called by the names of verdicts.
+_AS = {REPRODUCED: "as claimed", CONTRADICTED: "not as claimed", IN_PART: "in part as claimed"}
 _UTILISATION = 0.4  # of a chip's bfloat16 rate, for days of training
 _CHIPS, _KIND = 16, "v5p"
 
@@ -307,11 +306,11 @@ def at_scale(
     tokens: float | Sequence[float],
     seen: Mapping | None = None,
     why: str = "",
-) -> Found:
-    """States what a claim about models larger than those trained here would take.
+) -> Judgement:
+    """States the cost of settling a claim about models larger than any trained here.
 
     Args:
-      configs: in configs/, that would be trained.
+      configs: names in configs/ of the models that would be trained.
       tokens: for each config, or one number for all.
       seen: a rule that answers the same question at demo size, or several by name.
     """
@@ -328,28 +327,39 @@ def at_scale(
         f"would take {names} of configs/, {amounts} tokens each: {time} a seed "
         f"on {_CHIPS} {_KIND} chips at {100 * _UTILISATION:.0f} % of their FLOP/s",
     ]
-    return Found(FAR, "; ".join(parts))
+    return Judgement(OUT_OF_REACH, "; ".join(parts))
 
 
 @rule
-def elsewhere(needs: str, seen: Mapping | None = None, where: str = "") -> Found:
-    """States which models or data a claim needs; `seen`: the same question in others, `where`."""
-    return Found(FAR, "; ".join([*_seen(seen, where), f"needs {needs}"]))
+def elsewhere(needs: str, seen: Mapping | None = None, where: str = "") -> Judgement:
+    """States which models or data a claim needs.
+
+    Args:
+      seen: a rule that answers the same question in other models.
+      where: text that names these models.
+    """
+    return Judgement(OUT_OF_REACH, "; ".join([*_seen(seen, where), f"needs {needs}"]))
 
 
 @rule
-def undefined(why: str, seen: Mapping | None = None) -> Found:
-    """States what the text leaves open; `seen`: a rule whose figures bear on it."""
+def undefined(why: str, seen: Mapping | None = None) -> Judgement:
+    """States what a paper's text leaves open.
+
+    Args:
+      seen: a rule with figures on the same question.
+    """
     ours = judge(seen).ours if seen else ""
-    return Found(UNDEFINED, "; ".join(filter(None, [why, ours])))
+    return Judgement(UNDEFINED, "; ".join(filter(None, [why, ours])))
 
 
 def _seen(seen: Mapping | None, where: str) -> Iterator[str]:
     if seen is None:
         return
     answers = []
-    for name, one in ({"": seen} if "rule" in seen else seen).items():
-        found = judge(one)
-        answer = _AS.get(found.verdict, found.verdict) + (f", {found.ours}" if found.ours else "")
+    for name, claim in ({"": seen} if "rule" in seen else seen).items():
+        judgement = judge(claim)
+        answer = _AS.get(judgement.verdict, judgement.verdict)
+        if judgement.ours:
+            answer += f", {judgement.ours}"
         answers.append(f"{name}: {answer}" if name else answer)
     yield f"{where} {'; '.join(answers)}"

@@ -1,6 +1,6 @@
 """Arithmetic on printed figures: a decimal stands for all numbers that round to it.
 
-`holds("98.91 - 98.28 == 0.63")` is true if some numbers that round to these satisfy the equation.
+`holds("98.91 - 98.28 == 0.63")` is true if numbers that round to these three can satisfy it.
 Numbers with a decimal point count as rounded at their last digit ("10." to the nearest integer),
 numbers without one as exact. Inequalities ignore the rounding: they compare the printed numbers.
 """
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 def span(printed: str) -> Span:
-    """Returns the interval that rounds to a decimal; without a point, the number alone."""
+    """Returns the interval of numbers that round to a decimal; an integer stands for itself."""
     figure, (_, point, decimals) = float(printed), printed.partition(".")
     half = 0.5 * 10.0 ** -len(decimals) if point else 0.0
     return Span(figure - half, figure + half)
@@ -40,13 +40,13 @@ def holds(text: str) -> bool:
     """Returns whether printed figures can satisfy a comparison, or several joined by "and"."""
     tree = ast.parse(text, mode="eval").body
     comparisons = tree.values if isinstance(tree, ast.BoolOp) else [tree]
-    return all(_holds(one, text) for one in comparisons)
+    return all(_holds(comparison, text) for comparison in comparisons)
 
 
 def _holds(tree: ast.Compare, source: str) -> bool:
     sides = [_evaluate(side, source) for side in (tree.left, *tree.comparators)]
     pairs = zip(sides, tree.ops, sides[1:], strict=False)
-    return all(_COMPARISONS[type(op)](one, other) for one, op, other in pairs)
+    return all(_COMPARISONS[type(op)](left, right) for left, op, right in pairs)
 
 
 def value(expression: str) -> float:
@@ -56,10 +56,10 @@ def value(expression: str) -> float:
 
 _COMPARISONS: dict[type, Callable[[Span, Span], bool]] = {
     ast.Eq: Span.meets,
-    ast.Lt: lambda one, other: one.middle < other.middle - _EDGE,
-    ast.LtE: lambda one, other: one.middle <= other.middle + _EDGE,
-    ast.Gt: lambda one, other: one.middle > other.middle + _EDGE,
-    ast.GtE: lambda one, other: one.middle >= other.middle - _EDGE,
+    ast.Lt: lambda left, right: left.middle < right.middle - _EDGE,
+    ast.LtE: lambda left, right: left.middle <= right.middle + _EDGE,
+    ast.Gt: lambda left, right: left.middle > right.middle + _EDGE,
+    ast.GtE: lambda left, right: left.middle >= right.middle - _EDGE,
 }
 _OPERATORS = {
     ast.Add: operator.add,
@@ -80,8 +80,8 @@ def _evaluate(node: ast.expr, source: str) -> Span:
             least, most = _evaluate(node.operand, source)
             return Span(-most, -least)
         case ast.BinOp():
-            one, other = (_evaluate(side, source) for side in (node.left, node.right))
-            ends = [_OPERATORS[type(node.op)](x, y) for x in one for y in other]
+            left, right = (_evaluate(side, source) for side in (node.left, node.right))
+            ends = [_OPERATORS[type(node.op)](x, y) for x in left for y in right]
             return Span(min(ends), max(ends))
         case ast.Call(func=ast.Name(id="mean")):
             spans = [_evaluate(argument, source) for argument in node.args]

@@ -1,4 +1,4 @@
-"""Rules for claims of logit spectra: of two models' spectra, and proofs tried in random numbers."""
+"""Rules for claims of logit spectra: spectra of two models, and proofs tested on random numbers."""
 
 import functools
 
@@ -21,45 +21,48 @@ def spectra(
     of: dict,
     digits: str = "g",
     decimals: int | None = None,
-) -> judge.Found:
+) -> judge.Judgement:
     """Checks that a figure lies in a printed range, by model.
 
     Args:
       rows: "spectra", "gaps", "attention" or "geometry".
       figure: its keys in a row, from the outermost.
-      of: keys and values that choose the row.
-      decimals: that the figure is rounded to before.
+      of: keys and values of the row.
+      decimals: the figure is rounded to these before the check; None: it is not.
     """
-    found = {}
+    figures = {}
     for name, model in _models().items():
         for row in model[rows]:
             if all(row[key] == value for key, value in of.items()):
                 number = functools.reduce(dict.__getitem__, figure, row)
-                found[name] = number if decimals is None else round(number, decimals)
-    return judge.within(found, low, high, digits)
+                figures[name] = number if decimals is None else round(number, decimals)
+    return judge.within(figures, low, high, digits)
 
 
 @judge.rule
-def bound_shrinks() -> judge.Found:
-    """Checks that the bound, a median over heads and texts, is less in the longest texts."""
-    found = {}
+def bound_shrinks() -> judge.Judgement:
+    """Checks that the bound (median over heads and texts) is smaller for longer texts."""
+    bounds_by_case = {}
     for name, model in _models().items():
         for row in model["attention"]:
             if not row["causal"]:
-                bounds = found.setdefault(f"{name}, r = {row['rank']}", {})
-                bounds[row["tokens"]] = row["bound"]
-    ends = {name: (bounds[min(bounds)], bounds[max(bounds)]) for name, bounds in found.items()}
+                by_length = bounds_by_case.setdefault(f"{name}, r = {row['rank']}", {})
+                by_length[row["tokens"]] = row["bound"]
+    ends = {
+        name: (by_length[min(by_length)], by_length[max(by_length)])
+        for name, by_length in bounds_by_case.items()
+    }
     ours = ", ".join(f"{name}: {first:.0f} to {last:.0f}" for name, (first, last) in ends.items())
     return judge.cases({name: last < first for name, (first, last) in ends.items()}, ours)
 
 
 @judge.rule
-def components_grow() -> judge.Found:
-    """Checks that E's components for 90 % grow by at most a tenth with the length of texts."""
-    found = {name: model["growth_with_length"]["E"][1] for name, model in _models().items()}
-    shown = ", ".join(f"{name} {growth:.2f} times as many" for name, growth in found.items())
+def components_grow() -> judge.Judgement:
+    """Checks that E's components for 90 % of the energy grow by at most a tenth with the length."""
+    growths = {name: model["growth_with_length"]["E"][1] for name, model in _models().items()}
+    shown = ", ".join(f"{name} {growth:.2f} times as many" for name, growth in growths.items())
     return judge.cases(
-        {name: growth <= 1.1 for name, growth in found.items()},
+        {name: growth <= 1.1 for name, growth in growths.items()},
         f"{shown}; components for 90 %, not the variance behind the 20th",
     )
 
@@ -70,12 +73,12 @@ _TOKENS, _HEADS, _CHANNELS = 64, 12, 16
 
 
 @judge.rule
-def proposition_4_1() -> judge.Found:
-    """Checks the bound on softmax in the worst row, for each head and rank by itself."""
-    found = worst_rows()
-    tightest = min(bound / worst for worst, bound in found.values())
+def proposition_4_1() -> judge.Judgement:
+    """Checks the bound on softmax in the worst row, separately for each head and rank."""
+    rows = worst_rows()
+    tightest = min(bound / worst for worst, bound in rows.values())
     return judge.cases(
-        {name: worst <= bound for name, (worst, bound) in found.items()},
+        {name: worst <= bound for name, (worst, bound) in rows.items()},
         f"random heads and ranks, each by itself; the tightest bound is {tightest:.1f} times the "
         f"worst row's{_medians()}",
     )
@@ -84,21 +87,21 @@ def proposition_4_1() -> judge.Found:
 def worst_rows() -> dict[str, tuple[float, float]]:
     """Returns |p - p_r|_1 of the worst row and its bound, by head and rank.
 
-    Queries' channels fall off more steeply from head to head.
+    From head to head, the scales of the queries' channels fall off more steeply.
     """
     rng = np.random.default_rng(0)
     steepness_N1 = np.linspace(0, 1.5, _HEADS)[:, None]
     size_NH = 4 * np.arange(1, _CHANNELS + 1) ** -steepness_N1
     query_LNH, key_LNH = rng.normal(size=(2, _TOKENS, _HEADS, _CHANNELS))
     field = logits.centred_logits(query_LNH * size_NH, key_LNH, 1 / np.sqrt(_CHANNELS))
-    found = {}
+    rows = {}
     for rank in (2, 4, 8):
         bound_N = logits.softmax_bound(field, rank)
         for head in range(_HEADS):
             whole, cut = (softmax(field.truncated(head, r)) for r in (None, rank))
             worst = float(np.abs(whole - cut).sum(axis=1).max())
-            found[f"head {head}, r = {rank}"] = worst, float(bound_N[head])
-    return found
+            rows[f"head {head}, r = {rank}"] = worst, float(bound_N[head])
+    return rows
 
 
 def _medians() -> str:
@@ -116,12 +119,12 @@ def _medians() -> str:
 
 
 @judge.rule
-def theorem_a_1() -> judge.Found:
-    """Checks that softmax moves at most by the largest change of a logit."""
-    found = lipschitz()
-    shown = "; ".join(f"{name}: at most {x:.4f} of it" for name, x in found.items())
+def theorem_a_1() -> judge.Judgement:
+    """Checks that softmax changes (in the 1-norm) by at most the largest change of a logit."""
+    ratios = lipschitz()
+    shown = "; ".join(f"{name}: at most {x:.4f} of it" for name, x in ratios.items())
     return judge.cases(
-        {name: x <= 1 for name, x in found.items()}, f"{shown}, so no smaller factor holds"
+        {name: x <= 1 for name, x in ratios.items()}, f"{shown}, so no smaller factor holds"
     )
 
 
@@ -145,7 +148,7 @@ def softmax(z: np.ndarray) -> np.ndarray:
 
 
 @judge.rule
-def rank_of_logits() -> judge.Found:
+def rank_of_logits() -> judge.Judgement:
     """Checks the rank of row-centred logits of random queries and keys, d_h = 16."""
     q_TH, k_TH = np.random.default_rng(0).normal(size=(2, _TOKENS, _CHANNELS))
     z_TT = q_TH @ k_TH.T

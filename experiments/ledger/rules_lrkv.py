@@ -10,7 +10,7 @@ from kvjax.foundation.intervals import Estimate, difference
 
 
 @judge.rule
-def folds(why: str) -> judge.Found:
+def folds(why: str) -> judge.Judgement:
     """Checks q·(s + B r) = q·s + (q B)·r, with and without RoPE behind the projections."""
     return judge.cases(
         {"no rotation": fold_gap(rope=False) < 1e-9, "RoPE": fold_gap(rope=True) < 1e-9}, why
@@ -18,7 +18,7 @@ def folds(why: str) -> judge.Found:
 
 
 def fold_gap(*, rope: bool) -> float:
-    """Returns how far the two sides differ, in random numbers."""
+    """Returns the difference of the two sides, for random numbers."""
     rng = np.random.default_rng(0)
     q_H, base_H, residual_R = rng.normal(size=8), rng.normal(size=8), rng.normal(size=3)
     b_HR = rng.normal(size=(8, 3))
@@ -33,8 +33,8 @@ def fold_gap(*, rope: bool) -> float:
 
 
 @judge.rule
-def contained() -> judge.Found:
-    """Checks that MQA and GQA-3 are points of LRKV as the paper trains it, r = d_h/2."""
+def contained() -> judge.Judgement:
+    """Checks that LRKV as the paper trains it, r = d_h/2, has MQA and GQA-3 as special cases."""
     heads, dim, groups = 18, 128, 6
     rank = dim - dim // groups
     cached = 100 * (1 / heads + rank / dim)
@@ -48,10 +48,10 @@ def contained() -> judge.Found:
 
 
 def residual_rank(groups: int) -> int:
-    """Returns the rank of residuals that heads in some groups need, d_h = 32.
+    """Returns the residuals' rank with which LRKV equals GQA of some groups, d_h = 32.
 
-    The base has columns of every group in turn, so a group differs from it in the others' columns.
-    Of random matrices [192, 32], which are independent.
+    The base's columns come from the groups in turn, so a group's residual is 0 in its own columns
+    only. Groups have random matrices [192, 32], which are independent.
     """
     w_GDH = np.random.default_rng(0).normal(size=(groups, 192, 32))
     base_DH = np.stack([w_GDH[i % groups, :, i] for i in range(32)], axis=1)
@@ -59,44 +59,48 @@ def residual_rank(groups: int) -> int:
 
 
 @judge.rule
-def decode_overhead(expected: float) -> judge.Found:
+def decode_overhead(expected: float) -> judge.Judgement:
     """Checks LRKV's FLOPs per cached token beyond MHA's, as a share of MHA's, at d36."""
     models = {name: judge.experiment_of(f"{name}_2p5b").model for name in ("lrkv", "mha")}
     bases = {"without RoPE": None, "under RoPE": models["mha"].block.angles_base}
-    found = {}
+    overheads = {}
     for name, base in bases.items():
         lrkv, mha = (model.mechanisms[0].decode_flops(base).per_key for model in models.values())
-        found[name] = lrkv / mha - 1
-    ours = ", ".join(f"{name} {more:.2f}" for name, more in found.items())
+        overheads[name] = lrkv / mha - 1
+    ours = ", ".join(f"{name} {overhead:.2f}" for name, overhead in overheads.items())
     return judge.cases(
-        {name: round(more, 2) == expected for name, more in found.items()},
+        {name: round(overhead, 2) == expected for name, overhead in overheads.items()},
         f"{ours} of MHA's FLOPs per cached token more at d36, as it is computed here exactly "
         "(reports/decoding.md, LRKV under RoPE)",
     )
 
 
 @judge.rule
-def relative_flops(config: str, figure: str, why: str) -> judge.Found:
-    """Checks the % of a token's training FLOPs that a config takes more than MHA, at d36."""
+def relative_flops(config: str, figure: str, why: str) -> judge.Judgement:
+    """Checks by how many % a config's training FLOPs per token exceed MHA's, at d36."""
     return judge.rounds_to(figure, more_flops(config), why)
 
 
 def more_flops(config: str, beside: float = 0) -> float:
-    """Returns that %; `beside`: FLOPs that the config's own formula does not count."""
+    """Returns by how many % a config's training FLOPs per token exceed MHA's, at d36.
+
+    Args:
+      beside: FLOPs that the config's own formula does not count.
+    """
     return 100 * ((judge.training_flops(config) + beside) / judge.training_flops("mha_2p5b") - 1)
 
 
 @judge.rule
-def lrkv_flops() -> judge.Found:
-    """Checks "0.8 % more FLOPs than MHA" by equations 3 and 4: latents are attended.
+def lrkv_flops() -> judge.Judgement:
+    """Checks "0.8 % more FLOPs than MHA" by equations 3 and 4, which attend to latents.
 
-    Per head and cached token its r latents then cost as much as r more channels of keys and of
-    values; as in `formulas.training_flops_per_token`, every token attends to all.
+    Per head and cached token, r latents then cost as much as r more channels of keys and of values.
+    As in `formulas.training_flops_per_token`, every token attends to all.
     """
-    more, expanded = latent_flops(), more_flops("lrkv_2p5b")
+    attended, expanded = latent_flops(), more_flops("lrkv_2p5b")
     return judge.cases(
-        {"more than MHA": more > 0, "0.8 %": round(more, 1) == 0.8},
-        f"{more:+.1f} by its equations 3 and 4, of 2,048 keys, and {expanded:+.1f} with each "
+        {"more than MHA": attended > 0, "0.8 %": round(attended, 1) == 0.8},
+        f"{attended:+.1f} by its equations 3 and 4, of 2,048 keys, and {expanded:+.1f} with each "
         "head's keys and values made, as training does here; from shapes, attention included",
     )
 
@@ -108,14 +112,14 @@ def latent_flops() -> float:
 
 
 @judge.rule
-def six_n(config: str, figure: str, why: str) -> judge.Found:
+def six_n(config: str, figure: str, why: str) -> judge.Judgement:
     """Checks exaFLOPs of 6 N x 50B tokens; N: weights that multiply a token."""
     weights = sum(formulas.matrix_weights(judge.experiment_of(config).model).values())
     return judge.rounds_to(figure, 6 * weights * 50e9 / 1e18, why)
 
 
 @judge.rule
-def parameters() -> judge.Found:
+def parameters() -> judge.Judgement:
     """Counts MHA's parameters here at both scales, by which weights are counted."""
     counts = []
     for name in ("mha_128m", "mha_2p5b"):
@@ -126,20 +130,20 @@ def parameters() -> judge.Found:
             f"{counted['total'] / 1e6:,.0f}M in all"
         )
     vocabulary = judge.experiment_of("mha_2p5b").model.vocab_size
-    return judge.Found(
+    return judge.Judgement(
         judge.UNDEFINED, f"here, with a vocabulary of {vocabulary:,}, MHA has {'; '.join(counts)}"
     )
 
 
 @judge.rule
-def largest_parameters() -> judge.Found:
-    """Counts parameters of the configs that stand for 6.3B here."""
+def largest_parameters() -> judge.Judgement:
+    """Counts the parameters of the configs for 6.3B."""
     models = [
         judge.experiment_of(f"{name}_6p3b").model
         for name in ("lrkv", "mha", "gqa", "mqa", "mla_paper")
     ]
     totals = [formulas.parameters(model)["total"] / 1e9 for model in models]
-    return judge.Found(
+    return judge.Judgement(
         judge.UNDEFINED,
         f"configs here have {min(totals):.1f}B to {max(totals):.1f}B, a width and layers of ours",
     )
@@ -149,8 +153,8 @@ def largest_parameters() -> judge.Found:
 
 
 @judge.rule
-def r_squared(figure: float, bpb: list[float], scores: list[float]) -> judge.Found:
-    """Checks R² of two printed rows, against 10,000 draws of figures that round to them."""
+def r_squared(figure: float, bpb: list[float], scores: list[float]) -> judge.Judgement:
+    """Checks a printed R² of two rows against 10,000 draws of figures that round to the rows'."""
 
     def of(x: np.ndarray, y: np.ndarray) -> float:
         return float(np.corrcoef(x, y)[0, 1] ** 2)
@@ -161,7 +165,7 @@ def r_squared(figure: float, bpb: list[float], scores: list[float]) -> judge.Fou
         for _ in range(10_000)
     ]
     least, most = min(draws), max(draws)
-    return judge.Found(
+    return judge.Judgement(
         judge.CONSISTENT if least <= figure <= most else judge.INCONSISTENT,
         f"{of(np.array(bpb), np.array(scores)):.3f} of the printed pairs, which as rounded allow "
         f"{least:.2f} to {most:.2f}; five points, and the figure's axis is validation where the "
@@ -187,45 +191,45 @@ def end_of_long_rows() -> judge.Difference:
     for row in judge.read("long_rows")["rows"]:
         place = row["places"][-1]
         if (row["mechanism"], row["length"]) == ("lrkv", 1024) and place["difference"] is not None:
-            found = Estimate(place["difference"], place["difference_half_interval"])
-            return found, len(row["seeds"])
+            gap = Estimate(place["difference"], place["difference_half_interval"])
+            return gap, len(row["seeds"])
     raise judge.NoResultError("long_rows")
 
 
 def heads_of(mechanism: str) -> dict:
     """Returns the estimates of `studies.head_diversity` for a mechanism, by measure."""
-    found = judge.read("analysis/head_diversity")["estimates"]
-    if not {mechanism, "mha"} <= found.keys():
+    estimates = judge.read("analysis/head_diversity")["estimates"]
+    if not {mechanism, "mha"} <= estimates.keys():
         raise judge.NoResultError(f"head_diversity of {mechanism}")
-    return found[mechanism]
+    return estimates[mechanism]
 
 
 @judge.source
 def heads(measure: str, mechanism: str) -> judge.Difference:
     """Returns a measure of a mechanism's heads less MHA's."""
-    found = heads_of(mechanism)[measure]["against_mha"]
+    gap = heads_of(mechanism)[measure]["against_mha"]
     seeds = len(judge.read("analysis/head_diversity")["seeds"])
-    return Estimate(found["mean"], found["half_interval"]), seeds
+    return Estimate(gap["mean"], gap["half_interval"]), seeds
 
 
 @judge.rule
-def order_of_heads(scale: str, measure: str) -> judge.Found:
-    """Checks neighbours in Table 5's order of mechanisms."""
-    found = {}
+def order_of_heads(scale: str, measure: str) -> judge.Judgement:
+    """Checks the order of each pair of neighbours in Table 5's order of mechanisms."""
+    as_published = {}
     for row in judge.read("analysis/head_diversity")["orders"]:
         if row["neighbours"] and (row["scale"], row["measure"]) == (scale, measure):
-            here = Estimate(row["here"]["mean"], row["here"]["half"])
-            name = f"{row['first']} over {row['second']} {here.shown('+.2f')}"
-            found[name] = row["verdict"] == "as published"
-    return judge.cases(found, ", ".join(found))
+            gap = Estimate(row["here"]["mean"], row["here"]["half"])
+            name = f"{row['first']} over {row['second']} {gap.shown('+.2f')}"
+            as_published[name] = row["verdict"] == "as published"
+    return judge.cases(as_published, ", ".join(as_published))
 
 
 @judge.rule
-def larger_keys() -> judge.Found:
+def larger_keys() -> judge.Judgement:
     """Checks that LRKV's keys and their two parts are larger than MHA's keys, in tiny models."""
-    found, whole = heads_of("lrkv"), heads_of("mha")["key_total_norm"]["mean"]
+    lrkv, mha_norm = heads_of("lrkv"), heads_of("mha")["key_total_norm"]["mean"]
     ratios = {
-        name.replace("_", " "): found[name]["mean"] / whole
+        name.replace("_", " "): lrkv[name]["mean"] / mha_norm
         for name in ("key_base_norm", "key_residual_norm", "key_total_norm")
     }
     ours = ", ".join(f"{name} {ratio:.2f} of MHA's" for name, ratio in ratios.items())
@@ -233,34 +237,34 @@ def larger_keys() -> judge.Found:
 
 
 @judge.rule
-def centring_raises(mechanism: str, others: list[str], heads: int) -> judge.Found:
+def centring_raises(mechanism: str, others: list[str], heads: int) -> judge.Judgement:
     """Checks that centring raises one mechanism's effective rank, and no other's, seed by seed.
 
-    In % of the heads' number. Centred heads fill at most all but one of their number: nothing is
-    judged where more are filled before.
+    Effective ranks are in % of the number of heads N. Centred heads have at most rank N - 1, so
+    nothing is judged if the uncentred rank is already larger.
     """
-    moved = {name: _centred(name) for name in (mechanism, *others)}
+    rises = {name: _centred(name) for name in (mechanism, *others)}
     plain, most = heads_of(mechanism)["share"], 100 * (heads - 1) / heads
-    ours = ", ".join(f"{name} {x.shown('+.1f')}" for name, x in moved.items())
+    ours = ", ".join(f"{name} {x.shown('+.1f')}" for name, x in rises.items())
     ours += f" points; centred, {heads} heads fill at most {most:.0f} %"
     if plain["mean"] - plain["half_interval"] > most:
-        return judge.Found(judge.UNTOLD, f"{ours}: nothing could rise")
-    mine = moved.pop(mechanism).sign
-    if mine > 0:
-        return judge.Found(
-            judge.PART if any(x.sign > 0 for x in moved.values()) else judge.REPRODUCED, ours
+        return judge.Judgement(judge.INDISTINCT, f"{ours}: nothing could rise")
+    sign = rises.pop(mechanism).sign
+    if sign > 0:
+        return judge.Judgement(
+            judge.IN_PART if any(x.sign > 0 for x in rises.values()) else judge.REPRODUCED, ours
         )
-    return judge.Found(judge.CONTRADICTED if mine < 0 else judge.UNTOLD, ours)
+    return judge.Judgement(judge.CONTRADICTED if sign < 0 else judge.INDISTINCT, ours)
 
 
 def _centred(mechanism: str) -> Estimate:
-    """Returns the effective rank centred less uncentred, points."""
+    """Returns the centred minus the uncentred effective rank, in points."""
     runs = judge.read("analysis/head_diversity")["runs"].get(mechanism, {})
     centred, plain = (
         {seed: run["trained"][measure] for seed, run in runs.items()}
         for measure in ("centred_share", "share")
     )
-    found = difference(centred, plain)
-    if found is None or len(runs) < judge.SEEDS:
+    rise = difference(centred, plain)
+    if rise is None or len(runs) < judge.SEEDS:
         raise judge.NoResultError(f"head_diversity of {mechanism}")
-    return found
+    return rise

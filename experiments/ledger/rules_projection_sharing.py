@@ -33,7 +33,7 @@ _GRID_OF_IMAGES = {
     "patches": (4, 7),
     "rates": (1e-3, 1e-4),
 }
-# The shortest rows that a task is judged by: all variants solve shorter ones.
+# The shortest rows by which a task is judged: all variants solve shorter ones.
 _LENGTHS = {"sort": 16, "reverse": 64, "swap": 64}
 
 # -- sequence tasks --------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ _LENGTHS = {"sort": 16, "reverse": 64, "swap": 64}
 
 @judge.source
 def accuracy(task: str, first: str, second: str) -> judge.Difference:
-    """Returns first less second in points of accuracy, by seed."""
+    """Returns first minus second in points of accuracy, by seed."""
     return judge.paired(*_accuracies(task, first, second), task)
 
 
@@ -56,16 +56,16 @@ def _accuracies(task: str, *variants: str) -> list[dict[int, float]]:
         cells_of = {
             name.removeprefix(start): seeds
             for name, seeds in judge.read("sequence_tasks")["runs"].items()
-            if name.startswith(start) and _counts(name.removeprefix(start), _LENGTHS[task])
+            if name.startswith(start) and _in_grid(name.removeprefix(start), _LENGTHS[task])
         }
         by_variant.append(cells_of)
     common = set.intersection(*map(set, by_variant))
     return [_means([cells_of[name] for name in sorted(common)]) for cells_of in by_variant]
 
 
-def _counts(cell: str, least: int) -> bool:
-    """Returns whether a cell is of the paper's grid, and of rows of at least `least` numbers."""
-    sizes = dict(zip(_GRID, ([int(part[1:])] for part in cell.split("_")), strict=True))
+def _in_grid(cell: str, least: int) -> bool:
+    """Returns whether a cell is in the paper's grid and has rows of at least `least` numbers."""
+    sizes = dict(zip(_GRID, ([int(size[1:])] for size in cell.split("_")), strict=True))
     return sizes["length"][0] >= least and _inside(sizes, _GRID)
 
 
@@ -82,34 +82,34 @@ def _means(cells_of: list[dict]) -> dict[int, float]:
 
 
 @judge.rule
-def alike(task: str, first: str, second: str, margin: float) -> judge.Found:
-    """Checks that two variants differ by less than a margin, on a task that not both solve."""
+def alike(task: str, first: str, second: str, margin: float) -> judge.Judgement:
+    """Checks that two variants differ by at most a margin, on a task that not both solve."""
     scale = f"points of accuracy, {_SAMPLE}, {_LENGTHS[task]} numbers or more"
     both = _accuracies(task, first, second)
-    if all(found and min(found.values()) >= 100 * _SOLVED for found in both):
-        return judge.Found(judge.UNTOLD, f"both solve it ({scale})")
+    if all(by_seed and min(by_seed.values()) >= 100 * _SOLVED for by_seed in both):
+        return judge.Judgement(judge.INDISTINCT, f"both solve it ({scale})")
     return judge.same({"accuracy": (task, first, second)}, margin, "+.2f", scale)
 
 
 @judge.rule
-def solved(task: str) -> judge.Found:
+def solved(task: str) -> judge.Judgement:
     """Checks that every variant labels at least 99.95 % of the positions: 1.000 as printed."""
     rows = judge.read("sequence_tasks")["rows"]
-    found = {r["variant"]: r["tasks"][task] for r in rows if task in r["tasks"]}
-    few = any(now["seeds"] < judge.SEEDS for now in found.values())
-    outside = not all(_inside(now, _GRID) for now in found.values())
-    if few or outside or found.keys() != set(VARIANTS):
+    accuracies = {r["variant"]: r["tasks"][task] for r in rows if task in r["tasks"]}
+    few = any(row["seeds"] < judge.SEEDS for row in accuracies.values())
+    outside = not all(_inside(row, _GRID) for row in accuracies.values())
+    if few or outside or accuracies.keys() != set(VARIANTS):
         raise judge.NoResultError(f"sequence_tasks, {task}")
-    ours = ", ".join(f"{CALLED[name]} {now['right']:.3f}" for name, now in found.items())
+    ours = ", ".join(f"{CALLED[name]} {row['right']:.3f}" for name, row in accuracies.items())
     return judge.cases(
-        {name: now["right"] >= _SOLVED for name, now in found.items()},
+        {name: row["right"] >= _SOLVED for name, row in accuracies.items()},
         f"{ours} ({_SAMPLE}, {judge.SEEDS} seeds or more)",
     )
 
 
 @judge.source
 def mean_loss(task: str, first: str, second: str) -> judge.Difference:
-    """Returns first less second in loss, mean over training, by seed."""
+    """Returns first minus second in loss, mean over training, by seed."""
 
     def losses(variant: str) -> dict[str, float]:
         runs = judge.read("sequence_tasks")["runs"].get(f"{task}/{variant}/{CURVES_OF}", {})
@@ -127,19 +127,19 @@ def mean_loss(task: str, first: str, second: str) -> judge.Difference:
 
 @judge.source
 def image(name: str, variant: str) -> judge.Difference:
-    """Returns a variant less QKV in points of accuracy."""
-    found = judge.read(f"images/{name}")
-    if found["grid"]["epochs"] != EPOCHS[name] or not _inside(found["grid"], _GRID_OF_IMAGES):
+    """Returns a variant's accuracy minus QKV's, in points."""
+    result = judge.read(f"images/{name}")
+    if result["grid"]["epochs"] != EPOCHS[name] or not _inside(result["grid"], _GRID_OF_IMAGES):
         raise judge.NoResultError(f"images/{name}, of the paper's grid and epochs")
-    for row in found["rows"]:
+    for row in result["rows"]:
         if row["variant"] == variant and row["from_qkv"] is not None:
-            off = Estimate(row["from_qkv"], row["from_qkv_half_interval"])
-            return off.times(100), row["seeds"]
+            gap = Estimate(row["from_qkv"], row["from_qkv_half_interval"])
+            return gap.times(100), row["seeds"]
     raise judge.NoResultError(name)
 
 
 @judge.rule
-def images_alike(name: str, margin: float, variants: Sequence[str]) -> judge.Found:
+def images_alike(name: str, margin: float, variants: Sequence[str]) -> judge.Judgement:
     """Checks that variants lie within a margin of QKV, in points."""
     grid = judge.read(f"images/{name}")["grid"]
     sizes = {key: " and ".join(map(str, x)) for key, x in grid.items() if isinstance(x, list)}
@@ -162,24 +162,24 @@ def _anomalies(place: str) -> dict[str, dict[int, float]]:
 
 @judge.source
 def best_anomaly(place: str, variant: str) -> judge.Difference:
-    """Returns a variant less the best of the others, by their means."""
-    found = _anomalies(place)
-    mine = found.pop(variant)
-    others = [by_seed for by_seed in found.values() if by_seed]
+    """Returns a variant's accuracy minus the best other variant's (by mean), in points."""
+    accuracies = _anomalies(place)
+    own = accuracies.pop(variant)
+    others = [by_seed for by_seed in accuracies.values() if by_seed]
     if not others:
         raise judge.NoResultError(place)
-    return judge.paired(mine, max(others, key=lambda x: statistics.mean(x.values())), place)
+    return judge.paired(own, max(others, key=lambda x: statistics.mean(x.values())), place)
 
 
 @judge.source
 def drawn_less_last(variant: str) -> judge.Difference:
-    """Returns the change in points when the anomaly's place is drawn."""
+    """Returns accuracy with the anomaly's place drawn minus with it last, in points."""
     return judge.paired(_anomalies("drawn")[variant], _anomalies("last")[variant], variant)
 
 
 @judge.rule
-def equivariant(why: str) -> judge.Found:
-    """Checks that a reversed set's labels are its labels reversed, in random weights."""
+def equivariant(why: str) -> judge.Judgement:
+    """Checks that reversing a set reverses its labels, with random weights."""
     rng, holding = np.random.default_rng(0), {}
     x_BTF = rng.normal(size=(1, 6, 8)).astype(np.float32)
     form = {"norm_after": True, "positions": "none", "activation": "relu", "mlp_dim": 32}
@@ -204,27 +204,27 @@ _DIAGONAL_LENGTH = 64
 
 
 @judge.rule
-def no_help(margin: float) -> judge.Found:
-    """Checks that remedies do not help consistently: somewhere they harm, or nowhere matter.
+def no_help(margin: float) -> judge.Judgement:
+    """Checks that remedies do not help consistently: some change harms, or none has an effect.
 
-    Harm is an interval over seeds below 0, help one above it; without effect lies within a margin
-    in points. Help everywhere contradicts the claim. Tasks and variants count that leave room for
-    help: accuracy without a remedy is below 100 % by more than the margin.
+    A change harms if its interval over seeds lies below 0, helps if above 0, and has no effect if
+    within the margin (in points). If all changes help, the claim is contradicted. Only tasks and
+    variants count whose accuracy without a remedy is below 100 % by more than the margin.
     """
 
     def verdict_on(changes: list[Estimate]) -> str:
         nothing = all(abs(x.mean) + x.half <= margin for x in changes)
         if nothing or any(x.sign < 0 for x in changes):
             return judge.REPRODUCED
-        return judge.CONTRADICTED if all(x.sign > 0 for x in changes) else judge.UNTOLD
+        return judge.CONTRADICTED if all(x.sign > 0 for x in changes) else judge.INDISTINCT
 
     verdicts, parts = [], []
     for remedy, changes in _remedies(margin).items():
         shown = ", ".join(f"{where} {x.shown('+.1f')}" for where, x in changes.items())
         verdicts.append(verdict_on(list(changes.values())))
         parts.append(f"{remedy} ({verdicts[-1]}): {shown}")
-    return judge.Found(
-        judge.of_all(verdicts),
+    return judge.Judgement(
+        judge.combined(verdicts),
         f"{'; '.join(parts)}; points of accuracy, {_DIAGONAL_LENGTH} numbers, margin {margin:g}; "
         f"annealed from {judge.read('diagonal')['hottest']:g} to 1 in half the steps",
     )
@@ -237,24 +237,24 @@ def _remedies(margin: float) -> dict[str, dict[str, Estimate]]:
         row["where"] = f"{CALLED[row['variant']]} {row['task']}"
     plain = {row["where"]: 100 * row["right"] for row in rows if row["remedy"] == "none"}
     room = {where for where, right in plain.items() if right < 100 - margin}
-    found: dict[str, dict[str, Estimate]] = {"normalised": {}, "annealed": {}}
+    by_remedy: dict[str, dict[str, Estimate]] = {"normalised": {}, "annealed": {}}
     for row in rows:
         if row["remedy"] == "none" or row["where"] not in room:
             continue
         if row["seeds_in_common"] < judge.SEEDS:
             raise judge.NoResultError("diagonal")
         change = Estimate(row["change"], row["change_half_interval"]).times(100)
-        found[row["remedy"]][row["where"]] = change
-    if len(room) < 2 or any(changes.keys() != room for changes in found.values()):
+        by_remedy[row["remedy"]][row["where"]] = change
+    if len(room) < 2 or any(changes.keys() != room for changes in by_remedy.values()):
         raise judge.NoResultError("diagonal")
-    return found
+    return by_remedy
 
 
 # -- padding, section A.1 --------------------------------------------------------------------------
 
 
 @judge.rule
-def padding() -> judge.Found:
+def padding() -> judge.Judgement:
     """Compares perplexities with and without padding among the targets, in models of bytes."""
     rows = {(r["tie"], r["trained"]): r for r in judge.read("padded_loss")["rows"]}
     if not {("none", "padded"), ("kv", "padded")} <= rows.keys():
@@ -262,7 +262,7 @@ def padding() -> judge.Found:
     qkv, tied = rows["none", "padded"], rows["kv", "padded"]
     text, counted = (qkv["perplexity"][name]["mean"] for name in ("text", "counted"))
     cost, cost_counted = (tied["against_first"][name]["percent"] for name in ("text", "counted"))
-    return judge.Found(
+    return judge.Judgement(
         judge.UNDEFINED,
         f"in models of bytes, where {100 * qkv['share_of_text']:.0f} % of targets are text, "
         f"counting the others turns a perplexity of {text:.2f} into {counted:.2f}, "
@@ -272,27 +272,27 @@ def padding() -> judge.Found:
 
 @judge.source
 def packed(tie: str) -> judge.Difference:
-    """Returns a model of bytes less QKV's in nats, trained and judged on packed rows."""
+    """Returns nats of a model of bytes minus QKV's, trained and evaluated on packed rows."""
     for row in judge.read("padded_loss")["rows"]:
-        now = row["against_first"].get("packed")
-        if (row["tie"], row["trained"]) == (tie, "packed") and now:
-            return Estimate(now["nats"], now["half_interval"]), row["seeds"]
+        gap = row["against_first"].get("packed")
+        if (row["tie"], row["trained"]) == (tie, "packed") and gap:
+            return Estimate(gap["nats"], gap["half_interval"]), row["seeds"]
     raise judge.NoResultError("padded_loss")
 
 
 @judge.source
 def learned(task: str, first: str, second: str) -> judge.Difference:
-    """Returns first less second in points, of `experiments.studies.linear_attention`."""
+    """Returns first minus second in points, from `experiments.studies.linear_attention`."""
     runs = judge.read("linear_attention")["runs"]
-    one, other = (
+    first_accuracy, second_accuracy = (
         {seed: 100 * run["figure"] for seed, run in runs.get(f"{task}/{kind}", {}).items()}
         for kind in (first, second)
     )
-    return judge.paired(one, other, task)
+    return judge.paired(first_accuracy, second_accuracy, task)
 
 
 @judge.rule
-def symmetric(why: str) -> judge.Found:
+def symmetric(why: str) -> judge.Judgement:
     """Checks that q·k, and the softmax of its rows, are symmetric where q = k (random weights)."""
 
     def gaps(tie: str) -> tuple[float, float]:
@@ -312,8 +312,8 @@ def symmetric(why: str) -> judge.Found:
 
 
 @judge.rule
-def recurrent(why: str) -> judge.Found:
-    """Checks recurrence and chunks against all pairs of tokens, tied, by decay, in float64."""
+def recurrent(why: str) -> judge.Judgement:
+    """Checks `recurrent` and `chunked` against `parallel`, tied, by decay, in float64."""
     holding, chunked = {}, functools.partial(linear.chunked, chunk=16)
     with jax.enable_x64(True):
         z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 100, 2, 8)))
@@ -321,10 +321,10 @@ def recurrent(why: str) -> judge.Found:
         config = linear.LinearConfig(num_heads=2, key_dim=8, value_dim=8, tie="qkv")
         start = config.start(2, z.dtype)
         for decay in (1.0, 0.9):
-            whole = jax.jit(linear.parallel)(features, features, z, decay)
-            one, _ = jax.jit(linear.recurrent)(features, features, z, decay, start)
-            few, _ = jax.jit(chunked)(features, features, z, decay, start)
-            gap = max(abs(one - whole).max(), abs(few - whole).max())
+            all_pairs = jax.jit(linear.parallel)(features, features, z, decay)
+            by_token, _ = jax.jit(linear.recurrent)(features, features, z, decay, start)
+            by_chunk, _ = jax.jit(chunked)(features, features, z, decay, start)
+            gap = max(abs(by_token - all_pairs).max(), abs(by_chunk - all_pairs).max())
             holding[f"decay {decay}"] = bool(gap < 1e-10)
     return judge.cases(holding, why)
 
@@ -338,7 +338,7 @@ def _table_8() -> dict[str, float]:
 
 
 @judge.rule
-def savings_grow() -> judge.Found:
+def savings_grow() -> judge.Judgement:
     """Checks that the % saved of multiply-adds grows with the context's length."""
     lengths, rows = (128, 512, 1024, 2048, 4096), _table_8()
     saved = {
@@ -359,7 +359,7 @@ def savings_grow() -> judge.Found:
 
 
 @judge.rule
-def attention_over_half() -> judge.Found:
+def attention_over_half() -> judge.Judgement:
     """Checks that attention takes over 50 % of multiply-adds at 4,096 tokens, in all variants."""
     shares = {
         name.removeprefix("4096, "): share
@@ -371,8 +371,8 @@ def attention_over_half() -> judge.Found:
 
 
 @judge.rule
-def projections(low: float, high: float) -> judge.Found:
-    """Checks the % of all parameters that attention has."""
+def projections(low: float, high: float) -> judge.Judgement:
+    """Checks the % of all parameters that are attention's."""
     shares = {}
     for called, size in (("300M", "300m"), ("1.2B", "1p2b")):
         count = formulas.parameters(judge.experiment_of(f"papers.py:qkv_{size}").model)

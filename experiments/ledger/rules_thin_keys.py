@@ -15,48 +15,45 @@ _CALLED = {"fan_in": "weights by fan-in", "equal": "matrices that start alike"}
 
 
 @judge.rule
-def both_starts(of: dict) -> judge.Found:
+def both_starts(of: dict) -> judge.Judgement:
     """Judges a claim on small tasks from each initialisation that was trained.
 
-    The paper does not name its initialisation. A claim that holds from one alone holds in part.
+    The paper does not name its initialisation. A claim that holds from only one holds in part.
 
     Args:
       of: a rule with the option `start`.
     """
-    found = {start: judge.judge(of | {"start": start}) for start in STARTS}
-    found = {start: one for start, one in found.items() if one.verdict != judge.MISSING}
-    if not found:
+    judgements = {start: judge.judge(of | {"start": start}) for start in STARTS}
+    judgements = {start: x for start, x in judgements.items() if x.verdict != judge.MISSING}
+    if not judgements:
         raise judge.NoResultError("thin_keys_tasks")
-    if len(found) == 1:
-        return next(iter(found.values()))
-    ours = "; ".join(f"{_CALLED[start]}: {one.ours}" for start, one in found.items())
-    return judge.Found(judge.of_all([one.verdict for one in found.values()]), ours)
+    if len(judgements) == 1:
+        return next(iter(judgements.values()))
+    ours = "; ".join(f"{_CALLED[start]}: {x.ours}" for start, x in judgements.items())
+    return judge.Judgement(judge.combined([x.verdict for x in judgements.values()]), ours)
 
 
 def _rows(task: str, start: str = "fan_in") -> dict[int, dict]:
     """Returns rows by channels; raises a judge.NoResultError unless each has three seeds."""
     rows = [r for r in judge.read("thin_keys_tasks")["rows"] if r.get("start", "fan_in") == start]
-    found = {r["channels"]: r for r in rows if r["task"] == task}
-    if not found or any(row["seeds"] < judge.SEEDS for row in found.values()):
+    by_channels = {r["channels"]: r for r in rows if r["task"] == task}
+    if not by_channels or any(row["seeds"] < judge.SEEDS for row in by_channels.values()):
         raise judge.NoResultError(task)
-    return found
+    return by_channels
 
 
 @judge.rule
-def reaches(task: str, least: int, start: str = "fan_in") -> judge.Found:
+def reaches(task: str, least: int, start: str = "fan_in") -> judge.Judgement:
     """Checks that the best accuracy prints as 100.0 % from `least` channels on.
 
     The paper's tables print the best accuracy during training. With fewer channels no seed may
     converge.
     """
     rows, runs = _rows(task, start), judge.read("thin_keys_tasks")["runs"]
-    best = {
-        n: 100
-        * statistics.mean(
-            max(r["curve"].values()) for r in runs[cell(task, n, start).name].values()
-        )
-        for n in rows
-    }
+    best = {}
+    for n in rows:
+        of_seeds = runs[cell(task, n, start).name].values()
+        best[n] = 100 * statistics.mean(max(run["curve"].values()) for run in of_seeds)
     holding = {
         f"d_select {n}": f"{best[n]:.1f}" == "100.0" if n >= least else not row["converged_runs"]
         for n, row in rows.items()
@@ -72,7 +69,7 @@ def reaches(task: str, least: int, start: str = "fan_in") -> judge.Found:
 
 @judge.source
 def batches_to_converge(task: str, few: int, many: int) -> judge.Difference:
-    """Returns batches until convergence, with fewer channels less with more."""
+    """Returns the batches until convergence with few channels minus those with many."""
 
     def by_seed(channels: int) -> dict[str, float]:
         runs = judge.read("thin_keys_tasks")["runs"].get(f"{task}/d{channels}", {})
@@ -82,16 +79,16 @@ def batches_to_converge(task: str, few: int, many: int) -> judge.Difference:
 
 
 @judge.rule
-def converges(task: str) -> judge.Found:
+def converges(task: str) -> judge.Judgement:
     """Checks when a task converges, by channels: within one evaluation of the paper's batch.
 
-    Where the paper has no number no seed may converge; elsewhere all must.
+    If the paper has no number, no seed may converge; otherwise all must.
     """
     rows = _rows(task)
     verdicts = [converged(row) for row in rows.values()]
     count = f"{verdicts.count(judge.REPRODUCED)} of {len(verdicts)} cases as there"
-    if judge.UNTOLD in verdicts:
-        count += f", {verdicts.count(judge.UNTOLD)} {judge.UNTOLD}"
+    if judge.INDISTINCT in verdicts:
+        count += f", {verdicts.count(judge.INDISTINCT)} {judge.INDISTINCT}"
     shown = []
     for n, row in rows.items():
         if row["converged_half_interval"] is None:
@@ -99,8 +96,8 @@ def converges(task: str) -> judge.Found:
         else:
             batches = Estimate(row["converged"], row["converged_half_interval"])
             shown.append(f"{n}: {batches.shown('.0f')}")
-    return judge.Found(
-        judge.of_all(verdicts),
+    return judge.Judgement(
+        judge.combined(verdicts),
         f"{count}, margin {EVERY}; batches (epochs, to the paper) until "
         f"{100 * TASKS[task].converged:.0f} % are right, looked at every {EVERY}: "
         f"{'; '.join(shown)}",
@@ -113,11 +110,11 @@ def converged(row: dict) -> str:
         return judge.CONTRADICTED if row["converged_runs"] else judge.REPRODUCED
     if row["converged_runs"] < row["seeds"] or half is None:
         return judge.CONTRADICTED
-    return judge.of_margin(row["converged"] - published, half, EVERY)
+    return judge.margin_verdict(row["converged"] - published, half, EVERY)
 
 
 @judge.rule
-def enough_channels(start: str = "fan_in") -> judge.Found:
+def enough_channels(start: str = "fan_in") -> judge.Judgement:
     """Checks that 2·log2 N channels suffice to converge, with N keys: 8 for 16 keys.
 
     Where no d_select converges with every seed, training was too short, and nothing is judged.
@@ -137,10 +134,10 @@ def enough_channels(start: str = "fan_in") -> judge.Found:
     predicted = {keys: min(n for n in CHANNELS if n >= 2 * math.log2(keys)) for keys in least}
     shown = ", ".join(f"{keys} keys: {n}, predicted {predicted[keys]}" for keys, n in least.items())
     reasons = {"are not measured": missing, "no d_select learns with every seed": unlearned}
-    rest = "".join(f"; {', '.join(map(str, n))} keys {why}" for why, n in reasons.items() if n)
+    unjudged = "".join(f"; {', '.join(map(str, n))} keys {why}" for why, n in reasons.items() if n)
     return judge.cases(
         {f"{keys} keys": n <= predicted[keys] for keys, n in least.items()},
-        f"least d_select that every seed converges with: {shown}{rest}",
+        f"least d_select that every seed converges with: {shown}{unjudged}",
     )
 
 
@@ -148,8 +145,8 @@ def enough_channels(start: str = "fan_in") -> judge.Found:
 
 
 @judge.rule
-def keys_lose_less(objective: str) -> judge.Found:
-    """Checks that a cut of keys costs less than one of queries, by model and share of the rank."""
+def keys_lose_less(objective: str) -> judge.Judgement:
+    """Checks that truncating keys costs less than truncating queries, by model and % of rank."""
     pairs = {}
     for model, called in (("smollm2", "SmolLM2"), ("whisper", "Whisper")):
         keys, queries = (_cut(model, part, objective) for part in ("key", "query"))
@@ -160,17 +157,18 @@ def keys_lose_less(objective: str) -> judge.Found:
 
 
 def _cut(model: str, part: str, objective: str) -> dict[int, float]:
-    """Returns perplexity by the % that is left of the rank of W_K or W_Q."""
+    """Returns perplexity by the remaining % of the rank of W_K or W_Q."""
 
     def points(part: str) -> list[dict]:
-        found = records.read(f"{model}/before/{part}_per_head_{objective}")
-        if found is None:
+        curve = records.read(f"{model}/before/{part}_per_head_{objective}")
+        if curve is None:
             raise judge.NoResultError(f"conversion of {model}")
-        return found["points"]
+        return curve["points"]
 
-    # Keys are half of a cache, so its share gives theirs; a cut of queries has the same ranks.
-    left = {p["rank"]: round(100 * (2 * p["share"] - 1)) for p in points("key")}
-    return {left[point["rank"]]: point["perplexity"] for point in points(part)}
+    # Keys are half of a cache: if a share s of it is left, 2 s - 1 of the keys are. Queries are cut
+    # at the same ranks.
+    percent = {p["rank"]: round(100 * (2 * p["share"] - 1)) for p in points("key")}
+    return {percent[point["rank"]]: point["perplexity"] for point in points(part)}
 
 
 # -- from shapes -----------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ def _millions(channels: int) -> float:
 
 
 @judge.rule
-def llama_parameters(figures: dict[str, str]) -> judge.Found:
+def llama_parameters(figures: dict[str, str]) -> judge.Judgement:
     """Checks millions of parameters, by channels."""
     ours = {channels: f"{_millions(int(channels)):.1f}" for channels in figures}
     shown = ", ".join(f"{channels}: {count}M" for channels, count in ours.items())
@@ -191,8 +189,8 @@ def llama_parameters(figures: dict[str, str]) -> judge.Found:
 
 
 @judge.rule
-def query_and_key_shares(low: float, high: float) -> judge.Found:
-    """Checks the % of all parameters that queries and keys have, of the paper's models."""
+def query_and_key_shares(low: float, high: float) -> judge.Judgement:
+    """Checks the % of all parameters that are of queries and keys, in the paper's models."""
     mistral = 32 * 4096 * (32 + 8) * 128  # 32 layers of 4,096, 32 query and 8 KV heads of 128
     shares = {
         "GPT-2": 12 * 2 * (768 * 768 + 768) / 124.4e6,

@@ -5,8 +5,8 @@
 The family of `grouped.py`: LRKV, as the paper proposes it for future work (section 7), MHA, GQA,
 MQA and thin keys. A memory is encoded once, and every query attends to all of it.
 
-Cache: once per token of the memory, 2(H + N·R) elements of LRKV, and N float32 1/rms if keys are
-normed. Without RoPE, eq. 3 and 4 hold as written, up to the 1/rms.
+Cache: per memory token 2(H + N·R) elements for LRKV, and N float32 values of 1/rms if keys are
+normalised. Without RoPE, eq. 3 and 4 hold as written, up to the 1/rms.
 """
 
 from collections.abc import Mapping
@@ -36,12 +36,12 @@ def check(config: GroupedConfig) -> None:
             f"cross-attention by {type(config).__name__}: must be a GroupedConfig (LRKV, MHA, GQA, "
             "MQA, tied values), which alone has a form for two streams"
         )
-    ties = "must be 'none' or 'kv' in cross-attention: queries are made of something else"
+    ties = "must be 'none' or 'kv' in cross-attention: queries come from another stream"
     require(not config.ties_queries, "tie", repr(config.tie), ties)
     fixed = dict(rope="full", position_channels=0, alibi=False, output_gate=False)
     for key, value in fixed.items():
-        given = getattr(config, key)
-        require(given == value, key, repr(given), f"must be {value!r} in cross-attention")
+        setting = getattr(config, key)
+        require(setting == value, key, repr(setting), f"must be {value!r} in cross-attention")
 
 
 class CrossAttention(nnx.Module):
@@ -120,8 +120,8 @@ class CrossAttention(nnx.Module):
 
 def _cut(memory_BSD: jax.Array, lengths_B: jax.Array) -> jax.Array:
     """Sets memory tokens beyond each length to zero; they may be NaN."""
-    there_BS = jnp.arange(memory_BSD.shape[1], dtype=jnp.int32)[None] < lengths_B[:, None]
-    return jnp.where(there_BS[..., None], memory_BSD, jnp.zeros((), memory_BSD.dtype))
+    inside_BS = jnp.arange(memory_BSD.shape[1], dtype=jnp.int32)[None] < lengths_B[:, None]
+    return jnp.where(inside_BS[..., None], memory_BSD, jnp.zeros((), memory_BSD.dtype))
 
 
 def memory_attention(

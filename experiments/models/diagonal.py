@@ -3,10 +3,10 @@
     S = K Kᵀ        S'_tt = S_tt / mean_s S_ss        # projection sharing (arXiv 2606.04032) fig. 5
 
 A token's score with itself is its squared norm, which mostly exceeds its other scores; the paper
-tried this normalisation against it (section 2.5). Logits are S' times 1/sqrt(H), as usual. The mean
-over the row includes later tokens, so this is for bidirectional models, which have no cache. It
-works with any attention kernel: keys get T further channels, one-hot at their position, and queries
-S'_tt - S_tt at theirs. The T channels are beyond `query_dim`, so rows should be short.
+tried this remedy (section 2.5). Logits are S' times 1/sqrt(H), as usual. The mean over the row
+includes later tokens, so this is for bidirectional models, which have no cache. It works with any
+attention kernel: T channels are added to keys (one-hot at the key's position) and to queries
+(S'_tt - S_tt at the query's position). They come on top of `query_dim`, so rows should be short.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ class DiagonalConfig(GroupedConfig):
         super().__post_init__()
         ties = "must be 'qk' or 'qkv' where the diagonal of K K' is normalised"
         require(self.ties_queries, "tie", repr(self.tie), ties)
-        alone = "where the diagonal of K K' is normalised"
+        condition = "where the diagonal of K K' is normalised"
         channels = self.position_channels
-        require(not channels, "position_channels", channels, f"must be 0 {alone}")
-        require(not self.alibi, "alibi", self.alibi, f"must be False {alone}")
+        require(not channels, "position_channels", channels, f"must be 0 {condition}")
+        require(not self.alibi, "alibi", self.alibi, f"must be False {condition}")
 
     @property
     def needs_whole_rows(self) -> bool:
@@ -46,10 +46,10 @@ class Diagonal(Grouped):
 
     def queries(self, x_BTD: jax.Array, raw: dict, positions: Positions) -> jax.Array:
         q_BTNH = super().queries(x_BTD, raw, positions)
-        own_BTN = jnp.sum(q_BTNH * q_BTNH, axis=-1)
-        mean_B1N = jnp.mean(own_BTN, axis=1, keepdims=True)
+        diagonal_BTN = jnp.sum(q_BTNH * q_BTNH, axis=-1)
+        mean_B1N = jnp.mean(diagonal_BTN, axis=1, keepdims=True)
         mean_B1N = jnp.where(mean_B1N > 0, mean_B1N, 1)  # rows of zeros
-        change_BTN = own_BTN / mean_B1N - own_BTN
+        change_BTN = diagonal_BTN / mean_B1N - diagonal_BTN
         return _with_places(q_BTNH, change_BTN, positions)
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
@@ -58,8 +58,8 @@ class Diagonal(Grouped):
         return _with_places(k_BTNH, ones_BTN, positions), v_BTNH
 
 
-def _with_places(x_BTNH: jax.Array, at_BTN: jax.Array, positions: Positions) -> jax.Array:
+def _with_places(x_BTNH: jax.Array, amount_BTN: jax.Array, positions: Positions) -> jax.Array:
     """Appends T channels: one-hot at the token's position, times `at_BTN`."""
     T = x_BTNH.shape[1]
     places_BTT = jax.nn.one_hot(jnp.asarray(positions.index), T, dtype=x_BTNH.dtype)
-    return jnp.concatenate([x_BTNH, at_BTN[..., None] * places_BTT[:, :, None]], axis=-1)
+    return jnp.concatenate([x_BTNH, amount_BTN[..., None] * places_BTT[:, :, None]], axis=-1)

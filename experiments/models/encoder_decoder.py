@@ -44,10 +44,10 @@ class EncoderDecoderConfig:
         fixed = dict(window=0, causal=True, tied_head=False, embedding_norm=False)
         fixed |= dict(norm_after=False, dropout=0.0)
         for key, value in fixed.items():
-            given = getattr(self.block, key)
-            if given != value:
+            setting = getattr(self.block, key)
+            if setting != value:
                 raise UserError(
-                    f"config.model.{key} = {given}: must be {value} in an encoder-decoder"
+                    f"config.model.{key} = {setting}: must be {value} in an encoder-decoder"
                 )
         one_of("config.model.positions", self.block.positions, ("rope", "none"))
 
@@ -79,8 +79,15 @@ class DecoderBlock(Block):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
     def decode(self, x_BTD, positions, own: dict, source: dict, counts_B, lengths_B, rope_base):
-        """Applies the block with caches; returns activations [B, T, D] and the target's cache
-        layer."""
+        """Applies the block with caches.
+
+        Args:
+          own: cache layer of the target, appended to.
+          source: cache layer of the source.
+
+        Returns:
+          Activations [B, T, D], and the target's cache layer.
+        """
         h_BTD = self.attention_norm(x_BTD)
         y_BTD, own = self.attention.decode(h_BTD, positions, own, counts_B, rope_base=rope_base)
         x_BTD = x_BTD + y_BTD
@@ -93,8 +100,8 @@ class EncoderDecoder(nnx.Module):
 
     def __init__(self, config: EncoderDecoderConfig, key: jax.Array):
         self.config, c = config, config.block
-        start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        rngs = InitRngs(key, **start)
+        scales = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+        rngs = InitRngs(key, **scales)
         sizes = dict(V=config.vocab_size, D=c.d_model)
         self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
         self.head = weight("D -> V", rngs, init="output", **sizes)
@@ -120,18 +127,17 @@ class EncoderDecoder(nnx.Module):
 
     def encode(self, source_BS: jax.Array, lengths_B: jax.Array) -> jax.Array:
         """Returns the encoder's output [B, S, D]."""
-        places_S = np.arange(source_BS.shape[1], dtype=np.int32)
-        behind_BS = (places_S[None] >= lengths_B[:, None]).astype(jnp.int32)
+        index_S = np.arange(source_BS.shape[1], dtype=np.int32)
+        behind_BS = (index_S[None] >= lengths_B[:, None]).astype(jnp.int32)
         x_BSD = self._embed(source_BS)
-        positions = self._positions(places_S[None], self.config.encoder)
-        see = dict(causal=False, segment_ids_BS=behind_BS)
+        positions = self._positions(index_S[None], self.config.encoder)
+        mask = dict(causal=False, segment_ids_BS=behind_BS)
         for block in self.encoder:
-            x_BSD = block(x_BSD, positions, compute=Compute(dtype=x_BSD.dtype), **see)
+            x_BSD = block(x_BSD, positions, compute=Compute(dtype=x_BSD.dtype), **mask)
         return self.memory_norm(x_BSD)
 
     def remember(self, source_BS: jax.Array, lengths_B: jax.Array, capacity: int) -> Caches:
-        """Returns caches with every source encoded, and capacity for targets of `capacity`
-        tokens."""
+        """Returns caches with encoded sources, and space for targets of `capacity` tokens."""
         B, S = source_BS.shape
         memory_BSD = self.encode(source_BS, lengths_B)
 

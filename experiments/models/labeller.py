@@ -44,12 +44,12 @@ class Labeller(nnx.Module):
         """
         self.config, c = config, config.block
         self.input_dropout = input_dropout
-        start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+        scales = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
 
-        def draws(layer):
-            return InitRngs(jax.random.fold_in(key, layer), **start)
+        def layer_rngs(layer):
+            return InitRngs(jax.random.fold_in(key, layer), **scales)
 
-        rngs = draws(c.num_layers)
+        rngs = layer_rngs(c.num_layers)
         sizes = dict(C=features, D=c.d_model, M=c.d_model, V=config.vocab_size, T=c.max_positions)
         self.input = weight("C -> D", rngs, **sizes)
         self.input_bias = weight("D", rngs, init="zeros", **sizes)
@@ -64,7 +64,7 @@ class Labeller(nnx.Module):
             self.hidden_norm = Norm(c.d_model, kind="layer", **affine_norm, rngs=rngs)
         self.output = weight("D -> V", rngs, init="output", **sizes)
         self.output_bias = weight("V", rngs, init="zeros", **sizes)
-        self.segments = make_layer_groups(config, draws)
+        self.segments = make_layer_groups(config, layer_rngs)
 
     def __call__(
         self,
@@ -82,20 +82,20 @@ class Labeller(nnx.Module):
         """
         key = dropout
         if dropout is not None and self.input_dropout:
-            key, own = jax.random.split(dropout)
-            kept = jax.random.bernoulli(own, 1 - self.input_dropout, x_BTF.shape)
+            key, mask_key = jax.random.split(dropout)
+            kept = jax.random.bernoulli(mask_key, 1 - self.input_dropout, x_BTF.shape)
             x_BTF = jnp.where(kept, x_BTF / (1 - self.input_dropout), 0)
         x_BTD = affine(x_BTF, self.input, self.input_bias)
         if self.row is not None:
             row_B1D = jnp.broadcast_to(self.row[...], (x_BTD.shape[0], 1, x_BTD.shape[2]))
             x_BTD = jnp.concatenate([row_B1D, x_BTD], axis=1)
-        places_1T = np.arange(x_BTD.shape[1])[None]
+        index_1T = np.arange(x_BTD.shape[1])[None]
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions[...][places_1T]
+            x_BTD = x_BTD + self.positions[...][index_1T]
         elif self.config.block.positions == "sinusoidal":
-            x_BTD = x_BTD + sinusoid.encoding(places_1T, x_BTD.shape[-1])
-        how = dict(compute=compute, dropout=key, temperature=temperature)
-        x_BTD = apply_blocks(self.config, self.segments, x_BTD, places_1T, **how)
+            x_BTD = x_BTD + sinusoid.encoding(index_1T, x_BTD.shape[-1])
+        options = dict(compute=compute, dropout=key, temperature=temperature)
+        x_BTD = apply_blocks(self.config, self.segments, x_BTD, index_1T, **options)
         if self.row is not None:
             x_BTD = x_BTD[:, :1]
         if self.final_norm is not None:

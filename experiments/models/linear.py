@@ -3,10 +3,9 @@
     S_t = λ S_(t-1) + φ(k_t) v_tᵀ        n_t = λ n_(t-1) + φ(k_t)
     y_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ n_t              # projection sharing (arXiv 2606.04032) eq. 5 to 7
 
-with φ(x) = elu(x) + 1 (arXiv 2006.16236). Tied, q = k = v (that paper's section A.1). It caches a
-state [N, H, Hv] and [N, H] per layer, for a text of any length. The paper gives S a decay λ and
-does not mention the normaliser; here both have it, so y is a weighted mean of values with weights
-that decay.
+with φ(x) = elu(x) + 1 (arXiv 2006.16236). Tied, q = k = v (projection sharing, section A.1). The
+cache is a state [N, H, Hv] and [N, H] per layer, for a text of any length. The paper gives S a
+decay λ and does not mention the normaliser n; here both decay, so y is a weighted mean of values.
 
 Three forms of one function: `parallel` over all pairs of tokens, `recurrent` token by token, and
 `chunked` for training, which is parallel within a chunk and recurrent between chunks.
@@ -114,40 +113,40 @@ def chunked(
       chunk: C, tokens; the remainder of T is a chunk of its own.
     """
     B, T, *_ = q_BTNH.shape
-    whole = T - T % chunk
-    rows, parts = (q_BTNH, k_BTNH, v_BTNV), []
-    if whole:
+    full = T - T % chunk  # tokens in full chunks
+    rows, outputs = (q_BTNH, k_BTNH, v_BTNV), []
+    if full:
 
         def by_chunk(x):
-            return jnp.moveaxis(x[:, :whole].reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+            return jnp.moveaxis(x[:, :full].reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
 
         def step(state, tokens):
             return _one_chunk(state, tokens, decay)
 
         state, y_GBCNV = jax.lax.scan(step, state, jax.tree.map(by_chunk, rows))
-        parts.append(jnp.moveaxis(y_GBCNV, 0, 1).reshape(B, whole, *v_BTNV.shape[2:]))
-    if whole < T:
-        rest = jax.tree.map(lambda x: x[:, whole:], rows)
-        state, y_BCNV = _one_chunk(state, rest, decay)
-        parts.append(y_BCNV)
-    return jnp.concatenate(parts, axis=1), state
+        outputs.append(jnp.moveaxis(y_GBCNV, 0, 1).reshape(B, full, *v_BTNV.shape[2:]))
+    if full < T:
+        last_chunk = jax.tree.map(lambda x: x[:, full:], rows)
+        state, y_BCNV = _one_chunk(state, last_chunk, decay)
+        outputs.append(y_BCNV)
+    return jnp.concatenate(outputs, axis=1), state
 
 
-def _one_chunk(state: State, few: tuple, decay: float) -> tuple[State, jax.Array]:
+def _one_chunk(state: State, tokens: tuple, decay: float) -> tuple[State, jax.Array]:
     """Returns the state after a chunk [B, C, N, ..], and its outputs."""
-    q, k, v = few
+    q, k, v = tokens
     C = q.shape[1]
-    ages_C = jnp.arange(C)
-    faded = jnp.asarray(decay, q.dtype)
+    index_C = jnp.arange(C)
+    decay = jnp.asarray(decay, q.dtype)
     pairs_BNCS = jnp.einsum("BCNH,BSNH->BNCS", q, k) * _fading(q, decay)
-    early_q = q * (faded ** (ages_C + 1))[None, :, None, None]
+    faded_q = q * (decay ** (index_C + 1))[None, :, None, None]
     read = jnp.einsum("BNCS,BSNV->BCNV", pairs_BNCS, v)
-    read = read + jnp.einsum("BCNH,BNHV->BCNV", early_q, state.memory)
+    read = read + jnp.einsum("BCNH,BNHV->BCNV", faded_q, state.memory)
     total = jnp.einsum("BNCS->BCN", pairs_BNCS)
-    total = total + jnp.einsum("BCNH,BNH->BCN", early_q, state.weight)
-    left_k = k * (faded ** (C - 1 - ages_C))[None, :, None, None]
-    memory = faded**C * state.memory + jnp.einsum("BCNH,BCNV->BNHV", left_k, v)
-    weight = faded**C * state.weight + jnp.sum(left_k, axis=1)
+    total = total + jnp.einsum("BCNH,BNH->BCN", faded_q, state.weight)
+    faded_k = k * (decay ** (C - 1 - index_C))[None, :, None, None]
+    memory = decay**C * state.memory + jnp.einsum("BCNH,BCNV->BNHV", faded_k, v)
+    weight = decay**C * state.weight + jnp.sum(faded_k, axis=1)
     return State(memory, weight), read / total[..., None]
 
 
@@ -157,12 +156,12 @@ class LinearAttention(nnx.Module):
     def __init__(self, config: LinearConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, H=c.key_dim)
-        of_values = sizes | dict(H=c.value_dim)
+        value_sizes = sizes | dict(H=c.value_dim)
         self.key = weight("D -> N H", rngs, **sizes)
         if c.tie == "none":
             self.query = weight("D -> N H", rngs, **sizes)
-            self.value = weight("D -> N H", rngs, **of_values)
-        self.out = weight("N H -> D", rngs, init="output", **of_values)
+            self.value = weight("D -> N H", rngs, **value_sizes)
+        self.out = weight("N H -> D", rngs, init="output", **value_sizes)
 
     def __call__(
         self, x_BTD: jax.Array, state: State, *, chunk: int = 64

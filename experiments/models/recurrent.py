@@ -60,18 +60,18 @@ class RecurrentTransformer(nnx.Module):
 
     def __init__(self, config: RecurrentConfig, key: jax.Array):
         self.config, c = config, config.block
-        start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+        scales = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
 
-        def draws(layer):
-            return InitRngs(jax.random.fold_in(key, layer), **start)
+        def layer_rngs(layer):
+            return InitRngs(jax.random.fold_in(key, layer), **scales)
 
-        rngs = draws(c.num_layers)
+        rngs = layer_rngs(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model)
         self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
         self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
         self.embedding_norm = make_norm(c, rngs) if c.embedding_norm else None
         self.final_norm = make_norm(c, rngs)
-        blocks = [RecurrentBlock(config, rngs=draws(layer)) for layer in range(c.num_layers)]
+        blocks = [RecurrentBlock(config, rngs=layer_rngs(layer)) for layer in range(c.num_layers)]
         self.blocks = nnx.List(blocks)
 
     def start(self, batch: int, dtype: jnp.dtype = jnp.float32) -> tuple[State, ...]:
@@ -96,15 +96,15 @@ class RecurrentTransformer(nnx.Module):
         c = self.config.block
         x_BTD = self.embedding[...][tokens_BT]
         if c.positions == "sinusoidal":
-            places_1T = first + np.arange(tokens_BT.shape[1])[None]
-            x_BTD = x_BTD + sinusoid.encoding(places_1T, c.d_model).astype(x_BTD.dtype)
+            index_1T = first + np.arange(tokens_BT.shape[1])[None]
+            x_BTD = x_BTD + sinusoid.encoding(index_1T, c.d_model).astype(x_BTD.dtype)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         if states is None:
             states = self.start(len(tokens_BT), x_BTD.dtype)
-        behind = []
+        states_after = []
         for block, state in zip(self.blocks, states, strict=True):
             x_BTD, state = block(x_BTD, state, chunk)
-            behind.append(state)
+            states_after.append(state)
         head_DV = self.embedding[...].T if self.head is None else self.head[...]
-        return logits(self.final_norm(x_BTD), head_DV, c.logit_softcap), tuple(behind)
+        return logits(self.final_norm(x_BTD), head_DV, c.logit_softcap), tuple(states_after)

@@ -1,5 +1,7 @@
-"""Digests of source files without comments and docstrings: a study does not mix runs of other
-code."""
+"""Digests of source files without comments and docstrings.
+
+A study refuses to mix runs of different code.
+"""
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +15,14 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def code_of(places: Iterable[pathlib.Path]) -> dict[str, str]:
+def code_of(paths: Iterable[pathlib.Path]) -> dict[str, str]:
     """Returns the digest of each file, and of all Python files in folders, by name.
 
     Names are relative to the package, or to the checkout for files outside the package.
     """
-    files = [f for p in places for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
+    files = []
+    for path in paths:
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     names = [file.relative_to(ROOT).as_posix().removeprefix("kvjax/") for file in files]
     digests = [digest(_bare(file.read_text())) for file in files]
     return dict(zip(names, digests, strict=True))
@@ -41,5 +45,6 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def in_short(names: Sequence[str], count: int = 3) -> str:
+    """Joins the first names, and states how many follow."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more

@@ -2,11 +2,11 @@
 
     python -m experiments.studies.cross_attention [--seeds=3] [--save]
 
-The task: from digits to their names in reverse order, letter by letter ("3 0 7" to "seven zero
-three"), which requires the whole source. The learning rate decays to 0 over --steps. A held-out
-answer is right if all its letters are, decoded greedily from the caches. LRKV's paper proposes
-cross-attention for future work (section 7) and has no figures. "tied" ties queries, keys and values
-of the encoder's self-attention (projection sharing, section 2.5).
+Task: spell the digits of the source in reverse order, letter by letter ("3 0 7" to "seven zero
+three"). The learning rate decays to 0 over --steps. A held-out answer, decoded greedily from the
+caches, is right if all its letters are right. LRKV's paper proposes cross-attention for future work
+(section 7) and has no figures. "tied" ties queries, keys and values of the encoder's self-attention
+(projection sharing, section 2.5).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ import optax
 
 from experiments.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from kvjax.attention import GroupedConfig
 from kvjax.foundation import command_line
@@ -72,9 +72,9 @@ def questions(
     Args:
       held_out: draw only sources that are never trained on (`_is_held_out`), or only others.
     """
-    drawn = count * (16 if held_out else 2)
-    lengths = rng.integers(1, DIGITS + 1, drawn, dtype=np.int32)
-    digits = rng.integers(0, 10, (drawn, DIGITS))
+    candidates = count * (16 if held_out else 2)
+    lengths = rng.integers(1, DIGITS + 1, candidates, dtype=np.int32)
+    digits = rng.integers(0, 10, (candidates, DIGITS))
     chosen = np.flatnonzero(_is_held_out(digits, lengths) == held_out)[:count]
     assert len(chosen) == count
     digits, lengths = digits[chosen], lengths[chosen]
@@ -88,7 +88,7 @@ def questions(
 def _is_held_out(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns [count], true for an eighth of the sources [count, DIGITS] of three or more digits.
 
-    Shorter sources are all trained on: without a digit alone, a model does not learn its name.
+    All shorter sources are trained on: a model learns a digit's name from the digit alone.
     """
     seen = np.arange(DIGITS)[None] < lengths[:, None]
     numbers = np.sum(np.where(seen, digits + 1, 0) * 11 ** np.arange(DIGITS), axis=1)
@@ -130,17 +130,17 @@ def train(kind: str, seed: int, steps: int) -> dict:
     rng, others = np.random.default_rng(seed), np.random.default_rng(10**6)
     held_out = questions(others, HELD_OUT, held_out=True)
     curve = {}
-    for at in range(1, steps + 1):
+    for at_step in range(1, steps + 1):
         params, state, value = step(params, state, *questions(rng, BATCH))
-        if at % EVERY and at < steps:
+        if at_step % EVERY and at_step < steps:
             continue
-        found = np.asarray(answer(params, *held_out[:2]))
-        curve[at] = dict(loss=float(value), right=right(found, held_out[2]))
-        if not np.isfinite(curve[at]["loss"]):
-            raise FloatingPointError(f"the loss is no number at step {at}")
+        decoded = np.asarray(answer(params, *held_out[:2]))
+        curve[at_step] = dict(loss=float(value), right=right(decoded, held_out[2]))
+        if not np.isfinite(curve[at_step]["loss"]):
+            raise FloatingPointError(f"the loss is no number at step {at_step}")
     entry = config.cross.entry().values()
     return dict(
-        steps=next((at for at, found in curve.items() if found["right"] >= RIGHT), None),
+        steps=next((s for s, point in curve.items() if point["right"] >= RIGHT), None),
         right=curve[steps]["right"],
         curve=curve,
         parameters=sum(x.size for x in jax.tree.leaves(params)),
@@ -148,10 +148,10 @@ def train(kind: str, seed: int, steps: int) -> dict:
     )
 
 
-def right(found: np.ndarray, answers: np.ndarray) -> float:
+def right(decoded: np.ndarray, answers: np.ndarray) -> float:
     """Returns the share of answers that are right up to their first END."""
-    before = np.cumsum(answers == END, axis=1) <= 1
-    return float(np.mean(np.all((found == answers) | ~before, axis=1)))
+    counted = np.cumsum(answers == END, axis=1) <= 1
+    return float(np.mean(np.all((decoded == answers) | ~counted, axis=1)))
 
 
 def cell(kind: str, steps: int) -> Cell:
@@ -162,19 +162,19 @@ def cell(kind: str, steps: int) -> Cell:
     )
 
 
-def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns figures per kind over its seeds; steps are over the runs that reached RIGHT."""
-    found = []
-    for one in cells:
-        runs = list(in_process.runs_of(one, kept).values())
+    table = []
+    for cell in cells:
+        runs = list(in_process.runs_of(cell, finished).values())
         if not runs:
             continue
         steps = [run["steps"] for run in runs if run["steps"]]
-        row = dict(kind=one.settings["kind"], runs=len(runs), became_right=len(steps))
+        row = dict(kind=cell.settings["kind"], runs=len(runs), became_right=len(steps))
         row |= {key: runs[0][key] for key in ("parameters", "cached_bytes")}
         row |= estimated("steps", estimate(steps) if steps else None)
-        found.append(row | estimated("right", estimate([run["right"] for run in runs])))
-    return found
+        table.append(row | estimated("right", estimate([run["right"] for run in runs])))
+    return table
 
 
 _HEADER = ("cross-attention", "parameters", "bytes per source token and layer (float32)")
@@ -182,9 +182,9 @@ _HEADER += ("99 % right, of runs", "steps until then", "held-out answers right, 
 
 
 def _cells(r: Mapping) -> tuple:
-    of = f"{r['became_right']} of {r['runs']}"
+    solved = f"{r['became_right']} of {r['runs']}"
     sizes = (f"{r['parameters']:,}", f"{r['cached_bytes']:,}")
-    return r["kind"], *sizes, of, shown(r, "steps", ",.0f"), shown(r, "right", ".1f", 100)
+    return r["kind"], *sizes, solved, shown(r, "steps", ",.0f"), shown(r, "right", ".1f", 100)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -193,13 +193,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.names("kinds", KINDS)
     parser.count("steps", 2500, "training steps of 64 answers (2500)")
     options = parser.parse(arguments)
-    every = [cell(kind, options.steps) for kind in KINDS]
-    cells = [one for one in every if one.settings["kind"] in options.kinds]
+    all_cells = [cell(kind, options.steps) for kind in KINDS]
+    cells = [c for c in all_cells if c.settings["kind"] in options.kinds]
 
-    def figures_of(kept: Kept) -> dict:
-        return dict(steps=options.steps, rows=rows(every, kept))
+    def figures_of(finished: FinishedRuns) -> dict:
+        return dict(steps=options.steps, rows=rows(all_cells, finished))
 
-    how = dict(places=(__file__,), only=dict(kind=options.kinds))
+    how = dict(code_files=(__file__,), only=dict(kind=options.kinds))
     return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 

@@ -41,7 +41,7 @@ class Study:
 
 
 def _of(name: str, config: str, against: str = "", **overrides) -> Cell:
-    """Returns a cell with overrides of config.attention."""
+    """Returns a cell of a tiny config with overrides of its section `attention`."""
     return Cell(name, tiny(config), {f"attention.{k}": v for k, v in overrides.items()}, against)
 
 
@@ -58,23 +58,21 @@ def _ranks() -> list[Cell]:
 
 
 def _widths() -> list[Cell]:
-    """Returns widths from 64 to 256 with heads of 32; rank is half of a head, like r = 64 of
-    128."""
-    found = []
+    """Returns widths from 64 to 256, heads of 32, and half a head's channels as rank."""
+    cells = []
     for width in (64, 128, 256):
         heads = width // 32
         shape = dict(model__d_model=width, model__mlp_dim=4 * width)
         shape |= dict(attention__num_heads=heads, attention__num_kv_heads=heads)
         mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv")
         against = f"mha_d{width}"
-        found.append(_with(mha, f"_d{width}", "", **shape, attention__num_bases=heads))
-        found.append(_with(lrkv, f"_d{width}", against, **shape))
-    return found
+        cells.append(_with(mha, f"_d{width}", "", **shape, attention__num_bases=heads))
+        cells.append(_with(lrkv, f"_d{width}", against, **shape))
+    return cells
 
 
 def _starts() -> list[Cell]:
-    """Returns changes of initialisation, Muon grouping, gate and heads, for MHA, LRKV and
-    rivals."""
+    """Returns changes of initialisation, Muon grouping, gate and heads, for several mechanisms."""
     mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv", "mha")
     zeros = _of("lrkv_zero_residuals", "lrkv", "lrkv", residual_init="zeros")
     nearest = _of("lrkv_nearest_to_mha", "lrkv", "lrkv", residual_init="pca")
@@ -97,53 +95,52 @@ def _starts() -> list[Cell]:
 
 
 def _rivals_starts() -> list[Cell]:
-    """Returns rivals with MHA's parameters, each change against MHA with the same change."""
-    count = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
+    """Returns rivals with MHA's parameter count; each change is compared with MHA so changed."""
+    parameters = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
     changes = {
         "": {},
         "_per_head": PER_HEAD,
         "_normal_0.02": {"model.matrix_std": 0.02},
         "_gated": {"attention.output_gate": True},
     }
-    found = []
+    cells = []
     for name in ("mla", "gqa", *(f"rivals.py:{name}_narrow" for name in ("gta", "mfa", "tpa"))):
         config = tiny(name)
-        wide = grid.matched(config, count)
+        mlp_width = grid.matched(config, parameters)
         label = f"{config_label(config).removesuffix('_tiny')}_matched"
-        found += [
-            Cell(label + of, config, wide | keys, f"mha{of}", label if of else "")
-            for of, keys in changes.items()
+        cells += [
+            Cell(label + suffix, config, mlp_width | keys, f"mha{suffix}", label if suffix else "")
+            for suffix, keys in changes.items()
         ]
-    return found
+    return cells
 
 
 def _positions() -> list[Cell]:
     """Returns RoPE on all channels and on a quarter, learned positions, none, and ALiBi."""
-    found = []
+    cells = []
     for name in ("mha", "lrkv"):
-        first = name == "mha"
-        plain = _of(name, name, "" if first else "mha")
-        found.append(plain)
+        is_reference = name == "mha"
+        plain = _of(name, name, "" if is_reference else "mha")
+        cells.append(plain)
         for suffix, keys in {
             "_quarter_rope": dict(model__rope_fraction=0.25),
             "_learned": dict(model__positions="learned", model__embedding_std=0.02),
             "_no_positions": dict(model__positions="none"),
             "_alibi": dict(model__positions="none", attention__alibi=True),
         }.items():
-            found.append(_with(plain, suffix, "" if first else f"mha{suffix}", **keys))
+            cells.append(_with(plain, suffix, "" if is_reference else f"mha{suffix}", **keys))
     shared = _of("lrkv_shared_rope", "lrkv", "lrkv", rope="shared")
-    return [*found, shared]
+    return [*cells, shared]
 
 
 def _mechanisms() -> list[Cell]:
-    """Returns the LRKV paper's six mechanisms, as their tiny configs are."""
+    """Returns the LRKV paper's six mechanisms by their tiny configs."""
     others = ("lrkv", "gqa", "mla", "mqa", "mla_paper")
     return [_of("mha", "mha"), *(_of(name, name, "mha") for name in others)]
 
 
 def _equal() -> list[Cell]:
-    """Returns mechanisms with MHA's parameters by MLP width, and LRKV with GQA's cache bytes by
-    rank."""
+    """Returns mechanisms with MHA's parameters (by MLP width), and LRKV with GQA's cache bytes."""
     count = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
 
     def wide(name):
@@ -153,7 +150,8 @@ def _equal() -> list[Cell]:
         _of("mha", "mha"),
         *(wide(name) for name in ("lrkv", "gqa", "mqa", "mla")),
         _of("gqa", "gqa", "mha"),
-        _of("lrkv_r7", "lrkv", "gqa", rank=7),  # 2·2·32 elements = 2 (32 + 4·7), and 4 wide 1/rms
+        # GQA caches 2·2·32 elements, LRKV of rank 7 2·(32 + 4·7), and 4 float32 values of 1/rms.
+        _of("lrkv_r7", "lrkv", "gqa", rank=7),
     ]
 
 
@@ -202,31 +200,30 @@ _LLAMA = _VANILLA | {
 
 def _adamw(rate: float, width: int, **keys) -> dict:
     """Returns overrides of AdamW with a short warmup: 10 of 128 steps."""
-    found = recipes.adamw(rate, width, warmup_steps=10, **keys)
-    return {f"optimizer__{key}": value for key, value in found.items()}
+    optimizer = recipes.adamw(rate, width, warmup_steps=10, **keys)
+    return {f"optimizer__{key}": value for key, value in optimizer.items()}
 
 
 def _key_dims() -> list[Cell]:
-    """Returns d_select of 8 to 128 in both styles of thin keys, sections 3.3 to 3.6."""
-    found = []
+    """Returns d_select of 8 to 128 in thin keys' two styles (vanilla and Llama, 3.3 to 3.6)."""
+    cells = []
     llama = dict(adam_b2=0.95, final_fraction=0.1, weight_decay=0.1)
-    for style, keys, more, dims in (
+    for style, keys, optimizer, dims in (
         ("vanilla", _VANILLA, dict(weight_decay=0.01), (8, 16, 32, 64, 128)),
         ("llama", _LLAMA, llama, (8, 16, 32, 128)),
     ):
-        recipe = _adamw(3e-3, 128, **more)
+        recipe = _adamw(3e-3, 128, **optimizer)
         for dim in dims:
             plain = _of("thin", "mha", key_dim=dim // 4)
             against = "" if dim == 128 else f"{style}_d128"
             cell = _with(plain, "", against, **keys, **recipe)
-            found.append(dataclasses.replace(cell, name=f"{style}_d{dim}"))
-    return found
+            cells.append(dataclasses.replace(cell, name=f"{style}_d{dim}"))
+    return cells
 
 
 def _projections() -> list[Cell]:
-    """Returns projection sharing's Tables 4 and 10: shared and grouped projections, in two
-    widths."""
-    found = []
+    """Returns the variants of projection sharing's Tables 4 and 10, at two widths."""
+    cells = []
     configs = ("mha", "kv_tied", "qk_tied", "qk_tied_plus", "qkv_tied", "qkv_tied_plus", "gqa")
     configs += ("mqa", "kv_tied_gqa", "kv_tied_mqa")
     decay = dict(weight_decay=0.1, final_fraction=0.1)
@@ -238,8 +235,8 @@ def _projections() -> list[Cell]:
             against = "" if config == "mha" else f"qkv_d{width}"
             cell = _with(_of(config, config), "", against, **shape, **recipe)
             name = "qkv" if config == "mha" else config
-            found.append(dataclasses.replace(cell, name=f"{name}_d{width}"))
-    return found
+            cells.append(dataclasses.replace(cell, name=f"{name}_d{width}"))
+    return cells
 
 
 STUDIES = {

@@ -1,4 +1,4 @@
-"""LRKV's five mechanisms at depth 8: 25 times the parameters of demo size, 19 times the tokens.
+"""Five mechanisms of LRKV's paper at depth 8: 25 times demo size's parameters, 19 times its tokens.
 
     python -m kvjax.data.prepare --source='~/texts/*.jsonl' --vocab_size=8192 --sequence_length=1024
     python -m experiments.studies.depth_8 --data=FOLDER [--processes=3] [--save]  # on a GPU
@@ -22,8 +22,8 @@ from etils import epath
 
 from experiments import record
 from experiments.studies import grid, side_by_side
-from experiments.studies.grid import Cell, Kept, Run
-from experiments.studies.kept import claim
+from experiments.studies.finished_runs import claim
+from experiments.studies.grid import Cell, FinishedRuns, Run
 from experiments.studies.options import Parser, estimated, local_folder, shown
 from kvjax.foundation import command_line, json_text, runtime
 from kvjax.foundation.checkout import CONFIGS
@@ -71,23 +71,23 @@ def cell(mechanism: str, data: str, steps: int) -> Cell:
     return Cell(mechanism, CONFIGS / f"{mechanism}_128m.py", keys, against)
 
 
-def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns one row per mechanism with runs."""
-    there, found = kept.by_cell(cells), []
-    goals = grid.bits(there, FIRST)
-    for one in cells:
-        runs = there.get(one.name)
+    runs_by_cell, table = finished.by_cell(cells), []
+    goals = grid.bits(runs_by_cell, FIRST)
+    for cell in cells:
+        runs = runs_by_cell.get(cell.name)
         if runs:
             shares = [
                 share
                 for seed, run in runs.items()
-                if one.against and seed in goals
-                if (share := reached(run["curve"], goals[seed], kept.steps)) is not None
+                if cell.against and seed in goals
+                if (share := reached(run["curve"], goals[seed], finished.steps)) is not None
             ]
             shared = estimate(shares) if shares and len(shares) == len(runs) else None
-            row = dict(mechanism=one.name) | grid.row(one, kept, there)
-            found.append(row | estimated("of_tokens", shared))
-    return found
+            row = dict(mechanism=cell.name) | grid.row(cell, finished, runs_by_cell)
+            table.append(row | estimated("of_tokens", shared))
+    return table
 
 
 def by_step(curves: Mapping[str, Mapping[int, Mapping[int, float]]]) -> list[dict]:
@@ -96,22 +96,26 @@ def by_step(curves: Mapping[str, Mapping[int, Mapping[int, float]]]) -> list[dic
     Args:
       curves: bits per byte by mechanism, seed and step; curves of interrupted runs are shorter.
     """
-    found = []
+    table = []
     for name in curves:
         steps = {step for curve in curves[name].values() for step in curve}
         for step in sorted(steps) if name != FIRST else ():
             mine, theirs = (
-                {seed: curve[step] for seed, curve in curves.get(one, {}).items() if step in curve}
-                for one in (name, FIRST)
+                {
+                    seed: curve[step]
+                    for seed, curve in curves.get(mechanism, {}).items()
+                    if step in curve
+                }
+                for mechanism in (name, FIRST)
             )
-            if off := difference(mine, theirs):
+            if gap := difference(mine, theirs):
                 row = dict(mechanism=name, step=step, seeds=sorted(mine.keys() & theirs.keys()))
-                found.append(row | estimated("difference", off))
-    return found
+                table.append(row | estimated("difference", gap))
+    return table
 
 
 def reached(curve: Mapping, goal: float, steps: int) -> float | None:
-    """Returns the share of the steps at which a curve first reaches `goal`, or None.
+    """Returns the share of the steps after which a curve first reaches `goal`; None: it does not.
 
     Interpolates linearly between evaluations.
     """
@@ -132,16 +136,16 @@ _HEADER += ("bits per byte", "from MHA", "of the tokens, to be as good as MHA")
 
 def _cells(r: Mapping) -> tuple:
     sizes = (r["mechanism"], f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
-    both = shown(r, "bpb", ".4f"), shown(r, "difference", "+.4f")
-    return *sizes, *both, shown(r, "of_tokens", ".3f")
+    quality = shown(r, "bpb", ".4f"), shown(r, "difference", "+.4f")
+    return *sizes, *quality, shown(r, "of_tokens", ".3f")
 
 
 _STEP_HEADER = ("mechanism", "tokens", "seeds", "bits per byte, from MHA")
 
 
 def _step_cells(r: Mapping) -> tuple:
-    tokens, off = f"{r['step'] * TOKENS_PER_STEP:,}", shown(r, "difference", "+.4f")
-    return r["mechanism"], tokens, len(r["seeds"]), off
+    tokens, gap = f"{r['step'] * TOKENS_PER_STEP:,}", shown(r, "difference", "+.4f")
+    return r["mechanism"], tokens, len(r["seeds"]), gap
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -154,11 +158,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.require(options, data="a folder that `kvjax.data.prepare` wrote")
     options.data = pathlib.Path(runtime.folder("--data", options.data))
     options.text = text_of(options.data)
-    there = options.text["splits"]["train"]["rows"]
-    if options.steps * ROWS > there:
+    available = options.text["splits"]["train"]["rows"]
+    if options.steps * ROWS > available:
         raise UserError(
             f"--steps={options.steps}: takes {options.steps * ROWS:,} rows, {options.data} has "
-            f"{there:,} to train on: give at most {there // ROWS} steps, or more text"
+            f"{available:,} to train on: give at most {available // ROWS} steps, or more text"
         )
     options.runs = local_folder(options.runs)
     return options
@@ -174,10 +178,10 @@ def text_of(data: pathlib.Path) -> dict:
     advice = f"--data={data}: give a folder that `kvjax.data.prepare` wrote"
     manifest = json_text.read_object(file, advice)
     try:
-        found = {key: manifest[key] for key in ("tokenizer", "splits", "xz_bits_per_byte")}
+        text = {key: manifest[key] for key in ("tokenizer", "splits", "xz_bits_per_byte")}
         source = pathlib.Path(manifest["config"]["source"]).name
-        sizes = manifest["config"]["sequence_length"], found["tokenizer"]["vocab_size"]
-        found["splits"]["train"]["rows"] + 0
+        sizes = manifest["config"]["sequence_length"], text["tokenizer"]["vocab_size"]
+        int(text["splits"]["train"]["rows"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{file} is no manifest of prepared rows: {advice}") from error
     if sizes != (LENGTH, VOCABULARY):
@@ -185,7 +189,7 @@ def text_of(data: pathlib.Path) -> dict:
             f"--data={data}: has rows of {sizes[0]} tokens of a vocabulary of {sizes[1]}: must be "
             f"{LENGTH} and {VOCABULARY}"
         )
-    return dict(source=source) | found
+    return dict(source=source) | text
 
 
 def earlier(file: pathlib.Path, text: Mapping, *, fresh: bool) -> dict:
@@ -196,28 +200,28 @@ def earlier(file: pathlib.Path, text: Mapping, *, fresh: bool) -> dict:
     """
     if fresh or not file.exists():
         return {}
-    found = json_text.read_object(epath.Path(file), "move it away, or give --fresh")
-    if found.get("data") != text:
+    result = json_text.read_object(epath.Path(file), "move it away, or give --fresh")
+    if result.get("data") != text:
         raise UserError(
             f"--data: has another text ({text['source']}) than the runs in "
             f"{os.path.relpath(file)}: give theirs, or --fresh to begin a new result"
         )
     return {
         name: {int(seed): curve for seed, curve in seeds.items()}
-        for name, seeds in found.get("stopped", {}).items()
+        for name, seeds in result.get("stopped", {}).items()
     }
 
 
 def _curves(runs: Mapping, stopped: Mapping) -> dict[str, dict[int, dict[int, float]]]:
     """Returns the curves of finished and interrupted runs, by mechanism, seed and step."""
-    found = {}
+    curves = {}
     for name in MECHANISMS:
         finished = {seed: run["curve"] for seed, run in runs.get(name, {}).items()}
-        found[name] = {
+        curves[name] = {
             seed: {int(step): bpb for step, bpb in curve.items()}
             for seed, curve in (finished | stopped.get(name, {})).items()
         }
-    return found
+    return curves
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -227,22 +231,22 @@ def main(arguments: Sequence[str]) -> int:
     if options.save:
         claim(file)
     before = earlier(file, options.text, fresh=options.fresh)
-    every = {name: cell(name, str(options.data), options.steps) for name in MECHANISMS}
-    cells = [every[name] for name in options.mechanisms]
+    cell_by_mechanism = {name: cell(name, str(options.data), options.steps) for name in MECHANISMS}
+    cells = [cell_by_mechanism[name] for name in options.mechanisms]
 
-    def figures_of(kept: Kept) -> dict:
+    def figures_of(finished: FinishedRuns) -> dict:
         stopped: dict[str, dict[int, dict]] = {}
-        curves = {(m, seed): curve for m, of in before.items() for seed, curve in of.items()}
-        for one, seed in itertools.product(cells, range(options.seeds)):
-            run = Run(one, seed, options.steps)
-            if found := runs_lib.curve(options.runs / run.name):
-                curves[one.name, seed] = found
+        curves = {(m, seed): curve for m, seeds in before.items() for seed, curve in seeds.items()}
+        for cell, seed in itertools.product(cells, range(options.seeds)):
+            run = Run(cell, seed, options.steps)
+            if curve_now := runs_lib.curve(options.runs / run.name):
+                curves[cell.name, seed] = curve_now
         for (mechanism, seed), curve in curves.items():
-            if not kept.of(Run(every[mechanism], seed, options.steps)):
+            if not finished.of(Run(cell_by_mechanism[mechanism], seed, options.steps)):
                 stopped.setdefault(mechanism, {})[seed] = curve
         figures = dict(tokens=options.steps * TOKENS_PER_STEP, data=options.text)
-        figures |= dict(rows=rows(list(every.values()), kept), stopped=stopped)
-        return figures | dict(by_step=by_step(_curves(kept.runs, stopped)))
+        figures |= dict(rows=rows(list(cell_by_mechanism.values()), finished), stopped=stopped)
+        return figures | dict(by_step=by_step(_curves(finished.runs, stopped)))
 
     tables = (("rows", _HEADER, _cells), ("by_step", _STEP_HEADER, _step_cells))
     return side_by_side.study(NAME, cells, options, figures_of, tables)

@@ -15,8 +15,8 @@ import functools
 import itertools
 
 from experiments.studies import in_process, sequence_tasks
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import encoders, sequences
 from kvjax.foundation import command_line
@@ -51,30 +51,30 @@ def cell(task: str, variant: str, remedy: str, length: int) -> Cell:
     )
 
 
-def rows(kept: Kept) -> list[dict]:
+def rows(finished: FinishedRuns) -> list[dict]:
     """Returns a row per task, length, variant and remedy, with the remedy's change."""
-    found = []
-    for name in sorted(kept.runs):
+    table = []
+    for name in sorted(finished.runs):
         task, variant, remedy, length = name.split("/")
         tokens = int(length[1:])
-        runs = in_process.figure(cell(task, variant, remedy, tokens), kept, "right")
-        plain = in_process.figure(cell(task, variant, "none", tokens), kept, "right")
+        runs = in_process.figure(cell(task, variant, remedy, tokens), finished, "right")
+        without = in_process.figure(cell(task, variant, "none", tokens), finished, "right")
         if runs:
             row = dict(task=task, length=tokens, variant=variant, remedy=remedy, seeds=len(runs))
             row |= estimated("right", estimate(list(runs.values())))
-            plain = {} if remedy == "none" else plain
-            row |= dict(seeds_in_common=len(runs.keys() & plain.keys()))
-            found.append(row | estimated("change", difference(runs, plain)))
-    return found
+            without = {} if remedy == "none" else without
+            row |= dict(seeds_in_common=len(runs.keys() & without.keys()))
+            table.append(row | estimated("change", difference(runs, without)))
+    return table
 
 
 _HEADER = ("task", "length", "variant", "remedy", "right", "seeds", "change", "of seeds")
 
 
 def _cells(row: Mapping) -> tuple:
-    first = (row["task"], row["length"], encoders.CALLED[row["variant"]], row["remedy"])
+    names = (row["task"], row["length"], encoders.CALLED[row["variant"]], row["remedy"])
     right, change = shown(row, "right", ".3f"), shown(row, "change", "+.3f")
-    return *first, right, row["seeds"], change, row["seeds_in_common"] or "-"
+    return *names, right, row["seeds"], change, row["seeds_in_common"] or "-"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,13 +86,15 @@ def main(arguments: Sequence[str]) -> int:
     between("--length", options.length, 1, 4096)
     sequence_tasks.check_lengths(options.tasks, "length", [options.length])
     grid = itertools.product(options.tasks, VARIANTS, REMEDIES)
-    cells = [cell(*one, options.length) for one in grid]
+    cells = [cell(*settings, options.length) for settings in grid]
 
-    def figures_of(kept: Kept) -> dict:
-        return dict(hottest=HOTTEST, rows=rows(kept))
+    def figures_of(finished: FinishedRuns) -> dict:
+        return dict(hottest=HOTTEST, rows=rows(finished))
 
-    places = (__file__, sequence_tasks.__file__)
-    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, places=places)
+    code_files = (__file__, sequence_tasks.__file__)
+    return in_process.study(
+        NAME, cells, options, figures_of, _HEADER, _cells, code_files=code_files
+    )
 
 
 if __name__ == "__main__":

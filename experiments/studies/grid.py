@@ -1,7 +1,7 @@
 """Grids of training runs, as data: cells, seeds and the record of finished runs.
 
-A cell is a config file and overrides. Figures of finished runs are in the study's result (`Kept`),
-so a study resumes without their folders. `side_by_side` trains the runs.
+A cell is a config file and overrides. Figures of finished runs are in the study's result
+(`FinishedRuns`), so a study resumes without their folders. `side_by_side` trains the runs.
 
 Runs of different code are not mixed: a run's folder names its config and the code that trained it
 (`code`).
@@ -19,7 +19,7 @@ from flax import traverse_util
 import jax.numpy as jnp
 import ml_collections
 
-from experiments.studies import code as code_lib, kept as kept_lib
+from experiments.studies import code as code_lib, finished_runs
 from experiments.studies.options import estimated
 from kvjax import config as config_lib
 from kvjax.costs import formulas
@@ -48,11 +48,11 @@ class Cell:
 
     Attributes:
       overrides: keys of the config, such as "model.mlp_dim"; a whole section replaces the config's
-        section and the run's usual keys in it (`Run.overrides`). Steps, seed and checkpoint
-        interval are the run's.
+        section and the run's usual keys in it (`Run.overrides`). `Run` sets steps, seed and
+        checkpoint interval.
       against: the reference cell of differences, seed by seed; "": none.
-      before: the cell of the same model without the change that this cell and `against` share; the
-        change's effect is this cell's difference less that cell's own; "": none.
+      before: this cell's model without a change that `against` has too; the change's effect is this
+        cell's difference minus the difference of `before`; "": none.
     """
 
     name: str
@@ -90,8 +90,8 @@ class Run(runs_lib.Run):
 
     @property
     def arguments(self) -> list[str]:
-        asked = [f"--config.{key}={value}" for key, value in self.overrides.items()]
-        return [f"--config={self.cell.config}", *asked]
+        overrides = [f"--config.{key}={value}" for key, value in self.overrides.items()]
+        return [f"--config={self.cell.config}", *overrides]
 
     @property
     def identity(self) -> str:
@@ -101,14 +101,13 @@ class Run(runs_lib.Run):
         prepared data; the data's digest is in the run's folder.
         """
         tree = identity.identity(self.config, jnp.dtype(self.config.compute.dtype))
-        usual = config_lib.defaults(self.config.attention.kind)
-        every = traverse_util.flatten_dict(tree, sep=".")
-        if is_prepared(every["data.source"]):
-            every["data.source"] = "prepared"
-        own = {k: v for k, v in every.items() if k not in usual or v != usual[k]}
-        return code_lib.digest(
-            json.dumps(own | dict(steps=self.steps), sort_keys=True, default=str)
-        )
+        defaults = config_lib.defaults(self.config.attention.kind)
+        keys = traverse_util.flatten_dict(tree, sep=".")
+        if is_prepared(keys["data.source"]):
+            keys["data.source"] = "prepared"
+        changed = {k: v for k, v in keys.items() if k not in defaults or v != defaults[k]}
+        text = json.dumps(changed | dict(steps=self.steps), sort_keys=True, default=str)
+        return code_lib.digest(text)
 
 
 @functools.cache
@@ -123,22 +122,23 @@ def code_now() -> dict[str, str]:
 
 
 def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
-    """Returns the override of the MLP's width that brings a config nearest to `parameters`."""
+    """Returns the override of the MLP's width with which a config is nearest to `parameters`."""
 
     def count(config):
         return formulas.parameters(config_lib.resolve(config).model)["total"]
 
     plain, wider = load_config(config), load_config(config)
     wider.model.mlp_dim += 1
-    each = count(wider) - count(plain)
-    return {"model.mlp_dim": plain.model.mlp_dim + round((parameters - count(plain)) / each)}
+    per_channel = count(wider) - count(plain)
+    more = round((parameters - count(plain)) / per_channel)
+    return {"model.mlp_dim": plain.model.mlp_dim + more}
 
 
 # -- finished runs ---------------------------------------------------------------------------------
 
 
-class Kept(kept_lib.Kept):
-    """Finished runs of a study whose runs have folders of their own; see `kept.Kept`."""
+class FinishedRuns(finished_runs.FinishedRuns):
+    """Finished runs of a study whose runs have workdirs; extends `finished_runs.FinishedRuns`."""
 
     def __init__(
         self,
@@ -147,14 +147,14 @@ class Kept(kept_lib.Kept):
         *,
         mix: bool,
         fresh: bool,
-        places: Iterable[pathlib.Path] = (),
+        code_files: Iterable[pathlib.Path] = (),
     ):
         """Reads the result, if there is one.
 
         Args:
-          places: further files that determine the figures measured of a run.
+          code_files: further source files that determine a run's figures.
         """
-        self._measures = code_lib.code_of(places)
+        self._measures = code_lib.code_of(code_files)
         self.steps = steps
         super().__init__(file, dict(steps=steps), code() | self._measures, mix=mix, fresh=fresh)
 
@@ -164,80 +164,83 @@ class Kept(kept_lib.Kept):
 
     def by_cell(self, cells: Iterable[Cell]) -> dict[str, dict[int, dict]]:
         """Returns the figures of cells' runs by name and seed, without cells that have none."""
-        found = {}
+        by_name = {}
         for cell in cells:
-            asked = {seed: Run(cell, seed, self.steps) for seed in self.runs.get(cell.name, ())}
-            runs = {seed: kept for seed in sorted(asked) if (kept := self.of(asked[seed]))}
-            found |= {cell.name: runs} if runs else {}
-        return found
+            runs = {}
+            for seed in sorted(self.runs.get(cell.name, ())):
+                if figures := self.of(Run(cell, seed, self.steps)):
+                    runs[seed] = figures
+            if runs:
+                by_name[cell.name] = runs
+        return by_name
 
-    def keep(self, run: Run, workdir: pathlib.Path, **found) -> None:
+    def keep(self, run: Run, workdir: pathlib.Path, **figures) -> None:
         """Records a run's figures with code, data and machine from its folder.
 
         Raises:
           UserError: another seed of its cell, or its reference cell, was trained on other data.
         """
-        made = about(workdir)
-        code, _ = made.pop("code"), made.pop("identity")
-        if others := self._data_of(run) - {"", made["data"]}:
+        origin = about(workdir)
+        digests, _ = origin.pop("code"), origin.pop("identity")
+        if others := self._data_of(run) - {"", origin["data"]}:
             raise UserError(
-                f"was trained on other data ({made['data'] or 'which it does not name'}) than runs "
-                f"that it is compared with ({others.pop()}): give another --runs"
+                f"was trained on other data ({origin['data'] or 'which it does not name'}) than "
+                f"runs that it is compared with ({others.pop()}): give another --runs"
             )
-        self.put(run.cell.name, run.seed, run.identity, code | self._measures, made, **found)
+        self.put(run.cell.name, run.seed, run.identity, digests | self._measures, origin, **figures)
 
     def _data_of(self, run: Run) -> set[str]:
         """Returns digests of the data of its cell's other seeds and of its reference cell."""
         cells = (run.cell.name, run.cell.against)
-        others = [
-            kept.get("data", "")
+        digests = [
+            figures.get("data", "")
             for cell in cells
-            for seed, kept in self.runs.get(cell, {}).items()
+            for seed, figures in self.runs.get(cell, {}).items()
             if (cell, seed) != (run.cell.name, run.seed)
         ]
-        return set(others)
+        return set(digests)
 
 
-def row(cell: Cell, kept: Kept, there: Mapping[str, Mapping[int, dict]]) -> dict:
+def row(cell: Cell, finished: FinishedRuns, runs_by_cell: Mapping[str, Mapping[int, dict]]) -> dict:
     """Returns a cell's costs and bits per byte, and their difference from its reference's.
 
     Args:
-      there: figures of runs by cell and seed (`Kept.by_cell`).
+      runs_by_cell: figures of runs by cell and seed (`FinishedRuns.by_cell`).
     """
-    model, runs = Run(cell, 0, kept.steps).experiment.model, there[cell.name]
+    model, runs = Run(cell, 0, finished.steps).experiment.model, runs_by_cell[cell.name]
     speeds = [x for run in runs.values() if (x := run["tokens_per_second"])]
-    mine, theirs = bits(there, cell.name), bits(there, cell.against)
+    bpb, reference = bits(runs_by_cell, cell.name), bits(runs_by_cell, cell.against)
     return dict(
         parameters=formulas.parameters(model)["total"],
         cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
         seeds=sorted(runs),
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        **estimated("bpb", estimate(list(mine.values()))),
-        **estimated("difference", difference(mine, theirs)),
+        **estimated("bpb", estimate(list(bpb.values()))),
+        **estimated("difference", difference(bpb, reference)),
     )
 
 
-def bits(there: Mapping[str, Mapping[int, dict]], name: str) -> dict[int, float]:
+def bits(runs_by_cell: Mapping[str, Mapping[int, dict]], name: str) -> dict[int, float]:
     """Returns the bits per byte of a cell's runs by seed; {} without runs."""
-    return {seed: run["bpb"] for seed, run in there.get(name, {}).items()}
+    return {seed: run["bpb"] for seed, run in runs_by_cell.get(name, {}).items()}
 
 
 def begin(run: Run, workdir: epath.Path) -> None:
-    """Writes a run's code and machine into its folder, unless they are there."""
+    """Writes a run's code and machine into its folder, unless the folder has them."""
     workdir.mkdir(parents=True, exist_ok=True)
     if not (workdir / ABOUT).exists():
-        made = {key: x for key, x in provenance.provenance().items() if key != "command"}
-        about = dict(identity=run.identity, code=code(), made_by=made)
+        made_by = {key: x for key, x in provenance.provenance().items() if key != "command"}
+        about = dict(identity=run.identity, code=code(), made_by=made_by)
         write_atomically(workdir / ABOUT, json.dumps(about) + "\n")
 
 
 def about(workdir: pathlib.Path) -> dict:
     """Returns the code, data and machine recorded in a run's folder."""
-    found = json_text.read_object(epath.Path(workdir / ABOUT), "train the run anew")
-    return found | dict(data=data_of(workdir))
+    recorded = json_text.read_object(epath.Path(workdir / ABOUT), "train the run anew")
+    return recorded | dict(data=data_of(workdir))
 
 
 def data_of(workdir: epath.PathLike) -> str:
-    """Returns a digest of a run's training data; "" if its folder has none."""
+    """Returns a digest of a run's training data; "" if its folder does not name the data."""
     file = epath.Path(workdir) / "dataset.json"
     return code_lib.digest(file.read_text()) if file.exists() else ""

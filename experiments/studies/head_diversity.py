@@ -3,8 +3,8 @@
     python -m experiments.studies.head_diversity [--mechanisms=mha,lrkv,gqa,mqa] [--save]
     python -m experiments.studies.head_diversity --saved   # prints the saved result
 
-Trains the tiny configs as `language_models` does, with snapshots of a few steps and of the initial
-weights. Then takes the figures of `kvjax.analysis`: effective ranks of heads' bilinear forms before
+Trains the tiny configs as `language_models` does, with snapshots at a few steps and of the initial
+weights. Then computes figures of `kvjax.analysis`: effective ranks of heads' bilinear forms before
 and after training, and one figure of each other report. A seed draws initial weights and data
 order, equal for all mechanisms, so differences are taken seed by seed. Runs and their figures go to
 --runs, and resume.
@@ -26,7 +26,7 @@ from experiments.analysis.head_tables import Findings, Run, Runs
 from experiments.record import EXPERIMENTS
 from experiments.studies import code as code_lib, grid, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP, tiny
-from experiments.studies.kept import claim
+from experiments.studies.finished_runs import claim
 from experiments.studies.options import Parser
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert import model as model_lib
@@ -52,41 +52,41 @@ _MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis", pathlib.Path(__file
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def asked(mechanism: str, steps: int, seed: int) -> grid.Run:
-    """Returns a study's run, with snapshots."""
+def training_run(mechanism: str, steps: int, seed: int) -> grid.Run:
+    """Returns a run of a tiny config with snapshots."""
     snapshots = {"train.snapshot_every": max(1, steps // SNAPSHOTS)}
     return grid.Run(grid.Cell(mechanism, tiny(mechanism), snapshots), seed, steps)
 
 
 def check(runs: Iterable[grid.Run], folder: epath.Path) -> None:
     """Raises a UserError for folders with runs of other configs or other code."""
-    for one in runs:
-        if why := side_by_side.refused(one, folder, mix=False):
-            raise UserError(f"--runs = {folder}: {one.name} {why}; give another")
+    for training in runs:
+        if why := side_by_side.refused(training, folder, mix=False):
+            raise UserError(f"--runs = {folder}: {training.name} {why}; give another")
 
 
-def run(one: grid.Run, folder: epath.Path) -> Run:
+def run(training: grid.Run, folder: epath.Path) -> Run:
     """Trains and measures a run, unless both are done by the current code."""
-    workdir = folder / one.name
-    if not runs_lib.is_whole(one, folder):
-        grid.begin(one, workdir)
+    workdir = folder / training.name
+    if not runs_lib.is_whole(training, folder):
+        grid.begin(training, workdir)
         with contextlib.redirect_stdout(sys.stderr):
-            loop.train(one.config, workdir)
+            loop.train(training.config, workdir)
     file, code = workdir / FILE, code_lib.code_of(_MEASURES)
-    kept = json_text.parse(file.read_text()) if file.exists() else {}
-    if kept.pop("code", None) != code:
+    figures = json_text.parse(file.read_text()) if file.exists() else {}
+    if figures.pop("code", None) != code:
         with progress.waiting(f"measuring {workdir.name}"):
-            kept = dataclasses.asdict(measure(workdir))
-        write_atomically(file, json.dumps(kept | dict(code=code), indent=1) + "\n")
-        kept = json_text.parse(file.read_text())
-        del kept["code"]
-    return _read(kept)
+            figures = dataclasses.asdict(measure(workdir))
+        write_atomically(file, json.dumps(figures | dict(code=code), indent=1) + "\n")
+        figures = json_text.parse(file.read_text())
+        del figures["code"]
+    return _read(figures)
 
 
-def _read(found: dict) -> Run:
+def _read(figures: dict) -> Run:
     """Returns a run from its JSON."""
-    steps = {int(step): numbers for step, numbers in found["steps"].items()}
-    return Run(**found | dict(steps=steps))
+    steps = {int(step): numbers for step, numbers in figures["steps"].items()}
+    return Run(**figures | dict(steps=steps))
 
 
 def saved() -> tuple[Runs, dict]:
@@ -96,16 +96,19 @@ def saved() -> tuple[Runs, dict]:
       UserError: there is none, or it is damaged.
     """
     file = epath.Path(record.RESULTS / f"{NAME}.json")
-    found = json_text.read_object(file, "--save writes it")
+    result = json_text.read_object(file, "--save writes it")
     runs = {
-        m: {int(seed): _read(run) for seed, run in by.items()} for m, by in found["runs"].items()
+        m: {int(seed): _read(run) for seed, run in seeds.items()}
+        for m, seeds in result["runs"].items()
     }
-    return runs, found
+    return runs, result
 
 
 def measure(workdir: epath.Path) -> Run:
     """Measures a finished run from its metrics, its model and its snapshots."""
-    snapshots = {one.step: model_lib.TrainedModel(one) for one in trained.snapshots(workdir)}
+    snapshots = {
+        snapshot.step: model_lib.TrainedModel(snapshot) for snapshot in trained.snapshots(workdir)
+    }
     if 0 not in snapshots:
         raise UserError(f"{workdir} has no snapshot of its first weights: give another --runs")
     request = None  # effective ranks need no text
@@ -148,20 +151,20 @@ def _check_saved(options: argparse.Namespace) -> None:
     claim(file)
     if not file.exists():
         return
-    runs, found = saved()
+    runs, result = saved()
     lost = [name for name in runs if name not in options.mechanisms]
-    seeds = max((seed for of in runs.values() for seed in of), default=-1) + 1
-    steps = found["tokens"] // TOKENS_PER_STEP
+    seeds = max((seed for by_seed in runs.values() for seed in by_seed), default=-1) + 1
+    steps = result["tokens"] // TOKENS_PER_STEP
     had = {
         "mechanisms": f"{', '.join(lost)} too" if lost else "",
         "seeds": f"{seeds} seeds" if options.seeds < seeds else "",
         "steps": f"runs of {steps} steps" if options.steps != steps else "",
     }
-    for option, more in had.items():
-        if more:
+    for option, difference in had.items():
+        if difference:
             raise UserError(
-                f"--{option} --save: {file.name} has {more}, which would be lost: include them, "
-                "or move it away"
+                f"--{option} --save: {file.name} has {difference}, which would be lost: include "
+                "them, or move it away"
             )
 
 
@@ -174,31 +177,31 @@ def main(arguments: Sequence[str]) -> None:
         return
     runtime.start()
     order = [(name, seed) for seed in range(options.seeds) for name in options.mechanisms]
-    every = {(name, seed): asked(name, options.steps, seed) for name, seed in order}
-    check(every.values(), options.runs)
+    trainings = {(name, seed): training_run(name, options.steps, seed) for name, seed in order}
+    check(trainings.values(), options.runs)
     runs: Runs = {name: {} for name in options.mechanisms}
     data: dict[str, str] = {}
-    for (name, seed), one in every.items():
+    for (name, seed), training in trainings.items():
         command_line.say(f"{name}, seed {seed} of {options.seeds}")
-        runs[name][seed] = run(one, options.runs)
-        first = data.setdefault(grid.data_of(options.runs / one.name), one.name)
+        runs[name][seed] = run(training, options.runs)
+        first_run = data.setdefault(grid.data_of(options.runs / training.name), training.name)
         if len(data) > 1:
-            was = f"{first} was trained on other data than {next(iter(data.values()))}"
-            raise UserError(f"--runs = {options.runs}: {was}; give another")
-    resolved = {m: every[m, 0].experiment for m in runs}
+            message = f"{first_run} was trained on other data than {next(iter(data.values()))}"
+            raise UserError(f"--runs = {options.runs}: {message}; give another")
+    resolved = {m: trainings[m, 0].experiment for m in runs}
     names = {m: mechanism_names(found.model.mechanisms) for m, found in resolved.items()}
     tokens = options.steps * next(iter(resolved.values())).tokens_per_step
     _print(Findings(runs, names), tokens, options)
 
 
-def _print(found: Findings, tokens: int, options: argparse.Namespace) -> None:
+def _print(findings: Findings, tokens: int, options: argparse.Namespace) -> None:
     out = Output(options)
-    for table in head_tables.tables(found):
+    for table in head_tables.tables(findings):
         out.show(table)
         out.say()
-    for verdict in head_tables.verdicts(found):
+    for verdict in head_tables.verdicts(findings):
         out.say(f"- {verdict}")
-    result = dict(tokens=tokens) | head_tables.as_json(found)
+    result = dict(tokens=tokens) | head_tables.as_json(findings)
     record.record(NAME, result, out, save=options.save and not options.saved)
 
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from experiments.models.labeller import Labeller
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import encoders, images as images_lib, learner
 from experiments.tasks.images import Images
@@ -71,8 +71,7 @@ _FIXED = dict.fromkeys(EPOCHS, Fixed()) | dict(tiny_imagenet=Fixed(4, 224, 0.1))
 
 
 def squares(x_BYXC: jax.Array, size: int) -> jax.Array:
-    """Splits images into patches [B, T, size² C], row by row; crops incomplete patches at the
-    edges."""
+    """Splits images into patches [B, T, size² C], row by row; crops edges to whole patches."""
     B, Y, X, C = x_BYXC.shape
     rows, columns = Y // size, X // size
     top, left = (Y - rows * size) // 2, (X - columns * size) // 2
@@ -91,9 +90,9 @@ def transformer(
       squares: patches per image; the class vector is in front of them.
     """
     width, layers, heads = shape
-    how = dict(positions="learned", activation="gelu_exact", max_positions=squares + 1)
-    how |= dict(mlp_dim=fixed.mlp_times * width, dropout=fixed.dropout)
-    return encoders.transformer(variant, CHANNELS, width, layers, heads, labels=classes, **how)
+    sizes = dict(positions="learned", activation="gelu_exact", max_positions=squares + 1)
+    sizes |= dict(mlp_dim=fixed.mlp_times * width, dropout=fixed.dropout)
+    return encoders.transformer(variant, CHANNELS, width, layers, heads, labels=classes, **sizes)
 
 
 class Trainer:
@@ -128,8 +127,8 @@ class Trainer:
         return Learner(
             lambda key: Labeller(config, key, features=features, hidden=False, whole=True),
             learner.Recipe(steps=self.steps, learning_rate=rate, decay="steps"),
-            *learner.of_labels(logits),
-            drops=self.fixed.dropout > 0,
+            *learner.loss_and_accuracy(logits),
+            has_dropout=self.fixed.dropout > 0,
         )
 
     def train(
@@ -138,11 +137,11 @@ class Trainer:
         """Trains a model; returns its test accuracy."""
         model = self._learner(variant, shape, size, rate)
         train, test = (
-            dict(zip("xy", part, strict=True)) for part in (self.images.train, self.images.test)
+            dict(zip("xy", arrays, strict=True)) for arrays in (self.images.train, self.images.test)
         )
-        found = model.train(seed, learner.in_order(train, BATCH, self.epochs, seed))
-        right = model.accuracy(found, learner.split(test, 500))
-        return dict(right=right, loss=found.loss)
+        trained = model.train(seed, learner.in_order(train, BATCH, self.epochs, seed))
+        right = model.accuracy(trained, learner.split(test, 500))
+        return dict(right=right, loss=trained.loss)
 
 
 def cell(
@@ -159,17 +158,17 @@ def cell(
     )
 
 
-def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(name: str, cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns a row per variant: mean over cells, interval over seeds, and difference from QKV."""
-    qkv = in_process.means(cells, kept, "right", variant="qkv")
-    found = []
+    qkv = in_process.means(cells, finished, "right", variant="qkv")
+    table = []
     for variant, published in zip(encoders.VARIANTS, PUBLISHED[name], strict=True):
-        if mine := in_process.means(cells, kept, "right", variant=variant):
-            row = dict(variant=variant, seeds=len(mine), published=published)
-            row |= estimated("right", estimate(list(mine.values())))
-            off = difference(mine, qkv) if variant != "qkv" else None
-            found.append(row | estimated("from_qkv", off))
-    return found
+        if means := in_process.means(cells, finished, "right", variant=variant):
+            row = dict(variant=variant, seeds=len(means), published=published)
+            row |= estimated("right", estimate(list(means.values())))
+            gap = difference(means, qkv) if variant != "qkv" else None
+            table.append(row | estimated("from_qkv", gap))
+    return table
 
 
 _HEADER = ("variant", "right, %", "table 3", "points from QKV")
@@ -177,18 +176,18 @@ _HEADER = ("variant", "right, %", "table 3", "points from QKV")
 
 def _cells(r: Mapping) -> tuple:
     published = "-" if r["published"] is None else f"{100 * r['published']:.1f}"
-    right, off = shown(r, "right", ".2f", 100), shown(r, "from_qkv", "+.2f", 100)
-    return encoders.CALLED[r["variant"]], right, published, off
+    right, gap = shown(r, "right", ".2f", 100), shown(r, "from_qkv", "+.2f", 100)
+    return encoders.CALLED[r["variant"]], right, published, gap
 
 
 def _rates(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(dict.fromkeys(map(float, text.split(","))))
+        rates = tuple(dict.fromkeys(map(float, text.split(","))))
     except ValueError:
-        found = (0.0,)
-    if not all(0 < rate < 1 for rate in found):
+        rates = (0.0,)
+    if not all(0 < rate < 1 for rate in rates):
         raise UserError(f"--rates={text}: must be numbers between 0 and 1, as in 0.001,0.0001")
-    return found
+    return rates
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -220,8 +219,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     load = functools.partial(images_lib.load, options.set)
     images = in_process.load(load, "--folder", options.folder)
-    if said := images_lib.other_counts(options.set, images):
-        errors.warn(said)
+    if difference := images_lib.other_counts(options.set, images):
+        errors.warn(difference)
     if len(images.train[1]) < BATCH:
         raise UserError(
             f"--folder={options.folder}: {len(images.train[1])} images to train on are no batch "
@@ -229,21 +228,21 @@ def main(arguments: Sequence[str]) -> int:
         )
     trainer = Trainer(options.set, images, options.epochs)
     sizes = (options.widths, options.layers, options.heads, options.patches, options.rates)
-    every = [
+    all_cells = [
         cell(options.set, trainer, variant, (width, layers, heads), size, rate)
         for width, layers, heads, size, rate, variant in itertools.product(
             *sizes, encoders.VARIANTS
         )
     ]
-    cells = [one for one in every if one.settings["variant"] in options.variants]
+    cells = [c for c in all_cells if c.settings["variant"] in options.variants]
 
-    def figures_of(kept: Kept) -> dict:
+    def figures_of(finished: FinishedRuns) -> dict:
         keys = ("widths", "layers", "heads", "patches", "rates", "epochs")
         grid = {key: getattr(options, key) for key in keys}
-        return dict(set=options.set, grid=grid, rows=rows(options.set, every, kept))
+        return dict(set=options.set, grid=grid, rows=rows(options.set, all_cells, finished))
 
     note = "Of the test images; Table 3's figures are means over its grid of sizes and rates."
-    how = dict(places=(__file__,), only=dict(variant=options.variants), note=note)
+    how = dict(code_files=(__file__,), only=dict(variant=options.variants), note=note)
     name = f"{FOLDER}/{options.set}"
     return in_process.study(name, cells, options, figures_of, _HEADER, _cells, **how)
 

@@ -1,6 +1,6 @@
 """A study whose runs are small enough to be trained one after another in one process.
 
-An interrupted study resumes: figures of finished runs are in its result (`kept.Kept`).
+An interrupted study resumes: figures of finished runs are in its result (`FinishedRuns`).
 """
 
 import argparse
@@ -15,8 +15,8 @@ import jax
 
 from experiments import record
 from experiments.record import EXPERIMENTS
-from experiments.studies import code as code_lib, kept as kept_lib
-from experiments.studies.kept import Kept
+from experiments.studies import code as code_lib, finished_runs
+from experiments.studies.finished_runs import FinishedRuns
 from kvjax.foundation import command_line, progress, provenance, runtime
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.errors import UserError, first_line
@@ -29,7 +29,7 @@ _DECIDES = (
     EXPERIMENTS / "tasks",
 )
 
-# Failures of one run that let the others go on: a loss that is not finite, memory, a bad size.
+# A run that raises one of these is left out: a loss that is not finite, memory, a bad size.
 _FAILURES = (FloatingPointError, OverflowError, MemoryError, UserError, jax.errors.JaxRuntimeError)
 
 
@@ -52,8 +52,11 @@ class Cell:
 
 
 def load[T](load: Callable[[pathlib.Path], T], option: str, text: str) -> T:
-    """Loads a local file or folder; raises a UserError that names the option if it cannot be
-    read."""
+    """Loads a local file or folder.
+
+    Raises:
+      UserError: it cannot be read; the message names the option.
+    """
     try:
         return load(pathlib.Path(text).expanduser())
     except (OSError, RuntimeError, ValueError) as error:  # DataError is a ValueError
@@ -64,11 +67,11 @@ def study(
     name: str,
     cells: Sequence[Cell],
     options: argparse.Namespace,
-    figures_of: Callable[[Kept], dict],
+    figures_of: Callable[[FinishedRuns], dict],
     header: Sequence[str],
     show: Callable[[Mapping], Sequence],
     *,
-    places: Sequence[str],
+    code_files: Sequence[str],
     printed: str = "rows",
     only: Mapping[str, Collection] | None = None,
     note: str = "",
@@ -76,46 +79,51 @@ def study(
     """Trains the missing runs, prints a table and records the result; returns 1 if a run failed.
 
     Args:
-      figures_of: computes figures from the runs, with a list of rows.
+      figures_of: computes figures, among them a list of rows, from the runs.
       show: from a row to the cells of the table.
-      places: files that determine numbers: the study, and others that it imports.
+      code_files: source files that determine numbers: the study, and others that it imports.
       printed: key of the rows of the table.
-      only: values of rows that are printed, by key.
+      only: by key, the values that a row must have to be printed.
       note: printed below the table.
     """
 
-    def result(kept: Kept, failed: Mapping[str, str]) -> dict:
-        seconds = sum(run["seconds"] for runs in kept.runs.values() for run in runs.values())
-        return figures_of(kept) | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
+    def result(finished: FinishedRuns, failed: Mapping[str, str]) -> dict:
+        seconds = sum(run["seconds"] for runs in finished.runs.values() for run in runs.values())
+        return (
+            figures_of(finished) | dict(seconds=seconds, failed=dict(failed)) | finished.as_json()
+        )
 
     runtime.start()
-    found, out = result(*train(name, cells, options, result, places=places)), Output(options)
-    rows = [r for r in found[printed] if all(r[key] in x for key, x in (only or {}).items())]
+    figures, out = (
+        result(*train(name, cells, options, result, code_files=code_files)),
+        Output(options),
+    )
+    rows = [r for r in figures[printed] if all(r[key] in x for key, x in (only or {}).items())]
     out.table(header, map(show, rows))
     if note:
         out.say(f"\n{note}")
-    return record.end(name, found, out, save=options.save)
+    return record.end(name, figures, out, save=options.save)
 
 
-def runs_of(cell: Cell, kept: Kept) -> dict[int, dict]:
+def runs_of(cell: Cell, finished: FinishedRuns) -> dict[int, dict]:
     """Returns a cell's runs by seed, without runs of other settings under its name."""
-    runs = kept.runs.get(cell.name, {})
+    runs = finished.runs.get(cell.name, {})
     return {seed: run for seed, run in runs.items() if run["identity"] == cell.identity}
 
 
-def figure(cell: Cell, kept: Kept, name: str) -> dict[int, float]:
+def figure(cell: Cell, finished: FinishedRuns, name: str) -> dict[int, float]:
     """Returns a figure of a cell's runs by seed."""
-    return {seed: run[name] for seed, run in runs_of(cell, kept).items()}
+    return {seed: run[name] for seed, run in runs_of(cell, finished).items()}
 
 
-def means(cells: Sequence[Cell], kept: Kept, name: str, **settings) -> dict[int, float]:
+def means(cells: Sequence[Cell], finished: FinishedRuns, name: str, **settings) -> dict[int, float]:
     """Returns the mean of a figure over cells, by seed, for seeds that all cells have.
 
     Args:
       settings: settings that select the cells, such as variant="qkv".
     """
-    mine = [c for c in cells if all(c.settings[key] == x for key, x in settings.items())]
-    runs = [figure(cell, kept, name) for cell in mine]
+    selected = [c for c in cells if all(c.settings[key] == x for key, x in settings.items())]
+    runs = [figure(cell, finished, name) for cell in selected]
     seeds = sorted(set.intersection(*map(set, runs))) if runs else []
     return {seed: statistics.mean(run[seed] for run in runs) for seed in seeds}
 
@@ -124,32 +132,32 @@ def train(
     name: str,
     cells: Sequence[Cell],
     options: argparse.Namespace,
-    result_of: Callable[[Kept, Mapping[str, str]], dict],
+    result_of: Callable[[FinishedRuns, Mapping[str, str]], dict],
     *,
-    places: Sequence[str] = (),
-) -> tuple[Kept, dict[str, str]]:
+    code_files: Sequence[str] = (),
+) -> tuple[FinishedRuns, dict[str, str]]:
     """Trains the missing runs, all cells with the first seed, then with the next.
 
     Args:
       name: of the result.
-      result_of: makes the result, written after each run, from finished runs and failures.
-      places: further files that determine numbers.
+      result_of: from finished runs and failures to the result, which is written after each run.
+      code_files: further source files that determine numbers.
 
     Returns:
       Finished runs, and the reason of each failure by run.
     """
-    code = code_lib.code_of((*_DECIDES, *map(pathlib.Path, places)))
+    code = code_lib.code_of((*_DECIDES, *map(pathlib.Path, code_files)))
     file = record.RESULTS / f"{name}.json"
     if options.save:
-        kept_lib.claim(file)
-    kept = Kept(file, {}, code, mix=options.mix, fresh=options.fresh)
+        finished_runs.claim(file)
+    finished = FinishedRuns(file, {}, code, mix=options.mix, fresh=options.fresh)
     runs = [(cell, seed) for seed in range(options.seeds) for cell in cells]
     if options.save:
-        kept.check((c.name, seed, c.identity) for c, seed in runs)
-    missing = [(c, seed) for c, seed in runs if not kept.found(c.name, seed, c.identity)]
-    made = {key: x for key, x in provenance.provenance().items() if key != "command"}
+        finished.check((c.name, seed, c.identity) for c, seed in runs)
+    missing = [(c, seed) for c, seed in runs if not finished.found(c.name, seed, c.identity)]
+    made_by = {key: x for key, x in provenance.provenance().items() if key != "command"}
     failed: dict[str, str] = {}
-    times = [run["seconds"] for cell in cells for run in runs_of(cell, kept).values()]
+    times = [run["seconds"] for cell in cells for run in runs_of(cell, finished).values()]
 
     def left(count: int) -> str:
         return f", about {progress.duration(count * statistics.mean(times))}" if times else ""
@@ -163,14 +171,14 @@ def train(
             doing.at(f"{cell.name}, seed {seed}, {where}")
             begun = time.perf_counter()
             try:
-                found = cell.train(seed)
+                figures = cell.train(seed)
             except _FAILURES as error:
                 failed[f"{cell.name} seed {seed}"] = first_line(error)
                 continue
             seconds = time.perf_counter() - begun
             times.append(seconds)
             key = (cell.name, seed, cell.identity)
-            kept.put(*key, code, dict(made_by=made), seconds=seconds, **found)
+            finished.put(*key, code, dict(made_by=made_by), seconds=seconds, **figures)
             if options.save:
-                record.keep(name, result_of(kept, failed), quiet=True)
-    return kept, failed
+                record.keep(name, result_of(finished, failed), quiet=True)
+    return finished, failed

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from experiments.studies import grid, side_by_side
 from experiments.studies.demo_size import STUDIES, TOKENS_PER_STEP
-from experiments.studies.grid import Cell, Kept, Run
+from experiments.studies.grid import Cell, FinishedRuns, Run
 from experiments.studies.options import Parser, estimated, local_folder, shown
 from kvjax.foundation import command_line, lists
 from kvjax.foundation.errors import UserError
@@ -26,22 +26,24 @@ from kvjax.foundation.output import Output
 FOLDER = "studies"  # of results
 
 
-def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
-    """Returns a row per cell with runs: costs, bits per byte, and the difference from its
-    reference."""
-    there, other = kept.by_cell(cells), {cell.name: cell.against for cell in cells}
+def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
+    """Returns a row per cell with runs: costs, bits per byte, difference from the reference."""
+    runs_by_cell, reference_of = (
+        finished.by_cell(cells),
+        {cell.name: cell.against for cell in cells},
+    )
 
-    def apart(name: str) -> dict[int, float]:
-        mine, theirs = grid.bits(there, name), grid.bits(there, other[name])
-        return {seed: mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()}
+    def gap(name: str) -> dict[int, float]:
+        bpb, reference = grid.bits(runs_by_cell, name), grid.bits(runs_by_cell, reference_of[name])
+        return {seed: bpb[seed] - reference[seed] for seed in bpb.keys() & reference.keys()}
 
-    found = []
+    table = []
     for cell in cells:
-        if cell.name in there:
-            moved = difference(apart(cell.name), apart(cell.before)) if cell.before else None
+        if cell.name in runs_by_cell:
+            change = difference(gap(cell.name), gap(cell.before)) if cell.before else None
             row = dict(cell=cell.name, against=cell.against, before=cell.before)
-            found.append(row | grid.row(cell, kept, there) | estimated("moved", moved))
-    return found
+            table.append(row | grid.row(cell, finished, runs_by_cell) | estimated("moved", change))
+    return table
 
 
 _HEADER = ("model", "parameters", "cache bytes per token (bfloat16)", "seeds", "bits per byte")
@@ -65,11 +67,11 @@ def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
 def _cells(r: Mapping, corrected: Mapping[str, float]) -> tuple:
     sizes = (f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
     p = f"{corrected[r['cell']]:.2g}" if r["cell"] in corrected else ""
-    bpb, apart, moved = (
+    bpb, gap, moved = (
         shown(r, name, form)
         for name, form in (("bpb", ".4f"), ("difference", "+.4f"), ("moved", "+.4f"))
     )
-    return r["cell"], *sizes, bpb, apart, r["against"], p, moved
+    return r["cell"], *sizes, bpb, gap, r["against"], p, moved
 
 
 def chosen(cells: Sequence[Cell], names: str) -> list[Cell]:
@@ -80,12 +82,12 @@ def chosen(cells: Sequence[Cell], names: str) -> list[Cell]:
     """
     if not names:
         return list(cells)
-    of = {cell.name: cell for cell in cells}
-    left, wanted = list(lists.names("--cells", names, tuple(of))), set()
-    while left:
-        if (name := left.pop()) and name not in wanted:
+    by_name = {cell.name: cell for cell in cells}
+    queue, wanted = list(lists.names("--cells", names, tuple(by_name))), set()
+    while queue:
+        if (name := queue.pop()) and name not in wanted:
             wanted.add(name)
-            left += [of[name].against, of[name].before]
+            queue += [by_name[name].against, by_name[name].before]
     return [cell for cell in cells if cell.name in wanted]
 
 
@@ -121,11 +123,11 @@ def main(arguments: Sequence[str]) -> int:
     study, cells = STUDIES[options.study], options.chosen
     p_values: dict[str, float] = {}
 
-    def figures_of(kept: Kept) -> dict:
-        found = dict(asks=study.asks, claim=study.claim, tokens=options.steps * TOKENS_PER_STEP)
-        found |= dict(rows=rows(cells, kept))
-        p_values.update(corrected(found["rows"]))
-        return found
+    def figures_of(finished: FinishedRuns) -> dict:
+        figures = dict(asks=study.asks, claim=study.claim, tokens=options.steps * TOKENS_PER_STEP)
+        figures |= dict(rows=rows(cells, finished))
+        p_values.update(corrected(figures["rows"]))
+        return figures
 
     def cells_of(row: Mapping) -> tuple:
         return _cells(row, p_values)
@@ -136,12 +138,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(out: Output, seeds: int) -> None:
-    made = []
+    table = []
     for name, study in STUDIES.items():
         cells = study.cells()
         flops = sum(Run(cell, 0, study.steps).flops for cell in cells) * seeds
-        made.append((name, study.asks, len(cells) * seeds, f"{flops / grid.GUESS / 3600:.1f}"))
-    out.table(("study", "asks", "runs", "core hours, about"), made)
+        table.append((name, study.asks, len(cells) * seeds, f"{flops / grid.GUESS / 3600:.1f}"))
+    out.table(("study", "asks", "runs", "core hours, about"), table)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import numpy as np
 from experiments.models.linear import LinearConfig
 from experiments.models.recurrent import RecurrentConfig, RecurrentTransformer
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, sequences, text
 from experiments.tasks.learner import Learner
@@ -73,7 +73,7 @@ class Task:
 
     def batches(self, rng: np.random.Generator) -> Iterator[dict[str, np.ndarray]]:
         if self.words == 256:
-            yield from text.drawn(rng, self.batch, self.length)
+            yield from text.random_rows(rng, self.batch, self.length)
         while True:
             yield self.draw(rng, self.batch)
 
@@ -94,13 +94,13 @@ TASKS = {
 
 
 def model_config(kind: Kind, task: Task) -> TransformerConfig | RecurrentConfig:
-    how = dict(positions="sinusoidal", activation="gelu_exact", mlp_dim=MLP)
+    shared = dict(positions="sinusoidal", activation="gelu_exact", mlp_dim=MLP)
     tie = "qkv" if kind.tied else "none"
     if not kind.linear:
-        return learner.classic(task.words, WIDTH, LAYERS, HEADS, attention=dict(tie=tie), **how)
+        return learner.classic(task.words, WIDTH, LAYERS, HEADS, attention=dict(tie=tie), **shared)
     dims = dict(num_heads=HEADS, key_dim=WIDTH // HEADS, value_dim=WIDTH // HEADS)
     attention = LinearConfig(**dims, tie=tie, decay=kind.decay)
-    block = learner.classic_block(LAYERS, WIDTH, **how)
+    block = learner.classic_block(LAYERS, WIDTH, **shared)
     return RecurrentConfig(block=block, attention=attention, vocab_size=task.words)
 
 
@@ -126,7 +126,7 @@ def _learner(name: str, kind_name: str) -> Learner:
     def bits(model, batch):
         return learner.nats(logits(model, batch), batch["y"]) / math.log(2), batch["counts"]
 
-    loss, right = learner.of_labels(logits)
+    loss, right = learner.loss_and_accuracy(logits)
     recipe = learner.Recipe(steps=task.steps, learning_rate=1e-3, warm_up=50, decay="cosine")
     make = RecurrentTransformer if kind.linear else Transformer
     judged = bits if name == "language" else right
@@ -138,8 +138,8 @@ def train(name: str, kind: str, seed: int) -> dict:
     task, model = TASKS[name], _learner(name, kind)
     held_out = learner.split(task.draw(np.random.default_rng(_TEST_SEED), task.tested_on), 64)
     batches = task.batches(np.random.default_rng(seed))
-    curve, found = model.curve(seed, batches, held_out, EVERY)
-    return dict(figure=curve[task.steps], curve=curve, loss=found.loss)
+    curve, trained = model.curve(seed, batches, held_out, EVERY)
+    return dict(figure=curve[task.steps], curve=curve, loss=trained.loss)
 
 
 def cell(name: str, kind: str) -> Cell:
@@ -152,19 +152,19 @@ def cell(name: str, kind: str) -> Cell:
     )
 
 
-def rows(kept: Kept) -> list[dict]:
+def rows(finished: FinishedRuns) -> list[dict]:
     """Returns a row per kind: its figure and interval by task, and cache bytes of a text."""
-    found = []
+    table = []
     for kind_name, kind in KINDS.items():
         by_task = {}
         for name in TASKS:
-            if runs := list(in_process.figure(cell(name, kind_name), kept, "figure").values()):
-                now = estimated("figure", estimate(runs), "half_interval")
-                by_task[name] = now | dict(seeds=len(runs))
+            if runs := list(in_process.figure(cell(name, kind_name), finished, "figure").values()):
+                accuracy = estimated("figure", estimate(runs), "half_interval")
+                by_task[name] = accuracy | dict(seeds=len(runs))
         if by_task:
             sizes = {n: cached_bytes(kind, TASKS["language"], n) for n in (1024, 65_536)}
-            found.append(dict(kind=kind_name, tasks=by_task, cached_bytes=sizes))
-    return found
+            table.append(dict(kind=kind_name, tasks=by_task, cached_bytes=sizes))
+    return table
 
 
 _HEADER = ("attention", "copy_back, %", "retrieval, %", "bits per byte", "bytes of 1K tokens")
@@ -172,10 +172,10 @@ _HEADER += ("of 64K",)
 
 
 def _cells(row: Mapping) -> tuple:
-    of = row["tasks"].get
-    percents = (shown(of(task), "figure", ".1f", 100) for task in ("copy_back", "retrieval"))
+    by_task = row["tasks"].get
+    percents = (shown(by_task(task), "figure", ".1f", 100) for task in ("copy_back", "retrieval"))
     sizes = (f"{size:,}" for size in row["cached_bytes"].values())
-    return row["kind"], *percents, shown(of("language"), "figure", ".3f"), *sizes
+    return row["kind"], *percents, shown(by_task("language"), "figure", ".3f"), *sizes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -186,10 +186,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse(arguments)
     cells = [cell(name, kind) for name in options.tasks for kind in options.kinds]
 
-    def figures_of(kept: Kept) -> dict:
-        return dict(rows=rows(kept))
+    def figures_of(finished: FinishedRuns) -> dict:
+        return dict(rows=rows(finished))
 
-    return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, places=(__file__,))
+    return in_process.study(
+        NAME, cells, options, figures_of, _HEADER, _cells, code_files=(__file__,)
+    )
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def of_whisper(source: str, folder: pathlib.Path, passages: int) -> None:
 
 def read(folder: pathlib.Path) -> tuple[Spectra, dict]:
     """Returns a report's logit figures and its provenance."""
-    found = json.loads((folder / report_lib.JSON).read_text())
-    return Spectra(found["reports"]["logits"]["data"]), found["about"]
+    report = json.loads((folder / report_lib.JSON).read_text())
+    return Spectra(report["reports"]["logits"]["data"]), report["about"]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -77,12 +77,12 @@ def tables(models: Sequence[Spectra]) -> list[Table]:
 
 def _gaps(models: Sequence[Spectra]) -> Table:
     rows = []
-    for one in models:
-        for gap in one.gaps():
+    for spectra in models:
+        for gap in spectra.gaps():
             between = "-" if gap.between_texts is None else f"{gap.between_texts:.1f}"
             rows.append(
                 (
-                    one.model,
+                    spectra.model,
                     gap.matrix,
                     f"{gap.tokens:,}",
                     f"{gap.of_m:g}",
@@ -115,35 +115,37 @@ def _gaps(models: Sequence[Spectra]) -> Table:
 def _weights(models: Sequence[Spectra]) -> Table:
     rows = [
         (
-            one.model,
+            spectra.model,
             row["matrix"],
             f"{row['tokens']:,}" if row["tokens"] else "-",
             f"{row['median']:g}",
             f"{row['low']:g} to {row['high']:g}",
-            str(one.channels),
+            str(spectra.channels),
         )
-        for one in models
-        for row in one.weights()
+        for spectra in models
+        for row in spectra.weights()
     ]
     header = ("model", "matrix", "tokens", "components", "middle half of heads", "channels")
     return Table("Components of M for 90 % of the energy, without RoPE and with", header, rows)
 
 
 def _times(models: Sequence[Spectra]) -> Table:
-    def cells(found):
-        return f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}"
+    def cells(quartiles):
+        return f"{quartiles[1]:.2f}", f"{quartiles[0]:.2f} to {quartiles[2]:.2f}"
 
     rows = []
-    for one in models:
-        ends = f"{one.lengths[-1]:,} tokens over {one.lengths[0]:,}"
-        rows += [(one.model, f"{name}, {ends}", *cells(x)) for name, x in one.growth().items()]
+    for spectra in models:
+        ends = f"{spectra.lengths[-1]:,} tokens over {spectra.lengths[0]:,}"
         rows += [
-            (one.model, f"causal over all keys, {n:,} tokens", *cells(x))
-            for n, x in one.causality().items()
+            (spectra.model, f"{name}, {ends}", *cells(x)) for name, x in spectra.growth().items()
         ]
         rows += [
-            (one.model, f"with RoPE over without, {n:,} tokens", *cells(x))
-            for n, x in one.rope().items()
+            (spectra.model, f"causal over all keys, {n:,} tokens", *cells(x))
+            for n, x in spectra.causality().items()
+        ]
+        rows += [
+            (spectra.model, f"with RoPE over without, {n:,} tokens", *cells(x))
+            for n, x in spectra.rope().items()
         ]
     return Table(
         "How many times more components E needs, head by head",
@@ -154,13 +156,13 @@ def _times(models: Sequence[Spectra]) -> Table:
 
 def _attention(models: Sequence[Spectra]) -> Table:
     rows = []
-    for one in models:
-        changed = {(row["tokens"], row["rank"]): row for row in one.data["perplexity"]}
-        for row in one.data["attention"]:
-            of = changed.get((row["tokens"], row["rank"]))
+    for spectra in models:
+        changed = {(row["tokens"], row["rank"]): row for row in spectra.data["perplexity"]}
+        for row in spectra.data["attention"]:
+            cut = changed.get((row["tokens"], row["rank"]))
             rows.append(
                 (
-                    one.model,
+                    spectra.model,
                     "seen" if row["causal"] else "all",
                     f"{row['tokens']:,}",
                     str(row["rank"]),
@@ -168,7 +170,7 @@ def _attention(models: Sequence[Spectra]) -> Table:
                     f"{row['worst']:.2f}",
                     f"{row['bound']:.3g}",
                     f"{row['output']:.2f}",
-                    f"{of['times']:.2f}" if of and row["causal"] else "-",
+                    f"{cut['times']:.2f}" if cut and row["causal"] else "-",
                 )
             )
     header = ("model", "keys", "tokens", "rank", "|p - p_r|, mean row", "worst row", "bound")
@@ -220,8 +222,8 @@ def _check_sources(options: argparse.Namespace) -> None:
         try:
             model_lib.open(options.smollm2)
         except UserError as error:
-            said = str(error).replace("--source", "--smollm2")
-            named = said if "--smollm2" in said else f"--smollm2={options.smollm2}: {said}"
+            message = str(error).replace("--source", "--smollm2")
+            named = message if "--smollm2" in message else f"--smollm2={options.smollm2}: {message}"
             raise UserError(named) from error
     if options.whisper and (folder := runtime.path("--whisper", options.whisper)).exists():
         for file in ("model.bin", "tokenizer.json"):
@@ -257,16 +259,17 @@ def main(arguments: Sequence[str]) -> None:
             of_smollm2(options.smollm2, folder)
         else:
             of_whisper(options.whisper, folder, options.passages)
-    found = {FOLDERS[name]: read(options.out / FOLDERS[name]) for name in options.models}
-    models, out = [spectra for spectra, _ in found.values()], Output(options)
+    reports = {FOLDERS[name]: read(options.out / FOLDERS[name]) for name in options.models}
+    models, out = [spectra for spectra, _ in reports.values()], Output(options)
     for table in tables(models):
         out.show(table)
         out.say()
-    kept = ("Texts", "Lengths", "Seconds", "Date", "Commit", "Machine", "Versions")
+    keys = ("Texts", "Lengths", "Seconds", "Date", "Commit", "Machine", "Versions")
     about = {
-        name: {key: made[key] for key in kept if key in made} for name, (_, made) in found.items()
+        name: {key: provenance[key] for key in keys if key in provenance}
+        for name, (_, provenance) in reports.items()
     }
-    result = dict(models={name: spectra.as_json() for name, (spectra, _) in found.items()})
+    result = dict(models={name: spectra.as_json() for name, (spectra, _) in reports.items()})
     result |= dict(reports=about, seed=Request({}, ()).seed)
     record.record("analysis/logit_spectra", result, out, save=options.save)
 

@@ -14,7 +14,7 @@ import itertools
 
 from experiments.studies import demo_size, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP
-from experiments.studies.grid import Cell, Kept
+from experiments.studies.grid import Cell, FinishedRuns
 from experiments.studies.options import Parser, estimated, local_folder, shown
 from experiments.tasks import positions, text
 from experiments.tasks.positions import EDGES, by_position
@@ -28,8 +28,7 @@ LENGTHS = (256, 1024)  # tokens per training row
 
 
 def cell(mechanism: str, length: int) -> Cell:
-    """Returns a mechanism's cell with rows of a length; for 256 tokens the tiny config
-    unchanged."""
+    """Returns a mechanism's cell with rows of a length; 256 is the tiny config's length."""
     config, against = demo_size.tiny(mechanism), "" if mechanism == FIRST else FIRST
     if length == 256:
         return Cell(mechanism, config, {}, against)
@@ -51,7 +50,7 @@ def rows(seeds: Mapping[str, Mapping[int, dict]]) -> list[dict]:
     def at(name, i):
         return {seed: run["by_position"][i] for seed, run in seeds.get(name, {}).items()}
 
-    found = []
+    table = []
     for length in LENGTHS:
         for mechanism in MECHANISMS:
             name = _name(mechanism, length)
@@ -59,14 +58,14 @@ def rows(seeds: Mapping[str, Mapping[int, dict]]) -> list[dict]:
                 continue
             places = []
             for i, between in enumerate(itertools.pairwise(EDGES)):
-                mine, theirs = at(name, i), at(_name(FIRST, length), i)
-                off = None if mechanism == FIRST else difference(mine, theirs)
+                bpb, reference = at(name, i), at(_name(FIRST, length), i)
+                gap = None if mechanism == FIRST else difference(bpb, reference)
                 place = dict(positions=list(between))
-                place |= estimated("bpb", estimate(list(mine.values())))
-                places.append(place | estimated("difference", off))
-            of = dict(mechanism=mechanism, length=length, seeds=sorted(seeds[name]))
-            found.append(of | dict(places=places))
-    return found
+                place |= estimated("bpb", estimate(list(bpb.values())))
+                places.append(place | estimated("difference", gap))
+            row = dict(mechanism=mechanism, length=length, seeds=sorted(seeds[name]))
+            table.append(row | dict(places=places))
+    return table
 
 
 _HEADER = (
@@ -77,10 +76,10 @@ _HEADER = (
 
 
 def _cells(row: Mapping) -> tuple:
-    def one(place: Mapping) -> str:
+    def text(place: Mapping) -> str:
         return shown(place, "difference", "+.4f", missing=shown(place, "bpb", ".4f"))
 
-    return row["mechanism"], f"{row['length']:,}", *map(one, row["places"])
+    return row["mechanism"], f"{row['length']:,}", *map(text, row["places"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,14 +90,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.runs("runs/studies")
     options = parser.parse(arguments)
     options.runs = local_folder(options.runs)
-    every = [cell(name, length) for length in LENGTHS for name in MECHANISMS]
+    all_cells = [cell(name, length) for length in LENGTHS for name in MECHANISMS]
     cells = [cell(name, length) for length in LENGTHS for name in options.mechanisms]
 
-    def figures_of(kept: Kept) -> dict:
+    def figures_of(finished: FinishedRuns) -> dict:
         tokens = options.steps * TOKENS_PER_STEP
-        return dict(tokens=tokens, edges=EDGES, rows=rows(kept.by_cell(every)))
+        return dict(tokens=tokens, edges=EDGES, rows=rows(finished.by_cell(all_cells)))
 
-    how = dict(places=(positions.__file__, text.__file__), more=by_position)
+    how = dict(code_files=(positions.__file__, text.__file__), further_figures=by_position)
     how |= dict(
         note="Bits per byte by position in rows of 1,024; of others the difference from MHA."
     )

@@ -20,8 +20,8 @@ class Parser(command_line.Parser):
 
     Args:
       result: name of the result that --save writes.
-      seeds: default of --seeds; 0: there is no such option.
-      trains: the study trains the runs; others have neither --mix nor --fresh.
+      seeds: default of --seeds; 0: without this option.
+      trains: the study trains its runs; without it, there are no --mix and --fresh.
     """
 
     def __init__(self, doc: str, result: str, *, seeds: int = 3, trains: bool = True):
@@ -37,25 +37,25 @@ class Parser(command_line.Parser):
         self.add_output()
 
     def names(self, option: str, known: Collection[str], default: Sequence[str] = ()) -> None:
-        """Adds a list of known names; without a default it has all."""
+        """Adds an option with a list of known names; its default is `default`, or all names."""
         shown = ",".join(default) or "all"
         text = f"of {', '.join(known)} ({shown})"
         self.add_argument(f"--{option}", default=",".join(default or known), help=text)
         self._lists[option] = functools.partial(lists.names, known=known)
 
     def integers(self, option: str, default: Sequence[int], text: str) -> None:
-        """Adds a list of integers."""
+        """Adds an option with a list of integers."""
         shown = ",".join(map(str, default))
         self.add_argument(f"--{option}", default=shown, help=f"{text} ({shown})")
         self._lists[option] = lists.integers
 
     def count(self, option: str, default: int, text: str, least: int = 1) -> None:
-        """Adds an integer of at least `least`."""
+        """Adds an option with an integer of at least `least`."""
         self.add_argument(f"--{option}", type=int, default=default, help=text)
         self._least[option] = least
 
     def runs(self, folder: str) -> None:
-        """Adds --runs and --processes, of runs that have folders of their own."""
+        """Adds --runs and --processes, for studies whose runs have workdirs."""
         cores = os.cpu_count()
         self.add_argument("--runs", default=folder, help=f"folder of the runs ({folder})")
         self.count(
@@ -75,7 +75,11 @@ class Parser(command_line.Parser):
 
 
 def local_folder(runs: str) -> pathlib.Path:
-    """Creates and returns the folder of --runs; a UserError if it is empty or not local."""
+    """Creates the folder of --runs and returns its path.
+
+    Raises:
+      UserError: --runs is empty, or not a local path.
+    """
     if not runs:
         raise UserError("--runs= is empty: give a folder, as runs/studies")
     if "://" in runs:
@@ -90,14 +94,14 @@ def local_folder(runs: str) -> pathlib.Path:
 _HALF = "half_interval"
 
 
-def estimated(name: str, found: Estimate | None, half: str = "") -> dict[str, float | None]:
-    """Returns the entries of an estimate in a row: `name` and `name_half_interval`.
+def estimated(name: str, interval: Estimate | None, half: str = "") -> dict[str, float | None]:
+    """Returns the two entries of an estimate in a row: its mean and its half interval.
 
     Args:
-      half: another key of the interval.
+      half: key of the half interval; "": `name_half_interval`.
     """
     half = half or f"{name}_{_HALF}"
-    return {name: found and found.mean, half: found and found.half}
+    return {name: interval and interval.mean, half: interval and interval.half}
 
 
 def shown(

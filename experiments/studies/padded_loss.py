@@ -4,12 +4,12 @@
 
 The code of projection sharing pads each document to a row with EOS, truncates longer ones, and
 averages the loss over all targets, padding included: hence the perplexities of about 5 in its Table
-4. Here models of bytes learn the embedded books' paragraphs in that form and packed (one stream
-without padding or truncation), QKV and two tied variants, with equal steps. Held-out paragraphs are
-evaluated three ways: as padded rows with padding counted, text of the same rows alone, and packed.
-With f the share of targets that are text, counted nats are f times the text's if padding costs
-nothing, so a difference of 1 % in perplexity is one of about 1/f %. Prints f, perplexities per
-byte, and differences from QKV, means over seeds with 95 % intervals.
+4. Here models of bytes (QKV and two tied variants) learn the embedded books' paragraphs in that
+form, or packed into one stream without padding or truncation, with equal steps. Held-out paragraphs
+are evaluated three ways: padded rows with padding counted, text of the same rows alone, and packed.
+Let f be the share of targets that are text. If padding costs nothing, nats per counted target are f
+times nats per target of text: 1 % in perplexity with padding means about 1/f % without. Prints f,
+perplexities per byte, and differences from QKV, means over seeds with 95 % intervals.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, text
 from experiments.tasks.learner import Learner
@@ -39,9 +39,9 @@ JUDGED = ("counted", "text", "packed")  # nats per target of held-out paragraphs
 
 
 def transformer(tie: str) -> TransformerConfig:
-    how = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH, mlp_dim=MLP)
-    how |= dict(tied_head=True, embedding_std=0.02, matrix_std=0.02)
-    return learner.classic(256, WIDTH, LAYERS, HEADS, attention=dict(tie=tie), **how)
+    shared = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH, mlp_dim=MLP)
+    shared |= dict(tied_head=True, embedding_std=0.02, matrix_std=0.02)
+    return learner.classic(256, WIDTH, LAYERS, HEADS, attention=dict(tie=tie), **shared)
 
 
 @functools.cache
@@ -58,12 +58,12 @@ def share_of_text(split: str) -> float:
 @functools.cache
 def held_out() -> dict[str, list[dict[str, np.ndarray]]]:
     """Returns batches of held-out rows by evaluation; `counts` weights the targets of the mean."""
-    found = {}
+    batches = {}
     for name in JUDGED:
         rows = rows_of("validation", "packed" if name == "packed" else "padded")
         counts = np.ones_like(rows["real"]) if name == "counted" else rows["real"]
-        found[name] = learner.split(rows | dict(counts=counts), 128)
-    return found
+        batches[name] = learner.split(rows | dict(counts=counts), 128)
+    return batches
 
 
 @functools.cache
@@ -86,9 +86,9 @@ def train(tie: str, form: str, steps: int, seed: int) -> dict:
     """Trains a model; returns its nats per target by evaluation."""
     model, rows = _learner(tie, steps), rows_of("train", form)
     epochs = math.ceil(steps * BATCH / (len(rows["x"]) - BATCH))
-    found = model.train(seed, learner.in_order(rows, BATCH, epochs, seed))
-    nats = {name: model.accuracy(found, batches) for name, batches in held_out().items()}
-    return nats | dict(loss=found.loss)
+    trained = model.train(seed, learner.in_order(rows, BATCH, epochs, seed))
+    nats = {name: model.accuracy(trained, batches) for name, batches in held_out().items()}
+    return nats | dict(loss=trained.loss)
 
 
 def cell(tie: str, form: str, steps: int) -> Cell:
@@ -99,28 +99,32 @@ def cell(tie: str, form: str, steps: int) -> Cell:
     )
 
 
-def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns a row per model: perplexities, and differences from QKV in per cent."""
-    first = {c.settings["form"]: c for c in cells if c.settings["tie"] == FIRST}
-    found = []
-    for one in cells:
-        runs = in_process.runs_of(one, kept)
+    references = {c.settings["form"]: c for c in cells if c.settings["tie"] == FIRST}
+    table = []
+    for cell in cells:
+        runs = in_process.runs_of(cell, finished)
         if not runs:
             continue
-        form, perplexity, against = one.settings["form"], {}, {}
-        other = first.get(form, one)
+        form, perplexity, against = cell.settings["form"], {}, {}
+        reference = references.get(form, cell)
         for name in JUDGED:
-            nats = in_process.figure(one, kept, name)
-            now = estimate([math.exp(x) for x in nats.values()])
-            perplexity[name] = estimated("mean", now, "half_interval")
-            theirs = {} if other is one else in_process.figure(other, kept, name)
-            if ratio := difference(nats, theirs):  # of logarithms
+            nats = in_process.figure(cell, finished, name)
+            interval = estimate([math.exp(x) for x in nats.values()])
+            perplexity[name] = estimated("mean", interval, "half_interval")
+            reference_nats = (
+                {} if reference is cell else in_process.figure(reference, finished, name)
+            )
+            if ratio := difference(nats, reference_nats):  # of logarithms
                 against[name] = estimated("nats", ratio, "half_interval")
                 against[name]["percent"] = 100 * math.expm1(ratio.mean)
-        row = dict(tie=one.settings["tie"], trained=form, share_of_text=share_of_text("validation"))
+        row = dict(
+            tie=cell.settings["tie"], trained=form, share_of_text=share_of_text("validation")
+        )
         row |= dict(seeds=len(runs), perplexity=perplexity, against_first=against)
-        found.append(row)
-    return found
+        table.append(row)
+    return table
 
 
 _HEADER = ("model", "trained on", "text, of targets", "seeds", "perplexity, padding counted")
@@ -129,8 +133,8 @@ _HEADER += ("of the same text", "packed", "against QKV, nats: counted", "text", 
 
 def _cells(row: Mapping) -> tuple:
     perplexity = [shown(row["perplexity"][name], "mean", ".3f") for name in JUDGED]
-    others = (row["against_first"].get(name) for name in JUDGED)
-    against = [shown(other, "nats", "+.4f", missing="") for other in others]
+    gaps = (row["against_first"].get(name) for name in JUDGED)
+    against = [shown(gap, "nats", "+.4f", missing="") for gap in gaps]
     share = f"{row['share_of_text']:.3f}"
     return TIES[row["tie"]], row["trained"], share, row["seeds"], *perplexity, *against
 
@@ -142,13 +146,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.names("forms", FORMS)
     parser.count("steps", STEPS, f"steps of {BATCH} rows of {LENGTH} bytes ({STEPS})", least=10)
     options = parser.parse(arguments)
-    every = [cell(tie, form, options.steps) for form in FORMS for tie in TIES]
+    all_cells = [cell(tie, form, options.steps) for form in FORMS for tie in TIES]
     cells = [cell(tie, form, options.steps) for form in options.forms for tie in options.ties]
 
-    def figures_of(kept: Kept) -> dict:
-        return dict(steps=options.steps, rows=rows(every, kept))
+    def figures_of(finished: FinishedRuns) -> dict:
+        return dict(steps=options.steps, rows=rows(all_cells, finished))
 
-    how = dict(places=(__file__,), only=dict(tie=options.ties, trained=options.forms))
+    how = dict(code_files=(__file__,), only=dict(tie=options.ties, trained=options.forms))
     return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 

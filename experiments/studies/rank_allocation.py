@@ -4,10 +4,10 @@
 
 LRKV's future work is a rank for each layer or head (section 7). A simple rule gives rank in
 proportion to use. This study reads the models that `language_models --study=lrkv_layer_ranks`
-trained with one rank for all, computes the effective rank of every residual's weights U_k B_k, of
-keys and values, and divides the same total rank among layers in proportion. Heads of a layer are
-reported as a range, computed per seed and for keys and values apart, then averaged: if heads do not
-differ, ranks by head have no basis.
+trained with one rank for all layers, computes the effective rank of every residual's weights
+U_k B_k, of keys and values, and divides the same total rank among layers in proportion. The range
+over a layer's heads is computed per seed, for keys and values separately, then averaged: if heads
+do not differ, ranks by head have no basis.
 """
 
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ def effective_ranks(model: model_lib.LazyModel) -> np.ndarray:
     Raises:
       UserError: a layer has no residuals.
     """
-    found = []
+    ranks = []
     for index, config in enumerate(model.transformer.mechanisms):
         weights = model_lib.read_layer(model, index, "attention")["mechanism"]
         if not getattr(config, "rank", 0) or f"latent_{_PARTS[1]}" not in weights:
             raise UserError(f"layer {index} of {model.name} has no residuals of keys and values")
-        found.append([_of_part(weights, part) for part in _PARTS])
-    return np.array(found)
+        ranks.append([_of_part(weights, part) for part in _PARTS])
+    return np.array(ranks)
 
 
 def _of_part(weights: dict, part: str) -> np.ndarray:
@@ -58,20 +58,21 @@ def _of_part(weights: dict, part: str) -> np.ndarray:
     return spectrum.effective_rank(np.linalg.svd(left_KRR @ expand_KRH, compute_uv=False) ** 2)
 
 
-def allocation(ranks_L: np.ndarray, total: int, most: int) -> list[int]:
+def allocation(effective_L: np.ndarray, total: int, most: int) -> list[int]:
     """Divides `total` into integers from 1 to `most`, in proportion to effective ranks.
 
-    Starts with one each, then adds one at a time where the share is missed most.
+    Starts with one each, then adds one at a time where the share minus the integer is largest.
 
     Args:
+      effective_L: effective ranks.
       total: from L to L·most.
     """
-    share_L = ranks_L / ranks_L.sum() * total
-    found_L = np.ones(len(ranks_L), int)
-    while found_L.sum() < total:
-        open_L = np.where(found_L < most, share_L - found_L, -np.inf)
-        found_L[np.argmax(open_L)] += 1
-    return found_L.tolist()
+    share_L = effective_L / effective_L.sum() * total
+    ranks_L = np.ones(len(effective_L), int)
+    while ranks_L.sum() < total:
+        open_L = np.where(ranks_L < most, share_L - ranks_L, -np.inf)
+        ranks_L[np.argmax(open_L)] += 1
+    return ranks_L.tolist()
 
 
 def summary(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
@@ -88,26 +89,29 @@ def summary(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
         heads_SPK = ranks_SLPK[:, i]  # heads do not correspond between seeds: a range per seed
         least, most_of = heads_SPK.min(axis=2).mean(), heads_SPK.max(axis=2).mean()
         row = dict(layer=i, least_head=least, most_head=most_of, rank=share)
-        now = estimate(by_layer_SL[:, i].tolist())
-        rows.append(row | estimated("effective_rank", now, "half_interval"))
+        interval = estimate(by_layer_SL[:, i].tolist())
+        rows.append(row | estimated("effective_rank", interval, "half_interval"))
     return dict(rank=rank, seeds=len(ranks_SLPK), rows=rows)
 
 
 def workdir(folder: epath.Path, seed: int) -> epath.Path:
-    """Returns the workdir of the run with one rank for all layers; a UserError if it is
-    unfinished."""
+    """Returns the workdir of the finished run with one rank for all layers.
+
+    Raises:
+      UserError: the run is missing or unfinished.
+    """
     study = STUDIES["lrkv_layer_ranks"]
     cell = next(cell for cell in study.cells() if cell.name == UNIFORM)
-    asked = Run(cell, seed, study.steps)
-    name = asked.name
-    run = folder / name
-    if not runs_lib.is_whole(asked, pathlib.Path(folder)):
-        there = "an unfinished" if run.exists() else "no"
+    run = Run(cell, seed, study.steps)
+    name = run.name
+    folder_of_run = folder / name
+    if not runs_lib.is_whole(run, pathlib.Path(folder)):
+        state = "an unfinished" if folder_of_run.exists() else "no"
         raise UserError(
-            f"--runs = {folder}: has {there} {name}; `python -m "
+            f"--runs = {folder}: has {state} {name}; `python -m "
             "experiments.studies.language_models --study=lrkv_layer_ranks` trains it"
         )
-    return run
+    return folder_of_run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     models = [model_lib.open(str(run)) for run in runs]
     mechanism = models[0].transformer.mechanisms[0]
     most = min(mechanism.key_dim, mechanism.value_dim)
-    found = summary(np.stack([effective_ranks(model) for model in models]), mechanism.rank, most)
+    result = summary(np.stack([effective_ranks(model) for model in models]), mechanism.rank, most)
     out = Output(options)
     headings = ("layer", "effective rank", "heads, least", "most", "rank at equal bytes")
     cells = [
@@ -131,10 +135,10 @@ def main(arguments: Sequence[str]) -> int:
             f"{row['most_head']:.2f}",
             row["rank"],
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]
     out.table(headings, cells)
-    record.record(NAME, found, out, save=options.save)
+    record.record(NAME, result, out, save=options.save)
     return 0
 
 

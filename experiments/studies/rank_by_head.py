@@ -3,12 +3,12 @@
     python -m experiments.studies.rank_by_head [--runs=runs/studies] [--ranks=8,4] [--save]
 
 LRKV's future work is a rank for each layer or head (section 7). Models trained with one rank for
-all (`language_models --study=lrkv_layer_ranks`) lose the smallest singular values of their
-residuals U_k B_k until a total rank is left. It is divided equally, by layer or by head in
+layers (`language_models --study=lrkv_layer_ranks`) lose the smallest singular values of their
+residuals U_k B_k until a total rank is left. The total is divided equally, by layer or by head in
 proportion to effective rank (`rank_allocation`), or goes to the largest singular values. By head
-and by singular value, keys and values have equal totals. Nothing is trained again, and a cache with
-ranks by head is not built: its bytes are counted as ranks. Prints held-out bits per byte, and
-differences from equal ranks, seed by seed.
+and by singular value, keys and values have equal totals. Models are not tuned after truncation. No
+cache with ranks by head is built: equal total ranks stand for equal bytes. Prints held-out bits per
+byte, and differences from equal ranks, seed by seed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,17 +68,17 @@ class Residuals:
         return cls(q @ inner, singular, right)
 
     def cut(self, ranks_LPK: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns weights as in `of`, whose products are the best approximations of these ranks."""
-        kept = np.arange(self.singular.shape[-1]) < ranks_LPK[..., None]
-        latent = np.moveaxis(self.left * (self.singular * kept)[..., None, :], 2, 3)
-        found = {}
+        """Returns weights, named as in `of`, whose products are the best ones of these ranks."""
+        mask = np.arange(self.singular.shape[-1]) < ranks_LPK[..., None]
+        latent = np.moveaxis(self.left * (self.singular * mask)[..., None, :], 2, 3)
+        weights = {}
         for i, part in enumerate(_PARTS):
-            found[f"latent_{part}"] = latent[:, i]
-            found[f"expand_{part}"] = self.right[:, i]
-        return found
+            weights[f"latent_{part}"] = latent[:, i]
+            weights[f"expand_{part}"] = self.right[:, i]
+        return weights
 
     def ranks(self, way: str, rank: int) -> np.ndarray:
-        """Returns ranks [L, 2, K] with the total of `rank` per head."""
+        """Returns ranks [L, 2, K] by layer, key or value, and head, of mean `rank`."""
         L, P, K, R = self.singular.shape
         effective_LPK = spectrum.effective_rank(self.singular**2)
         if way == "equal":
@@ -88,15 +88,15 @@ class Residuals:
             return np.broadcast_to(np.reshape(ranks_L, (L, 1, 1)), (L, P, K))
         if way not in WAYS:
             raise ValueError(f"way = {way!r}: must be one of {WAYS}")
-        found = np.zeros((L, P, K), int)
+        ranks = np.zeros((L, P, K), int)
         for part in range(P):  # keys and values differ in scale
             if way == "by head":
-                flat = allocation(effective_LPK[:, part].ravel(), rank * L * K, R)
+                ranks_LK = allocation(effective_LPK[:, part].ravel(), rank * L * K, R)
             else:
                 largest = np.argsort(self.singular[:, part], axis=None)[::-1][: rank * L * K]
-                flat = np.bincount(largest // R, minlength=L * K)
-            found[:, part] = np.reshape(flat, (L, K))
-        return found
+                ranks_LK = np.bincount(largest // R, minlength=L * K)
+            ranks[:, part] = np.reshape(ranks_LK, (L, K))
+        return ranks
 
 
 class Judge:
@@ -119,8 +119,8 @@ class Judge:
         self.rank = getattr(model.config.mechanisms[0], "rank", 0)
         names = [f"{name}_{part}" for name in ("latent", "expand") for part in _PARTS]
         weights = {name: self._params.get((*_MECHANISM, name)) for name in names}
-        alike = len(model.config.layer_groups) == 1
-        if not alike or not self.rank or any(x is None for x in weights.values()):
+        one_group = len(model.config.layer_groups) == 1
+        if not one_group or not self.rank or any(x is None for x in weights.values()):
             raise UserError("--runs: needs layers of one kind with residuals of keys and values")
         self.residuals = Residuals.of(weights)
 
@@ -150,8 +150,10 @@ def judge(run: epath.Path) -> Judge:
 
 
 def measure(model: Judge, ranks: Sequence[int]) -> list[dict]:
-    """Returns rows of the whole model and of each rank and way, with the smallest and largest
-    rank."""
+    """Returns a row of the uncut model, and one per rank and way.
+
+    A row has bits per byte, and the smallest and largest rank of a head.
+    """
     whole = dict(rank=model.rank, way=WHOLE, least=model.rank, most=model.rank)
     rows = [whole | dict(bpb=model.bits_per_byte())]
     for rank in ranks:
@@ -168,21 +170,21 @@ def summary(runs: Mapping[int, Sequence[Mapping]]) -> list[dict]:
     Args:
       runs: rows of `measure` by seed.
     """
-    by = {}
+    rows_by_way = {}
     for seed, rows in runs.items():
         for row in rows:
-            by.setdefault((row["rank"], row["way"]), {})[seed] = row
-    found = []
-    for (rank, way), seeds in by.items():
+            rows_by_way.setdefault((row["rank"], row["way"]), {})[seed] = row
+    table = []
+    for (rank, way), seeds in rows_by_way.items():
         bpb = {seed: row["bpb"] for seed, row in seeds.items()}
-        equal = {seed: row["bpb"] for seed, row in by.get((rank, WAYS[0]), {}).items()}
+        equal = {seed: row["bpb"] for seed, row in rows_by_way.get((rank, WAYS[0]), {}).items()}
         row = dict(rank=rank, way=way, seeds=len(seeds))
         row |= dict(least=min(r["least"] for r in seeds.values()))
         row |= dict(most=max(r["most"] for r in seeds.values()))
         row |= estimated("bpb", estimate(list(bpb.values())))
-        off = difference(bpb, equal) if way in WAYS[1:] else None
-        found.append(row | estimated("change", off))
-    return found
+        gap = difference(bpb, equal) if way in WAYS[1:] else None
+        table.append(row | estimated("change", gap))
+    return table
 
 
 _HEADER = ("ranks a head", "divided", "bits per byte", "against equal", "a head has")
@@ -190,8 +192,8 @@ _HEADER = ("ranks a head", "divided", "bits per byte", "against equal", "a head 
 
 def _cells(row: Mapping) -> tuple:
     heads = f"{row['least']} to {row['most']}" if row["least"] < row["most"] else row["least"]
-    off = shown(row, "change", "+.4f", missing="")
-    return row["rank"], row["way"], shown(row, "bpb", ".4f"), off, heads
+    gap = shown(row, "change", "+.4f", missing="")
+    return row["rank"], row["way"], shown(row, "bpb", ".4f"), gap, heads
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -209,10 +211,10 @@ def main(arguments: Sequence[str]) -> int:
         for rank in options.ranks:
             between("--ranks", rank, 1, model.rank)
         by_seed[seed] = measure(model, options.ranks)
-    found = dict(rows=summary(by_seed), runs={str(seed): rows for seed, rows in by_seed.items()})
+    result = dict(rows=summary(by_seed), runs={str(seed): rows for seed, rows in by_seed.items()})
     out = Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
-    record.record(NAME, found, out, save=options.save)
+    out.table(_HEADER, map(_cells, result["rows"]))
+    record.record(NAME, result, out, save=options.save)
     return 0
 
 

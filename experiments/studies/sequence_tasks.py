@@ -5,9 +5,9 @@
         --lengths=16,64,128 --widths=32,64,256 --layers=2,4 --heads=2,4    # the whole grid of one
 
 Encoders label every position of a row of numbers: reversed, sorted, subtracted from 9, halves
-swapped, copied. 50,000 rows, two epochs. The recipe is that of UvA's course, which the paper's code
-follows, but for initialisation, which is this project's and not Xavier's. A seed draws weights and
-rows with their order, the rows equal for all variants. Prints the share of positions that are right
+swapped, copied. 50,000 rows, two epochs. The recipe is the one of UvA's course, which the paper's
+code follows; only the initialisation is this project's instead of Xavier's. A seed draws weights,
+rows and their order; rows are equal for all variants. Prints the share of positions that are right
 in 10,000 other rows, means over cells with 95 % intervals over seeds. The printed table, `asked` in
 the result, covers the requested cells; `rows` in the result covers all cells that every variant was
 trained on.
@@ -24,8 +24,8 @@ import numpy as np
 
 from experiments.models.labeller import Labeller
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import encoders, learner, sequences
 from experiments.tasks.learner import Learner
@@ -55,12 +55,13 @@ CURVES_OF = "d32_l2_h2_t32"  # end of the names of the cells whose curves are sh
 _TEST_SEED = 10**6  # of the test rows
 
 
-def transformer(variant: str, width: int, layers: int, heads: int, **how) -> TransformerConfig:
-    """Returns the course's model: LayerNorm after each block, an MLP of ReLU and twice the
-    width."""
-    how |= dict(norm_after=True, positions="sinusoidal", activation="relu", mlp_dim=2 * width)
+def transformer(
+    variant: str, width: int, layers: int, heads: int, **overrides
+) -> TransformerConfig:
+    """Returns the course's model: LayerNorm after each block, a ReLU MLP of twice the width."""
+    overrides |= dict(norm_after=True, positions="sinusoidal", activation="relu", mlp_dim=2 * width)
     shape = (width, layers, heads)
-    return encoders.transformer(variant, 10, *shape, labels=sequences.NUMBERS, **how)
+    return encoders.transformer(variant, 10, *shape, labels=sequences.NUMBERS, **overrides)
 
 
 @functools.cache
@@ -78,7 +79,7 @@ def learner_of(config: TransformerConfig) -> Learner:
     def make(key):
         return Labeller(config, key, features=sequences.NUMBERS)
 
-    return Learner(make, RECIPE, *learner.of_labels(logits))
+    return Learner(make, RECIPE, *learner.loss_and_accuracy(logits))
 
 
 def train(
@@ -94,7 +95,7 @@ def train(
       temperature: attention temperature by step; 1 in evaluation.
     """
     model = learner_of(config)
-    rows, others = (
+    rows, test_rows = (
         dict(zip("xy", sequences.labelled(task, count, length, drawn_by), strict=True))
         for count, drawn_by in ((TRAINED_ON, seed), (TESTED_ON, _TEST_SEED))
     )
@@ -104,10 +105,10 @@ def train(
             batch | {"temperature": np.float32(temperature(step))}
             for step, batch in enumerate(batches)
         )
-    found = model.train(seed, batches)
-    right = model.accuracy(found, learner.split(others, 500))
-    curve = dict(every=_CURVE, loss=found.curve(_CURVE))
-    return dict(right=right, loss=found.loss, curve=curve)
+    trained = model.train(seed, batches)
+    right = model.accuracy(trained, learner.split(test_rows, 500))
+    curve = dict(every=_CURVE, loss=trained.curve(_CURVE))
+    return dict(right=right, loss=trained.loss, curve=curve)
 
 
 def cell(task: str, variant: str, width: int, layers: int, heads: int, length: int) -> Cell:
@@ -134,72 +135,73 @@ def cell_of(name: str) -> Cell:
 _SIZES = ("width", "layers", "heads", "length")
 
 
-def in_common(kept: Kept) -> list[Cell]:
-    """Returns cells that all variants have, with SEEDS common seeds or the most that the task
-    has."""
+def in_common(finished: FinishedRuns) -> list[Cell]:
+    """Returns the cells that all variants were trained on with enough common seeds.
+
+    Enough are SEEDS, or the largest number of common seeds in the task if that is less.
+    """
     by_place: dict[tuple, list[Cell]] = {}
-    for one in map(cell_of, kept.runs):
-        place = tuple(one.settings[key] for key in ("task", *_SIZES))
-        by_place.setdefault(place, []).append(one)
-    seeds, most = {}, collections.Counter()
+    for cell in map(cell_of, finished.runs):
+        place = tuple(cell.settings[key] for key in ("task", *_SIZES))
+        by_place.setdefault(place, []).append(cell)
+    common_seeds, most = {}, collections.Counter()
     for where, cells in by_place.items():
         if len(cells) == len(encoders.VARIANTS):
-            common = set.intersection(*(set(in_process.runs_of(one, kept)) for one in cells))
-            seeds[where], task = len(common), where[0]
+            common = set.intersection(*(set(in_process.runs_of(cell, finished)) for cell in cells))
+            common_seeds[where], task = len(common), where[0]
             most[task] = max(most[task], len(common))
-    enough = {where for where, n in seeds.items() if n and n >= min(SEEDS, most[where[0]])}
-    return [one for where in enough for one in by_place[where]]
+    enough = {where for where, n in common_seeds.items() if n and n >= min(SEEDS, most[where[0]])}
+    return [cell for where in enough for cell in by_place[where]]
 
 
-def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns a row per variant: by task the mean over cells, and its interval over seeds."""
-    found = []
+    table = []
     for variant, published in PUBLISHED.items():
         by_task = {}
         for task in sequences.TASKS:
             settings = dict(variant=variant, task=task)
-            if runs := in_process.means(cells, kept, "right", **settings):
-                now = estimated("right", estimate(list(runs.values())), "half_interval")
-                over = [c.settings for c in cells if settings.items() <= c.settings.items()]
-                sizes = {key: sorted({one[key] for one in over}) for key in _SIZES}
-                by_task[task] = now | dict(seeds=len(runs), cells=len(over), **sizes)
+            if runs := in_process.means(cells, finished, "right", **settings):
+                accuracy = estimated("right", estimate(list(runs.values())), "half_interval")
+                averaged = [c.settings for c in cells if settings.items() <= c.settings.items()]
+                sizes = {key: sorted({s[key] for s in averaged}) for key in _SIZES}
+                by_task[task] = accuracy | dict(seeds=len(runs), cells=len(averaged), **sizes)
         if by_task:
             means = dict(zip(sequences.TASKS, published, strict=True))
-            found.append(dict(variant=variant, tasks=by_task, published=means))
-    return found
+            table.append(dict(variant=variant, tasks=by_task, published=means))
+    return table
 
 
-def curves(kept: Kept) -> list[dict]:
-    """Returns training losses by task and variant, over the seeds that all of a task's variants
-    have."""
-    found = []
+def curves(finished: FinishedRuns) -> list[dict]:
+    """Returns training losses by task and variant, over the seeds that a task's variants share."""
+    table = []
     for task in sequences.TASKS:
         cells = {v: cell_of(f"{task}/{v}/{CURVES_OF}") for v in encoders.VARIANTS}
         runs = {
             variant: {
                 seed: run["curve"]
-                for seed, run in in_process.runs_of(one, kept).items()
+                for seed, run in in_process.runs_of(cell, finished).items()
                 if "curve" in run
             }
-            for variant, one in cells.items()
+            for variant, cell in cells.items()
         }
-        there = {variant: seeds for variant, seeds in runs.items() if seeds}
-        common = sorted(set.intersection(*map(set, there.values()))) if there else []
-        for variant in there if common else ():
-            mine, one = [runs[variant][seed] for seed in common], cells[variant]
-            loss = np.mean([curve["loss"] for curve in mine], axis=0).round(5).tolist()
+        trained = {variant: seeds for variant, seeds in runs.items() if seeds}
+        common = sorted(set.intersection(*map(set, trained.values()))) if trained else []
+        for variant in trained if common else ():
+            by_seed, cell = [runs[variant][seed] for seed in common], cells[variant]
+            loss = np.mean([curve["loss"] for curve in by_seed], axis=0).round(5).tolist()
             row = dict(task=task, variant=variant, seeds=len(common), loss=loss)
-            sizes = {key: one.settings[key] for key in _SIZES}
-            found.append(row | sizes | dict(every=mine[0]["every"]))
-    return found
+            sizes = {key: cell.settings[key] for key in _SIZES}
+            table.append(row | sizes | dict(every=by_seed[0]["every"]))
+    return table
 
 
 def _cells(row: Mapping) -> tuple:
-    def one(task: str) -> str:
-        now = row["tasks"].get(task)
-        return f"{shown(now, 'right', '.3f')} ({row['published'][task]:.3f})" if now else "-"
+    def text(task: str) -> str:
+        accuracy, published = row["tasks"].get(task), row["published"][task]
+        return f"{shown(accuracy, 'right', '.3f')} ({published:.3f})" if accuracy else "-"
 
-    return encoders.CALLED[row["variant"]], *map(one, sequences.TASKS)
+    return encoders.CALLED[row["variant"]], *map(text, sequences.TASKS)
 
 
 def check_lengths(tasks: Collection[str], option: str, lengths: Sequence[int]) -> None:
@@ -226,13 +228,13 @@ def main(arguments: Sequence[str]) -> int:
     grid = itertools.product(*sizes, options.tasks, options.variants)
     cells = [cell(task, variant, *shape) for *shape, task, variant in grid]
 
-    def figures_of(kept: Kept) -> dict:
-        found = dict(asked=rows(cells, kept), rows=rows(in_common(kept), kept))
-        return found | dict(curves=curves(kept))
+    def figures_of(finished: FinishedRuns) -> dict:
+        tables = dict(asked=rows(cells, finished), rows=rows(in_common(finished), finished))
+        return tables | dict(curves=curves(finished))
 
     header = ("variant", *sequences.TASKS)
     note = "The share of positions that are right; in brackets Table 2, a mean over its grid."
-    how = dict(places=(__file__,), printed="asked", note=note)
+    how = dict(code_files=(__file__,), printed="asked", note=note)
     return in_process.study(NAME, cells, options, figures_of, header, _cells, **how)
 
 

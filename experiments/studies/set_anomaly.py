@@ -5,9 +5,9 @@
         --heads=2,4 --epochs=20                                           # the paper's grid
 
 Encoders without positions score each image of a set. This study follows a course's code, in which
-the anomaly is always last. Encoders without positions cannot use that, but the "+" variants add a
-map that depends on positions, and might. Every variant is therefore trained and tested with the
-anomaly at random positions, and with it last. Features of CIFAR-100 come from a file
+the anomaly is always last. Encoders without positions cannot use its place, but the "+" variants
+add a map that depends on positions, and might. Every variant is therefore trained and tested twice:
+with the anomaly at random positions, and with it last. Features of CIFAR-100 come from a file
 (`tasks.anomalies.load`); synthetic features are class means plus noise. Prints test accuracy at the
 epoch of the best validation accuracy, means over cells with 95 % intervals over seeds.
 
@@ -25,8 +25,8 @@ import numpy as np
 
 from experiments.models.labeller import Labeller
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import anomalies, encoders, learner
 from experiments.tasks.anomalies import Features
@@ -52,8 +52,9 @@ class Trainer:
         self._learner = functools.cache(self._learner_of)  # seeds share the compiled step
 
     def _learner_of(self, variant: str, shape: tuple[int, ...]) -> Learner:
-        how = dict(norm_after=True, positions="none", activation="relu", mlp_dim=2 * shape[0])
-        config = encoders.transformer(variant, CHANNELS, *shape, labels=1, dropout=DROPOUT, **how)
+        block = dict(norm_after=True, positions="none", activation="relu", mlp_dim=2 * shape[0])
+        block |= dict(labels=1, dropout=DROPOUT)
+        config = encoders.transformer(variant, CHANNELS, *shape, **block)
         compute = Compute(unroll=True)
         size = self.features.train[0].shape[1]
 
@@ -61,29 +62,32 @@ class Trainer:
             return model(batch["x"], compute=compute, dropout=key)[..., 0]
 
         steps = self.steps_per_epoch * self.epochs
-        how = dict(learning_rate=5e-4, warm_up=100, decay="cosine", clip=2.0)
+        schedule = dict(learning_rate=5e-4, warm_up=100, decay="cosine", clip=2.0)
         return Learner(
             lambda key: Labeller(config, key, features=size, input_dropout=DROPOUT),
-            learner.Recipe(steps=steps, **how),
-            *learner.of_labels(logits),
-            drops=True,
+            learner.Recipe(steps=steps, **schedule),
+            *learner.loss_and_accuracy(logits),
+            has_dropout=True,
         )
 
     def train(self, variant: str, shape: tuple[int, ...], place: str, seed: int) -> dict:
         """Trains a model; returns its test accuracy, and validation accuracy by step."""
         features = self.features
-        judged = (
-            list(anomalies.batches(part, np.random.default_rng(42), place, size=500, whole=True))
-            for part in (features.validation, features.test)
-        )
 
-        def drawn() -> Iterator[dict[str, np.ndarray]]:
+        def test_batches(arrays) -> list[dict[str, np.ndarray]]:
+            rng = np.random.default_rng(42)
+            return list(anomalies.batches(arrays, rng, place, size=500, whole=True))
+
+        def training_batches() -> Iterator[dict[str, np.ndarray]]:
             rng = np.random.default_rng(seed)
             while True:
                 yield from anomalies.batches(features.train, rng, place, BATCH)
 
         model = self._learner(variant, shape)
-        right, step, curve, loss = model.best(seed, drawn(), *judged, self.steps_per_epoch)
+        test_sets = test_batches(features.validation), test_batches(features.test)
+        right, step, curve, loss = model.best(
+            seed, training_batches(), *test_sets, self.steps_per_epoch
+        )
         return dict(right=right, step=step, validation=curve, loss=loss)
 
 
@@ -98,12 +102,12 @@ def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> 
     )
 
 
-def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns a row per variant: by place the mean over cells and seeds, and their difference."""
-    found = []
+    table = []
     for variant in encoders.VARIANTS:
         by_place = {
-            place: in_process.means(cells, kept, "right", variant=variant, place=place)
+            place: in_process.means(cells, finished, "right", variant=variant, place=place)
             for place in anomalies.PLACES
         }
         places = {
@@ -113,11 +117,11 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
             if runs
         }
         if places:
-            moved = difference(by_place["drawn"], by_place["last"])
-            off = moved and estimated("points", moved, "half_interval")
-            row = dict(variant=variant, places=places, drawn_less_last=off)
-            found.append(row | dict(published=PUBLISHED[variant]))
-    return found
+            change = difference(by_place["drawn"], by_place["last"])
+            gap = change and estimated("points", change, "half_interval")
+            row = dict(variant=variant, places=places, drawn_less_last=gap)
+            table.append(row | dict(published=PUBLISHED[variant]))
+    return table
 
 
 _HEADER = ("variant", "place drawn, %", "always last, %", "points", "table 3")
@@ -125,8 +129,8 @@ _HEADER = ("variant", "place drawn, %", "always last, %", "points", "table 3")
 
 def _cells(r: Mapping) -> tuple:
     right = (shown(r["places"].get(place), "right", ".2f", 100) for place in anomalies.PLACES)
-    off = shown(r["drawn_less_last"], "points", "+.2f", 100)
-    return encoders.CALLED[r["variant"]], *right, off, f"{100 * r['published']:.1f}"
+    gap = shown(r["drawn_less_last"], "points", "+.2f", 100)
+    return encoders.CALLED[r["variant"]], *right, gap, f"{100 * r['published']:.1f}"
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -163,16 +167,16 @@ def main(arguments: Sequence[str]) -> int:
         )
     sizes = (options.widths, options.layers, options.heads)
     grid = itertools.product(*sizes, anomalies.PLACES, encoders.VARIANTS)
-    every = [cell(trainer, variant, tuple(shape), place) for *shape, place, variant in grid]
+    all_cells = [cell(trainer, variant, tuple(shape), place) for *shape, place, variant in grid]
     only = dict(place=options.places, variant=options.variants)
-    cells = [one for one in every if all(one.settings[key] in only[key] for key in only)]
+    cells = [c for c in all_cells if all(c.settings[key] in only[key] for key in only)]
 
-    def figures_of(kept: Kept) -> dict:
+    def figures_of(finished: FinishedRuns) -> dict:
         grid = {key: getattr(options, key) for key in ("widths", "layers", "heads", "epochs")}
-        return dict(features=features.digest, grid=grid, rows=rows(every, kept))
+        return dict(features=features.digest, grid=grid, rows=rows(all_cells, finished))
 
     note = "Of the test sets. Table 3's features are ResNet34's; the course's anomaly is last."
-    how = dict(places=(__file__,), only=dict(variant=options.variants), note=note)
+    how = dict(code_files=(__file__,), only=dict(variant=options.variants), note=note)
     return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 

@@ -14,8 +14,8 @@ from etils import epath
 
 from experiments import record
 from experiments.studies import code as code_lib, grid
-from experiments.studies.grid import Cell, Kept, Run
-from experiments.studies.kept import claim
+from experiments.studies.finished_runs import claim
+from experiments.studies.grid import Cell, FinishedRuns, Run
 from kvjax.foundation import command_line, runtime
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import matching_entries
@@ -25,13 +25,13 @@ from kvjax.sweep import runs as runs_lib
 
 def figures(run: Run, folder: pathlib.Path) -> dict:
     """Returns a run's bits per byte by step and at the end, tokens/s, and seconds of its steps."""
-    found, rate = runs_lib.curve(folder / run.name), runs_lib.speed(folder / run.name)
+    curve, speed = runs_lib.curve(folder / run.name), runs_lib.speed(folder / run.name)
     tokens = run.steps * run.experiment.tokens_per_step
     return dict(
-        bpb=found[run.steps],
-        curve=found,
-        tokens_per_second=rate,
-        seconds=tokens / rate if rate else None,
+        bpb=curve[run.steps],
+        curve=curve,
+        tokens_per_second=speed,
+        seconds=tokens / speed if speed else None,
     )
 
 
@@ -39,11 +39,11 @@ def study(
     name: str,
     cells: Sequence[Cell],
     options: argparse.Namespace,
-    figures_of: Callable[[Kept], dict],
+    figures_of: Callable[[FinishedRuns], dict],
     tables: Iterable[tuple[str, Sequence[str], Callable[[Mapping], Sequence]]],
     *,
-    places: Sequence[str] = (),
-    more: Callable[[pathlib.Path], dict] = lambda workdir: {},
+    code_files: Sequence[str] = (),
+    further_figures: Callable[[pathlib.Path], dict] = lambda workdir: {},
     note: str = "",
 ) -> int:
     """Trains the missing runs, all cells with the first seed, then with the next.
@@ -51,11 +51,11 @@ def study(
     Prints the tables and records the result, with --save after each run.
 
     Args:
-      options: those of `options.Parser` with `runs`, and `steps`.
-      figures_of: computes figures from the runs, with lists of rows.
-      tables: for each the key of its rows, the header, and a function from a row to its cells.
-      places: further files that determine the figures.
-      more: computes further figures of a run from its folder.
+      options: from `options.Parser` with --runs and --steps.
+      figures_of: computes figures, among them lists of rows, from the runs.
+      tables: per table the key of its rows, the header, and a function from a row to its cells.
+      code_files: further source files that determine the figures.
+      further_figures: computes further figures of a run from its folder.
       note: printed below the tables.
 
     Returns:
@@ -64,51 +64,60 @@ def study(
     file = record.RESULTS / f"{name}.json"
     if options.save:
         claim(file)
-    how = dict(mix=options.mix, fresh=options.fresh, places=map(pathlib.Path, places))
-    kept = Kept(file, options.steps, **how)
+    how = dict(mix=options.mix, fresh=options.fresh, code_files=map(pathlib.Path, code_files))
+    finished = FinishedRuns(file, options.steps, **how)
     runs = [Run(one, seed, options.steps) for seed in range(options.seeds) for one in cells]
     if options.save:
-        kept.check((run.cell.name, run.seed, run.identity) for run in runs)
+        finished.check((run.cell.name, run.seed, run.identity) for run in runs)
 
     def result(failed: Mapping[str, str]) -> dict:
-        seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
-        return figures_of(kept) | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
+        seconds = sum(
+            run["seconds"] or 0 for seeds in finished.runs.values() for run in seeds.values()
+        )
+        return (
+            figures_of(finished) | dict(seconds=seconds, failed=dict(failed)) | finished.as_json()
+        )
 
     def save(failed: Mapping[str, str]) -> None:
         if options.save:
             record.keep(name, result(failed))
 
     runtime.start()
-    found, out = result(train_missing(runs, kept, options, save, more)), Output(options)
+    figures, out = (
+        result(train_missing(runs, finished, options, save, further_figures)),
+        Output(options),
+    )
     for key, header, show in tables:
-        out.table(header, map(show, found[key]))
+        out.table(header, map(show, figures[key]))
     if note:
         out.say(f"\n{note}")
-    return record.end(name, found, out, save=options.save)
+    return record.end(name, figures, out, save=options.save)
 
 
 def train_missing(
     runs: Sequence[Run],
-    kept: Kept,
+    finished: FinishedRuns,
     options: argparse.Namespace,
     after: Callable[[Mapping[str, str]], None],
-    more: Callable[[pathlib.Path], dict],
+    further_figures: Callable[[pathlib.Path], dict],
 ) -> dict[str, str]:
     """Trains the missing runs and records them; returns the reason of each failure by run.
 
     Args:
       after: called with the failures so far, after each recorded run.
-      more: computes further figures of a run from its folder.
+      further_figures: computes further figures of a run from its folder.
     """
     failed: dict[str, str] = {}
-    missing = [run for run in runs if not kept.of(run)]
+    missing = [run for run in runs if not finished.of(run)]
     how = dict(processes=options.processes, mix=options.mix)
     with contextlib.closing(train(missing, options.runs, **how)) as ended:
         for run, why in ended:
             workdir = options.runs / run.name
             if not why:
                 try:
-                    kept.keep(run, workdir, **figures(run, options.runs), **more(workdir))
+                    finished.keep(
+                        run, workdir, **figures(run, options.runs), **further_figures(workdir)
+                    )
                 except UserError as error:
                     why = first_line(error)
             if why:
@@ -120,8 +129,7 @@ def train_missing(
 
 
 def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
-    """Returns the reason why a run's folder cannot be used or resumed; "" if it can, or is
-    empty."""
+    """Returns the reason why a run cannot resume from its folder; "" if it can, or begins anew."""
     workdir = epath.Path(folder) / run.name
     if not (workdir / grid.ABOUT).exists():
         begun = matching_entries(workdir, "*.jsonl")
@@ -137,12 +145,12 @@ def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
 def train(
     runs: Sequence[Run], folder: pathlib.Path, *, processes: int, mix: bool
 ) -> Iterator[tuple[Run, str]]:
-    """Trains unfinished runs as `kvjax.sweep.runs.train`, while the code does not change.
+    """Trains unfinished runs like `kvjax.sweep.runs.train`, while the code does not change.
 
     Raises:
-      UserError: folders of other configs or of other code, before any training.
+      UserError: before any training, if a folder has a run of another config or of other code.
     """
-    grid.code()  # records the code at the start, which `changed` compares
+    grid.code()  # caches the code's digests, so that `changed` compares with the start
     unfit = [f"{run.name} {why}" for run in runs if (why := refused(run, folder, mix=mix))]
     if unfit:
         raise UserError(

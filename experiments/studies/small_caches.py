@@ -17,7 +17,7 @@ import pathlib
 from experiments import record
 from experiments.studies import grid, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP
-from experiments.studies.grid import Cell, Kept, Run
+from experiments.studies.grid import Cell, FinishedRuns, Run
 from experiments.studies.options import Parser, local_folder, shown
 from kvjax import config as config_lib
 from kvjax.analysis.words import mechanism_names
@@ -49,8 +49,8 @@ def file_of(name: str) -> pathlib.Path:
 
 def cells(names: Sequence[str]) -> list[Cell]:
     """Returns the cells of these mechanisms, each with about as many parameters as MHA."""
-    first = config_lib.resolve(load_config(file_of(FIRST)))
-    count = formulas.parameters(first.model)["total"]
+    mha = config_lib.resolve(load_config(file_of(FIRST)))
+    count = formulas.parameters(mha.model)["total"]
     return [
         Cell(
             name,
@@ -75,22 +75,22 @@ def _speeds() -> dict[str, dict]:
     return {row["mechanism"]: row for row in rows}
 
 
-def rows(kept: Kept) -> list[dict]:
-    """Returns a row per mechanism with runs, requested now or before; the largest cache first."""
-    every, speeds, found = cells(tuple(kept.runs)), _speeds(), []
-    there = kept.by_cell(every)
-    for cell in every:
-        if cell.name not in there:
+def rows(finished: FinishedRuns) -> list[dict]:
+    """Returns a row per mechanism with runs, earlier ones included; the largest cache first."""
+    all_cells, speeds, table = cells(tuple(finished.runs)), _speeds(), []
+    runs_by_cell = finished.by_cell(all_cells)
+    for cell in all_cells:
+        if cell.name not in runs_by_cell:
             continue
-        model, speed = Run(cell, 0, kept.steps).experiment.model, speeds.get(cell.name, {})
+        model, speed = Run(cell, 0, finished.steps).experiment.model, speeds.get(cell.name, {})
         row = dict(mechanism=cell.name, kind=mechanism_names(model.mechanisms))
-        row |= dict(mlp_dim=model.block.mlp_dim) | grid.row(cell, kept, there)
+        row |= dict(mlp_dim=model.block.mlp_dim) | grid.row(cell, finished, runs_by_cell)
         for key in ("difference", "difference_half_interval"):
             row[key.replace("difference", "against_mha")] = row.pop(key)
         for key in ("training_tokens_per_second", "decode_tokens_per_second"):
             row[key] = speed.get(key)
-        found.append(row)
-    return sorted(found, key=lambda r: -r["cache_bytes"])
+        table.append(row)
+    return sorted(table, key=lambda r: -r["cache_bytes"])
 
 
 _HEADER = (
@@ -125,8 +125,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse(arguments)
     options.runs = local_folder(options.runs)
 
-    def figures_of(kept: Kept) -> dict:
-        return dict(tokens=options.steps * TOKENS_PER_STEP, rows=rows(kept))
+    def figures_of(finished: FinishedRuns) -> dict:
+        return dict(tokens=options.steps * TOKENS_PER_STEP, rows=rows(finished))
 
     table = ("rows", _HEADER, _cells)
     return side_by_side.study(NAME, cells(options.mechanisms), options, figures_of, [table])

@@ -4,9 +4,9 @@
 
 The same configs with the same parameters. Training: median time of whole steps of 32 x 256 tokens,
 Muon included. Decoding: 8 sequences, 64 tokens after prompts of 64, from the cache, median of
-three. Weights are random, which does not affect time. The FLOP/s of matrix products are measured
-before and after each mechanism: a lower rate reveals other load. `small_caches` shows these figures
-in its table. Prints a table; about 20 s per mechanism.
+three. Weights are random, which does not affect time. The FLOP/s of matrix products, measured
+before and after each mechanism, reveal other load on the machine. `small_caches` shows these
+figures in its table. Takes about 20 s per mechanism.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,16 +31,16 @@ _SEQUENCES = 8
 def measured(run: Run, steps: int) -> dict:
     """Returns tokens/s of training and decoding, and FLOP/s of matrix products before and after."""
     keys = [f"{key}={value}" for key, value in run.overrides.items()]
-    found = jax_training.training_speed(str(run.cell.config), keys, steps)
+    training = jax_training.training_speed(str(run.cell.config), keys, steps)
     tokens = run.experiment.tokens_per_step
-    rates = [tokens / seconds for seconds in found["seconds"]]
+    rates = [tokens / seconds for seconds in training["seconds"]]
     row = dict(
         mechanism=run.cell.name,
         training_tokens_per_second=statistics.median(rates),
         slowest=min(rates),
         fastest=max(rates),
         decode_tokens_per_second=decoding(run),
-        matmul_gflops=[rate / 1e9 for rate in found["matmul_flops"]],
+        matmul_gflops=[rate / 1e9 for rate in training["matmul_flops"]],
     )
     jax.clear_caches()
     return row
@@ -51,8 +51,8 @@ def decoding(run: Run) -> float:
     model = run.experiment.model
     compute = run.experiment.compute.resolve(jax.default_backend(), model.block.num_layers)
     generator = Generator(Transformer(model, jax.random.key(0)), compute)
-    found = generate_benchmark.measure(generator, _SEQUENCES, **_DECODE)
-    return found["decode_tokens_per_second"]
+    measured = generate_benchmark.measure(generator, _SEQUENCES, **_DECODE)
+    return measured["decode_tokens_per_second"]
 
 
 _HEADER = ("config", "training tokens/s", "range", "decoding tokens/s", "matrix products, GFLOP/s")

@@ -11,8 +11,8 @@ batches until a model "converged", means over seeds with 95 % intervals.
 
 The paper does not give its initialisation. By fan-in, this project's recipe, a matrix narrower than
 its input starts smaller, and so do logits of few channels. With --start=equal all matrices have
-standard deviation 1/8, as attention's of 64 channels have by fan-in; the MLP's second matrix then
-starts twice as large.
+standard deviation 1/8, the fan-in value of a square matrix of 64 channels; the MLP's second matrix
+then starts twice as large as by fan-in.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ import itertools
 import numpy as np
 
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, sequences
 from experiments.tasks.learner import Learner
@@ -91,9 +91,9 @@ STARTS = {"fan_in": 0.0, "equal": WIDTH**-0.5}
 
 def transformer(task: Task, channels: int, start: str = "fan_in") -> TransformerConfig:
     attention = dict(key_dim=channels // HEADS, bias=True)
-    how = dict(positions="learned", activation="gelu_exact", max_positions=task.length)
-    how |= dict(matrix_std=STARTS[start], mlp_dim=MLP)
-    return learner.classic(task.words, WIDTH, task.layers, HEADS, attention=attention, **how)
+    shared = dict(positions="learned", activation="gelu_exact", max_positions=task.length)
+    shared |= dict(matrix_std=STARTS[start], mlp_dim=MLP)
+    return learner.classic(task.words, WIDTH, task.layers, HEADS, attention=attention, **shared)
 
 
 @functools.cache
@@ -105,13 +105,12 @@ def _learner(name: str, channels: int, start: str) -> Learner:
         return model.logits(model(batch["x"], compute=compute))
 
     recipe = learner.Recipe(steps=task.steps, learning_rate=1e-3, decay="none")
-    judged = learner.of_labels(logits)
+    judged = learner.loss_and_accuracy(logits)
     return Learner(lambda key: Transformer(config, key), recipe, *judged, chunk=EVERY)
 
 
 def train(name: str, channels: int, start: str, seed: int) -> dict:
-    """Trains a model; returns its accuracy by batch and at the end, and the batch of
-    convergence."""
+    """Trains a model; returns its accuracy by batch and at the end, and when it converged."""
     task, model = TASKS[name], _learner(name, channels, start)
     held_out = [task.draw(np.random.default_rng(_TEST_SEED), task.tested_on)]
 
@@ -120,9 +119,9 @@ def train(name: str, channels: int, start: str, seed: int) -> dict:
         while True:
             yield task.draw(rng, task.batch)
 
-    curve, found = model.curve(seed, batches(), held_out, EVERY)
+    curve, trained = model.curve(seed, batches(), held_out, EVERY)
     converged = next((step for step, right in curve.items() if right >= task.converged), None)
-    return dict(right=curve[task.steps], converged=converged, curve=curve, loss=found.loss)
+    return dict(right=curve[task.steps], converged=converged, curve=curve, loss=trained.loss)
 
 
 def cell(name: str, channels: int, start: str = "fan_in") -> Cell:
@@ -136,22 +135,22 @@ def cell(name: str, channels: int, start: str = "fan_in") -> Cell:
     )
 
 
-def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns figures of each cell over its seeds."""
-    found = []
+    table = []
     for cell in cells:
-        runs = list(in_process.runs_of(cell, kept).values())
+        runs = list(in_process.runs_of(cell, finished).values())
         if not runs:
             continue
-        there = [run["converged"] for run in runs if run["converged"]]
+        batches = [run["converged"] for run in runs if run["converged"]]
         name, channels = cell.settings["task"], cell.settings["channels"]
         published = TASKS[name].published.get(channels, (None, None))
         row = dict(task=name, channels=channels, start=cell.settings.get("start", "fan_in"))
-        row |= dict(seeds=len(runs), converged_runs=len(there))
+        row |= dict(seeds=len(runs), converged_runs=len(batches))
         row |= dict(zip(("published_right", "published_converged"), published, strict=True))
         row |= estimated("right", estimate([run["right"] for run in runs]))
-        found.append(row | estimated("converged", estimate(there) if there else None))
-    return found
+        table.append(row | estimated("converged", estimate(batches) if batches else None))
+    return table
 
 
 _HEADER = ("task", "start", "d_select", "right, %", "published")
@@ -164,9 +163,9 @@ def _cells(r: Mapping) -> tuple:
         published = f"{100 * r['published_right']:.1f}"
         known = r["published_converged"]
         published_when = f"{known:,}" if known else "never"
-    of, when = f"{r['converged_runs']} of {r['seeds']}", shown(r, "converged", ",.0f")
+    converged, when = f"{r['converged_runs']} of {r['seeds']}", shown(r, "converged", ",.0f")
     right = shown(r, "right", ".1f", 100)
-    return r["task"], r["start"], r["channels"], right, published, of, when, published_when
+    return r["task"], r["start"], r["channels"], right, published, converged, when, published_when
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -181,12 +180,12 @@ def main(arguments: Sequence[str]) -> int:
     learner.check_channels(options.channels, WIDTH, HEADS)
     cells = [cell(name, n, options.start) for name in options.tasks for n in options.channels]
 
-    def figures_of(kept: Kept) -> dict:
+    def figures_of(finished: FinishedRuns) -> dict:
         grid = itertools.product(STARTS, TASKS, sorted({*CHANNELS, *options.channels}))
-        return dict(rows=rows([cell(name, n, start) for start, name, n in grid], kept))
+        return dict(rows=rows([cell(name, n, start) for start, name, n in grid], finished))
 
     only = dict(start=[options.start], task=options.tasks, channels=options.channels)
-    how = dict(places=(__file__,), only=only)
+    how = dict(code_files=(__file__,), only=only)
     return in_process.study(NAME, cells, options, figures_of, _HEADER, _cells, **how)
 
 

@@ -19,8 +19,8 @@ import math
 import jax.numpy as jnp
 
 from experiments.studies import in_process
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.studies.in_process import Cell
-from experiments.studies.kept import Kept
 from experiments.studies.options import Parser, estimated, shown
 from experiments.tasks import learner, words
 from experiments.tasks.learner import Learner
@@ -45,9 +45,9 @@ SETS = {
 
 def transformer(channels: int, vocab_size: int) -> TransformerConfig:
     attention = dict(key_dim=channels // HEADS, bias=True)
-    how = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH, mlp_dim=MLP)
-    how |= dict(dropout=DROPOUT, tied_head=True, embedding_std=0.02, matrix_std=0.02)
-    return learner.classic(vocab_size, WIDTH, LAYERS, HEADS, attention=attention, **how)
+    shared = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH, mlp_dim=MLP)
+    shared |= dict(dropout=DROPOUT, tied_head=True, embedding_std=0.02, matrix_std=0.02)
+    return learner.classic(vocab_size, WIDTH, LAYERS, HEADS, attention=attention, **shared)
 
 
 class Trainer:
@@ -68,19 +68,18 @@ class Trainer:
             return learner.nats(model.logits(x_BTD), batch["y"])
 
         steps = self.steps_per_epoch * self.epochs
-        how = dict(learning_rate=3e-4, decay="cosine", clip=1.0, weight_decay=0.01)
-        recipe = learner.Recipe(steps=steps, warm_up=min(self.warm_up, steps // 2), **how)
+        optimizer = dict(learning_rate=3e-4, decay="cosine", clip=1.0, weight_decay=0.01)
+        recipe = learner.Recipe(steps=steps, warm_up=min(self.warm_up, steps // 2), **optimizer)
         return Learner(
             lambda key: Transformer(config, key),
             recipe,
             lambda model, batch, key: jnp.mean(nats(model, batch, key)),
             lambda model, batch: (nats(model, batch), jnp.ones(batch["y"].shape)),
-            drops=True,
+            has_dropout=True,
         )
 
     def train(self, channels: int, seed: int) -> dict:
-        """Trains a model; returns test perplexity at the best validation epoch, and validation by
-        step."""
+        """Trains a model; returns its test perplexity at the best validation epoch."""
         judged = (learner.split(self.rows[split], 16) for split in ("valid", "test"))
         order = learner.in_order(self.rows["train"], self.batch, self.epochs, seed)
         nats, step, curve, loss = self._learner(channels).best(
@@ -99,21 +98,21 @@ def cell(trainer: Trainer, channels: int) -> Cell:
     )
 
 
-def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
+def rows(name: str, cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
     """Returns one row per d_select."""
-    found = []
-    for one in cells:
-        runs = list(in_process.runs_of(one, kept).values())
+    table = []
+    for cell in cells:
+        runs = list(in_process.runs_of(cell, finished).values())
         if runs:
-            channels = one.settings["channels"]
+            channels = cell.settings["channels"]
             weights = 2 * LAYERS * (WIDTH + 1) * channels
             row = dict(channels=channels, query_and_key_parameters=weights, seeds=len(runs))
             row |= estimated("perplexity", estimate([run["perplexity"] for run in runs]))
             best = [min(run["validation"].values()) for run in runs]
             row |= estimated("validation", estimate(best))
             row |= dict(published=dict(zip(CHANNELS, SETS[name][4], strict=True)).get(channels))
-            found.append(row | dict(published_split=_PUBLISHED.get(name, "test")))
-    return found
+            table.append(row | dict(published_split=_PUBLISHED.get(name, "test")))
+    return table
 
 
 _PUBLISHED = {"wikitext103": "validation"}  # split of the paper's figures, if not test
@@ -123,8 +122,8 @@ _HEADER += ("test perplexity", "validation", "published")
 
 def _cells(r: Mapping) -> tuple:
     published = "-" if r["published"] is None else f"{r['published']:.2f} ({r['published_split']})"
-    both = (shown(r, name, ".2f") for name in ("perplexity", "validation"))
-    return r["channels"], f"{r['query_and_key_parameters']:,}", r["seeds"], *both, published
+    perplexities = (shown(r, name, ".2f") for name in ("perplexity", "validation"))
+    return r["channels"], f"{r['query_and_key_parameters']:,}", r["seeds"], *perplexities, published
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -162,14 +161,14 @@ def main(arguments: Sequence[str]) -> int:
                 f"--folder={options.folder}: {len(getattr(corpus, split)):,} words of {split}: "
                 f"give at least {needed * LENGTH + 1:,}"
             )
-    every = [cell(trainer, n) for n in sorted({*CHANNELS, *options.channels})]
-    cells = [one for one in every if one.settings["channels"] in options.channels]
+    all_cells = [cell(trainer, n) for n in sorted({*CHANNELS, *options.channels})]
+    cells = [c for c in all_cells if c.settings["channels"] in options.channels]
 
-    def figures_of(kept: Kept) -> dict:
+    def figures_of(finished: FinishedRuns) -> dict:
         about = dict(set=options.set, words=len(corpus.train), vocabulary=corpus.vocab_size)
-        return about | dict(epochs=options.epochs, rows=rows(options.set, every, kept))
+        return about | dict(epochs=options.epochs, rows=rows(options.set, all_cells, finished))
 
-    how = dict(places=(__file__,), only=dict(channels=options.channels))
+    how = dict(code_files=(__file__,), only=dict(channels=options.channels))
     name = f"{FOLDER}/{options.set}"
     return in_process.study(name, cells, options, figures_of, _HEADER, _cells, **how)
 

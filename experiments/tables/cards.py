@@ -8,7 +8,7 @@ from matplotlib.patches import FancyBboxPatch
 from kvjax.foundation import theme
 
 INK, GRAY, LINE = theme.INK, theme.GRAY, theme.LINE
-# Of arrays, as of the mechanism that introduced them.
+# Colours of cached arrays: those of the mechanisms that introduced them.
 FULL, RESIDUAL, LATENT = (theme.COLORS[name] for name in ("mha", "lrkv", "mla"))
 WEIGHT = theme.FAINT
 STYLE = {
@@ -20,8 +20,7 @@ STYLE = {
 
 
 def svg(figure: Figure) -> str:
-    """Returns a figure as SVG text without date and version, so that equal figures give equal
-    text."""
+    """Returns a figure as SVG text, without date and version: equal figures give equal text."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict(Date=None, Creator=None), transparent=True)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"

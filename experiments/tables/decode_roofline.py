@@ -2,8 +2,8 @@
 
     python -m experiments.tables.decode_roofline [--scale=2p5b] [--length=32768] [--markdown]
 
-One layer, one query per sequence, bfloat16: the variants of configs/rivals.py and the configs that
-they are compared with. The time is the larger of cache bytes over HBM bandwidth and FLOPs over the
+One layer, one query per sequence, bfloat16: the variants of configs/rivals.py, and MHA, LRKV, GQA,
+MQA and MLA. The time is the larger of cache bytes over HBM bandwidth and FLOPs over the
 dense bfloat16 rate; a star marks times that FLOPs determine. Projections of the new token and
 absorbing weights into the query are not included.
 """

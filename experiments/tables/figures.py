@@ -5,8 +5,8 @@
 
 idea.svg is drawn from the tiny configs, to scale. results.svg shows
 experiments/results/studies/mechanisms.json (experiments/studies/language_models.py), and
-small_caches.svg results/small_caches.json (experiments/studies/small_caches.py) once that has every
-run. `study_figures` draws the other studies into experiments/figures/studies.
+small_caches.svg shows results/small_caches.json (experiments/studies/small_caches.py) if that is
+complete. `study_figures` draws the other studies into experiments/figures/studies.
 """
 
 import json
@@ -82,8 +82,8 @@ def _equation(axes, top: float) -> None:
     _text(axes, 551, second, "for each head", ha="center", **style)
     _text(axes, 848, middle - 8, "R × H weights", **style)
     _text(axes, 848, middle + 8, "of the model", **style)
-    said = "Values are made in the same way. A decode step reads bases and latents, not keys."
-    _text(axes, 32, second + 34, said, **style)
+    caption = "Values are made in the same way. A decode step reads bases and latents, not keys."
+    _text(axes, 32, second + 34, caption, **style)
 
 
 def _caches(axes, top: float) -> None:
@@ -124,14 +124,14 @@ def boxes(name: str) -> list[tuple[str, str, int]]:
     entry = mechanism.entry()
     if "latent" in entry:
         return [(LATENT, "latent", *entry["latent"].shape), (LATENT, "", *entry["rope_key"].shape)]
-    found = []
+    strip = []
     for letter, kind in dict(K="key", V="value").items():
         heads, channels = entry[f"base_{kind}"].shape
-        found += [(FULL, letter, channels)] * heads
+        strip += [(FULL, letter, channels)] * heads
         if f"residual_{kind}" in entry:
             heads, rank = entry[f"residual_{kind}"].shape
-            found += [(RESIDUAL, "", rank)] * heads
-    return found
+            strip += [(RESIDUAL, "", rank)] * heads
+    return strip
 
 
 def _bytes(name: str) -> int:
@@ -152,25 +152,25 @@ def results(comparison: dict) -> Figure:
         name, x, y, half = (row[key] for key in ("cell", "cache_bytes", "bpb", "bpb_half_interval"))
         color = theme.color(name)
         axes.errorbar(x, y, half, fmt="o", color=color, capsize=5, markersize=8, linewidth=1.8)
-        of_seeds = [run["bpb"] for run in runs[name].values()]
-        axes.plot([x + 22] * len(of_seeds), of_seeds, ".", color=GRAY, markersize=4)
-        at = dict(xytext=(12, 0), textcoords="offset points", va="center")
+        by_seed = [run["bpb"] for run in runs[name].values()]
+        axes.plot([x + 22] * len(by_seed), by_seed, ".", color=GRAY, markersize=4)
+        placement = dict(xytext=(12, 0), textcoords="offset points", va="center")
         if name in ("mha", "mla_paper"):
-            at |= dict(xytext=(-10, 0), ha="right")
-        axes.annotate(NAMES[name].replace(" without", "\nwithout"), (x, y), **at)
+            placement |= dict(xytext=(-10, 0), ha="right")
+        axes.annotate(NAMES[name].replace(" without", "\nwithout"), (x, y), **placement)
     axes.set_xlim(0, 2150)
     _quality_against_cache(axes)
     title = "Six mechanisms at demo size: quality against cache"
     figure.text(0.034, 0.935, title, fontsize=13, weight="bold", va="center")
     parameters = sorted(row["parameters"] / 1e6 for row in rows)
-    said = (
+    caption = (
         f"4 layers of width 128, {parameters[0]:.1f}M to {parameters[-1]:.1f}M parameters, "
         f"{comparison['tokens'] / 1e6:.2f}M training tokens. Circles: mean of "
         f"{len(rows[0]['seeds'])} seeds; bars: 95 % interval;"
     )
-    figure.text(0.034, 0.888, said, fontsize=9.5, color=GRAY, va="center")
-    said = "small dots: each seed. The vertical axis does not start at zero."
-    figure.text(0.034, 0.855, said, fontsize=9.5, color=GRAY, va="center")
+    figure.text(0.034, 0.888, caption, fontsize=9.5, color=GRAY, va="center")
+    caption = "small dots: each seed. The vertical axis does not start at zero."
+    figure.text(0.034, 0.855, caption, fontsize=9.5, color=GRAY, va="center")
     return figure
 
 
@@ -185,33 +185,33 @@ def _quality_against_cache(axes) -> None:
 # -- all mechanisms --------------------------------------------------------------------------------
 
 
-def small_caches(found: dict) -> Figure:
+def small_caches(result: dict) -> Figure:
     """Draws bits per byte against cache bytes of all mechanisms, numbered from the best."""
-    rows = sorted(found["rows"], key=lambda row: row["bpb"])
+    rows = sorted(result["rows"], key=lambda row: row["bpb"])
     figure = cards.card(9.6, 6.4)
     axes = figure.add_axes((0.085, 0.105, 0.55, 0.76))
     for number, row in enumerate(rows, 1):
         x, y, color = row["cache_bytes"], row["bpb"], theme.color(row["mechanism"])
-        same = [other["mechanism"] for other in rows if other["cache_bytes"] == x]
-        x *= 1.045 ** (same.index(row["mechanism"]) - (len(same) - 1) / 2)
+        equal_cache = [r["mechanism"] for r in rows if r["cache_bytes"] == x]
+        x *= 1.045 ** (equal_cache.index(row["mechanism"]) - (len(equal_cache) - 1) / 2)
         axes.errorbar(x, y, row["bpb_half_interval"], fmt="none", color=color, alpha=0.45)
         axes.plot(x, y, "o", color=color, markersize=13)
         axes.annotate(str(number), (x, y), color="white", ha="center", va="center", fontsize=7.5)
         top, step = 0.845, 0.745 / len(rows)
-        place = top - step * (number - 1)
-        figure.text(0.672, place, str(number), color=color, ha="right", fontsize=8, weight="bold")
-        figure.text(0.68, place, row["mechanism"], fontsize=8)
-        figure.text(0.965, place, f"{y:.4f}", fontsize=8, color=GRAY, ha="right")
+        height = top - step * (number - 1)
+        figure.text(0.672, height, str(number), color=color, ha="right", fontsize=8, weight="bold")
+        figure.text(0.68, height, row["mechanism"], fontsize=8)
+        figure.text(0.965, height, f"{y:.4f}", fontsize=8, color=GRAY, ha="right")
     axes.set_xscale("log", base=2)
     _quality_against_cache(axes)
     title = (
         f"{len(rows)} mechanisms at demo size, {rows[0]['parameters'] / 1e6:.2f}M parameters each"
     )
     figure.text(0.034, 0.945, title, fontsize=13, weight="bold", va="center")
-    seeds, millions = min(len(row["seeds"]) for row in rows), found["tokens"] / 1e6
-    said = f"{millions:.1f}M training tokens; means of {seeds} seeds and 95 % intervals. "
-    said += "A colour per mechanism. Equal caches lie side by side."
-    figure.text(0.034, 0.905, said, fontsize=9.5, color=GRAY, va="center")
+    seeds, millions = min(len(row["seeds"]) for row in rows), result["tokens"] / 1e6
+    caption = f"{millions:.1f}M training tokens; means of {seeds} seeds and 95 % intervals. "
+    caption += "A colour per mechanism. Equal caches lie side by side."
+    figure.text(0.034, 0.905, caption, fontsize=9.5, color=GRAY, va="center")
     return figure
 
 
@@ -226,24 +226,24 @@ def figures() -> dict[pathlib.Path, str]:
     """
     file = RESULTS / "studies" / "mechanisms.json"
     if not file.exists():
-        made = "python -m experiments.studies.language_models --study=mechanisms --save"
-        raise UserError(f"{file}: is not there; {made}")
-    every = RESULTS / "small_caches.json"
-    compared = json.loads(every.read_text()) if every.exists() else {}
+        command = "python -m experiments.studies.language_models --study=mechanisms --save"
+        raise UserError(f"{file}: is not there; {command}")
+    all_mechanisms = RESULTS / "small_caches.json"
+    result = json.loads(all_mechanisms.read_text()) if all_mechanisms.exists() else {}
     with matplotlib.rc_context(cards.STYLE):
-        drawn = dict(
+        texts = dict(
             idea=cards.svg(idea()), results=cards.svg(results(json.loads(file.read_text())))
         )
-        if _is_whole(compared):
-            drawn["small_caches"] = cards.svg(small_caches(compared))
+        if _is_whole(result):
+            texts["small_caches"] = cards.svg(small_caches(result))
         studies = study_figures.figures(RESULTS)
-        drawn |= {f"studies/{name}": cards.svg(figure) for name, figure in studies.items()}
-    return {FOLDER / f"{name}.svg": text for name, text in drawn.items()}
+        texts |= {f"studies/{name}": cards.svg(figure) for name, figure in studies.items()}
+    return {FOLDER / f"{name}.svg": text for name, text in texts.items()}
 
 
-def _is_whole(compared: dict) -> bool:
+def _is_whole(result: dict) -> bool:
     """Returns True if the study has at least three seeds of every mechanism."""
-    seeds = {row["mechanism"]: len(row["seeds"]) for row in compared.get("rows", ())}
+    seeds = {row["mechanism"]: len(row["seeds"]) for row in result.get("rows", ())}
     return all(seeds.get(name, 0) >= 3 for name in EVERY)
 
 

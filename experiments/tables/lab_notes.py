@@ -77,9 +77,9 @@ class LabNote:
 
 
 def read_all(configs: pathlib.Path = CONFIGS) -> list[LabNote]:
-    """Returns the lab notes of all configs but the tiny ones, in the order of `scaling_table`.
+    """Returns the lab notes of all configs except tiny ones, in the order of `scaling_table`.
 
-    Leaves out configs/mid.py, whose models and chips are those of pre-training.
+    Leaves out configs/mid.py: its models and chips are the pre-training configs'.
 
     Raises:
       UserError: see `read`.

@@ -12,34 +12,34 @@ from experiments.studies import (
 from experiments.tables.panels import Panel, Row, difference, lines, rows_of_points
 from kvjax.foundation.intervals import Estimate
 
-_TOLD = "Filled: the interval excludes 0."
+_FILLED = "Filled: the interval excludes 0."
 
 
-def long_rows(found: Mapping) -> Figure:
+def long_rows(result: Mapping) -> Figure:
     """Draws a panel per training row length: differences from MHA by position."""
     panels = []
-    for length in sorted({row["length"] for row in found["rows"]}):
+    for length in sorted({row["length"] for row in result["rows"]}):
         rows = [
             difference(
                 f"{row['mechanism']}, {place['positions'][0]} to {place['positions'][1] - 1}",
                 place["difference"],
                 place["difference_half_interval"],
             )
-            for row in found["rows"]
+            for row in result["rows"]
             if row["length"] == length
             for place in row["places"]
             if place["difference"] is not None
         ]
         if rows:
             panels.append(Panel(f"trained on rows of {length:,}", rows, "+.4f", 0.0))
-    seeds = min(len(row["seeds"]) for row in found["rows"])
-    said = "Held-out bits per byte by position in rows of 1,024, difference from MHA; "
-    said += f"{seeds} seeds, {found['tokens'] / 1e6:.1f}M training tokens. {_TOLD}"
+    seeds = min(len(row["seeds"]) for row in result["rows"])
+    caption = "Held-out bits per byte by position in rows of 1,024, difference from MHA; "
+    caption += f"{seeds} seeds, {result['tokens'] / 1e6:.1f}M training tokens. {_FILLED}"
     title = "Bits per byte by position: the gain from distant context"
-    return rows_of_points(title, textwrap.wrap(said, 110), panels)
+    return rows_of_points(title, textwrap.wrap(caption, 110), panels)
 
 
-def rank_allocation(found: Mapping) -> Figure:
+def rank_allocation(result: Mapping) -> Figure:
     """Draws each layer's effective rank and the rank that it is allocated."""
     rows = [
         Row(
@@ -47,13 +47,15 @@ def rank_allocation(found: Mapping) -> Figure:
             Estimate(row["effective_rank"], row["half_interval"]),
             row["rank"],
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]
-    said = f"Means over heads, and {found['seeds']} seeds, of models with one rank for all. Bars: "
-    said += f"allocated ranks in proportion, {found['rank']} per layer on average."
+    caption = (
+        f"Means over heads, and {result['seeds']} seeds, of models with one rank for all. Bars: "
+    )
+    caption += f"allocated ranks in proportion, {result['rank']} per layer on average."
     heading = "effective rank of the residuals"
     panels = [Panel(heading, rows, ".2f")]
-    return rows_of_points("A rank for each layer", textwrap.wrap(said, 110), panels)
+    return rows_of_points("A rank for each layer", textwrap.wrap(caption, 110), panels)
 
 
 _OF_HEADS = {
@@ -63,69 +65,69 @@ _OF_HEADS = {
 }
 
 
-def head_diversity(found: Mapping) -> Figure:
+def head_diversity(result: Mapping) -> Figure:
     """Draws three measures of the diversity of each mechanism's heads."""
     panels = []
     for measure, heading in _OF_HEADS.items():
         rows = []
-        for name, measures in found["estimates"].items():
+        for name, measures in result["estimates"].items():
             if measure not in measures:
                 continue
-            now, against = measures[measure], measures[measure].get("against_mha")
-            off = against and Estimate(against["mean"], against["half_interval"]).sign
-            value = Estimate(now["mean"], now["half_interval"])
-            rows.append(Row(name, value, off=bool(off)))
+            estimate, against = measures[measure], measures[measure].get("against_mha")
+            differs = against and Estimate(against["mean"], against["half_interval"]).sign
+            value = Estimate(estimate["mean"], estimate["half_interval"])
+            rows.append(Row(name, value, off=bool(differs)))
         panels.append(Panel(heading, rows, ".3f" if measure == "mean_similarity" else ".2f"))
-    said = f"{len(found['seeds'])} seeds. Filled: distinguishable from MHA, seed by seed."
-    return rows_of_points("Diversity of heads", [said], panels)
+    caption = f"{len(result['seeds'])} seeds. Filled: distinguishable from MHA, seed by seed."
+    return rows_of_points("Diversity of heads", [caption], panels)
 
 
-def padded_loss(found: Mapping) -> Figure:
+def padded_loss(result: Mapping) -> Figure:
     """Draws a panel per form of training rows: differences from QKV, by evaluation."""
-    judged = {"counted": "padding counted", "text": "the same text", "packed": "packed rows"}
+    evaluations = {"counted": "padding counted", "text": "the same text", "packed": "packed rows"}
     panels = []
     for form in padded_loss_study.FORMS:
         rows = [
             difference(
-                f"{padded_loss_study.TIES[row['tie']]}, {called}",
+                f"{padded_loss_study.TIES[row['tie']]}, {label}",
                 row["against_first"][name]["nats"],
                 row["against_first"][name]["half_interval"],
             )
-            for row in found["rows"]
+            for row in result["rows"]
             if row["trained"] == form
-            for name, called in judged.items()
+            for name, label in evaluations.items()
             if name in row["against_first"]
         ]
         if rows:
             panels.append(Panel(f"trained on {form} rows", rows, "+.4f", 0.0))
-    seeds = min(row["seeds"] for row in found["rows"])
-    said = f"Nats per target, difference from QKV: lower is better. {seeds} seeds. {_TOLD}"
-    return rows_of_points("Differences with and without padding in the loss", [said], panels)
+    seeds = min(row["seeds"] for row in result["rows"])
+    caption = f"Nats per target, difference from QKV: lower is better. {seeds} seeds. {_FILLED}"
+    return rows_of_points("Differences with and without padding in the loss", [caption], panels)
 
 
-def cross_attention(found: Mapping) -> Figure:
+def cross_attention(result: Mapping) -> Figure:
     """Draws the steps to 99 % accuracy and the final accuracy of each mechanism."""
-    finished = [row for row in found["rows"] if row["steps"]]
+    solved = [row for row in result["rows"] if row["steps"]]
     steps = [
         Row(
             f"{row['kind']}, {row['became_right']} of {row['runs']} runs",
             Estimate(row["steps"], row["steps_half_interval"]),
         )
-        for row in finished
+        for row in solved
     ]
     right = [
         Row(row["kind"], Estimate(row["right"], row["right_half_interval"]).times(100))
-        for row in found["rows"]
+        for row in result["rows"]
     ]
     panels = [
         Panel("steps to 99 % accuracy, of runs that reach it", steps, ",.0f"),
         Panel("held-out accuracy at the end, %", right, ".1f"),
     ]
-    seeds = min(row["runs"] for row in found["rows"])
+    seeds = min(row["runs"] for row in result["rows"])
     return rows_of_points("Cross-attention from small caches", [f"{seeds} seeds."], panels)
 
 
-def linear_attention(found: Mapping) -> Figure:
+def linear_attention(result: Mapping) -> Figure:
     """Draws a panel per task: accuracy or bits per byte of each form of attention."""
     panels = []
     for task in linear_attention_study.TASKS:
@@ -133,18 +135,18 @@ def linear_attention(found: Mapping) -> Figure:
         rows = [
             Row(
                 row["kind"].replace("_", ", "),
-                Estimate(now["figure"], now["half_interval"]).times(1 if text else 100),
+                Estimate(figure["figure"], figure["half_interval"]).times(1 if text else 100),
             )
-            for row in found["rows"]
-            if (now := row["tasks"].get(task))
+            for row in result["rows"]
+            if (figure := row["tasks"].get(task))
         ]
         unit = "bits per byte of held-out text" if text else "right, %"
         if rows:
             name = task.replace("_", " ")
             panels.append(Panel(f"{name}: {unit}", rows, ".3f" if text else ".1f"))
-    seeds = min(now["seeds"] for row in found["rows"] for now in row["tasks"].values())
-    said = f"Width 64, 4 heads, 4 layers; {seeds} seeds. Decay: the state is multiplied by 0.9."
-    return rows_of_points("Linear attention: accuracy and loss by task", [said], panels)
+    seeds = min(figure["seeds"] for row in result["rows"] for figure in row["tasks"].values())
+    caption = f"Width 64, 4 heads, 4 layers; {seeds} seeds. Decay: the state is multiplied by 0.9."
+    return rows_of_points("Linear attention: accuracy and loss by task", [caption], panels)
 
 
 def word_models(results: Mapping[str, Mapping]) -> Figure:
@@ -152,14 +154,14 @@ def word_models(results: Mapping[str, Mapping]) -> Figure:
     series = {
         name: {
             row["channels"]: Estimate(row["perplexity"], row["perplexity_half_interval"])
-            for row in found["rows"]
+            for row in result["rows"]
         }
-        for name, found in results.items()
+        for name, result in results.items()
     }
-    seeds = min(row["seeds"] for found in results.values() for row in found["rows"])
+    seeds = min(row["seeds"] for result in results.values() for row in result["rows"])
     labels = ("channels of queries and keys, all heads (d_select)", "test perplexity of words")
-    said = [f"Means of {seeds} seeds and 95 % intervals, after the last epoch."]
-    return lines("Thin keys' models of words", said, series, labels)
+    caption = [f"Means of {seeds} seeds and 95 % intervals, after the last epoch."]
+    return lines("Thin keys' models of words", caption, series, labels)
 
 
 # By name of the result.

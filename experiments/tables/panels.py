@@ -18,8 +18,9 @@ class Row:
     """A point with its interval.
 
     Attributes:
-      mark: a second value drawn beside it, such as the paper's.
-      off: its interval excludes the reference: filled, or else hollow; None: no reference, filled.
+      mark: a second value drawn beside the point, such as the paper's.
+      off: True (filled): the interval excludes the reference; False (hollow): it does not; None
+        (filled): there is no reference.
     """
 
     label: str
@@ -48,25 +49,25 @@ class Panel:
     zero: float | None = None
 
 
-def rows_of_points(title: str, said: Sequence[str], panels: Sequence[Panel]) -> Figure:
-    """Draws panels one below another; each point's value is written at the right."""
+def rows_of_points(title: str, caption: Sequence[str], panels: Sequence[Panel]) -> Figure:
+    """Draws panels one below another; each point's value is printed at the right."""
     count = sum(len(panel.rows) for panel in panels)
-    height = 0.75 + 0.17 * len(said) + 0.26 * count + 0.75 * len(panels)
+    height = 0.75 + 0.17 * len(caption) + 0.26 * count + 0.75 * len(panels)
     figure = cards.card(9.6, height)
-    cards.heading(figure, title, *said)
-    top = height - 0.6 - 0.17 * len(said)
-    drawn = []
+    cards.heading(figure, title, *caption)
+    top = height - 0.6 - 0.17 * len(caption)
+    all_axes = []
     for panel in panels:
         high = 0.26 * len(panel.rows)
         bottom = top - 0.3 - high
         axes = figure.add_axes((0.235, bottom / height, 0.545, high / height))
         _points(axes, panel)
-        drawn.append(axes)
+        all_axes.append(axes)
         figure.text(0.034, (top - 0.1) / height, panel.heading, weight="bold", va="center")
         top = bottom - 0.45
     if panels and all(panel.zero is not None for panel in panels):  # differences: one scale for all
-        limits = [edge for axes in drawn for edge in axes.get_xlim()]
-        for axes in drawn:
+        limits = [edge for axes in all_axes for edge in axes.get_xlim()]
+        for axes in all_axes:
             axes.set_xlim(min(limits), max(limits))
     return figure
 
@@ -80,8 +81,8 @@ def _points(axes, panel: Panel) -> None:
         color = theme.color(next(filter(theme.mechanism, names), ""))
         x, half = row.value.mean, row.value.half
         inside = "white" if row.off is False else color
-        how = dict(color=color, markerfacecolor=inside, capsize=3, markersize=6)
-        axes.errorbar(x, i, xerr=half, fmt="o", **how)
+        style = dict(color=color, markerfacecolor=inside, capsize=3, markersize=6)
+        axes.errorbar(x, i, xerr=half, fmt="o", **style)
         if row.mark is not None:
             axes.plot(row.mark, i, "|", color=INK, markersize=13, markeredgewidth=1.6)
         text = row.value.shown(panel.form)
@@ -93,7 +94,7 @@ def _points(axes, panel: Panel) -> None:
 
 
 def lines(
-    title: str, said: Sequence[str], series: Mapping[str, Mapping[int, Estimate]], labels: tuple
+    title: str, caption: Sequence[str], series: Mapping[str, Mapping[int, Estimate]], labels: tuple
 ) -> Figure:
     """Draws a line with intervals for each series; the x axis is logarithmic.
 
@@ -102,15 +103,15 @@ def lines(
       labels: of both axes.
     """
     figure = cards.card(9.6, 5.0)
-    cards.heading(figure, title, *said)
-    axes = figure.add_axes((0.085, 0.125, 0.62, 0.83 - 0.15 - 0.034 * len(said)))
+    cards.heading(figure, title, *caption)
+    axes = figure.add_axes((0.085, 0.125, 0.62, 0.83 - 0.15 - 0.034 * len(caption)))
     colors = theme.colors(list(series))
     for i, (name, points) in enumerate(series.items()):
         xs = sorted(points)
         ys, halves = [points[x].mean for x in xs], [points[x].half or 0.0 for x in xs]
         spread = [x * 1.02 ** (i - len(series) / 2) for x in xs]
-        how = dict(fmt=f"{theme.MARKERS[i % 8]}-", capsize=3, markersize=5, linewidth=1.3)
-        axes.errorbar(spread, ys, halves, label=name, color=colors[name], **how)
+        style = dict(fmt=f"{theme.MARKERS[i % 8]}-", capsize=3, markersize=5, linewidth=1.3)
+        axes.errorbar(spread, ys, halves, label=name, color=colors[name], **style)
     axes.set_xscale("log", base=2)
     ticks = sorted({x for points in series.values() for x in points})
     axes.set_xticks(ticks, [str(x) for x in ticks])
@@ -124,7 +125,7 @@ def lines(
 
 def curves(
     title: str,
-    said: Sequence[str],
+    caption: Sequence[str],
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
     labels: tuple[str, str],
 ) -> Figure:
@@ -137,9 +138,9 @@ def curves(
     columns = 3
     rows = math.ceil(len(panels) / columns)
     width, row = 9.6, 2.5
-    height = 0.6 + 0.17 * len(said) + row * rows
+    height = 0.6 + 0.17 * len(caption) + row * rows
     figure = cards.card(width, height)
-    cards.heading(figure, title, *said)
+    cards.heading(figure, title, *caption)
     colors = theme.colors(list(dict.fromkeys(name for named in panels.values() for name in named)))
     for i, (heading, by_name) in enumerate(panels.items()):
         left = 0.075 + (i % columns) * 0.315

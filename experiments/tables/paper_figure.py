@@ -14,10 +14,10 @@ class Figure:
 
     what: str
     unit: str
-    paper: str  # as printed: its decimals are the precision compared; "≤ x" and "x to y" are bounds
+    paper: str  # as printed; ours is compared at its decimals; "≤ x" and "x to y" are bounds
     ours: float
-    why: str = ""  # printed where they differ
-    note: str = ""  # printed always
+    why: str = ""  # printed if the figures differ
+    note: str = ""  # always printed
 
     @property
     def agrees(self) -> bool:
@@ -36,8 +36,8 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        said = [("agrees" if self.agrees else f"differs: {self.why}"), self.note]
-        return "; ".join(filter(None, said))
+        parts = [("agrees" if self.agrees else f"differs: {self.why}"), self.note]
+        return "; ".join(filter(None, parts))
 
 
 def cache_bytes(config: TransformerConfig) -> int:

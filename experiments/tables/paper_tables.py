@@ -4,8 +4,8 @@
 
 LRKV (arXiv 2601.11471) eq. 5 to 7 and Tables 1, 2 and 4; its blog's ratios; projection sharing
 (arXiv 2606.04032) Tables 1, 5 to 8 and 10; thin keys (arXiv 2603.04427) Table 11. Our figures come
-from the configs that are trained. A figure agrees if ours, rounded to the paper's digits, equals
-the printed one; otherwise the row gives the reason. --markdown prints Markdown.
+from the shapes of configs. Figures agree if ours, rounded to the paper's digits, equals the
+paper's; otherwise the row gives the reason. --markdown prints Markdown.
 """
 
 from experiments import record
@@ -19,24 +19,24 @@ _PAPERS = (tables_lrkv, tables_projection_sharing, tables_thin_keys)
 
 def tables() -> dict[str, list[Figure]]:
     """Returns every table, by title."""
-    made = {}
+    by_title = {}
     with progress.waiting("working out the papers' tables") as doing:
         for paper in _PAPERS:
             for make in paper.TABLES:
-                doing.at(f"{len(made)} done")
-                made |= make()
-    return made
+                doing.at(f"{len(by_title)} done")
+                by_title |= make()
+    return by_title
 
 
-def show(made: dict[str, list[Figure]], out: Output) -> dict:
+def show(by_title: dict[str, list[Figure]], out: Output) -> dict:
     """Prints the tables and the number of figures that agree; returns the result as JSON."""
     header = ("figure", "unit", "paper", "ours", "verdict")
-    for title, rows in made.items():
+    for title, rows in by_title.items():
         cells = [(r.what, r.unit, r.paper, r.rounded, r.verdict) for r in rows]
         out.show(Table(f"\n{title}", header, cells))
-    agree = [(title, len(rows), sum(r.agrees for r in rows)) for title, rows in made.items()]
+    agree = [(title, len(rows), sum(r.agrees for r in rows)) for title, rows in by_title.items()]
     out.table(("table", "rows", "agree"), agree)
-    return dict(tables={title: [_as_json(row) for row in rows] for title, rows in made.items()})
+    return dict(tables={title: [_as_json(row) for row in rows] for title, rows in by_title.items()})
 
 
 def _as_json(r: Figure) -> dict:

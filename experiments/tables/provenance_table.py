@@ -33,9 +33,9 @@ def kind(made_by: dict, commits: frozenset[str], codes: Iterable[dict[str, str]]
     """Returns the key in KINDS of a result.
 
     Args:
-      made_by: the result's.
+      made_by: the result's `made_by`.
       commits: full names of all commits of the history.
-      codes: `made_by.code` as each commit of the history would write it.
+      codes: for each commit of the history, the `made_by.code` that it writes.
     """
     name = made_by.get("commit", "")
     short = name.rstrip("+")
@@ -48,14 +48,14 @@ def kind(made_by: dict, commits: frozenset[str], codes: Iterable[dict[str, str]]
 
 
 def tables(results: dict[str, dict], commits: frozenset[str], codes: list[dict[str, str]]) -> str:
-    """Returns the page's tables: a count of each kind, and the results that no commit makes again.
+    """Returns the page's tables: a count of each kind, and the results that no commit reproduces.
 
     Args:
-      results: `made_by` by name below experiments/results.
+      results: `made_by` by path below experiments/results.
       commits, codes: see `kind`.
     """
-    found = {name: kind(made_by, commits, codes) for name, made_by in results.items()}
-    counts = collections.Counter(found.values())
+    kinds = {name: kind(made_by, commits, codes) for name, made_by in results.items()}
+    counts = collections.Counter(kinds.values())
     lines = ["| results | what is known |", "|---:|---|"]
     lines += [f"| {counts[key]} | {text} |" for key, text in KINDS.items() if counts[key]]
     lines += [
@@ -65,11 +65,11 @@ def tables(results: dict[str, dict], commits: frozenset[str], codes: list[dict[s
     ]
     lines += ["| commit | results |", "|---|---|"]
     by_commit = collections.defaultdict(list)
-    for name, key in sorted(found.items()):
+    for name, key in sorted(kinds.items()):
         if key in ("changed", "gone"):
-            called = f"{results[name]['commit']}{', gone' if key == 'gone' else ''}"
-            by_commit[called].append(name.removesuffix(".json"))
-    lines += [f"| {called} | {_listed(names)} |" for called, names in sorted(by_commit.items())]
+            commit = f"{results[name]['commit']}{', gone' if key == 'gone' else ''}"
+            by_commit[commit].append(name.removesuffix(".json"))
+    lines += [f"| {commit} | {_listed(names)} |" for commit, names in sorted(by_commit.items())]
     return "\n".join(lines)
 
 
@@ -86,14 +86,14 @@ def _listed(names: list[str]) -> str:
 
 
 def _results() -> dict[str, dict]:
-    found = {}
+    results = {}
     for path in sorted(RESULTS.rglob("*.json")):
-        found[path.relative_to(RESULTS).as_posix()] = json.loads(path.read_text())
+        results[path.relative_to(RESULTS).as_posix()] = json.loads(path.read_text())
     for path in sorted(RESULTS.rglob("*.jsonl")):
         folder = path.relative_to(RESULTS).with_suffix("").as_posix()
         records = record_lines.read(path).items()
-        found |= {f"{folder}/{name}": record for name, record in records}
-    return {name: result.get("made_by", {}) for name, result in found.items()}
+        results |= {f"{folder}/{name}": record for name, record in records}
+    return {name: result.get("made_by", {}) for name, result in results.items()}
 
 
 def _git(*arguments: str) -> str:
@@ -115,11 +115,11 @@ def _codes(commits: frozenset[str]) -> list[dict[str, str]]:
             )
         return digests[tree]
 
-    found = []
+    codes = []
     for commit in commits:
         entries = (line.split() for line in _git("ls-tree", commit, *provenance.CODE).splitlines())
-        found.append({entry[3]: digest(entry[2], entry[3]) for entry in entries})
-    return found
+        codes.append({entry[3]: digest(entry[2], entry[3]) for entry in entries})
+    return codes
 
 
 def _page() -> str:
@@ -130,9 +130,9 @@ def _page() -> str:
     wanted = [made_by for made_by in results.values() if made_by.get("code")]
     unknown = [m for m in wanted if kind(m, commits, ()) == "gone"]
     begin, end = MARKS
-    before, rest = PAGE.read_text().split(begin)
+    before, after = PAGE.read_text().split(begin)
     written = tables(results, commits, _codes(commits) if unknown else [])
-    return f"{before}{begin}\n\n{written}\n\n{end}{rest.split(end)[1]}"
+    return f"{before}{begin}\n\n{written}\n\n{end}{after.split(end)[1]}"
 
 
 def main(arguments: list[str]) -> int:

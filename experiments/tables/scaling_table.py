@@ -7,10 +7,10 @@
 
 A lab note, the docstring of a config, names the chips to compile for (lab_notes.py). The page also
 has a table of each file with variants (variants.py).
---compile runs `python -m kvjax.aot` for configs without a result in results/aot.jsonl, or with a
-result of another version of the config, one after another, each in its own process. It can be
-interrupted and started again. Without flags, the table and the line "At least" of each lab note are
-written from the results; a config without a result is marked as such.
+--compile runs `python -m kvjax.aot` for each config whose result in results/aot.jsonl is missing or
+of another version of the config, one after another, each in its own process. It can be interrupted
+and started again. Without flags, the table and the line "At least" of each lab note are written
+from the results; configs without a result are marked.
 """
 
 import argparse
@@ -42,7 +42,7 @@ PAGE = EXPERIMENTS / "reports" / "configs.md"
 BEGIN = "<!-- written by `python -m experiments.tables.scaling_table` -->"
 END = "<!-- to here -->"
 # Keys that do not affect a training step: a result stays valid when they change.
-_UNSEEN = {
+_NO_EFFECT = {
     *("name", "data.source", "data.validation_source", "data.validation_fraction"),
     *("data.text_key", "data.tokenizer", "data.specials", "data.directory"),
     *("train.seed", "train.eval_rows", "train.num_steps"),
@@ -98,14 +98,14 @@ def _saved(note: LabNote, target: Target) -> dict | None:
 
 
 def _seen(lines: Iterable[str]) -> dict[str, str]:
-    """Returns the config keys that a training step depends on.
+    """Returns the values of config keys on which a training step depends, by key.
 
     Leaves out keys with default values, so that a result stays valid when keys are added.
     """
     values = dict(line.split(" = ", 1) for line in lines)
     kind = ast.literal_eval(values.get("attention.kind", "'grouped'"))
     defaults = {key: repr(value) for key, value in defaults_of(kind).items()}
-    return {k: v for k, v in values.items() if k not in _UNSEEN and defaults.get(k) != v}
+    return {k: v for k, v in values.items() if k not in _NO_EFFECT and defaults.get(k) != v}
 
 
 def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
@@ -135,11 +135,11 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
         start = time.perf_counter()
         with progress.waiting(f"compiling {note.name} for {target.topology}"):
             failure = _compile(note, target)
-        made = outcome(note, target)  # the config may have changed meanwhile
-        said = failure or made.why or f"{made.result['memory']['part']:.1%} of HBM"
+        current = outcome(note, target)  # the config may have changed meanwhile
+        report = failure or current.why or f"{current.result['memory']['part']:.1%} of HBM"
         seconds = time.perf_counter() - start
         place = f"{i + 1}/{len(waiting)} {note.name} on {target.topology}"
-        print(f"{place}: {seconds:.0f} s, {said}", flush=True)
+        print(f"{place}: {seconds:.0f} s, {report}", flush=True)
     return [
         f"{note.name} on {target.topology}: {why}"
         for note, target in chosen
@@ -171,10 +171,10 @@ def _command(note: LabNote, target: Target) -> list[str]:
 
 
 def _complaint(note: LabNote, target: Target) -> str:
-    found = outcome(note, target)
-    if found.result is None:
-        return found.why
-    return "" if found.result["fits"] else _too_large(found.result)
+    current = outcome(note, target)
+    if current.result is None:
+        return current.why
+    return "" if current.result["fits"] else _too_large(current.result)
 
 
 def _too_large(result: dict) -> str:
@@ -202,27 +202,27 @@ def row(note: LabNote, target: Target) -> list[str]:
         "GFLOP per token": f"{flops / 1e9:.3f}",
         "exaFLOPs": _exaflops(target),
     }
-    found = outcome(note, target)
-    if found.result is None:
-        cells["GB per chip"] = found.why
+    current = outcome(note, target)
+    if current.result is None:
+        cells["GB per chip"] = current.why
     else:
-        cells |= _compiled_cells(found.result)
-        cells["days at least"] = _days(target, found.result)
-        cells["without masked keys"] = f"{_causal_mfu(target, found.result):.1%}"
+        cells |= _compiled_cells(current.result)
+        cells["days at least"] = _days(target, current.result)
+        cells["without masked keys"] = f"{_causal_mfu(target, current.result):.1%}"
     return list(cells.values())
 
 
 def _compiled_cells(result: dict) -> dict[str, str]:
     memory, bound = result["memory"], result["bound"]
-    most = "≤ " if result["memory_is_upper_bound"] else ""
+    at_most = "≤ " if result["memory_is_upper_bound"] else ""
     sent = {}
     for c in result["collectives"]:
         sent[c["kind"]] = sent.get(c["kind"], 0) + c["wire_bytes"] / 1e9
     shown = (f"{kind} {gb:.2f}" for kind, gb in sent.items() if gb >= 0.005)
-    part = f"{memory['part']:.1%}"
+    share = f"{memory['part']:.1%}"
     return {
-        "GB per chip": f"{most}{memory['total'] / 1e9:.1f}",
-        "of HBM": most + part if result["fits"] else f"**{most}{part}: does not fit**",
+        "GB per chip": f"{at_most}{memory['total'] / 1e9:.1f}",
+        "of HBM": at_most + share if result["fits"] else f"**{at_most}{share}: does not fit**",
         "GB sent per step and chip": ", ".join(shown),
         "MFU at most": f"{bound['mfu']:.1%}",
         "bound by": bound["by"],
@@ -241,15 +241,15 @@ def table(notes: Sequence[LabNote]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-def time_line(target: Target, found: Outcome) -> str:
-    """Returns the lab note's line "At least ..." for its first target."""
-    if found.result is None:
-        return f"At least: not known, {found.why}."
-    result = found.result
-    mfu, by = _causal_mfu(target, result), result["bound"]["by"]
+def time_line(target: Target, current: Outcome) -> str:
+    """Returns the line "At least ..." of a lab note for its first target."""
+    if current.result is None:
+        return f"At least: not known, {current.why}."
+    result = current.result
+    mfu, resource = _causal_mfu(target, result), result["bound"]["by"]
     line = (
         f"At least {_days(target, result)} days for {_exaflops(target)} exaFLOPs: at most "
-        f"{mfu:.1%} MFU without masked keys, bound by {by}"
+        f"{mfu:.1%} MFU without masked keys, bound by {resource}"
     )
     return f"{line}." if result["fits"] else f"{line}; {_too_large(result)}."
 
@@ -258,7 +258,7 @@ def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
     """Returns the current text of the page and of every file with one config.
 
     Raises:
-      UserError: a file lacks the line, or the marks, between which to write.
+      UserError: a file lacks the line or the marks that are replaced.
     """
     tables = f"\n{table(notes)}\n{variants.markdown()}"
     texts = {PAGE: _replace(PAGE, f"(?s)({BEGIN}\n).*?(\n{END})", tables)}
@@ -275,7 +275,7 @@ def _replace(path: pathlib.Path, pattern: str, text: str) -> str:
     before = path.read_text()
     if len(re.findall(pattern, before)) != 1:
         raise UserError(f"{path}: must have {pattern!r} once; it is replaced")
-    return re.sub(pattern, lambda found: found[1] + text + found[2], before)
+    return re.sub(pattern, lambda match: match[1] + text + match[2], before)
 
 
 def differences(texts: dict[pathlib.Path, str]) -> str:

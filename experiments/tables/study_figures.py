@@ -21,134 +21,142 @@ from experiments.tasks import encoders, sequences
 from kvjax.foundation.intervals import Estimate
 
 
-def language_models(found: Mapping) -> Figure:
+def language_models(result: Mapping) -> Figure:
     """Draws differences in bits per byte of each model from its reference model."""
-    rows = [row for row in found["rows"] if row["difference"] is not None]
-    by_other: dict[str, list[Row]] = {}
+    rows = [row for row in result["rows"] if row["difference"] is not None]
+    by_reference: dict[str, list[Row]] = {}
     for row in rows:
-        name = row.get("before") or row["cell"]  # the panel's title tells the change
-        drawn = difference(name, row["difference"], row["difference_half_interval"])
-        by_other.setdefault(row["against"], []).append(drawn)
-    bpb = {row["cell"]: row["bpb"] for row in found["rows"]}
+        name = row.get("before") or row["cell"]  # the panel's heading names the change
+        gap = difference(name, row["difference"], row["difference_half_interval"])
+        by_reference.setdefault(row["against"], []).append(gap)
+    bpb = {row["cell"]: row["bpb"] for row in result["rows"]}
     panels = [
-        Panel(f"from {other} ({bpb[other]:.4f} bits per byte)", mine, "+.4f", 0.0)
-        for other, mine in by_other.items()
+        Panel(f"from {reference} ({bpb[reference]:.4f} bits per byte)", gaps, "+.4f", 0.0)
+        for reference, gaps in by_reference.items()
     ]
-    seeds = min(len(row["seeds"]) for row in found["rows"])
-    said = f"Difference in held-out bits per byte, seed by seed: lower is better. {seeds} seeds, "
-    said += f"{found['tokens'] / 1e6:.1f}M training tokens. Filled: the interval excludes 0."
-    return rows_of_points(found["asks"], textwrap.wrap(said, 110), panels)
+    seeds = min(len(row["seeds"]) for row in result["rows"])
+    caption = (
+        f"Difference in held-out bits per byte, seed by seed: lower is better. {seeds} seeds, "
+    )
+    caption += f"{result['tokens'] / 1e6:.1f}M training tokens. Filled: the interval excludes 0."
+    return rows_of_points(result["asks"], textwrap.wrap(caption, 110), panels)
 
 
-def sequence_tasks(found: Mapping) -> Figure:
+def sequence_tasks(result: Mapping) -> Figure:
     """Draws a panel for each task that at least one variant does not solve."""
 
     def right(row, task):
         return row["tasks"][task]["right"]
 
-    tasks = [task for task in sequences.TASKS if all(task in row["tasks"] for row in found["rows"])]
-    solved = [task for task in tasks if all(right(row, task) >= 0.9995 for row in found["rows"])]
+    tasks = [
+        task for task in sequences.TASKS if all(task in row["tasks"] for row in result["rows"])
+    ]
+    solved = [task for task in tasks if all(right(row, task) >= 0.9995 for row in result["rows"])]
     panels = [
         Panel(
-            _sizes(task, found["rows"][0]["tasks"][task]),
+            _sizes(task, result["rows"][0]["tasks"][task]),
             [
                 Row(
                     encoders.CALLED[row["variant"]],
                     Estimate(right(row, task), row["tasks"][task]["half_interval"]),
                     row["published"][task],
                 )
-                for row in found["rows"]
+                for row in result["rows"]
             ],
             ".3f",
         )
         for task in tasks
         if task not in solved
     ]
-    seeds = min(now["seeds"] for row in found["rows"] for now in row["tasks"].values())
-    said = (
+    seeds = min(accuracy["seeds"] for row in result["rows"] for accuracy in row["tasks"].values())
+    caption = (
         f"Accuracy over positions, means over cells; {seeds} seeds. Solved "
         f"by all: {', '.join(solved) or 'none'}. Bars: the paper's means over its whole grid."
     )
     title = "Projection sharing's tasks on rows of numbers"
-    return rows_of_points(title, textwrap.wrap(said, 110), panels)
+    return rows_of_points(title, textwrap.wrap(caption, 110), panels)
 
 
-def sequence_task_losses(found: Mapping) -> Figure:
+def sequence_task_losses(result: Mapping) -> Figure:
     """Draws a panel per task: the variants' training loss by step."""
     panels: dict[str, dict] = {}
-    for row in found["curves"]:
+    for row in result["curves"]:
         if row["variant"] in _FIGURE_3:
             points = [(row["every"] * (i + 0.5), loss) for i, loss in enumerate(row["loss"])]
             panels.setdefault(row["task"], {})[encoders.CALLED[row["variant"]]] = points
-    row = found["curves"][-1]
-    said = f"Means of {min(one['seeds'] for one in found['curves'])} seeds, each point of "
-    said += f"{row['every']} steps; width {row['width']}, {row['layers']} layers, {row['heads']} "
-    said += f"heads, rows of {row['length']} numbers."
+    row = result["curves"][-1]
+    caption = f"Means of {min(curve['seeds'] for curve in result['curves'])} seeds, each point of "
+    caption += (
+        f"{row['every']} steps; width {row['width']}, {row['layers']} layers, {row['heads']} "
+    )
+    caption += f"heads, rows of {row['length']} numbers."
     labels = ("steps", "nats per number")
     title = "Training loss of projection sharing's tasks (its Figure 3)"
-    return curves(title, [said], panels, labels)
+    return curves(title, [caption], panels, labels)
 
 
-def diagonal(found: Mapping) -> Figure:
+def diagonal(result: Mapping) -> Figure:
     """Draws a panel per task: two remedies beside the unchanged variants."""
     by_task: dict[str, list[Row]] = {}
-    for row in sorted(found["rows"], key=lambda row: tuple(_REMEDIES).index(row["remedy"])):
+    for row in sorted(result["rows"], key=lambda row: tuple(_REMEDIES).index(row["remedy"])):
         change = row["change"] is not None and Estimate(row["change"], row["change_half_interval"])
         name = f"{encoders.CALLED[row['variant']]}, {_REMEDIES[row['remedy']]}"
         right = Estimate(row["right"], row["right_half_interval"])
         heading = f"{row['task']}, rows of {row['length']}"
         by_task.setdefault(heading, []).append(Row(name, right, off=bool(change and change.sign)))
-    seeds = min(row["seeds"] for row in found["rows"])
-    said = f"Accuracy over positions; {seeds} seeds. Filled: distinguishable from the "
-    said += (
+    seeds = min(row["seeds"] for row in result["rows"])
+    caption = f"Accuracy over positions; {seeds} seeds. Filled: distinguishable from the "
+    caption += (
         "unchanged variant, seed by seed. Normalised: the diagonal of K Kᵀ is divided by its mean. "
     )
-    said += f"Annealed: a temperature falls from {found['hottest']:g} to 1 in half the steps."
+    caption += f"Annealed: a temperature falls from {result['hottest']:g} to 1 in half the steps."
     panels = [Panel(heading, rows, ".3f") for heading, rows in by_task.items()]
     return rows_of_points(
-        "Remedies for variants with tied queries and keys", textwrap.wrap(said, 110), panels
+        "Remedies for variants with tied queries and keys", textwrap.wrap(caption, 110), panels
     )
 
 
-def rank_by_head(found: Mapping) -> Figure:
+def rank_by_head(result: Mapping) -> Figure:
     """Draws a panel per mean rank: the effect of unequal ranks."""
     by_rank: dict[int, list[Row]] = {}
-    for row in found["rows"]:
+    for row in result["rows"]:
         if row["change"] is not None:
             change = difference(row["way"], row["change"], row["change_half_interval"])
             by_rank.setdefault(row["rank"], []).append(change)
-    equal = {row["rank"]: row for row in found["rows"] if row["way"] == "equal"}
+    equal = {row["rank"]: row for row in result["rows"] if row["way"] == "equal"}
     heading = "{} ranks a head on average, from {:.4f} bits per byte with {} each"
     panels = [
         Panel(heading.format(rank, equal[rank]["bpb"], rank), rows, ".4f", zero=0.0)
         for rank, rows in by_rank.items()
     ]
-    seeds = min(row["seeds"] for row in found["rows"])
-    said = "Trained residuals truncated to fewer ranks at equal bytes: difference in bits per byte "
-    said += f"from equal ranks; lower is better. {seeds} seeds. Filled: distinguishable."
-    return rows_of_points("A rank for each head", textwrap.wrap(said, 110), panels)
+    seeds = min(row["seeds"] for row in result["rows"])
+    caption = (
+        "Trained residuals truncated to fewer ranks at equal bytes: difference in bits per byte "
+    )
+    caption += f"from equal ranks; lower is better. {seeds} seeds. Filled: distinguishable."
+    return rows_of_points("A rank for each head", textwrap.wrap(caption, 110), panels)
 
 
-def depth_8(found: Mapping) -> Figure:
+def depth_8(result: Mapping) -> Figure:
     """Draws a panel per mechanism: its difference from MHA over training."""
     panels: dict[str, list[Row]] = {}
-    for row in found["by_step"]:
+    for row in result["by_step"]:
         seeds, tokens = len(row["seeds"]), row["step"] * depth_8_study.TOKENS_PER_STEP
         half = row["difference_half_interval"] if seeds >= _SEEDS else None
         label = f"{tokens / 1e6:.1f}M tokens"
         if not half:
             label += f", {seeds} seed{'s'[seeds < 2 :]}"
-        drawn = difference(label, row["difference"], half)
-        panels.setdefault(row["mechanism"], []).append(drawn)
-    said = "Difference from MHA in held-out bits per byte, seed by seed: lower is better. "
-    said += f"{_SEEDS} seeds where nothing else is said. Filled: the interval excludes 0."
+        gap = difference(label, row["difference"], half)
+        panels.setdefault(row["mechanism"], []).append(gap)
+    caption = "Difference from MHA in held-out bits per byte, seed by seed: lower is better. "
+    caption += f"{_SEEDS} seeds where nothing else is said. Filled: the interval excludes 0."
     drawn = [Panel(f"{name.upper()}, from MHA", rows, "+.4f", 0.0) for name, rows in panels.items()]
-    title = f"Depth 8, 33M parameters: {found['tokens'] / 1e6:.1f}M tokens"
-    return rows_of_points(title, textwrap.wrap(said, 110), drawn)
+    title = f"Depth 8, 33M parameters: {result['tokens'] / 1e6:.1f}M tokens"
+    return rows_of_points(title, textwrap.wrap(caption, 110), drawn)
 
 
 _SEEDS = 3  # fewer give no interval
-_FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus", "qkv_tied")  # variants that it shows
+_FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus", "qkv_tied")  # variants in the paper's Figure 3
 _REMEDIES = {
     "none": "unchanged",
     "normalised": "normalised",
@@ -159,15 +167,15 @@ _REMEDIES = {
 def _sizes(task: str, of_task: Mapping) -> str:
     """Returns a heading with the sizes of a task's cells."""
 
-    def few(key):
+    def joined(key):
         return " and ".join(map(str, of_task[key]))
 
-    shape = f"width {few('width')}, {few('layers')} layers, {few('heads')} heads"
-    return f"{task}: {of_task['cells']} cells of {shape}, rows of {few('length')}"
+    shape = f"width {joined('width')}, {joined('layers')} layers, {joined('heads')} heads"
+    return f"{task}: {of_task['cells']} cells of {shape}, rows of {joined('length')}"
 
 
-def _seeds(found: Mapping) -> int:
-    return min(len(seeds) for seeds in found["runs"].values())
+def _seeds(result: Mapping) -> int:
+    return min(len(seeds) for seeds in result["runs"].values())
 
 
 _TASKS = {
@@ -182,18 +190,18 @@ _TASKS = {
 }
 
 
-def thin_keys(found: Mapping) -> Figure:
+def thin_keys(result: Mapping) -> Figure:
     """Draws accuracy by channels of queries and keys, a line for each task and initialisation."""
     series: dict[str, dict[int, Estimate]] = {}
     for task, name in _TASKS.items():
-        for row in found["rows"]:
+        for row in result["rows"]:
             if row["task"] == task:
-                alike = ", equal start" if row.get("start") == "equal" else ""
+                suffix = ", equal start" if row.get("start") == "equal" else ""
                 value = Estimate(row["right"], row["right_half_interval"]).times(100)
-                series.setdefault(name + alike, {})[row["channels"]] = value
-    said = [f"Means of {_seeds(found)} seeds or more and 95 % intervals, after the last batch."]
+                series.setdefault(name + suffix, {})[row["channels"]] = value
+    caption = [f"Means of {_seeds(result)} seeds or more and 95 % intervals, after the last batch."]
     labels = ("channels of queries and keys, all heads (d_select)", "right, %")
-    figure = lines("Thin keys' tasks", said, series, labels)
+    figure = lines("Thin keys' tasks", caption, series, labels)
     figure.axes[0].set_ylim(-3, 103)  # intervals of three seeds may be wider than 0 to 100 %
     return figure
 
@@ -201,43 +209,43 @@ def thin_keys(found: Mapping) -> Figure:
 def image_sets(results: Mapping[str, Mapping]) -> Figure:
     """Draws a panel per data set: test accuracy."""
     panels = []
-    for name, found in results.items():
+    for name, result in results.items():
         rows = [
             Row(
                 encoders.CALLED[row["variant"]],
                 Estimate(row["right"], row["right_half_interval"]).times(100),
                 row["published"] and 100 * row["published"],
             )
-            for row in found["rows"]
+            for row in result["rows"]
         ]
-        grid = found["grid"]
+        grid = result["grid"]
         widths, layers, patches = (
             " and ".join(map(str, grid[key])) for key in ("widths", "layers", "patches")
         )
         shape = f"width {widths}, {layers} layers, squares of {patches}"
-        heading = f"{name}: {shape}, {grid['epochs']} epochs, {_seeds(found)} seeds"
+        heading = f"{name}: {shape}, {grid['epochs']} epochs, {_seeds(result)} seeds"
         panels.append(Panel(heading, rows, ".2f"))
-    said = "Test accuracy, %. Bars: Table 3, means over sizes and rates."
-    return rows_of_points("Projection sharing's images", [said], panels)
+    caption = "Test accuracy, %. Bars: Table 3, means over sizes and rates."
+    return rows_of_points("Projection sharing's images", [caption], panels)
 
 
-def set_anomaly(found: Mapping) -> Figure:
+def set_anomaly(result: Mapping) -> Figure:
     """Draws a panel per position of the anomaly."""
     panels = []
     for place, heading in (("drawn", "random position"), ("last", "last position")):
         by_variant = {
             encoders.CALLED[row["variant"]]: row["places"][place]
-            for row in found["rows"]
+            for row in result["rows"]
             if place in row["places"]
         }
         rows = [
-            Row(name, Estimate(now["right"], now["half_interval"]).times(100))
-            for name, now in by_variant.items()
+            Row(name, Estimate(accuracy["right"], accuracy["half_interval"]).times(100))
+            for name, accuracy in by_variant.items()
         ]
         if rows:
             panels.append(Panel(heading, rows, ".2f"))
-    said = f"Accuracy on sets of ten, %. {_seeds(found)} seeds."
-    return rows_of_points("Anomaly detection in sets of ten", [said], panels)
+    caption = f"Accuracy on sets of ten, %. {_seeds(result)} seeds."
+    return rows_of_points("Anomaly detection in sets of ten", [caption], panels)
 
 
 _ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
@@ -253,15 +261,15 @@ _ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
 
 def figures(results: pathlib.Path) -> dict[str, Figure]:
     """Returns the figures of all studies with a result in a folder, by the study's name."""
-    found = {}
+    by_name = {}
     for name, draw in _ALONE.items():
         file = results / f"{name}.json"
         if file.exists():
             result = json.loads(file.read_text())
             if result.get("rows", True):
-                found[name.rpartition("/")[2]] = draw(result)
+                by_name[name.rpartition("/")[2]] = draw(result)
             if name == sequence_tasks_study.NAME and result.get("curves"):
-                found["sequence_task_losses"] = sequence_task_losses(result)
+                by_name["sequence_task_losses"] = sequence_task_losses(result)
     for folder, names, draw in (
         (images.FOLDER, images.EPOCHS, image_sets),
         (word_models.FOLDER, word_models.SETS, model_figures.word_models),
@@ -270,5 +278,5 @@ def figures(results: pathlib.Path) -> dict[str, Figure]:
         read = {name: json.loads(f.read_text()) for name, f in files.items() if f.exists()}
         results_of = {name: result for name, result in read.items() if result["rows"]}
         if results_of:
-            found[folder] = draw(results_of)
-    return found
+            by_name[folder] = draw(results_of)
+    return by_name

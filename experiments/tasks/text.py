@@ -22,12 +22,14 @@ def corpus(split: str) -> np.ndarray:
 
 
 def _rows(text: np.ndarray, starts: np.ndarray, length: int) -> dict[str, np.ndarray]:
-    taken = text[starts[:, None] + np.arange(length + 1)[None]].astype(np.int32)
+    bytes_BT = text[starts[:, None] + np.arange(length + 1)[None]].astype(np.int32)
     counts = np.ones((len(starts), length), bool)
-    return dict(x=taken[:, :-1], y=taken[:, 1:], counts=counts)
+    return dict(x=bytes_BT[:, :-1], y=bytes_BT[:, 1:], counts=counts)
 
 
-def drawn(rng: np.random.Generator, batch: int, length: int) -> Iterator[dict[str, np.ndarray]]:
+def random_rows(
+    rng: np.random.Generator, batch: int, length: int
+) -> Iterator[dict[str, np.ndarray]]:
     """Yields endless batches of random training rows with the next bytes as labels."""
     text = corpus("train")
     while True:
@@ -46,8 +48,8 @@ EOS = 0  # a byte that does not occur in the corpus
 
 def paragraphs(split: str) -> list[np.ndarray]:
     """Returns the paragraphs of a split (separated by blank lines) as bytes."""
-    parts = (part.strip() for part in books(split).split("\n\n"))
-    return [np.frombuffer(part.encode(), np.uint8) for part in parts if part]
+    candidates = (paragraph.strip() for paragraph in books(split).split("\n\n"))
+    return [np.frombuffer(paragraph.encode(), np.uint8) for paragraph in candidates if paragraph]
 
 
 def padded(documents: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
@@ -58,9 +60,9 @@ def padded(documents: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
     x = np.full((len(documents), length + 1), EOS, np.int32)
     real = np.zeros((len(documents), length), bool)
     for row, document in enumerate(documents):
-        taken = document[: length + 1]
-        x[row, : len(taken)] = taken
-        real[row, : len(taken)] = True  # the mask is of targets, which start at the second byte
+        row_bytes = document[: length + 1]
+        x[row, : len(row_bytes)] = row_bytes
+        real[row, : len(row_bytes)] = True  # the mask is of targets, which start at the second byte
     return dict(x=x[:, :-1], y=x[:, 1:], real=real)
 
 
@@ -68,5 +70,5 @@ def packed(documents: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray
     """Returns documents joined by EOS and cut into rows: every target is text."""
     stream = np.concatenate([np.append(document, np.uint8(EOS)) for document in documents])
     count = (len(stream) - 1) // length
-    found = _rows(stream, length * np.arange(count), length)
-    return dict(x=found["x"], y=found["y"], real=found["counts"])
+    rows = _rows(stream, length * np.arange(count), length)
+    return dict(x=rows["x"], y=rows["y"], real=rows["counts"])

@@ -2,9 +2,9 @@
 
 Lines are stripped; empty lines and headings (starting with "=") are dropped. The others are
 lower-cased and split at white space, and each is followed by <eos>. The vocabulary is <pad>, <unk>,
-<eos> and then every word that is frequent enough in the training text, in alphabetical order.
-WikiText's text contains "<unk>", which is therefore also one of those words, and that id is used.
-The embedding keeps a row for the special <unk>, since the paper counts its parameters.
+<eos> and then every frequent word of the training text, in alphabetical order. WikiText's text
+contains "<unk>" as a word, so <unk> gets a second id, which is used; the embedding keeps a row for
+the first, since the paper counts its parameters.
 """
 
 import collections

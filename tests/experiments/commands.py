@@ -1,4 +1,4 @@
-"""The commands of `experiments/`, by room; which print tables; and what they refuse."""
+"""The commands of `experiments/` by folder, those that print tables, and their refusals."""
 
 _BENCHMARKS = (
     *("authors_code", "beside_transformers", "checkpoint_memory"),

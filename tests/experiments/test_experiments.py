@@ -39,13 +39,13 @@ from tests.experiments import commands
 
 @pytest.fixture(autouse=True)
 def nothing_is_done(monkeypatch):
-    """A test that gets as far as measuring fails."""
+    """Makes measuring fail."""
 
     def fail(*args, **kwargs):
         raise AssertionError("this was to be refused")
 
     def is_clean(*_):
-        """Does nothing: a checkout that tests run in may have changes."""
+        """Disables the check for uncommitted changes."""
 
     monkeypatch.setattr(record.provenance, "check_commit", is_clean)
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -99,7 +99,7 @@ def test_a_list_of_all_commands(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", commands.ROOMS)
-def test_help_and_options_that_are_not_there(run, name):
+def test_help_and_unknown_options(run, name):
     status, out, err = run(name, "--help")
     assert status == 0 and not err
     assert f"python -m {commands.module(name)}" in out and "--version" in out
@@ -118,7 +118,7 @@ def test_bad_values(run, name, options, message):
 
 
 @pytest.mark.parametrize("name", ["exactness", "generate_benchmark"])
-def test_without_a_trained_run_it_says_what_trains_one(run, name, tmp_path, monkeypatch):
+def test_without_a_trained_run_the_message_names_the_command(run, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refused(run, name)
     assert "runs/lrkv_tiny is no workdir of a run" in said
@@ -126,7 +126,7 @@ def test_without_a_trained_run_it_says_what_trains_one(run, name, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", commands.SAVING)
-def test_a_folder_that_cannot_be_written_is_told_first(run, name, tmp_path, monkeypatch):
+def test_a_read_only_folder_is_refused_first(run, name, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(record, "RESULTS", tmp_path / "file" / "results")
     said = refused(run, name, "--save")
@@ -139,7 +139,7 @@ def _not_here():
 
 
 def _trained():
-    """Stands in for `trained`: any folder is a workdir."""
+    """A stand-in for `trained`: any folder is a workdir."""
     return types.SimpleNamespace(find=lambda workdir: types.SimpleNamespace(workdir=pathlib.Path()))
 
 
@@ -300,13 +300,13 @@ OPTIONS = {
 STUBBED = tuple(name for name in commands.WITH_TABLES if name != "generate_benchmark")
 
 
-_QUICK = [name for name in STUBBED if name != "claims"]  # whose own tests judge all claims
+_QUICK = [name for name in STUBBED if name != "claims"]  # its own tests judge all claims
 
 
 @pytest.mark.parametrize("name", quick.only(_QUICK[::3], STUBBED))
 def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    expected = 1 if name == "train_benchmark" else 0  # one of its runs failed
+    expected = 1 if name == "train_benchmark" else 0  # one run failed
     status, out, err = printed(name)
     assert status == expected, err
     assert max(map(len, out.splitlines())) <= 80
@@ -321,7 +321,7 @@ def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
         assert json.loads(file.read_text())["made_by"]["packages"]["jax"]
 
 
-def test_caches_that_do_not_fit_are_told_first(printed, monkeypatch):
+def test_caches_that_do_not_fit_are_refused_first(printed, monkeypatch):
     said = refused(printed, "decode_memory", "--batches=1,100000", "--mechanism=MQA")
     assert "--batches=100000: a cache of MQA, 100,000 sequences of 32,768 tokens, needs" in said
     monkeypatch.setattr(machine.runtime, "memory_per_device", lambda: 10**6)

@@ -36,15 +36,15 @@ class Comparison:
     file: str  # in the clone, or a module of an installed package
     sizes: dict  # attributes of the authors' config
     config: MechanismConfig
-    copy: Callable[[dict, MechanismConfig], dict]  # of the authors' weights, see `copying`
-    name: str = "CausalSelfAttention"  # of the class
+    copy: Callable[[dict, MechanismConfig], dict]  # the authors' weights to ours, see `copying`
+    name: str = "CausalSelfAttention"  # the authors' class
     call: str = "module"  # how theirs.py calls it
     extra: dict = dataclasses.field(default_factory=dict)  # further keys of the case
     fixed: dict = dataclasses.field(default_factory=dict)  # constant weights, see `theirs`
     rope: Base | None = ROPE
     window: int = 0
-    outcome: str = "equal"  # as `authors_code.outcome` says it
-    why: str = ""  # reason for another outcome
+    outcome: str = "equal"  # the expected result of `authors_code.outcome`
+    why: str = ""  # the reason, if the outcome is not "equal"
 
     def case(self, number: int, folder: str) -> dict:
         """Returns the JSON object that theirs.py takes for a case."""
@@ -81,7 +81,7 @@ def _gta(rope_key_dim: int) -> GTAConfig:
 
 
 def _latent(count: int, **options):
-    """Returns a function that copies weights of MLA, GLA or MLRA, under any of three namings."""
+    """Returns a function that copies weights of MLA, GLA or MLRA, with any of three namings."""
 
     def ups(weights):
         if "kv_a_layernorm.weight" in weights:
@@ -100,17 +100,18 @@ def _latent(count: int, **options):
 
 def _mlra() -> list[Comparison]:
     """Returns MLRA, and its authors' versions of others' mechanisms."""
-    heads, two = dict(n_embd=D, n_head=N, head_dim=H), dict(group_size=N // 2)
+    mha = dict(n_embd=D, n_head=N, head_dim=H)
+    gqa = mha | dict(group_size=N // 2)
     gated = functools.partial(copying.grouped, gate="c_gated")
     factors = functools.partial(copying.tpa, order=copying.unchanged)
-    found = [
-        ("MHA", "mha", heads, _grouped(), copying.grouped, {}),
-        ("GQA", "gqa", heads | two, _grouped(2), copying.grouped, {}),
-        ("MQA", "gqa", heads | dict(group_size=N), _grouped(1), copying.grouped, {}),
-        ("GQA, gated", "gqa_gated", heads | two, _grouped(2, output_gate=True), gated, {}),
-        ("MFA", "mfa", heads | dict(share_q_dim=CQ), _grouped(1, query_rank=CQ), copying.mfa, {}),
-        ("GTA", "gta", heads | two, _gta(H // 2), copying.gta, {}),
-        ("TPA", "tpa", heads | dict(rank=2, q_rank=3), _tpa(), factors, {}),
+    rows = [
+        ("MHA", "mha", mha, _grouped(), copying.grouped, {}),
+        ("GQA", "gqa", gqa, _grouped(2), copying.grouped, {}),
+        ("MQA", "gqa", mha | dict(group_size=N), _grouped(1), copying.grouped, {}),
+        ("GQA, gated", "gqa_gated", gqa, _grouped(2, output_gate=True), gated, {}),
+        ("MFA", "mfa", mha | dict(share_q_dim=CQ), _grouped(1, query_rank=CQ), copying.mfa, {}),
+        ("GTA", "gta", gqa, _gta(H // 2), copying.gta, {}),
+        ("TPA", "tpa", mha | dict(rank=2, q_rank=3), _tpa(), factors, {}),
     ]
     sizes = dict(n_embd=D, n_head=N, q_lora_rank=CQ, qk_rope_head_dim=P, qk_nope_head_dim=H)
     for title, file, count, make, keys in (
@@ -120,74 +121,80 @@ def _mlra() -> list[Comparison]:
         ("MLRA-2", "mlra_2", 4, MLRAConfig, dict(num_branches=2, num_latents=2)),
         ("MLRA-4", "mlra_4", 4, MLRAConfig, dict(num_branches=4, num_latents=1)),
     ):
-        all_sizes = sizes | dict(kv_lora_rank=count * C)
+        latent_sizes = sizes | dict(kv_lora_rank=count * C)
         scaled = _mla(make, **keys, latent_scale=True)
-        found.append((title, file, all_sizes, scaled, _latent(count), {}))
+        rows.append((title, file, latent_sizes, scaled, _latent(count), {}))
         if file != "gla_4":
             gate = dataclasses.replace(scaled, output_gate=True)
             copy = _latent(count, gate="gated_proj")
-            found.append((f"{title}, gated", f"{file}_gated", all_sizes, gate, copy, {}))
+            rows.append((f"{title}, gated", f"{file}_gated", latent_sizes, gate, copy, {}))
         if not file.endswith("4"):
             # MLRA-2 without scales also sums its branches without the factor 2**-0.5.
             copy = _latent(count, scale=2**0.5 if file == "mlra_2" else 1.0)
             plain = dataclasses.replace(scaled, latent_scale=False)
-            found.append((f"{title}, no scales", f"{file}_no_scale", all_sizes, plain, copy, {}))
+            rows.append((f"{title}, no scales", f"{file}_no_scale", latent_sizes, plain, copy, {}))
         if file.startswith("mlra"):
-            name, gen = f"{title}, for generation", f"{file}_gen"
-            same, more = dataclasses.replace(scaled, latent_dim=H), dict(call="generator")
-            narrow = all_sizes | dict(kv_lora_rank=count * H)
-            found.append((f"{name}, C = H", gen, narrow, same, _latent(count), dict(more)))
+            name, gen_file = f"{title}, for generation", f"{file}_gen"
+            call = dict(call="generator")
+            equal_dims = dataclasses.replace(scaled, latent_dim=H)
+            equal_sizes = latent_sizes | dict(kv_lora_rank=count * H)
+            row = (f"{name}, C = H", gen_file, equal_sizes, equal_dims, _latent(count), call)
+            rows.append(row)
             why = "FlashAttention's default scale counts C channels of a latent, not H of a key"
-            more |= dict(outcome="differs", why=why)
-            found.append((name, gen, all_sizes, scaled, _latent(count), more))
+            differs = call | dict(outcome="differs", why=why)
+            rows.append((name, gen_file, latent_sizes, scaled, _latent(count), differs))
     return [
-        Comparison("MLRA", title, f"model/{file}.py", *rest, **more)
-        for title, file, *rest, more in found
+        Comparison("MLRA", title, f"model/{file}.py", *arguments, **options)
+        for title, file, *arguments, options in rows
     ]
 
 
 def _tpa_authors() -> list[Comparison]:
     """Returns TPA, and its authors' versions of others' mechanisms."""
-    heads, two, half = dict(n_embd=D, n_head=N, head_dim=H), dict(group_size=N // 2), H // 2
-    factors, part = heads | dict(rank=2, q_rank=3), dict(rope_partial_factor=0.5)
+    heads, half = dict(n_embd=D, n_head=N, head_dim=H), H // 2
+    groups, partial = dict(group_size=N // 2), dict(rope_partial_factor=0.5)
+    factors = heads | dict(rank=2, q_rank=3)
     order = functools.partial(copying.partial_backwards, rotated=half)
-    of_half = functools.partial(copying.grouped, order=order)
+    copy_half = functools.partial(copying.grouped, order=order)
     tpa_half = functools.partial(copying.tpa, order=order)
     grouped = functools.partial(copying.grouped, order=copying.backwards)
     latent = dict(q_lora_rank=CQ, kv_lora_rank=C, qk_rope_head_dim=P, v_head_dim=H + 2)
     inference = dict(n_heads=N, n_kv_heads=None, dim=D, head_dim=H, q_rank=3, rank=2)
     inference |= dict(max_batch_size=2, max_seq_len=24)
-    infer = dict(name="TPA", outcome="raises", why="it reads self.n_embd, which nothing sets")
-    decode = dict(call="tpa_decoding")
+    unusable = dict(name="TPA", outcome="raises", why="it reads self.n_embd, which nothing sets")
+    decoding = dict(call="tpa_decoding")
     wide = _mla(value_dim=H + 2)
-    found = [
+    rows = [
         ("TPA", "T6", factors, _tpa(), copying.tpa, {}),
         ("TPA, RoPE last", "T6_ropek", factors, _tpa(), copying.tpa, {}),
-        ("TPA, half RoPE", "T6_partialrope", factors | part, _tpa(), tpa_half, HALF),
+        ("TPA, half RoPE", "T6_partialrope", factors | partial, _tpa(), tpa_half, HALF),
         ("KV-only TPA", "T6_kvonly", factors, _tpa(0), copying.tpa, {}),
         ("KV-only TPA, RoPE last", "T6_kvonly_ropek", factors, _tpa(0), copying.tpa, {}),
         (
             "KV-only TPA, half RoPE",
             "T6_kvonly_partialrope",
-            factors | part,
+            factors | partial,
             _tpa(0),
             tpa_half,
             HALF,
         ),
-        ("TPA, rank 1", "T6", factors | dict(rank=1), _tpa(rank=1), copying.tpa, decode),
-        ("TPA, for inference", "T6_infer", inference, _tpa(), copying.tpa, infer),
-        ("TPA, the same, RoPE last", "T6_infer_ropek", inference, _tpa(), copying.tpa, infer),
+        ("TPA, rank 1", "T6", factors | dict(rank=1), _tpa(rank=1), copying.tpa, decoding),
+        ("TPA, for inference", "T6_infer", inference, _tpa(), copying.tpa, unusable),
+        ("TPA, the same, RoPE last", "T6_infer_ropek", inference, _tpa(), copying.tpa, unusable),
         ("MHA", "llama-mha", heads, _grouped(), grouped, {}),
-        ("MHA, half RoPE", "llama-mha-partialrope", heads | part, _grouped(), of_half, HALF),
-        ("GQA", "llama-gqa", heads | two, _grouped(2), grouped, {}),
-        ("GQA, half RoPE", "llama-gqa-partialrope", heads | two | part, _grouped(2), of_half, HALF),
+        ("MHA, half RoPE", "llama-mha-partialrope", heads | partial, _grouped(), copy_half, HALF),
+        ("GQA", "llama-gqa", heads | groups, _grouped(2), grouped, {}),
+        (
+            *("GQA, half RoPE", "llama-gqa-partialrope", heads | groups | partial),
+            *(_grouped(2), copy_half, HALF),
+        ),
         ("MQA", "llama-gqa", heads | dict(group_size=N), _grouped(1), grouped, {}),
         ("MLA", "llama-mla", heads | latent, wide, _latent(1, order=copying.backwards), {}),
     ]
-    off = dict(using_groupnorm=False)
+    without_norm = dict(using_groupnorm=False)
     return [
-        Comparison("TPA", title, f"model/{file}.py", sizes | off, *rest, **more)
-        for title, file, sizes, *rest, more in found
+        Comparison("TPA", title, f"model/{file}.py", sizes | without_norm, *arguments, **options)
+        for title, file, sizes, *arguments, options in rows
     ]
 
 
@@ -201,30 +208,33 @@ def _gla_authors() -> list[Comparison]:
     names |= dict(kv_a_layernorm_2="kv_norm_2", kv_b_proj_1="W_ukv_1", kv_b_proj_2="W_ukv_2")
 
     def gla(weights, config):
-        renamed = {f"{ours}.weight": weights[f"{name}.weight"] for ours, name in names.items()}
+        renamed = {
+            f"{deepseek_name}.weight": weights[f"{authors_name}.weight"]
+            for deepseek_name, authors_name in names.items()
+        }
         return _latent(2)(renamed, config)
 
     gta = functools.partial(copying.gta, names="q_proj o_proj")
     latents = _mla(GLAConfig, num_latents=2, latent_dim=2 * H, query_rank=8 * H)
-    found = []
-    for title, name, more, config, copy in (
+    comparisons = []
+    for title, name, rope_sizes, config, copy in (
         ("GLA-2", "GLA", dict(qk_rope_dim=P), latents, gla),
         ("GTA", "GTA", dict(rope_dim=P), _gta(P), gta),
     ):
-        same = dict(file=f"modeling_llama_{name}.py", name=f"LlamaFlash{name}", call="llama")
-        same |= dict(sizes=sizes | more, config=config, copy=copy, extra=dict(rope_dim=P))
-        make = functools.partial(Comparison, "grouped-latent-attention", **same)
+        shared = dict(file=f"modeling_llama_{name}.py", name=f"LlamaFlash{name}", call="llama")
+        shared |= dict(sizes=sizes | rope_sizes, config=config, copy=copy, extra=dict(rope_dim=P))
+        make = functools.partial(Comparison, "grouped-latent-attention", **shared)
         why = "transformers' caches join along the axis before the last, which is heads here"
         raises = dict(outcome="equal, its cache raises", why=why)
-        found.append(make(f"{title}, biases 0", fixed=dict(bias=0.0), **raises))
+        comparisons.append(make(f"{title}, biases 0", fixed=dict(bias=0.0), **raises))
         why = f"kvjax has no biases on these projections; {why}"
         raises = dict(outcome="differs, its cache raises", why=why)
-        found.append(make(f"{title}, biases", **raises))
-    return found
+        comparisons.append(make(f"{title}, biases", **raises))
+    return comparisons
 
 
 def _projection_sharing() -> list[Comparison]:
-    """Returns the three shared projections and their baselines, from both scales' files."""
+    """Returns the three shared projections and their baselines, at one or both scales."""
     sizes = dict(n_embd=D, n_head=N, attn_pdrop=0.0, resid_pdrop=0.0, use_bias=True)
     sizes |= dict(n_positions=32, use_flash_attention=False)
 
@@ -238,7 +248,7 @@ def _projection_sharing() -> list[Comparison]:
     all_three = copy("c_q c_k c_v c_proj", "c_attn", "c_q c_k c_v")
     fused = copy("c_q c_k c_v c_proj", "c_kv", "c_k c_v")
     tied = copy("c_q c_k - c_proj")
-    found = []
+    comparisons = []
     for title, file, name, heads, tie, copy_weights, only_small in (
         ("QKV", "KQV", "QKVAttention", N, "none", all_three, False),
         ("Q-K=V", "KV_1", "QKVAttention_KEqualsV", N, "kv", tied, False),
@@ -252,25 +262,25 @@ def _projection_sharing() -> list[Comparison]:
         for scale in ("300_M",) if only_small else ("300_M", "1_2B"):
             with_groups = sizes | dict(n_kv_groups=heads)
             config = _grouped(heads, tie=tie, bias=True)
-            same = dict(sizes=with_groups, config=config, copy=copy_weights)
-            same |= dict(name=name, rope=None)
+            shared = dict(sizes=with_groups, config=config, copy=copy_weights)
+            shared |= dict(name=name, rope=None)
             label = f"{title}, {scale.replace('_M', 'M').replace('_', '.')}"
             path = f"transformer_{file}_{scale}.py"
             peer = "Do-Transformers-Need-3-Projections"
-            found.append(Comparison(peer, label, path, **same))
-    return found
+            comparisons.append(Comparison(peer, label, path, **shared))
+    return comparisons
 
 
 def _nanochat() -> list[Comparison]:
     """Returns MHA, GQA and MQA with QK-norm; PyTorch's epsilon is the dtype's."""
     normed = dict(qk_norm="rms", norm_epsilon=float(np.finfo(np.float64).eps))
     copy = functools.partial(copying.grouped, order=copying.backwards)
-    found = []
+    comparisons = []
     for title, heads in (("MHA, QK-norm", N), ("GQA, QK-norm", 2), ("MQA, QK-norm", 1)):
         sizes, config = dict(n_head=N, n_kv_head=heads, n_embd=D), _grouped(heads, **normed)
-        same = ("nanochat", title, "nanochat/gpt.py")
-        found.append(Comparison(*same, sizes, config, copy, call="nanochat"))
-    return found
+        module = ("nanochat", title, "nanochat/gpt.py")
+        comparisons.append(Comparison(*module, sizes, config, copy, call="nanochat"))
+    return comparisons
 
 
 def _deepseek() -> list[Comparison]:
@@ -282,32 +292,35 @@ def _deepseek() -> list[Comparison]:
     pairs = _latent(1, order=copying.interleaved, output="o_proj")
     halves = _latent(1, output="o_proj")
     config, dense = _mla(value_dim=H + 2), _mla(value_dim=H + 2, query_rank=0)
-    rank, none, half = dict(q_lora_rank=CQ), dict(q_lora_rank=None), dict(rope_interleave=False)
-    small = dict(hidden_size=D, num_hidden_layers=1, num_attention_heads=N, head_dim=H)
-    small |= dict(q_lora_rank=CQ, o_groups=2, o_lora_rank=7, partial_rotary_factor=P / H)
-    small |= dict(layer_types=["sliding_attention"], n_routed_experts=4, rope_theta=ROPE)
+    low_rank, no_rank = dict(q_lora_rank=CQ), dict(q_lora_rank=None)
+    halved = dict(rope_interleave=False)
+    v4_sizes = dict(hidden_size=D, num_hidden_layers=1, num_attention_heads=N, head_dim=H)
+    v4_sizes |= dict(q_lora_rank=CQ, o_groups=2, o_lora_rank=7, partial_rotary_factor=P / H)
+    v4_sizes |= dict(layer_types=["sliding_attention"], n_routed_experts=4, rope_theta=ROPE)
     normed = dict(qk_norm="rms_gain", query_rank=CQ)
     shared = SharedKVConfig(num_heads=N, num_kv_heads=1, key_dim=H, rope_key_dim=P, **normed)
     v4 = functools.partial(copying.deepseek_v4, groups=2)
-    found = [
-        (2, "MLA", sizes | rank, config, pairs, 0),
-        (2, "MLA, dense queries", sizes | none, dense, pairs, 0),
-        (3, "MLA", sizes | rank, config, pairs, 0),
-        (3, "MLA, dense queries", sizes | none, dense, pairs, 0),
-        (3, "MLA, pairs (i, i + P/2)", sizes | rank | half, config, halves, 0),
-        (4, "shared KV, no sinks", small, shared, v4, 0),
-        (4, "shared KV, no sinks, window 7", small, shared, v4, 7),
+    rows = [
+        (2, "MLA", sizes | low_rank, config, pairs, 0),
+        (2, "MLA, dense queries", sizes | no_rank, dense, pairs, 0),
+        (3, "MLA", sizes | low_rank, config, pairs, 0),
+        (3, "MLA, dense queries", sizes | no_rank, dense, pairs, 0),
+        (3, "MLA, pairs (i, i + P/2)", sizes | low_rank | halved, config, halves, 0),
+        (4, "shared KV, no sinks", v4_sizes, shared, v4, 0),
+        (4, "shared KV, no sinks, window 7", v4_sizes, shared, v4, 7),
     ]
-    made = []
-    for version, title, all_sizes, config, copy, window in found:
+    comparisons = []
+    for version, title, all_sizes, config, copy, window in rows:
         family = f"DeepseekV{version}"
         options = dict(name=f"{family}Attention", call="transformers", window=window)
         options |= dict(extra=dict(family=family, window=window))
         if version == 4:
             options |= dict(fixed=dict(sinks=-np.inf))
         file, title = module.format(version), f"V{version} {title}"
-        made.append(Comparison("transformers", title, file, all_sizes, config, copy, **options))
-    return made
+        comparisons.append(
+            Comparison("transformers", title, file, all_sizes, config, copy, **options)
+        )
+    return comparisons
 
 
 ALL = (

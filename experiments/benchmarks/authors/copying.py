@@ -1,4 +1,4 @@
-"""Weights of the authors' attention modules as kvjax's mechanisms hold them.
+"""Converts weights of the authors' attention modules to the form of kvjax's mechanisms.
 
 A matrix of PyTorch's `Linear` is [out, in], ours [in, heads, channels]. Where a matrix reads a
 norm's output, the norm's gain is multiplied into the matrix. RoPE of kvjax rotates channel pairs
@@ -34,8 +34,8 @@ def interleaved(channels: int) -> np.ndarray:
 def partial_backwards(channels: int, rotated: int) -> np.ndarray:
     """Returns the order for RoPE of the first `rotated` channels alone, as in `backwards`."""
     first, second = np.split(np.arange(rotated), 2)
-    still = np.split(np.arange(rotated, channels), 2)
-    return np.concatenate([second, still[0], first, still[1]])
+    unrotated = np.split(np.arange(rotated, channels), 2)
+    return np.concatenate([second, unrotated[0], first, unrotated[1]])
 
 
 def _heads(weights: Weights, name: str, heads: int) -> np.ndarray:
@@ -47,8 +47,10 @@ def _heads(weights: Weights, name: str, heads: int) -> np.ndarray:
 def _output(weights: Weights, name: str, heads: int) -> dict[str, np.ndarray]:
     """Returns the output weight [heads, channels, D], and the bias if there is one."""
     matrix = weights[f"{name}.weight"].T
-    found = {"out": matrix.reshape(heads, -1, matrix.shape[-1])}
-    return found | ({"out_bias": weights[f"{name}.bias"]} if f"{name}.bias" in weights else {})
+    converted = {"out": matrix.reshape(heads, -1, matrix.shape[-1])}
+    if f"{name}.bias" in weights:
+        converted["out_bias"] = weights[f"{name}.bias"]
+    return converted
 
 
 def grouped(
@@ -66,28 +68,29 @@ def grouped(
         tied to another one and has no weight.
     """
     query, key, value, output = names.split()
-    found = _output(weights, output, config.num_heads)
+    converted = _output(weights, output, config.num_heads)
     permutation = order(config.key_dim)
-    for ours, name, heads in (
+    for our_name, name, heads in (
         ("query", query, config.num_heads),
         ("base_key", key, config.num_bases),
         ("base_value", value, config.num_bases),
     ):
         if name != "-":
-            kept = slice(None) if ours == "base_value" else permutation
+            channels = slice(None) if our_name == "base_value" else permutation
             for suffix, kind in (("", "weight"), ("_bias", "bias")):
                 if f"{name}.{kind}" in weights:
-                    found[ours + suffix] = _heads(weights, f"{name}.{kind}", heads)[..., kept]
+                    by_head = _heads(weights, f"{name}.{kind}", heads)
+                    converted[our_name + suffix] = by_head[..., channels]
     if gate:
-        found["gate"] = _heads(weights, f"{gate}.weight", config.num_heads)
-    return found
+        converted["gate"] = _heads(weights, f"{gate}.weight", config.num_heads)
+    return converted
 
 
 def mfa(weights: Weights, config: GroupedConfig) -> dict[str, np.ndarray]:
     """Converts the weights of MLRA's MFA, whose queries are projected from a normalised latent."""
     up = weights["w_q.weight"] * weights["q_layernorm.weight"]
-    found = grouped(dict(weights) | {"w_q.weight": up}, config, names="w_q c_k c_v c_proj")
-    return found | {"query_down": weights["c_q.weight"].T}
+    converted = grouped(dict(weights) | {"w_q.weight": up}, config, names="w_q c_k c_v c_proj")
+    return converted | {"query_down": weights["c_q.weight"].T}
 
 
 def split_fused(weights: Weights, name: str, parts: str) -> dict[str, np.ndarray]:
@@ -96,12 +99,12 @@ def split_fused(weights: Weights, name: str, parts: str) -> dict[str, np.ndarray
     Args:
       parts: names of the projections, in order.
     """
-    found = dict(weights)
+    split = dict(weights)
     for kind in ("weight", "bias"):
         if f"{name}.{kind}" in weights:
-            pieces = np.split(found.pop(f"{name}.{kind}"), len(parts.split()))
-            found |= {f"{part}.{kind}": x for part, x in zip(parts.split(), pieces, strict=True)}
-    return found
+            pieces = np.split(split.pop(f"{name}.{kind}"), len(parts.split()))
+            split |= {f"{part}.{kind}": x for part, x in zip(parts.split(), pieces, strict=True)}
+    return split
 
 
 def latent(
@@ -122,24 +125,24 @@ def latent(
     """
     N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
     permutation = order(P)
-    found = {}
+    converted = {}
     if config.query_rank:
-        found["query_down"] = weights["q_a_proj.weight"].T
+        converted["query_down"] = weights["q_a_proj.weight"].T
         query = weights["q_b_proj.weight"] * weights["q_a_layernorm.weight"]
     else:
         query = weights["q_proj.weight"]
     query = query.T.reshape(-1, N, H + P)
-    found |= {"query": query[..., :H], "rope_query": query[..., H:][..., permutation]}
+    converted |= {"query": query[..., :H], "rope_query": query[..., H:][..., permutation]}
     down, rope_key = np.split(weights["kv_a_proj_with_mqa.weight"].T, [-P], axis=1)
     latents = config.entry()["latent"].shape
-    found |= {"down": down.reshape(-1, *latents), "rope_key": rope_key[:, permutation]}
+    converted |= {"down": down.reshape(-1, *latents), "rope_key": rope_key[:, permutation]}
     up = np.stack([weights[gain][:, None] * matrix for gain, matrix in ups])
     up = up.reshape(*latents, -1, H + config.value_dim)
-    found |= {"up_key": up[..., :H], "up_value": up[..., H:]}
+    converted |= {"up_key": up[..., :H], "up_value": up[..., H:]}
     out = _output(weights, output, N)["out"]
     if gate:
-        found["gate"] = _heads(weights, f"{gate}.weight", N)
-    return found | {"out": out * scale}
+        converted["gate"] = _heads(weights, f"{gate}.weight", N)
+    return converted | {"out": out * scale}
 
 
 def gta(weights: Weights, config: GTAConfig, *, names: str = "c_q c_proj") -> dict[str, np.ndarray]:
@@ -149,10 +152,10 @@ def gta(weights: Weights, config: GTAConfig, *, names: str = "c_q c_proj") -> di
       names: of queries and the output.
     """
     query, output = names.split()
-    found = _output(weights, output, config.num_heads)
-    found["query"] = _heads(weights, f"{query}.weight", config.num_heads)
-    found["latent"] = _heads(weights, "kv_proj.weight", config.num_kv_heads)
-    return found | {"rope_key": weights["W_rope_k.weight"].T}
+    converted = _output(weights, output, config.num_heads)
+    converted["query"] = _heads(weights, f"{query}.weight", config.num_heads)
+    converted["latent"] = _heads(weights, "kv_proj.weight", config.num_kv_heads)
+    return converted | {"rope_key": weights["W_rope_k.weight"].T}
 
 
 def tpa(
@@ -165,29 +168,29 @@ def tpa(
 ) -> dict[str, np.ndarray]:
     """Converts the weights of TPA."""
     N, permutation = config.num_heads, order(config.key_dim)
-    found = _output(weights, output, N)
+    converted = _output(weights, output, N)
 
     def weight(name: str, heads: int) -> np.ndarray:
         return _heads(weights, f"{prefix}{name}.weight", heads)
 
     if config.query_factors:
-        found["query_head"] = weight("W_A_q", N)
-        found["query_factor"] = weight("W_B_q", config.query_factors)[..., permutation]
+        converted["query_head"] = weight("W_A_q", N)
+        converted["query_factor"] = weight("W_B_q", config.query_factors)[..., permutation]
     else:
-        found["query"] = weight("c_q", N)[..., permutation]
-    found |= {"key_head": weight("W_A_k", N), "value_head": weight("W_A_v", N)}
-    found["key_factor"] = weight("W_B_k", config.key_rank)[..., permutation]
-    return found | {"value_factor": weight("W_B_v", config.value_rank)}
+        converted["query"] = weight("c_q", N)[..., permutation]
+    converted |= {"key_head": weight("W_A_k", N), "value_head": weight("W_A_v", N)}
+    converted["key_factor"] = weight("W_B_k", config.key_rank)[..., permutation]
+    return converted | {"value_factor": weight("W_B_v", config.value_rank)}
 
 
 def deepseek_v4(weights: Weights, config: SharedKVConfig, *, groups: int) -> dict[str, np.ndarray]:
     """Converts DeepSeek-V4's attention without compression; its two output matrices become one."""
     N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
     permutation = np.concatenate([np.arange(H - P), H - P + interleaved(P)])
-    first = weights["o_a_proj.weight"]  # [groups * R, N * H / groups]
-    second = np.split(weights["o_b_proj.weight"], groups, axis=1)
-    whole = [a.T @ b.T for a, b in zip(np.split(first, groups), second, strict=True)]
-    found = {
+    down = weights["o_a_proj.weight"]  # [groups * R, N * H / groups]
+    up = np.split(weights["o_b_proj.weight"], groups, axis=1)
+    products = [a.T @ b.T for a, b in zip(np.split(down, groups), up, strict=True)]
+    converted = {
         "query_down": weights["q_a_proj.weight"].T,
         "query_latent_norm.gain": weights["q_a_norm.weight"],
         "query": _heads(weights, "q_b_proj.weight", N)[..., permutation],
@@ -195,4 +198,4 @@ def deepseek_v4(weights: Weights, config: SharedKVConfig, *, groups: int) -> dic
         "latent": weights["kv_proj.weight"].T[:, None, permutation],
         "latent_norm.gain": weights["kv_norm.weight"][None, permutation],
     }
-    return found | {"out": np.concatenate(whole).reshape(N, H, -1)[:, permutation]}
+    return converted | {"out": np.concatenate(products).reshape(N, H, -1)[:, permutation]}

@@ -1,4 +1,4 @@
-"""Loads a module of another repository where packages that attention does not need are missing.
+"""Imports a module of another repository, with stand-ins for packages that attention does not need.
 
 Imports neither JAX nor PyTorch.
 """
@@ -42,12 +42,12 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     Args:
       packages: top-level names, installed or not.
-      given: by module, the names that are no `StandIn`, and their objects.
+      objects: by module, objects by name in place of a `StandIn`.
     """
 
-    def __init__(self, packages: tuple[str, ...], given: dict[str, dict[str, object]]):
-        self.packages, self.given = packages, given
-        self.served: set[str] = set()  # the modules that were asked for
+    def __init__(self, packages: tuple[str, ...], objects: dict[str, dict[str, object]]):
+        self.packages, self.objects = packages, objects
+        self.served: set[str] = set()  # modules that were imported
 
     def find_spec(self, name: str, path=None, target=None):
         if name.partition(".")[0] not in self.packages:
@@ -60,7 +60,7 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         self.served.add(module.__name__)
         module.__getattr__ = _attribute
-        vars(module).update(self.given.get(module.__name__, {}))
+        vars(module).update(self.objects.get(module.__name__, {}))
 
 
 def load(file: pathlib.Path) -> types.ModuleType:

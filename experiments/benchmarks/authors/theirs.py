@@ -1,8 +1,8 @@
 """Outputs of the authors' attention modules with random weights, in float64.
 
 Runs in an environment with PyTorch, where kvjax need not be; `authors_code` starts it, once per
-repository. FlashAttention, which needs a GPU, is replaced by its definition; every narrower dtype
-that their code names is float64 here, so that rounding hides nothing.
+repository. FlashAttention, which needs a GPU, is replaced by its definition. Every floating dtype
+that their code names is replaced by float64, so that rounding hides nothing.
 """
 
 import importlib
@@ -17,17 +17,17 @@ import torch
 
 from experiments.benchmarks.authors import loading
 
-BATCH, TOKENS, PREFILL = 2, 24, 5  # PREFILL: tokens that enter a cache of theirs in one chunk
+BATCH, TOKENS, PREFILL = 2, 24, 5  # PREFILL: tokens that enter the authors' cache in one chunk
 _REPLACED = ("transformers", "flash_attn", "flash_attn_interface", "hopper", "einops")
 _REPLACED += ("clearml", "datasets", "rustbpe", "tiktoken")
 
 
 def flash_attention(q, k, v, causal=True, qv=None, **_):
-    """Computes FlashAttention 3's output [B, T, N, Hv]; queries are of the last positions.
+    """Computes FlashAttention 3's output [B, T, N, Hv]; the queries have the last T positions.
 
     Args:
-      qv: queries whose products with values are added to the logits. The default scale counts
-        their channels, too (hopper/flash_attn_interface.py).
+      qv: queries whose products with values are added to the logits. The default scale also counts
+        their channels (hopper/flash_attn_interface.py).
     """
     assert causal
     channels = q.shape[-1] + (0 if qv is None else qv.shape[-1])
@@ -104,9 +104,9 @@ def randomise(module: torch.nn.Module, fixed: dict[str, float], seed: int) -> di
 
 # Each of these functions returns
 # - a module,
-# - a function that runs it: (inputs, position of the first, cache) -> outputs, of whole rows if the
-#   cache is None,
-# - a function that makes a cache; None if the module has none.
+# - a function (inputs, position of the first, cache) -> outputs; without a cache (None) the inputs
+#   are whole rows,
+# - a function that makes a cache; None if the module has no cache.
 
 
 def _module(code, case, x):
@@ -128,7 +128,7 @@ def _generator(code, case, x):
 
 
 def _llama(code, case, x):
-    """Returns a module for transformers' Llama, whose RoPE has a head size of its own."""
+    """Returns a module for transformers' Llama; its RoPE has another number of channels."""
     config = types.SimpleNamespace(**case["sizes"])
     module = getattr(code, case["name"])(config, layer_idx=0)
     of_rope = types.SimpleNamespace(**case["sizes"] | {"head_dim": case["rope_dim"]})
@@ -178,17 +178,18 @@ def _tpa_decoding(code, case, x):
         if cache is None:
             return module(new)
 
-        def of(name, *axes):
+        def factor(name, *axes):
             return getattr(module.c_qkv, name)(x).view(BATCH, TOKENS, *axes)
 
         angles = module.c_qkv.rotary(x)
-        bq = code.apply_rotary_emb(of("W_B_q", R, H), *angles)
-        bk = code.apply_rotary_emb(of("W_B_k", 1, H), *angles)[:, :, 0]
-        aq, ak, av, bv = of("W_A_q", N, R), of("W_A_k", N), of("W_A_v", N), of("W_B_v", H)
+        bq = code.apply_rotary_emb(factor("W_B_q", R, H), *angles)
+        bk = code.apply_rotary_emb(factor("W_B_k", 1, H), *angles)[:, :, 0]
+        aq, ak = factor("W_A_q", N, R), factor("W_A_k", N)
+        av, bv = factor("W_A_v", N), factor("W_B_v", H)
         outputs = []
         for t in range(first, first + new.shape[1]):
-            one, all_ = slice(t, t + 1), slice(0, t + 1)
-            factors = (aq[:, one], ak[:, all_], av[:, all_], bq[:, one], bk[:, all_], bv[:, all_])
+            now, past = slice(t, t + 1), slice(0, t + 1)
+            factors = (aq[:, now], ak[:, past], av[:, past], bq[:, now], bk[:, past], bv[:, past])
             outputs.append(decoding.flashtpa_decode_torch(*factors))
         return module.c_proj(torch.cat(outputs, dim=1).flatten(2))
 
@@ -226,33 +227,33 @@ _CALLS |= dict(tpa_decoding=_tpa_decoding, transformers=_transformers)
 def outputs(case: dict, code: types.ModuleType) -> dict[str, np.ndarray]:
     """Returns weights ("weights/NAME"), inputs x, and outputs y of whole rows.
 
-    A module with a cache has also `cached`, outputs from the cache: the first PREFILL tokens enter
-    in one chunk, the others one by one. If that raises, `cached_error` has the message instead.
+    For a module with a cache, `cached` has the outputs from the cache: the first PREFILL tokens
+    enter in one chunk, the others one by one. If this raises, `cached_error` has the message.
     """
     seed = case["seed"]
     x = torch.tensor(np.random.default_rng(seed).standard_normal((BATCH, TOKENS, case["width"])))
     with torch.no_grad():
         module, run, make_cache = _CALLS[case["call"]](code, case, x)
         weights = randomise(module.eval(), case["fixed"], seed)
-        found = {f"weights/{name}": value for name, value in weights.items()}
-        found |= dict(x=x.numpy(), y=run(x, 0, None).numpy())
+        arrays = {f"weights/{name}": value for name, value in weights.items()}
+        arrays |= dict(x=x.numpy(), y=run(x, 0, None).numpy())
         if make_cache is not None:
             try:
                 cache, cuts = make_cache(), itertools.pairwise([0, *range(PREFILL, TOKENS + 1)])
                 parts = [run(x[:, start:stop], start, cache) for start, stop in cuts]
-                found["cached"] = torch.cat(parts, dim=1).numpy()
+                arrays["cached"] = torch.cat(parts, dim=1).numpy()
             except Exception as error:  # a bug of the authors, shown in the table
-                found["cached_error"] = np.array(said(error))
-    return found
+                arrays["cached_error"] = np.array(message_of(error))
+    return arrays
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Returns the type and first line of an exception."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _code(case: dict) -> types.ModuleType:
-    """Returns the module with a case's class; of transformers, its config and cache too."""
+    """Returns the module with a case's class; for transformers also with its config and cache."""
     if case["call"] != "transformers":
         return loading.load(pathlib.Path(case["folder"], case["file"]))
     files = (case["file"], case["file"].replace("modeling", "configuration"))
@@ -269,15 +270,15 @@ def main(out: str) -> None:
         sys.meta_path.insert(0, finder)
         sys.path.insert(0, cases[0]["folder"])
     codes = [_code(case) for case in cases]
-    widen()  # after transformers has made its tables of dtypes
+    widen()  # after the import of transformers, which makes tables of dtypes
     errors = {}
     for case, code in zip(cases, codes, strict=True):
         try:
-            found = outputs(case, code)
+            arrays = outputs(case, code)
         except Exception as error:  # a bug of the authors, shown in the table
-            errors[case["id"]] = said(error)
+            errors[case["id"]] = message_of(error)
         else:
-            np.savez(pathlib.Path(out, f"{case['id']}.npz"), **found)
+            np.savez(pathlib.Path(out, f"{case['id']}.npz"), **arrays)
     modules = {name: sys.modules.get(name) for name in ("torch", "transformers")}
     versions = {n: m.__version__ for n, m in modules.items() if hasattr(m, "__version__")}
     tops = sorted({name.partition(".")[0] for name in finder.served})

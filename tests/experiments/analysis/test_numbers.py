@@ -1,4 +1,4 @@
-"""One number of each report: against those of the functions behind the reports."""
+"""Numbers of the reports, against the functions that the reports call."""
 
 import dataclasses
 
@@ -86,7 +86,7 @@ def test_components_and_divergence_are_those_of_the_text(lrkv):
 
 
 @pytest.mark.slow
-def test_what_a_report_refuses_is_left_out():
+def test_reports_that_refuse_a_model_are_left_out():
     model = _model(4, 4, tie="qk", position_channels=4)
     assert numbers._if_there(numbers.compression, model, REQUEST) == {}
     assert "share" in numbers._if_there(numbers.diversity, model, REQUEST)

@@ -1,4 +1,4 @@
-"""Orders held to paired differences over seeds."""
+"""Published orders against paired differences over seeds."""
 
 import pytest
 
@@ -14,7 +14,7 @@ MEASURED = {
 PUBLISHED = dict(low=50.0, high=90.0, lowest=40.0, middle=80.0, unmeasured=95.0)
 
 
-def test_an_order_is_held_to_every_pair():
+def test_all_pairs_of_an_order():
     found = {(pair.first, pair.second): pair for pair in seeds.pairs(PUBLISHED, MEASURED)}
     assert list(found) == [
         *(("high", "middle"), ("high", "low"), ("high", "lowest")),

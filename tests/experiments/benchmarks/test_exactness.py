@@ -1,4 +1,4 @@
-"""The comparison of a model from its cache with the same model recomputed."""
+"""The comparison of a model's outputs from the cache with those of whole rows."""
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ def test_lrkv_from_the_cache_is_the_model_recomputed(randomise):
         assert result["same_token_where_clear"] == result["clear_positions"] > 150
 
 
-def test_a_difference_is_seen_and_rounding_is_not():
+def test_only_differences_beyond_rounding_fail():
     full = np.array([[[0.0, 1.0, 4.0], [2.0, 4.0, 4.0 - 1e-6]]])
     other = np.array([[[0.0, 4.0, 1.0], [2.0, 4.0 - 1e-6, 4.0]]])
     result = exactness.compare(full, other)

@@ -82,7 +82,7 @@ def test_seconds_are_the_slope_of_two_chains(stepper, monkeypatch):
     assert min(lengths) == [200, 200] and max(lengths) == [211, 211]
 
 
-def test_what_does_not_fit_is_said_and_the_rest_measured(stepper, monkeypatch):
+def test_points_that_do_not_fit_are_skipped_with_a_reason(stepper, monkeypatch):
     small, large = (benchmark.Point(stepper, batch, 128, 2) for batch in (1, 10_000))
     monkeypatch.setattr(benchmark.Point, "measure", lambda self, program, rounds: dict(of=program))
     monkeypatch.setattr(

@@ -1,6 +1,6 @@
 """The benchmark's PyTorch model against kvjax: equal logits, equal training steps.
 
-Skipped where PyTorch is not installed, which nothing else needs. To run them:
+Skipped without PyTorch, which no other test needs. To run them:
 
     pip install torch && pytest tests/experiments/benchmarks/test_torch_training.py
 """
@@ -32,7 +32,7 @@ SMALL = (
 
 @pytest.fixture
 def run():
-    """A run of three layers in float32, no two of its sizes the same."""
+    """A run of three layers in float32 with distinct sizes."""
     ours = train_benchmark.our_run("configs/mha_tiny.py", SMALL, rows=4, steps=1)
     return train_benchmark.torch_run(ours.experiment, "default", "default", 1)
 
@@ -112,7 +112,7 @@ def test_same_logits_and_loss(run, randomise):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_same_training_steps(run, randomise, parts):
-    """Gradients, clipping, Muon and AdamW: weights stay together for several steps."""
+    """Gradients, clipping, Muon and AdamW: weights stay equal for several steps."""
     experiment = run.experiment
     _, weights = randomise(
         lambda: Transformer(experiment.model, jax.random.key(0)), dtype=np.float32
@@ -167,7 +167,9 @@ def test_compiled_in_its_own_process(run):
     result = contender.run("experiments.benchmarks.torch_training", run.arguments | dict(steps=3))
     assert len(result["seconds"]) == 3 and min(result["seconds"]) > 0
     assert result["parameters"] == run.arguments["parameters"]
-    assert result["loss"] < np.log(run.experiment.model.vocab_size)  # of the same rows again
+    assert result["loss"] < np.log(
+        run.experiment.model.vocab_size
+    )  # after training on the same rows
     code = "import experiments.benchmarks.torch_training, json, sys\n"
     code += "print(json.dumps(sorted(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

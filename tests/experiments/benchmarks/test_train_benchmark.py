@@ -39,7 +39,7 @@ def test_rows_and_keys_change_the_config():
     assert benchmark.our_run(MHA, "", **ONE).experiment.tokens_per_step == 524_288
 
 
-def test_pytorch_is_given_the_config_shape(monkeypatch):
+def test_pytorch_has_the_configs_shape(monkeypatch):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: True)
     options = dict(rows=32, steps=3, attention=["flash", "cudnn"], mode="default")
     options |= dict(changes=["compute.remat=none", "compute.remat=dots"])
@@ -78,7 +78,7 @@ def test_pytorch_refuses_other_models(changes):
         benchmark.torch_run(experiment, "flash", "default", 1)
 
 
-def test_pytorch_needs_an_mha_config_and_to_be_there(monkeypatch):
+def test_pytorch_needs_an_mha_config_and_an_installation(monkeypatch):
     options = dict(changes=[], attention=["flash"], mode="default", **ONE)
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="PyTorch is not installed"):
@@ -131,7 +131,7 @@ def test_mfu_is_of_the_datasheet_and_of_all_devices():
     assert shown == [f"{one['mfu']:.1%}", f"{one['of_matmul']:.1%}", "9.0", "7.0", "1.500"]
 
 
-def test_what_is_not_known_is_left_empty():
+def test_unknown_values_are_empty_cells():
     run = benchmark.our_run(MHA, "", rows=32, steps=1)
     measured = dict(seconds=[0.1], first_step_seconds=9.0, loss=1.5, peak_bytes=None, count=1)
     row = benchmark.with_rates(benchmark.figures(run, measured), None, None)
@@ -139,7 +139,7 @@ def test_what_is_not_known_is_left_empty():
     assert _cells(row)[-5:] == ["", "", "9.0", "", "1.500"]
 
 
-def test_results_of_devices_lie_beside_each_other():
+def test_each_device_has_its_own_record():
     assert benchmark.result_name(jax.devices("cpu")[0]) == "train_benchmark"
     assert benchmark.result_name(_gpu("NVIDIA H200")) == "train_benchmark_h200"
     assert benchmark.result_name(_gpu("NVIDIA H100 80GB HBM3")) == "train_benchmark_h100"
@@ -169,7 +169,7 @@ def test_a_users_mistake_is_a_line_and_a_bug_a_traceback_too(capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_what_libraries_print_is_no_result(monkeypatch):
+def test_output_of_libraries_is_no_result(monkeypatch):
     printed = 'warning\nresult: {"loss": 1.5}\n3 caches written\n'
     done = subprocess.CompletedProcess([], 0, stdout=printed)
     monkeypatch.setattr(contender.subprocess, "run", lambda *args, **kwargs: done)
@@ -188,7 +188,7 @@ def test_rows_of_other_devices_are_failures(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_one_failure_leaves_the_others_and_nothing_of_data_is_imported(tmp_path):
+def test_a_failed_run_does_not_end_others_and_data_is_not_imported(tmp_path):
     """Runs the command with JAX, Flax and Optax alone."""
     absent = "grain tensorflow_datasets array_record tensorboardX tokenizers pyarrow matplotlib"
     for name in absent.split():

@@ -82,7 +82,7 @@ def test_pictures_are_of_the_files_and_the_same_each_time(results):
     assert lrkv.lines[0].get_ydata() == pytest.approx([np.mean((84, 84, 86))])
 
 
-def test_nothing_is_drawn_of_nothing():
+def test_no_picture_without_results():
     assert plots.write() == []
 
 

@@ -102,7 +102,7 @@ def _option(command, name):
 
 @pytest.mark.slow
 def test_smollm2_is_tuned_by_the_products_commands(run, small_smollm2, monkeypatch, tmp_path):
-    """Stand-ins of the commands copy their source folder."""
+    """Stand-ins for the commands copy the source folder."""
     commands = []
 
     def run_command(command, log):

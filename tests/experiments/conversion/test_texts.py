@@ -8,7 +8,7 @@ from kvjax.data import config as config_lib, sources
 from kvjax.foundation.errors import UserError
 
 
-def test_what_is_held_out_is_what_the_product_holds_out():
+def test_held_out_text_is_the_products():
     training, validation = texts.training_text(), texts.validation_text()
     assert len(training) > 80 and all(training) and all(validation)
     held_out = "".join(validation)

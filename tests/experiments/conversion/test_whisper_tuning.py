@@ -32,7 +32,7 @@ def _tune(subject, setting, methods=(), steps=3, **keys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tune", ["qk", "qkv"])
-def test_what_is_named_learns_and_nothing_else(subject, tune):
+def test_only_named_parameters_are_trained(subject, tune):
     setting = Setting(1e-2, tune, 0.0, ())
     before, mechanisms, (after, losses, count) = _tune(subject, setting, (LowRankKV(rank=2),))
     rows_RT = subject.training_RT[:2]
@@ -72,7 +72,7 @@ def test_a_share_of_the_loss_is_the_originals_predictions(subject):
 
 
 @pytest.mark.slow
-def test_all_of_a_seed_see_the_same_rows(subject, monkeypatch):
+def test_runs_of_a_seed_see_the_same_rows(subject, monkeypatch):
     seen = {}
     _settings(monkeypatch, "lrkv_r32")
     tasks = whisper_tuning.tasks(subject, tokens=48, seeds=2)

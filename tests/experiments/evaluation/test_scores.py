@@ -1,4 +1,4 @@
-"""Scores side by side are those of the rows that an evaluation kept."""
+"""Scores are those of the rows that evaluations stored."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_a_terminal_takes_it(pair, capsys):
     assert max(map(len, out.splitlines())) <= 80 and "-50.0" in out
 
 
-def test_other_data_or_nothing_asked(pair, tmp_path, capsys):
+def test_missing_and_unequal_evaluations(pair, tmp_path, capsys):
     _rows(tmp_path / "second", "mmlu", [True], data="y")
     assert command_line.status(scores.main, [pair]) == 2
     assert "mmlu was evaluated with data = 'y'" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from experiments import claims
 from experiments.ledger import judge
 from experiments.record import EXPERIMENTS
 
-# Numbered in the papers: how many tables, how many figures.
+# By paper: the numbers of its tables and figures.
 NUMBERED = {
     "lrkv": (5, 18),
     "projection_sharing": (11, 11),
@@ -36,7 +36,7 @@ def test_every_claim_names_a_rule_and_its_options():
     rules = [claim for paper in claims.PAPERS for claim in judge.claims(paper)]
     for claim in rules:
         assert claim["place"] and claim["says"]
-        assert not (claim.get("own") and claim["command"])  # nothing was run for it
+        assert not (claim.get("own") and claim["command"])  # it needs no run
     names = set()
     for one in rules:  # which grows
         options = {k: x for k, x in one.items() if k not in ("rule", "own", *judge._FIELDS)}
@@ -50,7 +50,7 @@ def test_every_claim_names_a_rule_and_its_options():
 
 @pytest.mark.slow
 @pytest.mark.whole
-def test_the_file_is_what_the_results_say(ledger):
+def test_the_file_follows_from_the_results(ledger):
     stored = (EXPERIMENTS / claims.FILE).read_text("utf-8")
     assert stored == claims.written(ledger), (
         "run `python -m experiments.claims --write` where results have changed"

@@ -1,11 +1,11 @@
-"""Rules of any paper: when each gives which verdict."""
+"""Rules for any paper, and their verdicts."""
 
 import json
 
 import pytest
 
 from experiments.ledger import judge
-from experiments.ledger.judge import Found
+from experiments.ledger.judge import Judgement
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import Estimate
 
@@ -31,7 +31,7 @@ def test_a_difference_needs_seeds_and_an_interval(given, difference, verdict):
     "mean, half, seeds, verdict",
     [
         (0.05, 0.2, 3, "reproduced"),  # all of the interval within the margin
-        (-0.29, 0.01, 3, "reproduced"),  # also where it excludes 0
+        (-0.29, 0.01, 3, "reproduced"),  # even if the interval excludes 0
         (0.2, 0.2, 3, "not distinguishable"),
         (0.4, 0.2, 3, "not distinguishable"),
         (-0.6, 0.2, 3, "contradicted"),
@@ -80,7 +80,7 @@ def test_several_signs(given, first, second, verdict):
 
 def test_figures_within_a_printed_range():
     found = judge.within({"a": 2, "b": 11, "c": 11.5}, 2, 11, ".1f")
-    assert found == Found("in part", "2 of 3 cases; a 2.0, b 11.0, c 11.5")
+    assert found == Judgement("in part", "2 of 3 cases; a 2.0, b 11.0, c 11.5")
 
 
 def test_numbers_agree_to_their_printed_digits():
@@ -89,7 +89,7 @@ def test_numbers_agree_to_their_printed_digits():
 
     assert verdict("0.79", 0.786) == "reproduced" and verdict("0.78", 0.786) == "contradicted"
     assert verdict("5,888", 2928) == "contradicted" and verdict("733", 733.4) == "reproduced"
-    assert judge.computed("6", "100 * (1 - 650 / 689)", "x") == Found("reproduced", "6: x")
+    assert judge.computed("6", "100 * (1 - 650 / 689)", "x") == Judgement("reproduced", "6: x")
 
 
 def test_tables_agree_wholly_in_part_or_not(results):
@@ -99,7 +99,7 @@ def test_tables_agree_wholly_in_part_or_not(results):
 
     tables = {"a": [row(True, "x"), row(True, "y")], "b": [row(True, "x"), row(False, "y")]}
     (results / "paper_tables.json").write_text(json.dumps({"tables": tables}))
-    assert judge.table("a") == Found("reproduced", "2 of 2 figures agree")
+    assert judge.table("a") == Judgement("reproduced", "2 of 2 figures agree")
     part = judge.table("b")
     assert part.verdict == "in part" and "y: 1 there, 2 % here: it is 2" in part.ours
     assert judge.table("b", only="y").verdict == "contradicted"
@@ -119,7 +119,7 @@ def test_tables_agree_wholly_in_part_or_not(results):
     ],
 )
 def test_several_cases_have_one_verdict(verdicts, verdict):
-    assert judge.of_all(verdicts.split(", ")) == verdict
+    assert judge.combined(verdicts.split(", ")) == verdict
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_figures_of_the_paper_alone_reproduce_nothing(holds, verdict, own):
     claim = {"rule": "arithmetic", "holds": holds, "why": "x"}
     found = judge.judge(claim)
     assert found.verdict == verdict and found.ours.endswith("cases; x")
-    assert judge.judge(claim | {"own": True}) == Found(own, found.ours)
+    assert judge.judge(claim | {"own": True}) == Judgement(own, found.ours)
 
 
 def test_a_figure_that_is_printed_twice():
@@ -142,7 +142,7 @@ def test_a_figure_that_is_printed_twice():
     assert judge.twice("0.726", "0.729").ours == "0 of 1 cases; 0.726 here, 0.729 there"
 
 
-def test_what_is_too_large_states_what_would_settle_it(results, given):
+def test_claims_at_scale_state_the_cost_of_settling_them(results, given):
     seen = {"rule": "sign", "of": given(-0.5, 0.2), "sign": -1} | SCALE
     two = ("lrkv_2p5b", "mha_2p5b")
     found = judge.at_scale(two, 50e9, seen=seen, why="for a reason")
@@ -163,10 +163,10 @@ def test_what_is_too_large_states_what_would_settle_it(results, given):
 
 def test_a_missing_or_damaged_result(results):
     for claim in (TABLE, TABLE | {"own": True}):
-        assert judge.judge(claim) == Found("not measured yet", "")
+        assert judge.judge(claim) == Judgement("not measured yet", "")
     assert (
         judge.undefined("unclear")
-        == Found("undefined", "unclear")
+        == Judgement("undefined", "unclear")
         == judge.undefined("unclear", TABLE)
     )
     with pytest.raises(judge.NoResultError):

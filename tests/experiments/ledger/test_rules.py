@@ -1,4 +1,4 @@
-"""Rules of single papers: small tasks, heads, ranks, proofs."""
+"""Rules for single papers: small tasks, heads, ranks, proofs."""
 
 import json
 
@@ -12,7 +12,7 @@ from experiments.ledger import (
 )
 
 
-def test_channels_that_retrieval_needs_by_the_number_of_keys(results):
+def test_channels_needed_by_the_number_of_keys(results):
     def rows(task, least):
         return [
             dict(task=task, channels=n, seeds=3, converged_runs=3 if n >= least else 1)
@@ -28,7 +28,7 @@ def test_channels_that_retrieval_needs_by_the_number_of_keys(results):
     assert found.verdict == judge.CONTRADICTED
     assert "16 keys: 16, predicted 8; 8, 32, 64 keys are not measured" in found.ours
     assert found_with(retrieval=8, retrieval_64_keys=8).verdict == judge.REPRODUCED  # 12 suffice
-    assert found_with(retrieval=8, retrieval_32_keys=64).verdict == judge.PART
+    assert found_with(retrieval=8, retrieval_32_keys=64).verdict == judge.IN_PART
     found = found_with(retrieval=8, retrieval_64_keys=128)  # too few batches for any
     assert found.verdict == judge.REPRODUCED
     assert "; 64 keys no d_select learns with every seed" in found.ours
@@ -49,7 +49,7 @@ def test_a_claim_that_holds_from_one_start_holds_in_part(results):
         return rules_thin_keys.both_starts({"rule": "enough_channels"})
 
     found = found_with(rows)
-    assert found.verdict == judge.PART
+    assert found.verdict == judge.IN_PART
     assert "weights by fan-in: 0 of 1 cases" in found.ours
     assert "matrices that start alike: 1 of 1 cases" in found.ours
     assert found_with(rows[2:]).verdict == judge.REPRODUCED
@@ -61,14 +61,14 @@ def test_a_claim_that_holds_from_one_start_holds_in_part(results):
 @pytest.mark.parametrize(
     "plain, moved, others, verdict",
     [
-        (99, -24, -24, "not distinguishable"),  # three of four heads are all that could be filled
+        (99, -24, -24, "not distinguishable"),  # three of four heads is the maximum
         (60, 10, -5, "reproduced"),
         (60, 10, 5, "in part"),
         (60, -10, -5, "contradicted"),
         (60, 0.5, -5, "not distinguishable"),
     ],
 )
-def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verdict):
+def test_centring_raises_ranks_below_the_maximum(results, plain, moved, others, verdict):
     (results / "analysis").mkdir()
 
     def runs(moved):
@@ -120,7 +120,7 @@ def test_a_query_folds_into_b_without_rope_alone():
     assert rules_lrkv.fold_gap(rope=False) < 1e-9 < 1e-2 < rules_lrkv.fold_gap(rope=True)
 
 
-def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neither(results):
+def test_solved_cells_and_cells_outside_the_grid_do_not_count(results):
     def cell(right):
         return {str(seed): dict(right=right + seed / 100) for seed in range(3)}
 
@@ -131,7 +131,7 @@ def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neith
     for outside in ("d32_l2_h2_t32", "d32_l2_h2_t96", "d48_l2_h2_t64", "d32_l3_h2_t64"):
         runs |= {f"swap/qkv/{outside}": cell(0.9), f"swap/qkv_tied/{outside}": cell(0.1)}
     runs |= {"swap/qkv/d32_l2_h2_t64": cell(0.6), "swap/qkv_tied/d32_l2_h2_t64": cell(0.4)}
-    runs |= {"swap/qkv/d32_l2_h2_t128": cell(0.1)}  # which the other lacks
+    runs |= {"swap/qkv/d32_l2_h2_t128": cell(0.1)}  # the other variant lacks this cell
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
     found, seeds = rules_projection_sharing.accuracy("swap", "qkv_tied", "qkv")
     assert found.mean == pytest.approx(-20) and seeds == 3
@@ -144,7 +144,7 @@ def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neith
     for variant in ("qkv", "qkv_tied"):
         runs[f"swap/{variant}/d32_l2_h2_t64"] = solved
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
-    assert alike().verdict == judge.UNTOLD and alike().ours.startswith("both solve it (points")
+    assert alike().verdict == judge.INDISTINCT and alike().ours.startswith("both solve it (points")
 
 
 def _remedies(
@@ -165,11 +165,11 @@ def _remedies(
     return rules_projection_sharing.no_help(margin=1.0)
 
 
-def test_a_remedy_that_helps_everywhere_is_one(results):
+def test_a_remedy_that_helps_everywhere_contradicts_the_claim(results):
     helps, harms = (0.1, 0.02, 0.1, 0.02), (0.1, 0.02, 0.1, -0.02)
     assert _remedies(results, harms, harms).verdict == judge.REPRODUCED
     found = _remedies(results, helps, harms)
-    assert found.verdict == judge.PART
+    assert found.verdict == judge.IN_PART
     assert (
         "normalised (contradicted): Q=K-V reverse +10.0 ± 1.0, Q=K-V swap +2.0 ± 1.0" in found.ours
     )
@@ -183,7 +183,7 @@ def test_a_remedy_that_helps_everywhere_is_one(results):
     assert _remedies(results, harms, harms, **room).verdict == judge.CONTRADICTED
 
 
-def test_what_few_variants_solve_is_not_solved_by_all(results):
+def test_a_task_is_solved_if_all_variants_solve_it(results):
     grid = dict(width=[32, 64], layers=[2], heads=[2], length=[16])
 
     def write(variants, seeds, **sizes):
@@ -205,7 +205,7 @@ def test_what_few_variants_solve_is_not_solved_by_all(results):
     "best, failed, verdict", [(0.9999, 0, "reproduced"), (0.999, 0, "in part"), (1.0, 1, "in part")]
 )
 def test_copying_is_judged_by_its_best_as_printed(results, best, failed, verdict):
-    """A number of channels that fails in the paper may converge with no seed."""
+    """If a number of channels fails in the paper, no seed may converge."""
     row = dict(task="retrieval", right=0.5, right_half_interval=0.1, seeds=3)
     rows = [row | dict(channels=4, converged_runs=failed), row | dict(channels=8, converged_runs=3)]
 
@@ -225,7 +225,7 @@ def test_lrkvs_training_by_equations_3_and_4():
     weights = 2 * d * 128 + 2 * heads * rank * (d + 128) - 2 * d * d
     more = layers * (weights + 2 * tokens * heads * rank)
     assert rules_lrkv.latent_flops() == pytest.approx(100 * more / mha)
-    assert rules_lrkv.lrkv_flops().verdict == judge.PART
+    assert rules_lrkv.lrkv_flops().verdict == judge.IN_PART
 
 
 def _tasks(results, task, published, converged):
@@ -242,7 +242,7 @@ def _tasks(results, task, published, converged):
     (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
 
 
-def test_when_a_task_converges_is_told_by_all_seeds(results):
+def test_convergence_is_over_all_seeds(results):
     published = {4: None, 8: 200, 16: 200, 32: 200, 64: 200}
     batches = {4: [None] * 3, 8: [200, 240, 250], 16: [200, None, 200], 32: [400, 400, 400]}
     batches[64] = [300, 300, 300]

@@ -114,12 +114,14 @@ def test_the_law(make, kind, qk_norm):
         how = dict(implementation=implementation)
         decode = jax.jit(lambda x, how=how: module.decode(x, layer, lengths, **how))
         close(decode(jnp.asarray(x)))
-        one_by_one = [decode(jnp.asarray(x[:, t : t + 1])) for t in range(T)]  # no causal mask left
+        one_by_one = [
+            decode(jnp.asarray(x[:, t : t + 1])) for t in range(T)
+        ]  # without a causal mask
         close(np.concatenate(one_by_one, axis=1))
 
 
 @pytest.mark.parametrize("kind", ["lrkv", "mqa"])
-def test_what_changes_nothing(make, kind):
+def test_invariances(make, kind):
     """Permuting a memory's tokens, or NaN beyond its length, changes nothing."""
     module = make(_config(kind))
     x, memory, lengths = _inputs()
@@ -138,7 +140,7 @@ def test_what_changes_nothing(make, kind):
 def test_an_empty_memory_gives_nothing(make):
     module = make(_config("lrkv"))
     x, memory, lengths = _inputs()
-    none, layer = jnp.zeros_like(lengths), _cache(module, memory, lengths)  # whatever lies there
+    none, layer = jnp.zeros_like(lengths), _cache(module, memory, lengths)  # entries are ignored
     decode = jax.jit(lambda *arrays: module.decode(*arrays))
     for queries in (x, x[:, :1]):
         assert np.any(decode(jnp.asarray(queries), layer, lengths))
@@ -155,7 +157,7 @@ def test_an_empty_memory_gives_nothing(make):
         (dict(output_gate=True), "output_gate = True: must be False in cross-attention"),
     ],
 )
-def test_what_has_no_meaning(more, message):
+def test_settings_that_are_refused(more, message):
     with pytest.raises(UserError, match=message):
         CrossAttention(_config("lrkv", **more), D, rngs=nnx.Rngs(0))
 

@@ -15,7 +15,7 @@ from kvjax.model.config import BlockConfig
 from tests import quick
 
 B, S, T, V = 3, 7, 6, 11
-ROOM = 128  # the least that a cache has
+ROOM = 128  # the minimum capacity of a cache
 LENGTHS = jnp.asarray([7, 1, 4], jnp.int32)
 BLOCK = dict(num_layers=2, d_model=16, mlp_dim=24, embedding_norm=False)
 
@@ -47,10 +47,10 @@ def _tokens():
 
 @pytest.mark.parametrize("kind", quick.only(["lrkv"], KINDS))
 @pytest.mark.parametrize("positions", quick.only(["rope"], ["rope", "none"]))
-def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
+def test_decoding_equals_the_full_pass(make, kind, positions):
     """Pieces of up to three tokens, and token by token what it says itself.
 
-    In full, what lies behind a source changes nothing, and a source is read to both sides.
+    On whole rows, tokens beyond a source's end have no effect; sources are read in both directions.
     """
     model = make(_config(kind, positions=positions, logit_softcap=2.0, norm_epsilon=1e-3))
     full, decode = (jax.jit(lambda *a, f=f: f(*a)) for f in (model, model.decode))
@@ -67,7 +67,7 @@ def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
 
     close(found[::2], expected[::2])
     assert np.ptp(expected) > 1
-    shorter = np.delete(target, 2, axis=1)  # as the second sequence has it
+    shorter = np.delete(target, 2, axis=1)  # the second sequence's target
     close(found[1, 3:], full(source, LENGTHS, np.pad(shorter, ((0, 0), (0, 1))))[1, 2:5])
     assert ended.target.lengths.tolist() == [6, 5, 6]
     assert ended.source.lengths.tolist() == [7, 1, 4]
@@ -82,10 +82,10 @@ def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
     changed = source.copy()
     changed[2, 3] = (changed[2, 3] + 1) % V
     apart = np.abs(full(changed, LENGTHS, target) - expected).max(axis=(1, 2))
-    assert apart[2] > 1e-3 and not apart[:2].any()  # the source is read, each its own
+    assert apart[2] > 1e-3 and not apart[:2].any()  # each sequence reads its own source
 
 
-def test_the_source_is_kept_once_in_as_many_bytes_as_lrkv_says(make):
+def test_the_source_is_cached_once_in_lrkvs_bytes(make):
     model = make(_config("lrkv"))
     caches = jax.eval_shape(lambda s: model.remember(s, LENGTHS, T), _tokens()[0])
     elements = 2 * (8 + 4 * 3) + 4  # 2(H + N·R), and N 1/rms

@@ -16,7 +16,7 @@ from tests.reference import rms
 
 B, T, F, D, V = 2, 5, 3, 8, 4
 BLOCK = BlockConfig(num_layers=1, d_model=D, mlp_dim=8, causal=False, max_positions=T + 1)
-# Blocks that start as nothing leave what enters them, but for a norm behind their sums.
+# Blocks with zero outputs are the identity, except for a norm after their sums.
 OPTIONS = {
     "row": (dict(positions="learned"), dict(hidden=True, whole=True)),
     "positions": (
@@ -75,7 +75,7 @@ def test_equals_numpy(x64, make_mechanism, name):
     assert np.ptp(expected) > 1
 
 
-def test_what_is_asked_of_its_blocks(x64, make_mechanism, randomise):
+def test_temperature_and_dropout_reach_the_blocks(x64, make_mechanism, randomise):
     """A temperature divides queries; a key drops half of each block's outputs."""
     block = dataclasses.replace(BLOCK, num_layers=2, positions="none", dropout=0.5)
     mechanisms = (make_mechanism("mha", qk_norm="none"),) * 2
@@ -111,7 +111,7 @@ def test_features_are_dropped_in_training(make_mechanism):
     found = np.asarray(run(jax.random.key(1)))
     assert not np.array_equal(found, run(jax.random.key(2)))
     assert np.ptp(run(None)) < 1e-6
-    ratios = found / found.max(axis=-1, keepdims=True)  # a norm has taken their size
+    ratios = found / found.max(axis=-1, keepdims=True)  # a norm has removed the scale
     dropped = ratios < 0.9
     np.testing.assert_allclose(ratios[dropped], 1 / (1 + 1 / 0.75), rtol=1e-5)
     np.testing.assert_allclose(ratios[~dropped], 1, rtol=1e-5)

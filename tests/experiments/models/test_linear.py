@@ -52,7 +52,7 @@ def test_three_forms_are_one_function(x64, decay, tied):
     same(jax.jit(linear.parallel)(q, k, v, decay))
     y, last = jax.jit(linear.recurrent)(q, k, v, decay, start)
     same(y)
-    for chunk in (1, 5, 8, T, 64):  # some do not divide the length
+    for chunk in (1, 5, 8, T, 64):  # some chunks do not divide the length
         y, behind = jax.jit(functools.partial(linear.chunked, chunk=chunk))(q, k, v, decay, start)
         same(y)
         for one, other in zip(behind, last, strict=True):

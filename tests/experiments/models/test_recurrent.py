@@ -31,7 +31,7 @@ def _tokens(count):
 
 
 def _by_hand(config, weights, tokens):
-    """Logits in NumPy; attention as the paper's equations 5 to 7, over all pairs of tokens."""
+    """Returns logits in NumPy; attention by the paper's equations 5 to 7, over all token pairs."""
     c, decay = config.block, config.attention.decay
 
     def norm(x, w):
@@ -75,7 +75,7 @@ def _by_hand(config, weights, tokens):
         ],
     ),
 )
-def test_token_by_token_it_is_what_it_is_in_full(x64, randomise, tie, block):
+def test_recurrence_equals_the_full_pass(x64, randomise, tie, block):
     """Chunks that continue from a state agree with NumPy."""
     config = _config(tie, norm_gain=True, norm_epsilon=1e-3, **block)
     model, weights = randomise(lambda: RecurrentTransformer(config, jax.random.key(0)))

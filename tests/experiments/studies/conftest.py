@@ -1,4 +1,4 @@
-"""Studies whose training is replaced by given figures."""
+"""A fixture that replaces training by given figures."""
 
 import json
 import types

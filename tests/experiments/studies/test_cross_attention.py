@@ -33,21 +33,23 @@ def test_held_out_sources_are_one_in_eight_of_the_long_and_never_trained_on():
     assert not held_out & of(study.questions(rng, 20_000)) and len(held_out) > 200
     digits, lengths = rng.integers(0, 10, (10_000, study.DIGITS)), np.full(10_000, 8)
     assert 0.1 < study._is_held_out(digits, lengths).mean() < 0.15
-    assert not study._is_held_out(digits, np.full(10_000, 2)).any()  # of one digit there are ten
+    assert not study._is_held_out(
+        digits, np.full(10_000, 2)
+    ).any()  # there are only ten sources of one digit
 
 
-def test_what_is_right():
+def test_accuracy_of_answers():
     _, _, answers = study.questions(np.random.default_rng(1), 4)
     ends = [list(answer).index(study.END) for answer in answers]
     found = answers.copy()
-    found[0, ends[0] + 1 :] = study.FIRST_LETTER  # behind the end
+    found[0, ends[0] + 1 :] = study.FIRST_LETTER  # beyond the end
     assert study.right(found, answers) == 1
     found[1, 0] = study.FIRST_LETTER + (found[1, 0] == study.FIRST_LETTER)
     found[2, ends[2]] = study.FIRST_LETTER  # it does not end
     assert study.right(found, answers) == 0.5
 
 
-def test_kinds_differ_in_what_they_cache():
+def test_cached_bytes_by_kind():
     bytes_of = {
         kind: sum(4 * int(np.prod(f.shape)) for f in study.config_of(kind).cross.entry().values())
         for kind in study.KINDS

@@ -30,7 +30,7 @@ def test_differences_by_step_are_of_seeds_that_both_have():
     assert second["difference_half_interval"] is None
 
 
-def test_a_curve_reaches_another_ones_end_between_evaluations():
+def test_reaching_a_goal_between_evaluations():
     curve = {"100": 2.0, "200": 1.6, "300": 1.5}
     assert depth_8.reached(curve, 1.7, 400) == pytest.approx(175 / 400)
     assert depth_8.reached(curve, 1.6, 400) == 0.5
@@ -60,7 +60,7 @@ def _manifest(folder, rows=100, length=1024, vocabulary=8192, **more):
     return folder
 
 
-def test_folders_that_cannot_be_trained_on_are_refused_first(tmp_path):
+def test_unsuitable_folders_are_refused_first(tmp_path):
     def options(*more):
         return depth_8._options([f"--data={tmp_path}", *more])
 

@@ -1,4 +1,4 @@
-"""Grids of runs: what a run is, which are trained again, what is never mixed."""
+"""Grids of runs: configs of runs, resumption, and runs of different code."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from experiments.studies import code as code_lib, grid, side_by_side
-from experiments.studies.grid import Cell, Kept, Run
+from experiments.studies.grid import Cell, FinishedRuns, Run
 from kvjax import config as config_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
@@ -68,7 +68,7 @@ def test_a_run_is_a_config_with_overrides():
     assert run.flops == each * 8192 * 8
 
 
-def test_a_run_is_known_by_what_its_config_says():
+def test_identity_of_a_run_is_its_config():
     """Keys with default values, which may be newer than the run, do not count."""
     run = _run()
     assert run.identity == _run().identity
@@ -136,17 +136,17 @@ def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatc
 
 
 def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
-    grid.code()  # as it was before, which is kept
+    grid.code()  # caches the digests at the start
     monkeypatch.setattr(grid, "code_now", lambda: {"optim.py": "changed"})
     (why,) = _train([_run()], tmp_path).values()
     assert why.startswith("the code changed after the study began (") and not trains
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_is_a_run_that_failed(trains, tmp_path):
-    """A run on other data than those it is compared with is left out."""
+def test_a_run_that_cannot_be_measured_has_failed(trains, tmp_path):
+    """A run on other data than its reference is left out."""
     (tmp_path / "runs").mkdir()
-    kept = Kept(tmp_path / "kept.json", STEPS, mix=False, fresh=False)
+    kept = FinishedRuns(tmp_path / "kept.json", STEPS, mix=False, fresh=False)
     given = dict(runs=tmp_path / "runs", processes=1, mix=False, save=True)
     options, after = argparse.Namespace(**given), []
 
@@ -194,28 +194,28 @@ def test_code_is_what_it_does():
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_of_the_same_config_and_code(trains, tmp_path, monkeypatch):
+def test_finished_runs_are_of_the_same_config_and_code(trains, tmp_path, monkeypatch):
     file, options = tmp_path / "kept.json", dict(mix=False, fresh=False)
     _train([_run()], tmp_path)
-    kept = Kept(file, STEPS, **options)
+    kept = FinishedRuns(file, STEPS, **options)
     assert kept.of(_run()) is None
     kept.keep(_run(), tmp_path / "mha_seed0_steps8", bpb=2.0)
     file.write_text(json.dumps(dict(steps=STEPS) | kept.as_json()))
-    again = Kept(file, STEPS, **options)
+    again = FinishedRuns(file, STEPS, **options)
     assert again.of(_run())["bpb"] == 2.0 and again.of(_run(seed=1)) is None
     assert again.of(_run())["made_by"]["packages"]["jax"]
     assert again.of(_run(**{"model.mlp_dim": 96})) is None  # of another config
     said = r"--steps = 16: .*kept.json has runs of 8 steps; .*--fresh"
     with pytest.raises(UserError, match=said):
-        Kept(file, 2 * STEPS, **options)
-    assert Kept(file, STEPS, mix=False, fresh=True).of(_run()) is None
+        FinishedRuns(file, 2 * STEPS, **options)
+    assert FinishedRuns(file, STEPS, mix=False, fresh=True).of(_run()) is None
     code = grid.code() | {"optim.py": "another"}
     monkeypatch.setattr(grid, "code", lambda: code)
     with pytest.raises(UserError, match=r"has runs of other code \(optim.py\).*--fresh.*--mix"):
-        Kept(file, STEPS, **options)
-    mixed = Kept(file, STEPS, mix=True, fresh=False)
+        FinishedRuns(file, STEPS, **options)
+    mixed = FinishedRuns(file, STEPS, mix=True, fresh=False)
     assert mixed.of(_run())["bpb"] == 2.0 and mixed.as_json()["codes"] == again.codes
     for text, said in (("{", "kept.json"), ('{"steps": 8}', "kept.json lacks 'runs'")):
         file.write_text(text)
         with pytest.raises(UserError, match=said):
-            Kept(file, STEPS, **options)
+            FinishedRuns(file, STEPS, **options)

@@ -15,13 +15,13 @@ from experiments.studies.grid import Run as GridRun
 from kvjax.foundation import command_line
 from tests import runs
 
-# Shares of seed 0, not centred: in the paper's order at 2.5B but for MLA. `mla` has a RoPE key of
-# its own, and is not the paper's.
+# Shares of seed 0, not centred: in the paper's order at 2.5B except MLA. `mla` has a RoPE key
+# and is not the paper's MLA.
 SHARES = dict(mha=99.0, lrkv=98.0, gqa=95.0, mqa=90.0, mla_paper=99.5, mla=1.0)
 
 
 def _made(mechanism, seed=0, drift=0.0):
-    """Returns synthetic runs: seeds differ more than mechanisms, paired differences little."""
+    """Returns synthetic runs: seeds differ more than mechanisms; paired differences vary little."""
     share = SHARES[mechanism] - 9.0 * seed + drift
     trained = dict(share=share, centred_share=0.7 * share, centred_share_of_possible=0.9 * share)
     trained |= dict(components_of_m=20.0, half_rank_by_text=1.0 + seed)
@@ -67,11 +67,11 @@ def test_tables_fit_and_every_number_is_there(run):
     assert of["mean"] == pytest.approx(98.0 - 9.0 + 0.1)
     assert of["against_mha"]["mean"] == pytest.approx(-0.9)
     assert of["against_mha"]["half_interval"] == pytest.approx(0.2484, abs=1e-4)
-    assert of["half_interval"] > 20  # not paired, seeds hide it
+    assert of["half_interval"] > 20  # unpaired, the seeds dominate
     assert found["estimates"]["mha"]["share"]["against_mha"] is None
 
 
-def test_the_papers_orders_are_held_to_the_runs(run):
+def test_the_papers_orders_against_the_runs(run):
     found = json.loads(run(SIX, "--json")[1])
     verdicts = {
         (one["scale"], one["first"], one["second"]): one["verdict"]
@@ -92,7 +92,7 @@ def test_the_papers_orders_are_held_to_the_runs(run):
     assert found["published"]["2.5B"]["centred_share"]["gqa"] == 91.7
 
 
-def test_one_seed_tells_nothing_apart(run):
+def test_one_seed_distinguishes_nothing(run):
     status, out, _ = run("--seeds=1", "--json", "--mechanisms=mha,lrkv")
     found = json.loads(out)
     assert status == 0 and found["estimates"]["lrkv"]["share"]["half_interval"] is None
@@ -100,7 +100,7 @@ def test_one_seed_tells_nothing_apart(run):
 
 
 def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
-    found = head_diversity.asked("lrkv", 8, 3).config
+    found = head_diversity.training_run("lrkv", 8, 3).config
     (cell,) = (cell for cell in STUDIES["mechanisms"].cells() if cell.name == "lrkv")
     expected = GridRun(cell, 3, 8).config
     assert found.train.snapshot_every == 2 and not expected.train.snapshot_every
@@ -109,12 +109,12 @@ def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
 
 
 @pytest.mark.slow
-def test_what_was_measured_is_kept(monkeypatch, tmp_path):
+def test_measurements_are_stored_in_the_workdir(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(head_diversity.runs_lib, "is_whole", lambda run, folder: True)
     monkeypatch.setattr(head_diversity, "measure", lambda workdir: made.append(0) or _made("mha"))
     (tmp_path / "mha_seed0_steps8").mkdir()
-    one = head_diversity.asked("mha", 8, 0)
+    one = head_diversity.training_run("mha", 8, 0)
     for _ in range(2):
         assert head_diversity.run(one, epath.Path(tmp_path)) == _made("mha")
     assert len(made) == 1
@@ -130,7 +130,7 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
 def test_folders_of_other_runs_are_refused(run, tmp_path):
     """Runs of another config, or without recorded code, are refused."""
     folder = tmp_path / "runs"
-    grid.begin(head_diversity.asked("lrkv", 8, 1), epath.Path(folder / "mha_seed0_steps8"))
+    grid.begin(head_diversity.training_run("lrkv", 8, 1), epath.Path(folder / "mha_seed0_steps8"))
     status, _, err = run("--mechanisms=mha", "--steps=8", "--seeds=1", f"--runs={folder}")
     assert status == 2 and "mha_seed0_steps8 is of another config; give another" in err
     (folder / "mha_seed0_steps8" / grid.ABOUT).unlink()

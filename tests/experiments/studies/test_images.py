@@ -16,7 +16,7 @@ def test_squares_are_read_by_rows_and_edges_are_cut():
     found = images.squares(x, 3)
     assert found.shape == (2, 6, 27)
     np.testing.assert_array_equal(found[1, 4].reshape(3, 3, 3), x[1, 3:6, 3:6])
-    cut = images.squares(x, 4)  # 1 row above and below, and half of what is over at the sides
+    cut = images.squares(x, 4)  # crops 1 row above and below, and half of the excess at the sides
     assert cut.shape == (2, 2, 48)
     np.testing.assert_array_equal(cut[0, 1].reshape(4, 4, 3), x[0, 1:5, 4:8])
 
@@ -38,7 +38,7 @@ def test_a_model_learns_where_images_are_bright(variant):
     trainer = images.Trainer("mnist", found, epochs=10)
     assert trainer.steps == 100
     right = trainer.train(variant, (16, 1, 2), 14, 1e-2, seed=0)["right"]
-    assert right > 0.9  # of ten classes two are there
+    assert right > 0.9  # two of ten classes occur
 
 
 def test_the_published_transformer_of_tiny_imagenet():

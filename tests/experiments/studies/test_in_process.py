@@ -55,7 +55,7 @@ def test_all_cells_with_a_seed_then_with_the_next(results):
 
 
 @pytest.mark.slow
-def test_what_is_there_is_not_trained_again(results, capfd):
+def test_finished_runs_are_not_trained_again(results, capfd):
     trained = []
     _train([_cell("a", trained)], seeds=1)
     _train([_cell("a", trained), _cell("b", trained)])
@@ -74,9 +74,9 @@ def test_a_result_has_one_writer(results):
     _train([_cell("a", [])], seeds=1)
     claims = (
         "import pathlib, sys\n"
-        "from experiments.studies import kept\n"
+        "from experiments.studies import finished_runs\n"
         "from kvjax.foundation.errors import UserError\n"
-        "try: kept.claim(pathlib.Path(sys.argv[1]))\n"
+        "try: finished_runs.claim(pathlib.Path(sys.argv[1]))\n"
         "except UserError as error: print(error)\n"
     )
     command = [sys.executable, "-c", claims, str(results / "study.json")]
@@ -98,7 +98,7 @@ def test_runs_of_other_code_are_not_mixed(results, monkeypatch):
     assert len(trained) == 2
 
 
-def test_a_run_that_fails_is_told_and_the_others_go_on(results):
+def test_a_failed_run_is_reported_and_others_continue(results):
     trained = []
 
     def fails(seed):
@@ -124,7 +124,7 @@ def test_a_mean_is_over_cells_of_equal_settings(results):
 
 
 @pytest.mark.slow
-def test_to_save_a_part_leaves_the_rows_of_the_rest(results, monkeypatch):
+def test_saving_some_cells_keeps_the_rows_of_others(results, monkeypatch):
     """Rows of earlier runs with equal settings stay in the result, for the ledger."""
     monkeypatch.setattr(set_anomaly.Trainer, "train", lambda *_: dict(right=0.5, loss=1.0))
     right = dict(right=1.0, steps=7, parameters=8, cached_bytes=9)

@@ -17,14 +17,14 @@ def _cells():
     return {name: study.cells() for name, study in STUDIES.items()}
 
 
-def test_whoever_is_compared_is_there():
+def test_references_of_cells_exist():
     for name, cells in _cells().items():
         names = {cell.name for cell in cells}
         assert {cell.against for cell in cells} <= names | {""}, name
         assert any(cell.against for cell in cells)
 
 
-def test_some_of_a_study_bring_those_they_are_compared_with():
+def test_chosen_cells_include_their_references():
     def chosen(names):
         return [c.name for c in language_models.chosen(cells, names)]
 
@@ -33,7 +33,7 @@ def test_some_of_a_study_bring_those_they_are_compared_with():
     assert chosen("mha") == ["mha"] and chosen("") == [cell.name for cell in cells]
 
 
-def test_what_a_change_moves_is_of_one_pair_with_it_and_without():
+def test_cells_of_a_change_have_a_pair_without_it():
     changed = 0
     for cells in _cells().values():
         by_name = {cell.name: cell for cell in cells}
@@ -47,10 +47,10 @@ def test_what_a_change_moves_is_of_one_pair_with_it_and_without():
     assert changed == 20
 
 
-def test_what_a_change_moves_is_taken_seed_by_seed(tmp_path):
+def test_the_effect_of_a_change_is_taken_seed_by_seed(tmp_path):
     bpb = dict(mha=(2.0, 2.4), mha_per_head=(1.9, 2.2), lrkv=(1.9, 2.3), lrkv_per_head=(1.9, 2.1))
     cells = [cell for cell in STUDIES["lrkv_starts"].cells() if cell.name in bpb]
-    kept = grid.Kept(tmp_path / "none.json", 128, mix=False, fresh=True)
+    kept = grid.FinishedRuns(tmp_path / "none.json", 128, mix=False, fresh=True)
     for cell in cells:
         for seed, bits in enumerate(bpb[cell.name]):
             identity = Run(cell, seed, 128).identity
@@ -62,11 +62,11 @@ def test_what_a_change_moves_is_taken_seed_by_seed(tmp_path):
     assert changed["difference"] == pytest.approx(-0.05)
     assert changed["moved"] == pytest.approx(0.05)  # of seeds: 0.1 and 0.0
     assert changed["moved_half_interval"] == pytest.approx(12.706 * 0.05, rel=1e-3)
-    # LRKV is 0.1 below MHA with both seeds: of three differences this p-value is the smallest.
+    # LRKV is 0.1 below MHA with both seeds: the smallest p-value of three differences.
     p_values = language_models.corrected(rows.values())
     assert p_values.keys() == rows.keys() - {"mha"} and p_values["lrkv"] < 1e-6
     assert p_values["mha_per_head"] == pytest.approx(2 * 0.2048, abs=1e-3)
-    # One that has a seed more than the other: the difference is of those that both have.
+    # If one cell has more seeds, the difference is over common seeds.
     more, apart = rows["mha_per_head"] | dict(seeds=[0, 1, 2]), rows["mha"]
     assert language_models.corrected([more, apart])["mha_per_head"] == pytest.approx(
         0.2048, abs=1e-3

@@ -22,7 +22,7 @@ def test_a_state_does_not_grow_and_a_cache_does():
 
 
 def test_rows_of_text_and_what_follows_each_byte():
-    batch = next(text.drawn(np.random.default_rng(0), 3, 20))
+    batch = next(text.random_rows(np.random.default_rng(0), 3, 20))
     assert batch["x"].shape == batch["y"].shape == (3, 20)
     np.testing.assert_array_equal(batch["x"][:, 1:], batch["y"][:, :-1])
     assert bytes(batch["x"][0].astype(np.uint8)) in bytes(text.corpus("train"))

@@ -77,7 +77,7 @@ def test_lengths_and_masks_are_compared_head_by_head():
     assert found.growth() == {FIELD: [2.0, 2.0, 2.0], CAUSAL: [3.0, 3.0, 3.0]}
     each = [10, 5, 5, 5, 2.5, 2.5, 5, 20 / 13]
     assert found.causality()[64] == pytest.approx(np.quantile(each, (0.25, 0.5, 0.75)).tolist())
-    assert found.rope() == {}  # the model has none
+    assert found.rope() == {}  # the model has no RoPE
     turned = RANKS | {f"{PLAIN}, {n} tokens": RANKS[f"{FIELD}, 64 tokens"] for n in (64, 256)}
     assert Spectra(_data(ranks=turned)).rope() == {64: [1.0] * 3, 256: [2.0] * 3}
 
@@ -133,7 +133,7 @@ def test_whispers_report_is_made_and_read(monkeypatch, tmp_path):
     assert all(logit_spectra.tables([spectra]))
 
 
-def test_what_a_report_refuses_is_left_out(monkeypatch, tmp_path, capsys):
+def test_reports_that_refuse_a_model_are_left_out(monkeypatch, tmp_path, capsys):
     def refuse(model, request):
         raise report_lib.UserError("nothing to see")
 

@@ -19,7 +19,7 @@ def test_a_document_is_a_padded_row():
         b"efghi",
         b"m\0\0\0\0",
     ]
-    # The first EOS tells where a document ends; what is cut off is in no row.
+    # The first EOS marks a document's end; the truncated part is in no row.
     np.testing.assert_array_equal(rows["real"].sum(axis=1), [3, 5, 2])
 
 

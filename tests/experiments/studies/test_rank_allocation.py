@@ -53,12 +53,12 @@ def test_effective_ranks_are_those_of_the_products(monkeypatch):
         ([10, 0.1, 0.1, 0.1], [32, 11, 11, 10]),
     ],
 )
-def test_ranks_are_in_proportion_and_as_many(ranks, expected):
+def test_ranks_are_in_proportion_with_the_given_total(ranks, expected):
     found = rank_allocation.allocation(np.array(ranks, float), 64, 32)
     assert sorted(found) == sorted(expected) and found[0] == expected[0] and sum(found) == 64
 
 
-def test_there_are_as_many_ranks_however_few():
+def test_the_total_of_ranks_is_exact():
     assert rank_allocation.allocation(np.array([10, 0.1, 0.1, 0.1]), 5, 32) == [2, 1, 1, 1]
 
 

@@ -63,7 +63,7 @@ def test_there_are_as_many_ranks(weights, way):
     assert ranks_LPK.sum() == 2 * L * 2 * K
 
 
-def test_whoever_has_more_gets_more(weights):
+def test_larger_effective_ranks_get_more_ranks(weights):
     weights["latent_key"][0, :, 1] *= 10  # a head with large singular values,
     weights["latent_value"][1, :, :2] *= [1, 1e-4, 1e-4, 1e-4]  # and two with a single one
     residuals = Residuals.of(weights)
@@ -72,7 +72,9 @@ def test_whoever_has_more_gets_more(weights):
     by_head = residuals.ranks("by head", 2)
     assert by_head[1, 1].tolist() == [1, 1, 3] and by_head[0, 0].tolist() == [2, 2, 2]
     for ranks_LPK in (by_value, by_head):
-        assert ranks_LPK.sum(axis=(0, 2)).tolist() == [2 * L * K] * 2  # of keys and of values apart
+        assert (
+            ranks_LPK.sum(axis=(0, 2)).tolist() == [2 * L * K] * 2
+        )  # of keys and of values separately
     weights["latent_value"][1] *= [1, 1e-4, 1e-4, 1e-4]  # all values of a layer
     by_layer = Residuals.of(weights).ranks("by layer", 3)
     assert (by_layer[0] == 4).all() and (by_layer[1] == 2).all()
@@ -115,7 +117,7 @@ def test_a_model_is_judged_with_other_residuals():
     assert [row["way"] for row in others] == [*rank_by_head.WAYS[1:], *rank_by_head.WAYS]
     cut = others[3]["bpb"]
     assert abs(cut / whole - 1) > 1e-6 and (others[3]["least"], others[3]["most"]) == (1, 1)
-    assert judge.bits_per_byte() == whole  # nothing of it stays
+    assert judge.bits_per_byte() == whole  # the model is unchanged
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from experiments.studies import (
     thin_keys_tasks,
 )
 from experiments.studies.demo_size import STUDIES
-from experiments.studies.kept import Kept
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.tasks import anomalies, encoders, sequences
 
 
@@ -120,7 +120,7 @@ def _read(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_small_models(name):
     """Rows are equal, and tables have a cell for each column."""
-    found, kept = _read(name), Kept(RESULTS / f"{name}.json", {}, {}, mix=True, fresh=False)
+    found, kept = _read(name), FinishedRuns(RESULTS / f"{name}.json", {}, {}, mix=True, fresh=False)
     rows, study = SMALL[name](found, kept), globals()[name.partition("/")[0]]
     _check(found, rows)
     columns = len(getattr(study, "_HEADER", ("variant", *sequences.TASKS)))
@@ -130,13 +130,13 @@ def test_small_models(name):
 @pytest.mark.parametrize("name", LARGE)
 def test_runs_in_folders_of_their_own(name):
     found = _read(name)
-    kept = grid.Kept(RESULTS / f"{name}.json", found["steps"], mix=True, fresh=False)
+    kept = grid.FinishedRuns(RESULTS / f"{name}.json", found["steps"], mix=True, fresh=False)
     _check(found, LARGE[name](kept))
 
 
 def test_curves():
     found = _read("sequence_tasks")
-    kept = Kept(RESULTS / "sequence_tasks.json", {}, {}, mix=True, fresh=False)
+    kept = FinishedRuns(RESULTS / "sequence_tasks.json", {}, {}, mix=True, fresh=False)
     assert sequence_tasks.curves(kept) == found["curves"]
     found = _read("depth_8")
     curves = depth_8._curves(found["runs"], found["stopped"])

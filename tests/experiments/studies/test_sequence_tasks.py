@@ -8,27 +8,27 @@ import pytest
 from experiments.models.diagonal import DiagonalConfig
 from experiments.models.labeller import Labeller
 from experiments.studies import diagonal, sequence_tasks
-from experiments.studies.kept import Kept
+from experiments.studies.finished_runs import FinishedRuns
 from experiments.tasks import encoders
 
 
-def _kept(tmp_path, runs):
+def _finished(tmp_path, runs):
     """Returns finished runs from (cell, {seed: accuracy})."""
-    kept = Kept(tmp_path / "none.json", {}, {}, mix=False, fresh=True)
+    kept = FinishedRuns(tmp_path / "none.json", {}, {}, mix=False, fresh=True)
     for cell, seeds in runs:
         for seed, right in seeds.items():
             kept.put(cell.name, seed, cell.identity, {}, {}, right=right, seconds=1.0)
     return kept
 
 
-def test_only_what_all_variants_have_is_compared(tmp_path):
+def test_only_cells_of_all_variants_are_compared(tmp_path):
     def of(variant, length):
         return sequence_tasks.cell("reverse", variant, 32, 2, 2, length)
 
     runs = [(of(variant, 16), {0: 0.5, 1: 0.7}) for variant in encoders.VARIANTS]
     half = [(of(variant, 128), {0: 0.2}) for variant in encoders.VARIANTS]
     more = (of("qkv", 16), {2: 0.9, 3: 0.9, 4: 0.9})  # seeds that the others lack
-    kept = _kept(tmp_path, [*runs, more, *half, (of("kv_tied", 64), {0: 0.1, 1: 0.1})])
+    kept = _finished(tmp_path, [*runs, more, *half, (of("kv_tied", 64), {0: 0.1, 1: 0.1})])
     common = sequence_tasks.in_common(kept)
     assert {cell.name for cell in common} == {cell.name for cell, _ in runs}
     for row in sequence_tasks.rows(common, kept):
@@ -45,12 +45,12 @@ def test_the_temperature_falls_to_one():
     assert np.all(np.diff(found) <= 0) and found[steps // 4] == pytest.approx(2.5)
 
 
-def test_what_a_remedy_changes_is_told_seed_by_seed(tmp_path):
+def test_changes_by_remedies_are_taken_seed_by_seed(tmp_path):
     def of(remedy):
         return diagonal.cell("reverse", "qkv_tied", remedy, 64)
 
     runs = (of("none"), {0: 0.5, 1: 0.7}), (of("annealed"), {0: 0.6, 1: 0.8, 2: 0.1})
-    rows = {row["remedy"]: row for row in diagonal.rows(_kept(tmp_path, runs))}
+    rows = {row["remedy"]: row for row in diagonal.rows(_finished(tmp_path, runs))}
     assert rows["annealed"]["change"] == pytest.approx(0.1)
     assert rows["annealed"]["change_half_interval"] == pytest.approx(0, abs=1e-9)
     assert rows["none"]["change"] is None and rows["none"]["seeds_in_common"] == 0
@@ -58,7 +58,7 @@ def test_what_a_remedy_changes_is_told_seed_by_seed(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_remedies_are_made_of():
+def test_remedies_reach_the_model():
     """The option selects the normalised diagonal, and a temperature reaches attention."""
     config = sequence_tasks.transformer("qk_tied", 8, 1, 1, diagonal_norm=True)
     assert all(isinstance(mechanism, DiagonalConfig) for mechanism in config.mechanisms)
@@ -69,7 +69,7 @@ def test_what_remedies_are_made_of():
 
 
 @pytest.mark.slow
-def test_models_under_remedies_are_others(monkeypatch):
+def test_remedies_change_the_loss(monkeypatch):
     """Remedies change the loss at equal weights; a temperature of 1 does not."""
     monkeypatch.setattr(sequence_tasks, "TRAINED_ON", 512)
     monkeypatch.setattr(sequence_tasks, "TESTED_ON", 500)

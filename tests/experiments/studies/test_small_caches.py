@@ -9,8 +9,8 @@ from experiments.studies import small_caches, small_caches_speed
 from kvjax.foundation import command_line
 
 BPB = {"mha": 2.0, "lrkv": 1.9, "gla_narrow": 2.1}
-SEEDS = (0.0, 0.3, 0.5)  # what a seed adds, to all alike
-OWN = (0.0, 0.01, -0.01)  # and to LRKV alone
+SEEDS = (0.0, 0.3, 0.5)  # a seed's offset, for all mechanisms
+OWN = (0.0, 0.01, -0.01)  # a further offset of LRKV
 NAMES = f"--mechanisms={','.join(BPB)}"
 
 
@@ -56,11 +56,11 @@ def test_differences_are_taken_seed_by_seed(run):
     assert rows["lrkv"]["against_mha"] == pytest.approx(-0.1)
     assert rows["lrkv"]["against_mha_half_interval"] == pytest.approx(0.0248, abs=1e-4)
     assert rows["gla_narrow"]["against_mha_half_interval"] == pytest.approx(0, abs=1e-9)
-    assert rows["lrkv"]["bpb_half_interval"] > 0.5  # seeds differ by more
+    assert rows["lrkv"]["bpb_half_interval"] > 0.5  # seeds differ more than mechanisms
     assert rows["lrkv"]["cache_bytes"] == 1600 and rows["gla_narrow"]["cache_bytes"] == 512
 
 
-def test_what_failed_is_left_out_and_named(run):
+def test_failed_runs_are_left_out_and_named(run):
     run.failing.add("lrkv")
     status, out, _, _ = run(NAMES, "--markdown")
     assert status == 1 and "`lrkv" not in out
@@ -71,7 +71,7 @@ def test_what_failed_is_left_out_and_named(run):
 
 
 @pytest.mark.slow
-def test_what_is_kept_stays_in_the_table(run):
+def test_finished_runs_stay_in_the_table(run):
     """All finished runs stay in the result, MHA for comparison too."""
     run("--mechanisms=mha,lrkv", "--save")
     _, out, _, trained = run("--mechanisms=gla_narrow", "--save", "--json")

@@ -15,7 +15,7 @@ from kvjax import recipes
 from kvjax.foundation import command_line
 from kvjax.layers import rope
 
-# What shapes give where the paper's figure is another; all others must agree as printed.
+# Values from shapes that differ from the paper's figures; all others must agree as printed.
 DIFFER = {
     "LRKV Table 2": {
         "d12, MQA": 100 / 6,
@@ -69,7 +69,7 @@ DIFFER = {
         "100 users at 1M, d/4: saved": 19.6608,
     },
 }
-ROWS = {  # how many figures of each table are compared
+ROWS = {  # number of compared figures per table
     "LRKV eq. 5": 3,
     "LRKV eq. 6": 3,
     "LRKV eq. 7": 3,

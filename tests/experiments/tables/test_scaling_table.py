@@ -38,7 +38,7 @@ def test_mesh_and_batch_divide_over_the_target(note, target):
     assert math.prod(shape.values()) == target.chips
     mesh = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
     weights = parameters.abstract(run.model)
-    sharding.parameter_shardings(mesh, *weights)  # raises where an axis does not divide
+    sharding.parameter_shardings(mesh, *weights)  # raises if an axis is not divisible
     rows = run.train.batch_size // run.train.grad_accumulation
     assert rows % sharding.batch_shards(mesh) == 0
     assert run.data.sequence_length % (2 * shape["sequence"]) == 0
@@ -84,7 +84,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(lab_notes, "read_all", lambda: read_all(tmp_path / "configs"))
     monkeypatch.setattr(scaling_table, "_command", _answer)
     monkeypatch.setattr(scaling_table.variants, "markdown", lambda: "| variants |\n")
-    assert _run() == 0  # as written before anything was compiled
+    assert _run() == 0  # nothing was compiled before
     assert _line(tmp_path / "configs/mha_128m.py") == "At least: not known, not compiled yet."
     return tmp_path
 
@@ -197,7 +197,7 @@ def test_several_targets(place):
         ("Measured: nothing yet.", "Measured: 3 days.", False),
     ],
 )
-def test_a_result_lasts_as_long_as_the_step_it_is_of(place, capsys, old, new, stale):
+def test_a_result_is_valid_while_its_step_is_unchanged(place, capsys, old, new, stale):
     assert _run("--compile") == _run() == _run("--check") == 0
     path = place / "configs/mha_128m.py"
     assert old in path.read_text()
@@ -232,7 +232,7 @@ def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
     assert out.endswith("of HBM\nmha_128m on v5e:4x4: not compiled yet\n")
 
 
-def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
+def test_a_config_that_does_not_fit_is_marked(place, monkeypatch, capsys):
     note = lab_notes.read(place / "configs/mha_128m.py")
     (target,) = note.targets
     changes = dict(part=0.973, memory_is_upper_bound=True, resolved=target.resolved)
@@ -287,8 +287,8 @@ def test_a_pattern_that_matches_nothing(place, capsys):
 
 
 @pytest.mark.aot
-def test_a_saved_result_is_what_the_compiler_says_now():
-    """Compares one config: its result is kept when the program changes."""
+def test_a_saved_result_equals_a_new_compilation():
+    """Compares one config; its saved result does not follow changes of the program."""
     note = NOTES["lrkv_128m"]
     (target,) = note.targets
     saved = scaling_table.outcome(note, target).result

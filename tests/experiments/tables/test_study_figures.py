@@ -78,13 +78,13 @@ ANOMALY = dict(
 )
 
 
-def test_what_has_a_result_is_drawn(tmp_path):
+def test_studies_with_a_result_are_drawn(tmp_path):
     assert study_figures.figures(tmp_path) == {}
     for name, result in {
         "studies/lrkv_ranks": MODELS,
         "images/mnist": IMAGES,
         "set_anomaly": ANOMALY,
-        "thin_keys_tasks": dict(rows=[]),  # nothing has ended
+        "thin_keys_tasks": dict(rows=[]),  # no finished run
     }.items():
         file = tmp_path / f"{name}.json"
         file.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Sets with one image of another class: where it is, that each is it once, files of features."""
+"""Sets with one image of another class: anomalies, batches, and files of features."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def features():
 
 
 @pytest.mark.parametrize("place", anomalies.PLACES)
-def test_one_of_ten_is_of_another_class(features, place):
+def test_sets_have_one_image_of_another_class(features, place):
     labels = features.train[1]
     seen, places = [], []
     for row, at in anomalies.sets(features.train, np.random.default_rng(0), place):
@@ -37,7 +37,7 @@ def test_batches_hold_the_features_of_their_sets(features):
         assert at == expected and np.array_equal(x, features.train[0][row])
 
 
-def test_what_is_left_of_an_epoch_is_dropped_or_a_batch(features):
+def test_the_last_batch_of_an_epoch(features):
     def sizes(**how):
         return [
             len(batch["y"])
@@ -107,7 +107,7 @@ def test_missing_or_damaged_files_are_named(tmp_path):
     file.write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(DataError, match="is not an npz file"):
         anomalies.load(file)
-    with file.open("wb") as one:  # which numpy would open, as one array
+    with file.open("wb") as one:  # NumPy would open it as one array
         np.save(one, _arrays()["train"])
     with pytest.raises(DataError, match="is not an npz file"):
         anomalies.load(file)

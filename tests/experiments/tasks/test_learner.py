@@ -1,4 +1,4 @@
-"""Small models that learn: schedules, chunks, orders, and that they do."""
+"""Training of small models: schedules, chunks, orders of rows, evaluations."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from kvjax.model.transformer import Transformer
 
 
 def test_the_cosine_is_that_of_the_course():
-    """0.5 (1 + cos(pi t / steps)), times t / warm_up up to there."""
+    """0.5 (1 + cos(pi t / steps)), times t / warm_up during warm-up."""
     recipe = learner.Recipe(steps=100, learning_rate=2.0, warm_up=5)
     rates = [float(recipe.rate(jnp.asarray(t))) for t in (0, 1, 5, 50, 100)]
     expected = [0, 0.2 * (1 + np.cos(np.pi / 100)), 1 + np.cos(np.pi / 20), 1, 0]
@@ -43,7 +43,9 @@ def _small(chunk: int) -> learner.Learner:
     config = sequence_tasks.transformer("qkv", 16, 1, 2)
     recipe = learner.Recipe(steps=30, learning_rate=1e-2, warm_up=5, clip=5.0)
 
-    judged = learner.of_labels(lambda model, batch, _: model(jax.nn.one_hot(batch["x"], 10)))
+    judged = learner.loss_and_accuracy(
+        lambda model, batch, _: model(jax.nn.one_hot(batch["x"], 10))
+    )
     make = functools.partial(Labeller, config, features=10)
     return learner.Learner(make, recipe, *judged, chunk=chunk)
 
@@ -55,7 +57,7 @@ def _batches():
 
 
 @pytest.mark.parametrize("every", [0, 4])
-def test_a_loss_that_is_no_number_ends_a_run(every):
+def test_a_nan_loss_ends_a_run(every):
     recipe = learner.Recipe(steps=8, learning_rate=1.0, decay="none")
     made = learner.Learner(
         lambda key: _One(),
@@ -83,7 +85,7 @@ class _One(nnx.Module):
 @pytest.mark.slow
 def test_a_model_learns_the_same_in_chunks_of_any_size():
     one, other = (_small(chunk).train(0, _batches()) for chunk in (1, 7))
-    # Not its parameters: Adam makes steps of noise where there is no gradient, as of keys' biases.
+    # Parameters may differ: without a gradient (biases of keys), Adam's steps are noise.
     assert one.loss == pytest.approx(other.loss, rel=1e-3) and one.steps == other.steps == 30
     x, y = sequences.labelled("sub", 500, 8, seed=10**6)
     before = _small(7).accuracy(
@@ -139,7 +141,7 @@ def test_thin_keys_models_are_causal_and_thin():
 
 @pytest.mark.slow
 def test_an_equal_start_does_not_depend_on_channels():
-    """Initialisation by fan-in starts matrices smaller that are narrower than their input."""
+    """By fan-in, matrices that are narrower than their input start smaller."""
     task = thin_keys_tasks.TASKS["retrieval"]
 
     def deviation(channels, start):

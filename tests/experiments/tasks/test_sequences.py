@@ -1,4 +1,4 @@
-"""Tasks as they are stated, of rows that are made up."""
+"""The synthetic tasks, as the papers define them."""
 
 import numpy as np
 import pytest
@@ -36,10 +36,10 @@ def test_rows_are_drawn_uniformly_and_by_their_seed():
 def test_copy_back(periodic):
     x, y, counts = sequences.copy_back(np.random.default_rng(0), 50, periodic=periodic).values()
     assert x.shape == (50, 64) and x.min() == 0 and x.max() == 15
-    back = 7 if periodic else 8  # from a token to what stood 8 before its label
+    back = 7 if periodic else 8  # distance from a token to the one 8 before its label
     assert np.array_equal(y[:, back:], x[:, :-back])
     assert counts.sum(axis=1).tolist() == [64 - back] * 50 and not counts[:, :back].any()
-    # What the code asks is easier: an earlier period says it too. The token itself does not.
+    # The authors' task is easier: any earlier period has the label. The token itself does not.
     assert np.array_equal(y[:, back + 8 :], x[:, : -back - 8]) == periodic
     assert np.mean(x[counts] == y[counts]) < 0.2
 
@@ -55,4 +55,4 @@ def test_retrieval(keys):
     place = np.argmax(asked == x[:, -1:], axis=1)
     assert (asked[np.arange(200), place] == x[:, -1]).all()
     assert (values[np.arange(200), place] == y[:, -1]).all()
-    assert len(set(place.tolist())) == 8  # any of the pairs may be asked for
+    assert len(set(place.tolist())) == 8  # all pairs occur as queries

@@ -38,7 +38,7 @@ def claim(file: pathlib.Path) -> None:
     _CLAIMED[file] = lock
 
 
-class Kept:
+class FinishedRuns:
     """Finished runs, by cell and seed.
 
     Attributes:
@@ -71,43 +71,43 @@ class Kept:
         if fresh or not file.exists():
             return
         advice = "move it away, or give --fresh to begin a new result"
-        found = json_text.read_object(epath.Path(file), advice)
-        missing = [key for key in (*settings, "runs", "codes") if key not in found]
+        saved = json_text.read_object(epath.Path(file), advice)
+        missing = [key for key in (*settings, "runs", "codes") if key not in saved]
         shown = os.path.relpath(file)
         if missing:
             raise UserError(f"{shown} lacks {missing[0]!r}: {advice}")
         for key, value in settings.items():
-            if found[key] != value:
+            if saved[key] != value:
                 raise UserError(
-                    f"--{key} = {value}: {shown} has runs of {found[key]} {key}; give that, or "
+                    f"--{key} = {value}: {shown} has runs of {saved[key]} {key}; give that, or "
                     "--fresh to begin a new result"
                 )
-        self.codes = found["codes"]
-        every = (code_lib.changed(one, code) for one in self.codes.values())
-        files = sorted({name for one in every for name in one})
+        self.codes = saved["codes"]
+        changes = (code_lib.changed(digests, code) for digests in self.codes.values())
+        files = sorted({name for digests in changes for name in digests})
         if files and not mix:
             raise UserError(
                 f"{shown} has runs of other code ({code_lib.in_short(files)}). "
                 "--fresh trains all anew (with another --runs, if the study has it; --save then "
                 "overwrites them), and --mix accepts them if the change affects no number"
             )
-        for name, seeds in found["runs"].items():
-            self.runs[name] = {int(seed): kept for seed, kept in seeds.items()}
+        for name, seeds in saved["runs"].items():
+            self.runs[name] = {int(seed): figures for seed, figures in seeds.items()}
 
     def found(self, cell: str, seed: int, identity: str) -> dict | None:
         """Returns a run's figures; None for a missing run or one with other settings."""
-        kept = self.runs.get(cell, {}).get(seed)
-        return kept if kept and kept["identity"] == identity else None
+        figures = self.runs.get(cell, {}).get(seed)
+        return figures if figures and figures["identity"] == identity else None
 
-    def check(self, asked: Iterable[tuple[str, int, str]]) -> None:
+    def check(self, runs: Iterable[tuple[str, int, str]]) -> None:
         """Raises a UserError if a finished run with other settings would be overwritten.
 
         Args:
-          asked: cells, seeds and identities.
+          runs: cells, seeds and identities.
         """
-        for cell, seed, identity in asked:
-            kept = self.runs.get(cell, {}).get(seed)
-            if kept and kept["identity"] != identity:
+        for cell, seed, identity in runs:
+            figures = self.runs.get(cell, {}).get(seed)
+            if figures and figures["identity"] != identity:
                 raise UserError(
                     f"--save: {os.path.relpath(self._file)} has {cell}, seed {seed}, of other "
                     "options or data: give those, leave out --save, or give --fresh to begin a "
@@ -115,18 +115,24 @@ class Kept:
                 )
 
     def put(
-        self, cell: str, seed: int, identity: str, code: Mapping[str, str], made: Mapping, **found
+        self,
+        cell: str,
+        seed: int,
+        identity: str,
+        code: Mapping[str, str],
+        origin: Mapping,
+        **figures,
     ) -> None:
         """Records a run's figures.
 
         Args:
           identity: digest of the settings.
-          made: provenance.
+          origin: the run's provenance (data and machine).
         """
-        named = code_lib.digest(json.dumps(code, sort_keys=True))
-        self.codes[named] = dict(code)
-        kept = dict(made) | dict(identity=identity, code=named) | found
-        self.runs.setdefault(cell, {})[seed] = kept
+        digest = code_lib.digest(json.dumps(code, sort_keys=True))
+        self.codes[digest] = dict(code)
+        entry = dict(origin) | dict(identity=identity, code=digest) | figures
+        self.runs.setdefault(cell, {})[seed] = entry
 
     def as_json(self) -> dict:
         return self.settings | dict(codes=self.codes, runs=self.runs)
