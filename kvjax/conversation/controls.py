@@ -28,8 +28,8 @@ class Controls(NamedTuple):
 
     names: frozenset[str]  # all of them
     end: str | None  # follows an assistant's message and ends its turn
-    # Of an answer's own format, as </think>: not between turns, and not flagged special unless the
-    # template searches for them to split an assistant's message.
+    # Tokens within an answer, such as </think>: never between turns, and either without the special
+    # flag or searched for by the template, to split an assistant's message.
     inner: frozenset[str]
     missing: frozenset[str]  # named tokens that the template writes and the tokenizer lacks
 
@@ -56,17 +56,18 @@ def find(
     vocabulary, added = tokenizer.vocabulary(), tokenizer.added_tokens()
     ends = {name for name, i in vocabulary.items() if i in tokenizer.ends}
     names = tokenizer.controls | _added(added, "\n".join(around), text, ends)
+    entries = ends.union(name for name in vocabulary if name in rendered) - added.keys()
     names |= {
         name
-        for name in {name for name in vocabulary if name in rendered}.union(ends) - added.keys()
+        for name in entries
         if not _WORDS.fullmatch(name) and tokenizer.encode(name) != [vocabulary[name]]
     }
     pattern = re.compile(any_of(names))
     between = pattern.findall(continued.partition(_ANSWER)[2].partition(_NEXT)[0])
     after = [*pattern.findall(finished.partition(_ANSWER)[2]), *between]
-    before = [text.partition(_ANSWER)[0].partition(_QUESTION) for text in (with_system, continued)]
+    before = [r.partition(_ANSWER)[0].partition(_QUESTION) for r in (with_system, continued)]
     # Tokens between turns; the rest may belong to the format of an answer.
-    frame = {name for text, _, _ in before for name in pattern.findall(text)}.union(after)
+    frame = {name for opening, _, _ in before for name in pattern.findall(opening)}.union(after)
     searched = {name for name in names if _is_searched(name, template)} - frame
     frame |= set(pattern.findall(before[1][2])) - searched
     unflagged = {name for name in names if name in added and not added[name].special}

@@ -58,7 +58,7 @@ class NativeDialogue:
 
 
 class PlainDialogue:
-    """No conversations: plain texts, which end like the tokenizer's documents."""
+    """Plain texts instead of conversations; they end like the tokenizer's documents."""
 
     name = ""
     digest, day = "", ""

@@ -63,10 +63,10 @@ def _answer(template: str, values: Mapping | None, day: str, trial: bool) -> dic
     answer = _cached_answer(request) if trial else _worker_answer(request)
     if answer is None:
         limits = f"{_MEMORY >> 30} GiB of memory, {seconds} seconds or {_CHARACTERS:,} characters"
-        given = len(json.dumps(values, ensure_ascii=False))
-        if given > _CHARACTERS // 2:
+        length = len(json.dumps(values, ensure_ascii=False))
+        if length > _CHARACTERS // 2:
             raise DataError(
-                f"a conversation of {given:,} characters: the chat template needs more than "
+                f"a conversation of {length:,} characters: the chat template needs more than "
                 f"{limits} for it: shorten it"
             )
         raise LimitError(

@@ -125,10 +125,10 @@ def _keys() -> list[str]:
 
 def _parsed(key: str, item: str) -> tuple[str, int, int | None]:
     """Splits SOURCE#START:STOP."""
-    found = _ROWS.fullmatch(item)
-    if not found:
+    match = _ROWS.fullmatch(item)
+    if not match:
         return item, 0, None
-    source, start, stop = found[1], int(found[2] or 0), int(found[3]) if found[3] else None
+    source, start, stop = match[1], int(match[2] or 0), int(match[3]) if match[3] else None
     if not source or (stop is not None and stop <= start):
         raise UserError(
             f"config.mixture.{key} = {item!r}: must be SOURCE#START:STOP with START below STOP; "
@@ -143,7 +143,7 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 
 
 def mixed(counts: Sequence[int], seed: int) -> list[tuple[int, int]]:
-    """Returns all (set, index of its row), shuffled as by nanochat's TaskMixture."""
-    pairs = [(i, place) for i, count in enumerate(counts) for place in range(count)]
+    """Returns (set, index of a row) for all rows, shuffled as by nanochat's TaskMixture."""
+    pairs = [(i, index) for i, count in enumerate(counts) for index in range(count)]
     random.Random(seed).shuffle(pairs)
     return pairs

@@ -54,18 +54,18 @@ def prepare(
 
     Raises:
       MissingDataError: a set is missing or incomplete; the message says what to download.
-      DataError: a row that is not a conversation, too few for one row; with file and row.
+      DataError: a row of a set that is not a conversation (the message has file and row); too few
+        tokens for one packed row.
     """
     with progress.waiting("inspecting the conversations", shown=shown):
         opened = {split: [sets.OpenedSet(p) for p in mixture.specs(split)] for split in SPLITS}
-        _check_apart(opened)
-        marks = {split: [one.fingerprint() for one in found] for split, found in opened.items()}
+        _check_disjoint(opened)
+        fingerprints = {split: [s.fingerprint() for s in opened[split]] for split in SPLITS}
     values = dataclasses.asdict(mixture)
-    rows = [[(p.kind, p.start, p.stop) for p in mixture.specs(split)] for split in SPLITS]
+    ranges = [[(p.kind, p.start, p.stop) for p in mixture.specs(split)] for split in SPLITS]
     options = [values[key] for key in ("seed", "limit", "loss", "pack", "skip_broken")]
-    text = tokenizer.to_json()
-    key = digest_of(FORMAT_VERSION, VERSION, marks, rows, options, text, data.sequence_length)
-    path = data.root / "datasets" / key
+    content = (fingerprints, ranges, options, tokenizer.to_json(), data.sequence_length)
+    path = data.root / "datasets" / digest_of(FORMAT_VERSION, VERSION, *content)
     if folders.is_whole(path / MANIFEST, manifest.read):
         return path
     _check_letters(tokenizer)
@@ -85,23 +85,23 @@ def _write(
     tokenizer, dtype = renderer.tokenizer, dtype_of(renderer.tokenizer)
     rows = folder / manifest.ROWS / manifest.ROWS_VERSION
     rows.mkdir(parents=True)
-    found = {}
+    splits = {}
     with progress.waiting("rendering conversations", shown=shown) as doing, folders.writing(folder):
         for split in SPLITS:
             say = functools.partial(_say, doing, split)
-            found[split] = _write_split(rows, split, opened[split], mixture, data, renderer, say)
-        if not found["train"].shard.rows:
-            tokens = sum(one.tokens for one in found["train"].counts)
+            splits[split] = _write_split(rows, split, opened[split], mixture, data, renderer, say)
+        if not splits["train"].shard.rows:
+            tokens = sum(counts.tokens for counts in splits["train"].counts)
             raise DataError(
                 f"config.data.sequence_length = {data.sequence_length}: the train split has "
                 f"{tokens} tokens, and a row needs {data.sequence_length + 1}: lower it, or add "
                 "conversations"
             )
-        shards = {split: [one.shard] for split, one in found.items()}
+        shards = {split: [content.shard] for split, content in splits.items()}
         length = data.sequence_length + 1
         packed_rows.describe(rows, shards, length, dtype, masked=mixture.is_masked)
         tokenizer.save(folder / TOKENIZER)
-        info = _info(found, mixture, data, tokenizer)
+        info = _info(splits, mixture, data, tokenizer)
         manifest.write(folder, info, manifest.digests(folder))
 
 
@@ -118,17 +118,17 @@ def _write_split(
     renderer: Renderer,
     say,
 ) -> _Split:
-    tokenizer, row = renderer.tokenizer, data.sequence_length + 1
+    tokenizer, row_length = renderer.tokenizer, data.sequence_length + 1
     dtype = dtype_of(tokenizer)
-    limit = mixture.limit if mixture.pack == "stream" else min(mixture.limit, row)
+    limit = mixture.limit if mixture.pack == "stream" else min(mixture.limit, row_length)
     compressor = Compressor() if split == "validation" else None
     rendered = []
-    for one in opened:
-        spec, count = one.spec, one.count()
-        counts = SetCounts(spec.key, spec.source, one.digest(), count)
+    for opened_set in opened:
+        spec, count = opened_set.spec, opened_set.count()
+        counts = SetCounts(spec.key, spec.source, opened_set.digest(), count)
         order = mixture_lib.shuffled(count, mixture.seed)[spec.start : spec.stop]
-        common = (mixture, renderer, limit, dtype, compressor, say)
-        rendered.append(RenderedSet(one, order, counts, *common))
+        options = (mixture, renderer, limit, dtype, compressor, say)
+        rendered.append(RenderedSet(opened_set, order, counts, *options))
         if counts.rejected:
             warn(f"{spec.where}: {counts.rejected:,} of {count:,} rows were skipped")
     say("writing rows")
@@ -136,9 +136,9 @@ def _write_split(
 
     def conversations():
         nonlocal num_bytes
-        for i, place in mixture_lib.mixed([len(one) for one in rendered], mixture.seed):
-            if (one := rendered[i][place]) is not None:
-                ids, mask = one
+        for i, index in mixture_lib.mixed([len(s) for s in rendered], mixture.seed):
+            if (conversation := rendered[i][index]) is not None:
+                ids, mask = conversation
                 num_bytes += int(token_bytes_V[ids].sum())
                 yield ids, (mask if mixture.loss == "assistant" else np.ones_like(mask))
 
@@ -152,18 +152,18 @@ def _write_split(
                 writer.add(ids, mask)
         else:
             pack = packing.write_whole if mixture.pack == "whole" else packing.write_single
-            padding = pack(writer, conversations(), row, tokenizer.bos_id)
-        # Like texts: validation pads the last row of a stream, training drops its tokens.
+            padding = pack(writer, conversations(), row_length, tokenizer.bos_id)
+        # As for texts: validation pads a stream's last row, training drops its tokens.
         padded = split == "validation" and mixture.pack == "stream"
         shard = writer.close(tokenizer.bos_id if padded else None)
     finally:
         writer.abandon()
     xz = compressor.bits_per_byte() if compressor else 0.0
-    return _Split(shard, [one.counts for one in rendered], num_bytes, padding, xz)
+    return _Split(shard, [s.counts for s in rendered], num_bytes, padding, xz)
 
 
 def _info(
-    found: dict[str, _Split], mixture: MixtureConfig, data: DataConfig, tokenizer: Tokenizer
+    splits: dict[str, _Split], mixture: MixtureConfig, data: DataConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
@@ -171,32 +171,31 @@ def _info(
         "mixture": dataclasses.asdict(mixture),
         "masked": mixture.is_masked,
         **tokenizer_info(tokenizer),
-        "xz_bits_per_byte": found["validation"].xz_bits_per_byte,
+        "xz_bits_per_byte": splits["validation"].xz_bits_per_byte,
         "splits": {
             split: {
-                "documents": sum(c.read - c.rejected for c in one.counts),
-                "bytes": one.bytes,
-                "tokens": sum(c.tokens for c in one.counts),
-                "rows": one.shard.rows,
-                "filling": one.padding,
-                "sets": [dataclasses.asdict(c) for c in one.counts],
+                "documents": sum(c.read - c.rejected for c in content.counts),
+                "bytes": content.bytes,
+                "tokens": sum(c.tokens for c in content.counts),
+                "rows": content.shard.rows,
+                "filling": content.padding,
+                "sets": [dataclasses.asdict(c) for c in content.counts],
             }
-            for split, one in found.items()
+            for split, content in splits.items()
         },
     }
 
 
-def _check_apart(opened: dict[str, list[sets.OpenedSet]]) -> None:
+def _check_disjoint(opened: dict[str, list[sets.OpenedSet]]) -> None:
     """Raises a DataError if training and validation share rows."""
-    for one in opened["train"]:
-        for other in opened["validation"]:
-            a, b = one.spec, other.spec
-            same = a.source == b.source or {*map(os.fspath, one.files)} & {
-                *map(os.fspath, other.files)
-            }
+    for train_set in opened["train"]:
+        for validation_set in opened["validation"]:
+            a, b = train_set.spec, validation_set.spec
+            same_source = a.source == b.source
+            common = {*map(os.fspath, train_set.files)} & {*map(os.fspath, validation_set.files)}
             a_stop, b_stop = (np.inf if x.stop is None else x.stop for x in (a, b))
-            apart = a.source == b.source and (a_stop <= b.start or b_stop <= a.start)
-            if same and not apart:
+            disjoint = same_source and (a_stop <= b.start or b_stop <= a.start)
+            if (same_source or common) and not disjoint:
                 raise DataError(
                     f"{b.where}: shares rows with {a.where}, which are for training. Give other "
                     "files, or disjoint ranges of rows: SOURCE#0:900 and SOURCE#900:1000"
@@ -205,13 +204,13 @@ def _check_apart(opened: dict[str, list[sets.OpenedSet]]) -> None:
 
 def _check_letters(tokenizer: Tokenizer) -> None:
     """Warns if an answer's letter is another token than the same letter in its question."""
-    odd = []
+    unlike = []
     for letter in _LETTERS:
         alone = tokenizer.encode(letter)
         if len(alone) != 1 or alone[0] not in tokenizer.encode(f"- a choice={letter}\n"):
-            odd.append(letter)
-    if odd:
+            unlike.append(letter)
+    if unlike:
         warn(
-            f"{', '.join(odd)}: another token in a question (- choice={odd[0]}) than as its "
+            f"{', '.join(unlike)}: another token in a question (- choice={unlike[0]}) than as its "
             "answer, by this tokenizer: multiple choice is harder to learn"
         )

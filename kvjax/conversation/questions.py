@@ -47,7 +47,7 @@ def conversation(question: str, answer) -> dict:
 
 
 def mmlu(row: Mapping, place: str) -> MultipleChoice:
-    """Parses a row of MMLU: question, choices, answer (0 to 3, or a letter); or wrapped in `train`.
+    """Parses a row of MMLU: question, choices, answer (0 to 3, or a letter), maybe inside `train`.
 
     Choices may be numbers or empty.
     """
@@ -77,14 +77,14 @@ def arc(row: Mapping, place: str) -> MultipleChoice:
     """Parses a row of ARC, Parquet or original JSON; letters are the row's own, A-E or 1-5."""
     question, answer = _keys(row, ("question", "answerKey"), place)
     if isinstance(question, Mapping):  # {stem, choices: [{text, label}]}
-        stem, found = _keys(question, ("stem", "choices"), place)
-        choices = [_keys(choice, ("text", "label"), place) for choice in _list(found, place)]
-        texts, labels = zip(*choices, strict=True) if choices else ((), ())
+        stem, choices = _keys(question, ("stem", "choices"), place)
+        pairs = [_keys(choice, ("text", "label"), place) for choice in _list(choices, place)]
+        texts, labels = zip(*pairs, strict=True) if pairs else ((), ())
     else:
         stem = question
-        (found,) = _keys(row, ("choices",), place)
-        texts, labels = _keys(found, ("text", "label"), place)
-    texts, labels = _choices(texts, place), _written(_list(labels, place), place)
+        (choices,) = _keys(row, ("choices",), place)
+        texts, labels = _keys(choices, ("text", "label"), place)
+    texts, labels = _choices(texts, place), _as_texts(_list(labels, place), place)
     if len(texts) != len(labels) or str(answer) not in labels:
         raise DataError(
             f"{place}: answerKey = {answer!r} is not among the labels {list(labels)} of "
@@ -167,7 +167,7 @@ def _choices(choices, place: str) -> tuple[str, ...]:
     choices = _list(choices, place)
     if not 2 <= len(choices) <= len(_LETTERS):
         raise DataError(f"{place}: has {len(choices)} choices; must be 2 to {len(_LETTERS)}")
-    return _written(choices, place)
+    return _as_texts(choices, place)
 
 
 def _list(value, place: str) -> Sequence:
@@ -176,7 +176,7 @@ def _list(value, place: str) -> Sequence:
     return value
 
 
-def _written(values: Sequence, place: str) -> tuple[str, ...]:
+def _as_texts(values: Sequence, place: str) -> tuple[str, ...]:
     """Converts choices or labels to text; raises for null, NaN and objects."""
     for value in values:
         number = isinstance(value, (int, float)) and math.isfinite(value)

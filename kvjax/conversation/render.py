@@ -61,27 +61,27 @@ class Renderer:
     def batch(
         self, conversations: Sequence[tuple[Conversation, str]], *, limit: int = LIMIT
     ) -> list[Rendered | DataError]:
-        """Renders many conversations, given with their file and row, on all cores; see `__call__`.
+        """Renders pairs of a conversation and its `place` on all cores; see `__call__`.
 
         Returns:
-          The tokens of each, or its error.
+          Each conversation's tokens, or its error.
         """
-        found, texts = [], []
+        all_pieces, texts = [], []
         for conversation, place in conversations:
             try:
                 pieces = list(self._pieces(conversation, place))
             except DataError as error:
-                found.append(error)
+                all_pieces.append(error)
                 continue
-            found.append(pieces)
+            all_pieces.append(pieces)
             texts += [piece for piece, _ in pieces if isinstance(piece, str)]
         encoded = (ids.tolist() for ids in self.tokenizer.encode_batch(texts))
-        return [x if isinstance(x, DataError) else _joined(x, encoded, limit) for x in found]
+        return [p if isinstance(p, DataError) else _joined(p, encoded, limit) for p in all_pieces]
 
     def _pieces(self, conversation: Conversation, place: str) -> Iterator[tuple[int | str, int]]:
         """Yields special token ids and texts in order, each with its loss mask."""
         s = self.specials
-        around = dict(
+        delimiters = dict(
             python=(s.python_start, s.python_end, 1),
             python_output=(s.output_start, s.output_end, 0),
         )
@@ -92,11 +92,12 @@ class Renderer:
                 yield from ((piece, 0) for piece in (s.user_start, content, s.user_end))
                 continue
             yield s.assistant_start, 0
-            for part in [dict(type="text", text=content)] if isinstance(content, str) else content:
+            parts = [dict(type="text", text=content)] if isinstance(content, str) else content
+            for part in parts:
                 if part["type"] == "text":
                     yield part["text"], 1
                     continue
-                start, end, trained = around[part["type"]]
+                start, end, trained = delimiters[part["type"]]
                 yield from ((piece, trained) for piece in (start, part["text"], end))
             yield s.assistant_end, 1
 
@@ -135,19 +136,19 @@ def checked_messages(conversation: Conversation, place: str) -> list[dict]:
             raise DataError(f"{place}: a system message must be followed by the user's")
         system, user, *rest = messages
         for i, message in enumerate((system, user)):
-            _text(message["content"], f"{place}, message {i + 1}")
+            _check_text(message["content"], f"{place}, message {i + 1}")
         joined = f"{system['content']}\n\n{user['content']}"
         messages = [dict(role="user", content=joined), *rest]
     for i, message in enumerate(messages):
-        wanted = ("user", "assistant")[i % 2]
-        if message["role"] != wanted:
+        role = ("user", "assistant")[i % 2]
+        if message["role"] != role:
             raise DataError(
                 f"{place}: roles must alternate user, assistant, user, ... (after an optional "
-                f"system message); message {i + 1} has role {message['role']!r}, not {wanted!r}"
+                f"system message); message {i + 1} has role {message['role']!r}, not {role!r}"
             )
         where = f"{place}, message {i + 1}"
-        if wanted == "user" or isinstance(message["content"], str):
-            _text(message["content"], where)
+        if role == "user" or isinstance(message["content"], str):
+            _check_text(message["content"], where)
         else:
             _check_parts(message["content"], where)
     return messages
@@ -165,10 +166,10 @@ def _check_parts(content, where: str) -> None:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") not in PARTS:
             raise DataError(f"{where}: a part must have a type of {', '.join(PARTS)}: {part!r:.80}")
-        _text(part.get("text"), where)
+        _check_text(part.get("text"), where)
 
 
-def _text(text, where: str) -> None:
+def _check_text(text, where: str) -> None:
     """Raises a DataError unless a content is text that UTF-8 can encode."""
     if not isinstance(text, str):
         raise DataError(f"{where}: content must be text, not {type(text).__name__}")

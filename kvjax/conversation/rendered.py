@@ -41,12 +41,12 @@ class RenderedSet:
       say: called with progress.
 
     Raises:
-      DataError: a row that is not a conversation, unless these are skipped.
+      DataError: a row that is not a conversation, unless `mixture.skip_broken`.
     """
 
     def __init__(
         self,
-        found: sets.OpenedSet,
+        opened: sets.OpenedSet,
         order: np.ndarray,
         counts: SetCounts,
         mixture: MixtureConfig,
@@ -60,17 +60,17 @@ class RenderedSet:
         self._limit, self._dtype, self._renderer = limit, dtype, renderer
         self._chunks: list[Tokens] = []
         # Of each row: its chunk, and start and end within it; -1 if rejected.
-        self._places = np.full((counts.rows, 3), -1, np.int64)
+        self._spans = np.full((counts.rows, 3), -1, np.int64)
         wanted = np.zeros(counts.rows, bool)
         wanted[order] = True
         batch, characters = [], 0
-        for i, (place, row) in enumerate(found.rows()):
+        for i, (place, row) in enumerate(opened.rows()):
             if i >= len(wanted):
-                raise DataError(f"{found.spec.where}: its files grew while they were read")
+                raise DataError(f"{opened.spec.where}: its files grew while they were read")
             if not wanted[i]:
                 continue
             try:
-                parsed = sets.conversation(found.spec.kind, row, place)
+                parsed = sets.conversation(opened.spec.kind, row, place)
             except DataError as error:
                 self._reject(error, mixture.skip_broken)
                 counts.read += 1
@@ -80,17 +80,17 @@ class RenderedSet:
             if characters >= BATCH_CHARACTERS:
                 self._render(batch, mixture, compressor)
                 batch, characters = [], 0
-                say(f"{found.spec.kind} {counts.read:,} of {len(order):,}")
+                say(f"{opened.spec.kind} {counts.read:,} of {len(order):,}")
         self._render(batch, mixture, compressor)
         if counts.read < len(order):
-            raise DataError(f"{found.spec.where}: its files shrank while they were read")
+            raise DataError(f"{opened.spec.where}: its files shrank while they were read")
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def __getitem__(self, place: int) -> Tokens | None:
+    def __getitem__(self, index: int) -> Tokens | None:
         """Returns the conversation at an index of `order`; None if its row was rejected."""
-        chunk, start, stop = self._places[self._order[place]]
+        chunk, start, stop = self._spans[self._order[index]]
         if chunk < 0:
             return None
         ids, mask = self._chunks[chunk]
@@ -107,7 +107,7 @@ class RenderedSet:
                 continue
             ids.append(np.array(result.ids, self._dtype))
             mask.append(np.array(result.mask, np.uint8))
-            self._places[i] = len(self._chunks), end, end + len(result.ids)
+            self._spans[i] = len(self._chunks), end, end + len(result.ids)
             end += len(result.ids)
             counts.cut += result.is_cut
             counts.tokens += len(result.ids)

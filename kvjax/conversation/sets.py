@@ -18,14 +18,14 @@ from kvjax.foundation.errors import DataError, MissingDataError, warn
 TFDS = "tfds:"
 EMBEDDED = "embedded"  # the synthetic conversations
 _HUB = "https://huggingface.co/datasets"
-# What to download, and the folder to put it in.
+# The folders to download, and the folder to put them in.
 _PUBLISHED = {
     "smoltalk": (f"data/ of {_HUB}/HuggingFaceTB/smol-smoltalk", "~/data/smol-smoltalk/data/"),
     "mmlu": (f"auxiliary_train/ and all/ of {_HUB}/cais/mmlu", "~/data/mmlu/"),
     "gsm8k": (f"main/ of {_HUB}/openai/gsm8k", "~/data/gsm8k/main/"),
     "arc": (f"ARC-Easy/ and ARC-Challenge/ of {_HUB}/allenai/ai2_arc", "~/data/ai2_arc/"),
 }
-# Rows of the published splits.
+# Numbers of rows in the published splits.
 COUNTS = {
     ("train", "smoltalk"): (460_341,),
     ("train", "mmlu"): (99_842,),
@@ -81,7 +81,7 @@ class OpenedSet:
         """Returns the number of rows; warns if it differs from the published set's.
 
         Raises:
-          DataError: too few for the spec's range, or none.
+          DataError: too few rows for the spec's range, or none.
         """
         spec = self.spec
         if self.is_tfds:
@@ -131,20 +131,21 @@ def conversation(kind: str, row, place: str) -> dict:
         return questions.smoltalk(row, place)
     if kind == "gsm8k":
         return questions.gsm8k(row, place)
-    read = questions.arc if kind == "arc" else questions.mmlu
-    read = questions.mmlu_csv if kind == "mmlu" and isinstance(row, list) else read
-    item = read(row, place)
+    parse = questions.arc if kind == "arc" else questions.mmlu
+    parse = questions.mmlu_csv if kind == "mmlu" and isinstance(row, list) else parse
+    item = parse(row, place)
     return questions.conversation(questions.multiple_choice(item), item.answer)
 
 
 def _plain(value, feature):
     """Converts a TFDS value to plain Python: text for bytes, class names, lists for arrays."""
     if isinstance(value, dict):
-        inner = getattr(feature, "feature", feature)  # of a sequence of dicts, a dict of sequences
-        return {key: _plain(one, inner[key]) for key, one in value.items()}
+        # TFDS stores a sequence of dicts as a dict of sequences.
+        inner = getattr(feature, "feature", feature)
+        return {key: _plain(item, inner[key]) for key, item in value.items()}
     if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim):
         inner = getattr(feature, "feature", feature)
-        return [_plain(one, inner) for one in value]
+        return [_plain(item, inner) for item in value]
     if isinstance(value, bytes):
         return value.decode()
     number = value.item() if hasattr(value, "item") else value
@@ -165,8 +166,8 @@ def _files(spec: SetSpec) -> list[epath.Path]:
 def _check_shards(spec: SetSpec, files, file: epath.Path, start, number, count, end) -> None:
     del number
     present = {other.name for other in files if other.parent == file.parent}
-    every = [f"{start}{i:05}-of-{count}{end}" for i in range(int(count))]
-    if missing := [name for name in every if name not in present]:
+    expected = [f"{start}{i:05}-of-{count}{end}" for i in range(int(count))]
+    if missing := [name for name in expected if name not in present]:
         raise MissingDataError(
             f"{spec.where}: {len(missing)} of {int(count)} shards are missing in "
             f"{os.fspath(file.parent)}, the first is {missing[0]}: {_advice(spec)}"
@@ -176,5 +177,5 @@ def _check_shards(spec: SetSpec, files, file: epath.Path, start, number, count, 
 def _advice(spec: SetSpec) -> str:
     if spec.kind not in _PUBLISHED:
         return 'give a file with lines of {"messages": [{"role", "content"}, ...]}'
-    what, folder = _PUBLISHED[spec.kind]
-    return f"download the folders {what} to {folder}, or give another path"
+    folders, target = _PUBLISHED[spec.kind]
+    return f"download the folders {folders} to {target}, or give another path"

@@ -1,6 +1,6 @@
 """The nine special tokens of rendered conversations (nanochat, commit 0f00788).
 
-Their ids do not matter. A name that occurs in a user's text stays ordinary text.
+Any ids will do. A name that occurs in a user's text stays ordinary text.
 """
 
 from typing import NamedTuple

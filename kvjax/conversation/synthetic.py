@@ -25,8 +25,8 @@ def letter(rng: random.Random) -> dict:
     """Returns a question with one animal among three other words."""
     words, place = rng.sample(OTHERS, len(LETTERS) - 1), rng.randrange(len(LETTERS))
     words.insert(place, rng.choice(ANIMALS))
-    found = MultipleChoice("Which word is an animal?", tuple(words), LETTERS, LETTERS[place])
-    return questions.conversation(questions.multiple_choice(found), found.answer)
+    item = MultipleChoice("Which word is an animal?", tuple(words), LETTERS, LETTERS[place])
+    return questions.conversation(questions.multiple_choice(item), item.answer)
 
 
 def sum_of_two(rng: random.Random) -> dict:

@@ -1,9 +1,9 @@
 """Published chat templates: Jinja, rendered in a separate process.
 
-Templates get the variables of transformers (5.23), so that a conversation has the ids of its
-`apply_chat_template`, except that control tokens written in a message stay ordinary text (see
-`controls`). In an assistant's message, tokens of its answer format (as </think>) are control
-tokens.
+Templates get the same variables as in transformers (5.23), so that a conversation's ids equal those
+of its `apply_chat_template`, except that control tokens written in a message stay ordinary text
+(see `controls`). In an assistant's message, tokens of the answer format, such as </think>, are
+control tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +15,10 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError
 
 _FILE = "tokenizer_config.json"  # names the special tokens that templates write
-_NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_TOKEN_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _ROLES = ("system", "developer", "user", "assistant", "tool")  # compared by templates
-_DATED = "strftime_now"  # the function that gives templates the date
-_HERE = "\ufddc"  # marks the end of a message that is to be continued
+_DATE = "strftime_now"  # the function by which templates get the date
+_MESSAGE_END = "\ufddc"  # marks the end of a message that is to be continued
 
 
 class Template:
@@ -31,7 +31,7 @@ class Template:
       named: further special tokens that the model's files name.
 
     Attributes:
-      tokenizer: with the template's control tokens; `ends` include the one that ends a turn.
+      tokenizer: with the template's control tokens; `ends` include the token that ends a turn.
       missing: named tokens that the template writes and the tokenizer lacks.
       digest: SHA-256 of the template and the tokens that it names.
       is_dated: True if it may write the date.
@@ -53,13 +53,13 @@ class Template:
         self._text, self._day = text, day
         self._tokens = _named_tokens(token_files.get(_FILE, {}))
         used = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
-        self.digest, self.is_dated = hashlib.sha256(used.encode()).hexdigest(), _DATED in text
+        self.digest, self.is_dated = hashlib.sha256(used.encode()).hexdigest(), _DATE in text
         named = {*self._tokens.values(), *named}
-        found = controls.find(tokenizer, text, literals, named, self._tried)
-        self.missing = sorted(found.missing)
-        self.tokenizer, self._inner = tokenizer.controlled(found.names), found.inner
-        if found.end is not None:
-            end = self.tokenizer.special(found.end)
+        control = controls.find(tokenizer, text, literals, named, self._render_trial)
+        self.missing = sorted(control.missing)
+        self.tokenizer, self._inner = tokenizer.controlled(control.names), control.inner
+        if control.end is not None:
+            end = self.tokenizer.special(control.end)
             self.tokenizer.ends = tuple(sorted({*tokenizer.ends, end}))
         self._marks = marked.marks_of(self.tokenizer)
 
@@ -81,13 +81,13 @@ class Template:
           DataError: messages that the template refuses.
           UserError: too much memory or time.
         """
-        hidden = [self._hidden(message) for message in messages]
+        hidden = [self._hide_controls(message) for message in messages]
         if go_on:
-            hidden[-1] = hidden[-1] | dict(content=f"{hidden[-1]['content']}{_HERE} ")
-        text = self._rendered(hidden, add_generation_prompt)
+            hidden[-1] = hidden[-1] | dict(content=f"{hidden[-1]['content']}{_MESSAGE_END} ")
+        text = self._render(hidden, add_generation_prompt)
         if go_on:
-            before, here, after = text.rpartition(_HERE)
-            if not here:
+            before, marker, after = text.rpartition(_MESSAGE_END)
+            if not marker:
                 raise DataError("the chat template drops the message that is to be continued")
             text = before if after.startswith(" ") else before.rstrip()  # as transformers does
         return self._marks.of_rendered(text)
@@ -96,13 +96,13 @@ class Template:
         """Returns the ids of a marked text."""
         return self._marks.encode(text)
 
-    def _hidden(self, message: Mapping) -> dict:
+    def _hide_controls(self, message: Mapping) -> dict:
         """Returns a message with placeholders for the names of control tokens in it."""
         role = message.get("role")
         hidden = self._marks.hide(message, self._inner if role == "assistant" else frozenset())
         return hidden | (dict(role=role) if role in _ROLES else {})
 
-    def _rendered(
+    def _render(
         self, messages: Sequence[Mapping], opens_answer: bool, *, trial: bool = False
     ) -> str:
         """Renders messages with the template.
@@ -111,24 +111,24 @@ class Template:
           DataError: the template refuses them.
           UserError: too much memory or time.
         """
-        given = dict(messages=messages, tools=None, documents=None)
-        given |= dict(add_generation_prompt=opens_answer)
-        return jinja_process.render(self._text, self._tokens | given, self._day, trial=trial)
+        variables = dict(messages=messages, tools=None, documents=None)
+        variables |= dict(add_generation_prompt=opens_answer)
+        return jinja_process.render(self._text, self._tokens | variables, self._day, trial=trial)
 
-    def _tried(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
+    def _render_trial(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
         """Renders messages with the template; returns "" if it refuses them."""
         try:
-            return self._rendered(messages, opens_answer, trial=True)
+            return self._render(messages, opens_answer, trial=True)
         except DataError:
             return ""
 
 
 def _named_tokens(config: Mapping) -> dict[str, str]:
     """Returns the special tokens of a tokenizer_config.json: bos_token and so on."""
-    found = {}
-    for name in (f"{kind}_token" for kind in _NAMED):
+    tokens = {}
+    for name in (f"{kind}_token" for kind in _TOKEN_KINDS):
         value = config.get(name)
         value = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(value, str):
-            found[name] = value
-    return found
+            tokens[name] = value
+    return tokens

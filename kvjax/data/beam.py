@@ -42,7 +42,7 @@ def pipeline(options: str) -> beam.Pipeline:
         with contextlib.redirect_stderr(usage):  # argparse prints its usage
             parsed = PipelineOptions(flags)
             parsed.get_all_options(retain_unknown_options=True)  # checks values
-            made = beam.Pipeline(options=parsed)
+            built = beam.Pipeline(options=parsed)
     except SystemExit as error:
         raise _refused(options, usage.getvalue().strip().rpartition("error: ")[2]) from error
     except (ImportError, ValueError, AttributeError, NotImplementedError) as error:
@@ -52,29 +52,29 @@ def pipeline(options: str) -> beam.Pipeline:
         raise _refused(
             options, "Dataflow needs: pip install -c constraints-beam.txt 'apache-beam[gcp]'"
         )
-    return made
+    return built
 
 
-def make(making: Preparation, options: str) -> None:
+def make(job: Preparation, options: str) -> None:
     """Makes the parts that are not finished yet.
 
     Raises:
-      UserError: see `pipeline`; a part that cannot be made, while the others stay.
+      UserError: see `pipeline`; a part cannot be made (finished parts stay).
     """
-    missing = [making.corpus.parts[i] for i in making.partial.missing()]
-    made = pipeline(options)
-    made | beam.Create(missing) | beam.Reshuffle() | beam.ParDo(_MakePart(making))
+    missing = [job.corpus.parts[i] for i in job.partial.missing()]
+    built = pipeline(options)
+    built | beam.Create(missing) | beam.Reshuffle() | beam.ParDo(_MakePart(job))
     try:
-        made.run().wait_until_finish()
+        built.run().wait_until_finish()
     except (UserError, ImportError, OSError, RuntimeError, NotImplementedError) as error:
         if _NOT_SEEN in str(error):
-            raise UserError(f"{making.partial.folder} {_NOT_SEEN}") from error
-        if failed := making.partial.failures():
+            raise UserError(f"{job.partial.folder} {_NOT_SEEN}") from error
+        if failed := job.partial.failures():
             raise UserError(failed[0]) from error
-        if making.partial.any_done() or not _is_of_runner(error):
+        if job.partial.any_done() or not _lacks_runner(error):
             raise  # a failure while running, with its traceback; finished parts stay
         raise _refused(options, str(error)) from error
-    if failed := making.partial.failures():
+    if failed := job.partial.failures():
         more = f" ({len(failed) - 1} more parts failed)" if len(failed) > 1 else ""
         raise DataError(f"{failed[0]}{more}")
 
@@ -83,8 +83,8 @@ def _refused(options: str, why: str) -> UserError:
     return UserError(f"--beam_pipeline_options={options}: {' '.join(why.split())[:500]}")
 
 
-def _is_of_runner(error: Exception) -> bool:
-    """Returns True if a runner's own program is missing; some start it with the pipeline."""
+def _lacks_runner(error: Exception) -> bool:
+    """Returns True if a runner's own program is missing, which some notice only at the start."""
     message = str(error).lower()
     if isinstance(error, (ImportError, NotImplementedError)):
         return True
@@ -94,10 +94,10 @@ def _is_of_runner(error: Exception) -> bool:
 class _MakePart(beam.DoFn):
     """Writes one part to the target."""
 
-    def __init__(self, making: Preparation):
-        corpus = making.corpus
-        self._arguments = corpus.config, making.partial, corpus.skip_broken
-        self._tokenizer_json = making.tokenizer.to_json()
+    def __init__(self, job: Preparation):
+        corpus = job.corpus
+        self._arguments = corpus.config, job.partial, corpus.skip_broken
+        self._tokenizer_json = job.tokenizer.to_json()
         self._code = preparation.code()
 
     def setup(self) -> None:

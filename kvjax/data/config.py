@@ -67,11 +67,11 @@ class DataConfig:
 
     def __post_init__(self):
         for key in ("source", "validation_source"):
-            given = getattr(self, key)
-            items = split_source(given)
-            if not items and (given or key == "source"):
+            value = getattr(self, key)
+            items = split_source(value)
+            if not items and (value or key == "source"):
                 raise DataError(
-                    f"config.data.{key} = {given!r}: names no source; give 'embedded', a file, "
+                    f"config.data.{key} = {value!r}: names no source; give 'embedded', a file, "
                     "folder or glob, 'tfds:NAME' or 'hf://datasets/OWNER/NAME/PATH'"
                 )
             for item in items:
@@ -100,10 +100,10 @@ class DataConfig:
             )
         one_of("config.data.specials", self.specials, tuple(SPECIALS))
         between("config.data.vocab_size", self.vocab_size, 1, MAX_VOCAB_SIZE)
-        least = NUM_BYTES + SPECIALS[self.specials]
-        if self.tokenizer == "bpe" and self.vocab_size < least:
+        minimum = NUM_BYTES + SPECIALS[self.specials]
+        if self.tokenizer == "bpe" and self.vocab_size < minimum:
             raise DataError(
-                f"config.data.vocab_size = {self.vocab_size}: must be at least {least} (all "
+                f"config.data.vocab_size = {self.vocab_size}: must be at least {minimum} (all "
                 f"{NUM_BYTES} bytes, and special tokens); for a byte vocabulary, tokenizer='byte'"
             )
         between("config.data.sequence_length", self.sequence_length, 1, MAX_SEQUENCE_LENGTH)
@@ -130,12 +130,12 @@ def command(values: Mapping[str, Any]) -> str:
     if values.get("source") == MIXTURE:
         return "python -m kvjax.main --config=..."  # of the run, which prepares its conversations
     fields = {field.name: field for field in dataclasses.fields(DataConfig)}
-    given = [
+    options = [
         shlex.quote(f"--{FLAG_NAMES.get(name, name)}={value}")
         for name, value in values.items()
         if name not in fields or value != fields[name].default
     ]
-    return " ".join(["python -m kvjax.data.prepare", *given])
+    return " ".join(["python -m kvjax.data.prepare", *options])
 
 
 def as_options(message: str) -> str:

@@ -2,9 +2,9 @@
 
 `tokenizers` applies merges in the order of its list; `tiktoken` merges any pair whose text is a
 token, lowest id first. Both give the same ids if (1) merges are listed in the order of the ids that
-they create, (2) each id is created once and (3) every token's text encodes to that token. The third
-condition suffices because the tokens inside a span that no merge crosses depend on that span alone:
-so a pair that spells a token is always the pair of its merge.
+they create, (2) each id is created once and (3) every token's text encodes to that token. By (3), a
+pair that spells a token is always the pair that the token's merge joins, because the tokens of a
+span that no merge crosses depend on that span alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,8 +69,8 @@ def _split(steps: Mapping[str, Any]) -> str | None:
         return GPT2_SPLIT
     if len(steps) != 2 or steps[0]["type"] != "Split" or steps[1].get("use_regex", True):
         return None
-    how = steps[0]["behavior"], steps[0]["invert"]
-    return steps[0]["pattern"].get("Regex") if how == ("Isolated", False) else None
+    behavior = steps[0]["behavior"], steps[0]["invert"]
+    return steps[0]["pattern"].get("Regex") if behavior == ("Isolated", False) else None
 
 
 def _ids(model: Mapping[str, Any], token_bytes: Mapping[str, bytes]) -> dict[bytes, int] | None:
@@ -81,9 +81,9 @@ def _ids(model: Mapping[str, Any], token_bytes: Mapping[str, bytes]) -> dict[byt
     vocab = {token: model["vocab"][token] for token in token_bytes if token in model["vocab"]}
     ids = {token_bytes[token]: i for token, i in vocab.items()}
     pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-    made = [vocab.get("".join(pair), -1) for pair in pairs]
-    if made != sorted(set(made)) or len(made) + 256 != len(vocab) or len(ids) != len(vocab):
+    ranks = [vocab.get("".join(pair), -1) for pair in pairs]
+    if ranks != sorted(set(ranks)) or len(ranks) + 256 != len(vocab) or len(ids) != len(vocab):
         return None
     merging = tokenizers.models.BPE(vocab, pairs)
-    alone = all([t.value for t in merging.tokenize(token)] == [token] for token in vocab)
-    return ids if alone else None
+    reachable = all([t.value for t in merging.tokenize(token)] == [token] for token in vocab)
+    return ids if reachable else None

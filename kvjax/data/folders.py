@@ -49,7 +49,7 @@ def is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
         with contextlib.suppress(FileNotFoundError):  # another process was first
             folder.rename(aside)
             warn(
-                f"{os.fspath(folder)} is damaged ({error.what}): renamed to {aside.name}, and "
+                f"{os.fspath(folder)} is damaged ({error.damage}): renamed to {aside.name}, and "
                 "prepared again"
             )
         return False

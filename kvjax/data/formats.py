@@ -15,7 +15,7 @@ PLAIN_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 COMPRESSED_LINES = tuple(end + packed for end in PLAIN_LINES for packed in COMPRESSIONS)
 LINES = (*PLAIN_LINES, *COMPRESSED_LINES)
-# Only read if the path or glob names them: such files mostly describe others in their folder.
+# Read only if the path or glob names them: such files mostly describe other files of their folder.
 NAMED_ONLY = (".json",)
 # Raised by `decompressed` for damaged or truncated files; disks and networks raise OSErrors too.
 DECOMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error, OSError)
@@ -27,26 +27,26 @@ def suffix(name: str, among: Sequence[str]) -> str:
 
 
 def listed(suffixes: Sequence[str]) -> str:
-    """Returns suffixes as text for a message, which names compressions only once."""
+    """Returns suffixes as text for messages; compressions are listed only once."""
     plain = ", ".join(end for end in suffixes if end not in COMPRESSED_LINES)
-    packed = f" ({', '.join(PLAIN_LINES)} also followed by {', '.join(COMPRESSIONS)})"
-    return plain + (packed if set(suffixes) & set(COMPRESSED_LINES) else "")
+    compressed = f" ({', '.join(PLAIN_LINES)} also followed by {', '.join(COMPRESSIONS)})"
+    return plain + (compressed if set(suffixes) & set(COMPRESSED_LINES) else "")
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     """Returns a file's decompressed bytes, by its suffix; may raise DECOMPRESSION_ERRORS."""
-    packed = suffix(name, COMPRESSIONS)
-    if packed and not file.read(1):  # gzip and zstd would accept an empty file
+    compression = suffix(name, COMPRESSIONS)
+    if compression and not file.read(1):  # gzip and zstd would accept an empty file
         raise EOFError("it is empty")
-    if packed:
+    if compression:
         file.seek(0)
-    if packed == ".gz":
+    if compression == ".gz":
         return gzip.open(file, "rb")
-    if packed == ".bz2":
+    if compression == ".bz2":
         return bz2.open(file, "rb")
-    if packed == ".xz":
+    if compression == ".xz":
         return lzma.open(file, "rb")
-    if packed == ".zst":
+    if compression == ".zst":
         import pyarrow  # Takes 0.3 s.
 
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")

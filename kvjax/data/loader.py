@@ -28,7 +28,7 @@ from kvjax.foundation.errors import DataError, UserError, first_line, warn
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 # Batches that are read at the same time keep all `shards.THREADS` busy, even if each is small.
 _BUCKET_READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
-# URL schemes that ArrayRecord reads; epath has more, whose data must be copied.
+# URL schemes that ArrayRecord reads; data in epath's other buckets must be copied to a folder.
 _BUCKETS = ("gs",)
 # Rows per split in the digest: reading all would take minutes.
 _DIGEST_ROWS = 32
@@ -38,8 +38,8 @@ _DIGEST_ROWS = 32
 class PackedDataset:
     """A prepared data set: its rows, tokenizer and manifest.
 
-    token_bytes: int32 [V], raw bytes of each token, 0 for special tokens; their sum over targets is
-      the denominator of bits per byte.
+    token_bytes: int32 [V], number of raw bytes of each token, 0 for special tokens; its sum over
+      targets is the denominator of bits per byte.
     """
 
     path: epath.Path
@@ -150,11 +150,11 @@ def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
     Raises:
       DataError: devices of two processes share some of their rows but not all.
     """
-    ranges: dict[int, set] = {}  # process: row ranges [start, stop) of its devices
+    ranges: dict[int, set] = {}  # by process: row ranges [start, stop) of its devices
     for device, (index, *_) in sharding.devices_indices_map((batch_size, 1)).items():
         start, stop, _ = index.indices(batch_size)
         ranges.setdefault(device.process_index, set()).add((start, stop))
-    shares = sorted({tuple(sorted(own)) for own in ranges.values()})
+    shares = sorted({tuple(sorted(process_ranges)) for process_ranges in ranges.values()})
     sizes = [sum(stop - start for start, stop in share) for share in shares]
     if len(set(sizes)) > 1 or sum(sizes) != batch_size:
         raise DataError(
@@ -281,11 +281,11 @@ def _check(
         )
     packed = dataset.sequence_length
     if not 1 <= sequence_length <= packed:
-        again = dataset.info["config"] | {"sequence_length": max(1, sequence_length)}
+        needed = dataset.info["config"] | {"sequence_length": max(1, sequence_length)}
         raise DataError(
             f"sequence_length={sequence_length} must be at least 1 and at most the {packed} that"
             f" the rows in {os.fspath(dataset.path)} were packed with. Prepare longer rows:"
-            f" `{config_lib.command(again)}`."
+            f" `{config_lib.command(needed)}`."
         )
     if sequence_length < packed:
         warn(

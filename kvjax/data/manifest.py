@@ -29,15 +29,15 @@ INTEGRITY_KEYS = ("files", "blake2b")  # of the manifest: digests, not content
 
 
 class DamagedDataError(DataError):
-    """Prepared data that differ from what was written."""
+    """Prepared data whose files differ from those that were written."""
 
-    def __init__(self, folder: epath.PathLike, what: str, config: dict | None = None):
-        again = f": `{config_lib.command(config)}`" if config else ""
+    def __init__(self, folder: epath.PathLike, damage: str, config: dict | None = None):
+        command = f": `{config_lib.command(config)}`" if config else ""
         super().__init__(
-            f"{os.fspath(folder)} is damaged: {what}. Move that folder away and prepare it "
-            f"again{again}"
+            f"{os.fspath(folder)} is damaged: {damage}. Move that folder away and prepare it "
+            f"again{command}"
         )
-        self.what = what
+        self.damage = damage
 
 
 def write(folder: pathlib.Path, info: dict[str, Any], files: dict[str, dict]) -> None:
@@ -70,8 +70,8 @@ def read(folder: epath.Path) -> dict[str, Any]:
         version = info["format_version"]
         _check_keys(info, version)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = f"{MANIFEST} is not as it was written ({type(error).__name__}: {error})"
-        raise DamagedDataError(folder, what) from error
+        damage = f"{MANIFEST} is not as it was written ({type(error).__name__}: {error})"
+        raise DamagedDataError(folder, damage) from error
     if version != FORMAT_VERSION:
         raise DataError(
             f"{os.fspath(folder)} has format {version}, this code reads {FORMAT_VERSION}: prepare "
@@ -83,13 +83,13 @@ def read(folder: epath.Path) -> dict[str, Any]:
 
 def digests(folder: pathlib.Path) -> dict[str, dict]:
     """Returns sizes of all files of a local folder by path, and digests of its JSON files."""
-    found = {}
+    entries = {}
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         name = file.relative_to(folder).as_posix()
-        found[name] = {"bytes": file.stat().st_size}
+        entries[name] = {"bytes": file.stat().st_size}
         if name.endswith(".json"):
-            found[name]["blake2b"] = _hash(file.read_bytes())
-    return found
+            entries[name]["blake2b"] = _hash(file.read_bytes())
+    return entries
 
 
 def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | None = None) -> None:
@@ -106,8 +106,8 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
         if size is None:
             raise DamagedDataError(folder, f"{name} is missing", config)
         if size != known["bytes"]:
-            what = f"{name} has {size:,} bytes, but {known['bytes']:,} were written"
-            raise DamagedDataError(folder, what, config)
+            damage = f"{name} has {size:,} bytes, but {known['bytes']:,} were written"
+            raise DamagedDataError(folder, damage, config)
         if "blake2b" in known and _hash((folder / name).read_bytes()) != known["blake2b"]:
             raise DamagedDataError(folder, f"{name} has other bytes than were written", config)
 
@@ -130,8 +130,8 @@ def _check_keys(info: dict[str, Any], version: int) -> None:
 
 
 def _digest_of(info: dict[str, Any]) -> str:
-    rest = {key: value for key, value in info.items() if key != "blake2b"}
-    return _hash(json.dumps(rest, sort_keys=True).encode())
+    content = {key: value for key, value in info.items() if key != "blake2b"}
+    return _hash(json.dumps(content, sort_keys=True).encode())
 
 
 def _hash(content: bytes) -> str:

@@ -55,36 +55,36 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
 def find(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
     """Returns the files of a path, folder or glob, sorted.
 
-    Of a folder, files without one of the suffixes are skipped; those of a glob are not, except for
-    markers such as Spark's `_SUCCESS`. Hidden files (macOS writes `._a.jsonl`) are skipped unless
-    the glob itself has a leading dot. The longest existing prefix of a glob is taken literally:
-    `[1]` may be part of a name.
+    In a folder, files without one of the suffixes are skipped. Files of a glob are not, so that
+    `files` can refuse them; only markers such as Spark's `_SUCCESS` are. Hidden files (macOS writes
+    `._a.jsonl`) are skipped unless the glob itself has a leading dot. The longest existing prefix
+    of a glob is taken literally: `[1]` may be part of a name.
     """
     path, pattern = _split_glob(path)
     if pattern:
         with_hidden = any(part.startswith(".") for part in pattern)
         # epath would treat brackets in the folder's name as part of the glob
         local = path if in_bucket(path) else pathlib.Path(path)
-        found = map(epath.Path, local.glob("/".join(pattern)))
-        found = (p for p in found if with_hidden or not _is_hidden(p, path))
-        found = (p for p in found if formats.suffix(p.name, suffixes) or p.name[0] != "_")
+        matches = map(epath.Path, local.glob("/".join(pattern)))
+        matches = (p for p in matches if with_hidden or not _is_hidden(p, path))
+        matches = (p for p in matches if formats.suffix(p.name, suffixes) or p.name[0] != "_")
     elif path.is_dir():
-        of_folder = tuple(end for end in suffixes if end not in formats.NAMED_ONLY)
-        found = (p for p in path.iterdir() if formats.suffix(p.name, of_folder))
-        found = (p for p in found if not _is_hidden(p, path))
+        folder_suffixes = tuple(end for end in suffixes if end not in formats.NAMED_ONLY)
+        matches = (p for p in path.iterdir() if formats.suffix(p.name, folder_suffixes))
+        matches = (p for p in matches if not _is_hidden(p, path))
     else:
         return [path] if path.exists() else []
-    return sorted(p for p in found if not p.is_dir())
+    return sorted(p for p in matches if not p.is_dir())
 
 
 def _split_glob(path: epath.Path) -> tuple[epath.Path, tuple[str, ...]]:
     """Returns the longest existing prefix of a path, and the remaining parts of a glob."""
     parts = path.parts
-    magic = [i for i, part in enumerate(parts) if any(c in part for c in hub.MAGIC)]
-    if not magic:
+    wild = [i for i, part in enumerate(parts) if any(c in part for c in hub.MAGIC)]
+    if not wild:
         return path, ()
-    folder = epath.Path(*parts[: magic[0]])
-    for i in range(magic[0], len(parts)):
+    folder = epath.Path(*parts[: wild[0]])
+    for i in range(wild[0], len(parts)):
         if not (folder / parts[i]).exists():
             return folder, parts[i:]
         folder = folder / parts[i]

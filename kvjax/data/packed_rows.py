@@ -1,12 +1,12 @@
 """Writes rows of T + 1 tokens in TFDS's format: raw bytes in ArrayRecord, in stream order.
 
-TFDS's own builders are not used, because here every shard can be made by a separate process or
-machine and survives a failure of the others; TFDS's Beam writers shuffle all rows between machines,
-or keep no order, and start over after a failure. A record equals that of TFDS's serializer (tests
-compare them), and the description of the shards is written by TFDS.
+Here each shard can be made by another process or machine, and survives a failure of the others.
+TFDS's own builders are not used: its Beam writers shuffle all rows between machines or keep no
+order, and start over after a failure. Records equal the output of TFDS's serializer (tests compare
+them), and TFDS writes the description of the shards.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -29,7 +29,7 @@ class Shard(NamedTuple):
     """Size of one file of rows."""
 
     rows: int
-    bytes: int  # of the file; 0 if there are no rows, and no file
+    bytes: int  # of the file; 0 if there are no rows and thus no file
 
 
 def shard_name(split: str, index: int, count: int) -> str:
@@ -82,8 +82,8 @@ class ShardWriter:
         if fill is not None and len(rest) > 1:
             row = {name: np.zeros(self._T + 1, dtype) for name, dtype in self._dtypes.items()}
             row[FEATURE][:] = fill
-            for name, (part,) in self._rest.items():
-                row[name][: len(part)] = part
+            for name, (tail,) in self._rest.items():
+                row[name][: len(tail)] = tail
             self._write(row)
         with _writing(self._path):
             self.abandon()
@@ -133,7 +133,7 @@ def describe(
       row_length: T + 1.
       masked: see `ShardWriter`.
     """
-    import tensorflow_datasets as tfds  # Takes 0.5 s, and workers need none.
+    import tensorflow_datasets as tfds  # Takes 0.5 s, and workers do not need it.
 
     identity = tfds.core.dataset_info.DatasetIdentity(
         name=ROWS,
@@ -158,11 +158,11 @@ def describe(
     splits = [
         tfds.core.SplitInfo(
             name=split,
-            shard_lengths=[shard.rows for shard in found],
-            num_bytes=sum(shard.bytes for shard in found),
+            shard_lengths=[shard.rows for shard in split_shards],
+            num_bytes=sum(shard.bytes for shard in split_shards),
             filename_template=template.replace(split=split),
         )
-        for split, found in shards.items()
+        for split, split_shards in shards.items()
     ]
     info.set_splits(tfds.core.splits.SplitDict(splits))
     info.write_to_directory(folder)
@@ -185,26 +185,22 @@ def dtypes(dtype: np.dtype, masked: bool) -> dict[str, np.dtype]:
 
 def heads(dtypes: Mapping[str, np.dtype], row_length: int) -> dict[str, bytes]:
     """Returns the bytes that precede each feature's data in a row's record (a tf.train.Example)."""
-    sizes = {name: row_length * dtype.itemsize for name, dtype in dtypes.items()}
-    return dict(zip(sizes, _heads(sizes.items()), strict=True))
-
-
-def _heads(sizes: Iterable[tuple[str, int]]) -> list[bytes]:
-    """Returns the protobuf header of each feature's data, from (name, number of bytes) in order."""
     entries, total = [], 0
-    for name, num_bytes in sizes:
+    for name, dtype in dtypes.items():
+        num_bytes = row_length * dtype.itemsize
         value = b"\x0a" + _varint(num_bytes)  # BytesList.value
         feature = b"\x0a" + _varint(len(value) + num_bytes) + value  # Feature.bytes_list
         key = b"\x0a" + _varint(len(name)) + name.encode()
         entry = key + b"\x12" + _varint(len(feature) + num_bytes) + feature
         entries.append(b"\x0a" + _varint(len(entry) + num_bytes) + entry)
         total += len(entries[-1]) + num_bytes
-    return [b"\x0a" + _varint(total) + entries[0], *entries[1:]]
+    entries[0] = b"\x0a" + _varint(total) + entries[0]
+    return dict(zip(dtypes, entries, strict=True))
 
 
 def _varint(n: int) -> bytes:
-    found = b""
+    encoded = b""
     while n > 127:
-        found += bytes([n & 127 | 128])
+        encoded += bytes([n & 127 | 128])
         n >>= 7
-    return found + bytes([n])
+    return encoded + bytes([n])

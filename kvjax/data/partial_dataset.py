@@ -7,7 +7,7 @@
         work-HOST-PID-.../      a process's temporary files (for a bucket: in the temporary folder)
 
 In a bucket, the manifest is written last and marks the data set as complete. Several processes, on
-one machine or on several that share the folder, may write at once: a part that two of them make has
+one machine or on several that share the folder, may write at once: a part that is made twice has
 the same bytes.
 """
 
@@ -92,7 +92,7 @@ class PartialDataset:
                 with self.work() as work:
                     (work / PLAN).write_text(text)
                     os.replace(work / PLAN, self.folder / PLAN)
-        for work in self._works(self.folder):
+        for work in self._work_folders(self.folder):
             if _is_abandoned(work):
                 shutil.rmtree(work, ignore_errors=True)
 
@@ -117,12 +117,12 @@ class PartialDataset:
 
     def missing(self) -> list[int]:
         """Returns the indices of parts that are not finished, in order."""
-        return [i for i, made in enumerate(self.results()) if made is None]
+        return [i for i, result in enumerate(self.results()) if result is None]
 
     def results(self) -> list[PartResult | None]:
-        """Returns each part's result, in order; None for a part that is not finished or damaged."""
+        """Returns each part's result, in order; None for an unfinished or damaged part."""
         done = self.folder / DONE
-        forget_listings(done)  # of a bucket's cache: other workers have added marks
+        forget_listings(done)  # cached for a bucket, without the marks of other workers
         names = {path.name for path in done.iterdir()} if done.exists() else set()
 
         def read(part: int) -> PartResult | None:
@@ -145,7 +145,7 @@ class PartialDataset:
             return None
         if content.get("digest") != self.digests[part]:
             return None  # made from other text
-        if self.remote:  # objects appear whole
+        if self.remote:  # a bucket's objects appear whole
             return result
         for split, counts in result.counts.items():
             shard = self._shard(split, part)
@@ -166,12 +166,12 @@ class PartialDataset:
         """Yields a local temporary folder for one part; its name identifies the process."""
         folder = pathlib.Path(tempfile.gettempdir()) if self.remote else self.folder
         with folders.writing(folder):
-            made = tempfile.TemporaryDirectory(
-                prefix=f"{self._prefix}{_here()}-{os.getpid()}-",
+            temporary = tempfile.TemporaryDirectory(
+                prefix=f"{self._prefix}{_machine()}-{os.getpid()}-",
                 dir=folder,
                 ignore_cleanup_errors=True,  # another process may have finished
             )
-        with made as folder:
+        with temporary as folder:
             yield pathlib.Path(folder)
 
     def publish(self, part: int, work: pathlib.Path, result: PartResult) -> None:
@@ -184,7 +184,7 @@ class PartialDataset:
                 if counts.file_bytes:
                     self._put(work / shard.name, shard)
                 else:
-                    shard.unlink(missing_ok=True)  # from other text, see `forget`
+                    shard.unlink(missing_ok=True)  # of a source's earlier text, see `forget`
             mark = {
                 "digest": self.digests[part],
                 "counts": {split: vars(counts) for split, counts in result.counts.items()},
@@ -215,8 +215,8 @@ class PartialDataset:
           work: from `work`.
           last: the file that marks the data set as complete.
         """
-        made = [file for file in work.rglob("*") if file.is_file()]
-        for file in sorted(made, key=lambda file: (file == work / last, file)):
+        written = [file for file in work.rglob("*") if file.is_file()]
+        for file in sorted(written, key=lambda file: (file == work / last, file)):
             target = self.folder / file.relative_to(work).as_posix()
             target.parent.mkdir(parents=True, exist_ok=True)
             self._put(file, target)
@@ -227,16 +227,16 @@ class PartialDataset:
 
     def _remove_own(self) -> None:
         """Removes everything but the finished data set."""
-        for work in [] if self.remote else self._works(self.target):
+        for work in [] if self.remote else self._work_folders(self.target):
             shutil.rmtree(work, ignore_errors=True)
-        for own in (self.target / DONE, self.target / _FAILED):
-            if own.exists():
-                own.rmtree()
+        for folder in (self.target / DONE, self.target / _FAILED):
+            if folder.exists():
+                folder.rmtree()
         (self.target / PLAN).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Removes the folder; a DataError if another process writes to it."""
-        if not self.remote and not all(map(_is_abandoned, self._works(self.folder))):
+        if not self.remote and not all(map(_is_abandoned, self._work_folders(self.folder))):
             raise DataError(
                 f"{os.fspath(self.folder)}: another process is preparing there, with another plan "
                 "or other code. Wait for it or stop it, then run the same command again"
@@ -247,7 +247,7 @@ class PartialDataset:
     def _prefix(self) -> str:
         return f"kvjax-{_WORK}" if self.remote else _WORK
 
-    def _works(self, folder: epath.Path) -> list[pathlib.Path]:
+    def _work_folders(self, folder: epath.Path) -> list[pathlib.Path]:
         where = tempfile.gettempdir() if self.remote else folder
         return list(pathlib.Path(where).glob(f"{self._prefix}*"))
 
@@ -277,25 +277,26 @@ def _read_json(path: epath.Path) -> dict[str, Any] | None:
 def _parsed(content: bytes) -> dict[str, Any] | None:
     """Returns a JSON object; None if the bytes are not one."""
     try:
-        found = json_text.parse(content)
+        value = json_text.parse(content)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 @functools.cache
-def _here() -> str:
+def _machine() -> str:
     """Returns an id of machine, boot and container, within which process ids are unique."""
-    found = [socket.gethostname()]
+    ids = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return digest_of(found)
+        ids.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        ids.append(os.readlink("/proc/self/ns/pid"))
+    return digest_of(ids)
 
 
 def _is_abandoned(work: pathlib.Path) -> bool:
     """Returns True if the process that wrote a temporary folder is gone."""
-    here, _, process = work.name.partition(_WORK)[2].rpartition("-")[0].rpartition("-")
-    if here == _here() and process.isdigit() and os.path.exists("/proc"):
+    machine_and_process = work.name.partition(_WORK)[2].rpartition("-")[0]  # before a random suffix
+    machine, _, process = machine_and_process.rpartition("-")
+    if machine == _machine() and process.isdigit() and os.path.exists("/proc"):
         return not pathlib.Path(f"/proc/{process}").exists()
     return folders.is_abandoned(work)

@@ -40,19 +40,21 @@ def part_bytes(config: config_lib.DataConfig) -> int:
 
 def parts(
     config: config_lib.DataConfig,
-    found: Mapping[str, Sequence[tuple[str, str]]],
+    fingerprints: Mapping[str, Sequence[tuple[str, str]]],
     on_error: readers.OnError = readers.raise_error,
 ) -> list[Part]:
     """Returns all parts of a corpus, in order.
 
     Args:
-      found: result of `sources.fingerprints`.
+      fingerprints: result of `sources.fingerprints`.
       on_error: called for a source that cannot be opened.
     """
-    marks = {(key, name): mark for key, pairs in found.items() for name, mark in pairs}
-    runs, size, most = [[]], 0, part_bytes(config)
-    for piece in sources.slices(config, most, on_error):
-        if runs[-1] and size + piece.bytes > most:
+    hashes = {}
+    for key, pairs in fingerprints.items():
+        hashes |= {(key, name): content for name, content in pairs}
+    runs, size, limit = [[]], 0, part_bytes(config)
+    for piece in sources.slices(config, limit, on_error):
+        if runs[-1] and size + piece.bytes > limit:
             runs.append([])
             size = 0
         runs[-1].append(piece)
@@ -61,7 +63,7 @@ def parts(
         Part(
             i,
             tuple(run),
-            digest_of([(s.key, marks[s.key, s.name], *s.range[:2]) for s in run]),
+            digest_of([(s.key, hashes[s.key, s.name], *s.range[:2]) for s in run]),
         )
         for i, run in enumerate(runs)
     ]

@@ -42,7 +42,7 @@ def make(
             make_part(config, part, tokenizer, partial, skip_broken=skip_broken)
             made(part)
         return
-    others = multiprocessing.active_children()
+    earlier_children = multiprocessing.active_children()
     executor = concurrent.futures.ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),  # the caller has threads
@@ -62,24 +62,24 @@ def make(
         ) from error
     except BaseException:  # do not wait for parts that are still being made
         for child in multiprocessing.active_children():
-            if child not in others:
+            if child not in earlier_children:
                 child.kill()
         raise
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-_given: tuple = ()
+_arguments: tuple = ()
 
 
 def _start(config, tokenizer_json: str, partial: PartialDataset, skip_broken: bool) -> None:
     """Initialises a worker process."""
-    global _given
+    global _arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and kills workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"
     tokenizer = tokenizer_lib.from_json(tokenizer_json, config.tokenizer, threads=1)
-    _given = config, tokenizer, partial, skip_broken
+    _arguments = config, tokenizer, partial, skip_broken
 
 
 def _end_with_parent() -> None:
@@ -89,7 +89,7 @@ def _end_with_parent() -> None:
 
 
 def _make_in_worker(part: Part) -> None:
-    config, tokenizer, partial, skip_broken = _given
+    config, tokenizer, partial, skip_broken = _arguments
     make_part(config, part, tokenizer, partial, skip_broken=skip_broken)
 
 
@@ -97,5 +97,5 @@ def make_part(config, part: Part, tokenizer, partial: PartialDataset, *, skip_br
     """Makes one part in this process."""
     with partial.work() as folder:
         count, skip = partial.num_parts, skip_broken
-        made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
-        partial.publish(part.index, folder, made)
+        result = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
+        partial.publish(part.index, folder, result)

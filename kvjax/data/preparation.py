@@ -40,7 +40,7 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import json_text, progress, runtime
 from kvjax.foundation.errors import DataError, warn
 
-# Versions of these determine the rows, besides this code.
+# Libraries whose versions determine the rows, besides this package's code.
 _LIBRARIES = ("tokenizers", "tiktoken", "regex", "pyarrow", "array_record")
 
 
@@ -69,7 +69,7 @@ class Corpus:
 def inspect_sources(
     config: config_lib.DataConfig, *, skip_broken: bool = False, shown: bool = True
 ) -> Corpus:
-    """Reads the first document of every source, and splits them into parts.
+    """Reads the first document of every source, and splits the sources into parts.
 
     Args:
       skip_broken: skip sources that cannot be read.
@@ -149,15 +149,15 @@ class Preparation:
           DataError: a source changed meanwhile; too little text for one row; an empty split.
         """
         self._check_sources()
-        config, made = self.corpus.config, self.partial.results()
-        if missing := [i for i, found in enumerate(made) if found is None]:
+        config, results = self.corpus.config, self.partial.results()
+        if missing := [i for i, result in enumerate(results) if result is None]:
             raise DataError(
-                f"{os.fspath(self.partial.folder)}: {len(missing):,} of {len(made):,} parts are "
+                f"{os.fspath(self.partial.folder)}: {len(missing):,} of {len(results):,} parts are "
                 f"not made (the first is {missing[0]}): do all workers see that folder? Run the "
                 "same command again"
             )
-        total = {split: sum((m.counts[split] for m in made), Counts()) for split in SPLITS}
-        skipped = [self.corpus.skipped, *(m.skipped for m in made)]
+        total = {split: sum((r.counts[split] for r in results), Counts()) for split in SPLITS}
+        skipped = [self.corpus.skipped, *(result.skipped for result in results)]
         try:
             _check(config, total, [text for s in skipped for text in s.messages])
         except DataError:
@@ -166,7 +166,7 @@ class Preparation:
             raise
         shards = {
             split: [
-                packed_rows.Shard(m.counts[split].rows, m.counts[split].file_bytes) for m in made
+                packed_rows.Shard(r.counts[split].rows, r.counts[split].file_bytes) for r in results
             ]
             for split in SPLITS
         }
@@ -181,10 +181,10 @@ class Preparation:
             packed_rows.describe(rows, shards, config.sequence_length + 1, dtype)
             self.tokenizer.save(work / TOKENIZER)
             files = manifest.digests(work)
-            for split, found in shards.items():
-                for i, shard in enumerate(found):
+            for split, split_shards in shards.items():
+                for i, shard in enumerate(split_shards):
                     if shard.rows:
-                        name = packed_rows.shard_name(split, i, len(found))
+                        name = packed_rows.shard_name(split, i, len(split_shards))
                         name = f"{manifest.ROWS}/{manifest.ROWS_VERSION}/{name}"
                         files[name] = {"bytes": shard.bytes}
             manifest.write(work, info, dict(sorted(files.items())))
@@ -199,7 +199,9 @@ class Preparation:
         before, now = self.corpus.sources, sources.fingerprints(self.corpus.config)
         if now == before:
             return
-        changed = {name for key in now for name, _ in {*before[key]} ^ {*now[key]}}
+        changed = set()
+        for key in now:
+            changed |= {name for name, _ in set(before[key]) ^ set(now[key])}
         for part in self.corpus.parts:
             if any(piece.name in changed for piece in part.slices):
                 self.partial.forget(part.index)
@@ -220,9 +222,9 @@ class Preparation:
             "xz_bits_per_byte": 8 * held_out.xz_bytes / held_out.bytes,
             "splits": {
                 split: {
-                    key: getattr(found, key) for key in ("documents", "bytes", "tokens", "rows")
+                    key: getattr(counts, key) for key in ("documents", "bytes", "tokens", "rows")
                 }
-                for split, found in total.items()
+                for split, counts in total.items()
             },
         }
 
@@ -231,8 +233,8 @@ def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
     """Trains or loads the tokenizer, and creates the folder that parts are written to.
 
     Raises:
-      UserError: other code began it; the folder cannot be written; too little text for the
-        vocabulary.
+      UserError: another version of the code began the preparation; the folder cannot be written;
+        too little text for the vocabulary.
     """
     on_error = ErrorCollector(corpus.skip_broken)
     tokenizer = vocabulary.tokenizer(

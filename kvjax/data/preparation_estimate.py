@@ -1,6 +1,6 @@
 """Estimates tokens, time and disk space of preparing a corpus from a sample of its parts.
 
-A little text of up to 8 parts is tokenized and written on one core; the rest is extrapolation.
+Reads, tokenizes and writes a little text of up to 8 parts; the rest is extrapolation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,8 +34,8 @@ from kvjax.foundation.files import in_bucket
 _PADDING = 1 << 16  # bytes; ArrayRecord pads files to a multiple
 SAMPLED_PARTS = 8
 SAMPLED_CHARACTERS = 1 << 18  # per part
-_COMPRESSED = 1 << 19  # bytes of text that xz is timed on
-_VOCABULARIES = (8192, 2048, 512)  # tried if the sample is too small for the config's
+_TIMED_BYTES = 1 << 19  # of text, that xz is timed on
+_VOCABULARIES = (8192, 2048, 512)  # sizes to try if the sample is too small for the config's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Estimate:
 
     def seconds(self, workers: int) -> float:
         """Returns the time of the whole preparation, with one core for each worker."""
-        learned = min(self.text_bytes, vocabulary.TOKENIZER_CHARACTERS)
+        training_bytes = min(self.text_bytes, vocabulary.TOKENIZER_CHARACTERS)
         # Parts are made in rounds of `workers`; in the last one some workers are idle.
         rounds = -(-self.parts // workers) / self.parts
-        return self.training * learned + self.text_bytes / self.rate * rounds
+        return self.training * training_bytes + self.text_bytes / self.rate * rounds
 
 
 def estimate(corpus: Corpus, workers: int) -> Estimate:
@@ -72,7 +72,7 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     Args:
       workers: number of processes, which share this machine's cores and memory bandwidth.
     """
-    side_by_side = min(workers, runtime.cores())
+    threads = min(workers, runtime.cores())
     config, parts = corpus.config, corpus.parts
     step = max(1, len(parts) // SAMPLED_PARTS)
     sampled = parts[step // 2 :: step][:SAMPLED_PARTS]
@@ -87,11 +87,11 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     tokenizer, training = _tokenizer(corpus, texts)
     # As many threads as workers, since cores compete for memory bandwidth; the fastest of four
     # rounds, since the first one warms up.
-    with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         encoding = float("inf")
         for _ in range(4):
             start = time.perf_counter()
-            encoded, *_ = pool.map(tokenizer.encode_batch, [texts] * side_by_side)
+            encoded, *_ = pool.map(tokenizer.encode_batch, [texts] * threads)
             encoding = min(encoding, time.perf_counter() - start)
     with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
         path, dtype = pathlib.Path(folder) / "rows", tokenized_part.dtype_of(tokenizer)
@@ -103,7 +103,7 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
         writing = time.perf_counter() - start
     content = "".join(texts).encode()
     text_bytes = len(content)
-    writing += _measuring(content) * _held_out(corpus)
+    writing += _xz_seconds(content) * _held_out(corpus)
     tokens = sum(len(ids) for ids in encoded) + len(texts)
     density = sources.density(config, [piece for part in sampled for piece in part.slices])
     whole = corpus.bytes * density
@@ -121,11 +121,11 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     )
 
 
-def _measuring(content: bytes) -> float:
-    """Returns the seconds that xz takes to compress a text, as it does validation text."""
+def _xz_seconds(content: bytes) -> float:
+    """Returns the seconds that xz takes for a text: validation text is compressed (`xz_bytes`)."""
     start = time.perf_counter()
-    lzma.compress(content[:_COMPRESSED], preset=tokenized_part.XZ_PRESET)
-    return (time.perf_counter() - start) * len(content) / min(_COMPRESSED, len(content))
+    lzma.compress(content[:_TIMED_BYTES], preset=tokenized_part.XZ_PRESET)
+    return (time.perf_counter() - start) * len(content) / min(_TIMED_BYTES, len(content))
 
 
 def _held_out(corpus: Corpus) -> float:
@@ -150,29 +150,29 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
     """Returns the corpus's tokenizer, or one of similar size, and its training seconds."""
     config, key = corpus.config, corpus.tokenizer_key
     if config.tokenizer != "bpe" or vocabulary.is_trained(config, key):
-        made = vocabulary.tokenizer(config, key, corpus.parts, ErrorCollector(True), shown=False)
-        return tokenizer_lib.from_json(made.to_json(), config.tokenizer, threads=1), 0.0
+        trained = vocabulary.tokenizer(config, key, corpus.parts, ErrorCollector(True), shown=False)
+        return tokenizer_lib.from_json(trained.to_json(), config.tokenizer, threads=1), 0.0
     for size in (config.vocab_size, *(s for s in _VOCABULARIES if s < config.vocab_size)):
         start = time.perf_counter()
         try:
-            made = tokenizer_lib.train(texts, size)
+            trained = tokenizer_lib.train(texts, size)
         except DataError:
             continue
         seconds = time.perf_counter() - start
-        return tokenizer_lib.from_json(made.to_json(), config.tokenizer, threads=1), seconds
+        return tokenizer_lib.from_json(trained.to_json(), config.tokenizer, threads=1), seconds
     return tokenizer_lib.byte_tokenizer(), 0.0
 
 
-def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float, float]]:
-    """Returns (folder, bytes needed, bytes free) per folder; a bucket has infinitely many."""
-    target, needed = corpus.path.parent, found.row_bytes * _missing(corpus)
+def room(corpus: Corpus, cost: Estimate, workers: int) -> list[tuple[str, float, float]]:
+    """Returns (folder, bytes needed, bytes free) per folder; a bucket has infinite space."""
+    target, needed = corpus.path.parent, cost.row_bytes * _missing(corpus)
     if not in_bucket(target):
         return [(os.fspath(target), needed, _free(target))]
-    a_part = found.row_bytes / found.parts
+    part_bytes = cost.row_bytes / cost.parts
     temporary = epath.Path(tempfile.gettempdir())
     return [
         (os.fspath(target), needed, float("inf")),
-        (os.fspath(temporary), a_part * workers, _free(temporary)),
+        (os.fspath(temporary), part_bytes * workers, _free(temporary)),
     ]
 
 
@@ -190,20 +190,20 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
     if corpus.bytes <= parts_lib.part_bytes(corpus.config):
         return  # one part: about a minute
     with progress.waiting("sampling the sources", shown=shown):
-        found = estimate(corpus, workers)
-    for folder, needed, free in room(corpus, found, workers):
+        cost = estimate(corpus, workers)
+    for folder, needed, free in room(corpus, cost, workers):
         if needed > free:
             raise UserError(
                 f"{folder} has {progress.size(free)} free, and preparing {_named(corpus)} needs "
                 f"about {progress.size(needed)} there: free some space, or set "
                 "config.data.directory (or $KVJAX_CACHE) to another disk"
             )
-    seconds = found.seconds(workers) * _missing(corpus)
+    seconds = cost.seconds(workers) * _missing(corpus)
     if hours is not None and seconds > 3600 * hours:
         raise UserError(
             f"preparing {_named(corpus)} takes about {progress.duration(seconds)} here, with "
-            f"{workers} processes: {found.tokens / 1e9:,.1f}B tokens from "
-            f"{progress.size(found.text_bytes)} of text. Prepare it beforehand, on more cores or a "
+            f"{workers} processes: {cost.tokens / 1e9:,.1f}B tokens from "
+            f"{progress.size(cost.text_bytes)} of text. Prepare it beforehand, on more cores or a "
             f"cluster: `{corpus.config.command()}` (--plan prints details), or raise the limit "
             f"here: --prepare_hours={seconds / 3600 * 1.5:.0f}"
         )

@@ -71,12 +71,12 @@ def prepare(
         limit = None if beam_options else hours
         preparation_estimate.check(corpus, workers or runtime.cores(), limit, shown=shown)
     try:
-        making = preparation.begin(corpus, shown=shown)
+        job = preparation.begin(corpus, shown=shown)
         if beam_options:
-            beam.make(making, beam_options)
+            beam.make(job, beam_options)
         else:
-            making.make(workers=workers, shown=shown)
-        return making.finish()
+            job.make(workers=workers, shown=shown)
+        return job.finish()
     except Exception:
         # Another process may have been first, with the same content.
         if folders.is_whole(corpus.path / manifest.MANIFEST, manifest.read):
@@ -122,34 +122,33 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
         return
     estimate = preparation_estimate.estimate(corpus, workers)
     size, seconds = progress.size, estimate.seconds(workers)
-    step = estimate.reading + estimate.encoding + estimate.writing
+    per_byte = estimate.reading + estimate.encoding + estimate.writing
     rows = [
         ("parts", f"{estimate.parts:,}"),
         ("sources", size(estimate.source_bytes)),
         ("text", size(estimate.text_bytes)),
         ("tokens", progress.count(estimate.tokens)),
         ("rate per core", f"{size(estimate.rate)}/s"),
-        ("of that, reading", f"{100 * estimate.reading / step:.0f} %"),
-        ("of that, encoding", f"{100 * estimate.encoding / step:.0f} %"),
-        ("of that, writing", f"{100 * estimate.writing / step:.0f} %"),
+        ("of that, reading", f"{100 * estimate.reading / per_byte:.0f} %"),
+        ("of that, encoding", f"{100 * estimate.encoding / per_byte:.0f} %"),
+        ("of that, writing", f"{100 * estimate.writing / per_byte:.0f} %"),
         ("processes", f"{workers}"),
         ("time", progress.duration(seconds)),
     ]
-    places = preparation_estimate.room(corpus, estimate, workers)
-    for folder, needed, free in places:
+    needs = preparation_estimate.room(corpus, estimate, workers)
+    for folder, needed, free in needs:
         known = size(free) if free < float("inf") else "not known"
         rows.append((f"space in {folder}", f"{size(needed)} ({known} free)"))
     notes = []
     if estimate.vocab_size != config.vocab_size and config.tokenizer == "bpe":
         notes.append(f"Tokens are counted with a vocabulary of {estimate.vocab_size:,} tokens.")
-    if in_bucket(path) or any(
-        in_bucket(name) for marks in corpus.sources.values() for name, _ in marks
-    ):
+    names = [name for sources in corpus.sources.values() for name, _ in sources]
+    if any(map(in_bucket, [path, *names])):
         notes.append("Network time is not included.")
     out.show(Table(f"To prepare {config.source}, from a sample:", ("", "about"), rows, notes))
     room = [
         dict(folder=folder, needed=needed, free=free if free < float("inf") else None)
-        for folder, needed, free in places
+        for folder, needed, free in needs
     ]
     result = dataclasses.asdict(estimate) | dict(workers=workers, seconds=seconds)
     out.result(result | dict(folder=os.fspath(path), room=room))

@@ -26,7 +26,7 @@ _OTHER_MARKS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 # Documents are cut where a line starts with a non-blank: no token of our split pattern crosses such
-# a point, so the tokens of the pieces are those of the document.
+# a point, so the pieces have the same tokens as the document.
 _LINE_START = re.compile(r"\n(?=\S)")
 _LINE_START_BYTES = re.compile(rb"\n(?=[!-~])")  # ASCII only, valid within any UTF-8 text
 
@@ -43,7 +43,7 @@ class SourceError(DataError):
 
 
 class NullTextError(SourceError):
-    """A record whose text is null; it is skipped, and allowed."""
+    """A record whose text is null; `raise_error` skips it."""
 
 
 class EmptySplitError(SourceError):
@@ -72,14 +72,14 @@ def read_text(
     stop: int | None = None,
     on_error: OnError = raise_error,
     *,
-    opens: bool = True,
+    starts_document: bool = True,
 ) -> Iterator[Piece]:
     """Yields the documents in bytes [start, stop) of a UTF-8 text file, separated by form feeds.
 
     A byte order mark at the start of the file is skipped.
 
     Args:
-      opens: True if a document starts at `start`; False if one continues there.
+      starts_document: True if a document starts at `start`; False if one continues there.
 
     Raises:
       SourceError: bytes that are not UTF-8, with their offset in the file.
@@ -89,28 +89,28 @@ def read_text(
         start = len(codecs.BOM_UTF8) if byte_order_mark(path) else 0
     blocks = _decode(_blocks(path, start, stop), path, start, on_error)
     for chunks in _split_documents(blocks):
-        yield from _cut(chunks, opens)
-        opens = True
+        yield from _cut(chunks, starts_document)
+        starts_document = True
 
 
 def cut(path: epath.Path, offset: int) -> int:
     """Returns the first byte offset >= `offset` where a text file may be cut, or its size.
 
-    That is behind a form feed; or, if there is none within BLOCK_BYTES, where a line starts with a
-    non-blank, so that the tokens on both sides are those of the whole.
+    Cuts lie behind a form feed; or, if none follows within BLOCK_BYTES, where a line starts with a
+    non-blank, since such a cut changes no token.
     """
-    position, rest, line = offset, b"", None
+    position, rest, line_offset = offset, b"", None
     for block in _blocks(path, offset, None):
         text = rest + block
         form_feed = text.find(DOCUMENT_SEPARATOR.encode())
         if form_feed >= 0:
             return position - len(rest) + form_feed + 1
-        if line is None and (found := _LINE_START_BYTES.search(text)):
-            line = position - len(rest) + found.start() + 1
+        if line_offset is None and (match := _LINE_START_BYTES.search(text)):
+            line_offset = position - len(rest) + match.start() + 1
         position += len(block)
         rest = block[-1:]
-        if line is not None:
-            return line
+        if line_offset is not None:
+            return line_offset
     return position
 
 
@@ -204,12 +204,12 @@ def _decode(
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         offset = position - pending + error.start
-        found = SourceError(
+        damage = SourceError(
             f"{os.fspath(path)} is not UTF-8: {error.reason} at byte {offset}. Convert it (iconv -t"
             " utf-8)."
         )
-        found.__cause__ = error
-        on_error(found)
+        damage.__cause__ = error
+        on_error(damage)
 
 
 def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:
@@ -232,12 +232,12 @@ def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:
         yield chunks()
 
 
-def _cut(chunks: Iterable[str], opens: bool = True) -> Iterator[Piece]:
+def _cut(chunks: Iterable[str], starts_document: bool = True) -> Iterator[Piece]:
     """Yields a document as pieces of about PIECE_CHARACTERS, cut at line starts.
 
     A line of more than 64 times that length is cut anywhere.
     """
-    text, starts_document = "", opens
+    text = ""
     for chunk in chunks:
         text += chunk
         begin = 0

@@ -1,7 +1,7 @@
 """Reads documents that are records of a file: JSON lines, Parquet rows, TFDS examples.
 
-One function per format, which yields texts. Errors name file and position; `on_error` is called for
-them, and for records whose text is null.
+One function per format yields texts. Errors name file and position. `on_error` is called for each
+error, and for each record whose text is null.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +44,7 @@ def read_jsonl(
     quoted = json.dumps(key, ensure_ascii=False).encode()
 
     def parse(line: bytes):
-        # The key may stand in a nested object or in the text, too; duplicates are errors.
+        # Two keys of one object are an error; a nested object or the text may hold the key again.
         if line.count(quoted) > 1:
             json_text.check_once(line, key)
         return json_text.parse(line)
@@ -55,12 +55,12 @@ def read_jsonl(
 def jsonl_density(path: epath.Path, key: str) -> float:
     """Returns bytes of text per stored byte of a file of JSON lines, from its first lines."""
     name, stored, text_bytes = os.fspath(path), 0, 0
-    packed = formats.suffix(name, formats.COMPRESSIONS)
+    compression = formats.suffix(name, formats.COMPRESSIONS)
     with readers.open_file(path) as file, contextlib.suppress(*formats.DECOMPRESSION_ERRORS):
         for line in formats.decompressed(file, name):
             with contextlib.suppress(ValueError, TypeError):  # reported when the file is read
                 text_bytes += len(_text_of(json_text.parse(line), key, name).encode())
-            stored = file.tell() if packed else stored + len(line)
+            stored = file.tell() if compression else stored + len(line)
             if text_bytes > readers.BLOCK_BYTES:
                 break
     return text_bytes / stored if stored else 1.0
@@ -77,11 +77,11 @@ def parquet_ranges(path: epath.Path, column: str, limit: int) -> Iterator[tuple[
         place = names.index(column)
         first = size = 0
         for group in range(table.num_row_groups):
-            own = table.metadata.row_group(group).column(place).total_uncompressed_size
-            if group > first and size + own > limit:
+            group_bytes = table.metadata.row_group(group).column(place).total_uncompressed_size
+            if group > first and size + group_bytes > limit:
                 yield first, group, size
                 first, size = group, 0
-            size += own
+            size += group_bytes
         if table.num_row_groups > first:
             yield first, table.num_row_groups, size
 

@@ -53,18 +53,19 @@ def count(path: epath.Path) -> int:
 
 def digest(paths: list[epath.Path]) -> str:
     """Returns the SHA-256 of the concatenated bytes of files."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for path in paths:
         with readers.open_file(path) as file:
             while block := file.read(readers.BLOCK_BYTES):
-                found.update(block)
-    return found.hexdigest()
+                hashed.update(block)
+    return hashed.hexdigest()
 
 
 def is_damage(error: Exception) -> bool:
     """Returns True if a read error means a damaged file, not a failing disk or network.
 
-    Errors of disks have an errno, errors of networks their own types; Arrow's have neither.
+    Errors of disks have an errno, errors of networks their own types; Arrow's errors of damage have
+    neither.
     """
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return type(error) is OSError and error.errno is None
@@ -97,14 +98,14 @@ def json_lines(
     with readers.open_file(path) as file:
         file.seek(start)
         try:
-            position = start
+            offset = start
             for number, line in enumerate(formats.decompressed(file, name), start=1):
-                if is_cut and position >= stop:
+                if is_cut and offset >= stop:
                     return
                 place = f"{name}, line {number}"
                 if start:  # the line's number is unknown
-                    place = f"{name}, the line at byte {position}"
-                position += len(line)
+                    place = f"{name}, the line at byte {offset}"
+                offset += len(line)
                 if number == 1 and not start:
                     readers.check_mark(line, name)
                     line = line.removeprefix(codecs.BOM_UTF8)
@@ -119,16 +120,16 @@ def json_lines(
         except formats.DECOMPRESSION_ERRORS as error:
             if not is_damage(error):
                 raise
-            found = readers.SourceError(formats.not_decompressed(name, error))
-            found.__cause__ = error
-            on_error(found)
+            damage = readers.SourceError(formats.not_decompressed(name, error))
+            damage.__cause__ = error
+            on_error(damage)
 
 
 def _object_of(line: bytes, place: str, parse: Callable[[bytes], Any]) -> dict:
     advice = "Each line must be one object (to convert an array: jq -c '.[]')."
     try:
         row = parse(line)
-    except ValueError as error:  # also what isn't UTF-8
+    except ValueError as error:  # also for bytes that are not UTF-8
         raise readers.SourceError(f"{place} is not JSON: {first_line(error)}. {advice}") from error
     if not isinstance(row, dict):
         raise readers.SourceError(f"{place} must be an object, not {type(row).__name__}. {advice}")
@@ -170,12 +171,12 @@ def parquet_rows(
             except (pyarrow.ArrowException, OSError) as error:
                 if not is_damage(error):
                     raise
-                found = readers.SourceError(
+                damage = readers.SourceError(
                     f"{name}: row group {group} of {table.num_row_groups} cannot be read: "
                     f"{first_line(error)}. Fetch the file again."
                 )
-                found.__cause__ = error
-                on_error(found)
+                damage.__cause__ = error
+                on_error(damage)
 
 
 def _rows_of(
@@ -221,9 +222,9 @@ def _as_text(value):
         except UnicodeDecodeError:
             return value
     if isinstance(value, dict):
-        return {key: _as_text(one) for key, one in value.items()}
+        return {key: _as_text(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_as_text(one) for one in value]
+        return [_as_text(item) for item in value]
     return value
 
 
@@ -253,10 +254,10 @@ def open_parquet(path: epath.Path, column: str | None = None):
                 f"{name} has no column {column!r}; it has {names}. Set config.data.text_key to one "
                 "of them."
             )
-        for one in names if column is None else [column]:
-            if (times := names.count(one)) > 1:
+        for label in names if column is None else [column]:
+            if (times := names.count(label)) > 1:
                 raise readers.SourceError(
-                    f"{name} has {times} columns named {one!r}: give each its own name."
+                    f"{name} has {times} columns named {label!r}: give each its own name."
                 )
         if column is not None and not _holds_text(table.schema_arrow.field(column).type):
             raise readers.SourceError(
@@ -270,7 +271,7 @@ def _holds_text(kind) -> bool:
     """Returns True for Arrow types of text, of bytes (possibly text) and of nulls only."""
     import pyarrow.types as types
 
-    kind = getattr(kind, "storage_type", kind)  # of an extension, as arrow.json
+    kind = getattr(kind, "storage_type", kind)  # of extensions such as arrow.json
     if types.is_dictionary(kind):
         kind = kind.value_type
     texts = (types.is_string, types.is_large_string, types.is_string_view)
@@ -294,7 +295,7 @@ def tfds_rows(
         place = f"{name}, example {i}"
         try:
             example = examples[i]
-        except Exception as error:  # TFDS's errors do not separate damage from a network's
+        except Exception as error:  # TFDS's errors do not tell damage from network failures
             raise DataError(f"{place} cannot be read: {first_line(error)}") from error
         yield place, example
 

@@ -1,8 +1,8 @@
 """Reads rows by index from ArrayRecord shards, keeping few of them open.
 
-A data set may have ten thousand shards. Their numbers of rows stand in the description beside them,
-so a shard is opened when its first row is read, and the least recently used one is closed when too
-many are open. Rows written by TFDS can be read as well.
+A data set may have ten thousand shards. The description in their folder has each shard's number of
+rows, so that a shard is opened only when a row of it is read. Before too many are open, the least
+recently used shard is closed. Rows written by TFDS can be read as well.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError, first_line
 from kvjax.foundation.files import in_bucket
 
-# Threads that read rows if one takes longer than _SLOW_SECONDS (a bucket, a network file system).
+# Threads that read rows if a row takes longer than _SLOW_SECONDS (a bucket, a network file system).
 # From a fast disk, threads would only wait for the GIL.
 THREADS = 32
 _SLOW_SECONDS = 3e-3
@@ -58,16 +58,16 @@ def read_description(folder: epath.Path) -> Description:
     """
     info = json_text.parse((folder / "dataset_info.json").read_bytes())
     features = json_text.parse((folder / "features.json").read_bytes())
-    found = {name: f["tensor"] for name, f in features["featuresDict"]["features"].items()}
-    masked = packed_rows.MASK in found
-    tensor = found.get(packed_rows.FEATURE, {})
-    kinds = (info["name"], info["fileFormat"], sorted(found), tensor.get("encoding"))
+    features = features["featuresDict"]["features"]
+    masked = packed_rows.MASK in features
+    tensor = features.get(packed_rows.FEATURE, {"tensor": {}})["tensor"]
+    content = (info["name"], info["fileFormat"], sorted(features), tensor.get("encoding"))
     names = [packed_rows.MASK] * masked + [packed_rows.FEATURE]
-    if kinds != (packed_rows.ROWS, "array_record", names, "bytes"):
-        raise ValueError(f"not rows of tokens, but {kinds}")
+    if content != (packed_rows.ROWS, "array_record", names, "bytes"):
+        raise ValueError(f"not rows of tokens, but {content}")
     (length,) = tensor["shape"]["dimensions"]
-    if odd := {split["filepathTemplate"] for split in info["splits"]} - {_TEMPLATE}:
-        raise ValueError(f"unknown names of shards: {odd.pop()}")
+    if unknown := {split["filepathTemplate"] for split in info["splits"]} - {_TEMPLATE}:
+        raise ValueError(f"unknown names of shards: {unknown.pop()}")
     rows = {s["name"]: np.array(s["shardLengths"], np.int64) for s in info["splits"]}
     dtype = np.dtype(tensor["dtype"]).newbyteorder("<")
     return Description(rows, int(length), dtype, masked)
@@ -119,20 +119,20 @@ class PackedRows:
             raise IndexError(f"rows {wanted.min()} to {wanted.max()}, of {len(self)}")
         # `_ends` holds cumulative row counts: the first end above an index is its shard's.
         shards = np.searchsorted(self._ends, wanted, side="right")
-        places = wanted - (self._ends - self._rows)[shards]
+        offsets = wanted - (self._ends - self._rows)[shards]
         mapped = self._threads.map if self._is_slow else map
         with self._errors():
-            rows, seconds = zip(*mapped(self._read, shards.tolist(), places.tolist()), strict=True)
+            rows, seconds = zip(*mapped(self._read, shards.tolist(), offsets.tolist()), strict=True)
         self._is_slow = sum(seconds) > _SLOW_SECONDS * len(rows)
         return list(rows)
 
-    def _read(self, shard: int, place: int) -> tuple[dict[str, np.ndarray], float]:
-        """Returns row `place` of a shard, and the seconds that reading it took."""
+    def _read(self, shard: int, index: int) -> tuple[dict[str, np.ndarray], float]:
+        """Returns row `index` of a shard, and the seconds that reading it took."""
         start = time.perf_counter()
         try:
             with self._readers.borrow(shard) as reader:
                 # A range, since for a list ArrayRecord scans the shard's whole index.
-                (record,) = reader.read(place, place + 1)
+                (record,) = reader.read(index, index + 1)
         except RuntimeError as error:
             if not _REFUSED.search(str(error)):
                 raise
@@ -146,10 +146,10 @@ class PackedRows:
             dtype, begin = self._dtypes[name], end + len(head)
             header_start, end = end, begin + self._length * dtype.itemsize
             if len(record) < end or not record.startswith(head, header_start):
-                raise ValueError(f"row {place} of {self._name(shard)} is not a row of tokens")
+                raise ValueError(f"row {index} of {self._name(shard)} is not a row of tokens")
             row[name] = np.frombuffer(record, dtype, self._length, begin)
         if len(record) != end:
-            raise ValueError(f"row {place} of {self._name(shard)} is not a row of tokens")
+            raise ValueError(f"row {index} of {self._name(shard)} is not a row of tokens")
         return row, time.perf_counter() - start
 
     def _name(self, shard: int) -> str:
@@ -159,8 +159,8 @@ class PackedRows:
 def _open(folder: str, split: str, rows: np.ndarray, shard: int) -> ArrayRecordReader:
     """Opens a reader of a shard, and checks its number of rows."""
     # The postscript and the index of rows, at the shard's end, are read in one request.
-    end = 2 * _POSTSCRIPT_BYTES + _INDEX_BYTES_PER_ROW * int(rows[shard])
-    options = f"readahead_buffer_size:0,max_parallelism:0,footer_prefetch_bytes:{end}"
+    footer_bytes = 2 * _POSTSCRIPT_BYTES + _INDEX_BYTES_PER_ROW * int(rows[shard])
+    options = f"readahead_buffer_size:0,max_parallelism:0,footer_prefetch_bytes:{footer_bytes}"
     name = packed_rows.shard_name(split, shard, len(rows))
     path = f"{folder.rstrip('/')}/{name}"
     reader = ArrayRecordReader(path, options, file_reader_buffer_size=_READ_BYTES)

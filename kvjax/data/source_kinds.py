@@ -8,8 +8,8 @@ The validation split is chosen before packing:
 | .txt | the last `validation_fraction` of each file's bytes, from the next line on |
 | JSON lines, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
 
-So duplicate records are in the same split. With a `validation_source`, that is the validation split
-and all of `source` is for training.
+Duplicate records are thus in the same split. A `validation_source` is the validation split itself;
+then all of `source` is for training.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ CORPUS = epath.Path(__file__).parent / "corpus"
 EMBEDDED = "embedded:"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
 SUFFIXES = (formats.TEXT, formats.PARQUET, *formats.LINES)
-# Fingerprints hash smaller files whole, of larger ones the size, time and both ends.
+# Fingerprints hash all bytes of smaller files; of larger files the size, time and both ends.
 HASHED_BYTES = 64 << 20
 # The command `tfds` imports all of these.
 _TFDS_ENVIRONMENT = (
@@ -65,7 +65,7 @@ class Source(Protocol):
         """Returns a hash that changes when the documents do."""
 
     def stamp(self) -> str:
-        """Returns a value that changes when files are written, from their metadata alone."""
+        """Returns a value, from metadata alone, that changes when the files are written."""
 
     def ranges(self, limit: int) -> Iterator[Range]:
         """Yields ranges that cover the source in order, of about `limit` bytes if it can be cut."""
@@ -74,12 +74,12 @@ class Source(Protocol):
         """Returns bytes of text per stored byte, approximately."""
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
-        """Yields the documents of `train`, `validation` (the held-out `fraction`) or `all`."""
+        """Yields the documents of split `train`, `validation` (a held-out `fraction`) or `all`."""
 
     def split_pieces(
         self, fraction: float, range: Range, on_error: readers.OnError
     ) -> Iterator[SplitPiece]:
-        """Yields the documents of one of `ranges`, each piece with its split."""
+        """Yields the documents of a range (see `ranges`), as pieces with their split."""
 
 
 class TextFile:
@@ -89,7 +89,7 @@ class TextFile:
         self.path, self.name = path, os.fspath(path)
 
     def fingerprint(self) -> str:
-        # Earlier versions kept the mark as text: data prepared by them must have another key.
+        # Earlier versions kept the mark as text: the data that they prepared need another hash.
         marked = " without its mark" if readers.byte_order_mark(self.path) else ""
         return f"txt {file_hash(self.path)}{marked}"
 
@@ -126,8 +126,10 @@ class TextFile:
         for split, start, stop in (("train", 0, cut), ("validation", cut, size)):
             first, last = max(start, range.start), min(stop, range.stop)
             if first < last:
-                opens = first == start or readers.document_starts(self.path, first)
-                for piece in readers.read_text(self.path, first, last, on_error, opens=opens):
+                at_start = first == start or readers.document_starts(self.path, first)
+                for piece in readers.read_text(
+                    self.path, first, last, on_error, starts_document=at_start
+                ):
                     yield split, piece
 
 
@@ -186,8 +188,8 @@ class EmbeddedBook:
         cut = len(text)
         if split != "all":
             cut = text.index(b"\n", len(text) - EMBEDDED_VALIDATION_BYTES - 1) + 1
-        part = text[cut:] if split == "validation" else text[:cut]
-        for document in part.decode().split(readers.DOCUMENT_SEPARATOR):
+        selected = text[cut:] if split == "validation" else text[:cut]
+        for document in selected.decode().split(readers.DOCUMENT_SEPARATOR):
             yield from readers.read_document(document)
 
     def density(self) -> float:
@@ -255,11 +257,11 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
     except readers.SourceError as error:
         raise readers.SourceError(f"{where}: {error}") from error
     info = builder.info
-    known = info.splits.get(split)
-    sizes = known.shard_lengths if known else None
+    split_info = info.splits.get(split)
+    sizes = split_info.shard_lengths if split_info else None
 
     def ranges(limit: int) -> Iterator[Range]:
-        count, size = (known.num_examples, int(known.num_bytes)) if known else (0, 0)
+        count, size = (split_info.num_examples, int(split_info.num_bytes)) if split_info else (0, 0)
         step = max(1, count * limit // max(size, 1))
         for start in range(0, count, step):
             stop = min(start + step, count)
@@ -284,7 +286,8 @@ def tfds_builder(name: str):
     Does not prepare it: for most data sets this needs TensorFlow, and takes hours.
 
     Raises:
-      SourceError: unknown, not prepared, or in another format; with the command that prepares it.
+      SourceError: the data set is unknown, not prepared, or in another format; the message has the
+        command that prepares it.
     """
     import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
 
@@ -299,7 +302,7 @@ def tfds_builder(name: str):
             f"that has it, or build it with a network, {_TFDS_ENVIRONMENT}: tfds build "
             f"{shlex.quote(name)} --file_format=array_record --data_dir={shlex.quote(folder)}"
         ) from error
-    prepared_formats = [found.value for found in builder.info.available_file_formats()]
+    prepared_formats = [kind.value for kind in builder.info.available_file_formats()]
     if "array_record" not in prepared_formats:
         raise readers.SourceError(
             f"tfds:{name} is prepared as {', '.join(prepared_formats)} in {builder.data_dir}, not "
@@ -312,10 +315,10 @@ def tfds_builder(name: str):
 
 def _file_stamp(path: epath.Path) -> str:
     if in_bucket(path):
-        found = path.stat()
-        return f"{found.length} {found.mtime}"
-    found = os.stat(path)
-    return f"{found.st_size} {found.st_mtime_ns}"
+        stat = path.stat()
+        return f"{stat.length} {stat.mtime}"
+    stat = os.stat(path)
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def file_hash(path: epath.Path) -> str:

@@ -38,33 +38,35 @@ def fingerprints(
     Raises:
       DataError: both keys name the same source.
     """
-    marks_by_key = {}
+    hashes_by_key = {}
     for key in ("source", "validation_source"):
-        marks_by_key[key] = []
+        hashes_by_key[key] = []
         for source in _sources(config, key):
-            marks_by_key[key].append((source.name, source.fingerprint()))
-            say(f"inspecting config.data.{key}, {len(marks_by_key[key]):,} files")
-    contents = [{mark for _, mark in marks} for marks in marks_by_key.values()]
+            hashes_by_key[key].append((source.name, source.fingerprint()))
+            say(f"inspecting config.data.{key}, {len(hashes_by_key[key]):,} files")
+    contents = [{content for _, content in pairs} for pairs in hashes_by_key.values()]
     if set.intersection(*contents):
         raise DataError(
             f"config.data.validation_source = {config.validation_source!r}: has a file in common "
             f"with config.data.source = {config.source!r}, so training would include validation "
             "text. Remove it from one of them"
         )
-    return marks_by_key
+    return hashes_by_key
 
 
 def fingerprint(
-    config: config_lib.DataConfig, found: dict[str, list[tuple[str, str]]] | None = None
+    config: config_lib.DataConfig, known: dict[str, list[tuple[str, str]]] | None = None
 ) -> str:
     """Returns a hash of everything that determines which documents are in which split.
 
     Args:
-      found: result of `fingerprints`, if already known.
+      known: result of `fingerprints`; None: computed here.
     """
-    parts, held_out = ([mark for _, mark in m] for m in (found or fingerprints(config)).values())
+    hashes = known or fingerprints(config)
+    source = [content for _, content in hashes["source"]]
+    held_out = [content for _, content in hashes["validation_source"]]
     return source_kinds.digest(
-        repr((parts, held_out or config.validation_fraction, config.text_key)).encode()
+        repr((source, held_out or config.validation_fraction, config.text_key)).encode()
     )
 
 
@@ -176,18 +178,19 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
       readers.SourceError: a source that cannot be read, with file and position.
       readers.EmptySplitError: the split has no documents.
     """
-    key, part = "source", split
+    key, source_split = "source", split
     if config.validation_source:
-        key, part = ("source" if split == "train" else "validation_source"), "all"
+        key, source_split = ("source" if split == "train" else "validation_source"), "all"
     has_pieces = False
     for source in _sources(config, key):
-        for piece in source.pieces(part, config.validation_fraction):
+        for piece in source.pieces(source_split, config.validation_fraction):
             has_pieces = True
             yield piece
     if has_pieces:
         return
     named = f"config.data.{key} = {getattr(config, key)!r}"
-    if part == "all" or not any(True for s in _sources(config, key) for _ in s.pieces("all", 0.0)):
+    documents = (d for s in _sources(config, key) for d in s.pieces("all", 0.0))
+    if source_split == "all" or next(documents, None) is None:
         raise readers.SourceError(
             f"{named}: has no documents: everything it matches is empty (or null under "
             f"{config.text_key!r})"

@@ -27,7 +27,7 @@ MAX_MESSAGES = 100  # of skipped records, in the manifest
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Content of one split, of a part or of all parts."""
+    """Counts of one split, in a part or in all parts."""
 
     documents: int = 0
     bytes: int = 0  # of text, UTF-8
@@ -90,11 +90,11 @@ def write(
     finally:
         for stream in streams.values():
             stream.writer.abandon()
-    for split, found in counts.items():
-        if streams[split].token_bytes != found.bytes:
+    for split, written in counts.items():
+        if streams[split].token_bytes != written.bytes:
             raise DataError(
                 f"config.data.tokenizer = {config.tokenizer!r}: loses text: the {split} split has "
-                f"{found.bytes} bytes, its tokens {streams[split].token_bytes}. Use a tokenizer "
+                f"{written.bytes} bytes, its tokens {streams[split].token_bytes}. Use a tokenizer "
                 "whose vocabulary has all 256 bytes, or 'bpe'"
             )
     return PartResult(counts, errors.skipped())
@@ -143,7 +143,7 @@ class _Stream:
 
     def __init__(self, writer, tokenizer: Tokenizer, dtype: np.dtype, *, measured: bool):
         self.writer, self._fill = writer, None
-        self._opening = np.array([tokenizer.bos_id], dtype)
+        self._bos = np.array([tokenizer.bos_id], dtype)
         self._token_bytes_V = tokenizer.token_bytes()
         self._dtype, self._xz = dtype, None
         self._documents = self._bytes = self._tokens = self.token_bytes = self._xz_bytes = 0
@@ -155,7 +155,7 @@ class _Stream:
     def add(self, piece: readers.Piece, ids: np.ndarray) -> None:
         content = piece.text.encode()
         if piece.starts_document:
-            self.writer.add(self._opening)
+            self.writer.add(self._bos)
         self.writer.add(ids.astype(self._dtype))
         self._documents += piece.starts_document
         self._tokens += len(ids) + piece.starts_document

@@ -6,7 +6,8 @@ import functools
 import json
 import os
 
-# The library disables threads after a fork, which is unsafe while encoding; kvjax never forks then.
+# `tokenizers` disables its threads after a fork, since forking while they encode is unsafe; kvjax
+# never forks then.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from etils import epath
@@ -34,8 +35,8 @@ SPECIALS = {"bos": (BOS,), "chat": CONVERSATION_SPECIALS}  # by config.data.spec
 # or else the special token that the post-processor names, see `_template_bos`.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>")
 
-# GPT-4's pattern (tiktoken, cl100k_base) with groups of one or two digits instead of three: better
-# for small vocabularies (nanochat).
+# GPT-4's pattern (tiktoken, cl100k_base), but with groups of at most two digits instead of three:
+# better for small vocabularies (nanochat).
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -44,12 +45,12 @@ SPLIT_PATTERN = (
 
 def _byte_characters() -> list[str]:
     """Returns the printable character of each byte in a byte-level vocabulary (GPT-2)."""
-    own = [
+    printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    characters = {byte: chr(byte) for byte in own}
+    characters = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in characters)
     characters.update({byte: chr(256 + i) for i, byte in enumerate(others)})
     return [characters[byte] for byte in range(256)]
@@ -59,8 +60,8 @@ def _specials(definition: dict) -> set[str]:
     return {token["content"] for token in definition["added_tokens"] if token["special"]}
 
 
-def _opening(definition: dict) -> str | None:
-    """Returns the special token that opens a document, by a tokenizer.json's definition."""
+def _bos_name(definition: dict) -> str | None:
+    """Returns the special token that opens a document, from the definition in tokenizer.json."""
     specials = _specials(definition)
     templates = [step for step in _steps(definition) if step.get("type") == "TemplateProcessing"]
     names = (*_BOS_NAMES, *map(_template_bos, templates))
@@ -68,7 +69,7 @@ def _opening(definition: dict) -> str | None:
 
 
 def _steps(definition: dict) -> list[dict]:
-    """Returns the steps of the post-processor, of a tokenizer.json."""
+    """Returns the steps of a tokenizer.json's post-processor."""
     step = definition.get("post_processor")
     return step.get("processors", [step]) if step else []
 
@@ -78,9 +79,9 @@ def _template_bos(template: dict) -> str | None:
     single = template["single"]
     if single and "SpecialToken" in single[0]:
         return single[0]["SpecialToken"]["id"]
-    puts = any("SpecialToken" in piece for piece in (*single, *template["pair"]))
+    inserts_special = any("SpecialToken" in piece for piece in (*single, *template["pair"]))
     names = list(template["special_tokens"])
-    return names[0] if len(names) == 1 and not puts else None
+    return names[0] if len(names) == 1 and not inserts_special else None
 
 
 def opened_by(text: str, bos: str | None) -> str:
@@ -91,13 +92,14 @@ def opened_by(text: str, bos: str | None) -> str:
     """
     definition = json.loads(text)
     added = definition.get("added_tokens") or []
-    token = next((one for one in added if one["content"] == bos), None)
-    if token is None or _opening(definition) is not None:
+    token = next((entry for entry in added if entry["content"] == bos), None)
+    if token is None or _bos_name(definition) is not None:
         return text
     token["special"] = True
-    if _opening(definition) is None:
-        first, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
-        step = dict(type="TemplateProcessing", single=[first], pair=[first, second])
+    if _bos_name(definition) is None:  # `_BOS_NAMES` lacks its name
+        first, second = dict(id="A", type_id=0), dict(id="B", type_id=1)
+        single, pair = [{"Sequence": first}], [{"Sequence": first}, {"Sequence": second}]
+        step = dict(type="TemplateProcessing", single=single, pair=pair)
         step["special_tokens"] = {bos: dict(id=bos, ids=[token["id"]], tokens=[bos])}
         steps = [step, *_steps(definition)]
         definition["post_processor"] = dict(type="Sequence", processors=steps)
@@ -115,7 +117,7 @@ def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
     before = definition.get("added_tokens") or []
     by_name = {token["content"]: token for token in before} | tokens
     added = sorted(by_name.values(), key=lambda token: token["id"])
-    # Tokens missing from the model's vocabulary would be renumbered, wrongly if ids have gaps.
+    # The library renumbers tokens that the model's vocabulary lacks, wrongly if ids have gaps.
     vocab = definition["model"]["vocab"] | {token["content"]: token["id"] for token in added}
     return dict(definition, added_tokens=added, model=definition["model"] | dict(vocab=vocab))
 
@@ -123,11 +125,11 @@ def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
 class Tokenizer:
     """Converts text to token ids and back; the raw bytes of a text's tokens are its UTF-8 bytes.
 
-    The name of a control token in a text is encoded as ordinary characters.
+    A control token's name that occurs in a text is encoded as ordinary characters.
 
     Attributes:
       bos_id: id of the token that opens a document.
-      controls: texts of the control tokens: special tokens, and those of `controlled`.
+      controls: names of the control tokens: special tokens, and tokens added by `controlled`.
       ends: ids of further tokens that end a text, as published with a model.
     """
 
@@ -138,7 +140,7 @@ class Tokenizer:
           backend: must split text into bytes (ByteLevel) without prefix space, so that bits per
             byte count the text's bytes.
           name: origin of the tokenizer, for messages.
-          threads: that encode a batch; 0: one per core.
+          threads: number of threads that encode a batch; 0: one per core.
 
         Raises:
           ValueError: not byte-level, or without a token that opens a document.
@@ -161,7 +163,7 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True
         specials = _specials(definition)
-        bos = _opening(definition)
+        bos = _bos_name(definition)
         if bos is None:
             raise DataError(
                 f"{name}: no special token opens a document: it needs one of "
@@ -180,11 +182,11 @@ class Tokenizer:
         return sorted(name for name in self.controls if name in text)
 
     def special(self, name: str) -> int | None:
-        """Returns the id of a control token; None if there is none of that name."""
+        """Returns the id of a control token; None if no control token has that name."""
         return self._backend.token_to_id(name) if name in self.controls else None
 
     def controlled(self, names: Collection[str]) -> "Tokenizer":
-        """Returns this tokenizer with more control tokens, which no text is encoded as.
+        """Returns this tokenizer with more control tokens; no text is encoded as a control token.
 
         Added tokens keep their flags, so that other libraries encode as before. An ordinary token
         of the vocabulary becomes a special token.
@@ -193,11 +195,11 @@ class Tokenizer:
             return copy.copy(self)
         is_special = {name: token.special for name, token in self.added_tokens().items()}
         ordinary = [name for name in names if name not in is_special]
-        found = self.with_specials(ordinary) if ordinary else copy.copy(self)
-        found.controls = self.controls | set(names)
+        tokenizer = self.with_specials(ordinary) if ordinary else copy.copy(self)
+        tokenizer.controls = self.controls | set(names)
         for cached in ("_encoder", "_encode_fast"):
-            found.__dict__.pop(cached, None)
-        return found
+            tokenizer.__dict__.pop(cached, None)
+        return tokenizer
 
     def with_specials(self, names: Sequence[str]) -> "Tokenizer":
         """Returns this tokenizer with more special tokens, with ids after the last one.
@@ -233,29 +235,27 @@ class Tokenizer:
             ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the token ids of each text, uint32; encodes on all cores."""
+        """Returns the token ids of each text, uint32; encodes in parallel."""
         try:
             with panics_as_errors():
                 if self._encode_fast is not None:
                     return self._encode_fast(texts)
                 encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
                 return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        except (
-            ValueError,
-            RuntimeError,
-        ):  # `encode` accepts longer texts, or names the failing one
+        except (ValueError, RuntimeError):
+            # `encode` accepts longer texts; its error quotes the text that fails.
             return [np.array(self.encode(text), np.uint32) for text in texts]
 
     @functools.cached_property
     def _encoder(self) -> tokenizers.Tokenizer:
         """The library's tokenizer with all control tokens special, created on first use."""
         added = self.added_tokens().items()
-        hidden = [n for n, token in added if n in self.controls and not token.special]
-        if not hidden:
+        unmarked = [n for n, token in added if n in self.controls and not token.special]
+        if not unmarked:
             return self._backend
         encoder = parse(self.to_json())
         encoder.encode_special_tokens = True
-        encoder.add_special_tokens([tokenizers.AddedToken(n, normalized=False) for n in hidden])
+        encoder.add_special_tokens([tokenizers.AddedToken(n, normalized=False) for n in unmarked])
         return encoder
 
     @functools.cached_property
@@ -276,7 +276,7 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Returns int32 [V], raw bytes of each token; 0 for special tokens and unused ids."""
+        """Returns int32 [V], raw byte counts of tokens; 0 for special tokens and unused ids."""
         added = self._backend.get_added_tokens_decoder()
         bytes_V = np.zeros(self.vocab_size, np.int32)
         for token, i in self._backend.get_vocab().items():
@@ -350,7 +350,7 @@ def byte_tokenizer() -> Tokenizer:
     """Returns a tokenizer of 257 tokens: id b is byte b, id 256 is `<|bos|>`."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    # Splitting into words changes no token without merges, and keeps the library's queues short.
+    # Without merges, splitting into words changes no token, but keeps the library's queues short.
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=True
     )

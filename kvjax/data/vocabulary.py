@@ -19,7 +19,7 @@ from kvjax.data.parts import Part
 from kvjax.foundation import json_text, progress
 from kvjax.foundation.errors import first_line
 
-# Training text of a tokenizer; more hardly changes the merges (nanochat: 2e9).
+# Characters of text that a tokenizer is trained on; more hardly change the merges (nanochat: 2e9).
 TOKENIZER_CHARACTERS = 2_000_000_000
 
 
@@ -40,15 +40,15 @@ def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
 
 
 def load(config: config_lib.DataConfig) -> tokenizer_lib.Tokenizer:
-    """Returns the tokenizer of a config that trains none: bytes, or a file's."""
-    found = (
+    """Returns the tokenizer of a config that trains none: of bytes, or from a file."""
+    loaded = (
         tokenizer_lib.byte_tokenizer()
         if config.tokenizer == "byte"
         else tokenizer_lib.load(config.tokenizer, "config.data.tokenizer")
     )
     if config.specials == "bos":
-        return found
-    return found.with_specials(tokenizer_lib.SPECIALS[config.specials])
+        return loaded
+    return loaded.with_specials(tokenizer_lib.SPECIALS[config.specials])
 
 
 def tokenizer(
@@ -107,7 +107,7 @@ def _training_texts(
     on_error: readers.OnError,
     doing: progress.waiting,
 ) -> Iterator[str]:
-    """Yields training text, from the start of every part, equal amounts of each."""
+    """Yields training text from the start of every part, about as many characters of each."""
     characters = 0
     limit = TOKENIZER_CHARACTERS // len(parts)
     for part in parts:

@@ -66,13 +66,13 @@ def _wait_for(key: str) -> str:
                 raise
 
 
-def check_same(given: dict[str, Any]) -> None:
+def check_same(settings: dict[str, Any]) -> None:
     """Raises a UserError on every process unless all pass the same values.
 
     Args:
-      given: settings of this process, by name.
+      settings: of this process, by name.
     """
-    if rows := _differing("given", given):
+    if rows := _differing("given", settings):
         raise UserError(
             "the processes of this job were started differently:\n"
             + "\n".join(rows)
@@ -86,31 +86,31 @@ def check_same_rows(path: epath.Path, digest: str, advice: str) -> None:
     Args:
       advice: what to give all hosts, for the message.
     """
-    theirs = gather("dataset", digest)
-    if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
+    digests = gather("dataset", digest)
+    if differing := [i for i, other in enumerate(digests) if other != digests[0]]:
         raise UserError(
-            f"{path}: {processes(odd)} of {len(theirs)} have other rows there than process 0; give "
-            f"all hosts {advice}"
+            f"{path}: {processes(differing)} of {len(digests)} have other rows than process 0; "
+            f"give all hosts {advice}"
         )
 
 
-def _differing(name: str, given: dict[str, Any]) -> list[str]:
+def _differing(name: str, own: dict[str, Any]) -> list[str]:
     """Returns a line for each key with different values, naming the processes of each value."""
-    everyone = [json.loads(text) for text in gather(name, json.dumps(given, default=str))]
+    all_settings = [json.loads(text) for text in gather(name, json.dumps(own, default=str))]
     rows = []
-    for key in sorted(set().union(*everyone)):
+    for key in sorted(set().union(*all_settings)):
         holders: dict[str, list[int]] = {}
-        for process, theirs in enumerate(everyone):
-            holders.setdefault(str(theirs.get(key)), []).append(process)
+        for process, settings in enumerate(all_settings):
+            holders.setdefault(str(settings.get(key)), []).append(process)
         if len(holders) > 1:
-            shown = [f"{value} ({processes(who)})" for value, who in holders.items()]
+            shown = [f"{value} ({processes(indices)})" for value, indices in holders.items()]
             rows.append(f"  {key}: {', '.join(shown)}")
     return rows if len(rows) <= 12 else [*rows[:12], f"  and {len(rows) - 12} more"]
 
 
-def processes(who: list[int]) -> str:
+def processes(indices: list[int]) -> str:
     """Formats indices: "process 3", "processes 0, 1, 2"."""
-    return f"process{'es' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
 def folder_leaders(name: str, folder: epath.Path) -> list[int]:
@@ -141,10 +141,10 @@ def folder_leaders(name: str, folder: epath.Path) -> list[int]:
 
 def check_shared(workdir: epath.Path) -> None:
     """Raises a UserError on every process if one does not see process 0's workdir."""
-    apart = [i for i, leader in enumerate(folder_leaders("workdir", workdir)) if leader]
-    if apart:
+    blind = [i for i, leader in enumerate(folder_leaders("workdir", workdir)) if leader]
+    if blind:
         raise UserError(
-            f"--workdir={workdir}: {processes(apart)} of {count()} cannot see what process 0 "
+            f"--workdir={workdir}: {processes(blind)} of {count()} cannot see what process 0 "
             "writes there, and all processes write one checkpoint together. Give a folder that "
             "all hosts mount at the same place (NFS, Filestore, Lustre), or a bucket (gs://)"
         )

@@ -24,7 +24,9 @@ _ALIVE = "kvjax/alive/"
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 _LOST = re.compile("gloo|nccl|connection|socket|unavailable|heartbeat|peer", re.IGNORECASE)
-_OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|UNIMPLEMENTED|out of memory", re.IGNORECASE)
+_LOCAL = re.compile(
+    "RESOURCE_EXHAUSTED|INVALID_ARGUMENT|UNIMPLEMENTED|out of memory", re.IGNORECASE
+)
 
 
 class _AbortMessage:
@@ -112,7 +114,7 @@ def _loss_behind(error: BaseException | None) -> BaseException | None:
     """
     while error is not None:
         text = str(error)
-        is_loss = _LOST.search(text) and not _OWN.search(text)
+        is_loss = _LOST.search(text) and not _LOCAL.search(text)
         if type(error).__name__ == "JaxRuntimeError" and is_loss:
             return error
         error = error.__cause__ or error.__context__
@@ -161,13 +163,13 @@ def _silent() -> str:
     except Exception:
         return "process 0, the coordinator"
     names = [f"{_ALIVE}{i}" for i in range(agreement.count())]
-    who = [i for i, name in enumerate(names) if before.get(name) == after.get(name)]
-    return agreement.processes(who) if who else "a connection broke; all processes still live"
+    silent = [i for i, name in enumerate(names) if before.get(name) == after.get(name)]
+    return agreement.processes(silent) if silent else "a connection broke; all processes still live"
 
 
 def _end(reason: str, status: int) -> NoReturn:
     """Publishes why this process ends, and ends it."""
-    # First: process 0 may read it and exit, which aborts this process.
+    # Set before publishing: process 0 may read the reason and exit, which aborts this process.
     abort_message.set(status, lambda: reason)
     with contextlib.suppress(Exception):
         agreement.client().key_value_set(f"{_ENDED}{agreement.index()}", f"{status} {reason}")
@@ -189,7 +191,7 @@ def _leave(text: str, status: int) -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     client = agreement.client()
-    with contextlib.suppress(Exception):  # without a reason, since that is another process's
+    with contextlib.suppress(Exception):  # no reason: the others have it already
         client.key_value_set(f"{_ENDED}{agreement.index()}", f"{status} ")
     with contextlib.suppress(Exception):
         if agreement.index() == 0:
@@ -205,10 +207,10 @@ def _wait_for_others(client) -> None:
 
     beats, deadline = None, 0.0
     while len(ended := dict(client.key_value_dir_get(_ENDED))) < agreement.count():
-        over = {process(key) for key in ended}
-        left = {k: n for k, n in client.key_value_dir_get(_ALIVE) if process(k) not in over}
-        if left != beats:  # alive: on a busy machine it may read the store late
-            beats, deadline = left, time.monotonic() + _PATIENCE_SECONDS
+        gone = {process(key) for key in ended}
+        living = {k: n for k, n in client.key_value_dir_get(_ALIVE) if process(k) not in gone}
+        if living != beats:  # on a busy machine, a living process may read the store late
+            beats, deadline = living, time.monotonic() + _PATIENCE_SECONDS
         if time.monotonic() > deadline:
             return
         time.sleep(0.1)

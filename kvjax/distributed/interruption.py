@@ -16,9 +16,9 @@ class Interruption:
     """A stop signal that all processes of a job obey after the same step.
 
     A process that has dispatched n steps has the results of step n - 1, to which all contributed:
-    no other is more than one step ahead. It therefore requests a stop after step n + 2, which every
-    process reads in time. Each step costs one read of the coordination service, while the devices
-    compute.
+    no other process is more than one step ahead. It therefore requests a stop after step n + 2;
+    every process reads the request in time. Each step costs one read of the coordination service,
+    while the devices compute.
 
     Attributes:
       signal: the signal that ended the loop.
@@ -49,15 +49,16 @@ class Interruption:
             else:
                 signal.signal(number, signal.SIG_DFL)
                 _write_line(
-                    f"{signal.Signals(number).name}: stops after what is under way; again: now"
+                    f"{signal.Signals(number).name}: stops after the work under way; a second "
+                    "signal ends it at once"
                 )
 
-        taken = [s for s in STATUS if signal.getsignal(s) != signal.SIG_IGN]
-        before = {s: signal.signal(s, handle) for s in taken}
+        handled = [s for s in STATUS if signal.getsignal(s) != signal.SIG_IGN]
+        earlier_handlers = {s: signal.signal(s, handle) for s in handled}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in earlier_handlers.items():
                 signal.signal(number, handler)
 
     def should_stop(self, step: int) -> bool:
@@ -69,7 +70,7 @@ class Interruption:
             self._exchange(step)
         if not self._known or step < self._stop_step:
             return False
-        self.signal = self._agreed  # only now: the loop may reach its last step before
+        self.signal = self._agreed  # not earlier: the loop may reach its last step first
         return True
 
     def _exchange(self, step: int) -> None:

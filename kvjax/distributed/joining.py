@@ -35,32 +35,32 @@ def start(
     Raises:
       UserError: an incomplete or invalid address, or a coordinator that does not answer.
     """
-    given = {
+    options = {
         "coordinator": coordinator,
         "num_processes": num_processes,
         "process_id": process_id,
     }
-    for key, value in given.items():
-        given[key] = _from_environment(key) if value is None else value
-    missing = [key for key, value in given.items() if value is None]
-    if len(missing) == len(given):
-        where = _cluster()
-        if where is None:
+    for key, value in options.items():
+        options[key] = _from_environment(key) if value is None else value
+    missing = [key for key, value in options.items() if value is None]
+    if len(missing) == len(options):
+        cluster = _cluster()
+        if cluster is None:
             return
     elif missing:
-        there = [key for key in given if key not in missing]
+        present = [key for key in options if key not in missing]
         raise UserError(
-            f"--{' and --'.join(there)} without --{' and --'.join(missing)}: give all three "
-            "(process 0's host:port, how many processes there are, which one this is), or none "
-            "on a TPU pod and under Slurm"
+            f"--{' and --'.join(present)} without --{' and --'.join(missing)}: give all three "
+            "(process 0's host:port, the number of processes, the index of this one), or none on a "
+            "TPU pod and under Slurm"
         )
     else:
-        where = given | {"cluster_detection_method": "deactivate"}
-        _check(**given)
-        if given["num_processes"] == 1:
+        cluster = options | {"cluster_detection_method": "deactivate"}
+        _check(**options)
+        if options["num_processes"] == 1:
             return
-        if given["process_id"]:
-            _reach(given["coordinator"], connect_seconds)
+        if options["process_id"]:
+            _reach(options["coordinator"], connect_seconds)
     import jax
 
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
@@ -74,18 +74,18 @@ def start(
             "did not start, and start all again"
         ),
     )
-    if coordinator := where.pop("coordinator", None):
-        where["coordinator_address"] = coordinator
+    if coordinator := cluster.pop("coordinator", None):
+        cluster["coordinator_address"] = coordinator
     try:
         with progress.waiting("waiting for the other processes of the job"):
             jax.distributed.initialize(
-                **where,
+                **cluster,
                 initialization_timeout=connect_seconds,
                 heartbeat_timeout_seconds=heartbeat_seconds,
             )
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"the processes of the job could not be connected ({where}): {first_line(error)}"
+            f"the processes of the job could not be connected ({cluster}): {first_line(error)}"
         ) from error
     abort_message.set(TRY_AGAIN, lambda: lost("see the lines above for which"))
 

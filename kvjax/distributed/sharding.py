@@ -6,8 +6,8 @@
               latents
     tensor    heads, MLP channels, vocabulary
 
-Optimizer state is sharded as its parameter. Nothing is padded: axes that the mesh cannot divide
-are a user error.
+Optimizer state is sharded like its parameter. Nothing is padded: an axis that the mesh does not
+divide is a user error.
 """
 
 from collections.abc import Mapping
@@ -61,10 +61,10 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
     size = math.prod(shape.values())
     if size != len(devices):
         product = " x ".join(f"{key} = {shape[key]}" for key in AXES)
-        wanted = len(devices) // others if len(devices) % others == 0 else 0
+        fsdp = len(devices) // others if len(devices) % others == 0 else 0
         fitting = (
-            f"with config.mesh.fsdp = {wanted} (or 0) they are used"
-            if wanted
+            f"with config.mesh.fsdp = {fsdp} (or 0) they are used"
+            if fsdp
             else (
                 f"data x sequence x tensor must divide {len(devices)}: one of "
                 + ", ".join(map(str, divisors(len(devices))))
@@ -100,8 +100,9 @@ def spec(axes: str, shape: tuple[int, ...]) -> P:
     """Returns a parameter's PartitionSpec from the letters of its axes (`kvjax.layers.weight`).
 
     `tensor` shards the first of N, K, J, M and V that is longer than 1. `fsdp` shards a matrix
-    along D, or along its last free axis without D. A lookup table ("V D", "T D") is sharded along
-    D by both, since rows are looked up. Other vectors and axes of length 1 are replicated.
+    along D, or, without D, along its last axis that `tensor` leaves. A lookup table ("V D", "T D")
+    is sharded along D by both, since rows are looked up. Vectors and axes of length 1 are
+    replicated.
 
     Args:
       axes: such as "D -> N H".
@@ -114,11 +115,12 @@ def spec(axes: str, shape: tuple[int, ...]) -> P:
     if not parsed.is_matrix and len(names) == 2 and names[1] == _MODEL:
         split[1] = ("fsdp", "tensor")
     else:
-        heads = [i for i, n in enumerate(names) if n in _TENSOR and shape[stacked + i] > 1][:1]
-        split |= dict.fromkeys(heads, "tensor")
+        eligible = [i for i, n in enumerate(names) if n in _TENSOR and shape[stacked + i] > 1]
+        split |= dict.fromkeys(eligible[:1], "tensor")
         if parsed.is_matrix:
-            left = [i for i in range(len(names)) if i not in split]
-            split |= dict.fromkeys([i for i in left if names[i] == _MODEL][:1] or left[-1:], "fsdp")
+            free = [i for i in range(len(names)) if i not in split]
+            model = [i for i in free if names[i] == _MODEL]
+            split |= dict.fromkeys(model[:1] or free[-1:], "fsdp")
     sharded = [None if shape[stacked + i] == 1 else split.get(i) for i in range(len(names))]
     return P(*[None] * stacked, *sharded)
 
@@ -154,8 +156,8 @@ def divides(shape: Mapping[str, int], shapes: Any, axes: Any) -> bool:
 def state_shardings(mesh: Mesh, shapes: Any, axes: Any, state: Any) -> Any:
     """Returns shardings of a training state.
 
-    A leaf whose path ends in a parameter's path and has its shape is sharded as the parameter, so
-    optimizer moments are; other leaves are replicated.
+    A leaf with a parameter's shape, whose path ends in that parameter's path, is sharded like the
+    parameter: optimizer moments are such leaves. Other leaves are replicated.
 
     Args:
       shapes, axes: of the parameters, see `parameter_shardings`.
@@ -178,8 +180,8 @@ def state_shardings(mesh: Mesh, shapes: Any, axes: Any, state: Any) -> Any:
 
 def _check_divides(mesh: Mesh, name: str, shape: tuple[int, ...], axes: P) -> None:
     for length, names in zip(shape, axes, strict=True):
-        ways = math.prod(mesh.shape[axis] for axis in _tuple(names))
-        if length % ways:
+        shards = math.prod(mesh.shape[axis] for axis in _tuple(names))
+        if length % shards:
             shown = " x ".join(f"config.mesh.{a} = {mesh.shape[a]}" for a in _tuple(names))
             raise UserError(
                 f"{shown} does not divide the {length} of {name} {list(shape)}, and nothing is "
@@ -200,8 +202,8 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes) -> jax.Array:
 def gather(weight: jax.Array, axes: str, mesh: Mesh | None) -> jax.Array:
     """Gathers a weight along `fsdp` for a product; its gradient is scattered back.
 
-    The backward pass constrains the gradient's sharding; otherwise only the optimizer state would
-    hint it to the compiler.
+    The backward pass constrains the gradient's sharding, which the compiler would otherwise have to
+    infer from the optimizer state.
     """
     if mesh is None:
         return weight
@@ -233,7 +235,9 @@ def divisors(number: int) -> list[int]:
 
 
 def _tuple(axes) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _keys(path) -> tuple[str, ...]:

@@ -43,7 +43,6 @@ Command = Callable[[list[str]], int | None]
 
 def run(command: Command) -> NoReturn:
     """Runs a command with this process's arguments and exits with its status."""
-
     interrupted.quietly()
     _open_standard_streams()
     sys.exit(status(command, sys.argv[1:]))
@@ -59,7 +58,8 @@ def status(command: Command, arguments: Sequence[str]) -> int:
             with panics_as_errors():
                 code = command(list(arguments)) or 0
         except SystemExit as error:  # --help, or a run that stopped on a signal
-            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+            code = 0 if error.code is None else error.code
+            code = code if isinstance(code, int) else 1
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -116,13 +116,13 @@ def naming_options(options: argparse.Namespace) -> Iterator[None]:
         raise UserError(f"--{name} = {rest}") from error
 
 
-def require(options: argparse.Namespace, **meant: str) -> None:
+def require(options: argparse.Namespace, **descriptions: str) -> None:
     """Raises a UserError for the first of these options that is empty.
 
     Args:
-      meant: a description of the value by option.
+      descriptions: by option, what to give.
     """
-    for name, description in meant.items():
+    for name, description in descriptions.items():
         if not getattr(options, name):
             raise UserError(f"--{name} is missing: give {description}")
 
@@ -134,9 +134,7 @@ def say(message: str) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Reopens closed standard streams (`>&-`) on /dev/null; the next file would get their
-    descriptor.
-    """
+    """Reopens closed standard streams (`>&-`) on /dev/null, before a file gets their descriptor."""
     for number, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
         try:
             os.fstat(number)
@@ -204,7 +202,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--markdown", action="store_true", help=text)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Returns the options; with a config also `overrides`, the keys given.
+        """Returns the options; with a config also `overrides`, its keys' new values as arguments.
 
         Raises:
           UserError: an unknown option (with the closest known one) or a value of another type.
@@ -219,13 +217,13 @@ class Parser(argparse.ArgumentParser):
             options.overrides = overrides
         return options
 
-    def _unknown(self, rest: Sequence[str]) -> NoReturn:
-        given = rest[0].partition("=")[0]
-        if not given.startswith("--"):
-            raise UserError(f"unknown argument {rest[0]!r}: options start with --")
+    def _unknown(self, arguments: Sequence[str]) -> NoReturn:
+        option = arguments[0].partition("=")[0]
+        if not option.startswith("--"):
+            raise UserError(f"unknown argument {arguments[0]!r}: options start with --")
         known = sorted(o for a in self._actions for o in a.option_strings if o.startswith("--"))
-        hint = did_you_mean(given, known) or "; --help lists the options"
-        raise UserError(f"unknown option {given}{hint}")
+        hint = did_you_mean(option, known) or "; --help lists the options"
+        raise UserError(f"unknown option {option}{hint}")
 
     def _print_message(self, message, file=None):
         (file or sys.stderr).write(message)  # argparse's own ignores a full disk
@@ -257,8 +255,8 @@ def config_file(file: pathlib.Path) -> pathlib.Path:
         return file
     first, *rest = file.parts or ("",)
     stem, colon, variant = str(file).partition(":")
-    inside = f"{stem}.py{colon}{variant}" if stem.isidentifier() else "/".join(rest)
-    shipped = CONFIGS / inside
+    relative = f"{stem}.py{colon}{variant}" if stem.isidentifier() else "/".join(rest)
+    shipped = CONFIGS / relative
     is_shipped = first == CONFIGS.name or stem.isidentifier()
     return shipped if is_shipped and split_variant(shipped)[0].is_file() else file
 
@@ -361,16 +359,16 @@ def _errors_of_file(file: pathlib.Path) -> Iterator[None]:
         raise UserError(f"{PREFIX}={file}: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _no_variant(path: pathlib.Path, variant: str, there: list[str]) -> str:
-    """Returns the message for a variant that a file does not have, or for none."""
+def _no_variant(path: pathlib.Path, variant: str, known: list[str]) -> str:
+    """Returns the message for an unknown variant of a file, or for a missing one ("")."""
     if not variant:
-        return f"give one of its variants, as {PREFIX}={path}:{there[0]}; there are {_some(there)}"
-    close = difflib.get_close_matches(variant, there, cutoff=0.7)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {_some(there)}"
+        return f"give one of its variants, as {PREFIX}={path}:{known[0]}; there are {_list(known)}"
+    close = difflib.get_close_matches(variant, known, cutoff=0.7)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {_list(known)}"
     return f"no variant {variant!r}; {hint}"
 
 
-def _some(names: Iterable[str]) -> str:
+def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
@@ -379,18 +377,18 @@ def _no_file(file: pathlib.Path, variant: str) -> str:
     if file.is_dir():
         files = ", ".join(path.name for path in sorted(file.glob("*.py"))) or "no .py file"
         return f"is a folder; give a file. It has {files}"
-    ours, there = {}, set()
+    configs, names = {}, set()
     for config in config_files():
         path, name = split_variant(config)
-        if (path.stem, name) == (file.parent.name, file.stem):  # a variant was a file of its own
+        if (path.stem, name) == (file.parent.name, file.stem):  # formerly a file per variant
             return f"has moved: give {PREFIX}={_shipped_name(config)}"
-        if not name or name not in ours:
-            ours[name or path.stem] = config
-        there.add(f"{path.name}:VARIANT" if name else path.stem)
-    close = difflib.get_close_matches(variant or file.stem, ours, n=1, cutoff=0.7)
+        if not name or name not in configs:
+            configs[name or path.stem] = config
+        names.add(f"{path.name}:VARIANT" if name else path.stem)
+    close = difflib.get_close_matches(variant or file.stem, configs, n=1, cutoff=0.7)
     if close:
-        return f"no such file; did you mean {PREFIX}={_shipped_name(ours[close[0]])}?"
-    return f"no such file; in {CONFIGS.name} there are {_some(there)}"
+        return f"no such file; did you mean {PREFIX}={_shipped_name(configs[close[0]])}?"
+    return f"no such file; in {CONFIGS.name} there are {_list(names)}"
 
 
 def _shipped_name(file: pathlib.Path) -> str:

@@ -16,14 +16,13 @@ class Key:
 
 
 def keys(cls: type) -> list[Key]:
-    """Returns the fields of a config dataclass; meanings come from comments or docstring
-    paragraphs.
+    """Returns the fields of a config dataclass, with meanings from comments or the docstring.
 
     A comment follows the field on its line or precedes it on lines of its own.
     """
     sources = [textwrap.dedent(inspect.getsource(c)) for c in cls.__mro__ if c is not object]
     paragraphs = dict(re.findall(r"^(\w+): (.+(?:\n  .+)*)", inspect.getdoc(cls) or "", re.M))
-    found = []
+    result = []
     for field in dataclasses.fields(cls):
         pattern = rf"((?:^    # .*\n)*)^    {field.name}: [^#\n]*(?:# (.*))?$"
         matches = (re.search(pattern, source, re.M) for source in sources)
@@ -31,5 +30,5 @@ def keys(cls: type) -> list[Key]:
         above = " ".join(line.strip(" #") for line in above.splitlines())
         meaning = behind or above or " ".join(paragraphs.get(field.name, "").split())
         default = "" if field.default is dataclasses.MISSING else repr(field.default)
-        found.append(Key(field.name, default, meaning))
-    return found
+        result.append(Key(field.name, default, meaning))
+    return result

@@ -39,15 +39,15 @@ def checked(value, hint, key: str):
     Raises:
       UserError: a value of another type; integers pass as floats and lists as tuples.
     """
-    wanted = typing.get_origin(hint) or hint
-    if wanted is float and type(value) is int:
+    expected = typing.get_origin(hint) or hint
+    if expected is float and type(value) is int:
         return float(value)
-    if wanted is tuple and isinstance(value, (list, tuple)):
+    if expected is tuple and isinstance(value, (list, tuple)):
         (item, _) = typing.get_args(hint)
         return tuple(checked(v, item, f"{key}[{i}]") for i, v in enumerate(value))
-    if type(value) is not wanted:
+    if type(value) is not expected:
         raise UserError(f"{key} = {value!r} is a {type(value).__name__}; it must be {hint}")
-    if wanted is str:
+    if expected is str:
         check_text(key, value)
     return value
 
@@ -73,8 +73,8 @@ def between(key: str, value, low, high, *, zero: str = "") -> None:
     if low <= value <= high or (zero and value == 0):  # also refuses NaN
         return
     low, high = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (low, high))
-    none = f"0 ({zero}), or " if zero else ""
-    raise UserError(f"{key} = {value}: must be {none}at least {low} and at most {high}")
+    or_zero = f"0 ({zero}), or " if zero else ""
+    raise UserError(f"{key} = {value}: must be {or_zero}at least {low} and at most {high}")
 
 
 def to_text(config: ml_collections.ConfigDict) -> str:

@@ -21,7 +21,7 @@ EXTRAS = {  # module: extra
     "wandb": "wandb",
     "wasmtime": "sandbox",
 }
-# Commands that need more than "train"; by the last word of their name.
+# Extras of commands that need more than "train", by the last word of their name.
 _OF_COMMAND = {
     "analysis": "analysis",
     "analyze": "analysis",
@@ -31,17 +31,17 @@ _OF_COMMAND = {
     "lm_eval": "lm-eval",
     "prepare": "data",
 }
-_APART = ("aot", "beam", "lm-eval")  # requirements that conflict with others
+_CONFLICTING = ("aot", "beam", "lm-eval")  # requirements that conflict with others
 
 
-def require(what: str, module: str) -> None:
+def require(user: str, module: str) -> None:
     """Raises a UserError that names the extra, unless its module is installed.
 
     Args:
-      what: the option or file that needs the module, for the message.
+      user: the option or file that needs the module, for the message.
     """
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"{what} needs {module}, which is not installed: {command(module)}")
+        raise UserError(f"{user} needs {module}, which is not installed: {command(module)}")
 
 
 def missing(error: ModuleNotFoundError) -> str | None:
@@ -59,8 +59,8 @@ def command(module: str) -> str:
         extra = _OF_COMMAND.get(_command_word(), extra)
     if extra is None:
         return "pip install kvjax"
-    apart = " (best in an environment of its own)" if extra in _APART else ""
-    return f"pip install 'kvjax[{extra}]'{apart}"
+    advice = " (best in an environment of its own)" if extra in _CONFLICTING else ""
+    return f"pip install 'kvjax[{extra}]'{advice}"
 
 
 def _command_word() -> str:

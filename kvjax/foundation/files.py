@@ -31,8 +31,7 @@ def size(path: epath.PathLike) -> int | None:
 
 
 def matching_entries(folder: epath.Path, pattern: str) -> list[epath.Path]:
-    """Returns the visible entries of a folder that match a pattern, sorted; [] if there is no
-    folder.
+    """Returns a folder's visible entries that match a pattern, sorted; [] if it does not exist.
 
     Unlike etils' `glob`, brackets in the folder's own path are literal.
     """
@@ -42,8 +41,8 @@ def matching_entries(folder: epath.Path, pattern: str) -> list[epath.Path]:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             return []
         raise
-    shown = [name for name in names if not name.startswith(".")]
-    return [folder / name for name in sorted(fnmatch.filter(shown, pattern))]
+    visible = [name for name in names if not name.startswith(".")]
+    return [folder / name for name in sorted(fnmatch.filter(visible, pattern))]
 
 
 def write_atomically(path: epath.Path, text: str) -> None:

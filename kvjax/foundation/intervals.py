@@ -62,31 +62,30 @@ def _t(count: int) -> float:
 
 
 def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
-    """Returns first minus second, paired by seed, over the seeds that both have; None if there is
-    none.
+    """Returns first minus second over the seeds that both have; None if they share no seed.
 
     Args:
-      first, second: by seed.
+      first, second: values by seed.
     """
-    both = [first[seed] - second[seed] for seed in first if seed in second]
-    return estimate(both) if both else None
+    differences = [first[seed] - second[seed] for seed in first if seed in second]
+    return estimate(differences) if differences else None
 
 
-def p_value(found: Estimate, count: int) -> float:
+def p_value(tested: Estimate, count: int) -> float:
     """Returns the two-sided p-value of Student's t test that a mean over `count` seeds is 0."""
     from scipy import special
 
-    if found.half is None:
+    if tested.half is None:
         raise ValueError("one seed has no p-value")
-    if not found.half:
-        return 0.0 if found.mean else 1.0
-    return float(2 * special.stdtr(count - 1, -abs(found.mean) / found.half * _t(count)))
+    if not tested.half:
+        return 0.0 if tested.mean else 1.0
+    return float(2 * special.stdtr(count - 1, -abs(tested.mean) / tested.half * _t(count)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Returns p-values adjusted by Holm's step-down method, in the given order."""
     order = np.argsort(p_values)
-    left = np.arange(len(order), 0, -1)
+    remaining = np.arange(len(order), 0, -1)
     adjusted = np.empty(len(order))
-    adjusted[order] = np.minimum(1, np.maximum.accumulate(np.take(p_values, order) * left))
+    adjusted[order] = np.minimum(1, np.maximum.accumulate(np.take(p_values, order) * remaining))
     return adjusted.tolist()

@@ -37,10 +37,10 @@ def parse_strictly(text: bytes):
       ValueError: see `parse`; also NaN or Infinity, a repeated key, a lone surrogate.
     """
     try:
-        found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
         if _SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError as error:
@@ -48,13 +48,13 @@ def parse_strictly(text: bytes):
 
 
 def check_once(text: str | bytes, key: str) -> None:
-    """Raises a ValueError if the object repeats a key, of which Python would take the last."""
+    """Raises a ValueError if an object has a key twice; Python would take the last value."""
     try:
         pairs = json.loads(text, object_pairs_hook=tuple)
     except RecursionError:
         return  # reported when it is parsed
     if isinstance(pairs, tuple) and sum(name == key for name, _ in pairs) > 1:
-        raise ValueError(f"the key {key!r} stands there twice")
+        raise ValueError(f"the key {key!r} occurs twice")
 
 
 def _refuse_constant(name: str):
@@ -62,12 +62,12 @@ def _refuse_constant(name: str):
 
 
 def _unique(pairs: list[tuple]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
-    return found
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} occurs twice")
+    return unique
 
 
 def read_object(path: epath.Path, advice: str) -> dict:
@@ -113,7 +113,7 @@ def plain(data):
 def with_checksum(record: Mapping) -> dict:
     """Appends the CRC-32 of a record's JSON as its last key.
 
-    CRC-32 detects every error within 32 consecutive bits, and all but one in 2^32 others.
+    CRC-32 detects every error within 32 consecutive bits, and misses one in 2^32 other errors.
     """
     return dict(record) | {CHECKSUM: _crc32(record)}
 
@@ -126,12 +126,12 @@ def without_checksum(record: dict) -> dict:
     """
     if not record:
         return record
-    rest = dict(record)
-    name, value = rest.popitem()
-    is_right = value == _crc32(rest)
-    if name == CHECKSUM and is_right:
-        return rest
-    if CHECKSUM in record or is_right:  # a valid sum under another name: the name is damaged
+    content = dict(record)
+    name, value = content.popitem()
+    matches = value == _crc32(content)
+    if name == CHECKSUM and matches:
+        return content
+    if CHECKSUM in record or matches:  # a valid sum under another name: the name is damaged
         raise ValueError("its checksum does not match its content")
     return record
 

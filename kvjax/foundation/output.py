@@ -95,53 +95,54 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
     right = _are_figures(header, rows)
     columns = list(zip(header, *rows, strict=True))
     words = [[w for cell in column for w in cell.split()] or [""] for column in columns]
-    least = [max(map(len, w)) for w in words]
+    min_widths = [max(map(len, w)) for w in words]
     for i, figures in enumerate(right):
         longest = max(map(len, columns[i][1:]), default=0)
         if figures and longest <= width() // 2:  # "1.9 ± 0.1" stays on one line, sentences wrap
-            least[i] = max(least[i], longest)
+            min_widths[i] = max(min_widths[i], longest)
         else:
-            least[i] = min(least[i], max(NARROWEST, width() // 2))
+            min_widths[i] = min(min_widths[i], max(NARROWEST, width() // 2))
     lines = []
-    for block in _blocks(least):
+    for block in _blocks(min_widths):
         if lines:
             lines.append("")
         lines += _lines(
-            [columns[i] for i in block], [least[i] for i in block], [right[i] for i in block]
+            [columns[i] for i in block], [min_widths[i] for i in block], [right[i] for i in block]
         )
     return lines
 
 
-def _blocks(least: Sequence[int]) -> list[list[int]]:
+def _blocks(min_widths: Sequence[int]) -> list[list[int]]:
     """Returns the columns of each block, with the first column in every block."""
     blocks = [[0]]
-    for i in range(1, len(least)):
+    for i in range(1, len(min_widths)):
         block = [*blocks[-1], i]
-        if sum(least[j] for j in block) + len(GAP) * (len(block) - 1) > width():
+        if sum(min_widths[j] for j in block) + len(GAP) * (len(block) - 1) > width():
             if len(blocks[-1]) > 1:
                 blocks.append([0])
         blocks[-1].append(i)
     return blocks
 
 
-def _lines(columns, least, right) -> list[str]:
+def _lines(columns, min_widths, right) -> list[str]:
     """Returns the lines of a block, with columns as wide as their longest cell if there is room."""
-    most = [max(map(len, column)) for column in columns]
+    max_widths = [max(map(len, column)) for column in columns]
     room = width() - len(GAP) * (len(columns) - 1)
-    widths = list(least)
-    while sum(widths) < room and widths != most:  # widen the narrowest column that wraps
-        i = min((i for i in range(len(widths)) if widths[i] < most[i]), key=widths.__getitem__)
+    widths = list(min_widths)
+    while sum(widths) < room and widths != max_widths:  # widen the narrowest column that wraps
+        wrapping = [i for i in range(len(widths)) if widths[i] < max_widths[i]]
+        i = min(wrapping, key=widths.__getitem__)
         widths[i] += 1
     lines = []
     for n, cells in enumerate(zip(*columns, strict=True)):
         wrapped = [textwrap.wrap(c, w) or [""] for c, w in zip(cells, widths, strict=True)]
         for k in range(max(map(len, wrapped))):
-            parts = [w[k] if k < len(w) else "" for w in wrapped]
-            placed = [
+            parts = [cell[k] if k < len(cell) else "" for cell in wrapped]
+            padded = [
                 part.rjust(w) if r else part.ljust(w)
                 for part, w, r in zip(parts, widths, right, strict=True)
             ]
-            lines.append(GAP.join(placed).rstrip())
+            lines.append(GAP.join(padded).rstrip())
         if n == 0:
             lines.append(GAP.join("-" * w for w in widths))
     return lines
@@ -149,9 +150,9 @@ def _lines(columns, least, right) -> list[str]:
 
 def _are_figures(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
     """Returns for each column True if most of its non-empty cells begin like numbers."""
-    found = []
+    are_figures = []
     for i in range(len(header)):
         cells = [c for row in rows if (c := row[i].strip("*`")) and c != "-"]
         numbers = [c for c in cells if c.lstrip("+-±≤<≥~")[:1].isdigit()]
-        found.append(i > 0 and 2 * len(numbers) > len(cells) if cells else i > 0)
-    return found
+        are_figures.append(i > 0 and 2 * len(numbers) > len(cells) if cells else i > 0)
+    return are_figures

@@ -15,14 +15,14 @@ PREFIX = "--config"
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits arguments into other options and config overrides (--config.key=value each)."""
     others, overrides = [], []
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
         if not argument.startswith((f"{PREFIX}.", f"--no{PREFIX[2:]}.")):
             others.append(argument)
             continue
-        if "=" not in argument and left and not left[0].startswith("--"):
-            argument = f"{argument}={left.pop(0)}"
+        if "=" not in argument and remaining and not remaining[0].startswith("--"):
+            argument = f"{argument}={remaining.pop(0)}"
         overrides.append(argument)
     return others, overrides
 
@@ -58,19 +58,19 @@ def _check(override: str, config: "ml_collections.ConfigDict") -> None:
 
     flag, equals, _ = override.partition("=")
     keys = flag.removeprefix("--no").removeprefix("--").split(".")[1:]
-    section, here = config, "config"
+    section, where = config, "config"
     for key in keys:
         if not isinstance(section, ml_collections.ConfigDict):
-            raise UserError(f"{flag}: {here} is a value, not a section")
+            raise UserError(f"{flag}: {where} is a value, not a section")
         if key not in section:
-            meant = did_you_mean(key, section) or _elsewhere(key, config)
-            begin = f"{meant} It" if meant else "; it"
+            hint = did_you_mean(key, section) or _elsewhere(key, config)
+            it = f"{hint} It" if hint else "; it"
             raise UserError(
-                f"{flag}: {here} has no key {key!r}{begin} has {', '.join(sorted(section))}"
+                f"{flag}: {where} has no key {key!r}{it} has {', '.join(sorted(section))}"
             )
-        section, here = section[key], f"{here}.{key}"
+        section, where = section[key], f"{where}.{key}"
     if isinstance(section, ml_collections.ConfigDict):
-        raise UserError(f"{flag}: {here} is a section; give one of {', '.join(sorted(section))}")
+        raise UserError(f"{flag}: {where} is a section; give one of {', '.join(sorted(section))}")
     if flag.startswith("--no") and (equals or not isinstance(section, bool)):
         raise UserError(f"{flag}: --no takes a key that is true or false, without a value")
     if not equals and not isinstance(section, bool):
@@ -79,8 +79,8 @@ def _check(override: str, config: "ml_collections.ConfigDict") -> None:
 
 def _elsewhere(key: str, config: "ml_collections.ConfigDict") -> str:
     """Returns "; did you mean config.train.num_steps?" for a key of another section, or ""."""
-    for name, part in config.items():
-        if hasattr(part, "keys") and key in part:
+    for name, section in config.items():
+        if hasattr(section, "keys") and key in section:
             return f"; did you mean config.{name}.{key}?"
     return ""
 

@@ -41,19 +41,19 @@ class waiting:  # reads as `with waiting("...")`
     every half minute, and one at the end.
 
     Args:
-      what: for example "compiling the decode step".
+      work: for example "compiling the decode step".
       shown: False: nothing is printed.
     """
 
-    def __init__(self, what: str, *, shown: bool = True):
-        self._what, self._where = what, ""
+    def __init__(self, work: str, *, shown: bool = True):
+        self._work, self._where = work, ""
         self._ended = threading.Event()
         if not shown:
             self._ended.set()
 
-    def now(self, what: str) -> None:
+    def now(self, work: str) -> None:
         """Changes the description of the work."""
-        self._what, self._where = what, ""
+        self._work, self._where = work, ""
 
     def at(self, where: str) -> None:
         """Sets the position in the work: "LRKV, 2 of 14"."""
@@ -79,7 +79,7 @@ class waiting:  # reads as `with waiting("...")`
             if self._terminal:
                 self._say("\r\x1b[K", "")
             else:
-                self._say(f"kvjax: {self._what}: {self._seconds:.1f} s", "\n")
+                self._say(f"kvjax: {self._work}: {self._seconds:.1f} s", "\n")
 
     @property
     def _seconds(self) -> float:
@@ -90,9 +90,9 @@ class waiting:  # reads as `with waiting("...")`
         while not self._ended.wait(pause):
             pause = _TERMINAL_EVERY if self._terminal else _LOG_EVERY
             if self._terminal:
-                self._say(f"\r\x1b[K{self._what}{self._where} ... {self._seconds:.0f} s", "")
+                self._say(f"\r\x1b[K{self._work}{self._where} ... {self._seconds:.0f} s", "")
             else:
-                self._say(f"kvjax: {self._what}{self._where} ({self._seconds:.0f} s so far)", "\n")
+                self._say(f"kvjax: {self._work}{self._where} ({self._seconds:.0f} s so far)", "\n")
 
     def _say(self, text: str, end: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a closed stream, a full disk

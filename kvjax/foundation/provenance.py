@@ -21,7 +21,7 @@ from kvjax.foundation.command_line import program, say
 from kvjax.foundation.errors import UserError
 
 _BEGUN = time.monotonic()  # approximate start of the process: commands import this first
-# Changes that mark a commit with "+"; results do not affect each other.
+# Lists the changes that mark a commit with "+"; results are left out, as no result depends on them.
 _CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
 CODE = ("kvjax", "experiments")  # folders whose Python files determine a result
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -29,15 +29,15 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 def provenance(*packages: str) -> dict:
     """Returns JSON-able software and hardware; `packages` are listed if installed."""
-    found = software(*packages)
+    info = software(*packages)
     machine = f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB"
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    first = {name: found.pop(name) for name in ("command", "date", "commit", "code")}
-    return first | dict(machine=machine, devices=devices) | found
+    first = {name: info.pop(name) for name in ("command", "date", "commit", "code")}
+    return first | dict(machine=machine, devices=devices) | info
 
 
 def software(*packages: str) -> dict:
-    """Returns the same without the machine, so that no device is initialised."""
+    """Returns `provenance` without machine and devices, so that no device is initialised."""
     versions = {name: _version(name) for name in (*_PACKAGES, *packages)}
     return {
         "command": " ".join([program(), *sys.argv[1:]]),
@@ -60,22 +60,22 @@ def save(
     """Writes a result with its `made_by`, whole or not at all, and prints the path unless `quiet`.
 
     `made_by.process_seconds` is the age of the process: more than the result took if the process
-    made others before, less if an earlier process made a part of it.
+    made other results before, less if an earlier process made a part of this one.
 
     Args:
       packages: see `provenance`.
       name: of the result's record, if the file has several (`record_lines`).
-      option: that asked for the file.
+      option: the option that names the file, for messages.
 
     Raises:
-      UserError: it cannot be written there; says where it was written instead.
+      UserError: it cannot be written there; the message says where it was written instead.
     """
     seconds = round(time.monotonic() - _BEGUN, 1)
-    whole = result | {"made_by": provenance(*packages) | {"process_seconds": seconds}}
+    record = result | {"made_by": provenance(*packages) | {"process_seconds": seconds}}
     if name:
-        record_lines.put(file, name, whole, option=option)
+        record_lines.put(file, name, record, option=option)
     else:
-        text = f"{json.dumps(whole, indent=1)}\n"
+        text = f"{json.dumps(record, indent=1)}\n"
         target.write(epath.Path(file.parent), {file.name: text.encode()}, option)
     if not quiet:
         say(f"written: {os.path.relpath(file)}{f', {name}' if name else ''}")
@@ -85,7 +85,7 @@ def check_commit(option: str, path: pathlib.Path) -> None:
     """Raises a UserError if results saved in the checkout would come from uncommitted code.
 
     Args:
-      option: that saves them, for the message.
+      option: the option that saves them, for the message.
       path: of the results; paths outside the checkout always pass.
     """
     if path.is_relative_to(ROOT) and (changes := _git(*_CHANGES)):

@@ -27,7 +27,7 @@ def find(file: pathlib.Path, name: str) -> dict | None:
 
 
 def check(option: str, file: pathlib.Path) -> None:
-    """Raises a UserError that names the option if an existing file has other lines than records."""
+    """Raises a UserError that names the option if a line of an existing file is not a record."""
     try:
         _lines(file)
     except UserError as error:
@@ -41,7 +41,7 @@ def put(file: pathlib.Path, name: str, record: Mapping | None, *, option: str = 
 
     Args:
       record: JSON-able, without the key "name".
-      option: that asked for the file.
+      option: the option that names the file, for messages.
 
     Raises:
       UserError: the file cannot be written; names where its content was written instead.
@@ -58,13 +58,13 @@ def put(file: pathlib.Path, name: str, record: Mapping | None, *, option: str = 
 def _lines(file: pathlib.Path) -> dict[str, str]:
     """Returns each record's line by its name."""
     lines = file.read_text().splitlines() if file.exists() else []
-    found = {}
+    by_name = {}
     for number, line in enumerate(lines, start=1):
         match = _NAME.match(line)
         if not match:
             raise UserError(f"{file}, line {number}: is no record with a name")
-        found[json.loads(match[1])] = line
-    return found
+        by_name[json.loads(match[1])] = line
+    return by_name
 
 
 def _parse(line: str) -> dict:
@@ -75,7 +75,7 @@ def _parse(line: str) -> dict:
 
 @contextlib.contextmanager
 def _locked(file: pathlib.Path) -> Iterator[None]:
-    """Waits for other writers; without a lock where the folder cannot be written."""
+    """Waits for other writers; takes no lock if the folder cannot be written."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # `target.write` reports it
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket, is_special
 from kvjax.foundation.text import check_text
 
-# Schemes of paths, what opens them, and the command that installs it.
+# By scheme of a path: the package that opens it, and the command that installs the package.
 BUCKETS = {
     "gs": ("gcsfs", extras.command("gcsfs")),
     "s3": ("s3fs", "pip install 'etils[epath-s3]'"),
@@ -36,17 +36,17 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
     Raises:
       UserError: an unsupported scheme, one whose package is not installed, a pipe or a device.
     """
-    found = _absolute(key, text)
-    if is_special(found) and not os.fspath(found).startswith(_DESCRIPTORS):
+    absolute = _absolute(key, text)
+    if is_special(absolute) and not os.fspath(absolute).startswith(_DESCRIPTORS):
         raise UserError(f"{key} = {os.fspath(text)!r}: must be a file or folder, not a pipe")
-    return found
+    return absolute
 
 
 _LONGEST_NAME = 255  # bytes, on ext4, XFS, APFS and NFS
 
 
 def _absolute(key: str, text: epath.PathLike) -> epath.Path:
-    """Returns a user's path whatever is there; see `path`."""
+    """Returns a user's path, whatever kind of file it is; see `path`."""
     text = os.fspath(text)
     check_text(key, text)
     scheme, separator, rest = text.partition("://")
@@ -99,12 +99,12 @@ def folder(key: str, text: epath.PathLike) -> epath.Path:
     Raises:
       UserError: it, or a folder above it, is a file.
     """
-    found = _absolute(key, text)
-    if not in_bucket(found):
-        existing = next(p for p in (found, *found.parents) if os.path.lexists(p))
+    absolute = _absolute(key, text)
+    if not in_bucket(absolute):
+        existing = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
         if not existing.is_dir():
             raise UserError(f"{key} = {str(text)!r}: must be a folder, and {existing} is a file")
-    return found
+    return absolute
 
 
 def start(*, compilation_cache: bool = True) -> None:
@@ -115,8 +115,8 @@ def start(*, compilation_cache: bool = True) -> None:
     import jax  # after the allocator is configured
 
     quiet_libraries()
-    if given := jax.config.jax_compilation_cache_dir:
-        folder("JAX_COMPILATION_CACHE_DIR", given)
+    if directory := jax.config.jax_compilation_cache_dir:
+        folder("JAX_COMPILATION_CACHE_DIR", directory)
     elif compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -161,9 +161,9 @@ def give_collectives_threads() -> None:
 
 def workdir(text: epath.PathLike) -> epath.Path:
     """Returns a run's folder, see `folder`."""
-    found = folder("--workdir", text)
-    check_checkpoints("--workdir", found)
-    return found
+    absolute = folder("--workdir", text)
+    check_checkpoints("--workdir", absolute)
+    return absolute
 
 
 def check_checkpoints(key: str, path: epath.Path) -> None:
@@ -184,15 +184,13 @@ def seconds_since_launch() -> float:
 
 
 def cores() -> int:
-    """Returns the processor cores that this process may use, by its affinity and its container's
-    quota.
-    """
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Returns the cores that this process may use, by its affinity and its container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         quota, period = _CPU_QUOTA.read_text().split()
     except (OSError, ValueError):
-        return found
-    return found if quota == "max" else max(1, min(found, int(quota) // int(period)))
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
 
 
 def blas_threads(count: int | None):

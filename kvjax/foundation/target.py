@@ -42,15 +42,19 @@ def check_file(option: str, text: str) -> epath.Path:
     return path
 
 
-def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
-    """Raises a UserError unless these files can be written; changes nothing."""
+def try_files(where: str, path: epath.Path, names: Iterable[str]) -> None:
+    """Raises a UserError unless files of a folder can be written; changes nothing.
+
+    Args:
+      where: option and value, for messages.
+    """
     for name in names:
         if os.path.isdir(path / name):
-            raise UserError(f"{given}: {name} is a folder: give another, or move it")
+            raise UserError(f"{where}: {name} is a folder: give another, or move it")
         if is_special(path / name):
-            raise UserError(f"{given}: {name} is a pipe or device: give another")
+            raise UserError(f"{where}: {name} is a pipe or device: give another")
     new = _missing(path)
-    existing = next(one for one in (path, *path.parents) if one not in new)
+    existing = next(parent for parent in (path, *path.parents) if parent not in new)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -59,7 +63,7 @@ def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
                     os.unlink(_temporary(path / name))
     except OSError as error:
         reason = f"nothing can be created in {existing} ({error.strerror or error})"
-        raise UserError(f"{given}: cannot be written: {reason}") from error
+        raise UserError(f"{where}: cannot be written: {reason}") from error
     finally:
         _remove(new)
 
@@ -70,14 +74,14 @@ def _temporary(path: epath.Path) -> epath.Path:
 
 def _missing(path: epath.Path) -> list[epath.Path]:
     """Returns the missing folders of a path, deepest first."""
-    return [one for one in (path, *path.parents) if not one.exists()]
+    return [parent for parent in (path, *path.parents) if not parent.exists()]
 
 
 def _remove(folders: Iterable[epath.Path]) -> None:
     """Removes folders that are empty."""
-    for one in folders:
+    for path in folders:
         with contextlib.suppress(OSError):
-            os.rmdir(one)
+            os.rmdir(path)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import re
 import threading
 
 INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
-FAINT, MISSING, MIXED = "#d8dce1", "#b8bec6", "#8ea9c8"  # areas, that text stands on
+FAINT, MISSING, MIXED = "#d8dce1", "#b8bec6", "#8ea9c8"  # areas behind text
 # Related mechanisms have related hues. All are dark enough for lines on white.
 COLORS: Mapping[str, str] = {
     "mha": "#2f5f9e",
@@ -37,7 +37,7 @@ COLORS: Mapping[str, str] = {
     "mfa_kr": "#a35bd6",
     "tpa": "#b01e2e",
 }
-# Other names of mechanisms, and their beginnings that would otherwise be taken for another's.
+# Other names of mechanisms, and names whose first words `mechanism` would take for another one.
 _ALIASES = {
     "kv_tied_gqa": "kv_tied",
     "kv_tied_mqa": "kv_tied",
@@ -52,12 +52,12 @@ _ALIASES = {
     "qkv": "mha",
     "thin": "thin_keys",
 }
-# Further words of names: scales, ranks, latents, numbers of heads, variants.
+# Words that may follow a mechanism's: scales, ranks, latents, numbers of heads, variants.
 _VARIANT = re.compile(
     r"tiny|narrow|wide|matched|plus|without|no|norm|rope|shared|ranks|text|kv|only|"
     r"[lr]?\d+[bmk]?|\d+p\d+b"
 )
-# Okabe and Ito's, without those too light for a line on white: of series that are no mechanism.
+# For series that are not mechanisms: Okabe and Ito's colours that are dark enough for lines.
 SERIES = ("#0072b2", "#d55e00", "#008a64", "#b0508f", "#3d3d3d", "#9a7400", "#5f5fc4", "#a11d1d")
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
@@ -105,7 +105,7 @@ def mechanism(name: str) -> str | None:
     parts = re.split(r"[\s_\-]+", re.sub("[()+]", "", name.lower().strip()))
     for count in range(min(len(parts), 4), 0, -1):
         name = "_".join(parts[:count])
-        plain = name.rstrip("0123456789")  # of gqa9, mlra4
+        plain = name.rstrip("0123456789")  # gqa9, mlra4
         key = _ALIASES.get(name) or _ALIASES.get(plain, plain)
         if key in COLORS:
             return key if all(map(_VARIANT.fullmatch, parts[count:])) else None
@@ -113,29 +113,29 @@ def mechanism(name: str) -> str | None:
 
 
 def color(name: str) -> str:
-    """Returns the colour of a mechanism, by any name of it; gray for other names."""
+    """Returns the colour of a mechanism by any of its names; gray for other names."""
     return COLORS.get(mechanism(name) or "", GRAY)
 
 
 def colors(names: Sequence[str], of: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns a colour for each series; many that are no mechanisms (layers) get ordered ones.
+    """Returns a colour for each series; many others than mechanisms (layers) get ordered shades.
 
     Args:
-      of: the key of `COLORS` by series, for those whose name does not tell.
+      of: the key of `COLORS` by series, for series whose name is not a mechanism's.
     """
     known = {name: (of or {}).get(name) or mechanism(name) for name in names}
     known = {name: COLORS[key] for name, key in known.items() if key in COLORS}
     others = [name for name in names if name not in known]
-    left = [color for color in SERIES if color not in known.values()]
-    if len(others) > len(left):
+    unused = [color for color in SERIES if color not in known.values()]
+    if len(others) > len(unused):
         import matplotlib
 
         shades = matplotlib.colormaps["viridis"]
-        left = [
+        unused = [
             matplotlib.colors.to_hex(shades(0.85 * i / (len(others) - 1)))
             for i in range(len(others))
         ]
-    return {name: known.get(name) or left[others.index(name)] for name in names}
+    return {name: known.get(name) or unused[others.index(name)] for name in names}
 
 
 def notebook() -> None:
@@ -150,7 +150,7 @@ def notebook() -> None:
 
 @contextlib.contextmanager
 def styled(**more: object) -> Iterator[None]:
-    """Draws within it in the common look, whatever style the process has set.
+    """Sets the common look for figures drawn in the block, whatever style the process has set.
 
     Args:
       more: further parameters, with "__" for a dot.

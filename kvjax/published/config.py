@@ -10,9 +10,12 @@ class PublishedConfig:
     """The keys of a published config; errors name the file, the key and the value.
 
     Args:
-      values: by transformers' keys; null counts as absent, which is not always the default.
+      values: by transformers' keys; null counts as absent.
       source: the config's file, for messages.
       names: names of keys in the file where they differ, for messages.
+
+    Attributes:
+      nulls: keys whose value is null, for those whose absence has another meaning.
     """
 
     def __init__(self, values: Mapping, source: str, names: Mapping[str, str] | None = None):

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.foundation.errors import UserError, first_line
 
-# Values in a header: a vocabulary of 256K tokens with its merges has 2M.
+# Limit of values in a header; a vocabulary of 256K tokens with its merges has 2M.
 _MOST_VALUES = 1 << 22
 
 
@@ -26,7 +26,7 @@ class _Reader(gguf.GGUFReader):
 
 
 def read(path: epath.Path) -> tuple[dict, list[gguf.ReaderTensor]]:
-    """Returns metadata and tensors, which are mapped to memory.
+    """Returns metadata, and tensors that are mapped to memory.
 
     Raises:
       UserError: not a GGUF file, truncated, of the other byte order, split into parts, an adapter.

@@ -6,8 +6,8 @@
     hf://datasets/OWNER/NAME[@REVISION]/PATH         a file, folder or glob of a data set
 
 A branch is looked up once in a process. Files that the cache lacks are downloaded into it; without
-a network, or with HF_HUB_OFFLINE, the cache has to have them. HF_HOME moves it, HF_ENDPOINT names
-another hub.
+a network, or with HF_HUB_OFFLINE, the cache must have them. HF_HOME moves the cache, HF_ENDPOINT
+names another hub.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,11 +36,11 @@ _FORM = re.compile(
     r"(@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SECONDS = 10  # to wait for an answer of the hub
+_SECONDS = 10  # time limit of a request to the hub
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
-_OF_MODELS = ("*.json", "*.jinja", "*.safetensors")  # of the repository's top folder
-_BELOW = "*/*"
+_MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")  # in the repository's top folder
+_SUBFOLDERS = "*/*"
 _WORDS = dict(model="model", dataset="data set")
 
 
@@ -109,18 +109,18 @@ def parse(key: str, text: str, *, kind: str) -> Name:
       UserError: another form, or the other kind.
     """
     check_text(key, text)
-    found = _FORM.fullmatch(text)
+    match = _FORM.fullmatch(text)
     forms = dict(model="OWNER/NAME", dataset=f"{DATASETS}OWNER/NAME/PATH")
-    parts = (found["path"] or "").split("/") if found else [".."]
-    if not found or {"", ".", ".."} & set(parts[:-1]) or parts[-1] in (".", ".."):
+    parts = (match["path"] or "").split("/") if match else [".."]
+    if not match or {"", ".", ".."} & set(parts[:-1]) or parts[-1] in (".", ".."):
         raise UserError(f"{key} = {text!r}: give {PREFIX}{forms[kind]}, @REVISION behind the NAME")
-    is_kind = "dataset" if found["kind"] == DATASETS else "model"
-    if is_kind != kind:
+    actual = "dataset" if match["kind"] == DATASETS else "model"
+    if actual != kind:
         raise UserError(
-            f"{key} = {text!r}: is a {_WORDS[is_kind]}; a {_WORDS[kind]} is {PREFIX}{forms[kind]}"
+            f"{key} = {text!r}: is a {_WORDS[actual]}; a {_WORDS[kind]} is {PREFIX}{forms[kind]}"
         )
-    revision = (found["revision"] or "").replace("%2F", "/")
-    return Name(key, text, kind, found["repository"], revision, (found["path"] or "").rstrip("/"))
+    revision = (match["revision"] or "").replace("%2F", "/")
+    return Name(key, text, kind, match["repository"], revision, (match["path"] or "").rstrip("/"))
 
 
 def model(key: str, text: str) -> epath.Path:
@@ -138,8 +138,8 @@ def model(key: str, text: str) -> epath.Path:
             client.snapshot_download(
                 **name.repository_id,
                 revision=commit,
-                allow_patterns=[*_OF_MODELS],
-                ignore_patterns=[_BELOW],
+                allow_patterns=[*_MODEL_FILES],
+                ignore_patterns=[_SUBFOLDERS],
             )
     folder = name.folder / "snapshots" / commit
     missing = _missing(folder) if offline else ()
@@ -173,38 +173,38 @@ def files(key: str, text: str, suffixes: Sequence[str]) -> epath.Path:
     commit, offline = _commit(name)
     folder = name.folder / "snapshots" / commit
     if offline:
-        where = folder / name.path
-        if not any(c in name.path for c in MAGIC) and not where.exists():
-            raise name.absent(f"{where} does not exist", offline)
+        local = folder / name.path
+        if not any(c in name.path for c in MAGIC) and not local.exists():
+            raise name.absent(f"{local} does not exist", offline)
         warn(f"{key} = {text!r}: {offline}: only files that are in {folder} are read")
-        return where
+        return local
     with _downloads(name) as client:
-        for path in _listed(client, name, commit, suffixes):
+        for path in _paths(client, name, commit, suffixes):
             client.hf_hub_download(**name.repository_id, filename=path, revision=commit)
     return folder / name.path
 
 
-def _listed(
+def _paths(
     client: types.ModuleType, name: Name, commit: str, suffixes: Sequence[str]
 ) -> Iterator[str]:
-    """Yields the files of a repository that a name stands for."""
+    """Yields the paths in a repository of the files that a name stands for."""
     pattern = name.path.split("/") if name.path else []
-    magic = next((i for i, part in enumerate(pattern) if any(c in part for c in MAGIC)), None)
-    if magic is None and name.path.lower().endswith(tuple(suffixes)):
+    first_glob = next((i for i, part in enumerate(pattern) if any(c in part for c in MAGIC)), None)
+    if first_glob is None and name.path.lower().endswith(tuple(suffixes)):
         yield name.path
         return
-    if magic is None:
-        magic, pattern = len(pattern), [*pattern, "*"]
-    found = client.HfApi().list_repo_tree(
+    if first_glob is None:
+        first_glob, pattern = len(pattern), [*pattern, "*"]
+    entries = client.HfApi().list_repo_tree(
         **name.repository_id,
-        path_in_repo="/".join(pattern[:magic]) or None,
-        recursive=len(pattern) > magic + 1 or pattern[-1] == "**",
+        path_in_repo="/".join(pattern[:first_glob]) or None,
+        recursive=len(pattern) > first_glob + 1 or pattern[-1] == "**",
         revision=commit,
     )
-    for entry in found:
+    for entry in entries:
         is_file = isinstance(entry, client.hf_api.RepoFile)
         if is_file and entry.path.lower().endswith(tuple(suffixes)):
-            if _matches(entry.path.split("/")[magic:], pattern[magic:]):
+            if _matches(entry.path.split("/")[first_glob:], pattern[first_glob:]):
                 yield entry.path
 
 
@@ -223,18 +223,18 @@ def _file(name: Name, path: str, *, downloads: bool = True) -> epath.Path:
     name = dataclasses.replace(name, path="" if path == CONFIG else path)
     if not downloads:
         commit = _cached_commit(name)
-        found = commit and name.folder / "snapshots" / commit / path
-        if not found or not found.exists():
+        file = commit and name.folder / "snapshots" / commit / path
+        if not file or not file.exists():
             raise name.error(f"is not in the cache, and may be large: run {name.download} first")
-        return found
+        return file
     commit, offline = _commit(name)
-    found = name.folder / "snapshots" / commit / path
+    file = name.folder / "snapshots" / commit / path
     if not offline:
         with _downloads(name) as client:
             client.hf_hub_download(**name.repository_id, filename=path, revision=commit)
-    elif not found.exists():
-        raise name.absent(f"{found} does not exist", offline)
-    return found
+    elif not file.exists():
+        raise name.absent(f"{file} does not exist", offline)
+    return file
 
 
 def _missing(folder: epath.Path) -> list[str]:
@@ -284,14 +284,14 @@ def _looked_up(kind: str, repository: str, revision: str) -> tuple[str | Excepti
         return "", "HF_HUB_OFFLINE is set"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        found = huggingface_hub.HfApi().repo_info(
+        info = huggingface_hub.HfApi().repo_info(
             repository, repo_type=kind, revision=revision or None, timeout=_SECONDS
         )
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         return error, ""
-    except Exception as error:  # of the network: the client's HTTP library differs by version
+    except Exception as error:  # network errors: the client's HTTP library differs by version
         return "", f"{constants.ENDPOINT} cannot be reached ({first_line(error)})"
-    return found.sha, ""
+    return info.sha, ""
 
 
 def _refusal(error: Exception, name: Name) -> str:
@@ -308,7 +308,7 @@ def _refusal(error: Exception, name: Name) -> str:
 
 
 def _remember(name: Name, commit: str) -> None:
-    """Stores which commit a branch names, as the client does, so that the cache has it offline."""
+    """Stores the commit of a branch in the cache for later use offline, as the client does."""
     if _COMMIT.fullmatch(name.revision):
         return
     ref = name.folder / "refs" / (name.revision or "main")
@@ -319,17 +319,17 @@ def _remember(name: Name, commit: str) -> None:
 
 
 def _cached_commit(name: Name) -> str | None:
-    """Returns the commit of a name's revision by the cache alone; None if it has no files of it."""
+    """Returns the commit of a name's revision, from the cache alone; None if it has none."""
     snapshots, ref = name.folder / "snapshots", name.folder / "refs" / (name.revision or "main")
     if not snapshots.is_dir():
         return None
-    there = [path.name for path in snapshots.iterdir() if path.is_dir()]
+    commits = [path.name for path in snapshots.iterdir() if path.is_dir()]
     commit = name.revision
     with contextlib.suppress(OSError, UnicodeDecodeError):
         commit = ref.read_text().strip()
-    if not commit and len(there) == 1:
-        return there[0]
-    return commit if commit in there else None
+    if not commit and len(commits) == 1:
+        return commits[0]
+    return commit if commit in commits else None
 
 
 @contextlib.contextmanager
@@ -345,7 +345,7 @@ def _downloads(name: Name) -> Iterator[types.ModuleType]:
         raise name.error(f"{why}: finished files stay; run the same command again") from error
     except (errors.RepositoryNotFoundError, errors.EntryNotFoundError) as error:
         raise name.error(_refusal(error, name)) from error
-    except Exception as error:  # of the client, of its HTTP library, of the disk
+    except Exception as error:  # errors of the client, its HTTP library or the disk
         why = getattr(error, "strerror", None) or first_line(error)
         raise name.error(
             f"cannot be downloaded into {_cache()}: {why}. Finished files stay: run the same "

@@ -12,7 +12,7 @@ from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.checkout import ROOT
 
 PYTHON = ROOT / ".venv-live/bin/python"  # with transformers
-THEIRS = """
+REFERENCE = """
 import json, sys, transformers
 tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
 found = []
@@ -40,31 +40,31 @@ def model():
 def test_ids_are_those_of_transformers(model, tmp_path):
     (tmp_path / "tokenizer.json").write_text(model.tokenizer_json)
     (tmp_path / "chat_template.jinja").write_text(model.chat_template)
-    for name, said in model.token_files.items():
-        (tmp_path / name).write_text(json.dumps(said))
+    for name, content in model.token_files.items():
+        (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
     def user(text):
         return dict(role="user", content=text)
 
-    def says(text):
+    def assistant(text):
         return dict(role="assistant", content=text)
 
-    asked = [([user(text)], opens) for text in TEXTS for opens in (True, False)]
-    asked += [([user(a), says(b), user(a)], True) for a in TEXTS for b in TEXTS]
-    asked += [([dict(role="system", content=text), user("Hi")], True) for text in TEXTS]
-    asked += [([user("Hi"), says(f"{text}Answer: ")], None) for text in TEXTS]
-    given = subprocess.run(
-        [PYTHON, "-c", THEIRS, tmp_path],
-        input=json.dumps(asked),
+    cases = [([user(text)], opens) for text in TEXTS for opens in (True, False)]
+    cases += [([user(a), assistant(b), user(a)], True) for a in TEXTS for b in TEXTS]
+    cases += [([dict(role="system", content=text), user("Hi")], True) for text in TEXTS]
+    cases += [([user("Hi"), assistant(f"{text}Answer: ")], None) for text in TEXTS]
+    process = subprocess.run(
+        [PYTHON, "-c", REFERENCE, tmp_path],
+        input=json.dumps(cases),
         capture_output=True,
         text=True,
         check=True,
     )
-    theirs = json.loads(given.stdout)
+    expected_ids = json.loads(process.stdout)
     tokenizer = tokenizer_lib.from_json(model.tokenizer_json, "SmolLM2")
-    made = template.Template(tokenizer, model.chat_template, model.token_files)
-    for (messages, opens), expected in zip(asked, theirs, strict=True):
+    chat = template.Template(tokenizer, model.chat_template, model.token_files)
+    for (messages, opens), expected in zip(cases, expected_ids, strict=True):
         options = dict(add_generation_prompt=bool(opens), go_on=opens is None)
-        assert made.encode(made.render(messages, **options)) == expected, (messages, opens)
-    print(f"{len(asked)} conversations, {sum(map(len, theirs))} tokens, none differs")
+        assert chat.encode(chat.render(messages, **options)) == expected, (messages, opens)
+    print(f"{len(cases)} conversations, {sum(map(len, expected_ids))} tokens, none differs")

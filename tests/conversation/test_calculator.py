@@ -29,10 +29,10 @@ def _python(text):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = eval(text.replace(",", ""), {"__builtins__": {}})
+            value = eval(text.replace(",", ""), {"__builtins__": {}})
         except Exception:
             return None
-    return found if type(found) in (int, float) else None
+    return value if type(value) in (int, float) else None
 
 
 @given(st.recursive(_NUMBERS, _joined, max_leaves=8) | st.text("0123456789*+-/.() ,", max_size=12))
@@ -47,12 +47,12 @@ def _python(text):
 @example("1+()")
 @example("-()")
 def test_values_are_pythons(text):
-    found = calculator.value(text)
+    value = calculator.value(text)
     if "**" in text or not text.strip() or "e" in text:
-        assert found is None
+        assert value is None
         return
     expected = _python(text.strip())
-    assert (type(found), repr(found)) == (type(expected), repr(expected))
+    assert (type(value), repr(value)) == (type(expected), repr(expected))
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_two_ways_to_write_a_result(text, nanochat, dataset):
 def test_hostile_texts_take_no_time(text):
     start = time.perf_counter()
     for mode in calculator.MODES:
-        found = calculator.result(text, mode)
-        assert found is None or len(found) <= 4300
+        output = calculator.result(text, mode)
+        assert output is None or len(output) <= 4300
     assert time.perf_counter() - start < 0.5
 
 
@@ -115,8 +115,8 @@ def test_calls_of_gsm8k():
             if kind == "python":
                 assert kinds[i + 1] == "python_output"
                 pairs.append((parts[i]["text"], parts[i + 1]["text"]))
-    results = [calculator.result(asked) for asked, _ in pairs]
+    results = [calculator.result(expression) for expression, _ in pairs]
     assert number == 1319 and len(pairs) == 4282 and None not in results
-    said = [answer for _, answer in pairs]
-    assert sum(r == s for r, s in zip(results, said, strict=True)) == 3140
-    assert sum(r == f"{s}.0" for r, s in zip(results, said, strict=True)) == 978
+    outputs = [answer for _, answer in pairs]
+    assert sum(r == s for r, s in zip(results, outputs, strict=True)) == 3140
+    assert sum(r == f"{s}.0" for r, s in zip(results, outputs, strict=True)) == 978

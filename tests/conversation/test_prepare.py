@@ -44,7 +44,7 @@ def rows():
 
 @pytest.fixture
 def mixture(tmp_path, rows):
-    files = {name: _write(tmp_path / f"{name}.jsonl", found) for name, found in rows.items()}
+    files = {name: _write(tmp_path / f"{name}.jsonl", contents) for name, contents in rows.items()}
     return MixtureConfig(
         smoltalk=files["talk"] + "#0:16",
         mmlu=files["mmlu"],
@@ -64,22 +64,22 @@ def _open(mixture, data):
 
 
 def _expected(rows, split, seed=42):
-    """Ids and masks of a split's conversations in order, made another way."""
+    """Returns ids and masks of a split's conversations in order, computed independently."""
     from kvjax.conversation import sets
 
     ranges = dict(
         train=[("smoltalk", "talk", 0, 16), ("mmlu", "mmlu", 0, 9), ("gsm8k", "gsm8k", 2, 12)],
         validation=[("smoltalk", "talk", 16, 20), ("gsm8k", "gsm8k", 0, 2)],
     )[split]
-    found = []
+    sets_chosen = []
     for kind, name, start, stop in ranges:
         order = np.random.default_rng(seed).permutation(len(rows[name]))
         chosen = [rows[name][i] for i in order][start:stop]
-        found.append([sets.conversation(kind, row, "") for row in chosen])
-    pairs = [(i, j) for i, one in enumerate(found) for j in range(len(one))]
+        sets_chosen.append([sets.conversation(kind, row, "") for row in chosen])
+    pairs = [(i, j) for i, chosen in enumerate(sets_chosen) for j in range(len(chosen))]
     random.Random(seed).shuffle(pairs)
     renderer = Renderer(TOKENIZER)
-    return [renderer(found[i][j])[:2] for i, j in pairs]
+    return [renderer(sets_chosen[i][j])[:2] for i, j in pairs]
 
 
 def _all(dataset, split, name="tokens"):
@@ -100,14 +100,14 @@ def test_rows_are_one_stream_that_overlaps_by_a_token(tmp_path, mixture, rows):
     dataset = _open(mixture, _data(tmp_path))
     for split, fill in dict(train=None, validation=256).items():
         stream = [i for ids, _ in _expected(rows, split) for i in ids]
-        whole = (len(stream) - 1) // T
-        expected = [stream[i * T : i * T + T + 1] for i in range(whole)]
+        num_rows = (len(stream) - 1) // T
+        expected = [stream[i * T : i * T + T + 1] for i in range(num_rows)]
         if fill is not None:
-            rest = stream[whole * T :]
+            rest = stream[num_rows * T :]
             expected.append(rest + [fill] * (T + 1 - len(rest)))
         assert _all(dataset, split).tolist() == expected and len(expected) > 5
     info = dataset.info["splits"]["train"]
-    sets = {one["key"]: (one["rows"], one["read"]) for one in info["sets"]}
+    sets = {each["key"]: (each["rows"], each["read"]) for each in info["sets"]}
     assert sets == dict(smoltalk=(20, 16), mmlu=(9, 9), gsm8k=(12, 10))
     assert not dataset.is_masked
     sha256 = hashlib.sha256(TOKENIZER.to_json().encode()).hexdigest()
@@ -124,14 +124,14 @@ def test_rows_are_one_stream_that_overlaps_by_a_token(tmp_path, mixture, rows):
         ids = [i for ids, _ in expected for i in ids]
         assert info["documents"] == documents and info["filling"] == 0
         assert (info["tokens"], info["bytes"]) == (len(ids), sum(i < 256 for i in ids))
-        of_sets = [
-            sum(one[key] for one in info["sets"]) for key in ("tokens", "trained", "rejected")
+        sums = [
+            sum(each[key] for each in info["sets"]) for key in ("tokens", "trained", "rejected")
         ]
-        assert of_sets == [len(ids), sum(sum(mask) for _, mask in expected), 0]
+        assert sums == [len(ids), sum(sum(mask) for _, mask in expected), 0]
 
 
 def test_the_same_files_seed_and_tokenizer_give_the_same_rows(tmp_path, mixture, rows):
-    """Elsewhere too; and other ones do not."""
+    """They do in another folder, too; changed ones give other rows."""
     data = _data(tmp_path)
     first = _open(mixture, data)
     assert _open(mixture, data).path == first.path
@@ -142,9 +142,9 @@ def test_the_same_files_seed_and_tokenizer_give_the_same_rows(tmp_path, mixture,
         moved[key] = value.replace(f"{tmp_path}/", f"{other}/") if isinstance(value, str) else value
     for name in rows:
         shutil.copy(tmp_path / f"{name}.jsonl", other)
-    again = _open(MixtureConfig(**moved), _data(other))
-    assert again.path.name == first.path.name and again.digest == first.digest
-    assert [path.read_bytes() for path in sorted(again.path.glob("packed_rows/*/*-train*"))] == [
+    copied = _open(MixtureConfig(**moved), _data(other))
+    assert copied.path.name == first.path.name and copied.digest == first.digest
+    assert [path.read_bytes() for path in sorted(copied.path.glob("packed_rows/*/*-train*"))] == [
         path.read_bytes() for path in sorted(first.path.glob("packed_rows/*/*-train*"))
     ]
     changed = [dict(seed=1), dict(order=mixture.order[::-1]), dict(limit=20), dict(mmlu="")]
@@ -158,11 +158,11 @@ def test_what_the_assistant_says_counts(tmp_path, mixture, rows):
     dataset = _open(dataclasses.replace(mixture, loss="assistant"), _data(tmp_path))
     assert dataset.is_masked
     expected = _expected(rows, "train")
-    tokens, mask = ([x for one in expected for x in one[i]] for i in range(2))
+    tokens, mask = ([x for pair in expected for x in pair[i]] for i in range(2))
     for name, stream in dict(tokens=tokens, mask=mask).items():
         for i, row in enumerate(_all(dataset, "train", name)):
             assert row.tolist() == stream[i * T : i * T + T + 1]
-    assert _all(dataset, "validation", "mask")[-1, -1] == 0  # filling
+    assert _all(dataset, "validation", "mask")[-1, -1] == 0  # padding
     assert dataset.digest != _open(mixture, _data(tmp_path)).digest
 
 
@@ -174,24 +174,24 @@ def test_whole_conversations_in_a_row(tmp_path, mixture, rows, pack, loss):
     changed = dataclasses.replace(mixture, pack=pack, loss=loss)
     dataset = _open(changed, _data(tmp_path, sequence_length=length))
     expected = [(ids[: length + 1], mask[: length + 1]) for ids, mask in _expected(rows, "train")]
-    found = []
+    pieces = []
     tokens, masks = _all(dataset, "train"), _all(dataset, "train", "mask")
     for row, mask in zip(tokens.tolist(), masks.tolist(), strict=True):
         starts = [i for i, token in enumerate(row) if token == 256] + [len(row)]
         for start, stop in itertools.pairwise(starts):
-            found.append((row[start:stop], mask[start:stop]))
-    filled = [one for one in found if len(one[0]) == 1]
-    assert all(mask == [0] for _, mask in filled)
-    told = [one for one in found if len(one[0]) > 1]
+            pieces.append((row[start:stop], mask[start:stop]))
+    padding = [mask for ids, mask in pieces if len(ids) == 1]
+    assert all(mask == [0] for mask in padding)
+    conversations = [(ids, mask) for ids, mask in pieces if len(ids) > 1]
     if loss == "all":
         expected = [(ids, [1] * len(ids)) for ids, _ in expected]
-    assert sorted(told) == sorted(expected)
+    assert sorted(conversations) == sorted(expected)
     if pack == "single":
-        assert told == expected
+        assert conversations == expected
     else:
         assert len(tokens) < 0.8 * len(expected)
     info = dataset.info["splits"]["train"]
-    assert info["filling"] == len(filled) and info["rows"] == len(tokens)
+    assert info["filling"] == len(padding) and info["rows"] == len(tokens)
 
 
 def test_the_best_fit_is_the_largest_that_fits():
@@ -202,14 +202,14 @@ def test_the_best_fit_is_the_largest_that_fits():
             written.append((ids.tolist(), mask.tolist()))
 
     sizes = [5, 3, 4, 2, 6, 1]
-    filled = packing.write_whole(
+    padding = packing.write_whole(
         Writer(),
         ((np.full(n, n, np.uint16), np.ones(n, np.uint8)) for n in sizes),
-        row=8,
+        row_length=8,
         fill=0,
     )
     rows = [sorted(set(ids), key=ids.index) for ids, _ in written]
-    assert rows == [[5, 3], [4, 2, 1, 0], [6, 0]] and filled == 3
+    assert rows == [[5, 3], [4, 2, 1, 0], [6, 0]] and padding == 3
     assert [sum(mask) for _, mask in written] == [8, 7, 6]
 
 
@@ -225,46 +225,47 @@ def test_rows_that_are_no_conversation(tmp_path, mixture, rows):
     talk[3] = dict(messages=2 * talk[3]["messages"][:1])
     _write(tmp_path / "talk.jsonl", talk)
     dataset = _open(dataclasses.replace(mixture, skip_broken=True), _data(tmp_path))
-    found = {
-        one["key"]: one["first_rejected"]
+    rejected = {
+        each["key"]: each["first_rejected"]
         for split in ("train", "validation")
-        for one in dataset.info["splits"][split]["sets"]
-        if one["rejected"]
+        for each in dataset.info["splits"][split]["sets"]
+        if each["rejected"]
     }
-    assert sum(map(len, found.values())) == 2
-    assert any("line 6: has no answer" in m for m in found.get("gsm8k", ["", ""]))
-    talked = found.get("smoltalk") or found.get("validation_smoltalk")
-    assert "line 4: roles must alternate" in talked[0]
+    assert sum(map(len, rejected.values())) == 2
+    assert any("line 6: has no answer" in m for m in rejected.get("gsm8k", ["", ""]))
+    messages = rejected.get("smoltalk") or rejected.get("validation_smoltalk")
+    assert "line 4: roles must alternate" in messages[0]
     documents = sum(dataset.info["splits"][s]["documents"] for s in ("train", "validation"))
     assert documents == 20 + 9 + 12 - 2
 
 
 def test_a_set_is_rendered_in_batches_and_its_files_stay_as_they_are(mixture, monkeypatch):
-    """One by one in the order asked for; what was read is told after each batch but the last."""
+    """Conversations come in the given order; progress is reported after each batch but the last."""
     talk = [dict(messages=[dict(role="user", content=c * n)]) for n, c in enumerate("abcd", 3)]
-    rows = [("line 1", 7), *((f"line {i}", one) for i, one in enumerate(talk, 2))]
+    rows = [("line 1", 7), *((f"line {i}", conversation) for i, conversation in enumerate(talk, 2))]
     spec = mixture_lib.SetSpec("train", "conversations", "conversations", "x.jsonl")
-    found = types.SimpleNamespace(spec=spec, rows=lambda: iter(rows))
+    opened = types.SimpleNamespace(spec=spec, rows=lambda: iter(rows))
     talk[0]["messages"].append(dict(role="assistant", content="Z"))
     monkeypatch.setattr(rendered, "BATCH_CHARACTERS", len(f"{talk[0]}{talk[1]}"))
-    order, said, renderer = np.array([4, 0, 2, 1]), [], Renderer(TOKENIZER)
+    order, reports, renderer = np.array([4, 0, 2, 1]), [], Renderer(TOKENIZER)
     compressor = rendered.Compressor()
 
     def read(count, skip_broken=True, order=order, compressor=None):
         counts = rendered.SetCounts("conversations", "x.jsonl", "", count)
-        kept = dataclasses.replace(mixture, skip_broken=skip_broken)
-        given = (renderer, 8, np.uint16, compressor, said.append)
-        return rendered.RenderedSet(found, order, counts, kept, *given)
+        config = dataclasses.replace(mixture, skip_broken=skip_broken)
+        options = (renderer, 8, np.uint16, compressor, reports.append)
+        return rendered.RenderedSet(opened, order, counts, config, *options)
 
-    made = read(5, compressor=compressor)
-    assert said == ["conversations 3 of 4"] and len(made) == 4 and made[1] is None
-    for place, i in ((0, 4), (2, 2), (3, 1)):
-        whole = renderer(rows[i][1], limit=8)
-        ids, mask = made[place]
-        assert (ids.tolist(), mask.tolist()) == (whole.ids, whole.mask)
+    rendered_set = read(5, compressor=compressor)
+    assert reports == ["conversations 3 of 4"]
+    assert len(rendered_set) == 4 and rendered_set[1] is None
+    for index, i in ((0, 4), (2, 2), (3, 1)):
+        expected = renderer(rows[i][1], limit=8)
+        ids, mask = rendered_set[index]
+        assert (ids.tolist(), mask.tolist()) == (expected.ids, expected.mask)
         assert (ids.dtype, mask.dtype) == (np.uint16, np.uint8)
-    told = "line 1: must be an object with messages, not 7"
-    assert dataclasses.asdict(made.counts) == dict(
+    message = "line 1: must be an object with messages, not 7"
+    assert dataclasses.asdict(rendered_set.counts) == dict(
         key="conversations",
         source="x.jsonl",
         sha256="",
@@ -274,13 +275,13 @@ def test_a_set_is_rendered_in_batches_and_its_files_stay_as_they_are(mixture, mo
         rejected=1,
         tokens=23,
         trained=1,
-        first_rejected=[told],
+        first_rejected=[message],
     )
     text = b"aaaZbbbbdddddd"
     packed = lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
     assert compressor.bits_per_byte() == 8 * len(packed) / len(text)
     assert rendered.Compressor().bits_per_byte() == 8 * len(lzma.compress(b""))
-    with pytest.raises(DataError, match=f"^{told}. config.mixture.skip_broken=True skips such"):
+    with pytest.raises(DataError, match=f"^{message}. config.mixture.skip_broken=True skips such"):
         read(5, skip_broken=False)
     where = "^config.mixture.conversations = 'x.jsonl': its files"
     with pytest.raises(DataError, match=f"{where} grew while they were read"):
@@ -332,8 +333,8 @@ def test_values_that_cannot_be(keys, message):
 
 def test_letters_that_are_other_tokens_in_a_question_are_told(tmp_path, mixture, capsys):
     texts = ["a=A b=B c=C d=D e=E " * 9, "- x=A\n- y=B\n- z=C\n- w=D\n- v=E\n" * 9]
-    learned = tokenizer_lib.train(texts, 274, tokenizer_lib.CONVERSATION_SPECIALS)
-    prepare.prepare(mixture, _data(tmp_path), learned, shown=False)
+    trained = tokenizer_lib.train(texts, 274, tokenizer_lib.CONVERSATION_SPECIALS)
+    prepare.prepare(mixture, _data(tmp_path), trained, shown=False)
     assert "A, B, C, D, E: another token in a question" in capsys.readouterr().err
     _open(mixture, _data(tmp_path))
     assert "otherwise in a question" not in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Conversations as tokens and mask, written out by hand; what is no conversation is told.
+"""Conversations as tokens and mask, written out by hand; other objects are refused.
 
 With a tokenizer of bytes every id is one character: ① is <|bos|>, ② ③ a user's start and end, ④ ⑤
-the assistant's, ⑥ ⑦ a call of the calculator, ⑧ ⑨ what it says; others stand for their byte.
+the assistant's, ⑥ ⑦ a call of the calculator, ⑧ ⑨ its output; others stand for their byte.
 """
 
 import pytest
@@ -61,23 +61,23 @@ def _signs(ids):
 @pytest.mark.parametrize("name", GOLDENS)
 def test_ids_and_mask_are_those_written_by_hand(renderer, name):
     conversation, ids, mask = GOLDENS[name]
-    found = renderer(conversation)
-    assert _signs(found.ids) == ids
-    assert "".join(map(str, found.mask)) == mask
-    assert not found.is_cut
+    rendered = renderer(conversation)
+    assert _signs(rendered.ids) == ids
+    assert "".join(map(str, rendered.mask)) == mask
+    assert not rendered.is_cut
     for limit in range(1, len(ids) + 2):
         cut = renderer(conversation, limit=limit)
         assert (_signs(cut.ids), cut.is_cut) == (ids[:limit], limit < len(ids))
-        assert cut.mask == found.mask[:limit]
+        assert cut.mask == rendered.mask[:limit]
 
 
 def test_many_at_once_are_each_by_itself(renderer):
-    told = [(conversation, name) for name, (conversation, *_) in GOLDENS.items()]
-    told.insert(3, (_of(7), "the fourth"))
-    found = renderer.batch(told, limit=9)
-    assert isinstance(found[3], DataError) and "the fourth, message 1" in str(found[3])
-    told.pop(3), found.pop(3)
-    assert found == [renderer(conversation, limit=9) for conversation, _ in told]
+    batch = [(conversation, name) for name, (conversation, *_) in GOLDENS.items()]
+    batch.insert(3, (_of(7), "the fourth"))
+    results = renderer.batch(batch, limit=9)
+    assert isinstance(results[3], DataError) and "the fourth, message 1" in str(results[3])
+    batch.pop(3), results.pop(3)
+    assert results == [renderer(conversation, limit=9) for conversation, _ in batch]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSAT
 
 
 class Talking(workdirs.Made):
-    """A model with a given tokenizer and context."""
+    """A tiny random model with a given tokenizer and context."""
 
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer, context: int):
         block, mechanism, _ = workdirs.MODELS["lrkv"]
-        of_bytes = workdirs.config(block, mechanism)
-        sizes = dict(block=of_bytes.block, mechanisms=of_bytes.mechanisms)
+        model = workdirs.config(block, mechanism)
+        sizes = dict(block=model.block, mechanisms=model.mechanisms)
         super().__init__(TransformerConfig(**sizes, vocab_size=tokenizer.vocab_size))
         self.tokenizer_json, self.context = tokenizer.to_json(), context
 

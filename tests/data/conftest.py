@@ -55,12 +55,12 @@ def config(small_config, small_texts, tmp_path, monkeypatch):
 
 @pytest.fixture
 def expected(config, tmp_path, monkeypatch):
-    """The bytes of each file that one process prepares from `config`."""
+    """The bytes of each file that a single process prepares from `config`."""
     with monkeypatch.context() as patch:
         patch.setenv("KVJAX_CACHE", str(tmp_path / "expected"))
-        found = corpora.files(prepare.prepare(config, workers=1))
-    assert corpora.num_parts(config) > 9 and len(found) > 12
-    return found
+        content = corpora.files(prepare.prepare(config, workers=1))
+    assert corpora.num_parts(config) > 9 and len(content) > 12
+    return content
 
 
 @pytest.fixture(scope="session")
@@ -72,19 +72,19 @@ def written(tmp_path_factory, small_dataset):
     rng = np.random.default_rng(0)
     counts = rng.integers(1, 13, SHARDS)
     counts[[0, 7, 8, SHARDS - 1]] = 0
-    found, expected = dict(train=[], validation=[]), []
+    written_shards, expected = dict(train=[], validation=[]), []
     for i, count in enumerate(counts):
         tokens = rng.integers(1 << 16, size=count * T + 1).astype("<u2")
-        for split in found:
+        for split in written_shards:
             shard = packed_rows.shard_name(split, i, SHARDS)
             writer = packed_rows.ShardWriter(folder / shard, T, tokens.dtype)
             writer.add(tokens)
-            found[split].append(writer.close(fill=None))
+            written_shards[split].append(writer.close(fill=None))
             assert (folder / shard).exists() == (count > 0)
         expected += [tokens[k * T : k * T + T + 1] for k in range(count)]
-    packed_rows.describe(folder, found, T + 1, np.dtype("<u2"))
+    packed_rows.describe(folder, written_shards, T + 1, np.dtype("<u2"))
     shutil.copy(small_dataset.path / manifest.TOKENIZER, path)
-    rows = {split: {"rows": int(counts.sum())} for split in found}
+    rows = {split: {"rows": int(counts.sum())} for split in written_shards}
     config = small_dataset.info["config"] | dict(sequence_length=T)
     info = small_dataset.info | dict(config=config, splits=rows)
     manifest.write(path, info, manifest.digests(path))

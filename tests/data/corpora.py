@@ -45,12 +45,12 @@ def num_parts(config) -> int:
     return len(parts.parts(config, sources.fingerprints(config)))
 
 
-def noting(made):
+def noting(indices):
     """Returns a `pool.make_part` that first appends the part's index to a list."""
     make_part = pool.make_part
 
     def make(config, part, *args, **kwargs):
-        made.append(part.index)
+        indices.append(part.index)
         make_part(config, part, *args, **kwargs)
 
     return make

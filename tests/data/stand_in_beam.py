@@ -7,7 +7,7 @@ import types
 
 
 class PipelineOptions:
-    """Options of which a few are known."""
+    """Parses two options, and ignores others."""
 
     def __init__(self, flags):
         self._flags = flags
@@ -34,7 +34,7 @@ class DoFn:
 
 
 class Pipeline:
-    """Stages that run when it is told to: elements, and a DoFn, which workers get pickled."""
+    """A pipeline of elements and a DoFn; `run` pickles both, as for workers."""
 
     def __init__(self, *, options):
         self._runner = options.view_as(StandardOptions).runner

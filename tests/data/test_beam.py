@@ -1,6 +1,6 @@
-"""Apache Beam: its versions fit the others, and a pipeline prepares what one process does.
+"""Apache Beam: its packages fit ours, and a pipeline writes the same bytes as one process.
 
-Where Beam is not installed, a stand-in is told what Beam would be told.
+Where Beam is not installed, `stand_in_beam` replaces it.
 """
 
 import dataclasses
@@ -58,21 +58,22 @@ def test_a_pipeline_writes_the_same_bytes(config, expected):
 
 
 def test_it_goes_on_with_what_is_missing(config, expected, monkeypatch):
-    making = begun(config)
-    for part in making.corpus.parts[3:]:
-        pool.make_part(config, part, making.tokenizer, making.partial, skip_broken=False)
-    done = pathlib.Path(making.partial.folder) / "done"
+    job = begun(config)
+    for part in job.corpus.parts[3:]:
+        pool.make_part(config, part, job.tokenizer, job.partial, skip_broken=False)
+    done = pathlib.Path(job.partial.folder) / "done"
     before = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
     from kvjax.data import beam
 
-    beam.make(making, "runner=FnApiRunner")
+    beam.make(job, "runner=FnApiRunner")
     after = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
     assert len(after) == len(before) + 3 and after == after | before
-    assert files(making.finish()) == expected
+    assert files(job.finish()) == expected
 
 
 def test_what_a_worker_cannot_read_is_one_message(config):
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)  # trained, it reads all
+    # Training a tokenizer would read all files.
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
     path = pathlib.Path(config.source) / "1.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:9], lines[9][:9], *lines[10:]]) + "\n")
@@ -83,17 +84,17 @@ def test_what_a_worker_cannot_read_is_one_message(config):
 def test_a_target_that_workers_do_not_see_is_one_message(config):
     from kvjax.data import beam
 
-    making = begun(config)
-    (making.partial.folder / "plan.json").unlink()
+    job = begun(config)
+    (job.partial.folder / "plan.json").unlink()
     with pytest.raises(UserError, match=r"^\S+ is not visible to a Beam worker: --output must"):
-        beam.make(making, "runner=FnApiRunner")
+        beam.make(job, "runner=FnApiRunner")
 
 
 def test_what_parts_fail_for_is_one_message(config, monkeypatch):
     from kvjax.data import beam
 
-    making = begun(config)
-    others = len(making.corpus.parts) - 1
+    job = begun(config)
+    others = len(job.corpus.parts) - 1
     for kind, more in ((UserError, ""), (DataError, rf" \({others} more parts failed\)")):
 
         def fails(*args, kind=kind, **kwargs):
@@ -101,21 +102,21 @@ def test_what_parts_fail_for_is_one_message(config, monkeypatch):
 
         monkeypatch.setattr(pool, "make_part", fails)
         with pytest.raises(kind, match=f"^x could not be read: Input/output error{more}$"):
-            beam.make(making, "runner=FnApiRunner")
-    assert set(making.partial.failures()) == {"x could not be read: Input/output error"}
+            beam.make(job, "runner=FnApiRunner")
+    assert set(job.partial.failures()) == {"x could not be read: Input/output error"}
 
 
 def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
-    making = begun(config)
+    job = begun(config)
     from kvjax.data import beam
 
-    work = beam._MakePart(making)
+    work = beam._MakePart(job)
     work.setup()
     assert work._tokenizer._threads == 1
     monkeypatch.setattr(preparation, "code", lambda: "other")
-    work.process(making.corpus.parts[0])
-    assert "other code or libraries than the launcher" in making.partial.failures()[0]
-    assert 0 in making.partial.missing()
+    work.process(job.corpus.parts[0])
+    assert "other code or libraries than the launcher" in job.partial.failures()[0]
+    assert 0 in job.partial.missing()
 
 
 @pytest.mark.parametrize(

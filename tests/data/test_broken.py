@@ -50,9 +50,9 @@ def test_what_cannot_be_read_stops_a_preparation(broken, monkeypatch):
         with pytest.raises(DataError, match=r"4\.parquet is not a complete Parquet file"):
             prepare.prepare(broken, workers=1)
     (folder / "4.parquet").unlink()
-    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte \d+ is not JSON") as told:
+    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte \d+ is not JSON") as raised:
         prepare.prepare(broken, workers=2)
-    byte = int(re.search(r"at byte (\d+) is", str(told.value)).group(1))
+    byte = int(re.search(r"at byte (\d+) is", str(raised.value)).group(1))
     content = (folder / "1.jsonl").read_bytes()[byte:]
     with pytest.raises(json.JSONDecodeError):
         json.loads(content.partition(b"\n")[0])
@@ -62,13 +62,13 @@ def test_what_cannot_be_read_stops_a_preparation(broken, monkeypatch):
 def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
     path = prepare.prepare(broken, workers=1, skip_broken=True)
     info = loader.open_dataset(path).info
-    said = info["left_out"]
-    assert said["count"] == 3 == len(said["first"])
-    for what in ("4.parquet is not a complete", "is not JSON", "3.parquet: row group 1 of 4"):
-        assert sum(what in text for text in said["first"]) == 1
+    left_out = info["left_out"]
+    assert left_out["count"] == 3 == len(left_out["first"])
+    for problem in ("4.parquet is not a complete", "is not JSON", "3.parquet: row group 1 of 4"):
+        assert sum(problem in text for text in left_out["first"]) == 1
     documents = sum(info["splits"][split]["documents"] for split in manifest.SPLITS)
     assert documents == len(small_texts) - 1 + len(small_texts) - 50
-    with pytest.raises(DataError):  # what is whole is other data
+    with pytest.raises(DataError):  # without skip_broken it is another data set
         prepare.prepare(broken, workers=1)
 
 
@@ -79,19 +79,19 @@ def test_records_without_a_text_are_counted_over_all_parts(config, capsys):
     path = prepare.prepare(dataclasses.replace(config, source=str(path), vocab_size=300), workers=1)
     info = loader.open_dataset(path).info
     assert info["nulls"] == len(lines) == sum(s["documents"] for s in info["splits"].values())
-    said = f"{len(lines)} records have no text ('text' is null): skipped"
-    assert said in capsys.readouterr().err
+    message = f"{len(lines)} records have no text ('text' is null): skipped"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "failure, said",
+    "failure, text",
     [
         (OSError(errno.EIO, "Input/output error"), "Input/output error"),
         (TimeoutError("no answer"), "no answer"),
     ],
 )
-def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypatch, failure, said):
-    """Such reads may succeed later: of a line, or of a Parquet file's header."""
+def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypatch, failure, text):
+    """Reads of a line, or of a Parquet file's header, may succeed later."""
     table = pathlib.Path(config.source) / "3.parquet"
     pq.write_table(pa.table({"text": ["one", "two"]}), table)
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
@@ -106,17 +106,17 @@ def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypa
 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fails)
-            with pytest.raises(UserError, match=f"could not be read: {said}.*again"):
+            with pytest.raises(UserError, match=f"could not be read: {text}.*again"):
                 prepare.prepare(config, workers=1, skip_broken=True)
     info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
     assert info["left_out"] == dict(count=0, first=[])
 
 
 def test_a_folder_that_another_process_writes_to_is_not_removed(config, monkeypatch):
-    making = begun(config)
-    making.make(workers=1, share=(0, 9), shown=False)
-    folder = making.partial.folder
-    (folder / f"work-{partial_dataset._here()}-{os.getpid()}-living").mkdir()
+    job = begun(config)
+    job.make(workers=1, share=(0, 9), shown=False)
+    folder = job.partial.folder
+    (folder / f"work-{partial_dataset._machine()}-{os.getpid()}-living").mkdir()
     (folder / partial_dataset.PLAN).write_text("")
     with pytest.raises(DataError, match="another process is preparing there"):
         prepare.prepare(config, workers=1)
@@ -127,9 +127,9 @@ def test_the_command_lists_what_it_left_out(broken, capsys, monkeypatch):
     assert command_line.status(prepare.main, [*arguments, "--skip_broken", "--workers=1"]) == 0
     err = capsys.readouterr().err
     assert err.count("skipped: ") == 3
-    nothing = pathlib.Path(broken.source) / "5.jsonl"
-    nothing.write_text("{\n" * 3)
-    alone = [f"--source={nothing}", "--tokenizer=byte", "--workers=1", "--skip_broken"]
-    assert command_line.status(prepare.main, [*arguments, *alone]) == 2
-    said = f"the train split is empty once unreadable records are skipped: {nothing}, line 1 is no"
-    assert said in capsys.readouterr().err
+    file = pathlib.Path(broken.source) / "5.jsonl"
+    file.write_text("{\n" * 3)
+    options = [f"--source={file}", "--tokenizer=byte", "--workers=1", "--skip_broken"]
+    assert command_line.status(prepare.main, [*arguments, *options]) == 2
+    message = f"the train split is empty once unreadable records are skipped: {file}, line 1 is no"
+    assert message in capsys.readouterr().err

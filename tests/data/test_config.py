@@ -42,14 +42,14 @@ def test_defaults_and_what_never_changes():
     assert dataclasses.asdict(config_lib.DataConfig()) == expected | dict(
         specials="bos", directory=""
     )
-    made = set()
+    classes = set()
     for module in pkgutil.iter_modules(data.__path__):
         if module.name != "beam":  # needs Apache Beam
             values = vars(importlib.import_module(f"kvjax.data.{module.name}")).values()
-            made |= {v for v in values if isinstance(v, type) and dataclasses.is_dataclass(v)}
-    made = {cls for cls in made if cls.__module__.startswith("kvjax.data.")}
-    assert {cls.__name__ for cls in made if not cls.__dataclass_params__.frozen} == {"_Entry"}
-    assert len(made) > 8
+            classes |= {v for v in values if isinstance(v, type) and dataclasses.is_dataclass(v)}
+    classes = {cls for cls in classes if cls.__module__.startswith("kvjax.data.")}
+    assert {cls.__name__ for cls in classes if not cls.__dataclass_params__.frozen} == {"_Entry"}
+    assert len(classes) > 8
 
 
 def test_vocab_size_matters_to_bpe_only():

@@ -17,7 +17,7 @@ SPLITS = {
     "llama3": fast_encoding.PUBLISHED_SPLITS[1],
     "qwen2": fast_encoding.PUBLISHED_SPLITS[2],
 }
-# Where a character can stand: in a word, at its ends, after a quote, in numbers, between blanks.
+# Positions of a character: in a word, at its ends, after a quote, in numbers, between blanks.
 PLACES = ("a{0}b", ". {0}. a", "x'{0}y", "1{0}2{0}{0}34", " {0}{0}a\n{0}\n", "'{0}", "{0}'s")
 
 
@@ -63,7 +63,7 @@ LARGE += [("ours", p << 16, (p + 1) << 16) for p in (1, 2, 3, 4, 14, 16)]  # 5 t
 def test_every_character_in_every_place(trained, name, first, stop):
     tokenizer = tokenizer_lib.Tokenizer(trained(name), name)
     characters = [chr(c) for c in range(first, stop) if not 0xD800 <= c < 0xE000]
-    for place in PLACES:  # some to a text: one is dearer than its characters
+    for place in PLACES:  # 64 characters per text: a text costs more than its characters
         texts = ["\n".join(map(place.format, line)) for line in itertools.batched(characters, 64)]
         assert_equal(tokenizer, texts)
 

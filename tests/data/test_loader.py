@@ -26,7 +26,7 @@ def take(iterator, count):
 
 
 def train(dataset, **keys):
-    """Batches of 12 rows from the start, unless told otherwise."""
+    """Training batches; by default of 12 rows, from the start."""
     keys = dict(sequence_length=T, batch_size=12, seed=3, position=0) | keys
     return loader.train_batches(dataset, **keys)
 
@@ -101,18 +101,18 @@ def test_validation_is_every_row_in_order_then_bos(small_dataset, batch_size, pr
     source = [source[i] for i in range(min(len(source), limit or len(source)))]
     count = -(-len(source) // batch_size)
     assert [len(b) for b in batches] == [count] * process_count
-    whole = np.zeros((count, batch_size, T + 1), np.int32)
+    rows_NT = np.zeros((count, batch_size, T + 1), np.int32)
     for p in range(process_count):
-        whole[:, p::process_count] = batches[p]
-    whole = whole.reshape(-1, T + 1)
+        rows_NT[:, p::process_count] = batches[p]
+    rows_NT = rows_NT.reshape(-1, T + 1)
     np.testing.assert_array_equal(
-        whole[: len(source)], [source[i]["tokens"] for i in range(len(source))]
+        rows_NT[: len(source)], [source[i]["tokens"] for i in range(len(source))]
     )
-    assert (whole[len(source) :] == small_dataset.tokenizer.bos_id).all()
+    assert (rows_NT[len(source) :] == small_dataset.tokenizer.bos_id).all()
     assert batches[0][0].dtype == np.int32
-    counted = small_dataset.token_bytes[whole[:, 1:]].sum()
-    everything = small_dataset.info["splits"]["validation"]["bytes"]
-    assert 0 < counted < everything if limit == 5 else counted == everything
+    counted = small_dataset.token_bytes[rows_NT[:, 1:]].sum()
+    all_bytes = small_dataset.info["splits"]["validation"]["bytes"]
+    assert 0 < counted < all_bytes if limit == 5 else counted == all_bytes
 
 
 def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
@@ -173,7 +173,7 @@ Device = collections.namedtuple("Device", "process_index id")
 
 
 class Sharding:
-    """Rows of a batch by device, of devices by process."""
+    """A sharding with given ranges of rows for each device of each process."""
 
     def __init__(self, rows_by_process):
         self.rows_by_process = rows_by_process
@@ -192,9 +192,9 @@ class Sharding:
     [
         ({0: [(0, 4), (4, 8)]}, [(0, 1)]),
         ({0: [(0, 2), (2, 4)], 1: [(4, 6), (6, 8)]}, [(0, 2), (1, 2)]),
-        # Devices along the other axis first: the parts interleave.
+        # Devices along the other axis first: the processes' ranges interleave.
         ({0: [(0, 2), (4, 6)], 1: [(2, 4), (6, 8)]}, [(0, 2), (1, 2)]),
-        # A row is split within a process, or between two.
+        # A row is sharded within a process, or between two.
         ({0: [(0, 4), (0, 4)], 1: [(4, 8), (4, 8)]}, [(0, 2), (1, 2)]),
         ({0: [(0, 4)], 1: [(0, 4)], 2: [(4, 8)], 3: [(4, 8)]}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
         ({0: [(4, 8)], 1: [(0, 4)]}, [(1, 2), (0, 2)]),
@@ -202,11 +202,11 @@ class Sharding:
     ],
 )
 def test_which_part_a_process_reads(monkeypatch, rows_by_process, expected):
-    found = []
+    shares = []
     for process in rows_by_process:
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        found.append(loader.share(Sharding(rows_by_process), 8))
-    assert found == expected
+        shares.append(loader.share(Sharding(rows_by_process), 8))
+    assert shares == expected
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,12 @@ def test_parts_that_are_no_parts(rows_by_process):
 
 def test_the_part_of_a_process_that_is_alone():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "rest"))
-    lies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-    assert loader.share(lies, 8) == (0, 1)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    assert loader.share(sharding, 8) == (0, 1)
 
 
 def test_the_parts_of_a_huge_batch_cost_nothing():
-    """Config keys are checked before the machine's memory."""
+    """Shares are computed before anything checks that a batch fits in memory."""
     rows = 10**9
     by_process = {0: [(0, rows // 2), (rows // 2, rows)]}
     tracemalloc.start()

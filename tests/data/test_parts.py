@@ -46,21 +46,21 @@ def _parts(config):
 
 def _pieces(config):
     """Returns the pieces of all parts in order, by split, and the number of parts."""
-    found, cut = {split: [] for split in manifest.SPLITS}, _parts(config)
-    for part in cut:
+    pieces, all_parts = {split: [] for split in manifest.SPLITS}, _parts(config)
+    for part in all_parts:
         for split, piece in parts.split_pieces(config, part):
-            found[split].append(piece)
-    return found, len(cut)
+            pieces[split].append(piece)
+    return pieces, len(all_parts)
 
 
 def test_parts_are_the_whole(config, monkeypatch):
     uncut = {split: list(sources.pieces(config, split)) for split in manifest.SPLITS}
     for size in (100, 1000, 1 << 20):
         monkeypatch.setattr(parts, "PART_BYTES", size)
-        found, count = _pieces(config)
+        pieces, count = _pieces(config)
         assert count > 12 if size < 9999 else count == 1
         for split in manifest.SPLITS:
-            assert whole(found[split]) == whole(uncut[split]) and found[split]
+            assert whole(pieces[split]) == whole(uncut[split]) and pieces[split]
 
 
 def test_books_are_parts_as_they_lie(small_texts, tmp_path, monkeypatch):
@@ -87,13 +87,13 @@ def test_books_are_parts_as_they_lie(small_texts, tmp_path, monkeypatch):
         assert book.stamp() != source_kinds.EmbeddedBook(epath.Path(other)).stamp()
     config = config_lib.DataConfig(validation_source=str(other.with_suffix(".txt")))
     other.with_suffix(".txt").write_text("held out")
-    alone = dataclasses.replace(config, validation_source="")
-    assert sources.fingerprints(alone)["source"] == fingerprints
+    single = dataclasses.replace(config, validation_source="")
+    assert sources.fingerprints(single)["source"] == fingerprints
     monkeypatch.setattr(parts, "PART_BYTES", min(sizes))
     monkeypatch.setattr(parts, "_ROWS", 1)
-    (first, second), found = _parts(alone), _pieces(alone)[0]
+    (first, second), pieces = _parts(single), _pieces(single)[0]
     assert [part.bytes for part in (first, second)] == sizes
-    assert [whole(found[split]) for split in manifest.SPLITS] == [
+    assert [whole(pieces[split]) for split in manifest.SPLITS] == [
         texts["train"],
         texts["validation"],
     ]
@@ -102,25 +102,25 @@ def test_books_are_parts_as_they_lie(small_texts, tmp_path, monkeypatch):
 
 def test_parts_have_about_their_size_and_a_fixed_order(config, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
-    cut = _parts(config)
-    assert [part.index for part in cut] == list(range(len(cut)))
-    assert all(part.bytes <= 2000 for part in cut)
-    assert _parts(config) == cut
+    all_parts = _parts(config)
+    assert [part.index for part in all_parts] == list(range(len(all_parts)))
+    assert all(part.bytes <= 2000 for part in all_parts)
+    assert _parts(config) == all_parts
 
 
 def test_validation_files_are_for_validation_alone(config, monkeypatch, tmp_path):
     monkeypatch.setattr(parts, "PART_BYTES", 300)
     names = sorted(path.name for path in tmp_path.iterdir())
-    both = dataclasses.replace(
+    two = dataclasses.replace(
         config, source=str(tmp_path / names[0]), validation_source=str(tmp_path / names[2])
     )
-    found, _ = _pieces(both)
+    pieces, _ = _pieces(two)
     for split, name in (("train", names[0]), ("validation", names[2])):
-        alone = dataclasses.replace(config, source=str(tmp_path / name), validation_fraction=0.5)
-        everything = [
-            piece for part in _parts(alone) for _, piece in parts.split_pieces(alone, part)
+        single = dataclasses.replace(config, source=str(tmp_path / name), validation_fraction=0.5)
+        expected = [
+            piece for part in _parts(single) for _, piece in parts.split_pieces(single, part)
         ]
-        assert sorted(whole(found[split])) == sorted(whole(everything))
+        assert sorted(whole(pieces[split])) == sorted(whole(expected))
 
 
 @functools.cache
@@ -138,16 +138,16 @@ def test_a_cut_changes_no_token_of_a_text(tmp_path_factory, lines, size):
     path = epath.Path(tmp_path_factory.getbasetemp()) / "cut.txt"
     path.write_bytes("\n".join(lines).encode())
     source = source_kinds.TextFile(path)
-    cut = [
+    pieces = [
         piece
         for range in source.ranges(size)
         for _, piece in source.split_pieces(0.0, range, readers.raise_error)
     ]
-    assert _flat(cut) == _flat(source.pieces("all", 0.0))
+    assert _document_tokens(pieces) == _document_tokens(source.pieces("all", 0.0))
 
 
-def _flat(pieces):
-    """Tokens of each document, whatever its pieces."""
+def _document_tokens(pieces):
+    """Returns the tokens of each document, concatenated over its pieces."""
     documents = []
     for piece in pieces:
         if piece.starts_document:

@@ -42,19 +42,19 @@ def start(config, workers, script) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_two_training_processes_share_it(config, expected, tmp_path):
-    given = json.dumps([dataclasses.asdict(config), PART])
-    job = Job([["tests.job", "prepared", given]] * 2, devices=1, logs=tmp_path / "logs")
-    found = [json.loads(output.splitlines()[-1]) for output in job.succeed()]
+    arguments = json.dumps([dataclasses.asdict(config), PART])
+    job = Job([["tests.job", "prepared", arguments]] * 2, devices=1, logs=tmp_path / "logs")
+    outputs = [json.loads(o.splitlines()[-1]) for o in job.succeed()]
     count = num_parts(config)
-    assert [f["made"] for f in found] == [list(range(0, count, 2)), list(range(1, count, 2))]
-    assert found[0]["path"] == found[1]["path"] and files(found[0]["path"]) == expected
+    assert [o["made"] for o in outputs] == [list(range(0, count, 2)), list(range(1, count, 2))]
+    assert outputs[0]["path"] == outputs[1]["path"] and files(outputs[0]["path"]) == expected
 
 
 @pytest.mark.slow
 def test_kills_change_nothing_and_no_worker_outlives_its_preparation(config, expected, tmp_path):
-    """Kills three processes at random moments, half of them while workers start."""
+    """Kills four preparations at random moments, half of them while workers start."""
     datasets, limit = tmp_path / "cache" / "datasets", tmp_path / "limit"
-    held = tmp_path / "held.py"  # however fast the machine, an attempt makes about four parts
+    held = tmp_path / "held.py"  # at most about four parts per attempt, on any machine
     held.write_text(
         "import pathlib, time\nfrom kvjax.data import tokenized_part\n"
         "write = tokenized_part.write\n"
@@ -86,7 +86,7 @@ def test_kills_change_nothing_and_no_worker_outlives_its_preparation(config, exp
 
 
 class _Workers(concurrent.futures.Executor):
-    """Processes' work done in this one, as they would be given it."""
+    """Runs the work of a process pool in this process, with pickled arguments."""
 
     def __init__(self, count, context, *, initializer, initargs):
         self.count, self.method, self.ended = count, context.get_start_method(), None
@@ -105,21 +105,21 @@ class _Workers(concurrent.futures.Executor):
 
 
 def test_what_workers_are_given(config, monkeypatch):
-    """Covers also their end: with their caller, and when one of them fails."""
+    """Covers how workers end, too: with their caller, or when one of them fails."""
     (pathlib.Path(config.source) / "2.jsonl").unlink()
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    making = begun(config)
-    pools, heard, killed = [], [], []
+    job = begun(config)
+    pools, calls, killed = [], [], []
 
     def make(*args, **options):
         pools.append(_Workers(*args, **options))
         return pools[-1]
 
     monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", make)
-    monkeypatch.setattr(pool.signal, "signal", lambda *args: heard.append(args))
+    monkeypatch.setattr(pool.signal, "signal", lambda *args: calls.append(args))
 
     def thread(*, target, daemon):
-        return types.SimpleNamespace(start=lambda: heard.append((target, daemon)))
+        return types.SimpleNamespace(start=lambda: calls.append((target, daemon)))
 
     monkeypatch.setattr(pool.threading, "Thread", thread)
     monkeypatch.setenv("RAYON_NUM_THREADS", "7")
@@ -129,26 +129,26 @@ def test_what_workers_are_given(config, monkeypatch):
 
     children = [child("another's")]
     monkeypatch.setattr(pool.multiprocessing, "active_children", lambda: list(children))
-    made, count = [], len(making.corpus.parts)
+    made, count = [], len(job.corpus.parts)
     keys = dict(skip_broken=False, made=made.append)
 
-    def of(parts, workers):
-        return pool.make(config, making.tokenizer, parts, making.partial, workers=workers, **keys)
+    def make_parts(parts, workers):
+        return pool.make(config, job.tokenizer, parts, job.partial, workers=workers, **keys)
 
-    of(making.corpus.parts[:3], workers=2)
+    make_parts(job.corpus.parts[:3], workers=2)
     assert sorted(part.index for part in made) == [0, 1, 2]
-    assert making.partial.missing() == list(range(3, count))
-    (found,) = pools
-    assert (found.count, found.method) == (2, "spawn")
-    assert found.ended == dict(wait=True, cancel_futures=True)
-    assert heard == [(signal.SIGINT, signal.SIG_IGN), (pool._end_with_parent, True)]
-    assert os.environ["RAYON_NUM_THREADS"] == "1" and pool._given[1]._threads == 1
-    monkeypatch.setattr(pool.os, "_exit", heard.append)
-    parent = types.SimpleNamespace(join=lambda: heard.append("the caller ended"))
+    assert job.partial.missing() == list(range(3, count))
+    (executor,) = pools
+    assert (executor.count, executor.method) == (2, "spawn")
+    assert executor.ended == dict(wait=True, cancel_futures=True)
+    assert calls == [(signal.SIGINT, signal.SIG_IGN), (pool._end_with_parent, True)]
+    assert os.environ["RAYON_NUM_THREADS"] == "1" and pool._arguments[1]._threads == 1
+    monkeypatch.setattr(pool.os, "_exit", calls.append)
+    parent = types.SimpleNamespace(join=lambda: calls.append("the caller ended"))
     monkeypatch.setattr(pool.multiprocessing, "parent_process", lambda: parent)
     pool._end_with_parent()
-    assert heard[2:] == ["the caller ended", 1]
-    for error, kind, said in (
+    assert calls[2:] == ["the caller ended", 1]
+    for error, kind, message in (
         (concurrent.futures.process.BrokenProcessPool("x"), UserError, "a worker of the prep.*was"),
         (DataError("a bad source"), DataError, "^a bad source$"),
     ):
@@ -158,11 +158,11 @@ def test_what_workers_are_given(config, monkeypatch):
             raise error
 
         monkeypatch.setattr(pool, "make_part", fails)
-        with pytest.raises(kind, match=said):
-            of(making.corpus.parts[3:], workers=99)
+        with pytest.raises(kind, match=message):
+            make_parts(job.corpus.parts[3:], workers=99)
         assert pools[-1].count == count - 3 and pools[-1].ended
     assert set(killed) == {"a worker"}
-    of(making.corpus.parts[:0], workers=2)
+    make_parts(job.corpus.parts[:0], workers=2)
     assert len(pools) == 3
 
 
@@ -175,7 +175,7 @@ def test_a_worker_that_is_killed_is_told_and_what_is_done_stays(config, tmp_path
     die += "pool.make_part = die\n"
     script = tmp_path / "die.py"
     script.write_text(die + PREPARE)
-    _, said = start(config, 2, script).communicate()
-    assert "a worker of the preparation was killed" in said, said
+    _, stderr = start(config, 2, script).communicate()
+    assert "a worker of the preparation was killed" in stderr, stderr
     assert list(config.root.glob("datasets/.under-way-*/done/*"))
     prepare.prepare(config, workers=1)

@@ -32,8 +32,8 @@ from tests.data.corpora import begun, files, noting, num_parts
 
 @pytest.mark.parametrize(("size", "dtype"), [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
 def test_rows_are_of_integers_that_hold_every_id(size, dtype):
-    made = types.SimpleNamespace(vocab_size=size)
-    assert tokenized_part.dtype_of(made) == dtype
+    tokenizer = types.SimpleNamespace(vocab_size=size)
+    assert tokenized_part.dtype_of(tokenizer) == dtype
 
 
 def test_rows_of_a_part_are_its_documents_and_no_document_is_in_both_splits(config, small_texts):
@@ -41,17 +41,17 @@ def test_rows_of_a_part_are_its_documents_and_no_document_is_in_both_splits(conf
     T, bos = config.sequence_length, dataset.tokenizer.bos_id
     texts = [f"{i} {text}" for i in range(3) for text in small_texts[i::3]]
     for split in manifest.SPLITS:
-        read, streams = [], _streams(dataset, split)
+        split_texts, streams = [], _streams(dataset, split)
         for part, stream in zip(_parts(config), streams, strict=True):
-            own = [p.text for s, p in parts.split_pieces(config, part) if s == split]
-            read += own
-            tokens = [t for text in own for t in (bos, *dataset.tokenizer.encode(text))]
+            part_texts = [p.text for s, p in parts.split_pieces(config, part) if s == split]
+            split_texts += part_texts
+            tokens = [t for text in part_texts for t in (bos, *dataset.tokenizer.encode(text))]
             if split == "validation" and tokens:
                 tokens += [bos] * (len(stream) - len(tokens))
             assert stream == tokens[: len(stream)] and len(tokens) - len(stream) <= T
         held_out = split == "validation"
         fraction = config.validation_fraction
-        assert sorted(read) == sorted(
+        assert sorted(split_texts) == sorted(
             text for text in texts if source_kinds.is_held_out(text, fraction) == held_out
         )
 
@@ -79,7 +79,7 @@ def test_what_is_done_stays_and_what_is_half_written_is_not_read(config, expecte
     shards = sorted(rows.glob("*train*"))
     shards[3].write_bytes(shards[3].read_bytes()[:-5])
     (folder / "done" / "00005.json").write_text("{")
-    abandoned = folder / f"work-{partial_dataset._here()}-999999999-x"
+    abandoned = folder / f"work-{partial_dataset._machine()}-999999999-x"
     abandoned.mkdir()
     (abandoned / shards[8].name).write_bytes(b"half")
     made = []
@@ -124,35 +124,35 @@ def test_a_source_that_changed_between_attempts_begins_anew(config, expected, mo
 @pytest.mark.slow
 def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, monkeypatch):
     """The restored file is read again, since a part may hold the other text."""
-    making = begun(config)
+    job = begun(config)
     path = pathlib.Path(config.source) / "1.jsonl"
-    before, others = path.read_bytes(), path.read_bytes().replace(b"o", b"i")
-    path.write_bytes(others)
+    before, after = path.read_bytes(), path.read_bytes().replace(b"o", b"i")
+    path.write_bytes(after)
     with pytest.raises(DataError, match=r"1\.jsonl changed while it was prepared"):
-        making.make(workers=1, shown=False)
+        job.make(workers=1, shown=False)
     monkeypatch.setattr(sources, "_check_unchanged", lambda *_: None)  # in the same instant
-    making.make(workers=1, shown=False)
+    job.make(workers=1, shown=False)
     with pytest.raises(DataError, match=r"1\.jsonl"):
-        making.finish()
+        job.finish()
     path.write_bytes(before)
     assert files(prepare.prepare(config, workers=1)) == expected
 
 
 def test_a_part_that_nobody_made_is_told(config):
-    making = begun(config)
+    job = begun(config)
     with pytest.raises(DataError, match=r"\d+ of \d+ parts are not made \(the first is 0\)"):
-        making.finish()
+        job.finish()
 
 
 def test_a_bucket_s_listing_is_not_remembered(config, bucket, monkeypatch):
     """Files written by workers are visible although the launcher listed the folder before."""
     remote = dataclasses.replace(config, directory="gs://out/data")
     _stop_after(monkeypatch, remote, 6)
-    asked = []
-    monkeypatch.setattr(partial_dataset, "forget_listings", lambda path: asked.append(str(path)))
-    making = begun(remote)
-    making.partial.missing()
-    assert asked and all(path.endswith("/done") for path in asked)
+    paths = []
+    monkeypatch.setattr(partial_dataset, "forget_listings", lambda path: paths.append(str(path)))
+    job = begun(remote)
+    job.partial.missing()
+    assert paths and all(path.endswith("/done") for path in paths)
 
 
 def test_a_prepared_corpus_is_found_without_opening_its_sources(config, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_prepared_corpus_is_found_without_opening_its_sources(config, monkeypa
     assert prepare.prepare(config) == path
 
 
-# By what is asked, the name of the folder: old data are found by it.
+# Name of the folder by case; it must not change, or data prepared earlier would not be found.
 NAMES = {
     "bpe": "a53da88f3c165e780fca",
     "bytes": "54a067803b505c4975ca",
@@ -178,9 +178,9 @@ def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
     lines = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(40))
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfb\nc\n" * 40)
-    one = dict(source=f"{tmp_path}/a.jsonl", directory=str(tmp_path / "out"))
-    one["validation_fraction"] = 0.2
-    asked = {
+    common = dict(source=f"{tmp_path}/a.jsonl", directory=str(tmp_path / "out"))
+    common["validation_fraction"] = 0.2
+    cases = {
         "bpe": {},
         "bytes": dict(tokenizer="byte"),
         "more of it": dict(sequence_length=32, vocab_size=400),
@@ -189,42 +189,42 @@ def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
         "chat": dict(specials="chat"),
     }
 
-    def look(skip_broken=False, **keys):
+    def folder_name(skip_broken=False, **keys):
         return preparation.inspect_sources(
-            config_lib.DataConfig(**one | keys), skip_broken=skip_broken, shown=False
+            config_lib.DataConfig(**common | keys), skip_broken=skip_broken, shown=False
         ).path.name
 
-    found = {name: look(**keys) for name, keys in asked.items()}
-    found["broken"] = look(skip_broken=True)
+    names = {name: folder_name(**keys) for name, keys in cases.items()}
+    names["broken"] = folder_name(skip_broken=True)
     monkeypatch.setattr(parts, "PART_BYTES", 100)
     monkeypatch.setattr(parts, "_ROWS", 1)
-    found["parts"] = look(sequence_length=16)
-    assert found == NAMES
+    names["parts"] = folder_name(sequence_length=16)
+    assert names == NAMES
 
 
 def test_a_source_that_changes_meanwhile_is_refused(config):
     """Parts of the changed files are made again."""
-    making = begun(config)
-    making.make(workers=1, share=(0, 4), shown=False)
-    every = set(range(len(making.corpus.parts)))
+    job = begun(config)
+    job.make(workers=1, share=(0, 4), shown=False)
+    every = set(range(len(job.corpus.parts)))
     made = {i for i in every if i % 4 == 0}
     folder = pathlib.Path(config.source)
-    for changed, now in (("2", "2"), ("10", "012"), ("43", "012")):
+    for changed, so_far in (("2", "2"), ("10", "012"), ("43", "012")):
         for name in changed:
             (folder / f"{name}.jsonl").write_text('{"text": "something else"}\n')
-        with pytest.raises(DataError) as told:
-            making.finish()
-        assert str(told.value) == (
+        with pytest.raises(DataError) as raised:
+            job.finish()
+        assert str(raised.value) == (
             f"config.data.source = {config.source!r}: changed since its preparation began "
-            f"({folder}/{now[0]}.jsonl), and some parts are finished. Restore the sources, or "
-            f"remove {making.partial.folder} to start over"
+            f"({folder}/{so_far[0]}.jsonl), and some parts are finished. Restore the sources, or "
+            f"remove {job.partial.folder} to start over"
         )
         changed_parts = {
             part.index
-            for part in making.corpus.parts
-            if any(pathlib.Path(piece.name).stem in now for piece in part.slices)
+            for part in job.corpus.parts
+            if any(pathlib.Path(piece.name).stem in so_far for piece in part.slices)
         }
-        assert making.partial.missing() == sorted(every - (made - changed_parts))
+        assert job.partial.missing() == sorted(every - (made - changed_parts))
     assert not list(config.root.glob("datasets/[!.]*"))
 
 
@@ -250,11 +250,11 @@ def test_a_bucket_gets_shards_as_they_are_made_and_the_manifest_last(
     monkeypatch.setattr(pool, "make_part", noting(made))
     path = prepare.prepare(remote, workers=1)
     assert made == list(range(6, count))
-    found = files(folder)
+    content = files(folder)
     last = max(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns * path.is_file())
     assert last.name == manifest.MANIFEST and str(path).endswith(folder.name)
-    assert found.keys() == expected.keys()
-    assert {n: c for n, c in found.items() if "array_record" in n} == {
+    assert content.keys() == expected.keys()
+    assert {n: c for n, c in content.items() if "array_record" in n} == {
         n: c for n, c in expected.items() if "array_record" in n
     }
 
@@ -287,8 +287,8 @@ def test_progress_is_what_is_done_its_rate_and_what_is_left(monkeypatch):
     clock = iter((100.0, 104.0, 104.0))
     monkeypatch.setattr(preparation, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     progress_text = preparation._ProgressText(10**9, 8 * 10**8)
-    said = [progress_text.text(types.SimpleNamespace(bytes=size)) for size in (10**8, 7 * 10**8)]
-    assert said == [
+    lines = [progress_text.text(types.SimpleNamespace(bytes=size)) for size in (10**8, 7 * 10**8)]
+    assert lines == [
         f"tokenizing {progress.bar(0.3)}, 300.0 MB of 1.00 GB, 25.0 MB/s, "
         f"{progress.duration(28)} left",
         f"tokenizing {progress.bar(1)}, 1.00 GB of 1.00 GB, 200.0 MB/s, "

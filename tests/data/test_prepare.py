@@ -139,17 +139,17 @@ def test_long_documents_and_small_batches_change_nothing(
         validation_source=str(tmp_path / "validation.txt"),
         directory=str(tmp_path / "whole"),
     )
-    whole = loader.open_dataset(prepare.prepare(config))
+    uncut = loader.open_dataset(prepare.prepare(config))
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", 100)
     monkeypatch.setattr(tokenized_part, "BATCH_CHARACTERS", 500)
     config = dataclasses.replace(config, directory=str(tmp_path / "pieces"))
     pieces = loader.open_dataset(prepare.prepare(config))
-    assert pieces.tokenizer.to_json() == whole.tokenizer.to_json()
+    assert pieces.tokenizer.to_json() == uncut.tokenizer.to_json()
     for name in manifest.SPLITS:
-        np.testing.assert_array_equal(rows(pieces, name), rows(whole, name))
-        assert pieces.info["splits"][name] == whole.info["splits"][name]
-        assert whole.info["splits"][name]["documents"] == 2
-    assert pieces.info["xz_bits_per_byte"] == whole.info["xz_bits_per_byte"]
+        np.testing.assert_array_equal(rows(pieces, name), rows(uncut, name))
+        assert pieces.info["splits"][name] == uncut.info["splits"][name]
+        assert uncut.info["splits"][name]["documents"] == 2
+    assert pieces.info["xz_bits_per_byte"] == uncut.info["xz_bits_per_byte"]
 
 
 def test_too_little_text_for_one_row_is_told(small_config, tmp_path):
@@ -208,7 +208,7 @@ def test_killed_preparation_leaves_nothing_half_made(small_config, tmp_path):
         "packed_rows.ShardWriter._write",
         "partial_dataset.PartialDataset.publish",
         "manifest.write",
-        "folders.rename",  # The data set's, for its tokenizer is there by now.
+        "folders.rename",  # The data set's: its tokenizer exists by now.
     ):
         keys = repr(dataclasses.asdict(config))
         child = subprocess.run(
@@ -243,7 +243,7 @@ def test_preparation_that_comes_second_leaves_the_first_one_alone(
 
 
 def test_abandoned_staging_is_removed_and_a_living_one_is_not(small_config, tmp_path, monkeypatch):
-    """Several processes at once: each ignores folders that another has removed."""
+    """With several processes, each ignores folders that another one has removed."""
     remove = shutil.rmtree
 
     def twice(path, **options):
@@ -277,8 +277,8 @@ def test_bucket_gets_every_file_and_the_manifest_last(
     names = files(local)
     assert names.keys() == files(small_dataset.path).keys()
     assert max(names, key=lambda name: (local / name).stat().st_mtime_ns) == manifest.MANIFEST
-    again = loader.open_dataset(path)
-    assert again.info["splits"] == small_dataset.info["splits"]
+    reopened = loader.open_dataset(path)
+    assert reopened.info["splits"] == small_dataset.info["splits"]
     np.testing.assert_array_equal(
         rows(loader.open_dataset(local), "train"), rows(small_dataset, "train")
     )
@@ -328,10 +328,10 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     lines = [json.dumps({"text": text}) for text in small_texts]
     broken.write_text("\n".join([*lines, "{", *lines]) + "\n")
     config = dataclasses.replace(small_config, source=str(broken), directory=str(tmp_path / "out"))
-    found = preparation_estimate.Estimate(
+    estimate = preparation_estimate.Estimate(
         9, 3 * 10**9, 2.5e9, 7.5e8, 1.5e9, 300, 1e-7, 2e-7, 1e-7, 3e-8
     )
-    monkeypatch.setattr(preparation_estimate, "estimate", lambda corpus, workers: found)
+    monkeypatch.setattr(preparation_estimate, "estimate", lambda corpus, workers: estimate)
     monkeypatch.setattr(preparation_estimate, "_free", lambda folder: 5e9)
     status, out, err = command(config, "--plan", "--skip_broken", "--workers=4")
     assert status == 0
@@ -341,21 +341,21 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     status, out, _ = command(config, "--plan", "--skip_broken", "--workers=4", "--json")
     result = json.loads(out)
     seconds = 0.03e-6 * vocabulary.TOKENIZER_CHARACTERS + 2.5e9 / 2.5e6 / 3  # of 9 parts at most 3
-    expected = dataclasses.asdict(found) | dict(workers=4, seconds=pytest.approx(seconds))
+    expected = dataclasses.asdict(estimate) | dict(workers=4, seconds=pytest.approx(seconds))
     room = result.pop("room")
     assert result.pop("folder").startswith(str(tmp_path / "out")) and result == expected
-    assert [(place["needed"], place["free"]) for place in room] == [(1.5e9, 5e9)]
+    assert [(entry["needed"], entry["free"]) for entry in room] == [(1.5e9, 5e9)]
 
     status, _, err = command(config)
     assert status == 2 and err.startswith("kvjax: ") and "broken.jsonl" in err
     status, out, err = command(config, "--skip_broken")
     assert status == 0 and "skipped: " in err and "broken.jsonl" in err
-    for source, said in (
+    for source, message in (
         ("none.txt", "matches no file"),
         ("mixture", "conversations are prepared by the run"),
     ):
         status, out, err = command(small_config, f"--source={source}")
-        assert (status, out) == (2, "") and f"kvjax: --source = {source!r}: {said}" in err
+        assert (status, out) == (2, "") and f"kvjax: --source = {source!r}: {message}" in err
     status, _, err = command(small_config, "--workers=-1")
     assert status == 2 and "--workers=-1: must be at least 1" in err
 
@@ -371,7 +371,7 @@ def test_a_log_names_every_stage(small_config, tmp_path, monkeypatch, capsys):
     prepare.prepare(config, shown=False)
     assert capsys.readouterr().err == ""
     prepare.prepare(dataclasses.replace(config, directory=str(tmp_path / "shown")))
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     size = f"{pathlib.Path(config.source).stat().st_size / 1e6:.1f} MB"
     for stage in (
         "kvjax: inspecting config.data.source, 1 files",
@@ -379,4 +379,4 @@ def test_a_log_names_every_stage(small_config, tmp_path, monkeypatch, capsys):
         "kvjax: training 400 tokens on",
         f"kvjax: tokenizing {progress.bar(1)}, {size} of {size}, ",
     ):
-        assert stage in said
+        assert stage in stderr

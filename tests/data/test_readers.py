@@ -91,7 +91,7 @@ PACK = {
 
 
 def _parquet(kind, **options):
-    """Returns a writer of texts as a column of this type, between two columns of one name."""
+    """Returns a function that writes texts as a column of a type, between two columns `id`."""
 
     def write(path, texts):
         if pa.types.is_dictionary(kind):
@@ -149,14 +149,14 @@ def test_texts_are_the_same_in_every_format_and_nulls_are_counted(tmp_path, kind
         path = epath.Path(tmp_path / name)
         write(path, texts)
         source = source_kinds.open_source(str(path), "content", "")
-        left_out = tokenized_part.ErrorCollector(False)
-        found = [
+        errors = tokenized_part.ErrorCollector(False)
+        read = [
             piece.text
             for part in source.ranges(4096)
-            for _, piece in source.split_pieces(0.0, part, left_out)
+            for _, piece in source.split_pieces(0.0, part, errors)
         ]
-        assert found == TEXTS * 300, name
-        assert left_out.skipped() == tokenized_part.Skipped(nulls=300), name
+        assert read == TEXTS * 300, name
+        assert errors.skipped() == tokenized_part.Skipped(nulls=300), name
         assert [piece.text for piece in source.pieces("all", 0.0)] == TEXTS * 300, name
         assert source.density() > 0
 
@@ -165,11 +165,11 @@ def test_columns_of_nulls_and_files_without_rows_hold_no_text(tmp_path):
     for name, column in (("nulls", pa.nulls(3)), ("empty", pa.array([], pa.string()))):
         path = epath.Path(tmp_path / f"{name}.parquet")
         with pq.ParquetWriter(path, pa.schema({"text": column.type})) as writer:
-            for rows in (column[:0], column, column[:0]):  # row groups of no row too
+            for rows in (column[:0], column, column[:0]):  # row groups without rows, too
                 writer.write_table(pa.table({"text": rows}))
-        left_out = tokenized_part.ErrorCollector(False)
-        assert list(record_readers.read_parquet(path, "text", on_error=left_out)) == []
-        assert left_out.skipped().nulls == len(column)
+        errors = tokenized_part.ErrorCollector(False)
+        assert list(record_readers.read_parquet(path, "text", on_error=errors)) == []
+        assert errors.skipped().nulls == len(column)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
@@ -202,7 +202,7 @@ BAD_LINES = [
     (b'{"text": 1}', "'text' is int, not text"),
     (b'{"text": NaN}', r"'text' is float, not text. Correct it \(null for no text\)"),
     (b'{"text": "\\ud800"}', "'text' has an unpaired surrogate"),
-    (b'{"text": "a", "text": "b"}', "is not JSON: the key 'text' stands there twice"),
+    (b'{"text": "a", "text": "b"}', "is not JSON: the key 'text' occurs twice"),
 ]
 
 
@@ -213,16 +213,16 @@ def test_a_bad_json_line_is_named_and_may_be_left_out(tmp_path):
         path.write_bytes(good + line + b"\n" + good)
         with pytest.raises(readers.SourceError, match=r"bad\.jsonl, line 2:? " + message):
             list(record_readers.read_jsonl(path, "text"))
-        left_out = tokenized_part.ErrorCollector(True)
-        found = list(record_readers.read_jsonl(path, "text", on_error=left_out))
-        assert found == ['"text" twice'] * 2 and left_out.skipped().count == 1
+        errors = tokenized_part.ErrorCollector(True)
+        texts = list(record_readers.read_jsonl(path, "text", on_error=errors))
+        assert texts == ['"text" twice'] * 2 and errors.skipped().count == 1
 
 
 def test_bad_parquet_is_named(tmp_path):
     path = epath.Path(tmp_path / "shard.parquet")
     raw = pa.array([b"a"] * 300 + [b"\xff"] + [b"b"] * 9)
     names, columns = ["id", "raw", "text", "two", "two"], [pa.array(range(310)), *([raw] * 4)]
-    columns[2] = raw.view(pa.string())  # as writers that do not look leave it
+    columns[2] = raw.view(pa.string())  # as some writers do, without checking
     pq.write_table(pa.table(columns, names=names), path, row_group_size=200)
     for column, message in (
         ("none", r"has no column 'none'; it has \['id', 'raw', 'text', 'two', 'two'\]"),
@@ -236,10 +236,10 @@ def test_bad_parquet_is_named(tmp_path):
                 continue
             with pytest.raises(readers.SourceError, match=rf"shard\.parquet:?,? {message}"):
                 list(read(path, column, 1))
-    for column in ("raw", "text"):  # of a bad row no other is lost
-        left_out = tokenized_part.ErrorCollector(True)
-        found = list(record_readers.read_parquet(path, column, on_error=left_out))
-        assert found == ["a"] * 300 + ["b"] * 9 and left_out.skipped().count == 1
+    for column in ("raw", "text"):  # other rows of the file are not lost
+        errors = tokenized_part.ErrorCollector(True)
+        texts = list(record_readers.read_parquet(path, column, on_error=errors))
+        assert texts == ["a"] * 300 + ["b"] * 9 and errors.skipped().count == 1
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(readers.SourceError, match=r"shard\.parquet is not a complete Parquet file"):
         list(record_readers.read_parquet(path, "body"))

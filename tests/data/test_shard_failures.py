@@ -1,4 +1,4 @@
-"""Damaged shards are named and others are read; rows of a bucket are asked for at once."""
+"""Damaged shards are named and others are read; rows of a bucket are requested concurrently."""
 
 import asyncio
 import contextlib
@@ -38,20 +38,20 @@ def test_a_damaged_shard_is_told_and_the_others_are_read(written, copy, how):
         return copy / ROWS / packed_rows.shard_name("train", i, SHARDS)
 
     rows = loader.open_dataset(copy).rows("train")
-    odd = next(i for i in range(2, 7) if rows._rows[i] != rows._rows[1])
-    first, end = rows._ends[odd] - rows._rows[odd], rows._ends[odd]
-    content = name(odd).read_bytes()
+    damaged = next(i for i in range(2, 7) if rows._rows[i] != rows._rows[1])
+    first, end = rows._ends[damaged] - rows._rows[damaged], rows._ends[damaged]
+    content = name(damaged).read_bytes()
     if how == "another":
-        name(odd).write_bytes(name(1).read_bytes())
+        name(damaged).write_bytes(name(1).read_bytes())
     else:
-        damage(name(odd), how)
+        damage(name(damaged), how)
     for _ in range(2):  # it is not remembered as opened
         with pytest.raises(manifest.DamagedDataError, match=f"^{copy} is damaged: .*prepare it"):
             rows.__getitems__(range(first, end))
     others = [i for i in range(len(rows)) if not first <= i < end]
     np.testing.assert_array_equal(rows_of(rows, others), expected_NT[others])
     if how != "flipped":  # that one is open
-        name(odd).write_bytes(content)
+        name(damaged).write_bytes(content)
         np.testing.assert_array_equal(rows_of(rows, [first]), expected_NT[[first]])
 
 
@@ -92,7 +92,7 @@ def test_a_description_of_something_else_is_told(copy, file, old, new):
 
 
 class Gate:
-    """Holds answers back until so many are asked for at once; from then on all pass."""
+    """Delays answers until `count` requests wait at once; later requests pass at once."""
 
     def __init__(self, count):
         self.count, self.waiting, self.open, self.reached = count, 0, asyncio.Event(), False
@@ -156,11 +156,13 @@ def test_a_bucket_that_refuses_is_not_damaged_data(in_bucket, bucket, how):
         damage(folder / ROWS / name, how)
     with object_store.threaded(bucket, answer):
         rows = loader.open_dataset(path).rows("train")
-        with pytest.raises(DataError, match="reading gs://" if how == "refused" else path) as told:
+        with pytest.raises(
+            DataError, match="reading gs://" if how == "refused" else path
+        ) as raised:
             rows.__getitems__(range(rows._rows[1]))
         rows._threads.shutdown()  # what the others still read ends before the store does
-    assert isinstance(told.value, manifest.DamagedDataError) == (how != "refused")
-    assert ("could not be read" in str(told.value)) == (how == "refused")
+    assert isinstance(raised.value, manifest.DamagedDataError) == (how != "refused")
+    assert ("could not be read" in str(raised.value)) == (how == "refused")
 
 
 def test_too_many_files_are_not_damaged_data(dataset, monkeypatch):
@@ -170,9 +172,9 @@ def test_too_many_files_are_not_damaged_data(dataset, monkeypatch):
     monkeypatch.setattr(shards, "ArrayRecordReader", none_left)
     with pytest.raises(
         DataError, match="-00001-of-00040 could not be read: .*Too many open"
-    ) as told:
+    ) as raised:
         dataset.rows("train")[0]
-    assert not isinstance(told.value, manifest.DamagedDataError)
+    assert not isinstance(raised.value, manifest.DamagedDataError)
 
 
 def test_rows_in_buckets_of_another_kind_are_refused(dataset):

@@ -22,7 +22,7 @@ from tests.data.test_loader import take
 
 
 def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
-    """Buffers less than a block of a stream and its mask; `add_row` adds rows of no stream."""
+    """Buffers less than a block of a stream and its mask; `add_row` writes rows of their own."""
     written, T_last = [], 12
 
     class Writer(packed_rows.ArrayRecordWriter):
@@ -33,7 +33,7 @@ def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(packed_rows, "ArrayRecordWriter", Writer)
     monkeypatch.setattr(packed_rows, "_BLOCK_TOKENS", 10)
     for N in (3, T_last):
-        rng, path, made = np.random.default_rng(N), tmp_path / str(N), 0
+        rng, path, num_written = np.random.default_rng(N), tmp_path / str(N), 0
         lengths = rng.integers(0, 9, 20)
         ends = np.cumsum(lengths)
         tokens = rng.integers(1 << 16, size=ends[-1]).astype("<u2")
@@ -42,19 +42,19 @@ def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
         written.clear()
         for end, length in zip(ends, lengths, strict=True):
             writer.add(tokens[end - length : end], mask[end - length : end])
-            if end - made * N > max(N, 10):
-                made = (end - 1) // N
-            assert len(written) == made
-        assert made > 2
-        own = rng.integers(1 << 16, size=N + 1).astype("<u2"), np.ones(N + 1, "u1")
-        writer.add_row(*own)
+            if end - num_written * N > max(N, 10):
+                num_written = (end - 1) // N
+            assert len(written) == num_written
+        assert num_written > 2
+        separate = rng.integers(1 << 16, size=N + 1).astype("<u2"), np.ones(N + 1, "u1")
+        writer.add_row(*separate)
         shard = writer.close(fill=7)
-        whole = -(-(ends[-1] - 1) // N)
-        assert shard == (whole + 1, path.stat().st_size) and whole * N + 1 > ends[-1]
-        more = whole * N + 1 - ends[-1]
-        tokens, mask = np.append(tokens, np.full(more, 7)), np.append(mask, np.zeros(more))
-        rows = [(tokens[i : i + N + 1], mask[i : i + N + 1]) for i in range(0, whole * N, N)]
-        rows.insert(made, own)
+        stream_rows = -(-(ends[-1] - 1) // N)
+        assert shard == (stream_rows + 1, path.stat().st_size) and stream_rows * N + 1 > ends[-1]
+        padding = stream_rows * N + 1 - ends[-1]
+        tokens, mask = np.append(tokens, np.full(padding, 7)), np.append(mask, np.zeros(padding))
+        rows = [(tokens[i : i + N + 1], mask[i : i + N + 1]) for i in range(0, stream_rows * N, N)]
+        rows.insert(num_written, separate)
         heads = packed_rows.heads(packed_rows.dtypes(np.dtype("<u2"), True), N + 1)
         assert written == [
             heads["mask"] + m.astype("u1").tobytes() + heads["tokens"] + t.astype("<u2").tobytes()
@@ -68,23 +68,23 @@ def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
 @pytest.fixture
 def opened(monkeypatch):
     """Names of the shards opened so far, and how many were open at once."""
-    lock, found = threading.Lock(), dict(names=[], now=0, most=0)
+    lock, counts = threading.Lock(), dict(names=[], now=0, most=0)
 
     class Counted(shards.ArrayRecordReader):
         def __init__(self, path, *args, **kwargs):
             super().__init__(path, *args, **kwargs)
             with lock:
-                found["names"].append(os.path.basename(path))
-                found["now"] += 1
-                found["most"] = max(found["most"], found["now"])
+                counts["names"].append(os.path.basename(path))
+                counts["now"] += 1
+                counts["most"] = max(counts["most"], counts["now"])
 
         def close(self):
             with lock:
-                found["now"] -= 1
+                counts["now"] -= 1
             super().close()
 
     monkeypatch.setattr(shards, "ArrayRecordReader", Counted)
-    return found
+    return counts
 
 
 def test_a_row_opens_its_shard_and_no_other(dataset, written, opened):
@@ -100,25 +100,25 @@ def test_a_row_opens_its_shard_and_no_other(dataset, written, opened):
             rows[index]
 
 
-@pytest.mark.parametrize("most", quick.only([3], [1, 3, 100]))
+@pytest.mark.parametrize("limit", quick.only([3], [1, 3, 100]))
 def test_rows_in_any_order_from_several_threads_with_few_readers(
-    dataset, written, opened, monkeypatch, most
+    dataset, written, opened, monkeypatch, limit
 ):
     _, expected_NT = written
-    monkeypatch.setattr(shards, "max_readers", lambda: most)
+    monkeypatch.setattr(shards, "max_readers", lambda: limit)
     rows = dataset.rows("train")
 
     def read(seed):
         order = np.random.default_rng(seed).integers(len(rows), size=200)
         np.testing.assert_array_equal(rows_of(rows, order), expected_NT[order])
-        one = int(order[0])
-        np.testing.assert_array_equal(rows[one]["tokens"], expected_NT[one])
+        index = int(order[0])
+        np.testing.assert_array_equal(rows[index]["tokens"], expected_NT[index])
 
     with futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(read, range(16)))
-    assert opened["most"] == min(most, SHARDS - 4)
+    assert opened["most"] == min(limit, SHARDS - 4)
     assert len(set(opened["names"])) == SHARDS - 4
-    assert (len(opened["names"]) == SHARDS - 4) == (most > SHARDS)
+    assert (len(opened["names"]) == SHARDS - 4) == (limit > SHARDS)
 
 
 def test_the_shard_unused_for_longest_is_closed(dataset, opened, monkeypatch):
@@ -132,29 +132,29 @@ def test_the_shard_unused_for_longest_is_closed(dataset, opened, monkeypatch):
 
 
 def test_rows_that_take_long_are_read_at_once(dataset, written, monkeypatch):
-    """A folder's rows are read concurrently only while the last ones were slow."""
-    together, threads = threading.Barrier(8), set()
+    """A folder's rows are read concurrently only if the previous reads were slow."""
+    barrier, threads = threading.Barrier(8), set()
 
-    class Elsewhere(shards.ArrayRecordReader):
+    class Reader(shards.ArrayRecordReader):
         def read(self, *args):
             threads.add(threading.current_thread())
-            if long and not together.broken:
-                together.wait(20)
+            if wait and not barrier.broken:
+                barrier.wait(20)
             return super().read(*args)
 
-    monkeypatch.setattr(shards, "ArrayRecordReader", Elsewhere)
-    rows, indices, long = dataset.rows("train"), range(0, 80, 2), False
+    monkeypatch.setattr(shards, "ArrayRecordReader", Reader)
+    rows, indices, wait = dataset.rows("train"), range(0, 80, 2), False
 
-    def read(are_long):
+    def read(count_as_slow):
         threads.clear()
-        monkeypatch.setattr(shards, "_SLOW_SECONDS", 0 if are_long else 1e9)
+        monkeypatch.setattr(shards, "_SLOW_SECONDS", 0 if count_as_slow else 1e9)
         np.testing.assert_array_equal(rows_of(rows, indices), written[1][indices])
         return len(threads)
 
     assert [read(False), read(True)] == [1, 1]
-    long = True
+    wait = True
     assert read(False) >= 8
-    long = False
+    wait = False
     assert read(False) == 1
 
 
@@ -172,14 +172,14 @@ def test_rows_that_nobody_has_leave_nothing_open(dataset):
 
 
 def test_a_data_set_is_told_by_its_vocabulary_and_some_rows_of_each_split(dataset, written):
-    """Workdirs keep this digest."""
+    """The digest is stored in workdirs, so it must not change."""
     tokens = sorted(dataset.tokenizer.vocabulary().items(), key=lambda item: item[1])
-    told = hashlib.sha256(json.dumps(dict(tokens)).encode())
+    digest = hashlib.sha256(json.dumps(dict(tokens)).encode())
     count = len(written[1])
     rows = written[1][[i * (count - 1) // 31 for i in range(32)]]
     for split in ("train", "validation"):
-        told.update(f"{split} {count} (32, 6)".encode() + rows.astype("<i4").tobytes())
-    assert dataset.digest == told.hexdigest()[:20]
+        digest.update(f"{split} {count} (32, 6)".encode() + rows.astype("<i4").tobytes())
+    assert dataset.digest == digest.hexdigest()[:20]
 
 
 def test_evaluations_share_what_is_open(dataset, opened):
@@ -193,9 +193,9 @@ def test_readers_leave_files_to_others(monkeypatch):
     def limit(files):
         monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (files, -1))
 
-    for files, most in ((1024, 256), (256, 64), (2, 1), (1 << 20, 256)):
+    for files, expected in ((1024, 256), (256, 64), (2, 1), (1 << 20, 256)):
         limit(files)
-        assert shards.max_readers() == most
+        assert shards.max_readers() == expected
     limit(shards.resource.RLIM_INFINITY)
     assert shards.max_readers() == 256
 
@@ -229,7 +229,7 @@ def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
 
 
 class Virtual:
-    """Row i of one token is i."""
+    """A data set whose row i holds token i."""
 
     sequence_length, path, in_bucket = 1, pathlib.PurePath("nowhere"), False
 
@@ -260,31 +260,31 @@ def test_rows_with_a_mask_come_back_and_tfds_reads_them(tmp_path, small_dataset)
     tokens, mask = rng.integers(300, size=4 * T + 3).astype("<u4"), rng.integers(2, size=4 * T + 3)
     folder = tmp_path / ROWS
     folder.mkdir(parents=True)
-    found = {}
+    written = {}
     for split, fill in dict(train=None, validation=7).items():
         path = folder / packed_rows.shard_name(split, 0, 1)
         writer = packed_rows.ShardWriter(path, T, tokens.dtype, masked=True)
         for part in (slice(0, 9), slice(9, None)):
             writer.add(tokens[part], mask[part].astype("u1"))
-        found[split] = [writer.close(fill)]
-    assert [found[split][0].rows for split in found] == [4, 5]
-    packed_rows.describe(folder, found, T + 1, tokens.dtype, masked=True)
+        written[split] = [writer.close(fill)]
+    assert [written[split][0].rows for split in written] == [4, 5]
+    packed_rows.describe(folder, written, T + 1, tokens.dtype, masked=True)
     shutil.copy(small_dataset.path / manifest.TOKENIZER, tmp_path)
     config = small_dataset.info["config"] | dict(sequence_length=T)
-    splits = {split: {"rows": shard.rows} for split, (shard,) in found.items()}
+    splits = {split: {"rows": shard.rows} for split, (shard,) in written.items()}
     info = small_dataset.info | dict(config=config, splits=splits, masked=True)
     manifest.write(tmp_path, info, manifest.digests(tmp_path))
     dataset = loader.open_dataset(tmp_path)
     expected = [(tokens[i * T : i * T + T + 1], mask[i * T : i * T + T + 1]) for i in range(4)]
-    theirs = tfds.builder_from_directory(folder).as_data_source("train")
-    for i, (row, kept) in enumerate(expected):
-        for read in (theirs[i], dataset.rows("train")[i]):
+    tfds_rows = tfds.builder_from_directory(folder).as_data_source("train")
+    for i, (row, row_mask) in enumerate(expected):
+        for read in (tfds_rows[i], dataset.rows("train")[i]):
             np.testing.assert_array_equal(read["tokens"], row)
-            np.testing.assert_array_equal(read["mask"], kept)
+            np.testing.assert_array_equal(read["mask"], row_mask)
     keys = dict(sequence_length=T, batch_size=5)
     (batch,) = loader.validation_batches(dataset, **keys)
     rows = np.where(batch < 0, ~batch, batch)
     last = [*tokens[4 * T :], *[7] * (T - 2)], [*mask[4 * T :], *[0] * (T - 2)]
     np.testing.assert_array_equal(rows, [row for row, _ in (*expected, last)])
-    np.testing.assert_array_equal(batch >= 0, [kept for _, kept in (*expected, last)])
+    np.testing.assert_array_equal(batch >= 0, [row_mask for _, row_mask in (*expected, last)])
     assert 0 < (batch < 0).sum() < batch.size

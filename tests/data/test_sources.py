@@ -23,14 +23,14 @@ def documents(split, **keys):
 
 
 def split_texts(**keys):
-    """Returns the documents of both splits, of which one may be empty."""
-    found = []
+    """Returns the documents of both splits; one split may be empty."""
+    texts = []
     for split in manifest.SPLITS:
         try:
-            found.append(documents(split, **keys))
+            texts.append(documents(split, **keys))
         except readers.EmptySplitError:
-            found.append([])
-    return found
+            texts.append([])
+    return texts
 
 
 @settings(deadline=None)
@@ -100,7 +100,7 @@ def test_globs_folders_and_lists_are_read_in_order(tmp_path):
 
 
 def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
-    """Names as they stand come before patterns; patterns and folders leave out what shells do."""
+    """Existing names come before patterns; patterns and folders skip hidden files, as shells do."""
     for name in (
         *("data[1].jsonl", "data1.jsonl", "B.JSONL", "c.json.gz", "d.ndjson", "e.parquet"),
         *("._d.ndjson", ".hidden.jsonl", "_SUCCESS", ".e.parquet.crc", "info.json", "notes.md"),
@@ -108,15 +108,15 @@ def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    of_folder = ["B.JSONL", "c.json.gz", "d.ndjson", "data1.jsonl", "data[1].jsonl", "e.parquet"]
+    folder_files = ["B.JSONL", "c.json.gz", "d.ndjson", "data1.jsonl", "data[1].jsonl", "e.parquet"]
     for pattern, expected in {
-        "": of_folder,
+        "": folder_files,
         "data[1].jsonl": ["data[1].jsonl"],
         "data[[]1].jsonl": ["data[1].jsonl"],
         "data[12].jsonl": ["data1.jsonl"],
         "data?.jsonl": ["data1.jsonl"],
         "*.jsonl": ["data1.jsonl", "data[1].jsonl"],
-        "[!in]*": of_folder,
+        "[!in]*": folder_files,
         ".h*": [".hidden.jsonl"],
         ".hidden.jsonl": [".hidden.jsonl"],
         "info.json": ["info.json"],
@@ -128,8 +128,8 @@ def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
         "**/[Bb]*": ["B.JSONL", "in[2]/b*.jsonl", "in[2]/bc.jsonl"],
     }.items():
         (tmp_path / "notes.md").unlink(missing_ok=True)
-        found = matching.files(f"{tmp_path}/{pattern}", source_kinds.SUFFIXES, "source = x", "")
-        names = [path.relative_to(tmp_path).as_posix() for path in found]
+        matches = matching.files(f"{tmp_path}/{pattern}", source_kinds.SUFFIXES, "source = x", "")
+        names = [path.relative_to(tmp_path).as_posix() for path in matches]
         assert names == expected, pattern
 
 
@@ -139,7 +139,7 @@ def test_a_source_that_cannot_be_used_is_named_with_its_key(tmp_path, key):
     (tmp_path / "bad").mkdir()
     for name in ("data.csv", "empty.txt", "empty.jsonl"):
         (tmp_path / "bad" / name).write_text("")
-    os.mkfifo(tmp_path / "bad" / "pipe.ndjson")  # whoever opens it waits
+    os.mkfifo(tmp_path / "bad" / "pipe.ndjson")  # opening it would block
     (tmp_path / "bad" / "link.parquet").symlink_to("nowhere")
     (tmp_path / "none").mkdir()
     for spec, message in (
@@ -155,8 +155,8 @@ def test_a_source_that_cannot_be_used_is_named_with_its_key(tmp_path, key):
         ("bad/empty.jsonl", "has no documents"),
         ("tfds:no_such_name", "cannot be opened"),
     ):
-        given = spec if spec.startswith("tfds") else f"{tmp_path}/{spec}"
-        keys = dict(source=str(tmp_path / "good.txt"), validation_source="embedded") | {key: given}
+        value = spec if spec.startswith("tfds") else f"{tmp_path}/{spec}"
+        keys = dict(source=str(tmp_path / "good.txt"), validation_source="embedded") | {key: value}
         kind = FileNotFoundError if "matches" in message else readers.SourceError
         with pytest.raises(kind, match=f"(?s)^config.data.{key} = .*: .*{message}"):
             documents("train" if key == "source" else "validation", **keys)
@@ -252,8 +252,8 @@ def test_tfds_by_name(tfds_folder, monkeypatch):
     assert set(train + validation) == {f"train é {i}\n" for i in range(30)}
     opened = source_kinds.open_source(source, "text", "")
     ranges = list(opened.ranges(100))
-    found = [p.text for r in ranges for _, p in opened.split_pieces(0.3, r, readers.raise_error)]
-    assert found == [f"train é {i}\n" for i in range(30)] and len(ranges) > 3
+    texts = [p.text for r in ranges for _, p in opened.split_pieces(0.3, r, readers.raise_error)]
+    assert texts == [f"train é {i}\n" for i in range(30)] and len(ranges) > 3
     test = documents("validation", source=source, validation_source="tfds:small_words:1.0.0#test")
     assert test == [f"test é {i}\n" for i in range(30)]
 
@@ -265,9 +265,9 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypat
     info = tfds_folder / "small_words" / "1.0.0" / "dataset_info.json"
     for name, formats in (("as_tfrecord", []), ("converted", ["array_record"])):
         shutil.copytree(info.parent, tfds_folder / name / "1.0.0")
-        told = json.loads(info.read_text()) | dict(name=name, fileFormat="tfrecord")
-        told |= dict(alternativeFileFormats=formats) if formats else {}
-        (tfds_folder / name / "1.0.0" / info.name).write_text(json.dumps(told))
+        changed_info = json.loads(info.read_text()) | dict(name=name, fileFormat="tfrecord")
+        changed_info |= dict(alternativeFileFormats=formats) if formats else {}
+        (tfds_folder / name / "1.0.0" / info.name).write_text(json.dumps(changed_info))
         for file in (tfds_folder / name / "1.0.0").glob("small_words-*"):
             file.rename(file.with_name(file.name.replace("small_words", name)))
     for source, text_key, message in (
@@ -286,7 +286,7 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypat
     ):
         with pytest.raises(readers.SourceError, match=message):
             documents("train", source=f"tfds:{source}", text_key=text_key)
-    # As that command leaves it: the info names the old format, and the new one beside it.
+    # As `tfds convert_format` writes it: the info names the old format and, beside it, the new one.
     assert documents("train", source="tfds:converted", validation_source="embedded") == [
         f"train é {i}\n" for i in range(30)
     ]

@@ -48,7 +48,7 @@ def by_kind(bpe, published):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "byte", "published"])
-@example(text="é é <|endoftext|>")  # An added token that is no special.
+@example(text="é é <|endoftext|>")  # An added token that is not special.
 @given(text=st.text() | st.text(alphabet="eé <|bos>im_nd🙂1\n", max_size=80))
 def test_tokens_give_back_the_text_and_its_bytes(by_kind, kind, text):
     tokenizer = by_kind[kind]
@@ -65,7 +65,7 @@ def test_specials_are_written_by_name_and_have_no_bytes(by_kind, kind):
     tokenizer = by_kind[kind]
     name = "<|endoftext|>" if kind == "published" else "<|bos|>"
     ids = [tokenizer.bos_id, *tokenizer.encode(name)]
-    assert len(ids) > 2  # Written out in a text, it isn't special.
+    assert len(ids) > 2  # A name in a text is not special.
     assert tokenizer.decode(ids) == 2 * name
     bytes_V = tokenizer.token_bytes()
     assert bytes_V.dtype == np.int32
@@ -80,7 +80,7 @@ CHAT = tokenizer_lib.CONVERSATION_SPECIALS
 
 @pytest.mark.parametrize("kind", ["bpe", "byte", "published"])
 def test_more_specials_stand_behind_all_ids(by_kind, kind):
-    """Texts are encoded as before, names written out in them too; and again nothing is added."""
+    """Texts are encoded as before, even with the names in them; a second call adds nothing."""
     before, text = by_kind[kind], "é é eto <|user_start|> 12 <|bos|>"
     lacking = [name for name in CHAT if before.special(name) is None]
     tokenizer = before.with_specials(CHAT)
@@ -112,7 +112,7 @@ def test_more_specials_where_the_vocabulary_has_holes(published, bpe):
 
 
 def test_control_tokens_are_encoded_as_the_characters_they_are_made_of(bpe):
-    """Added ones and words of the vocabulary, whatever the tokenizer was used for before."""
+    """Both added tokens and words of the vocabulary, even if the tokenizer was used before."""
     backend = tokenizers.Tokenizer.from_str(bpe.to_json())
     backend.add_tokens([tokenizers.AddedToken("e e", normalized=False)])
     before, text = tokenizer_lib.from_json(backend.to_str(), "a name", threads=1), "e e <|bos|> t"
@@ -126,8 +126,8 @@ def test_control_tokens_are_encoded_as_the_characters_they_are_made_of(bpe):
         assert [grown.special(name) for name in names] == [500, 501][: len(names)]
         assert grown.written_out(text) == ["<|bos|>", "e e"] and grown.ends == (7,)
         assert grown.decode([500]) == "e e" and grown.token_bytes()[500] == 3
-        again = grown.controlled(names[:1])
-        assert again is not grown and again.controls == grown.controls
+        unchanged = grown.controlled(names[:1])
+        assert unchanged is not grown and unchanged.controls == grown.controls
     assert 500 in before.encode(text) and before.special("e e") is None
 
 
@@ -197,7 +197,7 @@ OTHER = "<｜begin▁of▁sentence｜>"
 
 @pytest.mark.parametrize("before", [None, tokenizers.processors.ByteLevel(trim_offsets=False)])
 def test_a_special_of_another_name_opens_documents(bpe, before):
-    """The post-processor names it beside its other steps, and texts are encoded as before."""
+    """A new step of the post-processor names the token; texts are encoded as before."""
     backend = tokenizers.Tokenizer.from_str(bpe.to_json().replace(tokenizer_lib.BOS, OTHER))
     backend.add_special_tokens(["<z>"])
     backend.post_processor = before or backend.post_processor
@@ -209,7 +209,7 @@ def test_a_special_of_another_name_opens_documents(bpe, before):
     assert tokenizers.Tokenizer.from_str(text).encode("one").ids == bpe.encode("one")
     kinds = [step["type"] for step in json.loads(text)["post_processor"]["processors"]]
     assert kinds == ["TemplateProcessing"] + (["ByteLevel"] if before else [])
-    assert tokenizer_lib.opened_by(text, "<z>") == text  # it says it already
+    assert tokenizer_lib.opened_by(text, "<z>") == text  # it has a BOS token already
 
 
 def test_a_special_put_before_every_text_opens_documents(bpe):
@@ -223,7 +223,7 @@ def test_a_special_put_before_every_text_opens_documents(bpe):
     backend.post_processor = template(OTHER, "$A")
     assert tokenizer_lib.opened_by(backend.to_str(), OTHER) == backend.to_str()
     assert tokenizer_lib.from_json(backend.to_str(), "a name").bos_id == 0
-    backend.post_processor = template("$A", OTHER)  # it ends them
+    backend.post_processor = template("$A", OTHER)  # it ends texts
     with pytest.raises(DataError, match="no special token opens a document"):
         tokenizer_lib.from_json(backend.to_str(), "a name")
 
@@ -280,7 +280,7 @@ def test_an_added_token_that_opens_documents_becomes_special():
         ),
         ({"added_tokens": []}, r"one of <\|bos\|>.* its special tokens are none"),
         ({"model": 1}, "is not a tokenizer.json"),
-        (  # on which the library panics
+        (  # makes the library panic
             {"model": dict(type="BPE", vocab={"a": 0, "b": 0}, merges=[["a", "b"]])},
             "is not a tokenizer.json.* out of range",
         ),
@@ -294,7 +294,7 @@ def test_unusable_tokenizer_is_named(bpe, tmp_path, change, message):
 
 
 def test_a_text_that_the_library_gives_up_on_is_named(bpe):
-    """Covers panics of both libraries; `tokenizers` encodes texts on which `tiktoken` fails."""
+    """Covers panics of both libraries; texts on which `tiktoken` fails go to `tokenizers`."""
     definition = json.loads(bpe.to_json())
     definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
     backtracking, text = tokenizer_lib.from_json(json.dumps(definition), "a name"), "a" * 24 + "x"

@@ -65,8 +65,8 @@ class Step:
         )
         params = jax.tree.map(lambda x: np.asarray(x, dtype), params)
         key = jax.random.key_data(jax.random.key(0))
-        own = jax.jit(optimizer.init)(params)
-        state = dict(params=params, optimizer=own, step=np.int32(0), key=key)
+        optimizer_state = jax.jit(optimizer.init)(params)
+        state = dict(params=params, optimizer=optimizer_state, step=np.int32(0), key=key)
         shardings = sharding.state_shardings(mesh, shapes, axes, state)
         graph = parameters.graph(config)
         compute = dict(loss_chunks=2) | compute

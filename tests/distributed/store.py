@@ -10,15 +10,15 @@ from kvjax.distributed import agreement
 
 
 class Store:
-    """The part of JAX's client of the coordination service that is used here.
+    """The part of JAX's coordination service client that kvjax uses, in memory.
 
     Attributes:
       values: by key.
-      asked: keys that a process waited for.
+      awaited: keys that a process waited for.
     """
 
     def __init__(self, values=()):
-        self.values, self.asked = dict(values), set()
+        self.values, self.awaited = dict(values), set()
         self._changed = threading.Condition()
 
     def key_value_set(self, key, value, allow_overwrite=False):
@@ -41,8 +41,8 @@ class Store:
         """Times out once for each key, and fails the test for a key that is never set."""
         del milliseconds
         with self._changed:
-            if key not in self.asked:
-                self.asked.add(key)
+            if key not in self.awaited:
+                self.awaited.add(key)
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: 5 s")
             if not self._changed.wait_for(lambda: key in self.values, 10):
                 raise TimeoutError(f"nobody sets {key}")
@@ -50,14 +50,14 @@ class Store:
 
 
 class Member(threading.local):
-    """JAX's state of one process of a job; every thread is one of them."""
+    """JAX's distributed state of one process of a job; each thread has its own."""
 
     def __init__(self, store, count, index=0):
         self.client, self.num_processes, self.process_id = store, count, index
 
 
 class _Counts(threading.local):
-    """A counter that every thread has for itself."""
+    """A counter with separate counts in each thread."""
 
     def __init__(self):
         self._counts = collections.Counter()
@@ -69,9 +69,9 @@ class _Counts(threading.local):
         self._counts[name] = count
 
 
-def join(monkeypatch, *given) -> Member:
-    """Makes this thread a process of a job, and of each new one another; see `Member`."""
-    member = Member(*given)
+def join(monkeypatch, *arguments) -> Member:
+    """Makes this thread, and each thread started later, a process of a job; see `Member`."""
+    member = Member(*arguments)
     monkeypatch.setattr(agreement, "_state", lambda: member)
     monkeypatch.setattr(agreement, "_exchanges", _Counts())
     return member
@@ -82,7 +82,7 @@ def together(monkeypatch, store, count, function) -> list:
     member, begun = join(monkeypatch, store, count), threading.Barrier(count)
 
     def process(index):
-        begun.wait(10)  # until every one has a thread
+        begun.wait(10)  # until all processes have a thread
         member.process_id = index
         return function(index)
 

@@ -32,11 +32,11 @@ class _Clock:
 
 
 class _Job:
-    """A process of three that leaves with SystemExit, in which time passes at once.
+    """One of three processes of a job, which ends with SystemExit; its clock does not wait.
 
     Attributes:
       words: (status, text) of the abort messages.
-      left: set when the process would be gone.
+      left: set when the process would have ended.
     """
 
     def __init__(self, monkeypatch):
@@ -72,13 +72,13 @@ def _runtime_error(text):
     return type("JaxRuntimeError", (RuntimeError,), {})(text)
 
 
-def _caused(error, cause, *, said=True):
-    """Returns an error raised from another, or while another was handled."""
+def _caused(error, cause, *, explicit=True):
+    """Returns an error raised from a cause or, without `from`, while the cause was handled."""
     with contextlib.suppress(type(error)):
         try:
             raise cause
         except Exception as first:
-            if said:
+            if explicit:
                 raise error from first
             raise error  # noqa: B904
     return error
@@ -123,8 +123,8 @@ def test_a_process_prints_and_publishes_its_end(job, monkeypatch, capsys):
         assert job.store.values["kvjax/ended/1"] == f"{status} {reason}"
         assert job.words == [(status, reason), (status, reason), (status, "")]
         assert job.clock.slept == ([5.0] if silent is None else [5.0] * 2 if status == 75 else [])
-        traceback, _, said = capsys.readouterr().err.rpartition("kvjax: ")
-        assert said == f"{reason}\n" and bool(traceback) == (status == 1)
+        traceback, _, message = capsys.readouterr().err.rpartition("kvjax: ")
+        assert message == f"{reason}\n" and bool(traceback) == (status == 1)
     job.start()
     with pytest.raises(SystemExit) as end, ending.end_together():
         raise SystemExit(75)  # agreed upon
@@ -139,7 +139,7 @@ def _until(is_so):
 
 
 def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog):
-    """Failing threads, and exceptions that libraries log, take one line each."""
+    """Failing threads and logged exceptions print one line each."""
     job.start(values={"kvjax/end/1/0": "", "kvjax/end/1/2": "", "kvjax/ended/0": "2 "})
     before = set(threading.enumerate())
 
@@ -153,10 +153,10 @@ def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog)
         (watcher,) = set(threading.enumerate()) - before
         assert watcher.daemon
         _until(lambda: beats() >= 2)
-        reading, job.store.key_value_dir_get = job.store.key_value_dir_get, None
-        then = beats()
-        _until(lambda: beats() > then + 2)  # continues if the store does not answer
-        job.store.key_value_dir_get = reading
+        dir_get, job.store.key_value_dir_get = job.store.key_value_dir_get, None
+        beats_before = beats()
+        _until(lambda: beats() > beats_before + 2)  # continues if the store does not answer
+        job.store.key_value_dir_get = dir_get
         saver = threading.Thread(target=fail, name="saver")
         saver.start()
         saver.join()
@@ -182,13 +182,13 @@ def test_a_process_ends_when_another_has_ended(job, capsys):
     with pytest.raises(SystemExit), ending.end_together():
         assert job.left.wait(10)
         raise SystemExit
-    said = "process 2 stopped: the key is wrong"
-    assert job.words == [(3, said), (3, "")] and job.store.values["kvjax/ended/1"] == "3 "
-    assert capsys.readouterr().err.splitlines()[0] == f"kvjax: {said}"
+    message = "process 2 stopped: the key is wrong"
+    assert job.words == [(3, message), (3, "")] and job.store.values["kvjax/ended/1"] == "3 "
+    assert capsys.readouterr().err.splitlines()[0] == f"kvjax: {message}"
 
 
 def test_process_0_stays_while_others_show_signs_of_life(job):
-    """Beats of process 1 go on for 20 seconds, then it is silent, or ends; process 2 has ended."""
+    """Process 1 beats for 20 seconds, then falls silent or ends; process 2 has ended."""
     for ends in (False, True):
         job.start(index=0, values={"kvjax/ended/2": "2 "})
 
@@ -209,13 +209,13 @@ def test_process_0_stays_while_others_show_signs_of_life(job):
 
 @pytest.mark.parametrize("when", ["it tells the others", "it has told its user"])
 def test_a_coordinator_that_is_gone_first_changes_no_status_and_no_message(when):
-    """The service aborts processes that are still connected when process 0 ends."""
-    said = "value != '2 '" if "others" in when else "value == '2 '"
+    """When process 0 ends, the service aborts processes that are still connected."""
+    condition = "value != '2 '" if "others" in when else "value == '2 '"
     code = (
         "import os\nfrom kvjax.distributed import agreement, ending\n"
         "class Client:\n"
         "    def key_value_set(self, key, value, **_):\n"
-        f"        if {said}: os.abort()\n"
+        f"        if {condition}: os.abort()\n"
         "agreement.client, agreement.index = Client, lambda: 1\n"
         "ending.abort_message.set(75, lambda: ending.lost('who knows'))\n"
         "print('not yet written')\n"
@@ -262,7 +262,7 @@ def test_errors_of_a_lost_process():
         ("INTERNAL: something else", False),
     ):
         error = _runtime_error(text)
-        for end in (error, _caused(OSError(), error), _caused(OSError(), error, said=False)):
+        for end in (error, _caused(OSError(), error), _caused(OSError(), error, explicit=False)):
             assert ending._loss_behind(end) is (error if is_loss else None), text
     assert ending._loss_behind(_caused(OSError(), ValueError("gloo"))) is None
     assert ending._loss_behind(jax.errors.JaxRuntimeError("gloo")) is not None

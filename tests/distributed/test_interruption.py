@@ -35,8 +35,9 @@ def test_a_process_alone_stops_before_its_next_step(number, monkeypatch, capfd):
         assert replaced == [(nowhere, 1), (nowhere, 2)]
         with pytest.raises(OSError):
             os.fstat(nowhere)
-    said = f"\nkvjax: {number.name}: stops after what is under way; again: now\n"
-    assert capfd.readouterr() == ("", "" if hangup else said)
+    stops = "stops after the work under way; a second signal ends it at once"
+    message = f"\nkvjax: {number.name}: {stops}\n"
+    assert capfd.readouterr() == ("", "" if hangup else message)
 
 
 def test_a_swallowed_ctrl_c_ends_the_loop(monkeypatch):
@@ -63,41 +64,41 @@ def test_an_ignored_signal_stays_ignored():
 
 def test_all_stop_after_the_same_step(monkeypatch):
     """Two processes, the second up to one step ahead; one gets a signal at step 5."""
-    for who, ahead in itertools.product((0, 1), (0, 1)):
+    for signalled, ahead in itertools.product((0, 1), (0, 1)):
         join(monkeypatch, Store(), 2)
-        both = [distributed.Interruption(), distributed.Interruption()]
+        interruptions = [distributed.Interruption(), distributed.Interruption()]
         ended = [None, None]
         for step in range(20):
-            for i, interruption in enumerate(both):
-                mine = step + (ahead if i else 0)
-                if i == who and mine == 5:
+            for i, interruption in enumerate(interruptions):
+                own_step = step + (ahead if i else 0)
+                if i == signalled and own_step == 5:
                     interruption._received = signal.SIGTERM
-                if ended[i] is None and interruption.should_stop(mine):
-                    ended[i] = mine
-        assert ended == [7, 7], (who, ahead)
-        assert {i.signal for i in both} == {signal.SIGTERM}
+                if ended[i] is None and interruption.should_stop(own_step):
+                    ended[i] = own_step
+        assert ended == [7, 7], (signalled, ahead)
+        assert {i.signal for i in interruptions} == {signal.SIGTERM}
 
 
 def test_the_first_of_two_signals_counts(monkeypatch):
     join(monkeypatch, Store(), 2)
-    one, other = distributed.Interruption(), distributed.Interruption()
-    one._received, other._received = signal.SIGINT, signal.SIGTERM
+    first, second = distributed.Interruption(), distributed.Interruption()
+    first._received, second._received = signal.SIGINT, signal.SIGTERM
     assert [
-        one.should_stop(3),
-        other.should_stop(4),
-        one.should_stop(4),
-        other.should_stop(5),
-        one.should_stop(5),
+        first.should_stop(3),
+        second.should_stop(4),
+        first.should_stop(4),
+        second.should_stop(5),
+        first.should_stop(5),
     ] == [
         *(False, False, False),
         *(True, True),
     ]
-    assert one.signal is other.signal is signal.SIGINT
+    assert first.signal is second.signal is signal.SIGINT
     assert distributed.STATUS == {signal.SIGTERM: 75, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
 def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
-    """Other processes may not have read the request, and also reach the last step."""
+    """Other processes may not have read the request, and reach the last step too."""
     store, interruption = Store(), distributed.Interruption()
     join(monkeypatch, store, 2)
     interruption._received = signal.SIGTERM

@@ -21,18 +21,18 @@ LAST_WORDS = (
 
 
 class Started(list):
-    """Calls of `jax.distributed.initialize`, which does nothing but raise `error`.
+    """Calls of a `jax.distributed.initialize` that only raises `error`, if it is set.
 
     Attributes:
-      options: of JAX, as they were set.
+      options: JAX's options that were set, by name.
       words: (status, text) of the abort messages.
     """
 
     def __init__(self):
         self.options, self.words, self.error = {}, [], None
 
-    def initialize(self, **given):
-        self.append(given)
+    def initialize(self, **arguments):
+        self.append(arguments)
         if self.error:
             raise self.error
 
@@ -94,16 +94,16 @@ def test_options_of_jax_distributed(started, monkeypatch):
     service = dict(jax_enable_preemption_service=False)
     assert started.options == service | dict(jax_cpu_collectives_implementation="gloo")
     gone = (75, ending.lost("see the lines above for which"))
-    both = [(2, LAST_WORDS.format(9)), gone, (2, LAST_WORDS.format(300)), gone]
-    assert started.words == both
+    words = [(2, LAST_WORDS.format(9)), gone, (2, LAST_WORDS.format(300)), gone]
+    assert started.words == words
 
     started.error = RuntimeError("DEADLINE_EXCEEDED\nand pages")
     monkeypatch.setenv("JAX_PLATFORMS", "")
     started.options.clear()
-    said = r"could not be connected \(\{.*'coordinator_address': .*\}\): DEADLINE_EXCEEDED$"
-    with pytest.raises(UserError, match=said):
+    message = r"could not be connected \(\{.*'coordinator_address': .*\}\): DEADLINE_EXCEEDED$"
+    with pytest.raises(UserError, match=message):
         distributed.start(process_id=1)
-    assert started.options == service and started.words == [*both, both[2]]
+    assert started.options == service and started.words == [*words, words[2]]
     monkeypatch.setenv("KVJAX_NUM_PROCESSES", "four")
     with pytest.raises(UserError, match="KVJAX_NUM_PROCESSES=four: must be a whole number"):
         distributed.start(process_id=0)
@@ -111,12 +111,12 @@ def test_options_of_jax_distributed(started, monkeypatch):
 
 def test_bad_flags(started):
     host = "must be process 0's host:port, as node0:8476"
-    all_three = "give all three (process 0's host:port, how many processes there are, which one"
+    all_three = "give all three (process 0's host:port, the number of processes, the index of"
 
-    def at(coordinator, count=2, process=0):
+    def flags_of(coordinator, count=2, process=0):
         return dict(coordinator=coordinator, num_processes=count, process_id=process)
 
-    for given, message in (
+    for flags, message in (
         (
             dict(coordinator="a:1"),
             f"--coordinator without --num_processes and --process_id: {all_three}",
@@ -125,17 +125,17 @@ def test_bad_flags(started):
             dict(process_id=0),
             f"--process_id without --coordinator and --num_processes: {all_three}",
         ),
-        (at("a"), f"--coordinator=a: {host}"),
-        (at(":1"), f"--coordinator=:1: {host}"),
-        (at("a:b"), f"--coordinator=a:b: {host}"),
-        (at("a:0"), f"--coordinator=a:0: {host}"),
-        (at("a:65536"), f"--coordinator=a:65536: {host}"),
-        (at("a:1", 0), "--num_processes = 0: must be at least 1"),
-        (at("a:1", 2, 2), "--process_id = 2: must be at least 0 and at most 1"),
-        (at("a:1", 2, -1), "--process_id = -1: must be at least 0 and at most 1"),
+        (flags_of("a"), f"--coordinator=a: {host}"),
+        (flags_of(":1"), f"--coordinator=:1: {host}"),
+        (flags_of("a:b"), f"--coordinator=a:b: {host}"),
+        (flags_of("a:0"), f"--coordinator=a:0: {host}"),
+        (flags_of("a:65536"), f"--coordinator=a:65536: {host}"),
+        (flags_of("a:1", 0), "--num_processes = 0: must be at least 1"),
+        (flags_of("a:1", 2, 2), "--process_id = 2: must be at least 0 and at most 1"),
+        (flags_of("a:1", 2, -1), "--process_id = -1: must be at least 0 and at most 1"),
     ):
         with pytest.raises(UserError) as error:
-            distributed.start(**given)
+            distributed.start(**flags)
         assert message in str(error.value)
     assert not started
 
@@ -144,9 +144,9 @@ def test_a_coordinator_that_does_not_answer(started):
     with socket.socket() as s:  # bound, not listening
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-        given = dict(coordinator=address, num_processes=2, process_id=1)
+        flags = dict(coordinator=address, num_processes=2, process_id=1)
         with pytest.raises(UserError, match=f"{address}: no answer within 0.2 s"):
-            distributed.start(**given, connect_seconds=0.2)
+            distributed.start(**flags, connect_seconds=0.2)
     assert not started
 
 
@@ -184,20 +184,20 @@ def test_slurm(started, monkeypatch):
 def test_a_tpu_pod_has_more_than_one_worker(started, monkeypatch):
     from jax._src.clusters import cloud_tpu_cluster as tpu
 
-    there = {}
+    workers_by_pod = {}
     for pod in (tpu.GkeTpuCluster, tpu.GceTpuCluster):
-        monkeypatch.setattr(pod, "is_env_present", classmethod(lambda cls: cls in there))
-        monkeypatch.setattr(pod, "get_process_count", classmethod(lambda cls: there[cls]))
+        monkeypatch.setattr(pod, "is_env_present", classmethod(lambda cls: cls in workers_by_pod))
+        monkeypatch.setattr(pod, "get_process_count", classmethod(lambda cls: workers_by_pod[cls]))
     monkeypatch.setenv("JAX_PLATFORMS", "")
     started_in = []
     for name in (tpu.GkeTpuCluster, tpu.GceTpuCluster, None):
         for workers in (1, 2):
-            there = {name: workers}
+            workers_by_pod = {name: workers}
             distributed.start()
             started_in += [(name, workers)] * len(started)
             started.clear()
     assert started_in == [(tpu.GkeTpuCluster, 2), (tpu.GceTpuCluster, 2)]
-    there = {tpu.GkeTpuCluster: 2}
+    workers_by_pod = {tpu.GkeTpuCluster: 2}
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     distributed.start()
     assert not started

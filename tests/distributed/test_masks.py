@@ -16,8 +16,8 @@ from tests.distributed import small_step
 from tests.distributed.small_step import Step
 
 STEPS = 3
-# Options of real runs. Without XLA's fusion emitters, as tests compile, equal numbers may be fused
-# differently in different programs.
+# XLA options of real runs. Tests compile without fusion emitters; two programs may then fuse the
+# same computation differently.
 AS_RUNS = dict(
     xla_backend_optimization_level=3,
     xla_llvm_disable_expensive_passes=False,
@@ -61,7 +61,7 @@ CASES = [("one", 3, 6), ("fsdp8", 1, 8), ("fsdp4_sequence2", 2, 8)]
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name, parts, B", CASES)
 def test_a_mask_of_ones_gives_the_bits_of_none(config, params, mesh_name, parts, B):
-    """One case has microbatches of 2 x 7 targets, which is no power of two."""
+    """One case has microbatches of 2 x 7 targets, not a power of two."""
     rows = small_step.rows(STEPS)[:, :B]
     rows = rows[..., :8] if mesh_name == "one" else rows
     options = (config, params, mesh_name, jnp.float32, rows)
@@ -84,7 +84,7 @@ CUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name, parts", CUTS)
 def test_devices_and_parts_agree_with_masks(x64, config, params, mesh_name, parts):
-    """Rows differ in their number of targets, so a mean of means would be another loss."""
+    """Rows differ in their number of targets, so a mean of row means would be another loss."""
     rows = _rows()
     one, one_metrics = _train(config, params, "one", jnp.float64, rows, masked=True)
     other, metrics = _train(config, params, mesh_name, jnp.float64, rows, masked=True, parts=parts)

@@ -58,9 +58,9 @@ def quick_config(source, directory, mesh=None, **overrides):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    given = dict(source=runs.write_text(folder / "text.txt"), directory=str(folder / "data"))
-    (folder / "config.py").write_text(CONFIG.format(**given))
-    (folder / "slow.py").write_text(SLOW.format(**given))
+    sources = dict(source=runs.write_text(folder / "text.txt"), directory=str(folder / "data"))
+    (folder / "config.py").write_text(CONFIG.format(**sources))
+    (folder / "slow.py").write_text(SLOW.format(**sources))
     return folder
 
 
@@ -75,7 +75,7 @@ def no_process_left():
 
 
 def launch(folder, workdirs, *flags, devices, own=None, config="config.py", **job) -> Job:
-    """Training processes, one per workdir (usually the same); `own` are further flags of each."""
+    """Starts a training process per workdir (often one folder); `own`: further flags of each."""
     commands = []
     for i, workdir in enumerate(workdirs):
         command = ["kvjax.main", f"--config={folder / config}", f"--workdir={workdir}"]
@@ -85,7 +85,7 @@ def launch(folder, workdirs, *flags, devices, own=None, config="config.py", **jo
 
 
 def run_here(folder, workdir, **overrides) -> None:
-    """One process with four devices: this one."""
+    """Trains in this process, with four devices."""
     config = quick_config(str(folder / "text.txt"), str(folder / "data"), **overrides)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:4])
@@ -94,12 +94,12 @@ def run_here(folder, workdir, **overrides) -> None:
 
 @pytest.fixture(scope="module")
 def one(folder):
-    """The workdir of one process with four devices."""
+    """The workdir of a run of one process with four devices."""
     run_here(folder, folder / "one")
     return folder / "one"
 
 
-# Gloo's own output, from several threads, whose lines may interrupt each other.
+# Gloo's output, which comes from several threads: lines may interrupt each other.
 GLOO = (
     r"\[Gloo\]|Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :|\d+"
 )
@@ -107,7 +107,7 @@ GLOO = (
 
 @pytest.fixture(scope="module")
 def two(folder):
-    """The workdir of two processes with two devices each."""
+    """The workdir of a run of two processes with two devices each."""
     outputs = launch(folder, [folder / "two"] * 2, devices=2).succeed()
     assert "2 processes" in outputs[0] and "--- sample ---" in outputs[0]
     assert not re.sub(GLOO, "", outputs[1]).strip()
@@ -134,39 +134,39 @@ def assert_close(a, b, last: int) -> str:
         np.testing.assert_allclose(*pairs, rtol=CLOSE)
         worst = max(worst, np.max(np.abs(np.divide(*pairs) - 1)))
     states = [jax.tree_util.tree_leaves_with_path(final_state(w)["params"]) for w in (a, b)]
-    apart = {
+    distances = {
         jax.tree_util.keystr(path): np.linalg.norm(x - y) / np.linalg.norm(y)
         for (path, x), (_, y) in zip(*states, strict=True)
     }
-    assert len(apart) > 8 and max(apart.values()) < PARAMETERS_CLOSE, apart
-    return f"losses within {worst:.1e}, parameters within {max(apart.values()):.1e}"
+    assert len(distances) > 8 and max(distances.values()) < PARAMETERS_CLOSE, distances
+    return f"losses within {worst:.1e}, parameters within {max(distances.values()):.1e}"
 
 
 def final_state(workdir: pathlib.Path) -> dict:
-    """The last checkpoint, on one device here."""
+    """Returns the last checkpoint, on one device of this process."""
     path, one = workdir / "checkpoints" / str(STEPS), jax.sharding.SingleDeviceSharding
-    there = ocp.metadata(path, checkpointable_name="state").metadata
+    saved = ocp.metadata(path, checkpointable_name="state").metadata
 
     def shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one(jax.devices()[0]))
 
-    return ocp.load(path, jax.tree.map(shape, there), checkpointable_name="state")
+    return ocp.load(path, jax.tree.map(shape, saved), checkpointable_name="state")
 
 
 def test_processes_read_disjoint_rows(folder):
     """Each row of a batch is read once, or by both processes that share its devices."""
-    given = json.dumps([str(folder / "text.txt"), str(folder / "other data")])
-    command = ["tests.job", "rows", given]
+    arguments = json.dumps([str(folder / "text.txt"), str(folder / "other data")])
+    command = ["tests.job", "rows", arguments]
     _jobs.append(Job([command] * 4, devices=1, logs=folder / "rows-logs"))
-    found = [json.loads(text.splitlines()[-1])["found"] for text in _jobs[-1].succeed()]
-    parts = [set(f["fsdp4"]) for f in found]
-    assert [len(p) for p in parts] == [2, 2, 2, 2] and len(set().union(*parts)) == 8
-    parts = [frozenset(f["tensor2"]) for f in found]
-    assert [len(p) for p in parts] == [4, 4, 4, 4] and len(frozenset().union(*parts)) == 8
-    assert sorted(parts.count(p) for p in set(parts)) == [2, 2]
-    whole = set(found[0]["tensor4"])
-    assert len(whole) == 8 and all(set(f["tensor4"]) == whole for f in found)
-    assert whole == frozenset().union(*parts)
+    outputs = [json.loads(text.splitlines()[-1])["found"] for text in _jobs[-1].succeed()]
+    shares = [set(output["fsdp4"]) for output in outputs]
+    assert [len(share) for share in shares] == [2, 2, 2, 2] and len(set().union(*shares)) == 8
+    shares = [frozenset(output["tensor2"]) for output in outputs]
+    assert [len(share) for share in shares] == [4, 4, 4, 4] and len(frozenset().union(*shares)) == 8
+    assert sorted(shares.count(share) for share in set(shares)) == [2, 2]
+    all_rows = set(outputs[0]["tensor4"])
+    assert len(all_rows) == 8 and all(set(output["tensor4"]) == all_rows for output in outputs)
+    assert all_rows == frozenset().union(*shares)
     prepared = list((folder / "other data" / "datasets").iterdir())
     assert len(prepared) == 1 and not list((folder / "other data").glob(".kvjax-*"))
 
@@ -186,7 +186,7 @@ def test_two_processes_train_as_one(one, two):
 
 
 def test_four_processes_go_on_as_two_and_as_one(folder, one):
-    """A checkpoint of four, at step 20, continued; all end as the one that never stopped."""
+    """Resumes four processes' checkpoint of step 20; results equal those of an unbroken run."""
     four = folder / "four"
     launch(folder, [four] * 4, "--config.train.stop_after=20", devices=1).succeed()
     for name in ("four-one", "four-two"):
@@ -204,11 +204,11 @@ def test_four_processes_go_on_as_two_and_as_one(folder, one):
     ids=lambda mesh: "x".join(axis for axis, size in mesh.items() if size > 1),
 )
 def test_a_mesh_that_splits_two_axes(folder, mesh, request):
-    """Two processes of other hash seeds: both see the losses that one process does."""
+    """Two processes with different hash seeds have the losses of a single process."""
     name = request.node.callspec.id
     short = dict(mesh=mesh, num_steps=10, eval_every=10, sample_tokens=0)
-    given = [str(folder / "text.txt"), str(folder / "data"), str(folder / f"{name}-two"), short]
-    command = ["tests.job", "records", json.dumps(given)]
+    arguments = [str(folder / "text.txt"), str(folder / "data"), str(folder / f"{name}-two"), short]
+    command = ["tests.job", "records", json.dumps(arguments)]
     _jobs.append(Job([command] * 2, devices=2, logs=folder / f"{name}-logs"))
     statuses = _jobs[-1].wait()
     assert statuses == [0, 0], (statuses, _jobs[-1].outputs())
@@ -216,10 +216,10 @@ def test_a_mesh_that_splits_two_axes(folder, mesh, request):
     assert first == second and [r["step"] for r in first] == [*range(1, 11), 10]
 
     run_here(folder, folder / f"{name}-one", **short)
-    for here, there in zip(records(folder / f"{name}-one"), first, strict=True):
-        assert here.keys() == there.keys()
-        for key in here.keys() & {"loss", "validation_loss", "grad_norm"}:
-            np.testing.assert_allclose(here[key], there[key], rtol=CLOSE)
+    for single, joint in zip(records(folder / f"{name}-one"), first, strict=True):
+        assert single.keys() == joint.keys()
+        for key in single.keys() & {"loss", "validation_loss", "grad_norm"}:
+            np.testing.assert_allclose(single[key], joint[key], rtol=CLOSE)
 
 
 def wait_for_step(job: Job, workdir: pathlib.Path, step: int, seconds: float = 240) -> None:
@@ -264,7 +264,7 @@ def test_stopped_lost_and_resumed_is_the_same_to_the_bit(folder, two):
 
 
 def test_the_coordinator_is_lost(folder):
-    """Process 0 holds the coordination service: all notice at once."""
+    """Process 0 runs the coordination service: the others notice at once."""
     workdir = folder / "headless"
     job = launch(folder, [workdir] * 2, devices=1)
     wait_for_step(job, workdir, 2)
@@ -284,13 +284,13 @@ def test_an_error_in_one_process_stops_all(folder, kind):
     )
     _jobs.append(job)
     outcomes = dict(user=(2, "the key is wrong"), bug=(1, "KeyError: 'a bug'"))
-    status, said = outcomes[kind.split()[0]]
+    status, message = outcomes[kind.split()[0]]
     started = time.monotonic()
     assert job.wait(90) == [status] * 2, job.outputs()
-    who = int(kind[-1])
+    failing = int(kind[-1])
     for i, output in enumerate(job.outputs()):
-        assert ("" if i == who else f"process {who} stopped: ") + said in output
-        assert ("Traceback" in output) == (status == 1 and i == who)
+        assert ("" if i == failing else f"process {failing} stopped: ") + message in output
+        assert ("Traceback" in output) == (status == 1 and i == failing)
     assert time.monotonic() - started < 60
 
 
@@ -314,6 +314,6 @@ def test_no_process_holds_the_whole_state_while_loading():
     for r in rows:
         print(r)
         assert r["state_bytes"] > 250e6
-        for peak, here in zip(r["peak_bytes"], r["local_bytes"], strict=True):
-            assert 0.2 * r["state_bytes"] < here < 0.3 * r["state_bytes"]
-            assert here < peak < 0.75 * r["state_bytes"]
+        for peak, local in zip(r["peak_bytes"], r["local_bytes"], strict=True):
+            assert 0.2 * r["state_bytes"] < local < 0.3 * r["state_bytes"]
+            assert local < peak < 0.75 * r["state_bytes"]

@@ -26,7 +26,7 @@ CONFIGS = command_line.config_files()
 
 # -- placement -------------------------------------------------------------------------------------
 
-# Axes of the stored array (layers first) by the weight's name, written down by hand.
+# PartitionSpec of the stored array (layers first) by the weight's name, written by hand.
 EXPECTED = dict(
     embedding=P(None, ("fsdp", "tensor")),
     head=P("fsdp", "tensor"),
@@ -56,10 +56,10 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
         spec = EXPECTED.get(name, P()) if x.ndim else P()
         assert x.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), x.ndim), path
         names = [n for axes in spec for n in ((axes,) if isinstance(axes, str) else axes or ())]
-        ways = math.prod(mesh.shape[n] for n in names)
+        num_shards = math.prod(mesh.shape[n] for n in names)
         assert len(x.addressable_shards) == 8
-        assert all(s.data.nbytes * ways == x.nbytes for s in x.addressable_shards)
-        split += ways > 1
+        assert all(s.data.nbytes * num_shards == x.nbytes for s in x.addressable_shards)
+        split += num_shards > 1
     # 10 matrices of the blocks have one moment each, embedding and head two.
     assert split == 10 * 2 + 2 * 3
 
@@ -72,9 +72,9 @@ def test_every_large_parameter_of_every_config_is_split(path):
     shardings = sharding.parameter_shardings(mesh, shapes, axes)
     count = 0
     for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True):
-        ways = math.prod(x.shape) // math.prod(s.shard_shape(x.shape))
-        assert ways == 8 or math.prod(x.shape) * 4 < 1 << 20
-        count += ways == 8
+        num_shards = math.prod(x.shape) // math.prod(s.shard_shape(x.shape))
+        assert num_shards == 8 or math.prod(x.shape) * 4 < 1 << 20
+        count += num_shards == 8
     assert count >= 6
 
 
@@ -91,7 +91,7 @@ def test_batches_are_split_over_data_and_fsdp():
 
 @pytest.fixture(scope="module")
 def compiled(make_mechanism, randomise):
-    """Returns a function of a mesh to LRKV's parameters and its compiled step's text."""
+    """Returns a function from a mesh's name to LRKV's parameters and the compiled step's text."""
 
     @functools.cache
     def compiled(mesh_name):
@@ -106,8 +106,10 @@ def compiled(make_mechanism, randomise):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["fsdp8", "data2_fsdp4"])
 def test_a_device_computes_its_own_rows_only(mesh_name):
-    """No array of the compiled step of three axes or more holds all rows, 32, or 32 x T tokens at
-    full width (all tokens at an eighth of it are what the embedding's gradient adds up)."""
+    """No array of the compiled step has all 32 rows and T, or 32 x T tokens at full width.
+
+    (The embedding's gradient sums over all tokens, at an eighth of the width.)
+    """
     config = runs.small_config("unused.txt", "", batch_size=32)
     config.data.sequence_length = 24
     experiment = config_lib.resolve(config)
@@ -148,23 +150,23 @@ def test_the_gradient_of_a_gathered_weight_is_scattered(mesh_name):
 def test_layers_gather_only_weights(compiled):
     """Each weight is gathered over `fsdp` twice: in the forward and in the backward pass."""
     params, text = compiled("fsdp8")
-    found = _collectives(text, "while")
+    collectives = _collectives(text, "while")
     matrices = [x for x in jax.tree.leaves(params["segments"]) if x.ndim > 2]
-    gathered = sorted(size for kind, size in found if kind == "all-gather")
+    gathered = sorted(size for kind, size in collectives if kind == "all-gather")
     assert gathered == sorted(x.size // LAYERS for x in matrices for _ in range(2))
 
 
 def _collectives(text, scope):
-    """(kind, elements of the result) of every collective whose name has the scope in it."""
+    """Returns (kind, elements of the result) of each collective whose name contains the scope."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    found = []
+    collectives = []
     for line in text.splitlines():
         match = re.search(rf"= (.*?) ({kinds})(-start)?\(", line)
         if match and f"/{scope}/" in line.partition("op_name=")[2]:
             shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
             sizes = [math.prod(int(n) for n in s.split(",") if n) for s in shapes]
-            found.append((match[2], sum(sizes)))
-    return found
+            collectives.append((match[2], sum(sizes)))
+    return collectives
 
 
 @pytest.mark.slow
@@ -172,49 +174,49 @@ def _collectives(text, scope):
 def test_muon_sends_every_matrix_twice_and_gathers_nothing(compiled):
     """A device sends its shard of the stack, padded from 3 layers to 8."""
     params, text = compiled("fsdp8")
-    found = _collectives(text, "muon")
+    sent = _collectives(text, "muon")
     matrices = [x for x in jax.tree.leaves(params["segments"]) if x.ndim > 2]
     assert len(matrices) == 10
-    assert [kind for kind, _ in found] == ["all-to-all"] * 20
-    assert sum(size for _, size in found) == 2 * sum(x.size // LAYERS * 8 // 8 for x in matrices)
+    assert [kind for kind, _ in sent] == ["all-to-all"] * 20
+    assert sum(size for _, size in sent) == 2 * sum(x.size // LAYERS * 8 // 8 for x in matrices)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["data2_fsdp4", "fsdp4_sequence2"])
 def test_muon_gathers_results_where_weights_are_copied(compiled, mesh_name):
-    """Each of two copies computes half of the layers (4 of 8, padded) and gathers the others."""
+    """Each of two replicas computes half of the layers (4 of 8, padded) and gathers the rest."""
     params, text = compiled(mesh_name)
-    found = _collectives(text, "muon")
-    each = sum(x.size // LAYERS for x in jax.tree.leaves(params["segments"]) if x.ndim > 2)
-    sizes = {kind: sum(size for k, size in found if k == kind) for kind, _ in found}
-    assert sizes == {"all-to-all": 2 * 4 * each // 4, "all-gather": 8 * each // 4}
-    assert [kind for kind, _ in found].count("all-to-all") == 20
+    collectives = _collectives(text, "muon")
+    elements = sum(x.size // LAYERS for x in jax.tree.leaves(params["segments"]) if x.ndim > 2)
+    sizes = {kind: sum(size for k, size in collectives if k == kind) for kind, _ in collectives}
+    assert sizes == {"all-to-all": 2 * 4 * elements // 4, "all-gather": 8 * elements // 4}
+    assert [kind for kind, _ in collectives].count("all-to-all") == 20
 
 
 def test_distribute_layers(x64):
     """`distribute_layers` applies a function of whole matrices, each on one device."""
     from kvjax.optim import distribute_layers
 
-    seen = []
+    shapes = []
 
     def function(x):
-        seen.append(x.shape)
+        shapes.append(x.shape)
         return x / (1 + jnp.linalg.norm(x, axis=(1, 2), keepdims=True))
 
     w = np.random.default_rng(0).normal(size=(5, 16, 8))
     for name in ("fsdp8", "data2_fsdp4", "fsdp4_tensor2", "data2_sequence2_tensor2"):
-        where = jax.NamedSharding(small_step.mesh(name), P(None, "fsdp", "tensor"))
-        got = jax.jit(distribute_layers(function, where))(jax.device_put(w, where))
-        assert got.sharding.is_equivalent_to(where, 3)
-        np.testing.assert_allclose(got, function(w), rtol=1e-12)
-        assert seen[-2:] == [(1, 16, 8), (5, 16, 8)]
+        sharded = jax.NamedSharding(small_step.mesh(name), P(None, "fsdp", "tensor"))
+        result = jax.jit(distribute_layers(function, sharded))(jax.device_put(w, sharded))
+        assert result.sharding.is_equivalent_to(sharded, 3)
+        np.testing.assert_allclose(result, function(w), rtol=1e-12)
+        assert shapes[-2:] == [(1, 16, 8), (5, 16, 8)]
 
 
 @pytest.mark.slow
 def test_context_parallelism_sends_latents_not_keys(compiled):
-    """LRKV's per token: two bases of H and 2·K·R, where keys and values are 2·N·H.
+    """Per token, LRKV sends two bases of H and 2·K·R; keys and values would be 2·K·H.
 
-    For the forward pass, and once more for the backward pass, which keeps none of it.
+    It sends them in the forward pass, and again in the backward pass, which saved none of them.
     """
     _, text = compiled("fsdp4_sequence2")
     gathered = [size for kind, size in _collectives(text, "latents") if kind == "all-gather"]
@@ -228,7 +230,7 @@ def test_context_parallelism_sends_latents_not_keys(compiled):
 
 def test_meshes_that_do_not_multiply():
     divide = "data x sequence x tensor must divide 8: one of 1, 2, 4, 8"
-    for sizes, said in (
+    for sizes, product in (
         ((3, 0, 1, 1), "data = 3 x fsdp = 2 x sequence = 1 x tensor = 1 is 6"),
         ((2, 3, 1, 1), "data = 2 x fsdp = 3 x sequence = 1 x tensor = 1 is 6"),
         ((16, 0, 1, 1), "data = 16 x fsdp = 1 x sequence = 1 x tensor = 1 is 16"),
@@ -238,7 +240,7 @@ def test_meshes_that_do_not_multiply():
         with pytest.raises(UserError) as error:
             sharding.make_mesh(config, jax.devices())
         advice = "with config.mesh.fsdp = 4 (or 0) they are used" if config.fsdp else divide
-        assert str(error.value) == f"config.mesh: {said}, and there are 8 devices; {advice}"
+        assert str(error.value) == f"config.mesh: {product}, and there are 8 devices; {advice}"
 
 
 def test_mesh_values():
@@ -246,12 +248,12 @@ def test_mesh_values():
     assert dict(mesh.shape) == dict(data=2, fsdp=4, sequence=1, tensor=1)
     assert sharding.batch_shards(mesh) == 8
     for key in sharding.AXES:
-        least = 0 if key == "fsdp" else 1
-        for value in (least, 1 << 20):
+        minimum = 0 if key == "fsdp" else 1
+        for value in (minimum, 1 << 20):
             assert getattr(MeshConfig(**{key: value}), key) == value
-        for value in (least - 1, 1 + (1 << 20)):
-            said = f"config.mesh.{key} = {value}: must be at least {least} and at most 1,048,576"
-            with pytest.raises(UserError, match=said):
+        for value in (minimum - 1, 1 + (1 << 20)):
+            text = f"config.mesh.{key} = {value}: must be at least {minimum} and at most 1,048,576"
+            with pytest.raises(UserError, match=text):
                 MeshConfig(**{key: value})
 
 
@@ -259,14 +261,14 @@ def test_heads_that_do_not_divide():
     path = next(p for p in CONFIGS if p.stem == "mha_2p5b")
     weights = parameters.abstract(config_lib.resolve(command_line.load_config(path)).model)
     mesh = sharding.make_mesh(MeshConfig(tensor=4), jax.devices())
-    said = r"tensor = 4 does not divide the 18 of .*_key \[36, 2304, 18, 128\].* 1, 2, 3, 6, 9"
-    with pytest.raises(UserError, match=said):
+    message = r"tensor = 4 does not divide the 18 of .*_key \[36, 2304, 18, 128\].* 1, 2, 3, 6, 9"
+    with pytest.raises(UserError, match=message):
         sharding.parameter_shardings(mesh, *weights)
     assert not sharding.divides(mesh.shape, *weights)
     assert sharding.divides(mesh.shape | dict(fsdp=2, tensor=1), *weights)
 
 
-# All forms of weights.
+# PartitionSpec by axes, for all forms of weights.
 SPLIT = {
     "V D": P(None, ("fsdp", "tensor")),
     "T D": P(None, ("fsdp", "tensor")),

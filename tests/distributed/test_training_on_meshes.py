@@ -1,4 +1,4 @@
-"""One device and eight compute the same numbers, and so do the parts of a batch."""
+"""One device and eight compute the same numbers, and so do microbatches."""
 
 import functools
 
@@ -18,9 +18,9 @@ from tests.mechanisms import MECHANISMS
 
 SEVERAL = tuple(MESHES)[1:]
 SPLIT = "data2_sequence2_tensor2"
-STEPS = 8  # queries and keys first move in the fourth
+STEPS = 8  # queries and keys first change in the fourth
 
-# Head dims that eight devices divide, where weights are split over them.
+# Head dims that the devices divide, for weights that are sharded along them.
 DIMS = {
     "lrkv_wide_keys": dict(key_dim=16, value_dim=8),
     "lrkv_shared_rope": dict(key_dim=16, value_dim=8),
@@ -39,10 +39,10 @@ def _train(config, params, mesh_name, dtype, *, steps=STEPS, **options):
 
 
 def _meshes(name, i):
-    """LRKV on those of several axes, the others on one each in turn.
+    """Returns meshes for a mechanism: for LRKV those of several axes, for others one, in turn.
 
-    What is read in branches, what turns outputs back by position, products of factors, residuals
-    beside a latent: where tokens and heads are split.
+    Mechanisms with branches, outputs rotated back by position, products of factors, or residuals
+    beside a latent use the mesh that shards tokens and heads.
     """
     if name in ("mlra", "shared_kv", "tpa", "mla_lrkv"):
         return (SPLIT,)
@@ -75,7 +75,7 @@ def test_eight_devices_train_as_one_in_float32(make_mechanism, randomise, name, 
     for mesh_name in dict.fromkeys((meshes[0], *meshes[-2:])):
         other, metrics = _train(config, params, mesh_name, jnp.float32)
         np.testing.assert_allclose(metrics[:, 0], one_metrics[:, 0], rtol=1e-5, err_msg=mesh_name)
-        # Muon amplifies rounding: a direction the gradient hardly has is made as long as any.
+        # Muon amplifies rounding: it scales even the gradient's smallest directions to full length.
         for x, y in zip(*map(jax.tree.leaves, (other["params"], one["params"])), strict=True):
             assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y), mesh_name
 

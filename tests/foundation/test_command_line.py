@@ -58,7 +58,7 @@ def test_overrides_among_options():
 
 
 def test_missing_files():
-    # The folder of a variant says which one: configs/lrkv_128m.py pretrains, mid.py's continues it.
+    # Several files have a variant lrkv_128m; the folder decides which one is suggested.
     with pytest.raises(UserError, match=r"has moved: give --config=configs/mid.py:lrkv_128m"):
         load_config(pathlib.Path("configs/mid/lrkv_128m.py"))
     with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
@@ -119,36 +119,36 @@ def test_shipped_configs_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     parser = command_line.Parser("A command.", config=True)
 
-    def found(name):
+    def parsed(name):
         return parser.parse([f"--config={name}"]).config
 
     for name in ("configs/lrkv_tiny.py", "./configs/../configs/lrkv_tiny.py"):
-        assert found(name).resolve() == LRKV.resolve()
-    assert found("configs/ranks.py:lrkv_r8_128m") == CONFIGS / "ranks.py:lrkv_r8_128m"
+        assert parsed(name).resolve() == LRKV.resolve()
+    assert parsed("configs/ranks.py:lrkv_r8_128m") == CONFIGS / "ranks.py:lrkv_r8_128m"
     for name in ("lrkv_tiny.py", "other/lrkv_tiny.py", "configs/nothing.py"):
-        assert found(name) == pathlib.Path(name)
+        assert parsed(name) == pathlib.Path(name)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "lrkv_tiny.py").touch()
     for name in ("configs/lrkv_tiny.py", "~/configs/lrkv_tiny.py"):
-        assert found(name).resolve() == tmp_path / "configs" / "lrkv_tiny.py"
+        assert parsed(name).resolve() == tmp_path / "configs" / "lrkv_tiny.py"
 
 
 def test_messages_name_the_option():
     options = argparse.Namespace(seed=-1)
-    for said, told in (
+    for message, expected in (
         ("seed = -1: must be", "--seed = -1: must be"),
         ("config.train.seed = -1: must be", "config.train.seed = -1: must be"),
         ("no seed", "no seed"),
     ):
         with (
-            pytest.raises(UserError, match=f"^{told}"),
+            pytest.raises(UserError, match=f"^{expected}"),
             command_line.naming_options(options),
         ):
-            raise UserError(said)
+            raise UserError(message)
 
 
 @pytest.mark.parametrize(
-    "error, status, said",
+    "error, status, message",
     [
         (UserError("x = 1: must be 2"), 2, "kvjax: x = 1: must be 2\n"),
         (NotImplementedError("no such kernel"), 2, "kvjax: no such kernel\n"),
@@ -174,7 +174,7 @@ def test_messages_name_the_option():
         (SystemExit("a word"), 1, ""),
     ],
 )
-def test_exit_statuses(capsys, monkeypatch, error, status, said):
+def test_exit_statuses(capsys, monkeypatch, error, status, message):
     monkeypatch.setenv("JAX_PLATFORMS", "x")
 
     def command(arguments):
@@ -183,12 +183,12 @@ def test_exit_statuses(capsys, monkeypatch, error, status, said):
 
     assert command_line.status(command, ["--x"]) == status
     out, err = capsys.readouterr()
-    assert not out and said in err and len(err.splitlines()) == bool(said)
+    assert not out and message in err and len(err.splitlines()) == bool(message)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ImportError])
 def test_a_ctrl_c_is_reported_once(capsys, monkeypatch, error):
-    """A library may have turned it into its own exception."""
+    """It is, even if a library turned KeyboardInterrupt into its own exception."""
     monkeypatch.setattr(interrupted, "_received", True)
     monkeypatch.setattr(interrupted, "_taken", False)
 

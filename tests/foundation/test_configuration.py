@@ -23,8 +23,8 @@ def _read(**values):
 
 
 def test_values_arrive():
-    given = _read(count=3, rate=0.25, name="b", on=True, ranks=(1, 2))
-    assert given == Example(3, 0.25, "b", True, (1, 2))
+    section = _read(count=3, rate=0.25, name="b", on=True, ranks=(1, 2))
+    assert section == Example(3, 0.25, "b", True, (1, 2))
     read = _read(count=3, rate=2, ranks=[4, 5])
     assert read == Example(3, 2.0, ranks=(4, 5))
     assert type(read.rate) is float and type(read.ranks) is tuple
@@ -51,18 +51,18 @@ def test_wrong_types():
         with pytest.raises(UserError) as error:
             _read(**{"count": 1, name: (3, value) if inside else value})
         hint = int if inside else hints[name]
-        said = f"config.example.{key} = {value!r} is a {kind}; it must be {hint}"
-        assert str(error.value) == said
+        message = f"config.example.{key} = {value!r} is a {kind}; it must be {hint}"
+        assert str(error.value) == message
 
 
 def test_bad_sections():
-    for given, message in (
+    for values, message in (
         (dict(count=1, cuont=2), "config.example.cuont: no such key.*count, name, on"),
         (dict(rate=0.1), "config.example: missing key.* count"),
         (dict(count=1, name="\udcff"), "config.example.name = '.udcff': is not UTF-8 text"),
     ):
         with pytest.raises(UserError, match=message):
-            _read(**given)
+            _read(**values)
     with pytest.raises(UserError, match="^config.x = 3: must be a section, with keys$"):
         configuration.to_dataclass(Example, 3, "config.x")
 
@@ -77,7 +77,7 @@ def test_ranges():
         between("k", fine, 0.5, 1.5)
     between("k", 0, 0.5, 1.5, zero="none")
     nan = float("nan")
-    for check, given, message in (
+    for check, arguments, message in (
         (one_of, ("c", ("a", "b")), "k = 'c': must be one of 'a', 'b'"),
         (at_least, (1, 2), "k = 1: must be at least 2"),
         (at_least, (nan, 0), "k = nan: must be at least 0"),
@@ -85,7 +85,7 @@ def test_ranges():
         (between, (0, 1, 1 << 24), "k = 0: must be at least 1 and at most 16,777,216"),
     ):
         with pytest.raises(UserError, match=message):
-            check("k", *given)
+            check("k", *arguments)
     with pytest.raises(UserError, match="must be 0 [(]none[)], or at least 0.5 and at most 1.5"):
         between("k", 2.0, 0.5, 1.5, zero="none")
 

@@ -23,19 +23,19 @@ BAD = [
 
 @pytest.mark.parametrize("cases", ["first", pytest.param("others", marks=pytest.mark.slow)])
 def test_bad_values_give_one_line(cases):
-    for name, value, said in BAD[:1] if cases == "first" else BAD[1:]:
-        _check(name, value, said)
+    for name, value, message in BAD[:1] if cases == "first" else BAD[1:]:
+        _check(name, value, message)
 
 
-def _check(name: str, value: str, said: str) -> None:
-    # Looks at the devices before anything else.
+def _check(name: str, value: str, message: str) -> None:
+    # This command initialises devices before it checks its options.
     command = [sys.executable, "-m", "kvjax.lm_eval", "--workdir=no", "--tasks=no"]
     environment = os.environ | {name: value}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.startswith("kvjax: ") and run.stderr.count("\n") == 1 and name in run.stderr
     assert f"={value}" in run.stderr or repr(value) in run.stderr
-    assert said in run.stderr
+    assert message in run.stderr
 
 
 def test_an_import_that_the_environment_fails_ends_the_process(monkeypatch, capsys):

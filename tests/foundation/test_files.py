@@ -1,4 +1,4 @@
-"""Files are written whole, named uniquely, moved and found."""
+"""Files are written atomically, named uniquely, moved and listed."""
 
 from etils import epath
 import pytest
@@ -48,6 +48,6 @@ def test_names_are_found_wherever_their_folder_is(tmp_path):
         for file in ("b.json", "a.json", "a.jsonl", ".b.json", "[1].json"):
             (folder / file).write_text("")
         for pattern in ("*.json", "a*", "[ab].json", "none"):
-            want = sorted(p for p in folder.glob(pattern) if p.name[0] != ".")
-            assert files.matching_entries(epath.Path(folder), pattern) == want
+            expected = sorted(p for p in folder.glob(pattern) if p.name[0] != ".")
+            assert files.matching_entries(epath.Path(folder), pattern) == expected
     assert files.matching_entries(epath.Path(folder / "a.json"), "*") == []

@@ -30,7 +30,7 @@ def run(code: str) -> subprocess.CompletedProcess:
     "code",
     [
         CTRL_C,
-        f"class A:\n def __del__(self): {CTRL_C}\nA()\nprint('went on')",  # Python forgets it
+        f"class A:\n def __del__(self): {CTRL_C}\nA()\nprint('went on')",  # Python drops it
         f"try: {CTRL_C}\nexcept KeyboardInterrupt: raise ImportError('of an array library')",
         f"try: {CTRL_C}\nexcept KeyboardInterrupt: {CTRL_C}",
     ],
@@ -125,24 +125,24 @@ def test_a_terminal_that_closes_ends_a_run_that_is_saved(config, tmp_path):
     workdir = tmp_path / "run"
     command = [sys.executable, "-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}"]
     command += [LONG, "--config.train.checkpoint_every=100000"]
-    ours, theirs = os.openpty()
-    os.set_blocking(ours, False)
+    terminal, child_end = os.openpty()
+    os.set_blocking(terminal, False)
     process = subprocess.Popen(
         [sys.executable, "-c", IN_TERMINAL, *command],
-        **dict(stdin=theirs, stdout=theirs, stderr=theirs),
+        **dict(stdin=child_end, stdout=child_end, stderr=child_end),
         env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": quick.XLA_FLAGS},
         cwd=ROOT,
         start_new_session=True,
     )
-    os.close(theirs)
+    os.close(child_end)
     metrics, deadline = workdir / "metrics.jsonl", time.monotonic() + 240
     try:
         while not (metrics.exists() and metrics.read_text().count("\n") > 100):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
             with contextlib.suppress(BlockingIOError):
-                os.read(ours, 1 << 16)  # else the terminal's buffer is full
-        os.close(ours)
+                os.read(terminal, 1 << 16)  # else the terminal's buffer is full
+        os.close(terminal)
         assert process.wait(60) == 129
     finally:
         process.kill()

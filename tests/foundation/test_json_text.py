@@ -27,9 +27,9 @@ def test_a_flipped_bit_is_refused_or_harmless():
     refused = 0
     for broken in damage.flipped(line):
         try:
-            found = json_text.parse(broken)
-            found = json_text.without_checksum(found) if isinstance(found, dict) else None
-            assert json.dumps(found) == json.dumps(RECORD), broken
+            record = json_text.parse(broken)
+            record = json_text.without_checksum(record) if isinstance(record, dict) else None
+            assert json.dumps(record) == json.dumps(RECORD), broken
         except ValueError:
             refused += 1
     assert refused > 8 * len(line) - 20
@@ -46,16 +46,16 @@ def test_bad_json(tmp_path):
         record = [record]
     with pytest.raises(ValueError, match="^nested too deeply$"):
         json_text.with_checksum(dict(a=record))
-    for text, said in (
+    for text, message in (
         (b'{"a": NaN}', "^NaN is not a JSON number$"),
-        (b'{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "^the key 'c' stands there twice$"),
+        (b'{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "^the key 'c' occurs twice$"),
         (b'{"a": "\\ud800"}', "^has a lone surrogate"),
     ):
         assert json_text.parse(text) is not None
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             json_text.parse_strictly(text)
     assert json_text.parse_strictly(b'{"a": "\\ud83d\\ude42"}') == {"a": "🙂"}
-    for content, said in (
+    for content, message in (
         (None, "is missing: mend it"),
         ("folder", "cannot be read: Is a directory"),
         (b"{", r"is not JSON \(.*\): mend it"),
@@ -66,7 +66,7 @@ def test_bad_json(tmp_path):
             path.write_bytes(content)
         elif content:
             path.mkdir()
-        with pytest.raises(UserError, match=f"^{path} {said}$"):
+        with pytest.raises(UserError, match=f"^{path} {message}$"):
             json_text.read_record(path, "mend it")
         if content == "folder":
             path.rmdir()

@@ -17,9 +17,9 @@ def test_lists():
 
 def test_bad_lists_of_numbers():
     for text in ("", "1,", ",", "x", "1;8", "0", "8,-1", "1.5", "9" * 5000):
-        for least in (1, 128):
-            with pytest.raises(UserError, match=f"--b '.*': must be integers of {least} or more"):
-                lists.integers("--b", text, least)
+        for minimum in (1, 128):
+            with pytest.raises(UserError, match=f"--b '.*': must be integers of {minimum} or more"):
+                lists.integers("--b", text, minimum)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,6 @@ def test_bad_lists_of_numbers():
     [("", "", ""), ("mha,", "", ""), ("mha,lkrv", "lkrv", r"; did you mean 'lrkv'\?")],
 )
 def test_unknown_names(text, name, close):
-    said = f"^--mechanisms={text}: '{name}' is none of mha, lrkv{close}$"
-    with pytest.raises(UserError, match=said):
+    message = f"^--mechanisms={text}: '{name}' is none of mha, lrkv{close}$"
+    with pytest.raises(UserError, match=message):
         lists.names("--mechanisms", text, ("mha", "lrkv"))

@@ -81,17 +81,17 @@ def test_json_stands_alone_on_standard_output(capsys):
     out.say("words")
     out.table(HEADER, ROWS)
     out.result(dict(rows=2))
-    printed, beside = capsys.readouterr()
+    printed, stderr = capsys.readouterr()
     assert json.loads(printed) == dict(rows=2) and printed.count("\n") == 1
-    assert "words" in beside and "1,310,720" in beside
+    assert "words" in stderr and "1,310,720" in stderr
 
 
 def test_without_json_there_is_none(capsys):
     out = _output()
     out.show(output.Table("title " * 30, HEADER, ROWS, ["a note"]))
     out.result(dict(rows=2))
-    printed, beside = capsys.readouterr()
-    assert "{" not in printed and not beside
+    printed, stderr = capsys.readouterr()
+    assert "{" not in printed and not stderr
     assert max(map(len, printed.splitlines())) <= 80
     above, _, table = printed.partition("\n\n")
     assert set(above.split()) == {"title"} and table.startswith("config")

@@ -39,7 +39,7 @@ def wait(monkeypatch):
 
 def test_formats():
     numbers = 12_340_000, 999_949_999, 1e9, 1.2345e12
-    for made, of, said in (
+    for function, values, expected in (
         (progress.size, numbers, "12.3 MB,999.9 MB,1.00 GB,1,234.50 GB"),
         (progress.count, numbers, "12.3M,999.9M,1.00B,1,234.50B"),
         (progress.duration, (99.4, 100, 5999, 6000, 3.7e7), "99 s,2 min,100 min,1.7 h,10,277.8 h"),
@@ -49,7 +49,7 @@ def test_formats():
             f"{'─' * 20} -10 %,{'━' * 10}{'─' * 10} 50 %,{'━' * 15}{'─' * 5} 73 %,{'━' * 20} 120 %",
         ),
     ):
-        assert ",".join(map(made, of)) == said
+        assert ",".join(map(function, values)) == expected
 
 
 def test_short_work_prints_nothing(wait):
@@ -87,14 +87,14 @@ def test_position_and_description(monkeypatch):
     monkeypatch.setattr(progress.sys, "stderr", stream)
     deadline = time.monotonic() + 60
     with progress.waiting("compiling") as doing:
-        for change, said in (
+        for change, line in (
             (lambda: doing.at("2 of 14"), "kvjax: compiling: 2 of 14 ("),
             (lambda: doing.now("validating"), "kvjax: validating ("),
         ):
             change()
-            while said not in stream.getvalue() and time.monotonic() < deadline:
+            while line not in stream.getvalue() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            assert said in stream.getvalue()
+            assert line in stream.getvalue()
 
 
 def test_steps_in_a_log_are_lines_every_ten_seconds(monkeypatch, capsys):

@@ -16,26 +16,26 @@ from kvjax.foundation.errors import UserError
 
 
 def test_a_result_has_its_provenance(tmp_path, monkeypatch, capsys):
-    at = provenance._BEGUN + 12.34
-    monkeypatch.setattr(provenance.time, "monotonic", lambda: at)
+    now = provenance._BEGUN + 12.34
+    monkeypatch.setattr(provenance.time, "monotonic", lambda: now)
     monkeypatch.setattr(sys, "argv", ["x.py", "--a=1", "--b"])
     monkeypatch.setattr(provenance, "program", lambda: "python -m x")
     changes = ["status", "--short", "--", ":/", ":(top,exclude)experiments/results"]
-    said = {("rev-parse", "--short", "HEAD"): "1234567", tuple(changes): " M kvjax/x.py"}
-    monkeypatch.setattr(provenance, "_git", lambda *args: said[args])
+    outputs = {("rev-parse", "--short", "HEAD"): "1234567", tuple(changes): " M kvjax/x.py"}
+    monkeypatch.setattr(provenance, "_git", lambda *args: outputs[args])
     monkeypatch.chdir(tmp_path)
     provenance.save(tmp_path / "made" / "x.json", dict(figure=1), "pytest", "no_such_package")
     assert capsys.readouterr() == ("", "kvjax: written: made/x.json\n")
     text = (tmp_path / "made" / "x.json").read_text()
-    found = json.loads(text)
-    assert text == json.dumps(found, indent=1) + "\n"
-    made_by = found.pop("made_by")
+    result = json.loads(text)
+    assert text == json.dumps(result, indent=1) + "\n"
+    made_by = result.pop("made_by")
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pytest")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     with open("/proc/cpuinfo") as file:
         names = [line.split(": ")[1].strip() for line in file if line.startswith("model name")]
     assert len(made_by.pop("date")) == len("2026-01-01")
-    assert found == dict(figure=1) and list(made_by.pop("code")) == ["kvjax", "experiments"]
+    assert result == dict(figure=1) and list(made_by.pop("code")) == ["kvjax", "experiments"]
     assert made_by == {
         "command": "python -m x --a=1 --b",
         "commit": "1234567+",

@@ -1,4 +1,4 @@
-"""Files of records: sorted lines, each replaced alone and whole, by several processes at once."""
+"""Files of records: lines are sorted; several processes may replace lines, each atomically."""
 
 from concurrent import futures
 import json

@@ -18,7 +18,7 @@ from kvjax.foundation.errors import UserError
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "text, message",
     [
         ("gs://bucket/x", r"gs:// needs the package gcsfs: pip install 'kvjax\[gcs\]'"),
         ("s3://bucket/x", "s3:// needs the package s3fs: pip install"),
@@ -28,16 +28,16 @@ from kvjax.foundation.errors import UserError
         ("runs/" + "x" * 256, "has a name of 256 bytes; file systems take 255"),
     ],
 )
-def test_unsupported_paths(monkeypatch, given, message):
+def test_unsupported_paths(monkeypatch, text, message):
     monkeypatch.setitem(runtime.BUCKETS, "gs", ("gcsfs_", runtime.BUCKETS["gs"][1]))
     if "gcsfs" in message:
         message = message.replace("gcsfs", "gcsfs_")
     with pytest.raises(UserError, match=f"^--workdir = .*{message}"):
-        runtime.path("--workdir", given)
+        runtime.path("--workdir", text)
 
 
 def test_a_pipe_is_refused_unless_a_shell_made_it(tmp_path, monkeypatch):
-    """Opening a pipe waits for its writer; /dev/fd/N, a shell's <(COMMAND), has one."""
+    """Opening a pipe blocks until it has a writer; /dev/fd/N, a shell's <(COMMAND), has one."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.symlink("pipe", "link")
@@ -68,9 +68,9 @@ def test_paths_with_a_backslash_are_refused(monkeypatch, tmp_path):
     folder.mkdir()
     link.symlink_to(folder)
     monkeypatch.chdir(folder)
-    for given in ("run", folder):
+    for path in ("run", folder):
         with pytest.raises(UserError, match="^--workdir = .*backslash"):
-            runtime.workdir(given)
+            runtime.workdir(path)
     with pytest.raises(UserError, match="^--out = .*backslash"):
         convert.main([f"--source={tmp_path}", f"--out={folder / 'm'}"])
     assert runtime.workdir(link / "run")  # TensorStore follows it
@@ -84,9 +84,9 @@ def test_the_cache_is_a_folder_and_absolute(monkeypatch, tmp_path):
         with pytest.raises(UserError, match=f"^KVJAX_CACHE = '{cache}': must be a folder"):
             runtime.cache_directory()
     monkeypatch.setenv("KVJAX_CACHE", "new/cache")
-    found = runtime.cache_directory()
+    path = runtime.cache_directory()
     monkeypatch.chdir("/")
-    assert str(found) == f"{tmp_path}/new/cache"
+    assert str(path) == f"{tmp_path}/new/cache"
 
 
 def test_cores_are_those_of_the_container(monkeypatch, tmp_path):
@@ -102,14 +102,14 @@ FORCED = "--xla_force_host_platform_device_count="
 
 
 def test_collectives_have_threads(monkeypatch):
-    for given, threads in (
+    for variables, threads in (
         (dict(XLA_FLAGS=f"{FORCED}2 {FORCED}8"), "128"),  # XLA takes the last
         (dict(JAX_NUM_CPU_DEVICES="4"), "64"),
         (dict(XLA_FLAGS=f"{FORCED}8", NPROC="9"), "9"),
         (dict(XLA_FLAGS=f"{FORCED}1"), None),
         ({}, None),
     ):
-        monkeypatch.setattr(os, "environ", dict(given))
+        monkeypatch.setattr(os, "environ", dict(variables))
         runtime.give_collectives_threads()
         assert os.environ.get("NPROC") == threads
 
@@ -121,17 +121,17 @@ def test_xla_obeys_nproc():
     code += "import jax\nassert len(jax.devices()) == 8\nprint(len(os.listdir('/proc/self/task')))"
     environment = os.environ | dict(XLA_FLAGS=f"{FORCED}8", JAX_PLATFORMS="cpu")
     counted = []
-    for what in ("quiet_libraries", "start"):
-        command = [sys.executable, "-c", code.format(what)]
+    for function in ("quiet_libraries", "start"):
+        command = [sys.executable, "-c", code.format(function)]
         counted.append(int(subprocess.check_output(command, cwd=ROOT, env=environment, text=True)))
     assert counted[0] < 60 < 128 <= counted[1]
 
 
 def test_start(monkeypatch, tmp_path):
     """Sets the allocator, a compilation cache unless JAX has one, and logging."""
-    set_to, told, values = [], [], types.SimpleNamespace(jax_compilation_cache_dir=None)
-    values.update = lambda *args: set_to.append(args)
-    library = types.SimpleNamespace(mallopt=lambda *args: told.append(args))
+    updates, allocator_calls, values = [], [], types.SimpleNamespace(jax_compilation_cache_dir=None)
+    values.update = lambda *args: updates.append(args)
+    library = types.SimpleNamespace(mallopt=lambda *args: allocator_calls.append(args))
     monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(jax, "config", values)
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
@@ -141,19 +141,19 @@ def test_start(monkeypatch, tmp_path):
         ("jax_compilation_cache_dir", f"{tmp_path}/compiled"),
         ("jax_persistent_cache_min_compile_time_secs", 0.5),
     ]
-    assert set_to == cache and told == [(-4, 0), (-1, -1), (-8, 1)]
+    assert updates == cache and allocator_calls == [(-4, 0), (-1, -1), (-8, 1)]
     assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "2"
     levels = [logging.getLogger(name).level for name in ("absl", "jax", "orbax")]
     assert levels == [logging.ERROR] * 3
     runtime.start(compilation_cache=False)
     values.jax_compilation_cache_dir = str(tmp_path)
     runtime.start()
-    assert set_to == cache
+    assert updates == cache
     (tmp_path / "file").write_text("")
     values.jax_compilation_cache_dir = str(tmp_path / "file")
     with pytest.raises(UserError, match="^JAX_COMPILATION_CACHE_DIR = .*must be a folder"):
         runtime.start()
-    library.mallopt = None  # of another library of C
+    library.mallopt = None  # a C library other than glibc
     del library.mallopt
     runtime.keep_large_blocks()
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -169,8 +169,8 @@ def test_memory_of_a_device(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "local_devices", lambda: [device, device])
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     assert runtime.memory_per_device() == 500
-    for said, found in (("max\n", 500), ("300\n", 150), ("7000\n", 500)):
-        limit.write_text(said)
-        assert runtime.memory_per_device() == found
+    for quota, expected in (("max\n", 500), ("300\n", 150), ("7000\n", 500)):
+        limit.write_text(quota)
+        assert runtime.memory_per_device() == expected
     device.platform, device.memory_stats = "gpu", lambda: dict(bytes_limit=77, bytes_in_use=3)
     assert runtime.memory_per_device() == 77

@@ -20,7 +20,7 @@ from kvjax.workdir import metrics
 
 
 def test_names_of_configs_mean_their_mechanism():
-    """Pictures that know only a name agree with pictures that know the config."""
+    """A figure drawn from a name has the colour of a figure drawn from the config."""
     unnamed = set()
     for file in command_line.config_files():
         label = command_line.config_label(file)
@@ -33,7 +33,7 @@ def test_names_of_configs_mean_their_mechanism():
 
 
 def test_other_names():
-    found = {
+    expected = {
         "LRKV without RoPE": "lrkv",
         "GQA-6": "gqa",
         "MLA without RoPE key": "mla_paper",
@@ -44,14 +44,14 @@ def test_other_names():
         "layer 3": None,
         "": None,
     }
-    assert {name: theme.mechanism(name) for name in found} == found
+    assert {name: theme.mechanism(name) for name in expected} == expected
     assert theme.color("layer 3") == theme.GRAY
     layers = [f"layer {i}" for i in range(12)]
     colors = theme.colors(["a run", *layers], {"a run": "tpa"})
     assert len(set(colors.values())) == 13 and colors["a run"] == theme.COLORS["tpa"]
 
 
-def _seen(color: str) -> tuple[np.ndarray, float]:
+def _lab_and_contrast(color: str) -> tuple[np.ndarray, float]:
     """Returns CIELAB coordinates of a colour, and its contrast to white as WCAG counts it."""
     parts = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
@@ -63,22 +63,22 @@ def _seen(color: str) -> tuple[np.ndarray, float]:
 
 
 def test_colors_differ_and_are_seen_on_white():
-    seen = {name: _seen(color) for name, color in theme.COLORS.items()}
+    seen = {name: _lab_and_contrast(color) for name, color in theme.COLORS.items()}
     assert min(contrast for _, contrast in seen.values()) > 3
-    for (one, (a, _)), (other, (b, _)) in itertools.combinations(seen.items(), 2):
-        assert np.linalg.norm(a - b) > 15, (one, other)
+    for (first, (a, _)), (second, (b, _)) in itertools.combinations(seen.items(), 2):
+        assert np.linalg.norm(a - b) > 15, (first, second)
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """Returns the figures that are saved from here on."""
-    made, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (made.append(f), save(f, *a, **k)))
-    return made
+    saved, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (saved.append(f), save(f, *a, **k)))
+    return saved
 
 
 def test_a_mechanism_has_one_colour_everywhere(drawn, tmp_path):
-    """In each picture other mechanisms come first, or none."""
+    """Draws LRKV alone, and after other mechanisms."""
     names = ["mqa", "lrkv", "mla"]
     lrkv = theme.COLORS["lrkv"]
     records = [dict(step=i, tokens=9 * i, loss=2.0, validation_bpb=1.0) for i in (1, 2)]
@@ -88,20 +88,22 @@ def test_a_mechanism_has_one_colour_everywhere(drawn, tmp_path):
     assert [axes.get_lines()[0].get_color() for axes in curves.axes] == [lrkv, lrkv]
 
     series = {f"{name}_tiny": ((1, 2), (i, i)) for i, name in enumerate(names)}
-    of = dict(x="x", y="y")
-    draw.lines(series, **of)
+    labels = dict(x="x", y="y")
+    draw.lines(series, **labels)
     (axes,) = drawn.pop().axes
     assert [line.get_color() for line in axes.get_lines()] == [*map(theme.color, names)]
     runs = {f"run {name}": place for name, place in zip(names, series.values(), strict=True)}
-    told = {name: name.removeprefix("run ") for name in runs}
-    _, live = draw.live_lines(runs, **of, names=list(runs), of=told)
-    draw.picture([dict(of, series=dict(list(runs.items())[1:]), names=list(runs), of=told)])
+    mechanisms = {name: name.removeprefix("run ") for name in runs}
+    _, live = draw.live_lines(runs, **labels, names=list(runs), of=mechanisms)
+    draw.picture(
+        [dict(labels, series=dict(list(runs.items())[1:]), names=list(runs), of=mechanisms)]
+    )
     assert live[1].color == drawn.pop().axes[0].get_lines()[0].get_color() == lrkv
 
     rows = [
-        dict(mechanism=name, implementation=how, batch=1, length=1, gbps=1.0)
+        dict(mechanism=name, implementation=implementation, batch=1, length=1, gbps=1.0)
         for name in ("mla", "lrkv_no_rope", "lrkv")
-        for how in ("xla", "gpu")
+        for implementation in ("xla", "gpu")
     ]
     profile.plot(rows, tmp_path / "plot.png")
     lines = drawn.pop().axes[0].get_lines()
@@ -113,15 +115,15 @@ def test_a_mechanism_has_one_colour_everywhere(drawn, tmp_path):
         for name in names
         for more in [dict(parameters=1, seeds=[0, 1, 2])]
     ]
-    found = dict(rows=rows, runs={name: {0: dict(bpb=1.0)} for name in names}, tokens=1)
-    for figure in (figures.results(found), figures.small_caches(found)):
+    results = dict(rows=rows, runs={name: {0: dict(bpb=1.0)} for name in names}, tokens=1)
+    for figure in (figures.results(results), figures.small_caches(results)):
         marks = [line for line in figure.axes[0].get_lines() if line.get_marker() == "o"]
         assert [to_hex(mark.get_color()) for mark in marks] == [*map(theme.color, names)]
 
 
 def test_pictures_take_their_colours_from_the_theme():
-    """No figure has a colour of its own, nor matplotlib's default cycle."""
-    own = re.compile(r"""["']#[0-9a-fA-F]{6}["']|f?["']C(?:\d|\{\w+\})["']""")
+    """No figure has a colour literal or matplotlib's default cycle."""
+    literal = re.compile(r"""["']#[0-9a-fA-F]{6}["']|f?["']C(?:\d|\{\w+\})["']""")
     home = ROOT / "kvjax" / "foundation" / "theme.py"
     texts = {
         path: path.read_text("utf-8")
@@ -135,5 +137,5 @@ def test_pictures_take_their_colours_from_the_theme():
         texts[path] = "\n".join(code)
         plots = "pyplot" in texts[path]
         assert not plots or "\ntheme.notebook()\n" in texts[path], path.name
-    found = {path.name: own.findall(text) for path, text in texts.items()}
-    assert not {name: colors for name, colors in found.items() if colors}
+    literals = {path.name: literal.findall(text) for path, text in texts.items()}
+    assert not {name: colors for name, colors in literals.items() if colors}

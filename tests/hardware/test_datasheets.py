@@ -14,11 +14,11 @@ def test_datasheets():
     nvidia = "NVIDIA {} Tensor Core GPU datasheet, SXM; bfloat16 without sparsity; NVLink"
     google = "cloud.google.com/tpu/docs/{}"
     v4 = google.format("v4") + "; 6 links of 50 GB/s: arXiv 2304.01433"
-    found = {
+    figures = {
         name: (d.hbm_bytes, d.bandwidth, d.bf16_flops, round(d.ridge), d.interconnect, d.source)
         for name, d in datasheets.DEVICES.items()
     }
-    assert found == dict(
+    assert figures == dict(
         h100=(80e9, 3.35e12, 989e12, 295, 450e9, nvidia.format("H100")),
         h200=(141e9, 4.8e12, 989e12, 206, 450e9, nvidia.format("H200")),
         v4=(32 * 2**30, 1.228e12, 275e12, 224, 300e9, v4),
@@ -26,7 +26,7 @@ def test_datasheets():
         v5p=(95e9, 2.765e12, 459e12, 166, 600e9, google.format("v5p")),
         v6e=(32e9, 1.64e12, 918e12, 560, 400e9, google.format("v6e")),
     )
-    assert all(datasheets.get(name).name == name for name in found)
+    assert all(datasheets.get(name).name == name for name in figures)
     alone = datasheets.Device(name="x", hbm_bytes=1, bandwidth=1.0, bf16_flops=1.0, source="")
     assert alone.interconnect == float("inf")
 

@@ -14,22 +14,22 @@ from kvjax.hardware import datasheets, topology
 @pytest.fixture
 def compilers(monkeypatch):
     """Compilers that log their arguments, and know no "3x3" and no more than six GPUs."""
-    asked, environment = [], dict(TPU_SKIP_MDS_QUERY="0")
+    calls, environment = [], dict(TPU_SKIP_MDS_QUERY="0")
 
     def describe(*name, **options):
-        asked.append((name, options))
+        calls.append((name, options))
         if name == ("v5e:3x3",) or options.get("topology") == "1x1x7":
             raise ValueError("no such shape\nmore") if name else NotImplementedError("too many")
         return types.SimpleNamespace(devices=(f"device of {name}", "other"))
 
     monkeypatch.setattr(topology.topologies, "get_topology_desc", describe)
-    monkeypatch.setattr(topology.extras, "require", lambda *needed: asked.append(needed))
+    monkeypatch.setattr(topology.extras, "require", lambda *needed: calls.append(needed))
     monkeypatch.setattr(topology, "os", types.SimpleNamespace(environ=environment))
-    return asked, environment
+    return calls, environment
 
 
 def test_what_compilers_are_asked_for(compilers):
-    asked, environment = compilers
+    calls, environment = compilers
     assert topology.get_devices("v4:2x2x1") == ["device of ('v4:2x2x1',)", "other"]
     assert environment == dict(
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
@@ -40,7 +40,7 @@ def test_what_compilers_are_asked_for(compilers):
     topology.get_devices("v5e:4x4")
     assert topology.get_devices("h200:8") == ["device of ()", "other"]
     assert topology.gpu_device("h100") == "device of ()"
-    needs, v4, _, v5e, needs_cuda, h200, _, h100 = asked
+    needs, v4, _, v5e, needs_cuda, h200, _, h100 = calls
     assert (needs, needs_cuda) == (
         ("compiling for a TPU", "libtpu"),
         ("compiling for a GPU", "jax_cuda13_plugin"),
@@ -63,15 +63,15 @@ def test_names_that_are_not_known_list_examples_of_both(compilers):
         "h100:1 h100:8; h200:1 h200:8"
     )
     assert topology.examples() == examples
-    of_either = ("h200", "h200:", "h200:0", "h200:9", "h200:2x4", "a100:8", "", "v5e", "v5e:")
-    cases = [(topology.get_devices, name) for name in (*of_either, "v9:2x2", "v5e:3x3")]
+    bad_names = ("h200", "h200:", "h200:0", "h200:9", "h200:2x4", "a100:8", "", "v5e", "v5e:")
+    cases = [(topology.get_devices, name) for name in (*bad_names, "v9:2x2", "v5e:3x3")]
     cases += [(topology.tpu_devices, "h200:8"), (topology.gpu_devices, "v5e:4x4")]
     for function, name in cases:
         with pytest.raises(UserError) as error:
             function(name)
-        said = str(error.value)
-        assert said.startswith(f"topology {name!r}: must be KIND:SHAPE") and examples in said
-        assert said.endswith(". The compiler says: no such shape") == (name == "v5e:3x3")
+        message = str(error.value)
+        assert message.startswith(f"topology {name!r}: must be KIND:SHAPE") and examples in message
+        assert message.endswith(". The compiler says: no such shape") == (name == "v5e:3x3")
     with pytest.raises(UserError, match="^GPU 'h200:7': too many; .* set JAX_PLATFORMS=cpu$"):
         topology.get_devices("h200:7")
 
@@ -94,16 +94,16 @@ def test_what_is_compiled_is_for_that_device():
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ["v5e:4x4", "v5p:2x2x4", "v4:2x2x4", "v6e:4x4"])
 def test_a_device_per_chip(name):
-    found = topology.get_devices(name)
-    assert len(found) == len(set(found)) == 16
-    assert {device.platform for device in found} == {"tpu"}
-    assert datasheets.for_device(found[0]).name == name.partition(":")[0]
+    devices = topology.get_devices(name)
+    assert len(devices) == len(set(devices)) == 16
+    assert {device.platform for device in devices} == {"tpu"}
+    assert datasheets.for_device(devices[0]).name == name.partition(":")[0]
 
 
 @pytest.mark.aot
 def test_the_gpus_of_a_host():
     pytest.importorskip("jax_cuda13_plugin")
-    found = topology.get_devices("h200:8")
-    assert [device.id for device in found] == list(range(8))
-    assert {device.process_index for device in found} == {0}
-    assert {device.device_kind for device in found} == {"NVIDIA H200"}
+    devices = topology.get_devices("h200:8")
+    assert [device.id for device in devices] == list(range(8))
+    assert {device.process_index for device in devices} == {0}
+    assert {device.device_kind for device in devices} == {"NVIDIA H200"}

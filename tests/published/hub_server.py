@@ -1,4 +1,4 @@
-"""A local server that speaks the few endpoints of a hub that its client needs."""
+"""A local server with the endpoints of a hub that kvjax uses."""
 
 import contextlib
 import hashlib
@@ -81,8 +81,8 @@ class Hub:
 
     def downloaded(self) -> list[str]:
         """Returns the files that were downloaded."""
-        found = [r for r in self.requests if r.startswith("GET") and "/resolve/" in r]
-        return sorted(urllib.parse.unquote(r.partition(f"{COMMIT}/")[2]) for r in found)
+        downloads = [r for r in self.requests if r.startswith("GET") and "/resolve/" in r]
+        return sorted(urllib.parse.unquote(r.partition(f"{COMMIT}/")[2]) for r in downloads)
 
     @contextlib.contextmanager
     def serving(self):
