@@ -5,7 +5,7 @@ and a name that a user typed look alike. Names in messages are therefore replace
 before rendering. All names in the rendered text are then the template's: they get a mark, and
 placeholders become names again.
 
-Marks and placeholders are Unicode noncharacters; placeholders also replace those of a message.
+Marks and placeholders are Unicode noncharacters; those in a message get placeholders too.
 """
 
 from collections.abc import Mapping

@@ -84,7 +84,7 @@ def _refused(options: str, why: str) -> UserError:
 
 
 def _lacks_runner(error: Exception) -> bool:
-    """Returns True if a runner's own program is missing, which some notice only at the start."""
+    """Returns True if a runner's own program is missing, as some runners notice when they start."""
     message = str(error).lower()
     if isinstance(error, (ImportError, NotImplementedError)):
         return True

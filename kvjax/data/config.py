@@ -35,13 +35,13 @@ class DataConfig:
       never read as a glob; hidden files and .json files of a folder are skipped. `gs://` works
       wherever a local path does, and `hf://datasets/OWNER/NAME[@REVISION]/PATH` is a file, folder
       or glob of a hub's data set, downloaded into Hugging Face's cache. Or `prepared:FOLDER`,
-      written by `prepare` elsewhere, of which only `vocab_size` and `sequence_length` are checked.
+      written by `prepare` elsewhere: only its `vocab_size` and `sequence_length` are checked.
       Or, for a run on conversations, `mixture`: see config.mixture.
     validation_source: the same for validation; then all of `source` is for training. Empty: a part
       of `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out
       200,000 bytes per book.
-    text_key: JSON key, Parquet column or TFDS feature of the text. Records in which it is null are
+    text_key: JSON key, Parquet column or TFDS feature of the text. Records whose text is null are
       skipped, and counted.
     tokenizer: `bpe` (trained here on the training split), `byte`, or the path of a
       `tokenizer.json`. For conversations also `parent`, the tokenizer of config.train.parent.

@@ -30,16 +30,16 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
     else:
         path = runtime.path(key, pattern)
     try:
-        found = find(path, suffixes)
+        paths = find(path, suffixes)
     except (OSError, ValueError, NotImplementedError) as error:  # or an invalid pattern, as `a**`
         raise readers.SourceError(f"{where}: cannot be opened: {first_line(error)}") from error
-    if not found:
+    if not paths:
         (suffix,) = formats.NAMED_ONLY
         skipped = f"; a folder's {suffix} files are only read by pattern: {pattern}/*{suffix}"
         raise MissingDataError(
             f"{where}: matches no file{advice}{skipped if path.is_dir() else ''}"
         )
-    for file in found:
+    for file in paths:
         if not formats.suffix(file.name, suffixes):
             raise readers.SourceError(
                 f"{where}: {os.fspath(file)} ends in none of {formats.listed(suffixes)}: convert "
@@ -49,7 +49,7 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
             raise readers.SourceError(
                 f"{where}: {os.fspath(file)} is a pipe, a device or a broken link: remove it"
             )
-    return found
+    return paths
 
 
 def find(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:

@@ -122,7 +122,7 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
 
 
 def _xz_seconds(content: bytes) -> float:
-    """Returns the seconds that xz takes for a text: validation text is compressed (`xz_bytes`)."""
+    """Returns the seconds that xz takes to compress a text, as is done for validation text."""
     start = time.perf_counter()
     lzma.compress(content[:_TIMED_BYTES], preset=tokenized_part.XZ_PRESET)
     return (time.perf_counter() - start) * len(content) / min(_TIMED_BYTES, len(content))

@@ -154,7 +154,7 @@ def parquet_rows(
       column: read this column of text only; None: all.
       start, stop: range of row groups.
       on_error: called for a row whose text is not UTF-8, and for a row group that cannot be read,
-        the rest of which is skipped.
+        whose remaining rows are skipped.
     """
     import pyarrow
 

@@ -107,7 +107,7 @@ def opened_by(text: str, bos: str | None) -> str:
 
 
 def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
-    """Returns a tokenizer.json with more added tokens, replacing those of the same content.
+    """Returns a tokenizer.json with more added tokens; they replace any of the same content.
 
     Args:
       tokens: as in `added_tokens`, with id, content and special; other flags are optional.
