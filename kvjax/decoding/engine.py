@@ -7,11 +7,11 @@ import jax
 
 from kvjax import cache as cache_lib
 from kvjax.cache import Cache
-from kvjax.decoding import program
-from kvjax.decoding.stored import StoredProgram
+from kvjax.decoding import program, stored as stored_lib
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api, sharded
+from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute, Transformer
 
@@ -26,6 +26,7 @@ class Engine:
       chips: number of chips that a cache is sharded over.
       compiled: `program.compiled` for this model: maps a function to its jitted program.
       prefill, decode_step, override_tokens: see `decoding.program`.
+      stored: True if `prefill` and `decode_step` are `StoredProgram`s.
     """
 
     def __init__(
@@ -43,32 +44,27 @@ class Engine:
         if not model.config.block.causal:
             raise UserError("config.model.causal = False: only a causal model can generate")
         self.config, self.compute = model.config, compute
-        model_graph, params = nnx.split(model)
-
-        def decoder(params):
-            return Decoder(nnx.merge(model_graph, params), compute)
-
-        graph, _ = nnx.split(nnx.eval_shape(decoder, params))
         # Not jitted: XLA takes seconds to compile one program that slices hundreds of layers.
-        self.weights = nnx.to_pure_dict(nnx.state(decoder(params)))
+        graph, weights = nnx.split(Decoder(model, compute))
+        self.weights = nnx.to_pure_dict(weights)
         self.sharding = _replicated_like(self.weights)
         if mesh is not None:
             self.sharding = program.replicated(mesh)
             self.weights = jax.device_put(self.weights, self.sharding)
         self.chips = program.num_chips(self.sharding)
         implementation = _for_devices(implementation, self.sharding.device_set, self.chips)
-        # Kernels decode one query per sequence; programs with more use XLA.
-        multi_query = implementation if implementation == "reference" else "xla"
+        multi_query = _multi_query(implementation)
         self.compiled = functools.partial(
             program.compiled, implementation=multi_query, graph=graph, sharding=self.sharding
         )
         self.prefill = self.compiled(program.prefill)
         self.decode_step = self.compiled(program.decode_step, implementation=implementation)
         self.override_tokens = jax.jit(program.override_tokens, out_shardings=self.sharding)
-        if stored and self.chips == 1:
+        self.stored = stored and self.chips == 1
+        if self.stored:
             by = (model.config, compute, multi_query, implementation)
-            self.prefill = StoredProgram(self.prefill, "prefill", *by)
-            self.decode_step = StoredProgram(self.decode_step, "decode_step", *by)
+            self.prefill = stored_lib.StoredProgram(self.prefill, "prefill", *by)
+            self.decode_step = stored_lib.StoredProgram(self.decode_step, "decode_step", *by)
 
     def put(self, tree):
         """Copies host arrays to every device."""
@@ -88,6 +84,23 @@ class Engine:
             cache,
             program.cache_shardings(cache, self.sharding),
         )
+
+
+def start_loading(
+    config: TransformerConfig, compute: Compute, *, implementation: str | None = None
+) -> None:
+    """Starts to load the stored programs of a model that is still being read onto one device.
+
+    Arguments as of `Engine`.
+    """
+    implementation = _for_devices(implementation, set(jax.local_devices()[:1]), 1)
+    by = (config, compute, _multi_query(implementation), implementation)
+    stored_lib.start_loading([("prefill", by), ("decode_step", by)])
+
+
+def _multi_query(implementation: str | None) -> str:
+    """Returns the implementation of programs with several queries per sequence: no kernel."""
+    return implementation if implementation == "reference" else "xla"
 
 
 def _replicated_like(weights: dict) -> jax.sharding.Sharding:

@@ -55,6 +55,16 @@ class Generation:
         self.timing = Timing(prompt_tokens=sum(len(prompt) for prompt in prompts))
         self.cache = cache_lib.empty(engine.cache(B, capacity))
 
+    def load_programs(self, width: int) -> None:
+        """Loads or compiles the stored programs; arguments as of `warm_up`."""
+        engine, B = self._engine, len(self._prompts)
+        chunk = engine.put((np.zeros((B, width), np.int32), np.zeros(B, np.int32)))
+        engine.prefill.load(engine.weights, self.cache, *chunk)
+        token_B, done_B = engine.put((self._last, np.zeros(B, bool)))
+        engine.decode_step.load(
+            engine.weights, self.cache, token_B, done_B, self._cancelled_B, self._sampling
+        )
+
     def warm_up(self, width: int) -> None:
         """Compiles all programs by running them on no tokens.
 

@@ -135,15 +135,18 @@ class Generator:
             state = SamplingState(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
             return Generation(self.engine, prompts, state, num_tokens, slots)
 
-        compiling = 0.0
+        compiling, generation = 0.0, make()
         if (len(prompts), slots, width) not in self._compiled:
             compile_start = time.perf_counter()
             if on_compile is not None:
                 on_compile()
-            make().warm_up(width)
+            if self.engine.stored:
+                generation.load_programs(width)
+            else:
+                generation.warm_up(width)
+                generation = make()
             self._compiled.add((len(prompts), slots, width))
             compiling = time.perf_counter() - compile_start
-        generation = make()
         times = dict(request_time=request_time, compiling=compiling)
         generation.begin(width, **times, on_chunk=on_prefill)
         return generation

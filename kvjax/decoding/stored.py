@@ -1,11 +1,15 @@
 """Compiled programs kept on disk: a later process neither traces nor lowers them.
 
+XLA loads an executable without Python's lock, so `start_loading` does it in a thread, while the
+process imports modules and reads weights.
+
 JAX's compilation cache saves the compilation alone. Its key is the lowered program, and tracing and
 lowering a model of 30 layers takes seconds. Here the key is what determines the program: kvjax's
 source code, the model's config, shapes, versions, flags and the machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent import futures
 import hashlib
 import os
 import pathlib
@@ -38,30 +42,70 @@ class StoredProgram:
           determined_by: everything beside kvjax's code and the shapes of arguments that the
             program depends on, with a `repr` that says all of it.
         """
-        self._jitted, self._key = jitted, (name, *map(repr, determined_by))
+        self._jitted, self._key = jitted, _key(name, determined_by)
         self._programs: dict[tuple, Callable] = {}
 
     def __call__(self, weights, cache, *rest):
+        return self.load(weights, cache, *rest)(weights, cache, *rest)
+
+    def load(self, weights, cache, *rest) -> Callable:
+        """Returns the executable for these arguments' shapes, loaded or else compiled."""
         # Weights never change; shapes of the others determine the program.
         shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves((cache, rest)))
         if shapes not in self._programs:
             self._programs[shapes] = self._load_or_compile((weights, cache, *rest))
-        return self._programs[shapes](weights, cache, *rest)
+        return self._programs[shapes]
 
     def _load_or_compile(self, arguments: tuple) -> Callable:
         leaves, tree = jax.tree.flatten(arguments)
         shapes = [(x.shape, str(x.dtype), str(x.sharding)) for x in leaves]
-        path = _folder() / f"{_digest(self._key, shapes, str(tree), _environment())}.bin"
+        path = _folder() / f"{_prefix(self._key)}-{_digest(shapes, str(tree))}.bin"
         try:
-            program = serialize_executable.deserialize_and_load(
-                *pickle.loads(path.read_bytes()), execution_devices=list(leaves[0].devices())
-            )
+            loading = _loading.pop(path, None)
+            program = loading.result() if loading else _read(path, list(leaves[0].devices()))
             os.utime(path)
             return program
         except Exception:  # not there, cut off, or refused by another version of XLA
             program = _compile(self._jitted, arguments)
         _write(path, program)
         return program
+
+
+_loading: dict[pathlib.Path, futures.Future] = {}
+
+
+def start_loading(programs: Iterable[tuple[str, tuple]]) -> None:
+    """Starts to load each program's latest executable, in this order, in one thread.
+
+    Sizes are not known yet: those of the latest process are probably wanted again.
+
+    Args:
+      programs: arguments of `StoredProgram` after the first: (name, determined_by).
+    """
+    thread = futures.ThreadPoolExecutor(1)
+    for name, determined_by in programs:
+        try:
+            files = _folder().glob(f"{_prefix(_key(name, determined_by))}-*.bin")
+            path = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        except OSError:  # no such folder, or a file that another process has just removed
+            continue
+        if path is not None and path not in _loading:
+            _loading[path] = thread.submit(_read, path, jax.local_devices()[:1])
+    thread.shutdown(wait=False)
+
+
+def _read(path: pathlib.Path, devices: list[jax.Device]) -> Callable:
+    content = pickle.loads(path.read_bytes())
+    return serialize_executable.deserialize_and_load(*content, execution_devices=devices)
+
+
+def _key(name: str, determined_by: Iterable[object]) -> tuple[str, ...]:
+    return (name, *map(repr, determined_by))
+
+
+def _prefix(key: tuple[str, ...]) -> str:
+    """Returns the part of a file's name that depends on all but the shapes."""
+    return _digest(key, _environment())
 
 
 def _compile(jitted: Callable, arguments: tuple):

@@ -4,6 +4,7 @@ An installed package has only PACKAGE, with the configs in it.
 """
 
 import functools
+import glob
 import hashlib
 import pathlib
 
@@ -19,6 +20,7 @@ CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
 def package_digest() -> str:
     """Returns the SHA-256 of kvjax's Python files and their names."""
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    for path in sorted(glob.glob(f"{glob.escape(str(PACKAGE))}/**/*.py", recursive=True)):
+        with open(path, "rb") as file:
+            digest.update(f"{path.removeprefix(f'{PACKAGE}/')}\0".encode() + file.read())
     return digest.hexdigest()

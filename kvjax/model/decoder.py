@@ -3,6 +3,7 @@
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.cache import Cache
@@ -31,8 +32,9 @@ class Decoder(Transformer):
         self.layers = nnx.List([])
         for (_, length), group in zip(model.config.layer_groups, model.segments, strict=True):
             graph, weights = nnx.split(group)
-            for i in range(length):
-                self.layers.append(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
+            stacks, tree = jax.tree.flatten(weights)
+            for layer in zip(*(_unstacked(stack, length) for stack in stacks), strict=True):
+                self.layers.append(nnx.merge(graph, jax.tree.unflatten(tree, layer)))
 
     def __call__(
         self,
@@ -66,6 +68,16 @@ class Decoder(Transformer):
             x_BTD, layer = block.decode(x_BTD, positions, layer, counts_B, **options)
             layers.append(layer)
         return self.apply_final_norm(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)
+
+
+def _unstacked(stack: jax.Array, length: int) -> list[jax.Array]:
+    """Returns the layers of a stacked weight; on one CPU device they share its memory."""
+    sharding = None if isinstance(stack, jax.core.Tracer) else stack.sharding
+    on_one = isinstance(sharding, jax.sharding.SingleDeviceSharding)
+    if on_one and stack.device.platform == "cpu":
+        layers = np.asarray(stack)  # a view; JAX does not donate a buffer that has one
+        return [jax.device_put(layers[i], sharding, may_alias=True) for i in range(length)]
+    return [stack[i] for i in range(length)]
 
 
 def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacity: int) -> Cache:
