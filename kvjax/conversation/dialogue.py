@@ -15,9 +15,9 @@ class Dialogue(Protocol):
 
     Attributes:
       name: "nanochat", "template", or "" for none.
-      tokenizer: of the model.
+      tokenizer: the model's tokenizer.
       ends: token ids that end an answer.
-      digest: of the chat template; "" without one.
+      digest: digest of the chat template; "" without a template.
       day: the date that the template writes, if it writes one and one was given; else "".
       specials: ids of the special tokens, for a model that may call the calculator; else None.
     """

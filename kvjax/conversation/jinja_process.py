@@ -29,7 +29,7 @@ class LimitError(UserError):
 
 
 def literals(template: str) -> str:
-    """Returns the literal texts of a template, outside of blocks or quoted in them, one per line.
+    """Returns a template's literal texts, one per line: those outside blocks, and quoted strings.
 
     Raises:
       UserError: not a valid template.

@@ -67,8 +67,8 @@ class MixtureConfig:
     validation_gsm8k: str = ""  # the same for validation
     validation_arc: str = ""  # the same for validation
     validation_conversations: str = ""  # the same for validation
-    order: tuple[str, ...] = KINDS  # of the sets before they are mixed
-    seed: int = 42  # of the shuffles
+    order: tuple[str, ...] = KINDS  # order of the sets before they are mixed
+    seed: int = 42  # seed of the shuffles
     limit: int = LIMIT  # maximum tokens of a conversation; longer ones lose their end
     loss: str = "all"  # targets that count in the loss: "all", or the "assistant"'s
     # "stream": concatenated and cut at row ends. "whole": as many whole conversations as fit in a

@@ -36,7 +36,7 @@ class RenderedSet:
 
     Args:
       order: row indices, in the set's shuffled order.
-      dtype: of tokens.
+      dtype: dtype of token ids.
       compressor: receives all text, in the files' order; None: no compression.
       say: called with progress.
 

@@ -26,7 +26,7 @@ class Template:
 
     Args:
       text: a workdir's chat_template.jinja.
-      token_files: of the model, see `kvjax.workdir.origin`.
+      token_files: the model's files about tokens, see `kvjax.workdir.origin`.
       day: date for the template, as 2026-11-27; "": today.
       named: further special tokens that the model's files name.
 

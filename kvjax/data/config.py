@@ -128,7 +128,7 @@ class DataConfig:
 def command(values: Mapping[str, Any]) -> str:
     """Returns the command line that prepares a data set with these keys, unchecked."""
     if values.get("source") == MIXTURE:
-        return "python -m kvjax.main --config=..."  # of the run, which prepares its conversations
+        return "python -m kvjax.main --config=..."  # the run prepares its conversations
     fields = {field.name: field for field in dataclasses.fields(DataConfig)}
     options = [
         shlex.quote(f"--{FLAG_NAMES.get(name, name)}={value}")

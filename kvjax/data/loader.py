@@ -145,7 +145,7 @@ def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
     read the same share. If none do, n is the number of processes.
 
     Args:
-      sharding: of a batch [batch_size, T + 1], sharded over rows only.
+      sharding: sharding of a batch [batch_size, T + 1], over rows only.
 
     Raises:
       DataError: devices of two processes share some of their rows but not all.
@@ -187,7 +187,7 @@ def train_batches(
       dataset: from `open_dataset`.
       sequence_length: T, at most that of the packed rows; longer rows are cut to T + 1 tokens.
       batch_size: rows of all processes together; a multiple of `process_count`.
-      seed: of the permutations, 0 <= seed < 2**32.
+      seed: seed of the permutations, 0 <= seed < 2**32.
       position: rows consumed so far by all processes; a multiple of `batch_size`.
       process_index, process_count: see `share`.
 

@@ -21,7 +21,7 @@ from kvjax.foundation.files import in_bucket
 FORMAT_VERSION = 1
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
-DIGESTS = "digests.json"  # of a tokenizer's folder, which has no manifest
+DIGESTS = "digests.json"  # in a tokenizer's folder, which has no manifest
 ROWS = "packed_rows"
 ROWS_VERSION = "1.0.0"
 SPLITS = ("train", "validation")
@@ -96,7 +96,7 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
     """Raises a DamagedDataError unless a folder's files match their sizes and digests.
 
     Args:
-      config: of the folder's preparation, for the message.
+      config: config of the folder's preparation, for the message.
     """
     root = os.fspath(folder)
     for name, known in files.items():

@@ -44,7 +44,7 @@ class ShardWriter:
     target exactly once.
 
     Args:
-      dtype: of rows, unsigned little-endian.
+      dtype: dtype of the rows, unsigned little-endian.
       masked: every token comes with a loss mask.
     """
 

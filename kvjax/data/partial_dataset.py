@@ -37,7 +37,7 @@ PLAN = "plan.json"
 DONE = "done"
 _FAILED = "failed"
 _WORK = "work-"
-_CONCURRENT_READS = 32  # of a bucket's files
+_CONCURRENT_READS = 32  # files of a bucket read at once
 
 
 class PartialDataset:
@@ -212,7 +212,7 @@ class PartialDataset:
         """Moves a folder's files to the shards, and gives the folder its final name.
 
         Args:
-          work: from `work`.
+          work: the folder that `work` yielded.
           last: the file that marks the data set as complete.
         """
         written = [file for file in work.rglob("*") if file.is_file()]

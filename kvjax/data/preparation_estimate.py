@@ -34,7 +34,7 @@ from kvjax.foundation.files import in_bucket
 _PADDING = 1 << 16  # bytes; ArrayRecord pads files to a multiple
 SAMPLED_PARTS = 8
 SAMPLED_CHARACTERS = 1 << 18  # per part
-_TIMED_BYTES = 1 << 19  # of text, that xz is timed on
+_TIMED_BYTES = 1 << 19  # of text that xz is timed on
 _VOCABULARIES = (8192, 2048, 512)  # sizes to try if the sample is too small for the config's
 
 

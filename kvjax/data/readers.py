@@ -99,18 +99,17 @@ def cut(path: epath.Path, offset: int) -> int:
     Cuts lie behind a form feed; or, if none follows within BLOCK_BYTES, where a line starts with a
     non-blank, since such a cut changes no token.
     """
-    position, rest, line_offset = offset, b"", None
+    position, last_byte = offset, b""
     for block in _blocks(path, offset, None):
-        text = rest + block
+        text = last_byte + block
+        start = position - len(last_byte)
         form_feed = text.find(DOCUMENT_SEPARATOR.encode())
         if form_feed >= 0:
-            return position - len(rest) + form_feed + 1
-        if line_offset is None and (match := _LINE_START_BYTES.search(text)):
-            line_offset = position - len(rest) + match.start() + 1
+            return start + form_feed + 1
+        if match := _LINE_START_BYTES.search(text):
+            return start + match.start() + 1
         position += len(block)
-        rest = block[-1:]
-        if line_offset is not None:
-            return line_offset
+        last_byte = block[-1:]
     return position
 
 

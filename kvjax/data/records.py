@@ -288,7 +288,7 @@ def tfds_rows(
     """Yields (position, example) for a range of examples of a TFDS split.
 
     Args:
-      name: of the split, for messages.
+      name: the split's name, for messages.
     """
     examples = builder.as_data_source(split)
     for i in range(len(examples))[start:stop]:

@@ -79,7 +79,7 @@ class PackedRows:
     Rows with a loss mask have `"mask"` too, uint8 [T + 1].
 
     Args:
-      folder: of the shards; local, or gs://BUCKET/FOLDER, which ArrayRecord reads itself.
+      folder: folder of the shards: local, or gs://BUCKET/FOLDER, which ArrayRecord reads itself.
       errors: context manager in which rows are read; may translate exceptions.
     """
 

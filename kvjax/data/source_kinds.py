@@ -56,7 +56,7 @@ class Source(Protocol):
     """A file or data set of documents.
 
     Attributes:
-      name: for `open_source`.
+      name: the name that `open_source` takes.
     """
 
     name: str

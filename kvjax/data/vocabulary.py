@@ -62,7 +62,7 @@ def tokenizer(
     """Returns the tokenizer of a config; trains it unless that was done before on the same text.
 
     Args:
-      key: from `key`.
+      key: result of `key`.
       on_error: see `readers.OnError`.
       shown: print progress to stderr if it takes seconds.
     """

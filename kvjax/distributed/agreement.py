@@ -31,7 +31,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """Returns the index of this process; process 0 writes the files that only one writes."""
+    """Returns the index of this process; files that a job writes once are process 0's."""
     return _state().process_id if count() > 1 else 0
 
 
@@ -41,7 +41,7 @@ def gather(name: str, text: str) -> list[str]:
     All processes must make the same calls in the same order.
 
     Args:
-      name: of this exchange in the store.
+      name: name of this exchange, part of its keys in the store.
     """
     if count() == 1:
         return [text]
@@ -70,7 +70,7 @@ def check_same(settings: dict[str, Any]) -> None:
     """Raises a UserError on every process unless all pass the same values.
 
     Args:
-      settings: of this process, by name.
+      settings: this process's settings, by name.
     """
     if rows := _differing("given", settings):
         raise UserError(
@@ -119,7 +119,7 @@ def folder_leaders(name: str, folder: epath.Path) -> list[int]:
     Each process writes a file and looks for the others' files.
 
     Args:
-      name: of this exchange in the store.
+      name: name of this exchange, part of its keys in the store.
       folder: this process's path to it; created if missing.
     """
     if count() == 1:
@@ -157,7 +157,7 @@ class Team:
       name: see `folder_leaders`; may be used once per job.
 
     Attributes:
-      index: of this process in the team; 0 leads.
+      index: index of this process in the team; 0 leads.
       size: number of processes.
     """
 

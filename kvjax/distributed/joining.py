@@ -27,8 +27,8 @@ def start(
 
     Args:
       coordinator: host:port of process 0, reachable by all others.
-      num_processes: of the job.
-      process_id: of this process, from 0.
+      num_processes: number of processes of the job.
+      process_id: index of this process, from 0.
       connect_seconds: limit of waiting for the others.
       heartbeat_seconds: silence after which a process counts as lost.
 

@@ -160,7 +160,7 @@ def state_shardings(mesh: Mesh, shapes: Any, axes: Any, state: Any) -> Any:
     parameter: optimizer moments are such leaves. Other leaves are replicated.
 
     Args:
-      shapes, axes: of the parameters, see `parameter_shardings`.
+      shapes, axes: shapes and axes of the parameters, see `parameter_shardings`.
       state: tree of arrays or ShapeDtypeStructs.
     """
     leaves = jax.tree_util.tree_leaves_with_path(shapes)

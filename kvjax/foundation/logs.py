@@ -10,6 +10,6 @@ def log_once(logger: str, level: int, message: str) -> None:
 
     Args:
       logger: its name, the module's `__name__`.
-      level: of `logging`; shown by default from WARNING on.
+      level: a level of `logging`; by default, WARNING and above are shown.
     """
     logging.getLogger(logger).log(level, "%s", message)

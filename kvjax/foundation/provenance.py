@@ -64,7 +64,7 @@ def save(
 
     Args:
       packages: see `provenance`.
-      name: of the result's record, if the file has several (`record_lines`).
+      name: the record's name, if the file has several records (`record_lines`).
       option: the option that names the file, for messages.
 
     Raises:
@@ -86,7 +86,7 @@ def check_commit(option: str, path: pathlib.Path) -> None:
 
     Args:
       option: the option that saves them, for the message.
-      path: of the results; paths outside the checkout always pass.
+      path: path of the results; paths outside the checkout always pass.
     """
     if path.is_relative_to(ROOT) and (changes := _git(*_CHANGES)):
         first = changes.splitlines()[0].strip()

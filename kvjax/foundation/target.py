@@ -17,7 +17,7 @@ def check(out: str, names: Iterable[str], option: str = "--out") -> epath.Path:
     """Returns the folder that an option names, after test-writing its files.
 
     Args:
-      names: of the files to write there.
+      names: names of the files to write there.
 
     Raises:
       UserError: they cannot be written.

@@ -164,7 +164,7 @@ def files(key: str, text: str, suffixes: Sequence[str]) -> epath.Path:
     """Returns the path or glob in the cache of a data set's files, after downloading them.
 
     Args:
-      suffixes: of files in a folder or glob to download.
+      suffixes: files of a folder or glob are downloaded if they end in one of these.
 
     Raises:
       UserError: see `model`.
