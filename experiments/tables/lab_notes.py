@@ -25,7 +25,7 @@ from kvjax.foundation.configuration import one_of, to_text
 from kvjax.foundation.errors import UserError
 
 # Order of configs in the tables: "" for those with a file of their own, then files of variants.
-_FILE_ORDER = ("", "ranks", "matched", "long_context", "rivals", "papers")
+_FILE_ORDER = ("", "ranks", "matched", "long_context", "rivals", "papers", "serving")
 TARGETS = {
     "125m": "v5e:4x4",
     "128m": "v5e:4x4",

@@ -169,6 +169,10 @@ class GroupedConfig(MechanismConfig):
         return copies * self.key_dim + position_bias.channels(self)
 
     @property
+    def rotated_channels(self) -> slice:
+        return slice(0, self.key_dim)  # beside them: a residual's unrotated query, channels of "+"
+
+    @property
     def key_heads(self) -> int:
         return self.num_kv_heads if self.rank else self.num_bases
 

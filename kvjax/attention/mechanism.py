@@ -60,6 +60,11 @@ class MechanismConfig:
         return self.key_dim
 
     @property
+    def rotated_channels(self) -> slice:
+        """The channels of the query and of the expanded key that RoPE rotates: the last."""
+        return slice(self.query_dim - self.rope_dim, self.query_dim)
+
+    @property
     def query_heads(self) -> int:
         """Number of heads of `project`'s queries; `combine` reduces their outputs to N heads."""
         return self.num_heads

@@ -2,12 +2,14 @@
 
     python -m kvjax.convert.export --workdir=runs/lrkv --out=~/models/lrkv --format=huggingface
     python -m kvjax.convert.export --workdir=runs/lrkv --out=~/models/small --format=factored
+    python -m kvjax.convert.export --workdir=runs/mla --out=~/models/mla --format=deepseek
 
 huggingface writes a model that transformers loads: GPT-2, Llama, Mistral, Qwen 2 or 3, or NanoChat
 for models of this repository's recipe. Factors are multiplied out, so the cache is that of MHA, GQA
 or MQA. factored keeps the factors: `python -m kvjax.convert --source=OUT` reads the folder, and its
 README.md describes it for other programs. auto is huggingface if that enlarges no cache, else
-factored.
+factored. deepseek is for models whose attention is MLA in substance, without QK-norm: vLLM, SGLang
+and transformers read them as DeepSeek-V3 and cache C + P numbers per token and layer.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.convert import (
+    deepseek,
     digests,
     factored_format,
     factored_readme,
@@ -38,7 +41,7 @@ from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
 from kvjax.workdir import origin
 
-FORMATS = ("auto", "huggingface", "factored")
+FORMATS = ("auto", "huggingface", "factored", "deepseek")
 DTYPES = {huggingface.DTYPES[name]: name for name in ("F32", "BF16")}  # to safetensors' names
 _CACHE_DTYPE = jnp.dtype(jnp.bfloat16)  # for reported sizes
 
@@ -50,6 +53,12 @@ def _parser() -> command_line.Parser:
     add("--workdir", default="", help="workdir of a run or of python -m kvjax.convert")
     add("--out", default="", help="folder to write; must not exist")
     add("--format", default="auto", help=f"{', '.join(FORMATS)} (auto)")
+    engines = "vllm pads latents and RoPE keys for its kernels, and SGLang's (vllm)"
+    add(
+        "--engine",
+        default="",
+        help=f"of --format=deepseek: {', '.join(deepseek.ENGINES)}; {engines}",
+    )
     add("--dtype", default="", help=f"{', '.join(DTYPES)}: weights' dtype (the workdir's)")
     return parser
 
@@ -66,11 +75,19 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     one_of("format", options.format, FORMATS)
     if options.dtype:
         one_of("dtype", options.dtype, DTYPES)
+    if options.engine:
+        one_of("engine", options.engine, deepseek.ENGINES)
+        if options.format != "deepseek":
+            raise UserError(f"--engine = {options.engine!r}: needs --format=deepseek")
     target = into_workdir.check(options.out)
     runtime.start()
     model = model_lib.TrainedModel(runtime.workdir(options.workdir))
     dtype = DTYPES.get(options.dtype) or into_folder.dtype_name(model.parameters())
-    kind, plan, why = _plan(options.format, model, dtype)
+    if options.format == "deepseek":
+        kind, why = options.format, ""
+        plan = deepseek.plan(model, dtype, options.engine or deepseek.ENGINES[0])
+    else:
+        kind, plan, why = _plan(options.format, model, dtype)
     into_folder.write(plan, target, dtype)
     _report(out, target, model, plan, kind=kind, dtype=dtype, why=why)
 
@@ -146,16 +163,20 @@ def _report(
     written = f"{len(plan.tensors)} tensors, {progress.size(total)} in {precision}"
     out.say(f"{model.name} written to {target}: {plan.title}, {written}")
     out.say(f"\ncache: {before:,} bytes per token in bfloat16 in kvjax")
-    if after > before:
+    if kind == "huggingface" and after > before:
         out.say(
             f"and {after:,} in bfloat16 in transformers ({after / before:.1f} x), which multiplies "
             "the factors out. --format=factored keeps the small cache"
         )
+    for note in plan.notes:
+        out.say(note)
     folder, source = json.dumps(str(target)), shlex.quote(str(target))
-    if kind == "huggingface":
-        out.say(f"\ntransformers.AutoModelForCausalLM.from_pretrained({folder})", wrap=False)
-    else:
+    if kind == "factored":
         out.say(f"\npython -m kvjax.convert --source={source} --out=runs/NAME", wrap=False)
+    else:
+        out.say(f"\ntransformers.AutoModelForCausalLM.from_pretrained({folder})", wrap=False)
+    if kind == "deepseek":
+        out.say(f"vllm serve {source}", wrap=False)
     out.result(
         dict(
             out=str(target),

@@ -45,9 +45,25 @@ def plan(model: LazyModel, dtype: str) -> ExportPlan:
     """
     dense = DenseModel(model)
     kind, config = _family(dense.transformer, dense.context)
-    texts, ids = _tokens(dense)
+    return ExportPlan(
+        title=FAMILIES[kind].class_name,
+        transformer=dense.transformer,
+        tensors=_tensors(dense, kind),
+        files=files(dense, config, FAMILIES[kind].class_name, dtype),
+    )
+
+
+def files(model: LazyModel, config: dict, class_name: str, dtype: str) -> dict[str, str]:
+    """Returns the text of every file without tensors: config.json, the tokenizer, its options.
+
+    Args:
+      config: keys of config.json that describe the model.
+      class_name: transformers' class of the model.
+      dtype: safetensors' name of the tensors' dtype.
+    """
+    texts, ids = _tokens(model)
     config = config | dict(
-        architectures=[FAMILIES[kind].class_name],
+        architectures=[class_name],
         dtype=DTYPES[dtype],
         torch_dtype=DTYPES[dtype],  # transformers 4
         bos_token_id=ids.get("bos"),
@@ -57,22 +73,16 @@ def plan(model: LazyModel, dtype: str) -> ExportPlan:
     about = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         **{f"{name}_token": text for name, text in texts.items()},
-        model_max_length=dense.context,
+        model_max_length=model.context,
         clean_up_tokenization_spaces=False,
     )
-    if dense.chat_template is not None:
-        about["chat_template"] = dense.chat_template
-    files = {"config.json": config, origin.TOKENIZER_CONFIG: about}
-    if origin.GENERATION_CONFIG in dense.token_files:
-        files[origin.GENERATION_CONFIG] = dense.token_files[origin.GENERATION_CONFIG]
-    files = {name: json.dumps(tree, indent=2) + "\n" for name, tree in files.items()}
-    tokenizer = _tokenizer(dense.tokenizer_json, texts["bos"])
-    return ExportPlan(
-        title=FAMILIES[kind].class_name,
-        transformer=dense.transformer,
-        tensors=_tensors(dense, kind),
-        files=files | {manifest.TOKENIZER: tokenizer},
-    )
+    if model.chat_template is not None:
+        about["chat_template"] = model.chat_template
+    trees = {"config.json": config, origin.TOKENIZER_CONFIG: about}
+    if origin.GENERATION_CONFIG in model.token_files:
+        trees[origin.GENERATION_CONFIG] = model.token_files[origin.GENERATION_CONFIG]
+    found = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()}
+    return found | {manifest.TOKENIZER: _tokenizer(model.tokenizer_json, texts["bos"])}
 
 
 # -- tensors ---------------------------------------------------------------------------------------

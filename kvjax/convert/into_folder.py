@@ -36,12 +36,14 @@ class ExportPlan:
       title: name of the model class, for messages.
       transformer: the exported model's config.
       files: text of each file that holds no tensors.
+      notes: what a user of the folder should know, one line each.
     """
 
     title: str
     transformer: TransformerConfig
     tensors: dict[str, LazyTensor]
     files: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def dtype_name(parameters: Parameters) -> str:

@@ -135,12 +135,13 @@ class TransformerConfig:
                     f"{layer} needs whole rows ({type(mechanism).__name__})"
                 )
         for mechanism in self.mechanisms:
-            for key in ("latent_dim", "query_rank"):
-                width = getattr(mechanism, key, 0)
-                if width > self.block.d_model:
+            # Engines pad a latent to 512 channels in models of any width.
+            for key, least in (("latent_dim", 512), ("query_rank", 0)):
+                channels, most = getattr(mechanism, key, 0), max(self.block.d_model, least)
+                if channels > most:
                     raise UserError(
-                        f"config.attention.{key} = {width}: must be at most config.model.d_model = "
-                        f"{self.block.d_model}, the width of its input"
+                        f"config.attention.{key} = {channels}: must be at most {most}; its input "
+                        f"has config.model.d_model = {self.block.d_model} channels"
                     )
         for mechanism in self.mechanisms if self.block.positions == "rope" else ():
             if mechanism.rope_dim % 2:

@@ -29,5 +29,5 @@ from kvjax.recipes.mechanisms import (
     without_qk_norm,
 )
 from kvjax.recipes.optimizers import PRESETS, adamw, nanochat, paper_text, tuning
-from kvjax.recipes.pretraining import pretrain
+from kvjax.recipes.pretraining import pretrain, servable
 from kvjax.recipes.scales import VOCAB_SIZE

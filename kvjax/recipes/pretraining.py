@@ -40,3 +40,20 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
     config = ml_collections.ConfigDict(base)
     config.lock()
     return config
+
+
+def servable(name: str, *, scale: str, attention: dict, **sections: dict):
+    """Returns the config of a pretraining run whose model vLLM and SGLang read as DeepSeek-V3.
+
+    Against `pretrain`: gains in the norms, SwiGLU, no soft cap, no QK-norm. A SwiGLU of 2/3 of an
+    MLP's width has its parameters. `kvjax.convert.export --format=deepseek` refuses other models.
+
+    Args:
+      name, scale: as in `pretrain`.
+      attention: a section of MLA, of GTA, of LRKV with one base and rope="shared", or of any
+        mechanism that is linear in the input if model=dict(positions="none").
+      sections: keys to change in the scale, by section.
+    """
+    block = dict(norm_gain=True, activation="swiglu", logit_softcap=0.0)
+    sections["model"] = block | sections.get("model", {})
+    return pretrain(name, scale=scale, attention=attention | dict(qk_norm="none"), **sections)

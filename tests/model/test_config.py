@@ -129,12 +129,12 @@ def test_odd_rope_dim(make_mechanism):
     _config(make_mechanism("mha", value_dim=7))
 
 
-def test_latents_are_no_wider_than_their_input(make_mechanism):
-    for name, key in (("mla", "latent_dim"), ("gqa", "query_rank")):
-        said = f"attention.{key} = 17: must be at most config.model.d_model = 16"
+def test_latents_are_no_wider_than_their_input_or_an_engines(make_mechanism):
+    for name, key, most in (("mla", "latent_dim", 512), ("gqa", "query_rank", 16)):
+        said = f"attention.{key} = {most + 1}: must be at most {most}; .*d_model = 16 channels"
         with pytest.raises(UserError, match=said):
-            _config(make_mechanism(name, **{key: 17}))
-        _config(make_mechanism(name, **{key: 16}))
+            _config(make_mechanism(name, **{key: most + 1}))
+        _config(make_mechanism(name, **{key: most}))
 
 
 def test_partial_rope_of_no_channels_is_empty():
