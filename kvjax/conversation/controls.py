@@ -26,8 +26,8 @@ Render = Callable[[Sequence[Mapping], bool], str]
 class Controls(NamedTuple):
     """The control tokens of a chat template, as texts."""
 
-    names: frozenset[str]  # all of them
-    end: str | None  # follows an assistant's message and ends its turn
+    names: frozenset[str]  # all control tokens
+    end: str | None  # the token that ends an assistant's turn
     # Tokens within an answer, such as </think>: never between turns, and either without the special
     # flag or searched for by the template, to split an assistant's message.
     inner: frozenset[str]
@@ -41,7 +41,7 @@ def find(
 
     Args:
       template: Jinja source.
-      literals: its literal texts.
+      literals: the template's literal texts.
       named: special tokens that the model's files name.
     """
     contents = dict(system=_SYSTEM, user=_QUESTION, assistant=_ANSWER)
@@ -63,18 +63,20 @@ def find(
         if not _WORDS.fullmatch(name) and tokenizer.encode(name) != [vocabulary[name]]
     }
     pattern = re.compile(any_of(names))
-    between = pattern.findall(continued.partition(_ANSWER)[2].partition(_NEXT)[0])
-    after = [*pattern.findall(finished.partition(_ANSWER)[2]), *between]
-    before = [r.partition(_ANSWER)[0].partition(_QUESTION) for r in (with_system, continued)]
-    # Tokens between turns; the rest may belong to the format of an answer.
-    frame = {name for opening, _, _ in before for name in pattern.findall(opening)}.union(after)
-    searched = {name for name in names if _is_searched(name, template)} - frame
-    frame |= set(pattern.findall(before[1][2])) - searched
+    before_answer, _, rest = continued.partition(_ANSWER)
+    before_question, _, before_answer = before_answer.partition(_QUESTION)
+    after_answer = pattern.findall(finished.partition(_ANSWER)[2])
+    after_answer += pattern.findall(rest.partition(_NEXT)[0])
+    # Tokens between turns; other tokens may belong to the format of an answer.
+    between_turns = {*after_answer, *pattern.findall(before_question)}
+    between_turns |= set(pattern.findall(with_system.partition(_QUESTION)[0]))
+    searched = {name for name in names if _is_searched(name, template)} - between_turns
+    between_turns |= set(pattern.findall(before_answer)) - searched
     unflagged = {name for name in names if name in added and not added[name].special}
     return Controls(
         names,
-        end=after[0] if after else None,
-        inner=frozenset((unflagged | searched) - frame),
+        end=after_answer[0] if after_answer else None,
+        inner=frozenset((unflagged | searched) - between_turns),
         missing=frozenset(name for name in named if name in text and name not in vocabulary),
     )
 

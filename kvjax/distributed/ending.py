@@ -39,7 +39,7 @@ class _AbortMessage:
         self._handler = None
 
     def set(self, status: int, text: Callable[[], str]) -> None:
-        """Sets exit status and message of an abort; installs the handler at first."""
+        """Sets exit status and message of an abort; the first call installs the handler."""
         self._status, self._text = status, text
         if self._handler is None:
             self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._print_and_exit)
@@ -61,7 +61,7 @@ def lost(who: str) -> str:
     """Returns the message for a lost process.
 
     Args:
-      who: its index, or where to look for it.
+      who: the process's index, or where to look for it.
     """
     return (
         f"another process of this job was lost ({who}), and no step can be taken without it. "
