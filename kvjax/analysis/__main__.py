@@ -44,7 +44,7 @@ from kvjax.workdir import trained
 
 LENGTHS = (64, 256, 1024)
 HTML, JSON = "report.html", "report.json"
-_SHORTEST = 2
+_SHORTEST = 2  # tokens of a window
 _MOST_MAPS = 16  # in one figure
 _LEAD = (
     "Measurements of four papers on small KV caches, on this model: LRKV (arXiv 2601.11471), "
@@ -85,10 +85,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(options: argparse.Namespace, out: Output) -> None:
-    names = _names(options.reports)
+    names = _report_names(options.reports)
     if bool(options.workdir) == bool(options.model):
-        given = "both are given" if options.model else "neither is given"
-        raise UserError(f"--workdir and --model: {given}; give one of them, as runs/lrkv_tiny")
+        problem = "both are given" if options.model else "neither is given"
+        raise UserError(f"--workdir and --model: {problem}; give one of them, as runs/lrkv_tiny")
     lengths = _lengths(options.lengths)
     heads = _heads(options.heads)
     if heads and "behaviour" not in names:
@@ -99,23 +99,23 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     runtime.start()
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # hides notes on its caches
     if options.model:
-        model = _opened("--model", options.model)
+        model = _open("--model", options.model)
     else:
-        model = _opened("--workdir", options.workdir)
-    beside = _opened("--beside", options.beside) if options.beside else None
+        model = _open("--workdir", options.workdir)
+    beside = _open("--beside", options.beside) if options.beside else None
     _check_heads(model, heads)
     lengths = lengths or _default_lengths(model)
     target = target_lib.check(
         options.out or f"runs/analysis/{_file_name(model.name)}", (HTML, JSON)
     )
-    for one in (model, beside):
-        if one is not None:
-            _check_length(one, lengths[-1])
+    _check_length(model, lengths[-1])
+    if beside is not None:
+        _check_length(beside, lengths[-1])
     with progress.waiting("reading texts"):
         tokens = texts.tokens(sources, model, lengths[-1])
         request = Request(tokens, lengths, beside, _snapshots(options, model), heads)
-    for named, one in _read(model, request):
-        _check_weights(named, one)
+    for description, each in _models(model, request):
+        _check_weights(description, each)
     modules = _modules(names, model, request, requested=bool(options.reports))
     with target_lib.folder(target):
         sections, seconds = _sections(modules, model, request)
@@ -123,16 +123,16 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         sizes = _write(target, model, sections, about)
     for name, value in seconds.items():  # after writing, so that a closed pipe loses no report
         out.say(f"{name}: {value:.1f} s")
-    shown = target if in_bucket(target) else os.path.relpath(target)
-    out.say(f"\nwritten: {shown}/{HTML}, {sizes[HTML] / 1e6:.2f} MB, and {JSON}", wrap=False)
-    found = {name.rpartition(".")[2]: str(target / name) for name in (HTML, JSON)}
-    out.result(found | dict(bytes=sizes, seconds=seconds))
+    folder = target if in_bucket(target) else os.path.relpath(target)
+    out.say(f"\nwritten: {folder}/{HTML}, {sizes[HTML] / 1e6:.2f} MB, and {JSON}", wrap=False)
+    paths = {name.rpartition(".")[2]: str(target / name) for name in (HTML, JSON)}
+    out.result(paths | dict(bytes=sizes, seconds=seconds))
 
 
 # -- input -----------------------------------------------------------------------------------------
 
 
-def _names(option: str) -> tuple[str, ...]:
+def _report_names(option: str) -> tuple[str, ...]:
     """Returns the reports of the option, in the order of the page."""
     known = reports.NAMES
     chosen = lists.names("--reports", option, known) if option else known
@@ -148,30 +148,31 @@ def _lengths(option: str) -> tuple[int, ...]:
 
 def _heads(option: str) -> tuple[tuple[int, int], ...]:
     """Returns distinct (layer, head) pairs; () without the option."""
-    found = []
+    heads = []
     for item in option.split(",") if option else ():
-        matched = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", item)
-        if matched is None:
+        match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", item)
+        if match is None:
             raise UserError(
                 f"--heads={option}: {item!r} is not a head: give LAYER.HEAD, such as 3.1 for head "
                 "1 of layer 3, separated by commas"
             )
-        found.append((int(matched[1]), int(matched[2])))
-    if len(found) > _MOST_MAPS:
-        raise UserError(f"--heads: {len(found)} heads: must be at most {_MOST_MAPS}")
-    return tuple(dict.fromkeys(found))
+        heads.append((int(match[1]), int(match[2])))
+    if len(heads) > _MOST_MAPS:
+        raise UserError(f"--heads: {len(heads)} heads: must be at most {_MOST_MAPS}")
+    return tuple(dict.fromkeys(heads))
 
 
 def _check_heads(model: LazyModel, heads: tuple[tuple[int, int], ...]) -> None:
     """Raises a UserError for heads that the model does not have."""
     mechanisms = model.transformer.mechanisms
     for layer, head in heads:
-        there = f"layers of {model.name} are 0 to {len(mechanisms) - 1}"
-        if layer < len(mechanisms):
-            there = f"heads of layer {layer} are 0 to {mechanisms[layer].query_heads - 1}"
-            if head < mechanisms[layer].query_heads:
-                continue
-        raise UserError(f"--heads: {layer}.{head} does not exist: {there}")
+        if layer >= len(mechanisms):
+            allowed = f"layers of {model.name} are 0 to {len(mechanisms) - 1}"
+        elif head >= mechanisms[layer].query_heads:
+            allowed = f"heads of layer {layer} are 0 to {mechanisms[layer].query_heads - 1}"
+        else:
+            continue
+        raise UserError(f"--heads: {layer}.{head} does not exist: {allowed}")
 
 
 def _default_lengths(model: LazyModel) -> tuple[int, ...]:
@@ -190,7 +191,7 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip(".") or "model"
 
 
-def _opened(option: str, source: str) -> LazyModel:
+def _open(option: str, source: str) -> LazyModel:
     """Opens an option's model; errors name the option."""
     try:
         if option == "--workdir":
@@ -211,7 +212,7 @@ def _modules(
     Args:
       requested: True if the user listed them; then each must apply.
     """
-    found = {}
+    modules = {}
     for name in names:
         module = reports.module(name)
         try:
@@ -221,22 +222,22 @@ def _modules(
                 raise UserError(f"--reports={name}: {error}") from error
             command_line.say(f"without {name}: {error}")
             continue
-        found[name] = module
-    if not found:
+        modules[name] = module
+    if not modules:
         raise UserError(f"none of the reports {', '.join(names)} applies to {model.name}")
-    return found
+    return modules
 
 
 def _snapshots(options: argparse.Namespace, model: LazyModel) -> list[tuple[int, LazyModel]]:
     """Returns the snapshots of a workdir's run, if it kept any."""
     if not isinstance(model, model_lib.TrainedModel):
         return []
-    found = trained.snapshots(runtime.path("--model", options.workdir or options.model))
-    return [(snapshot.step, model_lib.TrainedModel(snapshot)) for snapshot in found]
+    snapshots = trained.snapshots(runtime.path("--model", options.workdir or options.model))
+    return [(snapshot.step, model_lib.TrainedModel(snapshot)) for snapshot in snapshots]
 
 
-def _read(model: LazyModel, request: Request) -> Iterator[tuple[str, LazyModel]]:
-    """Yields all models that reports read, with a description of each."""
+def _models(model: LazyModel, request: Request) -> Iterator[tuple[str, LazyModel]]:
+    """Yields a description of each model that reports read, and the model."""
     yield model.name, model
     if request.beside is not None:
         yield f"{request.beside.name} (--beside)", request.beside
@@ -244,18 +245,18 @@ def _read(model: LazyModel, request: Request) -> Iterator[tuple[str, LazyModel]]
         yield f"the snapshot of step {step} of {model.name}", snapshot
 
 
-def _check_weights(named: str, model: LazyModel) -> None:
+def _check_weights(description: str, model: LazyModel) -> None:
     """Raises a UserError that names the layer whose weights are not finite or unreadable."""
-    with progress.waiting(f"checking the weights of {named}"):
+    with progress.waiting(f"checking the weights of {description}"):
         paths = list(model.parameters())
         for path in paths:
             if path[0] != "segments":
-                _check_weight(named, model, path)
+                _check_weight(description, model, path)
         for index in range(len(model.transformer.mechanisms)):
             segment, layer = model_lib.layer_of(model, index)
             for path in paths:
                 if path[:2] == ("segments", segment):
-                    _check_weight(f"layer {index} of {named}", model, path, layer)
+                    _check_weight(f"layer {index} of {description}", model, path, layer)
 
 
 def _check_weight(where: str, model: LazyModel, path: Path, layer: int | None = None) -> None:
@@ -271,10 +272,10 @@ def _sections(
     """Returns each report's section, and its seconds."""
     sections, seconds = {}, {}
     for name, module in modules.items():
-        begun = time.monotonic()
+        start = time.monotonic()
         with progress.waiting(f"{name} of {model.name}"):
             sections[name] = module.section(model, request)
-        seconds[name] = time.monotonic() - begun
+        seconds[name] = time.monotonic() - start
     return sections, seconds
 
 
@@ -284,12 +285,12 @@ def _sections(
 def _about(
     options: argparse.Namespace, model: LazyModel, request: Request, seconds: Mapping[str, float]
 ) -> dict[str, str | Mapping]:
-    """Returns the facts about the report's making."""
-    made = provenance.provenance("matplotlib", "scipy")
+    """Returns model, texts, command, machine and versions, by the names shown on the page."""
+    origin = provenance.provenance("matplotlib", "scipy")
     name = model.name
     if isinstance(model, model_lib.TrainedModel):
-        found = trained.find(runtime.path("--model", options.workdir or options.model))
-        name += f", checkpoint of step {found.step:,}"
+        checkpoint = trained.find(runtime.path("--model", options.workdir or options.model))
+        name += f", checkpoint of step {checkpoint.step:,}"
     block = model.transformer.block
     parameters = formulas.parameters(model.transformer)["total"]
     return {
@@ -298,22 +299,22 @@ def _about(
         "Size": f"{block.num_layers} layers of width {block.d_model}, {parameters:,} parameters, "
         f"trained on {model.context:,} tokens at a time",
         "Attention": _attention(model),
-        "Texts": {name: f"{len(found):,} tokens" for name, found in request.texts.items()},
+        "Texts": {name: f"{len(tokens_T):,} tokens" for name, tokens_T in request.texts.items()},
         "Lengths": ", ".join(f"{length:,}" for length in request.lengths) + " tokens",
         "Seconds": {name: f"{value:.1f}" for name, value in seconds.items()},
-        "Command": made["command"],
-        "Date": made["date"],
-        "Commit": made["commit"],
-        "Machine": f"{made['machine']}; {made['devices']}",
-        "Versions": {"python": made["python"]} | made["packages"],
+        "Command": origin["command"],
+        "Date": origin["date"],
+        "Commit": origin["commit"],
+        "Machine": f"{origin['machine']}; {origin['devices']}",
+        "Versions": {"python": origin["python"]} | origin["packages"],
     }
 
 
 def _attention(model: LazyModel) -> Mapping | str:
     """Returns the mechanism as in config.attention."""
     try:
-        found = model_lib.attention_section(model.transformer)
-        return {key: value for key, value in found.items() if value not in (False, "none", ())}
+        settings = model_lib.attention_section(model.transformer)
+        return {key: value for key, value in settings.items() if value not in (False, "none", ())}
     except UserError:  # no config can express these layers
         return f"layers of several kinds: {words.mechanism_names(model.transformer.mechanisms)}"
 
@@ -326,12 +327,19 @@ def _write(
     Raises:
       UserError: they cannot be written.
     """
-    there = list(sections.values())
-    summary = [Point(one.title, one.finding, one.name) for one in there if one.finding]
-    html = document.page(f"Attention in {model.name}", _LEAD, there, about, summary=summary)
+    summary = [
+        Point(section.title, section.finding, section.name)
+        for section in sections.values()
+        if section.finding
+    ]
+    html = document.page(
+        f"Attention in {model.name}", _LEAD, list(sections.values()), about, summary=summary
+    )
     contents = {
-        name: dict(title=one.title, finding=one.finding, lead=one.lead, data=one.data)
-        for name, one in sections.items()
+        name: dict(
+            title=section.title, finding=section.finding, lead=section.lead, data=section.data
+        )
+        for name, section in sections.items()
     }
     text = json.dumps(json_text.plain(dict(about=about, reports=contents))) + "\n"
     files = {HTML: html.encode(), JSON: text.encode()}

@@ -18,10 +18,10 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 
 EMBEDDED = "embedded"
-MOST_TOKENS = 1 << 18  # read of each text
+MOST_TOKENS = 1 << 18  # maximum read of each text
 _BOOKS = dict(zip(("Shakespeare", "King James Bible"), source_kinds.BOOKS, strict=True))
 _RECORDS = tuple(end for end in (*formats.LINES, formats.PARQUET) if end not in formats.NAMED_ONLY)
-_GIVE = "give NAME=FILE, several with commas between, or 'embedded'"
+_GIVE = "give NAME=FILE, several separated by commas, or 'embedded'"
 
 
 def sources(option: str, text_key: str = "text") -> dict[str, Source]:
@@ -35,11 +35,11 @@ def sources(option: str, text_key: str = "text") -> dict[str, Source]:
     Raises:
       UserError: an item of another form, a repeated name, or a missing file.
     """
-    found: dict[str, Source] = {}
+    by_name: dict[str, Source] = {}
     for item in option.split(","):
         name, equals, file = item.partition("=")
         if item == EMBEDDED:
-            named = {
+            item_sources = {
                 name: source_kinds.open_source(source_kinds.EMBEDDED + book, text_key, "--texts")
                 for name, book in _BOOKS.items()
             }
@@ -48,12 +48,12 @@ def sources(option: str, text_key: str = "text") -> dict[str, Source]:
         elif not name.isprintable():
             raise UserError(f"--texts={option}: {name!r} cannot be printed: {_GIVE}")
         else:
-            named = {name: _file(name, file, text_key)}
-        for name in named:
-            if name in found:
+            item_sources = {name: _file(name, file, text_key)}
+        for name in item_sources:
+            if name in by_name:
                 raise UserError(f"--texts={option}: {name!r} is given twice: give another name")
-        found |= named
-    return found
+        by_name |= item_sources
+    return by_name
 
 
 def _file(name: str, file: str, text_key: str) -> Source:
@@ -75,21 +75,21 @@ def tokens(sources: Mapping[str, Source], model: LazyModel, longest: int) -> dic
       UserError: a text that is not UTF-8, cannot be read, or is too short.
     """
     tokenizer = tokenizer_lib.from_json(model.tokenizer_json, f"the tokenizer of {model.name}")
-    found = {}
+    by_name = {}
     for name, source in sources.items():
         try:
-            found[name] = _encoded(_pieces(source), tokenizer, max(MOST_TOKENS, longest))
+            by_name[name] = _encoded(_pieces(source), tokenizer, max(MOST_TOKENS, longest))
         except OSError as error:
             raise UserError(f"--texts: {name!r}: cannot be read: {error}") from error
         except UserError as error:
             message = config_lib.as_options(str(error))
             raise UserError(f"--texts: {name!r}: {message}") from error
-        if len(found[name]) < longest:
+        if len(by_name[name]) < longest:
             raise UserError(
-                f"--texts: {name!r} has {len(found[name]):,} tokens of {model.name}, and the "
+                f"--texts: {name!r} has {len(by_name[name]):,} tokens of {model.name}, and the "
                 f"longest of --lengths is {longest:,}: give a longer text, or shorter --lengths"
             )
-    return found
+    return by_name
 
 
 def _pieces(source: Source) -> Iterator[readers.Piece]:
@@ -100,7 +100,7 @@ def _pieces(source: Source) -> Iterator[readers.Piece]:
 def _encoded(
     pieces: Iterator[readers.Piece], tokenizer: tokenizer_lib.Tokenizer, most: int
 ) -> np.ndarray:
-    """Returns the first tokens of the concatenated documents."""
+    """Returns the first `most` tokens of the concatenated documents."""
     parts, count = [np.zeros(0, np.int32)], 0
     for piece in pieces:
         parts.append(np.array(tokenizer.encode(piece.text), np.int32))

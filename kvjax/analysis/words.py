@@ -12,6 +12,6 @@ def mechanism_names(configs: Sequence[MechanismConfig]) -> str:
 
 def stages(num_layers: int) -> dict[str, int]:
     """Returns the first, middle and last layer by name (early, middle, late in LRKV)."""
-    named = {"early": 0, "middle": num_layers // 2, "late": num_layers - 1}
-    kept = {index: name for name, index in reversed(named.items())}
-    return {f"{kept[index]}, layer {index}": index for index in sorted(kept)}
+    layers = {"early": 0, "middle": num_layers // 2, "late": num_layers - 1}
+    name_of_layer = {index: name for name, index in reversed(layers.items())}
+    return {f"{name_of_layer[index]}, layer {index}": index for index in sorted(name_of_layer)}

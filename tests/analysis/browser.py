@@ -3,7 +3,7 @@
     make test-browser                                        # a page of synthetic sections
     make test-browser REPORT=runs/analysis/NAME/report.html  # and this one
 
-Chromium is spoken to over a pipe in its DevTools protocol, so nothing else has to be installed.
+Chromium is driven over a pipe by its DevTools protocol, so nothing else has to be installed.
 Pictures of the pages are left in the folder that the last line names.
 """
 
@@ -25,7 +25,7 @@ from tests.analysis.page.test_document import synthetic
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SIZES = dict(phone=(390, 844), desk=(1440, 900), paper=(680, 960))  # A4 without its margins
-SECONDS = 60  # for an answer
+SECONDS = 60  # maximum wait for an answer
 
 
 def _above(descriptor: int) -> int:
@@ -44,7 +44,7 @@ class Browser:
             pytest.fail("no chromium here: apt-get install chromium", pytrace=False)
         theirs, self._write = map(_above, os.pipe())
         self._read, ours = map(_above, os.pipe())
-        # The program speaks on descriptors 3 and 4, which the shell puts the pipes on.
+        # Chromium reads descriptor 3 and writes descriptor 4; the shell connects the pipes to them.
         options = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars"
         options += f" --remote-debugging-pipe --user-data-dir={folder / 'profile'}"
         command = f'exec "$0" {options} about:blank 3<&{theirs} 4>&{ours}'
@@ -134,7 +134,7 @@ OVERFLOWS = """(() => {
   }
   return wrong;
 })()"""
-# Texts of figures that are cut off, lie on each other, or are too small to read.
+# Texts of figures that are cut off, overlap, or are too small to read.
 ILLEGIBLE = """(() => {
   const wrong = [];
   for (const svg of document.querySelectorAll("svg")) {
@@ -230,7 +230,7 @@ def shown(browser, report):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", ["phone", "desk"])
 def test_it_is_legible(shown, report, folder, size, scheme):
-    """Nothing overflows, is cut off, lies on something else, or is faint."""
+    """Nothing overflows, is cut off, overlaps or is faint."""
     shown.size(size)
     shown.media(scheme=scheme)
     shown.picture(folder / f"{report.stem}-{size}-{scheme}.png")

@@ -50,8 +50,8 @@ class Layer(NamedTuple):
       query_BTNH, key_BTKH, value_BTKH: as attention uses them, normalised and rotated.
       plain_query_BTNH, plain_key_BTKH: without RoPE.
       input_BTD: inputs of attention, after the norm.
-      scale: of logits.
-      mask: the model's.
+      scale: factor of the logits.
+      mask: of the model.
     """
 
     query_BTNH: np.ndarray
@@ -77,11 +77,13 @@ def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) 
     run = layerwise.LayerwisePass(model, rows_BT, attention=_attention(attend))
     project = functools.cache(lambda mechanism: _projections(c, mechanism, length))
     inputs = run.layers(lambda attention, h_BTD, positions, mask: h_BTD)
-    for i, (mechanism, seen) in enumerate(zip(model.transformer.mechanisms, inputs, strict=True)):
-        read = model_lib.read_layer(model, i, "attention")
-        weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), read)
-        found = [project(mechanism)(weights, h_BTD) for h_BTD in seen]
-        arrays = map(np.concatenate, zip(*jax.tree.map(np.asarray, found), strict=True))
+    for i, (mechanism, h_batches) in enumerate(
+        zip(model.transformer.mechanisms, inputs, strict=True)
+    ):
+        layer_weights = model_lib.read_layer(model, i, "attention")
+        weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), layer_weights)
+        batches = [project(mechanism)(weights, h_BTD) for h_BTD in h_batches]
+        arrays = map(np.concatenate, zip(*jax.tree.map(np.asarray, batches), strict=True))
         layer = Layer(*arrays, mechanism.scale, Mask(c.causal, c.window))
         _check_finite(layer, f"layer {i} of {model.name}")
         yield layer
@@ -91,12 +93,12 @@ def attention(layer: Layer, sequence: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns [N, T, T] probabilities and [T, N, Hv] head outputs on one sequence, in float64."""
     N, K = layer.query_BTNH.shape[2], layer.key_BTKH.shape[2]
 
-    def of(x_BTNH):
+    def by_head(x_BTNH):
         return x_BTNH[sequence].astype(np.float64).swapaxes(0, 1)
 
-    query_NTH = of(layer.query_BTNH) * layer.scale
+    query_NTH = by_head(layer.query_BTNH) * layer.scale
     key_NTH, value_NTH = (
-        np.repeat(of(x), N // K, axis=0) for x in (layer.key_BTKH, layer.value_BTKH)
+        np.repeat(by_head(x), N // K, axis=0) for x in (layer.key_BTKH, layer.value_BTKH)
     )
     visible_TT = layer.mask.visible(query_NTH.shape[1])
     p_NTT = softmax(query_NTH @ key_NTH.swapaxes(1, 2), visible_TT)
@@ -139,8 +141,8 @@ def plain(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, scale: float, mask: Mask
 ) -> jax.Array:
     """Applies softmax attention, as an `Attend`."""
-    how = dict(implementation="xla", query_chunk=_QUERY_CHUNK)
-    return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scale=scale, **mask._asdict(), **how)
+    options = dict(implementation="xla", query_chunk=_QUERY_CHUNK)
+    return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scale=scale, **mask._asdict(), **options)
 
 
 def _attention(attend: Attend | None) -> type[Attention]:
@@ -167,22 +169,22 @@ def _projections(c, mechanism: MechanismConfig, length: int):
 
     @jax.jit
     def run(weights, h_BTD):
-        of = nnx.merge(graph, weights).mechanism
-        positions, still = (
+        merged = nnx.merge(graph, weights).mechanism
+        positions, no_positions = (
             rope.positions(index, mechanism.rope_dim, base) for base in (c.angles_base, None)
         )
-        q_BTNH, raw = of.project(h_BTD, positions)
-        k_BTKH, v_BTKH = of.keys_values(raw, positions)
-        plain_q_BTNH, raw = of.project(h_BTD, still)
-        plain_k_BTKH, _ = of.keys_values(raw, still)
+        q_BTNH, raw = merged.project(h_BTD, positions)
+        k_BTKH, v_BTKH = merged.keys_values(raw, positions)
+        plain_q_BTNH, raw = merged.project(h_BTD, no_positions)
+        plain_k_BTKH, _ = merged.keys_values(raw, no_positions)
         return q_BTNH, k_BTKH, v_BTKH, plain_q_BTNH, plain_k_BTKH, h_BTD
 
     return run
 
 
-def _check_finite(layer: Layer, named: str) -> None:
+def _check_finite(layer: Layer, where: str) -> None:
     parts = dict(queries=layer.query_BTNH, keys=layer.key_BTKH, values=layer.value_BTKH)
-    for what, x_BTNH in parts.items():
+    for name, x_BTNH in parts.items():
         heads = np.flatnonzero(~np.isfinite(x_BTNH).all(axis=(0, 1, 3))).tolist()
         if heads:
-            raise UserError(f"{named}: {what} on the text are not finite, of heads {heads}")
+            raise UserError(f"{where}: {name} on the text are not finite, of heads {heads}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _FEWEST = 4  # tokens, for the unbiased estimator
-_NOTHING = 1e-24  # share of the energy below which tokens differ only by rounding
+_NOTHING = 1e-24  # share of the energy below which features differ only by rounding
 
 
 def linear_cka(features: Sequence[np.ndarray]) -> np.ndarray:
@@ -36,8 +36,8 @@ def linear_cka(features: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _centred(x_TD: np.ndarray) -> np.ndarray:
-    found_TD = x_TD - x_TD.mean(axis=0)
-    return found_TD * ((found_TD**2).sum() > _NOTHING * (x_TD**2).sum())
+    centred_TD = x_TD - x_TD.mean(axis=0)
+    return centred_TD * ((centred_TD**2).sum() > _NOTHING * (x_TD**2).sum())
 
 
 def _products(features: Sequence[np.ndarray]) -> np.ndarray:
@@ -46,8 +46,8 @@ def _products(features: Sequence[np.ndarray]) -> np.ndarray:
     if max(x_TD.shape[1] for x_TD in features) > T:
         gram_FA = np.stack([(x_TD @ x_TD.T).ravel() for x_TD in features])
         return gram_FA @ gram_FA.T
-    found_FF = np.zeros((F, F))
+    products_FF = np.zeros((F, F))
     for i in range(F):
         for j in range(i + 1):
-            found_FF[i, j] = found_FF[j, i] = ((features[i].T @ features[j]) ** 2).sum()
-    return found_FF
+            products_FF[i, j] = products_FF[j, i] = ((features[i].T @ features[j]) ** 2).sum()
+    return products_FF

@@ -1,5 +1,6 @@
-"""Runs of a model with low-rank keys in all layers, several variants side by side, one layer in
-memory.
+"""Runs of a model with low-rank keys in all layers.
+
+Several variants run side by side, with one layer's weights in memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class Cut(NamedTuple):
 
 
 class Runs:
-    """Rows of tokens on their way through the model, once per variant name."""
+    """Forward passes of rows of tokens, one per variant name, layer by layer."""
 
     def __init__(self, model: LazyModel, rows_BT: np.ndarray, names: Sequence[str | tuple | None]):
         self._model = model
@@ -56,24 +57,26 @@ class Runs:
         weights = jax.tree.map(
             lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(self._model, index)
         )
-        for name, parts in self._x.items():
+        for name, batches in self._x.items():
             cut = cuts.get(name)
             program = self._program(
                 mechanism, (rotated.start, rotated.stop), cut is not None and cut.after_rope
             )
-            arrays, first = cut and _arrays(cut), 0
-            for i, x_BTD in enumerate(parts):
-                rows = slice(first, first + len(x_BTD))
-                of_rows = arrays and tuple(x_BJC[rows] for x_BJC in arrays)
-                parts[i] = program(weights, x_BTD, of_rows)
-                first = rows.stop
+            arrays, start = cut and _arrays(cut), 0
+            for i, x_BTD in enumerate(batches):
+                rows = slice(start, start + len(x_BTD))
+                batch_cut = arrays and tuple(x_BJC[rows] for x_BJC in arrays)
+                batches[i] = program(weights, x_BTD, batch_cut)
+                start = rows.stop
 
     def losses(self, targets_BT: np.ndarray) -> dict[str | tuple | None, np.ndarray]:
         """Returns by name [B, t] losses in nats of the last t tokens, after the last layer."""
-        last = [x_BTD[:, -targets_BT.shape[1] :] for parts in self._x.values() for x_BTD in parts]
+        last = [
+            x_BTD[:, -targets_BT.shape[1] :] for batches in self._x.values() for x_BTD in batches
+        ]
         self._pass.x = layerwise.row_batches(np.concatenate(last))
-        every = self._pass.losses(np.concatenate([targets_BT] * len(self._x)))
-        nats = np.split(np.concatenate(list(every)), len(self._x))
+        batch_losses = self._pass.losses(np.concatenate([targets_BT] * len(self._x)))
+        nats = np.split(np.concatenate(list(batch_losses)), len(self._x))
         return dict(zip(self._x, nats, strict=True))
 
 
@@ -82,15 +85,15 @@ def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
 
     Rows with the same subspaces share the computation.
     """
-    different = {id(each): each for each in cut.subspaces}
+    unique = {id(subspaces): subspaces for subspaces in cut.subspaces}
     with few_threads(cut.subspaces[0].center_JC.shape[1]):
-        made = {at: each.projectors(cut.rank) for at, each in different.items()}
+        projectors = {key: subspaces.projectors(cut.rank) for key, subspaces in unique.items()}
 
     def stacked(arrays):
         return np.stack([x.astype(np.float32) for x in arrays])
 
-    centers = stacked(each.center_JC for each in cut.subspaces)
-    return centers, stacked(made[id(each)] for each in cut.subspaces)
+    centers = stacked(subspaces.center_JC for subspaces in cut.subspaces)
+    return centers, stacked(projectors[id(subspaces)] for subspaces in cut.subspaces)
 
 
 def _program(
@@ -99,7 +102,7 @@ def _program(
     """Returns a block's compiled forward pass: (weights, x, cut) to the new x."""
     block = model.transformer.block
     index = np.arange(length, dtype=np.int32)[None]
-    positions, still = (
+    positions, no_positions = (
         rope.positions(index, mechanism.rope_dim, base) for base in (block.angles_base, None)
     )
 
@@ -109,8 +112,8 @@ def _program(
             def __call__(self, h_BTD, positions, *, causal, window=0, **_):
                 q_BTNH, raw = self.mechanism.project(h_BTD, positions)
                 _, v_BTKH = self.mechanism.keys_values(raw, positions)
-                _, raw = self.mechanism.project(h_BTD, still)
-                k_BTKH, _ = self.mechanism.keys_values(raw, still)
+                _, raw = self.mechanism.project(h_BTD, no_positions)
+                k_BTKH, _ = self.mechanism.keys_values(raw, no_positions)
                 k_BTKH = k_BTKH if cut is None or after_rope else _cut(k_BTKH, *cut)
                 k_BTKH = _rotate(k_BTKH, rotated, positions.rotary)
                 k_BTKH = _cut(k_BTKH, *cut) if cut is not None and after_rope else k_BTKH
@@ -118,12 +121,12 @@ def _program(
                 o_BTNH = activations.plain(q_BTNH, k_BTKH, v_BTKH, scale, mask)
                 return self.project_out(o_BTNH, h_BTD, positions)
 
-        def make():
-            found = layerwise.block_class(model)(block, mechanism, rngs=nnx.Rngs(0))
-            found.attention = Cutting(mechanism, block.d_model, rngs=nnx.Rngs(0))
-            return found
+        def make_block():
+            module = layerwise.block_class(model)(block, mechanism, rngs=nnx.Rngs(0))
+            module.attention = Cutting(mechanism, block.d_model, rngs=nnx.Rngs(0))
+            return module
 
-        graph, _ = nnx.split(nnx.eval_shape(make))
+        graph, _ = nnx.split(nnx.eval_shape(make_block))
         mask = dict(causal=block.causal, window=block.window)
         return nnx.merge(graph, weights)(x_BTD, positions, **mask, compute=_COMPUTE)
 
@@ -131,7 +134,7 @@ def _program(
 
 
 def _rotate(k_BTKH: jax.Array, rotated: tuple[int, int], rotary: rope.Rotary | None) -> jax.Array:
-    """Applies RoPE to those channels of the keys."""
+    """Applies RoPE to the keys' channels first to last - 1, given as `rotated`."""
     first, last = rotated
     if rotary is None or first == last:
         return k_BTKH
@@ -143,5 +146,5 @@ def _cut(k_BTKH: jax.Array, center_BJC: jax.Array, projector_BJCC: jax.Array) ->
     B, T = k_BTKH.shape[:2]
     center_B1JC = center_BJC[:, None]
     k_BTJC = k_BTKH.reshape(B, T, center_BJC.shape[1], -1) - center_B1JC
-    found_BTJC = jnp.einsum("BTJC,BJCI->BTJI", k_BTJC, projector_BJCC) + center_B1JC
-    return found_BTJC.reshape(k_BTKH.shape)
+    cut_BTJC = jnp.einsum("BTJC,BJCI->BTJI", k_BTJC, projector_BJCC) + center_B1JC
+    return cut_BTJC.reshape(k_BTKH.shape)

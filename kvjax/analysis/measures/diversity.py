@@ -33,8 +33,8 @@ class Diversity:
       similarity_NN: divided by both norms, -1 to 1.
       uncentred_N: eigenvalues of the similarities, descending.
       centred_N: eigenvalues of the centred matrix: variances of principal components.
-      nothing: heads whose form is zero. Their similarity is 0, even to themselves, and both spectra
-        end in zeros for them, so a head that does nothing lowers both ranks.
+      nothing: heads whose form is zero. Their similarity is 0, even to themselves, and each adds a
+        zero to both spectra, so a head that does nothing lowers both ranks.
     """
 
     gram_NN: np.ndarray
@@ -79,9 +79,7 @@ class Diversity:
         return float((self.similarity_NN.sum() - np.trace(self.similarity_NN)) / (N * (N - 1)))
 
     def components(self, share: float = 0.9) -> int:
-        """Returns the number of principal components that hold that share of the variance (LRKV
-        C.5).
-        """
+        """Returns how many principal components hold a share of the variance (LRKV C.5)."""
         return int(spectrum.energy_rank(self.centred_N, share))
 
 
@@ -89,8 +87,8 @@ def of_layer(heads: Heads, part: str = "key", *, num_distances: int = 0) -> Dive
     """Compares the heads of a layer.
 
     Args:
-      part: "key" compares the forms of queries and keys, as in the paper; "value" the forms
-        W_V,h W_O,h, which the paper does not.
+      part: "key" compares the forms of queries and keys, as in the paper; "value" compares the
+        forms W_V,h W_O,h, which are not in the paper.
       num_distances: 0 ignores positions; n averages inner products over relative positions 0 to
         n - 1, see `FormProducts.mean_gram`. Values are not rotated.
 
@@ -130,15 +128,15 @@ def check(num_heads: int) -> None:
 
 def of_gram(gram_NN: np.ndarray) -> Diversity:
     """Compares N forms, given their inner products."""
-    something_N = np.diagonal(gram_NN) > 0
+    nonzero_N = np.diagonal(gram_NN) > 0
     matrix_NN = similarity(gram_NN)
-    there = np.ix_(something_N, something_N)
+    block = np.ix_(nonzero_N, nonzero_N)
     spectra = []
-    for some in (matrix_NN[there], centred(matrix_NN[there])):
-        values = np.linalg.eigvalsh(some)[::-1]
+    for matrix in (matrix_NN[block], centred(matrix_NN[block])):
+        values = np.linalg.eigvalsh(matrix)[::-1]
         values = np.where(values > _ROUNDING * np.trace(matrix_NN), values, 0.0)
-        spectra.append(np.concatenate([values, np.zeros(np.sum(~something_N))]))
-    nothing = tuple(np.flatnonzero(~something_N).tolist())
+        spectra.append(np.concatenate([values, np.zeros(np.sum(~nonzero_N))]))
+    nothing = tuple(np.flatnonzero(~nonzero_N).tolist())
     return Diversity(gram_NN, matrix_NN, *spectra, nothing)
 
 
@@ -160,7 +158,7 @@ def centred(gram_NN: np.ndarray) -> np.ndarray:
 class FormProducts:
     """Inner products of all heads' channels with each other, for both sides of their forms.
 
-    One side may have fewer heads, each shared by equally many heads of the other.
+    One side may have fewer heads; each of them serves equally many heads of the other side.
     """
 
     def __init__(self, left_DNH: np.ndarray, right_DNH: np.ndarray):
@@ -196,15 +194,15 @@ class FormProducts:
         phase_H = rotary.phases(H, rotated, frequencies_F)
         weight_HH = _mean_rotation(phase_H - phase_H[:, None], num_distances)
 
-        def both(x_HNH):
+        def to_complex(x_HNH):
             return rotary.to_complex_channels(
                 rotary.to_complex_channels(x_HNH, rotated, 0).conj(), rotated
             )
 
         rows = []
         for left_HNH, right_HNH in self._blocks():
-            left_HNH = both(left_HNH) * weight_HH[:, None]
-            rows.append(np.einsum("ajb,ajb->j", left_HNH, both(right_HNH).conj()).real)
+            left_HNH = to_complex(left_HNH) * weight_HH[:, None]
+            rows.append(np.einsum("ajb,ajb->j", left_HNH, to_complex(right_HNH).conj()).real)
         return np.stack(rows)
 
     def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:

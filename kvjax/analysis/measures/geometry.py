@@ -5,8 +5,8 @@
 LRKV (arXiv 2601.11471), section 4 and figure 8. The border between base and residual is a
 convention: a term common to all residuals of a base can belong to either, with the same W_k. (The
 paper says any matrix can move; residuals must keep rank R, though.) So everything is measured
-twice: with the parts as learned, and in the canonical form that W_k alone determines, where the
-base is the mean of its heads and the residual, of any rank, is the rest.
+twice: on the parts as learned, and on canonical parts, which W_k alone determines: the base is the
+mean of its heads, and the residual, of any rank, is the difference from it.
 
 Weights are as in `heads`: keys are multiplied by their norm's gain, biases are left out.
 """
@@ -67,11 +67,11 @@ def random_like(parts: BaseAndResiduals, seed: int | Sequence[int]) -> BaseAndRe
     base_DJH = rng.normal(size=parts.base_DJH.shape)
     residual_DKH = einsum("DKR,KRH->DKH", rng.normal(size=(D, K, R)), rng.normal(size=(K, R, H)))
 
-    def sized(w, like):
+    def with_norms_of(w, like):
         return w * (norms(like) / norms(w))[:, None]
 
     return BaseAndResiduals(
-        sized(base_DJH, parts.base_DJH), sized(residual_DKH, parts.residual_DKH), R
+        with_norms_of(base_DJH, parts.base_DJH), with_norms_of(residual_DKH, parts.residual_DKH), R
     )
 
 
@@ -86,31 +86,31 @@ def of_layer(model: LazyModel, index: int) -> dict[str, BaseAndResiduals]:
       UserError: weights are not finite.
     """
     weights = model_lib.read_layer(model, index, "attention", "mechanism")
-    found = read(weights, model.transformer.mechanisms[index])
-    for name, parts in found.items():
+    by_name = read(weights, model.transformer.mechanisms[index])
+    for name, parts in by_name.items():
         finite_K = np.isfinite(parts.total_DKH).all(axis=(0, 2))
         if not finite_K.all():
             raise UserError(
                 f"layer {index} of {model.name}: weights of {name}s are not finite, "
                 f"of heads {np.flatnonzero(~finite_K).tolist()}"
             )
-    return found
+    return by_name
 
 
 def read(weights: dict, config: GroupedConfig) -> dict[str, BaseAndResiduals]:
     """Returns the parts of a mechanism's weights, given as a pure dict; see `has_residuals`."""
-    found = {}
+    by_name = {}
     for name in ("key",) if config.ties_values else ("key", "value"):
 
-        def wide(weight):
-            return np.asarray(weights[weight], np.float64)
+        def float64(weight_name):
+            return np.asarray(weights[weight_name], np.float64)
 
         gain = weights.get(f"{name}_norm", {}).get("gain", 1.0)
-        residual_DKH = einsum("DKR,KRH->DKH", wide(f"latent_{name}"), wide(f"expand_{name}"))
-        found[name] = BaseAndResiduals(
-            wide(f"base_{name}") * gain, residual_DKH * gain, config.rank
+        residual_DKH = einsum("DKR,KRH->DKH", float64(f"latent_{name}"), float64(f"expand_{name}"))
+        by_name[name] = BaseAndResiduals(
+            float64(f"base_{name}") * gain, residual_DKH * gain, config.rank
         )
-    return found
+    return by_name
 
 
 def totals(model: LazyModel, index: int) -> dict[str, np.ndarray]:
@@ -125,16 +125,15 @@ class PartGeometry(NamedTuple):
     Attributes:
       base_norm_J, residual_norm_K: Frobenius norms (LRKV figure 8).
       cosine_K: of each residual and its base as vectors of D·H numbers; nan if one is zero.
-        Canonical
-        residuals of a base sum to zero, and so do their products with it: cosines of both signs
-          occur for any weights.
+        Canonical residuals of a base sum to zero, and so do their inner products with the base:
+        cosines of both signs occur for any weights.
       angles: per head the cosines of the principal angles between the columns of its base and the R
         strongest directions of its residual's columns, descending. Columns are directions of the
         layer's input.
       overlap_K: mean squared cosine: the share of the residual's directions inside the base's; nan
         without a residual. By chance H/D on average for parts as learned, and more for canonical
         ones, since the mean contains a part of every residual.
-      reads: orthonormal bases [D, R] of those directions of each residual.
+      reads: orthonormal basis [D, R] of the R strongest directions of each residual.
     """
 
     base_norm_J: np.ndarray
@@ -148,17 +147,17 @@ class PartGeometry(NamedTuple):
 def part_geometry(parts: BaseAndResiduals) -> PartGeometry:
     """Compares bases with residuals, see `PartGeometry`."""
     bases = directions(parts.base_DJH)
-    of_K = np.arange(parts.residual_DKH.shape[1]) * len(bases) // parts.residual_DKH.shape[1]
+    base_K = np.arange(parts.residual_DKH.shape[1]) * len(bases) // parts.residual_DKH.shape[1]
     residuals = directions(parts.residual_DKH, parts.rank)
     angles = tuple(
-        principal_cosines(bases[j], residual) for j, residual in zip(of_K, residuals, strict=True)
+        principal_cosines(bases[j], residual) for j, residual in zip(base_K, residuals, strict=True)
     )
     return PartGeometry(
         norms(parts.base_DJH),
         norms(parts.residual_DKH),
         cosines(parts.base_DKH, parts.residual_DKH),
         angles,
-        np.array([overlap(each) for each in angles]),
+        np.array([overlap(cosines_R) for cosines_R in angles]),
         tuple(residuals),
     )
 
@@ -173,10 +172,10 @@ class BestResiduals(NamedTuple):
       alone_K: loss of the best rank-R matrix in place of W_k, without a base.
       with_mean_K: loss of the heads' mean as base, with the best residuals of rank R.
       overlap_K: share of the learned residual's directions (columns) inside the best residual's;
-        nan without a residual. By chance R/D on average for another model's heads; for the same
-        heads random factors have far more.
+        nan without a residual. By chance R/D on average for another model's heads; for its own
+        heads far more, even with random factors.
       distance_K: |learned - best| / |best|, Frobenius norms; nan if the best is zero. 0: identical;
-        1: the learned residual is zero; sqrt(2): unrelated ones of the best's size, on average.
+        1: the learned residual is zero; sqrt(2), on average: unrelated, of equal norm.
     """
 
     alone_K: np.ndarray
@@ -187,7 +186,7 @@ class BestResiduals(NamedTuple):
 
 def best_residuals(
     heads: BaseAndResiduals,
-    found: PartGeometry,
+    canonical: PartGeometry,
     learned: BaseAndResiduals,
     reads: Sequence[np.ndarray],
 ) -> BestResiduals:
@@ -198,21 +197,21 @@ def best_residuals(
 
     Args:
       heads: canonical parts.
-      found: their geometry.
+      canonical: geometry of these parts.
       learned: parts as learned.
       reads: directions of the learned residuals, from their geometry.
     """
     total_DKH = heads.total_DKH
     energy_K = norms(total_DKH) ** 2
-    both = zip(found.reads, reads, strict=True)
+    pairs = zip(canonical.reads, reads, strict=True)
     best_DKH = np.empty_like(total_DKH)
-    for k, best_DR in enumerate(found.reads):  # Eckart-Young: what those directions read
+    for k, best_DR in enumerate(canonical.reads):  # Eckart-Young: projected on its strongest
         best_DKH[:, k] = best_DR @ (best_DR.T @ heads.residual_DKH[:, k])
     return BestResiduals(
-        _over(lost(total_DKH, heads.rank), energy_K),
-        _over(lost(heads.residual_DKH, heads.rank), energy_K),
-        np.array([overlap(principal_cosines(best, own)) for best, own in both]),
-        _over(norms(learned.residual_DKH - best_DKH), norms(best_DKH)),
+        _ratios(lost(total_DKH, heads.rank), energy_K),
+        _ratios(lost(heads.residual_DKH, heads.rank), energy_K),
+        np.array([overlap(principal_cosines(best, own)) for best, own in pairs]),
+        _ratios(norms(learned.residual_DKH - best_DKH), norms(best_DKH)),
     )
 
 
@@ -224,25 +223,26 @@ def norms(w_DKH: np.ndarray) -> np.ndarray:
 def cosines(left_DKH: np.ndarray, right_DKH: np.ndarray) -> np.ndarray:
     """Returns [K] cosines of the heads' matrices as vectors of D·H numbers; nan if one is zero."""
     size_K = norms(left_DKH) * norms(right_DKH)
-    return _over(np.sum(left_DKH * right_DKH, axis=(0, 2)), size_K)
+    return _ratios(np.sum(left_DKH * right_DKH, axis=(0, 2)), size_K)
 
 
-def _over(some_K: np.ndarray, size_K: np.ndarray) -> np.ndarray:
+def _ratios(numerator_K: np.ndarray, denominator_K: np.ndarray) -> np.ndarray:
     """Returns ratios; nan over zero."""
-    return np.divide(some_K, size_K, out=np.full(len(size_K), np.nan), where=size_K > 0)
+    nan_K = np.full(len(denominator_K), np.nan)
+    return np.divide(numerator_K, denominator_K, out=nan_K, where=denominator_K > 0)
 
 
 def directions(w_DKH: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
     """Returns per head an orthonormal basis [D, R] of its columns: all, or the R strongest.
 
-    Directions at the level of rounding are left out, so heads of lower rank have fewer.
+    A head of lower rank has fewer: directions at the level of rounding are left out.
     """
-    found = []
+    bases = []
     for w_DH in w_DKH.transpose(1, 0, 2):
         left, values, _ = np.linalg.svd(w_DH, full_matrices=False)
-        there = np.sum(values > _ROUNDING * values[0])
-        found.append(left[:, : there if rank is None else min(there, rank)])
-    return found
+        full_rank = np.sum(values > _ROUNDING * values[0])
+        bases.append(left[:, : full_rank if rank is None else min(full_rank, rank)])
+    return bases
 
 
 def principal_cosines(left_DA: np.ndarray, right_DB: np.ndarray) -> np.ndarray:
@@ -252,9 +252,9 @@ def principal_cosines(left_DA: np.ndarray, right_DB: np.ndarray) -> np.ndarray:
     As many as the right subspace has dimensions, zero-padded if the left one has fewer. Björck and
     Golub 1973.
     """
-    found = np.linalg.svd(left_DA.T @ right_DB, compute_uv=False) if left_DA.size else np.zeros(0)
+    values = np.linalg.svd(left_DA.T @ right_DB, compute_uv=False) if left_DA.size else np.zeros(0)
     cosines_B = np.zeros(right_DB.shape[1])
-    cosines_B[: len(found)] = np.minimum(found, 1.0)
+    cosines_B[: len(values)] = np.minimum(values, 1.0)
     return cosines_B
 
 
@@ -264,7 +264,7 @@ def overlap(cosines_B: np.ndarray) -> float:
 
 
 def lost(w_DKH: np.ndarray, rank: int) -> np.ndarray:
-    """Returns [K] squared Frobenius norms that the best rank-R matrix leaves (Eckart-Young)."""
+    """Returns [K] squared Frobenius errors of the best rank-R approximation (Eckart-Young)."""
     w_KDH = w_DKH.transpose(1, 0, 2)
     gram_KHH = w_KDH.transpose(0, 2, 1) @ w_KDH
     energies_KH = np.maximum(np.linalg.eigvalsh(gram_KHH), 0.0)  # ascending

@@ -31,14 +31,14 @@ _FEW_CHANNELS = 8  # input width for checks on random weights
 class Heads:
     """Weights of one layer, without biases and output gates.
 
-    A head has its own softmax: each branch of an MLRA head is one.
+    A head has a softmax of its own: each branch of an MLRA head counts as a head.
 
     Attributes:
       out_NHD: includes `combine`, applied to heads' outputs before the output projection.
-      rotated: channels of queries and keys that RoPE rotates, in pairs half of them apart; an empty
-        slice without RoPE.
+      rotated: channels of queries and keys that RoPE rotates; the channels of a pair are half of
+        them apart. An empty slice without RoPE.
       frequencies_F: radians per token of each pair.
-      scale: of logits.
+      scale: factor of the logits.
     """
 
     query_DNH: np.ndarray
@@ -68,7 +68,7 @@ def of_layer(model: LazyModel, index: int) -> Heads:
     """Returns the heads of one layer; see `layers`."""
     config, block = model.transformer.mechanisms[index], model.transformer.block
     weights = model_lib.read_layer(model, index, "attention")
-    with _naming(model, index):
+    with _naming_layer(model, index):
         return read(weights, config, block.d_model, block.angles_base)
 
 
@@ -85,12 +85,12 @@ def check(model: LazyModel, indices: Iterable[int] | None = None) -> None:
     for config, index in first.items():
         state = nnx.split(_shape(config, _FEW_CHANNELS))[1]
         weights = jax.tree.map(lambda w: rng.normal(size=w.shape), nnx.to_pure_dict(state))
-        with _naming(model, index):
+        with _naming_layer(model, index):
             read(weights, config, _FEW_CHANNELS, block.angles_base)
 
 
 @contextlib.contextmanager
-def _naming(model: LazyModel, index: int) -> Iterator[None]:
+def _naming_layer(model: LazyModel, index: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
@@ -108,24 +108,24 @@ def read(
     with jax.enable_x64(True):
         mechanism = _without_norms(_merged(weights, config, d_model))
 
-        def of(x_TD, at=None):
-            return _projected(mechanism, x_TD, at, rope_base)
+        def project(x_TD, position=None):
+            return _projected(mechanism, x_TD, position, rope_base)
 
-        nothing = of(np.zeros((1, d_model)))
-        maps = [x - b for x, b in zip(of(np.eye(d_model)), nothing, strict=True)]
+        biases = project(np.zeros((1, d_model)))
+        matrices = [x - b for x, b in zip(project(np.eye(d_model)), biases, strict=True)]
         x_TD = np.random.default_rng(0).normal(size=(3, d_model))
-        _check_linear(maps, [x - b for x, b in zip(of(x_TD), nothing, strict=True)], x_TD)
-        rotated, frequencies_F = _rotation(of, x_TD, config, rope_base)
+        _check_linear(matrices, [x - b for x, b in zip(project(x_TD), biases, strict=True)], x_TD)
+        rotated, frequencies_F = _rotation(project, x_TD, config, rope_base)
         out_NHD = _outputs(mechanism, np.asarray(weights["out"], np.float64))
-    query_DNH, key_DKH, value_DKH = maps
+    query_DNH, key_DKH, value_DKH = matrices
     return Heads(query_DNH, key_DKH, value_DKH, out_NHD, rotated, frequencies_F, config.scale)
 
 
 def _merged(weights: dict, config: MechanismConfig, d_model: int) -> nnx.Module:
     """Returns the mechanism with these weights in float64."""
     graph, _ = nnx.split(_shape(config, d_model))
-    wide = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), weights)
-    return nnx.merge(graph, wide).mechanism
+    float64_weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), weights)
+    return nnx.merge(graph, float64_weights).mechanism
 
 
 def _shape(config: MechanismConfig, d_model: int) -> Attention:
@@ -149,18 +149,18 @@ class _Gain(nnx.Module):
 def _without_norms(mechanism: Mechanism) -> Mechanism:
     for name, norm in list(vars(mechanism).items()):
         if isinstance(norm, Norm):
-            # A norm of queries or keys without a gain goes, as if there had been none.
-            gone = norm.gain is None and name.endswith(("query_norm", "key_norm"))
-            setattr(mechanism, name, None if gone else _Gain(norm))
+            # Norms of queries or keys that have no gain are removed.
+            removed = norm.gain is None and name.endswith(("query_norm", "key_norm"))
+            setattr(mechanism, name, None if removed else _Gain(norm))
     return mechanism
 
 
 def _projected(
-    mechanism: nnx.Module, x_TD: np.ndarray, at: int | None, rope_base: rope.Base | None
+    mechanism: nnx.Module, x_TD: np.ndarray, position: int | None, rope_base: rope.Base | None
 ) -> list[np.ndarray]:
     """Returns [T, N or K, H] queries, keys and values, all at one position or without positions."""
-    index = np.full((1, len(x_TD)), at or 0, np.int32)
-    base = None if at is None else rope_base
+    index = np.full((1, len(x_TD)), position or 0, np.int32)
+    base = None if position is None else rope_base
     positions = rope.positions(index, mechanism.config.rope_dim, base)
     q_1TNH, raw = mechanism.project(jnp.asarray(x_TD)[None], positions)
     return [np.asarray(x[0]) for x in (q_1TNH, *mechanism.keys_values(raw, positions))]
@@ -171,16 +171,20 @@ def _outputs(mechanism: Mechanism, out_NHD: np.ndarray) -> np.ndarray:
     if type(mechanism).combine is Mechanism.combine:
         return out_NHD
     heads, channels = mechanism.config.query_heads, mechanism.config.value_dim
-    out = np.empty((heads, channels, out_NHD.shape[-1]))
-    for head in range(heads):  # all at once are gigabytes in a large model
+    matrices_NHD = np.empty((heads, channels, out_NHD.shape[-1]))
+    for head in range(heads):  # all heads at once take gigabytes in a large model
         units_1TNH = jnp.zeros((1, channels, heads, channels)).at[0, :, head].set(jnp.eye(channels))
         o_TNH = np.asarray(mechanism.combine(units_1TNH, rope.Positions(None, None))[0])
-        out[head] = np.einsum("TNH,NHD->TD", o_TNH, out_NHD)
-    return out
+        matrices_NHD[head] = np.einsum("TNH,NHD->TD", o_TNH, out_NHD)
+    return matrices_NHD
 
 
-def _check_linear(maps: list[np.ndarray], found: list[np.ndarray], x_TD: np.ndarray) -> None:
-    for name, w_DNH, y_TNH in zip(("queries", "keys", "values"), maps, found, strict=True):
+def _check_linear(
+    matrices: list[np.ndarray], projections: list[np.ndarray], x_TD: np.ndarray
+) -> None:
+    for name, w_DNH, y_TNH in zip(
+        ("queries", "keys", "values"), matrices, projections, strict=True
+    ):
         expected_TNH = np.tensordot(x_TD, w_DNH, 1)
         if not np.isfinite(expected_TNH).all():
             heads = np.flatnonzero(~np.isfinite(w_DNH).all(axis=(0, 2))).tolist()
@@ -192,20 +196,20 @@ def _check_linear(maps: list[np.ndarray], found: list[np.ndarray], x_TD: np.ndar
             )
 
 
-def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Base | None):
+def _rotation(project, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Base | None):
     """Returns the channels that RoPE rotates and their frequencies, detected on queries."""
     if rope_base is None:
         return slice(0, 0), np.zeros(0)
-    still_TNH, turned_TNH = of(x_TD)[0], of(x_TD, 1)[0]
-    channels = np.flatnonzero(np.abs(turned_TNH - still_TNH).max(axis=(0, 1)) > 0)
+    at_0_TNH, at_1_TNH = project(x_TD)[0], project(x_TD, 1)[0]
+    channels = np.flatnonzero(np.abs(at_1_TNH - at_0_TNH).max(axis=(0, 1)) > 0)
     if not channels.size:  # queries are zero
         return slice(0, 0), np.zeros(0)
     frequencies_F = rope.frequencies(config.rope_dim, rope_base)
     last = int(channels[-1]) + 1
     rotated = slice(last - config.rope_dim, last)
-    expected_TNH = rotate_one_token(still_TNH, rotated, frequencies_F)
-    if np.abs(expected_TNH - turned_TNH).max() > _TOLERANCE * np.abs(still_TNH).max():
-        raise UserError("RoPE rotates other channel pairs than those half of the channels apart")
+    expected_TNH = rotate_one_token(at_0_TNH, rotated, frequencies_F)
+    if np.abs(expected_TNH - at_1_TNH).max() > _TOLERANCE * np.abs(at_0_TNH).max():
+        raise UserError("the channels of RoPE's pairs are not half of the rotated channels apart")
     return rotated, frequencies_F
 
 

@@ -1,7 +1,7 @@
 """Drift of the subspace of a text's first tokens as the text grows.
 
-Few tokens estimate a subspace badly even if nothing changes. The control is an equal number of
-tokens spread evenly over the text; the excess distance of the first tokens is drift.
+Few tokens estimate a subspace badly even if the text does not change. The control is an equal
+number of tokens spread evenly over the text; drift is the excess distance of the first tokens.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from kvjax.analysis.measures.activations import Layer
 from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.convert.factors import few_threads
 
-SHARE = 1 / 4  # of a key's channels to keep, if half of the text determines that many
-QUERIES = 64  # minimum that errors are measured on, in texts that have them
+SHARE = 1 / 4  # of a key's channels to keep, if half of the text has enough tokens for them
+QUERIES = 64  # minimum number that errors are measured on, if the text has as many
 
 
 def rank(channels: int, length: int) -> int:
@@ -35,7 +35,7 @@ def evenly_spaced(tokens: int, length: int) -> np.ndarray:
 
 
 class PrefixSubspaces(NamedTuple):
-    """Subspaces of a row's first tokens, of equally many spread over it, and of all."""
+    """Subspaces of a row's first tokens, of equally many tokens spread over it, and of all."""
 
     first: list[Subspaces]
     evenly_spaced: list[Subspaces]
@@ -48,43 +48,48 @@ def prefix_subspaces(
     """Returns the rank-r subspaces for each number of tokens."""
     _, T, _, H = layer.key_BTKH.shape
 
-    def of(some):
-        return subspace_methods.of_rows(layer, rope, where, [row], some).first(r)
+    def of_tokens(positions):
+        return subspace_methods.of_rows(layer, rope, where, [row], positions).first(r)
 
     with few_threads(H):
         return PrefixSubspaces(
-            [of(slice(t)) for t in tokens],
-            [of(evenly_spaced(t, T)) for t in tokens],
-            of(slice(None)),
+            [of_tokens(slice(t)) for t in tokens],
+            [of_tokens(evenly_spaced(t, T)) for t in tokens],
+            of_tokens(slice(None)),
         )
 
 
-def overlaps(found: PrefixSubspaces) -> np.ndarray:
-    """Returns [K, tokens, 2] overlaps of first and of spread tokens with the whole."""
-    with few_threads(found.whole.center_JC.shape[1]):
-        each = [
-            [key_subspaces.overlap(one, found.whole) for one in both]
-            for both in zip(found.first, found.evenly_spaced, strict=True)
+def overlaps(subspaces: PrefixSubspaces) -> np.ndarray:
+    """Returns [K, tokens, 2] overlaps with the whole: of first tokens, and of spread tokens."""
+    with few_threads(subspaces.whole.center_JC.shape[1]):
+        overlaps_T2K = [
+            [key_subspaces.overlap(subspace, subspaces.whole) for subspace in pair]
+            for pair in zip(subspaces.first, subspaces.evenly_spaced, strict=True)
         ]
-    return np.moveaxis(np.array(each), -1, 0)
+    return np.moveaxis(np.array(overlaps_T2K), -1, 0)
 
 
 def later_errors(
-    layer: Layer, rope: Rope, row: int, where: str, of: Sequence[Subspaces | None], r: int
+    layer: Layer,
+    rope: Rope,
+    row: int,
+    where: str,
+    subspaces: Sequence[Subspaces | None],
+    r: int,
 ) -> np.ndarray:
     """Returns [N, ...] logit errors of each subspace on later queries; nan for None."""
     _, T, _, H = layer.key_BTKH.shape
     with few_threads(H):
         cuts = [
-            subspace_methods.cut_keys(layer, rope, row, where, one, r)
-            for one in of
-            if one is not None
+            subspace_methods.cut_keys(layer, rope, row, where, each, r)
+            for each in subspaces
+            if each is not None
         ]
-    found_NA = key_subspaces.errors(layer, row, cuts, later_queries(T)).logit_NA
-    there = np.array([one is not None for one in of])
-    every_NA = np.full((len(found_NA), len(of)), np.nan)
-    every_NA[:, there] = found_NA
-    return every_NA
+    measured_NA = key_subspaces.errors(layer, row, cuts, later_queries(T)).logit_NA
+    is_measured = np.array([each is not None for each in subspaces])
+    errors_NA = np.full((len(measured_NA), len(subspaces)), np.nan)
+    errors_NA[:, is_measured] = measured_NA
+    return errors_NA
 
 
 def later_queries(length: int) -> slice:

@@ -4,8 +4,8 @@ Cutting a key k at rank r gives c + (k - c) A_r B_r, with A_r [H, r] and B_r [r,
 the r numbers (k - c) A_r, and the center c is constant. A = B^T is an orthogonal projection; in
 general A_r B_r is an oblique one, weighted by the queries. All arrays are float64.
 
-RoPE rotates queries and keys by position. Before RoPE one subspace serves all positions, and the
-rest of the key is rotated when it is read. After RoPE keys are cut as attention uses them.
+RoPE rotates queries and keys by position. Before RoPE one subspace serves all positions, and cut
+keys are rotated when they are read. After RoPE keys are cut as attention uses them.
 """
 
 from collections.abc import Sequence
@@ -43,16 +43,16 @@ class Subspaces(NamedTuple):
         return Subspaces(self.center_JC, self.read_JCR[..., :rank], self.write_JRC[:, :rank])
 
     def cut(self, key_TKH: np.ndarray, rank: int) -> np.ndarray:
-        """Returns [T, K, H] keys with `rank` directions of each of the J left."""
-        some, J = self.first(rank), len(self.center_JC)
-        key_JTC = key_TKH.reshape(len(key_TKH), J, -1).swapaxes(0, 1) - some.center_JC[:, None]
-        found_JTC = key_JTC @ some.read_JCR @ some.write_JRC + some.center_JC[:, None]
-        return found_JTC.swapaxes(0, 1).reshape(key_TKH.shape)
+        """Returns [T, K, H] keys, cut to the first `rank` directions of each of the J heads."""
+        kept, J = self.first(rank), len(self.center_JC)
+        key_JTC = key_TKH.reshape(len(key_TKH), J, -1).swapaxes(0, 1) - kept.center_JC[:, None]
+        cut_JTC = key_JTC @ kept.read_JCR @ kept.write_JRC + kept.center_JC[:, None]
+        return cut_JTC.swapaxes(0, 1).reshape(key_TKH.shape)
 
     def projectors(self, rank: int) -> np.ndarray:
         """Returns [J, C, C] A_r B_r."""
-        some = self.first(rank)
-        return some.read_JCR @ some.write_JRC
+        kept = self.first(rank)
+        return kept.read_JCR @ kept.write_JRC
 
 
 def of_weights(key_DKH: np.ndarray, bias_KH: np.ndarray, *, together: bool = False) -> Subspaces:
@@ -74,22 +74,22 @@ def of_text(query_moment_KHH: np.ndarray, keys_BTKH: np.ndarray, *, each_row: bo
 
     With second moment C_q of the queries, a key error e causes the mean squared logit error e C_q
     e^T. For centred keys of second moment C_k it is least for the eigenvectors U of C_q^(1/2) C_k
-    C_q^(1/2): A = C_q^(1/2) U. This is the truncated SVD of E (logit spectra eq. 3), for a KV
-    head's queries stacked, through factors of H channels. It is not optimal under a causal mask,
-    nor where RoPE makes queries and keys depend on each other.
+    C_q^(1/2): A = C_q^(1/2) U. This is the truncated SVD of E (logit spectra eq. 3) with all
+    queries of a KV head stacked. It is not optimal under a causal mask, nor where RoPE makes
+    queries and keys depend on each other.
 
-    t keys leave all but t - 1 directions at zero, whose order would be rounding noise: a tiny ridge
-    orders them by the queries' weight.
+    t centred keys have t - 1 directions; rounding would order the others: a tiny ridge orders them
+    by the energy of the queries.
 
     Args:
-      each_row: centre keys per row: for keys after RoPE, where a shift common to a row cancels in
-        its softmax.
+      each_row: centre keys per row. For keys after RoPE: a shift common to all keys of a row
+        cancels in its softmax.
     """
     *_, K, H = keys_BTKH.shape
     center_KH = keys_BTKH.mean(axis=(0, 1))
-    middle_B1KH = keys_BTKH.mean(axis=1, keepdims=True) if each_row else center_KH
+    row_center_B1KH = keys_BTKH.mean(axis=1, keepdims=True) if each_row else center_KH
     root_KHH, inverse_KHH = matrix_roots(query_moment_KHH)
-    moment_KHH = moments(keys_BTKH - middle_B1KH, K)
+    moment_KHH = moments(keys_BTKH - row_center_B1KH, K)
     moment_KHH += _RIDGE * np.eye(H) * np.trace(moment_KHH, axis1=1, axis2=2)[:, None, None] / H
     energy_KHH = root_KHH @ moment_KHH @ root_KHH
     _, vectors_KHR = np.linalg.eigh((energy_KHH + energy_KHH.swapaxes(1, 2)) / 2)
@@ -105,8 +105,8 @@ def moments(x_BTNH: np.ndarray, K: int) -> np.ndarray:
 
 
 class Rope(NamedTuple):
-    """RoPE's rotated channels: first and first + F are a pair, and so on, with F frequencies in
-    radians.
+    """RoPE's channel pairs, first + i and first + F + i, and their F frequencies in radians per
+    token.
     """
 
     first: int
@@ -129,8 +129,8 @@ def rotated_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int)
     pairs of L tokens under the mask, ignoring that near and far keys may differ.
     """
     pairs_HH, mean_HH = _rotations_over_pairs(rope, moment_KHH.shape[-1], mask, length)
-    found_KHH = (pairs_HH @ moment_KHH @ pairs_HH.conj().T) * mean_HH
-    return (pairs_HH.conj().T @ found_KHH @ pairs_HH).real
+    complex_KHH = (pairs_HH @ moment_KHH @ pairs_HH.conj().T) * mean_HH
+    return (pairs_HH.conj().T @ complex_KHH @ pairs_HH).real
 
 
 @functools.lru_cache(maxsize=64)
@@ -144,8 +144,8 @@ def _rotations_over_pairs(
     frequencies_H = rotary.phases(H, rope.rotated, rope.frequencies)
     queries, keys = np.nonzero(mask.visible(length))
     distances_A, counts_A = np.unique(queries - keys, return_counts=True)
-    turns_HA = np.exp(1j * np.outer(frequencies_H, distances_A))
-    return pairs_HH, (turns_HA * (counts_A / counts_A.sum())) @ turns_HA.conj().T
+    rotations_HA = np.exp(1j * np.outer(frequencies_H, distances_A))
+    return pairs_HH, (rotations_HA * (counts_A / counts_A.sum())) @ rotations_HA.conj().T
 
 
 def rotate_by_position(x_TKH: np.ndarray, rope: Rope) -> np.ndarray:
@@ -155,16 +155,15 @@ def rotate_by_position(x_TKH: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def bias(layer: Layer, heads: Heads) -> np.ndarray:
-    """Returns [K, H], the part common to all keys before RoPE that is not linear in the input: the
-    bias.
+    """Returns the [K, H] bias of keys before RoPE: their mean less the part linear in the input.
 
-    Zero if a norm follows the projection: a bias is then cut like the rest.
+    Zero if a norm follows the projection: the bias is then cut like the rest of the key.
     """
     key_BTKH = layer.plain_key_BTKH.astype(np.float64)
     rest_BTKH = key_BTKH - np.tensordot(layer.input_BTD.astype(np.float64), heads.key_DKH, 1)
-    found_KH = rest_BTKH.mean(axis=(0, 1))
-    is_linear = np.abs(rest_BTKH - found_KH).max() <= _LINEAR * np.abs(key_BTKH).max()
-    return found_KH if is_linear else np.zeros_like(found_KH)
+    mean_KH = rest_BTKH.mean(axis=(0, 1))
+    is_linear = np.abs(rest_BTKH - mean_KH).max() <= _LINEAR * np.abs(key_BTKH).max()
+    return mean_KH if is_linear else np.zeros_like(mean_KH)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -187,30 +186,30 @@ def errors(
 ) -> CutErrors:
     """Returns the errors of cut keys, given as attention uses them, on some of a row's queries."""
 
-    def part(x_BTNH):
+    def row_of(x_BTNH):
         return x_BTNH[row].astype(np.float64)
 
-    query_TNH, value_TKH = part(layer.query_BTNH)[queries] * layer.scale, part(layer.value_BTKH)
-    key_TKH = part(layer.key_BTKH)
+    query_TNH, value_TKH = row_of(layer.query_BTNH)[queries] * layer.scale, row_of(layer.value_BTKH)
+    key_TKH = row_of(layer.key_BTKH)
     N, K = query_TNH.shape[1], key_TKH.shape[1]
     visible_TS = layer.mask.visible(len(key_TKH))[queries]
 
-    def share(lost, whole):
-        return float(np.linalg.norm(lost) / (np.linalg.norm(whole) or 1.0))
+    def relative_norm(error, reference):
+        return float(np.linalg.norm(error) / (np.linalg.norm(reference) or 1.0))
 
-    def of(n):
+    def head_errors(n):
         query_TH, k = query_TNH[:, n], n * K // N
         z_TS, value_SH = centred(query_TH @ key_TKH[:, k].T, visible_TS), value_TKH[:, k]
         o_TH = softmax(z_TS.copy(), visible_TS) @ value_SH
         logit_A, output_A = [], []
         for cut_SKH in cut_ATKH:
-            lost_TS = centred(query_TH @ (cut_SKH[:, k] - key_TKH[:, k]).T, visible_TS)
-            logit_A.append(share(lost_TS, z_TS))
-            lost_TS += z_TS
-            output_A.append(share(softmax(lost_TS, visible_TS) @ value_SH - o_TH, o_TH))
+            error_TS = centred(query_TH @ (cut_SKH[:, k] - key_TKH[:, k]).T, visible_TS)
+            logit_A.append(relative_norm(error_TS, z_TS))
+            error_TS += z_TS  # in place: now the logits of cut keys
+            output_A.append(relative_norm(softmax(error_TS, visible_TS) @ value_SH - o_TH, o_TH))
         return logit_A, output_A
 
-    return CutErrors(*map(np.array, zip(*logits.parallel_map(of, range(N)), strict=True)))
+    return CutErrors(*map(np.array, zip(*logits.parallel_map(head_errors, range(N)), strict=True)))
 
 
 def centred(z_TS: np.ndarray, visible_TS: np.ndarray) -> np.ndarray:

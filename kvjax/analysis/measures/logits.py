@@ -2,8 +2,8 @@
 
 Logit spectra (arXiv 2604.04384) compares two matrices per head: E, the logits of L tokens minus
 each row's mean, which depends on text and weights, and M = W_Q W_K^T of the weights. Energies are
-squared singular values, descending. Products of thin factors are decomposed through them: E by QR
-of queries and keys, [L, H] each, and an SVD of H x H; M likewise. Causal E has no thin factors.
+squared singular values, descending. E is a product of thin factors, queries and keys [L, H]: their
+QR decompositions and an SVD of H x H give its SVD. M likewise. Causal E has no thin factors.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,8 +43,10 @@ class CentredLogits(NamedTuple):
         queries: slice = slice(None),
         keys: slice = slice(None),
     ) -> np.ndarray:
-        """Returns the best rank-r approximation of a head's E, or some rows and columns; E without
-        a rank.
+        """Returns the best rank-r approximation of a head's E, or a block of it.
+
+        Args:
+          rank: r; None: E itself.
         """
         left_LR = self.left_NLR[head, queries, :rank] * self.values_NR[head, :rank]
         return left_LR @ self.right_NLR[head, keys, :rank].T
@@ -86,9 +88,9 @@ def masked_centred_logits(
 ) -> np.ndarray:
     """Returns [L, L] E of one head under a mask: centred over visible keys, zero elsewhere.
 
-    Its softmax rows are unchanged. Causal E is lower triangular and of full rank: the edge adds
-    components. Random queries and keys of 10 channels and 1,024 tokens need 9 for 90 % of the
-    energy of E, and 20 of the causal one.
+    Its softmax rows are unchanged. Causal E is lower triangular and of full rank: the edge of the
+    triangle adds components. For random queries and keys (10 channels, 1,024 tokens) 90 % of the
+    energy is in 9 components of E, and in 20 of causal E.
     """
     visible_LL = mask.visible(len(query_LH))
     z_LL = scale * query_LH.astype(np.float64) @ key_LH.T.astype(np.float64)
@@ -103,16 +105,16 @@ def masked_energies(
 ) -> np.ndarray:
     """Returns [N, L] energies of each head's `masked_centred_logits`.
 
-    From E E^T, without vectors: 7/3·L³ FLOPs per head, and 32·L² bytes for each of as many heads at
-    once as there are cores. 0.09 s of a Xeon core at L = 1,024.
+    From E E^T, without vectors: 7/3·L³ FLOPs per head. Each core computes one head at a time, in
+    32·L² bytes; 0.09 s of a Xeon core at L = 1,024.
     """
     N, K = query_LNH.shape[1], key_LKH.shape[1]
 
-    def of(head):
+    def head_energies(head):
         e_LL = masked_centred_logits(query_LNH[:, head], key_LKH[:, head * K // N], scale, mask)
         return np.maximum(np.linalg.eigvalsh(e_LL @ e_LL.T)[::-1], 0)
 
-    return np.stack(parallel_map(of, range(N)))
+    return np.stack(parallel_map(head_energies, range(N)))
 
 
 def parallel_map(function: Callable, items: Iterable) -> list:
@@ -134,39 +136,38 @@ class Interaction:
     """
 
     def __init__(self, heads: Heads):
-        def r(w_DNH):
+        def triangular_factor(w_DNH):
             return np.linalg.qr(w_DNH.swapaxes(0, 1), mode="r")
 
         self._heads = heads
-        self._query_NPH = r(heads.query_DNH)
-        key_KPH = r(heads.key_DKH)
+        self._query_NPH = triangular_factor(heads.query_DNH)
+        key_KPH = triangular_factor(heads.key_DKH)
         self._key_NPH = np.repeat(key_KPH, heads.num_heads // len(key_KPH), axis=0)
 
     def energies(self) -> np.ndarray:
-        """Returns [N, H] without RoPE, R = 1, as in the paper."""
+        """Returns [N, H] energies of M without RoPE, R = 1, as in the paper."""
         return self._energies(self._query_NPH)
 
     def energies_at(self, distance: int) -> np.ndarray:
-        """Returns [N, H] for a query `distance` tokens after the key."""
+        """Returns [N, H] energies of M for a query `distance` tokens after the key."""
         return self._energies(
             self._rotated_queries(np.exp(1j * distance * self._heads.frequencies_F))
         )
 
     def energies_averaged(self, length: int) -> np.ndarray:
-        """Returns [N, H] of the mean over all pairs of a query and an earlier or equal key in L
-        tokens.
+        """Returns [N, H] energies of M averaged over all pairs of a query and an earlier or equal
+        key in L tokens.
 
-        Fast channel pairs cancel between distances: the mean has at most the average energy of M
-        over the pairs' distances.
+        Rotations of fast channel pairs cancel, so this energy is at most the pairs' mean energy.
         """
         distances_L = np.arange(length)
         pairs_L = (length - distances_L) / (length * (length + 1) / 2)
-        turns_LF = np.exp(1j * np.outer(distances_L, self._heads.frequencies_F))
-        return self._energies(self._rotated_queries(pairs_L @ turns_LF))
+        rotations_LF = np.exp(1j * np.outer(distances_L, self._heads.frequencies_F))
+        return self._energies(self._rotated_queries(pairs_L @ rotations_LF))
 
-    def _rotated_queries(self, turn_F: np.ndarray) -> np.ndarray:
+    def _rotated_queries(self, factor_F: np.ndarray) -> np.ndarray:
         """Multiplies each channel pair of the queries, as a complex number, by a factor."""
-        return rotary.rotate_pairs(self._query_NPH, self._heads.rotated, turn_F)
+        return rotary.rotate_pairs(self._query_NPH, self._heads.rotated, factor_F)
 
     def _energies(self, query_NPH: np.ndarray) -> np.ndarray:
         core_NPP = query_NPH @ self._key_NPH.swapaxes(1, 2)
@@ -176,30 +177,30 @@ class Interaction:
 # -- the bound on softmax --------------------------------------------------------------------------
 
 
-def delocalisation(found: CentredLogits) -> np.ndarray:
+def delocalisation(svd: CentredLogits) -> np.ndarray:
     """Returns [N, R] sqrt(L) · max_j |v_j| of E's right singular vectors, at most sqrt(L).
 
-    1: spread evenly over keys; nan for singular values at the level of rounding. beta is a head's
-    largest (logit spectra eq. 6).
+    1: spread evenly over keys; nan for singular values at the level of rounding. A head's largest
+    is beta (logit spectra eq. 6).
     """
-    length = found.right_NLR.shape[1]
-    spread_NR = np.sqrt(length) * np.abs(found.right_NLR).max(axis=1)
-    there_NR = found.values_NR > _NOTHING * found.values_NR[:, :1]
-    return np.where(there_NR, spread_NR, np.nan)
+    length = svd.right_NLR.shape[1]
+    spread_NR = np.sqrt(length) * np.abs(svd.right_NLR).max(axis=1)
+    nonzero_NR = svd.values_NR > _NOTHING * svd.values_NR[:, :1]
+    return np.where(nonzero_NR, spread_NR, np.nan)
 
 
-def beta(found: CentredLogits) -> np.ndarray:
+def beta(svd: CentredLogits) -> np.ndarray:
     """Returns [N], the largest `delocalisation` of each head; 0 if its E is zero."""
-    return np.nan_to_num(delocalisation(found)).max(axis=1)
+    return np.nan_to_num(delocalisation(svd)).max(axis=1)
 
 
-def softmax_bound(found: CentredLogits, rank: int) -> np.ndarray:
+def softmax_bound(svd: CentredLogits, rank: int) -> np.ndarray:
     """Returns [N] bounds on a row's |p - p_r|_1: beta / sqrt(L) · the sum of the dropped values.
 
     Logit spectra, proposition 4.1, from |u| <= 1 and |v| <= beta / sqrt(L).
     """
-    length = found.right_NLR.shape[1]
-    return beta(found) / np.sqrt(length) * found.values_NR[:, rank:].sum(axis=1)
+    length = svd.right_NLR.shape[1]
+    return beta(svd) / np.sqrt(length) * svd.values_NR[:, rank:].sum(axis=1)
 
 
 class KeyGeometry(NamedTuple):
@@ -219,11 +220,11 @@ def key_geometry(key_LKH: np.ndarray) -> KeyGeometry:
     """
     length = len(key_LKH)
     left_KLR, values_KR, _ = np.linalg.svd(_by_head(key_LKH), full_matrices=False)
-    there_KR = values_KR > _NOTHING * values_KR[:, :1]
-    rank_K = there_KR.sum(axis=1)
-    leverage_KL = ((left_KLR * there_KR[:, None]) ** 2).sum(axis=2)
+    nonzero_KR = values_KR > _NOTHING * values_KR[:, :1]
+    rank_K = nonzero_KR.sum(axis=1)
+    leverage_KL = ((left_KLR * nonzero_KR[:, None]) ** 2).sum(axis=2)
     incoherence_K = length / np.maximum(rank_K, 1) * leverage_KL.max(axis=1)
-    least_K = np.where(there_KR, values_KR, np.inf).min(axis=1)
+    least_K = np.where(nonzero_KR, values_KR, np.inf).min(axis=1)
     return KeyGeometry(incoherence_K, values_KR[:, 0] / least_K)
 
 

@@ -62,15 +62,18 @@ def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
 def divergences(p_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
     """Returns [N, N] Jensen-Shannon divergences between heads' rows in nats, means over queries.
 
-    0 for equal patterns, ln 2 for disjoint ones; symmetric. N²/2 · T² logarithms, half if causal.
+    0 for equal patterns, ln 2 for disjoint ones; symmetric. Takes N²/2 · T² logarithms, half of
+    them if causal.
     """
-    p_NS, queries = _seen(p_NTT, visible_TT)
-    own_N = special.entr(p_NS).sum(axis=1)
-    found_NN = np.zeros((len(p_NS), len(p_NS)))
+    p_NS, queries = _visible(p_NTT, visible_TT)
+    entropy_N = special.entr(p_NS).sum(axis=1)
+    sums_NN = np.zeros((len(p_NS), len(p_NS)))
     for i in range(len(p_NS)):
         for j in range(i):
-            found_NN[i, j] = found_NN[j, i] = _divergence(p_NS[i], p_NS[j], own_N[i] + own_N[j])
-    return found_NN / queries
+            sums_NN[i, j] = sums_NN[j, i] = _divergence(
+                p_NS[i], p_NS[j], entropy_N[i] + entropy_N[j]
+            )
+    return sums_NN / queries
 
 
 def divergence(p_NTT: np.ndarray, q_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
@@ -78,41 +81,44 @@ def divergence(p_NTT: np.ndarray, q_NTT: np.ndarray, visible_TT: np.ndarray) -> 
 
     Near 0 for heads that attend by position.
     """
-    p_NS, queries = _seen(p_NTT, visible_TT)
-    q_NS, _ = _seen(q_NTT, visible_TT)
-    own_N = special.entr(p_NS).sum(axis=1) + special.entr(q_NS).sum(axis=1)
-    return np.array([_divergence(*each) for each in zip(p_NS, q_NS, own_N, strict=True)]) / queries
+    p_NS, queries = _visible(p_NTT, visible_TT)
+    q_NS, _ = _visible(q_NTT, visible_TT)
+    entropy_N = special.entr(p_NS).sum(axis=1) + special.entr(q_NS).sum(axis=1)
+    return (
+        np.array([_divergence(*arguments) for arguments in zip(p_NS, q_NS, entropy_N, strict=True)])
+        / queries
+    )
 
 
-def _seen(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns [N, S], the visible probabilities of choosing queries, and the number of these
-    queries.
+def _visible(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns [N, S], the visible probabilities of queries that see at least two keys, and the
+    number of these queries.
     """
     rows_T = choosing(visible_TT)
     return p_NTT[:, visible_TT & rows_T[:, None]], max(int(rows_T.sum()), 1)
 
 
-def _divergence(p_S: np.ndarray, q_S: np.ndarray, own: float) -> float:
+def _divergence(p_S: np.ndarray, q_S: np.ndarray, entropy: float) -> float:
     """Returns the entropy of the mean minus the mean entropy, summed over queries.
 
     Args:
-      own: sum of both entropies.
+      entropy: sum of both entropies.
     """
-    return max(float(special.entr((p_S + q_S) / 2).sum() - own / 2), 0.0)
+    return max(float(special.entr((p_S + q_S) / 2).sum() - entropy / 2), 0.0)
 
 
 def without_first(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns patterns renormalised over the keys but the first, and the mask.
 
-    Heads that mostly attend to the first token look alike; this removes the effect.
+    Heads that mostly attend to the first token look alike; without it they can differ.
     """
     left_NTT, others_TT = p_NTT.copy(), visible_TT.copy()
     left_NTT[:, :, 0], others_TT[:, 0] = 0, False
     total_NT1 = left_NTT.sum(axis=2, keepdims=True)
-    # Where nothing is left for them, all have the same.
+    # If nothing is left for the other keys, they share it evenly.
     even_TT = others_TT / np.maximum(others_TT.sum(axis=1, keepdims=True), 1)
-    some = total_NT1 > 0
-    return np.where(some, left_NTT / np.where(some, total_NT1, 1), even_TT), others_TT
+    has_others = total_NT1 > 0
+    return np.where(has_others, left_NTT / np.where(has_others, total_NT1, 1), even_TT), others_TT
 
 
 # -- repeated text ---------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ def repeated(tokens_A: np.ndarray, block: int, rows: int, seed: int) -> np.ndarr
 def induction(p_NTT: np.ndarray, block: int) -> np.ndarray:
     """Returns [N], the mean share on the token after the query token's earlier occurrence.
 
-    Over the queries of the repetition; the prefix-matching score of "In-context learning and
+    Queries are those of the repetition. The prefix-matching score of "In-context learning and
     induction heads" (Olsson et al. 2022).
     """
     query_A = np.arange(block, 2 * block)

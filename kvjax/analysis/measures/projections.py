@@ -65,12 +65,13 @@ class ProjectionProducts:
         return float(np.prod([energy.sum() for energy in energies]) / size) if size else None
 
     def effective_ranks(self, name: str) -> tuple[float, float]:
-        """Returns the effective rank by singular values and by their squares (the paper leaves it
-        open).
+        """Returns the effective rank by singular values, and by their squares.
+
+        The paper does not say which it uses.
         """
         energy = self._energy[name]
-        found = (spectrum.effective_rank(values) for values in (np.sqrt(energy), energy))
-        return tuple(map(float, found))
+        ranks = (spectrum.effective_rank(values) for values in (np.sqrt(energy), energy))
+        return tuple(map(float, ranks))
 
     def possible_rank(self, name: str) -> int:
         """Returns the largest rank of a matrix of this shape."""
@@ -88,11 +89,11 @@ def effective_ranks_by_chance(rows: int, columns: int) -> tuple[float, float]:
     s = np.sqrt((low**2 + high**2) / 2 + (high**2 - low**2) / 2 * np.cos(angle))
     density = np.sin(angle) ** 2 / s**2  # of s^2 over the angle
     density /= density.sum()
-    found = []
+    ranks = []
     for values in (s, s**2):
         mean = density @ values
-        found.append(few * np.exp(np.log(mean) - density @ (values * np.log(values)) / mean))
-    return float(found[0]), float(found[1])
+        ranks.append(few * np.exp(np.log(mean) - density @ (values * np.log(values)) / mean))
+    return float(ranks[0]), float(ranks[1])
 
 
 def _energies(w_DC: np.ndarray) -> np.ndarray:

@@ -15,15 +15,15 @@ def rotate_pairs(x: np.ndarray, rotated: slice, factor: np.ndarray) -> np.ndarra
     """
     real, imaginary = np.split(x[..., rotated], 2, axis=-1)
     z = (real + 1j * imaginary) * factor
-    found = x.copy()
-    found[..., rotated] = np.concatenate([z.real, z.imag], axis=-1)
-    return found
+    result = x.copy()
+    result[..., rotated] = np.concatenate([z.real, z.imag], axis=-1)
+    return result
 
 
 def to_complex_channels(x: np.ndarray, rotated: slice, axis: int = -1) -> np.ndarray:
     """Replaces RoPE's pairs x, y on an axis by (x + iy)/√2 and (x - iy)/√2.
 
-    A unitary map that makes rotations diagonal; applied to the identity on axis 0, the map itself.
+    This unitary map makes rotations diagonal. Its matrix is the result for the identity on axis 0.
     """
     x = np.moveaxis(x, axis, -1)
     real, imaginary = np.split(x[..., rotated], 2, axis=-1)

@@ -27,13 +27,13 @@ def fractions(energy: np.ndarray) -> np.ndarray:
 
 
 def cumulative(energy: np.ndarray) -> np.ndarray:
-    """Returns [..., R], the share held by the 1, 2, ... largest."""
+    """Returns [..., R] shares of the total in the 1, 2, ... largest values."""
     descending = -np.sort(-fractions(energy), axis=-1)
     return np.cumsum(descending, axis=-1)
 
 
 def energy_rank(energy: np.ndarray, share: float) -> np.ndarray:
-    """Returns the fewest largest values of each spectrum [..., R] whose sum reaches a share, [...].
+    """Returns [...], how many of the largest values of each [..., R] spectrum sum to a share.
 
     Logit spectra (arXiv 2604.04384), table 2, calls it the effective rank.
     """

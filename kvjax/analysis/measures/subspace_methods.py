@@ -49,17 +49,17 @@ def rank(share: float, channels: int) -> int:
 
 def shares(channels: int) -> tuple[float, ...]:
     """Returns the `SHARES` that give distinct ranks below the number of channels."""
-    found = {}
+    by_rank = {}
     for share in sorted(SHARES, key=lambda share: -abs(share - rank(share, channels) / channels)):
-        found[rank(share, channels)] = share  # the nearest of several shares
-    return tuple(share for r, share in sorted(found.items()) if r < channels)
+        by_rank[rank(share, channels)] = share  # the nearest of several shares
+    return tuple(share for r, share in sorted(by_rank.items()) if r < channels)
 
 
-def is_run(way: Method, share: float) -> bool:
+def is_run(method: Method, share: float) -> bool:
     """Returns True if the whole model runs with this method and share (each run costs a forward
     pass).
     """
-    name, where = way
+    name, where = method
     few = name in FEW_RUNS or where == AFTER
     return name not in NO_RUNS and (share in FEW_SHARES or not few)
 
@@ -67,23 +67,23 @@ def is_run(way: Method, share: float) -> bool:
 def enough_tokens(tokens: int, r: int) -> bool:
     """Returns True if this many tokens determine a subspace of rank r.
 
-    t keys span t - 1 directions, and few queries hardly weight them. With 64 channels whose
-    energies fall as 1/i, r = 16 and one query head, the subspace of 32 independent tokens has 1.8
-    times the later logit error of 512 tokens, and 16 tokens 6 times.
+    t centred keys span t - 1 directions, and few queries hardly tell which of them matter. For 64
+    channels whose energies fall as 1/i, r = 16 and one query head, a subspace of 512 independent
+    tokens gives the least error of later logits, one of 32 tokens 1.8 times that, of 16 tokens 6.
     """
     return tokens >= 2 * r
 
 
 def has_joint_svd(mechanisms: Sequence[MechanismConfig]) -> bool:
     """Returns True if there are several KV heads, and not too many for a joint SVD."""
-    channels = max(one.key_heads * one.query_dim for one in mechanisms)
-    return max(one.key_heads for one in mechanisms) > 1 and channels <= WIDEST
+    channels = max(mechanism.key_heads * mechanism.query_dim for mechanism in mechanisms)
+    return max(mechanism.key_heads for mechanism in mechanisms) > 1 and channels <= WIDEST
 
 
-def rank_of(way: Method, share: float, heads: Heads) -> int:
+def rank_of(method: Method, share: float, heads: Heads) -> int:
     """Returns the channels kept of each KV head, or of all of them together."""
     _, K, H = heads.key_DKH.shape
-    return rank(share, H) * (K if way[0] == JOINT else 1)
+    return rank(share, H) * (K if method[0] == JOINT else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Windows:
         is only a target.
       texts_B, texts_C: the text of each row.
       fixed_CT: rows that fixed subspaces are computed on.
-      later: True if they follow everything measured; else they are the measured rows, and a text's
-        fixed subspaces come from the other texts.
+      later: True if the fixed rows follow all measured tokens; else they are the measured rows, and
+        a text's fixed subspaces come from the other texts.
     """
 
     measured_BT: np.ndarray
@@ -114,20 +114,20 @@ class Windows:
         return np.concatenate([self.measured_BT[:, :-1], self.fixed_CT])
 
     def pools(self, row: int) -> dict[str, tuple[int, ...]]:
-        """Returns by method the rows of `rows` for a measured row's fixed subspaces."""
+        """Returns by method which of `rows()` a measured row's fixed subspaces are computed on."""
         after = np.arange(len(self.texts_C)) + len(self.texts_B)
         others = after[self.texts_C != self.texts_B[row]]
-        found = {CALIBRATED: after, OTHERS: others} if self.later else {CALIBRATED: others}
-        return {name: tuple(pool.tolist()) for name, pool in found.items() if pool.size}
+        rows_by_method = {CALIBRATED: after, OTHERS: others} if self.later else {CALIBRATED: others}
+        return {name: tuple(pool.tolist()) for name, pool in rows_by_method.items() if pool.size}
 
-    def enough_tokens(self, way: Method, r: int) -> bool:
+    def enough_tokens(self, method: Method, r: int) -> bool:
         """Returns True if a method's tokens determine subspaces of this rank.
 
-        The whole context passes by definition: directions that it lacks do not occur in it.
+        The method CONTEXT always passes: directions that its tokens lack do not occur in the row.
         """
-        rows = [self.pools(row).get(way[0]) for row in range(len(self.texts_B))]
+        rows = [self.pools(row).get(method[0]) for row in range(len(self.texts_B))]
         tokens = [len(pool) * self.length for pool in rows if pool]
-        if way[0] == FIRST_HALF:
+        if method[0] == FIRST_HALF:
             tokens = [self.length // 2]
         return all(enough_tokens(count, r) for count in tokens)
 
@@ -157,7 +157,7 @@ def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windo
 
 
 def of_layer(
-    heads: Heads, layer: Layer, read: Windows, *, rotates: bool, joint: bool
+    heads: Heads, layer: Layer, sampled: Windows, *, rotates: bool, joint: bool
 ) -> dict[Method, list[Subspaces]]:
     """Returns by method the subspaces for each measured row.
 
@@ -165,29 +165,30 @@ def of_layer(
       layer: of `Windows.rows`.
       joint: see `has_joint_svd`.
     """
-    B = len(read.texts_B)
+    B = len(sampled.texts_B)
     rope, bias_KH = key_subspaces.rope_of(heads), key_subspaces.bias(layer, heads)
-    every, half = range(B), slice(read.length // 2)
-    found, first = {}, places(rotates=rotates)[0]
+    rows, half = range(B), slice(sampled.length // 2)
+    subspaces, first = {}, places(rotates=rotates)[0]
     if joint:
-        of_all = key_subspaces.of_weights(heads.key_DKH, bias_KH, together=True)
-        found[JOINT, first] = [of_all] * B
+        all_heads = key_subspaces.of_weights(heads.key_DKH, bias_KH, together=True)
+        subspaces[JOINT, first] = [all_heads] * B
     plain = key_subspaces.of_weights(heads.key_DKH, bias_KH)
-    found[WEIGHTS, first] = [plain] * B
+    subspaces[WEIGHTS, first] = [plain] * B
     for where in places(rotates=rotates):
-        made = {}
-        for b in every:
-            for name, pool in read.pools(b).items():
-                if pool not in made:
-                    made[pool] = of_rows(layer, rope, where, pool)
-                found.setdefault((name, where), []).append(made[pool])
-        found[CONTEXT, where] = [of_rows(layer, rope, where, [b]) for b in every]
-        found[FIRST_HALF, where] = [of_rows(layer, rope, where, [b], half) for b in every]
-    if (CALIBRATED, first) in found:
-        found[WEIGHTS_MEAN, first] = [
-            plain._replace(center_JC=one.center_JC) for one in found[CALIBRATED, first]
+        by_pool = {}
+        for b in rows:
+            for name, pool in sampled.pools(b).items():
+                if pool not in by_pool:
+                    by_pool[pool] = of_rows(layer, rope, where, pool)
+                subspaces.setdefault((name, where), []).append(by_pool[pool])
+        subspaces[CONTEXT, where] = [of_rows(layer, rope, where, [b]) for b in rows]
+        subspaces[FIRST_HALF, where] = [of_rows(layer, rope, where, [b], half) for b in rows]
+    if (CALIBRATED, first) in subspaces:
+        subspaces[WEIGHTS_MEAN, first] = [
+            plain._replace(center_JC=calibrated.center_JC)
+            for calibrated in subspaces[CALIBRATED, first]
         ]
-    return found
+    return subspaces
 
 
 def of_rows(
@@ -197,29 +198,33 @@ def of_rows(
     rows: Sequence[int],
     tokens: slice | np.ndarray = slice(None),
 ) -> Subspaces:
-    """Returns `key_subspaces.of_text` for some rows' keys and queries, at a slice or at positions.
+    """Returns `key_subspaces.of_text` for the keys and queries of these rows and tokens.
 
-    Before RoPE, queries are assumed as far from keys as these tokens, and independent of them.
+    Before RoPE, queries are assumed independent of keys, and at the distances of these tokens.
     """
 
-    def of(x_BTNH):
+    def chosen(x_BTNH):
         return x_BTNH[list(rows)][:, tokens].astype(np.float64)
 
     if where != BEFORE:
-        key_BTKH = of(layer.key_BTKH)
-        moment_KHH = key_subspaces.moments(of(layer.query_BTNH), key_BTKH.shape[2])
+        key_BTKH = chosen(layer.key_BTKH)
+        moment_KHH = key_subspaces.moments(chosen(layer.query_BTNH), key_BTKH.shape[2])
         return key_subspaces.of_text(moment_KHH, key_BTKH, each_row=True)
-    key_BTKH = of(layer.plain_key_BTKH)
-    K, at_T = key_BTKH.shape[2], np.arange(layer.plain_key_BTKH.shape[1])[tokens]
-    moment_KHH = key_subspaces.moments(of(layer.plain_query_BTNH), K)
-    moment_KHH = key_subspaces.rotated_moments(moment_KHH, rope, layer.mask, at_T[-1] + 1 - at_T[0])
+    key_BTKH = chosen(layer.plain_key_BTKH)
+    K, position_T = key_BTKH.shape[2], np.arange(layer.plain_key_BTKH.shape[1])[tokens]
+    moment_KHH = key_subspaces.moments(chosen(layer.plain_query_BTNH), K)
+    moment_KHH = key_subspaces.rotated_moments(
+        moment_KHH, rope, layer.mask, position_T[-1] + 1 - position_T[0]
+    )
     return key_subspaces.of_text(moment_KHH, key_BTKH, each_row=False)
 
 
-def cut_keys(layer: Layer, rope: Rope, row: int, where: str, of: Subspaces, r: int) -> np.ndarray:
+def cut_keys(
+    layer: Layer, rope: Rope, row: int, where: str, subspaces: Subspaces, r: int
+) -> np.ndarray:
     """Returns [T, K, H], a row's cut keys as attention uses them."""
     if where == BEFORE:
         return key_subspaces.rotate_by_position(
-            of.cut(layer.plain_key_BTKH[row].astype(np.float64), r), rope
+            subspaces.cut(layer.plain_key_BTKH[row].astype(np.float64), r), rope
         )
-    return of.cut(layer.key_BTKH[row].astype(np.float64), r)
+    return subspaces.cut(layer.key_BTKH[row].astype(np.float64), r)

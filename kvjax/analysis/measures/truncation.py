@@ -1,8 +1,8 @@
 """Attention under rank-r logits: effects on probabilities, outputs and perplexity.
 
 Logits are truncated as in `logits.centred_logits`, per text: the subspace uses all L tokens, also
-later ones that a query does not see. Causal models are truncated before the mask, too: the masked
-triangle has full rank, and the mask costs nothing.
+later ones that a query does not see. Causal models, too, are truncated before the mask: the masked
+triangle has full rank, and a cache need not hold the mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,49 +32,51 @@ class TruncationErrors(NamedTuple):
 
 
 def errors(
-    found: logits.CentredLogits, value_LKH: np.ndarray, ranks: Sequence[int], mask: Mask
+    svd: logits.CentredLogits, value_LKH: np.ndarray, ranks: Sequence[int], mask: Mask
 ) -> TruncationErrors:
     """Returns the errors of probabilities and outputs over the visible keys.
 
     Logit spectra, section 4.3, and its first open question. (2·R + 2·Hv)·L² FLOPs and L²
     exponentials per head and rank, half if causal; heads in parallel on the cores.
     """
-    N, length, _ = found.left_NLR.shape
+    N, length, _ = svd.left_NLR.shape
     K, visible_LL = value_LKH.shape[1], mask.visible(length)
 
-    def of(head):
+    def head_errors(head):
         value_LH = value_LKH[:, head * K // N].astype(np.float64)
-        parts = []
+        batches = []
         for first in range(0, length, _BATCH_ROWS):
             rows = slice(first, first + _BATCH_ROWS)
-            seen = slice(first + _BATCH_ROWS if mask.causal else length)
+            keys = slice(first + _BATCH_ROWS if mask.causal else length)
 
-            def attend(rank, rows=rows, seen=seen):
+            def attend(rank, rows=rows, keys=keys):
                 return activations.softmax(
-                    found.truncated(head, rank, rows, seen), visible_LL[rows, seen]
+                    svd.truncated(head, rank, rows, keys), visible_LL[rows, keys]
                 )
 
-            parts.append(_of_rows(attend, value_LH[seen], ranks))
-        each_RL, lost_RL, size_L = (np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
+            batches.append(_row_errors(attend, value_LH[keys], ranks))
+        change_RL, error_RL, size_L = (
+            np.concatenate(x, axis=-1) for x in zip(*batches, strict=True)
+        )
         size = np.sqrt(size_L.sum())
-        output_R = np.sqrt(lost_RL.sum(axis=1)) / size if size else np.zeros(len(ranks))
-        return each_RL.mean(axis=1), each_RL.max(axis=1), output_R
+        output_R = np.sqrt(error_RL.sum(axis=1)) / size if size else np.zeros(len(ranks))
+        return change_RL.mean(axis=1), change_RL.max(axis=1), output_R
 
-    by_head = logits.parallel_map(of, range(N))
+    by_head = logits.parallel_map(head_errors, range(N))
     return TruncationErrors(*map(np.stack, zip(*by_head, strict=True)))
 
 
-def _of_rows(
+def _row_errors(
     attend: Callable[[int | None], np.ndarray], value_SH: np.ndarray, ranks: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns |p - p_r|_1 and |o - o_r|² of some rows for each rank, and |o|² of these rows."""
     p_TS = attend(None)
-    each, lost = [], []
+    changes, errors = [], []
     for rank in ranks:
-        gap_TS = attend(rank) - p_TS
-        lost.append(((gap_TS @ value_SH) ** 2).sum(axis=1))
-        each.append(np.abs(gap_TS).sum(axis=1))
-    return np.stack(each), np.stack(lost), ((p_TS @ value_SH) ** 2).sum(axis=1)
+        change_TS = attend(rank) - p_TS
+        errors.append(((change_TS @ value_SH) ** 2).sum(axis=1))
+        changes.append(np.abs(change_TS).sum(axis=1))
+    return np.stack(changes), np.stack(errors), ((p_TS @ value_SH) ** 2).sum(axis=1)
 
 
 def attention_of_rank(rank: int) -> Attend:
@@ -91,14 +93,14 @@ def attention_of_rank(rank: int) -> Attend:
         key_BKTH = k_BTKH.swapaxes(1, 2)
         keys_BKTP, right_BKPH = jnp.linalg.qr(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
 
-        def every(x_BKTH):
+        def per_query_head(x_BKTH):
             return jnp.repeat(x_BKTH, N // K, axis=1)
 
-        right_BNPH = every(right_BKPH)
+        right_BNPH = per_query_head(right_BKPH)
         _, _, vectors_BNRP = jnp.linalg.svd(left_BNPH @ right_BNPH.swapaxes(2, 3))
         vectors_BNRP = vectors_BNRP[:, :, :rank]
         query_BTNR = jnp.einsum("BTNH,BNPH,BNRP->BTNR", q_BTNH, right_BNPH, vectors_BNRP)
-        key_BTNR = jnp.einsum("BNTP,BNRP->BTNR", every(keys_BKTP), vectors_BNRP)
+        key_BTNR = jnp.einsum("BNTP,BNRP->BTNR", per_query_head(keys_BKTP), vectors_BNRP)
         value_BTNH = jnp.repeat(v_BTKH, N // K, axis=2)
         return activations.plain(query_BTNR, key_BTNR, value_BTNH, scale, mask)
 

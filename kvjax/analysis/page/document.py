@@ -27,12 +27,12 @@ def page(
 ) -> str:
     """Returns the text of an HTML file; deterministic.
 
-    Readable on phones and paper, in light and dark mode, and without JavaScript, which sorts
-    tables, hides curves and shows the numbers of points.
+    Readable on phones and paper, in light and dark mode. JavaScript sorts tables, hides curves and
+    shows the numbers of points; the page is readable without it.
 
     Args:
-      about: facts about the report's making, by name; mappings become lists of names and values.
-      summary: the main findings, above everything else.
+      about: facts about how the report was made, by name; mappings become lists.
+      summary: the main findings, at the top of the page.
       again: seconds between reloads; 0: never.
     """
     links = [(section.name, section.title) for section in sections]
@@ -73,22 +73,22 @@ def _summary(points: Sequence[Point]) -> str:
         name = _escaped(point.name)
         if point.section:
             name = f'<a href="#{_escaped(point.section)}">{name}</a>'
-        items.append(f"<li>{f'<b>{name}:</b> ' if name else ''}{_set(point.text)}</li>")
+        items.append(f"<li>{f'<b>{name}:</b> ' if name else ''}{_with_formulas(point.text)}</li>")
     return f'<ul class="summary">{"".join(items)}</ul>'
 
 
 def _legend(sections: Sequence[Section], i: int) -> str:
-    """Returns the legend of all curves of the page, if section i is the first that has some."""
+    """Returns the legend of all curves of the page, if section i is the first one with curves."""
 
-    def curves(some):
-        return {c.name: c for section in some for figure in section.figures for c in figure.curves}
+    def curves_of(group):
+        return {c.name: c for section in group for figure in section.figures for c in figure.curves}
 
-    if curves(sections[:i]) or not curves(sections[i : i + 1]):
+    if curves_of(sections[:i]) or not curves_of(sections[i : i + 1]):
         return ""
     items = [
         f'<span style="--curve: {curve.color}" data-mark="{_MARKS[curve.style % len(_MARKS)]}">'
         f"{_escaped(curve.name)}</span>"
-        for curve in sorted(curves(sections).values(), key=lambda curve: curve.style)
+        for curve in sorted(curves_of(sections).values(), key=lambda curve: curve.style)
     ]
     return f'<div class="legend" role="group" aria-label="Curves">{"".join(items)}</div>\n'
 
@@ -112,7 +112,7 @@ def _opening(name: str, title: str) -> str:
 
 
 def _lead(text: str) -> str:
-    return f'<p class="lead">{_set(text)}</p>' if text else ""
+    return f'<p class="lead">{_with_formulas(text)}</p>' if text else ""
 
 
 def _figure(name: str, figure: Figure) -> str:
@@ -129,24 +129,24 @@ def _curves(figure: Figure) -> str:
     if not figure.curves:
         return ""
 
-    def short(point):
-        return [*(round(place, 1) for place in point[:2]), *(_six(x) for x in point[2:])]
+    def rounded(point):
+        return [*(round(place, 1) for place in point[:2]), *(_six_digits(x) for x in point[2:])]
 
-    found = [
-        dict(name=curve.name, color=curve.color, points=[short(point) for point in curve.points])
+    curves = [
+        dict(name=curve.name, color=curve.color, points=[rounded(point) for point in curve.points])
         for curve in figure.curves
     ]
-    text = json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" class="curves">{text}</script>\n'
 
 
-def _six(number: float) -> float:
+def _six_digits(number: float) -> float:
     """Rounds to six digits."""
     return float(f"{number:.6g}")
 
 
 def _caption(text: str) -> str:
-    return f"<figcaption>{_set(text)}</figcaption>"
+    return f"<figcaption>{_with_formulas(text)}</figcaption>"
 
 
 def _table(name: str, table: Table) -> str:
@@ -173,20 +173,20 @@ def _row(row: Sequence[Cell], columns: Sequence[Column], numeric: Sequence[bool]
     cells = []
     for i, (cell, column) in enumerate(zip(row, columns, strict=True)):
         tag = "td" if i else "th"
-        names = ["number"] * numeric[i] + ["missing"] * _is_missing(_plain(cell))
-        more = ' scope="row"' * (not i)
-        more += f' class="{" ".join(names)}"' if names else ""
+        classes = ["number"] * numeric[i] + ["missing"] * _is_missing(_plain(cell))
+        attributes = ' scope="row"' * (not i)
+        attributes += f' class="{" ".join(classes)}"' if classes else ""
         number = _plain(cell)
         if isinstance(number, numbers.Real) and not _is_missing(number):
-            more += f' data-value="{_value(number)}"'
-        more += f' data-column="{_escaped(column.name)}"' * bool(i)
+            attributes += f' data-value="{_value(number)}"'
+        attributes += f' data-column="{_escaped(column.name)}"' * bool(i)
         text = shown(None if _is_missing(number) else cell, column)
-        cells.append(f"<{tag}{more}>{_escaped(text)}</{tag}>")
+        cells.append(f"<{tag}{attributes}>{_escaped(text)}</{tag}>")
     return f"<tr>{''.join(cells)}</tr>"
 
 
 def _plain(cell: Cell) -> Cell:
-    """Returns an estimate's mean, and other cells."""
+    """Returns the mean of an estimate, or the cell itself."""
     return cell.mean if isinstance(cell, Estimate) else cell
 
 
@@ -210,7 +210,7 @@ def _value(number: float) -> str:
 def _list(about: Mapping[str, str | Mapping]) -> str:
     def shown_value(value):
         return (
-            ", ".join(f"{name} {one}" for name, one in value.items())
+            ", ".join(f"{name} {item}" for name, item in value.items())
             if isinstance(value, Mapping)
             else str(value)
         )
@@ -221,11 +221,11 @@ def _list(about: Mapping[str, str | Mapping]) -> str:
     return f"\n<dl>{''.join(rows)}</dl>\n"
 
 
-def _set(text: str) -> str:
+def _with_formulas(text: str) -> str:
     """Returns text as HTML, with its formulas set."""
     return formulas.set_in(_escaped(text))
 
 
 def _escaped(text: str) -> str:
-    """Escapes text for HTML and attributes; keeps percent signs with their numbers."""
+    """Escapes text for HTML and attributes; binds percent signs to their numbers."""
     return html.escape(text.replace(" %", "\N{NO-BREAK SPACE}%"))

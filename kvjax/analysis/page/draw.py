@@ -21,8 +21,8 @@ from kvjax.analysis.page.section import Curve
 from kvjax.foundation import theme
 
 _WIDTH = 6.0  # inches: 432 units of the SVG, in which fonts are at least 11
-_SHADES = 255  # plus gray: one byte per pixel
-_MARKED = 12  # maximum of markers per line
+_SHADES = 255  # and gray for missing cells: one byte per pixel
+_MARKED = 12  # maximum number of markers per line
 _TICKED = 8  # logarithmic axes with at most this many values have a tick for each
 
 
@@ -45,15 +45,15 @@ def lines(
       log_x, log_y: logarithmic, if a series has a positive number.
       level: dashed horizontal lines by name.
       bands: (lows, highs) by a series' name; a series of one point gets an error bar.
-      of: mechanisms of series whose name does not tell, as `theme.colors` takes them.
+      of: mechanisms of series whose names do not contain them; see `theme.colors`.
     """
     styles, height = _line_styles(list(series), of), 3.4 + _legend_height([*series, *(level or {})])
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         _label(axes, x, y)
-        drawn = _plot(axes, series, log_x, log_y, level or {}, bands or {}, styles)
-        _legend(figure, drawn)
+        artists = _plot(axes, series, log_x, log_y, level or {}, bands or {}, styles)
+        _legend(figure, artists)
 
     return svg.text(_WIDTH, draw, height)
 
@@ -67,37 +67,44 @@ def live_lines(
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
     of: Mapping[str, str] | None = None,
 ) -> tuple[str, list[Curve]]:
-    """Returns an SVG as of `lines`, and the positions of its points, for a page that follows the
-    pointer. The page has the legend, except that single points have their name beside them.
+    """Returns an SVG as `lines` does, and its curves with the positions of their points.
+
+    For a page that follows the pointer. The legend is on the page; single points have their name
+    beside them.
 
     Args:
       names: of the series of all figures of the page, in order.
     """
-    styles, bands, found = _line_styles(names, of), bands or {}, []
+    styles, bands, curves = _line_styles(names, of), bands or {}, []
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         _label(axes, x, y)
-        drawn = _plot(axes, series, False, False, {}, bands, styles)
+        artists = _plot(axes, series, False, False, {}, bands, styles)
         point_names.write(axes, series, bands)
         figure.draw_without_rendering()  # computes the layout
         scale, height = 72 / figure.dpi, 72 * figure.get_figheight()
         for i, (name, (xs, ys)) in enumerate(series.items()):
-            drawn[name].set_gid(f"{svg.SERIES}{i}")
+            artists[name].set_gid(f"{svg.SERIES}{i}")
             xs, ys = _finite(xs), _finite(ys)
             low, high = map(_finite, bands.get(name, (ys, ys)))
-            at = scale * axes.transData.transform(np.stack([xs, ys], axis=1))
-            rows = np.stack([at[:, 0], height - at[:, 1], xs, ys, (high - low) / 2], axis=1)
+            point_positions = scale * axes.transData.transform(np.stack([xs, ys], axis=1))
+            rows = np.stack(
+                [point_positions[:, 0], height - point_positions[:, 1], xs, ys, (high - low) / 2],
+                axis=1,
+            )
             finite = rows[np.isfinite(rows[:, :4]).all(axis=1)]
             style = styles[name]["color"], list(styles).index(name)
-            found.append(Curve(name, *style, np.nan_to_num(finite).tolist()))
+            curves.append(Curve(name, *style, np.nan_to_num(finite).tolist()))
 
-    return svg.text(_WIDTH, draw, 3.4), found
+    return svg.text(_WIDTH, draw, 3.4), curves
 
 
 def picture(panels: Sequence[Mapping]) -> bytes:
-    """Returns a PNG of panels with lines, two per row and one legend; each has arguments of
-    `lines` or `live_lines`.
+    """Returns a PNG of panels with lines, two per row, and one legend.
+
+    Args:
+      panels: arguments of `lines` or `live_lines`.
     """
     names = list(dict.fromkeys(x for panel in panels for x in panel.get("names", panel["series"])))
     styles = _line_styles(names, {k: v for panel in panels for k, v in panel.get("of", {}).items()})
@@ -108,14 +115,14 @@ def picture(panels: Sequence[Mapping]) -> bytes:
         grid = figure.subplots(rows, columns, squeeze=False)
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
-        drawn = {}
+        artists = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
             panel = dict(level={}, bands={}, log_x=False, log_y=False, of={}) | panel
             _label(axes, panel.pop("x"), panel.pop("y"))
-            named = {key: panel[key] for key in ("series", "log_x", "log_y", "level", "bands")}
-            drawn = _plot(axes, **named, styles=styles) | drawn
+            arguments = {key: panel[key] for key in ("series", "log_x", "log_y", "level", "bands")}
+            artists = _plot(axes, **arguments, styles=styles) | artists
             point_names.write(axes, panel["series"], panel["bands"])
-        _legend(figure, {name: drawn[name] for name in [*names, *drawn] if name in drawn})
+        _legend(figure, {name: artists[name] for name in [*names, *artists] if name in artists})
 
     return svg.png(_WIDTH * columns, draw, 3.4 * rows + _legend_height(names))
 
@@ -128,10 +135,10 @@ def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Mapping[str, d
     """
     log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
     log_y = log_y and _any_above_zero(ys for _, ys in series.values())
-    # Before drawing: numbers without a logarithm are then masked, not clipped to the edge.
+    # Set before drawing, so that numbers without a logarithm are masked, not clipped to the edge.
     axes.set_xscale("log" if log_x else "linear", **(dict(nonpositive="mask") if log_x else {}))
     axes.set_yscale("log" if log_y else "linear", **(dict(nonpositive="mask") if log_y else {}))
-    drawn = {}
+    artists = {}
     for name, (xs, ys) in series.items():
         xs, ys, style = _finite(xs), _finite(ys), styles[name]
         if name in bands:
@@ -140,17 +147,17 @@ def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Mapping[str, d
                 axes.vlines(xs, low, high, color=style["color"], linewidth=1.2)
             else:
                 axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
-        (drawn[name],) = axes.plot(
+        (artists[name],) = axes.plot(
             xs, ys, markevery=_marked(list(styles).index(name), len(xs)), **style
         )
     for i, (name, height) in enumerate(level.items()):
         dashes = (0, (4 + 3 * i, 3))
         style = dict(color=theme.GRAY, linewidth=1.2, linestyle=dashes)
-        drawn[f"{name} "] = axes.axhline(height, **style)  # a series may have the same name
+        artists[f"{name} "] = axes.axhline(height, **style)  # a series may have the same name
     _name_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
     if log_y:
         _name_powers(axes.yaxis)
-    return drawn
+    return artists
 
 
 def heatmaps(
@@ -177,11 +184,11 @@ def heatmaps(
     columns = _columns(len(matrices))
     rows = -(-len(matrices) // columns)
     shape = np.max([matrix.shape for matrix in matrices.values()], axis=0)
-    tall = float(np.clip(shape[0] / shape[1], 0.35, 1.5))
+    aspect = float(np.clip(shape[0] / shape[1], 0.35, 1.5))
     width = min(_WIDTH / columns, 4.2)
-    written = len(matrices) <= 2 and max(shape) <= 8
+    has_numbers = len(matrices) <= 2 and max(shape) <= 8
 
-    alike = len({matrix.shape for matrix in matrices.values()}) == 1
+    same_shape = len({matrix.shape for matrix in matrices.values()}) == 1
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(rows, columns, squeeze=False)
@@ -189,25 +196,27 @@ def heatmaps(
             axes.set_axis_off()
         for i, (axes, (name, matrix)) in enumerate(zip(grid.flat, matrices.items(), strict=False)):
             axes.imshow(matrix, norm=norm, cmap=colors, interpolation="none", aspect="auto")
-            axes.set_box_aspect(tall)
+            axes.set_box_aspect(aspect)
             axes.set_title(_wrapped(name, 56 // columns), fontsize=12 if columns < 4 else 11)
             axes.spines[:].set_visible(False)
             below, left = i + columns >= len(matrices), i % columns == 0
             axes.set_xlabel(_wrapped(x, 56 // columns) if below else "")
-            axes.set_ylabel(_wrapped(y, max(8, round(7.6 * width * tall))) if left else "")
-            outer = (below, left) if alike else (True, True)
-            for axis, count, named in zip(
+            axes.set_ylabel(_wrapped(y, max(8, round(7.6 * width * aspect))) if left else "")
+            outer = (below, left) if same_shape else (True, True)
+            for axis, count, labelled in zip(
                 (axes.xaxis, axes.yaxis), matrix.shape[::-1], outer, strict=True
             ):
                 axis.set_ticks(_indices(count, 6 if columns == 1 else 4 if columns == 2 else 2))
-                hidden = {} if named else dict(length=0, labelbottom=False, labelleft=False)
+                hidden = {} if labelled else dict(length=0, labelbottom=False, labelleft=False)
                 axis.set_tick_params(**hidden)
-            if written:
+            if has_numbers:
                 _write(axes, matrix, norm, colors)
         _color_bar(figure, norm, colors, bar)
 
-    titled = max(_wrapped(name, 56 // columns).count("\n") + 1 for name in matrices)
-    height = rows * (0.9 * width * tall + 0.2 * titled + (0.12 if alike else 0.38)) + 1.3
+    title_lines = max(_wrapped(name, 56 // columns).count("\n") + 1 for name in matrices)
+    height = (
+        rows * (0.9 * width * aspect + 0.2 * title_lines + (0.12 if same_shape else 0.38)) + 1.3
+    )
     return svg.text(_WIDTH, draw, height)
 
 
@@ -233,8 +242,8 @@ def _line_styles(names: Sequence[str], of: Mapping[str, str] | None) -> dict[str
 
 
 def _any_above_zero(values: Iterable[Sequence[float]]) -> bool:
-    """Returns True if a logarithmic axis would have something to show."""
-    return any((_finite(some) > 0).any() for some in values)
+    """Returns True if a logarithmic axis can show at least one number."""
+    return any((_finite(numbers) > 0).any() for numbers in values)
 
 
 def _marked(i: int, count: int) -> tuple[int, int]:
@@ -296,23 +305,23 @@ def _legend_height(names: Sequence[str]) -> float:
     return 0.1 + 0.22 * lines * -(-len(names) // _legend_columns(names)) if names else 0.0
 
 
-def _legend(figure: Figure, drawn: Mapping[str, Artist]) -> None:
+def _legend(figure: Figure, artists: Mapping[str, Artist]) -> None:
     """Adds a legend below the axes."""
-    if not drawn:
+    if not artists:
         return
     style = dict(handlelength=3.2, columnspacing=1.4, fontsize=11.5)
-    style |= dict(loc="outside lower center", ncols=_legend_columns(list(drawn)))
-    legend = figure.legend(list(drawn.values()), [" "] * len(drawn), **style)
-    for text, name in zip(legend.get_texts(), drawn, strict=True):
+    style |= dict(loc="outside lower center", ncols=_legend_columns(list(artists)))
+    legend = figure.legend(list(artists.values()), [" "] * len(artists), **style)
+    for text, name in zip(legend.get_texts(), artists, strict=True):
         text.set_text(_wrapped(name.strip(), 52))  # legend() would hide names that begin with "_"
 
 
 def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None):
     """Returns the norm and colour map shared by all matrices."""
-    found = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices] or [np.zeros(1)])
-    found = found if found.size else np.zeros(1)
-    low = float(found.min()) if low is None else low
-    high = float(found.max()) if high is None else high
+    numbers = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices] or [np.zeros(1)])
+    numbers = numbers if numbers.size else np.zeros(1)
+    low = float(numbers.min()) if low is None else low
+    high = float(numbers.max()) if high is None else high
     if low < 0 < high:
         most = max(-low, high)
         low, high, name = -most, most, "RdBu_r"
@@ -365,5 +374,5 @@ def _color_bar(figure: Figure, norm, colors, label: str) -> None:
 
 def _finite(values) -> np.ndarray:
     """Returns float64 with nan for non-finite or missing values."""
-    found = np.array(values, np.float64)
-    return np.where(np.isfinite(found), found, np.nan)
+    numbers = np.array(values, np.float64)
+    return np.where(np.isfinite(numbers), numbers, np.nan)

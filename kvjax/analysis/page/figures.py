@@ -11,28 +11,31 @@ Curves = Mapping[str, tuple[Sequence[float], Sequence[float | None]]]  # name: (
 _LISTED = 8  # points of a curve that are listed one by one
 
 
-def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **how) -> Figure:
-    """Returns a figure of curves; leaves out those without any number.
+def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **options) -> Figure:
+    """Returns a figure of curves; leaves out curves without numbers.
 
     Args:
       digits: format of y in words.
-      how: arguments of `draw.lines`.
+      options: arguments of `draw.lines`.
     """
     shown = {k: (xs, ys) for k, (xs, ys) in series.items() if any(y is not None for y in ys)}
-    levels = "".join(f" {k}: {y:{digits}}." for k, y in how.get("level", {}).items())
-    return Figure(title, draw.lines(shown, **how), describe(shown, digits) + levels, caption)
+    levels = "".join(f" {k}: {y:{digits}}." for k, y in options.get("level", {}).items())
+    return Figure(title, draw.lines(shown, **options), describe(shown, digits) + levels, caption)
 
 
 def heatmaps(
-    title: str, matrices: Mapping[str, np.ndarray], caption: str, *, low: float = 0, **how
+    title: str, matrices: Mapping[str, np.ndarray], caption: str, *, low: float = 0, **options
 ) -> Figure:
-    """Returns a figure of matrices up to 1; `how` are further arguments of `draw.heatmaps`."""
-    words = []
+    """Returns a figure of matrices on a scale that ends at 1; `options` as in `draw.heatmaps`."""
+    sentences = []
     for name, matrix in matrices.items():
         x = matrix[np.isfinite(matrix)]
-        words.append(f"{name}: {x.mean():z.2f} on average, {x.min():z.2f} to {x.max():z.2f}")
+        sentences.append(f"{name}: {x.mean():z.2f} on average, {x.min():z.2f} to {x.max():z.2f}")
     return Figure(
-        title, draw.heatmaps(matrices, low=low, high=1, **how), f"{'; '.join(words)}.", caption
+        title,
+        draw.heatmaps(matrices, low=low, high=1, **options),
+        f"{'; '.join(sentences)}.",
+        caption,
     )
 
 

@@ -17,12 +17,12 @@ def set_in(text: str) -> str:
     return _FORMULA.sub(_math, text)
 
 
-def _math(found: re.Match) -> str:
-    if found["top"]:
-        inside = f"<mfrac>{_row(found['top'])}{_row(found['bottom'])}</mfrac>"
+def _math(match: re.Match) -> str:
+    if match["top"]:
+        inside = f"<mfrac>{_row(match['top'])}{_row(match['bottom'])}</mfrac>"
     else:
-        named = f"<mi>{found['named']}</mi><mo>=</mo>" if found["named"] else ""
-        inside = named + _row(found["plain"])
+        left_side = f"<mi>{match['named']}</mi><mo>=</mo>" if match["named"] else ""
+        inside = left_side + _row(match["plain"])
     return f"<math>{inside}</math>"
 
 
@@ -33,11 +33,11 @@ def _row(text: str) -> str:
     return f"<mrow>{text.replace(' ', '')}</mrow>"
 
 
-def _term(found: re.Match) -> str:
-    parts = f"<mi>{found[1]}</mi><mi>{found[2]}</mi>"
-    return f"<msubsup>{parts}<mi>T</mi></msubsup>" if found[3] else f"<msub>{parts}</msub>"
+def _term(match: re.Match) -> str:
+    parts = f"<mi>{match[1]}</mi><mi>{match[2]}</mi>"
+    return f"<msubsup>{parts}<mi>T</mi></msubsup>" if match[3] else f"<msub>{parts}</msub>"
 
 
-def _norm(found: re.Match) -> str:
-    norm = f"<mrow><mo>|</mo>{found[1]}<mo>|</mo></mrow>"
-    return f"<msup>{norm}<mn>2</mn></msup>" if found[2] else norm
+def _norm(match: re.Match) -> str:
+    norm = f"<mrow><mo>|</mo>{match[1]}<mo>|</mo></mrow>"
+    return f"<msup>{norm}<mn>2</mn></msup>" if match[2] else norm

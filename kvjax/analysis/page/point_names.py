@@ -6,7 +6,7 @@ import textwrap
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
-# Places of a name beside its point: offset in points, alignments.
+# Places of a name beside its point: offset in points, horizontal and vertical alignment.
 _BESIDE = (
     ((8, 0), "left", "center"),
     ((-8, 0), "right", "center"),
@@ -17,13 +17,11 @@ _BESIDE = (
     ((-6, 8), "right", "bottom"),
     ((-6, -8), "right", "top"),
 )
-
-
 _Points = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
 def write(axes: Axes, series: _Points, bars: _Points) -> None:
-    """Writes names beside points, if each series is one; leaves out names without room.
+    """Writes names beside points, if each series is a single point; omits names without room.
 
     Args:
       bars: (low, high) of error bars by a series' name.
@@ -34,25 +32,27 @@ def write(axes: Axes, series: _Points, bars: _Points) -> None:
     axes.figure.draw_without_rendering()  # places the axes
     unit = axes.figure.dpi / 72
     points = {name: axes.transData.transform((xs[0], ys[0])) for name, (xs, ys) in series.items()}
-    taken = [Bbox.from_extents(*(at - 4 * unit), *(at + 4 * unit)) for at in points.values()]
-    for name, ends in bars.items():
+    occupied = [
+        Bbox.from_extents(*(center - 4 * unit), *(center + 4 * unit)) for center in points.values()
+    ]
+    for name, bar_ends in bars.items():
         x = [series[name][0][0]]
-        (left, low), (right, high) = (axes.transData.transform((*x, *end)) for end in ends)
-        taken.append(Bbox.from_extents(left - unit, low, right + unit, high))
+        (left, low), (right, high) = (axes.transData.transform((*x, *end)) for end in bar_ends)
+        occupied.append(Bbox.from_extents(left - unit, low, right + unit, high))
     for name, (xs, ys) in series.items():
-        for offset, across, up in _BESIDE:
+        for offset, horizontal, vertical in _BESIDE:
             text = axes.annotate(
                 textwrap.fill(name, 24, break_on_hyphens=False),
                 (xs[0], ys[0]),
                 xytext=offset,
                 textcoords="offset points",
-                ha=across,
-                va=up,
+                ha=horizontal,
+                va=vertical,
                 fontsize=11,
             )
             box = text.get_window_extent()
             inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
-            if inside and not any(box.overlaps(other) for other in taken):
-                taken.append(box.padded(3 * unit))
+            if inside and not any(box.overlaps(other) for other in occupied):
+                occupied.append(box.padded(3 * unit))
                 break
             text.remove()

@@ -45,7 +45,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-      format: of numbers, as in `format(x, ...)`; numbers sort as numbers.
+      format: of numbers, as in `format(x, ...)`.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Section:
       name: as on the command line.
       lead: the main numbers, in two or three sentences.
       finding: the main number and verdict in one sentence, for the page's summary.
-      data: every number, JSON-able: those of figures and tables and more.
+      data: every number of figures and tables, and more, as JSON values.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Point:
     """A line of a page's summary.
 
     Attributes:
-      section: that it links to; "": none.
+      section: name of the section that the line links to; "": none.
     """
 
     name: str

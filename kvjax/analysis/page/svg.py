@@ -22,9 +22,10 @@ SERIES = "series-"  # prefix of the gids of artists that the page can hide
 
 
 def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
-    """Returns the SVG of what `draw` draws.
+    """Returns a figure as SVG.
 
     Args:
+      draw: draws on an empty figure.
       width, height: in inches; an inch is 72 units of the SVG and of font sizes.
     """
     buffer = io.StringIO()
@@ -34,7 +35,7 @@ def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
 
 
 def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 144) -> bytes:
-    """Returns a PNG of what `draw` draws; see `text`."""
+    """Returns a figure as PNG; see `text`."""
     buffer = io.BytesIO()
     with _figure(width, draw, height) as figure:
         figure.savefig(buffer, format="png", dpi=dpi, metadata=dict(Software=None))
@@ -64,8 +65,8 @@ def _clean(svg: str) -> str:
     svg = _unique_ids(svg.replace("xlink:href", "href"))
     head, _, rest = svg.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)[0]
-    look = 'font-family="system-ui, sans-serif" style="stroke-linejoin: round"'
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {look}>{rest}'
+    style = 'font-family="system-ui, sans-serif" style="stroke-linejoin: round"'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {style}>{rest}'
     return re.sub(r"\s*\n\s*", "\n", svg).strip()
 
 
@@ -92,11 +93,11 @@ def _rounded(coordinates: re.Match) -> str:
 
 
 def _unique_ids(svg: str) -> str:
-    """Drops ids that nothing refers to; the others become a digest of the figure and a number."""
+    """Drops unused ids; the others become a digest of the figure and a number."""
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     number = {name: i for i, name in enumerate(used)}
     svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
-    parts = r'( id="|href="#|url\(#)([^")]+)'
-    svg = re.sub(parts, lambda m: f"{m[1]}@-{number[m[2]]}", svg)
+    pattern = r'( id="|href="#|url\(#)([^")]+)'
+    svg = re.sub(pattern, lambda m: f"{m[1]}@-{number[m[2]]}", svg)
     digest = hashlib.sha256(svg.encode()).hexdigest()[:8]
     return re.sub(r'( id="|href="#|url\(#)@-', lambda m: f"{m[1]}f{digest}-", svg)

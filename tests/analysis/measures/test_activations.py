@@ -22,7 +22,7 @@ from tests.convert import workdirs
 from tests.mechanisms import MECHANISMS
 
 LENGTH = 11
-ROWS_BT = np.random.default_rng(0).integers(0, 256, (5, LENGTH)).astype(np.int32)  # of two parts
+ROWS_BT = np.random.default_rng(0).integers(0, 256, (5, LENGTH)).astype(np.int32)  # of two batches
 BLOCKS = {name: dataclasses.replace(c, num_layers=2) for name, c in workdirs.BLOCKS.items()}
 BIASED = workdirs.grouped(4, 1, 3, qk_norm="none", bias=True, latent_bias=True)
 
@@ -168,7 +168,7 @@ def test_attention_is_changed_in_all_layers():
     plain, changed = (list(activations.layers(model, ROWS_BT, a)) for a in (None, alone))
     np.testing.assert_array_equal(plain[0].input_BTD, changed[0].input_BTD)
     assert np.abs(plain[1].input_BTD - changed[1].input_BTD).max() > 0.1
-    one_BT = ROWS_BT[:, :2]  # a token that sees itself only has this attention
+    one_BT = ROWS_BT[:, :2]  # the only input token attends to itself with any attention
     assert activations.perplexity(model, one_BT) == pytest.approx(
         activations.perplexity(model, one_BT, alone), 1e-5
     )

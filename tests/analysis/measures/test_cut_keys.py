@@ -31,7 +31,7 @@ MECHANISMS = {
 def test_runs_with_all_channels_are_the_model(name):
     """Keeps all channels, with any mechanism; fewer channels give other losses."""
     model = models.model(*MECHANISMS[name], num_layers=2 if name == "by layer" else 1)
-    count = 5 if name == "biases" else 2  # rows of two parts
+    count = 5 if name == "biases" else 2  # rows of two batches
     rows_BT = np.random.default_rng(3).integers(0, 256, (count, 13)).astype(np.int32)
     runs = cut_keys.Runs(model, rows_BT[:, :-1], [None, "before", "after", "fewer"])
     layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT[:, :-1]), strict=True)
@@ -59,26 +59,26 @@ def test_runs_are_those_of_keys_cut_one_by_one(after_rope):
     rows_BT = np.random.default_rng(3).integers(0, 256, (5, 12)).astype(np.int32)
     heads, layer = heads_lib.of_layer(model, 0), next(activations.layers(model, rows_BT))
     rope, where = key_subspaces.rope_of(heads), AFTER if after_rope else BEFORE
-    of_rows = [subspace_methods.of_rows(layer, rope, where, [b]) for b in range(5)]
+    subspaces = [subspace_methods.of_rows(layer, rope, where, [b]) for b in range(5)]
     model.weights["segments", 0, "mlp", "down"][:] = 0
     runs = cut_keys.Runs(model, rows_BT, [None, "cut"])
-    begun = np.concatenate(runs._x[None])
-    runs.layer(0, dict(cut=Cut(of_rows, 3, after_rope=after_rope)), heads.rotated)
+    inputs = np.concatenate(runs._x[None])
+    runs.layer(0, dict(cut=Cut(subspaces, 3, after_rope=after_rope)), heads.rotated)
     for b in (0, 4):
-        key_TKH = subspace_methods.cut_keys(layer, rope, b, where, of_rows[b], 3)
+        key_TKH = subspace_methods.cut_keys(layer, rope, b, where, subspaces[b], 3)
         cut = layer._replace(key_BTKH=key_TKH[None], query_BTNH=layer.query_BTNH[b : b + 1])
         cut = cut._replace(value_BTKH=layer.value_BTKH[b : b + 1])
         expected_TD = np.tensordot(activations.attention(cut, 0)[1], heads.out_NHD, 2)
-        added_TD = np.concatenate(runs._x["cut"])[b] - begun[b]
+        added_TD = np.concatenate(runs._x["cut"])[b] - inputs[b]
         np.testing.assert_allclose(added_TD, expected_TD, atol=1e-4 * np.abs(expected_TD).max())
 
 
 def test_rows_with_the_same_subspaces_share_their_projectors(monkeypatch):
     """Computes each projector once, with one BLAS thread."""
-    made, threads = [], []
+    calls, threads = [], []
 
-    def projectors(of, rank):
-        made.append(of)
+    def projectors(subspaces, rank):
+        calls.append(subspaces)
         threads.append(
             {
                 pool["num_threads"]
@@ -86,7 +86,7 @@ def test_rows_with_the_same_subspaces_share_their_projectors(monkeypatch):
                 if pool["user_api"] == "blas"
             }
         )
-        return np.tile(of.write_JRC[0, 0, 0] * np.eye(4), (1, 1, 1))
+        return np.tile(subspaces.write_JRC[0, 0, 0] * np.eye(4), (1, 1, 1))
 
     one, other = (
         key_subspaces.Subspaces(np.zeros((1, 4)), np.eye(4)[None], i * np.eye(4)[None])
@@ -94,7 +94,9 @@ def test_rows_with_the_same_subspaces_share_their_projectors(monkeypatch):
     )
     monkeypatch.setattr(key_subspaces.Subspaces, "projectors", projectors)
     centers, found = cut_keys._arrays(Cut([one, one, other, one], 4, after_rope=False))
-    assert [id(of) for of in made] == [id(one), id(other)] and set().union(*threads) == {1}
+    assert [id(subspaces) for subspaces in calls] == [id(one), id(other)] and set().union(
+        *threads
+    ) == {1}
     assert found[:, 0, 0, 0].tolist() == [1, 1, 2, 1] and centers.shape == (4, 1, 4)
 
 

@@ -61,18 +61,18 @@ def test_means_over_distances_are_the_means_of_sums(rotated, K):
         total = total + _of_forms(np.einsum("DNH,ENH->NDE", rotated_DNH, keys_DNH))
         rotated_DNH = heads_lib.rotate_one_token(rotated_DNH, heads.rotated, heads.frequencies_F)
 
-    def of(n):
+    def mean_gram(n):
         return diversity.of_layer(heads, num_distances=n).gram_NN
 
-    np.testing.assert_allclose(of(7), total / 7, rtol=1e-11)
-    np.testing.assert_allclose(of(1), of(0), rtol=1e-11)
+    np.testing.assert_allclose(mean_gram(7), total / 7, rtol=1e-11)
+    np.testing.assert_allclose(mean_gram(1), mean_gram(0), rtol=1e-11)
 
 
 def test_plain_and_rotated_are_those_of_each_layer():
     heads = _heads(rotated=slice(0, 6))
-    plain, turning = diversity.plain_and_rotated(heads, "key", 7)
+    plain, rotated = diversity.plain_and_rotated(heads, "key", 7)
     assert plain.rank == diversity.of_layer(heads).rank
-    assert turning.rank == diversity.of_layer(heads, num_distances=7).rank != plain.rank
+    assert rotated.rank == diversity.of_layer(heads, num_distances=7).rank != plain.rank
     assert diversity.plain_and_rotated(_heads(), "key", 7)[1] is None
     assert diversity.plain_and_rotated(heads, "value", 7)[1] is None
 
@@ -92,7 +92,7 @@ def test_equal_frequencies():
 def test_orthogonal_heads_have_all_ranks():
     blocks = np.zeros((N * H, N, H))
     for i in range(N):
-        blocks[i * H : (i + 1) * H, i] = np.eye(H) * (i + 1)  # of other sizes
+        blocks[i * H : (i + 1) * H, i] = np.eye(H) * (i + 1)  # of different norms
     found = diversity.of_gram(_gram(blocks, blocks))
     np.testing.assert_allclose(found.similarity_NN, np.eye(N), atol=1e-15)
     assert found.rank == pytest.approx(N) and found.share == pytest.approx(1)
@@ -108,12 +108,12 @@ def test_equal_heads_have_one_direction():
     heads, rotations = _heads(), _rotations(N)
     sizes = np.array([1.0, 2.0, 0.5, 3.0])[:, None, None]
 
-    def of(w_DNH):
+    def copies_of_first(w_DNH):
         return np.repeat(w_DNH[:, :1], N, axis=1)
 
     query, key = (
-        _rotated(of(heads.query_DNH), rotations * sizes),
-        _rotated(of(heads.key_DKH), rotations),
+        _rotated(copies_of_first(heads.query_DNH), rotations * sizes),
+        _rotated(copies_of_first(heads.key_DKH), rotations),
     )
     found = diversity.of_gram(_gram(query, key))
     np.testing.assert_allclose(found.similarity_NN, np.ones((N, N)), rtol=1e-12)

@@ -20,8 +20,8 @@ from tests.convert import workdirs
 from tests.mechanisms import MECHANISMS, random_values
 
 D, BASE = 24, 100.0
-LINEAR = [name for name in MECHANISMS if name != "tpa"]  # queries and keys that are
-WITH_GAINS = [name for name in LINEAR if name != "lrkv_shared_rope"]  # the same under rms_gain
+LINEAR = [name for name in MECHANISMS if name != "tpa"]  # with linear queries and keys
+WITH_GAINS = [name for name in LINEAR if name != "lrkv_shared_rope"]  # linear with rms_gain, too
 
 
 def _weights(config, seed=0):
@@ -32,8 +32,8 @@ def _weights(config, seed=0):
     return weights, nnx.merge(graph, jax.tree.map(jnp.asarray, weights)).mechanism
 
 
-def _projected(mechanism, x_TD, at, base=BASE):
-    index = np.full((1, len(x_TD)), at, np.int32)
+def _projected(mechanism, x_TD, position, base=BASE):
+    index = np.full((1, len(x_TD)), position, np.int32)
     positions = rope.positions(index, mechanism.config.rope_dim, base)
 
     def projected(x_BTD):
@@ -48,7 +48,7 @@ def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     """Compares logits at a distance with the mechanism's, without norms and biases."""
     config = make_mechanism(mechanism_name, qk_norm="none")
     weights, module = _weights(config)
-    for name in ("latent_norm", "query_latent_norm"):  # there whatever the config says
+    for name in ("latent_norm", "query_latent_norm"):  # norms that qk_norm does not remove
         if hasattr(module, name):
             gain = weights["mechanism"].get(name, {}).get("gain", 1.0)
             setattr(module, name, lambda latent, gain=gain: latent * gain)
@@ -58,9 +58,9 @@ def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
         return
     found = heads_lib.read(weights, config, D, BASE)
     x_TD = np.random.default_rng(1).normal(size=(5, D))
-    away, here = (_projected(module, x_TD, at) for at in (3, 0))
-    nothing_away, nothing = (_projected(module, 0 * x_TD, at) for at in (3, 0))
-    q_TNH, k_TKH = away[0] - nothing_away[0], here[1] - nothing[1]
+    at_3, at_0 = (_projected(module, x_TD, position) for position in (3, 0))
+    bias_at_3, bias_at_0 = (_projected(module, 0 * x_TD, position) for position in (3, 0))
+    q_TNH, k_TKH = at_3[0] - bias_at_3[0], at_0[1] - bias_at_0[1]
     k_TNH = np.repeat(k_TKH, q_TNH.shape[1] // k_TKH.shape[1], axis=1)
     expected_NTS = np.einsum("TNH,SNH->NTS", q_TNH, k_TNH)
 
@@ -73,7 +73,7 @@ def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     got_NTS = np.einsum("TNH,SNH->NTS", rotated_TNH, key_TNH)
     np.testing.assert_allclose(got_NTS, expected_NTS, atol=1e-9 * np.abs(expected_NTS).max())
     value_TKH = np.tensordot(x_TD, found.value_DKH, 1)
-    np.testing.assert_allclose(value_TKH, here[2] - nothing[2], atol=1e-9)
+    np.testing.assert_allclose(value_TKH, at_0[2] - bias_at_0[2], atol=1e-9)
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa",), WITH_GAINS))
@@ -158,24 +158,24 @@ def test_rotated_channels_are_detected_on_queries():
     x_TNH = np.random.default_rng(0).normal(size=(3, 2, 8))
     first, second = rope.frequencies(4, BASE)
 
-    def seen(pairs, of=x_TNH):
-        rotated_TNH = of.copy()
+    def detect(pairs, x_TNH=x_TNH):
+        rotated_TNH = x_TNH.copy()
         for (a, b), angle in zip(pairs, (first, second), strict=True):
-            rotated_TNH[..., a] = np.cos(angle) * of[..., a] - np.sin(angle) * of[..., b]
-            rotated_TNH[..., b] = np.sin(angle) * of[..., a] + np.cos(angle) * of[..., b]
-        projected = {None: of, 1: rotated_TNH}
+            rotated_TNH[..., a] = np.cos(angle) * x_TNH[..., a] - np.sin(angle) * x_TNH[..., b]
+            rotated_TNH[..., b] = np.sin(angle) * x_TNH[..., a] + np.cos(angle) * x_TNH[..., b]
+        projected = {None: x_TNH, 1: rotated_TNH}
         config = types.SimpleNamespace(rope_dim=4)
         return heads_lib._rotation(lambda x, at=None: [projected[at], "keys"], None, config, BASE)
 
-    rotated, frequencies_F = seen([(3, 5), (4, 6)])
+    rotated, frequencies_F = detect([(3, 5), (4, 6)])
     assert rotated == slice(3, 7) and frequencies_F.tolist() == [first, second]
     for rotated, frequencies_F in (
-        seen([(3, 5), (4, 6)], 0 * x_TNH),
+        detect([(3, 5), (4, 6)], 0 * x_TNH),
         heads_lib._rotation(None, x_TNH, None, None),
     ):
         assert rotated == slice(0, 0) and frequencies_F.shape == (0,)
-    with pytest.raises(UserError, match="RoPE rotates other channel pairs than those half of"):
-        seen([(3, 4), (5, 6)])
+    with pytest.raises(UserError, match="channels of RoPE's pairs are not half of the rotated"):
+        detect([(3, 4), (5, 6)])
 
 
 @pytest.mark.slow
@@ -187,7 +187,9 @@ def test_rotated_channels(make_mechanism):
     assert of("mha", None).rotated == slice(0, 0)
     c = make_mechanism("mla")
     assert of("mla").rotated == slice(c.key_dim, c.key_dim + c.rope_key_dim)
-    assert of("lrkv_shared_rope").rotated == slice(0, 8)  # of 16: the residual's are not
+    assert of("lrkv_shared_rope").rotated == slice(
+        0, 8
+    )  # of 16: RoPE rotates no channels of the residual
 
 
 def test_weights_that_are_not_finite_are_named(make_mechanism):
@@ -204,10 +206,12 @@ def _model(config):
 
 def test_only_attention_is_read(make_mechanism, monkeypatch):
     model = _model(make_mechanism("mha"))
-    read, asked = model.read, []
-    monkeypatch.setattr(model, "read", lambda path, *at: (asked.append(path), read(path, *at))[1])
+    read, paths = model.read, []
+    monkeypatch.setattr(
+        model, "read", lambda path, *layer: (paths.append(path), read(path, *layer))[1]
+    )
     heads_lib.of_layer(model, 1)
-    assert asked and all(path[2] == "attention" for path in asked)
+    assert paths and all(path[2] == "attention" for path in paths)
 
 
 @pytest.mark.slow
@@ -219,14 +223,14 @@ def test_check_reads_no_weights(make_mechanism, mechanism_name, monkeypatch):
         model = _model([plain, config, config])
         try:
             heads_lib.of_layer(model, 1)
-            said = None
+            message = None
         except UserError as error:
-            said = str(error)
+            message = str(error)
         monkeypatch.setattr(model, "read", None)
-        if said is None:
+        if message is None:
             heads_lib.check(model)
             continue
         with pytest.raises(UserError) as refused:
             heads_lib.check(model)
-        assert str(refused.value) == said and said.startswith("layer 1 of made: ")
+        assert str(refused.value) == message and message.startswith("layer 1 of made: ")
         heads_lib.check(model, [0])

@@ -144,11 +144,11 @@ def test_rotated_moments_are_means_over_visible_pairs():
 
 def _rotation(distance):
     """Returns [H, H], RoPE by a number of tokens."""
-    found = np.eye(H)
+    rotation_HH = np.eye(H)
     for f, angle in enumerate(np.array(ROPE.frequencies) * distance):
-        at = np.ix_([2 + f, 4 + f], [2 + f, 4 + f])
-        found[at] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
-    return found
+        pair = np.ix_([2 + f, 4 + f], [2 + f, 4 + f])
+        rotation_HH[pair] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    return rotation_HH
 
 
 def test_keys_are_rotated_by_their_positions():
@@ -170,25 +170,25 @@ def test_rotated_keys_and_biases_are_those_of_attention(name):
         block, mechanism, _ = workdirs.MODELS[name]
     model = workdirs.Made(workdirs.config(block, mechanism))
     rows_BT = np.random.default_rng(0).integers(0, 256, (2, 12)).astype(np.int32)
-    read = zip(heads_lib.layers(model), activations.layers(model, rows_BT), strict=True)
-    for i, (heads, layer) in enumerate(read):
+    layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT), strict=True)
+    for i, (heads, layer) in enumerate(layers):
         if len(heads.frequencies_F):
             found = key_subspaces.rotate_by_position(
                 layer.plain_key_BTKH[0], key_subspaces.rope_of(heads)
             )
             np.testing.assert_allclose(found, layer.key_BTKH[0], atol=1e-4)
-        made_KH = key_subspaces.bias(layer, heads)
-        inner = model.weights.get(("segments", 0, "attention", "mechanism", "base_key_bias"))
+        bias_KH = key_subspaces.bias(layer, heads)
+        base_bias = model.weights.get(("segments", 0, "attention", "mechanism", "base_key_bias"))
         if name == "gpt2_lrkv":
             latent = ("segments", 0, "attention", "mechanism")
-            more = model.weights[*latent, "latent_key_bias"][i]
+            latent_bias = model.weights[*latent, "latent_key_bias"][i]
             expand = model.weights[*latent, "expand_key"][i]
-            expected = inner[i] + np.einsum("KR,KRH->KH", more, expand)
-            np.testing.assert_allclose(made_KH, expected, atol=1e-4)
+            expected = base_bias[i] + np.einsum("KR,KRH->KH", latent_bias, expand)
+            np.testing.assert_allclose(bias_KH, expected, atol=1e-4)
         elif name != "qwen2_thin":
-            assert np.abs(made_KH).max() < 1e-4
+            assert np.abs(bias_KH).max() < 1e-4
         else:
-            assert np.abs(made_KH).max() > 0.1
+            assert np.abs(bias_KH).max() > 0.1
 
 
 def test_subspaces_of_weights():
@@ -213,8 +213,8 @@ def test_subspaces_of_weights():
 def test_errors_are_those_of_the_definition(mask):
     query_BTNH, key_BTKH, value_BTKH = _arrays()
     layer, queries = _layer(query_BTNH, key_BTKH, value_BTKH, mask), slice(9, None, 2)
-    of = _of(query_BTNH, key_BTKH)
-    cuts = [of.cut(key_BTKH[1], r) for r in (1, 3, H)]
+    subspaces = _of(query_BTNH, key_BTKH)
+    cuts = [subspaces.cut(key_BTKH[1], r) for r in (1, 3, H)]
     found = key_subspaces.errors(layer, 1, cuts, queries)
     visible_TT = mask.visible(T)[queries]
     for n in range(N):
@@ -226,9 +226,9 @@ def test_errors_are_those_of_the_definition(mask):
             p_TT = np.where(visible_TT, np.exp(e_TT), 0)
             made.append((e_TT, p_TT / p_TT.sum(axis=1, keepdims=True) @ value_BTKH[1, :, n // 2]))
         for a in range(3):
-            for said, j in ((found.logit_NA, 0), (found.output_NA, 1)):
+            for actual, j in ((found.logit_NA, 0), (found.output_NA, 1)):
                 expected = np.linalg.norm(made[a + 1][j] - made[0][j]) / np.linalg.norm(made[0][j])
-                assert said[n, a] == pytest.approx(expected, abs=1e-12)
+                assert actual[n, a] == pytest.approx(expected, abs=1e-12)
     assert found.logit_NA[:, 0].min() > 0.1 and found.logit_NA[:, 2].max() < 1e-12
     still = key_subspaces.errors(layer._replace(value_BTKH=0 * value_BTKH), 1, cuts, queries)
     np.testing.assert_array_equal(still.output_NA, 0)

@@ -32,7 +32,7 @@ def _softmax(z, visible):
 
 @pytest.fixture(params=[12, 5, 3])
 def arrays(request):
-    """Queries and keys of more tokens than channels, of as many, and of fewer."""
+    """Queries and keys of more tokens than channels, of equally many, and of fewer."""
     return _keys(request.param)
 
 
@@ -133,14 +133,14 @@ def test_interaction_is_that_of_the_weights(d_model):
         expected_ND = np.linalg.svd(m_NDD, compute_uv=False)[:, : min(6, d_model)] ** 2
         np.testing.assert_allclose(energies_NH, expected_ND, atol=1e-9 * expected_ND.max())
 
-    at = [_interactions(heads, distance) for distance in range(4)]
-    check(found.energies(), at[0])
-    check(found.energies_at(3), at[3])
-    pairs = [at[i - j] for i in range(4) for j in range(i + 1)]
+    by_distance = [_interactions(heads, distance) for distance in range(4)]
+    check(found.energies(), by_distance[0])
+    check(found.energies_at(3), by_distance[3])
+    pairs = [by_distance[i - j] for i in range(4) for j in range(i + 1)]
     check(found.energies_averaged(4), np.mean(pairs, axis=0))
     assert not np.allclose(found.energies_at(3), found.energies())
-    on_average_N = np.mean([(m_NDD**2).sum(axis=(1, 2)) for m_NDD in pairs], axis=0)
-    assert (found.energies_averaged(4).sum(axis=1) < on_average_N).all()
+    mean_energy_N = np.mean([(m_NDD**2).sum(axis=(1, 2)) for m_NDD in pairs], axis=0)
+    assert (found.energies_averaged(4).sum(axis=1) < mean_energy_N).all()
 
 
 def test_interaction_without_rope_is_equal_at_all_distances():
@@ -154,17 +154,17 @@ def test_delocalisation_of_known_vectors():
     """A single different key has beta near sqrt(L), alternating ones 1."""
     rng = np.random.default_rng(5)
     query_LNH = rng.normal(size=(16, 1, 1))
-    one, alternating = np.zeros((16, 1, 1)), np.ones((16, 1, 1))
-    one[3], alternating[::2] = 1, -1
+    single, alternating = np.zeros((16, 1, 1)), np.ones((16, 1, 1))
+    single[3], alternating[::2] = 1, -1
 
     def beta(key_LKH):
         return float(logits.beta(logits.centred_logits(query_LNH, key_LKH, 1.0))[0])
 
-    assert beta(one) == pytest.approx(4 * np.sqrt(15 / 16))  # the vector is centred
+    assert beta(single) == pytest.approx(4 * np.sqrt(15 / 16))  # the vector is centred
     assert beta(alternating) == pytest.approx(1)
-    assert beta(0 * one) == 0
+    assert beta(0 * single) == 0
     query_LNH, key_LKH = _keys()
-    key_LKH[..., -1] = 2 * key_LKH[..., 0]  # a direction less
+    key_LKH[..., -1] = 2 * key_LKH[..., 0]  # removes a direction
     found = logits.centred_logits(query_LNH, key_LKH, 1.0)
     spread_NR = logits.delocalisation(found)
     np.testing.assert_array_equal(np.isnan(spread_NR), np.tile(np.arange(H) == H - 1, (N, 1)))

@@ -85,9 +85,9 @@ def test_without_the_first_token(mask):
         left_NTT[:, t, 1:], p_NTT[:, t, 1:] / (1 - p_NTT[:, t, :1]), rtol=1e-9
     )
     if not mask.window:
-        resting, _ = patterns.without_first(_one_key(mask, lambda t: 0), visible_TT)
-        seen = int(others_TT[t].sum())
-        np.testing.assert_allclose(resting[0, t, 1 : 1 + seen], 1 / seen)
+        even_NTT, _ = patterns.without_first(_one_key(mask, lambda t: 0), visible_TT)
+        count = int(others_TT[t].sum())
+        np.testing.assert_allclose(even_NTT[0, t, 1 : 1 + count], 1 / count)
 
 
 def test_repeated_tokens_and_induction():

@@ -12,7 +12,7 @@ def _draw(K=N, H=H, D=D, seed=0):
     return np.random.default_rng(seed).normal(size=(D, K, H))
 
 
-def _two(left, right):
+def _products(left, right):
     return projections.ProjectionProducts(dict(left=left, right=right))
 
 
@@ -42,12 +42,12 @@ def test_overlap_is_the_cosine_of_second_moments():
     def moment(w):
         return np.einsum("anh,bnh->ab", w, w)
 
-    both = moment(left), moment(right)
-    expected = np.sum(both[0] * both[1]) / np.prod([np.linalg.norm(m) for m in both])
-    assert _two(left, right).overlap("left", "right") == pytest.approx(expected)
-    assert _two(left, 2 * left).overlap("left", "right") == pytest.approx(1)
-    assert _two(left, 0 * left).overlap("left", "right") is None
-    assert _two(left, 0 * left).overlap_by_chance("left", "right") is None
+    moments = moment(left), moment(right)
+    expected = np.sum(moments[0] * moments[1]) / np.prod([np.linalg.norm(m) for m in moments])
+    assert _products(left, right).overlap("left", "right") == pytest.approx(expected)
+    assert _products(left, 2 * left).overlap("left", "right") == pytest.approx(1)
+    assert _products(left, 0 * left).overlap("left", "right") is None
+    assert _products(left, 0 * left).overlap_by_chance("left", "right") is None
 
 
 def test_overlap_by_chance_is_the_mean_over_rotations():
@@ -55,9 +55,9 @@ def test_overlap_by_chance_is_the_mean_over_rotations():
     left, right = _draw() * np.linspace(0.1, 2, D)[:, None, None], _draw(K=2, seed=1)
     draws = []
     for _ in range(60):
-        turn = np.linalg.qr(rng.normal(size=(D, D)))[0]
-        draws.append(_two(left, np.tensordot(turn, right, 1)).overlap("left", "right"))
-    expected = _two(left, right).overlap_by_chance("left", "right")
+        rotation = np.linalg.qr(rng.normal(size=(D, D)))[0]
+        draws.append(_products(left, np.tensordot(rotation, right, 1)).overlap("left", "right"))
+    expected = _products(left, right).overlap_by_chance("left", "right")
     error = np.std(draws) / np.sqrt(len(draws))
     assert abs(np.mean(draws) - expected) < 4 * error < 0.05 * expected
 

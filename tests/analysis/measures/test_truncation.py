@@ -24,7 +24,7 @@ def _arrays(seed=0, length=L):
 
 
 def _attended(query_LNH, key_LKH, value_LKH, head, rank, mask):
-    """[L, L] probabilities and [L, Hv] outputs by an SVD of L x L."""
+    """Returns [L, L] probabilities and [L, Hv] outputs, by an SVD of L x L."""
     z_LL = SCALE * query_LNH[:, head] @ key_LKH[:, head // 2].T
     u, s, v = np.linalg.svd(z_LL - z_LL.mean(axis=1, keepdims=True))
     e_LL = np.where(mask.visible(len(z_LL)), (u[:, :rank] * s[:rank]) @ v[:rank], -np.inf)
@@ -35,11 +35,11 @@ def _attended(query_LNH, key_LKH, value_LKH, head, rank, mask):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_errors_are_those_of_the_definition(mask, monkeypatch):
-    """A few rows at a time."""
+    """Computes a few rows at a time."""
     monkeypatch.setattr(truncation, "_BATCH_ROWS", 5)
     arrays = _arrays()
-    field = logits.centred_logits(*arrays[:2], SCALE)
-    found = truncation.errors(field, arrays[2], RANKS, mask)
+    svd = logits.centred_logits(*arrays[:2], SCALE)
+    found = truncation.errors(svd, arrays[2], RANKS, mask)
     for head in range(N):
         p_LL, o_LH = _attended(*arrays, head, H, mask)
         for i, rank in enumerate(RANKS):
@@ -54,19 +54,19 @@ def test_errors_are_those_of_the_definition(mask, monkeypatch):
 
 def test_no_values_are_no_error_of_outputs():
     query_LNH, key_LKH, value_LKH = _arrays()
-    field = logits.centred_logits(query_LNH, key_LKH, SCALE)
-    found = truncation.errors(field, 0 * value_LKH, RANKS, Mask())
+    svd = logits.centred_logits(query_LNH, key_LKH, SCALE)
+    found = truncation.errors(svd, 0 * value_LKH, RANKS, Mask())
     np.testing.assert_array_equal(found.output_NR, 0)
 
 
 def _check_bound(layer, sequence):
-    """Proposition 4.1 with the mask and without; it says something: it is nowhere 0."""
-    part = [x[sequence] for x in (layer.query_BTNH, layer.key_BTKH, layer.value_BTKH)]
-    field = logits.centred_logits(*part[:2], layer.scale)
+    """Checks proposition 4.1 with and without the mask, on errors that are not 0."""
+    row = [x[sequence] for x in (layer.query_BTNH, layer.key_BTKH, layer.value_BTKH)]
+    svd = logits.centred_logits(*row[:2], layer.scale)
     ranks = (1, 2, 4)
-    bound_NR = np.stack([logits.softmax_bound(field, r) for r in ranks], axis=1)
+    bound_NR = np.stack([logits.softmax_bound(svd, r) for r in ranks], axis=1)
     for mask in (Mask(causal=False), layer.mask):
-        found = truncation.errors(field, part[2], ranks, mask)
+        found = truncation.errors(svd, row[2], ranks, mask)
         assert (found.worst_NR <= bound_NR).all()
         assert (found.mean_NR <= found.worst_NR).all() and found.mean_NR.min() > 0
 
@@ -85,14 +85,14 @@ def test_proposition_4_1_holds_in_models(name):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_proposition_4_1_holds_where_it_is_tight(seed):
-    """Small logits, of which one vector is left out: error and bound are of one size."""
+    """Cuts one of two components of small logits: error and bound are of similar size."""
     rng = np.random.default_rng(seed)
     sign_L = rng.choice([-1.0, 1.0], 64)
     query_LNH = rng.normal(size=(64, 1, 2))
     key_LKH = np.stack([rng.normal(size=64), 0.1 * sign_L], axis=1)[:, None]
-    field = logits.centred_logits(query_LNH, key_LKH, 0.1)
-    bound = float(logits.softmax_bound(field, 1)[0])
-    worst = float(truncation.errors(field, key_LKH, [1], Mask(False)).worst_NR[0, 0])
+    svd = logits.centred_logits(query_LNH, key_LKH, 0.1)
+    bound = float(logits.softmax_bound(svd, 1)[0])
+    worst = float(truncation.errors(svd, key_LKH, [1], Mask(False)).worst_NR[0, 0])
     assert 0.05 * bound < worst <= bound
 
 
@@ -100,12 +100,12 @@ def test_proposition_4_1_holds_where_it_is_tight(seed):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", [L, 4])
 def test_attention_of_rank_is_that_of_the_definition(mask, length):
-    """In float32 it is, with more tokens than channels and with fewer."""
-    both = [_arrays(seed, length) for seed in (0, 1)]
-    q, k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*both, strict=True))
+    """In float32, with more tokens than channels and with fewer."""
+    rows = [_arrays(seed, length) for seed in (0, 1)]
+    q, k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*rows, strict=True))
     for rank in RANKS:
         o_BTNH = truncation.attention_of_rank(rank)(q, k, v, SCALE, mask)
-        for sequence, arrays in enumerate(both):
+        for sequence, arrays in enumerate(rows):
             for head in range(N):
                 _, expected_LH = _attended(*arrays, head, rank, mask)
                 np.testing.assert_allclose(o_BTNH[sequence, :, head], expected_LH, atol=2e-5)

@@ -67,7 +67,7 @@ def test_drawings_are_as_before(monkeypatch):
         file.write('<svg viewBox="0 0 1 1"></svg>' if options["format"] == "svg" else b"")
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    long = "0123456789" * 12  # is wrapped
+    long = "0123456789" * 12  # long enough to be wrapped
 
     def line(xs, ys, **how):
         return draw.lines({"a": (xs, ys)}, x="x", y="y", **how)
@@ -268,7 +268,7 @@ def test_matrices_share_a_colour_scale():
     assert (a[0, 0] == scale[0, 0]).all() and (a[1, 0] == scale[0, -1]).all()
     assert (a[1, 1] == (0xB8, 0xBE, 0xC6)).all()
     (signed, _) = _pictures(draw.heatmaps({"a": np.array([[-1.0, 0.0, 4.0]])}, x="x", y="y"))
-    assert signed[0, 1].min() > 240  # white in the middle, though 4 is further from it than -1
+    assert signed[0, 1].min() > 240  # white at 0, though 4 is further from it than -1
     assert signed[0, 0].max() > 100 and signed[0, 2].max() < 110
 
 

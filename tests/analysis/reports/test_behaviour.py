@@ -39,19 +39,21 @@ def test_numbers_are_those_of_the_functions(model, measured):
     visible_TT = Mask(window=9).visible(LENGTH)
     for i, layer in enumerate(activations.layers(model, rows_BT)):
         found = measured.layers[i]
-        both = [activations.attention(layer, b) for b in range(4)]
-        p_BNTT, o_BTNH = (np.stack(x) for x in zip(*both, strict=True))
+        by_sequence = [activations.attention(layer, b) for b in range(4)]
+        p_BNTT, o_BTNH = (np.stack(x) for x in zip(*by_sequence, strict=True))
         for name in patterns.Statistics._fields:
             expected_BN = [getattr(patterns.statistics(p, visible_TT), name) for p in p_BNTT]
             np.testing.assert_allclose(found.statistics[name], np.mean(expected_BN, axis=0))
-        apart = [  # each window with one of the other text
+        between_passages = [  # each window with one of the other text
             patterns.divergence(p_BNTT[b], p_BNTT[(b + 2) % 4], visible_TT) for b in range(4)
         ]
-        np.testing.assert_allclose(found.statistics["content_N"], np.mean(apart, axis=0))
-        between = [patterns.divergences(p, visible_TT) for p in p_BNTT]
-        np.testing.assert_allclose(found.divergence_NN, np.mean(between, axis=0))
-        behind = [patterns.divergences(*patterns.without_first(p, visible_TT)) for p in p_BNTT]
-        np.testing.assert_allclose(found.without_first_NN, np.mean(behind, axis=0))
+        np.testing.assert_allclose(found.statistics["content_N"], np.mean(between_passages, axis=0))
+        between_heads = [patterns.divergences(p, visible_TT) for p in p_BNTT]
+        np.testing.assert_allclose(found.divergence_NN, np.mean(between_heads, axis=0))
+        without_first = [
+            patterns.divergences(*patterns.without_first(p, visible_TT)) for p in p_BNTT
+        ]
+        np.testing.assert_allclose(found.without_first_NN, np.mean(without_first, axis=0))
         flat_NTH = o_BTNH.reshape(-1, *o_BTNH.shape[2:]).swapaxes(0, 1)
         np.testing.assert_allclose(found.outputs_NN, cka.linear_cka(list(flat_NTH)), atol=1e-9)
         np.testing.assert_allclose(found.text_NTT, p_BNTT[0], rtol=1e-6)

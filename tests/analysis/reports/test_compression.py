@@ -46,14 +46,14 @@ def measured(model):
 @pytest.mark.slow
 def test_errors_and_spectra(model, measured):
     """Against the subspaces made one by one."""
-    read = subspace_methods.windows(TEXTS, 16, 40)
-    layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
+    windows = subspace_methods.windows(TEXTS, 16, 40)
+    layers = zip(heads_lib.layers(model), activations.layers(model, windows.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
         rope, at = key_subspaces.rope_of(heads), slice(4 * i, 4 * i + 4)
         weights = key_subspaces.of_weights(heads.key_DKH, np.zeros((2, 8)))
         joint = key_subspaces.of_weights(heads.key_DKH, np.zeros((2, 8)), together=True)
         for b in range(4):
-            of = functools.partial(subspace_methods.of_rows, layer, rope)
+            of_rows = functools.partial(subspace_methods.of_rows, layer, rope)
             others = range(8, 12) if b < 2 else range(4, 8)
             expected = {
                 (subspace_methods.WEIGHTS, BEFORE): (weights, 4),
@@ -61,23 +61,23 @@ def test_errors_and_spectra(model, measured):
             }
             for where in (BEFORE, AFTER):
                 expected |= {
-                    (subspace_methods.CALIBRATED, where): (of(where, range(4, 12)), 4),
-                    (subspace_methods.OTHERS, where): (of(where, others), 4),
-                    (subspace_methods.CONTEXT, where): (of(where, [b]), 4),
-                    (subspace_methods.FIRST_HALF, where): (of(where, [b], slice(8)), 4),
+                    (subspace_methods.CALIBRATED, where): (of_rows(where, range(4, 12)), 4),
+                    (subspace_methods.OTHERS, where): (of_rows(where, others), 4),
+                    (subspace_methods.CONTEXT, where): (of_rows(where, [b]), 4),
+                    (subspace_methods.FIRST_HALF, where): (of_rows(where, [b], slice(8)), 4),
                 }
             mean = expected[subspace_methods.CALIBRATED, BEFORE][0].center_JC
             expected[subspace_methods.WEIGHTS_MEAN, BEFORE] = (weights._replace(center_JC=mean), 4)
             assert set(expected) == set(measured.errors)
-            for way, (subspaces, r) in expected.items():
-                if way[1] == BEFORE:
+            for method, (subspaces, r) in expected.items():
+                if method[1] == BEFORE:
                     cut = key_subspaces.rotate_by_position(
                         subspaces.cut(layer.plain_key_BTKH[b], r), rope
                     )
                 else:
                     cut = subspaces.cut(layer.key_BTKH[b], r)
                 errors = key_subspaces.errors(layer, b, [cut], slice(8, None))
-                found = measured.errors[way][b, at, 2]
+                found = measured.errors[method][b, at, 2]
                 np.testing.assert_allclose(found[:, 0], errors.logit_NA[:, 0], rtol=1e-4)
                 np.testing.assert_allclose(found[:, 1], errors.output_NA[:, 0], rtol=1e-4)
         plain_TKH = layer.plain_key_BTKH[3].astype(np.float64)
@@ -98,30 +98,33 @@ def test_errors_and_spectra(model, measured):
 
 @pytest.mark.slow
 def test_runs_are_those_of_the_ways(model, measured):
-    """Each cut where it is found, at its rank; losses are of the second halves."""
-    read = subspace_methods.windows(TEXTS, 16, 40)
-    both = {(subspace_methods.CONTEXT, AFTER): 4, (subspace_methods.JOINT, BEFORE): 8}
-    runs = cut_keys.Runs(model, read.measured_BT[:, :-1], list(both))
-    layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
+    """Cuts keys at each method's place and rank; losses are of the second halves."""
+    windows = subspace_methods.windows(TEXTS, 16, 40)
+    ranks = {(subspace_methods.CONTEXT, AFTER): 4, (subspace_methods.JOINT, BEFORE): 8}
+    runs = cut_keys.Runs(model, windows.measured_BT[:, :-1], list(ranks))
+    layers = zip(heads_lib.layers(model), activations.layers(model, windows.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
-        ways = subspace_methods.of_layer(heads, layer, read, rotates=True, joint=True)
-        cuts = {way: Cut(ways[way], r, after_rope=way[1] == AFTER) for way, r in both.items()}
+        subspaces = subspace_methods.of_layer(heads, layer, windows, rotates=True, joint=True)
+        cuts = {
+            method: Cut(subspaces[method], r, after_rope=method[1] == AFTER)
+            for method, r in ranks.items()
+        }
         runs.layer(i, cuts, heads.rotated)
-    for way, nats_BT in runs.losses(read.measured_BT[:, 9:]).items():
-        np.testing.assert_allclose(measured.nats[way, 1 / 2], nats_BT, atol=1e-4)
+    for method, nats_BT in runs.losses(windows.measured_BT[:, 9:]).items():
+        np.testing.assert_allclose(measured.nats[method, 1 / 2], nats_BT, atol=1e-4)
         assert np.abs(nats_BT - measured.nats[None]).max() > 1e-3
 
 
 def test_fixed_subspaces_of_each_text():
-    """Drift takes one subspace for each text, that of its first row."""
-    read = subspace_methods.windows({name: np.arange(32) for name in "ab"}, 15, 32)
+    """Drift uses one subspace per text: of its first row."""
+    windows = subspace_methods.windows({name: np.arange(32) for name in "ab"}, 15, 32)
     one, other = (
         key_subspaces.Subspaces(np.zeros((1, 4)), np.eye(4)[None], i * np.eye(4)[None])
         for i in (1, 2)
     )
     ways = {(subspace_methods.CALIBRATED, AFTER): [one, one, other, other]}
     ways[subspace_methods.CONTEXT, BEFORE] = [one] * 4
-    found = measurements._fixed(ways, read)
+    found = measurements._fixed(ways, windows)
     assert [each.write_JRC[0, 0, 0] for each in found[AFTER]] == [1, 2]
     assert found[BEFORE] == [None, None]
 
@@ -131,8 +134,8 @@ def test_drift(model, measured):
     """Drift on the longest rows; the last two errors are those of all tokens and of other text."""
     assert measured.drift_at == (5, 10, 20) and measured.drift_rank == 2
     rows_BT = np.stack([tokens_T[:40] for tokens_T in TEXTS.values()])
-    read = subspace_methods.windows(TEXTS, 16, 40)
-    other = list(activations.layers(model, read.rows()))
+    windows = subspace_methods.windows(TEXTS, 16, 40)
+    other = list(activations.layers(model, windows.rows()))
     layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT), strict=True)
     for i, (heads, layer) in enumerate(layers):
         rope = key_subspaces.rope_of(heads)
@@ -166,17 +169,19 @@ NOISE = 0.3 * np.random.default_rng(0).normal(size=(4, 8))
 
 @pytest.fixture
 def claims(measured):
-    """Returns a function of spectra and of nats that methods cost: numbers and verdicts."""
+    """Returns a function from spectra and nats added by methods to numbers and verdicts."""
 
-    def of(spectra, costs):
-        spectra = measured.spectra | {name: np.array([[of]]) for name, of in spectra.items()}
+    def claims_of(spectra, costs):
+        spectra = measured.spectra | {
+            name: np.array([[numbers]]) for name, numbers in spectra.items()
+        }
         base = measured.nats[None]
         nats = {x: base + costs.get(x and x[0][0], 0.0) for x in measured.nats}
         found = dataclasses.replace(measured, spectra=spectra, nats=nats)
         rows = tables.tables(Results("m", REQUEST, found))[0].rows
         return [row[2] for row in rows], [row[3] for row in rows]
 
-    return of
+    return claims_of
 
 
 def test_numbers_of_claims(claims):
@@ -300,10 +305,10 @@ def test_report_is_as_before(model, measured, monkeypatch):
     """Compares with a file; rows have the long enough length nearest to the paper's."""
     models.check_section(report._section(Results("made", REQUEST, measured)))
     texts = {name: np.zeros(5000, np.int32) for name in TEXTS}
-    of = {(15, 5000): (5000, 5000), LENGTHS: (40, 40), (16, 5000): (16, 5000)}
+    expected_lengths = {(15, 5000): (5000, 5000), LENGTHS: (40, 40), (16, 5000): (16, 5000)}
     calls = []
     monkeypatch.setattr(measurements, "measure", lambda *given: (calls.append(given), measured)[1])
     golden.note_drawings(monkeypatch)
-    for lengths in of:
+    for lengths in expected_lengths:
         golden.check(report.section(model, Request(texts, lengths)))
-    assert calls == [(model, texts, *lengths) for lengths in of.values()]
+    assert calls == [(model, texts, *lengths) for lengths in expected_lengths.values()]

@@ -48,10 +48,10 @@ def test_measurements(model, measured):
         rows_BT = np.stack([tokens_T[:length] for tokens_T in TEXTS.values()])
         for i, layer in enumerate(activations.layers(model, rows_BT)):
             for b in range(2):
-                _check_one(measured, layer, (i, b), length)
+                _check_sequence(measured, layer, (i, b), length)
 
 
-def _check_one(measured, layer, at, length):
+def _check_sequence(measured, layer, at, length):
     i, b = at
     query, key, value, plain_query, plain_key = (x[b] for x in layer[:5])
 
@@ -104,13 +104,13 @@ def test_spread_ignores_nan():
 @pytest.mark.slow
 def test_models_without_rope_or_mask():
     """Have fewer matrices; without a causal mask each length is a pass of its own."""
-    seen = models.model(causal=False, window=0, positions="none")
-    made = measurements.measure(seen, TEXTS, LENGTHS)
+    acausal = models.model(causal=False, window=0, positions="none")
+    made = measurements.measure(acausal, TEXTS, LENGTHS)
     assert set(made.energies) == {("M, without RoPE", 0), ("E", 6), ("E", 20)}
     assert set(made.errors) == {(6, False), (20, False)}
-    alone = measurements.measure(seen, TEXTS, LENGTHS[:1])
-    np.testing.assert_array_equal(made.energies["E", 6], alone.energies["E", 6])
-    assert len(report.section(seen, REQUEST).tables) == 6
+    single_length = measurements.measure(acausal, TEXTS, LENGTHS[:1])
+    np.testing.assert_array_equal(made.energies["E", 6], single_length.energies["E", 6])
+    assert len(report.section(acausal, REQUEST).tables) == 6
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_diversity_has_the_numbers_of_every_layer():
     assert row[3:6] == [18, 98.9, 94.0] and row[6] == pytest.approx(94.0 * 18 / 17)
 
 
-REFUSED = dict(  # a mechanism, one beside it, and the reports that refuse them
+REFUSED = dict(  # mechanism, mechanism of --beside, and the reports that refuse them
     one_head=(grouped(1, 1, num_heads=1), None, {"diversity"}),
     one_head_beside=(grouped(4, 4), grouped(1, 1, num_heads=1), {"diversity"}),
     not_linear=(
@@ -270,9 +270,9 @@ def test_geometry_beside_a_model_of_another_shape():
     """Compares norms only; layers without residuals or values are left out."""
     rng = np.random.default_rng(0)
     parts = geometry.BaseAndResiduals(rng.normal(size=(9, 1, 4)), rng.normal(size=(9, 3, 4)), 2)
-    one = measurements._of_parts(parts, rng.normal(size=(9, 2, 4)), None)
+    one = measurements._part(parts, rng.normal(size=(9, 2, 4)), None)
     assert "beside_best_overlap" not in one.values and len(one.values["beside_norm"]) == 2
-    same = measurements._of_parts(parts, rng.normal(size=(9, 3, 4)), None)
+    same = measurements._part(parts, rng.normal(size=(9, 3, 4)), None)
     assert "beside_best_overlap" in same.values
     layers = [dict(key=one), dict(key=measurements.PartMeasurements({}), value=one)]
     angles = geometry_report._angle_figure([*layers, dict(key=one)]).alternative

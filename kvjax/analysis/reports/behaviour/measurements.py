@@ -19,11 +19,11 @@ from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
-WINDOWS = 2  # of each text, one behind the other
-MAP_TOKENS = 64  # that maps show
+WINDOWS = 2  # of each text, consecutive
+MAP_TOKENS = 64  # rows and columns of a map
 _REPEATED_ROWS = 8
 _CKA_TOKENS = 512
-STATISTICS = patterns.Statistics._fields  # and "content_N", "induction_N"
+STATISTICS = patterns.Statistics._fields  # Behaviour adds "content_N" and "induction_N"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Behaviour:
       divergence_NN, without_first_NN: divergences of patterns in nats, over all keys and over all
         but the first.
       outputs_NN: CKA of heads' outputs.
-      weights_NN: similarity of the forms W_Q W_K^T (`diversity`); None if there are none, or one
+      weights_NN: similarity of the forms W_Q W_K^T (`diversity`); None without forms, or for one
         head.
       text_NTT, repeated_NTT: each head's patterns on the first tokens of the first sequence, and on
-        a repeated one.
+        a sequence of repeated tokens.
     """
 
     num_kv_heads: int
@@ -61,12 +61,12 @@ class Behaviour:
         """Returns one number per pair of heads.
 
         Args:
-          shared: only pairs that do, or do not, share a KV head.
+          shared: True: only pairs that share a KV head; False: only the others; None: all pairs.
         """
         first, second = np.triu_indices(self.num_heads, 1)
         group_N = np.arange(self.num_heads) * self.num_kv_heads // self.num_heads
-        alike = group_N[first] == group_N[second]
-        return x_NN[first, second][slice(None) if shared is None else alike == shared]
+        is_shared = group_N[first] == group_N[second]
+        return x_NN[first, second][slice(None) if shared is None else is_shared == shared]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BehaviourMeasurements:
 
     Attributes:
       length, sequences: tokens per sequence, number of sequences.
-      block: repeated tokens.
+      block: number of random tokens that are repeated.
       mask: of attention.
       induction_by_chance: score of uniform attention.
       inputs_LL, outputs_LL: CKA between layers, of attention's inputs and of all heads' outputs.
@@ -110,30 +110,32 @@ def measure(
     rows_BT, others_B = _rows(texts, length)
     c = model.transformer.block
     mask = Mask(c.causal, c.window)
-    # The earlier occurrence must be within the window.
+    # The earlier occurrence of a token must be within the window.
     block = min(MAP_TOKENS // 2, length // 2, *([c.window] if c.causal and c.window else []))
     tokens_A = np.unique(np.concatenate(list(texts.values())))
     if len(tokens_A) < block:
         tokens_A = np.arange(model.transformer.vocab_size)
     block = min(block, len(tokens_A))
-    again_BT = patterns.repeated(tokens_A, block, _REPEATED_ROWS, seed)
-    at_T = np.unique(np.linspace(0, rows_BT.size - 1, min(_CKA_TOKENS, rows_BT.size)).astype(int))
-    found, inputs, outputs = [], [], []
+    repeated_BT = patterns.repeated(tokens_A, block, _REPEATED_ROWS, seed)
+    chosen_T = np.unique(
+        np.linspace(0, rows_BT.size - 1, min(_CKA_TOKENS, rows_BT.size)).astype(int)
+    )
+    layers, inputs, outputs = [], [], []
     with progress.waiting("attention patterns") as doing:
-        both = (activations.layers(model, rows_BT), activations.layers(model, again_BT))
-        for i, (layer, again) in enumerate(zip(*both, strict=True)):
+        passes = (activations.layers(model, rows_BT), activations.layers(model, repeated_BT))
+        for i, (layer, repeated) in enumerate(zip(*passes, strict=True)):
             doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
-            one, output_TNH = _of_layer(layer, again, block, at_T, others_B)
-            found.append(dataclasses.replace(one, weights_NN=_weights(model, i)))
+            behaviour, output_TNH = _of_layer(layer, repeated, block, chosen_T, others_B)
+            layers.append(dataclasses.replace(behaviour, weights_NN=_weights(model, i)))
 
-            def flat(x):
-                return x.reshape(len(at_T), -1).astype(np.float32)
+            def features(x):
+                return x.reshape(len(chosen_T), -1).astype(np.float32)
 
-            inputs.append(flat(_tokens(layer.input_BTD)[at_T]))
-            outputs.append(flat(output_TNH))
+            inputs.append(features(_tokens(layer.input_BTD)[chosen_T]))
+            outputs.append(features(output_TNH))
         doing.now("similarity of layers")
         return BehaviourMeasurements(
-            layers=found,
+            layers=layers,
             length=length,
             sequences=len(rows_BT),
             block=block,
@@ -145,9 +147,9 @@ def measure(
 
 
 def _rows(texts: Mapping[str, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first windows [B, T] of each text, and for each the row to compare with.
+    """Returns the first windows [B, T] of each text, and for each window the row to compare with.
 
-    The comparison row is from the next text, or from the same one if there is only one text.
+    That row is from the next text, or from the same text if there is only one.
     """
     counts = [min(WINDOWS, len(tokens_T) // length) for tokens_T in texts.values()]
     rows = [
@@ -155,13 +157,14 @@ def _rows(texts: Mapping[str, np.ndarray], length: int) -> tuple[np.ndarray, np.
         for tokens_T, count in zip(texts.values(), counts, strict=True)
     ]
     first = np.cumsum([0, *counts])
-    others = [
-        first[(text + 1) % len(counts)] + i % counts[(text + 1) % len(counts)]
-        if len(counts) > 1
-        else (i + 1) % count
-        for text, count in enumerate(counts)
-        for i in range(count)
-    ]
+    others = []
+    for text, count in enumerate(counts):
+        following = (text + 1) % len(counts)
+        for i in range(count):
+            if len(counts) > 1:
+                others.append(first[following] + i % counts[following])
+            else:
+                others.append((i + 1) % count)
     return np.concatenate(rows), np.array(others)
 
 
@@ -171,7 +174,7 @@ def _tokens(x_BTD: np.ndarray) -> np.ndarray:
 
 
 def _weights(model: LazyModel, index: int) -> np.ndarray | None:
-    """Returns [N, N] similarities of the forms of a layer's heads, or None."""
+    """Returns [N, N] similarities of a layer's forms W_Q W_K^T, or None."""
     try:
         with few_threads(model.transformer.block.d_model):
             return diversity.of_layer(heads_lib.of_layer(model, index)).similarity_NN
@@ -180,7 +183,7 @@ def _weights(model: LazyModel, index: int) -> np.ndarray | None:
 
 
 def _of_layer(
-    layer: Layer, again: Layer, block: int, at_T: np.ndarray, others_B: np.ndarray
+    layer: Layer, repeated: Layer, block: int, chosen_T: np.ndarray, others_B: np.ndarray
 ) -> tuple[Behaviour, np.ndarray]:
     """Returns a layer's behaviour without weights, and the [T, N, Hv] outputs of some tokens."""
     count = len(layer.query_BTNH)
@@ -188,7 +191,7 @@ def _of_layer(
     by_sequence = logits.parallel_map(lambda b: activations.attention(layer, b), range(count))
     p_BNTT, o_BTNH = map(list, zip(*by_sequence, strict=True))
 
-    def of(b):
+    def sequence_statistics(b):
         p_NTT = p_BNTT[b]
         other = patterns.divergence(p_NTT, p_BNTT[others_B[b]], visible_TT) if count > 1 else None
         return (
@@ -198,23 +201,26 @@ def _of_layer(
             patterns.divergences(*patterns.without_first(p_NTT, visible_TT)),
         )
 
-    means = [np.mean(x, axis=0) for x in zip(*logits.parallel_map(of, range(count)), strict=True)]
+    means = [
+        np.mean(x, axis=0)
+        for x in zip(*logits.parallel_map(sequence_statistics, range(count)), strict=True)
+    ]
     statistics_SN, content_N, divergence_NN, without_first_NN = means
-    repeated_BNTT = [activations.attention(again, b)[0] for b in range(len(again.query_BTNH))]
-    output_TNH = _tokens(np.stack(o_BTNH))[at_T]
+    repeated_BNTT = [activations.attention(repeated, b)[0] for b in range(len(repeated.query_BTNH))]
+    output_TNH = _tokens(np.stack(o_BTNH))[chosen_T]
     with few_threads(output_TNH.shape[2]):
         outputs_NN = cka.linear_cka(list(output_TNH.swapaxes(0, 1)))
     induction_BN = [patterns.induction(p_NTT, block) for p_NTT in repeated_BNTT]
-    named = dict(zip(STATISTICS, statistics_SN, strict=True))
-    few = slice(MAP_TOKENS)
+    by_name = dict(zip(STATISTICS, statistics_SN, strict=True))
+    map_tokens = slice(MAP_TOKENS)
     behaviour = Behaviour(
         num_kv_heads=layer.key_BTKH.shape[2],
-        statistics=named | dict(content_N=content_N, induction_N=np.mean(induction_BN, axis=0)),
+        statistics=by_name | dict(content_N=content_N, induction_N=np.mean(induction_BN, axis=0)),
         divergence_NN=divergence_NN,
         without_first_NN=without_first_NN,
         outputs_NN=outputs_NN,
         weights_NN=None,
-        text_NTT=p_BNTT[0][:, few, few].astype(np.float32),
+        text_NTT=p_BNTT[0][:, map_tokens, map_tokens].astype(np.float32),
         repeated_NTT=repeated_BNTT[0].astype(np.float32),
     )
     return behaviour, output_TNH

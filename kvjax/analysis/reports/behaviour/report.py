@@ -18,7 +18,7 @@ from kvjax.analysis.words import stages
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-_SHORTEST = 16  # tokens, so that something can be repeated
+_SHORTEST = 16  # tokens, so that half of them can be repeated
 _MUCH = 0.5  # share of a head's attention
 
 
@@ -44,40 +44,44 @@ def section(model: LazyModel, request: Request) -> Section:
     return _section(Results(model.name, measured, request.heads))
 
 
-def _section(found: Results) -> Section:
+def _section(results: Results) -> Section:
     return Section(
         name="behaviour",
         title="Attention patterns of heads",
-        lead=_lead(found),
-        finding=_finding(found),
-        figures=_figures(found),
-        tables=tables.tables(found),
-        data=found.data(),
+        lead=_lead(results),
+        finding=_finding(results),
+        figures=_figures(results),
+        tables=tables.tables(results),
+        data=results.data(),
     )
 
 
-def _lead(found: Results) -> str:
-    of = found.measured
-    chance, best = of.induction_by_chance, max(x_N.max() for x_N in of.statistic("induction_N"))
+def _lead(results: Results) -> str:
+    measured = results.measured
+    chance = measured.induction_by_chance
+    most = max(x_N.max() for x_N in measured.statistic("induction_N"))
+    first, previous, induction = (
+        results.count(name, _MUCH) for name in ("first_N", "previous_N", "induction_N")
+    )
     lead = (
-        f"On {of.sequences} sequences of {of.length:,} tokens, of {of.num_heads:,} heads "
-        f"{found.count('first_N', _MUCH):,} give more than half of their attention to the first "
-        f"token, and {found.count('previous_N', _MUCH):,} to the previous one. On repeated random "
-        f"tokens {found.count('induction_N', _MUCH):,} heads give more than half to the token "
-        f"after the earlier occurrence of their own (most {best:.2f}; uniform: {chance:.2f})."
+        f"On {measured.sequences} sequences of {measured.length:,} tokens, of "
+        f"{measured.num_heads:,} heads {first:,} give more than half of their attention to the "
+        f"first token, and {previous:,} to the previous one. On repeated random tokens "
+        f"{induction:,} heads give more than half to the token "
+        f"after the query token's earlier occurrence (most {most:.2f}; uniform: {chance:.2f})."
     )
-    if pairs := found.pairs("divergence_NN"):
+    if pairs := results.pairs("divergence_NN"):
         lead += f" Patterns of two heads of a layer differ by {pairs.median:.2f} nats in the median"
         lead += f" (at most {math.log(2):.2f})."
     return lead
 
 
-def _finding(found: Results) -> str:
+def _finding(results: Results) -> str:
     first, previous, copies = (
-        found.count(name, _MUCH) for name in ("first_N", "previous_N", "induction_N")
+        results.count(name, _MUCH) for name in ("first_N", "previous_N", "induction_N")
     )
     return (
-        f"of {found.measured.num_heads:,} heads {first:,} look mostly at the first token, "
+        f"of {results.measured.num_heads:,} heads {first:,} look mostly at the first token, "
         f"{previous:,} at the previous one, and {copies:,} copy from earlier occurrences."
     )
 
@@ -85,23 +89,23 @@ def _finding(found: Results) -> str:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def _figures(found: Results) -> list[Figure]:
-    made = [_maps(found), _roles(found), _shares(found), _breadth(found)]
-    if found.has_pairs:
-        made += [_divergences(found), _pairs(found)]
-    return [*made, _layers(found)]
+def _figures(results: Results) -> list[Figure]:
+    drawn = [_maps(results), _roles(results), _shares(results), _breadth(results)]
+    if results.has_pairs:
+        drawn += [_divergences(results), _pairs(results)]
+    return [*drawn, _layers(results)]
 
 
-def _maps(found: Results) -> Figure:
-    heads = found.shown()
-    maps = {head.title: np.sqrt(found.map(head)) for head in heads}
-    shown = min(found.measured.length, measurements.MAP_TOKENS)
+def _maps(results: Results) -> Figure:
+    heads = results.shown()
+    maps = {head.title: np.sqrt(results.map(head)) for head in heads}
+    shown = min(results.measured.length, measurements.MAP_TOKENS)
     return figures.heatmaps(
         "Attention maps of single heads",
         maps,
         f"Attention on the first {shown} tokens of the first text, of heads named "
-        "layer.head: by default those with the most of each role (nearest: least "
-        f"distance), induction on {found.measured.block} random tokens, repeated. Rows "
+        "layer.head: by default the strongest of each role (nearest: the least "
+        f"distance), induction on {results.measured.block} repeated random tokens. Rows "
         "are queries, colours square roots of shares, gray cells masked keys. Projection "
         "sharing, figure 4, has such maps for toy tasks.",
         x="key",
@@ -110,19 +114,19 @@ def _maps(found: Results) -> Figure:
     )
 
 
-def _roles(found: Results) -> Figure:
+def _roles(results: Results) -> Figure:
     shown = {
         "token before": "previous_N",
         "first token": "first_N",
         "induction": "induction_N",
         "broadness (entropy)": "entropy_N",
     }
-    maps = {name: found.by_head(statistic) for name, statistic in shown.items()}
+    maps = {name: results.by_head(statistic) for name, statistic in shown.items()}
     return figures.heatmaps(
         "Attention targets of each head",
         maps,
         "Mean share of every head's attention on the previous and on the first token "
-        "and, on repeated random tokens, on the one after the earlier occurrence (prefix "
+        "and, on repeated random tokens, on the token after the earlier occurrence (prefix "
         "matching, Olsson et al. 2022); and the entropy of its rows over the largest "
         "possible.",
         x="head",
@@ -131,24 +135,24 @@ def _roles(found: Results) -> Figure:
     )
 
 
-def _curves(found: Results, names: dict[str, str]) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Returns by name each layer's median over heads, and its quartiles."""
+def _curves(results: Results, names: dict[str, str]) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """Returns by name the curve of medians over a layer's heads, and the band of quartiles."""
     series, bands = {}, {}
-    layers = list(range(found.num_layers))
+    layers = list(range(results.num_layers))
     for name, statistic in names.items():
-        low_L, median_L, high_L = found.quartiles(statistic)
+        low_L, median_L, high_L = results.quartiles(statistic)
         series[name] = (layers, finite(median_L))
         bands[name] = (finite(low_L), finite(high_L))
     return series, bands
 
 
-def _shares(found: Results) -> Figure:
+def _shares(results: Results) -> Figure:
     names = {
         "first token": "first_N",
         "own token": "itself_N",
         "token before": "previous_N",
     }
-    series, bands = _curves(found, names)
+    series, bands = _curves(results, names)
     return figures.curves(
         "Attention shares, by layer",
         series,
@@ -160,12 +164,12 @@ def _shares(found: Results) -> Figure:
     )
 
 
-def _breadth(found: Results) -> Figure:
+def _breadth(results: Results) -> Figure:
     names = {
         "entropy (1: all keys alike)": "entropy_N",
         "by the text (nats between two passages)": "content_N",
     }
-    series, bands = _curves(found, names)
+    series, bands = _curves(results, names)
     return figures.curves(
         "Breadth of attention, and dependence on the text",
         series,
@@ -180,19 +184,19 @@ def _breadth(found: Results) -> Figure:
     )
 
 
-def _kinds(found: Results) -> dict[str, bool | None]:
-    """Returns the kinds of pairs: by shared KV head, or all."""
-    apart = dict.fromkeys(("sharing a KV head", "with two KV heads"))
-    apart.update(zip(apart, (True, False), strict=True))
-    return apart if found.shares_some else {"all pairs": None}
+def _kinds(results: Results) -> dict[str, bool | None]:
+    """Returns the kinds of pairs, with the argument `shared` of `Results.of_pairs` for each."""
+    if results.shares_some:
+        return {"sharing a KV head": True, "with two KV heads": False}
+    return {"all pairs": None}
 
 
-def _divergences(found: Results) -> Figure:
-    series, bands, layers = {}, {}, list(range(found.num_layers))
+def _divergences(results: Results) -> Figure:
+    series, bands, layers = {}, {}, list(range(results.num_layers))
     distances = {"": "divergence_NN", ", without the first token": "without_first_NN"}
-    for kind, shared in _kinds(found).items():
+    for kind, shared in _kinds(results).items():
         for suffix, distance in distances.items():
-            low_L, median_L, high_L = map(finite, found.of_pairs(distance, shared))
+            low_L, median_L, high_L = map(finite, results.of_pairs(distance, shared))
             series[f"{kind}{suffix}"] = (layers, median_L)
             if not suffix:
                 bands[kind] = (low_L, high_L)
@@ -211,8 +215,8 @@ def _divergences(found: Results) -> Figure:
     )
 
 
-def _pairs(found: Results) -> Figure:
-    layers = [(name, found.measured.layers[i]) for name, i in stages(found.num_layers).items()]
+def _pairs(results: Results) -> Figure:
+    layers = [(name, results.measured.layers[i]) for name, i in stages(results.num_layers).items()]
     layers = [(name, layer) for name, layer in layers if layer.num_heads > 1]
     maps = {f"divergence, {name}": layer.divergence_NN / math.log(2) for name, layer in layers}
     maps |= {f"outputs, {name}": 1 - layer.outputs_NN for name, layer in layers}
@@ -228,9 +232,9 @@ def _pairs(found: Results) -> Figure:
     )
 
 
-def _layers(found: Results) -> Figure:
-    of = found.measured
-    maps = {"inputs of attention": of.inputs_LL, "outputs of heads": of.outputs_LL}
+def _layers(results: Results) -> Figure:
+    measured = results.measured
+    maps = {"inputs of attention": measured.inputs_LL, "outputs of heads": measured.outputs_LL}
     return figures.heatmaps(
         "Similarity of layers (CKA)",
         maps,

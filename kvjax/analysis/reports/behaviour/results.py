@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.analysis.reports.behaviour.measurements import Behaviour, BehaviourMeasurements
 
-# Roles of heads: a statistic, and True if its largest value is meant.
+# Role of a head: (statistic, True if the role needs its largest value, False if its smallest).
 ROLES = {
     "token before": ("previous_N", True),
     "first token": ("first_N", True),
@@ -83,7 +83,7 @@ class Results:
 
     @property
     def shares_some(self) -> bool:
-        """True if in some layer some pairs share a KV head and others do not."""
+        """True if a layer has both pairs that share a KV head and pairs that do not."""
         return any(1 < layer.num_kv_heads < layer.num_heads for layer in self.measured.layers)
 
     def quartiles(self, statistic: str) -> np.ndarray:
@@ -91,39 +91,38 @@ class Results:
         return _quartiles(self.measured.statistic(statistic))
 
     def of_pairs(self, distance: str, shared: bool | None = None) -> np.ndarray:
-        """Returns [3, L] quartiles over each layer's pairs; nan without pairs."""
+        """Returns [3, L] quartiles of a distance over each layer's pairs; nan without pairs."""
         return _quartiles(
             [layer.pairs(getattr(layer, distance), shared) for layer in self.measured.layers]
         )
 
     def pairs(self, distance: str, shared: bool | None = None) -> Pairs | None:
-        """Returns the quartiles over all layers."""
-        found = np.concatenate(
+        """Returns the quartiles of a distance over the pairs of all layers."""
+        distances = np.concatenate(
             [layer.pairs(getattr(layer, distance), shared) for layer in self.measured.layers]
         )
-        found = found[np.isfinite(found)]
-        if not found.size:
+        distances = distances[np.isfinite(distances)]
+        if not distances.size:
             return None
-        low, median, high = np.quantile(found, (0.25, 0.5, 0.75)).tolist()
-        return Pairs(len(found), low, median, high)
+        low, median, high = np.quantile(distances, (0.25, 0.5, 0.75)).tolist()
+        return Pairs(len(distances), low, median, high)
 
     def relation(self, distance: str) -> Relation | None:
-        """Returns Spearman's correlation, over pairs, of weight similarity with a distance of
-        behaviour.
+        """Returns Spearman's correlation, over pairs, of weight similarity with a distance.
 
         None if no layer has three differing pairs.
         """
-        found = [
+        by_layer = [
             _rank_correlation(layer.pairs(layer.weights_NN), layer.pairs(getattr(layer, distance)))
             if layer.weights_NN is not None
             else None
             for layer in self.measured.layers
         ]
-        finite = [value for value in found if value is not None]
-        if not finite:
+        known = [value for value in by_layer if value is not None]
+        if not known:
             return None
-        low, median, high = np.quantile(finite, (0.25, 0.5, 0.75)).tolist()
-        return Relation(tuple(found), low, median, high)
+        low, median, high = np.quantile(known, (0.25, 0.5, 0.75)).tolist()
+        return Relation(tuple(by_layer), low, median, high)
 
     def by_head(self, statistic: str) -> np.ndarray:
         """Returns [L, N], nan-padded for layers with fewer heads."""
@@ -138,23 +137,23 @@ class Results:
         return int(sum((x_N > above).sum() for x_N in self.measured.statistic(statistic)))
 
     def chosen(self, each: int = 1) -> list[Head]:
-        """Returns the heads with the most of each role; every head appears once."""
-        found, taken = [], set()
+        """Returns the `each` strongest heads of every role; a head appears once."""
+        heads, used = [], set()
         for role, (statistic, largest) in ROLES.items():
             by_layer = self.measured.statistic(statistic)
-            rated = [
+            ranked = [
                 (-value if largest else value, i, head)
                 for i, x_N in enumerate(by_layer)
                 for head, value in enumerate(x_N)
-                if np.isfinite(value) and (i, head) not in taken
+                if np.isfinite(value) and (i, head) not in used
             ]
-            for _, i, head in sorted(rated)[:each]:
-                taken.add((i, head))
-                found.append(Head(role, i, head))
-        return found
+            for _, i, head in sorted(ranked)[:each]:
+                used.add((i, head))
+                heads.append(Head(role, i, head))
+        return heads
 
     def shown(self) -> list[Head]:
-        """Returns the heads with a map: requested, or distinctive ones."""
+        """Returns the heads with a map: the requested ones, or the strongest of each role."""
         return self._requested or self.chosen()
 
     def behaviour(self, head: Head) -> Behaviour:
@@ -167,7 +166,7 @@ class Results:
         }
 
     def map(self, head: Head) -> np.ndarray:
-        """Returns [T, T] float64 of the first tokens; nan for masked keys."""
+        """Returns the [T, T] pattern of a head on the first tokens; nan for masked keys."""
         layer = self.behaviour(head)
         maps_NTT = layer.repeated_NTT if head.role == "induction" else layer.text_NTT
         p_TT = maps_NTT[head.head].astype(np.float64)
@@ -191,13 +190,13 @@ class Results:
             for layer in m.layers
         ]
         kinds = dict(all=None, same_kv_head=True, other_kv_head=False)
-        pairs = {
-            name.removesuffix("_NN"): {
-                kind: found and dataclasses.asdict(found)
-                for kind, found in ((k, self.pairs(name, shared)) for k, shared in kinds.items())
+        pairs, relations = {}, {}
+        for distance in DISTANCES:
+            name = distance.removesuffix("_NN")
+            relations[name] = _as_dict(self.relation(distance))
+            pairs[name] = {
+                kind: _as_dict(self.pairs(distance, shared)) for kind, shared in kinds.items()
             }
-            for name in DISTANCES
-        }
         maps = [
             dict(role=head.role, head=head.name, map=plain(self.map(head), 4))
             for head in self.shown()
@@ -209,13 +208,14 @@ class Results:
             induction_by_chance=m.induction_by_chance,
             layers=layers,
             pairs=pairs,
-            weights_and_behaviour={
-                name.removesuffix("_NN"): found and dataclasses.asdict(found)
-                for name, found in ((name, self.relation(name)) for name in DISTANCES)
-            },
+            weights_and_behaviour=relations,
             maps=maps,
             cka_between_layers=dict(inputs=plain(m.inputs_LL), outputs=plain(m.outputs_LL)),
         )
+
+
+def _as_dict(numbers: Pairs | Relation | None) -> dict | None:
+    return numbers and dataclasses.asdict(numbers)
 
 
 def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:

@@ -25,10 +25,10 @@ _DISTANCES = {
 }
 
 
-def tables(found: Results) -> list[Table]:
+def tables(results: Results) -> list[Table]:
     """Returns the report's tables."""
-    pairs = [_pairs(found)] if found.has_pairs else []
-    return [_heads(found), *pairs, _layers(found)]
+    pairs = [_pairs(results)] if results.has_pairs else []
+    return [_heads(results), *pairs, _layers(results)]
 
 
 def _columns(names: dict[str, str]) -> list[Column]:
@@ -39,8 +39,8 @@ def _cell(x: float) -> Cell:
     return float(x) if np.isfinite(x) else None
 
 
-def _heads(found: Results) -> Table:
-    rows = [_head(found, head) for head in found.chosen(_EACH)]
+def _heads(results: Results) -> Table:
+    rows = [_head(results, head) for head in results.chosen(_EACH)]
     return Table(
         "Heads that stand out",
         [Column("for"), Column("head"), *_columns(_STATISTICS)],
@@ -53,18 +53,20 @@ def _heads(found: Results) -> Table:
     )
 
 
-def _head(found: Results, head: Head) -> list[Cell]:
-    of = found.statistics(head)
-    return [head.role, head.name, *(_cell(of[name]) for name in _STATISTICS.values())]
+def _head(results: Results, head: Head) -> list[Cell]:
+    statistics = results.statistics(head)
+    return [head.role, head.name, *(_cell(statistics[name]) for name in _STATISTICS.values())]
 
 
-def _pairs(found: Results) -> Table:
+def _pairs(results: Results) -> Table:
     rows = []
     for name, distance in _DISTANCES.items():
         for kind, shared in _KINDS.items():
-            of = found.pairs(distance, shared)
-            if of is not None and (shared is None or found.shares_some):
-                rows.append([name, kind, of.count, of.low, of.median, of.high])
+            quartiles = results.pairs(distance, shared)
+            if quartiles is not None and (shared is None or results.shares_some):
+                rows.append(
+                    [name, kind, quartiles.count, quartiles.low, quartiles.median, quartiles.high]
+                )
     return Table(
         "Distances between the heads of a layer",
         [Column("measure"), Column("pairs"), Column("count", ",d")]
@@ -75,19 +77,19 @@ def _pairs(found: Results) -> Table:
     )
 
 
-def _layers(found: Results) -> Table:
+def _layers(results: Results) -> Table:
     medians = {
-        name: finite(found.quartiles(statistic)[1]) for name, statistic in _STATISTICS.items()
+        name: finite(results.quartiles(statistic)[1]) for name, statistic in _STATISTICS.items()
     }
-    pairs = {name: finite(found.of_pairs(x_NN)[1]) for name, x_NN in _DISTANCES.items()}
-    relations = {name: found.relation(x_NN) for name, x_NN in _DISTANCES.items()}
+    pairs = {name: finite(results.of_pairs(x_NN)[1]) for name, x_NN in _DISTANCES.items()}
+    relations = {name: results.relation(x_NN) for name, x_NN in _DISTANCES.items()}
     columns = [Column("layer", "d"), *_columns(_STATISTICS)]
     columns += [Column(f"{name}, pairs" if "pairs" not in name else name) for name in pairs]
     columns += [Column(f"weights and {name}", "+.2f") for name in relations]
     rows = [
         [i, *(x[i] for x in medians.values()), *(x[i] for x in pairs.values())]
-        + [of.by_layer[i] if of else None for of in relations.values()]
-        for i in range(found.num_layers)
+        + [relation.by_layer[i] if relation else None for relation in relations.values()]
+        for i in range(results.num_layers)
     ]
     return Table(
         "Layers",

@@ -45,18 +45,18 @@ class CompressionMeasurements:
     Attributes:
       key_dim: H of the widest heads, which `ranks` refer to.
       shares: of a key's channels that are kept.
-      length: of rows, in tokens; errors and losses are of their second halves.
+      length: tokens of a row; errors and losses are those of its second half.
       texts_B: the text of each row.
       later: see `Windows`.
       errors: [B, heads, ranks, 2] of `key_subspaces.CutErrors`; nan if a method has too few tokens.
       nats: [B, tokens] by method and share; None: the unmodified model.
       spectra: by matrix [B or 1, heads, 3]: components for 90 % of the energy, the rank of weights
         (else channels), and channels.
-      drift_at: numbers of tokens up to `drift_length`.
-      overlap: by place [texts, KV heads, tokens, 2] with the subspace of all tokens: of first
-        tokens, and of equally many spread ones.
-      drift_error: by place [texts, heads, 2 tokens + 2], errors of later logits under the subspaces
-        of first tokens, of spread ones, of all, and the fixed one (nan if there is none).
+      drift_at: token counts of the first and of the spread tokens, up to `drift_length`.
+      overlap: by place [texts, KV heads, counts, 2], overlaps with the subspace of all tokens: of
+        the subspace of the first tokens, and of equally many spread tokens.
+      drift_error: by place [texts, heads, 2 counts + 2], errors of later logits under subspaces of
+        the first tokens, of spread tokens, of all tokens, and the fixed one (nan without one).
     """
 
     key_dim: int
@@ -81,30 +81,30 @@ def measure(
     """Measures all methods; subspaces come from the unmodified model.
 
     Args:
-      length: of rows.
-      longest: of rows for drift.
+      length: tokens of a row.
+      longest: tokens of a row for drift.
 
     Raises:
       UserError: activations or losses are not finite.
     """
-    read = subspace_methods.windows(texts, length, longest)
+    windows = subspace_methods.windows(texts, length, longest)
     dims = [mechanism.query_dim for mechanism in model.transformer.mechanisms]
     kept, H = subspace_methods.shares(min(dims)), max(dims)
-    found = collections.defaultdict(list)
+    arrays_by_name = collections.defaultdict(list)
     with progress.waiting("keys of low rank") as doing:
-        ropes, fixed, nats = _by_method(model, read, kept, found, doing)
+        ropes, fixed, nats = _by_method(model, windows, kept, arrays_by_name, doing)
         doing.now("drift of subspaces")
         r = key_drift.rank(H, longest)
-        at = key_drift.prefix_lengths(longest, r)
+        counts = key_drift.prefix_lengths(longest, r)
         longest_BT = np.stack([tokens_T[:longest] for tokens_T in texts.values()])
         for i, layer in enumerate(activations.layers(model, longest_BT)):
             doing.at(f"{i + 1} of {len(dims)} layers")
-            _drift(layer, ropes[i], fixed[i], at, found)
+            _drift(layer, ropes[i], fixed[i], counts, arrays_by_name)
 
-    def named(name):
+    def by_kind(name):
         return {
             key[1]: np.concatenate(arrays, axis=1)
-            for key, arrays in found.items()
+            for key, arrays in arrays_by_name.items()
             if key[0] == name
         }
 
@@ -112,131 +112,144 @@ def measure(
         key_dim=H,
         shares=kept,
         ranks=tuple(subspace_methods.rank(share, H) for share in kept),
-        length=read.length,
-        texts_B=read.texts_B,
-        later=read.later,
-        errors=named("errors"),
+        length=windows.length,
+        texts_B=windows.texts_B,
+        later=windows.later,
+        errors=by_kind("errors"),
         nats=nats,
-        spectra=named("spectrum"),
+        spectra=by_kind("spectrum"),
         drift_rank=r,
         drift_length=longest,
-        drift_at=at,
-        overlap=named("overlap"),
-        drift_error=named("drift"),
+        drift_at=counts,
+        overlap=by_kind("overlap"),
+        drift_error=by_kind("drift"),
     )
 
 
 def _by_method(
     model: LazyModel,
-    read: subspace_methods.Windows,
+    windows: subspace_methods.Windows,
     kept: Sequence[float],
-    found: Mapping[tuple[str, Method | str], list],
+    arrays_by_name: Mapping[tuple[str, Method | str], list],
     doing: progress.waiting,
 ) -> tuple[list[Rope], list[dict[str, list[Subspaces | None]]], dict]:
-    """Measures errors and spectra of each layer into `found`.
+    """Measures errors and spectra of each layer into `arrays_by_name`.
 
     Returns:
-      By layer RoPE, and by place the fixed subspaces of each text (or None); and the losses of each
-      run.
+      RoPE of each layer; the fixed subspaces of each text (or None), by layer and place; the losses
+      of each run.
     """
     joint = subspace_methods.has_joint_svd(model.transformer.mechanisms)
     rotates = model.transformer.block.angles_base is not None
     ropes, fixed, runs = [], [], None
-    layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
+    layers = zip(heads_lib.layers(model), activations.layers(model, windows.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
         doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
         with few_threads(heads.key_DKH.shape[2]):
-            ways = subspace_methods.of_layer(heads, layer, read, rotates=rotates, joint=joint)
-            for name, numbers in _spectra(heads, layer, len(read.texts_B), joint).items():
-                found["spectrum", name].append(numbers)
-        for way, errors in _errors(heads, layer, ways, kept, read).items():
-            found["errors", way].append(errors)
+            subspaces = subspace_methods.of_layer(
+                heads, layer, windows, rotates=rotates, joint=joint
+            )
+            for name, numbers in _spectra(heads, layer, len(windows.texts_B), joint).items():
+                arrays_by_name["spectrum", name].append(numbers)
+        for method, errors in _errors(heads, layer, subspaces, kept, windows).items():
+            arrays_by_name["errors", method].append(errors)
         cuts = {
-            (way, share): Cut(of_rows, subspace_methods.rank_of(way, share, heads), way[1] == AFTER)
-            for way, of_rows in ways.items()
+            (method, share): Cut(
+                of_rows, subspace_methods.rank_of(method, share, heads), method[1] == AFTER
+            )
+            for method, of_rows in subspaces.items()
             for share in kept
-            if subspace_methods.is_run(way, share) and _has_tokens(read, way, share, heads)
+            if subspace_methods.is_run(method, share) and _has_tokens(windows, method, share, heads)
         }
-        runs = runs or Runs(model, read.measured_BT[:, :-1], [None, *cuts])
+        runs = runs or Runs(model, windows.measured_BT[:, :-1], [None, *cuts])
         runs.layer(i, cuts, heads.rotated)
         ropes.append(key_subspaces.rope_of(heads))
-        fixed.append(_fixed(ways, read))
+        fixed.append(_fixed(subspaces, windows))
     doing.now("perplexity with keys of low rank")
-    targets_BT = read.measured_BT[:, 1:][:, read.length // 2 :]
+    targets_BT = windows.measured_BT[:, 1:][:, windows.length // 2 :]
     nats = runs.losses(targets_BT)
     if not all(np.isfinite(nats_BT).all() for nats_BT in nats.values()):
         raise UserError(f"losses of {model.name} on the text are not finite: check its weights")
     return ropes, fixed, nats
 
 
-def _has_tokens(read: subspace_methods.Windows, way: Method, share: float, heads: Heads) -> bool:
+def _has_tokens(
+    windows: subspace_methods.Windows, method: Method, share: float, heads: Heads
+) -> bool:
     """Returns True if a method has enough tokens for this share."""
-    return read.enough_tokens(way, subspace_methods.rank(share, heads.key_DKH.shape[2]))
+    return windows.enough_tokens(method, subspace_methods.rank(share, heads.key_DKH.shape[2]))
 
 
 def _fixed(
-    ways: Mapping[Method, Sequence[Subspaces]], read: subspace_methods.Windows
+    subspaces: Mapping[Method, Sequence[Subspaces]], windows: subspace_methods.Windows
 ) -> dict[str, list[Subspaces | None]]:
     """Returns by place the fixed subspaces of each text, or None."""
-    _, first = np.unique(read.texts_B, return_index=True)
-    no = [None] * len(read.texts_B)
+    _, first = np.unique(windows.texts_B, return_index=True)
+    no_subspaces = [None] * len(windows.texts_B)
     return {
-        where: [ways.get((CALIBRATED, where), no)[b] for b in first]
-        for where in dict.fromkeys(where for _, where in ways)
+        where: [subspaces.get((CALIBRATED, where), no_subspaces)[b] for b in first]
+        for where in dict.fromkeys(where for _, where in subspaces)
     }
 
 
 def _errors(
     heads: Heads,
     layer: Layer,
-    ways: Mapping[Method, Sequence[Subspaces]],
+    subspaces: Mapping[Method, Sequence[Subspaces]],
     kept: Sequence[float],
-    read: subspace_methods.Windows,
+    windows: subspace_methods.Windows,
 ) -> dict[Method, np.ndarray]:
-    """Returns by method [B, N, ranks, 2] errors of second-half queries; nan: see the class."""
+    """Returns by method the [B, N, ranks, 2] errors; see `CompressionMeasurements`."""
     length, rope = layer.key_BTKH.shape[1], key_subspaces.rope_of(heads)
-    queries, found = key_drift.later_queries(length), collections.defaultdict(list)
-    for b in range(len(next(iter(ways.values())))):
+    queries, by_method = key_drift.later_queries(length), collections.defaultdict(list)
+    for b in range(len(next(iter(subspaces.values())))):
         with few_threads(heads.key_DKH.shape[2]):
             cuts = [
                 subspace_methods.cut_keys(
-                    layer, rope, b, way[1], of_rows[b], subspace_methods.rank_of(way, share, heads)
+                    layer,
+                    rope,
+                    b,
+                    method[1],
+                    of_rows[b],
+                    subspace_methods.rank_of(method, share, heads),
                 )
-                for way, of_rows in ways.items()
+                for method, of_rows in subspaces.items()
                 for share in kept
             ]
         errors_NA2 = np.stack(key_subspaces.errors(layer, b, cuts, queries), axis=-1)
-        for way, of_way in zip(ways, np.split(errors_NA2, len(ways), axis=1), strict=True):
-            enough = np.array([_has_tokens(read, way, share, heads) for share in kept])
-            found[way].append(np.where(enough[:, None], of_way, np.nan))
-    return {way: np.stack(arrays) for way, arrays in found.items()}
+        for method, errors_NR2 in zip(
+            subspaces, np.split(errors_NA2, len(subspaces), axis=1), strict=True
+        ):
+            enough = np.array([_has_tokens(windows, method, share, heads) for share in kept])
+            by_method[method].append(np.where(enough[:, None], errors_NR2, np.nan))
+    return {method: np.stack(arrays) for method, arrays in by_method.items()}
 
 
 def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.ndarray]:
-    """Returns by matrix [B or 1, heads, 3]: see `CompressionMeasurements`."""
+    """Returns the `spectra` of a layer; see `CompressionMeasurements`."""
     D, K, H = heads.key_DKH.shape
 
     def energies(x_LH):
         return np.linalg.svd(np.linalg.qr(x_LH, mode="r"), compute_uv=False) ** 2
 
-    found = {SPECTRUM_WEIGHTS: energies(heads.key_DKH.swapaxes(0, 1))[None]}
+    energies_by_matrix = {SPECTRUM_WEIGHTS: energies(heads.key_DKH.swapaxes(0, 1))[None]}
     if joint:
-        found[SPECTRUM_JOINT] = energies(heads.key_DKH.reshape(1, 1, D, K * H))
-    found[SPECTRUM_INTERACTION] = logits.Interaction(heads).energies()[None]
+        energies_by_matrix[SPECTRUM_JOINT] = energies(heads.key_DKH.reshape(1, 1, D, K * H))
+    energies_by_matrix[SPECTRUM_INTERACTION] = logits.Interaction(heads).energies()[None]
     key_BKTH = layer.plain_key_BTKH[:B].astype(np.float64).swapaxes(1, 2)
-    found[SPECTRUM_KEYS] = energies(key_BKTH)
-    found[SPECTRUM_CENTRED] = energies(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
-    of = zip(layer.query_BTNH[:B], layer.key_BTKH, strict=False)
-    found[SPECTRUM_LOGITS] = np.stack(
-        [logits.centred_logits(query, key, layer.scale).energies_NR for query, key in of]
+    energies_by_matrix[SPECTRUM_KEYS] = energies(key_BKTH)
+    energies_by_matrix[SPECTRUM_CENTRED] = energies(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
+    rows = zip(layer.query_BTNH[:B], layer.key_BTKH, strict=False)
+    energies_by_matrix[SPECTRUM_LOGITS] = np.stack(
+        [logits.centred_logits(query, key, layer.scale).energies_NR for query, key in rows]
     )
-    made = {}
-    for name, energy in found.items():
+    ranks_by_matrix = {}
+    for name, energy in energies_by_matrix.items():
         ranks = spectrum.energy_rank(energy, SHARE)
         channels = np.full(ranks.shape, K * H if name == SPECTRUM_JOINT else H)
         possible = _rank(energy) if name in OF_WEIGHTS else channels
-        made[name] = np.stack([ranks, possible, channels], axis=-1)
-    return made
+        ranks_by_matrix[name] = np.stack([ranks, possible, channels], axis=-1)
+    return ranks_by_matrix
 
 
 def _rank(energies: np.ndarray) -> np.ndarray:
@@ -248,18 +261,18 @@ def _drift(
     layer: Layer,
     rope: Rope,
     fixed: Mapping[str, Sequence[Subspaces | None]],
-    at: Sequence[int],
-    found: Mapping[tuple[str, str], list],
+    counts: Sequence[int],
+    arrays_by_name: Mapping[tuple[str, str], list],
 ) -> None:
-    """Measures a layer's overlaps and later errors into `found`."""
+    """Measures a layer's overlaps and later errors into `arrays_by_name`."""
     _, length, _, H = layer.key_BTKH.shape
     r = key_drift.rank(H, length)
-    for where, ends in fixed.items():
+    for where, fixed_B in fixed.items():
         overlaps, errors = [], []
-        for b, end in enumerate(ends):
-            grown = key_drift.prefix_subspaces(layer, rope, b, where, at, r)
-            overlaps.append(key_drift.overlaps(grown))
-            of = [*grown.first, *grown.evenly_spaced, grown.whole, end]
-            errors.append(key_drift.later_errors(layer, rope, b, where, of, r))
-        found["overlap", where].append(np.stack(overlaps))
-        found["drift", where].append(np.stack(errors))
+        for b, fixed_subspaces in enumerate(fixed_B):
+            prefixes = key_drift.prefix_subspaces(layer, rope, b, where, counts, r)
+            overlaps.append(key_drift.overlaps(prefixes))
+            compared = [*prefixes.first, *prefixes.evenly_spaced, prefixes.whole, fixed_subspaces]
+            errors.append(key_drift.later_errors(layer, rope, b, where, compared, r))
+        arrays_by_name["overlap", where].append(np.stack(overlaps))
+        arrays_by_name["drift", where].append(np.stack(errors))

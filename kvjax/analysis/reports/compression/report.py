@@ -52,20 +52,20 @@ def section(model: LazyModel, request: Request) -> Section:
     return _section(Results(model.name, request, measured))
 
 
-def _section(found: Results) -> Section:
+def _section(results: Results) -> Section:
     return Section(
         name="compression",
         title="Fixed subspaces of keys",
-        lead=_lead(found),
-        finding=tables.finding(found),
-        figures=_figures(found),
-        tables=tables.tables(found),
-        data=tables.data(found),
+        lead=_lead(results),
+        finding=tables.finding(results),
+        figures=_figures(results),
+        tables=tables.tables(results),
+        data=tables.data(results),
     )
 
 
-def _lead(found: Results) -> str:
-    rank, channels = found.measured.ranks[found.half], found.measured.key_dim
+def _lead(results: Results) -> str:
+    rank, channels = results.measured.ranks[results.half], results.measured.key_dim
     return (
         "Can a fixed subspace hold a head's keys? Three papers seem to contradict each other; the "
         f"first table compares their claims with this model, with {rank} of {channels} key "
@@ -76,16 +76,20 @@ def _lead(found: Results) -> str:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def _figures(found: Results) -> list[Figure]:
-    figures = [_logits(found, where) for where in found.places()]
-    figures += [_perplexity(found, where) for where in found.places()]
-    return [*figures, _overlap(found), _later(found)]
+def _figures(results: Results) -> list[Figure]:
+    figures = [_logits(results, where) for where in results.places()]
+    figures += [_perplexity(results, where) for where in results.places()]
+    return [*figures, _overlap(results), _later_errors(results)]
 
 
-def _names(found: Results, where: str) -> list[str]:
-    """Returns the methods of a place that have a line."""
-    here = [name for name, at in found.ways() if at == where and found.determined((name, at))]
-    return [name for name in here if name != subspace_methods.WEIGHTS_MEAN]
+def _names(results: Results, where: str) -> list[str]:
+    """Returns the methods that have a line in the figures of a place."""
+    names = [
+        name
+        for name, place in results.ways()
+        if place == where and results.determined((name, place))
+    ]
+    return [name for name in names if name != subspace_methods.WEIGHTS_MEAN]
 
 
 _CUT = {
@@ -95,15 +99,15 @@ _CUT = {
 }
 
 
-def _logits(found: Results, where: str) -> Figure:
-    ranks = found.measured.ranks
+def _logits(results: Results, where: str) -> Figure:
+    ranks = results.measured.ranks
     series, bands = {}, {}
-    for name in _names(found, where):
-        at = found.determined((name, where))
-        spreads = [found.error((name, where), i)["logit"] for i in at]
-        series[name] = ([ranks[i] for i in at], [one.median for one in spreads])
+    for name in _names(results, where):
+        indices = results.determined((name, where))
+        spreads = [results.error((name, where), i)["logit"] for i in indices]
+        series[name] = ([ranks[i] for i in indices], [spread.median for spread in spreads])
         if name in (subspace_methods.CALIBRATED, subspace_methods.CONTEXT):
-            bands[name] = ([one.low for one in spreads], [one.high for one in spreads])
+            bands[name] = ([spread.low for spread in spreads], [spread.high for spread in spreads])
     return figures.curves(
         f"Error of logits by rank, keys cut {where}",
         series,
@@ -117,14 +121,14 @@ def _logits(found: Results, where: str) -> Figure:
     )
 
 
-def _perplexity(found: Results, where: str) -> Figure:
-    ranks, H = found.measured.ranks, found.measured.key_dim
+def _perplexity(results: Results, where: str) -> Figure:
+    ranks, H = results.measured.ranks, results.measured.key_dim
     series = {}
-    for name in _names(found, where):
-        at = found.runs((name, where))
-        if at:
-            times = [found.times((name, where), i).times for i in at]
-            series[name] = ([ranks[i] for i in at], times)
+    for name in _names(results, where):
+        indices = results.runs((name, where))
+        if indices:
+            times = [results.times((name, where), i).times for i in indices]
+            series[name] = ([ranks[i] for i in indices], times)
     has_rope = where == subspace_methods.AFTER
     if not has_rope and H * tables.PUBLISHED_HEADS == tables.PUBLISHED_CHANNELS:
         published = zip(*tables.published_by_rank().values(), strict=True)
@@ -133,7 +137,7 @@ def _perplexity(found: Results, where: str) -> Figure:
         f"Perplexity by rank, keys of all layers cut {where}",
         series,
         f"{_CUT[where]}, in all layers at once: perplexity on the second half of rows of "
-        f"{found.measured.length:,} tokens over the model's own. Subspaces are of the "
+        f"{results.measured.length:,} tokens over the model's own. Subspaces are of the "
         "unmodified model, and nothing is fine-tuned. Thin keys, table 5: GPT-2 at half "
         "rank 1.020, at a quarter 1.257, with one SVD of W_K for all heads.",
         x="rank r",
@@ -144,20 +148,20 @@ def _perplexity(found: Results, where: str) -> Figure:
     )
 
 
-def _overlap(found: Results) -> Figure:
-    of, series, bands = found.measured, {}, {}
-    for where in found.places():
-        for name, spreads in zip((_FIRST, _SPREAD), found.overlaps(where), strict=True):
-            _line(f"{where}, {name}", list(of.drift_at), spreads, series, bands)
-    random = of.drift_rank / of.key_dim
+def _overlap(results: Results) -> Figure:
+    measured, series, bands = results.measured, {}, {}
+    for where in results.places():
+        for name, spreads in zip((_FIRST, _SPREAD), results.overlaps(where), strict=True):
+            _line(f"{where}, {name}", list(measured.drift_at), spreads, series, bands)
+    random = measured.drift_rank / measured.key_dim
     return figures.curves(
         "Overlap of the first tokens' subspace with the subspace of all",
         series,
-        f"Mean squared cosine between the subspace of {of.drift_rank} of {of.key_dim} "
+        f"Mean squared cosine between the subspace of {measured.drift_rank} of {measured.key_dim} "
         "channels for all tokens of a text and the one for its first tokens, or for "
-        "equally many spread over it, whose error is that of a small sample: the gap between the "
-        f"two lines is the drift. Each has the {tables.LEAST}. Logit spectra, section 5, "
-        "asserts a drift and does not measure it.",
+        "equally many tokens spread over it, with the error of a small sample alone: the gap "
+        f"between the two lines is the drift. Each has the {tables.LEAST}. Logit spectra, "
+        "section 5, asserts a drift and does not measure it.",
         x="tokens",
         y="overlap",
         log_x=True,
@@ -167,27 +171,27 @@ def _overlap(found: Results) -> Figure:
     )
 
 
-def _line(name: str, at: list[int], spreads: list[Spread], series: dict, bands: dict) -> None:
+def _line(name: str, counts: list[int], spreads: list[Spread], series: dict, bands: dict) -> None:
     """Adds a line of medians, and quartile bands for first tokens."""
-    series[name] = (at, [one.median for one in spreads])
+    series[name] = (counts, [spread.median for spread in spreads])
     if name.endswith(_FIRST):
-        bands[name] = ([one.low for one in spreads], [one.high for one in spreads])
+        bands[name] = ([spread.low for spread in spreads], [spread.high for spread in spreads])
 
 
-def _later(found: Results) -> Figure:
-    of, series, bands, level = found.measured, {}, {}, {}
-    at = [*of.drift_at, of.drift_length]
-    for where in found.places():
-        later = found.later(where)
+def _later_errors(results: Results) -> Figure:
+    measured, series, bands, level = results.measured, {}, {}, {}
+    counts = [*measured.drift_at, measured.drift_length]
+    for where in results.places():
+        later = results.later(where)
         for name, spreads in ((_FIRST, later.first), (_SPREAD, later.spread)):
-            _line(f"{where}, {name}", at, [*spreads, later.whole], series, bands)
+            _line(f"{where}, {name}", counts, [*spreads, later.whole], series, bands)
         if later.fixed:
             level[f"fixed, {where}"] = later.fixed.median
     return figures.curves(
         "Error of later logits under the subspace of the first tokens",
         series,
-        f"Error of logits in the second half of {of.drift_length:,} tokens under the "
-        f"rank-{of.drift_rank} subspace of the first tokens, and of equally many spread "
+        f"Error of logits in the second half of {measured.drift_length:,} tokens under the "
+        f"rank-{measured.drift_rank} subspace of the first tokens, and of equally many spread "
         "over the text; dashed: under a fixed one, from text that is not measured. The "
         "gap between the two lines is the loss by drift, the fall of the spread line the "
         "loss by few tokens.",

@@ -12,7 +12,7 @@ from kvjax.analysis.measures.subspace_methods import Method
 from kvjax.analysis.reports.compression.measurements import CompressionMeasurements
 from kvjax.analysis.request import Request
 
-_SURE = 1.96  # standard errors of a 95 % interval
+_Z = 1.96  # standard errors of a 95 % interval
 SMALL = 0.05  # relative increase of perplexity that counts as little
 
 
@@ -45,7 +45,7 @@ class Drift:
     """Errors of later logits by the number of tokens a subspace is computed on.
 
     Attributes:
-      fixed: from text that is not measured; None without such text.
+      fixed: of the subspace from text that is not measured; None without such text.
     """
 
     first: list[Spread]
@@ -66,8 +66,8 @@ class Results:
         """Returns the methods, before RoPE first, in the order of `subspace_methods.NAMES`."""
         where = (subspace_methods.BEFORE, subspace_methods.AFTER, subspace_methods.ANYWHERE)
 
-        def order(way):
-            return (where.index(way[1]), subspace_methods.NAMES.index(way[0]))
+        def order(method):
+            return (where.index(method[1]), subspace_methods.NAMES.index(method[0]))
 
         return sorted(self.measured.errors, key=order)
 
@@ -76,7 +76,7 @@ class Results:
 
     @property
     def at_weights(self) -> str:
-        """The place where weights' subspaces apply: before RoPE."""
+        """The place where subspaces of weights apply: before RoPE."""
         return self.places()[0]
 
     @property
@@ -89,35 +89,37 @@ class Results:
         length = self.measured.length
         return len(range(*key_drift.later_queries(length).indices(length)))
 
-    def determined(self, way: Method) -> list[int]:
+    def determined(self, method: Method) -> list[int]:
         """Returns the indices of ranks that a method's tokens determine."""
-        errors = self.measured.errors[way]
+        errors = self.measured.errors[method]
         return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
 
-    def error(self, way: Method, i: int) -> dict[str, Spread]:
-        """Returns the spread of logit and output errors at the i-th rank."""
-        found_BNA = self._by_text(self.measured.errors[way][:, :, i])
-        return {name: spread(found_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))}
+    def error(self, method: Method, i: int) -> dict[str, Spread]:
+        """Returns the spreads of logit and output errors at the i-th rank."""
+        errors_BNA = self._by_text(self.measured.errors[method][:, :, i])
+        return {
+            name: spread(errors_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))
+        }
 
-    def runs(self, way: Method) -> list[int]:
+    def runs(self, method: Method) -> list[int]:
         """Returns the indices of ranks that the whole model ran with."""
         shares = self.measured.shares
-        return [i for i in range(len(shares)) if (way, shares[i]) in self.measured.nats]
+        return [i for i in range(len(shares)) if (method, shares[i]) in self.measured.nats]
 
-    def times(self, way: Method, i: int, over: Method | None = None) -> Times | None:
-        """Returns perplexity at the i-th rank over the model's or another method's.
+    def times(self, method: Method, i: int, over: Method | None = None) -> Times | None:
+        """Returns perplexity at the i-th rank, relative to the model's or another method's.
 
-        None if the model did not run with it.
+        None if the model did not run with that method and rank.
         """
         share = self.measured.shares[i]
-        nats_BT = self.measured.nats.get((way, share))
+        nats_BT = self.measured.nats.get((method, share))
         base_BT = self.measured.nats.get(over and (over, share))
         if nats_BT is None or base_BT is None:
             return None
-        more_BT = nats_BT.astype(np.float64) - base_BT
-        error = more_BT.std() / math.sqrt(more_BT.size)
-        middle = more_BT.mean()
-        return Times(*map(math.exp, (middle, middle - _SURE * error, middle + _SURE * error)))
+        excess_BT = nats_BT.astype(np.float64) - base_BT
+        error = excess_BT.std() / math.sqrt(excess_BT.size)
+        mean = excess_BT.mean()
+        return Times(*map(math.exp, (mean, mean - _Z * error, mean + _Z * error)))
 
     def is_flat(self, matrix: str) -> bool:
         """Returns True if 90 % of the energy takes more than half of the possible components."""
@@ -126,64 +128,68 @@ class Results:
     def perplexity(self, name: tuple[Method, float] | None) -> tuple[float, dict[str, float]]:
         """Returns perplexity over all texts, and per text."""
         nats_BT = self.measured.nats[name].astype(np.float64)
-        of_texts = self._by_text(nats_BT).mean(axis=1)
-        each = dict(zip(self.texts, np.exp(of_texts).tolist(), strict=True))
-        return math.exp(nats_BT.mean()), each
+        text_nats = self._by_text(nats_BT).mean(axis=1)
+        by_text = dict(zip(self.texts, np.exp(text_nats).tolist(), strict=True))
+        return math.exp(nats_BT.mean()), by_text
 
     def rows(self) -> Iterator[dict]:
-        """Yields every method at every rank that its tokens determine."""
-        for way in self.ways():
-            for i in self.determined(way):
+        """Yields the numbers of every method at every rank that its tokens determine."""
+        for method in self.ways():
+            for i in self.determined(method):
                 yield dict(
-                    way=way[0],
-                    where=way[1],
+                    way=method[0],
+                    where=method[1],
                     rank=self.measured.ranks[i],
                     share=self.measured.shares[i],
-                    **{name: dataclasses.asdict(x) for name, x in self.error(way, i).items()},
-                    perplexity=self._run(way, i),
+                    **{name: dataclasses.asdict(x) for name, x in self.error(method, i).items()},
+                    perplexity=self._run(method, i),
                 )
 
-    def _run(self, way: Method, i: int) -> dict | None:
-        times = self.times(way, i)
+    def _run(self, method: Method, i: int) -> dict | None:
+        times = self.times(method, i)
         if times is None:
             return None
-        perplexity, by_text = self.perplexity((way, self.measured.shares[i]))
+        perplexity, by_text = self.perplexity((method, self.measured.shares[i]))
         return dict(**dataclasses.asdict(times), perplexity=perplexity, by_text=by_text)
 
     def spectrum(self, name: str) -> Spread | None:
         """Returns components for 90 % of the energy, over heads and texts."""
-        found_BN2 = self.measured.spectra.get(name)
-        if found_BN2 is None:
+        ranks_BN3 = self.measured.spectra.get(name)
+        if ranks_BN3 is None:
             return None
-        found = spread(found_BN2[None, ..., 0])
-        return found if len(found_BN2) > 1 else dataclasses.replace(found, between_texts=None)
+        components = spread(ranks_BN3[None, ..., 0])
+        return (
+            components
+            if len(ranks_BN3) > 1
+            else dataclasses.replace(components, between_texts=None)
+        )
 
     def possible(self, name: str) -> int:
-        """Returns the largest rank of a matrix, for weights given their mechanism."""
+        """Returns the largest possible rank of a matrix; for weights, of their factors' product."""
         return int(self.measured.spectra[name][..., 1].max())
 
     def channels(self, name: str) -> int:
         return int(self.measured.spectra[name][..., 2].max())
 
     def overlaps(self, where: str) -> tuple[list[Spread], list[Spread]]:
-        """Returns overlaps with the subspace of all tokens: of first ones, and of spread ones."""
+        """Returns overlaps with the subspace of all tokens: of first tokens, of spread tokens."""
         first, even = np.moveaxis(self.measured.overlap[where], (3, 2), (0, 1))
-        return [spread(one[None]) for one in first], [spread(one[None]) for one in even]
+        return [spread(overlap_BK[None]) for overlap_BK in first], [
+            spread(overlap_BK[None]) for overlap_BK in even
+        ]
 
     def drifts(self, where: str) -> list[Spread]:
-        """Returns the excess of the spread tokens' overlap over the first tokens', by number of
-        tokens.
-        """
+        """Returns by number of tokens how much more spread tokens overlap than first tokens."""
         gap_BKT = np.diff(self.measured.overlap[where], axis=3)[..., 0]
         return [spread(gap_BK[None]) for gap_BK in np.moveaxis(gap_BKT, 2, 0)]
 
     def later(self, where: str) -> Drift:
         """Returns errors of later logits."""
-        found_XBN = np.moveaxis(self.measured.drift_error[where], 2, 0)
+        errors_XBN = np.moveaxis(self.measured.drift_error[where], 2, 0)
         count = len(self.measured.drift_at)
-        *each, whole = [spread(one[None]) for one in found_XBN[:-1]]
-        fixed = None if np.isnan(found_XBN[-1]).any() else spread(found_XBN[-1:])
-        return Drift(each[:count], each[count:], whole, fixed)
+        *spreads, whole = [spread(errors_BN[None]) for errors_BN in errors_XBN[:-1]]
+        fixed = None if np.isnan(errors_XBN[-1]).any() else spread(errors_XBN[-1:])
+        return Drift(spreads[:count], spreads[count:], whole, fixed)
 
     def _by_text(self, x_BN: np.ndarray) -> np.ndarray:
         """Returns [texts, ...], with a text's rows concatenated."""

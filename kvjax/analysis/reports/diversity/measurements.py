@@ -28,7 +28,7 @@ class ModelDiversity:
     @property
     def num_heads(self) -> tuple[int, ...]:
         """Distinct numbers of heads, ascending."""
-        return tuple(sorted({one.num_heads for one in self.plain}))
+        return tuple(sorted({layer.num_heads for layer in self.plain}))
 
 
 def check(model: LazyModel) -> None:
@@ -46,32 +46,32 @@ def of_model(label: str, model: LazyModel) -> ModelDiversity:
     plain, rotated, values = [], [], []
     with few_threads(model.transformer.block.d_model):
         for heads in heads_lib.layers(model):
-            still, turned = diversity.plain_and_rotated(heads, "key", model.context)
-            plain.append(still)
-            rotated += [turned] if turned else []
+            plain_layer, rotated_layer = diversity.plain_and_rotated(heads, "key", model.context)
+            plain.append(plain_layer)
+            rotated += [rotated_layer] if rotated_layer else []
             values.append(diversity.of_layer(heads, "value"))
     names = mechanism_names(model.transformer.mechanisms)
     rotated = rotated if len(rotated) == len(plain) else None
     return ModelDiversity(label, names, model.context, plain, rotated, values)
 
 
-def numbers(one: ModelDiversity) -> dict:
+def numbers(model: ModelDiversity) -> dict:
     """Returns a model's measurements for JSON."""
-    kinds = dict(key=one.plain, key_with_rope=one.rotated or [], value=one.values)
+    kinds = dict(key=model.plain, key_with_rope=model.rotated or [], value=model.values)
     return dict(
-        mechanism=one.mechanism,
-        distances=one.num_distances if one.rotated else None,
+        mechanism=model.mechanism,
+        distances=model.num_distances if model.rotated else None,
         **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
     )
 
 
-def _numbers(one: Diversity) -> dict:
+def _numbers(layer: Diversity) -> dict:
     names = ("rank", "share", "centred_rank", "centred_share", "centred_share_of_possible")
-    return {name: getattr(one, name) for name in (*names, "mean_similarity")} | dict(
-        components={f"{share:g}": one.components(share) for share in spectrum.SHARES},
-        uncentred=one.uncentred_N.tolist(),
-        centred=one.centred_N.tolist(),
-        similarity=one.similarity_NN.tolist(),
-        gram=one.gram_NN.tolist(),
-        nothing=list(one.nothing),
+    return {name: getattr(layer, name) for name in (*names, "mean_similarity")} | dict(
+        components={f"{share:g}": layer.components(share) for share in spectrum.SHARES},
+        uncentred=layer.uncentred_N.tolist(),
+        centred=layer.centred_N.tolist(),
+        similarity=layer.similarity_NN.tolist(),
+        gram=layer.gram_NN.tolist(),
+        nothing=list(layer.nothing),
     )

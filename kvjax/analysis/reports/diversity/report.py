@@ -33,8 +33,8 @@ PUBLISHED = (
 
 def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for a single head, or heads that are not linear (see `heads.layers`)."""
-    for one in _models(model, request).values():
-        measurements.check(one)
+    for each in _models(model, request).values():
+        measurements.check(each)
 
 
 def section(model: LazyModel, request: Request) -> Section:
@@ -43,17 +43,17 @@ def section(model: LazyModel, request: Request) -> Section:
     Raises:
       UserError: weights that are not finite.
     """
-    models = _models(model, request)
-    found = [measurements.of_model(label, one) for label, one in models.items()]
+    compared = _models(model, request).items()
+    models = [measurements.of_model(label, each) for label, each in compared]
     return Section(
         name="diversity",
         title="Diversity of heads",
-        lead=_lead(found),
-        finding=_finding(found),
-        figures=[*_rank_figures(found), *_layer_figures(found), _value_figure(found)],
-        tables=[_published_table(found), *map(_layer_table, found)],
+        lead=_lead(models),
+        finding=_finding(models),
+        figures=[*_rank_figures(models), *_layer_figures(models), _value_figure(models)],
+        tables=[_published_table(models), *map(_layer_table, models)],
         data=dict(
-            models={one.label: measurements.numbers(one) for one in found},
+            models={each.label: measurements.numbers(each) for each in models},
             published=_published_data(),
         ),
     )
@@ -69,33 +69,33 @@ def _models(model: LazyModel, request: Request) -> dict[str, LazyModel]:
 
 
 def _percent(layers: Sequence[Diversity], name: str) -> list[float]:
-    return [100 * getattr(one, name) for one in layers]
+    return [100 * getattr(layer, name) for layer in layers]
 
 
-def _prefixes(found: list[ModelDiversity]) -> list[tuple[str, ModelDiversity]]:
+def _prefixes(models: list[ModelDiversity]) -> list[tuple[str, ModelDiversity]]:
     """Returns each model with the prefix of its series' names."""
-    return [(f"{one.label}: " if len(found) > 1 else "", one) for one in found]
+    return [(f"{model.label}: " if len(models) > 1 else "", model) for model in models]
 
 
-def _heads(one: ModelDiversity) -> str:
-    return f"{' or '.join(map(str, one.num_heads))} heads"
+def _heads(model: ModelDiversity) -> str:
+    return f"{' or '.join(map(str, model.num_heads))} heads"
 
 
-def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
+def _rank_figures(models: list[ModelDiversity]) -> list[Figure]:
     """Returns figures 6, 9, 14 and 15."""
-    plain, centred, both = {}, {}, {}
-    for of, one in _prefixes(found):
-        plain[f"{of}without positions"] = _percent(one.plain, "share")
-        centred[f"{of}% of N - 1"] = _percent(one.plain, "centred_share_of_possible")
-        centred[f"{of}% of N"] = _percent(one.plain, "centred_share")
-        both[f"{of}not centred"] = [each.rank for each in one.plain]
-        both[f"{of}centred"] = [each.centred_rank for each in one.plain]
-        if one.rotated:
-            plain[f"{of}with RoPE"] = _percent(one.rotated, "share")
-            name = f"{of}with RoPE, % of N - 1"
-            centred[name] = _percent(one.rotated, "centred_share_of_possible")
-    counts = {N for one in found for N in one.num_heads}
-    (N,) = counts if len(counts) == 1 else (None,)  # without one there are no levels
+    plain, centred, ranks = {}, {}, {}
+    for prefix, model in _prefixes(models):
+        plain[f"{prefix}without positions"] = _percent(model.plain, "share")
+        centred[f"{prefix}% of N - 1"] = _percent(model.plain, "centred_share_of_possible")
+        centred[f"{prefix}% of N"] = _percent(model.plain, "centred_share")
+        ranks[f"{prefix}not centred"] = [layer.rank for layer in model.plain]
+        ranks[f"{prefix}centred"] = [layer.centred_rank for layer in model.plain]
+        if model.rotated:
+            plain[f"{prefix}with RoPE"] = _percent(model.rotated, "share")
+            name = f"{prefix}with RoPE, % of N - 1"
+            centred[name] = _percent(model.rotated, "centred_share_of_possible")
+    counts = {N for model in models for N in model.num_heads}
+    (N,) = counts if len(counts) == 1 else (None,)  # no levels if layers differ
     return [
         figures.curves(
             "Effective rank of heads, not centred",
@@ -111,8 +111,8 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
         figures.curves(
             "Effective rank of heads, centred (principal components)",
             figures.over_layers(centred),
-            "Effective rank after subtracting the mean of a layer's forms, which are "
-            "normalised before. N heads have at most N - 1 components about their mean, so "
+            "Effective rank after normalising a layer's forms and subtracting their mean. "
+            "N heads have at most N - 1 components about their mean, so "
             "that the share of N cannot reach 100 %. LRKV figure 9 and table 5 (below).",
             x="layer",
             y="% of heads",
@@ -121,7 +121,7 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
         ),
         figures.curves(
             "Both effective ranks, layer by layer",
-            figures.over_layers(both),
+            figures.over_layers(ranks),
             "Effective ranks before and after centring. If only the rank before centring is "
             "low, heads share one common form and differ around it. LRKV figures 14 and 15: "
             "for MQA with 6 heads 4.36 and 4.70; with 18 heads MHA and LRKV have 17 to 18 "
@@ -134,24 +134,25 @@ def _rank_figures(found: list[ModelDiversity]) -> list[Figure]:
     ]
 
 
-def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
+def _layer_figures(models: list[ModelDiversity]) -> list[Figure]:
     """Returns figures 7, 10 to 13, and 16 to 18: early, middle and late layers."""
-    few = {
-        f"{of}{name}": one.plain[index]
-        for of, one in _prefixes(found)
-        for name, index in stages(one.num_layers).items()
+    layers = {
+        f"{prefix}{name}": model.plain[index]
+        for prefix, model in _prefixes(models)
+        for name, index in stages(model.num_layers).items()
     }
 
     def numbered(ys, first=1):
         return (list(range(first, first + len(ys))), list(map(float, ys)))
 
-    centred = {name: numbered(one.centred_N[:-1]) for name, one in few.items()}
-    uncentred = {name: numbered(one.uncentred_N) for name, one in few.items()}
+    centred = {name: numbered(layer.centred_N[:-1]) for name, layer in layers.items()}
+    uncentred = {name: numbered(layer.uncentred_N) for name, layer in layers.items()}
     held = {
-        name: numbered(100 * spectrum.cumulative(one.centred_N[:-1])) for name, one in few.items()
+        name: numbered(100 * spectrum.cumulative(layer.centred_N[:-1]))
+        for name, layer in layers.items()
     }
 
-    matrices = {name: one.similarity_NN for name, one in few.items()}
+    matrices = {name: layer.similarity_NN for name, layer in layers.items()}
     return [
         figures.heatmaps(
             "Similarity of heads",
@@ -197,12 +198,12 @@ def _layer_figures(found: list[ModelDiversity]) -> list[Figure]:
     ]
 
 
-def _value_figure(found: list[ModelDiversity]) -> Figure:
+def _value_figure(models: list[ModelDiversity]) -> Figure:
     series = {}
-    for of, one in _prefixes(found):
-        series[f"{of}not centred, % of N"] = _percent(one.values, "share")
-        name = f"{of}centred, % of N - 1"
-        series[name] = _percent(one.values, "centred_share_of_possible")
+    for prefix, model in _prefixes(models):
+        series[f"{prefix}not centred, % of N"] = _percent(model.values, "share")
+        name = f"{prefix}centred, % of N - 1"
+        series[name] = _percent(model.values, "centred_share_of_possible")
     return figures.curves(
         "Effective rank of heads' values and outputs (not in the paper)",
         figures.over_layers(series),
@@ -217,17 +218,17 @@ def _value_figure(found: list[ModelDiversity]) -> Figure:
 # -- tables and numbers ----------------------------------------------------------------------------
 
 
-def _published_table(found: list[ModelDiversity]) -> Table:
+def _published_table(models: list[ModelDiversity]) -> Table:
     rows = []
-    for one in found:
-        N = one.num_heads[0] if len(one.num_heads) == 1 else _heads(one)
-        kinds = {"": one.plain} | ({", with RoPE": one.rotated} if one.rotated else {})
+    for model in models:
+        N = model.num_heads[0] if len(model.num_heads) == 1 else _heads(model)
+        kinds = {"": model.plain} | ({", with RoPE": model.rotated} if model.rotated else {})
         for suffix, layers in kinds.items():
             means = [
                 float(np.mean(_percent(layers, name)))
                 for name in ("share", "centred_share", "centred_share_of_possible")
             ]
-            rows.append([f"{one.label}{suffix}", one.mechanism, "here", N, *means])
+            rows.append([f"{model.label}{suffix}", model.mechanism, "here", N, *means])
     rows += [
         ["LRKV, table 5", name, scale, N, plain, centred, centred * N / (N - 1)]
         for name, scale, N, plain, centred in PUBLISHED
@@ -252,7 +253,7 @@ def _published_table(found: list[ModelDiversity]) -> Table:
     )
 
 
-def _layer_table(one: ModelDiversity) -> Table:
+def _layer_table(model: ModelDiversity) -> Table:
     columns = [
         Column("layer", "d"),
         Column("rank, not centred"),
@@ -268,41 +269,41 @@ def _layer_table(one: ModelDiversity) -> Table:
         Column("heads whose form is zero"),
     ]
     rows = []
-    for index, each in enumerate(one.plain):
-        rotated = one.rotated[index] if one.rotated else None
-        row = [index, each.rank, 100 * each.share, each.centred_rank, 100 * each.centred_share]
-        row += [100 * each.centred_share_of_possible, each.components(_SHARE)]
-        row += [100 * float(spectrum.cumulative(each.centred_N)[0]), each.mean_similarity]
+    for index, layer in enumerate(model.plain):
+        rotated = model.rotated[index] if model.rotated else None
+        row = [index, layer.rank, 100 * layer.share, layer.centred_rank, 100 * layer.centred_share]
+        row += [100 * layer.centred_share_of_possible, layer.components(_SHARE)]
+        row += [100 * float(spectrum.cumulative(layer.centred_N)[0]), layer.mean_similarity]
         row += [100 * rotated.share if rotated else None]
         row += [100 * rotated.centred_share_of_possible if rotated else None]
-        rows.append([*row, ", ".join(map(str, each.nothing)) or None])
+        rows.append([*row, ", ".join(map(str, layer.nothing)) or None])
     return Table(
-        f"Layers of {one.label}",
+        f"Layers of {model.label}",
         columns,
         rows,
-        f"Layers of {one.label} ({one.mechanism}). Components are principal components of "
+        f"Layers of {model.label} ({model.mechanism}). Components are principal components of "
         "the heads' forms.",
     )
 
 
-def _lead(found: list[ModelDiversity]) -> str:
+def _lead(models: list[ModelDiversity]) -> str:
     parts = [
         "Effective number of directions of the forms W_Q W_Kᵀ of a layer's heads, means over "
         "layers; no text is involved."
     ]
-    for one in found:
-        share = np.mean(_percent(one.plain, "share"))
-        possible = np.mean(_percent(one.plain, "centred_share_of_possible"))
+    for model in models:
+        share = np.mean(_percent(model.plain, "share"))
+        possible = np.mean(_percent(model.plain, "centred_share_of_possible"))
         parts.append(
-            f"{one.label} ({one.mechanism}, {_heads(one)} in {one.num_layers} layers): "
+            f"{model.label} ({model.mechanism}, {_heads(model)} in {model.num_layers} layers): "
             f"{share:.1f} % of N, centred {possible:.1f} % of N - 1."
         )
     return " ".join(parts)
 
 
-def _finding(found: list[ModelDiversity]) -> str:
-    shares = [f"{one.label} {np.mean(_percent(one.plain, 'share')):.1f} %" for one in found]
-    return f"of the directions that a layer's heads could fill they fill: {', '.join(shares)}."
+def _finding(models: list[ModelDiversity]) -> str:
+    shares = [f"{model.label} {np.mean(_percent(model.plain, 'share')):.1f} %" for model in models]
+    return f"share of its possible directions that a layer's heads fill: {', '.join(shares)}."
 
 
 def _published_data() -> list[dict]:

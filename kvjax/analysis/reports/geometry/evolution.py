@@ -18,20 +18,22 @@ _LEADING = 3  # eigenvalues that are followed
 def moment(model: LazyModel) -> dict:
     """Returns a snapshot's numbers: means over layers and heads, and every layer's spectra."""
     layers = geometry_measurements.of_model(model)
-    found = {}
+    numbers = {}
     for name in PARTS:
         for measure in MEASURES:
             means = [mean(layer[name].values.get(measure)) for layer in layers if name in layer]
-            found[f"{name}_{measure}"] = mean([x for x in means if x is not None])
+            numbers[f"{name}_{measure}"] = mean([x for x in means if x is not None])
     spectra = []
     if _compares_heads(model):
         with few_threads(model.transformer.block.d_model):
             spectra = [diversity.of_layer(heads) for heads in heads_lib.layers(model)]
     for measure in ("share", "centred_share", "centred_share_of_possible"):
-        found[measure] = mean([getattr(one, measure) for one in spectra])
+        numbers[measure] = mean([getattr(layer_diversity, measure) for layer_diversity in spectra])
     for measure in ("uncentred", "centred"):
-        found[measure] = [getattr(one, f"{measure}_N").tolist() for one in spectra]
-    return found
+        numbers[measure] = [
+            getattr(layer_diversity, f"{measure}_N").tolist() for layer_diversity in spectra
+        ]
+    return numbers
 
 
 def _compares_heads(model: LazyModel) -> bool:
@@ -43,44 +45,43 @@ def _compares_heads(model: LazyModel) -> bool:
     return True
 
 
-def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
+def figures(evolution: list[tuple[int, dict]], has_residuals: bool) -> list[Figure]:
     """Returns curves over the steps of a run.
 
     Args:
       evolution: ascending steps, and the `moment` of each.
-      apart: True if heads have a base and a residual.
+      has_residuals: True if heads have a base and a residual.
     """
     steps = [step for step, _ in evolution]
 
-    def over_steps(title: str, wanted: Mapping[str, str], caption: str, y: str) -> Figure:
+    def over_steps(title: str, keys: Mapping[str, str], caption: str, y: str) -> Figure:
         series = {
-            label: (steps, [moment[key] for _, moment in evolution])
-            for label, key in wanted.items()
+            label: (steps, [moment[key] for _, moment in evolution]) for label, key in keys.items()
         }
         return figures_lib.curves(title, series, caption, x="step", y=y)
 
-    def each(*measures):
+    def series_of(*measures):
         return {
             f"{name}s, {measure.replace('_', ' ')}": f"{name}_{measure}"
             for name in PARTS
             for measure in measures
         }
 
-    norms = ("total_norm", *(("base_norm", "residual_norm") if apart else ()))
-    found = [
+    norms = ("total_norm", *(("base_norm", "residual_norm") if has_residuals else ()))
+    curves = [
         over_steps(
             "Norms over training",
-            each(*norms),
+            series_of(*norms),
             "Norms of keys and values, and of their parts, at every snapshot: future work 4 of "
             "LRKV.",
             "Frobenius norm of a head",
         )
     ]
-    if apart:
-        found.append(
+    if has_residuals:
+        curves.append(
             over_steps(
                 "Base and residual over training",
-                each("cosine", "overlap", "canonical_overlap"),
+                series_of("cosine", "overlap", "canonical_overlap"),
                 "Cosine of base and residual, and the share of the residual's input directions "
                 "inside the base's, as learned and canonical: future work 4 of LRKV.",
                 "cosine or its square",
@@ -97,7 +98,7 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
             "not centred, share of N": "share",
             "centred, share of N - 1": "centred_share_of_possible",
         }
-        found += [
+        curves += [
             over_steps(
                 "Effective rank of heads over training",
                 ranks,
@@ -114,4 +115,4 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
                 y="share of the sum",
             ),
         ]
-    return found
+    return curves

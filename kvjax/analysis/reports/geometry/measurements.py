@@ -12,11 +12,10 @@ from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 
 PARTS = ("key", "value")
-
-
 _PARTS_MEASURES = ("base_norm", "residual_norm", "cosine", "overlap")
 _BEST_MEASURES = ("lost_alone", "lost_with_mean", "best_overlap", "best_distance")
-# Arrays by head (norms of bases: by base). "random": of random factors, "beside": of another model.
+# Names of arrays by head (base norms: by base). Prefix random_: for random factors; beside_: for
+# another model's heads.
 MEASURES = (
     "total_norm",
     *_PARTS_MEASURES,
@@ -35,10 +34,10 @@ class PartMeasurements:
     """The keys or values of a layer.
 
     Attributes:
-      values: arrays of `MEASURES`; without residuals only norms.
-      rank: of residuals; 0 without.
-      best_chance: overlap of best residuals of unrelated heads.
-      angles: per head, of parts as learned ("angles") and in canonical form ("canonical_angles").
+      values: arrays by name, see `MEASURES`; without residuals only norms.
+      rank: of residuals; 0: there are none.
+      best_chance: expected overlap of residuals with the best ones of unrelated heads.
+      angles: cosines per head, of parts as learned ("angles") and canonical ("canonical_angles").
     """
 
     values: Mapping[str, np.ndarray]
@@ -51,8 +50,8 @@ Layers = list[dict[str, PartMeasurements]]  # by part, of each layer
 
 
 def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None = None) -> Layers:
-    """Measures every layer; without a seed, random factors are left out."""
-    found = []
+    """Measures every layer; without a seed, leaves out the baseline of random factors."""
+    layers = []
     with few_threads(model.transformer.block.d_model):
         for index, config in enumerate(model.transformer.mechanisms):
             other = {}
@@ -61,11 +60,11 @@ def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None
             if geometry.has_residuals(config):
                 parts = geometry.of_layer(model, index)
                 seeds = None if seed is None else (seed, index)
-                found.append(_of_all_parts(parts, other, seeds))
+                layers.append(_keys_and_values(parts, other, seeds))
                 continue
-            whole = geometry.totals(model, index).items()
-            found.append({n: PartMeasurements(_norms(x, other.get(n))) for n, x in whole})
-    return found
+            totals = geometry.totals(model, index).items()
+            layers.append({n: PartMeasurements(_norms(x, other.get(n))) for n, x in totals})
+    return layers
 
 
 def check(model: LazyModel, beside: LazyModel | None = None) -> None:
@@ -82,29 +81,27 @@ def _norms(total_DKH: np.ndarray, other_DKH: np.ndarray | None) -> dict[str, np.
     return dict(total_norm=geometry.norms(total_DKH)) | beside
 
 
-def _of_all_parts(
+def _keys_and_values(
     parts: dict[str, geometry.BaseAndResiduals], other: dict, seeds
 ) -> dict[str, PartMeasurements]:
     """Measures keys on one core and values on another.
 
-    BLAS threads would wait for each other on matrices one head wide: with two threads on two shared
-    cores, the keys of 18 heads of 128 in 2,304 channels took 68 s, and 2.4 s with one.
+    BLAS threads would wait for each other on matrices as narrow as a head: on two shared cores, the
+    keys of 18 heads of 128 channels, D = 2,304, took 68 s with two threads, and 2.4 s with one.
     """
 
-    def of(name):
-        return _of_parts(parts[name], other.get(name), seeds)
+    def measure_part(name):
+        return _part(parts[name], other.get(name), seeds)
 
-    return dict(zip(parts, parallel_map(of, parts), strict=True))
+    return dict(zip(parts, parallel_map(measure_part, parts), strict=True))
 
 
-def _of_parts(
-    parts: geometry.BaseAndResiduals, other_DKH: np.ndarray | None, seed
-) -> PartMeasurements:
+def _part(parts: geometry.BaseAndResiduals, other_DKH: np.ndarray | None, seed) -> PartMeasurements:
     D = len(parts.residual_DKH)
-    raw, canonical, own = _both_forms(parts)
+    raw, canonical, own_best = _both_forms(parts)
     values = _norms(parts.total_DKH, other_DKH)
     values |= _named("", _PARTS_MEASURES, raw) | _named("canonical_", _PARTS_MEASURES, canonical)
-    values |= _named("", _BEST_MEASURES, own)
+    values |= _named("", _BEST_MEASURES, own_best)
     if seed is not None:
         learned, mean, best = _both_forms(geometry.random_like(parts, seed))
         values["random_overlap"] = learned.overlap_K
@@ -123,10 +120,10 @@ def _of_parts(
 
 
 def _named(
-    prefix: str, names: Sequence[str], found: PartGeometry | BestResiduals
+    prefix: str, names: Sequence[str], numbers: PartGeometry | BestResiduals
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of a tuple by `MEASURES`; its other fields are left out."""
-    arrays = [x for x in found if isinstance(x, np.ndarray)]
+    """Returns the arrays of a named tuple by the names in `MEASURES`; drops other fields."""
+    arrays = [x for x in numbers if isinstance(x, np.ndarray)]
     return {f"{prefix}{name}": x for name, x in zip(names, arrays, strict=True)}
 
 
@@ -141,12 +138,12 @@ def _both_forms(
 
 def numbers(layers: Layers) -> list[dict]:
     """Returns every number of every layer, by part and head."""
-    return [{name: _of_part(part) for name, part in layer.items()} for layer in layers]
+    return [{name: _part_numbers(part) for name, part in layer.items()} for layer in layers]
 
 
-def _of_part(part: PartMeasurements) -> dict:
+def _part_numbers(part: PartMeasurements) -> dict:
     angles = {
-        name: [_numbers(each) for each in part.angles[name]] if part.angles else None
+        name: [_numbers(cosines) for cosines in part.angles[name]] if part.angles else None
         for name in ("angles", "canonical_angles")
     }
     chance = dict(beside_best_overlap_by_chance=part.best_chance)
@@ -167,10 +164,10 @@ def measured(part: PartMeasurements, measure: str) -> np.ndarray:
 
 def mean(values: Sequence[float | None] | None) -> float | None:
     """Returns the mean of the finite values, or None."""
-    found = _finite(values)
-    return float(found.mean()) if found.size else None
+    finite = _finite(values)
+    return float(finite.mean()) if finite.size else None
 
 
 def _finite(values: Sequence[float | None] | None) -> np.ndarray:
-    found = np.asarray([] if values is None else values, np.float64)
-    return found[np.isfinite(found)]
+    numbers = np.asarray([] if values is None else values, np.float64)
+    return numbers[np.isfinite(numbers)]

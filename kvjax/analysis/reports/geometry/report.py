@@ -1,6 +1,6 @@
 """The report on LRKV's bases and residuals (arXiv 2601.11471, section 4 and figure 8).
 
-Over layers and, for runs with snapshots, over steps (its future work 4 and appendix C.11).
+Covers layers and, for runs with snapshots, steps (the paper's future work 4 and appendix C.11).
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from kvjax.convert.model import LazyModel
 def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for heads that are not linear (see `heads.layers`).
 
-    Layers with residuals need none: they are read from LRKV's factors.
+    Layers with residuals are not checked: their heads are products of LRKV's factors.
     """
     measurements.check(model, request.beside)
 
@@ -32,21 +32,21 @@ def section(model: LazyModel, request: Request) -> Section:
     """
     layers = measurements.of_model(model, request.beside, request.seed)
     moments = [(step, evolution.moment(snapshot)) for step, snapshot in request.snapshots]
-    apart = any(part.rank for layer in layers for part in layer.values())
-    there = [name for name in PARTS if any(name in layer for layer in layers)]
+    has_residuals = any(part.rank for layer in layers for part in layer.values())
+    names = [name for name in PARTS if any(name in layer for layer in layers)]
     beside = request.beside.name if request.beside else None
-    figures = [_norm_figure(layers, name, beside) for name in there]
-    if apart:
+    figures = [_norm_figure(layers, name, beside) for name in names]
+    if has_residuals:
         figures += [_cosine_figure(layers), _overlap_figure(layers), _angle_figure(layers)]
-        figures += [_optimal_figure(layers, name, beside) for name in there]
+        figures += [_optimal_figure(layers, name, beside) for name in names]
         figures += [_best_figure(layers, beside), _distance_figure(layers, beside)]
     return Section(
         name="geometry",
         title="Bases and residuals",
-        lead=_lead(model, layers, apart),
-        finding=_finding(layers) if apart else "",
-        figures=[*figures, *(evolution.figures(moments, apart) if moments else [])],
-        tables=[_table(layers, name, apart) for name in there],
+        lead=_lead(model, layers, has_residuals),
+        finding=_finding(layers) if has_residuals else "",
+        figures=[*figures, *(evolution.figures(moments, has_residuals) if moments else [])],
+        tables=[_table(layers, name, has_residuals) for name in names],
         data=dict(
             mechanism=mechanism_names(model.transformer.mechanisms),
             beside=beside,
@@ -62,7 +62,7 @@ def section(model: LazyModel, request: Request) -> Section:
 def _figure(
     title: str,
     layers: Layers,
-    wanted: Mapping[str, tuple[str, str]],
+    measures: Mapping[str, tuple[str, str]],
     caption: str,
     *,
     y: str,
@@ -73,21 +73,24 @@ def _figure(
     """Returns a figure of curves over layers, with bands over heads.
 
     Args:
-      wanted: by series, the part and its measure (see `measurements.MEASURES`).
+      measures: by name of a curve: (key or value, one of `measurements.MEASURES`).
     """
     series, bands = {}, {}
-    for label, (name, measure) in wanted.items():
-        found = [
+    for label, (name, measure) in measures.items():
+        by_layer = [
             (i, measured(layer[name], measure) * scale)
             for i, layer in enumerate(layers)
             if name in layer
         ]
-        found = [(i, x) for i, x in found if x.size]
-        if found:
-            series[label] = ([i for i, _ in found], [float(x.mean()) for _, x in found])
-            bands[label] = ([float(x.min()) for _, x in found], [float(x.max()) for _, x in found])
-    how = dict(x="layer", y=y, bands=bands, level=level or {}, digits=digits)
-    return figures.curves(title, series, caption, **how)
+        by_layer = [(i, x) for i, x in by_layer if x.size]
+        if by_layer:
+            series[label] = ([i for i, _ in by_layer], [float(x.mean()) for _, x in by_layer])
+            bands[label] = (
+                [float(x.min()) for _, x in by_layer],
+                [float(x.max()) for _, x in by_layer],
+            )
+    options = dict(x="layer", y=y, bands=bands, level=level or {}, digits=digits)
+    return figures.curves(title, series, caption, **options)
 
 
 def _both_forms(measure: str) -> dict[str, tuple[str, str]]:
@@ -104,11 +107,11 @@ def _norm_figure(layers: Layers, name: str, beside: str | None) -> Figure:
         "base, canonical": "canonical_base_norm",
         "residual, canonical": "canonical_residual_norm",
     } | ({f"whole, {beside}": "beside_norm"} if beside else {})
-    wanted = {label: (name, measure) for label, measure in measures.items()}
+    series_measures = {label: (name, measure) for label, measure in measures.items()}
     return _figure(
         f"Norms of {name} projections",
         layers,
-        wanted,
+        series_measures,
         f"Frobenius norms of each head's {name} projection, and of its base and residual, "
         "as learned and in canonical form, where the base is the mean of its heads; "
         "bands span the heads. LRKV figure 8: whole keys at rank 64 are 4.2 (128M) and "
@@ -133,17 +136,17 @@ def _cosine_figure(layers: Layers) -> Figure:
 
 
 def _overlap_figure(layers: Layers) -> Figure:
-    wanted = _both_forms("overlap")
-    wanted["random factors"] = ("key", "random_overlap")
-    wanted["random factors, canonical"] = ("key", "random_canonical_overlap")
+    series_measures = _both_forms("overlap")
+    series_measures["random factors"] = ("key", "random_overlap")
+    series_measures["random factors, canonical"] = ("key", "random_canonical_overlap")
     return _figure(
         "Input directions that base and residual share",
         layers,
-        wanted,
+        series_measures,
         "Mean squared cosine of the principal angles between the column spaces (input "
         "directions) of base and residual; canonical: of the residual's R strongest "
         "directions. Random factors with the keys' norms give H/D, and more in canonical "
-        "form, where the mean has a part of every residual. LRKV section 4 names this "
+        "form, where the base contains a part of every residual. LRKV section 4 names this "
         "diagnostic.",
         y="mean squared cosine",
         digits=".3f",
@@ -155,12 +158,12 @@ def _angle_figure(layers: Layers) -> Figure:
     for label, index in stages(len(layers)).items():
         part = layers[index].get("key")
         for form, name in (("", "angles"), (", canonical", "canonical_angles")):
-            angles = [each for each in part.angles.get(name, ()) if each.size]
+            angles = [cosines for cosines in part.angles.get(name, ()) if cosines.size]
             if not angles:
                 continue
-            few = min(map(len, angles))
-            ys = np.mean([each[:few] for each in angles], axis=0).tolist()
-            series[label + form] = (list(range(1, few + 1)), ys)
+            count = min(map(len, angles))
+            ys = np.mean([cosines[:count] for cosines in angles], axis=0).tolist()
+            series[label + form] = (list(range(1, count + 1)), ys)
     return figures.curves(
         "Principal angles between base and residual of keys",
         series,
@@ -172,15 +175,15 @@ def _angle_figure(layers: Layers) -> Figure:
 
 
 def _optimal_figure(layers: Layers, name: str, beside: str | None) -> Figure:
-    own = {"no base": "lost_alone", "the mean as base": "lost_with_mean"}
-    measures = own | {f"random factors, {label}": f"random_{m}" for label, m in own.items()}
+    losses = {"no base": "lost_alone", "the mean as base": "lost_with_mean"}
+    measures = losses | {f"random factors, {label}": f"random_{m}" for label, m in losses.items()}
     if beside:
-        measures |= {f"{beside}, {label}": f"beside_{m}" for label, m in own.items()}
-    wanted = {label: (name, measure) for label, measure in measures.items()}
+        measures |= {f"{beside}, {label}": f"beside_{m}" for label, m in losses.items()}
+    series_measures = {label: (name, measure) for label, measure in measures.items()}
     return _figure(
         f"Loss of the best residuals of the same rank, {name}s",
         layers,
-        wanted,
+        series_measures,
         f"Share of the squared norm of each head's {name} projection lost by replacing it "
         "with the best matrix of the residuals' rank R (a truncated SVD), alone or "
         "beside the mean of the heads; bands span the heads. Random factors have the "
@@ -192,11 +195,11 @@ def _optimal_figure(layers: Layers, name: str, beside: str | None) -> Figure:
 
 
 def _best_figure(layers: Layers, beside: str | None) -> Figure:
-    wanted = {f"{name}s": (name, "best_overlap") for name in PARTS}
-    wanted["random factors"] = ("key", "random_best_overlap")
+    series_measures = {f"{name}s": (name, "best_overlap") for name in PARTS}
+    series_measures["random factors"] = ("key", "random_best_overlap")
     chances, level = set(), {}
     if beside:
-        wanted |= {f"{name}s, {beside}": (name, "beside_best_overlap") for name in PARTS}
+        series_measures |= {f"{name}s, {beside}": (name, "beside_best_overlap") for name in PARTS}
         parts = [part for layer in layers for part in layer.values()]
         chances = {part.best_chance for part in parts if "beside_best_overlap" in part.values}
     if len(chances) == 1:
@@ -204,7 +207,7 @@ def _best_figure(layers: Layers, beside: str | None) -> Figure:
     return _figure(
         "Learned residuals beside the best of their rank",
         layers,
-        wanted,
+        series_measures,
         "Share of a learned residual's input directions inside those of the best rank-R "
         "residual about the mean of the heads. Random factors overlap with their own "
         "best residuals, too. With another model (by chance R/D) only heads of a common "
@@ -216,14 +219,14 @@ def _best_figure(layers: Layers, beside: str | None) -> Figure:
 
 
 def _distance_figure(layers: Layers, beside: str | None) -> Figure:
-    wanted = {f"{name}s": (name, "best_distance") for name in PARTS}
-    wanted["random factors"] = ("key", "random_best_distance")
+    series_measures = {f"{name}s": (name, "best_distance") for name in PARTS}
+    series_measures["random factors"] = ("key", "random_best_distance")
     if beside:
-        wanted |= {f"{name}s, {beside}": (name, "beside_best_distance") for name in PARTS}
+        series_measures |= {f"{name}s, {beside}": (name, "beside_best_distance") for name in PARTS}
     return _figure(
         "Distance of learned residuals from the best of their rank",
         layers,
-        wanted,
+        series_measures,
         "Frobenius norm of the difference between a head's learned residual and the best "
         "rank-R residual about the mean of the heads (a truncated SVD), over the best's "
         "norm. A part common to all residuals counts, though it could belong to the "
@@ -235,11 +238,11 @@ def _distance_figure(layers: Layers, beside: str | None) -> Figure:
 # -- table and words -------------------------------------------------------------------------------
 
 
-def _table(layers: Layers, name: str, apart: bool) -> Table:
+def _table(layers: Layers, name: str, has_residuals: bool) -> Table:
     shown = {"total_norm": ("norm", ".2f")}
     if any(name in layer and "beside_norm" in layer[name].values for layer in layers):
         shown |= {"beside_norm": ("norm, beside", ".2f")}
-    if apart:
+    if has_residuals:
         shown |= {
             "base_norm": ("base", ".2f"),
             "residual_norm": ("residual", ".2f"),
@@ -255,7 +258,7 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
             "best_distance": ("distance from the best", ".2f"),
         }
     spread = {"total_norm", "residual_norm", "cosine", "canonical_cosine"} & set(shown)
-    columns, rows = [Column("layer", "d"), *([Column("rank", "d")] if apart else [])], []
+    columns, rows = [Column("layer", "d"), *([Column("rank", "d")] if has_residuals else [])], []
     for measure, (title, digits) in shown.items():
         columns.append(Column(title, digits))
         if measure in spread:
@@ -264,7 +267,7 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
         part = layer.get(name)
         if part is None:
             continue
-        row = [index, *([part.rank] if apart else [])]
+        row = [index, *([part.rank] if has_residuals else [])]
         for measure in shown:
             values = measured(part, measure)
             row.append(mean(values))
@@ -289,13 +292,13 @@ def _finding(layers: Layers) -> str:
     return f"residuals of keys are {residual / base:.2f} times as large as their base, as learned."
 
 
-def _lead(model: LazyModel, layers: Layers, apart: bool) -> str:
+def _lead(model: LazyModel, layers: Layers, has_residuals: bool) -> str:
     name = f"{model.name} ({mechanism_names(model.transformer.mechanisms)})"
-    if not apart:
+    if not has_residuals:
         return f"{name} has no residuals: norms of whole keys and values."
     names = ("base_norm", "residual_norm", "overlap")
-    found = (mean(np.concatenate([measured(each["key"], x) for each in layers])) for x in names)
-    base, residual, overlap = ("none" if x is None else f"{x:.3g}" for x in found)
+    means = (mean(np.concatenate([measured(layer["key"], x) for layer in layers])) for x in names)
+    base, residual, overlap = ("none" if x is None else f"{x:.3g}" for x in means)
     return (
         f"Each head of {name} has a shared base and a low-rank residual, shown as learned and with "
         "the mean of the heads as the base (canonical: sums of weights only, if RoPE rotates the "

@@ -23,7 +23,7 @@ LOGITS = "E"
 CAUSAL_LOGITS = "E, causal"
 LOGITS_WITHOUT_ROPE = "E, without RoPE"
 
-Kind = tuple[str, int]  # one of these; tokens of the text, 0 for weights without RoPE
+Kind = tuple[str, int]  # (a matrix above, tokens of the text or 0 for weights without RoPE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +68,24 @@ def measure(
     Raises:
       UserError: weights or activations that are not finite.
     """
-    found = collections.defaultdict(list)
+    arrays_by_name = collections.defaultdict(list)
     with progress.waiting("logit spectra") as doing:
         rotates = model.transformer.block.angles_base is not None
         for heads in heads_lib.layers(model):
             for kind, energies_ANR in _of_weights(heads, max(lengths) if rotates else 0):
-                found["energies", kind].append(energies_ANR)
+                arrays_by_name["energies", kind].append(energies_ANR)
         key_dim = heads.key_DKH.shape[-1]
         ranks = _ranks(key_dim)
         # In a causal model the longest rows contain the shorter ones.
         causal = model.transformer.block.causal
         passes = [tuple(lengths)] if causal else [(length,) for length in lengths]
-        for together in passes:
-            rows_BT = _rows(texts, max(together))
+        for pass_lengths in passes:
+            rows_BT = _rows(texts, max(pass_lengths))
             for i, layer in enumerate(activations.layers(model, rows_BT)):
                 doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
-                for length in together:
+                for length in pass_lengths:
                     for key, array in _of_layer(layer, length, ranks, rotates).items():
-                        found[key].append(array)
+                        arrays_by_name[key].append(array)
         doing.now("perplexity under logits of low rank")
         perplexity = {}
         for length in perplexity_at:
@@ -95,7 +95,11 @@ def measure(
                 perplexity[length, rank] = _perplexities(model, texts, length, tokens, rank)
 
     def measurements_of(name, fill):
-        return {key[1]: _stacked(arrays, fill) for key, arrays in found.items() if key[0] == name}
+        return {
+            key[1]: _stacked(arrays, fill)
+            for key, arrays in arrays_by_name.items()
+            if key[0] == name
+        }
 
     return LogitMeasurements(
         ranks=ranks,
@@ -110,7 +114,7 @@ def measure(
 
 
 def _ranks(key_dim: int) -> tuple[int, ...]:
-    """Returns the paper's ranks below key_dim; for narrow heads a quarter and a half of it."""
+    """Returns the paper's ranks below key_dim; for narrow heads key_dim / 4 and key_dim / 2."""
     narrow = {max(1, key_dim // 4), max(1, key_dim // 2)}
     return tuple(r for r in RANKS if r < key_dim) or tuple(sorted(narrow))
 
@@ -124,59 +128,59 @@ def _of_weights(heads: heads_lib.Heads, length: int) -> Iterator[tuple[Kind, np.
     """Yields [matrices, N, R] energies of each kind.
 
     Args:
-      length: upper limit of RoPE's distances; 0 without RoPE.
+      length: upper limit of the distances between query and key; 0 without RoPE.
     """
     with few_threads(len(heads.query_DNH)):
-        found = logits.Interaction(heads)
-        yield (WEIGHTS, 0), found.energies()[None]
+        interaction = logits.Interaction(heads)
+        yield (WEIGHTS, 0), interaction.energies()[None]
         if length:
             yield (
                 (WEIGHTS_AT_DISTANCES, length),
-                np.stack(list(map(found.energies_at, distances(length)))),
+                np.stack(list(map(interaction.energies_at, distances(length)))),
             )
-            yield (AVERAGED_WEIGHTS, length), found.energies_averaged(length)[None]
+            yield (AVERAGED_WEIGHTS, length), interaction.energies_averaged(length)[None]
 
 
 def _of_layer(
     layer: Layer, length: int, ranks: Sequence[int], rotates: bool
 ) -> dict[tuple, np.ndarray]:
     """Returns a layer's measurements at a length, by name and kind: [texts, N or K, ...]."""
-    found, causal = collections.defaultdict(list), layer.mask.causal
+    arrays_by_name, causal = collections.defaultdict(list), layer.mask.causal
     for b in range(len(layer.query_BTNH)):
         query, key, value = (
             x[b, :length] for x in (layer.query_BTNH, layer.key_BTKH, layer.value_BTKH)
         )
         with few_threads(length):
             centred = logits.centred_logits(query, key, layer.scale)
-            found["energies", (LOGITS, length)].append(centred.energies_NR)
+            arrays_by_name["energies", (LOGITS, length)].append(centred.energies_NR)
             if rotates:
                 without_rope = (
                     layer.plain_query_BTNH[b, :length],
                     layer.plain_key_BTKH[b, :length],
                 )
-                found["energies", (LOGITS_WITHOUT_ROPE, length)].append(
+                arrays_by_name["energies", (LOGITS_WITHOUT_ROPE, length)].append(
                     logits.energies(*without_rope, layer.scale)
                 )
             bounds = [logits.softmax_bound(centred, rank) for rank in ranks]
-            found["bounds", length].append(np.stack(bounds, axis=-1))
-            found["delocalisation", length].append(logits.delocalisation(centred))
-            found["keys", length].append(np.stack(logits.key_geometry(key), axis=-1))
+            arrays_by_name["bounds", length].append(np.stack(bounds, axis=-1))
+            arrays_by_name["delocalisation", length].append(logits.delocalisation(centred))
+            arrays_by_name["keys", length].append(np.stack(logits.key_geometry(key), axis=-1))
         for mask in (_ALL_KEYS, layer.mask) if causal else (_ALL_KEYS,):
             errors = truncation.errors(centred, value, ranks, mask)
-            found["errors", (length, mask.causal)].append(np.stack(errors, axis=-1))
+            arrays_by_name["errors", (length, mask.causal)].append(np.stack(errors, axis=-1))
         if causal:
             energies_NL = logits.masked_energies(query, key, layer.scale, layer.mask)
-            found["energies", (CAUSAL_LOGITS, length)].append(energies_NL)
-    return {name: np.stack(arrays) for name, arrays in found.items()}
+            arrays_by_name["energies", (CAUSAL_LOGITS, length)].append(energies_NL)
+    return {name: np.stack(arrays) for name, arrays in arrays_by_name.items()}
 
 
 def _stacked(arrays: list[np.ndarray], fill: float) -> np.ndarray:
     """Returns [layers, ...], padded where a layer is smaller."""
     shape = np.max([x.shape for x in arrays], axis=0)
-    found = np.full((len(arrays), *shape), fill)
+    stacked = np.full((len(arrays), *shape), fill)
     for i, x in enumerate(arrays):
-        found[(i, *map(slice, x.shape))] = x
-    return found
+        stacked[(i, *map(slice, x.shape))] = x
+    return stacked
 
 
 def _rows(texts: Mapping[str, np.ndarray], length: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The report on logit spectra: what arXiv 2604.04384 measures, and what it leaves open."""
+"""The report on logit spectra: the measurements of arXiv 2604.04384, and its open questions."""
 
 import functools
 
@@ -39,67 +39,68 @@ def section(model: LazyModel, request: Request) -> Section:
     return _section(Results(model.name, request, measured))
 
 
-def _section(found: Results) -> Section:
+def _section(results: Results) -> Section:
     return Section(
         name="logits",
         title="Spectra of logits",
-        lead=_lead(found),
-        finding=_finding(found),
-        figures=_figures(found),
-        tables=tables.tables(found),
-        data=tables.data(found),
+        lead=_lead(results),
+        finding=_finding(results),
+        figures=_figures(results),
+        tables=tables.tables(results),
+        data=tables.data(results),
     )
 
 
-def _lead(found: Results) -> str:
+def _lead(results: Results) -> str:
     least, most = tables.PUBLISHED_GAP
-    length = found.reference_length
+    length = results.reference_length
     return (
         f"Components that hold {SHARE:.0%} of the energy of a head's logits E on a text, and of "
-        f"its weights M = W_Q W_Kᵀ: medians over {found.num_heads:,} heads and "
-        f"{len(found.texts)} texts at {length:,} tokens are {found.median((LOGITS, length)):g} "
-        f"and {found.median((WEIGHTS, 0)):g} of {found.measured.key_dim}. The paper has {least} to "
-        f"{most} times fewer for E than for M, at 256 tokens."
+        f"its weights M = W_Q W_Kᵀ: medians over {results.num_heads:,} heads and "
+        f"{len(results.texts)} texts at {length:,} tokens are "
+        f"{results.median((LOGITS, length)):g} and {results.median((WEIGHTS, 0)):g} of "
+        f"{results.measured.key_dim}. The paper has {least} to {most} times "
+        "fewer for E than for M, at 256 tokens."
     )
 
 
-def _finding(found: Results) -> str:
-    logits = found.median((LOGITS, found.reference_length))
+def _finding(results: Results) -> str:
+    logits = results.median((LOGITS, results.reference_length))
     return (
         f"{100 * SHARE:g} % of the energy is in {logits:g} of "
-        f"{found.measured.key_dim} components of a head's logits on a text, and in "
-        f"{found.median((WEIGHTS, 0)):g} of its weights W_Q W_Kᵀ."
+        f"{results.measured.key_dim} components of a head's logits on a text, and in "
+        f"{results.median((WEIGHTS, 0)):g} of its weights W_Q W_Kᵀ."
     )
 
 
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def _figures(found: Results) -> list[Figure]:
-    figures = [_shares(found), _by_length(found), _by_layer(found), _errors(found)]
-    return [*figures, *([_perplexity(found)] if found.measured.perplexity else [])]
+def _figures(results: Results) -> list[Figure]:
+    figures = [_shares(results), _by_length(results), _by_layer(results), _errors(results)]
+    return [*figures, *([_perplexity(results)] if results.measured.perplexity else [])]
 
 
-def _named(kind: Kind) -> str:
+def _kind_name(kind: Kind) -> str:
     return f"{kind[0]}, {kind[1]:,} tokens" if kind[1] else kind[0]
 
 
-def _shares(found: Results) -> Figure:
-    longest = max(found.lengths)
-    kinds = [(WEIGHTS, 0), *((LOGITS, length) for length in found.lengths)]
-    kinds += [(CAUSAL_LOGITS, longest)] if found.is_causal else []
+def _shares(results: Results) -> Figure:
+    longest = max(results.lengths)
+    kinds = [(WEIGHTS, 0), *((LOGITS, length) for length in results.lengths)]
+    kinds += [(CAUSAL_LOGITS, longest)] if results.is_causal else []
     series, bands = {}, {}
     for kind in kinds:
-        held = found.curve(kind)
+        held = results.curve(kind)
         low, median, high = 100 * np.quantile(held, (0.25, 0.5, 0.75), axis=(0, 1, 2))
         components = list(range(1, len(median) + 1))
-        series[_named(kind)] = (components, median.tolist())
-        if kind in ((WEIGHTS, 0), (LOGITS, found.reference_length)):
-            bands[_named(kind)] = (low.tolist(), high.tolist())
+        series[_kind_name(kind)] = (components, median.tolist())
+        if kind in ((WEIGHTS, 0), (LOGITS, results.reference_length)):
+            bands[_kind_name(kind)] = (low.tolist(), high.tolist())
     return figures.curves(
         "Share of the energy that components hold",
         series,
-        "Share of the squared singular values of M and of E in the largest ones: medians "
+        "Share of the squared singular values of M and of E that the largest hold: medians "
         "over heads and texts, with quartile bands over heads. A curve that rises early "
         "uses few directions. Logit spectra, table 1, at 10 components: GPT-2 33 % (M) "
         "and 98 % (E), Mistral-7B 29 % and 91 %.",
@@ -111,24 +112,26 @@ def _shares(found: Results) -> Figure:
     )
 
 
-def _by_length(found: Results) -> Figure:
+def _by_length(results: Results) -> Figure:
     kinds = [
         kind
         for kind in (LOGITS, LOGITS_WITHOUT_ROPE, CAUSAL_LOGITS)
-        if (kind, found.reference_length) in found.measured.energies
+        if (kind, results.reference_length) in results.measured.energies
     ]
     series, bands = {}, {}
     for kind in kinds:
-        spreads = [found.spread((kind, length)) for length in found.lengths]
-        series[kind] = (list(found.lengths), [each.median for each in spreads])
-        bands[kind] = ([each.low for each in spreads], [each.high for each in spreads])
-    level = {kind[0]: found.median(kind) for kind in found.kinds() if not kind[0].startswith("E")}
+        spreads = [results.spread((kind, length)) for length in results.lengths]
+        series[kind] = (list(results.lengths), [spread.median for spread in spreads])
+        bands[kind] = ([spread.low for spread in spreads], [spread.high for spread in spreads])
+    level = {
+        kind[0]: results.median(kind) for kind in results.kinds() if not kind[0].startswith("E")
+    }
     return figures.curves(
         "Components for 90 % of the energy, by length of the text",
         series,
         "Components of E on the first tokens of each text, and of M (dashed): medians "
-        "and quartiles over heads. E without RoPE shows RoPE's share. Causal E is zero "
-        "at masked keys, an edge that adds components which a cache need not hold. Logit "
+        "and quartiles over heads. E without RoPE shows the effect of RoPE. Causal E is zero "
+        "at masked keys: this edge adds components, which a cache need not hold. Logit "
         "spectra, section 4.3: no growth from 64 to 1,024 tokens; table 2, at 256 "
         "tokens: M 38 to 75, E 2 to 11.",
         x="tokens",
@@ -140,17 +143,17 @@ def _by_length(found: Results) -> Figure:
     )
 
 
-def _by_layer(found: Results) -> Figure:
-    length = found.reference_length
+def _by_layer(results: Results) -> Figure:
+    length = results.reference_length
     kinds = [(WEIGHTS, 0), (LOGITS, length)]
-    kinds += [(CAUSAL_LOGITS, length)] if found.is_causal else []
+    kinds += [(CAUSAL_LOGITS, length)] if results.is_causal else []
     series, bands = {}, {}
     for kind in kinds:
-        ranks = found.ranks(kind)
+        ranks = results.ranks(kind)
         low, median, high = np.quantile(ranks, (0.25, 0.5, 0.75), axis=(1, 2))
         layers = list(range(len(ranks)))
-        series[_named(kind)] = (layers, median.tolist())
-        bands[_named(kind)] = (low.tolist(), high.tolist())
+        series[_kind_name(kind)] = (layers, median.tolist())
+        bands[_kind_name(kind)] = (low.tolist(), high.tolist())
     return figures.curves(
         "Components for 90 % of the energy, by layer",
         series,
@@ -162,11 +165,11 @@ def _by_layer(found: Results) -> Figure:
     )
 
 
-def _errors(found: Results) -> Figure:
-    ranks, median = found.measured.ranks, functools.partial(np.nanmedian, axis=(0, 1, 2))
-    length = found.reference_length
-    series = {"bound": (list(ranks), median(found.measured.bounds[length]).tolist())}
-    for (tokens, causal), errors in found.measured.errors.items():
+def _errors(results: Results) -> Figure:
+    ranks, median = results.measured.ranks, functools.partial(np.nanmedian, axis=(0, 1, 2))
+    length = results.reference_length
+    series = {"bound": (list(ranks), median(results.measured.bounds[length]).tolist())}
+    for (tokens, causal), errors in results.measured.errors.items():
         if tokens == length:
             mean_R, worst_R, _ = median(errors).T.tolist()
             prefix = "causal: " if causal else ""
@@ -187,10 +190,10 @@ def _errors(found: Results) -> Figure:
     )
 
 
-def _perplexity(found: Results) -> Figure:
+def _perplexity(results: Results) -> Figure:
     series = {}
-    for length in dict.fromkeys(row["tokens"] for row in found.perplexities()):
-        rows = [row for row in found.perplexities() if row["tokens"] == length and row["rank"]]
+    for length in dict.fromkeys(row["tokens"] for row in results.perplexities()):
+        rows = [row for row in results.perplexities() if row["tokens"] == length and row["rank"]]
         name = f"{length:,} tokens"
         series[name] = ([row["rank"] for row in rows], [row["times"] for row in rows])
     return figures.curves(

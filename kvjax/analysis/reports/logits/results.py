@@ -59,15 +59,15 @@ class Results:
 
     def spread(self, kind: Kind, share: float = SHARE) -> Spread:
         """Returns the spread of `ranks`; weights have no `between_texts`."""
-        found = spread(self.ranks(kind, share))
-        of_logits = kind[0] in (LOGITS, CAUSAL_LOGITS, LOGITS_WITHOUT_ROPE)
-        return found if of_logits else dataclasses.replace(found, between_texts=None)
+        ranks = spread(self.ranks(kind, share))
+        is_logits = kind[0] in (LOGITS, CAUSAL_LOGITS, LOGITS_WITHOUT_ROPE)
+        return ranks if is_logits else dataclasses.replace(ranks, between_texts=None)
 
     def curve(self, kind: Kind) -> np.ndarray:
-        """Returns [layers, texts, N, H], the share held by the first 1, 2, ... H components."""
+        """Returns [layers, texts, N, H] shares of the energy in 1, 2, ... H components."""
         held = spectrum.cumulative(self.measured.energies[kind])[..., : self.measured.key_dim]
-        more = self.measured.key_dim - held.shape[-1]
-        return np.pad(held, [(0, 0)] * 3 + [(0, more)], mode="edge")
+        missing = self.measured.key_dim - held.shape[-1]
+        return np.pad(held, [(0, 0)] * 3 + [(0, missing)], mode="edge")
 
     def median(self, kind: Kind, share: float = SHARE) -> float:
         return float(np.median(self.ranks(kind, share)))
@@ -75,19 +75,19 @@ class Results:
     def gap(self, kind: Kind) -> dict:
         """Returns the ratio of components of M without RoPE to those of an E."""
         weights_L1N, logits_LBN = self.ranks((WEIGHTS, 0)), self.ranks(kind)
-        of_heads = (weights_L1N / np.maximum(logits_LBN, 1))[logits_LBN > 0]
-        of_m, of_e = self.median((WEIGHTS, 0)), self.median(kind)
+        head_ratios = (weights_L1N / np.maximum(logits_LBN, 1))[logits_LBN > 0]
+        m_components, e_components = self.median((WEIGHTS, 0)), self.median(kind)
         by_text_B = np.median(logits_LBN, axis=(0, 2))
         return dict(
             matrix=kind[0],
             tokens=kind[1],
-            of_m=of_m,
-            of_e=of_e,
-            ratio=of_m / of_e if of_e else None,
-            of_heads=np.quantile(of_heads, (0.25, 0.75)).tolist() if of_heads.size else None,
+            of_m=m_components,
+            of_e=e_components,
+            ratio=m_components / e_components if e_components else None,
+            of_heads=np.quantile(head_ratios, (0.25, 0.75)).tolist() if head_ratios.size else None,
             by_text={
-                name: of_m / one if one else None
-                for name, one in zip(self.texts, by_text_B.tolist(), strict=True)
+                name: m_components / components if components else None
+                for name, components in zip(self.texts, by_text_B.tolist(), strict=True)
             },
         )
 
@@ -141,7 +141,7 @@ class Results:
 
     def perplexities(self) -> Iterator[dict]:
         """Yields perplexities by length and rank over all texts; rank None: the model itself."""
-        for (tokens, rank), found_B in self.measured.perplexity.items():
+        for (tokens, rank), perplexity_B in self.measured.perplexity.items():
             plain_B = self.measured.perplexity[tokens, 0]
 
             def mean(x_B):
@@ -150,9 +150,9 @@ class Results:
             yield dict(
                 tokens=tokens,
                 rank=rank or None,
-                perplexity=mean(found_B),
-                times=mean(found_B / plain_B),
-                by_text=dict(zip(self.texts, found_B.tolist(), strict=True)),
+                perplexity=mean(perplexity_B),
+                times=mean(perplexity_B / plain_B),
+                by_text=dict(zip(self.texts, perplexity_B.tolist(), strict=True)),
             )
 
 

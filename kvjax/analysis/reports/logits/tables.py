@@ -19,8 +19,8 @@ PUBLISHED_RANKS = {
     "Qwen-3B": (128, (53, 70, 83, 104), (5, 11, 17, 40)),
     "Mistral-7B": (128, (50, 66, 80, 102), (5, 10, 17, 38)),
 }
-# Table 1, % of the energy in 1, 2, 5, 10, 20, 40 components: M, E. None is illegible in
-# our copy, as are the labels of the first two rows; that they are 1 and 2 agrees with table 2.
+# Table 1, % of the energy in 1, 2, 5, 10, 20, 40 components: M, E. None: illegible in our copy.
+# The labels of the first two rows are illegible, too; 1 and 2 agree with table 2.
 PUBLISHED_SHARES = {
     "GPT-2": ((5, 10, 20, 33, 53, 81), (None, 90, 96, 98, 99, 100)),
     "LLaMA-1B": ((6, 12, 25, 42, 66, 92), (43, 63, 83, 93, 98, 100)),
@@ -34,21 +34,27 @@ PUBLISHED_ERRORS = {
     20: ("0.18 to 0.29", "0.52 to 0.84"),
     40: ("0.05 to 0.14", "0.16 to 0.39"),
 }
-PUBLISHED_GAP = (5, 25)  # abstract: how many times fewer components E needs than M
+PUBLISHED_GAP = (5, 25)  # abstract: components of M over components of E
 PAPER = "the paper"
 ERRORS = ("mean row of |p - p_r|", "worst row", "|o - o_r| / |o|")  # columns of `data`
 KEYS = ("incoherence", "condition")
 
 
-def tables(found: Results) -> list[Table]:
+def tables(results: Results) -> list[Table]:
     """Returns the report's tables."""
-    made = [_ranks(found), _shares(found), _gaps(found), _errors(found), _geometry(found)]
-    return [*made, *([_perplexity(found)] if found.measured.perplexity else [])]
+    always = [
+        _ranks(results),
+        _shares(results),
+        _gaps(results),
+        _errors(results),
+        _geometry(results),
+    ]
+    return [*always, *([_perplexity(results)] if results.measured.perplexity else [])]
 
 
-def _row(found: Results, kind: Kind) -> list:
+def _row(results: Results, kind: Kind) -> list:
     """Returns the first cells of a row about a matrix."""
-    return [found.name, kind[0], kind[1] or None, found.measured.key_dim]
+    return [results.name, kind[0], kind[1] or None, results.measured.key_dim]
 
 
 _BEGIN = [Column("model"), Column("matrix"), Column("tokens", ",d"), Column("channels", "d")]
@@ -56,21 +62,21 @@ _BEGIN = [Column("model"), Column("matrix"), Column("tokens", ",d"), Column("cha
 
 def _published(rows: Mapping[str, tuple]) -> list[list]:
     """Returns the paper's rows, M and E of each model."""
-    found = []
+    published = []
     for name, (of_m, of_e) in rows.items():
         dim = PUBLISHED_RANKS[name][0]
-        found.append([f"{name} ({PAPER})", WEIGHTS, None, dim, *of_m])
-        found.append([f"{name} ({PAPER})", LOGITS, PAPER_LENGTH, dim, *of_e])
-    return found
+        published.append([f"{name} ({PAPER})", WEIGHTS, None, dim, *of_m])
+        published.append([f"{name} ({PAPER})", LOGITS, PAPER_LENGTH, dim, *of_e])
+    return published
 
 
-def _ranks(found: Results) -> Table:
+def _ranks(results: Results) -> Table:
     rows = []
-    for kind in found.kinds():
-        spread = found.spread(kind)
+    for kind in results.kinds():
+        spread = results.spread(kind)
         quartiles = f"{spread.low:g} to {spread.high:g}"
-        medians = [found.median(kind, share) for share in spectrum.SHARES]
-        rows.append([*_row(found, kind), *medians, quartiles, spread.between_texts])
+        medians = [results.median(kind, share) for share in spectrum.SHARES]
+        rows.append([*_row(results, kind), *medians, quartiles, spread.between_texts])
     published = {name: (of_m, of_e) for name, (_, of_m, of_e) in PUBLISHED_RANKS.items()}
     rows += [[*row, None, None] for row in _published(published)]
     shares = [Column(f"{share:.0%}", ".4g") for share in spectrum.SHARES]
@@ -78,7 +84,7 @@ def _ranks(found: Results) -> Table:
         "Components for a share of the energy",
         [*_BEGIN, *shares, Column("90 %, middle half of heads"), Column("90 %, between texts")],
         rows,
-        f"Medians over {found.num_heads:,} heads and {len(found.texts)} texts; quartiles "
+        f"Medians over {results.num_heads:,} heads and {len(results.texts)} texts; quartiles "
         "over heads, and the standard deviation of the texts' medians. M is W_Q W_Kᵀ: "
         "without RoPE as in the paper, under RoPE at distances of 0, 1, 2, 4, ... "
         "tokens, and its mean over all pairs of a query and an earlier or equal key. E "
@@ -87,12 +93,12 @@ def _ranks(found: Results) -> Table:
     )
 
 
-def _shares(found: Results) -> Table:
+def _shares(results: Results) -> Table:
     rows = []
-    for kind in found.kinds():
-        median = 100 * np.median(found.curve(kind), axis=(0, 1, 2))
+    for kind in results.kinds():
+        median = 100 * np.median(results.curve(kind), axis=(0, 1, 2))
         at = [float(median[min(r, len(median)) - 1]) for r in COMPONENTS]
-        rows.append([*_row(found, kind), *at])
+        rows.append([*_row(results, kind), *at])
     rows += _published(PUBLISHED_SHARES)
     return Table(
         "Share of the energy, in %, by components",
@@ -103,9 +109,9 @@ def _shares(found: Results) -> Table:
     )
 
 
-def _gaps(found: Results) -> Table:
+def _gaps(results: Results) -> Table:
     rows = []
-    for gap in found.gaps():
+    for gap in results.gaps():
         numbers = [gap[name] for name in ("matrix", "tokens", "of_m", "of_e", "ratio")]
         of_heads = gap["of_heads"]
         rows.append([*numbers, of_heads and f"{of_heads[0]:.1f} to {of_heads[1]:.1f}"])
@@ -130,7 +136,7 @@ def _gaps(found: Results) -> Table:
     )
 
 
-def _errors(found: Results) -> Table:
+def _errors(results: Results) -> Table:
     rows = [
         [
             "causal" if row["causal"] else "all",
@@ -138,7 +144,7 @@ def _errors(found: Results) -> Table:
             row["rank"],
             *(row[name] for name in ("mean", "worst", "bound", "output")),
         ]
-        for row in found.errors()
+        for row in results.errors()
     ]
     rows += [
         [f"all ({PAPER})", PAPER_LENGTH, rank, mean, worst, None, None]
@@ -163,10 +169,10 @@ def _errors(found: Results) -> Table:
     )
 
 
-def _geometry(found: Results) -> Table:
+def _geometry(results: Results) -> Table:
     names = ("tokens", "beta", "of_vectors", "beta_most", "incoherence", "incoherence_most")
     names += ("condition", "condition_most")
-    rows = [[row[name] for name in names] for row in found.geometry()]
+    rows = [[row[name] for name in names] for row in results.geometry()]
     rows.append([PAPER_LENGTH, f"2.5 to 5.6 ({PAPER})", None, 14.0, *[None] * 4])
     columns = ["beta", "of vectors", "beta, most", "mu of keys", "mu, most"]
     columns += ["condition of keys", "condition, most"]
@@ -182,17 +188,17 @@ def _geometry(found: Results) -> Table:
     )
 
 
-def _perplexity(found: Results) -> Table:
+def _perplexity(results: Results) -> Table:
     rows = [
         [row["tokens"], row["rank"] or "unmodified", row["perplexity"], row["times"]]
-        + [row["by_text"][name] for name in found.texts]
-        for row in found.perplexities()
+        + [row["by_text"][name] for name in results.texts]
+        for row in results.perplexities()
     ]
     numbers = [Column("perplexity", ".3f"), Column("times", ".3f")]
     return Table(
         "Perplexity under logits of rank r",
         [Column("tokens", ",d"), Column("r", "d"), *numbers]
-        + [Column(name, ".3f") for name in found.texts],
+        + [Column(name, ".3f") for name in results.texts],
         rows,
         "Perplexity with the logits of all heads in all layers cut at rank r, all tokens "
         "of a row known, by row length.",
@@ -206,41 +212,41 @@ def rounded(x: np.ndarray) -> list:
     return float(f"{x:.6g}") if np.isfinite(x) else None
 
 
-def data(found: Results) -> dict:
+def data(results: Results) -> dict:
     """Returns every number, heads included: [layers][texts][heads], then [ranks] or [columns]."""
     summaries, heads = [], {}
-    for kind in found.kinds():
+    for kind in results.kinds():
         about = dict(matrix=kind[0], tokens=kind[1] or None)
         shares = {
-            f"{share:.0%}": dataclasses.asdict(found.spread(kind, share))
+            f"{share:.0%}": dataclasses.asdict(results.spread(kind, share))
             for share in spectrum.SHARES
         }
-        median = np.median(found.curve(kind), axis=(0, 1, 2)).tolist()
+        median = np.median(results.curve(kind), axis=(0, 1, 2)).tolist()
         summaries.append(about | dict(components=shares, cumulative=median))
         heads[f"{kind[0]}, {kind[1]} tokens" if kind[1] else kind[0]] = {
-            f"{share:.0%}": found.ranks(kind, share).tolist() for share in spectrum.SHARES
+            f"{share:.0%}": results.ranks(kind, share).tolist() for share in spectrum.SHARES
         }
     return dict(
-        model=found.name,
-        channels=found.measured.key_dim,
-        num_heads=found.num_heads,
-        texts=list(found.texts),
-        lengths=list(found.lengths),
+        model=results.name,
+        channels=results.measured.key_dim,
+        num_heads=results.num_heads,
+        texts=list(results.texts),
+        lengths=list(results.lengths),
         spectra=summaries,
-        gaps=found.gaps(),
-        attention=found.errors(),
-        geometry=found.geometry(),
-        perplexity=list(found.perplexities()),
+        gaps=results.gaps(),
+        attention=results.errors(),
+        geometry=results.geometry(),
+        perplexity=list(results.perplexities()),
         components_of_heads=heads,
         attention_of_heads=[
-            dict(tokens=tokens, causal=causal, ranks=found.measured.ranks, columns=ERRORS)
-            | dict(values=rounded(errors), bounds=rounded(found.measured.bounds[tokens]))
-            for (tokens, causal), errors in found.measured.errors.items()
+            dict(tokens=tokens, causal=causal, ranks=results.measured.ranks, columns=ERRORS)
+            | dict(values=rounded(errors), bounds=rounded(results.measured.bounds[tokens]))
+            for (tokens, causal), errors in results.measured.errors.items()
         ],
         geometry_of_heads=[
-            dict(tokens=length, beta=rounded(found.betas(length)))
-            | dict(columns=KEYS, keys=rounded(found.measured.keys[length]))
-            for length in found.lengths
+            dict(tokens=length, beta=rounded(results.betas(length)))
+            | dict(columns=KEYS, keys=rounded(results.measured.keys[length]))
+            for length in results.lengths
         ],
         published=dict(
             ranks=PUBLISHED_RANKS, cumulative=PUBLISHED_SHARES, attention=PUBLISHED_ERRORS

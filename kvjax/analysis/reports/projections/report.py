@@ -34,14 +34,14 @@ def section(model: LazyModel, request: Request) -> Section:
     with few_threads(model.transformer.block.d_model):
         layers = [_measure(heads) for heads in heads_lib.layers(model)]
     names = mechanism_names(model.transformer.mechanisms)
-    drawn = any(x is not None for layer in layers for x in layer["cosine"].values())
+    has_cosines = any(x is not None for layer in layers for x in layer["cosine"].values())
     return Section(
         name="projections",
         title="Similarity of query, key and value projections",
         lead=_lead(model.name, names, layers),
         finding=_finding(layers),
         figures=[
-            *([_cosine_figure(layers)] if drawn else []),
+            *([_cosine_figure(layers)] if has_cosines else []),
             _overlap_figure(layers),
             *map(lambda kind: _rank_figure(layers, kind), ("by_values", "by_squares")),
         ],
@@ -51,19 +51,19 @@ def section(model: LazyModel, request: Request) -> Section:
 
 
 def _measure(heads: Heads) -> _Layer:
-    """Returns cosines and overlaps by pair, effective ranks over the largest possible by name."""
-    found = projections.of_heads(heads)
-    products = projections.ProjectionProducts(found)
+    """Returns cosines and overlaps by pair, and by name effective ranks over the largest ones."""
+    weights = projections.of_heads(heads)
+    products = projections.ProjectionProducts(weights)
     possible = {name: products.possible_rank(name) for name in NAMES}
     ranks = {name: products.effective_ranks(name) for name in NAMES}
-    columns = {name: w.shape[1] * w.shape[2] for name, w in found.items()}
+    columns = {name: w.shape[1] * w.shape[2] for name, w in weights.items()}
     D = len(heads.query_DNH)
-    random = {n: projections.effective_ranks_by_chance(D, columns[n]) for n in NAMES}
+    chance_ranks = {n: projections.effective_ranks_by_chance(D, columns[n]) for n in NAMES}
 
-    def share(ranks, i):
+    def shares(ranks, i):
         return {name: ranks[name][i] / possible[name] for name in NAMES}
 
-    cosine = {(a, b): projections.cosine(found[a], found[b]) for a, b in PAIRS}
+    cosine = {(a, b): projections.cosine(weights[a], weights[b]) for a, b in PAIRS}
     chance = {
         (a, b): None if cosine[a, b] is None else (D * max(columns[a], columns[b])) ** -0.5
         for a, b in PAIRS
@@ -73,10 +73,10 @@ def _measure(heads: Heads) -> _Layer:
         cosine_by_chance=chance,
         overlap={pair: products.overlap(*pair) for pair in PAIRS},
         overlap_by_chance={pair: products.overlap_by_chance(*pair) for pair in PAIRS},
-        by_values=share(ranks, 0),
-        by_squares=share(ranks, 1),
-        by_values_by_chance=share(random, 0),
-        by_squares_by_chance=share(random, 1),
+        by_values=shares(ranks, 0),
+        by_squares=shares(ranks, 1),
+        by_values_by_chance=shares(chance_ranks, 0),
+        by_squares_by_chance=shares(chance_ranks, 1),
         possible=possible,
     )
 
@@ -85,17 +85,17 @@ def _label(pair: tuple[str, str]) -> str:
     return f"{pair[0]} and {pair[1]}"
 
 
-def _pick(layers: list[_Layer], kind: str, key) -> list[float | None]:
+def _by_layer(layers: list[_Layer], kind: str, key) -> list[float | None]:
     return [layer[kind][key] for layer in layers]
 
 
 def _mean(values: list[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there else None
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _cosine_figure(layers: list[_Layer]) -> Figure:
-    series = {_label(pair): _pick(layers, "cosine", pair) for pair in PAIRS}
+    series = {_label(pair): _by_layer(layers, "cosine", pair) for pair in PAIRS}
     return figures.curves(
         "Cosine of the projections",
         figures.over_layers(series),
@@ -110,9 +110,9 @@ def _cosine_figure(layers: list[_Layer]) -> Figure:
 
 
 def _overlap_figure(layers: list[_Layer]) -> Figure:
-    series = {_label(pair): _pick(layers, "overlap", pair) for pair in PAIRS}
+    series = {_label(pair): _by_layer(layers, "overlap", pair) for pair in PAIRS}
     series |= {
-        f"{_label(pair)}, by chance": _pick(layers, "overlap_by_chance", pair) for pair in PAIRS
+        f"{_label(pair)}, by chance": _by_layer(layers, "overlap_by_chance", pair) for pair in PAIRS
     }
     return figures.curves(
         "Input directions that projections share",
@@ -128,10 +128,10 @@ def _overlap_figure(layers: list[_Layer]) -> Figure:
 
 
 def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
-    of = dict(by_values="singular values", by_squares="squares of singular values")[kind]
+    numbers = dict(by_values="singular values", by_squares="squares of singular values")[kind]
 
     def percent(kind, name):
-        return [100 * x for x in _pick(layers, kind, name)]
+        return [100 * x for x in _by_layer(layers, kind, name)]
 
     series = {name: percent(kind, name) for name in NAMES}
     by_chance: dict[tuple[float, ...], list[str]] = {}
@@ -139,9 +139,9 @@ def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
         by_chance.setdefault(tuple(percent(f"{kind}_by_chance", name)), []).append(name)
     series |= {f"by chance, {' and '.join(names)}": list(x) for x, names in by_chance.items()}
     return figures.curves(
-        f"Effective ranks of projections, by {of}",
+        f"Effective ranks of projections, by {numbers}",
         figures.over_layers(series),
-        f"exp of the entropy of the {of} of each projection, over the largest possible. "
+        f"exp of the entropy of the {numbers} of each projection, over the largest possible. "
         "By chance: a matrix of independent normal numbers. Projection sharing, section "
         "4, has 67.1 % (keys) and 68.6 % (values), of singular values or of their "
         "squares.",
@@ -154,16 +154,18 @@ def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
 def _mean_table(layers: list[_Layer]) -> Table:
     rows: list[list[Cell]] = []
     for pair in PAIRS:
-        measured = [_mean(_pick(layers, kind, pair)) for kind in ("cosine", "cosine_by_chance")]
+        measured = [_mean(_by_layer(layers, kind, pair)) for kind in ("cosine", "cosine_by_chance")]
         rows.append([f"cosine, {_label(pair)}", *measured, PUBLISHED[pair]])
     for pair in PAIRS:
-        measured = [_mean(_pick(layers, kind, pair)) for kind in ("overlap", "overlap_by_chance")]
+        measured = [
+            _mean(_by_layer(layers, kind, pair)) for kind in ("overlap", "overlap_by_chance")
+        ]
         rows.append([f"overlap, {_label(pair)}", *measured, None])
-    for kind, of in (("by_values", "singular values"), ("by_squares", "squares")):
+    for kind, numbers in (("by_values", "singular values"), ("by_squares", "squares")):
         for name in NAMES:
-            measured = [_mean(_pick(layers, k, name)) for k in (kind, f"{kind}_by_chance")]
+            measured = [_mean(_by_layer(layers, k, name)) for k in (kind, f"{kind}_by_chance")]
             paper = PUBLISHED_RANKS[name] / PUBLISHED_POSSIBLE if name in PUBLISHED_RANKS else None
-            rows.append([f"effective rank by {of}, {name}", *measured, paper])
+            rows.append([f"effective rank by {numbers}, {name}", *measured, paper])
     return Table(
         "Means over layers, beside the paper's",
         [
@@ -202,7 +204,7 @@ def _layer_table(layers: list[_Layer]) -> Table:
 
 def _lead(name: str, mechanisms: str, layers: list[_Layer]) -> str:
     measured = {
-        kind: _mean(_pick(layers, kind, ("key", "value")))
+        kind: _mean(_by_layer(layers, kind, ("key", "value")))
         for kind in ("cosine", "overlap", "overlap_by_chance")
     }
     shown = {kind: "none" if x is None else f"{x:z.3f}" for kind, x in measured.items()}
@@ -216,7 +218,8 @@ def _lead(name: str, mechanisms: str, layers: list[_Layer]) -> str:
 
 def _finding(layers: list[_Layer]) -> str:
     overlap, chance = (
-        _mean(_pick(layers, kind, ("key", "value"))) for kind in ("overlap", "overlap_by_chance")
+        _mean(_by_layer(layers, kind, ("key", "value")))
+        for kind in ("overlap", "overlap_by_chance")
     )
     if overlap is None or chance is None:
         return ""
@@ -224,11 +227,11 @@ def _finding(layers: list[_Layer]) -> str:
 
 
 def _plain(layer: _Layer) -> dict:
-    def named(key):
+    def text_key(key):
         return "_".join(key) if isinstance(key, tuple) else key
 
     return {
-        name: {named(key): value for key, value in numbers.items()}
+        name: {text_key(key): value for key, value in numbers.items()}
         for name, numbers in layer.items()
     }
 
