@@ -112,10 +112,10 @@ def lines() -> Iterator[str]:
     """Yields the lines of the terminal or of standard input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing in input())
-    ask = "> " if sys.stdin.isatty() else ""
+    prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            yield input(ask)
+            yield input(prompt)
         except EOFError:
             print(flush=True)
             return
@@ -152,14 +152,14 @@ class ChatSession:
             say(str(error))
 
     def _run_command(self, line: str) -> None:
-        name, _, rest = line.strip().partition(" ")
+        name, _, argument = line.strip().partition(" ")
         if name == "/reset":
             self.history.reset()
             say("a new conversation")
         elif name == "/save":
-            if not rest.strip():
+            if not argument.strip():
                 raise UserError("/save FILE: which file?")
-            path = runtime.path("/save", rest.strip())
+            path = runtime.path("/save", argument.strip())
             self.history.save(path)
             say(f"added to {path}")
         elif name == "/help":
@@ -167,8 +167,8 @@ class ChatSession:
         elif name == "/quit":
             raise SystemExit(0)
         else:
-            close = did_you_mean(name, _COMMANDS)
-            raise UserError(f"{name}: there is no such command{close}; /help lists them")
+            hint = did_you_mean(name, _COMMANDS)
+            raise UserError(f"{name}: there is no such command{hint}; /help lists them")
 
     def _answer(self, text: str) -> None:
         check_text("your message", text)
@@ -236,11 +236,11 @@ def _ended_by_interrupt(printer: _AnswerPrinter) -> Iterator[None]:
     def end(number, frame):
         printer.is_ended = True
 
-    before = signal.signal(signal.SIGINT, end)
+    previous_handler = signal.signal(signal.SIGINT, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 if __name__ == "__main__":

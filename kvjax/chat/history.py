@@ -50,8 +50,9 @@ class History:
                 return ids, left_out
             if len(kept) == 1:
                 raise UserError(
-                    f"the message has {len(ids):,} tokens with what stands around it, and there is "
-                    f"room for {self._max_tokens:,}: say it in fewer words, or lower --num_tokens"
+                    f"the message has {len(ids):,} tokens with the chat format around it, and "
+                    f"there is room for {self._max_tokens:,}: say it in fewer words, or lower "
+                    "--num_tokens"
                 )
             kept, left_out = kept[2:], left_out + 1
 
@@ -72,8 +73,8 @@ class History:
         """
         if len(self.turns) < 2:
             raise UserError("there is nothing to save: no message has an answer yet")
-        whole = len(self.turns) // 2 * 2
-        line = json.dumps({"messages": [*self._system, *self.turns[:whole]]}) + "\n"
+        answered = len(self.turns) // 2 * 2
+        line = json.dumps({"messages": [*self._system, *self.turns[:answered]]}) + "\n"
         try:
             if in_bucket(path):  # buckets cannot append
                 line = (path.read_text() if path.exists() else "") + line
@@ -88,7 +89,7 @@ def message_content(
 ) -> str | list[dict]:
     """Returns an answer as the content of a message: text, or parts if it calls the calculator.
 
-    A call without an end, and an end without a call, are text.
+    A call without its end token, and an end token without a call, are text.
     """
     if specials is None or not {specials.python_end, specials.output_end} & set(ids):
         return tokenizer.decode(ids)
@@ -97,18 +98,18 @@ def message_content(
         s.python_start: (s.python_end, "python"),
         s.output_start: (s.output_end, "python_output"),
     }
-    parts, text, i = [], [], 0
+    parts, text_ids, i = [], [], 0
     while i < len(ids):
         end, kind = closing.get(ids[i], (None, None))
-        stop = next((j for j in range(i + 1, len(ids)) if ids[j] == end), None)
-        if stop is None:
-            text.append(ids[i])
+        end_index = next((j for j in range(i + 1, len(ids)) if ids[j] == end), None)
+        if end_index is None:
+            text_ids.append(ids[i])
             i += 1
             continue
-        if text:
-            parts.append({"type": "text", "text": tokenizer.decode(text)})
-        parts.append({"type": kind, "text": tokenizer.decode(ids[i + 1 : stop])})
-        text, i = [], stop + 1
-    if text:
-        parts.append({"type": "text", "text": tokenizer.decode(text)})
+        if text_ids:
+            parts.append({"type": "text", "text": tokenizer.decode(text_ids)})
+        parts.append({"type": kind, "text": tokenizer.decode(ids[i + 1 : end_index])})
+        text_ids, i = [], end_index + 1
+    if text_ids:
+        parts.append({"type": "text", "text": tokenizer.decode(text_ids)})
     return parts

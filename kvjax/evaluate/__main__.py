@@ -61,8 +61,8 @@ def _parser() -> command_line.Parser:
     add("--calculator", default=calculator.MODES[0], help=text)
     text = "chat: ask for the whole function; completion: continue the prompt (chat)"
     add("--humaneval", default=generated.MODES[0], help=text)
-    text = "helpers that 3 of its tests call: the program's, as in the original, or the prompt's, "
-    text += "which no program can redefine (program)"
+    text = "whose helpers 3 of HumanEval's tests call: the program's, as in the original, or the "
+    text += "prompt's, which no program can redefine (program)"
     add("--humaneval_helpers", default=generated.HELPERS[0], help=text)
     add("--sandbox", default="auto", help="auto, linux or wasm (auto: one that works here)")
     text = "run HumanEval's programs with limits but no sandbox; recorded in the results"
@@ -100,7 +100,7 @@ def _compare(options: argparse.Namespace, out: Output) -> None:
 
 def _evaluate(options: argparse.Namespace, out: Output) -> None:
     command_line.require(options, workdir="the folder of a trained run, as runs/lrkv_tiny")
-    names = _names(options.tasks)
+    names = _task_names(options.tasks)
     share = _share(options.share)
     for key, least in (("batch", 1), ("limit", 0), ("num_tokens", 1)):
         at_least(key, getattr(options, key), least)
@@ -154,8 +154,8 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
             generator = Generator(loaded.model, loaded.compute)
             del loaded  # frees the weights that the generator has converted
         model = CachedModel(generator, saved.tokenizer, dialogue, batch=options.batch)
-        done = evaluation.run(model, plan, stores)
-    result = summary.make(done, core, about, summary.read(epath.Path(folder)))
+        evaluated = evaluation.run(model, plan, stores)
+    result = summary.make(evaluated, core, about, summary.read(epath.Path(folder)))
     try:
         path = summary.write(epath.Path(folder), result)
     finally:  # show the results even if they cannot be written
@@ -167,7 +167,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 
-def _names(option: str) -> tuple[str, ...]:
+def _task_names(option: str) -> tuple[str, ...]:
     if not option:
         return tuple(task_lib.TASKS)
     return tuple(dict.fromkeys(lists.names("--tasks", option, task_lib.NAMES)))
@@ -214,8 +214,8 @@ def _dialogue(saved: trained.SavedModel, names: tuple[str, ...], mode: str, day:
     Args:
       day: date for a chat template.
     """
-    plain = {task_lib.CORE, "humaneval"} if mode == "completion" else {task_lib.CORE}
-    if set(names) <= plain and specials_lib.missing(saved.tokenizer):
+    tasks_without_chat = {task_lib.CORE, "humaneval"} if mode == "completion" else {task_lib.CORE}
+    if set(names) <= tasks_without_chat and specials_lib.missing(saved.tokenizer):
         return PlainDialogue(saved.tokenizer)
     return dialogue_lib.of(saved, day=day)
 
@@ -285,10 +285,10 @@ def _defaults(saved: trained.SavedModel, options: Mapping[str, Any]) -> dict[str
     ends = options["ends"]
     if options["dialogue"] != "nanochat":
         vocab_size = saved.experiment.model.vocab_size
-        named = origin.ends(saved.token_files, saved.tokenizer, vocab_size)
-        ends = sorted({*named, saved.tokenizer.bos_id})
-    same = {key: options[key] for key in ("template", "day")}
-    return same | dict(ends=ends, calculator=calculator.MODES[0])
+        file_ends = origin.ends(saved.token_files, saved.tokenizer, vocab_size)
+        ends = sorted({*file_ends, saved.tokenizer.bos_id})
+    present = {key: options[key] for key in ("template", "day")}
+    return present | dict(ends=ends, calculator=calculator.MODES[0])
 
 
 if __name__ == "__main__":

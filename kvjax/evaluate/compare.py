@@ -20,8 +20,8 @@ from kvjax.foundation.files import matching_entries
 from kvjax.foundation.output import Table
 
 # Identity keys that may differ between two models.
-_OF_MODEL = ("checkpoint", "tokenizer", "template", "day", "ends")
-_DEFAULTS = dict(calculator=calculator.MODES[0])  # of rows of earlier versions
+_MODEL_KEYS = ("checkpoint", "tokenizer", "template", "day", "ends")
+_DEFAULTS = dict(calculator=calculator.MODES[0])  # keys that earlier versions did not write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,11 @@ def open(name: str, option: str = "--compare") -> Evaluated:
     Raises:
       UserError: there is none.
     """
-    given = runtime.path(option, name)
-    if matching_entries(given, "*.jsonl"):
-        return _read(name, given)
-    path, at, step = name.rpartition("@")
-    by_step = bool(at) and step.isdecimal()
+    folder = runtime.path(option, name)
+    if matching_entries(folder, "*.jsonl"):
+        return _read(name, folder)
+    path, separator, step = name.rpartition("@")
+    by_step = bool(separator) and step.isdecimal()
     root = runtime.path(option, path if by_step else name) / rows_lib.FOLDER
     folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
     steps = sorted(int(path.name) for path in folders if path.name.isdecimal())
@@ -98,9 +98,9 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
     """Compares verdicts on the questions that all models answered, by task; then means over tasks.
 
     Each entry has the score of both sides and their difference with its interval. Tasks also have
-    the number of questions and, for two single models, the questions that only one of them got
-    right and the p-value of McNemar's exact test. `combined` is the mean of the five tasks, `core`
-    CORE's mean of centred accuracies; each needs all of its tasks.
+    the number of questions and, if each side is a single model, the questions that only one of them
+    got right and the p-value of McNemar's exact test. `combined` is the mean of the five tasks,
+    `core` CORE's mean of centred accuracies; each needs all of its tasks.
 
     Raises:
       UserError: no questions in common, or other data or options.
@@ -117,7 +117,7 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
         differences[task] = paired.difference(*sides)
         results[task] = _entry(differences[task]) | {"rows": len(rows)}
         if len(one) == len(other) == 1:
-            results[task] |= _tested(*(side[0] for side in sides))
+            results[task] |= _mcnemar(*(side[0] for side in sides))
     if not results:
         raise UserError("--compare: the two sides have no questions in common")
     if results.keys() >= TASKS.keys():
@@ -137,7 +137,7 @@ def _entry(difference: Difference) -> dict:
     }
 
 
-def _tested(first_Q: np.ndarray, second_Q: np.ndarray) -> dict:
+def _mcnemar(first_Q: np.ndarray, second_Q: np.ndarray) -> dict:
     counts = int((first_Q & ~second_Q).sum()), int((second_Q & ~first_Q).sum())
     return {"only_one": counts[0], "only_other": counts[1], "p": paired.p_value(*counts)}
 
@@ -147,7 +147,7 @@ def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
     for e in everyone[1:]:
         a, b = _DEFAULTS | first.identities[task], _DEFAULTS | e.identities[task]
         for key in sorted(a.keys() | b.keys()):
-            if key not in _OF_MODEL and a.get(key) != b.get(key):
+            if key not in _MODEL_KEYS and a.get(key) != b.get(key):
                 raise UserError(
                     f"--compare: {task} was evaluated with {key} = {a.get(key)!r} for {first.name} "
                     f"and with {b.get(key)!r} for {e.name}: evaluate both with the same"
@@ -172,14 +172,14 @@ def table(results: Mapping[str, dict], one: Sequence[str], other: Sequence[str])
         )
     header = ("task", "first, %", "second, %", "difference", "interval", "p", "questions")
     notes = ["95 % intervals; for means over tasks, distances to the bounds add in quadrature."]
-    notes += _tests(results)
+    notes += _test_notes(results)
     if min(len(one), len(other)) < 3:
         notes.append("A claim between mechanisms needs three seeds of each.")
     return Table(f"{'+'.join(one)} and {'+'.join(other)}", header, rows, notes)
 
 
-def _tests(results: Mapping[str, dict]) -> list[str]:
-    """Returns a note on the tests that reject after Holm's correction."""
+def _test_notes(results: Mapping[str, dict]) -> list[str]:
+    """Returns a note on the tasks whose test rejects equality after Holm's correction."""
     p_values = {task: entry["p"] for task, entry in results.items() if "p" in entry}
     if not p_values:
         return ["Intervals cover questions and seeds (Welch's t)."]

@@ -39,12 +39,12 @@ class CoreTask:
     """A task of CORE.
 
     Attributes:
-      label: its name.
+      label: name of the task.
       kind: one of multiple_choice, schema and language_modeling.
       delimiter: between a question and its answer.
       chance: accuracy of guessing.
       items: rows, shuffled.
-      places: file and row number of each, for messages.
+      places: file and row number of each item, for messages.
     """
 
     label: str
@@ -180,7 +180,7 @@ def _row(task: CoreTask, i: int, sequences: Sequences, scored: Sequence[Scored])
 
 
 def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
-    """Returns what is scored for a row: the tokens before each answer, and the answer's own."""
+    """Returns a row's (context, continuation) pairs of tokens, one per answer to score."""
     rng = random.Random(1234 + i)
     others = [j for j in range(len(task.items)) if j != i]
     shots = [task.items[j] for j in rng.sample(others, task.shots)] if task.shots else []

@@ -20,8 +20,8 @@ class Questions:
     """Questions of a task.
 
     Attributes:
-      items: parsed, in file order.
-      places: file and row number of each, for messages.
+      items: parsed questions, in file order.
+      places: file and row number of each item, for messages.
       digest: SHA-256 of the files.
     """
 
@@ -32,18 +32,18 @@ class Questions:
     digest: str
 
 
-def read(task: Task, folder: str, given: str = "") -> Questions:
+def read(task: Task, folder: str, override: str = "") -> Questions:
     """Reads the questions of a task.
 
     Args:
-      folder: of all tasks' data, see `Task.patterns`.
-      given: a file, folder or glob to read instead.
+      folder: holds the data of all tasks, see `Task.patterns`.
+      override: a file, folder or glob to read instead.
 
     Raises:
       MissingDataError: no file; the message names the download.
       DataError: a row of another form, with file and row.
     """
-    files = _given(task, given) if given else _found(task, folder)
+    files = _override_files(task, override) if override else _default_files(task, folder)
     items, places = [], []
     for file in files:
         for place, row in records.read(file):
@@ -60,12 +60,12 @@ def read(task: Task, folder: str, given: str = "") -> Questions:
     return Questions(task, items, places, names, records.digest(files))
 
 
-def other_counts(found: Iterable[Questions]) -> list[str]:
+def other_counts(questions: Iterable[Questions]) -> list[str]:
     """Returns warnings for sets whose number of rows differs from the published one."""
     return [
         f"{q.task.name}: {', '.join(q.files[:3])} has {len(q.items):,} rows, the published set has "
         f"{q.task.rows:,}: scores are not comparable with published ones"
-        for q in found
+        for q in questions
         if len(q.items) != q.task.rows
     ]
 
@@ -76,40 +76,39 @@ def file_options(texts: Sequence[str]) -> dict[str, str]:
     Raises:
       DataError: another form.
     """
-    found = {}
+    paths = {}
     for text in texts:
         name, equals, path = text.partition("=")
         if not equals or not path:
             raise DataError(f"--file={text}: give TASK=PATH, as mmlu=~/data/mmlu.jsonl")
-        found[name] = path
-    return found
+        paths[name] = path
+    return paths
 
 
-def _given(task: Task, given: str) -> list[epath.Path]:
-    where = f"--file={task.name} = {given!r}"
-    return matching.files(given, records.SUFFIXES, where, "; give a file, a folder or a pattern")
+def _override_files(task: Task, override: str) -> list[epath.Path]:
+    where = f"--file={task.name} = {override!r}"
+    return matching.files(override, records.SUFFIXES, where, "; give a file, a folder or a pattern")
 
 
-def _found(task: Task, folder: str) -> list[epath.Path]:
+def _default_files(task: Task, folder: str) -> list[epath.Path]:
     root = runtime.folder("--data", folder)
     for pattern in task.patterns:
         if files := _matching(root / pattern):
             return files
     repository, name = task.fetch
-    looked = ", ".join(task.patterns)
     raise MissingDataError(
-        f"{task.name}: no file in {os.fspath(root)} (looked for {looked}). Download it: "
-        f"hf download {repository} --repo-type=dataset --local-dir={os.fspath(root / name)}; or "
-        f"give a file: --file={task.name}=PATH"
+        f"{task.name}: no file in {os.fspath(root)} (looked for {', '.join(task.patterns)}). "
+        f"Download it: hf download {repository} --repo-type=dataset "
+        f"--local-dir={os.fspath(root / name)}; or give a file: --file={task.name}=PATH"
     )
 
 
 def _matching(pattern: epath.Path) -> list[epath.Path]:
     try:
-        found = matching.find(pattern, records.SUFFIXES)
+        paths = matching.find(pattern, records.SUFFIXES)
     except OSError:
         return []
-    return [path for path in found if formats.suffix(path.name, records.SUFFIXES)]
+    return [path for path in paths if formats.suffix(path.name, records.SUFFIXES)]
 
 
 def data_info(all_questions: Mapping[str, Questions]) -> dict[str, dict]:

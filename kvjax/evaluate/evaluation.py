@@ -64,7 +64,7 @@ class TaskRows:
 
 
 class Checked(NamedTuple):
-    """Result of checking a plan: warnings, and digests of the rows' prompts by task."""
+    """Result of checking a plan: warnings, and by task the digest of each row's prompt."""
 
     warnings: list[str]
     prompts: dict[str, list[str]]
@@ -84,13 +84,13 @@ def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checke
         items = questions.items[: plan.count(len(questions.items))]
         if questions.task.kind == LETTERS:
             letters.check(model, items)
-            prompts, more = [letters.prompt(model, item) for item in items], 0
+            prompts, num_tokens = [letters.prompt(model, item) for item in items], 0
         else:
             if name == "humaneval":
                 _check_tests(items, questions.places, plan.answers.helpers)
             prompts = [generated.prompt(model, item, plan.answers.mode) for item in items]
-            more = plan.answers.num_tokens
-        warnings += _lengths(model, name, questions.places, prompts, more, context)
+            num_tokens = plan.answers.num_tokens
+        warnings += _check_lengths(model, name, questions.places, prompts, num_tokens, context)
         digests[name] = [letters.prompt_hash(ids) for ids, _ in prompts]
     return Checked(warnings, digests)
 
@@ -104,19 +104,24 @@ def _check_tests(items, places, helpers: str) -> None:
             raise UserError(f"{place}: {error}") from error
 
 
-def _lengths(model, name, places, prompts, more: int, context: int) -> list[str]:
+def _check_lengths(model, name, places, prompts, num_tokens: int, context: int) -> list[str]:
+    """Raises a UserError for a prompt that does not fit; returns warnings on long prompts.
+
+    Args:
+      num_tokens: maximum tokens to generate after a prompt.
+    """
     lengths = [len(ids) for ids, _ in prompts]
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    needed = lengths[longest] + max(0, more - 1)  # the last generated token is not an input
+    needed = lengths[longest] + max(0, num_tokens - 1)  # the last generated token is not an input
     if model.positions is not None and needed > model.positions:
-        generation = f" and {more} to generate" if more else ""
+        generation = f" and {num_tokens} to generate" if num_tokens else ""
         raise UserError(
             f"{places[longest]}: {lengths[longest]} tokens{generation}; the model has "
             f"{model.positions} positions: remove {name} from --tasks"
-            + (", or lower --num_tokens" if more else "")
+            + (", or lower --num_tokens" if num_tokens else "")
         )
     warnings = []
-    if beyond := sum(length + more > context for length in lengths):
+    if beyond := sum(length + num_tokens > context for length in lengths):
         warnings.append(
             f"{name}: {beyond:,} of {len(lengths):,} prompts may exceed the training length of "
             f"{context:,} tokens"
@@ -139,7 +144,8 @@ def opened(
 
     Args:
       folder: of the checkpoint's evaluations.
-      identities, defaults, prompts: see `RowStore`; by task but for `defaults`.
+      identities, prompts: see `RowStore`; by task.
+      defaults: see `RowStore`.
 
     Raises:
       UserError: there are rows of another model or other options, or rows cannot be written.

@@ -22,7 +22,7 @@ from kvjax.evaluate.model import BenchmarkModel
 
 NUM_TOKENS = 512
 MODES = ("chat", "completion")  # of HumanEval
-HELPERS = ("program", "prompt")  # whose helpers HumanEval's tests call
+HELPERS = ("program", "prompt")  # source of the helpers that HumanEval's tests call
 # Stop sequences of a completed function (Chen et al., 2021).
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
@@ -73,14 +73,14 @@ def ask(
     if isinstance(chosen[0], CodeProblem):
         specials = set(model.dialogue.specials or ())
         for row, answer in zip(rows, answers, strict=True):
-            if specials & set(answer.ids):  # the program contains their names
+            if specials & set(answer.ids):  # their names are in the program's text
                 row["specials"] = True
     if isinstance(chosen[0], MathProblem):
         verdicts = [sum_verdict(row["text"], item) for row, item in zip(rows, chosen, strict=True)]
     else:
-        make = completed if is_completed else program
+        make_program = completed if is_completed else program
         programs = [
-            (make(item, row["text"]), test(item, options.helpers), item.entry_point)
+            (make_program(item, row["text"]), test(item, options.helpers), item.entry_point)
             for row, item in zip(rows, chosen, strict=True)
         ]
         verdicts = options.judge(programs)
@@ -130,10 +130,10 @@ def number(text: str) -> str | None:
 
 
 def sum_verdict(text: str, item: MathProblem) -> Verdict:
-    found, reference = number(text), number(item.answer)
-    if found is None:
+    answer, reference = number(text), number(item.answer)
+    if answer is None:
         return Verdict(False, "no marker")
-    return Verdict(found == reference, "" if found == reference else f"{found} for {reference}")
+    return Verdict(answer == reference, "" if answer == reference else f"{answer} for {reference}")
 
 
 # -- HumanEval -------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def completed(item: CodeProblem, text: str) -> str:
 
 
 def test(item: CodeProblem, helpers: str) -> str:
-    """Returns the test of a problem, preceded by the prompt's helpers if these are selected.
+    """Returns the test of a problem, after the prompt's helpers if these are selected.
 
     Raises:
       SandboxError: the test or the prompt is not Python.
@@ -164,8 +164,8 @@ def test(item: CodeProblem, helpers: str) -> str:
         raise sandbox.SandboxError(
             f"prompt of {item.entry_point} is not Python: {error}"
         ) from error
-    own = [node for node in tree.body if getattr(node, "name", "") != item.entry_point]
-    return f"{ast.unparse(ast.Module(own, []))}\n\n{item.test}"
+    definitions = [node for node in tree.body if getattr(node, "name", "") != item.entry_point]
+    return f"{ast.unparse(ast.Module(definitions, []))}\n\n{item.test}"
 
 
 def code(text: str) -> str:

@@ -25,10 +25,10 @@ def ask(
     """Evaluates some questions; returns their rows."""
     prompts = [prompt(model, items[i]) for i in indices]
     candidates = [letter_ids(model.tokenizer, items[i].letters) for i in indices]
-    found = model.choices([ids for ids, _ in prompts], candidates)
+    logits_of_prompts = model.choices([ids for ids, _ in prompts], candidates)
     return [
         _row(i, items[i], *prompt, logits)
-        for i, prompt, logits in zip(indices, prompts, found, strict=True)
+        for i, prompt, logits in zip(indices, prompts, logits_of_prompts, strict=True)
     ]
 
 
@@ -45,7 +45,7 @@ def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
     Raises:
       UserError: a letter that is not one token.
     """
-    found = []
+    letter_tokens = []
     for letter in letters:
         ids = tokenizer.encode(letter)
         if len(ids) != 1:
@@ -53,8 +53,8 @@ def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
                 f"the letter {letter!r} is {len(ids)} tokens in this tokenizer: answers cannot be "
                 "compared by letter. Remove arc_easy, arc_challenge and mmlu from --tasks"
             )
-        found += ids
-    return found
+        letter_tokens += ids
+    return letter_tokens
 
 
 def check(model: BenchmarkModel, items: Sequence[MultipleChoice]) -> None:

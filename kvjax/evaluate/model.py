@@ -1,4 +1,4 @@
-"""The model under evaluation, as an interface of three methods that tests implement by oracles."""
+"""The model under evaluation: an interface of three methods, which tests implement by oracles."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -18,7 +18,7 @@ class BenchmarkModel(Protocol):
     """A model that tasks are evaluated on.
 
     Attributes:
-      dialogue: its chat format.
+      dialogue: chat format.
       positions: maximum number of positions; None: unlimited.
       batch: prompts per batch.
     """
@@ -69,8 +69,8 @@ class CachedModel:
         return self._scorer.continuations(sequences)
 
     def answers(self, prompts, **options) -> list[Answer]:
-        """Generates answers; pads the batch, so that one program is compiled."""
+        """Generates answers; pads the batch, so that a single program is compiled."""
         count = len(prompts)
         prompts = [*prompts, *[prompts[-1]] * (self.batch - count)]
-        found = answers_lib.answers(self._generator, self.dialogue, prompts, **options)
-        return found[:count]
+        results = answers_lib.answers(self._generator, self.dialogue, prompts, **options)
+        return results[:count]

@@ -44,8 +44,8 @@ def _lower_bound(only_first: int, only_second: int, questions: int) -> float:
     """Returns the 2.5 % quantile of s·(2t - 1), with confidence distributions for s and t.
 
     t is the first model's share of the discordant questions, Beta(b, c + 1) as in Clopper-Pearson's
-    lower bound; s is the share of discordant questions, from its upper bound's distribution where
-    the product is negative and from its lower bound's where it is positive.
+    lower bound. s is the share of discordant questions: for negative products with the distribution
+    of its upper bound, for positive ones with that of its lower bound.
     """
     from scipy import optimize, special
 
@@ -58,11 +58,13 @@ def _lower_bound(only_first: int, only_second: int, questions: int) -> float:
             if concordant
             else -1.0
         )
-    most = special.betaincinv(discordant + 1, concordant, levels) if concordant else np.ones(_NODES)
-    least = special.betaincinv(discordant, concordant + 1, levels)
+    upper_shares = (
+        special.betaincinv(discordant + 1, concordant, levels) if concordant else np.ones(_NODES)
+    )
+    lower_shares = special.betaincinv(discordant, concordant + 1, levels)
 
     def excess(bound: float) -> float:
-        shares = most if bound < 0 else least
+        shares = upper_shares if bound < 0 else lower_shares
         at_most = np.clip((1 + bound / shares) / 2, 0, 1)
         return float(special.betainc(only_first, only_second + 1, at_most).mean()) - _TAIL
 
@@ -89,7 +91,7 @@ class Difference:
     def score(self) -> Score:
         """The difference of means over seeds, with its interval over questions and seeds.
 
-        Bounds are clipped to `most`, which Welch's t of few seeds can exceed.
+        Bounds are clipped to `most`, because Welch's t of few seeds can exceed it.
         """
         value = float(np.mean(self.first_S) - np.mean(self.second_S))
         seeds = _welch_half(self.first_S, self.second_S)
@@ -110,8 +112,8 @@ class Difference:
 def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
     """Returns the difference of accuracies on one task.
 
-    Distances to the bounds are means over pairs of seeds, scaled by the ratio of standard
-    deviations over questions: the difference of means over seeds by a pair's difference.
+    Distances to the bounds are means over pairs of seeds. They are scaled by a ratio of standard
+    deviations over questions: of the differences of seeds' means, over those of single pairs.
 
     Args:
       first_SQ, second_SQ: verdicts, 0 or 1, of each model's seeds on the same questions.
@@ -119,10 +121,12 @@ def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
     questions = first_SQ.shape[1]
     distances, deviations = [], []
     for first_Q, second_Q in itertools.product(first_SQ.astype(int), second_SQ.astype(int)):
-        each_Q = first_Q - second_Q
-        low, high = interval(int((each_Q > 0).sum()), int((each_Q < 0).sum()), questions)
-        distances.append((each_Q.mean() - low, high - each_Q.mean()))
-        deviations.append(each_Q.std())
+        difference_Q = first_Q - second_Q
+        low, high = interval(
+            int((difference_Q > 0).sum()), int((difference_Q < 0).sum()), questions
+        )
+        distances.append((difference_Q.mean() - low, high - difference_Q.mean()))
+        deviations.append(difference_Q.std())
     mean_Q = first_SQ.mean(axis=0) - second_SQ.mean(axis=0)
     scale = mean_Q.std() / np.mean(deviations) if np.any(deviations) else 1.0
     below, above = scale * np.mean(distances, axis=0)
@@ -132,7 +136,7 @@ def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
 def mean(differences: Sequence[Difference]) -> Difference:
     """Returns the difference of means over tasks.
 
-    Tasks have different questions, so that their distances add in quadrature; seeds are paired.
+    Tasks have different questions, so their distances add in quadrature; seeds are paired.
     """
     return Difference(
         np.mean([each.first_S for each in differences], axis=0),

@@ -1,9 +1,9 @@
 """Saved rows of an evaluation: JSON lines, flushed at once.
 
-A row ends with its checksum (`json_text.with_checksum`; missing in old rows). The file is
+A row ends with its checksum (`json_text.with_checksum`; old rows have none). The file is
 WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl if several processes share the rows.
-TASK.json beside it identifies model, data and options. Saved rows are refused if model, data or
-options have changed since, or the prompt of a row (by its digest).
+TASK.json beside it identifies model, data and options. Saved rows are refused if model, data,
+options or the digest of a row's prompt have changed since.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +35,7 @@ class RowStore:
       identity: everything that determines the verdicts: model, data, options.
       share: (i, n): this process evaluates rows i, i + n, i + 2 n, ...
       defaults: values of identity keys that earlier versions did not write.
-      prompts: digests of the prompts of rows 0, 1, ..., as this process would ask them; saved rows
-        without an entry here are not compared.
+      prompts: digests of the present prompts of rows 0, 1, ...; saved rows beyond are not compared.
     """
 
     def __init__(
@@ -85,9 +84,9 @@ class RowStore:
         rows = list(rows)
         text = "".join(json.dumps(json_text.with_checksum(row)) + "\n" for row in rows)
         try:
-            if in_bucket(self.path):  # where nothing can be appended
-                before = self.path.read_text() if self.path.exists() else ""
-                self.path.write_text(before + text)
+            if in_bucket(self.path):  # buckets cannot append
+                earlier = self.path.read_text() if self.path.exists() else ""
+                self.path.write_text(earlier + text)
             else:
                 with open(os.fspath(self.path), "a", encoding="utf-8") as file:
                     file.write(text)
@@ -158,7 +157,7 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 
 def day(folder: epath.Path) -> str:
-    """Returns the date that a folder's rows have in their prompts, as 2026-11-27; "" for none."""
+    """Returns the date in the prompts of a folder's rows, as 2026-11-27; "" for none."""
     for path in (folder / f"{task}.json" for task in TASKS):
         date = json_text.read_object(path, _START_OVER).get("day") if path.exists() else None
         try:
@@ -184,7 +183,7 @@ def of_file(path: epath.Path) -> list[dict]:
     *lines, last = path.read_bytes().split(b"\n")
     with contextlib.suppress(ValueError):
         _row(last[:-1])
-        lines.append(last)  # complete but for its newline, which is damaged
+        lines.append(last)  # complete, except that its newline is damaged
     rows = []
     for number, line in enumerate(lines, 1):
         try:

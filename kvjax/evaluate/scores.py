@@ -22,37 +22,38 @@ class Score(NamedTuple):
 def accuracy(right: int, count: int) -> Score:
     """Returns the share of right answers with Wilson's interval, which stays within 0 to 1."""
     share, z2 = right / count, _Z * _Z
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    center = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = _Z * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
-    return Score(share, max(0.0, middle - half), min(1.0, middle + half))
+    return Score(share, max(0.0, center - half), min(1.0, center + half))
 
 
-def combined(found: Mapping[str, tuple[int, int]]) -> Score | None:
+def combined(counts: Mapping[str, tuple[int, int]]) -> Score | None:
     """Returns the mean of the five accuracies (LRKV, Table 3); None if one of them is missing.
 
     Distances to the bounds add in quadrature (Zou and Donner, 2008).
 
     Args:
-      found: right answers and questions, by task.
+      counts: (right answers, questions) by task.
     """
-    if not found.keys() >= TASKS.keys():
+    if not counts.keys() >= TASKS.keys():
         return None
-    accuracies = [accuracy(*found[name]) for name in TASKS]
+    accuracies = [accuracy(*counts[name]) for name in TASKS]
     mean = float(np.mean([score.value for score in accuracies]))
     below = math.hypot(*(score.value - score.low for score in accuracies)) / len(accuracies)
     above = math.hypot(*(score.high - score.value for score in accuracies)) / len(accuracies)
     return Score(mean, mean - below, mean + above)
 
 
-def chat_core(found: Mapping[str, tuple[int, int]]) -> float | None:
+def chat_core(counts: Mapping[str, tuple[int, int]]) -> float | None:
     """Returns nanochat's ChatCORE: the mean of (accuracy - chance)/(1 - chance)."""
-    if not found.keys() >= TASKS.keys():
+    if not counts.keys() >= TASKS.keys():
         return None
-    return float(
-        np.mean(
-            [centred(right / n, TASKS[t].chance) for t, (right, n) in found.items() if t in TASKS]
-        )
-    )
+    scores = [
+        centred(right / count, TASKS[name].chance)
+        for name, (right, count) in counts.items()
+        if name in TASKS
+    ]
+    return float(np.mean(scores))
 
 
 def centred(share: float | np.ndarray, chance: float) -> float | np.ndarray:

@@ -16,7 +16,7 @@ from kvjax.foundation import json_text, provenance, target
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Table
 
-# Keys of rows that are counted, and what the count says.
+# Keys of rows that are counted, with the text of the note on each count.
 _COUNTED = {
     "ties": "Questions where several letters have the largest logit",
     "unfinished": "Answers that reached the maximum number of tokens",
@@ -24,7 +24,7 @@ _COUNTED = {
     "specials": "Programs with the names of special tokens",
     "retried": "Programs that were judged twice",
 }
-_OF_HUMANEVAL = ("humaneval", "humaneval_helpers", "sandbox", "num_tokens")
+_HUMANEVAL_KEYS = ("humaneval", "humaneval_helpers", "sandbox", "num_tokens")
 
 
 def make(
@@ -37,18 +37,18 @@ def make(
 
     Args:
       about: model, data, options.
-      earlier: an earlier summary; tasks that are not evaluated now are taken from it if they have
-        the same model and chat template.
+      earlier: an earlier summary. Tasks that are not evaluated now are copied from it if model and
+        chat template are the same.
     """
-    before = earlier if earlier.get("model") == about["model"] else {}
+    kept = earlier if earlier.get("model") == about["model"] else {}
     chances = {core_tasks.label_of(task): task.chance for task in core}
-    tasks = _with_template(before.get("tasks", {}), about["options"]["template"])
-    for name, done in evaluated.items():
-        if done.rows:
-            tasks[name] = _task(done) | _options(name, about)
+    tasks = _with_template(kept.get("tasks", {}), about["options"]["template"])
+    for name, task_rows in evaluated.items():
+        if task_rows.rows:
+            tasks[name] = _task(task_rows) | _options(name, about)
             if name in chances:
                 tasks[name]["chance"] = chances[name]
-    result = dict(about, data=before.get("data", {}) | about["data"], tasks=tasks)
+    result = dict(about, data=kept.get("data", {}) | about["data"], tasks=tasks)
     complete = {
         name: (task["right"], task["rows"])
         for name, task in tasks.items()
@@ -88,23 +88,23 @@ def _task(done: TaskRows) -> dict[str, Any]:
     count, right = len(done.rows), done.right
     rows = done.rows.values()
     value, low, high = scores.accuracy(right, count)
-    scored = dict(rows=count, of=done.total, right=right, accuracy=value, interval=[low, high])
+    entry = dict(rows=count, of=done.total, right=right, accuracy=value, interval=[low, high])
     for key in _COUNTED:
         if number := sum(bool(row.get(key)) for row in rows):
-            scored[key] = number
+            entry[key] = number
     if done.num_new:
-        scored |= dict(asked_now=done.num_new, minutes_now=round(done.seconds / 60, 2))
-    return scored
+        entry |= dict(asked_now=done.num_new, minutes_now=round(done.seconds / 60, 2))
+    return entry
 
 
 def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that a task's score depends on."""
     options = about["options"]
-    keys = dict(gsm8k=("calculator", "num_tokens"), humaneval=_OF_HUMANEVAL).get(name, ())
+    keys = dict(gsm8k=("calculator", "num_tokens"), humaneval=_HUMANEVAL_KEYS).get(name, ())
     if options["template"] and is_conversation(name, options["humaneval"]):
         keys = ("template", *keys)
-    found = {key: options[key] for key in ("dialogue", "dtype", *keys) if key in options}
-    return found | (dict(limit=options["limit"]) if options["limit"] else {})
+    values = {key: options[key] for key in ("dialogue", "dtype", *keys) if key in options}
+    return values | (dict(limit=options["limit"]) if options["limit"] else {})
 
 
 def read(folder: epath.Path) -> dict:
@@ -124,14 +124,14 @@ def table(result: Mapping[str, Any]) -> Table:
     rows = []
     for name, task in result["tasks"].items():
         low, high = task["interval"]
-        done = f"{task['right']:,} of {task['rows']:,}"
+        right = f"{task['right']:,} of {task['rows']:,}"
         minutes = f"{task['minutes_now']:.1f}" if "minutes_now" in task else "-"
         rows.append(
             (
                 name,
                 f"{100 * task['accuracy']:.1f}",
                 f"{100 * low:.1f} to {100 * high:.1f}",
-                done,
+                right,
                 minutes,
             )
         )
@@ -184,6 +184,6 @@ def conditions(result: Mapping[str, Any]) -> str:
 
 def write(folder: epath.Path, result: Mapping[str, Any]) -> epath.Path:
     """Writes summary.json, with machine, versions and command."""
-    made = json_text.with_checksum(dict(result, made_by=provenance.provenance()))
-    target.write(folder, {SUMMARY: f"{json.dumps(made, indent=1)}\n".encode()})
+    record = json_text.with_checksum(dict(result, made_by=provenance.provenance()))
+    target.write(folder, {SUMMARY: f"{json.dumps(record, indent=1)}\n".encode()})
     return folder / SUMMARY

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(options: argparse.Namespace, out: Output) -> None:
-    names = _checked(options)
+    names = _check_options(options)
     runtime.start()
     from kvjax.lm_eval import options as options_lib, prompts
 
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
 
         from kvjax.lm_eval import adapter, tasks
     with progress.waiting("reading the tasks"):
-        read = tasks.read(
+        loaded_tasks = tasks.read(
             names,
             options.include_path,
             num_fewshot=options.num_fewshot,
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # the library prints to stdout
         results = lm_eval.simple_evaluate(
             model=model,
-            tasks=read,
+            tasks=loaded_tasks,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
             log_samples=bool(options.out),
@@ -127,12 +127,13 @@ def _print(results: dict, text: str, out: Output, *, saved: bool) -> None:
     except OSError as error:
         if saved or isinstance(error, BrokenPipeError):
             raise
-        where = target_lib.elsewhere({"results.json": text.encode()})
-        raise UserError(f"the table cannot be printed ({error.strerror}). {where}") from error
+        saved_where = target_lib.elsewhere({"results.json": text.encode()})
+        message = f"the table cannot be printed ({error.strerror}). {saved_where}"
+        raise UserError(message) from error
 
 
-def _checked(options: argparse.Namespace) -> list[str]:
-    """Returns the names of the tasks; raises a UserError for invalid options."""
+def _check_options(options: argparse.Namespace) -> list[str]:
+    """Checks the options; returns the names of the tasks."""
     command_line.require(
         options,
         workdir="the folder of a trained run, as runs/lrkv_tiny",
@@ -176,14 +177,14 @@ def _table(results: dict) -> tuple[list[str], list[list[str]]]:
     rows = []
     for name, values in {**results["results"], **results.get("groups", {})}.items():
         for key, value in values.items():
-            metric, comma, chosen = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
-            error = values.get(f"{metric}_stderr,{chosen}")
+            error = values.get(f"{metric}_stderr,{filter_name}")
             shots = results["n-shot"].get(name, "")
             error = f"{error:.4f}" if isinstance(error, float) else ""
             value = f"{value:.4f}" if isinstance(value, float) else str(value)
-            rows.append([name, chosen, str(shots), metric, value, error])
+            rows.append([name, filter_name, str(shots), metric, value, error])
     return ["task", "filter", "shots", "metric", "value", "standard error"], rows
 
 

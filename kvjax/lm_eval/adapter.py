@@ -33,7 +33,7 @@ from kvjax.lm_eval.generation_settings import GenerationSettings
 from kvjax.lm_eval.prompts import Prompts
 from kvjax.workdir import trained
 
-_CACHED_AFTER = 32  # batches between writes to the library's cache of answers
+_CHUNK = 32  # batches that are scored between writes to the library's cache
 
 # (texts or None, context ids, continuation ids), as lm-evaluation-harness passes them.
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -65,8 +65,8 @@ class KvjaxLM(TemplateLM):
           max_length: maximum tokens of a sequence; None: the training length.
           chips: devices that a cache's tokens are sharded over.
           seed: for sampling.
-          device: accepted for lm-evaluation-harness; JAX chooses the device.
-          max_batch_size: accepted likewise; unused.
+          device: must be JAX's platform; lm-evaluation-harness passes it.
+          max_batch_size: unused; lm-evaluation-harness passes it.
 
         Raises:
           UserError: an invalid option, or a workdir that cannot be read.
@@ -83,8 +83,8 @@ class KvjaxLM(TemplateLM):
         self.generator = Generator(loaded.model, loaded.compute, mesh=mesh)
         self._scorer = Scorer(self.generator, batch=batch_size)
         tokenizer = saved.tokenizer
-        named = (tokenizer.special(name) for name in specials.NAMES)
-        ends = (tokenizer.bos_id, *tokenizer.ends, *named)
+        control_ids = (tokenizer.special(name) for name in specials.NAMES)
+        ends = (tokenizer.bos_id, *tokenizer.ends, *control_ids)
         self._ends = sorted({i for i in ends if i is not None})
         self._without_text = frozenset(np.flatnonzero(tokenizer.token_bytes() == 0).tolist())
         self._device = jax.devices()[0].platform
@@ -136,9 +136,11 @@ class KvjaxLM(TemplateLM):
 
         Trailing blanks of the context belong to the continuation, as in the library.
         """
-        kept = context.rstrip()
-        whole = self.tok_encode(self.prompts.joined(kept, context[len(kept) :] + continuation))
-        ids = self.tok_encode(kept)
+        stripped = context.rstrip()
+        whole = self.tok_encode(
+            self.prompts.joined(stripped, context[len(stripped) :] + continuation)
+        )
+        ids = self.tok_encode(stripped)
         return whole[: len(ids)], whole[len(ids) :]
 
     # -- requests ----------------------------------------------------------------------------------
@@ -153,10 +155,10 @@ class KvjaxLM(TemplateLM):
         scores = [None] * len(requests)
         sizes = [len(context) + len(continuation) for _, context, continuation in requests]
         with progress.waiting("scoring") as doing:
-            for chosen in _by_size(range(len(requests)), sizes, self.batch_size * _CACHED_AFTER):
+            for chunk in _by_size(range(len(requests)), sizes, self.batch_size * _CHUNK):
                 doing.at(f"{sum(x is not None for x in scores):,} of {len(requests):,}")
-                parts = [self._truncated(requests[i]) for i in chosen]
-                for i, scored in zip(chosen, self._scorer.continuations(parts), strict=True):
+                pairs = [self._truncated(requests[i]) for i in chunk]
+                for i, scored in zip(chunk, self._scorer.continuations(pairs), strict=True):
                     scores[i] = (scored.log_likelihood, scored.is_greedy)
                     if requests[i][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[i][0], scores[i])
@@ -189,15 +191,15 @@ class KvjaxLM(TemplateLM):
         # first one after BOS; each token of a text is scored once.
         windows, counts = [], []
         for (text,) in (request.args for request in requests):
-            of_text = utils.get_rolling_token_windows(
+            text_windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(text, add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self._max_length,
                 context_len=1,
             )
-            before = len(windows)
-            windows += [(None, *utils.make_disjoint_window(window)) for window in of_text]
-            counts.append(len(windows) - before)
+            start = len(windows)
+            windows += [(None, *utils.make_disjoint_window(window)) for window in text_windows]
+            counts.append(len(windows) - start)
         scored = iter(self._loglikelihood_tokens(windows))
         totals = [float(sum(s for s, _ in itertools.islice(scored, n))) for n in counts]
         for request, total in zip(requests, totals, strict=True):
@@ -206,8 +208,8 @@ class KvjaxLM(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
         prompts, groups = [], {}
-        for i, (context, given) in enumerate(request.args for request in requests):
-            settings = generation_settings.parse(given, max_length=self._max_length)
+        for i, (context, generation_kwargs) in enumerate(request.args for request in requests):
+            settings = generation_settings.parse(generation_kwargs, max_length=self._max_length)
             ids = self.tok_encode(context)
             prompts.append(ids[-(self._max_length - settings.num_tokens) :])
             groups.setdefault((settings, self.prompts.is_rendered(context)), []).append(i)
@@ -219,15 +221,13 @@ class KvjaxLM(TemplateLM):
             for chosen in _by_size(group, sizes, self.batch_size)
         ]
         with progress.waiting("generating") as doing:
-            for number, ((settings, is_rendered), count, chosen) in enumerate(batches):
+            for batch, ((settings, is_rendered), count, chosen) in enumerate(batches):
                 doing.at(f"{sum(x is not None for x in results):,} of {len(requests):,}")
                 is_native = is_rendered and self.prompts.is_native
                 generate_batch = self._answers if is_native else self._texts
-                # Pad the last batch with repeats: another size would compile another program.
-                together = itertools.islice(itertools.cycle(chosen), min(count, self.batch_size))
-                texts = generate_batch(
-                    [prompts[i] for i in together], settings, self._seed + number
-                )
+                # Prompts repeat in the last batch: another size would compile another program.
+                padded = itertools.islice(itertools.cycle(chosen), min(count, self.batch_size))
+                texts = generate_batch([prompts[i] for i in padded], settings, self._seed + batch)
                 for i, text in zip(chosen, texts, strict=False):
                     results[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
@@ -253,21 +253,22 @@ class KvjaxLM(TemplateLM):
         texts = []
         for ids in generated.tokens:
             text = tokenizer.decode([i for i in ids if i not in self._without_text])
-            texts.append(text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)])
+            starts = [text.find(s) for s in stop]
+            texts.append(text[: min((start for start in starts if start >= 0), default=None)])
         return texts
 
     def _answers(
         self, prompts: list[list[int]], settings: GenerationSettings, seed: int
     ) -> list[str]:
         """Generates answers of an assistant, which may call the calculator."""
-        talk = dialogue.NativeDialogue(self._found.tokenizer, str(self._found.workdir))
-        how = dict(
+        native = dialogue.NativeDialogue(self._found.tokenizer, str(self._found.workdir))
+        generation = dict(
             num_tokens=settings.num_tokens,
             sampling=settings.sampling,
             seed=seed,
             stop=settings.stop,
         )
-        return [answer.text for answer in answers(self.generator, talk, prompts, **how)]
+        return [answer.text for answer in answers(self.generator, native, prompts, **generation)]
 
 
 def _by_size(items: Iterable[int], sizes: Sequence[int], count: int) -> Iterator[list[int]]:

@@ -7,7 +7,7 @@ from kvjax.decoding.sampling import Sampling
 from kvjax.foundation.errors import UserError
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# Options that kvjax lacks are refused, except with these values, which would change nothing.
+# Options that kvjax does not have are accepted only with these values, which change nothing.
 _NEUTRAL = dict(num_beams=1, repetition_penalty=1.0, use_cache=True, num_return_sequences=1)
 
 
@@ -31,10 +31,10 @@ def parse(generation_kwargs: Mapping, *, max_length: int) -> GenerationSettings:
       max_length: maximum tokens of a prompt and its continuation together.
 
     Raises:
-      UserError: an invalid value, an unknown key, or so many tokens that no prompt fits.
+      UserError: an invalid value, an unknown key, or too many tokens to leave room for a prompt.
     """
-    given = dict(generation_kwargs)
-    lengths = [(key, given.pop(key, None)) for key in _LENGTHS]
+    remaining = dict(generation_kwargs)
+    lengths = [(key, remaining.pop(key, None)) for key in _LENGTHS]
     length_default = ("max_gen_toks", default_tokens(max_length))
     length_key, num_tokens = next(((k, v) for k, v in lengths if v is not None), length_default)
     if type(num_tokens) is not int or num_tokens < 1:
@@ -46,25 +46,25 @@ def parse(generation_kwargs: Mapping, *, max_length: int) -> GenerationSettings:
             f"must be less than max_length = {max_length}, since the prompt counts too; a larger "
             "--max_length may exceed the length that the model was trained on",
         )
-    do_sample = given.pop("do_sample", None)
+    do_sample = remaining.pop("do_sample", None)
     numbers = dict(temperature=1.0, top_k=0, top_p=1.0)
     for key, default in numbers.items():
-        value = given.pop(key, None)
+        value = remaining.pop(key, None)
         value = default if value is None else value
         if type(value) not in (int, float):
             raise _refused(key, value, "must be a number")
         numbers[key] = value
     sampling = Sampling(**numbers if do_sample else dict(temperature=0.0))
-    until = given.pop("until", None)
+    until = remaining.pop("until", None)
     until = [until] if isinstance(until, str) else until or []
     if not isinstance(until, (list, tuple)) or not all(isinstance(s, str) for s in until):
         raise _refused("until", until, "must be a text, or a list of texts")
-    for key, value in given.items():
+    for key, value in remaining.items():
         if key not in _NEUTRAL or value != _NEUTRAL[key]:
             known = (*_LENGTHS, "until", "do_sample", *numbers)
             raise _refused(key, value, f"is not supported; supported are {', '.join(known)}")
     return GenerationSettings(num_tokens, tuple(s for s in until if s), sampling)
 
 
-def _refused(key: str, value, why: str) -> UserError:
-    return UserError(f"generation_kwargs: {key} = {value!r} {why}")
+def _refused(key: str, value, reason: str) -> UserError:
+    return UserError(f"generation_kwargs: {key} = {value!r} {reason}")

@@ -1,7 +1,7 @@
 """Converts the texts of lm-evaluation-harness to token ids.
 
-The library passes rendered conversations as plain strings. They start with a sentinel here, so that
-only they are encoded with the marks of `kvjax.conversation.marked`.
+The library passes rendered conversations as plain strings. Here they start with a sentinel, and
+only strings with the sentinel are encoded with the marks of `kvjax.conversation.marked`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Prompts:
         """Returns the ids of a text.
 
         Args:
-          opened: start with one BOS; a rendered conversation has its own start.
+          opened: start with one BOS; ignored for a rendered conversation, which has its own start.
         """
         if self.is_rendered(text):
             return self._marks.encode(text[1:])

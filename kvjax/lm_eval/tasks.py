@@ -25,7 +25,7 @@ def read(
 
     Raises:
       UserError: an unknown name, a task that cannot be read, executes the model's programs, has
-        other inputs than text, or needs more than the model supports.
+        other inputs than text, or has generation settings that the model does not support.
     """
     manager, matched = _manager(names, include_path)
     for name in matched:
@@ -50,7 +50,7 @@ def read(
 def _manager(names: Sequence[str], include_path: str) -> tuple[TaskManager, list[str]]:
     """Returns a task manager that knows these names, and all task names that they match.
 
-    Indexing all of the library's tasks takes 10 s, so it is skipped if the folder's suffice.
+    Indexing all tasks of the library takes 10 s: skipped if the folder has all tasks that match.
     """
     if include_path:
         manager = TaskManager(include_path=include_path, include_defaults=False)
@@ -74,11 +74,11 @@ def _all_tasks() -> TaskManager:
 def _matching(names: Sequence[str], known: Sequence[str]) -> list[str]:
     matched = []
     for name in names:
-        own = [name] if name in known else fnmatch.filter(known, name)
-        if not own:
+        of_name = [name] if name in known else fnmatch.filter(known, name)
+        if not of_name:
             hint = did_you_mean(name, known)
             raise UserError(f"--tasks: {name!r} is none of {len(known):,} tasks{hint}")
-        matched += own
+        matched += of_name
     return list(dict.fromkeys(matched))
 
 

@@ -43,7 +43,7 @@ def _talk(scripts, room=400, *, num_tokens=64):
 
 def test_calculator_calls_are_shown_and_kept_as_parts(capsys):
     asked = [*TOKENIZER.encode("So "), S.python_start, *TOKENIZER.encode("2+3"), S.python_end]
-    talk, model = _talk([[*asked, *oracles.said("."), 0], oracles.said("Bye")])
+    talk, model = _talk([[*asked, *oracles.answer_tokens("."), 0], oracles.answer_tokens("Bye")])
     talk.handle_line("What is 2 + 3?")
     assert capsys.readouterr().out == "So [2+3=5].\n"
     talk.handle_line("Thanks")
@@ -61,13 +61,13 @@ def test_calculator_calls_are_shown_and_kept_as_parts(capsys):
         dict(role="user", content="Thanks"),
         dict(role="assistant", content="Bye"),
     ]
-    # What the model is shown the second time is what it said the first time.
+    # The second prompt starts with the first question and its answer, as generated.
     whole = Renderer(TOKENIZER)(dict(messages=talk.history.messages[:2]))
     assert model.prompts[0][: len(whole.ids)] == whole.ids
 
 
 def test_oldest_turns_are_left_out(capsys):
-    talk, model = _talk([oracles.said("answer one") for _ in range(9)], room=60)
+    talk, model = _talk([oracles.answer_tokens("answer one") for _ in range(9)], room=60)
     for i in range(5):
         talk.handle_line(f"message {i}")
         ids = model.prompts[0]
@@ -78,7 +78,7 @@ def test_oldest_turns_are_left_out(capsys):
 
 
 def test_too_long_messages_are_refused(capsys):
-    talk, _ = _talk([oracles.said("yes")], room=40)
+    talk, _ = _talk([oracles.answer_tokens("yes")], room=40)
     talk.handle_line("x" * 50)
     assert "the message has 54 tokens" in capsys.readouterr().err and not talk.history.turns
     talk.handle_line("short")
@@ -87,7 +87,7 @@ def test_too_long_messages_are_refused(capsys):
 
 def test_unanswered_messages_are_forgotten(capsys):
     """An empty answer and a failed one; earlier turns stay."""
-    talk, model = _talk([oracles.said("yes"), oracles.said("")])
+    talk, model = _talk([oracles.answer_tokens("yes"), oracles.answer_tokens("")])
     talk.handle_line("first")
     before = list(talk.history.turns)
     talk.handle_line("second")
@@ -105,7 +105,7 @@ def test_unanswered_messages_are_forgotten(capsys):
 
 
 def test_commands(tmp_path, capsys, monkeypatch):
-    talk, _ = _talk([oracles.said("one"), oracles.said("two")])
+    talk, _ = _talk([oracles.answer_tokens("one"), oracles.answer_tokens("two")])
     path = tmp_path / "talk.jsonl"
     talk.handle_line(f"/save {path}")
     assert "there is nothing to save" in capsys.readouterr().err
@@ -127,7 +127,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
     talk.history.add_question("without an answer")  # is not saved
     talk.handle_line(f"/save {path}")
     assert path.read_text().splitlines()[-1] == path.read_text().splitlines()[-2]
-    monkeypatch.setattr(history_lib, "in_bucket", lambda path: True)  # where nothing is added
+    monkeypatch.setattr(history_lib, "in_bucket", lambda path: True)  # buckets cannot append
     again = path.read_text()
     talk.handle_line(f"/save {path}")
     assert path.read_text() == again + again.splitlines(keepends=True)[-1]
@@ -146,7 +146,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
 
 
 def test_ctrl_c_ends_an_answer(capsys, monkeypatch):
-    talk, _ = _talk([oracles.said("a long answer"), oracles.said("next")])
+    talk, _ = _talk([oracles.answer_tokens("a long answer"), oracles.answer_tokens("next")])
     real = chat._AnswerPrinter.token
 
     def token(self, b, token, text):
@@ -241,7 +241,7 @@ def test_options_reach_the_model(run, monkeypatch):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         assert loaded[-1] == dict(step=loaded[-1]["step"], dtype=dtype)
-    # A prompt has the context's room without that of the answer: here 26 tokens, and then 25.
+    # A prompt may have the context less --num_tokens: here 26 tokens, then 25.
     assert run("--context=30", "--num_tokens=4", text="x" * 22)[2] == ""
     assert "there is room for 26" in run("--context=30", "--num_tokens=4", text="x" * 23)[2]
     assert command_line.status(chat.main, []) == 2

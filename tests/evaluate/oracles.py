@@ -13,7 +13,6 @@ from kvjax.decoding import answers as answers_lib
 TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
 DIALOGUE = NativeDialogue(TOKENIZER, "a test", limit=1 << 20)
 
-
 # Number of rows of each set in the fixture `data`.
 COUNTS = dict(arc_easy=5, arc_challenge=4, mmlu=8, gsm8k=5, humaneval=3, core_x=6, core_y=4)
 
@@ -22,8 +21,8 @@ class Oracle:
     """A model whose answers are a function of the question.
 
     Args:
-      letter: a multiple-choice question to the logits of its letters.
-      text: a prompt's text to the tokens of the answer, calls without what the calculator says.
+      letter: function of a prompt's text and its number of letters to the letters' logits.
+      text: function of a prompt's text to the answer's tokens, without the calculator's results.
     """
 
     tokenizer, dialogue, positions, batch = TOKENIZER, DIALOGUE, None, 4
@@ -43,7 +42,7 @@ class Oracle:
 
 
 class Scripted:
-    """A generator of scripted tokens, but for forced ones."""
+    """A generator of scripted tokens; forced tokens come before them."""
 
     def __init__(self, scripts: Sequence[Sequence[int]]):
         self._scripts = scripts
@@ -86,12 +85,12 @@ class _Generation:
         self.finished[b] = True
 
 
-def said(text: str) -> list[int]:
-    """Returns the tokens of a text and the end of an answer."""
+def answer_tokens(text: str) -> list[int]:
+    """Returns the tokens of an answer: its text and the end token."""
     return [*TOKENIZER.encode(text), DIALOGUE.specials.assistant_end]
 
 
-def worked_out(answer: str) -> list[int]:
+def reference_tokens(answer: str) -> list[int]:
     """Returns a GSM8K reference with its calculator calls, without their results."""
     s, ids = DIALOGUE.specials, []
     for part in questions.calls(answer):
@@ -103,8 +102,8 @@ def worked_out(answer: str) -> list[int]:
     return [*ids, s.assistant_end]
 
 
-def asked_text(item: MultipleChoice) -> str:
-    """Returns an oracle's view of a multiple-choice question."""
+def prompt_text(item: MultipleChoice) -> str:
+    """Returns the prompt's text for a multiple-choice question, as an oracle reads it."""
     ids = DIALOGUE.prompt([dict(role="user", content=questions.multiple_choice(item))]).ids
     return TOKENIZER.decode(ids)
 

@@ -55,7 +55,7 @@ def test_all_five_tasks(run, workdir):
     rows = (workdir / "evaluations" / "0" / "mmlu.jsonl").read_text().splitlines()
     assert [json.loads(row)["index"] for row in rows] == list(range(8))
     assert "mmlu" in err and "8 rows, the published set has 14,042" in err
-    again = json.loads(run("--json", "--batch=4")[1])  # asks nothing again
+    again = json.loads(run("--json", "--batch=4")[1])  # evaluates no row again
     assert not any("asked_now" in task for task in again["tasks"].values())
 
 
@@ -91,7 +91,7 @@ TOKENS = dict(bos_token="<|bos|>", eos_token="<|bos|>")
 
 @pytest.fixture
 def templated(run, monkeypatch, tmp_path):
-    """Returns `run` for a model with a chat template that answers at once, and its workdir."""
+    """Returns `run` for a model that has a chat template and answers at once, and its workdir."""
     tokenizer = tokenizer_lib.byte_tokenizer().with_specials(["<|u|>", "<|e|>"])
     made = workdirs.write(tmp_path / "templated", tokenizer=tokenizer, template=TEMPLATE)
     (made / "tokenizer_config.json").write_text(json.dumps(TOKENS))
@@ -104,10 +104,10 @@ def templated(run, monkeypatch, tmp_path):
 
 
 def _forget(folder, *keys):
-    """Removes keys from the rows' identities, as earlier versions lacked them."""
+    """Removes keys that earlier versions did not write from the rows' identities."""
     for path in folder.glob("*.json"):
-        said = json.loads(path.read_text())
-        path.write_text(json.dumps({key: said[key] for key in said.keys() - set(keys)}))
+        identity = json.loads(path.read_text())
+        path.write_text(json.dumps({key: identity[key] for key in identity.keys() - set(keys)}))
 
 
 def test_rows_of_another_template_or_end_token_are_refused(templated):

@@ -13,7 +13,7 @@ from kvjax.evaluate import core_tasks
 from kvjax.foundation.errors import DataError, UserError
 from tests.evaluate.oracles import TOKENIZER
 
-ORDER = (1, 0, 3, 2, 5, 4)  # of six rows that Random(1337) shuffles
+ORDER = (1, 0, 3, 2, 5, 4)  # of six rows after Random(1337) has shuffled them
 ROWS = {
     "choice.jsonl": [
         dict(query=f"Query {i}:", choices=["a cat", "a dog", f"a cow {i}"], gold=i % 3)
@@ -66,16 +66,16 @@ class Reader:
     def __init__(self, nats):
         self._nats, self.seen = nats, []
 
-    def continuations(self, asked):
-        found = []
-        for context, continuation in asked:
+    def continuations(self, sequences):
+        scored = []
+        for context, continuation in sequences:
             texts = TOKENIZER.decode(context[1:]), TOKENIZER.decode(continuation)
             assert context[0] == TOKENIZER.bos_id
             self.seen.append(texts)
             nats = self._nats(*texts)
-            each = np.full(len(continuation), nats, np.float32)
-            found.append(Scored(each, each < 0.5))
-        return found
+            losses = np.full(len(continuation), nats, np.float32)
+            scored.append(Scored(losses, losses < 0.5))
+        return scored
 
 
 def _task(bundle, label):
@@ -104,10 +104,10 @@ def test_lowest_mean_loss_wins(bundle):
     task = _task(bundle, "choice")
     right = {item["query"]: item["choices"][item["gold"]] for item in ROWS["choice.jsonl"]}
 
-    def asked(context):
+    def question_of(context):
         return context.rpartition("\n\n")[2].partition("\nAnswer")[0]
 
-    knows = Reader(lambda context, own: 0.1 if right[asked(context)].endswith(own) else 5.0)
+    knows = Reader(lambda context, own: 0.1 if right[question_of(context)].endswith(own) else 5.0)
     rows = core_tasks.ask(knows, task, range(6))
     assert [row["right"] for row in rows] == [True] * 6
     assert all(len(row["nats"]) == 3 for row in rows)
@@ -147,7 +147,10 @@ def test_long_rows_keep_their_end(bundle):
     ((context, continuation),) = core_tasks.prompts(model, task, 0)
     assert len(context) + len(continuation) == 13
     assert TOKENIZER.decode(continuation).strip() == task.items[0]["continuation"]
-    for encode in (lambda text: [len(text)] * len(text), lambda text: [1]):  # another one; none
+    for encode in (
+        lambda text: [len(text)] * len(text),
+        lambda text: [1],
+    ):  # other tokens; no answer
         model.tokenizer = types.SimpleNamespace(bos_id=0, encode=encode)
         with pytest.raises(DataError, match="line 2: the prompt's tokens are not a prefix of"):
             core_tasks.prompts(model, task, 0)

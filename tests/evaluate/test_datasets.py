@@ -47,7 +47,7 @@ def test_search_paths(tmp_path, monkeypatch):
             folder = tmp_path / f"{name}{i}"
             (folder / file).parent.mkdir(parents=True)
             (folder / file).write_text("")
-            found = datasets._found(TASKS[name], str(folder))
+            found = datasets._default_files(TASKS[name], str(folder))
             assert found == [epath.Path(folder / file)], file
 
     def fails(*_):
@@ -56,7 +56,7 @@ def test_search_paths(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.matching, "find", fails)
     command = f"hf download cais/mmlu --repo-type=dataset --local-dir={folder}/mmlu; or give"
     with pytest.raises(MissingDataError, match=f"mmlu: no file in {folder} .*{command}"):
-        datasets._found(TASKS["mmlu"], str(folder))
+        datasets._default_files(TASKS["mmlu"], str(folder))
 
 
 def test_csv_empty_files_and_other_counts(tmp_path):

@@ -27,7 +27,7 @@ def _question(prompt: str) -> str:
 
 
 def _reference(prompt: str) -> list[int]:
-    return oracles.worked_out(REFERENCE[_question(prompt)])
+    return oracles.reference_tokens(REFERENCE[_question(prompt)])
 
 
 def test_calculator_results_are_forced():
@@ -102,7 +102,9 @@ def test_programs_are_run_and_judged():
         problem = next(p for p in PROBLEMS if p.prompt in prompt)
         body = problem.canonical_solution if problem.entry_point == "add" else "    return 3\n"
         definition = f"def {problem.entry_point}(x, y):\n{body}"
-        return oracles.said(f"Here it is:\n```python\n{definition}```\nDone. ```not this```")
+        return oracles.answer_tokens(
+            f"Here it is:\n```python\n{definition}```\nDone. ```not this```"
+        )
 
     one, other = _programs(answer)
     assert one["right"] and "reason" not in one
@@ -131,28 +133,32 @@ def test_helpers_of_the_prompt():
 
 def test_completion_mode():
     """A prompt begins with BOS; in a chat the names of special tokens are counted."""
-    judged, half = [], "    return x + y\n\n"
+    judged, continuation = [], "    return x + y\n\n"
 
     def completion(prompt):
         assert prompt.startswith("<|bos|># sums")
-        return oracles.said(f"{half}\ndef more():\n    bad syntax")
+        return oracles.answer_tokens(f"{continuation}\ndef more():\n    bad syntax")
 
     def judge(programs):
         judged.extend(programs)
         return [Verdict(True), Verdict(False, "wrong", True)]
 
     rows = _programs(completion, mode="completion", judge=judge)
-    assert judged == [(item.prompt + half, item.test, item.entry_point) for item in PROBLEMS]
+    assert judged == [
+        (item.prompt + continuation, item.test, item.entry_point) for item in PROBLEMS
+    ]
     encoded = [oracles.TOKENIZER.encode(item.prompt) for item in PROBLEMS]
-    same = dict(text=half, tokens=len(f"{half}\ndef"))
-    for i, said in enumerate((dict(right=True), dict(right=False, reason="wrong", retried=True))):
+    same = dict(text=continuation, tokens=len(f"{continuation}\ndef"))
+    for i, verdict in enumerate(
+        (dict(right=True), dict(right=False, reason="wrong", retried=True))
+    ):
         prompt = prompt_hash([oracles.TOKENIZER.bos_id, *encoded[i]])
-        assert rows[i] == dict(index=i, prompt=prompt) | same | said
+        assert rows[i] == dict(index=i, prompt=prompt) | same | verdict
 
-    ids = [oracles.DIALOGUE.specials.python_start, *oracles.said("def f(): pass")]
+    ids = [oracles.DIALOGUE.specials.python_start, *oracles.answer_tokens("def f(): pass")]
     rows = _programs(lambda prompt: list(ids), judge=judge)
     assert [row["specials"] for row in rows] == [True, True]
-    rows = _programs(lambda prompt: oracles.said("x"), judge=judge)
+    rows = _programs(lambda prompt: oracles.answer_tokens("x"), judge=judge)
     assert not any("specials" in row for row in rows)
 
 

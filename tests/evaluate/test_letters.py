@@ -19,7 +19,7 @@ QUESTIONS = [
     )
     for i, answer in enumerate("ABCDDCBACADBBDAC" * 25)
 ]
-KEY = {oracles.asked_text(item): LETTERS.index(item.answer) for item in QUESTIONS}
+KEY = {oracles.prompt_text(item): LETTERS.index(item.answer) for item in QUESTIONS}
 FIVE = MultipleChoice("Five?", ("a", "b", "c", "d", "e"), tuple("ABCDE"), "E")
 THREE = MultipleChoice("Three?", ("a", "b", "c"), tuple("123"), "2")
 

@@ -12,7 +12,7 @@ from kvjax.foundation.errors import UserError
 
 
 def _verdicts(both: int, only_first: int, only_second: int, neither: int) -> np.ndarray:
-    """Verdicts [2, 1, questions] of two models of one seed each."""
+    """Returns the verdicts [2, 1, questions] of two models of one seed each."""
     kinds, counts = [(1, 1), (1, 0), (0, 1), (0, 0)], (both, only_first, only_second, neither)
     return np.repeat(kinds, counts, axis=0).T[:, None]
 
@@ -25,7 +25,7 @@ def test_intervals_agree_with_mcnemars_test():
         if first + second:
             assert p == scipy.stats.binomtest(first, first + second).pvalue
     assert paired.p_value(4, 0) == 0.125 and paired.p_value(0, 0) == 1
-    # Without discordant questions it is the bound of a share of which none was seen.
+    # Without discordant questions: the exact bound of a share whose observed value is 0.
     assert paired.interval(0, 0, 48)[1] == pytest.approx(1 - 0.025 ** (1 / 48))
     assert paired.interval(7, 0, 7)[1] == 1 and paired.interval(0, 7, 7)[0] == -1
 
@@ -100,7 +100,7 @@ def _evaluated(right: dict[str, int], questions: int = 48) -> compare.Evaluated:
 
 
 def test_compare():
-    """Four questions of one task apart: no test rejects; means of tasks follow."""
+    """A task with four discordant questions is not rejected; means over tasks follow."""
     both = dict.fromkeys([*TASKS, "core_a", "core_b"], 24)
     one = _evaluated(both | {"mmlu": 28, "core_a": 36, "gsm8k": 0})
     other = _evaluated(both | {"gsm8k": 6})
@@ -110,7 +110,7 @@ def test_compare():
     assert found["combined"]["difference"]["value"] == pytest.approx((4 - 6) / 48 / 5)
     assert found["core"]["one"] == pytest.approx(((0.75 - 0.25) / 0.75 + 0) / 2)
     assert found["core"]["difference"]["low"] > 0
-    # gsm8k's 6 against 0 has p = 0.031: alone it counts, among seven tests it does not.
+    # gsm8k, 6 against 0, has p = 0.031: significant alone, not among seven tests.
     assert found["gsm8k"]["p"] < 0.05
     notes = " ".join(compare.table(found, ["a"], ["b"]).notes)
     assert "core_a differs at 5 % after Holm's correction for 7." in notes

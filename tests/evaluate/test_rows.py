@@ -14,7 +14,7 @@ IDENTITY = dict(checkpoint="a", data="b")
 
 @pytest.fixture
 def opened():
-    """A function that opens rows and closes those opened before, as after a kill."""
+    """A function that opens a RowStore and closes the one before, as after a kill."""
     before = []
 
     def make(*given) -> rows_lib.RowStore:
@@ -28,7 +28,7 @@ def opened():
 
 @pytest.fixture
 def folder(tmp_path):
-    return epath.Path(tmp_path / "run [1]*{x}" / "evaluations" / "8")  # which is no pattern
+    return epath.Path(tmp_path / "run [1]*{x}" / "evaluations" / "8")  # must not be read as a glob
 
 
 def _row(i):
@@ -42,7 +42,7 @@ def test_missing_rows(folder, opened):
     assert rows.missing(4) == [1, 3]
     again = opened(folder, "mmlu", IDENTITY, (0, 1))
     assert again.missing(4) == [1, 3] and again.done == {0: _row(0), 2: _row(2)}
-    (folder / "list.json").write_text("[1]")  # somebody else's
+    (folder / "list.json").write_text("[1]")  # an unrelated file
     assert rows_lib.day(folder) == ""
     verdicts = {"mmlu": {0: False, 2: False}}
     for name in (folder, folder.parent.parent):
@@ -62,18 +62,20 @@ def test_truncated_rows(folder, opened):
 
 
 def test_a_flipped_bit_is_refused_or_harmless(folder, opened):
-    asked = [_row(i) | dict(answer=f'"J" {i}, é') for i in (0, 1)]
-    opened(folder, "mmlu", IDENTITY, (0, 1)).add(asked)
+    saved = [_row(i) | dict(answer=f'"J" {i}, é') for i in (0, 1)]
+    opened(folder, "mmlu", IDENTITY, (0, 1)).add(saved)
     path = folder / "mmlu.jsonl"
     content = path.read_bytes()
     for broken in damage.flipped(content, step=5):
         path.write_bytes(broken)
         try:
-            assert rows_lib.of_file(path) == asked, broken
+            assert rows_lib.of_file(path) == saved, broken
         except UserError as error:
             assert "mmlu.jsonl, line " in str(error) and "is evaluated again" in str(error)
-    path.write_bytes(content + json.dumps(_row(2)).encode() + b"\n")  # as older ones were written
-    assert rows_lib.of_file(path) == [*asked, _row(2)]
+    path.write_bytes(
+        content + json.dumps(_row(2)).encode() + b"\n"
+    )  # without a checksum, as in old files
+    assert rows_lib.of_file(path) == [*saved, _row(2)]
 
 
 def test_tasks_with_similar_names(folder, opened):
@@ -91,7 +93,7 @@ def test_several_processes_share_the_rows(folder, opened):
     (folder / "mmlu.1-of-3.jsonl").write_bytes(
         (folder / "mmlu.1-of-3.jsonl").read_bytes() + b'{"index": 4,'
     )
-    other = opened(folder, "mmlu", IDENTITY, (0, 1))  # does not cut what another is writing
+    other = opened(folder, "mmlu", IDENTITY, (0, 1))  # does not truncate another process's file
     assert other.missing(4) == [0, 2, 3]
     assert (folder / "mmlu.1-of-3.jsonl").read_bytes().endswith(b'{"index": 4,')
 
@@ -100,7 +102,9 @@ def test_rows_of_another_model_are_refused(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     with pytest.raises(UserError, match="checkpoint = 'a', but this command has 'c'.*--out"):
         opened(folder, "mmlu", IDENTITY | dict(checkpoint="c"), (0, 1))
-    opened(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))  # another task's are its own
+    opened(
+        folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1)
+    )  # another task has its own identity
 
 
 def test_identity_keys_of_earlier_versions(folder, opened):
@@ -114,7 +118,7 @@ def test_identity_keys_of_earlier_versions(folder, opened):
 
 
 def test_rows_of_another_prompt_are_refused(folder, opened):
-    """Compares the prompts of rows that are asked; the message names both digests."""
+    """Compares the prompts of saved rows; the message names both digests."""
     rows = opened(folder, "mmlu", IDENTITY, (0, 1))
     rows.add([_row(0), _row(1) | dict(prompt="b"), _row(2) | dict(prompt="c")])
     assert opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "b"]).missing(4) == [3]
@@ -162,9 +166,9 @@ def test_write_errors_and_bad_days(folder, opened):
     (folder / "file").write_text("")
     with pytest.raises(UserError, match="file/mmlu.json cannot be written: File exists$"):
         opened(folder / "file", "mmlu", IDENTITY, (0, 1))
-    for said in ("yesterday", 3):
-        (folder / "gsm8k.json").write_text(json.dumps(dict(day=said)))
-        with pytest.raises(UserError, match=f"gsm8k.json: day = {said!r} is not a date: remove"):
+    for day in ("yesterday", 3):
+        (folder / "gsm8k.json").write_text(json.dumps(dict(day=day)))
+        with pytest.raises(UserError, match=f"gsm8k.json: day = {day!r} is not a date: remove"):
             rows_lib.day(folder)
 
 
@@ -197,7 +201,7 @@ def test_flipped_bits_of_a_summary(tmp_path, capsys):
     assert written["tasks"] == dict(mmlu=dict(right=3, rows=5))
     for broken in damage.flipped(content, step=31):
         path.write_bytes(broken)
-        found, told = summary.read(folder), capsys.readouterr().err
-        assert found == written or (found == {} and "summary.json " in told), broken
-    path.write_text(json.dumps(written))  # as older ones were written
+        found, warnings = summary.read(folder), capsys.readouterr().err
+        assert found == written or (found == {} and "summary.json " in warnings), broken
+    path.write_text(json.dumps(written))  # without a checksum, as in old files
     assert summary.read(folder) == written and not capsys.readouterr().err

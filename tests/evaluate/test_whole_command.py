@@ -89,8 +89,10 @@ class Knows(oracles.Oracle):
     def _said(self, text):
         name, place, is_right = self._place(text)
         if name == "gsm8k":
-            return oracles.said(f"#### {place}" if is_right else "I do not know, nor do you.")
-        return oracles.said("good" if is_right else "bad")
+            return oracles.answer_tokens(
+                f"#### {place}" if is_right else "I do not know, nor do you."
+            )
+        return oracles.answer_tokens("good" if is_right else "bad")
 
     def continuations(self, asked):
         found = []
@@ -243,7 +245,7 @@ def _check_rows(kept, tokenizer):
     row("gsm8k", 2, text="I do not k", tokens=10, **unfinished)
     row("humaneval", 1, text="good", tokens=4, right=True, retried=True)
     row("humaneval", 2, text="bad", tokens=3, right=False, reason="bad", retried=True)
-    # Of four rows that Random(1337) shuffles the second comes first.
+    # Random(1337) moves the second of four rows to the front.
     row("core_y", 0, core="core_y 1? yes", nats=[2, 1], chosen=1, answer=1, right=True)
 
 

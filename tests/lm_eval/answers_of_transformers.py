@@ -32,8 +32,8 @@ doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["none has this"], max_gen_toks: 30}
 metric_list: [{metric: exact_match}]
 """
-# By name: tasks, and how the models are asked. A text that is scored as a whole has no BOS but the
-# one that goes before it.
+# By name: (tasks, True to put BOS before contexts, True to apply the chat template). Texts that are
+# scored as a whole get their BOS from the library.
 RUNS = {
     "continuations": (["local_choices", "local_endings"], True, False),
     "texts": (["local_texts"], False, False),
@@ -43,7 +43,7 @@ RUNS = {
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Byte-level BPE with merges over blanks, so that " A" is one token."""
+    """Returns a byte-level BPE with merges over blanks, so that " A" is one token."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -77,15 +77,15 @@ def model() -> transformers.LlamaForCausalLM:
         eos_token_id=0,
         rope_parameters=dict(rope_type="default", rope_theta=500.0),
     )
-    made = transformers.LlamaForCausalLM(config)
+    llama = transformers.LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in llama.parameters():
             if weight.ndim == 1:
                 weight.uniform_(0.5, 1.5, generator=generator)
             else:
                 weight.normal_(0, 2 * weight.shape[1] ** -0.5, generator=generator)
-    return made.float()
+    return llama.float()
 
 
 def main(folder: pathlib.Path) -> None:
@@ -97,17 +97,17 @@ def main(folder: pathlib.Path) -> None:
     found = {}
     for name, (names, opened, chat) in RUNS.items():
         for batch in (1, 8):
-            asked = HFLM(
+            model_of_library = HFLM(
                 pretrained=str(folder / "model"),
                 dtype="float32",
                 device="cpu",
                 batch_size=batch,
                 add_bos_token=opened,
             )
-            assert asked.max_length == local_tasks.MAX_LENGTH
+            assert model_of_library.max_length == local_tasks.MAX_LENGTH
             manager = TaskManager(include_path=str(tasks), include_defaults=False)
             found[f"{name} {batch}"] = lm_eval.simple_evaluate(
-                model=asked,
+                model=model_of_library,
                 tasks=names,
                 task_manager=manager,
                 apply_chat_template=chat,

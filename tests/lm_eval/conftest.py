@@ -39,14 +39,14 @@ def evaluated():
 
 @pytest.fixture(scope="module")
 def library():
-    """A stand-in of lm_eval."""
+    """A stand-in for lm_eval."""
     with stand_in.installed() as package:
         yield package
 
 
 @pytest.fixture
 def index(library, monkeypatch):
-    """A function of names of tasks: the names of those that are read, from the stand-in."""
+    """A function of task names: the names of the tasks that are loaded from the stand-in."""
     from kvjax.lm_eval import tasks
 
     monkeypatch.setattr(stand_in.TaskManager, "library", stand_in.LIBRARY)
@@ -57,6 +57,6 @@ def index(library, monkeypatch):
     def read(*names, include_path="", num_fewshot=None, max_length=40):
         options = dict(num_fewshot=num_fewshot, max_length=max_length)
         found = tasks.read(names, include_path, **options)
-        return [one if isinstance(one, str) else one.config.task for one in found]
+        return [task if isinstance(task, str) else task.config.task for task in found]
 
     return read

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's own `hf` model and kvjax's answer alike; run by `make test-live`.
+"""kvjax answers as lm-evaluation-harness's own `hf` model does; run by `make test-live`.
 
 SAVE=1 make test-live  # stores the figures: experiments/results/lm_eval_agreement.json
 """
@@ -47,9 +47,9 @@ def figures():
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("run", ["continuations", "texts", "prompts", "chat"])
 def test_answers_equal_transformers(theirs, figures, run, batch, capsys):
-    folder, given = theirs
-    names, _, chat = given["runs"][run]
-    expected = given["found"][f"{run} {batch}"]
+    folder, stored = theirs
+    names, _, chat = stored["runs"][run]
+    expected = stored["found"][f"{run} {batch}"]
     model = adapter.KvjaxLM(folder / "workdir", dtype="float32", batch_size=batch)
     assert model.max_length == local_tasks.MAX_LENGTH
     found = lm_eval.simple_evaluate(
@@ -61,15 +61,15 @@ def test_answers_equal_transformers(theirs, figures, run, batch, capsys):
     )
     for name in names:
         answers = [sample["resps"] for sample in found["samples"][name]]
-        said = _compared(answers, [resps for _, resps in expected["answers"][name]])
+        comparison = _compared(answers, [resps for _, resps in expected["answers"][name]])
         for metric, value in expected["results"][name].items():
             ours = found["results"][name][metric]
             is_share = metric.startswith(("acc", "exact_match")) or isinstance(value, str)
             assert ours == value if is_share else ours == pytest.approx(value, rel=1e-4), metric
         shares = {k: v for k, v in expected["results"][name].items() if k.endswith(",none")}
-        figures.append(dict(run=run, batch=batch, task=name) | said | dict(theirs=shares))
+        figures.append(dict(run=run, batch=batch, task=name) | comparison | dict(theirs=shares))
         with capsys.disabled():
-            print(f"\n{run}, batch {batch}: {name}: {said}", end="")
+            print(f"\n{run}, batch {batch}: {name}: {comparison}", end="")
 
 
 def _compared(ours: list, theirs: list) -> dict:
@@ -78,8 +78,8 @@ def _compared(ours: list, theirs: list) -> dict:
         assert ours == theirs and any(text for ((text,),) in ours)
         return dict(texts=len(ours), that_differ=0)
 
-    def flat(given):
-        return np.concatenate([np.ravel(np.array(x, float)) for x in given])
+    def flat(answers):
+        return np.concatenate([np.ravel(np.array(x, float)) for x in answers])
 
     ours, theirs = flat(ours), flat(theirs)
     assert ours.shape == theirs.shape

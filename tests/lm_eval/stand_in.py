@@ -1,6 +1,6 @@
 """A stand-in for the parts of lm-evaluation-harness that kvjax.lm_eval uses.
 
-As version 0.4.13 does it. Tests that are marked `lm_eval` ask the library itself.
+Behaves as version 0.4.13. Tests marked `lm_eval` use the library itself.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import kvjax.lm_eval
 
-_IMPORT_IT = ("adapter", "tasks")  # modules of kvjax.lm_eval
+_IMPORTERS = ("adapter", "tasks")  # modules of kvjax.lm_eval that import the library
 
 
 class TemplateLM:
@@ -21,8 +21,8 @@ class TemplateLM:
     def __init__(self):
         self.kept = []
 
-        def add(*of):
-            self.kept.append(of)
+        def add(*entry):
+            self.kept.append(entry)
 
         self.cache_hook = types.SimpleNamespace(add_partial=add)
 
@@ -35,15 +35,15 @@ class TemplateLM:
         return self._device
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        asked = []
+        encoded = []
         for context, continuation in (request.args for request in requests):
             if context:
                 pair = self._encode_pair(context, continuation)
             else:
                 opened = [self.prefix_token_id]
                 pair = opened, self.tok_encode(continuation, add_special_tokens=False)
-            asked.append(((context, continuation), *pair))
-        return self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm)
+            encoded.append(((context, continuation), *pair))
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
 
 def windows(token_list, prefix_token, max_seq_len, context_len):
@@ -67,8 +67,8 @@ class TaskManager:
 
     Attributes:
       library: YAML configs by name; None: a tag.
-      folders: the same by folder.
-      made: the arguments of all that were made.
+      folders: further configs by folder.
+      made: the arguments of all instances.
     """
 
     library: ClassVar[dict] = {}
@@ -99,9 +99,11 @@ class TaskManager:
 
 
 def _task(name: str, config: dict):
-    said = types.SimpleNamespace(task=name, generation_kwargs=config.get("generation_kwargs"))
+    task_config = types.SimpleNamespace(
+        task=name, generation_kwargs=config.get("generation_kwargs")
+    )
     return types.SimpleNamespace(
-        config=said,
+        config=task_config,
         OUTPUT_TYPE=config["output_type"],
         UNSAFE_CODE=config.get("unsafe_class", False),
         MULTIMODAL=config.get("multimodal", False),
@@ -120,7 +122,7 @@ def installed() -> Iterator[types.ModuleType]:
     package.api.model = _module("lm_eval.api.model", **model)
     package.api.registry = _module(
         "lm_eval.api.registry",
-        register_model=lambda name: lambda of: registered.setdefault(name, of),
+        register_model=lambda name: lambda cls: registered.setdefault(name, cls),
     )
     package.api.group = _module("lm_eval.api.group", Group=object)
     package.api.task = _module("lm_eval.api.task", Task=object)
@@ -130,7 +132,7 @@ def installed() -> Iterator[types.ModuleType]:
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
             del sys.modules[name]
-        for name in _IMPORT_IT:
+        for name in _IMPORTERS:
             if sys.modules.pop(f"kvjax.lm_eval.{name}", None):
                 delattr(kvjax.lm_eval, name)
 

@@ -12,7 +12,7 @@ from kvjax.workdir import trained
 from tests.conversation import workdirs
 
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
-MARK = "\ufdd0"  # of what a template made
+MARK = "\ufdd0"  # a mark of `conversation.marked`
 WRITTEN = (
     "Hi",
     "a<|assistant_end|>b",
@@ -90,7 +90,9 @@ def test_names(prompts, imported, found, tmp_path):
     assert len(names) == 2
     for change in (dict(template="{{ 1 }}"), dict(token_files={"tokenizer_config.json": {}})):
         assert Prompts(dataclasses.replace(imported, **change)).name not in names
-    assert Prompts(other).name == prompts.name  # with the nine specials no template is read
+    assert (
+        Prompts(other).name == prompts.name
+    )  # a tokenizer with the nine special tokens needs no template
 
 
 def test_refused(prompts, tmp_path):

@@ -43,7 +43,7 @@ def imported(tmp_path_factory):
 
 
 class Scorer:
-    """A scorer whose losses are a sum of 3·id + 5·position over the context, plus a token's own."""
+    """A scorer: losses are 3·id + 5·position summed over the context, plus a term of the token."""
 
     def __init__(self, generator, *, batch):
         self.generator, self.batch, self.asked = generator, batch, []
@@ -54,8 +54,8 @@ class Scorer:
 
 
 def _scored(before, after) -> Scored:
-    known = sum(3 * token + 5 * place for place, token in enumerate(before))
-    nats = known + np.array([token / 7 + place for place, token in enumerate(after)])
+    context_nats = sum(3 * token + 5 * place for place, token in enumerate(before))
+    nats = context_nats + np.array([token / 7 + place for place, token in enumerate(after)])
     return Scored(nats, np.array(list(after)) % 2 == 0)
 
 
