@@ -126,9 +126,9 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     target = into_workdir.check(options.out)
     runtime.check_checkpoints("--out", target)
     runtime.start()
-    source = model = _opened(options.source)
+    source = model = _open(options.source)
     if method is not None:
-        _converted(source, method, None)  # raises user errors before text is read
+        _convert(source, method, None)  # raises user errors before text is read
         layers = _choices(options, method, source)
     calibrating_BT = evaluated_BT = moments = None
     if method is not None and method.objective != "weights":
@@ -139,11 +139,9 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
     if method is not None and options_lib.splits_budget(options):
         method = _split(options, method, source, moments, calibrating_BT)
-        model = _converted(source, method, moments)
+        model = _convert(source, method, moments)
     elif method is not None:
-        model = _converted(
-            source, method, moments, _ranks(options, method, source, moments, layers)
-        )
+        model = _convert(source, method, moments, _ranks(options, method, source, moments, layers))
     record = _record(options, method, source, model)
     if calibrating_BT is not None:
         record["calibrated"] = dict(text=options.calibrate, tokens=calibrating_BT[:, 1:].size)
@@ -167,7 +165,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     _report(out, options, source, record)
 
 
-def _converted(
+def _convert(
     source: LazyModel, method: Method, moments: list | None, ranks: Sequence[int] | None = None
 ) -> ConvertedModel:
     """Applies a method to every layer, with its own rank or one rank per layer."""
@@ -181,7 +179,7 @@ def _cache_bytes(model: LazyModel) -> int:
     return formulas.cache_bytes_per_token(model.transformer, _DTYPE)
 
 
-def _opened(source: str) -> LazyModel:
+def _open(source: str) -> LazyModel:
     """Opens --source; errors name the option."""
     try:
         return model_lib.open(source)
@@ -223,13 +221,13 @@ def _ranks(
     moments: list | None,
     layers: list[RankChoices] | None,
 ) -> list[int] | None:
-    """Returns each layer's rank, or None if all have the method's."""
+    """Returns each layer's rank; None if the method's rank holds for all."""
     if layers is None:
         return None
     lost = budget.energy_losses(source, method, moments, layers)
     if options.energy is not None:
         ranks = budget.ranks_by_energy(layers, lost, options.energy)
-        _warn_of_less(layers, lost, ranks, options.energy)
+        _warn_of_shortfall(layers, lost, ranks, options.energy)
         return ranks
     return budget.ranks_within_budget(layers, lost, _allowed(options, source))
 
@@ -241,7 +239,7 @@ def _split(
     moments: list | None,
     calibrating_BT: np.ndarray | None,
 ) -> ThinKeys:
-    """Returns the method with one rank of keys and one of values for all layers."""
+    """Returns the method with a rank of keys and a rank of values, equal in all layers."""
     sensitivities = None
     if method.objective == "outputs":
         sensitivities = calibration.sensitivities(source, calibrating_BT[:, :-1])
@@ -256,20 +254,20 @@ def _split(
     )
 
 
-def _warn_of_less(
+def _warn_of_shortfall(
     layers: list[RankChoices], lost: list[list[float]], ranks: list[int], energy: float
 ) -> None:
     """Warns of layers that keep less energy than --energy at every rank that shrinks the cache."""
-    short = []
-    for i, (layer, of, rank) in enumerate(zip(layers, lost, ranks, strict=True)):
-        kept = 1 - of[layer.ranks.index(rank)]
+    shortfalls = []
+    for i, (layer, losses, rank) in enumerate(zip(layers, lost, ranks, strict=True)):
+        kept = 1 - losses[layer.ranks.index(rank)]
         if kept < energy - 1e-9:
-            short.append(f"layer {i} {kept:.4f} at rank {rank}")
-    if short:
-        more = f" and {len(short) - 4} more" if len(short) > 4 else ""
+            shortfalls.append(f"layer {i} {kept:.4f} at rank {rank}")
+    if shortfalls:
+        more = f" and {len(shortfalls) - 4} more" if len(shortfalls) > 4 else ""
         warn(
             f"--energy={energy}: no rank that makes the cache smaller reaches it: "
-            f"{', '.join(short[:4])}{more}"
+            f"{', '.join(shortfalls[:4])}{more}"
         )
 
 

@@ -23,8 +23,8 @@ class Family:
 
     Attributes:
       class_name: transformers' class of its models.
-      activations: kvjax's activation for each of its names in config.json; the default first.
-      prefix: of all tensors but the head's; absent in models saved without a head.
+      activations: kvjax's activations by their names in config.json; the family's default first.
+      prefix: of all tensor names but the head's; models saved without a head omit it.
       buffers: regular expression of tensors that are not weights.
     """
 
@@ -110,7 +110,7 @@ class LlamaFamily(Family):
 
     Attributes:
       qk_norm, norm_gain, embedding_norm, out_bias: as in kvjax's config.
-      bias: biases of queries, keys and values; None: as attention_bias says.
+      bias: biases of queries, keys and values; None: the key attention_bias decides.
       head_dim: default of the key; None: width / heads.
       softcap: default of final_logit_softcapping; None: the family has no such key.
     """

@@ -36,21 +36,23 @@ def rank_choices(
 
     Ranks that enlarge the cache are left out; raises a UserError if even the smallest does.
     """
-    found = []
+    choices = []
     for mechanism in config.mechanisms:
-        most = method.max_rank(mechanism)
-        least = dataclasses.replace(method, rank=min(multiple, most))
-        before = check_smaller(config, mechanism, least, dtype, "multiple")
-        ranks = [*range(multiple, most, multiple), most]
+        largest = method.max_rank(mechanism)
+        smallest = dataclasses.replace(method, rank=min(multiple, largest))
+        source_bytes = check_smaller(config, mechanism, smallest, dtype, "multiple")
+        ranks = [*range(multiple, largest, multiple), largest]
         sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in ranks]
-        found.append(
+        choices.append(
             RankChoices(
-                ranks=[rank for rank, size in zip(ranks, sizes, strict=True) if size <= before],
-                bytes=[size for size in sizes if size <= before],
+                ranks=[
+                    rank for rank, size in zip(ranks, sizes, strict=True) if size <= source_bytes
+                ],
+                bytes=[size for size in sizes if size <= source_bytes],
                 dtype=dtype.name,
             )
         )
-    return found
+    return choices
 
 
 def check_smaller(
@@ -60,18 +62,18 @@ def check_smaller(
     any.
 
     Args:
-      key: option that set the method's rank, for messages.
+      key: option that sets the method's rank, for messages.
     """
-    before = formulas.entry_bytes(mechanism.entry(), dtype)
-    after = _bytes(config, mechanism, method, method.rank, dtype)
-    if after <= before:
-        return before
+    source_bytes = formulas.entry_bytes(mechanism.entry(), dtype)
+    new_bytes = _bytes(config, mechanism, method, method.rank, dtype)
+    if new_bytes <= source_bytes:
+        return source_bytes
     sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in range(1, method.rank)]
-    fitting = [rank for rank, size in enumerate(sizes, 1) if size <= before]
+    fitting = [rank for rank, size in enumerate(sizes, 1) if size <= source_bytes]
     advice = f"give at most {fitting[-1]}" if fitting else "no rank makes this cache smaller"
     raise UserError(
-        f"{key} = {method.rank}: takes {after:,} bytes per token and layer in {dtype.name}, and "
-        f"the source {before:,}: {advice}"
+        f"{key} = {method.rank}: takes {new_bytes:,} bytes per token and layer in {dtype.name}, "
+        f"and the source {source_bytes:,}: {advice}"
     )
 
 
@@ -94,14 +96,14 @@ def energy_losses(
     layers: Sequence[RankChoices],
 ) -> list[list[float]]:
     """Returns, per layer, the share of its energy that is lost at each candidate rank."""
-    found = []
+    losses = []
     with progress.waiting("looking for ranks") as doing:
         for i, choice in enumerate(layers):
             doing.at(f"{i} of {len(layers)} layers")
             layer, moment_EE = converted.read_layer(model, i, moments)
             with factors.few_threads(len(moment_EE)):
-                found.append(method.energy_losses(layer, moment_EE, choice.ranks))
-    return found
+                losses.append(method.energy_losses(layer, moment_EE, choice.ranks))
+    return losses
 
 
 def ranks_by_energy(
@@ -109,43 +111,40 @@ def ranks_by_energy(
 ) -> list[int]:
     """Returns each layer's smallest rank that keeps a share of its energy, else its largest."""
 
-    def enough(lost):
-        return 1 - lost >= energy - 1e-12
-
-    return [
-        next((rank for rank, lost in zip(layer.ranks, of, strict=True) if enough(lost)), None)
-        or layer.ranks[-1]
-        for layer, of in zip(layers, lost, strict=True)
-    ]
+    chosen = []
+    for layer, losses in zip(layers, lost, strict=True):
+        pairs = zip(layer.ranks, losses, strict=True)
+        enough = [rank for rank, loss in pairs if 1 - loss >= energy - 1e-12]
+        chosen.append(enough[0] if enough else layer.ranks[-1])
+    return chosen
 
 
 def ranks_within_budget(
     layers: Sequence[RankChoices], lost: Sequence[Sequence[float]], budget: int
 ) -> list[int]:
-    """Returns the ranks that lose the least energy in total within a budget of cache bytes per
-    token.
+    """Returns the ranks that lose the least energy in total, within cache bytes per token.
 
-    Greedy by energy kept per byte of a layer's next step; optimal where gains diminish, as they do
-    for thin keys.
+    Greedy: the next rank goes to the layer that gains most energy per byte. Optimal where gains
+    diminish with rank, as they do for thin keys.
 
     Raises:
       UserError: see `check_budget`.
     """
     check_budget(layers, budget)
-    at, used = [0] * len(layers), sum(layer.bytes[0] for layer in layers)
+    indices, used = [0] * len(layers), sum(layer.bytes[0] for layer in layers)
     while True:
         best, gain = None, 0.0
-        for i, (layer, of, now) in enumerate(zip(layers, lost, at, strict=True)):
-            if now + 1 == len(layer.ranks):
+        for i, (layer, losses, index) in enumerate(zip(layers, lost, indices, strict=True)):
+            if index + 1 == len(layer.ranks):
                 continue
-            cost = layer.bytes[now + 1] - layer.bytes[now]
-            kept = of[now] - of[now + 1]
+            cost = layer.bytes[index + 1] - layer.bytes[index]
+            kept = losses[index] - losses[index + 1]
             if used + cost <= budget and kept > gain * cost:
                 best, gain = (i, cost), kept / cost
         if best is None:
-            return [layer.ranks[now] for layer, now in zip(layers, at, strict=True)]
+            return [layer.ranks[index] for layer, index in zip(layers, indices, strict=True)]
         i, cost = best
-        at[i], used = at[i] + 1, used + cost
+        indices[i], used = indices[i] + 1, used + cost
 
 
 def split_budget(
@@ -160,9 +159,9 @@ def split_budget(
 ) -> ThinKeys:
     """Returns a method for keys and values with the two ranks that change outputs least.
 
-    The total over layers of the lost share of the values' energy, plus for keys the variance of
-    logit errors times the layer's sensitivity: both are squared output errors in one unit
-    (`calibration.sensitivities`). Without sensitivities the shares of energy are added.
+    Minimises a sum over layers: for values the lost share of energy, for keys the variance of logit
+    errors times the layer's sensitivity. Both are squared output errors in one unit
+    (`calibration.sensitivities`). Without sensitivities the lost shares of both are added.
 
     Args:
       sensitivities: None for the objectives "weights" and "inputs".
@@ -175,9 +174,11 @@ def split_budget(
     config = model.transformer
     keys, values = method.alone("key"), method.alone("value")
     ranks = {part: _ranks(config, part, multiple) for part in (keys, values)}
-    least = dataclasses.replace(method, rank=ranks[keys][0], value_rank=ranks[values][0])
-    of_least = (_bytes(config, m, least, least.rank, dtype) for m in config.mechanisms)
-    check_budget([RankChoices([least.rank], [size], dtype.name) for size in of_least], budget)
+    smallest = dataclasses.replace(method, rank=ranks[keys][0], value_rank=ranks[values][0])
+    smallest_bytes = (_bytes(config, m, smallest, smallest.rank, dtype) for m in config.mechanisms)
+    check_budget(
+        [RankChoices([smallest.rank], [size], dtype.name) for size in smallest_bytes], budget
+    )
     lost = {part: np.zeros(len(ranks[part])) for part in (keys, values)}
     with progress.waiting("choosing ranks") as doing:
         for i in range(len(config.mechanisms)):
@@ -190,22 +191,21 @@ def split_budget(
                 lost[keys] += unit * np.array(keys.energy_losses(layer, moment_EE, ranks[keys]))
                 lost[values] += values.energy_losses(layer, moment_EE, ranks[values])
     best, count = None, collections.Counter(config.mechanisms)
-    for key_rank, of_keys in zip(ranks[keys], lost[keys], strict=True):
-        for value_rank, of_values in zip(ranks[values], lost[values], strict=True):
-            found = dataclasses.replace(method, rank=key_rank, value_rank=value_rank)
-            used = sum(n * _bytes(config, m, found, key_rank, dtype) for m, n in count.items())
-            if used <= budget and (best is None or of_keys + of_values < best[0]):
-                best = of_keys + of_values, found
-    found = best[1]
-    if found.value_rank == ranks[values][-1] and found.rank < ranks[keys][-1]:
-        return dataclasses.replace(keys, rank=found.rank)  # full-rank values cost the same bytes
-    return found
+    for key_rank, key_loss in zip(ranks[keys], lost[keys], strict=True):
+        for value_rank, value_loss in zip(ranks[values], lost[values], strict=True):
+            candidate = dataclasses.replace(method, rank=key_rank, value_rank=value_rank)
+            used = sum(n * _bytes(config, m, candidate, key_rank, dtype) for m, n in count.items())
+            if used <= budget and (best is None or key_loss + value_loss < best[0]):
+                best = key_loss + value_loss, candidate
+    chosen = best[1]
+    if chosen.value_rank == ranks[values][-1] and chosen.rank < ranks[keys][-1]:
+        # Full-rank values cost the same bytes as values that are not factored.
+        return dataclasses.replace(keys, rank=chosen.rank)
+    return chosen
 
 
 def _ranks(config: TransformerConfig, method: Method, multiple: int) -> list[int]:
-    """Returns the multiples of a number up to the largest rank that all layers allow, and that
-    rank.
-    """
+    """Returns the multiples below the largest rank that all layers allow, and that rank."""
     most = min(method.max_rank(mechanism) for mechanism in config.mechanisms)
     return [*range(multiple, most, multiple), most]
 

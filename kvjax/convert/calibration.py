@@ -12,15 +12,15 @@ from kvjax.foundation.errors import UserError
 
 
 def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
-    """Returns per layer the [E, E] second moment of attention's inputs: the mean of x x^T over
-    tokens.
+    """Returns per layer the [E, E] second moment of attention's inputs, the mean of x x^T.
 
-    float32. x ends with a 1 for biases; layers without biases leave its row and column out.
+    float32, over all tokens. x ends with a 1 for biases; for layers without biases, its row and
+    column are left out.
 
     Raises:
       UserError: a layer's inputs are not finite.
     """
-    found, mechanisms = [], model.transformer.mechanisms
+    by_layer, mechanisms = [], model.transformer.mechanisms
     with progress.waiting("calibrating") as doing:
         for i, sums in enumerate(LayerwisePass(model, rows_BT).layers(_second_moment)):
             doing.at(f"{i + 1} of {len(mechanisms)} layers")
@@ -28,11 +28,11 @@ def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
             if not np.isfinite(total_EE).all():
                 raise UserError(f"layer {i} of {model.name}: its inputs on the text are not finite")
             moment_EE = (total_EE / rows_BT.size).astype(np.float32)
-            found.append(moment_EE if mechanisms[i].bias else moment_EE[:-1, :-1])
-    return found
+            by_layer.append(moment_EE if mechanisms[i].bias else moment_EE[:-1, :-1])
+    return by_layer
 
 
-# Sensitivities are measured on a part of the text: [N, T, T] probabilities are held in memory.
+# Sensitivities use only part of the text, because [N, T, T] probabilities are in memory.
 _SENSITIVE_ROWS, _SENSITIVE_TOKENS = 8, 512
 
 
@@ -44,20 +44,21 @@ def sensitivities(model: LazyModel, rows_BT: np.ndarray) -> list[float]:
     variance of logit errors and S the lost share of the values' energy, the squared output errors
     of all heads are in the ratio V(e) w to S. This function measures w.
     """
-    rows_BT, found = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
+    rows_BT, by_layer = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
     with progress.waiting("comparing keys and values") as doing:
         for i, sums in enumerate(LayerwisePass(model, rows_BT).layers(_output_changes)):
             doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
-            of_logits, squared, energy = np.sum(np.asarray(sums, np.float64), axis=0)  # [N] each
-            mean = energy / rows_BT.size
-            total = np.sum(squared * mean)
-            found.append(float(np.sum(of_logits) / total) if total > 0 else 0.0)
-    return found
+            total_3N = np.sum(np.asarray(sums, np.float64), axis=0)
+            logit_terms_N, squares_N, energy_N = total_3N
+            mean_energy_N = energy_N / rows_BT.size
+            total = np.sum(squares_N * mean_energy_N)
+            by_layer.append(float(np.sum(logit_terms_N) / total) if total > 0 else 0.0)
+    return by_layer
 
 
 def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
-    """Returns [3, N]: sums over queries of sum_s p_s^2 |v_s - o|^2, of sum_s p_s^2; over keys of
-    |v_s|^2.
+    """Returns [3, N]: sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, and the sum
+    over keys of |v_s|^2.
 
     Values are multiplied by their head's output projection.
     """
@@ -66,24 +67,24 @@ def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dic
     G, T = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[1]
     k_BSNH, v_BSNH = (jnp.repeat(x, G, axis=2) for x in (k_BSKH, v_BSKH))
     logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * attention.mechanism.config.scale
-    seen = np.tri(T, dtype=bool) if mask["causal"] else np.ones((T, T), bool)
+    visible = np.tri(T, dtype=bool) if mask["causal"] else np.ones((T, T), bool)
     if mask["window"]:
-        seen &= ~np.tri(T, k=-mask["window"], dtype=bool)
-    p_BNTS = jax.nn.softmax(jnp.where(seen, logits_BNTS, -jnp.inf), axis=-1)
+        visible &= ~np.tri(T, k=-mask["window"], dtype=bool)
+    p_BNTS = jax.nn.softmax(jnp.where(visible, logits_BNTS, -jnp.inf), axis=-1)
     gram_NHH = jnp.einsum("NHD,NID->NHI", attention.out[...], attention.out[...])
 
-    def norm(x, y):
+    def inner_product(x, y):
         return jnp.einsum("B...NH,NHI,B...NI->B...N", x, gram_NHH, y)
 
     o_BTNH = jnp.einsum("BNTS,BSNH->BTNH", p_BNTS, v_BSNH)
-    energy_BSN, square_BNTS = norm(v_BSNH, v_BSNH), p_BNTS**2
+    energy_BSN, square_BNTS = inner_product(v_BSNH, v_BSNH), p_BNTS**2
     summed_BTN = jnp.einsum("BNTS->BTN", square_BNTS)
-    of_logits_BTN = (
+    logit_terms_BTN = (
         jnp.einsum("BNTS,BSN->BTN", square_BNTS, energy_BSN)
-        - 2 * norm(jnp.einsum("BNTS,BSNH->BTNH", square_BNTS, v_BSNH), o_BTNH)
-        + summed_BTN * norm(o_BTNH, o_BTNH)
+        - 2 * inner_product(jnp.einsum("BNTS,BSNH->BTNH", square_BNTS, v_BSNH), o_BTNH)
+        + summed_BTN * inner_product(o_BTNH, o_BTNH)
     )
-    return jnp.stack([x.sum(axis=(0, 1)) for x in (of_logits_BTN, summed_BTN, energy_BSN)])
+    return jnp.stack([x.sum(axis=(0, 1)) for x in (logit_terms_BTN, summed_BTN, energy_BSN)])
 
 
 def _second_moment(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:

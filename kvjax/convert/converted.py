@@ -31,11 +31,11 @@ def read_layer(model: LazyModel, index: int, moments: Sequence | None) -> tuple[
 
 
 class ConvertedModel:
-    """See `model.LazyModel`. Weights outside attention are the source's.
+    """A `model.LazyModel` with attention converted; other weights are the source's.
 
     Attributes:
-      ranks: of the method, by layer.
-      errors: by layer, the energy that the method lost; filled in as layers are read.
+      ranks: rank of each layer's method.
+      errors: by layer, the share of energy that the method lost; filled in as layers are read.
     """
 
     def __init__(self, source: LazyModel, by_layer: Sequence[Method], moments: Sequence | None):
@@ -65,15 +65,15 @@ class ConvertedModel:
         self.transformer = TransformerConfig(
             block=config.block, mechanisms=mechanisms, vocab_size=config.vocab_size
         )
-        # A layer's parameters are read one after the other: keep the last converted layer.
+        # The last converted layer: a layer's parameters are read one after the other.
         self._last: tuple[int, dict] | None = None
 
     def parameters(self) -> Parameters:
         """Returns shapes and dtypes: attention is float32, the rest as in the source."""
-        before = self._source.parameters()
+        source = self._source.parameters()
 
         def dtype(path):
-            return _DTYPE if "attention" in path else before[self._in_source(path, 0)[0]][1]
+            return _DTYPE if "attention" in path else source[self._in_source(path, 0)[0]][1]
 
         shapes = parameters.shapes(self.transformer)
         return {path: (shape, dtype(path)) for path, shape in shapes.items()}

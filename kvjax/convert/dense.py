@@ -24,7 +24,7 @@ _EXPANDED = {"base_key": "key", "base_value": "value"}
 
 
 class DenseModel:
-    """See `model.LazyModel`. Weights that were factored are float32, the others as in the source.
+    """A `model.LazyModel`. Weights that were factored are float32, the others as in the source.
 
     All layers have one shape, so they form one segment.
     """
@@ -63,8 +63,8 @@ class DenseModel:
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         if layer is None:
             return self._source.read(path)
-        found = self._expand(path, layer) if self._is_expanded(path) else self._read(path, layer)
-        return np.asarray(self._padded(path, found), self._dtype(path))
+        w = self._expand(path, layer) if self._is_expanded(path) else self._read(path, layer)
+        return np.asarray(self._padded(path, w), self._dtype(path))
 
     def _is_expanded(self, path: Path) -> bool:
         """Returns True for parameters of keys and values, which may have to be multiplied out."""
@@ -79,18 +79,21 @@ class DenseModel:
     def _padded(self, path: Path, w: np.ndarray) -> np.ndarray:
         """Pads a parameter of a layer with zero channels, see the module's docstring.
 
-        The mechanism divides logits by the root of the key's channels; queries make up for padding.
+        The mechanism divides logits by the root of the key's channels: queries are scaled to
+        compensate for padding.
         """
         name = path[-1].removesuffix("_bias")
-        dims = self.transformer.mechanisms[0]
-        wide = dict(query=dims.key_dim, base_key=dims.key_dim, base_value=dims.value_dim)
+        mechanism = self.transformer.mechanisms[0]
+        widths = dict(
+            query=mechanism.key_dim, base_key=mechanism.key_dim, base_value=mechanism.value_dim
+        )
         if path[2:] == ("attention", "out"):
-            return _pad_channels(w, dims.value_dim, axis=-2)
-        if path[2:4] != _MECHANISM or name not in wide:
+            return _pad_channels(w, mechanism.value_dim, axis=-2)
+        if path[2:4] != _MECHANISM or name not in widths:
             return w
         if name == "query" and self._scale != 1:
             w = w.astype(np.float64) * self._scale
-        return _pad_channels(w, wide[name], axis=-1)
+        return _pad_channels(w, widths[name], axis=-1)
 
     def _read(self, path: Path, index: int) -> np.ndarray:
         """Reads a layer's parameter from the source, whose layers may be in several segments."""
@@ -124,9 +127,9 @@ def _pad_channels(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
     """Pads an axis with zeros to `dim`."""
     if w.shape[axis] == dim:
         return w
-    more = [(0, 0)] * w.ndim
-    more[axis] = (0, dim - w.shape[axis])
-    return np.pad(w, more)
+    padding = [(0, 0)] * w.ndim
+    padding[axis] = (0, dim - w.shape[axis])
+    return np.pad(w, padding)
 
 
 def _repeat_heads(w: np.ndarray, K: int) -> np.ndarray:
@@ -151,21 +154,23 @@ def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
     check_convertible(mechanism, "transformers' models have nothing like it")
     if not grouped:
         return
-    whole = "positions come from RoPE only"
-    for key, allowed, why in (
+    rope_only = "positions come from RoPE only"
+    for key, allowed, reason in (
         ("tie", "none", "queries, keys and values have separate projections"),
-        ("position_channels", 0, whole),
-        ("alibi", False, whole),
+        ("position_channels", 0, rope_only),
+        ("alibi", False, rope_only),
     ):
         value = getattr(mechanism, key)
-        require(value == allowed, key, repr(value), f"must be {allowed!r}: {why}")
-    split = rope and mechanism.splits_rope
-    require(not split, "rope", repr(mechanism.rope), "must be 'full': RoPE rotates whole keys")
+        require(value == allowed, key, repr(value), f"must be {allowed!r}: {reason}")
+    splits_rope = rope and mechanism.splits_rope
+    require(
+        not splits_rope, "rope", repr(mechanism.rope), "must be 'full': RoPE rotates whole keys"
+    )
 
 
 def _dense(mechanism: GroupedConfig | FactoredConfig, heads: int) -> GroupedConfig:
-    same = ("num_heads", "key_dim", "value_dim", "qk_norm", "bias", "out_bias", "norm_epsilon")
-    keys = {key: getattr(mechanism, key) for key in same}
+    kept_keys = ("num_heads", "key_dim", "value_dim", "qk_norm", "bias", "out_bias", "norm_epsilon")
+    keys = {key: getattr(mechanism, key) for key in kept_keys}
     return GroupedConfig(**keys, num_kv_heads=heads, num_bases=heads, rank=0)
 
 

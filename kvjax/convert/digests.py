@@ -1,8 +1,8 @@
 """Digests that detect damaged weight files, of kvjax's exports and of downloads from a model hub.
 
 An export stores the BLAKE2b of every tensor in its file's metadata and of its other files in
-digests.json. The hub's client leaves a SHA-256 (Git's SHA-1 for small files): as the name of the
-blob that a cached link points to, or as the etag of a download into a folder.
+digests.json. The hub's client records a SHA-256 (Git's SHA-1 for small files): in its cache as the
+name of the blob that a link points to, in a folder as the etag of the download.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ def of_array(array: np.ndarray) -> str:
 
 def of_files(texts: Mapping[str, str]) -> str:
     """Returns the text of digests.json for file contents by name."""
-    found = {name: _of_bytes(text.encode()) for name, text in texts.items()}
-    return json.dumps({_KEY: found}, indent=1) + "\n"
+    by_name = {name: _of_bytes(text.encode()) for name, text in texts.items()}
+    return json.dumps({_KEY: by_name}, indent=1) + "\n"
 
 
 def check_files(folder: epath.Path) -> None:
@@ -73,10 +73,10 @@ def check_download(path: epath.Path) -> None:
     if not digest:
         return
     with progress.waiting(f"checking the digest of {path.name}"):
-        found = _hash(path, git=len(digest) == 40)
-    if found != digest:
+        actual = _hash(path, git=len(digest) == 40)
+    if actual != digest:
         raise UserError(
-            f"{path} differs from the download: its digest is {found}, and {digest} in {source}. "
+            f"{path} differs from the download: its digest is {actual}, and {digest} in {source}. "
             f"Remove it and download it again (or remove {source}, if you edited it on purpose)"
         )
 
@@ -103,10 +103,10 @@ def _digest(text: str) -> str:
 def _hash(path: epath.Path, *, git: bool) -> str:
     """Returns the SHA-256 of a file, or Git's SHA-1."""
     if git:
-        found = hashlib.sha1(f"blob {os.path.getsize(path)}\0".encode(), usedforsecurity=False)
+        digest = hashlib.sha1(f"blob {os.path.getsize(path)}\0".encode(), usedforsecurity=False)
     else:
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+            digest.update(chunk)
+    return digest.hexdigest()

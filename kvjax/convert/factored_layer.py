@@ -1,4 +1,4 @@
-"""Layers with factors in place of projections: factors balanced, absorbed, or multiplied out."""
+"""Puts factors in place of a layer's projections: balanced, absorbed or multiplied out."""
 
 import dataclasses
 
@@ -22,27 +22,27 @@ def basis_changes(
     )
 
 
-def balanced(found: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
+def balanced(fit: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
     """Returns latents and up-projections of balanced scale, see `factors.balance_scales`."""
-    latent_EJR, expand_KRH = found.latent_EJR, found.expand_KRH
+    latent_EJR, expand_KRH = fit.latent_EJR, fit.expand_KRH
     J, (K, R, H) = latent_EJR.shape[1], expand_KRH.shape
     expand_JKRH = expand_KRH.reshape(J, -1, R, H)
     scale_JR = factors.balance_scales(layer.weights_of(latent_EJR), expand_JKRH, ((0,), (1, 3)))
     return latent_EJR * scale_JR, (expand_JKRH / scale_JR[:, None, :, None]).reshape(K, R, H)
 
 
-def multiplied_out(found: factors.Factors) -> np.ndarray:
+def multiplied_out(fit: factors.Factors) -> np.ndarray:
     """Multiplies factors out to [E, K, H]."""
-    E, J, R = found.latent_EJR.shape
-    expand_JKRH = found.expand_KRH.reshape(J, -1, R, found.expand_KRH.shape[-1])
-    whole_EJKH = einsum("EJR,JKRH->EJKH", found.latent_EJR, expand_JKRH)
+    E, J, R = fit.latent_EJR.shape
+    expand_JKRH = fit.expand_KRH.reshape(J, -1, R, fit.expand_KRH.shape[-1])
+    whole_EJKH = einsum("EJR,JKRH->EJKH", fit.latent_EJR, expand_JKRH)
     return whole_EJKH.reshape(E, -1, whole_EJKH.shape[-1])
 
 
 def absorb_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
-    """Carries queries into the space of the keys' latents (thin keys, eq. 12).
+    """Multiplies the keys' up-projection into the queries (thin keys, eq. 12).
 
-    The mechanism divides logits by sqrt(R) instead of sqrt(H); queries make up for it.
+    The mechanism divides logits by sqrt(R) instead of sqrt(H): queries are scaled to compensate.
     """
     E, N, H = layer.query_ENH.shape
     K, R, _ = expand_KRH.shape
@@ -56,7 +56,7 @@ def absorb_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
 
 
 def absorb_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
-    """Caches the values' latents as values; the output projection reads them."""
+    """Multiplies the values' up-projection into the outputs; the latents become the values."""
     N, H, D = layer.out_NHD.shape
     K, R, _ = expand_KRH.shape
     out_KGHD = layer.out_NHD.reshape(K, N // K, H, D)

@@ -16,7 +16,7 @@ from kvjax.foundation import runtime
 SWEEPS = 100  # maximum per rank
 TOLERANCE = 1e-5  # share of the energy; a sweep that gains less is the last
 _RIDGE = 1e-9  # relative to the mean energy of an input channel
-_SMALL = 2048  # rows below which BLAS's threads wait for each other more than they work
+_SMALL = 2048  # rows below which BLAS's threads mostly wait for each other
 
 einsum = functools.partial(np.einsum, optimize=True)  # by BLAS
 
@@ -46,7 +46,7 @@ def gram(w_EKH: np.ndarray, moment_EE: np.ndarray) -> np.ndarray:
 
 
 def energies(w_EKH: np.ndarray, moment_EE: np.ndarray, *, latents: int) -> np.ndarray:
-    """Returns [J, K/J·H] energies of the principal directions of the heads that share a latent."""
+    """Returns [J, K/J·H] descending energies of the principal directions of each latent's heads."""
     return np.stack([values[::-1] for values, _ in _spectra(w_EKH, moment_EE, latents)])
 
 
@@ -70,7 +70,7 @@ def low_rank(w_EKH: np.ndarray, rank: int, moment_EE: np.ndarray, *, latents: in
 
 
 def _spectra(w_EKH: np.ndarray, moment_EE: np.ndarray, latents: int):
-    """Yields per latent the ascending eigenvalues, and eigenvectors, of its heads' Gram matrix."""
+    """Yields per latent the eigenvalues, ascending, and eigenvectors of its heads' Gram matrix."""
     E = w_EKH.shape[0]
     w_EJC = w_EKH.reshape(E, latents, -1)
     for j in range(latents):
@@ -82,11 +82,10 @@ def _spectra(w_EKH: np.ndarray, moment_EE: np.ndarray, latents: int):
 def balance_scales(
     left: np.ndarray, right: np.ndarray, axes: Sequence[tuple[int, ...]]
 ) -> np.ndarray:
-    """Returns scales s such that `left * s` and `right / s` have equal root mean squares per
-    channel.
+    """Returns a scale s per channel that makes the RMS of `left * s` and `right / s` equal.
 
-    Adam's and Muon's steps have one size for all weights, so a factor with large numbers would
-    hardly learn. Channels that are zero in either factor keep their scale.
+    Adam's and Muon's steps have one size for all weights, so a factor of large numbers would hardly
+    change in training. Channels that are zero in either factor keep their scale.
 
     Args:
       axes: of each factor, the axes to average over.
@@ -135,11 +134,11 @@ def base_and_residual(
       tolerance: stop when a sweep lowers the error by less than this share of the energy.
     """
     with runtime.blas_threads(1):  # many small products
-        found = _AlternatingFit(w_EKH, moment_EE, bases, rotations)
-        through = range(step, rank, step) if step else ()
-        for each in (0, *through, rank) if rank else (0,):
-            found.improve(each, sweeps, tolerance)
-        return found.result(rank)
+        fit = _AlternatingFit(w_EKH, moment_EE, bases, rotations)
+        steps = range(step, rank, step) if step else ()
+        for fit_rank in (0, *steps, rank) if rank else (0,):
+            fit.improve(fit_rank, sweeps, tolerance)
+        return fit.result(rank)
 
 
 def losses_by_rank(
@@ -151,22 +150,22 @@ def losses_by_rank(
       ranks: ascending multiples of its `step`; the last may be any rank.
     """
     with runtime.blas_threads(1):
-        found, lost = _AlternatingFit(w_EKH, moment_EE, bases, rotations), []
-        found.improve(0, SWEEPS, TOLERANCE)
+        fit, losses = _AlternatingFit(w_EKH, moment_EE, bases, rotations), []
+        fit.improve(0, SWEEPS, TOLERANCE)
         for rank in ranks:
-            found.improve(rank, SWEEPS, TOLERANCE)
-            lost.append(found.lost(rank))
-        return lost
+            fit.improve(rank, SWEEPS, TOLERANCE)
+            losses.append(fit.lost(rank))
+        return losses
 
 
 class _AlternatingFit:
-    """State of `base_and_residual`, with inputs whitened so that inner products are plain ones."""
+    """State of `base_and_residual`; inputs are whitened, so inner products need no moment."""
 
     def __init__(self, w_EKH: np.ndarray, moment_EE: np.ndarray, bases: int, rotations: str):
         _, K, H = w_EKH.shape
         self.rotations, self.of_base = rotations, np.arange(K) * bases // K
         self.root_EE = _root(moment_EE)
-        # With x = L z and z white, |x w| is the norm of L^T w: from here on inputs are white.
+        # For x = L z with white z, the mean of |x w|^2 is |L^T w|^2: the fit uses L^T w.
         self.w, self.basis_EP = _column_span(einsum("EF,FKH->KEH", self.root_EE, w_EKH))
         self.total = np.sum(self.w**2)
         # Initial bases: the first head of each; the others are rotated towards it.
@@ -184,11 +183,11 @@ class _AlternatingFit:
                 gap = rotated_KEH - self._head_bases()
                 expand = _best_directions(gap, rank)
                 self.residual = gap @ expand.transpose(0, 2, 1) @ expand
-            left = rotated_KEH - self.residual
+            without_residual = rotated_KEH - self.residual
             bases = range(len(self.base))
-            self.base = np.stack([left[self.of_base == j].mean(axis=0) for j in bases])
-            before, error = error, np.sum((left - self._head_bases()) ** 2)
-            if before - error < tolerance * self.total:
+            self.base = np.stack([without_residual[self.of_base == j].mean(axis=0) for j in bases])
+            previous, error = error, np.sum((without_residual - self._head_bases()) ** 2)
+            if previous - error < tolerance * self.total:
                 break
 
     def lost(self, rank: int) -> float:
@@ -199,11 +198,11 @@ class _AlternatingFit:
         """Returns the fit in terms of the original, unwhitened weights."""
         latent, expand, lost = self._factors(rank)
 
-        def out(x):
+        def unwhitened(x):
             return scipy.linalg.solve_triangular(self.root_EE, self.basis_EP @ x)
 
-        base_EJH = np.stack([out(x) for x in self.base], axis=1)
-        latent_EKR = np.stack([out(x) for x in latent], axis=1)
+        base_EJH = np.stack([unwhitened(x) for x in self.base], axis=1)
+        latent_EKR = np.stack([unwhitened(x) for x in latent], axis=1)
         return BaseAndResidual(base_EJH, latent_EKR, expand, self.rotation, lost)
 
     def _head_bases(self) -> np.ndarray:

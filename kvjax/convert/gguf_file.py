@@ -20,7 +20,8 @@ from kvjax.published.config import PublishedConfig
 
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
 _FREQUENCIES = "rope_freqs.weight"  # divisors of RoPE's frequencies
-_SCALING = dict(low=1.0, high=4.0, original=8192)  # Llama 3's; the divisors do not determine them
+# Llama 3's: the divisors do not determine them.
+_SCALING = dict(low=1.0, high=4.0, original=8192)
 _NO_TENSOR = "(?!)"  # a pattern that never matches
 # Allowed values of RoPE's scaling keys: an absent type is linear, and a factor of 0 means 1.
 _UNSCALED = {
@@ -32,7 +33,7 @@ _UNUSED_SCALING = tuple(  # llama.cpp always writes these, and reads them for Ya
     f"rope.scaling.{key}" for key in ("original_context_length", "finetuned", "yarn_log_multiplier")
 )
 
-# transformers' config keys: GGUF's, after the architecture's prefix ("llama.").
+# GGUF's keys, without the architecture's prefix ("llama."), by transformers' keys.
 _LLAMA_KEYS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -52,7 +53,7 @@ _GPT2_KEYS = {
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
     "n_positions": "context_length",
 }
-# By architecture, the model_type of transformers, too.
+# By architecture; transformers' model_type has the same names.
 _KEYS = dict(gpt2=_GPT2_KEYS) | dict.fromkeys(("llama", "qwen2", "qwen3"), _LLAMA_KEYS)
 
 
@@ -92,15 +93,15 @@ class File:
 
     def options(self) -> PublishedConfig:
         """Returns the config under transformers' keys."""
-        own = f"{self.architecture}."
-        there = {
-            key.removeprefix(own): _shortest(value)
+        prefix = f"{self.architecture}."
+        metadata = {
+            key.removeprefix(prefix): _shortest(value)
             for key, value in self.metadata.items()
-            if key.startswith(own)
+            if key.startswith(prefix)
         }
-        keys, head_dim = _KEYS[self.architecture], _head_dim(there)
-        self._check(there, keys, head_dim)
-        values = {key: there[name] for key, name in keys.items() if name in there}
+        keys, head_dim = _KEYS[self.architecture], _head_dim(metadata)
+        self._check(metadata, keys, head_dim)
+        values = {key: metadata[name] for key, name in keys.items() if name in metadata}
         values |= dict(
             model_type=self.architecture,
             vocab_size=self._rows("token_embd.weight"),
@@ -111,7 +112,7 @@ class File:
         if _FREQUENCIES in self.tensors and self._has_frequencies and head_dim is not None:
             base = values.get("rope_theta", 10_000.0)
             values["rope_scaling"] = self._scaling(base, head_dim)
-        names = {key: own + name for key, name in keys.items()}
+        names = {key: prefix + name for key, name in keys.items()}
         return PublishedConfig(values, str(self.path), names)
 
     @property
@@ -119,18 +120,20 @@ class File:
         """True if llama.cpp reads RoPE's divisors for this architecture."""
         return self.architecture == "llama"
 
-    def _check(self, there: dict, keys: dict[str, str], head_dim: int | None) -> None:
+    def _check(self, metadata: dict, keys: dict[str, str], head_dim: int | None) -> None:
         """Raises a UserError for metadata that changes the model in an unknown way."""
-        must = _UNSCALED | {"attention.causal": (True,)}
-        must |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
+        allowed_values = _UNSCALED | {"attention.causal": (True,)}
+        allowed_values |= dict.fromkeys(
+            ("attention.value_length", "rope.dimension_count"), (head_dim,)
+        )
         if self.architecture == "gpt2":
-            must["attention.head_count_kv"] = (there.get("attention.head_count"),)
-        known = [*keys.values(), *must, *_UNUSED_SCALING, "vocab_size"]
-        for name, value in there.items():
-            if must.get(name) == (None,):  # `PublishedConfig` reports the missing key
+            allowed_values["attention.head_count_kv"] = (metadata.get("attention.head_count"),)
+        known = [*keys.values(), *allowed_values, *_UNUSED_SCALING, "vocab_size"]
+        for name, value in metadata.items():
+            if allowed_values.get(name) == (None,):  # `PublishedConfig` reports the missing key
                 continue
-            if name in must and value not in must[name]:
-                values = " or ".join(map(repr, must[name]))
+            if name in allowed_values and value not in allowed_values[name]:
+                values = " or ".join(map(repr, allowed_values[name]))
                 allowed = f"kvjax supports only {values}"
                 if name in _UNSCALED:
                     allowed += f": RoPE is unscaled (linear by 1), or scaled by {_FREQUENCIES}"
@@ -232,16 +235,16 @@ class File:
 
     @property
     def chat_template(self) -> str | None:
-        found = self.metadata.get("tokenizer.chat_template")
-        return found if isinstance(found, str) else None
+        template = self.metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
 
 
-def _head_dim(there: dict) -> int | None:
-    """Returns the channels of a key head from a file's metadata; None if it does not say."""
-    heads, width = there.get("attention.head_count"), there.get("embedding_length")
-    whole = type(heads) is type(width) is int and heads > 0
-    found = there.get("attention.key_length", width // heads if whole else None)
-    return found if type(found) is int else None
+def _head_dim(metadata: dict) -> int | None:
+    """Returns the channels of a key head from a file's metadata, or None."""
+    heads, width = metadata.get("attention.head_count"), metadata.get("embedding_length")
+    divisible = type(heads) is type(width) is int and heads > 0
+    dim = metadata.get("attention.key_length", width // heads if divisible else None)
+    return dim if type(dim) is int else None
 
 
 def _shortest(value):
@@ -250,13 +253,14 @@ def _shortest(value):
 
 
 def _pre_tokenizer(first: tokenizers.pre_tokenizers.PreTokenizer | None):
-    """Returns byte-level pre-tokenization after a first step; unless that splits words, as in
-    GPT-2.
+    """Returns byte-level pre-tokenization after a first step.
+
+    Words are split as in GPT-2, unless the first step splits them.
     """
     steps = tokenizers.pre_tokenizers
-    split = isinstance(first, steps.Split)
-    last = steps.ByteLevel(add_prefix_space=False, use_regex=not split)
-    return last if first is None else steps.Sequence([first, last])
+    splits_words = isinstance(first, steps.Split)
+    byte_level = steps.ByteLevel(add_prefix_space=False, use_regex=not splits_words)
+    return byte_level if first is None else steps.Sequence([first, byte_level])
 
 
 def _split(pattern: str) -> tokenizers.pre_tokenizers.Split:

@@ -1,7 +1,7 @@
 """Writes a model as one of transformers' families: config.json, tensors, tokenizer.
 
 Each family writes the config nearest to the model, which is then read back like any published
-config. Keys that come back different are what the family cannot express.
+config. The family cannot express keys that come back with another value.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from kvjax.published.config import PublishedConfig
 from kvjax.workdir import origin
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors': transformers'
-# The token that opens a document: the one that ends it; in order of preference.
+# The token that ends a document, by the token that opens it; in order of preference.
 _ENDS = {
     tokenizer_lib.BOS: tokenizer_lib.BOS,
     "<|begin_of_text|>": "<|end_of_text|>",
@@ -113,15 +113,15 @@ def _tensors(model: LazyModel, kind: str) -> dict[str, LazyTensor]:
 
 def _family(model: TransformerConfig, context: int) -> tuple[str, dict]:
     """Returns the model_type and config of the family that computes the model."""
-    found = []
+    candidates = []
     for kind, family in FAMILIES.items():
         config = dict(model_type=kind) | family.config_json(model, context)
         try:
-            meant = family.sections(PublishedConfig(config, "config.json")).transformer
+            written = family.sections(PublishedConfig(config, "config.json")).transformer
         except UserError:  # the family cannot express it (GPT-2: heads must divide the width)
             continue
-        found.append((_differences(model, meant), kind, config))
-    differences, kind, config = min(found, key=lambda one: len(one[0]))
+        candidates.append((_differences(model, written), kind, config))
+    differences, kind, config = min(candidates, key=lambda candidate: len(candidate[0]))
     if differences:
         keys = "; ".join(differences)
         raise UserError(
@@ -130,9 +130,9 @@ def _family(model: TransformerConfig, context: int) -> tuple[str, dict]:
     return kind, config
 
 
-def _differences(model: TransformerConfig, meant: TransformerConfig) -> list[str]:
+def _differences(model: TransformerConfig, written: TransformerConfig) -> list[str]:
     """Returns the keys in which a model differs from another, with both values."""
-    ours, theirs = _keys(model), _keys(meant)
+    ours, theirs = _keys(model), _keys(written)
     return [
         f"{key} = {value!r}: must be {theirs[key]!r}"
         for key, value in ours.items()
@@ -143,23 +143,23 @@ def _differences(model: TransformerConfig, meant: TransformerConfig) -> list[str
 def _keys(config: TransformerConfig) -> dict:
     """Returns the keys that determine a dense model's computation, without inactive ones."""
     block, mechanism = config.block, config.mechanisms[0]
-    idle = {"attention.num_bases", "attention.residual_init", "attention.rope"}
+    inactive = {"attention.num_bases", "attention.residual_init", "attention.rope"}
     # Initialisation and training only.
-    idle |= {"model.matrix_std", "model.zero_outputs", "model.embedding_std", "model.dropout"}
+    inactive |= {"model.matrix_std", "model.zero_outputs", "model.embedding_std", "model.dropout"}
     angles = {f"model.rope_{key}" for key in ("low", "high", "original")}
     if block.positions != "rope":
-        idle |= angles | {f"model.rope_{key}" for key in ("base", "factor", "fraction")}
+        inactive |= angles | {f"model.rope_{key}" for key in ("base", "factor", "fraction")}
     elif block.rope_factor == 1:
-        idle |= angles
+        inactive |= angles
     if block.positions != "learned":
-        idle.add("model.max_positions")
+        inactive.add("model.max_positions")
     if not mechanism.bias:
-        idle.add("attention.out_bias")
+        inactive.add("attention.out_bias")
     if mechanism.qk_norm == "none":
-        idle.add("attention.norm_epsilon")
+        inactive.add("attention.norm_epsilon")
     sections = dict(model=dataclasses.asdict(block), attention=dataclasses.asdict(mechanism))
     keys = {f"{name}.{key}": v for name, section in sections.items() for key, v in section.items()}
-    return {f"config.{key}": value for key, value in keys.items() if key not in idle}
+    return {f"config.{key}": value for key, value in keys.items() if key not in inactive}
 
 
 # -- tokenizers ------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def _tokens(model: LazyModel) -> tuple[dict[str, str | None], dict[str, int | li
     """Returns texts and ids of special tokens by kind: from the model's files, else as kvjax uses
     them.
     """
-    used = zip(("bos", "eos"), _document_tokens(model.tokenizer_json), strict=True)
-    texts = {kind: token and token[0] for kind, token in used}
+    document_tokens = zip(("bos", "eos"), _document_tokens(model.tokenizer_json), strict=True)
+    texts = {kind: token and token[0] for kind, token in document_tokens}
     size = model.transformer.vocab_size
     texts |= tokens_lib.texts(model.token_files, model.tokenizer_json, size)
     backend = tokenizer_lib.parse(model.tokenizer_json)

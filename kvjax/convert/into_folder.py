@@ -22,7 +22,7 @@ SHARD_BYTES = 4_000_000_000  # maximum of a file, unless one tensor is larger
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor to write; its data is read when its turn comes."""
+    """A tensor to write; its data is read when it is written."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
@@ -90,14 +90,14 @@ def _bytes(tensor: LazyTensor, dtype: str) -> int:
 
 def _shards(tensors: Mapping[str, LazyTensor], dtype: str, limit: int) -> list[list[str]]:
     """Splits tensor names into files, in order."""
-    shards, filled = [[]], 0
+    shards, shard_bytes = [[]], 0
     for name, tensor in tensors.items():
-        more = _bytes(tensor, dtype)
-        if shards[-1] and filled + more > limit:
+        tensor_bytes = _bytes(tensor, dtype)
+        if shards[-1] and shard_bytes + tensor_bytes > limit:
             shards.append([])
-            filled = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        filled += more
+        shard_bytes += tensor_bytes
     return shards
 
 
@@ -107,11 +107,11 @@ def _index(files: Sequence[str], shards: Sequence[Sequence[str]], total: int) ->
 
 
 def _write_file(path: epath.Path, tensors: Mapping[str, LazyTensor], dtype: str) -> Iterator[None]:
-    """Writes a safetensors file: header length, JSON header, tensor bytes. Yields before each
-    tensor.
+    """Writes a safetensors file: header length, JSON header, tensor bytes.
 
     The header's metadata has a digest per tensor, so it is written twice: first with placeholders
-    of equal length. The library's `save_file` would need all tensors in memory.
+    of equal length. The library's `save_file` would need all tensors in memory. Yields before each
+    tensor.
     """
     placeholder = digests.of_array(np.zeros(0))
     metadata = {"format": "pt"} | {digests.key_of(name): placeholder for name in tensors}

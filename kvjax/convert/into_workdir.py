@@ -58,8 +58,7 @@ def write(model: LazyModel, out: epath.Path, record: dict, *, tune: str = "qk") 
 
     Args:
       tune: parameters that recover.py tunes, a key of `recipes.TUNED`.
-      record: JSON-compatible origin of the model, kept as conversion.json; read after all weights
-        are written.
+      record: JSON-compatible origin of the model, written as conversion.json after all weights.
 
     Raises:
       UserError, OSError: the workdir cannot be written; nothing is left behind.
@@ -120,7 +119,7 @@ def _locked(folder: epath.PathLike) -> Iterator[bool]:
 
 
 def _remove_abandoned(parent: epath.Path) -> None:
-    """Removes the folders of killed conversions, which nobody locks."""
+    """Removes the folders of killed conversions: no process locks them."""
     for folder in pathlib.Path(parent).glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError), _locked(folder) as is_locked:
             if is_locked:

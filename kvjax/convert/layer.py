@@ -16,7 +16,7 @@ from kvjax.attention.mechanism import MechanismConfig, check_convertible
 from kvjax.convert.factors import einsum
 from kvjax.foundation.errors import UserError
 
-# Whitening clamps weak directions to this share of the strongest: its inverse stays bounded.
+# Whitening raises weak directions to this share of the strongest, so that its inverse is bounded.
 _FLOOR = 1e-4
 _NEGLIGIBLE = 1e-24  # largest second moment of a head that does nothing
 
@@ -28,7 +28,7 @@ class Layer:
     Attributes:
       qk_norm: see `GroupedConfig.qk_norm`.
       gains: [H] gains of `query_norm` and `key_norm`; empty unless `qk_norm` is "rms_gain".
-      rope: True if queries and keys are rotated.
+      rope: True if RoPE rotates queries and keys.
     """
 
     query_ENH: np.ndarray
@@ -143,8 +143,8 @@ def whitening(layer: Layer, moment_EE: np.ndarray) -> tuple[BasisChange, BasisCh
 
     In the new basis each KV head's queries have a unit second moment, and its output projections a
     unit Gram matrix. The squared error of a key is then the mean squared error of its logits, and
-    of a value the mean squared error of the output. Under RoPE only the mean over rotations is
-    unit: one scale per channel pair. Normalised keys keep their basis.
+    of a value the mean squared error of the output. Under RoPE queries have a unit second moment
+    only on average over rotations: one scale per channel pair. Normalised keys keep their basis.
 
     Args:
       moment_EE: second moment of the layer's inputs.
@@ -211,9 +211,9 @@ def matrix_roots(moment_KHH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     A negligible moment (a head whose output is zero) gives the identity.
     """
     values_KH, vectors_KHI = np.linalg.eigh(moment_KHH)
-    most_K1 = values_KH.max(axis=-1, keepdims=True)
-    values_KH = np.maximum(values_KH, _FLOOR**2 * most_K1)
-    values_KH = np.sqrt(np.where(most_K1 > _NEGLIGIBLE, values_KH, 1.0))
+    largest_K1 = values_KH.max(axis=-1, keepdims=True)
+    values_KH = np.maximum(values_KH, _FLOOR**2 * largest_K1)
+    values_KH = np.sqrt(np.where(largest_K1 > _NEGLIGIBLE, values_KH, 1.0))
 
     def with_eigenvalues(scale_KH):
         return einsum("KHI,KI,KJI->KHJ", vectors_KHI, scale_KH, vectors_KHI)

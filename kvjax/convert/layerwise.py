@@ -20,7 +20,7 @@ _COMPUTE = Compute(query_chunk=64)
 
 
 class LayerwisePass:
-    """Rows of tokens on their way through a model, in float32.
+    """A forward pass of rows of tokens, layer by layer, in float32.
 
     Attributes:
       x: [B, T, D] activations of each batch of rows after the layers run so far.
@@ -33,13 +33,12 @@ class LayerwisePass:
         self, model: LazyModel, rows_BT: np.ndarray, *, attention: type[Attention] = Attention
     ):
         self._model, self._attention = model, attention
-        first = _outer(model, ("embedding", "positions", "embedding_norm"))
+        outer = _load_outer(model, ("embedding", "positions", "embedding_norm"))
         index = np.arange(rows_BT.shape[1], dtype=np.int32)[None]
-        self.x = [first.embed(few, index, _COMPUTE) for few in row_batches(rows_BT)]
+        self.x = [outer.embed(batch_BT, index, _COMPUTE) for batch_BT in row_batches(rows_BT)]
 
     def layers(self, observe: Callable[..., jax.Array] | None = None) -> Iterator[list]:
-        """Runs the layers one by one; yields a list per layer with `observe`'s result for each
-        batch.
+        """Runs the layers one by one; yields per layer the results of `observe`, one per batch.
 
         Args:
           observe: function of a layer's attention, its inputs [B, T, D], their positions, and the
@@ -57,24 +56,24 @@ class LayerwisePass:
             )
             observed = []
             for b, x_BTD in enumerate(self.x):
-                seen, self.x[b] = program(mechanism)(weights, x_BTD)
-                observed.append(seen)
+                result, self.x[b] = program(mechanism)(weights, x_BTD)
+                observed.append(result)
             yield observed
 
     def losses(self, targets_BT: np.ndarray) -> Iterator[np.ndarray]:
         """Yields [B, T] losses in nats per batch, after the last layer."""
         c = self._model.transformer.block
-        last = _outer(self._model, ("embedding" if c.tied_head else "head", "final_norm"))
-        graph, norm = nnx.split(last.final_norm or _Identity())
-        head_DV, softcap = last.head_weight(_COMPUTE), c.logit_softcap
+        outer = _load_outer(self._model, ("embedding" if c.tied_head else "head", "final_norm"))
+        graph, norm = nnx.split(outer.final_norm or _Identity())
+        head_DV, softcap = outer.head_weight(_COMPUTE), c.logit_softcap
 
         @jax.jit
         def nats(norm, head_DV, x_BTD, targets_BT):
             x_BTD = nnx.merge(graph, norm)(x_BTD)
             return loss.losses_from_hidden(head_DV, x_BTD, targets_BT, softcap, _COMPUTE)
 
-        for x_BTD, few in zip(self.x, row_batches(targets_BT), strict=True):
-            yield np.asarray(nats(norm, head_DV, x_BTD, few))
+        for x_BTD, batch_BT in zip(self.x, row_batches(targets_BT), strict=True):
+            yield np.asarray(nats(norm, head_DV, x_BTD, batch_BT))
 
 
 class _Identity(nnx.Module):
@@ -89,7 +88,7 @@ def row_batches(rows_BT: np.ndarray) -> list[np.ndarray]:
     return [rows_BT[i : i + BATCH_ROWS] for i in range(0, len(rows_BT), BATCH_ROWS)]
 
 
-def _outer(model: LazyModel, names: Collection[str]) -> Transformer:
+def _load_outer(model: LazyModel, names: Collection[str]) -> Transformer:
     """Returns the model with the named top-level weights loaded; the others stay abstract."""
     flat = traverse_util.flatten_dict(parameters.abstract(model.transformer).shapes)
     for path in flat:
@@ -108,12 +107,12 @@ def _program(model: LazyModel, mechanism, attention: type[Attention], length: in
     """Returns a block's compiled forward pass: (weights, x) to (observed, new x)."""
     c = model.transformer.block
 
-    def make():
+    def make_block():
         block = block_class(model)(c, mechanism, rngs=nnx.Rngs(0))
         block.attention = attention(mechanism, c.d_model, rngs=nnx.Rngs(0))
         return block
 
-    graph, _ = nnx.split(nnx.eval_shape(make))
+    graph, _ = nnx.split(nnx.eval_shape(make_block))
     index = np.arange(length, dtype=np.int32)[None]
 
     @jax.jit

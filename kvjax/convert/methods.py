@@ -30,7 +30,7 @@ class ConvertedLayer(NamedTuple):
     """Weights of one converted attention layer."""
 
     weights: dict  # of `kvjax.attention.Attention`, float64
-    errors: dict[str, float]  # of "query", "key", "value": the lost share of the energy
+    errors: dict[str, float]  # lost share of the energy, by "query", "key", "value"
 
 
 class Method(Protocol):
@@ -38,7 +38,7 @@ class Method(Protocol):
 
     rank: int
     objective: str  # one of OBJECTIVES
-    changes_values: bool  # recovery must then train values, too
+    changes_values: bool  # if True, recovery trains values, too
 
     def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
         """Returns the layer's new mechanism; raises a UserError for impossible ranks."""
@@ -68,9 +68,9 @@ class ThinKeys:
       rank: channels of a latent; of each KV head, or with mode "joint" of all heads together.
       part: the projections that are factored. "value", "query" and "both" (queries and keys) are
         controls; queries are not cached, so their factors are multiplied out again.
-      absorb: fold a head's up-projection into other weights where nothing stands between: of keys
-        into queries, of values into outputs. Off where ranks differ by layer, since the channels of
-        a key would differ too.
+      absorb: multiply a head's up-projection into other weights where no RoPE or norm prevents it:
+        of keys into queries, of values into outputs. Off where ranks differ by layer, because key
+        channels would differ, too.
       value_rank: rank of values with part "key_value"; 0: as `rank`.
     """
 
@@ -89,20 +89,20 @@ class ThinKeys:
     def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
         ranks = dict(key=self._key_rank, value=self._value_rank)
         dims = dict(key=config.key_dim, value=config.value_dim)
-        checked = dict(key=self.rank) if self.part == "query" else ranks
-        for part, rank in checked.items():
+        ranks_to_check = dict(key=self.rank) if self.part == "query" else ranks
+        for part, rank in ranks_to_check.items():
             if rank is not None:
                 self._check(rank, dims[part], config.num_kv_heads, of_values=part == "value")
         common = _shared_keys(config)
-        folds = self._absorbed(config.qk_norm, rope)
+        absorbed = self._absorbed(config.qk_norm, rope)
         for part, rank in ranks.items():
-            if rank is not None and folds[part]:
+            if rank is not None and absorbed[part]:
                 common[f"{part}_dim"], ranks[part] = rank, None
         if ranks["key"] is None and ranks["value"] is None:
             return GroupedConfig(**common, num_bases=config.num_kv_heads, rank=0)
         latents = self._latents(config.num_kv_heads)
-        given = {f"{part}_rank": rank or 0 for part, rank in ranks.items()}
-        return FactoredConfig(**common, num_latents=latents, **given)
+        rank_keys = {f"{part}_rank": rank or 0 for part, rank in ranks.items()}
+        return FactoredConfig(**common, num_latents=latents, **rank_keys)
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
         layer = layer_lib.drop_redundant_biases(layer)
@@ -112,11 +112,11 @@ class ThinKeys:
             name: str, w_EKH: np.ndarray, basis: BasisChange, rank: int
         ) -> factors.Factors:
             latents = self._latents(w_EKH.shape[1])
-            found = factors.low_rank(basis.apply(w_EKH), rank, moment_EE, latents=latents)
-            errors[name] = found.error
-            return found._replace(expand_KRH=found.expand_KRH @ basis.inverse_KHH)
+            fit = factors.low_rank(basis.apply(w_EKH), rank, moment_EE, latents=latents)
+            errors[name] = fit.error
+            return fit._replace(expand_KRH=fit.expand_KRH @ basis.inverse_KHH)
 
-        folds = self._absorbed(layer.qk_norm, layer.rope)
+        absorbed = self._absorbed(layer.qk_norm, layer.rope)
         key_change, value_change = self._basis_changes(layer, moment_EE)
         if self.part in ("query", "both"):
             plain = layer_lib.identity_change(*layer.query_ENH.shape[1:])
@@ -125,20 +125,20 @@ class ThinKeys:
             )
             layer = dataclasses.replace(layer, query_ENH=multiplied)
         if self._key_rank is not None:
-            found = low_rank("key", layer.key_EKH, key_change, self._key_rank)
-            if folds["key"]:
-                layer = dataclasses.replace(layer, key_EKH=found.latent_EJR)
-                layer = factored_layer.absorb_into_queries(layer, found.expand_KRH)
+            fit = low_rank("key", layer.key_EKH, key_change, self._key_rank)
+            if absorbed["key"]:
+                layer = dataclasses.replace(layer, key_EKH=fit.latent_EJR)
+                layer = factored_layer.absorb_into_queries(layer, fit.expand_KRH)
             else:
-                latent_EJR, expand["expand_key"] = factored_layer.balanced(found, layer)
+                latent_EJR, expand["expand_key"] = factored_layer.balanced(fit, layer)
                 layer = dataclasses.replace(layer, key_EKH=latent_EJR)
         if self._value_rank is not None:
-            found = low_rank("value", layer.value_EKH, value_change, self._value_rank)
-            if folds["value"]:
-                layer = dataclasses.replace(layer, value_EKH=found.latent_EJR)
-                layer = factored_layer.absorb_into_outputs(layer, found.expand_KRH)
+            fit = low_rank("value", layer.value_EKH, value_change, self._value_rank)
+            if absorbed["value"]:
+                layer = dataclasses.replace(layer, value_EKH=fit.latent_EJR)
+                layer = factored_layer.absorb_into_outputs(layer, fit.expand_KRH)
             else:
-                latent_EJR, expand["expand_value"] = factored_layer.balanced(found, layer)
+                latent_EJR, expand["expand_value"] = factored_layer.balanced(fit, layer)
                 layer = dataclasses.replace(layer, value_EKH=latent_EJR)
         prefix = "" if expand else "base_"  # FactoredConfig's names, or GroupedConfig's
         projections = {
@@ -185,27 +185,29 @@ class ThinKeys:
     def energy_losses(
         self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
     ) -> list[float]:
-        """Returns the mean over the factored projections."""
+        """Returns by rank the mean loss over the factored projections."""
         layer = layer_lib.drop_redundant_biases(layer)
         key_change, value_change = self._basis_changes(layer, moment_EE)
-        of = dict(query=layer.query_ENH)
-        of |= dict(key=key_change.apply(layer.key_EKH), value=value_change.apply(layer.value_EKH))
-        lost = []
+        weights = dict(query=layer.query_ENH)
+        weights |= dict(
+            key=key_change.apply(layer.key_EKH), value=value_change.apply(layer.value_EKH)
+        )
+        losses = []
         for part in self._parts:
-            latents = self._latents(of[part].shape[1])
-            energy_C = factors.energies(of[part], moment_EE, latents=latents).sum(axis=0)
+            latents = self._latents(weights[part].shape[1])
+            energy_C = factors.energies(weights[part], moment_EE, latents=latents).sum(axis=0)
             total = energy_C.sum() or 1.0
-            lost.append([energy_C[rank:].sum() / total for rank in ranks])
-        return np.mean(lost, axis=0).tolist()
+            losses.append([energy_C[rank:].sum() / total for rank in ranks])
+        return np.mean(losses, axis=0).tolist()
 
     def _basis_changes(
         self, layer: Layer, moment_EE: np.ndarray
     ) -> tuple[BasisChange, BasisChange]:
         """Returns the basis changes of keys and of values in which the SVD is taken."""
         # Queries change logits only through keys: their errors are measured on inputs.
-        queries = self.part in ("query", "both")
+        factors_queries = self.part in ("query", "both")
         return factored_layer.basis_changes(
-            layer, moment_EE, "inputs" if queries else self.objective
+            layer, moment_EE, "inputs" if factors_queries else self.objective
         )
 
     @property
@@ -222,7 +224,7 @@ class ThinKeys:
         return heads if self.mode == "per_head" else 1
 
     def _absorbed(self, qk_norm: str, rope: bool) -> dict[str, bool]:
-        """Returns for keys and for values True if the up-projection is absorbed."""
+        """Returns True for keys, and for values, if their up-projection is absorbed."""
         per_head = self.absorb and self.mode == "per_head"
         return dict(key=per_head and not rope and qk_norm == "none", value=per_head)
 
@@ -234,9 +236,8 @@ class LowRankKV:
     Attributes:
       rank: R of the residuals.
       bases: J, a divisor of the number of KV heads.
-      align: rotate heads towards each other first, as far as attention allows.
-      step: ranks visited on the way to this one are multiples of it, see
-        `factors.base_and_residual`.
+      align: rotate heads towards each other first, by rotations that leave attention unchanged.
+      step: fit the multiples of `step` on the way to `rank`, see `factors.base_and_residual`.
     """
 
     rank: int
@@ -293,12 +294,12 @@ class LowRankKV:
         moment_EE: np.ndarray,
         rotations: str,
     ) -> tuple[BasisChange, factors.BaseAndResidual]:
-        """Fits bases and residuals of keys or values; returns the basis that they are in, too.
+        """Fits bases and residuals of keys or values; returns their basis and the fit.
 
         The fit is done in the whitened, rotated basis of each head. Afterwards heads that share a
         base return to one common basis: the mean of the squared scales undoes whitening on average.
         """
-        found = factors.base_and_residual(
+        fit = factors.base_and_residual(
             basis.apply(w_EKH),
             self.rank,
             moment_EE,
@@ -306,25 +307,25 @@ class LowRankKV:
             rotations=rotations,
             step=self.step,
         )
-        basis = basis.then(found.rotation_KHH, found.rotation_KHH.transpose(0, 2, 1))
+        basis = basis.then(fit.rotation_KHH, fit.rotation_KHH.transpose(0, 2, 1))
         K, H, _ = basis.matrix_KHH.shape
         square_KHH = basis.matrix_KHH.transpose(0, 2, 1) @ basis.matrix_KHH
         mean_JHH = square_KHH.reshape(self.bases, -1, H, H).mean(axis=1)
         root_JHH, inverse_JHH = layer_lib.matrix_roots(mean_JHH)
 
-        def of_heads(x_JHH):
+        def repeat_for_heads(x_JHH):
             return np.repeat(x_JHH, K // self.bases, axis=0)
 
-        back_KHH = of_heads(inverse_JHH)
-        found = found._replace(
-            base_EJH=einsum("EJH,JHI->EJI", found.base_EJH, inverse_JHH),
-            expand_KRH=found.expand_KRH @ back_KHH,
+        back_KHH = repeat_for_heads(inverse_JHH)
+        fit = fit._replace(
+            base_EJH=einsum("EJH,JHI->EJI", fit.base_EJH, inverse_JHH),
+            expand_KRH=fit.expand_KRH @ back_KHH,
         )
         if self.rank:
-            factors_of = factors.Factors(found.latent_EKR, found.expand_KRH, found.error)
+            factors_of = factors.Factors(fit.latent_EKR, fit.expand_KRH, fit.error)
             latent_EKR, expand_KRH = factored_layer.balanced(factors_of, layer)
-            found = found._replace(latent_EKR=latent_EKR, expand_KRH=expand_KRH)
-        return basis.then(back_KHH, of_heads(root_JHH)), found
+            fit = fit._replace(latent_EKR=latent_EKR, expand_KRH=expand_KRH)
+        return basis.then(back_KHH, repeat_for_heads(root_JHH)), fit
 
     def max_rank(self, config: GroupedConfig) -> int:
         return min(config.key_dim, config.value_dim)
@@ -332,17 +333,17 @@ class LowRankKV:
     def energy_losses(
         self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
     ) -> list[float]:
-        """Returns the mean over keys and values."""
+        """Returns by rank the mean loss of keys and values."""
         layer = layer_lib.drop_redundant_biases(layer)
         key_change, value_change = factored_layer.basis_changes(layer, moment_EE, self.objective)
 
-        def lost(w_EKH, rotations):
+        def losses(w_EKH, rotations):
             return factors.losses_by_rank(
                 w_EKH, ranks, moment_EE, bases=self.bases, rotations=rotations
             )
 
-        key = lost(key_change.apply(layer.key_EKH), self._key_rotations(layer))
-        value = lost(value_change.apply(layer.value_EKH), self._value_rotations)
+        key = losses(key_change.apply(layer.key_EKH), self._key_rotations(layer))
+        value = losses(value_change.apply(layer.value_EKH), self._value_rotations)
         return np.mean([key, value], axis=0).tolist()
 
     def _key_rotations(self, layer: Layer) -> str:

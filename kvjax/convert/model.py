@@ -36,8 +36,8 @@ class LazyModel(Protocol):
     """A model whose weights are read on demand, one parameter of one layer at a time.
 
     Attributes:
-      name: shown to users.
-      transformer: its config.
+      name: for messages.
+      transformer: config of the model.
       context: training context length in tokens.
       tokenizer_json: content of `tokenizer.json`.
       chat_template: in Jinja, or None.
@@ -62,7 +62,7 @@ def open(source: str) -> LazyModel:
     """Opens the model of a workdir, an export, or a published model (also hf://OWNER/NAME).
 
     Raises:
-      UserError: none is there; see `trained.find`, `factored_format` and `published.open`.
+      UserError: there is no model; see `trained.find`, `factored_format` and `published.open`.
     """
     if hub.is_name(source):
         source = str(hub.model("--source", source))
@@ -83,16 +83,16 @@ class TrainedModel:
     """The model of a workdir's latest checkpoint, or of a snapshot."""
 
     def __init__(self, workdir: epath.Path | trained.SavedModel):
-        found = workdir if isinstance(workdir, trained.SavedModel) else trained.find(workdir)
-        self.name = found.workdir.name
-        self.transformer = found.experiment.model
-        self.context, self.token_files = found.context, found.token_files
-        self.tokenizer_json = (found.workdir / manifest.TOKENIZER).read_text()
-        self.chat_template = found.template
-        self._item = found.checkpoints / str(found.step) / "state"
+        saved = workdir if isinstance(workdir, trained.SavedModel) else trained.find(workdir)
+        self.name = saved.workdir.name
+        self.transformer = saved.experiment.model
+        self.context, self.token_files = saved.context, saved.token_files
+        self.tokenizer_json = (saved.workdir / manifest.TOKENIZER).read_text()
+        self.chat_template = saved.template
+        self._item = saved.checkpoints / str(saved.step) / "state"
         self._shapes = parameters.shapes(self.transformer)
         trained.checkpoint.check_parameters(
-            found.checkpoints, found.step, parameters.abstract(self.transformer).shapes
+            saved.checkpoints, saved.step, parameters.abstract(self.transformer).shapes
         )
 
     def parameters(self) -> Parameters:
@@ -105,9 +105,9 @@ class TrainedModel:
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         with self._reading(path):
             array = self._array(path)
-            found = np.asarray((array if layer is None else array[layer]).read().result())
+            values = np.asarray((array if layer is None else array[layer]).read().result())
         advice = "train again from an earlier checkpoint"
-        return tensors.check_finite(found, self._named(path), advice)
+        return tensors.check_finite(values, self._named(path), advice)
 
     def _array(self, path: Path):
         return storage.array(self._item, ".".join(map(str, ("params", *path))))
@@ -140,13 +140,13 @@ def read_layer(model: LazyModel, index: int, *part: str) -> dict:
     """Returns the weights of one layer, as a pure dict of a `Block`.
 
     Args:
-      part: names from a `Block` down, such as "attention", to read only part of it.
+      part: path below a `Block`, such as "attention", to read only these weights.
     """
     segment, layer = layer_of(model, index)
-    first = ("segments", segment, *part)
-    below = len(first)
-    paths = [path for path in model.parameters() if path[:below] == first]
-    return traverse_util.unflatten_dict({path[below:]: model.read(path, layer) for path in paths})
+    prefix = ("segments", segment, *part)
+    depth = len(prefix)
+    paths = [path for path in model.parameters() if path[:depth] == prefix]
+    return traverse_util.unflatten_dict({path[depth:]: model.read(path, layer) for path in paths})
 
 
 def transformer(model: LazyModel) -> Transformer:
@@ -181,9 +181,11 @@ def attention_section(config: TransformerConfig) -> dict:
         ranks = tuple(getattr(mechanism, keys[0], 0) for mechanism in config.mechanisms)
     if len(set(ranks)) == 1:
         ranks = ()
-    described = (first,) * len(config.mechanisms)
+    expressible = (first,) * len(config.mechanisms)
     if ranks:
-        described = tuple(dataclasses.replace(first, **dict.fromkeys(keys, rank)) for rank in ranks)
-    if described != tuple(config.mechanisms):
+        expressible = tuple(
+            dataclasses.replace(first, **dict.fromkeys(keys, rank)) for rank in ranks
+        )
+    if expressible != tuple(config.mechanisms):
         raise UserError("layers differ in more than their rank: no config describes them")
     return section | (dict(layer_ranks=ranks) if keys else {})

@@ -1,4 +1,4 @@
-"""Builds the conversion method from command-line options, and refuses those that do not fit."""
+"""Builds the conversion method from command-line options; refuses options that do not apply."""
 
 import argparse
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _METHODS_WITH = {  # an option: the methods that have it
 
 
 def fill_defaults(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Fills in the options that follow from others.
+    """Fills in options whose default depends on other options.
 
     --cache alone means keys and values of low rank. --rank is per head unless a mode is given, as
     in the paper; otherwise the latent is joint, which loses less at the same cache size.
@@ -61,15 +61,15 @@ def _check(options: argparse.Namespace, default: Callable[[str], object]) -> Non
 
 
 def _check_rank(options: argparse.Namespace) -> None:
-    """Raises a UserError unless the rank is given in exactly one way, and one that the part has."""
-    given = [name for name in _RANKS if getattr(options, name) is not None]
-    if not given:
+    """Raises a UserError unless one option gives the rank, and the part supports that option."""
+    rank_options = [name for name in _RANKS if getattr(options, name) is not None]
+    if not rank_options:
         raise UserError(
             f"--rank is missing: --method={options.method} needs one of --rank=32, --energy=0.95, "
             "--cache=0.5"
         )
-    if len(given) > 1:
-        raise UserError(f"--{given[0]} and --{given[1]}: give one of them")
+    if len(rank_options) > 1:
+        raise UserError(f"--{rank_options[0]} and --{rank_options[1]}: give one of them")
     for name in ("energy", "cache"):
         if getattr(options, name) is not None:
             between(name, getattr(options, name), 0.0, 1.0)
@@ -82,7 +82,9 @@ def _check_rank(options: argparse.Namespace) -> None:
     if options.part != "key_value":
         raise UserError(f"--value_rank={options.value_rank}: only with --part=key_value")
     if options.rank is None:
-        raise UserError(f"--value_rank={options.value_rank}: only with --rank, not --{given[0]}")
+        raise UserError(
+            f"--value_rank={options.value_rank}: only with --rank, not --{rank_options[0]}"
+        )
     at_least("value_rank", options.value_rank, 1)
 
 

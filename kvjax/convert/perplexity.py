@@ -26,12 +26,12 @@ def rows(
     key: str,
     text_key: str = DataConfig.text_key,
 ) -> np.ndarray:
-    """Returns [B, T + 1] int32 token rows of a text, with about `tokens` targets, or all there are.
+    """Returns [B, T + 1] int32 rows of a text: about `tokens` targets, or all if it has fewer.
 
     Args:
       source: as config.data.source; prepared once and cached.
       tokenizer: path of a tokenizer.json.
-      split: "train" takes rows spread over it, "validation" its first rows.
+      split: of "train" rows are spread evenly, of "validation" they are the first.
       key: option that names the source, for messages.
       text_key: as config.data.text_key.
 

@@ -43,14 +43,14 @@ class PublishedModel:
     """A published model; weights are read one at a time.
 
     Attributes:
-      name: of the folder, or of the file without its suffix.
-      config: sections of a config.
+      name: name of the folder, or of the file without its suffix.
+      config: the published config as sections of kvjax's.
       tokenizer_json: content of `tokenizer.json`.
       chat_template: in Jinja, or None.
       token_files: special tokens as the source's files name them, see `tokens`.
 
     Args:
-      named: special tokens that the source names, with or without an id.
+      named: texts of special tokens that the source names, with or without an id.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class PublishedModel:
                 f"id in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from "
                 "the same model"
             )
-        found = template.tokenizer.to_json()
-        return self.tokenizer_json if found == tokenizer.to_json() else found
+        tokenizer_json = template.tokenizer.to_json()
+        return self.tokenizer_json if tokenizer_json == tokenizer.to_json() else tokenizer_json
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -130,12 +130,12 @@ class PublishedModel:
 
     def parameters(self) -> dict[Path, tuple[tuple[int, ...], np.dtype]]:
         """Returns shape and published dtype of every parameter, with layers as the first axis."""
-        found = {}
+        by_path = {}
         for path, weight in self._weights.items():
             stacked = path[: len(BLOCK)] == BLOCK
-            front = (self._layers,) if stacked else ()
-            found[path] = ((*front, *weight.shape), self._dtype(path))
-        return found
+            leading = (self._layers,) if stacked else ()
+            by_path[path] = ((*leading, *weight.shape), self._dtype(path))
+        return by_path
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         """Returns a parameter in its published dtype; of one layer if it belongs to a block.
@@ -146,11 +146,11 @@ class PublishedModel:
         rule = self._rules[path]
         assert rule.in_block == (layer is not None)
         stored = self._tensors[rule.tensor.format(i=layer)]
-        weights = [self._stored[each] for each in rule.weights]
-        found = rules_lib.from_tensor(rule, stored.load(), weights)[rule.weights.index(path)]
-        found = _append_mean_rows(found, self._weights[path].shape)
-        found = np.ascontiguousarray(found, self._dtype(path))
-        return stored.checked(found)
+        weights = [self._stored[weight_path] for weight_path in rule.weights]
+        array = rules_lib.from_tensor(rule, stored.load(), weights)[rule.weights.index(path)]
+        array = _append_mean_rows(array, self._weights[path].shape)
+        array = np.ascontiguousarray(array, self._dtype(path))
+        return stored.checked(array)
 
     @property
     def _layers(self) -> int:
@@ -189,7 +189,7 @@ class PublishedModel:
             )
 
     def _copy_of_embedding(self, family: Family) -> str | None:
-        """Returns the tensor of a tied head that is stored although it equals the embedding."""
+        """Returns the name of the stored tensor of a tied head, if there is one."""
         heads = [rule.tensor for rule in family.rules if rule.weights == (("head",),)]
         tied = ("head",) not in self._weights
         return next((name for name in heads if tied and name in self._tensors), None)
@@ -259,16 +259,18 @@ def _open_folder(folder: epath.Path) -> PublishedModel:
     )
 
 
-def _chat_template(path: epath.Path, other) -> str | None:
-    """Returns the template file's text, else tokenizer_config.json's: one, or the default of
-    several.
-    """
+def _chat_template(path: epath.Path, configured) -> str | None:
+    """Returns the template file's text, else the default template of tokenizer_config.json."""
     if path.exists():
         return text_of(path)
-    if isinstance(other, list):
-        named = {each.get("name"): each.get("template") for each in other if isinstance(each, dict)}
-        other = named.get("default")
-    return other if isinstance(other, str) else None
+    if isinstance(configured, list):
+        by_name = {
+            template.get("name"): template.get("template")
+            for template in configured
+            if isinstance(template, dict)
+        }
+        configured = by_name.get("default")
+    return configured if isinstance(configured, str) else None
 
 
 def text_of(path: epath.Path) -> str:
@@ -281,7 +283,7 @@ def text_of(path: epath.Path) -> str:
 
 
 def _rules(family: Family, tensors: Mapping) -> list[Rule]:
-    """Returns the family's rules; a model saved without its head has no name prefix."""
+    """Returns the family's rules; tensor names of a model saved without its head have no prefix."""
     if any(name.startswith(family.prefix) for name in tensors):
         return list(family.rules)
     return [
@@ -309,11 +311,11 @@ def _with_added_rows(
 ) -> ConfigSections:
     """Returns a config whose embedding has a row for every added token of the tokenizer.
 
-    The published model never uses tokens without a row (such as padding). Their rows are the mean
-    of the others (`_append_mean_rows`), with a warning.
+    The published model never uses tokens without a row (such as padding). Their new rows are the
+    mean of the existing ones (`_append_mean_rows`), with a warning.
 
     Raises:
-      UserError: such a token opens or ends a text, or the chat template writes it.
+      UserError: a token without a row opens or ends a text, or the chat template writes it.
     """
     backend, rows = _parsed(source, tokenizer_json), config.vocab_size
     beyond = {token for token, i in backend.get_vocab().items() if i >= rows}
@@ -321,9 +323,13 @@ def _with_added_rows(
     if not beyond or len(beyond) > _SPARE_ROWS or not beyond <= added.keys():
         return config  # `check_vocabulary` reports the mismatch
     missing = sorted(beyond, key=added.get)
-    named = token_files.get(TOKENIZER_CONFIG, {})
+    special_tokens = token_files.get(TOKENIZER_CONFIG, {})
     for token in missing:
-        if token in (named.get("bos_token"), named.get("eos_token"), tokenizer_lib.BOS):
+        if token in (
+            special_tokens.get("bos_token"),
+            special_tokens.get("eos_token"),
+            tokenizer_lib.BOS,
+        ):
             use = "opens or ends a text"
         elif token in (chat_template or ""):
             use = "is written by the chat template"
@@ -340,13 +346,13 @@ def _with_added_rows(
     return dataclasses.replace(config, vocab_size=1 + max(added[token] for token in missing))
 
 
-def _append_mean_rows(found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _append_mean_rows(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Appends rows with the mean of the existing ones until the weight has `shape`."""
-    for axis, (there, asked) in enumerate(zip(found.shape, shape, strict=True)):
-        if asked > there:
-            mean = found.mean(axis=axis, keepdims=True, dtype=np.float32).astype(found.dtype)
-            found = np.concatenate([found, np.repeat(mean, asked - there, axis=axis)], axis=axis)
-    return found
+    for axis, (current, wanted) in enumerate(zip(array.shape, shape, strict=True)):
+        if wanted > current:
+            mean = array.mean(axis=axis, keepdims=True, dtype=np.float32).astype(array.dtype)
+            array = np.concatenate([array, np.repeat(mean, wanted - current, axis=axis)], axis=axis)
+    return array
 
 
 def check_tokenizer(source: epath.Path, tokenizer_json: str) -> None:
@@ -362,10 +368,10 @@ def check_tokenizer(source: epath.Path, tokenizer_json: str) -> None:
 
 
 def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None:
-    """Raises a UserError for an unreadable tokenizer, or one of another embedding.
+    """Raises a UserError for an unreadable tokenizer, or one that does not fit the embedding.
 
-    Published embeddings have spare rows, for alignment or in reserve: up to `_SPARE_ROWS` or
-    `_SPARE_SHARE` of them.
+    Published embeddings have spare rows, for alignment or in reserve: at most `_SPARE_ROWS`, or
+    `_SPARE_SHARE` of all rows if that is more.
     """
     backend = _parsed(source, tokenizer_json)
     tokens = 1 + max(backend.get_vocab().values(), default=-1)

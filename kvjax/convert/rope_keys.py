@@ -16,14 +16,14 @@ _KEYS = frozenset(
 
 def read(c: PublishedConfig) -> dict:
     """Returns BlockConfig's keys of RoPE, from one section or from both if they agree."""
-    given = {}  # name: (full key, value)
+    keys_by_name = {}  # name: (full key, value)
 
     def add(name: str, key: str, value) -> None:
-        other, there = given.setdefault(name, (key, value))
-        if there != value:
+        other, other_value = keys_by_name.setdefault(name, (key, value))
+        if other_value != value:
             raise UserError(
-                f"{c.source}: {key} = {value!r} contradicts {other} = {there!r}: keep the one that "
-                "the model was trained with"
+                f"{c.source}: {key} = {value!r} contradicts {other} = {other_value!r}: keep the "
+                "one that the model was trained with"
             )
 
     if "rope_theta" in c.values:
@@ -33,8 +33,10 @@ def read(c: PublishedConfig) -> dict:
             add(name, key, value)
     section = SECTIONS[0] if c.section(SECTIONS[0]) else SECTIONS[1]
     names = {name: f"{section}.{name}" for name in _KEYS}
-    names |= {name: key for name, (key, _) in given.items()}
-    scaling = PublishedConfig({name: value for name, (_, value) in given.items()}, c.source, names)
+    names |= {name: key for name, (key, _) in keys_by_name.items()}
+    scaling = PublishedConfig(
+        {name: value for name, (_, value) in keys_by_name.items()}, c.source, names
+    )
     if scaling.values.get("rope_type") == "linear" and scaling.values.get("factor") == 1:
         scaled = False
     else:
@@ -54,21 +56,21 @@ def read(c: PublishedConfig) -> dict:
 
 def _section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
     """Returns the non-null keys of a RoPE section: by name, the full key and the value."""
-    found = {name: value for name, value in c.section(section).items() if value is not None}
-    if any(isinstance(value, dict) for value in found.values()):
+    values = {name: value for name, value in c.section(section).items() if value is not None}
+    if any(isinstance(value, dict) for value in values.values()):
         raise c.error(section, "layers differ in their angles; kvjax needs equal layers")
-    if unknown := set(found) - _KEYS - {*_TYPE}:
+    if unknown := set(values) - _KEYS - {*_TYPE}:
         raise c.error(section, f"{min(unknown)} is unknown, and may change the angles")
-    types = {name: found.pop(name) for name in _TYPE if name in found}
+    types = {name: values.pop(name) for name in _TYPE if name in values}
     if len({*map(repr, types.values())}) > 1:
         raise c.error(section, "rope_type and type are two names of one key: give one of them")
-    if not types and (unclear := set(found) - {"rope_theta", "partial_rotary_factor"}):
+    if not types and (unclear := set(values) - {"rope_theta", "partial_rotary_factor"}):
         raise c.error(
             section,
             f"{section}.rope_type is missing, which defines {min(unclear)}: give 'default' (no "
             "scaling) or 'llama3', as the model was trained",
         )
-    keys = {name: (f"{section}.{name}", value) for name, value in found.items()}
+    keys = {name: (f"{section}.{name}", value) for name, value in values.items()}
     for name, kind in types.items():
         keys.setdefault("rope_type", (f"{section}.{name}", kind))
     return keys

@@ -1,7 +1,7 @@
 """Rules that map tensors of a published model to weights, in both directions.
 
-A rule names a published tensor and the weights in it; `to_tensor` inverts `from_tensor`, but for
-GGUF's layout, which is only read.
+A rule names a published tensor and the weights in it; `to_tensor` inverts `from_tensor`,
+except for GGUF's layout, which is only read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,14 +93,14 @@ def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> li
         return [tensor]
     by_output = tensor if rule.transposed else tensor.T
     ends = np.cumsum([weight.matrix[-1] for weight in weights])[:-1]
-    found = []
+    arrays = []
     for weight, part in zip(weights, np.split(by_output, ends), strict=True):
         if rule.interleaved:
             part = _swap_pairs(part, weight.shape[-1])
         if rule.reversed:
             part = _swap_halves(part, weight.shape[-1])
-        found.append(part.T.reshape(weight.shape))
-    return found
+        arrays.append(part.T.reshape(weight.shape))
+    return arrays
 
 
 def to_tensor(rule: Rule, arrays: Sequence[np.ndarray], weights: Sequence[Weight]) -> np.ndarray:
@@ -162,8 +162,9 @@ def gpt2_rules() -> tuple[Rule, ...]:
 
 
 def llama_rules() -> tuple[Rule, ...]:
-    """Returns transformers' names for Llama and its relatives; each has some of the biases and
-    norms.
+    """Returns transformers' names for Llama and its relatives.
+
+    No model has all of these biases and norms.
     """
     layer = "model.layers.{i}."
     rules = [

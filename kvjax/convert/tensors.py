@@ -36,7 +36,7 @@ class StoredTensor:
         return self.checked(self.load())
 
     def checked(self, array: np.ndarray) -> np.ndarray:
-        """Returns `array`, made of this tensor's data; raises a UserError if it is not finite."""
+        """Returns an array derived from this tensor; raises a UserError if it is not finite."""
         advice = "download the file again, or take an earlier checkpoint"
         return check_finite(array, f"{self.path}: {self.name}", advice)
 
@@ -48,10 +48,10 @@ def check_finite(array: np.ndarray, name: str, advice: str) -> np.ndarray:
       name: file and weight, the start of the message.
       advice: end of the message.
     """
-    wrong = array.size - np.count_nonzero(np.isfinite(array))
-    if wrong:
+    non_finite = array.size - np.count_nonzero(np.isfinite(array))
+    if non_finite:
         raise UserError(
-            f"{name} has {wrong:,} of {array.size:,} values that are not finite: {advice}"
+            f"{name} has {non_finite:,} of {array.size:,} values that are not finite: {advice}"
         )
     return array
 
@@ -60,15 +60,15 @@ def open_folder(folder: epath.Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a folder by name; reads only the files' headers.
 
     Raises:
-      UserError: the folder has no safetensors, its index is broken, some files are missing or
-        truncated (the message names all of these), or hold other tensors than the index lists.
+      UserError: the folder has no safetensors, its index is broken, files are missing or truncated
+        (the message names all of them), or files hold other tensors than the index lists.
     """
     if (folder / SINGLE).exists():
         return _open_files(folder, [SINGLE])
     if not (folder / INDEX).exists():
-        only = [path.name for path in matching_entries(folder, "*.safetensors")]
-        if len(only) == 1 and not _is_one_of_several(only[0]):
-            return _open_files(folder, only)
+        files = [path.name for path in matching_entries(folder, "*.safetensors")]
+        if len(files) == 1 and not _is_one_of_several(files[0]):
+            return _open_files(folder, files)
         others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
         raise UserError(
             f"{folder} has neither {SINGLE} nor {INDEX} (other weights: "
@@ -77,9 +77,9 @@ def open_folder(folder: epath.Path) -> dict[str, StoredTensor]:
         )
     file_of = _index(folder / INDEX)
     tensors = _open_files(folder, sorted(set(file_of.values())))
-    elsewhere = [n for n, f in file_of.items() if n not in tensors or tensors[n].path.name != f]
+    misplaced = [n for n, f in file_of.items() if n not in tensors or tensors[n].path.name != f]
     unlisted = [n for n in tensors if n not in file_of]
-    for names, problem in ((elsewhere, "lists tensors in the wrong files"), (unlisted, "lacks")):
+    for names, problem in ((misplaced, "lists tensors in the wrong files"), (unlisted, "lacks")):
         if names:
             shown = listed(f"{n} ({file_of.get(n) or tensors[n].path.name})" for n in names)
             raise UserError(
@@ -90,8 +90,8 @@ def open_folder(folder: epath.Path) -> dict[str, StoredTensor]:
 
 def _is_one_of_several(name: str) -> bool:
     """Returns True for names such as model-00001-of-00003.safetensors."""
-    found = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
-    return found is not None and int(found[2]) > 1
+    match = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
+    return match is not None and int(match[2]) > 1
 
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")

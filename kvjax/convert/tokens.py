@@ -1,6 +1,7 @@
 """Added and special tokens of a published model.
 
-Added tokens are in tokenizer.json, or in older and edited folders only in other files (`added`).
+Added tokens are in tokenizer.json; in older and edited folders some are only in other files
+(`added`).
 Special tokens are kept as `origin.TokenFiles`: texts as in tokenizer_config.json, ids as in
 generation_config.json, which may list several that end a text.
 """
@@ -32,8 +33,9 @@ _GGUF = dict(bos=("bos",), eos=("eos", "eot", "eom"), pad=("padding",), unk=("un
 
 
 def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
-    """Returns the token files of a published folder; config.json stands in for
-    generation_config.json.
+    """Returns the token files of a published folder.
+
+    Without generation_config.json, the ids come from config.json.
     """
     files = {}
     about = _about(folder)
@@ -42,20 +44,20 @@ def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
         files[TOKENIZER_CONFIG] = {key: _text(about[key]) for key in keys if key in about}
     if (folder / GENERATION_CONFIG).exists():
         files[GENERATION_CONFIG] = json_object(folder / GENERATION_CONFIG)
-    elif found := _ids(config):
-        files[GENERATION_CONFIG] = found
+    elif ids := _ids(config):
+        files[GENERATION_CONFIG] = ids
     return files
 
 
 def named_in_folder(folder: epath.Path) -> set[str]:
     """Returns the texts of the special tokens that a folder's files name."""
-    about, found = _about(folder), set()
+    about, texts = _about(folder), set()
     for key in (*(f"{kind}_token" for kind in KINDS), *_MORE):
         value = about.get(key)
         if isinstance(value, Mapping) and "content" not in value:  # {name: token}
             value = list(value.values())
-        found |= {_text(each) for each in (value if isinstance(value, list) else [value])}
-    return found - {None}
+        texts |= {_text(each) for each in (value if isinstance(value, list) else [value])}
+    return texts - {None}
 
 
 def named_in_gguf(metadata: Mapping) -> set[str]:
@@ -69,21 +71,24 @@ def named_in_gguf(metadata: Mapping) -> set[str]:
 def added(folder: epath.Path) -> list[dict]:
     """Returns the added tokens of a folder's files other than tokenizer.json.
 
-    From added_tokens.json, which has no flags, and tokenizer_config.json, which has.
+    added_tokens.json has no flags, tokenizer_config.json has them.
 
     Raises:
       UserError: a token without a text or an id.
     """
     path, decoder = folder / ADDED_TOKENS, _about(folder).get(_DECODER)
     listed = json_object(path) if path.exists() else {}
-    found = [_token(path, text, i) for text, i in listed.items()]
+    tokens = [_token(path, text, i) for text, i in listed.items()]
     if isinstance(decoder, Mapping):
-        found += _in_decoder(folder / TOKENIZER_CONFIG, decoder)
-    return found
+        tokens += _in_decoder(folder / TOKENIZER_CONFIG, decoder)
+    return tokens
 
 
 def completed(
-    tokenizer_json: str, named: Iterable[str], source: epath.Path, more: Iterable[Mapping] = ()
+    tokenizer_json: str,
+    named: Iterable[str],
+    source: epath.Path,
+    other_tokens: Iterable[Mapping] = (),
 ) -> str:
     """Returns a tokenizer.json with all of its model's added tokens; named ones become special.
 
@@ -91,7 +96,7 @@ def completed(
       named: texts of special tokens; tokens that ordinary text encodes to, such as "!", stay
         ordinary.
       source: for messages.
-      more: added tokens of other files, whose flags take precedence.
+      other_tokens: added tokens of other files; their flags take precedence.
 
     Raises:
       UserError: ids that contradict tokenizer.json.
@@ -105,13 +110,13 @@ def completed(
         return tokenizer_json
     texts = {i: text for text, i in ids.items()}
     tokens = {}
-    for token in more:
+    for token in other_tokens:
         text, i = token["content"], token["id"]
         if ids.get(text, i) != i or texts.get(i, text) != text:
-            there = f"{text!r} is {ids[text]}" if text in ids else f"{i} is {texts[i]!r}"
+            conflict = f"{text!r} is {ids[text]}" if text in ids else f"{i} is {texts[i]!r}"
             raise UserError(
-                f"{source}: {there}, but {text!r} is {i} in {ADDED_TOKENS} or {TOKENIZER_CONFIG}: "
-                "download the tokenizer's files again, all of the same model"
+                f"{source}: {conflict}, but {text!r} is {i} in {ADDED_TOKENS} or "
+                f"{TOKENIZER_CONFIG}: download the tokenizer's files again, all of the same model"
             )
         ids[text], texts[i] = i, text
         tokens[text] = dict(special=False) | listed.get(text, {}) | token
@@ -143,20 +148,18 @@ def of_gguf(metadata: Mapping) -> dict[str, dict]:
 def texts(files: TokenFiles, tokenizer_json: str, vocab_size: int) -> dict[str, str | None]:
     """Returns the token text by kind, for the kinds that the files mention."""
     backend = tokenizer_lib.parse(tokenizer_json)
-    config, found = files.get(TOKENIZER_CONFIG, {}), {}
+    config, by_kind = files.get(TOKENIZER_CONFIG, {}), {}
     for kind in KINDS:
         ids = origin.token_ids(files, kind, vocab_size)
         if f"{kind}_token" in config:
-            found[kind] = _text(config[f"{kind}_token"])
+            by_kind[kind] = _text(config[f"{kind}_token"])
         elif ids:
-            found[kind] = backend.id_to_token(ids[0])
-    return found
+            by_kind[kind] = backend.id_to_token(ids[0])
+    return by_kind
 
 
 def _ids(config: Mapping) -> dict:
-    """Returns config.json's token ids that lie in the vocabulary, as generation_config.json has
-    them.
-    """
+    """Returns the token ids of config.json that lie in the vocabulary, by their keys."""
     rows = config.get("vocab_size")
     rows = rows if type(rows) is int else 0
     keys = {kind: f"{kind}_token_id" for kind in ("bos", "eos", "pad")}
@@ -183,8 +186,8 @@ def _in_decoder(path: epath.Path, decoder: Mapping) -> Iterator[dict]:
     for key, token in decoder.items():
         i = int(key) if key.isdecimal() and len(key) < 10 else None
         flags = token if isinstance(token, Mapping) else {}
-        kept = {flag: flags[flag] for flag in _FLAGS if type(flags.get(flag)) is bool}
-        yield _token(path, token, i) | kept
+        known_flags = {flag: flags[flag] for flag in _FLAGS if type(flags.get(flag)) is bool}
+        yield _token(path, token, i) | known_flags
 
 
 def _token(path: epath.Path, text, i) -> dict:

@@ -11,15 +11,15 @@ SPECIAL, ADDED = "<|endoftext|>", "<added token>"
 
 
 def tokens_of(rows):
-    """Returns (token, kind): a special, the bytes as letters, merges, an added one, unused rows."""
+    """Returns (token, kind) pairs: special, byte letters, merged, added and unused tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    found = [(SPECIAL, gguf.TokenType.CONTROL), *((c, gguf.TokenType.NORMAL) for c in alphabet)]
-    found += [
+    tokens = [(SPECIAL, gguf.TokenType.CONTROL), *((c, gguf.TokenType.NORMAL) for c in alphabet)]
+    tokens += [
         ("ab", gguf.TokenType.NORMAL),
         ("12", gguf.TokenType.NORMAL),
         (ADDED, gguf.TokenType.USER_DEFINED),
     ]
-    return found + [(f"[PAD{i}]", gguf.TokenType.UNUSED) for i in range(len(found), rows)]
+    return tokens + [(f"[PAD{i}]", gguf.TokenType.UNUSED) for i in range(len(tokens), rows)]
 
 
 def permuted(array, heads):
@@ -41,8 +41,8 @@ def write(
     """Writes a Hugging Face folder as a GGUF file with a larger vocabulary; returns the tensors.
 
     Args:
-      quantise: a type for one matrix of every layer.
-      edit: a function of the writer, and of the tensors by name, before they are written.
+      quantise: GGUF type of one matrix per layer; None: no quantisation.
+      edit: changes the writer, and the tensors by name, before they are written.
     """
     config = tensors.json_object(epath.Path(folder / "config.json"))
 

@@ -64,7 +64,7 @@ def test_transformers_loads_exports(tmp_path):
         tokens_BT, logits_BTV = np.load(folder / "tokens.npy"), theirs["logits"]
         found[name] = comparison.difference_of(model, tokens_BT, logits_BTV)
         own = tokenizer.from_json(model.tokenizer_json, name)
-        opened = [own.bos_id] * name.startswith("made_")  # of published ones as they have it
+        opened = [own.bos_id] * name.startswith("made_")  # published tokenizers keep theirs
         assert list(theirs["ids"]) == [*opened, *own.encode("a b 3")], name
     print(found)
     assert max(found.values()) < comparison.TOLERANCE, found

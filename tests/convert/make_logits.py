@@ -4,7 +4,7 @@
     .venv-live/bin/python tests/convert/make_logits.py      # writes tests/convert/published again
 
 Needs torch and transformers (constraints-live.txt), not kvjax. No weight is zero, no gain is 1, and
-epsilons are large, so that what is left out or confused shows in the logits.
+epsilons are large, so that an omitted or confused value changes the logits.
 """
 
 import argparse
@@ -20,7 +20,10 @@ import torch
 import transformers
 
 PUBLISHED = pathlib.Path(__file__).parent / "published"
-ROWS, CHARACTERS = 40, "Ġabcdefghijklmnopqrstuvwxyz0123456789"  # and one special: 2 rows are left
+ROWS, CHARACTERS = (
+    40,
+    "Ġabcdefghijklmnopqrstuvwxyz0123456789",
+)  # with a special token, 38 of 40 rows
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -44,10 +47,10 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
     def angles(base):
         return dict(rope_type="default", rope_theta=base)
 
-    # Short and steep: pairs of all three kinds within a few tokens.
+    # Steep and short, so that pairs of all three kinds of Llama 3 matter within few tokens.
     scaled = dict(rope_type="llama3", rope_theta=50.0, factor=4.0)
     scaled |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24)
-    nanochat = llama | dict(pad_token_id=None)  # its own default is a token
+    nanochat = llama | dict(pad_token_id=None)  # its default is an id
     of = transformers
     return {
         "gpt2": of.GPT2Config(**gpt2),

@@ -116,21 +116,21 @@ def test_energy_losses_equal_a_conversions_errors(x64, randomise, method):
     layer = layer_lib.read(weights, config, rope=True)
     x = np.random.default_rng(0).standard_normal((99, 16))
     moment = x.T @ x / 99
-    most = method.max_rank(config)
-    assert most == (
+    largest = method.max_rank(config)
+    assert largest == (
         12
         if method == ThinKeys(rank=1, part="value", mode="joint")
         else 8 - 2 * (isinstance(method, LowRankKV) or method.part == "key_value")
     )
 
-    def at(rank):
+    def with_rank(rank):
         return dataclasses.replace(method, rank=rank)
 
-    with pytest.raises(UserError, match=f"rank = {most + 1}: must lie in"):
-        at(most + 1).mechanism(config, rope=True)
-    ranks = [2, 4, most] if most == 6 else [2, 4, 6, most]
+    with pytest.raises(UserError, match=f"rank = {largest + 1}: must lie in"):
+        with_rank(largest + 1).mechanism(config, rope=True)
+    ranks = [2, 4, largest] if largest == 6 else [2, 4, 6, largest]
     found = method.energy_losses(layer, moment, ranks)
-    lost = [np.mean(list(at(rank).convert(layer, moment).errors.values())) for rank in ranks]
+    lost = [np.mean(list(with_rank(rank).convert(layer, moment).errors.values())) for rank in ranks]
     assert found == pytest.approx(lost, abs=1e-9)
     assert found[0] > 0.02 and found == sorted(found, reverse=True)
 
@@ -139,7 +139,10 @@ def test_energy_losses_equal_a_conversions_errors(x64, randomise, method):
 def test_split_budget_is_optimal(mode):
     """Compares with the errors of every pair of ranks; large and small sensitivities of keys."""
     source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
-    method, layers = ThinKeys(rank=99, mode=mode, part="key_value"), range(2)  # 99: no matter
+    method, layers = (
+        ThinKeys(rank=99, mode=mode, part="key_value"),
+        range(2),
+    )  # its rank is replaced
     rng = np.random.default_rng(0)
     moments = [(x := rng.standard_normal((40, 17))).T @ x / 40 for _ in layers]
     limits = dict(multiple=1, dtype=HALF)
@@ -155,8 +158,8 @@ def test_split_budget_is_optimal(mode):
 
     most = 8 if mode == "joint" else 4
     ranks = range(1, most + 1)
-    every = [dataclasses.replace(method, rank=k, value_rank=v) for k in ranks for v in ranks]
-    costs = {(found.rank, found.value_rank): cost(found) for found in every}
+    candidates = [dataclasses.replace(method, rank=k, value_rank=v) for k in ranks for v in ranks]
+    costs = {(found.rank, found.value_rank): cost(found) for found in candidates}
     size = 2 * 2 * (8 // most)  # bytes of a rank, of both layers
     for total in range(2, 2 * most):
         found = find(size * total, None)
@@ -164,15 +167,15 @@ def test_split_budget_is_optimal(mode):
         assert found.rank + value_rank <= total
         least = min(cost for pair, cost in costs.items() if sum(pair) <= total)
         assert costs[found.rank, value_rank] == pytest.approx(least)
-    much, little = find(size * most, [1e9] * 2), find(size * most, [1e-9] * 2)
-    assert (much.rank, much.value_rank, little.rank, little.value_rank) == (
+    large, small = find(size * most, [1e9] * 2), find(size * most, [1e-9] * 2)
+    assert (large.rank, large.value_rank, small.rank, small.value_rank) == (
         most - 1,
         1,
         1,
         most - 1,
     )
-    whole = find(size * (most + 1), [1e-9] * 2)
-    assert (whole.part, whole.rank) == ("key", 1)  # values as they are
+    unfactored_values = find(size * (most + 1), [1e-9] * 2)
+    assert (unfactored_values.part, unfactored_values.rank) == ("key", 1)  # values are not factored
 
 
 @pytest.mark.parametrize(
@@ -191,16 +194,16 @@ def test_logit_variance(name, rope):
     H = mechanism.key_dim
     if mechanism.qk_norm != "none":
 
-        def of(z, gain):
+        def normalised(z, gain):
             return gain * z / np.sqrt(np.mean(z**2, axis=-1, keepdims=True))
 
         key_KH, query_NH = (
-            of(key_KH, layer.gains["key_norm"]),
-            of(query_NH, layer.gains["query_norm"]),
+            normalised(key_KH, layer.gains["key_norm"]),
+            normalised(query_NH, layer.gains["query_norm"]),
         )
     if rope:
-        turn = np.exp(1j * rng.uniform(0, 2 * np.pi, (4000, 1, H // 2)))
-        pairs = (key_KH[..., : H // 2] + 1j * key_KH[..., H // 2 :]) * turn
+        rotation = np.exp(1j * rng.uniform(0, 2 * np.pi, (4000, 1, H // 2)))
+        pairs = (key_KH[..., : H // 2] + 1j * key_KH[..., H // 2 :]) * rotation
         key_KH = np.concatenate([pairs.real, pairs.imag], axis=-1)
     key_NH = np.repeat(key_KH, query_NH.shape[1] // key_KH.shape[1], axis=1)
     logits = np.sum(query_NH * key_NH, axis=-1) * mechanism.scale

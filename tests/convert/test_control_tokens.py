@@ -31,26 +31,28 @@ def _flagged(special, *, decoder=None, added=None, without=(), listed=True):
     """Returns the files of a byte tokenizer: <|bos|> is 256, START 257 and END 258.
 
     Args:
-      special: the flag of the two in tokenizer.json, in its model's vocabulary if it is None.
-      decoder: their flag in tokenizer_config.json.
-      added: added_tokens.json.
+      special: flag of START and END in tokenizer.json; None: ordinary tokens of its vocabulary.
+      decoder: flag of START in added_tokens_decoder of tokenizer_config.json; None: no decoder.
+      added: content of added_tokens.json; None: no such file.
       without: tokens that the decoder lacks.
-      listed: whether tokenizer.json has them at all.
+      listed: True if tokenizer.json has START and END.
     """
     made = tokenizer_lib.byte_tokenizer().with_specials([START, END]) if listed else None
     definition = json.loads((made or tokenizer_lib.byte_tokenizer()).to_json())
-    bos, *rotations = definition["added_tokens"]
-    rotations = [] if special is None else [turn | dict(special=special) for turn in rotations]
+    bos, *turn_tokens = definition["added_tokens"]
+    turn_tokens = (
+        [] if special is None else [token | dict(special=special) for token in turn_tokens]
+    )
     about = dict(bos_token="<|bos|>", eos_token="<|bos|>", chat_template=CHATML)
     if decoder is not None:
         flags = [(257, dict(content=START, special=decoder)), (258, dict(content=END))]
         about["added_tokens_decoder"] = {i: t for i, t in flags if t["content"] not in without}
-    files = {"tokenizer.json": definition | dict(added_tokens=[bos, *rotations])}
+    files = {"tokenizer.json": definition | dict(added_tokens=[bos, *turn_tokens])}
     files["tokenizer_config.json"] = about
     return files | ({} if added is None else {"added_tokens.json": added})
 
 
-# Files that have the two tokens of turns; and the kinds that a GGUF file may say they are of.
+# Files with START and END, or the token type that a GGUF file gives both.
 WAYS = dict(
     special=_flagged(True),
     not_special=_flagged(False),
@@ -64,7 +66,7 @@ WAYS = dict(
     **{kind: gguf.TokenType[kind] for kind in ("CONTROL", "USER_DEFINED", "NORMAL")},
 )
 
-# After an import: as the files have it, and ordinary tokens become special.
+# WAYS in which START is special after an import: flagged so in the files, or ordinary before.
 FLAGGED = "special another_flag special_and_added vocabulary CONTROL NORMAL".split()
 
 
@@ -132,7 +134,9 @@ def test_control_tokens_of_a_workdir(published_as, tmp_path):
     workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
     added = json.loads((tmp_path / "out/tokenizer.json").read_text())["added_tokens"]
     assert [token["special"] for token in added] == [True, False, False]  # as the source has them
-    (workdir / "chat_template.jinja").write_text("{% for %}")  # told by who talks with it
+    (workdir / "chat_template.jinja").write_text(
+        "{% for %}"
+    )  # a broken template is reported when it is used
     assert trained.find(workdir).tokenizer.ends == (256,)
 
 
@@ -146,12 +150,12 @@ def test_template_over_its_limits(published_as, tmp_path, monkeypatch, capsys):
         published.open(published_as(files))
     workdir = _workdir(published_as(_flagged(True)), tmp_path)
     (workdir / "chat_template.jinja").write_text(loops + CHATML)
-    asked = mock.Mock(wraps=jinja_process._worker_answer)
-    monkeypatch.setattr(jinja_process, "_worker_answer", asked)
+    worker_answer = mock.Mock(wraps=jinja_process._worker_answer)
+    monkeypatch.setattr(jinja_process, "_worker_answer", worker_answer)
     for _ in range(3):
         assert trained.find(workdir).tokenizer.ends == (256,)
     assert capsys.readouterr().err.count(said) == 1
-    assert asked.call_count == 2  # that it is a template, and a conversation
+    assert worker_answer.call_count == 2  # a check of the template, and a trial conversation
 
 
 def test_files_that_disagree_on_a_token(published_as):
@@ -168,12 +172,12 @@ def test_files_that_disagree_on_a_token(published_as):
         with pytest.raises(UserError) as error:
             published.open(published_as(files))
         assert said in str(error.value) and "again" in str(error.value)
-    rotations = [START, dict(content=END)]
+    turn_tokens = [START, dict(content=END)]
     for name, key, named in (
-        ("tokenizer_config.json", "additional_special_tokens", rotations),
-        ("tokenizer_config.json", "extra_special_tokens", rotations),
+        ("tokenizer_config.json", "additional_special_tokens", turn_tokens),
+        ("tokenizer_config.json", "extra_special_tokens", turn_tokens),
         ("tokenizer_config.json", "extra_special_tokens", dict(a=START, b=END)),
-        ("special_tokens_map.json", "additional_special_tokens", rotations),
+        ("special_tokens_map.json", "additional_special_tokens", turn_tokens),
     ):
         files = _flagged(True, listed=False)
         files[name] = files.get(name, {}) | {key: named}

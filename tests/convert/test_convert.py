@@ -34,8 +34,6 @@ METHODS = {
     "split": ["--cache=0.5", "--multiple=1"],
     "lrkv": ["--method=lrkv", "--rank=1"],
 }
-
-
 BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
 
 
@@ -235,9 +233,9 @@ def test_ranks_by_layer(converted):
     """Converts by energy, by a share of the cache, and without a method."""
     record = dict(source="source", cache_dtype="bfloat16")
     lrkv, shared = ("--method=lrkv", *BY_WEIGHTS), dict(objective="weights", bases=1)
-    _, errors, kept = converted("kept", *lrkv, "--energy=0.99", "--multiple=3")
-    lost = kept.pop("errors")
-    assert kept == record | dict(
+    _, errors, by_energy = converted("kept", *lrkv, "--energy=0.99", "--multiple=3")
+    lost = by_energy.pop("errors")
+    assert by_energy == record | dict(
         method="lrkv",
         cache_bytes_per_token=dict(before=384, after=336),
         options=dict(energy=0.99, multiple=3, align=True, **shared),
@@ -254,16 +252,18 @@ def test_ranks_by_layer(converted):
     )
     _, errors, _ = converted("enough", *lrkv, "--energy=0.98", "--multiple=3")
     assert errors.count("layer") == 3 and "more" not in errors.partition("smaller")[2]
-    _, errors, share = converted("share", *lrkv, "--cache=0.8", "--multiple=1", "--no-align")
-    del share["errors"]
-    assert not errors and share == record | dict(
+    _, errors, by_cache = converted("share", *lrkv, "--cache=0.8", "--multiple=1", "--no-align")
+    del by_cache["errors"]
+    assert not errors and by_cache == record | dict(
         method="lrkv",
         cache_bytes_per_token=dict(before=384, after=304),
         options=dict(cache=0.8, multiple=1, align=False, **shared),
         ranks=[3, 2, 2, 2, 2, 3],
     )
-    printed, errors, whole = converted("whole")
-    assert whole == record | dict(method="none", cache_bytes_per_token=dict(before=384, after=384))
+    printed, errors, unconverted = converted("whole")
+    assert unconverted == record | dict(
+        method="none", cache_bytes_per_token=dict(before=384, after=384)
+    )
     assert not errors and printed == [
         "written: whole, from source",
         "",
@@ -316,13 +316,13 @@ def test_methods_of_options():
             | dict(bases=1, align=True),
         ),
     ]
-    for given, method, said in cases:
-        options = command._parser().parse(["--source=a", "--out=b", *given.split()])
+    for arguments, method, recorded in cases:
+        options = command._parser().parse(["--source=a", "--out=b", *arguments.split()])
         options_lib.fill_defaults(options, command._parser().get_default)
         assert (
-            options_lib.make_method(options) == method and options_lib.recorded(options) == said
-        ), given
-        assert options_lib.splits_budget(options) == (given == "--cache=0.5")
+            options_lib.make_method(options) == method and options_lib.recorded(options) == recorded
+        ), arguments
+        assert options_lib.splits_budget(options) == (arguments == "--cache=0.5")
 
 
 @pytest.mark.slow

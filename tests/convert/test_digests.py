@@ -82,7 +82,7 @@ def blake2b(content: bytes) -> str:
 def test_files_of_an_export(tmp_path):
     """Compares with BLAKE2b of 16 bytes, over UTF-8 text."""
     folder, texts = epath.Path(tmp_path), {"a.json": "\u00e9\n", "b": ""}
-    digests.check_files(folder)  # which has none, as older ones
+    digests.check_files(folder)  # a folder without digests, as from older versions
     text = digests.of_files(texts)
     expected = {"a.json": blake2b(b"\xc3\xa9\n"), "b": blake2b(b"")}
     assert text == json.dumps({"blake2b": expected}, indent=1) + "\n"

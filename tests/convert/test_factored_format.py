@@ -35,7 +35,7 @@ def test_factors_come_back_bit_for_bit(tmp_path, make_mechanism, name):
     assert isinstance(after, factored_format.FactoredModel)
     comparison.exactly(after, before)
     assert after.tokenizer_json == before.tokenizer_json and after.context == before.context
-    # README.md has every tensor, and what is cached in all.
+    # README.md lists every tensor, and the total cache size.
     readme = (tmp_path / "out/README.md").read_text()
     for tensor in load_file(tmp_path / "out/model.safetensors"):
         assert f"| `{re.sub(r'^layers.[0-9]+', 'layers.{i}', tensor)}` |" in readme, tensor
@@ -76,7 +76,7 @@ def test_layers_are_numbered_through(tmp_path):
     block, mechanisms, _ = workdirs.MODELS["lrkv_by_layer"]
     workdir = workdirs.write(tmp_path / "workdir", workdirs.config(block, mechanisms))
     workdirs.export(workdir, tmp_path / "out", "--format=factored")
-    for file, indent in (("config.json", 2), ("digests.json", 1)):  # people read them too
+    for file, indent in (("config.json", 2), ("digests.json", 1)):  # people read these files, too
         text = (tmp_path / "out" / file).read_text()
         assert text == json.dumps(json.loads(text), indent=indent) + "\n"
     tensors = load_file(tmp_path / "out/model.safetensors")
@@ -112,7 +112,7 @@ def test_a_flipped_bit_is_refused_or_harmless(tmp_path, capsys, flips):
         except UserError:
             refused += 1
     assert refused > 0.8 * flips
-    (out / "digests.json").unlink()  # older exports have none, nor any in the metadata
+    (out / "digests.json").unlink()  # older exports have no digests
     tensors = load_file(out / "model.safetensors")
     save_file(tensors, out / "model.safetensors")
     comparison.exactly(model_lib.open(str(out)), before)

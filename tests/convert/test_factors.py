@@ -96,13 +96,13 @@ def test_base_and_residual(rotations, bases, rank):
         )
         errors.append(found.error)
     if bases == K:
-        assert max(errors) < 1e-12  # a base each: nothing is lost
+        assert max(errors) < 1e-12  # every head has its own base
         return
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(errors))
     if rotations != "none":
         assert errors[-1] < errors[0]
     nothing_shared = factors.low_rank(w, rank, moment, latents=K).error if rank else 1.0
-    assert errors[-1] < nothing_shared  # a base is worth something
+    assert errors[-1] < nothing_shared  # sharing a base lowers the error
 
 
 def _pair_rotations(angles):

@@ -37,7 +37,9 @@ def test_a_file_holds_the_model_of_its_folder(tmp_path, name):
     assert model.config.attention == original.config.attention
     expected = original.config.model
     if name == "gpt2_exact_gelu":
-        expected = expected | dict(activation="gelu")  # GGUF does not say, and llama.cpp has one
+        expected = expected | dict(
+            activation="gelu"
+        )  # no key of GGUF names it; llama.cpp's is by tanh
     assert model.config.model == expected
     found, there = comparison.whole(model), comparison.whole(original)
     assert found.keys() == there.keys()
@@ -62,7 +64,7 @@ def test_a_folder_of_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, most",  # half a step of numbers in [-1, 1]
+    "kind, most",  # half a quantisation step in [-1, 1]
     [("F16", 2.0**-12), ("BF16", 2.0**-9), ("Q8_0", 1 / 254), ("Q4_1", 1 / 15)],
 )
 def test_tensors_are_dequantised(tmp_path, kind, most):
@@ -81,7 +83,7 @@ def test_tensors_are_dequantised(tmp_path, kind, most):
     down_MD = model.read(("segments", 0, "mlp", "down"), 1)
     error = np.abs(down_MD - written["blk.1.ffn_down.weight"].T).max()
     assert down_MD.dtype == np.float32
-    assert most / 2 < error < 1.05 * most  # scales are rounded too
+    assert most / 2 < error < 1.05 * most  # the scales are rounded, too
 
 
 def test_llama3_rope_is_found_from_its_divisors(tmp_path):
@@ -198,7 +200,7 @@ def test_tokenizers(tmp_path, pre, words):
     ids = {token: i for i, (token, _) in enumerate(tokens_of(300))}
     assert ours.encode("ab") == [ids["ab"]] and ours.bos_id == 0
     assert ours.encode(f"a{ADDED}b") == [ids["a"], ids[ADDED], ids["b"]]
-    assert ours.vocab_size == 1 + ids[ADDED]  # the rows behind it are padding
+    assert ours.vocab_size == 1 + ids[ADDED]  # the rows after it are padding
     text = "naïve 12 12\n\tab's 🙂"
     assert ours.decode(ours.encode(text)) == text
 

@@ -75,7 +75,7 @@ def test_failed_writes_leave_nothing(tmp_path, monkeypatch):
 def test_conversions_at_once_leave_each_other_alone(tmp_path):
     first, second = (into_workdir.check(str(tmp_path / name)) for name in ("first", "second"))
     killed = into_workdir._staging(first)
-    killed.mkdir()  # by one that was killed: nobody has its lock
+    killed.mkdir()  # of a killed conversion: no process locks it
     (killed / "weights").write_text("some")
 
     def other():

@@ -49,17 +49,17 @@ def test_moments(imported):
     source = model_lib.open(str(imported("qwen2")))
     rows = np.random.default_rng(0).integers(0, 38, (5, 11))
     model = model_lib.transformer(source)
-    seen = []
+    expected = []
     decoding = decoder.Decoder(model)
     x = decoding.embed(jnp.asarray(rows), np.arange(11)[None], workdirs.F32)
     c = source.transformer.block
     for layer, mechanism in zip(decoding.layers, source.transformer.mechanisms, strict=True):
         h = np.asarray(layer.attention_norm(x), np.float64).reshape(-1, c.d_model)
         h = np.concatenate([h, np.ones((len(h), 1))], axis=1)
-        seen.append(h.T @ h / len(h))
+        expected.append(h.T @ h / len(h))
         positions = rope.positions(np.arange(11)[None], mechanism.rope_dim, c.angles_base)
         x = layer(x, positions, causal=True, window=c.window, compute=workdirs.F32)
-    for got, wanted in zip(calibration.moments(source, rows), seen, strict=True):
+    for got, wanted in zip(calibration.moments(source, rows), expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
@@ -72,31 +72,33 @@ def test_sensitivities():
     rows = rng.integers(0, 38, (2, 11))
     measured = []
 
-    def see(attention, h_BTD, positions, mask):
+    def observe(attention, h_BTD, positions, mask):
         q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
         k_BSKH, v_BSKH = attention.mechanism.keys_values(raw, positions)
         G = q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BSNH, v_BSNH = jnp.repeat(k_BSKH, G, axis=2), jnp.repeat(v_BSKH, G, axis=2)
         return [q_BTNH, k_BSNH, jnp.einsum("BSNH,NHD->BSND", v_BSNH, attention.out[...])]
 
-    for ((q, k, v),) in layerwise.LayerwisePass(source, rows).layers(see):
+    for ((q, k, v),) in layerwise.LayerwisePass(source, rows).layers(observe):
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         T = q.shape[1]
-        seen = np.tri(T, dtype=bool) & ~np.tri(T, k=-5, dtype=bool)
-        logits = np.where(seen, np.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5, -np.inf)
+        visible = np.tri(T, dtype=bool) & ~np.tri(T, k=-5, dtype=bool)
+        logits = np.where(
+            visible, np.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5, -np.inf
+        )
 
         def outputs(logits, v):
             p = np.exp(logits - logits.max(axis=-1, keepdims=True))
             return np.einsum("BNTS,BSND->BNTD", p / p.sum(axis=-1, keepdims=True), v)
 
-        size, there = 1e-3, outputs(logits, v)
+        scale, exact = 1e-3, outputs(logits, v)
         energy_N = np.mean(np.sum(v**2, axis=-1), axis=(0, 1))
-        of_keys = of_values = 0.0
+        key_change = value_change = 0.0
         for _ in range(300):
-            errors = size * rng.standard_normal(logits.shape)
-            of_keys += np.sum((outputs(logits + errors, v) - there) ** 2)
-            drawn = rng.standard_normal(v.shape) / v.shape[-1] ** 0.5
-            changed = v + size * energy_N[:, None] ** 0.5 * drawn
-            of_values += np.sum((outputs(logits, changed) - there) ** 2)
-        measured.append(of_keys / of_values)
+            errors = scale * rng.standard_normal(logits.shape)
+            key_change += np.sum((outputs(logits + errors, v) - exact) ** 2)
+            noise = rng.standard_normal(v.shape) / v.shape[-1] ** 0.5
+            changed = v + scale * energy_N[:, None] ** 0.5 * noise
+            value_change += np.sum((outputs(logits, changed) - exact) ** 2)
+        measured.append(key_change / value_change)
     np.testing.assert_allclose(calibration.sensitivities(source, rows), measured, rtol=0.1)

@@ -243,7 +243,7 @@ def test_factors_have_balanced_scales(x64, randomise, source, method):
             np.testing.assert_allclose(size(latent, 0), size(expand, (1, 3)), rtol=1e-9)
     if not lrkv and "expand_key" in inner:
         np.testing.assert_array_equal(inner["query"], weights["mechanism"]["query"])
-    elif not lrkv:  # folded
+    elif not lrkv:  # absorbed
         G = config.num_heads // config.num_kv_heads
         query = inner["query"].reshape(D, -1, G, method.rank)
         np.testing.assert_allclose(size(inner["base_key"], 0), size(query, (0, 2)), rtol=1e-9)

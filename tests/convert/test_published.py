@@ -215,9 +215,9 @@ def test_an_added_token_without_a_row_gets_the_mean(copied, capsys, name):
     found = add("[PAD]", dict(pad_token="[PAD]"))
     assert "has 40 rows and none for [PAD], which is unused" in capsys.readouterr().err
     assert found.config.vocab_size == found.transformer.vocab_size == 41
-    there, now = comparison.whole(before), comparison.whole(found)
-    for path, weight in there.items():
-        new = now[path].T if path == ("head",) else now[path]
+    weights_before, weights_after = comparison.whole(before), comparison.whole(found)
+    for path, weight in weights_before.items():
+        new = weights_after[path].T if path == ("head",) else weights_after[path]
         old = weight.T if path == ("head",) else weight
         np.testing.assert_array_equal(new[: len(old)], old)
         if path[-1] in ("embedding", "head"):

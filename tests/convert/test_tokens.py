@@ -23,7 +23,7 @@ from kvjax.workdir import origin, trained
 from tests import quick
 from tests.convert import comparison, gguf_files, workdirs
 
-DEEPSEEK = "<｜begin▁of▁sentence｜>"  # its bars are none of ASCII's
+DEEPSEEK = "<｜begin▁of▁sentence｜>"  # its bars are not ASCII
 GENERATION = dict(bos_token_id=38, eos_token_id=[39, 0], pad_token_id=39, temperature=0.6)
 
 
@@ -36,7 +36,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def chat(source):
-    """The same with special tokens for turns, as in SmolLM2-Instruct."""
+    """That copy with special tokens for turns, as in SmolLM2-Instruct."""
     text = (source / "tokenizer.json").read_text()
     backend = tokenizers.Tokenizer.from_str(text)
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -96,12 +96,12 @@ def test_end_tokens(chat, tmp_path):
     (workdir / "generation_config.json").unlink()
     assert trained.find(workdir).tokenizer.ends == (39,)  # the tokenizer's
     (workdir / "tokenizer_config.json").unlink()
-    assert trained.find(workdir).tokenizer.ends == ()  # as written before they were kept
+    assert trained.find(workdir).tokenizer.ends == ()  # as in workdirs of older versions
 
 
 def test_token_ids_of_config_json(source, tmp_path):
     path = source / "config.json"
-    ids = dict(bos_token_id=50_256, eos_token_id=[3, 0])  # of no row: a default of transformers
+    ids = dict(bos_token_id=50_256, eos_token_id=[3, 0])  # 50256, transformers' default, has no row
     path.write_text(json.dumps(read(path) | ids))
     model = published.open(source)
     assert model.token_files["generation_config.json"] == dict(eos_token_id=[3, 0])
@@ -127,7 +127,7 @@ def test_tokens_of_a_gguf_file(tmp_path):
     def edit(writer, _):
         writer.add_eos_token_id(3)
         writer.add_eot_token_id(4)
-        writer.add_pad_token_id(999)  # of no token
+        writer.add_pad_token_id(999)  # no such token
 
     path = tmp_path / "tiny.gguf"
     gguf_files.write(path, comparison.PUBLISHED / "llama", "llama", edit=edit)
@@ -156,7 +156,7 @@ def encodings(path, name):
     """Returns a tokenizer.json's encodings of texts and pairs, with specials and without.
 
     Args:
-      name: of a token that is written out in some of them.
+      name: text of a token, which some of the texts contain.
     """
     backend = tokenizers.Tokenizer.from_str(path.read_text())
     texts = [("a b",), ("",), (f"a{name} b",), ("a b", f"{name}c")]

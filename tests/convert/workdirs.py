@@ -17,7 +17,7 @@ from tests.mechanisms import random_values
 
 F32 = Compute()
 LAYERS, VOCABULARY, CONTEXT = 3, 260, 40  # the tokenizer has 257 tokens
-EPSILON = 1e-2  # large: what is confused shows in the logits
+EPSILON = 1e-2  # large, so that a confused epsilon changes the logits
 _DIMS = dict(num_heads=4, key_dim=8, value_dim=8, norm_epsilon=EPSILON)
 _SIZES = dict(num_layers=LAYERS, d_model=24, mlp_dim=20, norm_epsilon=EPSILON)
 BLOCKS = {
