@@ -15,12 +15,12 @@ PYTHON = ROOT / ".venv-live/bin/python"  # with transformers
 REFERENCE = """
 import json, sys, transformers
 tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
-found = []
+ids = []
 for messages, opens in json.load(sys.stdin):
     options = dict(add_generation_prompt=opens, continue_final_message=opens is None)
     options |= dict(tokenize=True, return_dict=False)
-    found.append(tokenizer.apply_chat_template(messages, **options))
-print(json.dumps(found))
+    ids.append(tokenizer.apply_chat_template(messages, **options))
+print(json.dumps(ids))
 """
 TEXTS = (
     "What is 12 * 7?",
@@ -50,6 +50,7 @@ def test_ids_are_those_of_transformers(model, tmp_path):
     def assistant(text):
         return dict(role="assistant", content=text)
 
+    # (messages, opens): True: an answer follows; False: none; None: the last message continues.
     cases = [([user(text)], opens) for text in TEXTS for opens in (True, False)]
     cases += [([user(a), assistant(b), user(a)], True) for a in TEXTS for b in TEXTS]
     cases += [([dict(role="system", content=text), user("Hi")], True) for text in TEXTS]

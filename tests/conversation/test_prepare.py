@@ -103,16 +103,16 @@ def test_rows_are_one_stream_that_overlaps_by_a_token(tmp_path, mixture, rows):
         num_rows = (len(stream) - 1) // T
         expected = [stream[i * T : i * T + T + 1] for i in range(num_rows)]
         if fill is not None:
-            rest = stream[num_rows * T :]
-            expected.append(rest + [fill] * (T + 1 - len(rest)))
+            tail = stream[num_rows * T :]
+            expected.append(tail + [fill] * (T + 1 - len(tail)))
         assert _all(dataset, split).tolist() == expected and len(expected) > 5
     info = dataset.info["splits"]["train"]
     sets = {each["key"]: (each["rows"], each["read"]) for each in info["sets"]}
     assert sets == dict(smoltalk=(20, 16), mmlu=(9, 9), gsm8k=(12, 10))
     assert not dataset.is_masked
     sha256 = hashlib.sha256(TOKENIZER.to_json().encode()).hexdigest()
-    rest = {key: dataset.info[key] for key in ("format_version", "masked", "tokenizer", "dtype")}
-    assert rest == dict(
+    info = {key: dataset.info[key] for key in ("format_version", "masked", "tokenizer", "dtype")}
+    assert info == dict(
         format_version=1,
         masked=False,
         tokenizer=dict(vocab_size=265, bos_id=256, sha256=sha256),

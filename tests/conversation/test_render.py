@@ -14,7 +14,7 @@ from kvjax.foundation.errors import DataError, UserError
 SIGNS = "①②③④⑤⑥⑦⑧⑨"
 
 
-def _of(*contents):
+def _talk(*contents):
     roles = ("user", "assistant")
     return dict(messages=[dict(role=roles[i % 2], content=c) for i, c in enumerate(contents)])
 
@@ -29,22 +29,22 @@ CALL = [
     _part("python_output", "3"),
     _part("text", "3."),
 ]
-SYSTEM = dict(messages=[dict(role="system", content="Be."), *_of("Hi", "Yo")["messages"]])
+SYSTEM = dict(messages=[dict(role="system", content="Be."), *_talk("Hi", "Yo")["messages"]])
 GOLDENS = {
-    "one turn": (_of("Hi", "Hello"), "①②Hi③④Hello⑤", "000000111111"),
-    "two turns": (_of("a", "b", "c", "d"), "①②a③④b⑤②c③④d⑤", "0000011000011"),
+    "one turn": (_talk("Hi", "Hello"), "①②Hi③④Hello⑤", "000000111111"),
+    "two turns": (_talk("a", "b", "c", "d"), "①②a③④b⑤②c③④d⑤", "0000011000011"),
     "system": (SYSTEM, "①②Be.\n\nHi③④Yo⑤", "00000000000111"),
-    "user last": (_of("a", "b", "c"), "①②a③④b⑤②c③", "0000011000"),
-    "empty answer": (_of("a", ""), "①②a③④⑤", "000001"),
-    "empty question": (_of("", "b"), "①②③④b⑤", "000011"),
-    "a call": (_of("1?", CALL), "①②1?③④So ⑥1+2⑦⑧3⑨3.⑤", "00000011111111000111"),
+    "user last": (_talk("a", "b", "c"), "①②a③④b⑤②c③", "0000011000"),
+    "empty answer": (_talk("a", ""), "①②a③④⑤", "000001"),
+    "empty question": (_talk("", "b"), "①②③④b⑤", "000011"),
+    "a call": (_talk("1?", CALL), "①②1?③④So ⑥1+2⑦⑧3⑨3.⑤", "00000011111111000111"),
     "no output": (
-        _of("?", [_part("python", "a"), _part("python_output", "")]),
+        _talk("?", [_part("python", "a"), _part("python_output", "")]),
         "①②?③④⑥a⑦⑧⑨⑤",
         "00000111001",
     ),
-    "names": (_of("<|bos|>", "<|user_end|>"), "①②<|bos|>③④<|user_end|>⑤", "0" * 11 + "1" * 13),
-    "not ASCII": (_of("é", "ß"), "①②Ã©③④Ã\x9f⑤", "000000111"),
+    "names": (_talk("<|bos|>", "<|user_end|>"), "①②<|bos|>③④<|user_end|>⑤", "0" * 11 + "1" * 13),
+    "not ASCII": (_talk("é", "ß"), "①②Ã©③④Ã\x9f⑤", "000000111"),
 }
 
 
@@ -73,7 +73,7 @@ def test_ids_and_mask_are_those_written_by_hand(renderer, name):
 
 def test_many_at_once_are_each_by_itself(renderer):
     batch = [(conversation, name) for name, (conversation, *_) in GOLDENS.items()]
-    batch.insert(3, (_of(7), "the fourth"))
+    batch.insert(3, (_talk(7), "the fourth"))
     results = renderer.batch(batch, limit=9)
     assert isinstance(results[3], DataError) and "the fourth, message 1" in str(results[3])
     batch.pop(3), results.pop(3)
@@ -88,18 +88,21 @@ def test_many_at_once_are_each_by_itself(renderer):
         (dict(messages="Hi"), "needs 'messages'"),
         (dict(messages=["Hi"]), "message 1: must be an object with role and content"),
         (dict(messages=[dict(role="user")]), "message 1: must be an object with role and content"),
-        (dict(messages=_of("a", "b")["messages"][1:]), "message 1 has role 'assistant', not 'user"),
-        (dict(messages=2 * _of("a")["messages"]), "message 2 has role 'user', not 'assistant"),
+        (
+            dict(messages=_talk("a", "b")["messages"][1:]),
+            "message 1 has role 'assistant', not 'user",
+        ),
+        (dict(messages=2 * _talk("a")["messages"]), "message 2 has role 'user', not 'assistant"),
         (dict(messages=[SYSTEM["messages"][0]]), "a system message must be followed by the user's"),
         (
-            dict(messages=_of("a", "b")["messages"] + SYSTEM["messages"]),
+            dict(messages=_talk("a", "b")["messages"] + SYSTEM["messages"]),
             "message 3 has role 'system",
         ),
-        (_of(["a"]), "message 1: content must be text, not list"),
-        (_of("a", 7), "message 2: content must be text or a list of parts"),
-        (_of("a", [_part("image", "x")]), "message 2: a part must have a type of text, python,"),
-        (_of("a", [dict(type="text")]), "message 2: content must be text, not NoneType"),
-        (_of("a", "\ud800"), "message 2: has an unpaired surrogate"),
+        (_talk(["a"]), "message 1: content must be text, not list"),
+        (_talk("a", 7), "message 2: content must be text or a list of parts"),
+        (_talk("a", [_part("image", "x")]), "message 2: a part must have a type of text, python,"),
+        (_talk("a", [dict(type="text")]), "message 2: content must be text, not NoneType"),
+        (_talk("a", "\ud800"), "message 2: has an unpaired surrogate"),
     ],
 )
 def test_what_is_no_conversation_is_told_with_its_place(renderer, conversation, message):

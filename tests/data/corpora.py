@@ -45,7 +45,7 @@ def num_parts(config) -> int:
     return len(parts.parts(config, sources.fingerprints(config)))
 
 
-def noting(indices):
+def recording(indices):
     """Returns a `pool.make_part` that first appends the part's index to a list."""
     make_part = pool.make_part
 

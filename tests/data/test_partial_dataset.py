@@ -37,9 +37,9 @@ def _publish(partial, part, left_out=Skipped(), **shards):
 def test_what_is_published_is_read_back(partial):
     published = _publish(partial, 1, Skipped(7, ("a line",), 2))
     assert partial.results() == [None, published, None] and partial.missing() == [0, 2]
-    again = partial_dataset.PartialDataset(partial.target, "abc")
-    again.open(PLAN)
-    assert again.missing() == [0, 2]
+    reopened = partial_dataset.PartialDataset(partial.target, "abc")
+    reopened.open(PLAN)
+    assert reopened.missing() == [0, 2]
 
 
 def test_what_a_killed_process_was_writing_is_removed_and_a_living_one_s_is_not(partial):
@@ -105,8 +105,8 @@ def test_of_what_is_left_out_the_first_messages_are_kept(monkeypatch):
     errors(readers.NullTextError("d"))
     skipped = errors.skipped()
     assert skipped == Skipped(3, ("a", "b"), 1)
-    both = [Skipped(1, ("z",)), skipped]
-    assert preparation._skipped_info(both) == {"left_out": dict(count=4, first=["z", "a"])}
+    of_parts = [Skipped(1, ("z",)), skipped]
+    assert preparation._skipped_info(of_parts) == {"left_out": dict(count=4, first=["z", "a"])}
     with pytest.raises(readers.SourceError, match="^a$"):
         tokenized_part.ErrorCollector(False)(readers.SourceError("a"))
 

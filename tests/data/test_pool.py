@@ -28,8 +28,8 @@ import sys
 from kvjax.data import config, parts, prepare
 if __name__ == "__main__":
     parts.PART_BYTES, parts._ROWS = {PART}, 1
-    made = prepare.prepare(config.DataConfig(**eval(sys.argv[1])), workers=int(sys.argv[2]))
-    print(made)
+    path = prepare.prepare(config.DataConfig(**eval(sys.argv[1])), workers=int(sys.argv[2]))
+    print(path)
 """
 
 
@@ -129,14 +129,14 @@ def test_what_workers_are_given(config, monkeypatch):
 
     children = [child("another's")]
     monkeypatch.setattr(pool.multiprocessing, "active_children", lambda: list(children))
-    made, count = [], len(job.corpus.parts)
-    keys = dict(skip_broken=False, made=made.append)
+    made_parts, count = [], len(job.corpus.parts)
+    keys = dict(skip_broken=False, made=made_parts.append)
 
     def make_parts(parts, workers):
         return pool.make(config, job.tokenizer, parts, job.partial, workers=workers, **keys)
 
     make_parts(job.corpus.parts[:3], workers=2)
-    assert sorted(part.index for part in made) == [0, 1, 2]
+    assert sorted(part.index for part in made_parts) == [0, 1, 2]
     assert job.partial.missing() == list(range(3, count))
     (executor,) = pools
     assert (executor.count, executor.method) == (2, "spawn")

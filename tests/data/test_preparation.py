@@ -27,7 +27,7 @@ from kvjax.data import (
 )
 from kvjax.foundation import progress
 from kvjax.foundation.errors import DataError, UserError
-from tests.data.corpora import begun, files, noting, num_parts
+from tests.data.corpora import begun, files, num_parts, recording
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
@@ -82,21 +82,21 @@ def test_what_is_done_stays_and_what_is_half_written_is_not_read(config, expecte
     abandoned = folder / f"work-{partial_dataset._machine()}-999999999-x"
     abandoned.mkdir()
     (abandoned / shards[8].name).write_bytes(b"half")
-    made = []
-    monkeypatch.setattr(pool, "make_part", noting(made))
+    made_parts = []
+    monkeypatch.setattr(pool, "make_part", recording(made_parts))
     path = prepare.prepare(config, workers=1)
-    assert made == [3, 5, *range(9, num_parts(config))]
+    assert made_parts == [3, 5, *range(9, num_parts(config))]
     assert files(path) == expected
 
 
 def _stop_after(monkeypatch, config, count):
     """Ends a preparation after `count` parts."""
-    make_part, made = pool.make_part, []
+    make_part, made_parts = pool.make_part, []
 
     def fails(*args, **kwargs):
-        if len(made) == count:
+        if len(made_parts) == count:
             raise DataError("enough")
-        made.append(make_part(*args, **kwargs))
+        made_parts.append(make_part(*args, **kwargs))
 
     with monkeypatch.context() as patch:
         patch.setattr(pool, "make_part", fails)
@@ -115,10 +115,10 @@ def test_a_source_that_changed_between_attempts_begins_anew(config, expected, mo
     assert files(prepare.prepare(config, workers=1)) != expected
     assert files(folder / "done") == done
     path.write_bytes(before)
-    made = []
-    monkeypatch.setattr(pool, "make_part", noting(made))
+    made_parts = []
+    monkeypatch.setattr(pool, "make_part", recording(made_parts))
     assert files(prepare.prepare(config, workers=1)) == expected
-    assert made == list(range(4, num_parts(config)))
+    assert made_parts == list(range(4, num_parts(config)))
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, 
     path.write_bytes(after)
     with pytest.raises(DataError, match=r"1\.jsonl changed while it was prepared"):
         job.make(workers=1, shown=False)
-    monkeypatch.setattr(sources, "_check_unchanged", lambda *_: None)  # in the same instant
+    monkeypatch.setattr(sources, "_check_unchanged", lambda *_: None)  # as if stamps were equal
     job.make(workers=1, shown=False)
     with pytest.raises(DataError, match=r"1\.jsonl"):
         job.finish()
@@ -206,8 +206,8 @@ def test_a_source_that_changes_meanwhile_is_refused(config):
     """Parts of the changed files are made again."""
     job = begun(config)
     job.make(workers=1, share=(0, 4), shown=False)
-    every = set(range(len(job.corpus.parts)))
-    made = {i for i in every if i % 4 == 0}
+    all_parts = set(range(len(job.corpus.parts)))
+    made_parts = {i for i in all_parts if i % 4 == 0}
     folder = pathlib.Path(config.source)
     for changed, so_far in (("2", "2"), ("10", "012"), ("43", "012")):
         for name in changed:
@@ -224,7 +224,7 @@ def test_a_source_that_changes_meanwhile_is_refused(config):
             for part in job.corpus.parts
             if any(pathlib.Path(piece.name).stem in so_far for piece in part.slices)
         }
-        assert job.partial.missing() == sorted(every - (made - changed_parts))
+        assert job.partial.missing() == sorted(all_parts - (made_parts - changed_parts))
     assert not list(config.root.glob("datasets/[!.]*"))
 
 
@@ -246,10 +246,10 @@ def test_a_bucket_gets_shards_as_they_are_made_and_the_manifest_last(
     assert len(list((folder / "packed_rows/1.0.0").glob("*train*"))) == 6
     assert not (folder / manifest.MANIFEST).exists() and not list(tmp_path.glob("kvjax-*"))
     count = num_parts(config)
-    made = []
-    monkeypatch.setattr(pool, "make_part", noting(made))
+    made_parts = []
+    monkeypatch.setattr(pool, "make_part", recording(made_parts))
     path = prepare.prepare(remote, workers=1)
-    assert made == list(range(6, count))
+    assert made_parts == list(range(6, count))
     content = files(folder)
     last = max(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns * path.is_file())
     assert last.name == manifest.MANIFEST and str(path).endswith(folder.name)
@@ -273,14 +273,14 @@ def test_a_target_without_room_is_told_when_it_happens(config):
 
 
 def test_a_tokenizer_learns_from_a_sample_of_all_parts(config, monkeypatch):
-    corpus, seen = preparation.inspect_sources(config, shown=False), []
+    corpus, sampled = preparation.inspect_sources(config, shown=False), []
     monkeypatch.setattr(vocabulary, "TOKENIZER_CHARACTERS", 100 * len(corpus.parts))
-    monkeypatch.setattr(tokenizer, "train", lambda texts, *_: seen.extend(texts))
+    monkeypatch.setattr(tokenizer, "train", lambda texts, *_: sampled.extend(texts))
     with pytest.raises(AttributeError):  # what it returns is no tokenizer
         preparation.begin(corpus, shown=False)
-    assert {text.split()[0] for text in seen} == {"0", "1", "2"}  # the files
-    assert len(corpus.parts) <= len(seen) <= 2 * len(corpus.parts)
-    assert not {t for t in seen if source_kinds.is_held_out(t, config.validation_fraction)}
+    assert {text.split()[0] for text in sampled} == {"0", "1", "2"}  # the files
+    assert len(corpus.parts) <= len(sampled) <= 2 * len(corpus.parts)
+    assert not {t for t in sampled if source_kinds.is_held_out(t, config.validation_fraction)}
 
 
 def test_progress_is_what_is_done_its_rate_and_what_is_left(monkeypatch):

@@ -48,8 +48,8 @@ def test_a_damaged_shard_is_told_and_the_others_are_read(written, copy, how):
     for _ in range(2):  # it is not remembered as opened
         with pytest.raises(manifest.DamagedDataError, match=f"^{copy} is damaged: .*prepare it"):
             rows.__getitems__(range(first, end))
-    others = [i for i in range(len(rows)) if not first <= i < end]
-    np.testing.assert_array_equal(rows_of(rows, others), expected_NT[others])
+    undamaged = [i for i in range(len(rows)) if not first <= i < end]
+    np.testing.assert_array_equal(rows_of(rows, undamaged), expected_NT[undamaged])
     if how != "flipped":  # that one is open
         name(damaged).write_bytes(content)
         np.testing.assert_array_equal(rows_of(rows, [first]), expected_NT[[first]])
@@ -138,9 +138,9 @@ def test_small_batches_of_a_bucket_are_asked_for_at_once(in_bucket, written, buc
         np.testing.assert_array_equal(take(batches, 10), expected)
         data_reading.close(batches)
         batches = loader.validation_batches(dataset, sequence_length=T, batch_size=16)
-        whole = np.concatenate(list(batches))
+        rows = np.concatenate(list(batches))
     assert gate.reached
-    np.testing.assert_array_equal(whole[: len(written[1])], written[1])
+    np.testing.assert_array_equal(rows[: len(written[1])], written[1])
 
 
 @pytest.mark.parametrize("how", ["flipped", "missing", "refused"])

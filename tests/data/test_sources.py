@@ -94,9 +94,9 @@ def test_globs_folders_and_lists_are_read_in_order(tmp_path):
     held_out = dict(validation_source=str(tmp_path / "c.jsonl"))
     assert documents("train", source=f"{tmp_path}/*.txt", **held_out) == ["a\n", "b\n"]
     assert documents("train", source=str(tmp_path), **held_out) == ["a\n", "b\n", "c"]
-    both = f"{tmp_path}/b.txt, {tmp_path}/a.t?t"
-    assert documents("train", source=both, **held_out) == ["b\n", "a\n"]
-    assert documents("validation", source=both, **held_out) == ["c"]
+    two_files = f"{tmp_path}/b.txt, {tmp_path}/a.t?t"
+    assert documents("train", source=two_files, **held_out) == ["b\n", "a\n"]
+    assert documents("validation", source=two_files, **held_out) == ["c"]
 
 
 def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
@@ -307,7 +307,7 @@ def test_buckets_are_read_through_epath(bucket):
 def test_a_file_cannot_be_in_both_splits(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(f"the text of {name}\n")
-    both = dict(validation_source=str(tmp_path / "validation.txt"))
+    held_out = dict(validation_source=str(tmp_path / "validation.txt"))
     with pytest.raises(ValueError, match="has a file in common"):
-        sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "*.txt"), **both))
-    sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "train.txt"), **both))
+        sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "*.txt"), **held_out))
+    sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "train.txt"), **held_out))

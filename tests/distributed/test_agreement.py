@@ -53,8 +53,8 @@ def test_three_processes_get_the_same_messages(tmp_path, monkeypatch):
     assert results[1:] == results[:1] * 2
     differences = "the processes of this job were started differently:\n{}\n"
     differences += "Give all of them the same command and the same code"
-    each = "  k{:02}: 0 (process 0), 1 (process 1), 2 (process 2)"
-    twelve = [each.format(k) for k in range(12)]
+    line = "  k{:02}: 0 (process 0), 1 (process 1), 2 (process 2)"
+    twelve = [line.format(k) for k in range(12)]
     assert results[0] == [
         ["a0", "a1", "a2"],
         ["b0", "b1", "b2"],

@@ -35,7 +35,7 @@ class _Job:
     """One of three processes of a job, which ends with SystemExit; its clock does not wait.
 
     Attributes:
-      words: (status, text) of the abort messages.
+      aborts: (status, text) of each abort message that was set.
       left: set when the process would have ended.
     """
 
@@ -50,13 +50,13 @@ class _Job:
 
     def start(self, index=1, values=()):
         self.store, self.clock = store_lib.Store(values), _Clock()
-        self.words, self.left = [], threading.Event()
+        self.aborts, self.left = [], threading.Event()
         store_lib.join(self._patch, self.store, 3, index)
         self._patch.setattr(ending, "time", self.clock)
         self._patch.setattr(ending, "_leaving", threading.Lock())
 
     def set(self, status, text):
-        self.words.append((status, text()))
+        self.aborts.append((status, text()))
 
     def _leave(self, status):
         self.left.set()
@@ -89,10 +89,10 @@ def test_a_process_prints_and_publishes_its_end(job, monkeypatch, capsys):
         "another process of this job was lost ({}), and no step can be taken without it. Run the "
         "same command on all hosts to go on. (UNAVAILABLE: heartbeat)"
     )
-    gone = _runtime_error("UNAVAILABLE: heartbeat\nand pages of addresses")
+    loss = _runtime_error("UNAVAILABLE: heartbeat\nand pages of addresses")
 
     def unwritten():
-        return _caused(OSError("checkpoint of step 3 was not written"), gone)
+        return _caused(OSError("checkpoint of step 3 was not written"), loss)
 
     none_silent = lost.format("a connection broke; all processes still live")
     for error, stopped, silent, status, reason in (
@@ -101,10 +101,10 @@ def test_a_process_prints_and_publishes_its_end(job, monkeypatch, capsys):
         (UserError("the key is wrong"), True, (), 2, "the key is wrong"),
         (OSError("the disk is full"), False, (), 2, "the disk is full"),
         (ValueError("a bug\nat an address"), False, (), 1, "ValueError: a bug"),
-        (gone, False, (2,), 75, lost.format("process 2")),
+        (loss, False, (2,), 75, lost.format("process 2")),
         (unwritten(), False, (0, 2), 75, lost.format("processes 0, 2")),
-        (gone, False, (), 75, none_silent),
-        (gone, False, None, 75, lost.format("process 0, the coordinator")),
+        (loss, False, (), 75, none_silent),
+        (loss, False, None, 75, lost.format("process 0, the coordinator")),
     ):
         job.start()
         monkeypatch.setattr(ending.interrupted, "_received", stopped)
@@ -121,19 +121,19 @@ def test_a_process_prints_and_publishes_its_end(job, monkeypatch, capsys):
             raise error
         assert end.value.code == status, error
         assert job.store.values["kvjax/ended/1"] == f"{status} {reason}"
-        assert job.words == [(status, reason), (status, reason), (status, "")]
+        assert job.aborts == [(status, reason), (status, reason), (status, "")]
         assert job.clock.slept == ([5.0] if silent is None else [5.0] * 2 if status == 75 else [])
         traceback, _, message = capsys.readouterr().err.rpartition("kvjax: ")
         assert message == f"{reason}\n" and bool(traceback) == (status == 1)
     job.start()
     with pytest.raises(SystemExit) as end, ending.end_together():
-        raise SystemExit(75)  # agreed upon
-    assert end.value.code == 75 and "kvjax/ended/1" not in job.store.values and not job.words
+        raise SystemExit(75)  # a stop that all processes agreed upon
+    assert end.value.code == 75 and "kvjax/ended/1" not in job.store.values and not job.aborts
 
 
-def _until(is_so):
+def _wait_until(condition):
     deadline = time.monotonic() + 10
-    while not is_so():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -152,10 +152,10 @@ def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog)
     with ending.end_together():
         (watcher,) = set(threading.enumerate()) - before
         assert watcher.daemon
-        _until(lambda: beats() >= 2)
+        _wait_until(lambda: beats() >= 2)
         dir_get, job.store.key_value_dir_get = job.store.key_value_dir_get, None
         beats_before = beats()
-        _until(lambda: beats() > beats_before + 2)  # continues if the store does not answer
+        _wait_until(lambda: beats() > beats_before + 2)  # continues if the store does not answer
         job.store.key_value_dir_get = dir_get
         saver = threading.Thread(target=fail, name="saver")
         saver.start()
@@ -183,7 +183,7 @@ def test_a_process_ends_when_another_has_ended(job, capsys):
         assert job.left.wait(10)
         raise SystemExit
     message = "process 2 stopped: the key is wrong"
-    assert job.words == [(3, message), (3, "")] and job.store.values["kvjax/ended/1"] == "3 "
+    assert job.aborts == [(3, message), (3, "")] and job.store.values["kvjax/ended/1"] == "3 "
     assert capsys.readouterr().err.splitlines()[0] == f"kvjax: {message}"
 
 
@@ -193,8 +193,8 @@ def test_process_0_stays_while_others_show_signs_of_life(job):
         job.start(index=0, values={"kvjax/ended/2": "2 "})
 
         def meanwhile(count, ends=ends):
-            changed = {1: min(count, 200), 2: count}
-            for i, beat in changed.items():
+            beats = {1: min(count, 200), 2: count}
+            for i, beat in beats.items():
                 job.store.key_value_set(f"kvjax/alive/{i}", f"{beat}", allow_overwrite=True)
             if ends and count == 250:
                 job.store.key_value_set("kvjax/ended/1", "2 ")

@@ -12,9 +12,7 @@ from kvjax.foundation.errors import UserError
 
 NOWHERE = dict(KVJAX_COORDINATOR="", KVJAX_NUM_PROCESSES="", KVJAX_PROCESS_ID="")
 SLURM = dict(SLURM_STEP_NODELIST="gpu[1-2]", SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3")
-
-
-LAST_WORDS = (
+NO_CONNECTION = (
     "no connection to all processes of the job within {} s: see which one did not start, and start "
     "all again"
 )
@@ -25,11 +23,11 @@ class Started(list):
 
     Attributes:
       options: JAX's options that were set, by name.
-      words: (status, text) of the abort messages.
+      aborts: (status, text) of each abort message that was set.
     """
 
     def __init__(self):
-        self.options, self.words, self.error = {}, [], None
+        self.options, self.aborts, self.error = {}, [], None
 
     def initialize(self, **arguments):
         self.append(arguments)
@@ -41,11 +39,11 @@ class Started(list):
 def started(monkeypatch):
     calls = Started()
 
-    def words(status, text):
-        calls.words.append((status, text()))
+    def set_message(status, text):
+        calls.aborts.append((status, text()))
 
     monkeypatch.setattr(jax.distributed, "initialize", calls.initialize)
-    monkeypatch.setattr(ending.abort_message, "set", words)
+    monkeypatch.setattr(ending.abort_message, "set", set_message)
     monkeypatch.setattr(jax.config, "update", calls.options.__setitem__)
     for name in [n for n in os.environ if n.startswith("SLURM_")]:
         monkeypatch.delenv(name)
@@ -57,7 +55,7 @@ def started(monkeypatch):
 def test_alone_nothing_is_started(started):
     distributed.start()
     distributed.start(coordinator="node0:1234", num_processes=1, process_id=0)
-    assert started == [] and not started.options and not started.words
+    assert started == [] and not started.options and not started.aborts
 
 
 def test_options_of_jax_distributed(started, monkeypatch):
@@ -94,8 +92,8 @@ def test_options_of_jax_distributed(started, monkeypatch):
     service = dict(jax_enable_preemption_service=False)
     assert started.options == service | dict(jax_cpu_collectives_implementation="gloo")
     gone = (75, ending.lost("see the lines above for which"))
-    words = [(2, LAST_WORDS.format(9)), gone, (2, LAST_WORDS.format(300)), gone]
-    assert started.words == words
+    expected_aborts = [(2, NO_CONNECTION.format(9)), gone, (2, NO_CONNECTION.format(300)), gone]
+    assert started.aborts == expected_aborts
 
     started.error = RuntimeError("DEADLINE_EXCEEDED\nand pages")
     monkeypatch.setenv("JAX_PLATFORMS", "")
@@ -103,7 +101,7 @@ def test_options_of_jax_distributed(started, monkeypatch):
     message = r"could not be connected \(\{.*'coordinator_address': .*\}\): DEADLINE_EXCEEDED$"
     with pytest.raises(UserError, match=message):
         distributed.start(process_id=1)
-    assert started.options == service and started.words == [*words, words[2]]
+    assert started.options == service and started.aborts == [*expected_aborts, expected_aborts[2]]
     monkeypatch.setenv("KVJAX_NUM_PROCESSES", "four")
     with pytest.raises(UserError, match="KVJAX_NUM_PROCESSES=four: must be a whole number"):
         distributed.start(process_id=0)

@@ -144,11 +144,11 @@ def assert_close(a, b, last: int) -> str:
 
 def final_state(workdir: pathlib.Path) -> dict:
     """Returns the last checkpoint, on one device of this process."""
-    path, one = workdir / "checkpoints" / str(STEPS), jax.sharding.SingleDeviceSharding
+    path, on_device = workdir / "checkpoints" / str(STEPS), jax.sharding.SingleDeviceSharding
     saved = ocp.metadata(path, checkpointable_name="state").metadata
 
     def shape(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one(jax.devices()[0]))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(jax.devices()[0]))
 
     return ocp.load(path, jax.tree.map(shape, saved), checkpointable_name="state")
 

@@ -63,9 +63,9 @@ def _lab_and_contrast(color: str) -> tuple[np.ndarray, float]:
 
 
 def test_colors_differ_and_are_seen_on_white():
-    seen = {name: _lab_and_contrast(color) for name, color in theme.COLORS.items()}
-    assert min(contrast for _, contrast in seen.values()) > 3
-    for (first, (a, _)), (second, (b, _)) in itertools.combinations(seen.items(), 2):
+    measured = {name: _lab_and_contrast(color) for name, color in theme.COLORS.items()}
+    assert min(contrast for _, contrast in measured.values()) > 3
+    for (first, (a, _)), (second, (b, _)) in itertools.combinations(measured.items(), 2):
         assert np.linalg.norm(a - b) > 15, (first, second)
 
 

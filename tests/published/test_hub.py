@@ -69,16 +69,16 @@ def test_a_model_is_downloaded_once_and_then_read_without_a_network(repository, 
     read = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     with Hub("owner/tiny.1", repository).serving() as served:
         point_at(monkeypatch, served.url)
-        found = model_lib.open(NAME)
-        assert served.downloaded() == read and found.name == "tiny.1"
-        asked = len(served.requests)
-        model_lib.open(f"{NAME}@main")  # another name of the same: one question
+        model = model_lib.open(NAME)
+        assert served.downloaded() == read and model.name == "tiny.1"
+        num_requests = len(served.requests)
+        model_lib.open(f"{NAME}@main")  # another name of the same commit: one request
         model_lib.open(f"{NAME}@{COMMIT}")
-        assert served.downloaded() == read and len(served.requests) <= asked + 2
+        assert served.downloaded() == read and len(served.requests) <= num_requests + 2
     expected = model_lib.open(str(MODEL))
     for path in expected.parameters():
         layer = 0 if path[0] == "segments" else None
-        np.testing.assert_array_equal(found.read(path, layer), expected.read(path, layer))
+        np.testing.assert_array_equal(model.read(path, layer), expected.read(path, layer))
     point_at(monkeypatch, served.url)  # which is gone
     assert model_lib.open(NAME).transformer == expected.transformer
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -110,7 +110,7 @@ def test_the_cache_of_the_client_by_hand(cache, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("hf://owner/other", "there is no such model, or it is private (then run hf auth login"),
         (f"{NAME}@v2", "the repository has no branch, tag or commit 'v2'"),
@@ -120,11 +120,11 @@ def test_the_cache_of_the_client_by_hand(cache, monkeypatch, tmp_path):
         ("hf://datasets/owner/tiny", "is a data set; a model is hf://OWNER/NAME"),
     ],
 )
-def test_refusals_of_a_hub(name, said, repository, monkeypatch, capsys):
+def test_refusals_of_a_hub(name, message, repository, monkeypatch, capsys):
     with Hub("owner/tiny.1", repository).serving() as served:
         point_at(monkeypatch, served.url)
         assert command_line.status(convert.main, [f"--source={name}", "--out=nowhere"]) == 2
-    assert capsys.readouterr().err.startswith(f"kvjax: --source = {name!r}: {said}")
+    assert capsys.readouterr().err.startswith(f"kvjax: --source = {name!r}: {message}")
 
 
 def test_a_hub_that_fails_and_one_of_gguf_files(repository, monkeypatch):
@@ -154,9 +154,9 @@ def test_a_data_set_by_glob_folder_and_file(cache, monkeypatch, tmp_path, capsys
 
     def names(path):
         config = DataConfig(source=f"{name}{path}")
-        found = [name for name, _ in sources.fingerprints(config)["source"]]
-        assert all(str(cache) in each for each in found)
-        return [each.partition("/text/")[2] for each in found]
+        paths = [name for name, _ in sources.fingerprints(config)["source"]]
+        assert all(str(cache) in file for file in paths)
+        return [file.partition("/text/")[2] for file in paths]
 
     with Hub("owner/texts", folder, kind="dataset").serving() as served:
         point_at(monkeypatch, served.url)
@@ -181,10 +181,10 @@ def test_a_data_set_by_glob_folder_and_file(cache, monkeypatch, tmp_path, capsys
 def test_the_environment_names_hub_and_cache(repository, tmp_path):
     program = f"from kvjax.published import hub; print(hub.config('--model', {NAME!r}))"
     with Hub("owner/tiny.1", repository).serving() as served:
-        others = {name: value for name, value in os.environ.items() if name[:3] != "HF_"}
-        environment = others | dict(HF_HOME=str(tmp_path / "home"), HF_ENDPOINT=served.url)
+        environment = {name: value for name, value in os.environ.items() if name[:3] != "HF_"}
+        environment |= dict(HF_HOME=str(tmp_path / "home"), HF_ENDPOINT=served.url)
         run = [sys.executable, "-c", program]
-        found = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        process = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
         assert served.downloaded() == ["config.json"]
     snapshot = tmp_path / "home/hub/models--owner--tiny.1/snapshots" / COMMIT
-    assert found.stdout.strip() == str(snapshot / "config.json")
+    assert process.stdout.strip() == str(snapshot / "config.json")

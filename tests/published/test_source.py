@@ -73,7 +73,7 @@ def test_sources_without_one_model(tmp_path):
     shutil.copy(several / "a.safetensors", several / "b.safetensors")
     for owner in "ab":
         (at("h") / "hub" / f"models--{owner}--x").mkdir(parents=True)
-    for source, said in (
+    for source, message in (
         (plain(at("a"), **{"adapter_config.json": "{}"}), "holds an adapter"),
         (plain(at("d"), **{"tokenizer.json": None}), "tokenizer.json is missing: give a model wit"),
         (named(at("e"), "model-00001-of-00002.safetensors"), "has neither model.safetensors nor"),
@@ -89,4 +89,4 @@ def test_sources_without_one_model(tmp_path):
     ):
         with pytest.raises(UserError) as error:
             model_lib.open(str(epath.Path(source)))
-        assert said in str(error.value)
+        assert message in str(error.value)
