@@ -54,7 +54,7 @@ _ALIASES = {
 }
 # Words that may follow a mechanism's: scales, ranks, latents, numbers of heads, variants.
 _VARIANT = re.compile(
-    r"tiny|narrow|wide|matched|plus|without|no|norm|rope|shared|ranks|text|kv|only|"
+    r"tiny|narrow|wide|served|matched|plus|without|no|norm|rope|shared|ranks|text|kv|only|"
     r"[lr]?\d+[bmk]?|\d+p\d+b"
 )
 # For series that are not mechanisms: Okabe and Ito's colours that are dark enough for lines.
