@@ -68,6 +68,7 @@ __all__ = [
     "Attention",
     "KVCache",
     "Model",
+    "Tracker",
     "UserError",
     "__version__",
     "convert_model",

@@ -57,9 +57,8 @@ def kernels() -> str:
     whole = entry_bytes(ROWS["mha"])
 
     def cells(config: MechanismConfig) -> list[str]:
-        inputs, entry = decode_inputs(config)
-        size = entry_bytes(config)
-        cache = [f"{size:,}", f"{size / whole:.1%}", inputs.kind(entry).replace("_", " ")]
+        size, name = entry_bytes(config), layout(config)
+        cache = [f"{size:,}", f"{size / whole:.1%}", f"[`{name}`](decode.md#{name})"]
         return [*cache, training(config), *(kernel(check, config) for check in CHECKS.values())]
 
     return _table(["bytes", "of MHA", "layout", "training", *CHECKS], cells)
@@ -119,6 +118,15 @@ def decode_inputs(config: MechanismConfig):
         return module.decode_inputs(q_BTNH, BASE)
 
     return jax.eval_shape(inputs), entry
+
+
+def layout(config: MechanismConfig) -> str:
+    """Returns the name in `kvjax.LAYOUTS` of the layout that decode attention reads."""
+    inputs, _ = decode_inputs(config)
+    names = [name for name, spec in kvjax.LAYOUTS.items() if spec.inputs is type(inputs)]
+    if len(names) == 1:
+        return names[0]
+    return "latent" if len(config.entry()["latent"].shape) == 1 else "latents"
 
 
 def training(config: MechanismConfig) -> str:
