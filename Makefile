@@ -12,7 +12,7 @@ drawn = --draw=$(or $(DRAW),1) --draw-by='$(BY)'
 export TF_CPP_MIN_LOG_LEVEL := 2
 unexport PYTHONDONTWRITEBYTECODE  # pytest takes 11 s to rewrite all asserts, where it may not keep them
 
-.PHONY: demo test test-all test-aot test-beam test-lm-eval test-browser test-live lint notebooks docs docs-serve clean
+.PHONY: demo test test-all test-aot test-beam test-lm-eval test-tfds test-browser test-live lint notebooks docs docs-serve clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
@@ -31,6 +31,9 @@ test-beam: .venv-beam/installed  ## prepares data with Apache Beam
 
 test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
 	.venv-lm-eval/bin/python -m pytest -q -n 2 -m lm_eval tests/lm_eval
+
+test-tfds: .venv-tfds/installed  ## builds and converts data sets of TFDS, with TensorFlow
+	.venv-tfds/bin/python -m pytest -q tests/data/test_tfds_sets.py
 
 test-live: .venv/installed .venv-live/installed .venv-lm-eval/installed  ## compares with transformers, on models made anew
 	$(BIN)/pytest -q tests/convert/live.py tests/conversation/live.py
@@ -84,6 +87,12 @@ over = $(PYTHON) -m venv $(1) && echo $(abspath .venv)/lib/python*/site-packages
 	.venv-lm-eval/bin/pip install -q --disable-pip-version-check -c constraints-lm-eval.txt -e '.[dev,lm-eval]'
 	touch $@
 
+# Of its own: TensorFlow, 1.9 GB.
+.venv-tfds/installed: .venv/installed
+	$(call over,.venv-tfds)
+	.venv-tfds/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,tfds]'
+	touch $@
+
 # Of its own: PyTorch. It makes models and their logits, and kvjax, in .venv, reads the files.
 .venv-live/installed: constraints-live.txt
 	$(LIVE_PYTHON) -m venv .venv-live
@@ -100,4 +109,4 @@ notebooks: .venv/samples  ## executes the notebooks and stores their outputs
 	$(BIN)/python -m tests.notebooks
 
 clean:
-	rm -rf .venv .venv-aot .venv-beam .venv-docs .venv-lm-eval .venv-live runs site
+	rm -rf .venv .venv-aot .venv-beam .venv-docs .venv-lm-eval .venv-live .venv-tfds runs site

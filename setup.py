@@ -104,6 +104,8 @@ setup(
             f"jax-cuda13-plugin{JAX}",
             "nvidia-cuda-nvcc>=13.5,<14",
         ],
+        # Builds and converts data sets of TFDS.
+        "tfds": [*DATA, "tensorflow>=2.21,<2.22"],
         # Prepares data on Beam's local runners; Dataflow needs apache-beam[gcp] too.
         "beam": [*DATA, "apache-beam>=2.77,<3"],
         # Runs the tasks of lm-evaluation-harness, without torch.

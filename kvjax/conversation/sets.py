@@ -12,10 +12,9 @@ import numpy as np
 
 from kvjax.conversation import questions, synthetic
 from kvjax.conversation.mixture import SetSpec
-from kvjax.data import matching, records, source_kinds
+from kvjax.data import matching, records, source_kinds, tfds_sets
 from kvjax.foundation.errors import DataError, MissingDataError, warn
 
-TFDS = "tfds:"
 EMBEDDED = "embedded"  # the synthetic conversations
 _HUB = "https://huggingface.co/datasets"
 # The folders to download, and the folder to put them in.
@@ -48,14 +47,14 @@ class OpenedSet:
 
     def __init__(self, spec: SetSpec):
         self.spec = spec
-        self.is_tfds = spec.source.startswith(TFDS)
+        self.is_tfds = spec.source.startswith(tfds_sets.PREFIX)
         self.is_synthetic = spec.kind == "conversations" and spec.source == EMBEDDED
         self.files = [] if self.is_tfds or self.is_synthetic else _files(spec)
         if self.is_tfds:
-            name, _, split = spec.source.removeprefix(TFDS).partition("#")
+            name, split = tfds_sets.split_name(spec.source)
             self._split = split or spec.split
             try:
-                self._builder = source_kinds.tfds_builder(name)
+                self._builder = tfds_sets.builder(name)
             except DataError as error:
                 raise DataError(f"{spec.where}: {error}") from error
             if self._split not in self._builder.info.splits:

@@ -31,8 +31,9 @@ class DataConfig:
 
     source: comma-separated; each is `embedded`, a file, folder or glob (.txt, .parquet, and JSON
       lines: .jsonl, .ndjson, .json, also compressed as .gz, .bz2, .xz, .zst), or
-      `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path must not contain a comma; one that exists is
-      never read as a glob; hidden files and .json files of a folder are skipped. `gs://` works
+      `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, which TFDS has in $TFDS_DATA_DIR (empty:
+      ~/tensorflow_datasets). A path must not contain a comma; one that exists is never read as a
+      glob; hidden files and .json files of a folder are skipped. `gs://` works
       wherever a local path does, and `hf://datasets/OWNER/NAME[@REVISION]/PATH` is a file, folder
       or glob of a hub's data set, downloaded into Hugging Face's cache. Or `prepared:FOLDER`,
       written by `prepare` elsewhere: only its `vocab_size` and `sequence_length` are checked.

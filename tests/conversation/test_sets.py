@@ -309,7 +309,7 @@ def test_examples_that_cannot_be_read_are_told_with_their_number(monkeypatch):
     rows = Examples([text, OSError(5, "I/O\nand more"), dict(question=b"\xff")])
     info = types.SimpleNamespace(splits={"train": None}, features=dict.fromkeys(text))
     builder = types.SimpleNamespace(info=info, as_data_source=lambda split: {"train": rows}[split])
-    monkeypatch.setattr(sets.source_kinds, "tfds_builder", lambda name: builder)
+    monkeypatch.setattr(sets.tfds_sets, "builder", lambda name: builder)
     opened = sets.OpenedSet(SetSpec("train", "gsm8k", "gsm8k", "tfds:x"))
     assert next(opened.rows()) == (
         "tfds:x, example 0",

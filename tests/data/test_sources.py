@@ -260,8 +260,7 @@ def test_tfds_by_name(tfds_folder, monkeypatch):
 
 def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
-    packages = "pip install tensorflow .*array-record apache-beam mlcroissant importlib_resources"
-    build = rf"{packages}\): tfds build %s --file_format=array_record --data_dir={tfds_folder}$"
+    build = r"python -m kvjax.data.prepare --source=tfds:%s --build_only$"
     info = tfds_folder / "small_words" / "1.0.0" / "dataset_info.json"
     for name, formats in (("as_tfrecord", []), ("converted", ["array_record"])):
         shutil.copytree(info.parent, tfds_folder / name / "1.0.0")
@@ -275,13 +274,12 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypat
         ("small_words", "body", "no feature 'body'; it has .*Set config.data.text_key"),
         ("small_words", "number", "'number' is int, not text"),
         ("mnist", "text", f"opened: .*mnist/.* does not exist. Set TFDS_DATA_.*{build % 'mnist'}"),
-        ("no_such_thing", "text", f"opened: .*Set TFDS_DATA_DIR .*{build % 'no_such_thing'}"),
+        ("no_such_thing", "text", f"opened: .* catalogue and in {tfds_folder}: set TFDS_DATA_DIR"),
         ("a b", "text", "tfds:a b cannot be opened: .*"),
         (
             *("as_tfrecord", "text"),
-            rf"as_tfrecord is prepared as tfrecord in .*{packages}\): tfds convert_format "
-            rf"--dataset_version_dir={tfds_folder}/as_tfrecord/1.0.0 "
-            "--out_file_format=array_record$",
+            rf"as_tfrecord is prepared as tfrecord in {tfds_folder}/as_tfrecord/1.0.0, not as "
+            rf"ArrayRecord. Convert it there: .*{build % 'as_tfrecord'}",
         ),
     ):
         with pytest.raises(readers.SourceError, match=message):
