@@ -4,7 +4,7 @@
     make test-browser REPORT=runs/analysis/NAME/report.html  # and this one
 
 Chromium is driven over a pipe by its DevTools protocol, so nothing else has to be installed.
-Pictures of the pages are left in the folder that the last line names.
+Pictures of the pages stay in a folder, which the last line of the output names.
 """
 
 import base64
@@ -30,29 +30,31 @@ SECONDS = 60  # maximum wait for an answer
 
 def _above(descriptor: int) -> int:
     """Returns the same pipe under a descriptor above 10."""
-    found = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
+    duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(descriptor)
-    return found
+    return duplicate
 
 
 class Browser:
     """A page in a browser, and the URLs that it requested."""
 
     def __init__(self, folder: pathlib.Path):
-        found = [path for name in NAMES if (path := shutil.which(name))]
-        if not found:
+        programs = [path for name in NAMES if (path := shutil.which(name))]
+        if not programs:
             pytest.fail("no chromium here: apt-get install chromium", pytrace=False)
-        theirs, self._write = map(_above, os.pipe())
-        self._read, ours = map(_above, os.pipe())
+        chromium_reads, self._write = map(_above, os.pipe())
+        self._read, chromium_writes = map(_above, os.pipe())
         # Chromium reads descriptor 3 and writes descriptor 4; the shell connects the pipes to them.
         options = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars"
         options += f" --remote-debugging-pipe --user-data-dir={folder / 'profile'}"
-        command = f'exec "$0" {options} about:blank 3<&{theirs} 4>&{ours}'
+        command = f'exec "$0" {options} about:blank 3<&{chromium_reads} 4>&{chromium_writes}'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, found[0]], pass_fds=(theirs, ours), stderr=subprocess.DEVNULL
+            ["bash", "-c", command, programs[0]],
+            pass_fds=(chromium_reads, chromium_writes),
+            stderr=subprocess.DEVNULL,
         )
-        os.close(theirs)
-        os.close(ours)
+        os.close(chromium_reads)
+        os.close(chromium_writes)
         self._number, self._rest, self._session = 0, b"", None
         self.requests: list[str] = []
         target = self("Target.createTarget", url="about:blank")["targetId"]
@@ -75,9 +77,9 @@ class Browser:
 
     def _next(self) -> dict:
         while b"\0" not in self._rest:
-            found = os.read(self._read, 1 << 20)
-            assert found, "chromium has ended"
-            self._rest += found
+            received = os.read(self._read, 1 << 20)
+            assert received, "chromium has ended"
+            self._rest += received
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
@@ -88,16 +90,16 @@ class Browser:
     def open(self, file: pathlib.Path) -> None:
         self.requests.clear()
         self("Page.navigate", url=file.as_uri())
-        ended = time.monotonic() + SECONDS
+        deadline = time.monotonic() + SECONDS
         while self.value("document.readyState + location.href") != f"complete{file.as_uri()}":
-            assert time.monotonic() < ended, f"{file} does not load"
+            assert time.monotonic() < deadline, f"{file} does not load"
             time.sleep(0.05)
 
     def value(self, expression: str):
         """Returns the value of a JavaScript expression, as JSON."""
-        found = self("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        answer = self("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def size(self, name: str) -> None:
         width, height = SIZES[name]
@@ -157,7 +159,7 @@ ILLEGIBLE = """(() => {
   }
   return wrong;
 })()"""
-# Texts with a contrast below 4.5, as WCAG 2 counts it; white ones stand in a heatmap's cells.
+# Texts with a contrast below 4.5 by WCAG 2, except white texts, which are in cells of heatmaps.
 FAINT = """(() => {
   const parts = (color) => color.match(/[\\d.]+/g).map(Number);
   const light = (color) => {
@@ -192,9 +194,9 @@ SORTED = 'document.querySelectorAll("table")[%d].tHead.rows[0].cells[%d].getAttr
 
 @pytest.fixture(scope="module")
 def folder():
-    found = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-report-"))
-    yield found
-    print(f"\npictures: {found}")
+    path = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-report-"))
+    yield path
+    print(f"\npictures: {path}")
 
 
 @pytest.fixture(scope="module")

@@ -61,20 +61,20 @@ class Knows(oracles.Oracle):
     """An oracle that answers the first rows of each set right.
 
     Attributes:
-      asked: rows asked so far.
+      asked: names of the rows asked so far, as "mmlu 3".
 
     Args:
       more: number of right answers per set beyond RIGHT.
-      until: number of rows after which it is interrupted.
+      until: number of rows after which it raises KeyboardInterrupt; -1: never.
     """
 
     def __init__(self, tokenizer, dialogue, batch: int, more: int, until: int):
-        super().__init__(self._chosen, self._said)
+        super().__init__(self._letter_logits, self._answer)
         self.tokenizer, self.dialogue, self.batch = tokenizer, dialogue, batch
         self._more, self._until, self.asked = more, until, []
 
     def _place(self, text: str) -> tuple[str, int, bool]:
-        """Returns the set, the row, and whether it is answered right."""
+        """Returns set and row of a question, and True if the oracle answers it right."""
         name = max((n for n in COUNTS if f"{n} " in text), key=len)
         place = int(text.rpartition(f"{name} ")[2].partition("?")[0])
         if len(self.asked) == self._until:
@@ -82,11 +82,11 @@ class Knows(oracles.Oracle):
         self.asked.append(f"{name} {place}")
         return name, place, place < RIGHT[name] + self._more
 
-    def _chosen(self, text, count):
+    def _letter_logits(self, text, count):
         _, place, is_right = self._place(text)
         return np.eye(count)[(place + (not is_right)) % count]
 
-    def _said(self, text):
+    def _answer(self, text):
         name, place, is_right = self._place(text)
         if name == "gsm8k":
             return oracles.answer_tokens(
@@ -94,15 +94,15 @@ class Knows(oracles.Oracle):
             )
         return oracles.answer_tokens("good" if is_right else "bad")
 
-    def continuations(self, asked):
-        found = []
-        for before, after in asked:
+    def continuations(self, sequences):
+        scored = []
+        for before, after in sequences:
             _, place, is_right = self._place(self.tokenizer.decode(before))
             is_gold = self.tokenizer.decode(after).strip() == ("yes", "no")[place % 2]
             likely = is_gold == is_right
             nats = np.full(len(after), 1.0 if likely else 2.0)
-            found.append(Scored(nats, np.full(len(after), likely)))
-        return found
+            scored.append(Scored(nats, np.full(len(after), likely)))
+        return scored
 
 
 class Box:

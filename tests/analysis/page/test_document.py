@@ -20,16 +20,16 @@ VOID = ("meta", "link", "br")
 
 @functools.cache
 def drawings() -> dict[str, str]:
-    """Returns figures of every kind, with names and numbers of many sizes."""
+    """Returns figures of every kind, with short and long names, small and large numbers."""
     r = np.random.default_rng(0)
 
     def walk(count):
         return (range(count), r.normal(size=count).cumsum() + 90)
 
     causal = [
-        f"{text}, {how}"
+        f"{text}, {mask}"
         for text in ("Shakespeare", "King James Bible")
-        for how in ("causal", "all")
+        for mask in ("causal", "all")
     ]
     stages = ("early, layer 0", "middle, layer 15", "late, layer 29")
 
@@ -70,9 +70,9 @@ def drawings() -> dict[str, str]:
         "Similarity": draw.heatmaps(maps(3, 9, 9), x="head", y="head", low=0, high=1, bar="cosine"),
         "Two models": draw.heatmaps(
             {
-                f"{model}: {at}": r.random((9, 9))
+                f"{model}: {stage}": r.random((9, 9))
                 for model in ("ours", "MHA (beside)")
-                for at in stages
+                for stage in stages
             },
             x="head",
             y="head",
@@ -132,14 +132,14 @@ def sections() -> list[Section]:
     ]
     lead = "Are heads independent of each other? They fill 95.4 % of the directions there are."
 
-    def of(name, title, figures, tables):
+    def section(name, title, figures, tables):
         return Section(name, title, lead, figures, tables, {})
 
     return [
-        of("diversity", "Diversity of heads", drawn[:4], tables()[:1]),
-        of("geometry", "Geometry & <factors>", drawn[4:], tables()[1:]),
-        of("words", "Words alone", [], []),
-        of("live", "Curves to point at", [live()], []),
+        section("diversity", "Diversity of heads", drawn[:4], tables()[:1]),
+        section("geometry", "Geometry & <factors>", drawn[4:], tables()[1:]),
+        section("words", "Words alone", [], []),
+        section("live", "Curves to point at", [live()], []),
     ]
 
 
@@ -303,12 +303,12 @@ def test_pages_are_well_formed_and_deterministic(html, tree):
     assert html == synthetic()
     assert html.startswith("<!DOCTYPE html>\n") and tree.all("html") == [{"lang": "en"}]
     assert len(tree.all("h1")) == 1 and len(tree.all("title")) == 1
-    found = [attributes["id"] for _, attributes in tree.tags if "id" in attributes]
-    assert len(found) == len(set(found))
+    ids = [attributes["id"] for _, attributes in tree.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
     assert {a["href"][1:] for a in tree.all("a")} == {
         *("diversity", "geometry", "words", "live", "about", "contents")
     }
-    assert {a["href"][1:] for a in tree.all("a")} <= set(found)
+    assert {a["href"][1:] for a in tree.all("a")} <= set(ids)
 
 
 def test_pages_load_nothing(html, tree):
@@ -331,10 +331,10 @@ def test_texts_are_escaped(html, tree):
     )
     table = Table(hostile, [Column(hostile)], [(hostile,)], hostile)
     section = Section(hostile, hostile, hostile, [figure], [table], {})
-    found = _Tree(document.page(hostile, hostile, [section], {hostile: hostile}))
-    assert len(found.all("script")) == 1 and len(found.all("style")) == 1
-    assert not any(name.startswith("on") for _, of in found.tags for name in of)
-    assert found.texts.count(hostile) > 5
+    parsed = _Tree(document.page(hostile, hostile, [section], {hostile: hostile}))
+    assert len(parsed.all("script")) == 1 and len(parsed.all("style")) == 1
+    assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
+    assert parsed.texts.count(hostile) > 5
 
 
 def test_points_of_curves_are_stored(html):
