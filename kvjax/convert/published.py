@@ -110,8 +110,8 @@ class PublishedModel:
                 f"id in any file: download tokenizer.json and {tokens.ADDED_TOKENS} again, from "
                 "the same model"
             )
-        tokenizer_json = template.tokenizer.to_json()
-        return self.tokenizer_json if tokenizer_json == tokenizer.to_json() else tokenizer_json
+        completed = template.tokenizer.to_json()
+        return self.tokenizer_json if completed == tokenizer.to_json() else completed
 
     @property
     def transformer(self) -> TransformerConfig:

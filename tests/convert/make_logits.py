@@ -20,10 +20,8 @@ import torch
 import transformers
 
 PUBLISHED = pathlib.Path(__file__).parent / "published"
-ROWS, CHARACTERS = (
-    40,
-    "Ġabcdefghijklmnopqrstuvwxyz0123456789",
-)  # with a special token, 38 of 40 rows
+ROWS = 40  # 38 tokens, one of them special, and two spare rows
+CHARACTERS = "Ġabcdefghijklmnopqrstuvwxyz0123456789"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

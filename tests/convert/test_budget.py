@@ -139,10 +139,8 @@ def test_energy_losses_equal_a_conversions_errors(x64, randomise, method):
 def test_split_budget_is_optimal(mode):
     """Compares with the errors of every pair of ranks; large and small sensitivities of keys."""
     source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
-    method, layers = (
-        ThinKeys(rank=99, mode=mode, part="key_value"),
-        range(2),
-    )  # its rank is replaced
+    method = ThinKeys(rank=99, mode=mode, part="key_value")  # its rank is replaced
+    layers = range(2)
     rng = np.random.default_rng(0)
     moments = [(x := rng.standard_normal((40, 17))).T @ x / 40 for _ in layers]
     limits = dict(multiple=1, dtype=HALF)

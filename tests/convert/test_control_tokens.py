@@ -134,9 +134,8 @@ def test_control_tokens_of_a_workdir(published_as, tmp_path):
     workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
     added = json.loads((tmp_path / "out/tokenizer.json").read_text())["added_tokens"]
     assert [token["special"] for token in added] == [True, False, False]  # as the source has them
-    (workdir / "chat_template.jinja").write_text(
-        "{% for %}"
-    )  # a broken template is reported when it is used
+    # A broken template is reported when it is used.
+    (workdir / "chat_template.jinja").write_text("{% for %}")
     assert trained.find(workdir).tokenizer.ends == (256,)
 
 

@@ -37,9 +37,8 @@ def test_a_file_holds_the_model_of_its_folder(tmp_path, name):
     assert model.config.attention == original.config.attention
     expected = original.config.model
     if name == "gpt2_exact_gelu":
-        expected = expected | dict(
-            activation="gelu"
-        )  # no key of GGUF names it; llama.cpp's is by tanh
+        # No key of GGUF names it; llama.cpp's is by tanh.
+        expected = expected | dict(activation="gelu")
     assert model.config.model == expected
     found, there = comparison.whole(model), comparison.whole(original)
     assert found.keys() == there.keys()

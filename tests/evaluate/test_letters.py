@@ -63,8 +63,8 @@ def test_letters_of_the_row():
 
 
 def test_letters_of_two_tokens():
-    without = tokenizer_lib.train(["abc def " * 9] * 3, 266, tokenizer_lib.CONVERSATION_SPECIALS)
-    letters.letter_ids(without, "ABCD")
+    tokenizer = tokenizer_lib.train(["abc def " * 9] * 3, 266, tokenizer_lib.CONVERSATION_SPECIALS)
+    letters.letter_ids(tokenizer, "ABCD")
 
     @dataclasses.dataclass
     class Split:

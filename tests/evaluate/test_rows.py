@@ -72,9 +72,8 @@ def test_a_flipped_bit_is_refused_or_harmless(folder, opened):
             assert rows_lib.of_file(path) == saved, broken
         except UserError as error:
             assert "mmlu.jsonl, line " in str(error) and "is evaluated again" in str(error)
-    path.write_bytes(
-        content + json.dumps(_row(2)).encode() + b"\n"
-    )  # without a checksum, as in old files
+    # Without a checksum, as in old files.
+    path.write_bytes(content + json.dumps(_row(2)).encode() + b"\n")
     assert rows_lib.of_file(path) == [*saved, _row(2)]
 
 
@@ -102,9 +101,8 @@ def test_rows_of_another_model_are_refused(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     with pytest.raises(UserError, match="checkpoint = 'a', but this command has 'c'.*--out"):
         opened(folder, "mmlu", IDENTITY | dict(checkpoint="c"), (0, 1))
-    opened(
-        folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1)
-    )  # another task has its own identity
+    # Another task has its own identity.
+    opened(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))
 
 
 def test_identity_keys_of_earlier_versions(folder, opened):

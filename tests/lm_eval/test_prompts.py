@@ -90,9 +90,8 @@ def test_names(prompts, imported, found, tmp_path):
     assert len(names) == 2
     for change in (dict(template="{{ 1 }}"), dict(token_files={"tokenizer_config.json": {}})):
         assert Prompts(dataclasses.replace(imported, **change)).name not in names
-    assert (
-        Prompts(other).name == prompts.name
-    )  # a tokenizer with the nine special tokens needs no template
+    # A tokenizer with the nine special tokens needs no template.
+    assert Prompts(other).name == prompts.name
 
 
 def test_refused(prompts, tmp_path):

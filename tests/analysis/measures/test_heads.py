@@ -187,9 +187,8 @@ def test_rotated_channels(make_mechanism):
     assert of("mha", None).rotated == slice(0, 0)
     c = make_mechanism("mla")
     assert of("mla").rotated == slice(c.key_dim, c.key_dim + c.rope_key_dim)
-    assert of("lrkv_shared_rope").rotated == slice(
-        0, 8
-    )  # of 16: RoPE rotates no channels of the residual
+    # Of 16: RoPE rotates no channels of the residual.
+    assert of("lrkv_shared_rope").rotated == slice(0, 8)
 
 
 def test_weights_that_are_not_finite_are_named(make_mechanism):

@@ -46,9 +46,8 @@ def test_short_texts_have_fixed_subspaces_of_each_other():
     np.testing.assert_array_equal(windows.fixed_CT, windows.measured_BT[:, :-1])
     assert windows.pools(0) == {subspace_methods.CALIBRATED: (3,)}
     assert subspace_methods.windows(dict(a=tokens["a"]), 15, 32).pools(0) == {}
-    assert (
-        len(subspace_methods.windows(tokens, 16, 32).measured_BT) == 2
-    )  # a third row would not fit
+    # A third row would not fit.
+    assert len(subspace_methods.windows(tokens, 16, 32).measured_BT) == 2
 
 
 def test_ranks_differ():
