@@ -75,7 +75,9 @@ def _query_input(c, w, x_BTD):
 
 
 def _normed_latent(c, w, latent, which=...):
-    """Normalises each latent by itself, for every `qk_norm`."""
+    """Normalises each latent by itself, for every `qk_norm`, unless `norm_latent` is False."""
+    if not getattr(c, "norm_latent", True):
+        return latent
     gain = w["latent_norm"]["gain"][which] if c.qk_norm == "rms_gain" else None
     D = w["down" if "down" in w else "latent"].shape[0]
     length = math.sqrt(D / latent.shape[-1]) if c.latent_scale else 1

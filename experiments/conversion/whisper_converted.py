@@ -115,10 +115,10 @@ def convert(
     for block, mechanism, moment_EE in zip(params["layers"], mechanisms, moments, strict=True):
         weights, losses = block["attention"], {}
         for method in methods:
-            layer = layer_lib.read(weights, mechanism, rope=False)
+            layer = layer_lib.read(weights, mechanism, rope=None)
             calibrated = method.objective != "weights"
             converted = method.convert(layer, moment_EE if calibrated else layer.identity_moment())
-            mechanism = method.mechanism(mechanism, rope=False)
+            mechanism = method.mechanism(mechanism, rope=None)
             weights, losses = converted.weights, losses | converted.errors
         attention = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)
         new_layers.append(block | dict(attention=attention))

@@ -39,10 +39,11 @@ class MLAConfig(MechanismConfig):
     rope_key_dim: int  # channels of the rotated key that all heads share, P
     key_dim: int  # channels of a key that come from the latent, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "rms"  # norm of query and RoPE key; the latent is always normed
+    qk_norm: str = "rms"  # norm of query and RoPE key
+    norm_latent: bool = True  # norm of the latent; False: keys and values are linear in the input
 
     def __post_init__(self):
-        check_common(self, "latent_dim", "rope_key_dim", "value_dim", has_latent=True)
+        check_common(self, "latent_dim", "rope_key_dim", "value_dim", has_latent=self.norm_latent)
 
     @property
     def title(self) -> str:
@@ -91,7 +92,7 @@ class MLA(Mechanism):
         self.up_value = weight(up, rngs, **up_sizes | dict(H=c.value_dim))
         self.rope_query = self.query_weight("N P", d_model, rngs=rngs, **sizes)
         self.rope_key = weight("D -> P", rngs, **sizes)
-        self.latent_norm = latent_norm(c, dims, axes, rngs=rngs)
+        self.latent_norm = latent_norm(c, dims, axes, rngs=rngs) if c.norm_latent else None
         self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.rope_query_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
         self.rope_key_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
@@ -103,9 +104,11 @@ class MLA(Mechanism):
         q_BTNP = linear(query_input, self.rope_query[...])
         q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
         k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
-        latent_BTC = self.latent_norm(linear(x_BTD, self.down[...]))
+        latent_BTC = linear(x_BTD, self.down[...])
+        if self.latent_norm is not None:
+            latent_BTC = scaled_latent(self.config, self.latent_norm(latent_BTC), x_BTD.shape[-1])
         raw = {
-            "latent": scaled_latent(self.config, latent_BTC, x_BTD.shape[-1]),
+            "latent": latent_BTC,
             "rope_key": normalise_and_rotate(k_BT1P, self.rope_key_norm, positions.rotary)[:, :, 0],
         }
         return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw

@@ -6,6 +6,8 @@
     python -m kvjax.convert --source=runs/smollm2 --out=runs/half --cache=0.5
     # keys of 32 channels per head
     python -m kvjax.convert --source=runs/smollm2 --out=runs/thin --method=thin_keys --rank=32
+    # a latent and a RoPE key that all heads share, which DeepSeek's engines cache
+    python -m kvjax.convert --source=runs/smollm2 --out=runs/mla --method=mla --cache=0.5
     # a shared key and value, and residuals of rank 16
     python -m kvjax.convert --source=runs/smollm2 --out=runs/lrkv --method=lrkv --rank=16
 
@@ -16,34 +18,29 @@ and `python -m kvjax.main --config=OUT/recover.py` fine-tunes the converted weig
 """
 
 import argparse
-from collections.abc import Sequence
-import dataclasses
 import shlex
 import tempfile
 
 from etils import epath
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.convert import (
-    budget,
     calibration,
+    choice,
     into_workdir,
     model as model_lib,
     options as options_lib,
     perplexity,
 )
-from kvjax.convert.budget import RankChoices
+from kvjax.convert.choice import Choice
 from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import Method, ThinKeys
+from kvjax.convert.latent_method import LatentAttention
+from kvjax.convert.methods import ThinKeys
 from kvjax.convert.model import LazyModel
-from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.foundation import command_line, provenance, runtime
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output, Table
-
-_DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets and reported sizes
 
 
 def _parser() -> command_line.Parser:
@@ -86,6 +83,12 @@ def _parser() -> command_line.Parser:
     add("--part", help=text)
     text = "rank of values, if --part=key_value gives them another than keys (--rank)"
     add("--value_rank", type=int, help=text)
+    group = parser.add_argument_group("only with --method=mla")
+    text = (
+        "channels of the RoPE key that all heads share, even (a head's; with --cache a head's, a "
+    )
+    text += "half or a quarter of it, whichever loses least)"
+    group.add_argument("--rope_dim", type=int, default=0, help=text)
     group = parser.add_argument_group("only with --method=lrkv")
     add = group.add_argument
     add("--bases", type=int, default=1, help="number of bases that the KV heads share (1)")
@@ -119,38 +122,36 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     source = "a folder, a .gguf file, hf://OWNER/NAME or a workdir"
     command_line.require(options, source=source, out="a new folder")
     options_lib.fill_defaults(options, _parser().get_default)
-    method = options_lib.make_method(options)
+    converts = options.method != "none"
     if options.evaluate_tokens is None:
-        evaluates = method or options.evaluate != _parser().get_default("evaluate")
+        evaluates = converts or options.evaluate != _parser().get_default("evaluate")
         options.evaluate_tokens = 16_384 if evaluates else 0
     target = into_workdir.check(options.out)
     runtime.check_checkpoints("--out", target)
     runtime.start()
     source = model = _open(options.source)
-    if method is not None:
-        _convert(source, method, None)  # raises user errors before text is read
-        layers = _choices(options, method, source)
+    chosen = choice.Choice([])
+    if converts:
+        choice.check(options, source)
     calibrating_BT = evaluated_BT = moments = None
-    if method is not None and method.objective != "weights":
+    if converts and options.objective != "weights":
         calibrating_BT = _rows(options, source, key="calibrate", split="train")
     if options.evaluate_tokens:
         evaluated_BT = _rows(options, source, key="evaluate", split="validation")
     if calibrating_BT is not None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
-    if method is not None and options_lib.splits_budget(options):
-        method = _split(options, method, source, moments, calibrating_BT)
-        model = _convert(source, method, moments)
-    elif method is not None:
-        model = _convert(source, method, moments, _ranks(options, method, source, moments, layers))
-    record = _record(options, method, source, model)
+    if converts:
+        chosen = choice.choose(options, source, moments, calibrating_BT)
+        model = ConvertedModel(source, chosen.methods, moments)
+    record = _record(options, chosen, source, model)
     if calibrating_BT is not None:
         record["calibrated"] = dict(text=options.calibrate, tokens=calibrating_BT[:, 1:].size)
     if evaluated_BT is not None:
         record["evaluated"] = dict(text=options.evaluate, tokens=evaluated_BT[:, 1:].size)
     measured = {}
-    if method is not None and evaluated_BT is not None:
+    if converts and evaluated_BT is not None:
         measured["before"] = perplexity.perplexity(source, evaluated_BT)
-    tunes_values = method is not None and method.changes_values
+    tunes_values = converts and chosen.methods[0].changes_values
     into_workdir.write(model, target, record, tune="qkv" if tunes_values else "qk")
     if evaluated_BT is not None:
         try:
@@ -165,20 +166,6 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     _report(out, options, source, record)
 
 
-def _convert(
-    source: LazyModel, method: Method, moments: list | None, ranks: Sequence[int] | None = None
-) -> ConvertedModel:
-    """Applies a method to every layer, with its own rank or one rank per layer."""
-    ranks = ranks or [method.rank] * source.transformer.block.num_layers
-    by_layer = [dataclasses.replace(method, rank=rank) for rank in ranks]
-    return ConvertedModel(source, by_layer, moments)
-
-
-def _cache_bytes(model: LazyModel) -> int:
-    """Returns the cache bytes per token over all layers."""
-    return formulas.cache_bytes_per_token(model.transformer, _DTYPE)
-
-
 def _open(source: str) -> LazyModel:
     """Opens --source; errors name the option."""
     try:
@@ -188,87 +175,6 @@ def _open(source: str) -> LazyModel:
         if "--source" not in message:
             message = f"--source={source}: {message}"
         raise UserError(message) from error
-
-
-def _choices(
-    options: argparse.Namespace, method: Method, source: LazyModel
-) -> list[RankChoices] | None:
-    """Returns each layer's candidate ranks; None with --rank.
-
-    Raises:
-      UserError: the cache would be larger than the source's, or than --cache.
-    """
-    config = source.transformer
-    if options.rank is not None:
-        for mechanism in config.mechanisms:
-            budget.check_smaller(config, mechanism, method, _DTYPE, "rank")
-        return None
-    layers = budget.rank_choices(config, method, options.multiple, _DTYPE)
-    if options.cache is not None:
-        budget.check_budget(layers, _allowed(options, source))
-    return layers
-
-
-def _allowed(options: argparse.Namespace, source: LazyModel) -> int:
-    """Returns the bytes per token that --cache allows."""
-    return int(options.cache * _cache_bytes(source) + 1e-6)  # 0.7 * 10 rounds to below 7
-
-
-def _ranks(
-    options: argparse.Namespace,
-    method: Method,
-    source: LazyModel,
-    moments: list | None,
-    layers: list[RankChoices] | None,
-) -> list[int] | None:
-    """Returns each layer's rank; None if the method's rank holds for all."""
-    if layers is None:
-        return None
-    lost = budget.energy_losses(source, method, moments, layers)
-    if options.energy is not None:
-        ranks = budget.ranks_by_energy(layers, lost, options.energy)
-        _warn_of_shortfall(layers, lost, ranks, options.energy)
-        return ranks
-    return budget.ranks_within_budget(layers, lost, _allowed(options, source))
-
-
-def _split(
-    options: argparse.Namespace,
-    method: ThinKeys,
-    source: LazyModel,
-    moments: list | None,
-    calibrating_BT: np.ndarray | None,
-) -> ThinKeys:
-    """Returns the method with a rank of keys and a rank of values, equal in all layers."""
-    sensitivities = None
-    if method.objective == "outputs":
-        sensitivities = calibration.sensitivities(source, calibrating_BT[:, :-1])
-    return budget.split_budget(
-        source,
-        method,
-        moments,
-        sensitivities,
-        multiple=options.multiple,
-        budget=_allowed(options, source),
-        dtype=_DTYPE,
-    )
-
-
-def _warn_of_shortfall(
-    layers: list[RankChoices], lost: list[list[float]], ranks: list[int], energy: float
-) -> None:
-    """Warns of layers that keep less energy than --energy at every rank that shrinks the cache."""
-    shortfalls = []
-    for i, (layer, losses, rank) in enumerate(zip(layers, lost, ranks, strict=True)):
-        kept = 1 - losses[layer.ranks.index(rank)]
-        if kept < energy - 1e-9:
-            shortfalls.append(f"layer {i} {kept:.4f} at rank {rank}")
-    if shortfalls:
-        more = f" and {len(shortfalls) - 4} more" if len(shortfalls) > 4 else ""
-        warn(
-            f"--energy={energy}: no rank that makes the cache smaller reaches it: "
-            f"{', '.join(shortfalls[:4])}{more}"
-        )
 
 
 def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str) -> np.ndarray:
@@ -304,21 +210,27 @@ def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str
 
 
 def _record(
-    options: argparse.Namespace, method: Method | None, source: LazyModel, model: LazyModel
+    options: argparse.Namespace, chosen: Choice, source: LazyModel, model: LazyModel
 ) -> dict:
     """Returns the contents of conversion.json; errors are filled in while weights are read."""
+    sizes = dict(before=choice.cache_bytes(source), after=choice.cache_bytes(model))
     record = dict(
         source=source.name,
         method=options.method,
-        cache_bytes_per_token=dict(before=_cache_bytes(source), after=_cache_bytes(model)),
-        cache_dtype=_DTYPE.name,
+        cache_bytes_per_token=sizes,
+        cache_dtype=choice.DTYPE.name,
         made_by=provenance.provenance(),
     )
-    if method is None:
+    if not chosen.methods:
         return record
     record |= dict(options=options_lib.recorded(options), ranks=model.ranks, errors=model.errors)
-    if options_lib.splits_budget(options):
+    method, splits = chosen.methods[0], options_lib.splits_budget(options)
+    if isinstance(method, ThinKeys) and (splits or options.method == "auto"):
         record["value_ranks"] = [method.value_rank] * len(model.ranks)  # 0: values not factored
+    if isinstance(method, LatentAttention):
+        record["rope_dim"] = model.transformer.mechanisms[0].rope_key_dim
+    if chosen.compared:
+        record["compared"] = dict(chosen.compared)  # perplexity on a part of the calibration text
     return record
 
 
@@ -329,6 +241,13 @@ def _report(out: Output, options: argparse.Namespace, source: LazyModel, result:
     if "calibrated" in result:
         text = result["calibrated"]
         out.say(f"calibrated on {text['tokens']:,} tokens ({text['text']})")
+    if "compared" in result:
+        rows = [(title, f"{measured:.3f}") for title, measured in result["compared"].items()]
+        title = f"Perplexity on {choice.COMPARED_ROWS} rows of the calibration text"
+        out.show(Table(title, ["method", "perplexity"], rows))
+    if "rope_dim" in result:
+        latent, rope = result["ranks"][0], result["rope_dim"]
+        out.say(f"every layer caches a latent of {latent} channels and a RoPE key of {rope}")
     if "value_ranks" in result:
         value_rank = result["value_ranks"][0] or "full"
         out.say(f"ranks in every layer: keys {result['ranks'][0]}, values {value_rank}")

@@ -214,6 +214,6 @@ def _bytes(
     config: TransformerConfig, mechanism, method: Method, rank: int, dtype: jnp.dtype
 ) -> int:
     """Returns the cache bytes per token of one layer at a rank."""
-    rope = config.block.positions == "rope"
-    new = dataclasses.replace(method, rank=rank).mechanism(mechanism, rope=rope)
+    changed = dataclasses.replace(method, rank=rank)
+    new = changed.mechanism(mechanism, rope=config.block.angles_base)
     return formulas.entry_bytes(new.entry(), dtype)

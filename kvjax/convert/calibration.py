@@ -1,10 +1,13 @@
 """Statistics on calibration text: second moments of attention's inputs, and sensitivities."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attention import Attention
+from kvjax.convert.latent_fit import AttentionStatistics
 from kvjax.convert.layerwise import LayerwisePass
 from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
@@ -14,8 +17,7 @@ from kvjax.foundation.errors import UserError
 def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
     """Returns per layer the [E, E] second moment of attention's inputs, the mean of x x^T.
 
-    float32, over all tokens. x ends with a 1 for biases; for layers without biases, its row and
-    column are left out.
+    float32, over all tokens. x ends with a 1, so that the last row has the mean.
 
     Raises:
       UserError: a layer's inputs are not finite.
@@ -28,7 +30,7 @@ def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
             if not np.isfinite(total_EE).all():
                 raise UserError(f"layer {i} of {model.name}: its inputs on the text are not finite")
             moment_EE = (total_EE / rows_BT.size).astype(np.float32)
-            by_layer.append(moment_EE if mechanisms[i].bias else moment_EE[:-1, :-1])
+            by_layer.append(moment_EE)
     return by_layer
 
 
@@ -56,12 +58,41 @@ def sensitivities(model: LazyModel, rows_BT: np.ndarray) -> list[float]:
     return by_layer
 
 
-def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
-    """Returns [3, N]: sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, and the sum
-    over keys of |v_s|^2.
+def attention_statistics(
+    model: LazyModel, rows_BT: np.ndarray, moments: Sequence[np.ndarray]
+) -> list[AttentionStatistics]:
+    """Returns per layer the statistics that `latent_fit` needs.
 
-    Values are multiplied by their head's output projection.
+    Args:
+      moments: see `moments`, for the mean of a layer's inputs.
     """
+    rows_BT, found = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
+    with progress.waiting("measuring attention") as doing:
+        for i, parts in enumerate(LayerwisePass(model, rows_BT).layers(_attention_sums)):
+            doing.at(f"{i + 1} of {len(moments)} layers")
+            distance_NT, changes_3N = (
+                np.sum(np.asarray(sums, np.float64), axis=0) for sums in zip(*parts, strict=True)
+            )
+            of_logits, squared, _ = changes_3N / rows_BT.size
+            found.append(AttentionStatistics(distance_NT, of_logits, squared, moments[i][-1, :-1]))
+    return found
+
+
+def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, mask: dict):
+    """Returns each head's attention by distance [N, T], and `_output_changes`."""
+    p_BNTS = _probabilities(attention, h_BTD, positions, mask)[0]
+    T = p_BNTS.shape[2]
+    distance_TS = np.maximum(np.arange(T)[:, None] - np.arange(T), 0)
+
+    def by_distance(p_TS):
+        return jnp.zeros(T).at[distance_TS].add(p_TS)
+
+    distance_NT = jax.vmap(by_distance)(p_BNTS.sum(axis=0))
+    return distance_NT, _output_changes(attention, h_BTD, positions, mask)
+
+
+def _probabilities(attention: Attention, h_BTD: jax.Array, positions, mask: dict):
+    """Returns attention's probabilities [B, N, T, S] and each head's values [B, S, N, H]."""
     q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
     k_BSKH, v_BSKH = attention.mechanism.keys_values(raw, positions)
     G, T = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[1]
@@ -70,7 +101,16 @@ def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dic
     visible = np.tri(T, dtype=bool) if mask["causal"] else np.ones((T, T), bool)
     if mask["window"]:
         visible &= ~np.tri(T, k=-mask["window"], dtype=bool)
-    p_BNTS = jax.nn.softmax(jnp.where(visible, logits_BNTS, -jnp.inf), axis=-1)
+    return jax.nn.softmax(jnp.where(visible, logits_BNTS, -jnp.inf), axis=-1), v_BSNH
+
+
+def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
+    """Returns [3, N]: sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, and the sum
+    over keys of |v_s|^2.
+
+    Values are multiplied by their head's output projection.
+    """
+    p_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, mask)
     gram_NHH = jnp.einsum("NHD,NID->NHI", attention.out[...], attention.out[...])
 
     def inner_product(x, y):

@@ -23,11 +23,12 @@ def read_layer(model: LazyModel, index: int, moments: Sequence | None) -> tuple[
       moments: see `ConvertedModel`; None gives `layer.identity_moment()`.
     """
     weights = model_lib.read_layer(model, index, "attention")
-    rope = model.transformer.block.positions == "rope"
-    layer = layer_lib.read(weights, model.transformer.mechanisms[index], rope=rope)
-    return layer, layer.identity_moment() if moments is None else np.asarray(
-        moments[index], np.float64
-    )
+    block, mechanism = model.transformer.block, model.transformer.mechanisms[index]
+    layer = layer_lib.read(weights, mechanism, rope=block.angles_base)
+    if moments is None:
+        return layer, layer.identity_moment()
+    moment_EE = np.asarray(moments[index], np.float64)
+    return layer, moment_EE if mechanism.bias else moment_EE[:-1, :-1]
 
 
 class ConvertedModel:
@@ -50,7 +51,6 @@ class ConvertedModel:
           UserError: a layer that the method cannot convert.
         """
         config = source.transformer
-        self._rope = config.block.positions == "rope"
         self._source, self._methods, self._moments = source, by_layer, moments
         self.name, self.context = source.name, source.context
         self.tokenizer_json, self.chat_template = source.tokenizer_json, source.chat_template
@@ -59,7 +59,7 @@ class ConvertedModel:
         self.errors: dict[int, dict[str, float]] = {}
         layer_lib.check(config.mechanisms)
         mechanisms = tuple(
-            method.mechanism(mechanism, rope=self._rope)
+            method.mechanism(mechanism, rope=config.block.angles_base)
             for method, mechanism in zip(by_layer, config.mechanisms, strict=True)
         )
         self.transformer = TransformerConfig(

@@ -164,7 +164,7 @@ class _AlternatingFit:
     def __init__(self, w_EKH: np.ndarray, moment_EE: np.ndarray, bases: int, rotations: str):
         _, K, H = w_EKH.shape
         self.rotations, self.of_base = rotations, np.arange(K) * bases // K
-        self.root_EE = _root(moment_EE)
+        self.root_EE = root(moment_EE)
         # For x = L z with white z, the mean of |x w|^2 is |L^T w|^2: the fit uses L^T w.
         self.w, self.basis_EP = _column_span(einsum("EF,FKH->KEH", self.root_EE, w_EKH))
         self.total = np.sum(self.w**2)
@@ -217,7 +217,7 @@ class _AlternatingFit:
         return latent, expand, float(lost / self.total) if self.total else 0.0
 
 
-def _root(moment_EE: np.ndarray) -> np.ndarray:
+def root(moment_EE: np.ndarray) -> np.ndarray:
     """Returns a full-rank square root L^T of the moment L L^T.
 
     A singular moment gets a ridge on its diagonal, raised tenfold until the Cholesky factorisation

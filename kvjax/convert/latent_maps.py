@@ -48,7 +48,9 @@ class LatentMaps:
 
 def has_normed_latent(mechanism: MechanismConfig) -> bool:
     """Returns True if keys and values come from a normed latent."""
-    return isinstance(mechanism, (MLAConfig, SharedKVConfig))
+    if isinstance(mechanism, MLAConfig):
+        return mechanism.norm_latent
+    return isinstance(mechanism, SharedKVConfig)
 
 
 def sizes(mechanism: MechanismConfig, d_model: int, *, rope: bool) -> LatentSizes:

@@ -15,6 +15,7 @@ from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig, check_convertible
 from kvjax.convert.factors import einsum
 from kvjax.foundation.errors import UserError
+from kvjax.layers.rope import Base
 
 # Whitening raises weak directions to this share of the strongest, so that its inverse is bounded.
 _FLOOR = 1e-4
@@ -28,7 +29,7 @@ class Layer:
     Attributes:
       qk_norm: see `GroupedConfig.qk_norm`.
       gains: [H] gains of `query_norm` and `key_norm`; empty unless `qk_norm` is "rms_gain".
-      rope: True if RoPE rotates queries and keys.
+      rope: specifies the frequencies with which queries and keys rotate; None: they do not.
     """
 
     query_ENH: np.ndarray
@@ -38,7 +39,7 @@ class Layer:
     out_bias_D: np.ndarray | None
     gains: dict[str, np.ndarray]  # query_norm, key_norm
     qk_norm: str
-    rope: bool
+    rope: Base | None
 
     @property
     def has_biases(self) -> bool:
@@ -66,7 +67,7 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
         check_convertible(config, "models with it are not converted")
 
 
-def read(weights: dict, config: GroupedConfig, *, rope: bool) -> Layer:
+def read(weights: dict, config: GroupedConfig, *, rope: Base | None) -> Layer:
     """Returns the `Layer` of an `Attention`'s weights, given as a pure dict of one layer."""
     inner = weights["mechanism"]
 

@@ -15,11 +15,13 @@ import numpy as np
 
 from kvjax.attention.factored import FactoredConfig
 from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import factored_layer, factors, layer as layer_lib
 from kvjax.convert.factors import einsum
 from kvjax.convert.layer import BasisChange, Layer
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.layers.rope import Base
 
 OBJECTIVES = ("weights", "inputs", "outputs")
 MODES = ("per_head", "joint")
@@ -40,7 +42,7 @@ class Method(Protocol):
     objective: str  # one of OBJECTIVES
     changes_values: bool  # if True, recovery trains values, too
 
-    def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
+    def mechanism(self, config: GroupedConfig, *, rope: Base | None) -> MechanismConfig:
         """Returns the layer's new mechanism; raises a UserError for impossible ranks."""
 
     def max_rank(self, config: GroupedConfig) -> int:
@@ -86,7 +88,12 @@ class ThinKeys:
         one_of("part", self.part, PARTS)
         one_of("objective", self.objective, OBJECTIVES)
 
-    def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
+    @property
+    def title(self) -> str:
+        ranks = dict(key=self._key_rank, value=self._value_rank)
+        return ", ".join(f"{name} rank {rank or 'full'}" for name, rank in ranks.items())
+
+    def mechanism(self, config: GroupedConfig, *, rope: Base | None) -> MechanismConfig:
         ranks = dict(key=self._key_rank, value=self._value_rank)
         dims = dict(key=config.key_dim, value=config.value_dim)
         ranks_to_check = dict(key=self.rank) if self.part == "query" else ranks
@@ -223,7 +230,7 @@ class ThinKeys:
     def _latents(self, heads: int) -> int:
         return heads if self.mode == "per_head" else 1
 
-    def _absorbed(self, qk_norm: str, rope: bool) -> dict[str, bool]:
+    def _absorbed(self, qk_norm: str, rope: Base | None) -> dict[str, bool]:
         """Returns True for keys, and for values, if their up-projection is absorbed."""
         per_head = self.absorb and self.mode == "per_head"
         return dict(key=per_head and not rope and qk_norm == "none", value=per_head)
@@ -251,7 +258,11 @@ class LowRankKV:
     def __post_init__(self):
         one_of("objective", self.objective, OBJECTIVES)
 
-    def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig:
+    @property
+    def title(self) -> str:
+        return f"bases {self.bases}, rank {self.rank}"
+
+    def mechanism(self, config: GroupedConfig, *, rope: Base | None) -> GroupedConfig:
         most = self.max_rank(config)
         if not 0 <= self.rank <= most:
             raise UserError(f"rank = {self.rank}: must lie in [0, {most}], the channels of a head")

@@ -3,15 +3,20 @@
 import argparse
 from collections.abc import Callable
 
+from kvjax.convert.latent_method import LatentAttention
 from kvjax.convert.methods import LowRankKV, Method, ThinKeys
 from kvjax.foundation.configuration import at_least, between, one_of
 from kvjax.foundation.errors import UserError
 
-METHODS = ("none", "thin_keys", "lrkv")
+FITTED = ("thin_keys", "lrkv", "mla")  # methods that `auto` compares
+METHODS = ("none", *FITTED, "auto")
 _RANKS = ("rank", "energy", "cache")  # exactly one is given
 _CALIBRATION = ("calibrate", "calibrate_tokens")
 _METHODS_WITH = {  # an option: the methods that have it
-    **dict.fromkeys((*_RANKS, "multiple", "objective", *_CALIBRATION), METHODS[1:]),
+    **dict.fromkeys(("cache", "multiple", *_CALIBRATION), METHODS[1:]),
+    "rank": FITTED,
+    **dict.fromkeys(("energy", "objective"), ("thin_keys", "lrkv")),
+    "rope_dim": ("mla",),
     **dict.fromkeys(("mode", "part", "value_rank"), ("thin_keys",)),
     **dict.fromkeys(("bases", "align"), ("lrkv",)),
 }
@@ -31,10 +36,15 @@ def fill_defaults(options: argparse.Namespace, default: Callable[[str], object])
     """
     if options.method is None:
         options.method = "none" if options.cache is None else "thin_keys"
+    fill_method(options)
+    _check(options, default)
+
+
+def fill_method(options: argparse.Namespace) -> None:
+    """Fills in the options of thin keys."""
     if options.method == "thin_keys":
         options.mode = options.mode or ("per_head" if options.rank is not None else "joint")
         options.part = options.part or ("key" if options.cache is None else "key_value")
-    _check(options, default)
 
 
 def splits_budget(options: argparse.Namespace) -> bool:
@@ -58,16 +68,18 @@ def _check(options: argparse.Namespace, default: Callable[[str], object]) -> Non
             raise UserError(f"--{name}={value}: only with --objective=inputs or outputs")
     if options.method != "none":
         _check_rank(options)
+    make_method(options)  # checks what only the method knows
 
 
 def _check_rank(options: argparse.Namespace) -> None:
     """Raises a UserError unless one option gives the rank, and the part supports that option."""
     rank_options = [name for name in _RANKS if getattr(options, name) is not None]
     if not rank_options:
-        raise UserError(
-            f"--rank is missing: --method={options.method} needs one of --rank=32, --energy=0.95, "
-            "--cache=0.5"
-        )
+        examples = dict(rank="--rank=32", energy="--energy=0.95", cache="--cache=0.5")
+        known = [name for name in _RANKS if options.method in _METHODS_WITH[name]]
+        needed = ", ".join(examples[name] for name in known)
+        needed = f"one of {needed}" if len(known) > 1 else needed
+        raise UserError(f"--{known[0]} is missing: --method={options.method} needs {needed}")
     if len(rank_options) > 1:
         raise UserError(f"--{rank_options[0]} and --{rank_options[1]}: give one of them")
     for name in ("energy", "cache"):
@@ -89,11 +101,13 @@ def _check_rank(options: argparse.Namespace) -> None:
 
 
 def make_method(options: argparse.Namespace) -> Method | None:
-    """Returns the method, of rank 1 if layers get their own ranks; None for "none"."""
-    if options.method == "none":
+    """Returns the method, of rank 1 if layers get their own ranks; None for "none" and "auto"."""
+    if options.method in ("none", "auto"):
         return None
     by_layer = options.rank is None and not splits_budget(options)
     rank = 1 if options.rank is None else options.rank
+    if options.method == "mla":
+        return LatentAttention(rank=2 if options.rank is None else rank, rope_dim=options.rope_dim)
     if options.method == "lrkv":
         return LowRankKV(
             rank=rank,

@@ -113,7 +113,7 @@ def test_energy_losses_equal_a_conversions_errors(x64, randomise, method):
         num_heads=4, num_kv_heads=2, num_bases=2, rank=0, key_dim=8, value_dim=6, qk_norm="none"
     )
     _, weights = randomise(lambda: Attention(config, 16, rngs=nnx.Rngs(0)))
-    layer = layer_lib.read(weights, config, rope=True)
+    layer = layer_lib.read(weights, config, rope=10_000.0)
     x = np.random.default_rng(0).standard_normal((99, 16))
     moment = x.T @ x / 99
     largest = method.max_rank(config)
@@ -127,7 +127,7 @@ def test_energy_losses_equal_a_conversions_errors(x64, randomise, method):
         return dataclasses.replace(method, rank=rank)
 
     with pytest.raises(UserError, match=f"rank = {largest + 1}: must lie in"):
-        with_rank(largest + 1).mechanism(config, rope=True)
+        with_rank(largest + 1).mechanism(config, rope=10_000.0)
     ranks = [2, 4, largest] if largest == 6 else [2, 4, 6, largest]
     found = method.energy_losses(layer, moment, ranks)
     lost = [np.mean(list(with_rank(rank).convert(layer, moment).errors.values())) for rank in ranks]

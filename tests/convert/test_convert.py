@@ -17,6 +17,7 @@ from kvjax import cache as cache_lib, recipes
 from kvjax.config import resolve
 from kvjax.convert import (
     __main__ as command,
+    choice,
     model as model_lib,
     options as options_lib,
 )
@@ -112,6 +113,23 @@ BAD = [
     ("--method=svd", "--method = 'svd': must be one of 'none'"),
     ("--method=lrkv", "--rank is missing: --method=lrkv needs one of --rank=32, --energy"),
     ("--rank=3", "--rank=3: only with --method=thin_keys or lrkv"),
+    ("--method=mla --energy=0.9", "--energy=0.9: only with --method=thin_keys or lrkv"),
+    ("--method=mla", "--rank is missing: --method=mla needs one of --rank=32, --cache=0.5"),
+    ("--method=mla --rank=7 --source=PLAIN", "rank = 7: must be even, and at most "),
+    (
+        "--method=mla --rank=4 --rope_dim=3 --source=PLAIN",
+        "rope_dim = 3: must be even, and at most",
+    ),
+    ("--method=mla --rank=4 --source=GPT2", "--method=mla: needs a model with RoPE; without it"),
+    (
+        "--method=mla --rank=4 --source=SRC",
+        "config.attention.bias = True: must be False, since MLA",
+    ),
+    ("--method=mla --cache=0.01 --source=PLAIN", "--cache=0.01: leaves 0 elements per token"),
+    ("--method=mla --rank=4 --objective=weights", "--objective=weights: only with --method=thin_k"),
+    ("--method=auto", "--cache is missing: --method=auto needs --cache=0.5"),
+    ("--method=auto --rank=3", "--rank=3: only with --method=thin_keys or lrkv or mla"),
+    ("--rope_dim=8 --method=lrkv --rank=2", "--rope_dim=8: only with --method=mla"),
     ("--method=none --cache=0.5", "--cache=0.5: only with --method=thin_keys or lrkv"),
     ("--method=lrkv --rank=3 --mode=joint", "--mode=joint: only with --method=thin_keys"),
     ("--method=lrkv --rank=3 --cache=0.5", "--rank and --cache: give one of them"),
@@ -145,7 +163,8 @@ BAD = [
 
 
 def test_bad_options(run, imported, tmp_path, monkeypatch):
-    places = dict(OUT=str(tmp_path / "out"), SRC=imported("llama_tied_bias"), GPT2=imported("gpt2"))
+    sources = dict(SRC="llama_tied_bias", PLAIN="llama3_rope", GPT2="gpt2")
+    places = dict(OUT=tmp_path / "out") | {key: imported(name) for key, name in sources.items()}
     monkeypatch.chdir(tmp_path)
     for options, message in BAD:
         for name, path in places.items():
@@ -344,9 +363,9 @@ def test_infinite_perplexity(run, text, tmp_path):
 def test_allowed_cache_bytes(imported):
     """A share of the cache is not rounded down: 0.7 * 23,040 is 16,127.999... in floats."""
     source = model_lib.open(str(imported("llama_tied_bias")))
-    whole = command._cache_bytes(source)
+    whole = choice.cache_bytes(source)
     for i in range(1, whole):
-        assert command._allowed(argparse.Namespace(cache=i / whole), source) == i
+        assert choice._allowed(argparse.Namespace(cache=i / whole), source) == i
 
 
 def test_shapes_are_checked_before_text_is_read(run, imported, tmp_path, monkeypatch):

@@ -50,6 +50,7 @@ NORMED = {"mla", "mla_query_rank", "gla_1", "shared_kv", "shared_kv_no_rope"}
 # By name: a block, a mechanism, and the exported C and P.
 CASES = {
     "mla": (BLOCK, workdirs.mla(qk_norm="none"), 10, 4),
+    "mla_linear_latent": (BLOCK, workdirs.mla(**PLAIN, norm_latent=False), 10, 4),
     "mla_query_rank": (
         BLOCK,
         workdirs.mla(**PLAIN, norm_epsilon=0.5, query_rank=6, latent_scale=True, value_dim=6),

@@ -1,0 +1,234 @@
+"""Chooses the method of every layer: ranks under a budget, sizes of MLA, or the best method."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+import copy
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.convert import (
+    budget,
+    calibration,
+    converted,
+    factors,
+    options as options_lib,
+    perplexity,
+)
+from kvjax.convert.budget import RankChoices
+from kvjax.convert.converted import ConvertedModel
+from kvjax.convert.latent_method import LatentAttention
+from kvjax.convert.methods import Method, ThinKeys
+from kvjax.convert.model import LazyModel
+from kvjax.costs import formulas
+from kvjax.foundation import progress
+from kvjax.foundation.errors import UserError, warn
+
+DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets and reported sizes
+_KEY_WEIGHTS = (3.0, 10.0)  # of MLA, that `auto` tries
+COMPARED_ROWS = 8  # calibration rows whose perplexity decides between methods
+_EVERY = 4  # layers of which one is fitted to choose MLA's sizes
+_FEW_SWEEPS = 4
+
+
+class Choice(NamedTuple):
+    """The methods of all layers; `compared` has each candidate's title and perplexity."""
+
+    methods: list[Method]
+    compared: tuple[tuple[str, float], ...] = ()
+
+
+def cache_bytes(model: LazyModel) -> int:
+    """Returns the cache bytes per token over all layers."""
+    return formulas.cache_bytes_per_token(model.transformer, DTYPE)
+
+
+def check(options: argparse.Namespace, source: LazyModel) -> None:
+    """Raises a UserError, before text is read, if the model or the budget forbids the method."""
+    if options.method == "auto":
+        return  # methods that do not apply are left out
+    method, config = options_lib.make_method(options), source.transformer
+    if isinstance(method, LatentAttention) and options.rank is None:
+        method = next(_latent_sizes(options, source, method))
+    ConvertedModel(source, [method] * config.block.num_layers, None)
+    if options.rank is not None:
+        for mechanism in config.mechanisms:
+            budget.check_smaller(config, mechanism, method, DTYPE, "rank")
+    elif not isinstance(method, LatentAttention):
+        _rank_choices(options, method, source)
+
+
+def choose(
+    options: argparse.Namespace,
+    source: LazyModel,
+    moments: Sequence[np.ndarray] | None,
+    rows_BT: np.ndarray | None,
+) -> Choice:
+    """Returns the method of every layer.
+
+    Args:
+      moments: see `calibration.moments`; None for the objective "weights".
+      rows_BT: calibration text; None for the objective "weights".
+    """
+    if options.method == "auto":
+        return _best(options, source, moments, rows_BT)
+    return Choice(next(_candidates(options, source, moments, rows_BT)))
+
+
+def _best(options, source: LazyModel, moments, rows_BT: np.ndarray) -> Choice:
+    """Returns the methods with the least perplexity on a part of the calibration text."""
+    best, lowest, compared = None, np.inf, []
+    for name in options_lib.FITTED:
+        given = copy.copy(options)
+        given.method = name
+        options_lib.fill_method(given)
+        try:
+            for methods in _candidates(given, source, moments, rows_BT, all_sizes=True):
+                model = ConvertedModel(source, methods, moments)
+                measured = perplexity.perplexity(model, rows_BT[:COMPARED_ROWS])
+                compared.append((f"{name}: {methods[0].title}", measured))
+                if measured < lowest:
+                    best, lowest = methods, measured
+        except UserError as error:
+            warn(f"--method={name} is left out: {error}")
+    if best is None:
+        raise UserError(f"--cache={options.cache}: no method makes the cache this small")
+    return Choice(best, tuple(compared))
+
+
+def _candidates(
+    options, source: LazyModel, moments, rows_BT, *, all_sizes: bool = False
+) -> Iterator[list[Method]]:
+    """Yields the methods of all layers; several for MLA with `all_sizes`."""
+    method, count = options_lib.make_method(options), source.transformer.block.num_layers
+    if isinstance(method, LatentAttention):
+        statistics = calibration.attention_statistics(source, rows_BT[:, :-1], moments)
+        sizes = [method]
+        if options.rank is None:
+            sizes = list(_latent_sizes(options, source, method))
+            if not all_sizes:
+                sizes = [_least_error(sizes, source, moments, statistics)]
+        for size in sizes:
+            for weight in _KEY_WEIGHTS if all_sizes else (size.key_weight,):
+                yield [
+                    dataclasses.replace(size, key_weight=weight, statistics=of_layer)
+                    for of_layer in statistics
+                ]
+    elif options_lib.splits_budget(options):
+        yield [_split(options, method, source, moments, rows_BT)] * count
+    elif options.rank is not None:
+        yield [method] * count
+    else:
+        ranks = _ranks(options, method, source, moments)
+        yield [dataclasses.replace(method, rank=rank) for rank in ranks]
+
+
+# -- sizes of MLA ----------------------------------------------------------------------------------
+
+
+def _latent_sizes(options, source: LazyModel, method: LatentAttention) -> Iterator[LatentAttention]:
+    """Yields MLA with each width of the RoPE key, a head's or 1/2 or 1/4 of it, within --cache.
+
+    Raises:
+      UserError: none is within the budget.
+    """
+    mechanism = source.transformer.mechanisms[0]
+    element_bytes = DTYPE.itemsize * len(source.transformer.mechanisms)
+    elements, head_dim = _allowed(options, source) // element_bytes, mechanism.key_dim
+    widths = [method.rope_dim] if method.rope_dim else [head_dim, head_dim // 2, head_dim // 4]
+    found = 0
+    for width in widths:
+        rank = min(elements - width, method.max_rank(mechanism))
+        rank -= rank % options.multiple if rank >= options.multiple else rank % 2
+        if rank >= 2 and width % 2 == 0:
+            found += 1
+            yield dataclasses.replace(method, rope_dim=width, rank=rank)
+    if not found:
+        raise UserError(
+            f"--cache={options.cache}: leaves {elements} elements per token and layer, fewer than "
+            f"a RoPE key of {widths[-1]} channels and a latent of 2: give a larger --cache"
+        )
+
+
+def _least_error(sizes, source: LazyModel, moments, statistics) -> LatentAttention:
+    """Returns the sizes with the least error, summed over every fourth layer."""
+    if len(sizes) == 1:
+        return sizes[0]
+    errors = np.zeros(len(sizes))
+    with progress.waiting("choosing sizes") as doing:
+        for i in range(0, len(statistics), _EVERY):
+            doing.at(f"{i} of {len(statistics)} layers")
+            layer, moment_EE = converted.read_layer(source, i, moments)
+            with factors.few_threads(len(moment_EE)):
+                for j, size in enumerate(sizes):
+                    quick = dict(statistics=statistics[i], sweeps=_FEW_SWEEPS)
+                    errors[j] += dataclasses.replace(size, **quick).fit(layer, moment_EE).error
+    return sizes[int(np.argmin(errors))]
+
+
+# -- ranks of the other methods --------------------------------------------------------------------
+
+
+def _allowed(options: argparse.Namespace, source: LazyModel) -> int:
+    """Returns the bytes per token that --cache allows."""
+    return int(options.cache * cache_bytes(source) + 1e-6)  # 0.7 * 10 rounds to below 7
+
+
+def _rank_choices(options, method: Method, source: LazyModel) -> list[RankChoices]:
+    """Returns each layer's candidate ranks.
+
+    Raises:
+      UserError: the cache would be larger than the source's, or than --cache.
+    """
+    layers = budget.rank_choices(source.transformer, method, options.multiple, DTYPE)
+    if options.cache is not None:
+        budget.check_budget(layers, _allowed(options, source))
+    return layers
+
+
+def _ranks(options, method: Method, source: LazyModel, moments) -> list[int]:
+    """Returns each layer's rank."""
+    layers = _rank_choices(options, method, source)
+    lost = budget.energy_losses(source, method, moments, layers)
+    if options.energy is not None:
+        ranks = budget.ranks_by_energy(layers, lost, options.energy)
+        _warn_of_shortfall(layers, lost, ranks, options.energy)
+        return ranks
+    return budget.ranks_within_budget(layers, lost, _allowed(options, source))
+
+
+def _split(
+    options, method: ThinKeys, source: LazyModel, moments, rows_BT: np.ndarray | None
+) -> ThinKeys:
+    """Returns the method with a rank of keys and a rank of values, equal in all layers."""
+    sensitivities = None
+    if method.objective == "outputs":
+        sensitivities = calibration.sensitivities(source, rows_BT[:, :-1])
+    return budget.split_budget(
+        source,
+        method,
+        moments,
+        sensitivities,
+        multiple=options.multiple,
+        budget=_allowed(options, source),
+        dtype=DTYPE,
+    )
+
+
+def _warn_of_shortfall(
+    layers: list[RankChoices], lost: list[list[float]], ranks: list[int], energy: float
+) -> None:
+    """Warns of layers that keep less energy than --energy at every rank that shrinks the cache."""
+    shortfalls = []
+    for i, (layer, losses, rank) in enumerate(zip(layers, lost, ranks, strict=True)):
+        kept = 1 - losses[layer.ranks.index(rank)]
+        if kept < energy - 1e-9:
+            shortfalls.append(f"layer {i} {kept:.4f} at rank {rank}")
+    if shortfalls:
+        more = f" and {len(shortfalls) - 4} more" if len(shortfalls) > 4 else ""
+        warn(
+            f"--energy={energy}: no rank that makes the cache smaller reaches it: "
+            f"{', '.join(shortfalls[:4])}{more}"
+        )
