@@ -13,7 +13,7 @@ import ml_collections
 import pytest
 
 from kvjax import generate as generate_lib
-from kvjax.decoding import engine
+from kvjax.decoding.generator import Generator
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.training import loop
 from tests import runs
@@ -52,7 +52,9 @@ def trained(folder: pathlib.Path) -> pathlib.Path:
 def command_line_of(workdir, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
     """A function of flags: (exit status, standard output, standard error) of `kvjax.generate`."""
     monkeypatch.setattr(runtime, "start", lambda: None)  # the tests' own cache stays
-    monkeypatch.setattr(engine, "StoredProgram", lambda jitted, *_: jitted)
+    # Stored programs are compiled without the tests' cache.
+    unstored = lambda *given, stored, **options: Generator(*given, **options)  # noqa: E731
+    monkeypatch.setattr(generate_lib, "Generator", unstored)
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)  # a busy machine's waits are no message
 
     def command(*given, workdir=workdir):
