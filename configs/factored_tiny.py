@@ -1,7 +1,7 @@
 """Keys of rank 8 in place of 32 channels: 4 layers, width 128, 4 heads of 32.
 
-What conversions make of a trained MHA with RoPE (thin keys, arXiv 2603.04427, section 2.3): the
-latents are cached and keys rotated when they are read. Here trained from scratch.
+The result of converting a trained MHA with RoPE (thin keys, arXiv 2603.04427, section 2.3): latents
+are cached, and keys are rotated when they are read. Here it is trained from scratch.
 Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/factored_tiny.py

@@ -1,6 +1,6 @@
 """LRKV of rank 16 without positions: 4 layers, width 128, 4 heads of 32.
 
-Another model than LRKV: what a causal mask says about order is all there is; LRKV eq. 3 holds.
+Not the paper's model: the causal mask alone tells the order of tokens. LRKV's eq. 3 holds.
 Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/lrkv_no_rope_tiny.py

@@ -1,7 +1,7 @@
 """LRKV of rank 16 with RoPE on the shared part only: 4 layers, width 128, 4 heads of 32.
 
-Another model than LRKV: an unrotated query meets an unrotated residual, so that decoding folds
-the query into B once (LRKV eq. 3), not once per position.
+Not the paper's model: unrotated queries score unrotated residuals, so decoding absorbs B into the
+query once (LRKV eq. 3), not once per position.
 Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/lrkv_shared_rope_tiny.py

@@ -1,7 +1,7 @@
 """MLA with a latent of 768 and no RoPE key: 36 layers, width 2304, 18 heads of 128.
 
-The paper's: LRKV (arXiv 2601.11471), MLA of Table 2 and Figure 2: test BPB 0.724, counted as
-there, a cache of 16.7 % of MHA's: RoPE and norm on keys rebuilt from the latent. mla_2p5b is MLA
+The paper's: LRKV (arXiv 2601.11471), MLA of Table 2 and Figure 2: test BPB 0.724. As counted there,
+the cache is 16.7 % of MHA's: keys are rebuilt from the latent, normed and rotated. mla_2p5b is MLA
 as it is deployed.
 
     python -m kvjax.main --config=configs/mla_paper_2p5b.py

@@ -1,7 +1,7 @@
 """MLA with a latent of 1024 and no RoPE key: 50 layers, width 3200, 25 heads of 128.
 
-The paper's: MLA of the LRKV blog post at "6.3B", counted as the paper does at the other scales:
-RoPE and norm on keys rebuilt from the latent. Its latent and budget are not stated; those here are
+The paper's: MLA of the LRKV blog post at "6.3B". Its cache is counted as in the paper: keys are
+rebuilt from the latent, normed and rotated. Its latent and budget are not stated; those here are
 ours.
 
     python -m kvjax.main --config=configs/mla_paper_6p3b.py

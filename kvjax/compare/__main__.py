@@ -96,26 +96,26 @@ def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> di
     """
     if not options.watch:
         return _once(options, target, out, *_read(options.workdirs, running=False))
-    named, gone, first = list(options.workdirs), [], set()
+    names, removed, first = list(options.workdirs), [], set()
     while True:
-        lost = [name for name in named if first and not runs_lib.is_there(name)]
-        gone += [SkippedRun(name, "is not there any more") for name in lost]
-        named = [name for name in named if name not in lost]
-        runs, left_out = _read(named, running=True) if named else ([], [])
+        missing = [name for name in names if first and not runs_lib.is_there(name)]
+        removed += [SkippedRun(name, "is not there any more") for name in missing]
+        names = [name for name in names if name not in missing]
+        runs, left_out = _read(names, running=True) if names else ([], [])
         if first:
             runs = sorted(runs, key=lambda run: run.name not in first)
-            unfit = runs_lib.incomparable(runs)
-            fit = [run for run in runs if run.name not in unfit]
-            unfit |= groups_lib.repeats(fit) if options.group == "seed" else {}
-            left_out += [SkippedRun(name, why) for name, why in unfit.items()]
-            runs = [run for run in runs if run.name not in unfit]
+            reasons = runs_lib.incomparable(runs)
+            if options.group == "seed":
+                reasons |= groups_lib.repeats([run for run in runs if run.name not in reasons])
+            left_out += [SkippedRun(name, why) for name, why in reasons.items()]
+            runs = [run for run in runs if run.name not in reasons]
         # Wait for runs without an evaluation yet, but not for those that cannot be read.
-        waiting = [one for one in left_out if one.may_come]
-        ends = all(run.finished for run in runs) and not waiting
-        if runs or ends:
-            result = _once(options, target, out, runs, [*left_out, *gone], first)
+        waiting = [skipped for skipped in left_out if skipped.may_come]
+        all_ended = all(run.finished for run in runs) and not waiting
+        if runs or all_ended:
+            result = _once(options, target, out, runs, [*left_out, *removed], first)
             first = first or {run.name for run in runs}
-        if ends:
+        if all_ended:
             return result
         time.sleep(options.watch)
 
@@ -132,7 +132,7 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
       first: names of the runs of the first comparison, if this is a later one.
     """
     if not runs:
-        reasons = "; ".join(f"{one.name} {one.why}" for one in left_out)
+        reasons = "; ".join(f"{skipped.name} {skipped.why}" for skipped in left_out)
         raise UserError(f"nothing to compare: {reasons}")
     runs_lib.check_comparable(runs)
     groups = groups_lib.groups(runs, options.group)
@@ -143,31 +143,32 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
     rows = report.rows(groups, reference)
     saved = savings_lib.savings(groups, reference)
     lacking = groups_lib.missing_seeds(groups) if options.group == "seed" else {}
-    said = verdict.lines(rows, reference.name)
-    for line in said:
-        out.say(line)
+    sentences = verdict.lines(rows, reference.name)
+    for sentence in sentences:
+        out.say(sentence)
     out.show(report.terminal(rows, reference))
     if saved:
         out.show(report.savings_table(saved))
-    for one in left_out:
-        out.say(f"- skipped: {one.name} {one.why}")
+    for skipped in left_out:
+        out.say(f"- skipped: {skipped.name} {skipped.why}")
     for name, seeds in lacking.items():
         out.say(f"- {name} has no seed {', '.join(map(str, seeds))}, which others have")
     with progress.waiting("drawing"):
-        made = report.sections(groups, reference, rows, saved, left_out, lacking, scores)
-        again = options.watch if not all(run.finished for run in runs) else 0
+        sections = report.sections(groups, reference, rows, saved, left_out, lacking, scores)
+        reload_seconds = options.watch if not all(run.finished for run in runs) else 0
         about = _about(runs)
+        summary = [Point("", sentence) for sentence in sentences]
         html = document.page(
-            "Runs compared", _LEAD, made, about, summary=[Point("", x) for x in said], again=again
+            "Runs compared", _LEAD, sections, about, summary=summary, again=reload_seconds
         )
         result = dict(
             about=about,
-            verdict=said,
+            verdict=sentences,
             rows=rows,
-            curves=next(section.data for section in made if section.name == "curves"),
-            savings=[vars(one) for one in saved],
+            curves=next(section.data for section in sections if section.name == "curves"),
+            savings=[vars(saving) for saving in saved],
             scores=scores,
-            left_out=[vars(one) for one in left_out],
+            left_out=[vars(skipped) for skipped in left_out],
             lacking=lacking,
         )
         text = json.dumps(json_text.plain(result)) + "\n"
@@ -177,7 +178,7 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
     out.say(f"\nwritten: {shown}/{HTML}, {len(html) / 1e6:.2f} MB, {PNG} and {JSON}", wrap=False)
     names = {name.rpartition(".")[2]: str(target / name) for name in (HTML, PNG, JSON)}
     return json_text.plain(
-        dict(verdict=said, rows=rows, left_out=result["left_out"], lacking=lacking) | names
+        dict(verdict=sentences, rows=rows, left_out=result["left_out"], lacking=lacking) | names
     )
 
 
@@ -199,14 +200,15 @@ def _reference(name: str, groups: Sequence[Group], first: Collection[str]) -> Gr
 
 
 def _about(runs: Sequence[runs_lib.ComparedRun]) -> dict:
-    made = provenance.software("matplotlib")  # no devices: a watched run may hold all of them
+    # Devices are not listed: a watched run may hold all of them.
+    software = provenance.software("matplotlib")
     return {
         "Runs": ", ".join(run.name for run in runs),
         "Data set": runs[0].data["data set"],
-        "Command": made["command"],
-        "Date": made["date"],
-        "Commit": made["commit"],
-        "Versions": {"python": made["python"]} | made["packages"],
+        "Command": software["command"],
+        "Date": software["date"],
+        "Commit": software["commit"],
+        "Versions": {"python": software["python"]} | software["packages"],
     }
 
 

@@ -41,11 +41,11 @@ def read(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Scores, lis
         raise UserError(f"--scores: {error}") from error
     for name, workdir in [(run.name, run.workdir) for run in runs] + further:
         try:
-            found, parent = _latest(workdir), _parent(workdir)
+            latest, parent = _latest(workdir), _parent(workdir)
         except (OSError, UserError) as error:
             left_out.append(SkippedRun(name, f"has scores that cannot be read: {error}"))
             continue
-        if found is None:
+        if latest is None:
             if name not in by_workdir.values():
                 left_out.append(SkippedRun(name, "was not evaluated", may_come=True))
             continue
@@ -55,21 +55,22 @@ def read(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Scores, lis
         elif owner in scores and name != owner:
             left_out.append(SkippedRun(name, f"is a second evaluation of {owner}"))
         else:
-            scores[owner] = found
+            scores[owner] = latest
     return scores, left_out
 
 
 def points(groups: Sequence[Group], scores: Scores, measure: str) -> dict[str, dict[int, float]]:
     """Returns the score of each finished seed, by group; omits groups without scores."""
-    found = {
-        group.name: {
+    by_group = {}
+    for group in groups:
+        by_seed = {
             seed: scores[run.name][measure]
             for seed, run in group.runs.items()
             if run.finished and measure in scores.get(run.name, {})
         }
-        for group in groups
-    }
-    return {name: by_seed for name, by_seed in found.items() if by_seed}
+        if by_seed:
+            by_group[group.name] = by_seed
+    return by_group
 
 
 def _latest(workdir: epath.Path) -> dict[str, float] | None:
@@ -84,14 +85,15 @@ def _latest(workdir: epath.Path) -> dict[str, float] | None:
 
 
 def _scores(file: epath.Path) -> dict[str, float]:
-    summary = json_text.read_record(file, _RESTORE)
-    combined = summary.get("combined")
-    found = summary | ({"combined": combined.get("value")} if isinstance(combined, dict) else {})
+    """Returns the scores of a summary.json, in percent."""
+    summary = dict(json_text.read_record(file, _RESTORE))
+    if isinstance(summary.get("combined"), dict):
+        summary["combined"] = summary["combined"].get("value")
     for measure in MEASURES:
-        score = found.get(measure, 0.0)
+        score = summary.get(measure, 0.0)
         if isinstance(score, bool) or not isinstance(score, int | float):
             raise UserError(f"{file}: {measure} is not a number: {_RESTORE}")
-    return {measure: 100.0 * found[measure] for measure in MEASURES if measure in found}
+    return {measure: 100.0 * summary[measure] for measure in MEASURES if measure in summary}
 
 
 def _parent(workdir: epath.Path) -> str | None:

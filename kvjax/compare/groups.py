@@ -49,12 +49,12 @@ class Group:
 
     @functools.cached_property
     def ended(self) -> list[ComparedRun]:
-        """Finished runs, which the group's numbers are of; all runs while none has finished."""
+        """Finished runs, which give the group's numbers; all runs while none has finished."""
         return [run for run in self.runs.values() if run.finished] or list(self.runs.values())
 
     @property
     def tokens(self) -> int:
-        """Training tokens up to the last evaluation, of the shortest of `ended`."""
+        """Training tokens up to the last evaluation of the shortest run in `ended`."""
         return int(min(run.tokens[-1] for run in self.ended))
 
     @property
@@ -87,9 +87,9 @@ class Group:
         """The mean curve at the steps at which all seeds were evaluated."""
         runs = list(self.runs.values())
         steps = functools.reduce(np.intersect1d, [run.steps for run in runs])
-        at = [np.searchsorted(run.steps, steps) for run in runs]
-        rows = np.array([run.bpb[i] for run, i in zip(runs, at, strict=True)])
-        seconds = np.array([run.seconds[i] for run, i in zip(runs, at, strict=True)])
+        indices = [np.searchsorted(run.steps, steps) for run in runs]
+        rows = np.array([run.bpb[i] for run, i in zip(runs, indices, strict=True)])
+        seconds = np.array([run.seconds[i] for run, i in zip(runs, indices, strict=True)])
         mean, half = over_seeds(rows)
         half = np.zeros(len(steps)) if half is None else half
         tokens = steps * self.one.experiment.tokens_per_step
@@ -112,9 +112,9 @@ def groups(runs: Sequence[ComparedRun], way: str) -> list[Group]:
     by_config: dict[str, dict[int, ComparedRun]] = {}
     for run in runs:
         by_config.setdefault(json.dumps(run.what, sort_keys=True), {})[run.seed] = run
-    members = [dict(sorted(there.items())) for there in by_config.values()]
-    names = _names([next(iter(there.values())) for there in members])
-    return [Group(name, there) for name, there in zip(names, members, strict=True)]
+    members = [dict(sorted(by_seed.items())) for by_seed in by_config.values()]
+    names = _names([next(iter(by_seed.values())) for by_seed in members])
+    return [Group(name, by_seed) for name, by_seed in zip(names, members, strict=True)]
 
 
 def repeats(runs: Sequence[ComparedRun]) -> dict[str, str]:
@@ -122,24 +122,23 @@ def repeats(runs: Sequence[ComparedRun]) -> dict[str, str]:
     first: dict[tuple[str, int], ComparedRun] = {}
     reasons = {}
     for run in runs:
-        before = first.setdefault((json.dumps(run.what, sort_keys=True), run.seed), run)
-        if before is not run:
-            reasons[run.name] = f"has the config and the seed ({run.seed}) of {before.name}"
+        earlier = first.setdefault((json.dumps(run.what, sort_keys=True), run.seed), run)
+        if earlier is not run:
+            reasons[run.name] = f"has the config and the seed ({run.seed}) of {earlier.name}"
     return reasons
 
 
 def _names(runs: Sequence[ComparedRun]) -> list[str]:
     """Returns each config's name; with the keys that differ if several have that name."""
-    called: dict[str, list[ComparedRun]] = {}
+    by_name: dict[str, list[ComparedRun]] = {}
     for run in runs:
-        called.setdefault(run.experiment.name, []).append(run)
+        by_name.setdefault(run.experiment.name, []).append(run)
     names = []
     for run in runs:
         name = run.experiment.name
-        alike = called[name]
-        keys = sorted({key for other in alike for key in _differing(run, other)})
-        more = [f"{key.partition('.')[2]}={run.keys.get(key, 'default')}" for key in keys]
-        names.append(" ".join([name, *more]))
+        keys = sorted({key for other in by_name[name] for key in _differing(run, other)})
+        values = [f"{key.partition('.')[2]}={run.keys.get(key, 'default')}" for key in keys]
+        names.append(" ".join([name, *values]))
     return names
 
 
@@ -155,7 +154,7 @@ def without_curve(groups: Sequence[Group]) -> list[SkippedRun]:
 
 
 def missing_seeds(groups: Sequence[Group]) -> dict[str, list[int]]:
-    """Returns, by group, the seeds that other groups have and it lacks."""
-    every = {seed for group in groups for seed in group.runs}
-    lacking = {group.name: sorted(every - group.runs.keys()) for group in groups}
+    """Returns, by group, the seeds that other groups have and the group lacks."""
+    seeds = {seed for group in groups for seed in group.runs}
+    lacking = {group.name: sorted(seeds - group.runs.keys()) for group in groups}
     return {name: seeds for name, seeds in lacking.items() if seeds}

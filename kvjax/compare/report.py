@@ -51,13 +51,13 @@ _CAPTIONS = {
 
 def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
     """Returns a row per group: costs and final loss."""
-    found = []
+    result = []
     for group in groups:
         final = group.final
         against = None
         if group is not reference and group.tokens == reference.tokens:
             against = difference(group.finals, reference.finals)
-        found.append(
+        result.append(
             dict(
                 name=group.name,
                 parameters=group.costs["parameters"],
@@ -69,15 +69,16 @@ def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
                 flops=group.tokens * group.costs["flops"],
                 flops_six_n=group.tokens * group.costs["six_n"],
                 seconds=group.seconds if math.isfinite(group.seconds) else None,
-                **_named("bpb", final),
-                **_named("against", against),
+                **_keys("bpb", final),
+                **_keys("against", against),
             )
         )
-    return found
+    return result
 
 
-def _named(name: str, found: Estimate | None) -> dict:
-    return {name: found and found.mean, f"{name}_half_interval": found and found.half}
+def _keys(name: str, value: Estimate | None) -> dict:
+    """Returns an estimate as two keys of a row; `_estimate` reads them."""
+    return {name: value and value.mean, f"{name}_half_interval": value and value.half}
 
 
 def _estimate(row: Mapping, name: str) -> Estimate | None:
@@ -85,15 +86,14 @@ def _estimate(row: Mapping, name: str) -> Estimate | None:
 
 
 def _shown(row: Mapping, name: str, digits: str) -> str:
-    found = _estimate(row, name)
-    return "-" if found is None else found.shown(digits)
+    value = _estimate(row, name)
+    return "-" if value is None else value.shown(digits)
 
 
-def _of_some(row: Mapping) -> str:
+def _if_not_all(row: Mapping) -> str:
     """Returns the finished seeds as text, if others have not finished; else ""."""
-    ended = row["finished_seeds"]
-    some = 0 < len(ended) < len(row["seeds"])
-    return f" (seed {_seeds(row)})" if some else ""
+    is_partial = 0 < len(row["finished_seeds"]) < len(row["seeds"])
+    return f" (seed {_seeds(row)})" if is_partial else ""
 
 
 def _seeds(row: Mapping) -> str:
@@ -101,12 +101,12 @@ def _seeds(row: Mapping) -> str:
     return ",".join(map(str, row["finished_seeds"]))
 
 
-def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
-    """Returns the rows as a table for a terminal, or for Markdown."""
-    unit, called = _unit(max(row["flops"] for row in found), _FLOPS)
+def terminal(results: Sequence[Mapping], reference: Group) -> output.Table:
+    """Returns the results of `rows` as a table for a terminal, or for Markdown."""
+    unit, unit_name = _unit(max(row["flops"] for row in results), _FLOPS)
     header = ("run", "parameters", "cache bytes per token, bfloat16", "seeds", "tokens")
-    header += (called, "as 6N", "s", "bits per byte", f"against {reference.name}")
-    made = [
+    header += (unit_name, "as 6N", "s", "bits per byte", f"against {reference.name}")
+    cells = [
         (
             row["name"] + ("" if row["finished"] else " (running)"),
             f"{row['parameters']:,}",
@@ -116,20 +116,20 @@ def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
             f"{row['flops'] / unit:.4g}",
             f"{row['flops_six_n'] / unit:.4g}",
             f"{row['seconds']:,.0f}" if row["seconds"] else "-",
-            _shown(row, "bpb", ".4f") + _of_some(row),
+            _shown(row, "bpb", ".4f") + _if_not_all(row),
             _shown(row, "against", "+.4f"),
         )
-        for row in found
+        for row in results
     ]
     notes = ()
-    if any(len(row["seeds"]) > 1 for row in found):
+    if any(len(row["seeds"]) > 1 for row in results):
         notes = ("± are 95 % intervals, Student's t over seeds; differences are paired by seed",)
-    return output.Table("Training runs", header, made, notes)
+    return output.Table("Training runs", header, cells, notes)
 
 
-def savings_table(found: Sequence[Saving]) -> output.Table:
+def savings_table(saved: Sequence[Saving]) -> output.Table:
     """Returns savings as a table for a terminal."""
-    made = [
+    cells = [
         (
             s.leader,
             s.behind,
@@ -137,10 +137,10 @@ def savings_table(found: Sequence[Saving]) -> output.Table:
             _percent(s.within_a_run),
             _percent(s.at_equal_horizon),
         )
-        for s in found
+        for s in saved
     ]
     header = ("leader", "reaches the end of", "tokens", "fewer, within a run", "equal horizon")
-    return output.Table("\nFewer tokens to the same bits per byte", header, made, (_HORIZON,))
+    return output.Table("\nFewer tokens to the same bits per byte", header, cells, (_HORIZON,))
 
 
 _HORIZON = (
@@ -150,8 +150,8 @@ _HORIZON = (
 )
 
 
-def _percent(found: Estimate | None) -> str:
-    return "-" if found is None else f"{found.times(100).shown('.1f')} %"
+def _percent(value: Estimate | None) -> str:
+    return "-" if value is None else f"{value.times(100).shown('.1f')} %"
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -160,18 +160,23 @@ def _percent(found: Estimate | None) -> str:
 def sections(
     groups: Sequence[Group],
     reference: Group,
-    found: Sequence[Mapping],
+    results: Sequence[Mapping],
     saved: Sequence[Saving],
     left_out: Sequence[SkippedRun],
     lacking: Mapping[str, Sequence[int]],
     scores: Scores,
 ) -> list[Section]:
-    """Returns the sections of the page."""
-    made = []
+    """Returns the sections of the page.
+
+    Args:
+      results: of `rows`.
+      lacking: of `groups.missing_seeds`.
+    """
+    page = []
     if cache := _cache_points(groups):
-        made.append(_ends([cache, *_score_points(groups, scores)]))
-    made.append(_results(found, reference, left_out, lacking))
-    made.append(
+        page.append(_ends([cache, *_score_points(groups, scores)]))
+    page.append(_results(results, reference, left_out, lacking))
+    page.append(
         Section(
             "curves",
             "Curves",
@@ -183,12 +188,12 @@ def sections(
         )
     )
     if saved:
-        made.append(_savings(saved))
-    return made
+        page.append(_savings(saved))
+    return page
 
 
 def _results(
-    found: Sequence[Mapping],
+    results: Sequence[Mapping],
     reference: Group,
     left_out: Sequence[SkippedRun],
     lacking: Mapping[str, Sequence[int]],
@@ -201,57 +206,57 @@ def _results(
     columns = [Column("run"), Column("cache bytes per token, bfloat16", ",d")]
     columns.append(Column("bits per byte", ".4f"))
     columns.append(Column(f"against {reference.name}", "+.4f"))
-    made = [
+    cells = [
         [row["name"], row["cache_bytes"], _estimate(row, "bpb"), _estimate(row, "against")]
-        for row in found
+        for row in results
     ]
-    tables = [Table("Training runs", columns, made, caption, stacks=True)]
-    plain = ("name", "parameters", "tokens", "flops", "flops_six_n", "seconds")
+    tables = [Table("Training runs", columns, cells, caption, stacks=True)]
+    keys = ("name", "parameters", "tokens", "flops", "flops_six_n", "seconds")
     columns = [Column("run"), Column("parameters", ",d"), Column("tokens", ",d")]
     columns += [Column("FLOPs", ".4g"), Column("as 6N", ".4g"), Column("s", ",.0f")]
     columns.append(Column("finished seeds"))
-    made = [[*(row[key] for key in plain), _seeds(row)] for row in found]
+    cells = [[*(row[key] for key in keys), _seeds(row)] for row in results]
     caption = "FLOPs and seconds of training, up to the last evaluation."
-    tables.append(Table("Their costs", columns, made, caption, stacks=True))
-    skipped = [(one.name, one.why) for one in left_out]
+    tables.append(Table("Their costs", columns, cells, caption, stacks=True))
+    skipped = [(run.name, run.why) for run in left_out]
     skipped += [(name, "has no seed " + ", ".join(map(str, s))) for name, s in lacking.items()]
     if skipped:
         caption = "Runs that are not in the figures, and groups that lack a seed."
         tables.append(Table("Skipped", [Column("run"), Column("why")], skipped, caption))
-    finished = [row for row in found if row["bpb"] is not None]
-    lead = f"{len(found)} rows of {sum(len(row['seeds']) for row in found)} runs."
+    finished = [row for row in results if row["bpb"] is not None]
+    lead = f"{len(results)} rows of {sum(len(row['seeds']) for row in results)} runs."
     if finished:
         best = min(finished, key=lambda row: row["bpb"])
         lead += f" The best: {best['name']}, {_shown(best, 'bpb', '.4f')} bits per byte"
-        lead += f"{_of_some(best)}."
-    return Section("results", "Results", lead, [], tables, dict(rows=list(found)))
+        lead += f"{_if_not_all(best)}."
+    return Section("results", "Results", lead, [], tables, dict(rows=list(results)))
 
 
 def _axes(groups: Sequence[Group]) -> list[str]:
-    """Returns the axes that there is data for."""
+    """Returns the axes for which there is data."""
     timed = any(np.isfinite(group.curve.seconds).any() for group in groups)
     return [name for name in AXES if name != "seconds" or timed]
 
 
 def _lines(groups: Sequence[Group], axis: str) -> dict:
     """Returns arguments of `draw.live_lines`."""
-    label, place, units = AXES[axis]
+    label, values_of, units = AXES[axis]
     series, bands = {}, {}
-    ends = [place(group, group.curve) for group in groups]
-    unit, called = _unit(max((float(xs[-1]) for xs in ends if len(xs)), default=0.0), units)
+    values = [values_of(group, group.curve) for group in groups]
+    unit, unit_name = _unit(max((float(xs[-1]) for xs in values if len(xs)), default=0.0), units)
     for group in groups:
         curve = _thinned(group.curve)
-        xs = place(group, curve) / unit
+        xs = values_of(group, curve) / unit
         series[group.name] = (xs, curve.bpb)
         if len(group.runs) > 1:
             bands[group.name] = (curve.bpb - curve.half, curve.bpb + curve.half)
-    return dict(series=series, bands=bands, x=f"{label}, {called}", y=_BPB) | _look(groups)
+    return dict(series=series, bands=bands, x=f"{label}, {unit_name}", y=_BPB) | _style(groups)
 
 
-def _look(groups: Sequence[Group]) -> dict:
-    """Returns arguments of drawings that give a group one look in all of them."""
-    of = {group.name: family(group.one.experiment.model.mechanisms[0]) for group in groups}
-    return dict(names=list(of), of=of)
+def _style(groups: Sequence[Group]) -> dict:
+    """Returns drawing arguments that give each group the same colour in every figure."""
+    families = {group.name: family(group.one.experiment.model.mechanisms[0]) for group in groups}
+    return dict(names=list(families), of=families)
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -264,9 +269,9 @@ def _thinned(curve: Curve) -> Curve:
     count = len(curve.steps)
     if count <= _MAX_POINTS:
         return curve
-    wanted = [space(1, count, _MAX_POINTS // 2) for space in (np.geomspace, np.linspace)]
-    kept = np.unique(np.round(np.concatenate(wanted)).astype(int) - 1)
-    return Curve(*(getattr(curve, name)[kept] for name in Curve.__dataclass_fields__))
+    positions = [space(1, count, _MAX_POINTS // 2) for space in (np.geomspace, np.linspace)]
+    indices = np.unique(np.round(np.concatenate(positions)).astype(int) - 1)
+    return Curve(*(getattr(curve, name)[indices] for name in Curve.__dataclass_fields__))
 
 
 def panels(groups: Sequence[Group], scores: Scores) -> list[dict]:
@@ -286,7 +291,7 @@ def _cache_points(groups: Sequence[Group]) -> dict:
         bands={g.name: _interval(final) for g, final in ended if final.half is not None},
         x="cache bytes per token, bfloat16",
         y=_BPB,
-        **_look(groups),
+        **_style(groups),
     )
 
 
@@ -303,23 +308,23 @@ def _score_points(groups: Sequence[Group], scores: Scores) -> list[dict]:
             if score.half is not None:
                 bands[name] = _interval(score)
         if series:
-            panels.append(dict(series=series, bands=bands, x=_BPB, y=label) | _look(groups))
+            panels.append(dict(series=series, bands=bands, x=_BPB, y=label) | _style(groups))
     return panels
 
 
-def _interval(found: Estimate) -> tuple[list[float], list[float]]:
-    return [found.mean - found.half], [found.mean + found.half]
+def _interval(value: Estimate) -> tuple[list[float], list[float]]:
+    return [value.mean - value.half], [value.mean + value.half]
 
 
 def _ends(panels: Sequence[dict]) -> Section:
     """Returns a section with a figure per panel of final points, means over seeds."""
-    made, data = [], {}
+    drawn, data = [], {}
     for arguments in panels:
         points = {name: (x[0], y[0]) for name, (x, y) in arguments["series"].items()}
-        made.append(_figure(arguments, _caption(arguments["x"], points)))
-        data[made[-1].title] = points
+        drawn.append(_figure(arguments, _caption(arguments["x"], points)))
+        data[drawn[-1].title] = points
     lead = "Final results of finished runs: a point per run, or the mean over seeds."
-    return Section("ends", "Cache and scores", lead, made, [], data)
+    return Section("ends", "Cache and scores", lead, drawn, [], data)
 
 
 def _caption(x: str, points: Mapping[str, tuple[float, float]]) -> str:
@@ -348,21 +353,21 @@ def _data(group: Group) -> dict:
 
 
 def _savings(saved: Sequence[Saving]) -> Section:
-    made, numbers = [], []
-    for one in saved:
-        shares = [x and x.times(100) for x in (one.within_a_run, one.at_equal_horizon)]
-        of = [one.leader, one.behind, one.tokens]
-        made.append([*of, *shares])
-        numbers.append(of + [x for share in shares for x in _numbers(share)])
+    cells, data = [], []
+    for saving in saved:
+        shares = [x and x.times(100) for x in (saving.within_a_run, saving.at_equal_horizon)]
+        names = [saving.leader, saving.behind, saving.tokens]
+        cells.append([*names, *shares])
+        data.append([*names, *_numbers(shares[0]), *_numbers(shares[1])])
     columns = [Column("leader"), Column("reaches the end of"), Column("tokens", ",d")]
     columns += [Column(f"fewer {way}, %", ".1f") for way in ("within a run", "at equal horizon")]
     caption = (
         f"Share of tokens that the leader saves; {_HORIZON}. LRKV's figure 3 gives 18.7 % fewer "
         "steps than MHA at 2.5B, within a run."
     )
-    table = Table("Fewer tokens to the same bits per byte", columns, made, caption, stacks=True)
-    return Section("savings", "Fewer tokens", "", [], [table], dict(rows=numbers))
+    table = Table("Fewer tokens to the same bits per byte", columns, cells, caption, stacks=True)
+    return Section("savings", "Fewer tokens", "", [], [table], dict(rows=data))
 
 
-def _numbers(found: Estimate | None) -> tuple[float | None, float | None]:
-    return (None, None) if found is None else (found.mean, found.half)
+def _numbers(value: Estimate | None) -> tuple[float | None, float | None]:
+    return (None, None) if value is None else (value.mean, value.half)

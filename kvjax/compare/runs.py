@@ -92,7 +92,11 @@ class ComparedRun:
 
 @dataclasses.dataclass(frozen=True)
 class SkippedRun:
-    """A workdir that cannot be compared, and why; `may_come`: training may still change that."""
+    """A workdir that cannot be compared, with the reason.
+
+    Attributes:
+      may_come: True if it may become comparable as training goes on.
+    """
 
     name: str
     why: str
@@ -123,48 +127,51 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
             raise UserError(f"{name}: is a file; give workdirs of runs, or a folder of them")
         name = os.fsencode(name.rstrip("/")).decode(errors="backslashreplace")
         # A run that is just starting has no config yet; `read` reports it.
-        by_name |= _in(name, path, _MAX_DEPTH) or {name: path}
+        by_name |= _workdirs_in(name, path, _MAX_DEPTH) or {name: path}
     return list(by_name.items())
 
 
-def _in(name: str, path: epath.Path, deep: int) -> dict[str, epath.Path]:
-    """Returns the workdirs in a folder; if it has none, its subfolders' (as sweeps/a).
+def _workdirs_in(name: str, path: epath.Path, depth: int) -> dict[str, epath.Path]:
+    """Returns the workdirs in a folder; if it has none, those in its subfolders (as sweeps/a).
 
-    Beside its own workdirs, subfolders that contain workdirs are returned, for a message.
+    If the folder has workdirs, its subfolders that contain others are returned beside them: `_read`
+    reports these subfolders.
     """
     if (path / CONFIG).exists():
         return {name: path}
     own: dict[str, epath.Path] = {}
-    further: dict[str, dict[str, epath.Path]] = {}
-    for one in sorted(path.iterdir()) if deep else ():
-        if one.is_dir():
-            called = f"{name}/{os.fsencode(one.name).decode(errors='backslashreplace')}"
-            if (one / CONFIG).exists():
-                own[called] = one
-            elif found := _in(called, one, deep - 1):
-                further[called] = found
-    if own:
-        return own | {called: path / called.rpartition("/")[2] for called in further}
-    return {called: place for found in further.values() for called, place in found.items()}
+    subfolders: dict[str, epath.Path] = {}
+    in_subfolders: dict[str, epath.Path] = {}
+    for child in sorted(path.iterdir()) if depth else ():
+        if not child.is_dir():
+            continue
+        child_name = f"{name}/{os.fsencode(child.name).decode(errors='backslashreplace')}"
+        if (child / CONFIG).exists():
+            own[child_name] = child
+        elif workdirs := _workdirs_in(child_name, child, depth - 1):
+            subfolders[child_name] = child
+            in_subfolders |= workdirs
+    return own | subfolders if own else in_subfolders
 
 
 def read(
-    places: Iterable[tuple[str, epath.Path]], *, running: bool
+    named: Iterable[tuple[str, epath.Path]], *, running: bool
 ) -> tuple[list[ComparedRun], list[SkippedRun]]:
-    """Reads runs in the given order; returns runs and skipped ones.
+    """Reads runs in the given order; returns compared and skipped runs.
 
     Args:
+      named: (name, workdir) of each run.
       running: include unfinished runs.
     """
     with futures.ThreadPoolExecutor(_THREADS) as pool:
-        results = list(pool.map(lambda place: _read(*place, running=running), places))
-    runs = [one for one in results if isinstance(one, ComparedRun)]
-    return runs, [one for one in results if isinstance(one, SkippedRun)]
+        runs = list(pool.map(lambda run: _read(*run, running=running), named))
+    compared = [run for run in runs if isinstance(run, ComparedRun)]
+    return compared, [run for run in runs if isinstance(run, SkippedRun)]
 
 
 def _read(name: str, workdir: epath.Path, *, running: bool) -> ComparedRun | SkippedRun:
     if not (workdir / CONFIG).exists():
-        if _in(name, workdir, _MAX_DEPTH):
+        if _workdirs_in(name, workdir, _MAX_DEPTH):
             return SkippedRun(name, "contains runs: name it to compare them")
         return SkippedRun(name, f"has no {CONFIG}: no run has started there", may_come=True)
     try:
@@ -181,8 +188,8 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> ComparedRun | Ski
         converted = bool(saved) and not (workdir / metrics.METRICS).exists()
         ended = converted or experiment.train.num_steps in saved
         return SkippedRun(name, "was never evaluated", may_come=not ended)
-    if odd := [step for step in evaluated if not 0 <= step <= _MAX_STEPS]:
-        return SkippedRun(name, f"has a record of step {odd[0]}, which is out of range")
+    if invalid := [step for step in evaluated if not 0 <= step <= _MAX_STEPS]:
+        return SkippedRun(name, f"has a record of step {invalid[0]}, which is out of range")
     steps = np.array(sorted(evaluated), np.int64)
     bpb = np.array([float(evaluated[step]) for step in steps.tolist()])
     if not np.isfinite(bpb).all():
@@ -190,9 +197,9 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> ComparedRun | Ski
         return SkippedRun(name, f"has bits per byte that are not finite, at step {bad}")
     finished = _is_finished(workdir, experiment, int(steps[-1]))
     if not finished and not running:
-        planned = experiment.train.num_steps
-        of = f" of {planned:,}" if planned else ""
-        why = f"is unfinished, evaluated up to step {steps[-1]:,}{of}"
+        num_steps = experiment.train.num_steps
+        of_total = f" of {num_steps:,}" if num_steps else ""
+        why = f"is unfinished, evaluated up to step {steps[-1]:,}{of_total}"
         return SkippedRun(name, why, may_come=True)
     return ComparedRun(
         name=name,
@@ -238,42 +245,43 @@ def _digest(path: epath.Path) -> str:
 def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Returns the training seconds up to each step, summed over a run's processes.
 
-    A record has the mean rate since its process's first step, which counts at that rate; steps that
-    a later process repeated count once.
+    A record has the mean rate since its process's first step; the first step itself is counted at
+    that rate. Steps that a later process repeats count once.
     """
     per_step = tokens[-1] / steps[-1]
-    at, ends = [0], [0.0]
-    first, before, rate = 1, 0.0, None
+    recorded_steps, recorded_seconds = [0], [0.0]
+    first, before, rate = 1, 0.0, None  # of a process: first step, seconds before it; tokens/s
     for record in _records(name, workdir, metrics.TIMING):
         step = max(record["step"], 1)
         if step > _MAX_STEPS:
             continue
         if "seconds_to_first_step" in record:  # a new process: drop steps that it repeats
-            kept = [i for i, earlier in enumerate(at) if earlier < step]
-            at, ends = [at[i] for i in kept], [ends[i] for i in kept]
-            more = (step - 1 - at[-1]) * per_step / rate if rate else 0.0
-            first, before = step, ends[-1] + more
-        elif 0 < record.get("tokens_per_second", 0) < _MAX_SPEED and step > at[-1]:
+            while recorded_steps[-1] >= step:
+                recorded_steps.pop()
+                recorded_seconds.pop()
+            unrecorded = (step - 1 - recorded_steps[-1]) * per_step / rate if rate else 0.0
+            first, before = step, recorded_seconds[-1] + unrecorded
+        elif 0 < record.get("tokens_per_second", 0) < _MAX_SPEED and step > recorded_steps[-1]:
             rate = record["tokens_per_second"]
-            at.append(step)
-            ends.append(before + (step - first + 1) * per_step / rate)
+            recorded_steps.append(step)
+            recorded_seconds.append(before + (step - first + 1) * per_step / rate)
     if rate is None:
         return np.full(len(steps), np.nan)
-    beyond = np.maximum(steps - at[-1], 0) * per_step / rate
-    return np.interp(steps, at, ends) + beyond
+    after_last = np.maximum(steps - recorded_steps[-1], 0) * per_step / rate
+    return np.interp(steps, recorded_steps, recorded_seconds) + after_last
 
 
 def incomparable(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """Returns runs whose bits per byte are, or may be, of other data than the first run's.
+    """Returns the runs whose validation data differ, or may differ, from the first run's.
 
-    The reasons read "cannot be compared ...".
+    The values are reasons: "cannot be compared ...".
     """
     if len(runs) == 1:
         return {}
     reasons: dict[str, str] = {}
     first = None
     for run in runs:
-        missing = next((what for what in _FILES if run.data[what] == _UNKNOWN), None)
+        missing = next((name for name in _FILES if run.data[name] == _UNKNOWN), None)
         if missing:
             reasons[run.name] = (
                 f"cannot be compared: {_FILES[missing]} is missing, so its {missing} is unknown; "
@@ -281,15 +289,16 @@ def incomparable(runs: Sequence[ComparedRun]) -> dict[str, str]:
             )
         elif first is None:
             first = run
-        elif name := next((x for x, digest in run.data.items() if digest != first.data[x]), None):
-            both = f"{run.data[name]}, not {first.data[name]}"
-            other = both if name.startswith("config") else "another"
-            reasons[run.name] = f"cannot be compared with {first.name}: its {name} is {other}"
+        elif name := next((key for key in run.data if run.data[key] != first.data[key]), None):
+            value = "another"
+            if name.startswith("config"):
+                value = f"{run.data[name]}, not {first.data[name]}"
+            reasons[run.name] = f"cannot be compared with {first.name}: its {name} is {value}"
     return reasons
 
 
 def check_comparable(runs: Sequence[ComparedRun]) -> None:
-    """Raises a UserError for runs whose bits per byte are, or may be, of different data."""
+    """Raises a UserError for runs whose validation data differ, or may differ."""
     for name, why in incomparable(runs).items():
         raise UserError(f"{name} {why}. Compare runs on the same validation data")
 

@@ -23,7 +23,7 @@ class Saving:
 
     Attributes:
       leader, behind: names of the groups.
-      tokens: training tokens of the one behind.
+      tokens: training tokens of the group behind.
       within_a_run: share of tokens that the leader saves by LRKV's figure 3; None if one of its
         seeds never reaches the loss.
       at_equal_horizon: the same from finished runs; None if the leader's config has no runs of two
@@ -38,23 +38,25 @@ class Saving:
 
 
 def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
-    """Returns the saving of each finished group or of the reference, at equal length."""
+    """Compares each finished group with the reference; the better one of the two leads.
+
+    Groups of another length than the reference's are left out.
+    """
     if reference.final is None:
         return []
     families: dict[str, list[Group]] = {}
     for group in groups:
         families.setdefault(group.family, []).append(group)
-    found = []
+    result = []
     for group in groups:
-        alike = group.tokens == reference.tokens and group is not reference
-        if not alike or group.final is None:
+        if group is reference or group.tokens != reference.tokens or group.final is None:
             continue
         leads = group.final.mean < reference.final.mean
         leader, behind = (group, reference) if leads else (reference, group)
         within = within_a_run(leader, behind)
         equal = at_equal_horizon(families[leader.family], behind)
-        found.append(Saving(leader.name, behind.name, behind.tokens, within, equal))
-    return found
+        result.append(Saving(leader.name, behind.name, behind.tokens, within, equal))
+    return result
 
 
 def within_a_run(leader: Group, behind: Group) -> Estimate | None:
@@ -72,16 +74,16 @@ def within_a_run(leader: Group, behind: Group) -> Estimate | None:
 
 def _share(run: ComparedRun, target: float, tokens: int) -> float | None:
     """Returns the share of `tokens` left when a run reaches a loss; None if it never does."""
-    there = np.flatnonzero(run.bpb <= target)
-    if not len(there):
+    reached_at = np.flatnonzero(run.bpb <= target)
+    if not len(reached_at):
         return None
-    i = int(there[0])
+    i = int(reached_at[0])
     if i == 0:  # no interpolation before the first evaluation
         return float(1 - run.tokens[0] / tokens)
     high, low = run.bpb[i - 1], run.bpb[i]
-    step = run.tokens[i] - run.tokens[i - 1]
-    reached = run.tokens[i - 1] + step * (high - target) / (high - low)
-    return float(1 - reached / tokens)
+    between = run.tokens[i] - run.tokens[i - 1]
+    tokens_needed = run.tokens[i - 1] + between * (high - target) / (high - low)
+    return float(1 - tokens_needed / tokens)
 
 
 def at_equal_horizon(family: Sequence[Group], behind: Group) -> Estimate | None:
@@ -99,9 +101,13 @@ def at_equal_horizon(family: Sequence[Group], behind: Group) -> Estimate | None:
 
 
 def _between(ended: Sequence[tuple[int, float]], target: float, tokens: int) -> float | None:
-    """Interpolates in (tokens, final loss), tokens ascending; None outside."""
+    """Returns the share of `tokens` saved at a target loss; None if the losses do not enclose it.
+
+    Args:
+      ended: (tokens, final loss) of finished runs, tokens ascending.
+    """
     for (few, high), (many, low) in itertools.pairwise(ended):
         if low <= target <= high and low < high:
-            part = (high - target) / (high - low)
-            return float(1 - np.exp(np.log(few) + part * np.log(many / few)) / tokens)
+            fraction = (high - target) / (high - low)
+            return float(1 - np.exp(np.log(few) + fraction * np.log(many / few)) / tokens)
     return None

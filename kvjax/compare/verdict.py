@@ -1,10 +1,10 @@
-"""A comparison in a few lines: who is better, by how much, with how large a cache."""
+"""A comparison in a few sentences: which runs are better, by how much, with how large a cache."""
 
 from collections.abc import Mapping, Sequence
 
 from kvjax.foundation.intervals import Estimate
 
-_NAMED = 4  # maximum of curves that a line names
+_MAX_NAMES = 4  # curves that a sentence names per class
 
 
 def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
@@ -27,34 +27,34 @@ def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
         return [f"{text}."]
     better, worse, equal, single = [], [], [], []
     for row in judged.values():
-        found = Estimate(row["against"], row["against_half_interval"])
-        kinds = {None: single} if found.half is None else {-1: better, 1: worse, 0: equal}
-        kinds[None if found.half is None else found.sign].append(
-            f"{row['name']} ({found.shown('+.4f')}, "
+        difference = Estimate(row["against"], row["against_half_interval"])
+        names = single
+        if difference.half is not None:
+            names = {-1: better, 1: worse, 0: equal}[difference.sign]
+        names.append(
+            f"{row['name']} ({difference.shown('+.4f')}, "
             f"{100 * row['cache_bytes'] / against['cache_bytes']:.0f} % of the cache)"
         )
     cache = f"{against['cache_bytes']:,} cache bytes in bfloat16"
-    of = f"{reference} ({_bpb(against)} bits per byte, {cache})"
-    parts = [
-        f"{text} {_some(names)}"
-        for text, names in (
-            ("better:", better),
-            ("worse:", worse),
-            ("not distinguishable at 95 %:", equal),
-            ("one common seed, so no interval:", single),
+    classes = (
+        ("better:", better),
+        ("worse:", worse),
+        ("not distinguishable at 95 %:", equal),
+        ("one common seed, so no interval:", single),
+    )
+    text = "; ".join(f"{label} {_listed(names)}" for label, names in classes if names)
+    sentences = [f"Against {reference} ({_bpb(against)} bits per byte, {cache}): {text}."]
+    count = len(judged) - len(single)
+    if count > 1:
+        sentences.append(
+            f"Each of the {count} intervals is at 95 %, not corrected for their number."
         )
-        if names
-    ]
-    said = [f"Against {of}: {'; '.join(parts)}."]
-    if len(judged) - len(single) > 1:
-        count = len(judged) - len(single)
-        said.append(f"Each of the {count} intervals is at 95 %, not corrected for their number.")
-    return said
+    return sentences
 
 
-def _some(names: Sequence[str]) -> str:
-    left = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {left} more" if left > 0 else "")
+def _listed(names: Sequence[str]) -> str:
+    left = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
 def _bpb(row: Mapping) -> str:

@@ -6,13 +6,13 @@
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --device=h200
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --details --chips=8
 
-With --model, of any published model: its KV cache, and what the cache would be under every method,
-in one table with a row per mechanism. Only config.json is read, with the usual keys.
+With --model: the KV cache of a published model, and its size under every method, in one table with
+a row per mechanism. Only config.json is read.
 
-With --config, of a config: parameters and training FLOPs; costs of decoding at four context
-lengths, the largest batch and the shortest step by device; with --chips, cache bytes and reads per
-chip for a cache sharded by tokens or by heads. With --all, one table with a row for every config of
-the same scale, relative to MHA; --details adds the tables of each.
+With --config: parameters and training FLOPs of a config; costs of decoding at four context lengths,
+the largest batch and the shortest step by device; with --chips, cache bytes and reads per chip for
+a cache sharded by tokens or by heads. With --all, one table with a row for every config of the same
+scale, relative to MHA; --details adds the tables of each config.
 """
 
 import argparse
@@ -53,11 +53,13 @@ def report(
     """
     config = experiment.model
     shape = dict(dtype=dtype, chips=chips)
-    by_chip = {b: formulas.chip_cache_bytes_per_token(config, **shape, by=b) for b in SPLITS}
+    by_chip = {
+        split: formulas.chip_cache_bytes_per_token(config, **shape, by=split) for split in SPLITS
+    }
     decode = []
     for length in contexts:
         cost = formulas.decode_cost(config, length=length, batch=batch, dtype=dtype)
-        fits = {
+        largest = {
             d.name: formulas.largest_batch(config, length=length, dtype=dtype, device=d) for d in on
         }
         decode.append(
@@ -68,9 +70,9 @@ def report(
                 gflop_per_token=cost.flops_per_token / 1e9,
                 gb_per_token=cost.bytes_per_token / 1e9,
                 flop_per_byte=cost.intensity,
-                largest_batch=fits,
+                largest_batch=largest,
                 least_ms={
-                    d.name: 1e3 * cost.seconds(d) if fits[d.name] >= batch else None for d in on
+                    d.name: 1e3 * cost.seconds(d) if largest[d.name] >= batch else None for d in on
                 },
             )
         )
@@ -111,7 +113,7 @@ def _print(
         [
             (
                 r["config"],
-                *(f"{r['parameters'][part]:,}" for part in (*formulas.COMPONENTS, "total")),
+                *(f"{r['parameters'][name]:,}" for name in (*formulas.COMPONENTS, "total")),
                 r["sequence_length"],
                 f"{r['training_flops_per_token'] / 1e9:.3f}",
             )
@@ -153,13 +155,13 @@ def _print_chips(out: Output, reports: list[dict], *, batch: int, dtype: str, ch
     )
     rows = []
     for r in reports:
-        tokens, heads = (r["cache_bytes_per_token_and_chip"][b] for b in SPLITS)
+        tokens, heads = (r["cache_bytes_per_token_and_chip"][split] for split in SPLITS)
         whole = r["decode"][0]["cache_bytes_per_token"]
         figures = f"{whole:,}", f"{tokens:,.0f}", f"{heads:,}", f"{heads / tokens:.2f}"
         rows.append((r["config"], *figures))
-    out.table(["config", "whole", *(f"by {b}" for b in SPLITS), "by heads / by tokens"], rows)
+    header = [f"by {split}" for split in SPLITS]
+    out.table(["config", "whole", *header, "by heads / by tokens"], rows)
     out.say(f"\nGB read per chip and step of {batch}, weights whole on each chip")
-    header = [f"by {b}" for b in SPLITS]
     _by_context(
         out, reports, header, lambda d: [f"{gb:.3f}" for gb in d["gb_per_chip_and_step"].values()]
     )
@@ -182,13 +184,15 @@ def _parser() -> command_line.Parser:
     add(
         "--model",
         default="",
-        help="instead: a config.json, its folder, a GGUF file, hf://OWNER/NAME",
+        help="instead of --config: a config.json, its folder, a GGUF file, hf://OWNER/NAME",
     )
-    add("--context", type=int, help="tokens of a sequence (with --model its own; --all: 32768)")
+    text = "tokens of a sequence (--model: the model's context; --all: 32768; else four lengths)"
+    add("--context", type=int, help=text)
     add(
         "--device",
         action="append",
-        help=f"one of {', '.join(datasheets.DEVICES)}; may be repeated (all; of tables: none)",
+        help=f"one of {', '.join(datasheets.DEVICES)}; may be repeated (all; in tables by "
+        "mechanism: none)",
     )
     add("--batch", type=int, default=1, help="sequences decoded together (1)")
     add("--chips", type=int, default=1, help="number of chips that a cache is sharded over (1)")
@@ -233,11 +237,11 @@ def _check_alone(
     options: argparse.Namespace, parser: command_line.Parser, arguments: list[str]
 ) -> None:
     """Raises a UserError for options that --model does not have."""
-    given = [name for name in _OF_CONFIGS if getattr(options, name) != parser.get_default(name)]
+    invalid = [name for name in _OF_CONFIGS if getattr(options, name) != parser.get_default(name)]
     if any(argument.partition("=")[0] == "--config" for argument in arguments):
-        given.append("config")
-    if given or options.overrides:
-        other = f"--{given[0]}" if given else options.overrides[0].partition("=")[0]
+        invalid.append("config")
+    if invalid or options.overrides:
+        other = f"--{invalid[0]}" if invalid else options.overrides[0].partition("=")[0]
         raise UserError(f"{other}: is for configs; --model={options.model} is a published model")
 
 
@@ -246,29 +250,30 @@ def _print_configs(options: argparse.Namespace, on: list[Device]) -> None:
     files = [file]
     if options.all:  # the given config first, so that its errors are reported first
         scale = command_line.config_label(file).rpartition("_")[2]
-        beside = command_line.configs_beside(file)
-        beside = [other for other in beside if other.name != file.name]
-        files += [o for o in beside if command_line.config_label(o).endswith(f"_{scale}")]
-    every = on or [datasheets.get(name) for name in datasheets.DEVICES]
-    shape = dict(batch=options.batch, chips=options.chips)
-    shape |= dict(dtype=jnp.dtype(options.dtype), on=every)
+        for other in command_line.configs_beside(file):
+            same_scale = command_line.config_label(other).endswith(f"_{scale}")
+            if same_scale and other.name != file.name:
+                files.append(other)
+    devices = on or [datasheets.get(name) for name in datasheets.DEVICES]
+    sizes = dict(batch=options.batch, chips=options.chips)
+    dtype = jnp.dtype(options.dtype)
     contexts = (options.context,) if options.context else CONTEXTS
     out, experiments, reports = Output(options), [], []
-    with progress.waiting("counting") as doing:
-        for each in files:
-            doing.at(command_line.config_label(each))
-            experiments.append(_resolve(each, options.overrides))
-            reports.append(report(experiments[-1], **shape, contexts=contexts))
+    with progress.waiting("counting") as status:
+        for config in files:
+            status.at(command_line.config_label(config))
+            experiment = _resolve(config, options.overrides)
+            experiments.append(experiment)
+            reports.append(report(experiment, **sizes, dtype=dtype, on=devices, contexts=contexts))
     reports.sort(key=lambda r: -r["decode"][0]["cache_bytes_per_token"])
-    result = dict(name="costs", **shape, configs=reports) | dict(dtype=options.dtype)
-    del result["on"]
+    result = dict(name="costs", **sizes, dtype=options.dtype, configs=reports)
     if options.all:
         setting = _setting(options, options.context or by_mechanism.CONTEXT, on)
         result["by_mechanism"] = by_mechanism.print_configs(out, experiments, setting)
     if options.details:
         out.say()
     if options.details or not options.all:
-        _print(out, reports, **shape | dict(dtype=options.dtype))
+        _print(out, reports, **sizes, dtype=options.dtype, on=devices)
     out.result(result)
 
 

@@ -43,14 +43,14 @@ class Setting:
     @property
     def header(self) -> list[str]:
         """The titles of `cells`."""
-        where = f"{self.chips} x " if self.chips > 1 else ""
+        chips = f"{self.chips} x " if self.chips > 1 else ""
         return [
             "cache bytes per token, bfloat16",
             "float32",
             "of MHA",
             f"GB at {self.context:,} tokens, bfloat16",
             "float32",
-            *(f"tokens on {where}{device.name}, {self.dtype}" for device in self.on),
+            *(f"tokens on {chips}{device.name}, {self.dtype}" for device in self.on),
         ]
 
     def cells(self, figures: dict) -> list[str]:
@@ -61,28 +61,28 @@ class Setting:
             *(f"{tokens:,}" for tokens in figures["tokens"].values()),
         ]
 
-    def note(self, beside: str) -> str:
-        """Returns the meaning of the columns of devices."""
+    def note(self, weights: str) -> str:
+        """Returns the meaning of the devices' columns; `weights` says how weights are counted."""
         memory = f"{self.chips} chips' memory" if self.chips > 1 else "one chip's memory"
         share = f"{1 - formulas.RESERVE:.0%}"
-        return f"\nTokens fit in {share} of {memory}, {beside}; 1 GB = 10^9 bytes"
+        return f"\nTokens fit in {share} of {memory}, {weights}; 1 GB = 10^9 bytes"
 
 
 def print_model(out: Output, shape: Shape, setting: Setting) -> None:
-    """Prints a published model's cache, and what it would be under every method."""
+    """Prints a published model's cache, and its size under every method."""
     rows = methods.rows(shape)
-    item = jnp.dtype(setting.dtype).itemsize
-    weights = shape.weight_bytes or item * shape.parameters
-    found = [setting.figures(row, rows[0], weights) for row in rows]
-    own = next(figures for row, figures in zip(rows, found, strict=True) if row.own)
+    itemsize = jnp.dtype(setting.dtype).itemsize
+    weights = shape.weight_bytes or itemsize * shape.parameters
+    figures = [setting.figures(row, rows[0], weights) for row in rows]
+    own = next(f for row, f in zip(rows, figures, strict=True) if row.own)
     for line in _about(shape, own, setting.context):
         out.say(line)
-    cells = [(row.name, *setting.cells(f)) for row, f in zip(rows, found, strict=True)]
+    cells = [(row.name, *setting.cells(f)) for row, f in zip(rows, figures, strict=True)]
     out.table(["mechanism", *setting.header], cells)
     if setting.on:
         source = "of its files" if shape.weight_bytes else f"in {setting.dtype}, by its config"
-        beside = f"beside {weights / 1e9:,.3f} GB of weights ({source})"
-        out.say(setting.note(beside if weights else "weights not counted"))
+        text = f"beside {weights / 1e9:,.3f} GB of weights ({source})"
+        out.say(setting.note(text if weights else "weights not counted"))
     out.result(
         dict(
             name="costs",
@@ -94,8 +94,8 @@ def print_model(out: Output, shape: Shape, setting: Setting) -> None:
             dtype=setting.dtype,
             chips=setting.chips,
             rows=[
-                dict(mechanism=row.name, own=row.own) | figures
-                for row, figures in zip(rows, found, strict=True)
+                dict(mechanism=row.name, own=row.own) | f
+                for row, f in zip(rows, figures, strict=True)
             ],
         )
     )
@@ -119,12 +119,13 @@ def _about(shape: Shape, own: dict, context: int) -> list[str]:
         lines.append(f"{count} more layers cache nothing per token: {kind}")
     left_out = [f"{k} = {v}" for k, v in shape.defaults.items() if type(v) is int]
     if left_out:
-        lines.append(f"its config leaves out, by default of {shape.family}: {', '.join(left_out)}")
-    each, whole = own["cache_bytes_per_token"].values(), own["cache_bytes"].values()
-    each, whole = [f"{n:,}" for n in each], [f"{n / 1e9:,.3f}" for n in whole]
+        text = ", ".join(left_out)
+        lines.append(f"its config leaves out keys, which default to {shape.family}'s: {text}")
+    per_token = [f"{n:,}" for n in own["cache_bytes_per_token"].values()]
+    per_sequence = [f"{n / 1e9:,.3f}" for n in own["cache_bytes"].values()]
     lines.append(
-        f"KV cache: {each[0]} bytes per token in bfloat16, {each[1]} in float32; of {context:,} "
-        f"tokens {whole[0]} GB in bfloat16, {whole[1]} in float32"
+        f"KV cache: {per_token[0]} bytes per token in bfloat16, {per_token[1]} in float32; of "
+        f"{context:,} tokens {per_sequence[0]} GB in bfloat16, {per_sequence[1]} in float32"
     )
     return lines
 
@@ -139,7 +140,7 @@ def print_configs(
     """Prints the table of several configs; returns its figures as JSON values.
 
     Args:
-      experiments: the one that was asked for first; MHA of its sizes is added if none is MHA.
+      experiments: the user's config comes first; MHA of its sizes is added if no config is MHA.
     """
     models = {experiment.name: experiment.model for experiment in experiments}
     mha = next((name for name, model in models.items() if _is_mha(model)), "")
@@ -149,13 +150,13 @@ def print_configs(
     ordered = sorted(rows, key=lambda n: (n != mha, -rows[n].cache_bytes(jnp.dtype("bfloat16"))))
     length = experiments[0].data.sequence_length
     lengths = {experiment.name: experiment.data.sequence_length for experiment in experiments}
-    dtype, found = jnp.dtype(setting.dtype), []
+    dtype, figures = jnp.dtype(setting.dtype), []
     for name in ordered:
         model = models[name]
         shape = dict(length=setting.context, batch=setting.batch, dtype=dtype)
         flops = formulas.training_flops_per_token(model, lengths.get(name, length))
         step = formulas.decode_cost(model, **shape)
-        found.append(
+        figures.append(
             dict(
                 config=name,
                 mechanism=model.mechanisms[0].title,
@@ -166,12 +167,12 @@ def print_configs(
             )
         )
     titles = ["config", "mechanism", "parameters", "of MHA", "GFLOP per trained token", "of MHA"]
-    times = [f"least ms per step of {setting.batch} on {name}" for name in found[0]["least_ms"]]
+    times = [f"least ms per step of {setting.batch} on {name}" for name in figures[0]["least_ms"]]
     out.say(f"Every config of this scale, relative to {mha}")
-    out.table([*titles, *setting.header, *times], [_cells(f, found[0], setting) for f in found])
+    out.table([*titles, *setting.header, *times], [_cells(f, figures[0], setting) for f in figures])
     if setting.on:
         out.say(setting.note(f"beside the weights in {setting.dtype}"))
-    return found
+    return figures
 
 
 def _cells(figures: dict, mha: dict, setting: Setting) -> list[str]:

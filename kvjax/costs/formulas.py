@@ -35,7 +35,7 @@ def _component(keys: tuple) -> str:
         return "embedding"
     if keys[0] == "head":
         return "head"
-    return next((part for part in ("attention", "mlp") if part in keys), "norm")
+    return next((name for name in ("attention", "mlp") if name in keys), "norm")
 
 
 def cache_bytes_per_token(config: TransformerConfig, dtype: jnp.dtype) -> int:

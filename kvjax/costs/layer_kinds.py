@@ -3,7 +3,7 @@
 from kvjax.published.config import PublishedConfig
 
 FULL = ("full_attention", "attention", "global", "hybrid", "*")
-# A kind of layer that caches keys and values: the key of the tokens that it keeps.
+# Kinds of layers that cache keys and values, with the config key of their window ("": no window).
 WINDOWS = dict.fromkeys(FULL, "") | dict(
     sliding_attention="sliding_window",
     local="sliding_window",
@@ -16,19 +16,19 @@ _WINDOW_IN_ALL = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 
 
 def kinds(c: PublishedConfig, count: int) -> list[str]:
-    """Returns the kind of each layer: of `WINDOWS`, or one that caches nothing."""
+    """Returns the kind of each layer: a key of `WINDOWS`, or a kind that caches nothing."""
     if "layer_types" in c.values:
-        found = c.get("layer_types", list)
+        layer_types = c.get("layer_types", list)
         known = (*WINDOWS, *_WITHOUT)
-        if len(found) < count or not all(kind in known for kind in found):
+        if len(layer_types) < count or not all(kind in known for kind in layer_types):
             raise c.error("layer_types", f"must be {count} of {', '.join(known)}")
-        return found[:count]
+        return layer_types[:count]
     if "hybrid_override_pattern" in c.values:
-        found = c.get("hybrid_override_pattern", str)
-        if len(found) != count or not set(found) <= set(_LETTERS):
+        letters = c.get("hybrid_override_pattern", str)
+        if len(letters) != count or not set(letters) <= set(_LETTERS):
             raise c.error("hybrid_override_pattern", f"must be {count} of {' '.join(_LETTERS)}")
-        return [_LETTERS[letter] for letter in found]
-    full = None  # layers that attend, if the others do not
+        return [_LETTERS[letter] for letter in letters]
+    full = None  # indices of the layers with attention, if other layers have none
     if "full_attention_interval" in c.values:
         interval = c.integer("full_attention_interval")
         full = [i for i in range(count) if (i + 1) % interval == 0]
@@ -42,31 +42,31 @@ def kinds(c: PublishedConfig, count: int) -> list[str]:
         return ["full_attention" if i in full else "recurrent" for i in range(count)]
     family = c.values.get("model_type")
     recurrent = [key for key in c.values if key.startswith(_RECURRENT)]
-    if recurrent and family != "falcon_h1":  # which attends in every layer, beside its states
+    if recurrent and family != "falcon_h1":  # falcon_h1 has attention in every layer, too
         raise c.error(recurrent[0], "layer_types is missing: which layers have keys and values?")
     return _windows(c, count)
 
 
 def _windows(c: PublishedConfig, count: int) -> list[str]:
-    """Returns the kind of each layer where all attend: within a window, or to everything."""
+    """Returns the kind of each layer of a model whose layers all have attention."""
     full, sliding = "full_attention", "sliding_attention"
     if "attention_chunk_size" in c.values:
         interval = c.integer("no_rope_layer_interval", 4)
         chunked = c.get("no_rope_layers", list, []) or [(i + 1) % interval for i in range(count)]
-        return ["chunked_attention" if each else full for each in chunked[:count]]
+        return ["chunked_attention" if is_chunked else full for is_chunked in chunked[:count]]
     if "sliding_window" not in c.values or not c.flag("use_sliding_window", True):
         return [full] * count
     pattern = c.values.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):
         return [full if pattern[i % len(pattern)] == "G" else sliding for i in range(count)]
     if pattern is not None:
-        every = c.integer("sliding_window_pattern")
-        return [full if (i + 1) % every == 0 else sliding for i in range(count)]
+        interval = c.integer("sliding_window_pattern")
+        return [full if (i + 1) % interval == 0 else sliding for i in range(count)]
     if "use_sliding_window" in c.values and "max_window_layers" in c.values:
         first = c.get("max_window_layers", int)
         return [full if i < first else sliding for i in range(count)]
     context = c.values.get("max_position_embeddings")
-    is_none = type(context) is int and c.integer("sliding_window") >= context
-    if not is_none and c.values.get("model_type") not in _WINDOW_IN_ALL:
+    covers_context = type(context) is int and c.integer("sliding_window") >= context
+    if not covers_context and c.values.get("model_type") not in _WINDOW_IN_ALL:
         raise c.error("sliding_window", "layer_types is missing: which layers have the window?")
     return [sliding] * count

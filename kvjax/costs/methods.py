@@ -33,8 +33,8 @@ class Row:
     """One mechanism in every layer.
 
     Attributes:
-      layers: (mechanism, window or 0) and how many layers have it.
-      more: elements per token beside the entries, with windows, as `layers`: of indexers.
+      layers: ((mechanism, window), number of layers that have both); window 0: none.
+      more: (elements per token, window) of each layer's indexer, cached beside the entry.
       own: True for the published model's own mechanism.
     """
 
@@ -47,8 +47,8 @@ class Row:
         """Returns the cache bytes of a sequence of `tokens`."""
         total = 0
         for (mechanism, window), count in self.layers:
-            kept = min(tokens, window or tokens)
-            total += count * kept * formulas.entry_bytes(mechanism.entry(), dtype)
+            cached = min(tokens, window or tokens)
+            total += count * cached * formulas.entry_bytes(mechanism.entry(), dtype)
         for elements, window in self.more:
             total += min(tokens, window or tokens) * elements * dtype.itemsize
         return total
@@ -64,35 +64,39 @@ def room(device: Device, chips: int, weight_bytes: int) -> int:
 
 
 def rows(shape: Shape) -> list[Row]:
-    """Returns rows: MHA, the model's own mechanism, and every method that its sizes allow, unless
-    its cache is larger than MHA's.
+    """Returns MHA's row, the model's own, and rows of the methods that its sizes allow.
+
+    Methods whose cache is larger than MHA's are left out.
     """
-    found = []
+    result = []
     for name, make, own in _methods(shape):
         try:
-            made = [make(layer) for layer in shape.layers]
+            mechanisms = [make(layer) for layer in shape.layers]
         except UserError:  # sizes that the mechanism cannot have
             continue
-        if None in made:
+        if None in mechanisms:
             continue
-        counts = Counter(zip(made, (layer.window for layer in shape.layers), strict=True))
+        counts = Counter(zip(mechanisms, (layer.window for layer in shape.layers), strict=True))
         more = ()
         if own:
             more = tuple((x.indexer, x.window) for x in shape.layers if x.indexer)
         row = Row(name, tuple(counts.items()), more, own)
-        if not found or own or row.cache_bytes(_BFLOAT16) <= found[0].cache_bytes(_BFLOAT16):
-            found.append(row)
-    return found
+        if not result or own or row.cache_bytes(_BFLOAT16) <= result[0].cache_bytes(_BFLOAT16):
+            result.append(row)
+    return result
 
 
 def _methods(shape: Shape) -> Iterator[tuple[str, Make, bool]]:
-    """Yields names and makers; names have the sizes of the first layer."""
+    """Yields (name, maker of a layer's mechanism, True for the model's own).
+
+    Names have the sizes of the first layer.
+    """
     first = shape.layers[0]
     K, H, N = first.kv_heads, first.key_dim, first.num_heads
     norm = "rms_gain" if shape.normed_keys else "none"
 
     def grouped(heads: int | None = None, *, bases=None, rank=1.0, key=1.0, tie="none") -> Make:
-        """Makes members of the family: `heads` KV heads (0: N; None: K), ranks as shares of H."""
+        """Makes GQA and its relatives: `heads` KV heads (0: N; None: K); rank, key: shares of H."""
 
         def make(layer: Layer) -> MechanismConfig:
             kv_heads = layer.kv_heads if heads is None else heads or layer.num_heads
@@ -112,7 +116,7 @@ def _methods(shape: Shape) -> Iterator[tuple[str, Make, bool]]:
     def factored(share: float, *, joint: bool, values: bool) -> Make:
         def make(layer: Layer) -> MechanismConfig:
             heads = layer.kv_heads if joint else 1
-            made = named.factored(
+            config = named.factored(
                 layer.num_heads,
                 kv_heads=layer.kv_heads,
                 latents=1 if joint else layer.kv_heads,
@@ -120,7 +124,7 @@ def _methods(shape: Shape) -> Iterator[tuple[str, Make, bool]]:
                 value_rank=int(heads * layer.value_dim * share) if values else 0,
             )
             sizes = dict(key_dim=layer.key_dim, value_dim=layer.value_dim, qk_norm=norm)
-            return dataclasses.replace(made, **sizes)
+            return dataclasses.replace(config, **sizes)
 
         return make
 
@@ -151,22 +155,22 @@ def _methods(shape: Shape) -> Iterator[tuple[str, Make, bool]]:
         yield f"GQA, {N // 4} KV heads", grouped(N // 4 if N % 4 == 0 and N > 4 else -1), False
     if K > 1:
         yield "MQA", grouped(1), False
-    for part in (2, 4, 8):
-        yield f"LRKV, rank {H // part}", grouped(0, bases=1, rank=1 / part), False
+    for divisor in (2, 4, 8):
+        yield f"LRKV, rank {H // divisor}", grouped(0, bases=1, rank=1 / divisor), False
     if 1 < K < N:
-        for part in (2, 4, 8):
-            name = f"LRKV, {K} KV heads, rank {H // part}"
-            yield name, grouped(bases=1, rank=1 / part), False
-    for part in (2, 4):
-        yield f"thin keys, {H // part} of {H} channels", grouped(key=1 / part), False
+        for divisor in (2, 4, 8):
+            name = f"LRKV, {K} KV heads, rank {H // divisor}"
+            yield name, grouped(bases=1, rank=1 / divisor), False
+    for divisor in (2, 4):
+        yield f"thin keys, {H // divisor} of {H} channels", grouped(key=1 / divisor), False
     yield (
         f"factored keys, rank {H // 4} per head",
         factored(1 / 4, joint=False, values=False),
         False,
     )
-    for part in (2, 4):
-        name = f"factored keys and values, ranks {K * H // part}"
-        yield name, factored(1 / part, joint=True, values=True), False
+    for divisor in (2, 4):
+        name = f"factored keys and values, ranks {K * H // divisor}"
+        yield name, factored(1 / divisor, joint=True, values=True), False
     yield f"Q-K=V{f', {K} KV heads' if 1 < K < N else ''}", grouped(tie="kv"), False
     if K > 1:
         yield "Q-K=V, MQA", grouped(1, tie="kv"), False
@@ -174,10 +178,10 @@ def _methods(shape: Shape) -> Iterator[tuple[str, Make, bool]]:
         for latent, rope in TRANSMLA:
             make = mla(lambda x, latent=latent: latent, lambda x, rope=rope: rope)
             yield f"MLA, {latent} + {rope} (TransMLA)", make, False
-        for part in MHA2MLA:
-            latent, rope = K * (H // part), K * (H // MHA2MLA_ROPE)
+        for divisor in MHA2MLA:
+            latent, rope = K * (H // divisor), K * (H // MHA2MLA_ROPE)
             make = mla(
-                lambda x, part=part: x.kv_heads * (x.key_dim // part),
+                lambda x, divisor=divisor: x.kv_heads * (x.key_dim // divisor),
                 lambda x: x.kv_heads * (x.key_dim // MHA2MLA_ROPE),
             )
             yield f"MLA, {latent} + {rope} (MHA2MLA)", make, False

@@ -13,7 +13,7 @@ from kvjax.published import hub, source as source_lib
 
 
 def read(text: str) -> Shape:
-    """Returns the shape of the model at a path or of a hub's name.
+    """Returns the shape of the model at a path or hub name.
 
     Args:
       text: a config.json, a folder with one, a GGUF file, a folder of the hub's cache, hf://...
@@ -58,7 +58,7 @@ def _weights(folder: epath.Path) -> list[epath.Path]:
     return [path for path in matching_entries(folder, "*.safetensors") if path.exists()]
 
 
-# The usual key: GGUF's, after the architecture's prefix.
+# config.json's key: GGUF's key after the architecture's prefix.
 _GGUF_KEYS = dict(
     num_hidden_layers="block_count",
     hidden_size="embedding_length",
@@ -75,15 +75,15 @@ _GGUF_FAMILIES = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gpt-oss":
 
 
 def _gguf_values(metadata: Mapping) -> dict:
-    """Returns a GGUF file's metadata under the usual keys."""
+    """Returns a GGUF file's metadata under config.json's keys."""
     family = metadata.get("general.architecture", "")
-    there = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
-    values = {key: there[name] for key, name in _GGUF_KEYS.items() if name in there}
+    stored = {key.removeprefix(f"{family}."): value for key, value in metadata.items()}
+    values = {key: stored[name] for key, name in _GGUF_KEYS.items() if name in stored}
     values["model_type"] = _GGUF_FAMILIES.get(family, family)
     if "kv_lora_rank" in values:
-        rope = there.get("rope.dimension_count")
-        key_dim = there.get("attention.key_length_mla", values.pop("head_dim", None))
-        values["v_head_dim"] = there.get("attention.value_length_mla", values.get("v_head_dim"))
+        rope = stored.get("rope.dimension_count")
+        key_dim = stored.get("attention.key_length_mla", values.pop("head_dim", None))
+        values["v_head_dim"] = stored.get("attention.value_length_mla", values.get("v_head_dim"))
         if type(rope) is type(key_dim) is int:
             values |= dict(qk_rope_head_dim=rope, qk_nope_head_dim=key_dim - rope)
     return values

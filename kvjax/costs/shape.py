@@ -1,7 +1,7 @@
-"""A published model's attention layer by layer, by the keys of its config.json.
+"""Reads the attention of a published model, layer by layer, from the keys of its config.json.
 
-Needs the usual keys alone, so that families which kvjax cannot import are read, too. A key that is
-missing is named; defaults are those of transformers' configuration classes.
+Only common keys are needed, so families that kvjax cannot import are read, too. Errors name missing
+keys; defaults are those of transformers' configuration classes.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Layer:
     Attributes:
       num_heads, kv_heads: N query heads, which read K KV heads.
       key_dim, value_dim: channels of a head's key and value.
-      window: tokens that it keeps, at most; 0: all.
+      window: tokens that its cache keeps, at most; 0: all.
       latent, rope_key: channels of an MLA layer's latent and shared RoPE key; 0: no MLA.
       indexer: channels of an indexer's key (sparse attention of DeepSeek V3.2); 0: none.
     """
@@ -41,10 +41,10 @@ class Shape:
     Attributes:
       layers: those that cache keys and values.
       others: how many layers cache nothing per token, by kind.
-      context: tokens it was made for; 0: its config does not say.
+      context: context length that the model was made for; 0: its config does not say.
       normed_keys: True if keys are normed per head.
-      parameters: 0 if the config does not determine them.
-      weight_bytes: of the files beside the config; 0: there are none.
+      parameters: their number; 0 if the config does not determine it.
+      weight_bytes: size of the weight files beside the config; 0: there are none.
       defaults: keys that the config leaves out, with the family's values.
     """
 
@@ -63,7 +63,7 @@ def of_config(values: Mapping, source: str, *, name: str = "", weight_bytes: int
     """Returns the shape that the keys of a config.json describe.
 
     Args:
-      values: the keys, or those of a model of texts and images with text_config.
+      values: config.json, also of a model of texts and images, whose text_config is read.
       source: the config's file, for messages.
     """
     for section in _SECTIONS:
@@ -73,10 +73,10 @@ def of_config(values: Mapping, source: str, *, name: str = "", weight_bytes: int
             inner = dict(model_type=f"{family}_text") | inner
             return of_config(inner, f"{source}: {section}", name=name, weight_bytes=weight_bytes)
     values = dict(values)
-    for key, others in _ALIASES.items():
-        found = [other for other in others if values.get(other) is not None]
-        if key not in values and found:
-            values[key] = values[found[0]]
+    for key, aliases in _ALIASES.items():
+        present = [alias for alias in aliases if values.get(alias) is not None]
+        if key not in values and present:
+            values[key] = values[present[0]]
     family = values.get("model_type")
     family = family if isinstance(family, str) else ""
     defaults = {k: v for k, v in _DEFAULTS.get(family, {}).items() if k not in values}
@@ -110,7 +110,7 @@ def of_config(values: Mapping, source: str, *, name: str = "", weight_bytes: int
 
 
 _SECTIONS = ("text_config", "llm_config", "language_config")
-# The usual key, which transformers' other names stand for.
+# The common key: other names for it in transformers.
 _ALIASES = dict(
     num_hidden_layers=("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     num_attention_heads=("n_head", "n_heads", "num_query_heads"),
@@ -121,7 +121,7 @@ _ALIASES = dict(
     layer_types=("layers_block_type",),
     sliding_window_pattern=("_sliding_window_pattern",),
 )
-# Keys of transformers' classes whose default is not the rule (heads: as many KV heads as heads).
+# Defaults of transformers' classes that break the rule (for example: as many KV heads as heads).
 _GEMMA3 = dict(
     hidden_size=2304,
     num_hidden_layers=26,
@@ -160,7 +160,7 @@ _NORM_KEYS = ("qk_norm", "qk_layernorm", "use_qk_norm")
 
 
 def _check(c: PublishedConfig) -> None:
-    """Raises a UserError for configs that other keys than the usual ones describe."""
+    """Raises a UserError for configs whose cache depends on other keys than the common ones."""
     if c.flag("is_encoder_decoder", False):
         raise c.error("is_encoder_decoder", "must be false: a decoder alone has one cache")
     if c.values.get("model_type") == "longcat_flash":
@@ -172,7 +172,7 @@ def _check(c: PublishedConfig) -> None:
 
 
 def _per_layer(c: PublishedConfig, key: str, i: int, default: int | None = None) -> int:
-    """Returns a number that may be a list with one number per layer; 0 is allowed there."""
+    """Returns a key's number for layer i; a list has one number, which may be 0, per layer."""
     value = c.values.get(key)
     if isinstance(value, list):
         if i >= len(value) or type(value[i]) is not int or value[i] < 0:
@@ -235,10 +235,10 @@ _GATED = ("silu", "swish")
 
 
 def _parameters(c: PublishedConfig, layers: list[Layer], count: int) -> int:
-    """Returns the parameters of a dense model with a gated MLP; 0 for others, or if keys lack."""
+    """Counts the parameters of a dense model with a gated MLP; 0 for others or without the keys."""
     sizes = [c.values.get(key) for key in ("hidden_size", "intermediate_size", "vocab_size")]
-    plain = c.values.get("hidden_act") in _GATED and len(layers) == count
-    if not plain or any("expert" in key for key in c.values) or layers[0].latent:
+    is_gated = c.values.get("hidden_act") in _GATED and len(layers) == count
+    if not is_gated or any("expert" in key for key in c.values) or layers[0].latent:
         return 0
     if not all(type(size) is int and size > 0 for size in sizes):
         return 0

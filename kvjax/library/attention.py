@@ -50,7 +50,7 @@ class Attention(nnx.Module):
         """
         self.rope_base, self.window = rope_base, window
         init = InitRngs(rngs.params(), zero_outputs=zero_output)
-        self.core = Core(config, d_model, rngs=cast(nnx.Rngs, init))  # a drop-in
+        self.core = Core(config, d_model, rngs=cast(nnx.Rngs, init))  # has the same interface
 
     @property
     def config(self) -> MechanismConfig:
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
     def prefill(
         self, x_BTD: jax.Array, cache: KVCache, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
-        """Attends within prompts, and fills a cache with them; what it held before is dropped.
+        """Attends within prompts, and fills a cache with them; tokens cached before are dropped.
 
         Args:
           x_BTD: activations of the prompts, padding at the end.

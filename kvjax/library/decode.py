@@ -47,8 +47,8 @@ def decode_attention(
     """Attends with the newest T tokens of each sequence to the sequence's whole cache.
 
     Args:
-      query: [B, T, N, H] of the newest T tokens, which the cache already holds; T = 1 may be left
-        out: [B, N, H]. With the latent layouts it is the absorbed query [B, T, N, C].
+      query: [B, T, N, H], queries of the newest T tokens, which the cache already holds; also
+        [B, N, H] for one token. With the latent layouts: absorbed queries [B, T, N, C].
       cache: the layout's arrays [B, ..., S], as `KVCache.arrays` has them.
       lengths: [B] int32, cached tokens of each sequence including the T new ones, at least T.
       layout: a name of `LAYOUTS`.
@@ -57,8 +57,7 @@ def decode_attention(
       return_lse: return log-sum-exps too, to merge with attention over other keys.
       implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels; "reference"
         expands the cache. None: the device's kernel if it takes these inputs, else "xla".
-      rope_base: of layouts whose `numbers` list it.
-      norm_epsilon: likewise.
+      rope_base, norm_epsilon: options of the layouts whose `numbers` list them.
       arrays: the layout's other inputs.
 
     Returns:
@@ -105,21 +104,19 @@ def decode_attention(
 
 def _check(layout, spec: Layout, query, cache, arrays) -> dict[str, int]:
     """Returns the length of each axis; raises a ValueError for names or shapes that do not fit."""
-    for what, given, axes in (("cache", cache, spec.cache), ("input", arrays, spec.arrays)):
-        missing = [name for name in axes if name not in given and name not in spec.optional]
-        unknown = [name for name in given if name not in axes]
+    for group, values, axes in (("cache", cache, spec.cache), ("input", arrays, spec.arrays)):
+        missing = [name for name in axes if name not in values and name not in spec.optional]
+        unknown = [name for name in values if name not in axes]
         if missing or unknown:
-            wrong = f"{what} {(missing or unknown)[0]!r} is {'missing' if missing else 'unknown'}"
-            raise ValueError(f"{wrong}. Layout {describe_layout(layout)}")
+            error = f"{group} {(missing or unknown)[0]!r} is {'missing' if missing else 'unknown'}"
+            raise ValueError(f"{error}. Layout {describe_layout(layout)}")
     shapes = {"query": (spec.query, query.shape)}
-    shapes |= {
-        name: (axes, arrays[name].shape) for name, axes in spec.arrays.items() if name in arrays
-    }
-    shapes |= {
-        f"cache[{name!r}]": (stored(axes), cache[name].shape)
-        for name, axes in spec.cache.items()
-        if name in cache
-    }
+    for name, axes in spec.arrays.items():
+        if name in arrays:
+            shapes[name] = axes, arrays[name].shape
+    for name, axes in spec.cache.items():
+        if name in cache:
+            shapes[f"cache[{name!r}]"] = stored(axes), cache[name].shape
     sizes: dict[str, int] = {"1": 1}
     for name, (axes, shape) in shapes.items():
         letters = axes.split()
@@ -136,9 +133,10 @@ def _check(layout, spec: Layout, query, cache, arrays) -> dict[str, int]:
             )
         sizes |= dict(zip(letters, shape, strict=True))
     heads = [(name, sizes[name]) for name in ("J", "K", "N") if name in sizes]
-    for (few, divisor), (many, count) in itertools.pairwise(heads):
+    for (letter, divisor), (larger, count) in itertools.pairwise(heads):
         if count % divisor:
-            raise ValueError(f"{few} = {divisor} must divide {many} = {count} ({LETTERS[many]})")
+            text = f"{letter} = {divisor} must divide {larger} = {count} ({LETTERS[larger]})"
+            raise ValueError(text)
     return sizes
 
 

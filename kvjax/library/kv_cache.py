@@ -51,7 +51,7 @@ class KVCache:
         """Appends T tokens to every sequence; tokens beyond the capacity are dropped.
 
         Args:
-          entry: for each array of the cache the new tokens, [B, T, ...].
+          entry: the new tokens, [B, T, ...] for each array of the cache.
           counts: [B] int32 number of real tokens among the T, 0 to T; None: T.
 
         Raises:
@@ -81,5 +81,5 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays; the same whatever the lengths."""
+        """Bytes of the arrays; they do not depend on the lengths."""
         return sum(x.size * x.dtype.itemsize for x in self.arrays.values())

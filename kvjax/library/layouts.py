@@ -99,7 +99,7 @@ LAYOUTS = {
         arrays={"rope_query": "B T N P", "up_value": "C N Hv"},
     ),
     "latents": Layout(
-        text="the same with J latents: query head n reads latent n J // N",
+        text='as "latent", with J latents: query head n reads latent n J // N',
         used_by="GLA",
         inputs=cache_layouts.LatentInputs,
         cache={"latent": "J C", "rope_key": "P"},
@@ -169,14 +169,14 @@ def describe_layout(layout: str) -> str:
 def abstract_fields(
     layout: str, *, batch: int, capacity: int, dtype: jnp.dtype, sizes: Mapping[str, int]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a layout's cache; optional arrays are there if all their sizes are.
+    """Returns the shapes of a layout's cache, with the optional arrays whose sizes are all given.
 
     Raises:
       ValueError: a missing or unknown size.
     """
     spec = layout_of(layout)
-    values = {"Hv": "H", "Rv": "R"}  # by default as many as of keys
-    defaults = {name: sizes[of] for name, of in values.items() if of in sizes}
+    by_default = {"Hv": "H", "Rv": "R"}  # values have as many channels as keys
+    defaults = {name: sizes[other] for name, other in by_default.items() if other in sizes}
     sizes = {"1": 1} | defaults | dict(sizes)
     known = {name for axes in spec.cache.values() for name in axes.split()}
     if unknown := sorted(sizes.keys() - known - {"Hv", "Rv", "1"}):
@@ -188,20 +188,21 @@ def abstract_fields(
                 continue
             raise ValueError(f"{missing[0]} is missing: layout {layout!r} needs {_sizes(spec)}")
         shape = (batch, *(sizes[letter] for letter in axes.split()), capacity)
-        kind = jnp.promote_types(dtype, jnp.float32) if name in spec.wide else jnp.dtype(dtype)
-        fields[name] = jax.ShapeDtypeStruct(shape, kind)
+        is_wide = name in spec.wide
+        field_dtype = jnp.promote_types(dtype, jnp.float32) if is_wide else jnp.dtype(dtype)
+        fields[name] = jax.ShapeDtypeStruct(shape, field_dtype)
     return fields
 
 
 def layout_of(name: str) -> Layout:
-    """Returns the layout of a name; raises a ValueError for an unknown one."""
+    """Returns the layout of a name; raises a ValueError for an unknown name."""
     if name not in LAYOUTS:
         raise ValueError(f"layout = {name!r}: must be one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
 def stored(axes: str) -> str:
-    """Returns the axes of a cached array from those of a token."""
+    """Returns the axes of a cached array, given its axes per token."""
     return f"B {axes} S"
 
 

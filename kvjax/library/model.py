@@ -79,21 +79,21 @@ class Model:
           num_tokens: tokens after each prompt, at most.
           temperature: 0 is greedy.
           top_k: sample among the k most likely tokens; 0: all.
-          top_p: and among the fewest tokens with this total probability.
+          top_p: of these, sample among the fewest with this total probability; 1: all.
           seed: the same seed gives a prompt the same text.
           stop: strings before which a text ends.
         """
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
-        found = text.generate(
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        result = text.generate(
             self._generator,
             self.tokenizer,
-            several,
+            batch,
             num_tokens=num_tokens,
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
             seed=seed,
             stop=stop,
         )
-        return found.texts
+        return result.texts
 
     def stream(
         self,
@@ -127,8 +127,8 @@ class Model:
           tokens: ids [T] or [B, T]; start with `tokenizer.bos_id`.
         """
         tokens_BT = np.asarray(tokens, np.int32)
-        one = tokens_BT.ndim == 1
-        tokens_BT = tokens_BT[None] if one else tokens_BT
+        one_sequence = tokens_BT.ndim == 1
+        tokens_BT = tokens_BT[None] if one_sequence else tokens_BT
         B, T = tokens_BT.shape
         V = self.config.vocab_size
         if tokens_BT.size and not 0 <= tokens_BT.min() <= tokens_BT.max() < V:
@@ -137,7 +137,7 @@ class Model:
         cache = cache_lib.empty(engine.cache(B, self._generator.cache_capacity(B, T)))
         counts_B = np.full(B, T, np.int32)
         _, z_BTV = self._logits(engine.weights, cache, *engine.put((tokens_BT, counts_B)))
-        return np.asarray(z_BTV[0] if one else z_BTV)
+        return np.asarray(z_BTV[0] if one_sequence else z_BTV)
 
     def cache_bytes(self, tokens: int = 1, batch: int = 1) -> int:
         """Returns the bytes of the cache of `batch` sequences of `tokens`, in the model's dtype."""
@@ -193,9 +193,9 @@ def train(
     Args:
       config: a file, the name of a shipped config ("lrkv_tiny"), or a ConfigDict.
       overrides: values by key, as {"train.num_steps": 100}; with a file only.
-      trackers: what gets the run's records beside metrics.jsonl: "tensorboard", "wandb", and
-        objects with `write(step, record)` and `close()`.
-      profile_steps: number of steps to trace, after some that warm up, into WORKDIR/profile.
+      trackers: "tensorboard", "wandb", and objects with `write(step, record)` and `close()`, which
+        get the run's records too.
+      profile_steps: number of steps to trace into WORKDIR/profile, after the first three.
 
     Returns:
       The last validation record: step, tokens, validation_loss, validation_bpb.
@@ -208,8 +208,8 @@ def train(
 
     runtime.start()
     if isinstance(config, str | os.PathLike):
-        given = [f"--config.{key}={value}" for key, value in (overrides or {}).items()]
-        config = command_line.load_config(pathlib.Path(config), given)
+        flags = [f"--config.{key}={value}" for key, value in (overrides or {}).items()]
+        config = command_line.load_config(pathlib.Path(config), flags)
     elif overrides:
         raise UserError("overrides: set the values in the ConfigDict")
     options = {"trackers": trackers, "profile_steps": profile_steps}
@@ -231,17 +231,17 @@ def convert_model(
       source: a Hugging Face folder, a GGUF file, hf://OWNER/NAME, or a workdir.
       out: a new folder.
       method: "thin_keys", "lrkv", ...; None: as it is, or the default method if `cache` is given.
-      rank: of the method.
+      rank: the method's rank.
       cache: fraction of the cache to keep.
-      options: others of `kvjax convert --help`, by name.
+      options: other options of `kvjax convert --help`, by name.
 
     Returns:
       The report: method, ranks, cache bytes, perplexity before and after.
     """
     from kvjax.convert import __main__ as command
 
-    chosen = dict(method=method, rank=rank, cache=cache)
-    return _call(command.main, dict(source=source, out=out) | chosen | options)
+    options = dict(method=method, rank=rank, cache=cache) | options
+    return _call(command.main, dict(source=source, out=out) | options)
 
 
 def evaluate_model(
@@ -251,7 +251,7 @@ def evaluate_model(
 
     Args:
       tasks: names, as ("mmlu", "gsm8k"); (): all of LRKV's Table 3.
-      options: others of `kvjax evaluate --help`, by name.
+      options: other options of `kvjax evaluate --help`, by name.
 
     Returns:
       The summary: scores with intervals by task, and what they depend on.
@@ -262,7 +262,7 @@ def evaluate_model(
 
 
 def _call(command, options: Mapping[str, object]) -> dict:
-    """Runs a command with options by name; its tables go to standard error. None: not given."""
+    """Runs a command with --json and options by name (None: left out); returns its result."""
     arguments = ["--json"]
     for name, value in options.items():
         if isinstance(value, bool):

@@ -27,7 +27,7 @@ class Verdict:
     passed: bool  # `check` returned
     reason: str  # of a failure
     seconds: float  # from the start of the interpreters to the verdict
-    retried: bool  # it timed out once, and this is the second result
+    retried: bool  # True if it was judged again after a timeout
 
 
 class Box:
@@ -80,12 +80,12 @@ class Box:
         for problem in problems:
             problem_lib.called_names(problem)
         with futures.ThreadPoolExecutor(workers or _cores()) as pool:
-            at = {pool.submit(self._judge, problem): i for i, problem in enumerate(problems)}
+            index = {pool.submit(self._judge, problem): i for i, problem in enumerate(problems)}
             try:
-                for done in futures.as_completed(at):
+                for future in futures.as_completed(index):
                     if on_verdict:
-                        on_verdict(at[done], done.result())
-                return [future.result() for future in at]
+                        on_verdict(index[future], future.result())
+                return [future.result() for future in index]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._kill()
@@ -99,10 +99,10 @@ class Box:
         names, start = problem_lib.called_names(problem), time.perf_counter()
         reason, retries = problem_lib.invalid_program(problem.program), 0
         if reason is None:
-            reason, again = self._run(problem, names)
-            while again and retries < self.limits.retries:
+            reason, retry = self._run(problem, names)
+            while retry and retries < self.limits.retries:
                 retries += 1
-                reason, again = self._run(problem, names)
+                reason, retry = self._run(problem, names)
         return Verdict(not reason, reason, time.perf_counter() - start, retried=retries > 0)
 
     def _run(self, problem: Problem, names: list[str]) -> tuple[str, bool]:
@@ -111,9 +111,9 @@ class Box:
             with self._pair() as pair:
                 reply = self._verdict(*pair, problem, names)
         except TimedOutError as error:
-            used = sum(process.cpu_seconds for process in pair)
-            again = used < _CPU_SHARE * self.limits.seconds
-            return f"{error} after {self.limits.seconds:g} s", again
+            cpu_seconds = sum(process.cpu_seconds for process in pair)
+            retry = cpu_seconds < _CPU_SHARE * self.limits.seconds
+            return f"{error} after {self.limits.seconds:g} s", retry
         except Failure as failure:
             return str(failure), False
         outcome, _, text = reply.partition(" ")
@@ -139,7 +139,7 @@ class Box:
 
     @contextlib.contextmanager
     def _pair(self) -> Iterator[tuple[Process, Process]]:
-        """Yields a candidate and a judge, started at once and locked."""
+        """Yields two locked interpreters, started together: candidate and judge."""
         deadline = time.monotonic() + self.limits.start_seconds
         command, pair = self._requested.command(self.limits), []
         try:
@@ -161,7 +161,7 @@ class Box:
                 process.end()
 
     def _check(self, held: dict[str, int]) -> None:
-        """Raises a SandboxError unless all requested layers hold, as they did at first."""
+        """Raises a SandboxError unless all requested layers hold, the same in all interpreters."""
         for name in self._requested.kernel_layers():
             if held.get(name, 0) <= 0:
                 raise SandboxError(f"{name}: {missing(held, name)}")

@@ -59,9 +59,9 @@ class Layers:
 
     def names(self, held: Mapping[str, int]) -> tuple[str, ...]:
         """Returns the names of the layers for results, with versions."""
-        found = ["rlimits"]
-        found += ["seccomp"] if held.get("seccomp", 0) > 0 else []
-        found += [f"landlock {version}"] if (version := held.get("landlock", 0)) > 0 else []
-        found += [f"namespaces ({self.bubblewrap.version})"] if self.bubblewrap else []
-        found += [f"wasm ({self.wasm.version})"] if self.wasm else []
-        return tuple(found) if len(found) > 1 else ("none",)
+        names = ["rlimits"]
+        names += ["seccomp"] if held.get("seccomp", 0) > 0 else []
+        names += [f"landlock {version}"] if (version := held.get("landlock", 0)) > 0 else []
+        names += [f"namespaces ({self.bubblewrap.version})"] if self.bubblewrap else []
+        names += [f"wasm ({self.wasm.version})"] if self.wasm else []
+        return tuple(names) if len(names) > 1 else ("none",)

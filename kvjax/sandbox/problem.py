@@ -33,7 +33,7 @@ def called_names(problem: Problem) -> list[str]:
       SandboxError: an invalid test or entry point.
     """
     if not problem.entry_point.isidentifier():
-        raise SandboxError(f"entry_point = {problem.entry_point!r}: must be a name of Python")
+        raise SandboxError(f"entry_point = {problem.entry_point!r}: must be a Python identifier")
     try:
         tree = ast.parse(problem.test)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -57,7 +57,7 @@ def called_names(problem: Problem) -> list[str]:
 
 
 def invalid_program(program: str) -> str | None:
-    """Returns why a program is invalid before it runs; None if it may be valid."""
+    """Returns why a program cannot be run; None if it can."""
     try:
         size = len(program.encode())
     except UnicodeEncodeError as error:

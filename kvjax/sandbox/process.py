@@ -1,4 +1,4 @@
-"""A locked interpreter, seen from outside: started, sent lines, killed.
+"""Starts a locked interpreter, exchanges lines with it, and kills it.
 
 Of its output, only a random number in front of each line is interpreted here.
 """
@@ -13,7 +13,7 @@ import tempfile
 import time
 
 OUT_OF_TIME = "out of time"
-_EXIT_SECONDS = 2.0  # between the closing of its pipes and its exit
+_EXIT_SECONDS = 2.0  # that an interpreter may take to exit after closing its pipes
 
 
 class Failure(Exception):
@@ -30,17 +30,18 @@ class Process:
     Args:
       command: program and arguments.
       environment: its whole environment.
-      who: its name in messages.
-      most_bytes: maximum total of its replies.
+      name: its name in messages.
+      max_bytes: maximum total of its replies.
 
     Attributes:
-      cpu_seconds: used by it, once it has been killed; 0 if unknown.
+      cpu_seconds: its CPU time, known after `end`; 0 if unknown.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], who: str, most_bytes: int
+        self, command: Sequence[str], environment: Mapping[str, str], name: str, max_bytes: int
     ):
-        self._who, self._most, self._left, self._number = who, most_bytes, most_bytes, b""
+        self._name, self._max_bytes, self._bytes_left = name, max_bytes, max_bytes
+        self._number = b""
         self.cpu_seconds = 0.0
         self._folder = tempfile.TemporaryDirectory(prefix="kvjax-")
         try:
@@ -74,14 +75,14 @@ class Process:
         """Sends a request, prefixed by a new random number."""
         if self._wait(self._out, select.POLLIN, deadline=None):
             if os.read(self._out, 1):
-                raise Failure(f"the {self._who} wrote before a request")
+                raise Failure(f"the {self._name} wrote before a request")
             raise Failure(self._ended())
         self._number = secrets.token_hex(16).encode()
-        rest = memoryview(self._number + b" " + text.encode("ascii") + b"\n")
-        while rest:
+        unsent = memoryview(self._number + b" " + text.encode("ascii") + b"\n")
+        while unsent:
             self._wait(self._in, select.POLLOUT, deadline)
             try:
-                rest = rest[os.write(self._in, rest) :]
+                unsent = unsent[os.write(self._in, unsent) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
@@ -92,20 +93,20 @@ class Process:
         line = bytearray()
         while not line.endswith(b"\n"):
             self._wait(self._out, select.POLLIN, deadline)
-            found = os.read(self._out, 1 << 16)
-            if not found:
+            chunk = os.read(self._out, 1 << 16)
+            if not chunk:
                 raise Failure(self._ended(bytes(line)))
-            self._left -= len(found)
-            if self._left < 0:
-                raise Failure(f"the {self._who} wrote more than {self._most:,} bytes")
-            if b"\n" in found[:-1]:
-                output = readable(bytes(line + found))
-                raise Failure(f"the {self._who} wrote more than its reply: {output}")
-            line += found
+            self._bytes_left -= len(chunk)
+            if self._bytes_left < 0:
+                raise Failure(f"the {self._name} wrote more than {self._max_bytes:,} bytes")
+            if b"\n" in chunk[:-1]:
+                output = readable(bytes(line + chunk))
+                raise Failure(f"the {self._name} wrote more than its reply: {output}")
+            line += chunk
         number, _, text = bytes(line[:-1]).partition(b" ")
         if not secrets.compare_digest(number, self._number) or not text.isascii():
             output = readable(bytes(line))
-            raise Failure(f"the {self._who} wrote a reply to no request: {output}")
+            raise Failure(f"the {self._name} wrote a reply to no request: {output}")
         return text.decode("ascii")
 
     def kill(self) -> None:
@@ -128,12 +129,12 @@ class Process:
         if self._process.returncode is not None:
             return 0.0
         try:
-            _, status, used = os.wait4(self._process.pid, 0)
+            _, status, usage = os.wait4(self._process.pid, 0)
         except ChildProcessError:  # SIGCHLD is ignored, so the kernel has reaped it
             self._process.returncode = 0
             return 0.0
         self._process.returncode = os.waitstatus_to_exitcode(status)
-        return used.ru_utime + used.ru_stime
+        return usage.ru_utime + usage.ru_stime
 
     def _wait(self, descriptor: int, event: int, deadline: float | None) -> bool:
         """Returns True if there is an event; raises a TimedOutError at a deadline."""
@@ -146,15 +147,16 @@ class Process:
         return True
 
     def _ended(self, output: bytes = b"") -> str:
+        """Returns how the interpreter ended, for a message."""
         try:
             status = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"the {self._who} closed its pipes"
-        if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):  # the second by bubblewrap
-            return f"the {self._who} used up its CPU time"
+            return f"the {self._name} closed its pipes"
+        if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):  # the latter from bubblewrap
+            return f"the {self._name} used up its CPU time"
         kind = f"signal {-status}" if status < 0 else f"status {status}"
         text = readable(output)
-        return f"the {self._who} ended with {kind}" + (f": {text}" if text else "")
+        return f"the {self._name} ended with {kind}" + (f": {text}" if text else "")
 
 
 def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess:

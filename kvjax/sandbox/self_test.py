@@ -27,9 +27,9 @@ _BREACHES = {
     "takes a GB": "bytearray(1 << 30)",
 }
 _TRY = """
-def attempt(what):
+def attempt(statement):
     try:
-        exec(what, {})
+        exec(statement, {})
     except BaseException:
         return False
     return True
@@ -65,12 +65,10 @@ def _hold(box: Box) -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         file, port = os.path.join(folder, "written"), listener.getsockname()[1]
-        tries = {
-            name: attempt.format(file=file, port=port, process=os.getpid())
-            for name, attempt in _BREACHES.items()
-        }
-        asserts = [f"assert not candidate({what!r}), {name!r}" for name, what in tries.items()]
-        test = "def check(candidate):\n" + "".join(f"    {line}\n" for line in asserts)
+        test = "def check(candidate):\n"
+        for name, template in _BREACHES.items():
+            statement = template.format(file=file, port=port, process=os.getpid())
+            test += f"    assert not candidate({statement!r}), {name!r}\n"
         verdict = box.judge(program=_TRY, test=test, entry_point="attempt")
         listener.settimeout(0)
         try:

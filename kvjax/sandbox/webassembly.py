@@ -60,7 +60,7 @@ def find(interpreter: str) -> Runtime:
     """Returns the interpreter, compiling it if it is not cached.
 
     Args:
-      interpreter: this machine's, which compiles it.
+      interpreter: this machine's Python, which runs the compiler.
 
     Raises:
       SandboxError: a package is missing or has another hash, or there is no safe cache folder.
@@ -80,10 +80,10 @@ def find(interpreter: str) -> Runtime:
 
 
 def _installed(package: str) -> pathlib.Path:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         raise SandboxError(f"{package} is not installed: {HELP}")
-    return pathlib.Path(found.origin).parent
+    return pathlib.Path(spec.origin).parent
 
 
 def _cache() -> pathlib.Path:
@@ -92,29 +92,30 @@ def _cache() -> pathlib.Path:
     folder = pathlib.Path(base) / "kvjax" / "sandbox"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         advice = "set XDG_CACHE_HOME to a folder of yours"
         raise SandboxError(f"no cache in {folder} ({error.strerror}): {advice}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or status.st_mode & 0o077:
         raise SandboxError(f"{folder} holds executable code: it must be yours, with mode 0700")
     return folder
 
 
 def _cached(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
     """Returns the compiled code in the cache if its digest matches; removes damaged code."""
-    found = None
+    compiled = None
     for file in cache.glob(f"{kind}*.cwasm"):
         try:
             if file.name == _name(kind, file):
-                found = file
+                compiled = file
             else:
                 file.unlink()
         except FileNotFoundError:  # another process has removed it
             continue
         except OSError as error:
             raise SandboxError(f"cannot read {file} ({error.strerror}): remove it") from error
-    return found
+    return compiled
 
 
 def _name(kind: str, file: pathlib.Path) -> str:
@@ -128,12 +129,12 @@ def _compile(
 ) -> pathlib.Path:
     """Compiles the interpreter into the cache; returns the file."""
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = os.path.join(folder, "compiled")
-        arguments = ["-I", "-S", "-B", "-c", _COMPILE, str(packages), str(file), made]
-        tried = run([interpreter, *arguments], _SECONDS)
-        if tried.returncode:
-            error_text = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
-            raise SandboxError(f"cannot compile {file}: {error_text}")
-        compiled = cache / _name(kind, pathlib.Path(made))
-        os.replace(made, compiled)
+        temporary = os.path.join(folder, "compiled")
+        arguments = ["-I", "-S", "-B", "-c", _COMPILE, str(packages), str(file), temporary]
+        result = run([interpreter, *arguments], _SECONDS)
+        if result.returncode:
+            error_lines = result.stderr.strip().splitlines() or [f"status {result.returncode}"]
+            raise SandboxError(f"cannot compile {file}: {error_lines[-1]}")
+        compiled = cache / _name(kind, pathlib.Path(temporary))
+        os.replace(temporary, compiled)
         return compiled

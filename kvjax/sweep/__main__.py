@@ -7,8 +7,8 @@
 Each run has a workdir in --out, as rank=16_seed=0, and beside it a file with its output. Overrides
 for all runs are given as --config.train.num_steps=100. On CPUs runs are trained side by side, each
 on cores of its own; on an accelerator one after the other. Ctrl-C, SIGTERM and SIGHUP stop all runs
-after saving; the same command goes on, and trains the runs that failed again. At the end it prints
-the table of kvjax.compare: means and 95 % intervals over seeds.
+after saving; the same command resumes them, and repeats runs that failed. At the end it prints the
+table of kvjax.compare: means and 95 % intervals over seeds.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from kvjax.sweep.runs import Run
 from kvjax.workdir import identity
 
 _MOST_SEEDS = 1000
-_ASK = "import jax; print(jax.default_backend())"
+_PRINT_PLATFORM = "import jax; print(jax.default_backend())"
 _SHARED_GPU = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
@@ -42,13 +42,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_output()
     add = parser.add_argument
     add("configs", nargs="*", metavar="CONFIG", help="config files, or FILE.py:VARIANT")
-    text = "a config key and the values that it takes; several times for several keys"
+    text = "a config key and its values; may be repeated for other keys"
     add("--set", action="append", default=[], metavar="KEY=VALUE,...", help=text)
-    add("--seeds", type=int, default=1, help="runs of each, with seeds from 0 (1)")
+    add("--seeds", type=int, default=1, help="runs per combination, with seeds from 0 (1)")
     add("--out", default="", help="folder of the workdirs (runs/sweep/CONFIG)")
     text = "runs at a time (on CPUs as many as there are cores, else 1)"
     add("--processes", type=int, default=None, help=text)
-    add("--plan", action="store_true", help="list the runs and the time that they take; no more")
+    add("--plan", action="store_true", help="list the runs and their estimated time; train nothing")
     options = parser.parse(arguments)
     options.overrides, options.axes = overrides, grid.axes(options.set)
     between("--seeds", options.seeds, 1, _MOST_SEEDS)
@@ -87,14 +87,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _folder(out: str) -> pathlib.Path:
-    """Returns the folder of the workdirs; a UserError if there can be none."""
+    """Returns the folder of the workdirs; raises a UserError if it cannot hold them."""
     if in_bucket(out):
         raise UserError(f"--out = {out!r}: must be a local folder")
-    found = target.check(out, ())
-    runtime.check_checkpoints("--out", found)
-    if (found / compare_lib.CONFIG).exists():
+    folder = target.check(out, ())
+    runtime.check_checkpoints("--out", folder)
+    if (folder / compare_lib.CONFIG).exists():
         raise UserError(f"--out = {out!r}: is the workdir of a run: give a folder of its own")
-    return pathlib.Path(found)
+    return pathlib.Path(folder)
 
 
 def _shown(path: pathlib.Path) -> str:
@@ -106,35 +106,36 @@ def _platform() -> str:
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "cpu"
     with progress.waiting("looking for accelerators"):
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
+        result = subprocess.run(
+            [sys.executable, "-c", _PRINT_PLATFORM], capture_output=True, text=True, check=False
         )
-    if asked.returncode:
-        *_, last = asked.stderr.strip().splitlines() or [""]
+    if result.returncode:
+        *_, last = result.stderr.strip().splitlines() or [""]
         raise UserError(f"JAX finds no device: {first_line(last)}")
-    return asked.stdout.split()[-1]
+    return result.stdout.split()[-1]
 
 
-def _processes(given: int | None, platform: str, runs: int) -> int:
+def _processes(requested: int | None, platform: str, runs: int) -> int:
     """Returns how many runs are trained at a time."""
     if platform == "cpu":
-        return min(given or runtime.cores(), runs)
+        return min(requested or runtime.cores(), runs)
     shared = platform == "gpu" and os.environ.get(_SHARED_GPU, "").lower() in ("false", "0")
-    if given and given > 1 and not shared:
+    if requested and requested > 1 and not shared:
         remedy = f" (or set {_SHARED_GPU}=false)" if platform == "gpu" else ""
         raise UserError(
-            f"--processes = {given}: must be 1 on a {platform}, which one run takes whole{remedy}"
+            f"--processes = {requested}: must be 1 on a {platform}, which one run takes "
+            f"whole{remedy}"
         )
-    return min(given or 1, runs)
+    return min(requested or 1, runs)
 
 
 def _check_folder(runs: Sequence[Run], folder: pathlib.Path, platform: str) -> None:
     """Raises a UserError if a run's workdir has checkpoints of another config."""
     for run in runs:
-        one = run.experiment
-        if not one.train.num_steps:  # an epoch: training compares it when its length is known
+        experiment = run.experiment
+        if not experiment.train.num_steps:  # one epoch: training checks once it knows the length
             continue
-        dtype = one.compute.resolve(platform, one.model.block.num_layers).dtype
+        dtype = experiment.compute.resolve(platform, experiment.model.block.num_layers).dtype
         try:
             identity.check_config(epath.Path(folder / run.name), run.config, dtype)
         except UserError as error:
@@ -148,11 +149,11 @@ def _plan(
     guess: float | None,
     out: Output,
 ) -> dict:
-    """Prints the runs, their states and the time that they take; returns the same."""
+    """Prints and returns the runs, their states and their estimated times."""
     left, rows = runs_lib.seconds_left(runs, folder, guess), []
     for run in runs:
-        done, of = runs_lib.steps_done(run, folder), run.experiment.train.num_steps
-        state = f"step {done:,} of {of:,}" if done else "to train"
+        done, total = runs_lib.steps_done(run, folder), run.experiment.train.num_steps
+        state = f"step {done:,} of {total:,}" if done else "to train"
         state = "finished" if runs_lib.is_whole(run, folder) else state
         rows.append(dict(run=run.name, state=state, seconds=(left or {}).get(run.name)))
     cells = [(r["run"], r["state"], _duration(r["seconds"])) for r in rows]
@@ -170,10 +171,10 @@ def _duration(seconds: float | None) -> str:
 def _train(
     runs: Sequence[Run], folder: pathlib.Path, processes: int, guess: float | None
 ) -> dict[str, str]:
-    """Trains the missing runs, and says how each ends; returns failures by name."""
+    """Trains unfinished runs, and prints how each ends; returns failures by name."""
     failed, ended = {}, 0
-    how = dict(processes=processes, guess=guess)
-    with contextlib.closing(runs_lib.train(runs, folder, **how)) as trained:
+    options = dict(processes=processes, guess=guess)
+    with contextlib.closing(runs_lib.train(runs, folder, **options)) as trained:
         for run, why in trained:
             ended += 1
             bpb = runs_lib.curve(folder / run.name)
@@ -186,13 +187,13 @@ def _train(
 
 def _table(runs: Sequence[Run], folder: pathlib.Path, out: Output) -> list[Mapping]:
     """Prints the table of kvjax.compare; returns its rows, [] without a finished run."""
-    places = [(run.name, epath.Path(folder / run.name)) for run in runs]
-    found, skipped = compare_lib.read(places, running=False)
-    reasons = {one.name: one.why for one in skipped} | compare_lib.incomparable(found)
-    found = [run for run in found if run.name not in reasons]
+    workdirs = [(run.name, epath.Path(folder / run.name)) for run in runs]
+    finished, skipped = compare_lib.read(workdirs, running=False)
+    reasons = {run.name: run.why for run in skipped} | compare_lib.incomparable(finished)
+    finished = [run for run in finished if run.name not in reasons]
     rows = []
-    if found:
-        groups = groups_lib.groups(found, "seed")
+    if finished:
+        groups = groups_lib.groups(finished, "seed")
         rows = report.rows(groups, groups[0])
         out.show(report.terminal(rows, groups[0]))
     for name, why in reasons.items():

@@ -1,6 +1,6 @@
-"""Becomes another command, on given cores, that ends with the process that started it.
+"""Replaces itself by a command that runs on given cores and ends with the parent process.
 
-    python -I -S child.py PARENT CORES COMMAND...    # CORES: 0,2,4, or nothing: all
+    python -I -S child.py PARENT CORES COMMAND...    # CORES: 0,2,4; empty: all
 
 On Linux the kernel sends SIGTERM to the command when the thread that started it is gone, even if it
 was killed. Standard library only: this runs before each command.
@@ -20,7 +20,7 @@ def main(parent: str, cores: str, *command: str) -> None:
         os.sched_setaffinity(0, map(int, cores.split(",")))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it ended before the line above
+    if os.getppid() != int(parent):  # the parent ended before prctl
         sys.exit(1)
     os.execv(command[0], command)
 

@@ -23,7 +23,7 @@ _MOST_RUNS = 1000
 _LONGEST_NAME = 200  # a file's name has at most 255 bytes
 _LONGEST_VALUE = 40
 _SEED = "train.seed"
-_TAKEN = {  # keys that cannot be given
+_RESERVED = {  # keys that the grid sets
     _SEED: "a grid has seeds 0 to N - 1 with --seeds=N",
     "name": "runs are named by what varies; --out names their folder",
 }
@@ -38,35 +38,35 @@ class GridRun(Run):
     arguments: Sequence[str]
 
 
-def axes(given: Sequence[str]) -> dict[str, list[str]]:
+def axes(texts: Sequence[str]) -> dict[str, list[str]]:
     """Returns the values of each key, from texts as "attention.rank=16,32".
 
     Raises:
       UserError: no key or no value; a key that is given twice, or is not for --set.
     """
-    found: dict[str, list[str]] = {}
-    for text in given:
+    values_by_key: dict[str, list[str]] = {}
+    for text in texts:
         check_text("--set", text)
         key, equals, values = text.partition("=")
         key = key.removeprefix("config.")
         if not (key and equals):
             raise UserError(f"--set {text}: give KEY=VALUE,..., as --set attention.rank=16,32")
-        if key in found:
+        if key in values_by_key:
             raise UserError(f"--set {key} is given twice: give all values at once, as {key}=1,2")
-        if key in _TAKEN:
-            raise UserError(f"--set {text}: {_TAKEN[key]}")
-        found[key] = list(dict.fromkeys(_split(values)))
-    return found
+        if key in _RESERVED:
+            raise UserError(f"--set {text}: {_RESERVED[key]}")
+        values_by_key[key] = list(dict.fromkeys(_split(values)))
+    return values_by_key
 
 
 def _split(text: str) -> Iterator[str]:
     """Yields the values of a list; commas in brackets belong to a value, as in (8,16),(4,4)."""
     depth, begin = 0, 0
-    for at, letter in enumerate(text):
+    for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            yield text[begin:at]
-            begin = at + 1
+            yield text[begin:i]
+            begin = i + 1
     yield text[begin:]
 
 
@@ -82,40 +82,40 @@ def runs(
       fixed: overrides of all runs, as "--config.train.num_steps=100".
 
     Raises:
-      UserError: a config, key or value that is none; too many runs, or two that are the same.
+      UserError: an invalid config, key or value; too many runs, or two equal ones.
     """
     for override in fixed:
         key = re.split("[ =]", override)[0].removeprefix(f"{PREFIX}.")
-        if key in _TAKEN:
-            raise UserError(f"{override}: {_TAKEN[key]}")
+        if key in _RESERVED:
+            raise UserError(f"{override}: {_RESERVED[key]}")
     cells = list(itertools.product(files, *axes.values()))
     if len(cells) * seeds > _MOST_RUNS:
         raise UserError(
             f"--set and --seeds make {len(cells) * seeds:,} runs: must be at most {_MOST_RUNS:,}"
         )
-    shown = _short(list(axes))
-    found = []
+    labels = _short(list(axes))
+    grid = []
     for file, *values in cells:
         varied = [f"{PREFIX}.{key}={value}" for key, value in zip(axes, values, strict=True)]
-        with _as_given(file, axes):
+        with _naming_options(file, axes):
             config = command_line.load_config(file, [*fixed, *varied])
         words = [command_line.config_label(file)] if len(files) > 1 else []
-        words += [f"{key}={_clean(value)}" for key, value in zip(shown, values, strict=True)]
+        words += [f"{label}={_clean(value)}" for label, value in zip(labels, values, strict=True)]
         for seed in range(seeds):
-            own = config.copy_and_resolve_references()
-            own.train.seed = seed
-            given = [f"{PREFIX}={file}", *fixed, *varied, f"{PREFIX}.{_SEED}={seed}"]
-            run = GridRun("_".join([*words, f"seed={seed}"]), own, given)
-            with _as_given(file, axes):
+            seeded = config.copy_and_resolve_references()
+            seeded.train.seed = seed
+            arguments = [f"{PREFIX}={file}", *fixed, *varied, f"{PREFIX}.{_SEED}={seed}"]
+            run = GridRun("_".join([*words, f"seed={seed}"]), seeded, arguments)
+            with _naming_options(file, axes):
                 _ = run.experiment  # raises for values that do not fit
-            found.append((seed, run))
-    found = [run for _, run in sorted(found, key=lambda one: one[0])]  # stable
-    _check_different(found)
-    return found
+            grid.append(run)
+    grid.sort(key=lambda run: run.experiment.train.seed)  # stable
+    _check_different(grid)
+    return grid
 
 
 @contextlib.contextmanager
-def _as_given(file: pathlib.Path, keys: Iterable[str]) -> Iterator[None]:
+def _naming_options(file: pathlib.Path, keys: Iterable[str]) -> Iterator[None]:
     """Names the options of this command in errors of a config: FILE, --set KEY."""
     try:
         yield
@@ -134,23 +134,23 @@ def _short(keys: Sequence[str]) -> list[str]:
 
 
 def _clean(value: str) -> str:
-    """Returns a value as part of a folder's name; what is replaced or cut is known by a digest."""
+    """Returns a value for a folder's name; a digest replaces characters that do not fit."""
     clean = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")[:_LONGEST_VALUE]
     if clean == value:
         return value
     return "-".join(filter(None, (clean, hashlib.sha256(value.encode()).hexdigest()[:6])))
 
 
-def _check_different(found: Sequence[GridRun]) -> None:
-    """Raises a UserError for two runs that compute the same, or whose names are too long."""
-    first: dict[str, str] = {}
-    for run in found:
+def _check_different(runs: Sequence[GridRun]) -> None:
+    """Raises a UserError for two runs that compute the same, or a name that is too long."""
+    names: dict[str, str] = {}  # config -> name of the first run with it
+    for run in runs:
         if len(run.name) > _LONGEST_NAME:
             raise UserError(f"--set: {run.name} is too long a name for a folder; vary fewer keys")
         tree = identity.identity(run.config, jnp.dtype("float32")) | dict(name="")
-        same = first.setdefault(json.dumps(tree, sort_keys=True, default=str), run.name)
-        if same != run.name:
+        first = names.setdefault(json.dumps(tree, sort_keys=True, default=str), run.name)
+        if first != run.name:
             raise UserError(
-                f"{same} and {run.name} are the same run: give values of --set, and configs, that "
+                f"{first} and {run.name} are the same run: give values of --set, and configs, that "
                 "differ in what is computed"
             )

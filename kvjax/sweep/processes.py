@@ -32,7 +32,7 @@ def run(jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, str]]:
     `distributed.STATUS` when its jobs have ended. A second signal ends all at once.
 
     Args:
-      jobs: each is taken when it can start.
+      jobs: consumed one by one, each when it can start.
 
     Yields:
       Each job when it has ended, and the reason of its failure in one line, or "".
@@ -62,7 +62,7 @@ def run(jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, str]]:
 
 
 def shares(count: int) -> list[set[int]]:
-    """Divides this process's cores; empty sets where the system does not report them."""
+    """Divides this process's cores into sets; they are empty if the system reports no cores."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [set(cores[i::count]) or set(cores) for i in range(count)]
 
@@ -70,10 +70,10 @@ def shares(count: int) -> list[set[int]]:
 def _start(job: Job, cores: set[int]) -> subprocess.Popen:
     """Starts a job in a process group of its own, which a terminal's Ctrl-C does not reach."""
     command_line.say(f"{job.name}: begins")
-    mine = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
+    launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
     with job.log.open("a") as log:
         return subprocess.Popen(
-            [*mine, ",".join(map(str, cores)), *job.command],
+            [*launcher, ",".join(map(str, cores)), *job.command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -94,8 +94,8 @@ def _failure(status: int, log: pathlib.Path) -> str:
     """Returns how a job failed in one line, or ""."""
     if not status:
         return ""
-    how = signal.Signals(-status).name if status < 0 else f"status {status}"
-    return f"{how}: {_last_line(log)}"
+    cause = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return f"{cause}: {_last_line(log)}"
 
 
 def _last_line(file: pathlib.Path) -> str:

@@ -1,4 +1,4 @@
-"""Training runs with workdirs in one folder: which are whole, how long the others take."""
+"""Training runs with workdirs in one folder: trains the unfinished ones, estimates their time."""
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from kvjax.foundation import command_line, progress
 from kvjax.sweep import processes as processes_lib
 from kvjax.workdir import checkpoint, metrics, storage, trained
 
-GUESS = 60e9  # FLOP/s of a run on a CPU, until one has begun
+GUESS = 60e9  # FLOP/s to assume of a run on a CPU, before any run has begun
 
 
 class Run(abc.ABC):
     """A config and a name; its workdir is FOLDER/NAME.
 
     Attributes:
-      arguments: of kvjax.main, all but --workdir.
+      arguments: arguments of kvjax.main, without --workdir.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Run(abc.ABC):
     @functools.cached_property
     def flops(self) -> float:
         """FLOPs of the run's training, without its evaluations."""
-        one = self.experiment
-        each = formulas.training_flops_per_token(one.model, one.data.sequence_length)
-        return each * one.tokens_per_step * one.train.num_steps
+        e = self.experiment
+        per_token = formulas.training_flops_per_token(e.model, e.data.sequence_length)
+        return per_token * e.tokens_per_step * e.train.num_steps
 
 
 def curve(workdir: pathlib.Path) -> dict[int, float]:
@@ -55,20 +55,20 @@ def speed(workdir: pathlib.Path) -> float | None:
 
 
 def _median(workdir: pathlib.Path, key: str) -> float | None:
-    found = [r[key] for r in _records(workdir, metrics.TIMING) if key in r]
-    return statistics.median(found) if found else None
+    values = [r[key] for r in _records(workdir, metrics.TIMING) if key in r]
+    return statistics.median(values) if values else None
 
 
-def _seconds_per_second_of_steps(workdir: pathlib.Path) -> float:
-    """Returns the seconds with evaluations, saving and waiting, relative to those of steps alone.
+def _wall_time_factor(workdir: pathlib.Path) -> float:
+    """Returns the time of steps, evaluations, saving and waiting, relative to that of steps alone.
 
     1 for a run that has not recorded its goodput.
     """
-    found = [r for r in _records(workdir, metrics.TIMING) if r.get("goodput")]
-    if not found:
+    records = [r for r in _records(workdir, metrics.TIMING) if r.get("goodput")]
+    if not records:
         return 1.0
-    lost = sum(found[-1].get(f"lost_{cause}", 0.0) for cause in ("data", "validating", "saving"))
-    return 1 + lost / found[-1]["goodput"]
+    lost = sum(records[-1].get(f"lost_{cause}", 0.0) for cause in ("data", "validating", "saving"))
+    return 1 + lost / records[-1]["goodput"]
 
 
 def _records(workdir: pathlib.Path, name: str) -> list[dict]:
@@ -83,7 +83,7 @@ def steps_done(run: Run, folder: pathlib.Path) -> int:
 def is_whole(run: Run, folder: pathlib.Path) -> bool:
     """Returns True if a run has its last evaluation and the checkpoint of that step."""
     last, workdir = run.experiment.train.num_steps, epath.Path(folder) / run.name
-    if not last and (workdir / "config.json").exists():  # an epoch, whose length is known by now
+    if not last and (workdir / "config.json").exists():  # one epoch: the workdir has its length
         last = trained.experiment_of(workdir).train.num_steps
     return last in curve(workdir) and steps_done(run, folder) == last
 
@@ -91,44 +91,47 @@ def is_whole(run: Run, folder: pathlib.Path) -> bool:
 def seconds_left(
     runs: Sequence[Run], folder: pathlib.Path, guess: float | None = GUESS
 ) -> dict[str, float] | None:
-    """Returns the seconds that each run that is not whole needs, by name; None if unknown.
+    """Estimates the seconds that each unfinished run still needs, by name; None if unknown.
 
-    By the speed of runs that have begun: start, steps, and what evaluating and saving add to them.
+    Runs that have begun give the time to start, and the FLOP/s of steps with their share of
+    evaluating and saving.
 
     Args:
-      guess: FLOP/s, if none has begun.
+      guess: FLOP/s to assume if no run has begun.
     """
     rates, starts = [], []
     for run in runs:
-        if found := speed(folder / run.name):
-            one = run.experiment
-            each = formulas.training_flops_per_token(one.model, one.data.sequence_length)
-            rates.append(found * each / _seconds_per_second_of_steps(folder / run.name))
+        if tokens_per_second := speed(folder / run.name):
+            e = run.experiment
+            per_token = formulas.training_flops_per_token(e.model, e.data.sequence_length)
+            factor = _wall_time_factor(folder / run.name)
+            rates.append(tokens_per_second * per_token / factor)
             starts.append(_median(folder / run.name, "seconds_to_first_step") or 0.0)
     if not rates and not guess:
         return None
-    rate, start = (statistics.median(x) if x else y for x, y in ((rates, guess), (starts, 0.0)))
+    rate = statistics.median(rates) if rates else guess
+    start = statistics.median(starts) if starts else 0.0
     left = {}
     for run in runs:
         if not is_whole(run, folder):
-            of = max(run.experiment.train.num_steps, 1)
-            left[run.name] = start + run.flops * (1 - steps_done(run, folder) / of) / rate
+            num_steps = max(run.experiment.train.num_steps, 1)
+            left[run.name] = start + run.flops * (1 - steps_done(run, folder) / num_steps) / rate
     return left
 
 
 def plan(runs: Sequence[Run], left: Mapping[str, float] | None, count: int, processes: int) -> str:
-    """Returns the number of runs to train and the time that they take, as text.
+    """Returns a text with the number of runs to train and their estimated time.
 
     Args:
-      left: `seconds_left`.
-      count: of runs to train.
+      left: result of `seconds_left`.
+      count: number of runs to train.
     """
-    how = f", {processes} side by side" if processes > 1 else ""
-    about = "how long is known when the first has begun"
+    parallel = f", {processes} side by side" if processes > 1 else ""
+    duration = "the time is known once the first has begun"
     if left is not None:
         seconds = max([sum(left.values()) / processes, *left.values()], default=0)
-        about = f"about {progress.duration(seconds)}"
-    return f"{count} runs of {len(runs)} to train{how}: {about}"
+        duration = f"about {progress.duration(seconds)}"
+    return f"{count} runs of {len(runs)} to train{parallel}: {duration}"
 
 
 def command(run: Run, workdir: pathlib.Path) -> list[str]:

@@ -61,5 +61,5 @@ def _growable_names(params: dict) -> list[str]:
 
 def _unsharded_along(sharding: jax.sharding.NamedSharding, axis: int) -> jax.sharding.NamedSharding:
     """Replicates an axis, since the mesh may not divide the parent's vocabulary."""
-    spec = [None if i == axis else part for i, part in enumerate(sharding.spec)]
+    spec = [None if i == axis else name for i, name in enumerate(sharding.spec)]
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))

@@ -257,10 +257,10 @@ def check_tokenizer(
     for key, model in models.items():
         if model is None:
             continue
-        theirs = model.tokenizer
+        tokenizer = model.tokenizer
         if experiment.mixture is not None:
-            theirs = theirs.with_specials(CONVERSATION_SPECIALS)
-        if theirs.vocabulary() != dataset.tokenizer.vocabulary():
+            tokenizer = tokenizer.with_specials(CONVERSATION_SPECIALS)
+        if tokenizer.vocabulary() != dataset.tokenizer.vocabulary():
             file = model.workdir / manifest.TOKENIZER
             raise UserError(
                 f"config.train.{key} = {getattr(experiment.train, key)!r}: its tokenizer is not "

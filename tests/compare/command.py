@@ -1,4 +1,4 @@
-"""The command, as a user gives it."""
+"""Runs the command as a user does."""
 
 from kvjax.compare import __main__ as command
 from kvjax.foundation import command_line

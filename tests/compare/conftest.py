@@ -12,8 +12,8 @@ def two(tmp_path):
     """Two mechanisms with two seeds, and an unfinished run."""
     for seed in range(2):
         write_run(tmp_path / "runs" / f"l{seed}", seed=seed, bpb=(4, 3, 2.5, 2.2 + seed / 10))
-        how = dict(seed=seed, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
-        write_run(tmp_path / "runs" / f"m{seed}", **how)
+        options = dict(seed=seed, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+        write_run(tmp_path / "runs" / f"m{seed}", **options)
     write_run(tmp_path / "runs" / "z", seed=7, config="mha_tiny", steps=(25,), bpb=(4,))
     return tmp_path / "runs"
 
@@ -24,8 +24,11 @@ def drawn(monkeypatch):
     golden.note_drawings(monkeypatch)
     sections, panels = [], []
     make = report.sections
-    monkeypatch.setattr(report, "sections", lambda *of: sections.append(make(*of)) or sections[-1])
     monkeypatch.setattr(
-        "kvjax.analysis.page.draw.picture", lambda found: panels.append(found) or b"a picture"
+        report, "sections", lambda *arguments: sections.append(make(*arguments)) or sections[-1]
+    )
+    monkeypatch.setattr(
+        "kvjax.analysis.page.draw.picture",
+        lambda drawn_panels: panels.append(drawn_panels) or b"a picture",
     )
     return sections, panels

@@ -49,13 +49,13 @@ def test_outputs_are_as_before(drawn, tmp_path, capfd, monkeypatch):
     _evaluated(folder / "b1", 100, core=0.15)
     write_run(folder / "c", seed=1, config="mqa_tiny", bpb=(5, 4, 3.5, 3.25))
     for seed in range(2):
-        how = dict(seed=seed, num_steps=50, steps=(25, 50), bpb=(3.5, 2.5 + seed / 20))
-        write_run(folder / f"d{seed}", **how)
+        shorter = dict(seed=seed, num_steps=50, steps=(25, 50), bpb=(3.5, 2.5 + seed / 20))
+        write_run(folder / f"d{seed}", **shorter)
     write_run(folder / "z", seed=7, steps=(25,), bpb=(4,))
     monkeypatch.chdir(tmp_path)
     assert run("runs", "--out=out", "--against=mha_tiny", "--json") == 0
-    printed, said = capfd.readouterr()
-    golden.check_text(re.sub(r"[\d.]+ MB", "some MB", said), "compare/printed", 1e-3)
+    printed, text = capfd.readouterr()
+    golden.check_text(re.sub(r"[\d.]+ MB", "some MB", text), "compare/printed", 1e-3)
     ((sections,), (panels,)) = drawn
     for section in sections:
         golden.check(section, "compare", 1e-3)
@@ -72,25 +72,25 @@ def test_outputs_are_as_before(drawn, tmp_path, capfd, monkeypatch):
     lacking = {"mqa_tiny": [0, 2], "lrkv_tiny num_steps=50": [2]}
     skipped = dict(left_out=[left_out | dict(may_come=True)], lacking=lacking)
     data = {section.name: json_text.plain(section.data) for section in sections}
-    said = result.pop("verdict")
+    sentences = result.pop("verdict")
     assert result == data["results"] | skipped
-    made = provenance.software("matplotlib")
+    software = provenance.software("matplotlib")
     names = [f"runs/{name}" for name in "a0 a1 a2 b0 b1 b2 c d0 d1".split()]
     about = {
         "Runs": ", ".join(names),
         "Data set": hashlib.sha256(b'{"dataset": "data"}').hexdigest()[:16],
-        "Command": made["command"],
-        "Date": made["date"],
-        "Commit": made["commit"],
-        "Versions": {"python": made["python"]} | made["packages"],
+        "Command": software["command"],
+        "Date": software["date"],
+        "Commit": software["commit"],
+        "Versions": {"python": software["python"]} | software["packages"],
     }
     savings = stored.pop("savings")
     scores = {f"runs/a{i}": dict(combined=30 + 2.5 * i, core=20) for i in range(3)}
     scores["runs/b1"] = dict(core=15)
-    found = stored.pop("scores")
-    assert {name: pytest.approx(each) for name, each in scores.items()} == found
+    stored_scores = stored.pop("scores")
+    assert {name: pytest.approx(values) for name, values in scores.items()} == stored_scores
     assert stored == data["results"] | skipped | dict(
-        about=about, curves=data["curves"], verdict=said
+        about=about, curves=data["curves"], verdict=sentences
     )
     assert savings[1] == dict(
         leader="mha_tiny",
@@ -99,7 +99,7 @@ def test_outputs_are_as_before(drawn, tmp_path, capfd, monkeypatch):
         within_a_run=dict(mean=pytest.approx(0.4), half=None),
         at_equal_horizon=None,
     )
-    summary = [Point("", line) for line in said]
+    summary = [Point("", sentence) for sentence in sentences]
     page = document.page("Runs compared", command._LEAD, sections, about, summary=summary)
     assert (tmp_path / "out" / "compare.html").read_text() == page
     assert (tmp_path / "out" / "compare.png").read_bytes() == b"a picture"
@@ -108,18 +108,18 @@ def test_outputs_are_as_before(drawn, tmp_path, capfd, monkeypatch):
 def test_long_curves_are_thinned(tmp_path):
     """Keeps steps spaced evenly and geometrically. A run without times has no axis of them."""
     count = 1000
-    how = dict(num_steps=count, steps=range(1, count + 1), bpb=np.linspace(4, 2, count))
-    (write_run(tmp_path / "a", **how) / "timing.jsonl").unlink()
+    options = dict(num_steps=count, steps=range(1, count + 1), bpb=np.linspace(4, 2, count))
+    (write_run(tmp_path / "a", **options) / "timing.jsonl").unlink()
     groups = grouped(tmp_path / "a")
-    each = 32 * 256
+    tokens_per_step = 32 * 256
     kept = {round(x) for x in np.linspace(1, count, 100)}
     kept = sorted(kept | {round(x) for x in np.geomspace(1, count, 100)})
     assert report._axes(groups) == ["tokens", "flops", "six_n"]
     drawn = report._lines(groups, "tokens")
     assert drawn["x"] == "tokens, millions" and drawn["bands"] == {}
     xs, ys = drawn["series"]["lrkv_tiny"]
-    np.testing.assert_allclose(xs, each * np.array(kept) / 1e6)
-    np.testing.assert_allclose(ys, how["bpb"][np.array(kept) - 1])
+    np.testing.assert_allclose(xs, tokens_per_step * np.array(kept) / 1e6)
+    np.testing.assert_allclose(ys, options["bpb"][np.array(kept) - 1])
     assert report.rows(groups, groups[0])[0]["seconds"] is None
     for largest, units, expected in (
         (1e18, report._FLOPS, (1e18, "exaFLOPs")),
@@ -136,7 +136,7 @@ def test_long_curves_are_thinned(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "pattern"),
     [
         ([], "no workdir is given"),
         (["{runs}/nothing"], "no such folder"),
@@ -151,13 +151,13 @@ def test_long_curves_are_thinned(tmp_path):
         (["ftp://x/y"], "ftp:// is not supported"),
     ],
 )
-def test_user_errors_are_one_line(two, capfd, arguments, said):
-    given = [argument.format(runs=two) for argument in arguments]
-    out = [] if any("--out" in argument for argument in given) else [f"--out={two.parent}/out"]
-    assert run(*given, *out) == 2
+def test_user_errors_are_one_line(two, capfd, arguments, pattern):
+    formatted = [argument.format(runs=two) for argument in arguments]
+    out = [] if any("--out" in argument for argument in formatted) else [f"--out={two.parent}/out"]
+    assert run(*formatted, *out) == 2
     message = capfd.readouterr().err.strip()
     assert len(message.splitlines()) == 1
-    assert re.search(said, message), message
+    assert re.search(pattern, message), message
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_final_losses_against_caches_and_scores(drawn, tmp_path, capfd, monkeypa
     _evaluated(write_run(mid / "other"), 100, combined=dict(value=0.9))
     assert run(base, f"--scores={mid}", f"--out={out}", "--json") == 0
     stored = json.loads((out / "compare.json").read_text())
-    scores = {pathlib.Path(name).name: found for name, found in stored["scores"].items()}
+    scores = {pathlib.Path(name).name: values for name, values in stored["scores"].items()}
     assert scores == {name: dict(combined=100 * y) for name, (_, y) in bpb_and_score.items()}
     why = {
         "other": ("is neither a compared run nor started from one", False),
@@ -216,7 +216,7 @@ def test_final_losses_against_caches_and_scores(drawn, tmp_path, capfd, monkeypa
         "yet": ("was not evaluated", True),
     }
     assert {x["name"]: (x["why"], x["may_come"]) for x in stored["left_out"]} == {
-        f"mid/{name}": said for name, said in why.items()
+        f"mid/{name}": reason for name, reason in why.items()
     }
     caches, score = drawn[0][0][0].figures
     assert caches.alternative.startswith("gqa_tiny: 2.3 at 1,024; lrkv_tiny: 2.1 at 1,600;")
@@ -232,8 +232,8 @@ def test_final_losses_against_caches_and_scores(drawn, tmp_path, capfd, monkeypa
         (mid / "mha" / "evaluations" / "1000" / "summary.json").write_text(damaged)
         capfd.readouterr()
         assert run(base, "--scores=mid/mha", f"--out={out}") == 0  # curves are compared
-        said = " ".join(capfd.readouterr().out.split())
-        assert "skipped: mid/mha has scores that cannot be read: " in said
+        printed = " ".join(capfd.readouterr().out.split())
+        assert "skipped: mid/mha has scores that cannot be read: " in printed
         assert json.loads((out / "compare.json").read_text())["scores"] == {}
 
 

@@ -60,8 +60,8 @@ def test_a_running_group_has_a_curve_and_no_result(tmp_path):
 
 def test_runs_of_other_lengths_have_no_difference(tmp_path):
     write_run(tmp_path / "short", config="mha_tiny")
-    how = dict(num_steps=200, steps=(100, 200), bpb=(2, 1))
-    write_run(tmp_path / "long" / "s0", **how)
+    options = dict(num_steps=200, steps=(100, 200), bpb=(2, 1))
+    write_run(tmp_path / "long" / "s0", **options)
     write_run(tmp_path / "long" / "s1", seed=1, num_steps=200, steps=(100,), bpb=(2,))
     groups = grouped(tmp_path / "short", tmp_path / "long", running=True)
     assert report.rows(groups, groups[0])[1]["against"] is None
@@ -86,15 +86,15 @@ def test_savings_at_equal_horizon_are_of_finished_runs(tmp_path):
     write_run(tmp_path / "short", num_steps=50, steps=(25, 50), bpb=(4, 2.8))
     write_run(tmp_path / "whole", bpb=(4, 3, 2.5, 2.4))
     write_run(tmp_path / "other", config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
-    found = grouped(tmp_path)
-    reference = next(group for group in found if group.name == "mha_tiny")
-    (saving,) = savings_lib.savings(found, reference)
+    groups = grouped(tmp_path)
+    reference = next(group for group in groups if group.name == "mha_tiny")
+    (saving,) = savings_lib.savings(groups, reference)
     assert saving.within_a_run.mean == pytest.approx(0.30)
     assert saving.at_equal_horizon.mean == pytest.approx(1 - 50 * np.sqrt(2) / 100)
     ended = [(50, 2.8), (100, 2.4), (200, 2.4)]
     for loss, share in ((2.8, 0.5), (2.4, 0.0), (2.81, None), (2.39, None)):
-        found = savings_lib._between(ended, loss, 100)
-        assert found == (share if share is None else pytest.approx(share))
+        saved = savings_lib._between(ended, loss, 100)
+        assert saved == (share if share is None else pytest.approx(share))
 
 
 def test_seeds_that_never_reach_the_loss_leave_no_mean(tmp_path):

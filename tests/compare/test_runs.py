@@ -21,8 +21,8 @@ def test_a_run_has_its_evaluations(tmp_path):
     ((run,), left_out) = read(tmp_path / "a")
     assert not left_out and run.finished
     assert run.name == str(tmp_path / "a")
-    each = 32 * 256
-    assert run.tokens.tolist() == [each * step for step in steps]
+    tokens_per_step = 32 * 256
+    assert run.tokens.tolist() == [tokens_per_step * step for step in steps]
     np.testing.assert_allclose(run.seconds, run.tokens / 4096)
     assert run.final == 2.25 and run.seed == 0
 
@@ -46,10 +46,12 @@ def test_seconds_of_a_resumed_run_add_up(tmp_path):
 def test_rates_are_means_since_the_first_step_of_a_process(tmp_path):
     """Steps take half a second up to 50, and a second from there."""
     write_run(tmp_path / "a", steps=(50, 100), bpb=(3, 2))
-    each = 32 * 256
+    tokens_per_step = 32 * 256
     seconds = {50: 49 * 0.5, 100: 49 * 0.5 + 50 * 1.0}  # since the end of the first step
     lines = [dict(step=1, seconds_to_first_step=9.0)]
-    lines += [dict(step=s, tokens_per_second=(s - 1) * each / t) for s, t in seconds.items()]
+    lines += [
+        dict(step=s, tokens_per_second=(s - 1) * tokens_per_step / t) for s, t in seconds.items()
+    ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "a" / "timing.jsonl").write_text(text)
     ((run,), _) = read(tmp_path / "a")
@@ -77,13 +79,13 @@ def test_impossible_times_are_ignored(tmp_path, line):
 def test_damaged_lines_are_named_and_skipped(tmp_path, capfd, name):
     file = write_run(tmp_path / "a") / name
     ((plain,), _) = read(tmp_path / "a")
-    first, *more = file.read_text().splitlines(keepends=True)
-    file.write_text("".join([first, "{garbage\n", *more]))
+    first, *others = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([first, "{garbage\n", *others]))
     ((run,), _) = read(tmp_path / "a")
     assert run.steps.tolist() == [25, 50, 75, 100]
     assert run.seconds.tolist() == plain.seconds.tolist()
-    said = " ".join(capfd.readouterr().err.split())
-    assert f"a/{name}: line 2 is no record: b'{{garbage'" in said
+    warning = " ".join(capfd.readouterr().err.split())
+    assert f"a/{name}: line 2 is no record: b'{{garbage'" in warning
 
 
 def test_unusable_runs_are_skipped(tmp_path):
@@ -95,7 +97,7 @@ def test_unusable_runs_are_skipped(tmp_path):
     write_run(tmp_path / "huge", steps=(100, 2**53 + 1), bpb=(4, 3))
     (write_run(tmp_path / "damaged") / "config.json").write_text("{")
     (tmp_path / "begun").mkdir()
-    why = {
+    reasons = {
         "unfinished": ("is unfinished, evaluated up to step 25 of 100", True),
         "empty": ("was never evaluated", True),
         "infinite": ("has bits per byte that are not finite, at step 75", False),
@@ -103,15 +105,18 @@ def test_unusable_runs_are_skipped(tmp_path):
         "huge": (f"has a record of step {2**53 + 1}, which is out of range", False),
         "begun": ("has no config.json: no run has started there", True),
     }
-    runs, skipped = read(good, tmp_path / "damaged", *(tmp_path / name for name in why))
+    runs, skipped = read(good, tmp_path / "damaged", *(tmp_path / name for name in reasons))
     assert [run.name for run in runs] == [str(good)]
     damaged, *others = skipped
     assert "is not JSON" in damaged.why and not damaged.may_come
-    assert {pathlib.Path(one.name).name: (one.why, one.may_come) for one in others} == why
+    assert {
+        pathlib.Path(run_skipped.name).name: (run_skipped.why, run_skipped.may_come)
+        for run_skipped in others
+    } == reasons
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         (dict(data="other"), "its data set is another"),
         (dict(tokenizer="other"), "its tokenizer is another"),
@@ -119,11 +124,11 @@ def test_unusable_runs_are_skipped(tmp_path):
         (dict(length=128), "its config.data.sequence_length is 128, not 256"),
     ],
 )
-def test_runs_of_other_data_are_not_compared(tmp_path, change, said):
+def test_runs_of_other_data_are_not_compared(tmp_path, change, reason):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1, **change)
     runs, _ = read(tmp_path)
-    with pytest.raises(UserError, match=f"b cannot be compared with .*a: {said}"):
+    with pytest.raises(UserError, match=f"b cannot be compared with .*a: {reason}"):
         runs_lib.check_comparable(runs)
 
 
@@ -181,6 +186,6 @@ def test_a_run_without_num_steps_is_finished_at_its_last_checkpoint(tmp_path, mo
 def test_training_flops_and_6n():
     """FLOPs from shapes, and 6N: 6 x 2.444B x 50B tokens are LRKV figure 4's 733 exaFLOPs."""
     model = config_lib.resolve(command_line.load_config(CONFIGS / "mha_2p5b.py")).model
-    found = runs_lib.costs(model, 2048)
-    assert found["six_n"] * 50e9 / 1e18 == pytest.approx(733.3, abs=0.5)
-    assert found["flops"] > found["six_n"]
+    costs = runs_lib.costs(model, 2048)
+    assert costs["six_n"] * 50e9 / 1e18 == pytest.approx(733.3, abs=0.5)
+    assert costs["flops"] > costs["six_n"]

@@ -1,11 +1,11 @@
-"""The lines above a comparison."""
+"""The sentences above a comparison."""
 
 from kvjax.compare import verdict
 
 
 def _row(name, bpb, cache, against=None, half=None, bpb_half=0.01):
-    found = dict(name=name, bpb=bpb, bpb_half_interval=bpb_half, cache_bytes=cache)
-    return found | dict(against=against, against_half_interval=half)
+    row = dict(name=name, bpb=bpb, bpb_half_interval=bpb_half, cache_bytes=cache)
+    return row | dict(against=against, against_half_interval=half)
 
 
 MHA = _row("mha", 2.0, 1000)

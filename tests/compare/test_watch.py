@@ -15,15 +15,15 @@ from tests.compare.written import write_run
 
 def test_watching_ends_with_the_last_run(two, drawn, tmp_path, capfd, monkeypatch):
     """Shows the unfinished run as a curve, and reloads the page until it has finished."""
-    out, looks = tmp_path / "out", []
+    out, sleeps = tmp_path / "out", []
 
     def sleep(seconds):
-        looks.append((seconds, "refresh" in (out / "compare.html").read_text()))
+        sleeps.append((seconds, "refresh" in (out / "compare.html").read_text()))
         write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     assert run(two, f"--out={out}", "--watch") == 0
-    assert looks == [(30, True)]
+    assert sleeps == [(30, True)]
     assert "refresh" not in (out / "compare.html").read_text()
     assert json.loads((out / "compare.json").read_text())["rows"][1]["seeds"] == [0, 1, 7]
     assert capfd.readouterr().out.count("mha_tiny (running)") == 1
@@ -41,11 +41,11 @@ def test_results_name_their_seeds(two, drawn, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(two.parent)
     with contextlib.suppress(InterruptedError):
         run("runs", "--out=out", "--watch=5")
-    said = re.sub(r"[\d.]+ MB", "some MB", capfd.readouterr().out)
+    text = re.sub(r"[\d.]+ MB", "some MB", capfd.readouterr().out)
     ((sections,), _) = drawn
     (results,) = (section for section in sections if section.name == "results")
-    said += f"\n{results.lead}\n{results.tables[0].shown()}\n"
-    golden.check_text(said, "compare/watched", 1e-3)
+    text += f"\n{results.lead}\n{results.tables[0].shown()}\n"
+    golden.check_text(text, "compare/watched", 1e-3)
 
 
 def test_watching_does_not_wait_for_unusable_runs(two, drawn, tmp_path, capfd, monkeypatch):
@@ -53,17 +53,17 @@ def test_watching_does_not_wait_for_unusable_runs(two, drawn, tmp_path, capfd, m
     write_run(two / "infinite", seed=8, bpb=(4, 3, float("nan"), 2))
     monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
     assert run(two, f"--out={tmp_path / 'out'}", "--watch=5") == 0
-    said = " ".join(capfd.readouterr().out.split())
-    assert "infinite has bits per byte that are not finite, at step 75" in said
+    output = " ".join(capfd.readouterr().out.split())
+    assert "infinite has bits per byte that are not finite, at step 75" in output
 
 
 def test_removed_and_incomparable_runs_are_skipped(two, drawn, tmp_path, capfd, monkeypatch):
     """Removes a named folder; adds runs of other data and a repeated seed to another."""
-    out, looks = tmp_path / "out", []
+    out, sleeps = tmp_path / "out", []
     write_run(tmp_path / "named", seed=5)
 
     def sleep(seconds):
-        looks.append(seconds)
+        sleeps.append(seconds)
         shutil.rmtree(tmp_path / "named")
         write_run(two / "a_other", seed=9, data="other")
         (write_run(two / "a_third", seed=9) / "dataset.json").unlink()
@@ -74,22 +74,22 @@ def test_removed_and_incomparable_runs_are_skipped(two, drawn, tmp_path, capfd, 
     monkeypatch.setattr(command.time, "sleep", sleep)
     arguments = (tmp_path / "named", two, f"--out={out}", "--against=mha_tiny", "--watch=5")
     assert run(*arguments) == 0
-    assert len(looks) == 1
-    said = "".join(capfd.readouterr().out.split())  # lines end at hyphens too
+    assert len(sleeps) == 1
+    output = "".join(capfd.readouterr().out.split())  # lines end at hyphens too
     for line in (
         f"skipped: {tmp_path / 'named'} is not there any more",
         f"a_other cannot be compared with {two}/l0: its data set is another",
         "a_third cannot be compared: dataset.json is missing",
         f"a_repeat has the config and the seed (0) of {two}/l0",
     ):
-        assert "".join(line.split()) in said
-    found = json.loads((out / "compare.json").read_text())["rows"]
-    assert {row["name"]: row["seeds"] for row in found} == {
+        assert "".join(line.split()) in output
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    assert {row["name"]: row["seeds"] for row in rows} == {
         "lrkv_tiny": [0, 1],
         "mha_tiny num_steps=100": [0, 1, 7],
         "mha_tiny num_steps=200": [0],
     }
-    assert found[0]["against"] == pytest.approx(-0.35)
+    assert rows[0]["against"] == pytest.approx(-0.35)
 
 
 def test_watching_ends_at_once_without_usable_runs(tmp_path, capfd, monkeypatch):
@@ -101,8 +101,8 @@ def test_watching_ends_at_once_without_usable_runs(tmp_path, capfd, monkeypatch)
     (converted / "checkpoints" / "100" / "state").mkdir(parents=True)
     (converted / "checkpoints" / "100" / "_CHECKPOINT_METADATA").write_text("{}")
     assert run(tmp_path / "runs", f"--out={tmp_path / 'out'}", "--watch=5") == 2
-    said = " ".join(capfd.readouterr().err.split())
-    assert "nothing to compare" in said and "converted was never evaluated" in said
+    message = " ".join(capfd.readouterr().err.split())
+    assert "nothing to compare" in message and "converted was never evaluated" in message
 
 
 @pytest.mark.parametrize("record", ["", '{"step": 100, "loss": 1.0}'])
@@ -113,5 +113,5 @@ def test_watching_waits_for_the_first_evaluation(tmp_path, record):
     for step in (50, 100):
         (workdir / "checkpoints" / str(step)).mkdir(parents=True)
         (workdir / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").write_text("{}")
-        _, (one,) = runs_lib.read(runs_lib.workdirs([str(workdir)]), running=True)
-        assert one.why == "was never evaluated" and one.may_come == (step == 50)
+        _, (skipped,) = runs_lib.read(runs_lib.workdirs([str(workdir)]), running=True)
+        assert skipped.why == "was never evaluated" and skipped.may_come == (step == 50)

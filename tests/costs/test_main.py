@@ -29,10 +29,10 @@ def test_all_that_the_command_says(run, tmp_path):
     """Covers two configs, two chips, of which one is too small for some batches, and nine."""
     for name in ("mha_2p5b", "lrkv_2p5b"):
         shutil.copy(CONFIGS / f"{name}.py", tmp_path)
-    given = ("--all", "--details", "--device=v5e", "--device=h200", "--batch=3", "--chips=9")
-    text, result = run(f"--config={tmp_path / 'lrkv_2p5b.py'}", *given)
+    options = ("--all", "--details", "--device=v5e", "--device=h200", "--batch=3", "--chips=9")
+    text, result = run(f"--config={tmp_path / 'lrkv_2p5b.py'}", *options)
     reports = result.pop("configs")
-    decode = [json.dumps(each) for report in reports for each in report.pop("decode")]
+    decode = [json.dumps(entry) for report in reports for entry in report.pop("decode")]
     lines = [text, json.dumps(result), *map(json.dumps, reports), *decode]
     golden.check_text("\n".join(lines), "costs/printed", rtol=1e-9)
 
@@ -43,8 +43,8 @@ def test_all_configs_of_a_scale_by_cache(run, tmp_path):
     _, result = run(f"--config={tmp_path / 'lrkv_tiny.py'}", "--all")
     assert [r["config"] for r in result["configs"]] == ["mha_tiny", "lrkv_tiny", "gqa_tiny"]
     assert list(result["configs"][0]["decode"][0]["largest_batch"]) == list(datasheets.DEVICES)
-    mine = shutil.copy(CONFIGS / "mqa_tiny.py", tmp_path / "mine.py")  # which names no scale
-    assert [r["config"] for r in run(f"--config={mine}", "--all")[1]["configs"]] == ["mqa_tiny"]
+    own = shutil.copy(CONFIGS / "mqa_tiny.py", tmp_path / "mine.py")  # which names no scale
+    assert [r["config"] for r in run(f"--config={own}", "--all")[1]["configs"]] == ["mqa_tiny"]
     (tmp_path / "lrkv_tiny.py").write_text("import no_such_module\n")
     with pytest.raises(UserError, match=r"lrkv_tiny.py: ModuleNotFoundError: No module named"):
         run(f"--config={tmp_path / 'lrkv_tiny.py'}", "--all")

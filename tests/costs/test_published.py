@@ -64,18 +64,18 @@ def own(config):
 
 @pytest.mark.parametrize("name", HAND)
 def test_hand_numbers(name):
-    config, each, whole, mha = HAND[name]
+    config, per_token, per_sequence, mha = HAND[name]
     row = own(config)
-    assert (row.cache_bytes(BFLOAT16), row.cache_bytes(BFLOAT16, T)) == (each, whole)
-    assert row.cache_bytes(FLOAT32) == 2 * each
+    assert (row.cache_bytes(BFLOAT16), row.cache_bytes(BFLOAT16, T)) == (per_token, per_sequence)
+    assert row.cache_bytes(FLOAT32) == 2 * per_token
     first = methods.rows(of_config(config, "config.json"))[0]
     assert first.name == "MHA" and first.cache_bytes(BFLOAT16) == mha
 
 
 def test_rows_of_llama_by_hand():
     """Elements per token and layer: 1,024 keys and as many values in 8 KV heads of 128."""
-    found = {name: row.cache_bytes(BFLOAT16) / 32 / 2 for name, row in rows_of(LLAMA).items()}
-    assert found == {
+    elements = {name: row.cache_bytes(BFLOAT16) / 32 / 2 for name, row in rows_of(LLAMA).items()}
+    assert elements == {
         "MHA": 8192,
         "GQA, 8 KV heads (this model)": 2048,
         "MQA": 256,
@@ -115,7 +115,7 @@ def test_models_that_kvjax_imports_and_converts_cost_what_its_formulas_say(name)
     heads, dim = shape.layers[0].kv_heads, shape.layers[0].key_dim
     if shape.normed_keys or not 1 < heads < shape.layers[0].num_heads:
         return
-    for method, named in (
+    for method, row_name in (
         (LowRankKV(rank=dim // 4), f"LRKV, {heads} KV heads, rank {dim // 4}"),
         (ThinKeys(rank=dim // 4, mode="per_head"), f"factored keys, rank {dim // 4} per head"),
         (
@@ -127,7 +127,7 @@ def test_models_that_kvjax_imports_and_converts_cost_what_its_formulas_say(name)
     ):
         converted = ConvertedModel(model, [method] * len(shape.layers), None).transformer
         expected = formulas.cache_bytes_per_token(converted, BFLOAT16)
-        assert rows[named].cache_bytes(BFLOAT16) == expected
+        assert rows[row_name].cache_bytes(BFLOAT16) == expected
 
 
 PLAIN = dict(num_hidden_layers=4, num_attention_heads=8, hidden_size=512)
@@ -202,7 +202,7 @@ def without(config, *keys):
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "config, message",
     [
         (without(LLAMA, "num_hidden_layers"), "num_hidden_layers is missing"),
         (without(LLAMA, "num_attention_heads"), "num_attention_heads is missing"),
@@ -220,12 +220,12 @@ def without(config, *keys):
         (dict(PLAIN, layer_types=["mamba"] * 4), "no layer has keys and values: mamba"),
     ],
 )
-def test_keys_that_are_missing_or_contradict(config, said, tmp_path, capsys):
+def test_keys_that_are_missing_or_contradict(config, message, tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     assert command_line.status(command.main, [f"--model={file}"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvjax: --model=") and said in error and error.count("\n") == 1
+    assert error.startswith("kvjax: --model=") and message in error and error.count("\n") == 1
 
 
 def test_a_gguf_file_costs_what_its_folder_does(tmp_path):
@@ -233,11 +233,11 @@ def test_a_gguf_file_costs_what_its_folder_does(tmp_path):
         path = tmp_path / f"{name}.gguf"
         gguf_files.write(path, comparison.PUBLISHED / name, architecture)
         expected = published.read(str(comparison.PUBLISHED / name))
-        found = published.read(str(path))
-        assert (found.layers, found.context, found.family) == (
+        shape = published.read(str(path))
+        assert (shape.layers, shape.context, shape.family) == (
             (expected.layers, expected.context, expected.family)
         )
-        assert found.name == name and found.weight_bytes == path.stat().st_size
+        assert shape.name == name and shape.weight_bytes == path.stat().st_size
 
 
 def test_tokens_that_fit_are_those_whose_cache_fits():
@@ -247,8 +247,8 @@ def test_tokens_that_fit_are_those_whose_cache_fits():
     assert room == 2 * 72 * 10**9 - 10**9
     for row in rows:
         tokens = row.tokens(context, BFLOAT16, room)
-        each = row.cache_bytes(BFLOAT16, context) / context  # less than per token, by the windows
-        assert room - each < tokens * each <= room and each < row.cache_bytes(BFLOAT16)
+        mean = row.cache_bytes(BFLOAT16, context) / context  # per token; windows make it smaller
+        assert room - mean < tokens * mean <= room and mean < row.cache_bytes(BFLOAT16)
     assert rows[0].tokens(context, BFLOAT16, -5) == 0
 
 
@@ -271,12 +271,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     local = shutil.copytree(folder, tmp_path / "Llama-3-8B")
     command.main([f"--model={local}", "--context=10", "--json"])
     assert json.loads(capsys.readouterr().out)["rows"][1]["cache_bytes"]["float32"] == 2_621_440
-    for other, said in (
+    for other, message in (
         ("--batch=2", "--batch: is for configs; --model="),
         ("--config=lrkv_tiny", "--config: is for configs"),
         ("--config.model.num_layers=2", "--config.model.num_layers: is for configs"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             command.main([f"--model={local}", other])
     (local / "config.json").write_text(json.dumps(without(LLAMA, "max_position_embeddings")))
     with pytest.raises(UserError, match="--context is missing: .* does not say its own"):

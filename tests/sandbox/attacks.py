@@ -1,10 +1,10 @@
-"""Programs that try to get out, to take the machine, or to pass without being right: attacks.txt.
+"""The programs of attacks.txt, which try to escape, to exhaust the machine, or to pass if wrong.
 
 A row is `name: code`, or `name:` and indented lines of code. Modules that the code names are
-imported; @NAME@ stands for what `outside.Outside` has, LOOKED for the errors of a kernel that has
-looked at the arguments, RIGHT for the reply to the first call. No program computes the sum: a
-breach defines a right `add` if what it tries works, so that passing means that it worked. None
-would hurt the machine if it were let through.
+imported; @NAME@ stands for a value in `outside.Outside.names`, LOOKED for the errors of a kernel
+that has examined the arguments, RIGHT for the right reply to the first call. No program computes
+the sum: a breach defines a right `add` only if its attempt works, so that passing means success.
+None would harm the machine if it succeeded.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ _MODULES = (
     *("shutil", "signal", "socket", "stat", "subprocess", "sys", "threading", "time"),
 )
 _NAMED = re.compile(rf"\b({'|'.join(_MODULES)})\.")
-# Functions of the table. System calls have the numbers of x86-64; `channel` is a candidate's.
+# Functions that rows call. System calls have x86-64's numbers; `channel` finds the candidate's.
 _FUNCTIONS = {
     "call": """
 _library = ctypes.CDLL(None, use_errno=True)
@@ -70,7 +70,7 @@ _text = pathlib.Path(__file__).with_suffix(".txt").read_text()
 _, *_tables = re.split(r"^#.*\n", _text, flags=re.MULTILINE)
 _breaches, FORGERIES, SIEGES = map(_table, _tables)
 BREACHES = {name.lstrip("*"): _breach(code) for name, code in _breaches.items()}
-# Without layers these work for any user, on any Linux: they are attacks, and not mistakes in them.
+# Without layers these work for any user, on any Linux, which shows that the attacks are real.
 REAL = [name[1:] for name in _breaches if name.startswith("*")]
 
 

@@ -3,9 +3,9 @@
     python -m tests.sandbox.held [LAYERS ...] [--json] [--quick]
 
 LAYERS are names of COMBINATIONS; all by default. Breaches are tried by the program, and then by
-the test. Prints a row for each combination, with what got through, and exits with status 1 if
-anything did. --quick leaves out what takes its time. Needs nothing but the standard library, so
-that another user may run it.
+the test. Prints a row for each combination, with the attacks that succeeded, and exits with status
+1 if any did. --quick leaves out sieges, which are slow. Needs only the standard library, so that
+another user can run it.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def _bubblewrap():
     return namespaces.find(base_interpreter())
 
 
-# The program is right, and it is the test that tries something.
+# Appended to an attack that the test tries; the program is right.
 _BY_THE_TEST = "\ndef check(candidate): assert candidate(1, 2) == add(1, 2)\n"
 _RIGHT = "def add(a, b): return a + b\n"
 COMBINATIONS: dict[str, Callable[[], Layers]] = {
@@ -47,13 +47,13 @@ def try_all(box: Box, programs: dict[str, str], *, by_the_test: bool = False) ->
     """Returns the names of programs that passed, and what they changed outside.
 
     Args:
-      by_the_test: they are tried in the judge, of breaches.
+      by_the_test: the programs, which are breaches, run in the test instead.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        outside.Outside(pathlib.Path(folder)) as around,
+        outside.Outside(pathlib.Path(folder)) as environment,
     ):
-        filled = [attacks.filled(program, around.names) for program in programs.values()]
+        filled = [attacks.filled(program, environment.names) for program in programs.values()]
         problems = [
             Problem(_RIGHT, program + _BY_THE_TEST, "add")
             if by_the_test
@@ -62,7 +62,7 @@ def try_all(box: Box, programs: dict[str, str], *, by_the_test: bool = False) ->
         ]
         verdicts = box.judge_all(problems)
         passed = [name for name, v in zip(programs, verdicts, strict=True) if v.passed]
-        return passed + around.changes()
+        return passed + environment.changes()
 
 
 def table(names: list[str], *, quick: bool) -> list[dict]:
@@ -96,9 +96,11 @@ def main(arguments: list[str]) -> int:
         elif "missing" in row:
             print(f"{row['combination']:6} user {row['user']}: not here: {row['missing']}")
         else:
-            held = row["tried"] - len(row["through"])
-            said = f"{row['combination']:6} user {row['user']}: {held} of {row['tried']} held"
-            print(f"{said}, {', '.join(row['layers'])}", *row["through"], sep="\n    ", flush=True)
+            stopped = row["tried"] - len(row["through"])
+            summary = f"{row['combination']:6} user {row['user']}: {stopped} of {row['tried']} held"
+            print(
+                f"{summary}, {', '.join(row['layers'])}", *row["through"], sep="\n    ", flush=True
+            )
     return int(any(row.get("through") for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""Runs a command on a kernel that lacks something: its system calls answer ENOSYS.
+"""Runs a command as on a kernel that lacks some layers: their system calls fail with ENOSYS.
 
 python -m tests.sandbox.missing landlock,seccomp COMMAND ...
 """
@@ -23,9 +23,9 @@ def without(numbers: list[int]) -> None:
     code.append((0x06, 0, 0, seccomp.ALLOW))
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     buffer = ctypes.create_string_buffer(packed, len(packed))
-    whole = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+    sock_fprog = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
     prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-    system_call(PROCESSOR.seccomp, 1, 0, ctypes.create_string_buffer(whole, len(whole)))
+    system_call(PROCESSOR.seccomp, 1, 0, ctypes.create_string_buffer(sock_fprog, len(sock_fprog)))
 
 
 if __name__ == "__main__":

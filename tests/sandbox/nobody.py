@@ -17,7 +17,7 @@ _COPIED = ("kvjax/__init__.py", "kvjax/sandbox", "tests/__init__.py", "tests/san
 
 
 def why_not() -> str | None:
-    """Returns why it cannot be done; None if it can."""
+    """Returns why Python cannot be run as `nobody`; None if it can."""
     if os.geteuid():
         return "only root becomes another user"
     if not shutil.which("setpriv") or not shutil.which("unshare"):

@@ -9,10 +9,10 @@ import socket
 
 
 class Outside(contextlib.ExitStack):
-    """A folder with a secret and a victim, and ends of connections; `changes` lists what happened.
+    """A folder with a secret and a victim, and listeners; `changes` lists what programs changed.
 
     Attributes:
-      names: for `attacks.filled`.
+      names: values for `attacks.filled`.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -51,17 +51,17 @@ class Outside(contextlib.ExitStack):
 
     def changes(self) -> list[str]:
         """Returns differences from the initial state."""
-        now = self._state()
-        found = [name for name in now if now[name] != self._before[name]]
+        state = self._state()
+        differences = [name for name in state if state[name] != self._before[name]]
         for listener in self._listeners:
             with contextlib.suppress(BlockingIOError):
                 listener.accept()[0].close()
-                found.append(f"a connection to {listener.getsockname()!r}")
+                differences.append(f"a connection to {listener.getsockname()!r}")
         with contextlib.suppress(BlockingIOError):
-            found.append(f"a datagram {self._udp.recv(100)!r}")
+            differences.append(f"a datagram {self._udp.recv(100)!r}")
         if self._signals:
-            found.append(f"signals {self._signals}")
-        return found
+            differences.append(f"signals {self._signals}")
+        return differences
 
     def _state(self) -> dict[str, object]:
         files = {

@@ -1,4 +1,4 @@
-"""All attacks: on every combination of layers, by other users, on lesser kernels."""
+"""All attacks: on every combination of layers, by other users, on kernels that lack a layer."""
 
 import json
 import shutil
@@ -56,17 +56,17 @@ def test_every_attack_is_held_where_there_are_no_namespaces():
         text=True,
         check=False,
     )
-    here, not_here = lines(run)
-    assert not through(here)
-    assert "bwrap" in not_here["missing"]
+    tried, untried = lines(run)
+    assert not through(tried)
+    assert "bwrap" in untried["missing"]
 
 
 @pytest.mark.slow
 def test_attacks_work_where_there_are_no_layers():
     programs = {name: attacks.BREACHES[name] for name in attacks.REAL}
-    found = held.try_all(Box(Layers(), held.LIMITS), programs)
-    assert set(attacks.REAL) <= set(found)
-    assert found[len(attacks.REAL) :], "what they did outside is not seen"
+    successful = held.try_all(Box(Layers(), held.LIMITS), programs)
+    assert set(attacks.REAL) <= set(successful)
+    assert successful[len(attacks.REAL) :], "what they did outside is not seen"
 
 
 OPEN = """
@@ -86,9 +86,9 @@ def opened(lacks, policy="linux"):
 
 
 def test_without_seccomp_it_is_refused():
-    said = opened("seccomp")
-    assert "refused: no sandbox works here" in said
-    assert "linux: seccomp: Function not implemented (ENOSYS)" in said
+    message = opened("seccomp")
+    assert "refused: no sandbox works here" in message
+    assert "linux: seccomp: Function not implemented (ENOSYS)" in message
 
 
 def test_a_layer_that_is_asked_for_must_hold():

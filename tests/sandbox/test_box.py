@@ -23,7 +23,7 @@ def check(candidate):
 """
 RIGHT = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
-# One for each promise; the others are in test_attacks.py.
+# One breach per promise of the sandbox; test_attacks.py tries all.
 SOME_BREACHES = (
     "write a file",
     "read a secret",
@@ -153,8 +153,8 @@ def test_a_test_that_fails_before_it_asks_is_an_error(box):
 
 @pytest.fixture
 def around(tmp_path):
-    with outside.Outside(tmp_path) as found:
-        yield found
+    with outside.Outside(tmp_path) as around_box:
+        yield around_box
 
 
 SOME = (*SOME_BREACHES, *SOME_FORGERIES, *SOME_SIEGES)
@@ -215,16 +215,16 @@ def test_cpu_time_ends(box):
 def test_verdicts_do_not_depend_on_how_many_are_judged_at_once(box):
     programs = (RIGHT, WRONG, "", "import os; os._exit(0)", RIGHT, "x = '\ud800'")
     problems = [sandbox.Problem(program, TEST, "add") for program in programs]
-    said = []
-    one = box.judge_all(problems, workers=1)
-    many = box.judge_all(problems, workers=4, on_verdict=lambda i, v: said.append((i, v)))
+    reported = []
+    sequential = box.judge_all(problems, workers=1)
+    parallel = box.judge_all(problems, workers=4, on_verdict=lambda i, v: reported.append((i, v)))
 
-    def told(verdicts):
+    def outcomes(verdicts):
         return [(v.passed, v.reason) for v in verdicts]
 
-    assert told(one) == told(many)
-    assert [v.passed for v in one] == [True, False, False, False, True, False]
-    assert sorted(said, key=lambda pair: pair[0]) == list(enumerate(many))
+    assert outcomes(sequential) == outcomes(parallel)
+    assert [v.passed for v in sequential] == [True, False, False, False, True, False]
+    assert sorted(reported, key=lambda pair: pair[0]) == list(enumerate(parallel))
     assert box.judge_all([]) == []
 
 

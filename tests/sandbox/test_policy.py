@@ -32,11 +32,11 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linu
 @pytest.fixture
 def opened(monkeypatch):
     """Returns a function from supported layers to the layers that a policy opens."""
-    asked = []
+    boxes = []
 
     def box(layers, limits, without=(), breaches=True):
-        asked.append((layers, without))
-        return asked[-1]
+        boxes.append((layers, without))
+        return boxes[-1]
 
     def missing(interpreter):
         raise sandbox.SandboxError("it is not here")
@@ -91,13 +91,15 @@ def test_an_unknown_policy():
 def test_other_machines_have_webassembly_alone(opened, monkeypatch):
     """The policy "auto" takes WebAssembly only if the Linux layers are missing."""
     runtime = webassembly.Runtime("/packages", "/x.cwasm", "wasmtime 1")
-    for name, value, told in (
+    for name, value, message in (
         ("sys.platform", "darwin", "this is darwin"),
         ("platform.machine", lambda: "riscv64", "riscv64: seccomp needs x86_64 or aarch64"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
-            with pytest.raises(sandbox.SandboxError, match=f"linux: {told}. wasm: it is not here"):
+            with pytest.raises(
+                sandbox.SandboxError, match=f"linux: {message}. wasm: it is not here"
+            ):
                 opened(HERE, BWRAP, "auto")
             patch.setattr(webassembly, "find", lambda interpreter: runtime)
             assert sandbox.open("auto") == (Layers(wasm=runtime), ()) == sandbox.open("wasm")
@@ -111,8 +113,8 @@ def test_without_a_sandbox_results_say_so():
     assert box.judge(**RIGHT).passed
 
 
-class Told:
-    """A box that gives prepared verdicts, and does what a program would do."""
+class FakeBox:
+    """A box that returns prepared verdicts, and does what a breach would do."""
 
     def __init__(self, *said, does=None):
         self.said, self.limits, self.asked, self._does = list(said), sandbox.Limits(), [], does
@@ -140,18 +142,18 @@ def test_a_box_is_tried_before_it_judges(monkeypatch):
         sandbox.Limits(seconds=0.1, retries=0),
         ask | dict(program="while True: pass\n"),
     ]
-    box = Told("", "wrong", late)
+    box = FakeBox("", "wrong", late)
     self_test.check(box, breaches=False)
     assert box.asked == tried
-    for said, told in (
+    for verdicts, message in (
         (["no"], "a right program fails: no"),
         (["", ""], "a wrong program passes"),
         (["", "wrong", "Error"], "a loop does not run out of time: Error"),
         (["", "wrong", late, "Own"], "the layers do not hold: Own"),
     ):
-        with pytest.raises(sandbox.SandboxError, match=f"^self-test: {told}$"):
-            self_test.check(Told(*said))
-    box = Told("", "wrong", late, "")
+        with pytest.raises(sandbox.SandboxError, match=f"^self-test: {message}$"):
+            self_test.check(FakeBox(*verdicts))
+    box = FakeBox("", "wrong", late, "")
     self_test.check(box)
     last = box.asked.pop()
     assert box.asked == tried and last["entry_point"] == "attempt"
@@ -165,12 +167,12 @@ def test_a_box_is_tried_before_it_judges(monkeypatch):
         port = int(re.search(r"127.0.0.1', (\d+)\)", test)[1])
         socket.create_connection(("127.0.0.1", port), 9).close()
 
-    for does in (writes, connects):
+    for effect in (writes, connects):
         with pytest.raises(
             sandbox.SandboxError, match="do not hold: its program reached a file or"
         ):
-            self_test.check(Told("", "wrong", late, "", does=does))
-    # Without layers that hold: of the others, limits alone and another user keep the machine.
+            self_test.check(FakeBox("", "wrong", late, "", does=effect))
+    # Without layers these succeed; limits, or another user's rights, prevent the other breaches.
     for name in ("writes a file", "connects", "reads the environment of the process that judges"):
         monkeypatch.setattr(self_test, "_BREACHES", {name: BREACHES[name]})
         with pytest.raises(sandbox.SandboxError, match=f"do not hold: AssertionError: {name}"):
@@ -184,8 +186,8 @@ def test_layers_are_commands_requests_and_names(monkeypatch):
     limits = sandbox.Limits(memory_bytes=1000, cpu_seconds=7)
     own = [python, *options, sources.interpreter(locks_itself=True)]
     lock = dict(memory_bytes=1000, cpu_seconds=7, processes=1)
-    bare, both = Layers(), Layers(seccomp=True, landlock=True, bubblewrap=BWRAP)
-    for layers, command, given in (
+    bare, all_linux = Layers(), Layers(seccomp=True, landlock=True, bubblewrap=BWRAP)
+    for layers, command, options_given in (
         (bare, own, dict(use_landlock=False, use_seccomp=False, parent=os.getpid())),
         (
             Layers(landlock=True),
@@ -193,18 +195,18 @@ def test_layers_are_commands_requests_and_names(monkeypatch):
             dict(use_landlock=True, use_seccomp=False, parent=os.getpid()),
         ),
         (
-            both,
+            all_linux,
             [*BWRAP.command(python, {"PYTHONHASHSEED": "0"}), *own],
             dict(use_landlock=True, use_seccomp=True, parent=None),
         ),
     ):
         assert layers.command(limits) == command
-        assert layers.request("judge", limits) == dict(role="judge", lock=lock | given)
+        assert layers.request("judge", limits) == dict(role="judge", lock=lock | options_given)
     runtime = webassembly.Runtime("/packages", "/x.cwasm", "wasmtime 1, CPython 3")
     wasm = Layers(wasm=runtime)
-    *host, asked = wasm.command(limits)
+    *host, request = wasm.command(limits)
     assert host == [python, *options, sources.host()]
-    assert json.loads(asked) == dict(
+    assert json.loads(request) == dict(
         packages="/packages",
         compiled="/x.cwasm",
         arguments=["python", *options, sources.interpreter(locks_itself=False)],
@@ -213,32 +215,32 @@ def test_layers_are_commands_requests_and_names(monkeypatch):
         cpu_seconds=7,
     )
     assert wasm.request("candidate", limits) == dict(role="candidate", lock=None)
-    assert (bare.kernel_layers(), both.kernel_layers()) == ((), ("landlock", "seccomp"))
+    assert (bare.kernel_layers(), all_linux.kernel_layers()) == ((), ("landlock", "seccomp"))
     assert bare.names(HERE | NO_LANDLOCK | dict(seccomp=0)) == ("none",) == bare.names({})
-    assert both.names(HERE) == ("rlimits", "seccomp", "landlock 7", "namespaces (bwrap 0.8.0)")
+    assert all_linux.names(HERE) == ("rlimits", "seccomp", "landlock 7", "namespaces (bwrap 0.8.0)")
     assert bare.names(NO_LANDLOCK | dict(landlock=0)) == ("rlimits", "seccomp")
     assert bare.names(NO_SECCOMP | dict(landlock=1)) == ("rlimits", "landlock 1")
     assert wasm.names({}) == ("rlimits", "wasm (wasmtime 1, CPython 3)")
-    whole = sandbox.Limits()
-    assert dataclasses.astuple(whole) == (5.0, 5, 256 << 20, 1 << 20, 60.0, 1)
+    default_limits = sandbox.Limits()
+    assert dataclasses.astuple(default_limits) == (5.0, 5, 256 << 20, 1 << 20, 60.0, 1)
 
 
 def test_bubblewrap_shows_nothing_but_what_an_interpreter_imports(monkeypatch):
     links = {"/lib": "usr/lib", "/base/lib": "elsewhere"}
-    there = {"/lib64", "/usr/lib", "/base/lib64", "/python"}
+    existing = {"/lib64", "/usr/lib", "/base/lib64", "/python"}
     monkeypatch.setattr(sys, "base_prefix", "/base")
     monkeypatch.setattr(sys, "platlibdir", "lib64")
     monkeypatch.setattr(os, "readlink", links.__getitem__)
     monkeypatch.setattr(os.path, "islink", links.__contains__)
-    monkeypatch.setattr(os.path, "exists", there.__contains__)
-    said = "/usr/bin/bwrap --unshare-all --unshare-user --die-with-parent --new-session "
-    said += "--cap-drop ALL --uid 65534 --gid 65534 --clearenv{} --setenv A b --setenv C d "
-    said += "--size 1048576 --tmpfs /tmp --chdir /tmp --symlink usr/lib /lib "
-    said += "--ro-bind /lib64 /lib64 --ro-bind /usr/lib /usr/lib --symlink elsewhere /base/lib "
-    said += "--ro-bind /base/lib64 /base/lib64 --ro-bind /python /python --"
-    for forbids, more in ((True, " --disable-userns"), (False, "")):
-        found = dataclasses.replace(BWRAP, forbids_nesting=forbids)
-        assert found.command("/python", dict(A="b", C="d")) == said.format(more).split()
+    monkeypatch.setattr(os.path, "exists", existing.__contains__)
+    expected = "/usr/bin/bwrap --unshare-all --unshare-user --die-with-parent --new-session "
+    expected += "--cap-drop ALL --uid 65534 --gid 65534 --clearenv{} --setenv A b --setenv C d "
+    expected += "--size 1048576 --tmpfs /tmp --chdir /tmp --symlink usr/lib /lib "
+    expected += "--ro-bind /lib64 /lib64 --ro-bind /usr/lib /usr/lib --symlink elsewhere /base/lib "
+    expected += "--ro-bind /base/lib64 /base/lib64 --ro-bind /python /python --"
+    for forbids, option in ((True, " --disable-userns"), (False, "")):
+        bubblewrap = dataclasses.replace(BWRAP, forbids_nesting=forbids)
+        assert bubblewrap.command("/python", dict(A="b", C="d")) == expected.format(option).split()
 
 
 def test_an_interpreter_that_does_not_start(monkeypatch):
@@ -271,14 +273,14 @@ def test_the_first_bubblewrap_that_works_is_taken(monkeypatch, tmp_path):
     old = program("old", f"{version}\ncase $* in *--disable-userns*) exit 1;; esac")
     new = program("new", f'{version.replace("0.7", "0.8")}\n[ -z "$HOME" ]')
     gone = str(tmp_path / "gone")
-    for paths, told in (
+    for paths, message in (
         ([full], "^bwrap: No space left on device$"),
         ([silent, full], "^status 3; bwrap: No space left on device$"),
         ([gone], "No such file or directory"),
         ([], "^no bwrap on PATH: install bubblewrap"),
     ):
         monkeypatch.setattr(namespaces, "_installed", lambda paths=paths: paths)
-        with pytest.raises(sandbox.SandboxError, match=told):
+        with pytest.raises(sandbox.SandboxError, match=message):
             namespaces.find("/bin/true")
     for path, version, forbids in ((old, "bwrap 0.7", False), (new, "bwrap 0.8", True)):
         monkeypatch.setattr(namespaces, "_installed", lambda path=path: [full, path, silent])
@@ -313,14 +315,14 @@ def test_compiled_code_that_is_damaged_is_compiled_again(monkeypatch, tmp_path):
     file = pathlib.Path(webassembly.find("python").compiled)
     assert file.parent == tmp_path / "kvjax" / "sandbox"
     wasm = str(package / "python-3.12.0.wasm")
-    how = ["python", "-I", "-S", "-B", "-c", webassembly._COMPILE, str(tmp_path), wasm]
-    assert compiled[0][:-1] == how and not pathlib.Path(compiled[0][-1]).exists()
+    compiler = ["python", "-I", "-S", "-B", "-c", webassembly._COMPILE, str(tmp_path), wasm]
+    assert compiled[0][:-1] == compiler and not pathlib.Path(compiled[0][-1]).exists()
     assert webassembly.find("python") == webassembly.Runtime(
         str(tmp_path), str(file), "wasmtime 1, CPython 3.12.0"
     )
-    for broken in damage.flipped(b"native code"):
+    for damaged in damage.flipped(b"native code"):
         count = len(compiled)
-        file.write_bytes(broken)
+        file.write_bytes(damaged)
         for _ in range(2):
             assert webassembly.find("python").compiled == str(file)
             assert file.read_bytes() == b"native code" and len(compiled) == count + 1
@@ -335,13 +337,13 @@ def test_compiled_code_that_is_damaged_is_compiled_again(monkeypatch, tmp_path):
         with pytest.raises(sandbox.SandboxError, match=f"cannot read {tmp_path} .Is a d.*: remove"):
             webassembly.find("python")
     file.unlink()
-    for status, said, told in (
+    for status, stderr, message in (
         (3, "", "status 3"),
         (1, "Trace\nMemoryError: x\n", "MemoryError: x"),
     ):
-        ended = subprocess.CompletedProcess([], status, "", said)
-        monkeypatch.setattr(webassembly, "run", lambda *_, ended=ended: ended)
-        with pytest.raises(sandbox.SandboxError, match=f"^cannot compile {wasm}: {told}$"):
+        result = subprocess.CompletedProcess([], status, "", stderr)
+        monkeypatch.setattr(webassembly, "run", lambda *_, result=result: result)
+        with pytest.raises(sandbox.SandboxError, match=f"^cannot compile {wasm}: {message}$"):
             webassembly.find("python")
     assert not list(file.parent.iterdir())
 

@@ -33,9 +33,9 @@ def check(candidate, *rest, key=None, **more):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (dict(entry_point="a b"), "entry_point = 'a b': must be a name"),
-        (dict(entry_point=""), "entry_point = '': must be a name"),
-        (dict(entry_point="f(); g"), "must be a name"),
+        (dict(entry_point="a b"), "entry_point = 'a b': must be a Python identifier"),
+        (dict(entry_point=""), "entry_point = '': must be a Python identifier"),
+        (dict(entry_point="f(); g"), "must be a Python identifier"),
         (dict(test="def check(candidate)"), "test of f is not Python"),
         (dict(test="x\0"), "test of f is not Python"),
         (dict(test="(" * 10000), "test of f is not Python"),

@@ -17,9 +17,9 @@ def started():
     """Returns a function that starts a process with Python code."""
     running = []
 
-    def start(code, most_bytes=1000):
+    def start(code, max_bytes=1000):
         command = [sys.executable, "-I", "-S", "-c", code]
-        running.append(Process(command, {}, "program", most_bytes))
+        running.append(Process(command, {}, "program", max_bytes))
         return running[-1]
 
     yield start

@@ -79,9 +79,9 @@ def test_anything_else_is_equal_to_nothing(value):
     back = there_and_back(value)
     assert isinstance(back, values.Opaque)
     assert not back == value
-    for asked in (bool, lambda x: x != 1, lambda x: x + 1, len, iter, lambda x: x < 1):
+    for operation in (bool, lambda x: x != 1, lambda x: x + 1, len, iter, lambda x: x < 1):
         with pytest.raises(TypeError):
-            asked(back)
+            operation(back)
 
 
 def nested(depth):
@@ -103,7 +103,7 @@ def test_nesting_ends():
 
 
 @pytest.mark.parametrize(
-    "found",
+    "data",
     [
         1,
         1.5,
@@ -123,12 +123,12 @@ def test_nesting_ends():
         [["int", "1"]],
     ],
 )
-def test_other_json_is_refused(found):
+def test_other_json_is_refused(data):
     with pytest.raises(ValueError):
-        values.decode(found)
+        values.decode(data)
 
 
-@pytest.mark.parametrize("found", [["dict", ["list"], None], ["set", ["list"]]])
-def test_keys_that_cannot_be(found):
+@pytest.mark.parametrize("data", [["dict", ["list"], None], ["set", ["list"]]])
+def test_keys_that_cannot_be(data):
     with pytest.raises(TypeError):
-        values.decode(found)
+        values.decode(data)

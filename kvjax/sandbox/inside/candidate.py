@@ -32,6 +32,7 @@ def _call(names: dict, name: str, args: tuple, keywords: dict) -> object:
 
 
 def _outcome(function, *args, dumps=json.dumps, encode=values.encode) -> str:
+    """Returns a reply; `dumps` and `encode` are bound here, before a program can replace them."""
     try:
         return "value " + dumps(encode(function(*args)))
     except Exception as error:

@@ -8,21 +8,21 @@ class Channel:
 
     def __init__(self):
         self._read, self._write = os.read, os.write  # a program may replace them in `os`
-        self._rest, self._number = b"", b""
+        self._unread, self._number = b"", b""
 
     def receive(self) -> str:
         """Waits for the next request; ends the process if the pipe is closed."""
-        while b"\n" not in self._rest:
-            found = self._read(0, 1 << 16)
-            if not found:
+        while b"\n" not in self._unread:
+            chunk = self._read(0, 1 << 16)
+            if not chunk:
                 raise SystemExit
-            self._rest += found
-        line, _, self._rest = self._rest.partition(b"\n")
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
         self._number, _, text = line.partition(b" ")
         return text.decode("ascii")
 
     def reply(self, text: str) -> None:
         """Replies to the last request; `text` is ASCII without newlines."""
-        rest = self._number + b" " + text.encode("ascii") + b"\n"
-        while rest:
-            rest = rest[self._write(1, rest) :]
+        unsent = self._number + b" " + text.encode("ascii") + b"\n"
+        while unsent:
+            unsent = unsent[self._write(1, unsent) :]

@@ -7,7 +7,7 @@ import os
 from kvjax.sandbox.inside import values
 from kvjax.sandbox.inside.channel import Channel
 
-_CALLED = "<test>"
+_FILE = "<test>"  # name of the test in tracebacks
 
 
 class CandidateError(Exception):
@@ -17,17 +17,17 @@ class CandidateError(Exception):
 def serve(channel: Channel) -> None:
     """Runs the test it receives, calls `check` with a proxy, and replies with the outcome.
 
-    Replies are `call` with a call of the candidate, whose outcome is the next request, and last
-    `passed`, `failed` with a reason, or `broken` with a reason if the test ended without a call.
+    Replies are `call` with a call of the candidate (the next request is its outcome), and at the
+    end `passed`, `failed` with a reason, or `broken` with a reason if the test made no call.
     """
     task = json.loads(channel.receive())
     judge = _Judge(channel)
     names = {"__name__": "test"} | {name: judge.proxy(name) for name in task["names"]}
     try:
-        exec(compile(task["test"], _CALLED, "exec"), names)
+        exec(compile(task["test"], _FILE, "exec"), names)
         names["check"](judge.proxy(task["entry_point"]))
     except BaseException as error:
-        judge.end("failed" if judge.has_called else "broken", _where(error))
+        judge.end("failed" if judge.has_called else "broken", _describe(error))
     judge.end("passed" if judge.has_called else "broken", "check returns")
 
 
@@ -75,11 +75,11 @@ def _exception(name: str) -> Exception:
         return CandidateError(f"the candidate raised {name}")
 
 
-def _where(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Returns an exception's name and message, with the line of the test that raised it."""
     line, trace = None, error.__traceback__
     while trace:
-        if trace.tb_frame.f_code.co_filename == _CALLED:
+        if trace.tb_frame.f_code.co_filename == _FILE:
             line = trace.tb_lineno
         trace = trace.tb_next
     text = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")

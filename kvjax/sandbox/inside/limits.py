@@ -4,7 +4,7 @@ import resource
 
 
 def limit(*, memory_bytes: int | None, cpu_seconds: int, processes: int | None) -> None:
-    """Lowers soft and hard limits; no kernel limits processes of root.
+    """Lowers soft and hard limits; the limit on processes has no effect for root.
 
     Args:
       memory_bytes: address space; None for a runtime that reserves far more than it uses.
@@ -23,7 +23,7 @@ def limit(*, memory_bytes: int | None, cpu_seconds: int, processes: int | None) 
     ):
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None and soft is not None:
-            most = resource.getrlimit(kind)[1]
-            if most >= 0:  # negative: unlimited
-                soft, hard = min(soft, most), min(hard, most)
+            maximum = resource.getrlimit(kind)[1]
+            if maximum >= 0:  # negative: unlimited
+                soft, hard = min(soft, maximum), min(hard, maximum)
             resource.setrlimit(kind, (soft, hard))

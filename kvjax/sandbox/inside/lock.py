@@ -18,8 +18,8 @@ def lock(
     Args:
       use_landlock: allow reading only the interpreter's imports, and no writing.
       use_seccomp: allow only the system calls of a running interpreter.
-      parent: end with this process; None if it is invisible from here.
-      budgets: of `limits.limit`.
+      parent: id of the process to end with; None if it is invisible, in another namespace.
+      budgets: arguments of `limits.limit`.
     """
     held = {}
     if sys.platform == "linux":
@@ -31,15 +31,16 @@ def lock(
     limits.limit(**budgets)
     if use_landlock:
         readable = [path for path in sys.path if os.path.exists(path)]
-        held["landlock"] = _tried(landlock.restrict, readable)
+        held["landlock"] = _version(landlock.restrict, readable)
     if use_seccomp:
         # With capabilities, madvise could offline memory and mmap could map page zero.
         drop_capabilities()
-        held["seccomp"] = _tried(seccomp.restrict)
+        held["seccomp"] = _version(seccomp.restrict)
     return held
 
 
-def _tried(restrict, *args) -> int:
+def _version(restrict, *args) -> int:
+    """Applies a layer; returns its version, or minus an errno."""
     try:
         return restrict(*args)
     except OSError as error:

@@ -85,7 +85,7 @@ CALLS = {
 # Allowed for some arguments: see `_conditions`.
 OPEN, OPENAT = (2, None), (257, 56)
 FCNTL, IOCTL, PRLIMIT = (72, 25), (16, 29), (302, 261)
-# Its flags are behind a pointer, which a filter cannot read: ENOSYS makes libraries try `clone`.
+# A filter cannot read clone3's flags, behind a pointer: ENOSYS makes libraries try `clone`.
 CLONE3 = (435, 435)
 
 _FCNTL = (1, 2, 3)  # F_GETFD, F_SETFD, F_GETFL; F_SETOWN would have a signal sent to anyone
@@ -120,8 +120,9 @@ def restrict() -> int:
     code = program(processor)
     buffer = ctypes.create_string_buffer(code, len(code))
     pointer = ctypes.c_void_p(ctypes.addressof(buffer))
-    whole = struct.pack("HxxxxxxP", len(code) // 8, pointer.value)  # struct sock_fprog
-    system_call(processor.seccomp, 1, 0, ctypes.create_string_buffer(whole, len(whole)))
+    sock_fprog = struct.pack("HxxxxxxP", len(code) // 8, pointer.value)
+    argument = ctypes.create_string_buffer(sock_fprog, len(sock_fprog))
+    system_call(processor.seccomp, 1, 0, argument)
     return 1
 
 

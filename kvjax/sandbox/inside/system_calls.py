@@ -16,8 +16,8 @@ def system_call(number: int, *args) -> int:
     Raises:
       OSError: the call failed.
     """
-    whole = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
-    return _checked(_LIBRARY.syscall(ctypes.c_long(number), *whole))
+    converted = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
+    return _checked(_LIBRARY.syscall(ctypes.c_long(number), *converted))
 
 
 def prctl(option: int, value: int) -> None:

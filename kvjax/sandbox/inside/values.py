@@ -10,7 +10,7 @@ _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Opaque:
-    """Replaces a value that is not plain data: equal to nothing.
+    """Stands for a value that is not plain data; it equals nothing.
 
     Its truth value and inequality raise, so that no test passes because of a value it cannot see.
     """
@@ -56,19 +56,19 @@ def encode(value: object, depth: int = 0) -> object:
     return ["object"]
 
 
-def decode(found: object, depth: int = 0) -> object:
+def decode(data: object, depth: int = 0) -> object:
     """Returns the value that was encoded.
 
     Raises:
-      ValueError, TypeError: not an encoding, or one of an impossible value (an unhashable key).
+      ValueError, TypeError: not an encoding, or that of an impossible value (an unhashable key).
     """
     if depth > NESTING:
         raise ValueError(f"nested more than {NESTING} deep")
-    if found is None or isinstance(found, bool | str):
-        return found
-    if not isinstance(found, list) or not found or not isinstance(found[0], str):
+    if data is None or isinstance(data, bool | str):
+        return data
+    if not isinstance(data, list) or not data or not isinstance(data[0], str):
         raise ValueError("not an encoding of plain data")
-    name, *items = found
+    name, *items = data
     if name in _SEQUENCES:
         return _SEQUENCES[name](decode(item, depth + 1) for item in items)
     if name == "dict" and len(items) % 2 == 0:
