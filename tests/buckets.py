@@ -1,10 +1,10 @@
-"""Google's buckets as folders: for processes that read nothing else of the tests."""
+"""Google's buckets as folders; imports nothing else of the tests, for processes of their own."""
 
 from fsspec.implementations import dirfs
 
 
 class Buckets(dirfs.DirFileSystem):
-    """Google's buckets as the folders of a folder."""
+    """A file system of Google's buckets, each a subfolder of one folder."""
 
     def _join(self, path):
         if isinstance(path, str):

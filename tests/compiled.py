@@ -1,4 +1,4 @@
-"""One program for what a test calls once: without it each of its operations is compiled alone."""
+"""Compiles a function that a test calls once as one program, instead of operation by operation."""
 
 import jax
 

@@ -39,7 +39,7 @@ _SECTIONS |= {f"attention({kind})": cls for kind, cls in sorted(MECHANISMS.items
 def values(config: ml_collections.ConfigDict) -> dict[str, str]:
     """Returns the values of a config as text, by dotted key, without its name."""
     lines = _parse(configuration.to_text(config).splitlines())
-    del lines["name"]  # its block's
+    del lines["name"]  # the name of the golden's block
     return lines
 
 
@@ -75,22 +75,24 @@ def expected(name: str) -> dict[str, str]:
 
 
 def write(configs: dict[str, dict[str, str]]) -> None:
-    """Writes the golden file. The base of a config is the nearest before it that has its keys.
+    """Writes the golden file.
+
+    The base of a config is the earlier config with the same keys that differs in the fewest values.
 
     Args:
       configs: `values` of each config, by name.
     """
     blocks = [_block(DEFAULTS, "", defaults())]
-    for name, mine in configs.items():
-        bases = {DEFAULTS: _defaults_of(mine, defaults())}
+    for name, config in configs.items():
+        bases = {DEFAULTS: _defaults_of(config, defaults())}
         for other in configs:
             if other == name:
                 break
-            if configs[other].keys() == mine.keys():
+            if configs[other].keys() == config.keys():
                 bases[other] = configs[other]
         differences = {
-            base: {key: value for key, value in mine.items() if value != others.get(key)}
-            for base, others in bases.items()
+            base: {key: value for key, value in config.items() if value != other.get(key)}
+            for base, other in bases.items()
         }
         base = min(differences, key=lambda base: len(differences[base]))
         blocks.append(_block(name, base, differences[base]))

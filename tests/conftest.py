@@ -30,7 +30,7 @@ for _signal in (signal.SIGHUP, signal.SIGINT):
         signal.signal(_signal, _interrupted)
 
 
-# Files with cases of minutes run first, so that no worker is left with one of them at the end.
+# Files with cases of minutes run first, so that no worker has one of them left at the end.
 # test_generate.py trains the run that tests of other workers wait for.
 _FIRST = (
     "test_generate.py",
@@ -38,7 +38,7 @@ _FIRST = (
     "test_mid_training.py",
     "test_fuzz.py",
     "test_multihost.py",
-    "test_scaling_table.py",  # compiles a model, where it does
+    "test_scaling_table.py",  # may compile a model
 )
 
 
@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(line)
 
 
-@pytest.hookimpl(trylast=True)  # draws from the cases that -m and -k leave
+@pytest.hookimpl(trylast=True)  # the draw is among the cases that -m and -k select
 def pytest_collection_modifyitems(config, items):
     def rank(item):
         name = item.path.name
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Freezes what imports have left; with tracing's garbage the collector would take 8 %."""
+    """Exempts objects of imports from garbage collection, which would take 8 % of the time."""
     gc.freeze()
     gc.set_threshold(2000)
 

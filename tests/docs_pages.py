@@ -3,7 +3,7 @@
     python -m tests.docs_pages layer     # in the current folder, as a reader would: files stay
 
 Python blocks share one namespace, and `kvjax` commands run in the same process. A comment in front
-of a block says what a test cannot do as it stands:
+of a block changes how a test runs it:
 
     <!-- test: skip: REASON -->          the block is not run
     <!-- test: add --config.train... --> options that make the run small
@@ -54,17 +54,17 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """Returns a page's code blocks in order."""
-    found = []
+    result = []
     for match in _BLOCK.finditer(text):
         rule, reason, language, code = match.groups()
         line = text.count("\n", 0, match.start(4)) + 1
-        found.append(Block(language, code, line, rule or "", reason or ""))
-    return found
+        result.append(Block(language, code, line, rule or "", reason or ""))
+    return result
 
 
 def run(page: pathlib.Path) -> None:
-    """Runs the blocks of a page; raises an error with page and line for one that fails."""
-    module = sys.modules["page"] = types.ModuleType("page")  # dataclasses look it up
+    """Runs the blocks of a page; an error names the page and the line of the block."""
+    module = sys.modules["page"] = types.ModuleType("page")  # dataclasses look their module up
     for block in blocks(page.read_text()):
         if block.rule == "skip":
             continue
@@ -74,8 +74,8 @@ def run(page: pathlib.Path) -> None:
             exec(compile(code, str(page), "exec"), vars(module))
         elif block.language == "bash":
             for command in block.commands:
-                more = f" {block.text}" if block.rule == "add" else ""
-                status = _shell(command + more)
+                options = f" {block.text}" if block.rule == "add" else ""
+                status = _shell(command + options)
                 assert status == 0, f"{page.name}, line {block.line}: {command}: status {status}"
 
 

@@ -1,8 +1,8 @@
-"""A share of the slow tests, another at every commit: what CI runs of them.
+"""Draws the share of the slow tests that CI runs, another share at every commit.
 
-    make test-all DRAW=4          # of every folder one in four slow cases, one at least
-    make test-all DRAW=4 BY=648f  # the cases that were drawn at a commit
-    make test-aot DRAW=4          # the same of what compiles for TPUs and GPUs
+    make test-all DRAW=4          # in every folder one in four slow cases, at least one
+    make test-all DRAW=4 BY=648f  # the cases that were drawn at commit 648f
+    make test-aot DRAW=4          # likewise of the tests that compile for TPUs and GPUs
 
 A test that is marked `whole` keeps all its cases.
 """

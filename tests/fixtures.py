@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and JAX as they have it: mechanisms, weights, runs, buckets."""
+"""Fixtures of all tests (mechanisms, weights, runs, buckets), and JAX's options."""
 
 import ctypes
 import dataclasses
@@ -22,21 +22,21 @@ from tests.mechanisms import FAMILIES, MECHANISMS, random_values
 jax.config.update("jax_numpy_rank_promotion", "raise")
 for _key, _value in quick.compilation_cache().items():
     jax.config.update(_key, _value)
-    os.environ.setdefault(_key.upper(), str(_value))  # what tests start finds it, and adds to it
+    os.environ.setdefault(_key.upper(), str(_value))  # subprocesses share the cache
 jax.devices()  # reads XLA_FLAGS, which conftest.py has set for this process alone
 
-_ROOM = 2.0e9  # bytes that a worker may hold before it forgets what it compiled
+_MAX_BYTES = 2.0e9  # memory of a worker from which on it drops its compiled programs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_program_outlives_its_tests():
-    """All programs together are gigabytes: a worker that is full forgets its own."""
+    """Drops a worker's compiled programs at _MAX_BYTES: all together they are gigabytes."""
     yield
-    if psutil.Process().memory_info().rss > _ROOM:
+    if psutil.Process().memory_info().rss > _MAX_BYTES:
         jax.clear_caches()
         gc.collect()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
-            trim(0)  # else it counts as this process's still: each module would forget all again
+            trim(0)  # else freed memory still counts, and every module would clear the caches
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,7 @@ def no_compilation_cache():
 
 @pytest.fixture(params=MECHANISMS)
 def mechanism_name(request):
-    """Every mechanism, and the shapes that only some of its code sees."""
+    """Names of all mechanisms, and of variants whose shapes take other paths through the code."""
     return request.param
 
 
@@ -81,9 +81,9 @@ def x64():
 
 @pytest.fixture(scope="session")
 def randomise():
-    """A function of a function that builds a module: (module, weights), no weight zero.
+    """A function that maps a module's constructor to (module, weights), no weight zero.
 
-    The module is never computed, so nothing depends on its initialisation.
+    The constructor is traced only, so nothing depends on its initialisation.
     """
 
     def build(make, *, seed=0, dtype=np.float64):
@@ -94,7 +94,7 @@ def randomise():
     return build
 
 
-# Runs are imported where they are used: what is broken there fails no other test.
+# Modules that train are imported where they are used: an error there fails no other test.
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +110,7 @@ def source(tmp_path_factory):
 def workdir(request, tmp_path_factory):
     """A run of 40 steps, with checkpoints of steps 30 and 40.
 
-    All workers have the same: who needs it first trains it.
+    All workers share it: the first that needs it trains it.
     """
     from tests import trained_run
 
@@ -131,7 +131,7 @@ def loaded(workdir):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """The folder whose folder `x` is what epath finds at gs://x."""
+    """A folder whose subfolder `x` is the bucket gs://x for epath."""
     folder = tmp_path / "buckets"
     folder.mkdir()
     system = Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))

@@ -1,4 +1,4 @@
-"""Real processes on this machine, joined as one job: started from tests, or started by them."""
+"""Real processes on this machine, joined as one job, and the functions that they run."""
 
 import json
 import os
@@ -17,9 +17,10 @@ class Job:
     """Processes of one job, each with CPU devices and a hash seed of its own, its output in a file.
 
     Args:
-      commands: what follows `python -m`, by process; where they meet is added.
-      devices: per process.
-      logs: a folder.
+      commands: arguments after `python -m`, by process; the coordinator's address is added.
+      devices: number per process.
+      logs: folder of the output files.
+      flags: further flags of all processes.
     """
 
     def __init__(self, commands: list[list[str]], *, devices: int, logs: pathlib.Path, **flags):
@@ -45,7 +46,7 @@ class Job:
                 )
 
     def wait(self, seconds: float = 300) -> list[int]:
-        """Exit statuses, by process; all are killed if it takes longer."""
+        """Returns the exit statuses by process; kills all processes after `seconds`."""
         deadline = time.monotonic() + seconds
         try:
             return [p.wait(max(deadline - time.monotonic(), 0.1)) for p in self.processes]
@@ -53,7 +54,7 @@ class Job:
             self.kill()
 
     def succeed(self) -> list[str]:
-        """Waits for all, insists that they end well; their outputs."""
+        """Waits for all processes, checks that none failed, and returns their outputs."""
         statuses = self.wait()
         assert not any(statuses), (statuses, self.outputs())
         return self.outputs()
@@ -70,11 +71,11 @@ class Job:
         self.processes[process].send_signal(number)
 
 
-# -- what the processes of `python -m tests.job` do ------------------------------------------------
+# -- functions that the processes of `python -m tests.job` run -------------------------------------
 
 
 def rows(source: str, directory: str) -> dict:
-    """The first rows that this process reads, over several meshes, as texts."""
+    """Returns the first rows that this process reads, as texts, by mesh."""
     import jax
 
     from kvjax import config as config_lib, distributed
@@ -85,28 +86,28 @@ def rows(source: str, directory: str) -> dict:
 
     data = config_lib.resolve(runs.small_config(source, directory)).data
     dataset = preflight.prepare_dataset(data)
-    found = {}
+    by_mesh = {}
     for name, axes in dict(fsdp4={}, tensor2=dict(tensor=2), tensor4=dict(tensor=4)).items():
         mesh = sharding.make_mesh(sharding.MeshConfig(**axes), jax.devices())
-        lies = sharding.batch_sharding(mesh)
-        index, count = loader.share(lies, 8)
+        batch_sharding = sharding.batch_sharding(mesh)
+        index, count = loader.share(batch_sharding, 8)
         options = dict(process_index=index, process_count=count, sequence_length=32, batch_size=8)
         batch = next(loader.train_batches(dataset, seed=0, position=16, **options))
-        placed = jax.make_array_from_process_local_data(lies, batch, (8, 33))
-        here = {bytes(row.tolist()).hex() for s in placed.addressable_shards for row in s.data}
-        found[name] = sorted(bytes(row.tolist()).hex() for row in batch % 256)
-        assert len(here) == len(batch)
-    return dict(found=found, process=distributed.index())
+        placed = jax.make_array_from_process_local_data(batch_sharding, batch, (8, 33))
+        local = {bytes(row.tolist()).hex() for s in placed.addressable_shards for row in s.data}
+        by_mesh[name] = sorted(bytes(row.tolist()).hex() for row in batch % 256)
+        assert len(local) == len(batch)
+    return dict(found=by_mesh, process=distributed.index())
 
 
 def prepared(keys: dict, part_bytes: int) -> dict:
-    """The parts of a data set that this process made, and where all of them lie."""
+    """Returns the parts of a data set that this process made, and the data set's path."""
     from kvjax.data import config, parts, pool
     from kvjax.foundation import runtime
     from kvjax.training import preflight
 
     parts.PART_BYTES, parts._ROWS = part_bytes, 1
-    runtime.cores = lambda: 1  # so that parts are made here
+    runtime.cores = lambda: 1  # so that parts are made in this process
     made, make_part = [], pool.make_part
 
     def noting(config, part, *args, **kwargs):
@@ -119,7 +120,7 @@ def prepared(keys: dict, part_bytes: int) -> dict:
 
 
 def checkpoints(directory: str) -> dict:
-    """Saves three times, and restores where process 1 cannot read the last one."""
+    """Saves three checkpoints, and restores while process 1 cannot read the last one."""
     from etils import epath
     import jax
     import jax.numpy as jnp
@@ -139,12 +140,12 @@ def checkpoints(directory: str) -> dict:
     store = checkpoint.Checkpoints(epath.Path(directory), keep=2)
     before, load = store.steps(), checkpoint.ocp.load_checkpointables
 
-    def poor_eyes(path, abstract):
+    def load_or_fail(path, abstract):
         if path.name == "3" and distributed.index() == 1:
             raise ValueError("DATA_LOSS: cannot read")
         return load(path, abstract)
 
-    checkpoint.ocp.load_checkpointables = poor_eyes
+    checkpoint.ocp.load_checkpointables = load_or_fail
     abstract = {"w": jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=split)}
     state, position, step = store.restore(abstract)
     store.save(3, make(33.0), 30)
@@ -154,7 +155,7 @@ def checkpoints(directory: str) -> dict:
 
 
 def records(source: str, directory: str, workdir: str, overrides: dict) -> dict:
-    """Trains, and says what this process would have written: only the first one does."""
+    """Trains; returns the records that this process wrote, or, unless the first, would write."""
     from etils import epath
 
     from kvjax.training import loop
@@ -172,7 +173,7 @@ def records(source: str, directory: str, workdir: str, overrides: dict) -> dict:
 
 
 def failing(kind: str) -> dict:
-    """Process 1 stops while the others wait for it."""
+    """Ends the process whose number ends `kind` by an error, while the others wait for it."""
     from kvjax import distributed
     from kvjax.foundation.errors import UserError
 
@@ -189,12 +190,12 @@ if __name__ == "__main__":
     from kvjax import distributed
     from kvjax.foundation import runtime
 
-    given = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[3:] if a.startswith("--"))
+    flags = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[3:] if a.startswith("--"))
     runtime.start()
     distributed.start(
-        coordinator=given["coordinator"],
-        num_processes=int(given["num_processes"]),
-        process_id=int(given["process_id"]),
+        coordinator=flags["coordinator"],
+        num_processes=int(flags["num_processes"]),
+        process_id=int(flags["process_id"]),
     )
     with distributed.end_together():
         result = globals()[sys.argv[1]](*json.loads(sys.argv[2]))

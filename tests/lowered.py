@@ -28,7 +28,7 @@ MECHANISMS = {
 
 
 def programs(mechanism: str, mesh_name: str) -> dict[str, jax.stages.Lowered]:
-    """Lowers the programs of a run on a mesh, and of decoding its model on as many chips."""
+    """Lowers a run's programs on a mesh, and its model's decode step on as many chips."""
     config = runs.small_config("embedded", "")
     with config.unlocked():
         config.attention = MECHANISMS[mechanism]
@@ -51,16 +51,17 @@ def programs(mechanism: str, mesh_name: str) -> dict[str, jax.stages.Lowered]:
 
 
 def digests(quick: bool) -> dict[str, str]:
-    """By mechanism, mesh, program, and whether with the lines it comes from."""
-    found = {}
+    """Returns digests by mechanism, mesh, program, and with or without source lines."""
+    result = {}
     for mechanism in list(MECHANISMS)[: 1 if quick else None]:
-        for mesh in list(MESHES)[: 1 if quick else None if mechanism == "lrkv" else 2]:
+        num_meshes = len(MESHES) if mechanism == "lrkv" else 2
+        for mesh in list(MESHES)[: 1 if quick else num_meshes]:
             for name, lowered in programs(mechanism, mesh).items():
                 for debug in (False, True):
                     text = lowered.as_text(debug_info=debug)
                     key = f"{mechanism}, {mesh}, {name}, {'with' if debug else 'without'} lines"
-                    found[key] = hashlib.sha256(text.encode()).hexdigest()
-    return found
+                    result[key] = hashlib.sha256(text.encode()).hexdigest()
+    return result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Notebooks executed from top to bottom; as a command, their outputs stored.
+"""Executes notebooks from top to bottom; as a command, also stores their outputs.
 
 python -m tests.notebooks                         # all of them, in place, on the CPU
 python -m tests.notebooks notebooks/launch.ipynb
@@ -16,11 +16,11 @@ import nbformat
 from kvjax.foundation.checkout import ROOT
 
 NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
-_CELL_SECONDS = 1200  # of a cell that hangs; a notebook takes two to three minutes
+_CELL_SECONDS = 1200  # limit for a cell that hangs; a whole notebook takes two to three minutes
 
 
 def execute(path: pathlib.Path, folder: pathlib.Path) -> nbformat.NotebookNode:
-    """Executes a notebook in a folder on the CPU; returns it with outputs, its file unchanged.
+    """Executes a notebook in a folder on the CPU; returns it with outputs, without writing it.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
@@ -35,10 +35,10 @@ def execute(path: pathlib.Path, folder: pathlib.Path) -> nbformat.NotebookNode:
         resources=dict(metadata=dict(path=str(folder))),
     )
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    ours = dict(JAX_PLATFORMS="cpu", PYTHONPATH=paths)
-    ours |= dict(TMPDIR=str(folder), IPYTHONDIR=str(folder / "ipython"))
-    client.execute(env=os.environ | ours)
-    notebook.metadata.language_info = dict(name="python")  # not the version of this moment
+    environment = dict(JAX_PLATFORMS="cpu", PYTHONPATH=paths)
+    environment |= dict(TMPDIR=str(folder), IPYTHONDIR=str(folder / "ipython"))
+    client.execute(env=os.environ | environment)
+    notebook.metadata.language_info = dict(name="python")  # without this machine's version
     return notebook
 
 

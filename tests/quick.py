@@ -1,4 +1,4 @@
-"""Selects the cases that `make test` runs: enough to see a test's claim broken; others are slow."""
+"""Selects the cases that `make test` runs, enough to see a test's claim fail; others are slow."""
 
 from collections.abc import Iterable
 
@@ -20,24 +20,24 @@ def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
     """Returns the environment of a process with `count` CPU devices."""
     return dict(
         XLA_FLAGS=f"--xla_force_host_platform_device_count={count} {flags}",
-        NPROC=str(16 * count),  # as runtime.give_collectives_threads
+        NPROC=str(16 * count),  # as `runtime.give_collectives_threads` sets it
     )
 
 
 # One mechanism of tests/mechanisms.py per cache layout: grouped, residual, factored, tied, latent,
 # rebuilt, latent with residuals; none of tensor_product (TPA).
 READERS = ("gqa", "lrkv_gqa", "factored_joint", "lrkv_kv_tied", "mla", "mla_paper", "mla_lrkv")
-# And mechanisms with unusual queries and keys.
+# READERS, and mechanisms with unusual queries and keys.
 KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")
 
-_WRITTEN = 0.015  # seconds of compile time; writing a program takes 0.008 (profiled)
+_MIN_SECONDS = 0.015  # of compile time to be cached; writing a program takes 0.008 (profiled)
 
 
 def compilation_cache() -> dict:
     """Returns JAX's options for a compilation cache that also keeps quickly compiled programs."""
     return dict(
         jax_compilation_cache_dir=str(runtime.cache_directory() / "compiled"),
-        jax_persistent_cache_min_compile_time_secs=_WRITTEN,
+        jax_persistent_cache_min_compile_time_secs=_MIN_SECONDS,
         jax_persistent_cache_min_entry_size_bytes=-1,
     )
 
@@ -47,7 +47,7 @@ def only(quick: Iterable, among: Iterable) -> list:
 
     Args:
       quick: cases of `among`.
-      among: all cases; one of several arguments is a tuple.
+      among: all cases; a case with several arguments is a tuple.
     """
     quick, among = list(quick), list(among)
     assert quick and all(case in among for case in quick), (quick, among)

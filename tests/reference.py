@@ -45,14 +45,14 @@ def frequency(i, H, base):
         return frequency(i, 2 * rotated_pairs, base.base) if i < rotated_pairs else 0.0
     if not isinstance(base, Llama3):
         return base ** (-2 * i / H)
-    plain = base.base ** (-2 * i / H)
-    length = 2 * math.pi / plain
-    if length < base.original / base.high:
-        return plain
-    if length > base.original / base.low:
-        return plain / base.factor
-    smooth = (base.original / length - base.low) / (base.high - base.low)
-    return (1 - smooth) * plain / base.factor + smooth * plain
+    unscaled = base.base ** (-2 * i / H)
+    wavelength = 2 * math.pi / unscaled
+    if wavelength < base.original / base.high:
+        return unscaled
+    if wavelength > base.original / base.low:
+        return unscaled / base.factor
+    smooth = (base.original / wavelength - base.low) / (base.high - base.low)
+    return (1 - smooth) * unscaled / base.factor + smooth * unscaled
 
 
 def rms(x, epsilon, gain=None):
@@ -74,14 +74,18 @@ def _query_input(c, w, x_BTD):
     return latent * (math.sqrt(x_BTD.shape[-1] / c.query_rank) if c.latent_scale else 1)
 
 
-def _normed_latent(c, w, latent, which=...):
-    """Normalises each latent by itself, for every `qk_norm`, unless `norm_latent` is False."""
+def _normed_latent(c, w, latent, index=...):
+    """Normalises each latent by itself, for every `qk_norm`, unless `norm_latent` is False.
+
+    Args:
+      index: selects the latent's gains.
+    """
     if not getattr(c, "norm_latent", True):
         return latent
-    gain = w["latent_norm"]["gain"][which] if c.qk_norm == "rms_gain" else None
+    gain = w["latent_norm"]["gain"][index] if c.qk_norm == "rms_gain" else None
     D = w["down" if "down" in w else "latent"].shape[0]
-    length = math.sqrt(D / latent.shape[-1]) if c.latent_scale else 1
-    return rms(latent, c.norm_epsilon, gain) * length
+    scale = math.sqrt(D / latent.shape[-1]) if c.latent_scale else 1
+    return rms(latent, c.norm_epsilon, gain) * scale
 
 
 def _grouped(c, w, x_BTD, norm, rotate):
@@ -95,18 +99,19 @@ def _grouped(c, w, x_BTD, norm, rotate):
                 latent = _projection(w, x_BTD, f"latent_{kind}", k_head)
                 parts[kind].append(latent @ w[f"expand_{kind}"][k_head])
         k = parts["key"]
-        wide = _query_input(c, w, x_BTD)
-        q = sum(k) if c.tie in ("qk", "qkv") else _projection(w, wide, "query", n)
+        query_input = _query_input(c, w, x_BTD)
+        q = sum(k) if c.tie in ("qk", "qkv") else _projection(w, query_input, "query", n)
         v = sum(parts.get("value", k))
         q = norm(q, "query_norm")
-        if c.rope == "shared" and c.rank:  # a query [rotated, not], a key [base rotated, residual]
+        if c.rope == "shared" and c.rank:  # [rotated, not] and [base, residual]
             rms_k, gain = 1.0, 1.0
             if c.qk_norm != "none":
                 rms_k = np.sqrt(np.mean(sum(k) ** 2, -1, keepdims=True) + c.norm_epsilon)
             if c.qk_norm == "rms_gain":
                 gain = w["key_norm"]["gain"]
-            own, residual = (y / rms_k * gain for y in k)
-            yield np.concatenate([rotate(q), q], -1), np.concatenate([rotate(own), residual], -1), v
+            base_k, residual = (y / rms_k * gain for y in k)
+            k = np.concatenate([rotate(base_k), residual], -1)
+            yield np.concatenate([rotate(q), q], -1), k, v
         else:
             yield rotate(q), rotate(norm(sum(k), "key_norm")), v
 
@@ -126,10 +131,10 @@ def _factored(c, w, x_BTD, norm, rotate):
 
 
 def _latent_queries(c, w, x_BTD, norm, rotate):
-    wide = _query_input(c, w, x_BTD)
+    query_input = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
-        content = norm(wide @ w["query"][:, n], "query_norm")
-        position = rotate(norm(wide @ w["rope_query"][:, n], "rope_query_norm"))
+        content = norm(query_input @ w["query"][:, n], "query_norm")
+        position = rotate(norm(query_input @ w["rope_query"][:, n], "rope_query_norm"))
         yield np.concatenate([content, position], -1)
 
 
@@ -145,31 +150,31 @@ def _residual_latent(c, w, x_BTD, norm, rotate):
     for n, (q, k, v) in enumerate(_latent(c, w, x_BTD, norm, rotate)):
         if c.rank:
 
-            def own(kind, n=n):
+            def residual(kind, n=n):
                 return x_BTD @ w[f"latent_{kind}"][:, n] @ w[f"expand_{kind}"][n]
 
-            k = np.concatenate([k[..., : c.key_dim] + own("key"), k[..., c.key_dim :]], -1)
-            v = v + own("value")
+            k = np.concatenate([k[..., : c.key_dim] + residual("key"), k[..., c.key_dim :]], -1)
+            v = v + residual("value")
         yield q, k, v
 
 
 def _grouped_latent(c, w, x_BTD, norm, rotate):
     shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
-    each = c.num_heads // c.num_latents
+    group = c.num_heads // c.num_latents  # query heads per latent
     for branch in range(getattr(c, "num_branches", 1)):
         for n, q in enumerate(_latent_queries(c, w, x_BTD, norm, rotate)):
-            which = (n // each,) if type(c) is GLAConfig else (branch, n // each)
-            latent = _normed_latent(c, w, x_BTD @ w["down"][:, *which], which)
-            k = np.concatenate([latent @ w["up_key"][which][:, n % each], shared], -1)
-            yield q, k, latent @ w["up_value"][which][:, n % each]
+            index = (n // group,) if type(c) is GLAConfig else (branch, n // group)
+            latent = _normed_latent(c, w, x_BTD @ w["down"][:, *index], index)
+            k = np.concatenate([latent @ w["up_key"][index][:, n % group], shared], -1)
+            yield q, k, latent @ w["up_value"][index][:, n % group]
 
 
 def _tied_latent(c, w, x_BTD, norm, rotate):
     H, P = c.key_dim, c.rope_key_dim
-    wide = _query_input(c, w, x_BTD)
+    query_input = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
         v = x_BTD @ w["latent"][:, n * c.num_kv_heads // c.num_heads]
-        q = wide @ w["query"][:, n]
+        q = query_input @ w["query"][:, n]
         q, q_rope = norm(q[..., : H - P], "query_norm"), q[..., H - P :]
         k = v[..., : H - P]
         if P:
@@ -183,11 +188,11 @@ def _shared_kv(c, w, x_BTD, norm, rotate):
     def rotated(x):
         return _rotate_last(x, c.rope_key_dim, rotate)
 
-    wide = _query_input(c, w, x_BTD)
+    query_input = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
         k_head = n * c.num_kv_heads // c.num_heads
         k = rotated(_normed_latent(c, w, x_BTD @ w["latent"][:, k_head], k_head))
-        yield rotated(norm(wide @ w["query"][:, n], "query_norm")), k, k
+        yield rotated(norm(query_input @ w["query"][:, n], "query_norm")), k, k
 
 
 def _rotate_last(x, P, rotate):
@@ -195,10 +200,10 @@ def _rotate_last(x, P, rotate):
 
 
 def _reused_keys(c, w, x_BTD, norm, rotate):
-    wide = _query_input(c, w, x_BTD)
+    query_input = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
         k = x_BTD @ w["base_key"][:, n * c.num_kv_heads // c.num_heads]
-        q = norm(wide @ w["query"][:, n], "query_norm")
+        q = norm(query_input @ w["query"][:, n], "query_norm")
         yield rotate(q), rotate(norm(k, "key_norm")), k
 
 
@@ -229,7 +234,7 @@ def _rebuilt_latent(c, w, x_BTD, norm, rotate):
 
 
 def _combined(c, w, outputs, rotate_back):
-    """Combines the softmaxes' outputs, a list over query heads of [B, T, Hv]."""
+    """Combines the outputs of softmax attention, a list over query heads of [B, T, Hv]."""
     if type(c) is MLRAConfig:
         N, G = c.num_heads, c.num_branches
         return [sum(outputs[g * N + n] for g in range(G)) / math.sqrt(G) for n in range(N)]
@@ -257,11 +262,11 @@ HEADS = {
 
 
 def queries_keys_values(config, w, x_BTD, positions_T, base):
-    """Lists over the query heads of [B, T, H] queries, keys and values, normed and rotated.
+    """Returns lists of each query head's queries, keys and values [B, T, H], normed and rotated.
 
     Args:
-      w: the mechanism's weights; x_BTD and they are NumPy float64.
-      base: of RoPE, or None.
+      w: the mechanism's weights; NumPy float64, as x_BTD.
+      base: RoPE's base; None: no RoPE.
     """
 
     def norm(y, name):
@@ -278,7 +283,7 @@ def queries_keys_values(config, w, x_BTD, positions_T, base):
 
 
 def encoding(positions_T, channels):
-    """[T, C]: sines in even channels, cosines in odd ones (Vaswani et al., section 3.5)."""
+    """Returns [T, C]: sines in even, cosines in odd channels (Vaswani et al., section 3.5)."""
     out = np.empty((len(positions_T), channels))
     for i in range(channels):
         angle = positions_T / 10_000 ** (2 * (i // 2) / channels)
@@ -295,7 +300,7 @@ def attention_maps(config, w, x_BTD, positions_T, base):
     m = getattr(config, "position_channels", 0)
     slopes = iter(alibi_slopes(config.num_heads))
     for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
-        copies = 2 if getattr(config, "splits_rope", False) else 1  # rotated, and not
+        copies = 2 if getattr(config, "splits_rope", False) else 1  # rotated and unrotated
         z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(q.shape[-1] / copies)
         if getattr(config, "alibi", False):
             z_BTS = z_BTS - next(slopes) * (positions_T[:, None] - positions_T[None])
@@ -324,16 +329,16 @@ def softmax(z, axis=-1):
 
 
 def attention(config, weights, x_BTD, *, base, causal, window=0, positions_T=None):
-    """Softmax attention [B, T, D] from an attention module's weights, head by head."""
+    """Returns softmax attention [B, T, D] from an attention module's weights, head by head."""
     T = x_BTD.shape[1]
     positions_T = np.arange(T) if positions_T is None else positions_T
     outputs = []
-    given = (config, weights["mechanism"], x_BTD, positions_T, base)
-    values = queries_keys_values(*given)[2]
-    for z, v in zip(attention_maps(*given), values, strict=True):
+    arguments = (config, weights["mechanism"], x_BTD, positions_T, base)
+    values = queries_keys_values(*arguments)[2]
+    for z, v in zip(attention_maps(*arguments), values, strict=True):
         if causal:
-            far = np.arange(T)[:, None] - np.arange(T)
-            z = np.where((far >= 0) & (far < (window or T)), z, -np.inf)
+            distance = np.arange(T)[:, None] - np.arange(T)
+            z = np.where((distance >= 0) & (distance < (window or T)), z, -np.inf)
         outputs.append(softmax(z) @ v)
 
     def rotate_back(x):
@@ -361,7 +366,7 @@ def _same(_, x):
 
 
 def activations(config, weights, tokens_BT):
-    """Final activations [B, T, D] of a Transformer, layer by layer."""
+    """Returns a Transformer's final activations [B, T, D], computed layer by layer."""
     c = config.block
     x = weights["embedding"][tokens_BT]
     if c.positions == "learned":
@@ -381,11 +386,12 @@ def activations(config, weights, tokens_BT):
     assert len(layers) == c.num_layers
     for mechanism, w in layers:
         norm = functools.partial(lambda w, part, x: _norm(c, w.get(part, {}), x), w)
-        before, after = (_same, norm) if c.norm_after else (norm, _same)
-        h = before("attention_norm", x)
+        pre_norm, post_norm = (_same, norm) if c.norm_after else (norm, _same)
+        h = pre_norm("attention_norm", x)
         mask = dict(causal=c.causal, window=c.window)
-        x = after("attention_norm", x + attention(mechanism, w["attention"], h, base=base, **mask))
-        h, m = before("mlp_norm", x), w["mlp"]
+        y = attention(mechanism, w["attention"], h, base=base, **mask)
+        x = post_norm("attention_norm", x + y)
+        h, m = pre_norm("mlp_norm", x), w["mlp"]
         up = h @ m["up"] + m.get("up_bias", 0.0)
         if c.activation == "relu2":
             up = np.maximum(up, 0) ** 2
@@ -398,12 +404,12 @@ def activations(config, weights, tokens_BT):
         else:
             gate = h @ m["gate"]
             up = gate / (1 + np.exp(-gate)) * up
-        x = after("mlp_norm", x + up @ m["down"] + m.get("down_bias", 0.0))
+        x = post_norm("mlp_norm", x + up @ m["down"] + m.get("down_bias", 0.0))
     return x if c.norm_after else _norm(c, weights.get("final_norm", {}), x)
 
 
 def logits(config, weights, tokens_BT):
-    """[B, T, V] of a Transformer."""
+    """Returns a Transformer's logits [B, T, V]."""
     head = weights["embedding"].T if config.block.tied_head else weights["head"]
     z = activations(config, weights, tokens_BT) @ head
     cap = config.block.logit_softcap
@@ -411,7 +417,7 @@ def logits(config, weights, tokens_BT):
 
 
 def nats(logits_BTV, targets_BT):
-    """[B, T] cross-entropy of the targets."""
+    """Returns the cross-entropy of the targets, [B, T]."""
     top = logits_BTV.max(-1, keepdims=True)
     normaliser = np.log(np.exp(logits_BTV - top).sum(-1)) + top[..., 0]
     return normaliser - np.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]

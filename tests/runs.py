@@ -1,4 +1,4 @@
-"""A run small enough to start many times: bytes of one made-up text, 2 layers of width 32."""
+"""A run small enough to start many times: bytes of a synthetic text, 2 layers of width 32."""
 
 import pathlib
 import random
@@ -18,7 +18,7 @@ def get_config():
 
 
 def write_text(path: pathlib.Path) -> str:
-    """60 KB of words in made-up order, with structure enough to learn from."""
+    """Writes 60 KB of random words from a small vocabulary, which a model can learn."""
     rng = random.Random(0)
     words = ["".join(rng.choices("etaoinshr", k=rng.randint(2, 7))) for _ in range(50)]
     lines = [" ".join(rng.choices(words, k=8)) for _ in range(1500)]
@@ -27,7 +27,7 @@ def write_text(path: pathlib.Path) -> str:
 
 
 def small_config(source: str, directory: str, **train) -> ml_collections.ConfigDict:
-    """LRKV, 40 steps of 8 x 32 bytes, checkpoints every 10, in few instructions to compile.
+    """Returns LRKV's config: 40 steps of 8 x 32 bytes, a checkpoint every 10, quick to compile.
 
     Args:
       source: a text file.
@@ -61,7 +61,10 @@ def small_config(source: str, directory: str, **train) -> ml_collections.ConfigD
 
 
 def prepare_text(source: str, folder: pathlib.Path, name: str) -> pathlib.Path:
-    """A folder of prepared rows of a text of that name; 272 tokens."""
+    """Prepares rows of a variant of a text, different for each name; returns their folder.
+
+    The vocabulary has 272 tokens.
+    """
     text = folder / f"{name}.txt"
     lines = pathlib.Path(source).read_text().splitlines()
     random.Random(name).shuffle(lines)

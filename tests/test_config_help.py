@@ -45,41 +45,41 @@ def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
 def test_arguments_of_a_run(monkeypatch, capsys):
     from kvjax.training import loop
 
-    told = []
+    calls = []
 
     def note(name):
-        return lambda *args, **keys: told.append((name, args, keys))
+        return lambda *args, **keys: calls.append((name, args, keys))
 
     monkeypatch.setattr(main.runtime, "start", note("runtime"))
     monkeypatch.setattr(main.distributed, "start", note("job"))
     monkeypatch.setattr(loop, "train", note("train"))
-    for given, said in (
+    for arguments, message in (
         ("--connect_seconds=0", "--connect_seconds = 0: must be at least 1"),
         ("--heartbeat_seconds=-1", "--heartbeat_seconds = -1: must be at least 1"),
         ("--prepare_hours=-1", "--prepare_hours = -1.0: must be at least 0 and at most 1e+06"),
         ("--prepare_hours=nan", "--prepare_hours = nan: must be at least 0 and at most 1e+06"),
     ):
-        assert command_line.status(main.main, [given]) == 2 and not told
-        assert capsys.readouterr().err == f"kvjax: {said}\n"
-    usual = dict(coordinator=None, num_processes=None, process_id=None)
-    usual |= dict(connect_seconds=300, heartbeat_seconds=100)
-    own = dict(coordinator="a:1", num_processes=3, process_id=2)
-    own |= dict(connect_seconds=1, heartbeat_seconds=4)
+        assert command_line.status(main.main, [arguments]) == 2 and not calls
+        assert capsys.readouterr().err == f"kvjax: {message}\n"
+    no_job = dict(coordinator=None, num_processes=None, process_id=None)
+    no_job |= dict(connect_seconds=300, heartbeat_seconds=100)
+    job_options = dict(coordinator="a:1", num_processes=3, process_id=2)
+    job_options |= dict(connect_seconds=1, heartbeat_seconds=4)
     options = ["--workdir=x", "--prepare_hours=0", "--config.train.seed=3"]
     options += ["--trackers=none", "--profile_steps=4"]
-    options += [f"--{key}={value}" for key, value in own.items()]
-    for given, workdir, hours, trackers, traced, seed, job in (
-        ([], "runs/lrkv_tiny", 1.0, ("tensorboard",), 0, 0, usual),
-        (options, "x", 0.0, (), 4, 3, own),
+    options += [f"--{key}={value}" for key, value in job_options.items()]
+    for arguments, workdir, hours, trackers, steps, seed, job in (
+        ([], "runs/lrkv_tiny", 1.0, ("tensorboard",), 0, 0, no_job),
+        (options, "x", 0.0, (), 4, 3, job_options),
     ):
-        assert command_line.status(main.main, given) == 0
-        assert told[:2] == [("runtime", (), {}), ("job", (), job)]
-        ((name, (config, to), keys),) = told[2:]
+        assert command_line.status(main.main, arguments) == 0
+        assert calls[:2] == [("runtime", (), {}), ("job", (), job)]
+        ((name, (config, path), keys),) = calls[2:]
         assert 0 < keys.pop("seconds_before") < 3600
-        expected = dict(prepare_hours=hours, trackers=trackers, profile_steps=traced)
-        assert (name, to, keys) == ("train", workdir, expected)
+        expected = dict(prepare_hours=hours, trackers=trackers, profile_steps=steps)
+        assert (name, path, keys) == ("train", workdir, expected)
         assert (config.name, config.train.seed) == ("lrkv_tiny", seed)
-        told.clear()
+        calls.clear()
 
 
 def test_meanings_come_from_comments_or_docstrings():

@@ -153,8 +153,8 @@ def test_names_are_unique_over_files():
 
 @pytest.mark.parametrize("file", TABLES)
 def test_variants_of_a_file(file):
-    there = {config_label(path) for path in configs_of(ROOT / "configs" / f"{file}.py")}
-    assert there == set(TABLES[file])
+    names = {config_label(path) for path in configs_of(ROOT / "configs" / f"{file}.py")}
+    assert names == set(TABLES[file])
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -165,8 +165,10 @@ def test_rank_is_all_that_differs(name):
 @pytest.mark.parametrize("name", MATCHED)
 def test_matched_has_mhas_parameters(name):
     scale = name.rpartition("_")[2]
-    mine, mha = (formulas.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}"))
-    assert mine == mha  # to the last one, by multiples of 32 channels
+    count, mha_count = (
+        formulas.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}")
+    )
+    assert count == mha_count  # to the last one, by multiples of 32 channels
     changes = _changes(name, MATCHED[name])
     assert changes.keys() == {"model.mlp_dim"}
     assert int(changes["model.mlp_dim"]) % 32 == 0
@@ -176,8 +178,10 @@ def test_matched_has_mhas_parameters(name):
 def test_rivals_have_mhas_parameters_and_a_cache_of_their_class(name):
     """TPA of ranks 1 and 1 comes no nearer than 16 % to the narrow class at d12."""
     _, size, scale = name.rsplit("_", 2)
-    mine, mha = (formulas.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}"))
-    assert abs(mine / mha - 1) < 0.001
+    count, mha_count = (
+        formulas.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}")
+    )
+    assert abs(count / mha_count - 1) < 0.001
     entry = _resolve(name).model.mechanisms[0].entry()
     elements = sum(math.prod(field.shape) for field in entry.values() if not field.wide)
     tolerance = 0.17 if re.match("tpa.*narrow", name) else 0.07

@@ -29,9 +29,9 @@ def test_blocks_of_code_are_found():
     shell, python = docs_pages.blocks(text)
     assert (shell.rule, shell.text, shell.commands) == ("skip", "no", ["kvjax    costs"])
     assert (python.language, python.code, python.line) == ("python", "x = 1\n", 9)
-    for name, given in TEXTS.items():
-        assert len(BLOCKS[name]) == given.count("\n```") / 2, name
-        assert given.count("<!-- test:") == sum(block.rule != "" for block in BLOCKS[name]), name
+    for name, page in TEXTS.items():
+        assert len(BLOCKS[name]) == page.count("\n```") / 2, name
+        assert page.count("<!-- test:") == sum(block.rule != "" for block in BLOCKS[name]), name
 
 
 def test_python_compiles_and_commands_are_there():
@@ -39,19 +39,19 @@ def test_python_compiles_and_commands_are_there():
     options = set(re.findall(r"--(\w+)", sources))
     options |= {field.name for field in dataclasses.fields(DataConfig)}  # of `prepare`
     named_commands = 0
-    for name, found in BLOCKS.items():
-        for block in found:
-            where = f"{name}.md, line {block.line}"
-            assert block.language in ("python", "bash"), where
-            assert block.rule in ("", "skip", "add"), where
+    for name, blocks in BLOCKS.items():
+        for block in blocks:
+            location = f"{name}.md, line {block.line}"
+            assert block.language in ("python", "bash"), location
+            assert block.rule in ("", "skip", "add"), location
             if block.language == "python":
-                compile(block.code, where, "exec")
+                compile(block.code, location, "exec")
                 continue
             for command in block.commands:
-                for given in re.findall(r"(?<!/)\bkvjax \w+ [^|]*", command):
-                    assert given.split()[1] in COMMANDS, (where, given)
-                    unknown = set(re.findall(r" --(\w+)", given)) - options
-                    assert not unknown, (where, unknown)
+                for command_text in re.findall(r"(?<!/)\bkvjax \w+ [^|]*", command):
+                    assert command_text.split()[1] in COMMANDS, (location, command_text)
+                    unknown = set(re.findall(r" --(\w+)", command_text)) - options
+                    assert not unknown, (location, unknown)
                     named_commands += 1
         for word in re.findall(r"`kvjax ([a-z_]+)", TEXTS[name]):
             assert word in COMMANDS, (name, word)
@@ -77,9 +77,9 @@ def test_links_lead_to_pages_or_to_the_repository():
     for source in [*(f"docs/{name}.md" for name in TEXTS), *pages.foreign()]:
         if not source.endswith(".md"):
             continue
-        at = posixpath.dirname(pages.place(source))
+        folder = posixpath.dirname(pages.place(source))
         for link in pages._LINK.findall(pages.relinked((ROOT / source).read_text(), source)):
-            target = posixpath.normpath(posixpath.join(at, link[1]))
+            target = posixpath.normpath(posixpath.join(folder, link[1]))
             assert target in sites, (source, link)
 
 
@@ -112,12 +112,12 @@ def test_the_matrix_asks_the_code(name, kernel, formats, converted):
 
 
 def test_layouts_are_described_as_the_cache_is():
-    made = pages.made("<!-- made: layouts.arrays -->")
+    markdown = pages.made("<!-- made: layouts.arrays -->")
     for name, spec in kvjax.LAYOUTS.items():
         _, cache, _ = layouts.example(name)
-        section = made.split(f"### {name}\n")[1].split("\n### ")[0]
-        for array, there in cache.arrays.items():
-            assert f'`cache["{array}"]`' in section and str(list(there.shape)) in section
+        section = markdown.split(f"### {name}\n")[1].split("\n### ")[0]
+        for array, values in cache.arrays.items():
+            assert f'`cache["{array}"]`' in section and str(list(values.shape)) in section
         for array in spec.arrays:
             assert f"| `{array}`" in section
 

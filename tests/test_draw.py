@@ -32,8 +32,8 @@ def _drawn(one_in, seed="648f8c0"):
 
 def test_a_share_of_each_folders_slow_cases():
     names = [{item.nodeid for item in items} for items in (ALWAYS, SLOW, OTHER)]
-    found = set(_drawn(4))
-    assert [len(found & of) for of in names] == [18, 11, 1]
+    drawn = set(_drawn(4))
+    assert [len(drawn & group) for group in names] == [18, 11, 1]
     assert _drawn(4) == _drawn(4) and len(_drawn(1)) == 62
-    every = [frozenset(_drawn(4, f"commit {i}")) for i in range(40)]
-    assert frozenset().union(*every) == frozenset(_drawn(1)) and len(set(every)) == 40
+    draws = [frozenset(_drawn(4, f"commit {i}")) for i in range(40)]
+    assert frozenset().union(*draws) == frozenset(_drawn(1)) and len(set(draws)) == 40

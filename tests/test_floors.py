@@ -1,4 +1,4 @@
-"""The linter of imports, which `make lint` runs, finds what would bring the house into disorder."""
+"""The linter of imports, which `make lint` runs, finds imports against the order of packages."""
 
 import pathlib
 import shutil
@@ -12,7 +12,7 @@ from tests import quick
 
 
 @pytest.mark.parametrize(
-    "file, line, said",
+    "file, line, message",
     quick.every(
         2,
         [
@@ -47,7 +47,7 @@ from tests import quick
         first=1,
     ),
 )
-def test_imports_that_do_not_point_down(tmp_path, file, line, said):
+def test_imports_that_do_not_point_down(tmp_path, file, line, message):
     for name in ("kvjax", "experiments"):
         ignored = shutil.ignore_patterns("__pycache__", "results", "figures")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -58,7 +58,7 @@ def test_imports_that_do_not_point_down(tmp_path, file, line, said):
     run = subprocess.run(
         [linter, "--no-cache", "--no-logo"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert said in " ".join(run.stdout.split()) and run.returncode == bool(line), run.stdout
+    assert message in " ".join(run.stdout.split()) and run.returncode == bool(line), run.stdout
 
 
 def test_the_root_has_at_most_a_dozen_modules():

@@ -65,9 +65,9 @@ def test_one_prompt(run, workdir, loaded, generator, monkeypatch):
 def test_a_cache_on_several_chips(run):
     alone, split = (run("--prompt=the ", f"--chips={n}", "--temperature=0") for n in (1, 2))
     assert alone[:2] == split[:2] and split[0] == 0
-    held = re.search(r"cache ([\d,]+) bytes = 1 x 256 tokens.*, ([\d,]+) on each chip", split[2])
-    whole, each = (int(group.replace(",", "")) for group in held.groups())
-    assert whole == 2 * each and "chip" not in alone[2]
+    sizes = re.search(r"cache ([\d,]+) bytes = 1 x 256 tokens.*, ([\d,]+) on each chip", split[2])
+    whole, per_chip = (int(group.replace(",", "")) for group in sizes.groups())
+    assert whole == 2 * per_chip and "chip" not in alone[2]
 
 
 def test_text_is_streamed(warm, monkeypatch):
@@ -171,17 +171,17 @@ def test_a_process_with_prompts_on_standard_input(workdir):
         [*command[:-1], "--num_tokens=900", "--prompt=a"],
         **{k: options[k] for k in ("cwd", "env")},
         **dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE),
-    ) as left:  # as `| head -c 1` does
-        assert left.stdout.read(1) == b"a"
-        left.stdout.close()
-        assert b"Traceback" not in left.stderr.read() and left.wait(240) == 1
+    ) as reader:  # as `| head -c 1` does
+        assert reader.stdout.read(1) == b"a"
+        reader.stdout.close()
+        assert b"Traceback" not in reader.stderr.read() and reader.wait(240) == 1
     wrong = subprocess.run([*command, "--prompts=a"], **options)
     assert wrong.returncode == 2 and b"Traceback" not in wrong.stderr
     assert wrong.stderr.startswith(b"kvjax: unknown option --prompts; did you mean '--prompt'?")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("flags", "message"),
     [
         ([], "no prompt: give text, as in --prompt='The king ', or --prompt_file=FILE"),
         (["--prompt="], "--prompt='' is empty: give text"),
@@ -205,8 +205,8 @@ def test_a_process_with_prompts_on_standard_input(workdir):
         (["--prompt", "a", "b"], "unknown argument 'b'"),
     ],
 )
-def test_bad_options(run, given, message):
-    status, out, err = run(*given)
+def test_bad_options(run, flags, message):
+    status, out, err = run(*flags)
     assert (status, out) == (2, "")
     assert err.startswith("kvjax: ") and "Traceback" not in err
     pattern = ".*".join(re.escape(part) for part in message.split(".*"))
@@ -214,7 +214,7 @@ def test_bad_options(run, given, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("flag", "message"),
     [
         ("--num_tokens=0", "num_tokens = 0"),
         ("--seed=-1", "seed = -1"),
@@ -226,9 +226,9 @@ def test_bad_options(run, given, message):
         ("--chips=9", "chips = 9: there are 8 (cpu:0, cpu:1, "),
     ],
 )
-def test_options_are_checked_before_weights_are_read(run, monkeypatch, given, message):
+def test_options_are_checked_before_weights_are_read(run, monkeypatch, flag, message):
     monkeypatch.setattr(generate_lib, "load", lambda *a, **k: pytest.fail("loaded"))
-    status, out, err = run("--prompt=a", given)
+    status, out, err = run("--prompt=a", flag)
     assert (status, out) == (2, "") and err.startswith((f"kvjax: --{message}", f"kvjax: {message}"))
 
 
@@ -260,9 +260,9 @@ def test_loaded_weights_are_freed(run, monkeypatch):
 
     def generate(generator, *args, **options):
         gc.collect()
-        held = {id(x) for x in jax.tree.leaves(generator.engine.weights)}
-        left = [array() for array in arrays if array() is not None]
-        assert len(left) < len(arrays) and all(id(x) in held for x in left)
+        generator_weights = {id(x) for x in jax.tree.leaves(generator.engine.weights)}
+        alive = [array() for array in arrays if array() is not None]
+        assert len(alive) < len(arrays) and all(id(x) in generator_weights for x in alive)
         raise UserError("seen")
 
     monkeypatch.setattr(generate_lib, "load", load)

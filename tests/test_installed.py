@@ -79,11 +79,11 @@ for line in json.loads(sys.argv[1]):
 
 @pytest.mark.parametrize("lines", [LINES, BARE], ids=["train", "core"])
 def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path, lines):
-    site, lacks = tmp_path / "site", {"kvjax"}
-    lacks |= {module for module, extra in EXTRAS.items() if lines is BARE or extra != "train"}
+    site, missing = tmp_path / "site", {"kvjax"}
+    missing |= {module for module, extra in EXTRAS.items() if lines is BARE or extra != "train"}
     site.mkdir()
     for path in pathlib.Path(jax.__file__).parents[1].iterdir():
-        if path.name not in lacks:
+        if path.name not in missing:
             (site / path.name).symlink_to(path)
     shutil.copytree(PACKAGE, site / "kvjax", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(CONFIGS, site / "kvjax" / "configs")
@@ -92,26 +92,26 @@ def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path, lines
     (tmp_path / "published").symlink_to(PUBLISHED)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     python = [sys.executable, "-S", "-P"]
-    at = dict(cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(site), JAX_PLATFORMS="cpu"))
+    options = dict(cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(site), JAX_PLATFORMS="cpu"))
     arguments = [*python, "-c", RUN, json.dumps([line for line, *_ in lines])]
-    run = subprocess.run(arguments, **at, capture_output=True, text=True, check=True)
+    run = subprocess.run(arguments, **options, capture_output=True, text=True, check=True)
     assert "foreign" not in run.stdout
-    for (line, status, said), outcome in zip(lines, run.stdout.splitlines(), strict=True):
-        found, text = json.loads(outcome)
-        assert (found, said in text, "Traceback" in text) == (status, True, False), (line, text)
+    for (line, status, message), outcome in zip(lines, run.stdout.splitlines(), strict=True):
+        code, text = json.loads(outcome)
+        assert (code, message in text, "Traceback" in text) == (status, True, False), (line, text)
         *_, last = text.strip().splitlines()
-        assert status == 0 or (last.startswith("kvjax: ") and said in last), (line, text)
+        assert status == 0 or (last.startswith("kvjax: ") and message in last), (line, text)
     if lines is BARE:
         for command in ("kvjax.convert", "kvjax convert"):
-            whole = subprocess.run(
+            result = subprocess.run(
                 [*python, "-m", *command.split(), "--source=published"],
-                **at,
+                **options,
                 capture_output=True,
                 text=True,
                 check=False,
             )
-            assert (whole.returncode, whole.stdout) == (2, "")
-            assert whole.stderr == (
+            assert (result.returncode, result.stdout) == (2, "")
+            assert result.stderr == (
                 "kvjax: tokenizers is not installed: pip install 'kvjax[convert]'\n"
             )
 
@@ -133,8 +133,8 @@ def test_the_wheel_has_all_configs_and_extras(tmp_path):
         files = set(archive.namelist())
         (metadata,) = (name for name in files if name.endswith("/METADATA"))
         text = archive.read(metadata).decode()
-    for folder, there in ((CONFIGS, "kvjax/configs"), (PACKAGE, "kvjax")):
-        assert {f"{there}/{path.relative_to(folder)}" for path in folder.rglob("*.py")} <= files
+    for folder, target in ((CONFIGS, "kvjax/configs"), (PACKAGE, "kvjax")):
+        assert {f"{target}/{path.relative_to(folder)}" for path in folder.rglob("*.py")} <= files
     installs = set(re.findall(r'(?m)^Requires-Dist: ([\w-]+).*extra == "(.+)"', text))
 
     def normal(name):

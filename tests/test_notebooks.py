@@ -62,67 +62,67 @@ def test_links_lead_somewhere(path):
             assert "://" in link or (path.parent / link).exists(), link
 
 
-def _quickstart(said):
-    assert float(re.search(r"largest difference (\S+) of", said)[1]) < 1e-10
-    assert float(re.search(r"([\d.]+) bits per byte", said)[1]) < 2.49  # of xz -9e
-    assert "tokens x 3,136" in said  # cache bytes per token of LRKV in float32
+def _quickstart(text):
+    assert float(re.search(r"largest difference (\S+) of", text)[1]) < 1e-10
+    assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 2.49  # of xz -9e
+    assert "tokens x 3,136" in text  # cache bytes per token of LRKV in float32
 
 
-def _kernels(said):
-    fits = re.findall(r"^(\w+): ([\d,]+) on v5e", said, re.M)  # from the largest cache to the least
+def _kernels(text):
+    fits = re.findall(r"^(\w+): ([\d,]+) on v5e", text, re.M)  # from the largest cache to the least
     tokens = [int(count.replace(",", "")) for _, count in fits]
     assert len(fits) == 5 and fits[0][0] == "mha" and tokens == sorted(tokens)
-    assert "5 of 5 measured" in said
-    assert "saved schedules" in said or "v5e, lrkv: " in said
+    assert "5 of 5 measured" in text
+    assert "saved schedules" in text or "v5e, lrkv: " in text
 
 
-def _launch(said):
+def _launch(text):
     for topology in ("v4:4x4x4", "v5e:8x8", "v5p:2x2x4", "h200:8"):
-        assert f"{topology:10} " in said
-    assert "--topology=v5p:2x2x4" in said and "--tpu-type=v5p-32" in said
-    assert "srun python -m kvjax.main --config=configs/lrkv_2p5b.py --workdir=" in said
+        assert f"{topology:10} " in text
+    assert "--topology=v5p:2x2x4" in text and "--tpu-type=v5p-32" in text
+    assert "srun python -m kvjax.main --config=configs/lrkv_2p5b.py --workdir=" in text
 
 
-def _convert(said):
-    shares = re.findall(r"cache +([\d.]+) %: perplexity ([\d.]+)", said)
+def _convert(text):
+    shares = re.findall(r"cache +([\d.]+) %: perplexity ([\d.]+)", text)
     perplexities = [float(perplexity) for _, perplexity in shares]
     assert [share for share, _ in shares] == ["100.0", "75.0", "50.0", "37.5"]
     assert sorted(perplexities) == perplexities and perplexities[2] < 1.2 * perplexities[0]
-    whole, half = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes of live", said))
+    whole, half = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes of live", text))
     assert whole == 2 * half
-    assert said.count("The capital of France is Paris") == 2
+    assert text.count("The capital of France is Paris") == 2
 
 
-def _analysis(said):
+def _analysis(text):
     """Checks the statements of its text about the model."""
-    share = float(re.search(r"mean over layers: ([\d.]+) % of the heads", said)[1])
+    share = float(re.search(r"mean over layers: ([\d.]+) % of the heads", text)[1])
     assert 50 < share < 100
-    needed = [int(n) for n in re.findall(r"(\d+) of 64 components hold 90 %", said)]
+    needed = [int(n) for n in re.findall(r"(\d+) of 64 components hold 90 %", text)]
     assert len(needed) == 3 and needed[0] > 2 * max(needed[1:])
-    more = dict(re.findall(r"(weights' SVD|other passages), 32 of 64: \+([\d.]+) %", said))
+    more = dict(re.findall(r"(weights' SVD|other passages), 32 of 64: \+([\d.]+) %", text))
     assert float(more["weights' SVD"]) > 4 * float(more["other passages"])
 
 
-def _evaluation(said):
+def _evaluation(text):
     """Checks its text: letters are little more than a habit, texts show knowledge."""
 
-    def count(what):
-        return [int(n) for n in re.findall(rf"(\d+) of 10 {what}", said)]
+    def count(label):
+        return [int(n) for n in re.findall(rf"(\d+) of 10 {label}", text)]
 
     by_letter, by_text = count("right"), count("by their texts")
     assert len(by_letter) == len(by_text) == 2 and min(by_text) > max(by_letter)
-    assert "half: 11,520 bytes of cache" in said and "The capital of France is Paris" in said
-    assert len(re.findall(r"\d of 8 right", said)) == 2
-    assert "a right one: passed" in said and said.count(": failed: ") == 3
+    assert "half: 11,520 bytes of cache" in text and "The capital of France is Paris" in text
+    assert len(re.findall(r"\d of 8 right", text)) == 2
+    assert "a right one: passed" in text and text.count(": failed: ") == 3
 
 
-def _compare(said):
+def _compare(text):
     """Checks its text: seeds differ more than mechanisms, paired differences less."""
-    assert "9 runs" in said
-    spread = float(re.search(r"^mha +[\d.]+ ± ([\d.]+)", said, re.M)[1])
-    gap, half = re.search(r"num_steps=80 .*, ([+-][\d.]+) from MHA ± ([\d.]+)", said).groups()
+    assert "9 runs" in text
+    spread = float(re.search(r"^mha +[\d.]+ ± ([\d.]+)", text, re.M)[1])
+    gap, half = re.search(r"num_steps=80 .*, ([+-][\d.]+) from MHA ± ([\d.]+)", text).groups()
     assert spread > 3 * float(half) and spread > 3 * abs(float(gap))
-    assert "within a run: " in said and "at equal horizon: " in said
+    assert "within a run: " in text and "at equal horizon: " in text
 
 
 CHECKS = dict(

@@ -96,19 +96,19 @@ def test_adamw_is_that_of_its_paper(make_mechanism, options):
     state = optimizer.init(weights)
 
     @jax.jit
-    def stepped(given, state, weights):
-        updates, state = optimizer.update(given, state, weights)
+    def stepped(gradients, state, weights):
+        updates, state = optimizer.update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state
 
     for step in range(4):  # gradients of other signs and sizes at every step
-        given = jax.tree.map(lambda g, step=step: g * np.cos(2.0 * step + 3 * g), grads)
-        weights, state = stepped(given, state, weights)
-        for names, g in _leaves(given).items():
+        gradients = jax.tree.map(lambda g, step=step: g * np.cos(2.0 * step + 3 * g), grads)
+        weights, state = stepped(gradients, state, weights)
+        for names, g in _leaves(gradients).items():
             if names in expected:
                 expected[names].step(np.asarray(g, np.float64))
-    got = _leaves(weights)
+    updated = _leaves(weights)
     for names, adam in expected.items():
-        np.testing.assert_allclose(got[names], adam.x, rtol=0, atol=1e-5, err_msg=str(names))
+        np.testing.assert_allclose(updated[names], adam.x, rtol=0, atol=1e-5, err_msg=str(names))
 
 
 RECIPE = dict(b1=0.8, b2=0.95, epsilon=1e-10, weight_decay=0.0)
@@ -403,8 +403,8 @@ def test_options_reach_the_first_update():
 
     def update(dtype="float32", **options):
         config = OptimizerConfig(clip_norm=0.0, **options)
-        made = dict(d_model=4, num_steps=10, muon_dtype=jnp.dtype(dtype))
-        optimizer = make_optimizer(config, axes, **made)
+        sizes = dict(d_model=4, num_steps=10, muon_dtype=jnp.dtype(dtype))
+        optimizer = make_optimizer(config, axes, **sizes)
         return jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p)[0])(grads, params)
 
     def iterated(g_XDO, steps):
@@ -417,8 +417,8 @@ def test_options_reach_the_first_update():
     up = grads["up"]
     joint = math.sqrt(6 / 4) * iterated(up.reshape(2, 4, 6), 5).reshape(up.shape)
     twice = math.sqrt(6 / 4) * iterated(up.reshape(2, 4, 6), 2).reshape(up.shape)
-    of_heads_XHD = up.transpose(0, 2, 3, 1).reshape(6, 2, 4)  # wide, as the iteration has them
-    heads = iterated(of_heads_XHD, 5).reshape(2, 3, 2, 4).transpose(0, 3, 1, 2)
+    per_head_XHD = up.transpose(0, 2, 3, 1).reshape(6, 2, 4)  # wide, as the iteration has them
+    heads = iterated(per_head_XHD, 5).reshape(2, 3, 2, 4).transpose(0, 3, 1, 2)
     cases = [
         ({}, 1, joint, 1e-5),
         (dict(lr_scale=0.02), 0.02, joint, 1e-5),

@@ -1,4 +1,4 @@
-"""`python -m kvjax`: what there is."""
+"""`python -m kvjax` lists commands and configs."""
 
 import ast
 import importlib
@@ -33,9 +33,9 @@ def test_no_command_is_left_out():
 
 
 def test_version_and_unknown_arguments():
-    def run(*given):
+    def run(*arguments):
         return subprocess.run(
-            [sys.executable, "-m", "kvjax", *given], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "kvjax", *arguments], capture_output=True, text=True, check=False
         )
 
     version = run("--version")

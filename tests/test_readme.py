@@ -40,7 +40,7 @@ def _braces(path):
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
-def _there(path):
+def _exists(path):
     """Returns True if a path of the repository, which may be a pattern, exists."""
     return any(ROOT.glob(path.rstrip("/")))
 
@@ -59,7 +59,7 @@ def test_links_lead_somewhere(name):
         path, _, anchor = link.partition("#")
         target = (ROOT / name).parent / path if path else ROOT / name
         target = target.resolve().relative_to(ROOT.resolve())
-        assert _there(str(target)), link
+        assert _exists(str(target)), link
         assert not anchor or anchor in _anchors(_text(target)), link
 
 
@@ -67,8 +67,8 @@ def test_links_lead_somewhere(name):
 def test_files_and_commands_that_are_named_are_there(name):
     text = _text(name)
     for path in re.findall(rf"(?<![\w./:*-])(?:{'|'.join(OURS)})/[\w./*{{}},]*[\w}}/]", text):
-        for one in _braces(path):
-            assert _there(one), path
+        for expanded in _braces(path):
+            assert _exists(expanded), path
     for module in re.findall(r"python -m ([\w.]+)", text):
         if module.partition(".")[0] in OURS:
             assert importlib.util.find_spec(module.rstrip(".")), module

@@ -18,11 +18,11 @@ from kvjax.foundation import command_line, progress, runtime
 from kvjax.training import loop
 from tests import runs
 
-EARLIER, STEPS = 30, 40  # its checkpoints
+EARLIER, STEPS = 30, 40  # steps of its checkpoints
 
 
 def config_of(workdir: pathlib.Path) -> ml_collections.ConfigDict:
-    """The config of that run: as a recipe has it, but small."""
+    """Returns the run's config: `runs.small_config` with the compute options of recipes."""
     data = str(workdir.parent / "text.txt"), str(workdir.parent / "data")
     config = runs.small_config(*data, num_steps=STEPS, sample_tokens=4, log_every=2)
     config.compute.update(unroll="auto", query_chunk=-1, loss_chunks=8)
@@ -31,9 +31,9 @@ def config_of(workdir: pathlib.Path) -> ml_collections.ConfigDict:
 
 
 def trained(folder: pathlib.Path) -> pathlib.Path:
-    """The workdir of the run, in a folder with `output.txt`, which it printed.
+    """Returns the run's workdir, in a folder with its output (`output.txt`).
 
-    Trained unless a whole one is there: `last.json`, its last figures, is written last.
+    Trains the run unless it is complete: `last.json`, its last figures, is written last.
     """
     last = folder / "last.json"
     if last.exists():
@@ -50,15 +50,15 @@ def trained(folder: pathlib.Path) -> pathlib.Path:
 
 
 def command_line_of(workdir, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    """A function of flags: (exit status, standard output, standard error) of `kvjax.generate`."""
-    monkeypatch.setattr(runtime, "start", lambda: None)  # the tests' own cache stays
+    """Returns a function: flags of `kvjax.generate` -> (exit status, stdout, stderr)."""
+    monkeypatch.setattr(runtime, "start", lambda: None)  # keeps the tests' compilation cache
     # Stored programs are compiled without the tests' cache.
     unstored = lambda *given, stored, **options: Generator(*given, **options)  # noqa: E731
     monkeypatch.setattr(generate_lib, "Generator", unstored)
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)  # a busy machine's waits are no message
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)  # no messages of waits on a busy machine
 
-    def command(*given, workdir=workdir):
-        arguments = [f"--workdir={workdir}", "--num_tokens=6", *given]
+    def command(*flags, workdir=workdir):
+        arguments = [f"--workdir={workdir}", "--num_tokens=6", *flags]
         return command_line.status(generate_lib.main, arguments), *capsys.readouterr()
 
     return command

@@ -27,11 +27,11 @@ def corrupted(monkeypatch, steps, loss=np.nan):
 
     step = program.train_step
 
-    def knowing(state, rows, **kwargs):
+    def step_noting_state(state, rows, **kwargs):
         current.append(state["step"])
         return step(state, rows, **kwargs)
 
-    monkeypatch.setattr(program, "train_step", knowing)
+    monkeypatch.setattr(program, "train_step", step_noting_state)
 
 
 def state_of(workdir, step):
@@ -65,13 +65,13 @@ def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
     assert ("loss" in rows[6]) == np.isfinite(loss) and rows[6]["bad"] == 1
     assert rows[12]["learning_rate"] == rows[1]["learning_rate"]  # its cooldown is 3 steps later
     states = {s: state_of(tmp_path / "whole", s) for s in (4, 5, 6, 7, 8)}
-    for kept in ("params", "optimizer"):
+    for part in ("params", "optimizer"):
         for good, skipped in ((5, 6), (5, 7)):
-            for x, y in zip(*(leaves(states[s][kept]) for s in (good, skipped)), strict=True):
+            for x, y in zip(*(leaves(states[s][part]) for s in (good, skipped)), strict=True):
                 np.testing.assert_array_equal(x, y)
         for good in (4, 8):
-            moved = zip(*(leaves(states[s][kept]) for s in (5, good)), strict=True)
-            assert all(np.any(x != y) for x, y in moved if x.size > 1)
+            pairs = zip(*(leaves(states[s][part]) for s in (5, good)), strict=True)
+            assert all(np.any(x != y) for x, y in pairs if x.size > 1)
     assert states[7]["step"] == 7 and states[7]["bad"]["skipped"] == 2
     assert states[7]["bad"]["mean_loss"] == states[5]["bad"]["mean_loss"] > 0
 
@@ -93,13 +93,13 @@ def test_check_step():
         (stop, 1.5, np.nan, 1.0, True, 1.5),
     ):
         bad = dict(skipped=np.int32(4), in_a_row=np.int32(2), mean_loss=np.float32(mean))
-        found, new, told = program.check_step(
+        verdict, new, reported = program.check_step(
             jax.tree.map(jax.numpy.asarray, bad),
             jax.numpy.float32(loss),
             jax.numpy.float32(grad_norm),
             TrainConfig(num_steps=1, batch_size=1, **policy),
         )
-        assert bool(found) == is_bad
+        assert bool(verdict) == is_bad
         skipped, in_a_row = 4 + (is_bad and policy["bad_steps"] == "skip"), 3 * is_bad
         assert new.pop("mean_loss") == pytest.approx(after, rel=1e-6)
         assert new == dict(skipped=skipped, in_a_row=in_a_row)
@@ -108,7 +108,7 @@ def test_check_step():
             expected |= dict(bad=is_bad, mean_loss=np.float32(mean))
         if policy["bad_steps"] == "skip":
             expected |= dict(skipped_steps=skipped, bad_steps_in_a_row=in_a_row)
-        assert told == expected
+        assert reported == expected
 
 
 @pytest.mark.slow

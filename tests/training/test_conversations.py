@@ -45,8 +45,8 @@ def test_a_parent_has_the_model_with_its_own_rows(mid):
     """Keeps the number of rows, to which a run may add for its tokenizer and the special tokens."""
     _, experiment = mid()
     model = experiment.model
-    before = conversations.parent_model(experiment, _parent(model))
-    assert before == dataclasses.replace(model, vocab_size=257)
+    expected = conversations.parent_model(experiment, _parent(model))
+    assert expected == dataclasses.replace(model, vocab_size=257)
     texts = types.SimpleNamespace(mixture=None, model=model)
     assert conversations.parent_model(texts, _parent(model)) is model
     for size, rows, needed in ((264, 257, 265), (299, 300, 300)):
@@ -62,12 +62,12 @@ def test_a_parent_has_the_model_with_its_own_rows(mid):
 def test_one_epoch(mid):
     config, experiment = mid()
     dataset = types.SimpleNamespace(num_rows=dict(train=11).__getitem__)
-    found, grown = conversations.one_epoch(config, experiment, dataset)
-    assert found.train.num_steps == grown.train.num_steps == 2 and found.is_locked
+    changed, grown = conversations.one_epoch(config, experiment, dataset)
+    assert changed.train.num_steps == grown.train.num_steps == 2 and changed.is_locked
     assert (config.train.num_steps, experiment.train.num_steps) == (0, 0)
     assert dataclasses.replace(grown, train=experiment.train) == experiment
-    given, planned = mid(num_steps=7)
-    assert conversations.one_epoch(given, planned, dataset) == (given, planned)
+    planned_config, planned = mid(num_steps=7)
+    assert conversations.one_epoch(planned_config, planned, dataset) == (planned_config, planned)
     exactly = types.SimpleNamespace(num_rows=dict(train=4).__getitem__)
     assert conversations.one_epoch(config, experiment, exactly)[1].train.num_steps == 1
     few = types.SimpleNamespace(num_rows=dict(train=3).__getitem__)
@@ -78,17 +78,19 @@ def test_one_epoch(mid):
 @pytest.fixture
 def rows(monkeypatch):
     """Fakes the data set; `prepared` lists (vocabulary, shown) of each preparation."""
-    found = types.SimpleNamespace(
+    dataset = types.SimpleNamespace(
         path=epath.Path("rows"), digest="d", is_masked=True, vocab_size=265, prepared=[]
     )
 
     def prepared(mixture, data, tokenizer, *, shown):
-        found.prepared.append((tokenizer.vocabulary(), shown))
-        return found.path
+        dataset.prepared.append((tokenizer.vocabulary(), shown))
+        return dataset.path
 
     monkeypatch.setattr(prepare, "prepare", prepared)
-    monkeypatch.setattr(loader, "open_dataset", lambda path: found if path == found.path else None)
-    return found
+    monkeypatch.setattr(
+        loader, "open_dataset", lambda path: dataset if path == dataset.path else None
+    )
+    return dataset
 
 
 def test_rows_are_made_with_the_parents_tokenizer_and_the_special_tokens(mid, rows, tmp_path):
@@ -106,33 +108,35 @@ def test_rows_are_made_with_the_parents_tokenizer_and_the_special_tokens(mid, ro
 def test_rows_that_the_run_cannot_read_are_refused(mid, rows):
     _, experiment = mid()
 
-    def ask(e):
+    def prepare_rows(e):
         return conversations.prepare_dataset(e, epath.Path("none"), _parent(e.model))
 
     rows.is_masked = False
     with pytest.raises(UserError, match="its rows have no mask, and .* they must have a mask"):
-        ask(experiment)
+        prepare_rows(experiment)
     rows.is_masked, rows.vocab_size = True, experiment.model.vocab_size + 1
     with pytest.raises(UserError, match="vocab_size = 265: the tokenizer of rows has 266"):
-        ask(experiment)
+        prepare_rows(experiment)
 
 
 def test_the_first_process_prepares_the_rows(mid, rows, monkeypatch):
-    said = []
+    calls = []
     team = types.SimpleNamespace(
-        announce=lambda word: said.append(f"says {word}"),
-        wait_for=lambda word, leader: said.append(f"waits {word} {leader}"),
+        announce=lambda word: calls.append(f"says {word}"),
+        wait_for=lambda word, leader: calls.append(f"waits {word} {leader}"),
     )
     monkeypatch.setattr(distributed, "count", lambda: 2)
-    monkeypatch.setattr(distributed, "check_same_rows", lambda *found: said.append(found[:2]))
-    monkeypatch.setattr(distributed, "Team", lambda name, root: said.append(name) or team)
+    monkeypatch.setattr(
+        distributed, "check_same_rows", lambda *arguments: calls.append(arguments[:2])
+    )
+    monkeypatch.setattr(distributed, "Team", lambda name, root: calls.append(name) or team)
     _, experiment = mid()
     for team.index, expected in (
         (0, ["data", "says finished"]),
         (1, ["data", "waits finished True"]),
     ):
-        said.clear()
+        calls.clear()
         rows.prepared.clear()
         conversations.prepare_dataset(experiment, epath.Path("none"), _parent(experiment.model))
-        assert said == [*expected, (rows.path, "d")]
+        assert calls == [*expected, (rows.path, "d")]
         assert [shown for _, shown in rows.prepared] == [True, False][team.index :]

@@ -1,13 +1,13 @@
 """Five optimizer steps of every mechanism's tiny config give the numbers they always gave.
 
-In float64, but for the draw of weights and Newton-Schulz: wholly in float32, processors that round
-differently are 3e-4 apart after four steps.
+All but initialisation and Newton-Schulz is in float64: in float32, processors that round
+differently would be 3e-4 apart after four steps.
 
     python tests/training/test_golden_steps.py --write [NAME ...]
 
-writes them anew, of all mechanisms or of those named, new ones too. That is right when a commit
-changes on purpose what a model computes, how it is initialised or how it is trained; a faster or
-clearer way to compute the same must not need it.
+rewrites them for all mechanisms, or for the named ones, which may be new. Do so if a commit changes
+on purpose what a model computes, how it is initialised or how it is trained; a refactoring must not
+need it.
 """
 
 import functools
@@ -34,7 +34,7 @@ _TINY = {
     for path in config_files()
     if path.match("*_tiny.py") or path.match("rivals.py:*_tiny")
 }
-# Of a rival's two sizes the narrow one, if there are both.
+# Of a rival that has both sizes, only the narrow one.
 CONFIGS = {
     name: path
     for name, path in sorted(_TINY.items())
@@ -44,7 +44,7 @@ B, T, STEPS = 2, 32, 5
 
 
 def _figures(mechanism):
-    """[loss, gradient norm] of each step. Queries and keys first move in the fourth."""
+    """Returns [loss, gradient norm] of each step. Queries and keys first change in step 4."""
     run = config_lib.resolve(load_config(CONFIGS[mechanism]))
     axes = parameters.abstract(run.model).axes
     optimizer = make_optimizer(
@@ -84,7 +84,7 @@ def test_golden_training_steps(x64, mechanism):
     np.testing.assert_allclose(
         _figures(mechanism),
         expected,
-        rtol=1e-6,  # what is in float32 leaves 1e-7
+        rtol=1e-6,  # the float32 parts leave 1e-7
         err_msg=f"{mechanism}: [loss, gradient norm] by step. If a change of the model, its "
         "initialisation or the optimizer is meant, run `python tests/training/test_golden_steps.py "
         "--write` and say in the commit why the numbers moved; a refactoring must not move them.",

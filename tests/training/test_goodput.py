@@ -22,9 +22,9 @@ def clock(monkeypatch):
     def takes(owner, name, seconds):
         real = getattr(owner, name)
 
-        def slow(*given, **keys):
+        def slow(*args, **keys):
             now[0] += seconds
-            return real(*given, **keys)
+            return real(*args, **keys)
 
         monkeypatch.setattr(owner, name, slow)
 
@@ -34,8 +34,8 @@ def clock(monkeypatch):
     takes(checkpoint.Checkpoints, "save", SAVE)
     real = loader.train_batches
 
-    def batches(*given, **keys):
-        for rows in real(*given, **keys):
+    def batches(*args, **keys):
+        for rows in real(*args, **keys):
             now[0] += BATCH
             yield rows
 
@@ -49,12 +49,12 @@ def test_shares_of_a_run(script, clock, tmp_path, capsys):  # noqa: F811
     spent = dict(startup=BEFORE, compiling=COMPILE, data=13 * BATCH, profiling=0.0)
     spent |= dict(validating=6 * VALIDATE, saving=6 * SAVE)
     total = 13 * STEP + sum(spent.values())
-    found = metrics.read_records(epath.Path(tmp_path / "run" / metrics.TIMING))
-    found = [record for record in found if "goodput" in record]
-    assert [record.pop("step") for record in found] == [4, 8, 12, 13]
-    assert all(sum(record.values()) == pytest.approx(1) for record in found)
+    timing = metrics.read_records(epath.Path(tmp_path / "run" / metrics.TIMING))
+    timing = [record for record in timing if "goodput" in record]
+    assert [record.pop("step") for record in timing] == [4, 8, 12, 13]
+    assert all(sum(record.values()) == pytest.approx(1) for record in timing)
     expected = {f"lost_{cause}": seconds / total for cause, seconds in spent.items()}
-    assert found[-1] == pytest.approx(expected | dict(goodput=13 * STEP / total))
+    assert timing[-1] == pytest.approx(expected | dict(goodput=13 * STEP / total))
     assert (
         "\ngoodput: 19.5 % of 66.5 s in steps; saving 36.1 %, validating 18.0 %, compiling 12.0 %, "
         "waiting for data 9.8 %, startup 4.5 %\n"
@@ -70,8 +70,8 @@ def test_waits_for_data_count_only_if_devices_are_idle(monkeypatch):
             now[0] += 1.0
             yield now[0]
 
-    read, kept = batches(), goodput.Goodput()
+    stream, book = batches(), goodput.Goodput()
     for ready in (True, False, False, False):
-        kept.next(read, {"loss": types.SimpleNamespace(is_ready=lambda ready=ready: ready)})
-    assert (kept.record()["lost_data"], kept.record()["goodput"]) == (0.25, 0.75)
-    assert kept.next(read, None) == 5.0 and kept.record()["lost_data"] == 0.4
+        book.next(stream, {"loss": types.SimpleNamespace(is_ready=lambda ready=ready: ready)})
+    assert (book.record()["lost_data"], book.record()["goodput"]) == (0.25, 0.75)
+    assert book.next(stream, None) == 5.0 and book.record()["lost_data"] == 0.4

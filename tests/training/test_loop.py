@@ -34,8 +34,8 @@ def test_files_of_a_run(whole):
 def _then_replace_records(evaluate):
     """Replaces the file by a copy, as an editor does on saving."""
 
-    def evaluate_and_replace(run, *given):
-        evaluate(run, *given)
+    def evaluate_and_replace(run, *args):
+        evaluate(run, *args)
         file = run.workdir / metrics.METRICS
         shutil.copy(file, file.parent / "copy")
         (file.parent / "copy").replace(file)
@@ -46,12 +46,12 @@ def _then_replace_records(evaluate):
 def test_stopping_and_resuming_changes_nothing(whole, tmp_path, monkeypatch):
     config = whole.config.copy_and_resolve_references()
     config.train.sample_tokens = 0
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="jsonl was moved") as told:
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="jsonl was moved") as error:
         patch.setattr(
             loop.TrainingLoop, "_evaluate", _then_replace_records(loop.TrainingLoop._evaluate)
         )
         loop.train(config, epath.Path(tmp_path))
-    assert "The last checkpoint is intact (steps [10, 20])" in str(told.value)
+    assert "The last checkpoint is intact (steps [10, 20])" in str(error.value)
     for stop_after in (27, 0):
         config.train.stop_after = stop_after
         loop.train(config, epath.Path(tmp_path))

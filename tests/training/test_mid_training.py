@@ -68,12 +68,12 @@ def test_a_run_resumes_without_its_parent_which_is_unchanged(source, whole, tmp_
     parent.rename(tmp_path / "gone")
     loop.train(_mid(source, parent, mixture=mixture), epath.Path(tmp_path / "run"))
     assert_bitwise_equal(*(final_state(tmp_path / name) for name in ("run", "whole")))
-    found = trained.find(tmp_path / "run")
-    assert found.experiment.model.vocab_size == found.tokenizer.vocab_size == CHAT
-    assert None not in map(found.tokenizer.special, CONVERSATION_SPECIALS)
-    told = json.loads((tmp_path / "run" / lineage.PARENT).read_text())
+    saved = trained.find(tmp_path / "run")
+    assert saved.experiment.model.vocab_size == saved.tokenizer.vocab_size == CHAT
+    assert None not in map(saved.tokenizer.special, CONVERSATION_SPECIALS)
+    recorded = json.loads((tmp_path / "run" / lineage.PARENT).read_text())
     digest = lineage.digest(epath.Path(tmp_path / "gone" / "checkpoints" / "40"))
-    assert told == dict(workdir=str(parent), step=40, sha256=digest)
+    assert recorded == dict(workdir=str(parent), step=40, sha256=digest)
     assert digest != lineage.digest(epath.Path(tmp_path / "gone" / "checkpoints" / "30"))
     last = records(tmp_path / "run")[-1]
     assert ("validation_bpb_all" in last) == (loss == "assistant")
@@ -99,22 +99,24 @@ def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
         for size in (before, after)
     )
     _, params = randomise(lambda: Transformer(small, jax.random.key(0)), dtype=np.float32)
-    drawn = nnx.to_pure_dict(nnx.state(Transformer(large, jax.random.key(3))))
+    initial = nnx.to_pure_dict(nnx.state(Transformer(large, jax.random.key(3))))
     place = jax.NamedSharding(sharding.make_mesh(sharding.MeshConfig(), jax.devices()), jax.P())
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), drawn)
-    asked = growth.parent_abstract(abstract, small.vocab_size)
-    assert jax.tree.map(jnp.shape, asked) == jax.tree.map(np.shape, params)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), initial
+    )
+    abstract_parent = growth.parent_abstract(abstract, small.vocab_size)
+    assert jax.tree.map(jnp.shape, abstract_parent) == jax.tree.map(np.shape, params)
     params = jax.tree.map(jnp.asarray, params)
-    grown = growth.grow(params, growth.growable(drawn), abstract)
+    grown = growth.grow(params, growth.growable(initial), abstract)
     old = small.vocab_size
-    np.testing.assert_array_equal(grown["embedding"][old:], drawn["embedding"][old:])
+    np.testing.assert_array_equal(grown["embedding"][old:], initial["embedding"][old:])
     assert np.std(grown["embedding"][old:]) > 0.5
     if not tied:
         assert not np.any(grown["head"][:, old:])
     tokens = np.random.default_rng(0).integers(0, old, (3, 24))
 
     def logits(config, params, width):
-        """A matrix product of the exact width: libraries use other kernels for 2,048 columns."""
+        """Multiplies by a head of exactly this width: libraries treat 2,048 columns differently."""
         graph = parameters.graph(config)
         model, compute = nnx.merge(graph, params), Compute()
         activations = jax.jit(lambda: model(tokens, compute=compute))()
@@ -131,34 +133,34 @@ def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
 def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
     """257 tokens over five devices are replicated until there are 265."""
     mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=1, tensor=5), jax.local_devices()[:5])
-    split = dict(embedding=("tensor", "fsdp"), head=("fsdp", "tensor"), other=(None,))
+    specs = dict(embedding=("tensor", "fsdp"), head=("fsdp", "tensor"), other=(None,))
     shapes = dict(embedding=(CHAT, 4), head=(4, CHAT), other=(3,))
 
     def place(name):
-        return jax.NamedSharding(mesh, jax.P(*split[name]))
+        return jax.NamedSharding(mesh, jax.P(*specs[name]))
 
     abstract = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(name))
         for name, shape in shapes.items()
     }
-    asked = growth.parent_abstract(abstract, BYTES)
+    abstract_parent = growth.parent_abstract(abstract, BYTES)
 
     def draw(x):
         return np.random.default_rng(0).standard_normal(x.shape).astype("f4")
 
-    old = {name: jax.device_put(draw(x), x.sharding) for name, x in asked.items()}
-    drawn = {name: jax.device_put(draw(x), x.sharding) for name, x in abstract.items()}
-    grown = growth.grow(old, growth.growable(drawn), abstract)
+    old = {name: jax.device_put(draw(x), x.sharding) for name, x in abstract_parent.items()}
+    initial = {name: jax.device_put(draw(x), x.sharding) for name, x in abstract.items()}
+    grown = growth.grow(old, growth.growable(initial), abstract)
     assert {name: (x.shape, x.sharding) for name, x in grown.items()} == {
         name: (x.shape, x.sharding) for name, x in abstract.items()
     }
     np.testing.assert_array_equal(grown["embedding"][:BYTES], old["embedding"])
-    np.testing.assert_array_equal(grown["embedding"][BYTES:], drawn["embedding"][BYTES:])
+    np.testing.assert_array_equal(grown["embedding"][BYTES:], initial["embedding"][BYTES:])
     np.testing.assert_array_equal(grown["head"][:, :BYTES], old["head"])
     assert not np.any(grown["head"][:, BYTES:])
     assert growth.parent_abstract(abstract, CHAT) == abstract  # nothing is lacking
-    same = growth.grow(drawn, growth.growable(drawn), abstract)
-    assert all(same[name] is drawn[name] for name in abstract)
+    same = growth.grow(initial, growth.growable(initial), abstract)
+    assert all(same[name] is initial[name] for name in abstract)
 
 
 # -- refused runs ----------------------------------------------------------------------------------
@@ -172,20 +174,24 @@ def _bad(config, workdir, message):
 
 @pytest.mark.slow
 def test_refused_conversations(source, whole, tmp_path):
-    run, here = tmp_path / "run", str(whole.workdir)
+    run, parent = tmp_path / "run", str(whole.workdir)
     text = dict(source="embedded", tokenizer="byte")
     missing = MADE_UP | dict(gsm8k=str(tmp_path / "none.parquet"))
     cases = [
         (_mid(source, ""), {}, "tokenizer = 'parent': config.train.parent is empty; give"),
-        (_mid(source, here), dict(tokenizer="bpe"), "no tokenizer is trained on conversations"),
-        (_mid(source, here), text, r"source = 'embedded': with conversations .* must be 'mixture'"),
+        (_mid(source, parent), dict(tokenizer="bpe"), "no tokenizer is trained on conversations"),
+        (
+            _mid(source, parent),
+            text,
+            r"source = 'embedded': with conversations .* must be 'mixture'",
+        ),
         (runs.small_config(*source), dict(source="mixture"), "'mixture': needs config.mixture"),
         (
-            _mid(source, here, mixture=MADE_UP | dict(pack="whole"), teacher=here),
+            _mid(source, parent, mixture=MADE_UP | dict(pack="whole"), teacher=parent),
             {},
             "config.train.teacher = .*distillation does not support a loss mask",
         ),
-        (_mid(source, here, mixture=missing), {}, "config.mixture.gsm8k = .*matches no file"),
+        (_mid(source, parent, mixture=missing), {}, "config.mixture.gsm8k = .*matches no file"),
     ]
     for config, data, message in cases:
         config.data.update(data)
@@ -214,11 +220,12 @@ def test_prepared_rows(source, whole, tmp_path):
 
 @pytest.mark.slow
 def test_letters_and_sums_are_learned(tmp_path):
-    """500 steps of 4 rows on 450 conversations; a fourth of the letters is chance.
+    """Trains 500 steps of 4 rows on 450 conversations; chance gets a fourth of the letters.
 
-    Asked of 100 drawn anew: nearly all letters are new, and most sums are not, since there are 100.
-    Trained by their command lines, with all of XLA's optimisations. Rounding differs by machine:
-    300 steps of 8 rows gave 20 to 23 of 25 letters; these gave all of 200, and are cheaper.
+    The model answers 100 newly drawn conversations. Nearly all of their letters are new, but most
+    of the sums are not, since there are only 100. Runs are command lines, with all of XLA's
+    optimisations. 300 steps of 8 rows gave 20 to 23 of 25 letters, since rounding differs by
+    machine; 500 steps of 4 rows gave all of 200, and are cheaper.
     """
     from kvjax.conversation.dialogue import NativeDialogue
     from kvjax.decoding.answers import answers
@@ -244,5 +251,5 @@ def test_letters_and_sums_are_learned(tmp_path):
         else:
             expected = content[-1]["text"].rpartition("#### ")[2]
             right["sum"].append(answer.text.rpartition("#### ")[2] == expected)
-    assert {name: len(found) for name, found in right.items()} == dict(letter=50, sum=50)
+    assert {name: len(outcomes) for name, outcomes in right.items()} == dict(letter=50, sum=50)
     assert np.mean(right["letter"]) > 0.8 and np.mean(right["sum"]) > 0.6, right

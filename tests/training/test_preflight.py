@@ -36,27 +36,27 @@ def test_memory_is_checked_before_anything_is_allocated(tmp_path):
 
 def test_accelerators_have_a_margin_of_a_quarter_and_cpus_none(monkeypatch):
     """The estimate may exceed an accelerator's memory by 25 %, since its compiler decides."""
-    found = config_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
-    train = dataclasses.replace(found.train, batch_size=96, grad_accumulation=3)
-    run = dataclasses.replace(found, train=train)
+    config = config_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
+    train = dataclasses.replace(config.train, batch_size=96, grad_accumulation=3)
+    run = dataclasses.replace(config, train=train)
     shape = dict(data=2, fsdp=4, sequence=3, tensor=5)
     taught_by = types.SimpleNamespace(experiment=types.SimpleNamespace(model="teacher"))
     bytes_of = dict(parameters=3 * 10**9, optimizer=5 * 10**9, gradients=7 * 10**9)
     need = memory_estimate.TrainingMemory(**bytes_of, weights=11 * 10**9, activations=6 * 10**9)
-    asked = []
+    calls = []
 
-    def estimate(*given, **options):
-        asked.append((given, options))
+    def estimate(*args, **options):
+        calls.append((args, options))
         return need
 
     monkeypatch.setattr(memory_estimate, "estimate", estimate)
-    for platform, part, lanes in (("cpu", 1.0, 1), ("gpu", 0.8, 1), ("tpu", 0.8, 128)):
+    for platform, share, lanes in (("cpu", 1.0, 1), ("gpu", 0.8, 1), ("tpu", 0.8, 128)):
         device = types.SimpleNamespace(platform=platform, device_kind="a chip")
         mesh = types.SimpleNamespace(shape=shape, size=120, devices=np.array([device]))
-        there = round(part * 32e9)
-        monkeypatch.setattr(runtime, "memory_per_device", lambda n=there: n)
+        available = round(share * 32e9)
+        monkeypatch.setattr(runtime, "memory_per_device", lambda n=available: n)
         preflight.check_memory(run, "compute", mesh)
-        assert asked.pop() == (
+        assert calls.pop() == (
             (run.model, "compute"),
             dict(
                 **dict(
@@ -66,17 +66,17 @@ def test_accelerators_have_a_margin_of_a_quarter_and_cpus_none(monkeypatch):
                 attention_kernel=platform != "cpu",
             ),
         )
-        there -= 10**6
-        monkeypatch.setattr(runtime, "memory_per_device", lambda n=there: n)
+        available -= 10**6
+        monkeypatch.setattr(runtime, "memory_per_device", lambda n=available: n)
         with pytest.raises(UserError) as error:
             preflight.check_memory(run, "compute", mesh, taught_by)
-        assert asked.pop()[1]["teacher"] == "teacher"
+        assert calls.pop()[1]["teacher"] == "teacher"
         assert str(error.value) == (
             f"{run.name} does not fit on 120 x a chip ({platform}). Bytes per device:\n"
             "  parameters         3.0 GB\n  optimizer          5.0 GB\n"
             "  gradients          7.0 GB\n  weights used      11.0 GB  (estimated)\n"
             "  activations        6.0 GB  (estimated)\n  needed            32.0 GB\n"
-            f"  available    {there / 1e9:>9.1f} GB\n"
+            f"  available    {available / 1e9:>9.1f} GB\n"
             # (20 x 15 + 120 x 6) GB over 72 - 11 GB
             "Weights and batch split over n devices need an nth each: 17 or more devices of 80 GB "
             "hold this run as it is.\n"
@@ -110,11 +110,11 @@ def test_batches_must_divide_over_devices(source):
 )
 def test_a_mesh_that_does_not_divide_names_one_that_does(name, devices, mesh, better):
     run = config_lib.resolve(load_config(CONFIGS / f"{name}.py"))
-    there = sharding.make_mesh(sharding.MeshConfig(**mesh), jax.devices()[:devices])
+    device_mesh = sharding.make_mesh(sharding.MeshConfig(**mesh), jax.devices()[:devices])
     with pytest.raises(
         UserError, match=f"not divide .* {devices} devices this mesh divides: .*{better}$"
     ):
-        preflight.check_mesh(run, there)
+        preflight.check_mesh(run, device_mesh)
 
 
 @pytest.mark.parametrize(
@@ -171,15 +171,15 @@ def test_order_of_checks_and_writes(monkeypatch):
     """Pins the calls for texts and conversations, new or resumed, by process."""
     events = []
 
-    def fake(name, made=lambda *given, **options: None):
+    def fake(name, real=lambda *given, **options: None):
         *path, last = name.split(".")
-        where = functools.reduce(getattr, path, preflight)
+        owner = functools.reduce(getattr, path, preflight)
 
-        def noted(*given, **options):
+        def recorded(*given, **options):
             events.append((last, *given, *options.items()))
-            return made(*given, **options)
+            return real(*given, **options)
 
-        monkeypatch.setattr(where, last, noted)
+        monkeypatch.setattr(owner, last, recorded)
 
     @contextlib.contextmanager
     def exclusive(workdir):
@@ -189,9 +189,9 @@ def test_order_of_checks_and_writes(monkeypatch):
     model = types.SimpleNamespace(block=types.SimpleNamespace(num_layers=3))
     train = types.SimpleNamespace(num_steps=9, parent="name")
     compute = types.SimpleNamespace(dtype="f2")
-    asked = types.SimpleNamespace(resolve=lambda *given: {("gpu", 3): compute}[given])
+    compute_config = types.SimpleNamespace(resolve=lambda *given: {("gpu", 3): compute}[given])
     data = types.SimpleNamespace(tokenizer="bpe")
-    run = dict(train=train, model=model, compute=asked, data=data, mesh="ways")
+    run = dict(train=train, model=model, compute=compute_config, data=data, mesh="ways")
     texts = types.SimpleNamespace(**run, mixture=None)
     talk = types.SimpleNamespace(**run, mixture="mixture")
     talk.train = types.SimpleNamespace(num_steps=0, parent="")
@@ -199,13 +199,13 @@ def test_order_of_checks_and_writes(monkeypatch):
     device = types.SimpleNamespace(platform="gpu")
     mesh = types.SimpleNamespace(devices=np.array([[device]]))
 
-    def found(model):
+    def saved_model(model):
         return types.SimpleNamespace(
             **dict(workdir="w", checkpoints="c", step=7, context=64),
             experiment=types.SimpleNamespace(model=model),
         )
 
-    parent, teacher, steps = found("older"), found("other"), []
+    parent, teacher, steps = saved_model("older"), saved_model("other"), []
     monkeypatch.setattr(jax, "devices", lambda: "devices")
     monkeypatch.setattr(preflight.config_lib, "resolve", dict(texts=texts, talk=talk).get)
     monkeypatch.setattr(runtime, "workdir", lambda path: epath.Path(path) / "full")
@@ -280,40 +280,40 @@ def test_order_of_checks_and_writes(monkeypatch):
 
 
 def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
-    """Each makes a share on its part of the host's cores; the leader begins and finishes."""
+    """Each process makes a share on its part of the host's cores; the leader begins and ends."""
     events = []
 
-    def note(*given, **options):
-        events.append((*given, *options.items()))
+    def note(*args, **options):
+        events.append((*args, *options.items()))
 
     hosts, index, cores = ["a", "b", "a"], 2, 7
     rows = types.SimpleNamespace(path="rows", digest="d", vocab_size=257)
 
-    def patch(where, name, value):
-        return monkeypatch.setattr(where, name, value)
+    def patch(owner, name, value):
+        return monkeypatch.setattr(owner, name, value)
 
     patch(preflight.distributed, "count", lambda: len(hosts))
     patch(preflight.distributed, "index", lambda: index)
-    patch(preflight.distributed, "gather", lambda *given: note(*given) or hosts)
+    patch(preflight.distributed, "gather", lambda *args: note(*args) or hosts)
     patch(preflight.distributed, "check_same_rows", note)
-    patch(preflight.distributed, "Team", lambda *given: note(*given) or team)
+    patch(preflight.distributed, "Team", lambda *args: note(*args) or team)
     patch(preflight.socket, "gethostname", lambda: "own")
     patch(runtime, "cores", lambda: cores)
     patch(preflight.preparation, "inspect_sources", lambda *a, **k: note("look", *a, **k) or corpus)
-    patch(preflight.preparation, "begin", lambda *a, **k: note("begin", *a, **k) or making)
+    patch(preflight.preparation, "begin", lambda *a, **k: note("begin", *a, **k) or partial)
     patch(preflight.preparation_estimate, "check", lambda *a, **k: note("check", *a, **k))
     patch(preflight.prepare, "prepare", lambda *a, **k: note("prepare", *a, **k) or "rows")
     patch(loader, "open_dataset", {"rows": rows}.get)
     team = types.SimpleNamespace(size=3, announce=lambda word: note("announce", word))
     team.wait_for = lambda word, **k: note("wait", word, **k)
-    making = types.SimpleNamespace(
+    partial = types.SimpleNamespace(
         make=lambda **k: note("make", **k), finish=lambda: note("finish")
     )
     data = DataConfig(source="text", directory="there", tokenizer="byte", vocab_size=257)
 
-    def found(**corpus_has):
+    def calls_for(**attributes):
         nonlocal corpus
-        corpus = types.SimpleNamespace(**corpus_has)
+        corpus = types.SimpleNamespace(**attributes)
         events.clear()
         assert preflight.prepare_dataset(data, 2.5) is rows
         advice = "the same config.data.source, or one they share"
@@ -323,26 +323,26 @@ def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
 
     corpus, team.index = None, 0
     shown, finished = ("shown", True), ("announce", "finished")
-    own, rest = ("make", ("workers", 3), ("share", (0, 3)), shown), ("make",)
+    own, missing = ("make", ("workers", 3), ("share", (0, 3)), shown), ("make",)
     ready = [("wait", "finished", ("leader", True)), ("prepare", data, ("hours", 2.5), shown)]
-    assert found(parts=5) == [
+    assert calls_for(parts=5) == [
         *(("look", data, shown), ("check", corpus, 9, 2.5, shown), ("begin", corpus, shown)),
         *(("announce", "begun"), own, ("announce", "made")),
-        *(("wait", "made"), rest, ("finish",), finished),
+        *(("wait", "made"), missing, ("finish",), finished),
         *ready,
     ]
-    said = [("announce", "begun"), ("announce", "made"), ("wait", "made"), finished]
-    assert found(parts=0) == [("look", data, shown), *said, *ready]
+    announcements = [("announce", "begun"), ("announce", "made"), ("wait", "made"), finished]
+    assert calls_for(parts=0) == [("look", data, shown), *announcements, *ready]
     team.index, index, cores = 1, 1, 0
     hidden = ("shown", False)
     own = ("make", ("workers", 1), ("share", (1, 3)), hidden)
     begun = [("wait", "begun", ("leader", True)), ("look", data, hidden)]
     ready[1] = ("prepare", data, ("hours", 2.5), hidden)
-    assert found(parts=5) == [
+    assert calls_for(parts=5) == [
         *(*begun, ("begin", corpus, hidden), ("announce", "begun")),
         *(own, ("announce", "made"), *ready),
     ]
-    assert found(parts=0) == [*begun, ("announce", "begun"), ("announce", "made"), *ready]
+    assert calls_for(parts=0) == [*begun, ("announce", "begun"), ("announce", "made"), *ready]
     # Rows that exist, and a single process, need no team.
     for count, source in ((3, "prepared:rows"), (1, "text")):
         monkeypatch.setattr(preflight.distributed, "count", lambda n=count: n)

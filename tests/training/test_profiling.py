@@ -1,4 +1,4 @@
-"""A trace has the steps asked for, with the names of the model's parts, and changes no number."""
+"""A trace has the requested steps and the names of the model's parts, and changes no number."""
 
 import gzip
 import json
@@ -39,7 +39,8 @@ def test_a_trace_of_two_steps(source, tmp_path, capsys):
 def test_too_few_steps_to_trace(source, tmp_path, capsys):
     config = runs.small_config(*source, num_steps=8, eval_every=5, stop_after=2)
     loop.train(config, epath.Path(tmp_path), trackers=(), profile_steps=2)
-    told = capsys.readouterr().err
-    assert told == "WARNING: --profile_steps = 2: no step was traced: the first 3 never are\n" or (
-        told.startswith("WARNING: --profile_steps = 2: no step was traced") and "\nstep 2" in told
+    message = capsys.readouterr().err
+    start = "WARNING: --profile_steps = 2: no step was traced"
+    assert message == f"{start}: the first 3 never are\n" or (
+        message.startswith(start) and "\nstep 2" in message
     )

@@ -40,18 +40,18 @@ def token_losses(model, tokens, targets, *, compute, positions_BT, segment_ids_B
     return _nats(model.seen[...], model.wanted[...], tokens, targets, positions_BT, documents)
 
 
-def mean_loss(model, *given, weights_BT=None, scale=None, dropout=None, **options):
-    nats = token_losses(model, *given, **options)
-    kept = 1 if dropout is None else jax.random.uniform(dropout)
+def mean_loss(model, *arrays, weights_BT=None, scale=None, dropout=None, **options):
+    nats = token_losses(model, *arrays, **options)
+    factor = 1 if dropout is None else jax.random.uniform(dropout)
     if weights_BT is None:
-        return jnp.mean(nats) * kept
-    return jnp.sum(nats * weights_BT) * scale * kept
+        return jnp.mean(nats) * factor
+    return jnp.sum(nats * weights_BT) * scale * factor
 
 
-def distillation_loss(model, *given, teacher, share, dropout, **options):
+def distillation_loss(model, *arrays, teacher, share, dropout, **options):
     del dropout
-    own, taught = (jnp.mean(token_losses(m, *given, **options)) for m in (model, teacher))
-    return (1 - share) * own + share * own * taught
+    loss, teacher_loss = (jnp.mean(token_losses(m, *arrays, **options)) for m in (model, teacher))
+    return (1 - share) * loss + share * loss * teacher_loss
 
 
 def _split(rows, separate):
@@ -67,8 +67,8 @@ def toy(monkeypatch):
     """Patches losses to formulas; returns graph, parameters, the teacher's, and rows."""
     for function in (token_losses, mean_loss, distillation_loss):
         monkeypatch.setattr(program, function.__name__, function)
-    made = [nnx.split(_Model(scale)) for scale in (1.0, 0.7)]
-    (graph, params), (_, teacher) = [(g, nnx.to_pure_dict(state)) for g, state in made]
+    models = [nnx.split(_Model(scale)) for scale in (1.0, 0.7)]
+    (graph, params), (_, teacher) = [(g, nnx.to_pure_dict(state)) for g, state in models]
     rows = np.random.default_rng(0).integers(0, VOCABULARY, (6, 6)).astype(np.int32)
     rows[:, 2] = BEGINS
     masked = np.where(np.random.default_rng(1).random(rows.shape) < 0.6, rows, ~rows)
@@ -104,40 +104,44 @@ def test_a_step_is_its_formula(toy):
     ):
         accumulation_steps, masked = case["accumulation_steps"], case.get("masked", False)
         rows = toy.masked if masked else toy.rows
-        tokens, targets, counts, positions, documents = _split(rows, "bos_id" in case)
+        tokens, targets, counted, positions, documents = _split(rows, "bos_id" in case)
         weights = np.ones((6, 1))
         if "has_dropout" in case:
-            own = jax.random.fold_in(key, 7)
-            keys = [own] if accumulation_steps == 1 else jax.random.split(own, accumulation_steps)
+            step_key = jax.random.fold_in(key, 7)
+            keys = (
+                [step_key]
+                if accumulation_steps == 1
+                else jax.random.split(step_key, accumulation_steps)
+            )
             weights[:, 0] = [jax.random.uniform(keys[i % accumulation_steps]) for i in range(6)]
-        weights = weights * (counts / counts.sum() if masked else 1 / counts.size)
+        weights = weights * (counted / counted.sum() if masked else 1 / counted.size)
         nats = _nats(seen, wanted, tokens, targets, positions, documents)
         grads = np.zeros(VOCABULARY)
         np.add.at(grads, tokens, 2 * nats * weights / seen[tokens])
         loss = np.sum(nats * weights)
         options = dict(case, graph=toy.graph, optimizer=optimizer, compute=Compute())
-        options["select_trainable"], given = select_trainable, []
+        options["select_trainable"], extra = select_trainable, []
         if share := options.pop("teacher", 0):
             config = TrainConfig(num_steps=1, batch_size=1, teacher_share=share)
             options |= dict(teacher_graph=toy.graph, config=config)
-            given = [toy.teacher]
+            extra = [toy.teacher]
             taught = _nats(seen * 0.7, wanted * 0.7, tokens, targets, positions, documents)
             factor = 1 - share + share * taught.mean()
             loss, grads = loss * factor, grads * factor
-        new, metrics = program.train_step(state, jnp.asarray(rows), *given, **options)
-        moved = seen if case.get("config") == skip else seen - RATE * grads
+        new, metrics = program.train_step(state, jnp.asarray(rows), *extra, **options)
+        updated = seen if case.get("config") == skip else seen - RATE * grads
         close = dict(rtol=1e-5, err_msg=str(case))
         np.testing.assert_allclose(metrics.pop("loss"), loss, **close)
         np.testing.assert_allclose(metrics.pop("grad_norm"), np.linalg.norm(grads), **close)
-        norm = np.sqrt(np.sum(moved**2) + np.sum(wanted**2))
+        norm = np.sqrt(np.sum(updated**2) + np.sum(wanted**2))
         np.testing.assert_allclose(metrics.pop("param_norm"), norm, **close)
-        np.testing.assert_allclose(new["params"]["seen"], moved, **close)
+        np.testing.assert_allclose(new["params"]["seen"], updated, **close)
         np.testing.assert_array_equal(new["params"]["wanted"], toy.params["wanted"])
         np.testing.assert_array_equal(new["key"], state["key"])
         assert new["step"] == 8 and ("bad" in new) == ("config" in options), case
         assert set(new) - {"bad"} == {"params", "optimizer", "step", "key"}
-        told = dict(bad=1, mean_loss=np.float32(0.01), skipped_steps=5, bad_steps_in_a_row=3)
-        assert metrics == (told if case.get("config") == skip else {}), case
+        reported = dict(bad=1, mean_loss=np.float32(0.01), skipped_steps=5, bad_steps_in_a_row=3)
+        assert metrics == (reported if case.get("config") == skip else {}), case
 
 
 def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
@@ -145,15 +149,15 @@ def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
     seen, wanted = (np.asarray(toy.params[key], np.float64) for key in ("seen", "wanted"))
     for masked, bos_id in ((False, None), (False, BEGINS), (True, None), (True, BEGINS)):
         rows = toy.masked if masked else toy.rows
-        tokens, targets, counts, positions, documents = _split(rows, bos_id is not None)
+        tokens, targets, counted, positions, documents = _split(rows, bos_id is not None)
         nats = _nats(seen, wanted, tokens, targets, positions, documents)
         expected = []
-        for count in (counts, np.ones_like(counts)) if masked else (counts,):
+        for count in (counted, np.ones_like(counted)) if masked else (counted,):
             sized = count * sizes[targets]
             expected += [np.sum(nats * (sized > 0)), sized.sum(), np.sum(sized > 0)]
         options = dict(graph=toy.graph, compute=Compute(), masked=masked, bos_id=bos_id)
-        found = program.eval_step(toy.params, jnp.asarray(rows), jnp.asarray(sizes), **options)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        sums = program.eval_step(toy.params, jnp.asarray(rows), jnp.asarray(sizes), **options)
+        np.testing.assert_allclose(sums, expected, rtol=1e-5)
     # Over two devices each has the first and the last quarter, or the two between.
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     rows = np.arange(27).reshape(3, 9) ** 2
@@ -176,13 +180,13 @@ def test_programs_follow_their_experiment(monkeypatch, make_mechanism):
     compute, jitted, optimized = Compute(dtype=jnp.dtype(jnp.bfloat16)), [], []
     real_jit, real_optimizer = jax.jit, program.make_optimizer
 
-    def jit(*given, **options):
-        jitted.append((*given, options))
-        return real_jit(*given, **options)
+    def jit(*arguments, **options):
+        jitted.append((*arguments, options))
+        return real_jit(*arguments, **options)
 
-    def optimizer(*given, **options):
-        optimized.append((given, options))
-        return real_optimizer(*given, **options)
+    def optimizer(*arguments, **options):
+        optimized.append((arguments, options))
+        return real_optimizer(*arguments, **options)
 
     monkeypatch.setattr(jax, "jit", jit)
     monkeypatch.setattr(program, "make_optimizer", optimizer)
@@ -196,24 +200,24 @@ def test_programs_follow_their_experiment(monkeypatch, make_mechanism):
         )
         mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:devices])
         jitted.clear()
-        made = program.Program(experiment, compute, mesh, teacher, 7)
+        built = program.Program(experiment, compute, mesh, teacher, 7)
         used = dataclasses.replace(compute, mesh=mesh) if devices > 1 else compute
         (_, init), *steps = [j for j in jitted if "init" in str(j[0]) or hasattr(j[0], "keywords")]
         (train_step, train_options), (eval_step, eval_options) = steps
         shapes, axes = parameters.abstract(model)
-        places = sharding.parameter_shardings(mesh, shapes, axes)
-        (given, options) = optimized.pop()
+        shardings = sharding.parameter_shardings(mesh, shapes, axes)
+        (arguments, options) = optimized.pop()
         learned = functools.partial(trainable, wanted)
-        assert given == (wanted, learned(axes)) and options.pop("shardings") == (
-            learned(places) if devices > 1 else None
+        assert arguments == (wanted, learned(axes)) and options.pop("shardings") == (
+            learned(shardings) if devices > 1 else None
         )
         assert options == dict(d_model=16, num_steps=9, muon_dtype=compute.dtype)
-        state = made.abstract_state
-        assert jax.tree.map(lambda x: x.sharding, state["params"]) == places
+        state = built.abstract_state
+        assert jax.tree.map(lambda x: x.sharding, state["params"]) == shardings
         counts = dict(skipped=jnp.int32, in_a_row=jnp.int32, mean_loss=jnp.float32)
-        whole = jax.NamedSharding(mesh, jax.P())
+        replicated = jax.NamedSharding(mesh, jax.P())
 
-        def shaped(dtype, s=whole):
+        def shaped(dtype, s=replicated):
             return jax.ShapeDtypeStruct((), dtype, sharding=s)
 
         assert state["bad"] == {name: shaped(dtype) for name, dtype in counts.items()}
@@ -221,28 +225,35 @@ def test_programs_follow_their_experiment(monkeypatch, make_mechanism):
         assert init["out_shardings"] == jax.tree.map(lambda x: x.sharding, state)
         assert train_options == dict(donate_argnums=0, out_shardings=(init["out_shardings"], None))
         assert eval_options == {} and eval_step.func is program.eval_step
-        told = dict(train_step.keywords)
-        assert told.pop("select_trainable")(axes) == learned(axes) and told.pop("optimizer").update
+        keywords = dict(train_step.keywords)
+        assert (
+            keywords.pop("select_trainable")(axes) == learned(axes)
+            and keywords.pop("optimizer").update
+        )
         bos_id = 7 if separate else None
-        evaluated = dict(graph=made.graph, compute=used, masked=separate, bos_id=bos_id)
-        assert eval_step.keywords == evaluated and made.graph == parameters.graph(model)
+        evaluated = dict(graph=built.graph, compute=used, masked=separate, bos_id=bos_id)
+        assert eval_step.keywords == evaluated and built.graph == parameters.graph(model)
         of_teacher = {} if teacher is None else dict(teacher_graph=parameters.graph(teacher))
-        assert told == evaluated | of_teacher | dict(
+        assert keywords == evaluated | of_teacher | dict(
             accumulation_steps=3, config=train, has_dropout=separate
         )
         assert train_step.func is program.train_step
         split = sharding.batch_sharding(mesh)
-        assert made.abstract_rows == jax.ShapeDtypeStruct((12, 21), jnp.int32, sharding=split)
-        monkeypatch.setattr(made, "train_step", types.SimpleNamespace(lower=lambda *given: given))
-        given = []
+        assert built.abstract_rows == jax.ShapeDtypeStruct((12, 21), jnp.int32, sharding=split)
+        monkeypatch.setattr(
+            built, "train_step", types.SimpleNamespace(lower=lambda *arguments: arguments)
+        )
+        arguments = []
         if teacher is not None:
-            there, axes = parameters.abstract(teacher)
-            given = [
+            teacher_shapes, axes = parameters.abstract(teacher)
+            arguments = [
                 jax.tree.map(
-                    lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=at),
-                    there,
-                    sharding.parameter_shardings(mesh, there, axes),
+                    lambda x, placement: jax.ShapeDtypeStruct(
+                        x.shape, jnp.bfloat16, sharding=placement
+                    ),
+                    teacher_shapes,
+                    sharding.parameter_shardings(mesh, teacher_shapes, axes),
                 )
             ]
-        assert made.abstract_teacher == (given[0] if given else None)
-        assert made.lowered_step() == (state, made.abstract_rows, *given)
+        assert built.abstract_teacher == (arguments[0] if arguments else None)
+        assert built.lowered_step() == (state, built.abstract_rows, *arguments)

@@ -186,9 +186,9 @@ def test_a_save_that_fails_is_a_warning(config, whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_disk_without_room_for_a_log_line_stops_the_run(config, tmp_path):
-    said = "The last checkpoint is intact"
-    status, output = run_with_file_limit(config, tmp_path / "run", 1, said)
-    assert status == 2 and said in output and "Traceback" not in output, output
+    message = "The last checkpoint is intact"
+    status, output = run_with_file_limit(config, tmp_path / "run", 1, message)
+    assert status == 2 and message in output and "Traceback" not in output, output
     flags = (WHOLE[0], "--config.train.checkpoint_every=50")
     output = finish(launch(config, tmp_path / "run", *flags, "--config.train.log_every=50"))
     assert "resuming from step" in output
@@ -205,7 +205,11 @@ def test_a_damaged_checkpoint_gives_two_lines(config, tmp_path):
         whole[len(whole) // 2] ^= 1
         file.write_bytes(whole)
     output = finish(launch(config, workdir, *flags))
-    told = [line for line in output.split("\n") if "WARNING" in line]
-    assert len(told) == 2 and "step 40 cannot be read" in told[0] and "from step 30" in told[1]
+    warnings = [line for line in output.split("\n") if "WARNING" in line]
+    assert (
+        len(warnings) == 2
+        and "step 40 cannot be read" in warnings[0]
+        and "from step 30" in warnings[1]
+    )
     assert output.count("\n") <= undisturbed.count("\n") + 3, output
     assert_bitwise_equal(final_state(workdir), before)

@@ -31,7 +31,7 @@ class _Shape:
 
 def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
     """Ends a run of a toy model; returns the calls, `sample.txt` if it exists, and the output."""
-    asked = types.SimpleNamespace(options=None, read=None, drawn=None)
+    calls = types.SimpleNamespace(options=None, read=None, drawn=None)
     dtype = jnp.dtype(jnp.bfloat16)
     folder = epath.Path(tmp_path)
 
@@ -39,20 +39,20 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
         model, compute = generator
         assert model.embedding[...].tolist() == [0, 1, 2] and compute.dtype == dtype
         assert tokens.decode([65]) == "A" and prompts == [train["sample_prompt"]]
-        asked.options = options
+        calls.options = options
         return types.SimpleNamespace(texts=["is dead.<|bos|>Enter"])
 
-    def read(*given):
-        asked.read = given
+    def read(*arguments):
+        calls.read = arguments
         return params
 
     def draw(workdir, **options):
-        asked.drawn = workdir, options
+        calls.drawn = workdir, options
         if refused:
             raise RuntimeError("503: slow down\nmore")  # as clients of buckets do
 
     monkeypatch.setattr(ending, "generate", generate)
-    monkeypatch.setattr(ending, "Generator", lambda *given: given)
+    monkeypatch.setattr(ending, "Generator", lambda *arguments: arguments)
     monkeypatch.setattr(ending, "read_parameters", read)
     monkeypatch.setattr(ending, "max_positions", lambda model: {_Shape(): limit}[model])
     monkeypatch.setattr(metrics, "draw_curves", draw)
@@ -60,7 +60,7 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
     graph, state = nnx.split(_Model())
     params = nnx.to_pure_dict(state)
     config = TrainConfig(num_steps=7, batch_size=1, seed=5, **train)
-    given = types.SimpleNamespace(
+    run = types.SimpleNamespace(
         experiment=types.SimpleNamespace(name="a run", model=_Shape(), train=config),
         compute=Compute(dtype=dtype),
         mesh=sharding.make_mesh(sharding.MeshConfig(), jax.devices()[2:4]),
@@ -70,12 +70,12 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
         ),
     )
     evaluations = [dict(step=3), dict(step=7, tokens=12_345, validation_bpb=1.23456)]
-    last = ending.write(given, graph, params, epath.Path("elsewhere"), evaluations)
+    last = ending.write(run, graph, params, epath.Path("elsewhere"), evaluations)
     assert last == evaluations[-1]
     options = dict(title="a run", yardstick=2.5, mechanism="mqa", folder=epath.Path("elsewhere"))
-    assert asked.drawn == (folder, options)
+    assert calls.drawn == (folder, options)
     sample = folder / "sample.txt"
-    return asked, sample.read_text() if sample.exists() else None, capsys.readouterr()
+    return calls, sample.read_text() if sample.exists() else None, capsys.readouterr()
 
 
 def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeypatch, capsys):
@@ -89,9 +89,9 @@ def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeyp
         f"62 s in this process\ncurves, metrics, sample and checkpoints: {tmp_path}\n"
         f"with `pip install tensorboard`: tensorboard --logdir {tmp_path}\n"
     )
-    asked, sample, said = end(sample_prompt="The king ", sample_tokens=0, refused=True)
+    calls, sample, output = end(sample_prompt="The king ", sample_tokens=0, refused=True)
     warning = f"WARNING: {tmp_path / 'curves.png'} was not written: 503: slow down\n"
-    assert (asked.options, sample, *said) == (None, None, figures, warning)
+    assert (calls.options, sample, *output) == (None, None, figures, warning)
     text = "The king is dead.\n\nEnter\n"
     # BOS and the prompt's nine bytes have positions, and so have all tokens but the last.
     for limit, prompt, num_tokens in (
@@ -102,15 +102,15 @@ def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeyp
         (9, "The king ", None),
         (9, "The king's son ", None),
     ):
-        asked, sample, said = end(sample_prompt=prompt, sample_tokens=60, limit=limit)
+        calls, sample, output = end(sample_prompt=prompt, sample_tokens=60, limit=limit)
         options = num_tokens and dict(num_tokens=num_tokens, seed=5, end_at_special=False)
         expected = text if num_tokens else f"{prompt}\n"
-        assert (asked.options, sample) == (options, expected) and asked.read is None
-        assert said.out == f"\n--- sample ---\n{expected}--------------\n\n{figures}"
-    # Of several processes none has all weights: they are read anew, for one device.
+        assert (calls.options, sample) == (options, expected) and calls.read is None
+        assert output.out == f"\n--- sample ---\n{expected}--------------\n\n{figures}"
+    # With several processes none holds all weights: they are read again, onto one device.
     monkeypatch.setattr(ending.distributed, "count", lambda: 2)
-    asked, sample, _ = end(sample_prompt="The king ", sample_tokens=1)
-    checkpoints, step, abstract = asked.read
+    calls, sample, _ = end(sample_prompt="The king ", sample_tokens=1)
+    checkpoints, step, abstract = calls.read
     assert sample == text and (checkpoints, step) == (tmp_path / "checkpoints", 7)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[2])
 

@@ -43,60 +43,60 @@ def script(source, tmp_path, monkeypatch):
     config.train.update(keep_checkpoints=3, bad_steps="skip")
     config.optimizer.update(warmup_steps=3, cooldown_fraction=0.5, final_fraction=0.1)
     config.optimizer.update(matrix_learning_rate=0.03, lr_scale=0.5)
-    found = config_lib.resolve(config)
-    dataset = loader.open_dataset(prepare.prepare(found.data))
-    model = dataclasses.replace(found.model, vocab_size=VOCABULARY)
-    mesh = sharding.make_mesh(found.mesh, jax.devices()[:2])
+    resolved = config_lib.resolve(config)
+    dataset = loader.open_dataset(prepare.prepare(resolved.data))
+    model = dataclasses.replace(resolved.model, vocab_size=VOCABULARY)
+    mesh = sharding.make_mesh(resolved.mesh, jax.devices()[:2])
     script = Script(mesh)
-    script.experiment, script.dataset = dataclasses.replace(found, model=model), dataset
-    compute = found.compute.resolve("cpu", 2)
+    script.experiment, script.dataset = dataclasses.replace(resolved, model=model), dataset
+    compute = resolved.compute.resolve("cpu", 2)
 
     def run(workdir="run", parent=None, teacher=None, options=None, **keys):
         train = dataclasses.replace(script.experiment.train, **keys)
         experiment = dataclasses.replace(script.experiment, train=train)
         folder = epath.Path(tmp_path / workdir)
         folder.mkdir(exist_ok=True)
-        given = experiment, compute, mesh, folder, dataset, parent, teacher
-        return loop.TrainingLoop(preflight.PreparedRun(*given), **options or {}).run()
+        arguments = experiment, compute, mesh, folder, dataset, parent, teacher
+        return loop.TrainingLoop(preflight.PreparedRun(*arguments), **options or {}).run()
 
     script.run = run
 
     class Clock(metrics.Clock):
         tokens_per_second = SPEED
 
-        def __init__(self, **given):
-            script.clock = given
-            super().__init__(**given)
+        def __init__(self, **arguments):
+            script.clock = arguments
+            super().__init__(**arguments)
 
         def tick(self):
             super().tick()
-            script.asked.append("tick")
+            script.calls.append("tick")
 
         @contextlib.contextmanager
         def paused(self):
-            script.asked.append("[")
+            script.calls.append("[")
             yield
-            script.asked.append("]")
+            script.calls.append("]")
 
         def lap(self):
             return dict(steps=self.steps) if self.steps > 3 else {}
 
     save = checkpoint.Checkpoints.save
 
-    def noted(checkpoints, step, state, position):
+    def save_noted(checkpoints, step, state, position):
         name = checkpoints.directory.name
-        script.asked.append(f"{name} {step} {sorted(state)} {position}")
+        script.calls.append(f"{name} {step} {sorted(state)} {position}")
         script.at.get((name, step), lambda: None)()
         save(checkpoints, step, state, position)
 
     close = metrics.MetricsWriter.close
 
-    def closed(writer):
-        script.asked.append("close")
+    def close_noted(writer):
+        script.calls.append("close")
         return close(writer)
 
-    monkeypatch.setattr(metrics.MetricsWriter, "close", closed)
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", noted)
+    monkeypatch.setattr(metrics.MetricsWriter, "close", close_noted)
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", save_noted)
     monkeypatch.setattr(metrics, "Clock", Clock)
     monkeypatch.setattr(metrics, "draw_curves", lambda *a, **k: setattr(script, "drawn", (a, k)))
     monkeypatch.setattr(loop, "Program", script)
@@ -113,30 +113,32 @@ def expected_records(script, start=0, masked=False):
     e, dataset = script.experiment, script.dataset
     options = dict(sequence_length=LENGTH, batch_size=BATCH, seed=5, position=0)
     batches = loader.train_batches(dataset, **options)
-    looked = [r["tokens"] for r in dataset.rows("validation").__getitems__(range(EVAL_ROWS))]
-    looked = np.concatenate([np.ravel(looked), np.full(2 * (LENGTH + 1), dataset.tokenizer.bos_id)])
-    num_bytes = np.append(dataset.token_bytes, 0)[looked].sum()
+    tokens_seen = [r["tokens"] for r in dataset.rows("validation").__getitems__(range(EVAL_ROWS))]
+    tokens_seen = np.concatenate(
+        [np.ravel(tokens_seen), np.full(2 * (LENGTH + 1), dataset.tokenizer.bos_id)]
+    )
+    num_bytes = np.append(dataset.token_bytes, 0)[tokens_seen].sum()
     per_token = formulas.training_flops_per_token(e.model, LENGTH)
-    found, total = [], np.float32(start)
+    expected, total = [], np.float32(start)
     for step in range(1, STEPS + 1):
         rows = next(batches)
         np.testing.assert_array_equal(script.rows[step], rows)
         total += np.float32(rows.sum() / 1e4)
         tokens = step * BATCH * LENGTH
         if step % 3 == 0 or step == STEPS:
-            taken = max(step - 1 - sum(s <= step for s in BAD), 0)
-            factor = (taken + 1) / 3 if taken < 3 else 1 - 0.9 * max(taken - 7, 0) / 6
-            told = {k: float(v) for k, v in script.told(step, total).items() if np.isfinite(v)}
-            told |= dict(learning_rate=factor * 0.03 * 0.5, exaflops=tokens * per_token / 1e18)
-            found.append(dict(step=step, tokens=tokens) | told)
+            updates = max(step - 1 - sum(s <= step for s in BAD), 0)
+            factor = (updates + 1) / 3 if updates < 3 else 1 - 0.9 * max(updates - 7, 0) / 6
+            values = {k: float(v) for k, v in script.metrics(step, total).items() if np.isfinite(v)}
+            values |= dict(learning_rate=factor * 0.03 * 0.5, exaflops=tokens * per_token / 1e18)
+            expected.append(dict(step=step, tokens=tokens) | values)
         if step % 5 == 0 or step == STEPS:
-            nats = float(total) * looked.sum()
-            told = dict(step=step, tokens=tokens, validation_loss=nats / looked.size)
-            told |= dict(validation_bpb=nats / math.log(2) / num_bytes)
+            nats = float(total) * tokens_seen.sum()
+            values = dict(step=step, tokens=tokens, validation_loss=nats / tokens_seen.size)
+            values |= dict(validation_bpb=nats / math.log(2) / num_bytes)
             if masked:
-                told |= dict(validation_bpb_all=3 * nats / math.log(2) / (2 * num_bytes))
-            found.append(told)
-    return [pytest.approx(record, rel=1e-6) for record in found]
+                values |= dict(validation_bpb_all=3 * nats / math.log(2) / (2 * num_bytes))
+            expected.append(values)
+    return [pytest.approx(record, rel=1e-6) for record in expected]
 
 
 TRACE = """compile; snapshots 0 ['params', 'step'] 0; step 1; step 2; tick; step 3; tick; step 4;
@@ -152,11 +154,11 @@ def test_calls_records_and_output_of_a_run(script, tmp_path, capsys):
     last = script.run()
     expected = expected_records(script)
     assert records(tmp_path / "run") == expected and last == expected[-1]
-    assert "; ".join(script.asked) == TRACE.replace("\n", " ")
+    assert "; ".join(script.calls) == TRACE.replace("\n", " ")
     timing = metrics.read_records(epath.Path(tmp_path / "run" / metrics.TIMING))
     timing = [record for record in timing if "goodput" not in record]
-    told = [dict(step=n, steps=n) for n in (6, 9, 12, 13)]
-    assert timing == [dict(step=1, seconds_to_first_step=SECONDS), *told]
+    laps = [dict(step=n, steps=n) for n in (6, 9, 12, 13)]
+    assert timing == [dict(step=1, seconds_to_first_step=SECONDS), *laps]
     folder = epath.Path(tmp_path / "run")
     assert storage.steps(folder / "checkpoints") == [8, 12, 13]
     assert storage.steps(folder / "snapshots") == [0, 7]
@@ -189,9 +191,9 @@ def test_calls_records_and_output_of_a_run(script, tmp_path, capsys):
     loss = [r["loss"] for r in records(folder) if "loss" in r][-1]
     assert f"step 13 of 13: loss {loss:.3f}, 1,234 tokens/s" in err
     # A complete run compiles nothing.
-    script.asked.clear()
+    script.calls.clear()
     assert script.run() == expected[-1]
-    assert script.asked == ["checkpoints 13 ['params', 'step'] 104", "close"]
+    assert script.calls == ["checkpoints 13 ['params', 'step'] 104", "close"]
     (folder / metrics.METRICS).unlink()
     with pytest.raises(UserError, match=f"^{folder}/metrics.jsonl has lost its records$"):
         script.run()
@@ -205,14 +207,14 @@ def test_a_stopped_run_resumes_exactly(script, tmp_path, capsys):
     def kill(number):
         return lambda: os.kill(os.getpid(), number)
 
-    started = script.lowered_step
-    script.lowered_step = lambda: kill(signal.SIGHUP)() or started()
+    lower = script.lowered_step
+    script.lowered_step = lambda: kill(signal.SIGHUP)() or lower()
     with pytest.raises(SystemExit) as ended:
         script.run()
     assert ended.value.code == 129 and storage.steps(folder / "checkpoints") == []
     assert storage.steps(folder / "snapshots") == [0]
     assert f"\nStopped on SIGHUP before the first step. {goes_on}" in capsys.readouterr().out
-    script.lowered_step = started
+    script.lowered_step = lower
     script.at = {4: kill(signal.SIGTERM)}
     with pytest.raises(SystemExit) as ended:
         script.run(checkpoint_every=99)
@@ -221,10 +223,10 @@ def test_a_stopped_run_resumes_exactly(script, tmp_path, capsys):
     for stop_after in (5, 7):
         assert script.run(stop_after=stop_after) == {}
         assert storage.steps(folder / "checkpoints")[-1] == stop_after
-        said = f"\nStopped by train.stop_after at step {stop_after} of 13, saved. {goes_on}"
-        assert said in capsys.readouterr().out
+        message = f"\nStopped by train.stop_after at step {stop_after} of 13, saved. {goes_on}"
+        assert message in capsys.readouterr().out
     assert storage.steps(folder / "snapshots") == [0, 7]
-    # The first of two that fail is followed by another save, the last by none.
+    # After the first failed save another one follows, after the last none does.
     script.at = {("checkpoints", 8): refuse, ("checkpoints", 9): refuse, ("snapshots", 10): refuse}
     with pytest.raises(UserError) as error:
         script.run(stop_after=9, snapshot_every=10)
@@ -255,23 +257,23 @@ def test_failed_records_end_a_run_after_its_state_is_saved(script, tmp_path, mon
 
 def test_several_processes(script, tmp_path, monkeypatch, capsys):
     """Processes compile before any begins; a failed save ends them; only the first one writes."""
-    agreed = []
+    gathered = []
 
     def gather(name, text):
-        agreed.append((name, text))
+        gathered.append((name, text))
         return [text]
 
     monkeypatch.setattr(distributed, "gather", gather)
     monkeypatch.setattr(distributed, "count", lambda: 2)
     last = script.run()
     assert last == expected_records(script)[-1]
-    assert agreed[-2:] == [("compiled", ""), ("written", "")]
+    assert gathered[-2:] == [("compiled", ""), ("written", "")]
     out, err = capsys.readouterr()
     assert ", 2 x cpu, 2 processes\n" in out and "step 13 of 13" in err
-    for what in (("checkpoints", 4), ("snapshots", 7)):
-        script.at = {what: refuse}
+    for target in (("checkpoints", 4), ("snapshots", 7)):
+        script.at = {target: refuse}
         with pytest.raises(UserError, match="stopped: .*No space left on device"):
-            script.run(what[0])
+            script.run(target[0])
     script.at = {}
     monkeypatch.setattr(distributed, "index", lambda: 1)
     capsys.readouterr()
@@ -289,7 +291,7 @@ def test_a_run_starts_from_its_parent_and_reads_its_teacher(script, tmp_path, mo
     def draw(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    found = {}
+    models = {}
     for name, rows, step in (("parent", BYTES, 9), ("teacher", VOCABULARY, 6)):
         folder = epath.Path(tmp_path / name)
         folder.mkdir()
@@ -299,27 +301,30 @@ def test_a_run_starts_from_its_parent_and_reads_its_teacher(script, tmp_path, mo
         saved.close()
         model = dataclasses.replace(script.experiment.model, vocab_size=rows)
         experiment = types.SimpleNamespace(model=model)
-        found[name] = types.SimpleNamespace(
+        models[name] = types.SimpleNamespace(
             **dict(workdir=folder, checkpoints=folder / "kept", step=step),
             **dict(experiment=experiment, params=params),
         )
-    script.asked.clear()
-    script.run(**found)
-    start = found["parent"].params["total"]
+    script.calls.clear()
+    script.run(**models)
+    start = models["parent"].params["total"]
     assert records(tmp_path / "run") == expected_records(script, start, masked=True)
-    assert script.given[3] is found["teacher"].experiment.model
-    jax.tree.map(np.testing.assert_array_equal, script.taught, (found["teacher"].params,))
-    began, old = script.began["params"], found["parent"].params
+    assert script.given[3] is models["teacher"].experiment.model
+    jax.tree.map(np.testing.assert_array_equal, script.taught, (models["teacher"].params,))
+    began, old = script.began["params"], models["parent"].params
     drawn = script.init(jax.random.key(5))["params"]
     np.testing.assert_array_equal(began["embedding"][:BYTES], old["embedding"])
     np.testing.assert_array_equal(began["embedding"][BYTES:], drawn["embedding"][BYTES:])
     np.testing.assert_array_equal(began["head"][:, :BYTES], old["head"])
     assert not np.any(began["head"][:, BYTES:]) and began["head"].shape == (WIDTH, VOCABULARY)
-    told = [r for r in records(tmp_path / "run") if "validation_bpb_all" in r]
+    evaluations = [r for r in records(tmp_path / "run") if "validation_bpb_all" in r]
     pattern = r"validation (.*) bits per byte of targets that count, (.*) of all"
-    said = re.findall(pattern, capsys.readouterr().out)
-    both = ("validation_bpb", "validation_bpb_all")
-    assert said == [tuple(f"{r[key]:.4f}" for key in both) for r in told] and len(said) == 3
+    printed = re.findall(pattern, capsys.readouterr().out)
+    keys = ("validation_bpb", "validation_bpb_all")
+    assert (
+        printed == [tuple(f"{r[key]:.4f}" for key in keys) for r in evaluations]
+        and len(printed) == 3
+    )
 
 
 def test_values_that_end_a_run():
@@ -356,5 +361,5 @@ def test_values_that_end_a_run():
             continue
         with pytest.raises(UserError) as error:
             loop.TrainingLoop._check_values(run, 7, values)
-        said = f"step 7: {wrong}: stopped. Checkpoints of steps [3, 6] are intact; lower config."
-        assert str(error.value).startswith(said)
+        start = f"step 7: {wrong}: stopped. Checkpoints of steps [3, 6] are intact; lower config."
+        assert str(error.value).startswith(start)

@@ -29,11 +29,11 @@ def _row(seed):
     """[T + 1] tokens: the end of a document, documents of LENGTHS with their BOS, and a target."""
     rng = np.random.default_rng(seed)
 
-    def of(length):
+    def document(length):
         return [BOS, *rng.integers(1, small_step.V, length - 1)]
 
-    left = [*rng.integers(1, small_step.V, 2)]
-    return np.array([*left, *(t for n in LENGTHS for t in of(n)), 5], np.int32)
+    end = [*rng.integers(1, small_step.V, 2)]
+    return np.array([*end, *(t for n in LENGTHS for t in document(n)), 5], np.int32)
 
 
 # The "+" of projection sharing has a bias for each position in a row.
@@ -55,10 +55,10 @@ def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomi
     assert segments.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3, 3, 3]]
     together = forward(row[:, :-1], segments)
     assert np.abs(together - forward(row[:, :-1], None)).max() > 1e-3
-    for which in range(4):
-        places = np.flatnonzero(segments[0] == which)
-        alone = forward(row[:, places], None)
-        np.testing.assert_allclose(together[:, places], alone, rtol=1e-10, atol=1e-10)
+    for document in range(4):
+        indices = np.flatnonzero(segments[0] == document)
+        alone = forward(row[:, indices], None)
+        np.testing.assert_allclose(together[:, indices], alone, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -82,8 +82,8 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
         step = Step(config, params, mesh, jnp.float64, masked=masked, **options)
         return [step(batch) for batch in rows]
 
-    found, expected = train(mesh_name, begins=BOS, parts=parts), train("one", begins=BOS)
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    figures, expected = train(mesh_name, begins=BOS, parts=parts), train("one", begins=BOS)
+    np.testing.assert_allclose(figures, expected, rtol=1e-9)
     graph = parameters.graph(config)
     compute = dict(graph=graph, compute=Compute(dtype=F64), masked=masked)
 
@@ -92,9 +92,9 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
             params, rows[0], jnp.ones(small_step.V, jnp.int32), bos_id=begins, **compute
         )
 
-    (nats, _, count, *_), (others, *_) = evaluate(BOS), evaluate(None)
-    np.testing.assert_allclose(nats / count, found[0][0], rtol=1e-9)
-    assert abs(nats / others - 1) > 1e-4
+    (nats, _, count, *_), (unmasked_nats, *_) = evaluate(BOS), evaluate(None)
+    np.testing.assert_allclose(nats / count, figures[0][0], rtol=1e-9)
+    assert abs(nats / unmasked_nats - 1) > 1e-4
 
 
 @pytest.mark.slow
@@ -128,8 +128,8 @@ def test_gpus_have_no_kernel_with_a_document_mask(source):
     kernels = {}
     for separate in (False, True):
         config = runs.small_config(*source, separate=separate)
-        found = config_lib.resolve(config)
-        kernels[separate] = [found.uses_attention_kernel(p) for p in ("cpu", "gpu", "tpu")]
+        experiment = config_lib.resolve(config)
+        kernels[separate] = [experiment.uses_attention_kernel(p) for p in ("cpu", "gpu", "tpu")]
     assert kernels == {False: [False, True, True], True: [False, False, True]}
     config.compute.attention = "xla"
     assert not config_lib.resolve(config).uses_attention_kernel("tpu")

@@ -1,4 +1,4 @@
-"""Parameters that a run keeps of some of its steps."""
+"""Snapshots: the parameters of some steps of a run, kept for analysis."""
 
 from etils import epath
 import numpy as np
@@ -21,22 +21,22 @@ def config(source):
 @pytest.mark.slow
 def test_snapshots_are_the_parameters_of_their_steps(config, tmp_path):
     """Snapshots include the first and last step, also of a resumed run."""
-    plain, kept = epath.Path(tmp_path / "plain"), epath.Path(tmp_path / "kept")
+    plain, run = epath.Path(tmp_path / "plain"), epath.Path(tmp_path / "kept")
     for stop_after in (3, 0):
-        loop.train(config(stop_after=stop_after, snapshot_every=2), kept)
+        loop.train(config(stop_after=stop_after, snapshot_every=2), run)
     loop.train(config(), plain)
-    assert (kept / metrics.METRICS).read_bytes() == (plain / metrics.METRICS).read_bytes()
-    found = trained.snapshots(kept)
-    assert [snapshot.step for snapshot in found] == [0, 2, 4, 6]
-    assert storage.steps(kept / checkpoint.CHECKPOINTS) == [6]
-    models = [model_lib.TrainedModel(snapshot) for snapshot in found]
+    assert (run / metrics.METRICS).read_bytes() == (plain / metrics.METRICS).read_bytes()
+    saved = trained.snapshots(run)
+    assert [snapshot.step for snapshot in saved] == [0, 2, 4, 6]
+    assert storage.steps(run / checkpoint.CHECKPOINTS) == [6]
+    models = [model_lib.TrainedModel(snapshot) for snapshot in saved]
     last = model_lib.open(str(plain))
     for path in last.parameters():
         weights = [model.read(path) for model in models]
         np.testing.assert_array_equal(weights[-1], last.read(path))
-        # The first step's rate is 0, and outputs that are zero have queries learn nothing.
+        # The first step's rate is 0, and zero output projections give queries no gradient.
         assert len({w.tobytes() for w in weights[1:]}) == 3, path
-    assert set(storage.shapes(found[0].checkpoints / "0" / "state")) == {
+    assert set(storage.shapes(saved[0].checkpoints / "0" / "state")) == {
         "step",
         *(".".join(map(str, ("params", *path))) for path in last.parameters()),
     }

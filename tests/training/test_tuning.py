@@ -52,7 +52,7 @@ def test_named_parameters_learn_and_others_stay(source, whole, tmp_path):
         for path, leaf in jax.tree_util.tree_leaves_with_path(state["optimizer"])
         if np.ndim(leaf) > 1
     }
-    assert moments == changed  # nothing is kept for what does not learn
+    assert moments == changed  # frozen parameters have no moments
 
     def loss(workdir):
         return [r["loss"] for r in records(workdir) if "loss" in r]
@@ -74,8 +74,8 @@ def test_a_run_resumes_without_its_parent(source, whole, tmp_path):
     loop.train(config, epath.Path(tmp_path / "run"))
     whole_run = _tuning(source, f"{whole.workdir}@30")
     loop.train(whole_run, epath.Path(tmp_path / "whole"))
-    (resumed, _), (straight, _) = (_parameters(tmp_path / n, 3) for n in ("run", "whole"))
-    assert all(np.array_equal(resumed[name], straight[name]) for name in straight)
+    (resumed, _), (uninterrupted, _) = (_parameters(tmp_path / n, 3) for n in ("run", "whole"))
+    assert all(np.array_equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
     other, _ = _parameters(whole.workdir, 40)
     assert not np.array_equal(other["head"], resumed["head"])  # it was step 30's
 
@@ -127,8 +127,8 @@ def test_distillation_loss_is_its_formula(x64, make_mechanism):
     compute = Compute(dtype=jnp.dtype(jnp.float64), loss_chunks=3)
 
     def loss(student, share):
-        model, other = nnx.merge(graph, student), nnx.merge(graph, teacher)
-        options = dict(teacher=other, share=share, compute=compute)
+        model, teacher_model = nnx.merge(graph, student), nnx.merge(graph, teacher)
+        options = dict(teacher=teacher_model, share=share, compute=compute)
         return distillation_loss(model, tokens, targets, **options)
 
     def formula(student, share):
@@ -139,12 +139,19 @@ def test_distillation_loss_is_its_formula(x64, make_mechanism):
         nats = token_losses(models[0], tokens, targets, compute=compute)
         return jnp.mean((1 - share) * nats + share * divergence)
 
-    found, definition = (jax.jit(jax.value_and_grad(f)) for f in (loss, formula))
+    product, definition = (jax.jit(jax.value_and_grad(f)) for f in (loss, formula))
     for share in (0.0, 0.3, 1.0):
-        (value, grads), (wanted, expected) = found(student, share), definition(student, share)
-        assert float(value) == pytest.approx(float(wanted), rel=1e-12) and wanted > 0.1
-        for got, right in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(got, right, atol=1e-12)
+        (value, grads), (expected_value, expected) = (
+            product(student, share),
+            definition(student, share),
+        )
+        assert (
+            float(value) == pytest.approx(float(expected_value), rel=1e-12) and expected_value > 0.1
+        )
+        for grad, expected_grad in zip(
+            jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(grad, expected_grad, atol=1e-12)
         assert jax.tree.all(jax.tree.map(lambda g: np.abs(g).max() > 1e-4, expected))
 
 

@@ -65,9 +65,9 @@ def test_the_latest_comes_back(saved):
 
 def test_a_path_is_no_pattern(tmp_path, monkeypatch):
     """Brackets and wildcards in a folder's path or in its siblings' names are literal."""
-    here = tmp_path / "cwd[1]"
-    here.mkdir()
-    monkeypatch.chdir(here)
+    folder = tmp_path / "cwd[1]"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     names = ("w[1]*{x}?", "[!a]/w", "[[]", "w1", "w*", "#%20 |")
     workdirs = [runtime.workdir(path) for name in names for path in (name, tmp_path / name)]
     for step, workdir in enumerate(workdirs, 1):
@@ -124,38 +124,40 @@ NEEDED += [("state/_METADATA", halve), ("state/_METADATA", hollow), (".", corrup
 @pytest.mark.parametrize("parts", ["needed", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_damaged_part_is_noticed_or_harmless(saved, capfd, parts):
     """After an interrupted copy the previous step is restored, with a warning of two lines."""
-    latest, aside = saved / CHECKPOINTS / "3", saved / "unreadable-checkpoint-3"
+    latest, renamed = saved / CHECKPOINTS / "3", saved / "unreadable-checkpoint-3"
     inside = sorted(pathlib.Path(latest).rglob("*"))
     damage = list(NEEDED)
     if parts == "all":
-        damage += [(p.relative_to(latest), how) for p in inside for how in (remove, empty)]
+        damage += [
+            (p.relative_to(latest), damage_part) for p in inside for damage_part in (remove, empty)
+        ]
         damage += [(p.relative_to(latest), halve) for p in inside if p.is_file()]
     shutil.copytree(latest, saved / "whole")
-    for part, how in damage:
-        how(pathlib.Path(latest, part))
-        told = None
+    for part, damage_part in damage:
+        damage_part(pathlib.Path(latest, part))
+        message = None
         try:
             params = read_parameters(saved / CHECKPOINTS, 3, abstract_parameters())
             jax.tree.map(np.testing.assert_array_equal, params, state(3.0)["params"])
         except UserError as error:
-            told = str(error)
+            message = str(error)
             assert re.search(
-                r"/3 cannot be read (?s:.*)other checkpoints there: steps \[2\]$", told
+                r"/3 cannot be read (?s:.*)other checkpoints there: steps \[2\]$", message
             )
         (restored, position, step), steps = restore(saved)
         jax.tree.map(np.testing.assert_array_equal, restored, state(float(step)))
         lines = capfd.readouterr().err.splitlines()
         if step == 2:
-            assert (position, steps) == (20, [2]) and aside.exists(), part  # nothing is lost
+            assert (position, steps) == (20, [2]) and renamed.exists(), part  # nothing is lost
             assert len(lines) == 2 and "going on from step 2; step 3 was moved" in lines[1]
             assert lines[0].startswith("WARNING: checkpoint of step 3 cannot be read"), part
-            if how is corrupt:  # names the array and the fault only
+            if damage_part is corrupt:  # names the array and the fault only
                 assert re.search(
                     r'read: DATA_LOSS: params\.[\w.]+: Error decoding [^\["]+$', lines[0]
                 )
-            shutil.rmtree(aside)
+            shutil.rmtree(renamed)
         else:
-            assert (part, how) not in NEEDED and not told and not lines, part
+            assert (part, damage_part) not in NEEDED and not message and not lines, part
             shutil.rmtree(latest)
         shutil.copytree(saved / "whole", latest)
 
@@ -253,24 +255,24 @@ def trained_state(tmp_path_factory):
     program = Program(run, run.compute.resolve("cpu", run.model.block.num_layers), mesh)
     state = program.init(jax.random.key(0))
 
-    def at(step):
-        def moved(x):
+    def state_of(step):
+        def shifted(x):
             return x + x.dtype.type(step) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        return jax.tree.map(moved, state) | dict(step=jnp.full_like(state["step"], step))
+        return jax.tree.map(shifted, state) | dict(step=jnp.full_like(state["step"], step))
 
-    return at, program.abstract_state
+    return state_of, program.abstract_state
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("flips", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_flipped_bits_are_noticed_or_harmless(trained_state, tmp_path, capfd, flips):
     """A flip either restores the previous step with a warning, or changes no loaded number."""
-    at, abstract = trained_state
+    state_of, abstract = trained_state
     workdir = epath.Path(tmp_path)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
     for step in (1, 2):
-        checkpoints.save(step, at(step), position=8 * step)
+        checkpoints.save(step, state_of(step), position=8 * step)
     checkpoints.close()
     latest, rng = tmp_path / CHECKPOINTS / "2", random.Random(flips)
     files = sorted(path for path in latest.rglob("*") if path.is_file())
@@ -279,28 +281,28 @@ def test_flipped_bits_are_noticed_or_harmless(trained_state, tmp_path, capfd, fl
     for i in range(flips):
         weights = sizes if i % 2 else None  # by bytes, and every file alike
         file = rng.choices(files, weights)[0]
-        whole = file.read_bytes()
-        broken = bytearray(whole)
-        broken[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        file.write_bytes(broken)
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(damaged)
         try:
             params = read_parameters(workdir / CHECKPOINTS, 2, abstract["params"])
-            jax.tree.map(np.testing.assert_array_equal, params, at(2)["params"])
+            jax.tree.map(np.testing.assert_array_equal, params, state_of(2)["params"])
         except UserError as error:
             assert "checkpoints/2 cannot be read" in str(error)
         checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
         state, position, step = checkpoints.restore(abstract)
         checkpoints.close()
         assert position == 8 * step
-        jax.tree.map(np.testing.assert_array_equal, state, at(step))
-        told = capfd.readouterr().err
+        jax.tree.map(np.testing.assert_array_equal, state, state_of(step))
+        warning = capfd.readouterr().err
         if step == 1:
             noticed += 1
-            assert told.count("\n") == 2 and "step 2 cannot be read" in told
+            assert warning.count("\n") == 2 and "step 2 cannot be read" in warning
             (tmp_path / "unreadable-checkpoint-2").rename(latest)
         else:
-            assert step == 2 and not told
-        file.write_bytes(whole)
+            assert step == 2 and not warning
+        file.write_bytes(content)
     assert noticed > flips // 3
 
 
@@ -337,8 +339,8 @@ def test_parameters_alone(tmp_path):
     checkpoints.close()
     params = read_parameters(workdir / CHECKPOINTS, 1, abstract_parameters(jnp.bfloat16))
     assert params["w"].dtype == jnp.bfloat16 and params["w"].devices() == {jax.devices()[-1]}
-    want = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state(1.0)["params"])
-    jax.tree.map(np.testing.assert_array_equal, params, want)
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state(1.0)["params"])
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_parameters_of_another_model(saved):
@@ -368,12 +370,12 @@ def test_a_failed_save_is_reported_and_the_next_one_works(saved, monkeypatch):
     def fails_later(*args, **keys):
         return types.SimpleNamespace(result=fails, on_complete=lambda done: None)
 
-    told = "^checkpoint of step 4 was not written: OSError: .*No space left on device$"
+    message = "^checkpoint of step 4 was not written: OSError: .*No space left on device$"
     for save_async, count in ((fails, 1), (fails_later, 1), (fails, 2)):
         opened = checkpoints._checkpointer
         monkeypatch.setattr(checkpoint.distributed, "count", lambda count=count: count)
         monkeypatch.setattr(opened, "save_checkpointables_async", save_async)
-        with pytest.raises(OSError, match=told):
+        with pytest.raises(OSError, match=message):
             checkpoints.save(4, state(4.0), position=40)
             checkpoints.wait()
         assert (checkpoints._checkpointer is opened) == (count == 2)

@@ -32,24 +32,24 @@ def test_the_lock_is_released(tmp_path):
 
 
 def test_identity_ignores_neutral_keys_only(source):
-    def of(config, dtype="float32"):
+    def identity_of(config, dtype="float32"):
         return identity.identity(config, jnp.dtype(dtype))
 
-    base = of(runs.small_config(*source))
+    base = identity_of(runs.small_config(*source))
     neutral = dict(log_every=3, eval_every=7, checkpoint_every=5, keep_checkpoints=1, stop_after=5)
     neutral |= dict(max_bad_steps=2, sample_prompt="a", sample_tokens=2)
-    assert of(runs.small_config(*source, **neutral)) == base
-    assert of(runs.small_config(*source, seed=1)) != base
-    assert of(runs.small_config(*source, eval_rows=1)) != base
+    assert identity_of(runs.small_config(*source, **neutral)) == base
+    assert identity_of(runs.small_config(*source, seed=1)) != base
+    assert identity_of(runs.small_config(*source, eval_rows=1)) != base
     json.dumps(base)
     config = runs.small_config(*source)
     config.mesh.fsdp = 4
     config.compute.update(attention="xla", remat="full")
     config.train.grad_accumulation = 2  # as fewer chips need
-    assert of(config) == base
-    assert of(config, "bfloat16") != base  # what "auto" is elsewhere
+    assert identity_of(config) == base
+    assert identity_of(config, "bfloat16") != base  # what "auto" is elsewhere
     config.compute.dtype = "float32"  # what it is here
-    assert of(config) == base
+    assert identity_of(config) == base
 
 
 def test_removed_keys_of_old_workdirs_are_read_at_their_defaults(tmp_path):
@@ -64,17 +64,17 @@ def test_removed_keys_of_old_workdirs_are_read_at_their_defaults(tmp_path):
     identity.check_config(workdir, config, dtype)
     tree["attention"]["fixed"] = "heads"
     identity.write_identity(workdir / "config.json", tree)
-    assert _told(trained.experiment_of, workdir) == (
+    assert _message(trained.experiment_of, workdir) == (
         f"{workdir}/config.json: config.attention.fixed = 'heads': the key was removed, and with "
         "it every value but 'none'; leave it out"
     )
-    told = _told(identity.check_config, workdir, config, dtype)
-    assert "attention.fixed: there 'heads', now None" in told
+    message = _message(identity.check_config, workdir, config, dtype)
+    assert "attention.fixed: there 'heads', now None" in message
 
 
-def _told(check, *given) -> str:
+def _message(check, *arguments) -> str:
     with pytest.raises(UserError) as error:
-        check(*given)
+        check(*arguments)
     return str(error.value)
 
 
@@ -108,30 +108,31 @@ def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
     holds = f"{workdir} holds another run, and was left as it is:\n"
     new = ", or another --workdir for a new run"
     config.model.num_layers = 3
-    assert _told(identity.check_config, workdir, config, jnp.dtype("bfloat16")) == (
+    assert _message(identity.check_config, workdir, config, jnp.dtype("bfloat16")) == (
         f"{holds}  compute.dtype: there 'float32', now 'bfloat16'\n"
         "  model.num_layers: there 2, now 3\n"
         "Give the same values to resume it (--config.compute.dtype=float32 is the same on any "
         f"platform){new}"
     )
-    wrong = types.SimpleNamespace(**vars(data) | dict(digest="abd"))
-    assert _told(identity.check_data, workdir, wrong) == (
-        f"{holds}  dataset: there 'abc', now 'abd'\nThe rows or the tokenizer in {wrong.path} are "
-        f"not those it was trained on: give these to resume it{new}"
+    other_rows = types.SimpleNamespace(**vars(data) | dict(digest="abd"))
+    assert _message(identity.check_data, workdir, other_rows) == (
+        f"{holds}  dataset: there 'abc', now 'abd'\n"
+        f"The rows or the tokenizer in {other_rows.path} are not those it was trained on: give "
+        f"these to resume it{new}"
     )
-    said = f"{workdir}/tokenizer.json is not the tokenizer of {of_other.path}, and was left as"
-    assert _told(identity.check_data, workdir, of_other).startswith(said)
+    start = f"{workdir}/tokenizer.json is not the tokenizer of {of_other.path}, and was left as"
+    assert _message(identity.check_data, workdir, of_other).startswith(start)
     identity.write_identity(workdir / "dataset.json", dict(dataset="one"))  # as older workdirs
     identity.check_data(workdir, data)
-    assert "there 'one', now 'abc'" in _told(identity.check_data, workdir, moved)
+    assert "there 'one', now 'abc'" in _message(identity.check_data, workdir, moved)
 
     # Older workdirs store an unresolved dtype, and lack newer keys.
-    there = json.loads(before["config.json"])
+    stored = json.loads(before["config.json"])
     config.model.num_layers = 2
-    there["compute"]["dtype"] = "auto"
-    del there["train"]["seed"], there["optimizer"]["tuned"]
-    there["data"]["source"], config.data.source = "prepared:/there", "prepared:/here"
-    identity.write_identity(workdir / "config.json", there)
+    stored["compute"]["dtype"] = "auto"
+    del stored["train"]["seed"], stored["optimizer"]["tuned"]
+    stored["data"]["source"], config.data.source = "prepared:/there", "prepared:/here"
+    identity.write_identity(workdir / "config.json", stored)
     assert not capsys.readouterr().err
     identity.check_config(workdir, config, wide)
     assert capsys.readouterr().err == (
@@ -140,16 +141,16 @@ def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
     )
     config.train.seed += 1
     config.data.source = source[0]
-    assert _told(identity.check_config, workdir, config, wide).startswith(
+    assert _message(identity.check_config, workdir, config, wide).startswith(
         f"{holds}  data.source: there 'prepared:/there', now {source[0]!r}\n"
         f"  train.seed: there None, now {config.train.seed}\nGive"
     )
     identity.write_identity(workdir / "x.json", {f"{i:02}": i for i in range(14)})
     rows = "".join(f"  {i:02}: there {i}, now None\n" for i in range(12))
-    rest = f"  and 2 more\nGive the same values to resume it{new}"
-    assert _told(identity.check_identity, workdir / "x.json", {}) == holds + rows + rest
+    last = f"  and 2 more\nGive the same values to resume it{new}"
+    assert _message(identity.check_identity, workdir / "x.json", {}) == holds + rows + last
     identity.write_identity(workdir / "x.json", {f"{i:02}": i for i in range(12)})
-    assert "more" not in _told(identity.check_identity, workdir / "x.json", {})
+    assert "more" not in _message(identity.check_identity, workdir / "x.json", {})
 
 
 def claims(workdir) -> dict[str, str]:
@@ -214,9 +215,9 @@ def test_an_identity_binds_only_where_there_are_checkpoints(tmp_path):
     identity.write_identity(path, {"rank": 16})
     identity.check_identity(path, {"rank": 8})
     (path.parent / "checkpoints" / "10").mkdir()
-    assert "rank: there 16, now 8" in _told(identity.check_identity, path, {"rank": 8})
+    assert "rank: there 16, now 8" in _message(identity.check_identity, path, {"rank": 8})
     path.unlink()
-    assert "has checkpoints and no config.json" in _told(identity.check_identity, path, {})
+    assert "has checkpoints and no config.json" in _message(identity.check_identity, path, {})
 
 
 def leave_a_run(workdir: epath.Path) -> dict[str, str]:

@@ -53,9 +53,9 @@ def test_lines_that_are_no_records_are_set_aside(tmp_path, capsys, name):
         (workdir / name).write_bytes(content)
         metrics.MetricsWriter(workdir, resume_step=3).close()
         assert (workdir / f"unreadable-{name}").read_bytes() == content
-        told = capsys.readouterr().err
-        assert told.startswith(f"WARNING: {workdir / name}: line 2 is no record") and (
-            told.count("\n") == 1 and len(told) < 1000
+        warning = capsys.readouterr().err
+        assert warning.startswith(f"WARNING: {workdir / name}: line 2 is no record") and (
+            warning.count("\n") == 1 and len(warning) < 1000
         )
         assert metrics.read_records(workdir / name) == [json.loads(line) for line in good]
         metrics.MetricsWriter(workdir, resume_step=3).close()
@@ -73,8 +73,8 @@ def test_a_flipped_bit_is_noticed_or_harmless(tmp_path):
     content, records = file.read_bytes(), metrics.read_records(epath.Path(file))
     for broken in damage.flipped(content, step=3):
         file.write_bytes(broken)
-        found, told = metrics.read_checked(epath.Path(file))
-        assert told or found == records, broken
+        read, reason = metrics.read_checked(epath.Path(file))
+        assert reason or read == records, broken
 
 
 def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path):
@@ -86,18 +86,18 @@ def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path):
         writer.write(1, loss=2.0)
         writer.write_timing(1, loss=2.0)
         writer.flush()
-        kept = tmp_path / change / "moved"
+        rescued = tmp_path / change / "moved"
         if change == "move":
-            (tmp_path / change / name).rename(kept)
+            (tmp_path / change / name).rename(rescued)
         else:
             (tmp_path / change / name).unlink()
-            kept = tmp_path / change / f"replaced-{name}"
+            rescued = tmp_path / change / f"replaced-{name}"
         if change == "replace":
             (tmp_path / change / name).write_text("")
         with pytest.raises(OSError, match=f"{name} was moved or removed while the run went on"):
             writer.flush()
         writer.close()
-        assert metrics.read_records(epath.Path(kept)) == [dict(step=1, loss=2.0)]
+        assert metrics.read_records(epath.Path(rescued)) == [dict(step=1, loss=2.0)]
 
 
 def test_a_record_that_has_no_room_is_an_error(tmp_path):
@@ -121,11 +121,11 @@ def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label, title):
     """Tick labels abbreviate numbers of tokens, which would overlap."""
     drawn, real = [], Figure.savefig
 
-    def noted(figure, *args, **options):
+    def save_noted(figure, *args, **options):
         drawn.append(figure)
         real(figure, *args, **options)
 
-    monkeypatch.setattr(Figure, "savefig", noted)
+    monkeypatch.setattr(Figure, "savefig", save_noted)
     workdir = epath.Path(tmp_path)
     writer = metrics.MetricsWriter(workdir, resume_step=0)
     for step in (1, 2):
@@ -168,8 +168,8 @@ def test_a_bucket_that_fails_for_a_while(bucket, capsys):
     folder.rename(away)
     folder.write_text("no folder")  # every write into it fails
     writer.flush()
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith(
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and warning.startswith(
         "WARNING: records were not copied to gs://runs"
     )
     folder.unlink()
@@ -182,9 +182,9 @@ def test_a_bucket_that_fails_for_a_while(bucket, capsys):
     folder.rename(away)
     folder.write_text("no folder")
     writer.close()
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "WERE NOT COPIED to gs://runs/one" in told
-    assert str(writer.folder) in told
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and "WERE NOT COPIED to gs://runs/one" in warning
+    assert str(writer.folder) in warning
     assert [r["step"] for r in metrics.read_records(writer.folder / metrics.METRICS)] == [1, 2, 3]
 
 

@@ -53,20 +53,23 @@ def test_copies_of_an_earlier_run_are_removed(folders):
 def test_files_of_the_user_stay(folders, capsys):
     """Files of the user survive starts from any parent, repeated or not."""
     parent, run = folders
-    mine = {"chat_template.jinja": "mine", "generation_config.json": '{"eos_token_id": 8}'}
-    for name, text in mine.items():
+    own = {"chat_template.jinja": "mine", "generation_config.json": '{"eos_token_id": 8}'}
+    for name, text in own.items():
         (run / name).write_text(text)
     origin.inherit(run, None)
-    assert {path.name: path.read_text() for path in run.iterdir()} == mine
+    assert {path.name: path.read_text() for path in run.iterdir()} == own
     for _ in range(2):
         origin.inherit(run, parent, context=64)
-        assert {name: (run / name).read_text() for name in FILES} == FILES | mine
-        said = capsys.readouterr().err
-        assert said.count("was left as it is") == 2 and f"{run / 'chat_template.jinja'}" in said
+        assert {name: (run / name).read_text() for name in FILES} == FILES | own
+        warnings = capsys.readouterr().err
+        assert (
+            warnings.count("was left as it is") == 2
+            and f"{run / 'chat_template.jinja'}" in warnings
+        )
     (parent / "generation_config.json").unlink()
     origin.inherit(run, parent, context=64)
     origin.inherit(run, None)
-    assert {path.name: path.read_text() for path in run.iterdir()} == mine
+    assert {path.name: path.read_text() for path in run.iterdir()} == own
 
 
 def test_a_copy_of_the_parents_file_gives_no_warning(folders, capsys):
@@ -88,7 +91,7 @@ def test_a_context_without_files(folders, text):
 def test_ends_are_in_the_vocabulary():
     byte = tokenizer.byte_tokenizer()
 
-    def of(ids, text):
+    def ends_of(ids, text):
         return origin.ends(
             {
                 "generation_config.json": dict(eos_token_id=ids),
@@ -99,13 +102,13 @@ def test_ends_are_in_the_vocabulary():
         )
 
     assert origin.ends({}, byte, 300) == ()
-    assert of(299, None) == (299,) and of(300, None) == ()
-    assert of([256, 7, -1, "8", True, None, 9.0], "<none>") == (7, 256)
-    assert of(None, "a") == (97,) and of("no", dict(content="a")) == ()
+    assert ends_of(299, None) == (299,) and ends_of(300, None) == ()
+    assert ends_of([256, 7, -1, "8", True, None, 9.0], "<none>") == (7, 256)
+    assert ends_of(None, "a") == (97,) and ends_of("no", dict(content="a")) == ()
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("{", "is not JSON"),
         ("3", "is not a JSON object: restore it, or remove it"),
@@ -114,11 +117,13 @@ def test_ends_are_in_the_vocabulary():
         ('{"context": 0}', ": context = 0: must be at least 1"),
     ],
 )
-def test_a_context_that_cannot_be_read(tmp_path, text, said):
+def test_a_context_that_cannot_be_read(tmp_path, text, message):
     (tmp_path / "context.json").write_text(text)
     with pytest.raises(UserError) as error:
         origin.context(epath.Path(tmp_path), 8)
-    assert str(error.value).startswith(str(tmp_path / "context.json")) and said in str(error.value)
+    assert str(error.value).startswith(str(tmp_path / "context.json")) and message in str(
+        error.value
+    )
 
 
 def test_a_parent_is_identified_by_its_parameters(tmp_path, monkeypatch):
@@ -128,13 +133,13 @@ def test_a_parent_is_identified_by_its_parameters(tmp_path, monkeypatch):
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=1)
     checkpoints.save(4, dict(params=jax.tree.map(jnp.asarray, params), n=jnp.ones(2)), position=0)
     checkpoints.close()
-    told = hashlib.sha256(b"params.a.s () float32\n" + params["a"]["s"].tobytes())
-    told.update(b"params.w (5, 3) float32\n" + params["w"].tobytes())
+    digest = hashlib.sha256(b"params.a.s () float32\n" + params["a"]["s"].tobytes())
+    digest.update(b"params.w (5, 3) float32\n" + params["w"].tobytes())
     for block in (1, 24, 1 << 28):
         monkeypatch.setattr(lineage, "_READ_BYTES", block)
         lineage.write(workdir, epath.Path("/parent"), workdir / CHECKPOINTS, 4)
         text = (workdir / lineage.PARENT).read_text()
-        expected = dict(workdir="/parent", step=4, sha256=told.hexdigest())
+        expected = dict(workdir="/parent", step=4, sha256=digest.hexdigest())
         assert text == json.dumps(expected, indent=1) + "\n"
     for _ in range(2):
         lineage.remove(workdir)

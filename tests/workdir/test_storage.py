@@ -11,25 +11,25 @@ from kvjax.workdir import storage
 
 def test_one_process_reads_without_others_and_counts_as_they_do(monkeypatch):
     """Orbax names barriers by a counter, which a failed load leaves behind in some processes."""
-    asked, counter = [], storage.synchronization.OperationIdGenerator
+    gathered, counter = [], storage.synchronization.OperationIdGenerator
     done = int(counter.get_current_operation_id())
 
     def gather(name, value):
-        asked.append((name, value))
+        gathered.append((name, value))
         return [value, str(done + 3), str(done + 1)]
 
     monkeypatch.setattr(storage.distributed, "gather", gather)
     for _ in range(2):
         storage.align_operation_ids()
         assert counter.get_current_operation_id() == str(done + 3)
-    assert asked == [("operations", str(done)), ("operations", str(done + 3))]
+    assert gathered == [("operations", str(done)), ("operations", str(done + 3))]
     monkeypatch.setattr(storage.distributed, "index", lambda: 2)
     for count, process, prefix in ((1, 0, None), (3, 2, "alone2")):
         monkeypatch.setattr(storage.distributed, "count", lambda count=count: count)
-        found = storage.single_process_context().multiprocessing
-        only = None if count == 1 else {process}
-        assert (found.primary_host, found.active_processes) == (process, only)
-        assert found.barrier_sync_key_prefix == prefix
+        options = storage.single_process_context().multiprocessing
+        active = None if count == 1 else {process}
+        assert (options.primary_host, options.active_processes) == (process, active)
+        assert options.barrier_sync_key_prefix == prefix
 
 
 def test_orbax_failures_are_not_logged_beside_their_exception():

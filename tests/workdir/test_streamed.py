@@ -66,7 +66,9 @@ def slices(params) -> list[tuple]:
         keys = tuple(getattr(key, "key", None) for key in path)
         indices = range(len(array)) if keys[0] == "segments" else [None]
         order += [(-1 if i is None else i, keys, array, i) for i in indices]
-    return [what[1:] for what in sorted(order, key=lambda what: -what[0])]
+    return [
+        write_order[1:] for write_order in sorted(order, key=lambda write_order: -write_order[0])
+    ]
 
 
 def write_all(write, params, without=()):
@@ -74,11 +76,11 @@ def write_all(write, params, without=()):
     for keys, array, index in slices(params):
         if (keys, index) in without:
             continue
-        part = array if index is None else array[index]
-        held = buffer.setdefault((part.shape, part.dtype), np.empty_like(part))
-        held[...] = part
-        write(keys, held, index=index)
-        held[...] = 0
+        values = array if index is None else array[index]
+        memory = buffer.setdefault((values.shape, values.dtype), np.empty_like(values))
+        memory[...] = values
+        write(keys, memory, index=index)
+        memory[...] = 0
 
 
 def save_streamed(folder, params, step=0):
@@ -98,9 +100,9 @@ def placed(params, dtype=None):
 
 
 def assert_loads(folder, params, step=0):
-    got = read_parameters(folder, step, placed(params))
-    jax.tree.map(np.testing.assert_array_equal, got, params)
-    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(params)]
+    loaded = read_parameters(folder, step, placed(params))
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert [x.dtype for x in jax.tree.leaves(loaded)] == [x.dtype for x in jax.tree.leaves(params)]
 
 
 def files(folder: pathlib.Path) -> list[str]:
@@ -138,16 +140,16 @@ def test_written_parameters_load(tmp_path, params):
 def test_arrays_of_several_chunks_load(tmp_path, params, small_chunks, monkeypatch):
     """Bytes in flight stay below their limit."""
     monkeypatch.setattr(streamed, "IN_FLIGHT_BYTES", 2 * SMALL_CHUNKS)
-    most, put = [], streamed._Arrays._put
+    in_flight, put = [], streamed._Arrays._put
 
-    def watched(arrays, *args):
+    def put_watched(arrays, *args):
         put(arrays, *args)
         assert arrays._in_flight_bytes == sum(size for size, _ in arrays._in_flight)
-        most.append(arrays._in_flight_bytes)
+        in_flight.append(arrays._in_flight_bytes)
 
-    monkeypatch.setattr(streamed._Arrays, "_put", watched)
+    monkeypatch.setattr(streamed._Arrays, "_put", put_watched)
     save_streamed(epath.Path(tmp_path), params)
-    assert SMALL_CHUNKS < max(most) <= 2 * SMALL_CHUNKS
+    assert SMALL_CHUNKS < max(in_flight) <= 2 * SMALL_CHUNKS
     assert_loads(epath.Path(tmp_path), params)
 
 
@@ -172,16 +174,16 @@ def test_the_layout_is_that_of_training(tmp_path, params, chunks, request):
     state = dict(params=jax.tree.map(jnp.asarray, params), step=jnp.int32(3))
     checkpoints.save(3, state, position=0)
     checkpoints.close()
-    got, want = stored_arrays(ours / "3"), stored_arrays(theirs / "3")
-    cut = []
-    for name, metadata in want.items():
+    written, expected = stored_arrays(ours / "3"), stored_arrays(theirs / "3")
+    sliced = []
+    for name, metadata in expected.items():
         chunk = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         bytes_of = math.prod(metadata["shape"]) * jnp.dtype(metadata["data_type"]).itemsize
         if name.startswith("params.segments") and bytes_of > checkpoint.CHUNK_BYTES:
-            cut.append(name)
+            sliced.append(name)
             chunk[0] = 1
             metadata["codecs"][0]["configuration"]["chunk_shape"][0] = 1
-    assert got == want and bool(cut) == (chunks == "several")
+    assert written == expected and bool(sliced) == (chunks == "several")
     in_item = [f for f in files(theirs / "3" / "state") if f != "commit_success.txt"]
     assert files(ours / "3" / "state") == in_item
 
@@ -192,10 +194,10 @@ def test_the_layout_is_that_of_training(tmp_path, params, chunks, request):
     if chunks == "one":
         for name in ("state/_METADATA", "state/array_metadatas/process_0"):
             assert read(ours, name) == read(theirs, name)
-    got, want = (read(folder, "_CHECKPOINT_METADATA") for folder in (ours, theirs))
-    assert got.keys() == want.keys()
-    assert got["item_handlers"] == dict(state=want["item_handlers"]["state"])
-    assert 0 < got["init_timestamp_nsecs"] < got["commit_timestamp_nsecs"]
+    written, expected = (read(folder, "_CHECKPOINT_METADATA") for folder in (ours, theirs))
+    assert written.keys() == expected.keys()
+    assert written["item_handlers"] == dict(state=expected["item_handlers"]["state"])
+    assert 0 < written["init_timestamp_nsecs"] < written["commit_timestamp_nsecs"]
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")
@@ -209,16 +211,16 @@ def test_flipped_bits_are_noticed_or_harmless(tmp_path):
     weights = max(paths, key=lambda path: path.stat().st_size)
     noticed = []
     for path in [*paths, *[weights] * 20]:
-        whole = path.read_bytes()
-        broken = bytearray(whole)
-        broken[rng.integers(len(whole))] ^= 1 << rng.integers(8)
-        path.write_bytes(broken)
+        content = path.read_bytes()
+        damaged = bytearray(content)
+        damaged[rng.integers(len(content))] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
         try:
             assert_loads(folder, params)
         except UserError as error:
             assert f"{folder}/0 cannot be read" in str(error)
             noticed.append(path)
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert noticed.count(weights) > 18 and len(set(noticed)) >= 3
     assert_loads(folder, params)
 
@@ -303,7 +305,7 @@ def test_a_kill_leaves_no_checkpoint(tmp_path, params):
     child = subprocess.run([sys.executable, "-c", KILLED, str(folder)], cwd=ROOT)
     assert child.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    assert (left / "state" / "_METADATA").exists()  # it was nearly ready
+    assert (left / "state" / "_METADATA").exists()  # it was nearly complete
     assert storage.steps(folder) == []
     save_streamed(folder, params)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]

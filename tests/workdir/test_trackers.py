@@ -21,10 +21,10 @@ CONFIG = "model.num_layers = 2\nname = 'a = b'\ntrain.betas = (0.9, 0.95)\n"
 
 
 class Kept:
-    """A tracker that keeps what it gets; it fails at a step, or on closing."""
+    """A tracker that keeps its records, and may fail at a step or on closing."""
 
-    def __init__(self, kept=None, *, fails=None):
-        self.kept, self.fails, self.closed = [] if kept is None else kept, fails, 0
+    def __init__(self, events=None, *, fails=None):
+        self.kept, self.fails, self.closed = [] if events is None else events, fails, 0
 
     def write(self, step, record):
         if step == self.fails:
@@ -49,12 +49,12 @@ def stream(last=12):
 EXPECTED = [(step, *pair) for _, step, values in stream() for pair in values.items()]
 
 
-def process(workdir, resume_step, chosen, stop=None):
+def process(workdir, resume_step, tracker_list, stop=None):
     """Writes the records after a checkpoint, at most `stop`; returns the last whole step."""
-    writer = metrics.MetricsWriter(workdir, resume_step=resume_step, trackers=chosen)
+    writer = metrics.MetricsWriter(workdir, resume_step=resume_step, trackers=tracker_list)
     last = resume_step
-    todo = [record for record in stream() if record[1] > resume_step]
-    for file, step, values in todo[:stop]:
+    remaining = [record for record in stream() if record[1] > resume_step]
+    for file, step, values in remaining[:stop]:
         getattr(writer, file)(step, **values)
         last = step - 1  # a checkpoint follows all records of its step
     if stop is None:
@@ -66,14 +66,16 @@ def test_each_record_once_over_kills(tmp_path):
     process(epath.Path(tmp_path), 0, [])
     whole = (tmp_path / metrics.METRICS).read_bytes()
     for seed in range(20):
-        rng, kept, step = random.Random(seed), [], 0
+        rng, events, step = random.Random(seed), [], 0
         workdir = epath.Path(tmp_path) / str(seed)
         workdir.mkdir()
         for _ in range(rng.randint(1, 4)):
-            saved = step // 4 * 4
-            step = max(process(workdir, saved, [Kept(kept), Kept()], rng.randint(0, 12)), step)
-        process(workdir, step // 4 * 4, [Kept(kept)])
-        assert kept == EXPECTED, seed
+            checkpoint = step // 4 * 4
+            step = max(
+                process(workdir, checkpoint, [Kept(events), Kept()], rng.randint(0, 12)), step
+            )
+        process(workdir, step // 4 * 4, [Kept(events)])
+        assert events == EXPECTED, seed
         assert (workdir / metrics.METRICS).read_bytes() == whole
 
 
@@ -83,14 +85,14 @@ def test_a_tracker_that_fails_is_dropped_with_a_warning(tmp_path, capsys, monkey
     process(epath.Path(tmp_path), 0, ["tensorboard", bad, late, good])
     assert good.kept == late.kept == EXPECTED and bad.kept == [e for e in EXPECTED if e[0] < 3]
     assert (good.closed, bad.closed, late.closed) == (1, 0, 1)
-    told = capsys.readouterr().err.splitlines()
+    warnings = capsys.readouterr().err.splitlines()
     goes_on = "and gets no more records; the run goes on"
-    assert [line.split(" (")[0] for line in told] == [
+    assert [line.split(" (")[0] for line in warnings] == [
         f"WARNING: the tracker tensorboard failed at its start {goes_on}",
         f"WARNING: the tracker Kept failed at step 3 {goes_on}",
         f"WARNING: the tracker Kept+ failed at its end {goes_on}",
     ]
-    assert told[1].endswith("(RuntimeError: no connection)") and len(told) == 3
+    assert warnings[1].endswith("(RuntimeError: no connection)") and len(warnings) == 3
     (tmp_path / trackers.STATE).write_text("{")
     process(epath.Path(tmp_path), 12, [Kept()])
     assert capsys.readouterr().err.startswith(f"WARNING: {tmp_path / trackers.STATE}: ")
@@ -102,13 +104,13 @@ def events_of(folder):
 
     shown = []
     for file in sorted(folder.glob("events*"), key=lambda path: path.stat().st_mtime_ns):
-        content, at = file.read_bytes(), 0
-        while at < len(content):
-            (size,) = struct.unpack_from("<Q", content, at)
-            event = event_pb2.Event.FromString(content[at + 12 : at + 12 + size])
-            at += size + 16
+        content, offset = file.read_bytes(), 0
+        while offset < len(content):
+            (size,) = struct.unpack_from("<Q", content, offset)
+            event = event_pb2.Event.FromString(content[offset + 12 : offset + 12 + size])
+            offset += size + 16
             if event.HasField("session_log"):
-                shown = [kept for kept in shown if kept[0] < event.step]
+                shown = [event_shown for event_shown in shown if event_shown[0] < event.step]
             shown += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
     return shown
 
@@ -125,10 +127,10 @@ def test_tensorboard_shows_each_record_once_and_at_once(tmp_path, monkeypatch):
 
 
 def test_weights_and_biases_goes_on_under_its_id(tmp_path, monkeypatch):
-    begun, logged = [], []
+    runs, logged = [], []
 
-    def init(**given):
-        begun.append(given)
+    def init(**options):
+        runs.append(options)
         log = types.SimpleNamespace(finish=lambda: logged.append("finish"))
         log.log = lambda record, step: logged.extend((step, *pair) for pair in record.items())
         return log
@@ -149,11 +151,11 @@ def test_weights_and_biases_goes_on_under_its_id(tmp_path, monkeypatch):
     assert logged == [*sent, *interrupted, *EXPECTED[len(sent) :], "finish"]
     process(workdir, 12, ["wandb"])
     assert logged[-2:] == ["finish", "finish"]
-    assert begun[0] == begun[1]
-    assert begun[0]["config"] == {"model.num_layers": 2, "name": "a = b"} | {
+    assert runs[0] == runs[1]
+    assert runs[0]["config"] == {"model.num_layers": 2, "name": "a = b"} | {
         "train.betas": (0.9, 0.95)
     }
-    assert (begun[0]["project"], begun[0]["name"], begun[0]["resume"]) == ("kvjax", "mine", "allow")
+    assert (runs[0]["project"], runs[0]["name"], runs[0]["resume"]) == ("kvjax", "mine", "allow")
     for known, mode.settings.mode, error in (
         (False, "online", "no account here: run `wandb login` .* WANDB_MODE=offline"),
         (False, "offline", ""),
@@ -172,16 +174,16 @@ def history_of(file: pathlib.Path):
     """The (step, name, value) in a .wandb file: records of LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
-    content, at, part = file.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if 32768 - at % 32768 < 7:  # the rest of a block
-            at += 32768 - at % 32768
+    content, offset, fragment = file.read_bytes(), 7, b""
+    while offset + 7 <= len(content):
+        if 32768 - offset % 32768 < 7:  # the rest of a block
+            offset += 32768 - offset % 32768
             continue
-        _, size, kind = struct.unpack_from("<IHB", content, at)
-        part += content[at + 7 : at + 7 + size]
-        at += 7 + size
+        _, size, kind = struct.unpack_from("<IHB", content, offset)
+        fragment += content[offset + 7 : offset + 7 + size]
+        offset += 7 + size
         if kind in (1, 4):  # whole, or the last part
-            record, part = wandb_internal_pb2.Record.FromString(part), b""
+            record, fragment = wandb_internal_pb2.Record.FromString(fragment), b""
             items = {(i.key or i.nested_key[0]): i.value_json for i in record.history.item}
             step = record.history.step.num
             yield from ((step, k, json.loads(v)) for k, v in items.items() if k[0] != "_")
@@ -207,19 +209,19 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
         if stop:
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)"""
-    for given, status in ((("0", "14"), -signal.SIGKILL), (("4", "0"), 0)):
-        run = subprocess.run([sys.executable, "-c", code, *given], check=False)
+    for arguments, status in ((("0", "14"), -signal.SIGKILL), (("4", "0"), 0)):
+        run = subprocess.run([sys.executable, "-c", code, *arguments], check=False)
         assert run.returncode == status
     files = sorted(
         (tmp_path / "mine" / "wandb").glob("offline-run-*/*.wandb"), key=os.path.getmtime
     )
     assert len(files) == 2 and len({file.name for file in files}) == 1
-    found = [event for file in files for event in history_of(file)]
-    assert sorted(found) == sorted(EXPECTED)
+    events = [event for file in files for event in history_of(file)]
+    assert sorted(events) == sorted(EXPECTED)
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "value, message",
     [
         ("wandb,mlflow", r"--trackers = 'mlflow': must be one of 'tensorboard', 'wandb', 'none'"),
         ("", "--trackers = '': must be one of"),
@@ -230,10 +232,10 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
         ("tensorboard", r"trackers = 'tensorboard': must be a list, as \['tensorboard'\]"),
     ],
 )
-def test_what_is_no_tracker(monkeypatch, given, said):
+def test_what_is_no_tracker(monkeypatch, value, message):
     monkeypatch.setattr(extras, "require", lambda *_: None)
-    check = trackers.parse if isinstance(given, str) and "must be a list" not in said else None
-    with pytest.raises(UserError, match=said):
-        (check or trackers.check)(given)
+    check = trackers.parse if isinstance(value, str) and "must be a list" not in message else None
+    with pytest.raises(UserError, match=message):
+        (check or trackers.check)(value)
     assert trackers.parse("tensorboard, wandb,wandb") == ("tensorboard", "wandb")
     trackers.check(["tensorboard", Kept()])

@@ -39,9 +39,9 @@ def run(workdir, capsys, monkeypatch):
 def test_a_workdir_alone_loads(copy):
     loaded = load(epath.Path(copy))
     state = ocp.load(copy / "checkpoints" / str(STEPS), checkpointable_name="state")
-    got = [np.asarray(x) for x in jax.tree.leaves(nnx.state(loaded.model))]
-    want = [np.asarray(x) for x in jax.tree.leaves(state["params"])]
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    loaded_weights = [np.asarray(x) for x in jax.tree.leaves(nnx.state(loaded.model))]
+    saved_weights = [np.asarray(x) for x in jax.tree.leaves(state["params"])]
+    jax.tree.map(np.testing.assert_array_equal, loaded_weights, saved_weights)
     assert loaded.step == STEPS and loaded.context == 32
     assert loaded.tokenizer.encode("a") == [97]
 
@@ -92,7 +92,7 @@ def expect(run, workdir, *messages):
 def test_a_workdir_without_a_checkpoint(run, copy):
     shutil.rmtree(copy / "checkpoints")
     expect(run, copy, "has no checkpoint yet")
-    assert not (copy / "checkpoints").exists()  # looking made nothing
+    assert not (copy / "checkpoints").exists()  # loading creates no folder
 
 
 def test_a_checkpoint_of_another_architecture(run, copy, tmp_path):
