@@ -44,7 +44,7 @@ def read_jsonl(
     quoted = json.dumps(key, ensure_ascii=False).encode()
 
     def parse(line: bytes):
-        # Two keys of one object are an error; a nested object or the text may hold the key again.
+        # A key twice in one object is an error; a nested object or the text may have it again.
         if line.count(quoted) > 1:
             json_text.check_once(line, key)
         return json_text.parse(line)

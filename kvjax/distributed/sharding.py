@@ -101,7 +101,7 @@ def spec(axes: str, shape: tuple[int, ...]) -> P:
 
     `tensor` shards the first of N, K, J, M and V that is longer than 1. `fsdp` shards a matrix
     along D, or, without D, along its last axis that `tensor` leaves. A lookup table ("V D", "T D")
-    is sharded along D by both, since rows are looked up. Vectors and axes of length 1 are
+    is sharded along D by both, since rows are looked up. All other axes, and axes of length 1, are
     replicated.
 
     Args:

@@ -48,7 +48,7 @@ def parse_strictly(text: bytes):
 
 
 def check_once(text: str | bytes, key: str) -> None:
-    """Raises a ValueError if an object has a key twice; Python would take the last value."""
+    """Raises a ValueError if the object has the key twice; Python would take the last value."""
     try:
         pairs = json.loads(text, object_pairs_hook=tuple)
     except RecursionError:

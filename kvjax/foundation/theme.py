@@ -118,7 +118,7 @@ def color(name: str) -> str:
 
 
 def colors(names: Sequence[str], of: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns a colour for each series; many others than mechanisms (layers) get ordered shades.
+    """Returns a colour for each series; many that are not mechanisms (layers) get ordered shades.
 
     Args:
       of: the key of `COLORS` by series, for series whose name is not a mechanism's.

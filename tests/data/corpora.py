@@ -30,8 +30,8 @@ def write_jsonl(path, texts):
     return path
 
 
-def whole(pieces) -> list[str]:
-    """Returns the documents that pieces make up."""
+def joined(pieces) -> list[str]:
+    """Returns the documents that pieces form."""
     documents = []
     for piece in pieces:
         if piece.starts_document:

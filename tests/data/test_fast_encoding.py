@@ -1,4 +1,4 @@
-"""The fast encoder gives the ids of `tokenizers`, or there is none."""
+"""The fast encoder gives the same ids as `tokenizers`, or does not exist."""
 
 import itertools
 import json

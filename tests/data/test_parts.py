@@ -20,7 +20,7 @@ from kvjax.data import (
     sources,
     tokenizer as tokenizer_lib,
 )
-from tests.data.corpora import whole, write_jsonl
+from tests.data.corpora import joined, write_jsonl
 
 
 def _text(path, texts):
@@ -60,7 +60,7 @@ def test_parts_are_the_whole(config, monkeypatch):
         pieces, count = _pieces(config)
         assert count > 12 if size < 9999 else count == 1
         for split in manifest.SPLITS:
-            assert whole(pieces[split]) == whole(uncut[split]) and pieces[split]
+            assert joined(pieces[split]) == joined(uncut[split]) and pieces[split]
 
 
 def test_books_are_parts_as_they_lie(small_texts, tmp_path, monkeypatch):
@@ -93,11 +93,11 @@ def test_books_are_parts_as_they_lie(small_texts, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "_ROWS", 1)
     (first, second), pieces = _parts(single), _pieces(single)[0]
     assert [part.bytes for part in (first, second)] == sizes
-    assert [whole(pieces[split]) for split in manifest.SPLITS] == [
+    assert [joined(pieces[split]) for split in manifest.SPLITS] == [
         texts["train"],
         texts["validation"],
     ]
-    assert whole(_pieces(config)[0]["train"]) == texts["all"]
+    assert joined(_pieces(config)[0]["train"]) == texts["all"]
 
 
 def test_parts_have_about_their_size_and_a_fixed_order(config, monkeypatch):
@@ -120,7 +120,7 @@ def test_validation_files_are_for_validation_alone(config, monkeypatch, tmp_path
         expected = [
             piece for part in _parts(single) for _, piece in parts.split_pieces(single, part)
         ]
-        assert sorted(whole(pieces[split])) == sorted(whole(expected))
+        assert sorted(joined(pieces[split])) == sorted(joined(expected))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from kvjax.data import (
     tokenizer as tokenizer_lib,
 )
 from kvjax.foundation.errors import DataError
-from tests.data.corpora import whole
+from tests.data.corpora import joined
 
 TEXTS = ["one\n", "zwei — två\n", "三 🙂"]
 
@@ -60,7 +60,7 @@ def test_text_is_the_same_for_every_block_size(tmp_path_factory, documents, bloc
     path.write_bytes("\f".join(documents).encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "BLOCK_BYTES", block)
-        assert whole(readers.read_text(path)) == documents
+        assert joined(readers.read_text(path)) == documents
 
 
 def test_text_that_is_not_utf8_names_file_and_offset(tmp_path, monkeypatch):

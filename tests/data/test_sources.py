@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import config as config_lib, manifest, matching, readers, source_kinds, sources
-from tests.data.corpora import whole, write_jsonl
+from tests.data.corpora import joined, write_jsonl
 
 
 def documents(split, **keys):
     """Returns the documents of a split of a config."""
-    return whole(sources.pieces(config_lib.DataConfig(**keys), split))
+    return joined(sources.pieces(config_lib.DataConfig(**keys), split))
 
 
 def split_texts(**keys):
@@ -197,15 +197,15 @@ def test_a_byte_order_mark_makes_other_data(tmp_path):
     for content, same in ((path.read_bytes(), False), (b"a\nb\nc\nd\n", True)):
         path.write_bytes(content)
         config = config_lib.DataConfig(source=str(path))
-        before = repr(([f"txt {digest(content)}"], config.validation_fraction, "text"))
-        assert (sources.fingerprint(config) == digest(before.encode())) == same
+        hashed = repr(([f"txt {digest(content)}"], config.validation_fraction, "text"))
+        assert (sources.fingerprint(config) == digest(hashed.encode())) == same
 
 
 def test_large_file_is_told_apart_by_size_time_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(source_kinds, "HASHED_BYTES", 8)
     monkeypatch.setattr(readers, "BLOCK_BYTES", 4)
     path = tmp_path / "large.txt"
-    prints = []
+    fingerprints = []
     for content, time in (
         (b"abcdefghi", 1),
         (b"abcdefghi", 2),
@@ -214,8 +214,8 @@ def test_large_file_is_told_apart_by_size_time_and_ends(tmp_path, monkeypatch):
     ):
         path.write_bytes(content)
         os.utime(path, (time, time))
-        prints.append(sources.fingerprint(config_lib.DataConfig(source=str(path))))
-    assert len(set(prints)) == 4
+        fingerprints.append(sources.fingerprint(config_lib.DataConfig(source=str(path))))
+    assert len(set(fingerprints)) == 4
 
 
 @pytest.fixture(scope="module")
