@@ -11,14 +11,14 @@ from tests.attention import law
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Capacity 128 is several tiles, read by the implementation of this name."""
+    """Registers an implementation "small_tiles" that reads a capacity of 128 as several tiles."""
     attend = functools.partial(xla.decode_attention, tile_kv=law.TILE_KV)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "small_tiles", attend)
 
 
 @pytest.fixture
 def without_latent_norms(monkeypatch):
-    """Removes the norms of latents: for mechanisms that are equal to others but for that norm."""
+    """Removes the norms of latents, without which some mechanisms are equal."""
     with_norm = mechanism.latent_norm
 
     def latent_norm(config, dim, axes, *, rngs):

@@ -1,6 +1,6 @@
 """The law, for any mechanism: decoding over a cache equals softmax attention over whole sequences.
 
-Lengths and splits are drawn; shapes are not, since a new shape is a new compilation: sequences
+Lengths and splits are random, shapes fixed, since a new shape is a new compilation: sequences
 advance in chunks of CHUNK tokens, of which 0 to CHUNK are real, and in single steps.
 """
 
@@ -23,26 +23,26 @@ CHUNK = 8
 
 
 def covering(factors, make):
-    """Rows of values such that every pair of two factors' values that can meet does, greedily few.
+    """Returns few rows of values that have every valid pair of two factors' values; a greedy cover.
 
     Args:
       factors: values by key.
-      make: a function of a dict of one value each: None or False if there is no such thing.
+      make: a function of a dict with one value per key; None or False if they are not valid.
     """
 
-    def of(row):
+    def as_dict(row):
         return dict(zip(factors, row, strict=True))
 
-    bits = {}  # of pairs; a row's pairs are a number
-    rows, left, chosen = {}, 0, []
-    for row in filter(lambda row: make(of(row)), itertools.product(*factors.values())):
+    bits = {}  # by pair; a set of pairs is an integer
+    rows, uncovered, chosen = {}, 0, []
+    for row in filter(lambda row: make(as_dict(row)), itertools.product(*factors.values())):
         pairs = itertools.combinations(enumerate(row), 2)
         rows[row] = sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs)
-        left |= rows[row]
-    while left:
-        row = max(rows, key=lambda row: (rows[row] & left).bit_count())
+        uncovered |= rows[row]
+    while uncovered:
+        row = max(rows, key=lambda row: (rows[row] & uncovered).bit_count())
         chosen.append(row)
-        left &= ~rows[row]
+        uncovered &= ~rows[row]
     return chosen
 
 
@@ -51,7 +51,7 @@ def row_id(row):
 
 
 class Run:
-    """One attention module in one dtype: in full, and over a cache."""
+    """One attention module in one dtype: on whole sequences, and over a cache."""
 
     def __init__(self, config, base, graph, weights, dtype, implementation="small_tiles"):
         self.config, self.base, self.dtype = config, base, jnp.dtype(dtype)
@@ -77,7 +77,7 @@ class Run:
         self._full, self._decode = full, decode
 
     def full(self, x_BTD):
-        """[B, T, D] of the whole sequences, float64."""
+        """Returns outputs [B, T, D] on whole sequences, float64."""
         return np.asarray(self._full(self.weights, jnp.asarray(x_BTD, self.dtype)), np.float64)
 
     def layer(self, batch=B):
@@ -88,7 +88,7 @@ class Run:
         """Yields (b, first, outputs [count, D]) of every sequence that a split advances.
 
         Args:
-          splits: (T, counts [B]) of each call; what stands behind a count is NaN.
+          splits: (T, counts [B]) of each call; inputs beyond a count are NaN.
         """
         layer = self.layer(len(x_BTD)) if layer is None else layer
         lengths = np.zeros(len(x_BTD), np.int32)
@@ -106,7 +106,7 @@ class Run:
             lengths = lengths + counts
 
     def decoded(self, x_BTD, splits, layer=None):
-        """[B, T, D] of all tokens; NaN for those that no split reached."""
+        """Returns outputs [B, T, D]; NaN for tokens that no split reached."""
         y_BTD = np.full(x_BTD.shape, np.nan)
         for b, first, y in self.decode(x_BTD, splits, layer):
             y_BTD[b, first : first + len(y)] = y
@@ -114,22 +114,22 @@ class Run:
 
 
 def prefill(lengths):
-    """Chunks until every sequence has its length."""
-    left = np.array(lengths)
-    while left.any():
-        counts = np.minimum(left, CHUNK)
+    """Yields chunks until every sequence has its length."""
+    remaining = np.array(lengths)
+    while remaining.any():
+        counts = np.minimum(remaining, CHUNK)
         yield CHUNK, tuple(counts.tolist())
-        left -= counts
+        remaining -= counts
 
 
 @st.composite
 def any_splits(draw):
-    """Prefill in full chunks, then ragged chunks and steps, never beyond the capacity."""
+    """Draws a prefill in full chunks, then ragged chunks and steps, within the capacity."""
     lengths = draw(st.tuples(*[st.integers(0, S)] * B))
     splits = list(prefill(lengths))
     for T in draw(st.lists(st.sampled_from((1, CHUNK)), min_size=1, max_size=12)):
         room = [min(T, S - length) for length in lengths]
-        counts = draw(st.tuples(*(st.integers(0, most) for most in room)))
+        counts = draw(st.tuples(*(st.integers(0, limit) for limit in room)))
         lengths = tuple(length + n for length, n in zip(lengths, counts, strict=True))
         splits.append((T, counts))
     return splits
@@ -147,12 +147,12 @@ assert np.sum([counts[0] for _, counts in ONE_OF_ALL]) == S
 
 
 def sequences(width=D, batch=B, length=S):
-    """x_BTD, float64."""
+    """Returns random inputs x_BTD, float64."""
     return np.random.default_rng(0).standard_normal((batch, length, width))
 
 
 def make_run(randomise, config, base, dtype, d_model=D, **keys) -> Run:
-    """An `Attention` of that config with no weight zero."""
+    """Returns the `Run` of an `Attention` with random weights, none zero."""
     module, weights = randomise(lambda: Attention(config, d_model, rngs=nnx.Rngs(0)))
     return Run(config, base, nnx.split(module)[0], weights, dtype, **keys)
 
@@ -162,7 +162,7 @@ def check(randomise, config, base):
 
     Args:
       randomise: the fixture.
-      base: of RoPE, or None.
+      base: RoPE's base, or None.
     """
     run, x = make_run(randomise, config, base, jnp.float64), sequences()
     expected = run.full(x)

@@ -28,7 +28,7 @@ LATENT = BOTH | dict(latent_dim=6, rope_key_dim=P)
 
 
 def weights(randomise, config, seed=0):
-    """An `Attention`'s weights, none zero."""
+    """Returns random weights of an `Attention`, none zero."""
     return randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), seed=seed)[1]
 
 
@@ -47,7 +47,7 @@ def positions(config, base=BASE, first=0):
 
 
 def run(config, w, base=BASE, x=X, first=0):
-    """[B, T, D]."""
+    """Returns outputs [B, T, D] on whole rows."""
     graph, arrays = nnx.split(module(config, w))
     return np.asarray(_attend(graph, config, base, first, arrays, x))
 
@@ -58,7 +58,8 @@ def _attend(graph, config, base, first, arrays, x_BTD):
 
 
 def from_cache(config, w, base=BASE, x=X):
-    """[B, T, D] by decoding, half of the tokens behind the other half, as a cache is defined."""
+    """Returns outputs [B, T, D] by decoding the first half of the tokens, then the second, with the
+    reference implementation."""
     graph, arrays = nnx.split(module(config, w))
     layer, parts = cache.allocate([config], batch=B, capacity=T, dtype=x.dtype).layers[0], []
     for first in (0, T // 2):
@@ -71,10 +72,10 @@ def from_cache(config, w, base=BASE, x=X):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _decode(graph, config, base, arrays, x_BTD, layer, first_B):
     index_BT = first_B[:, None] + np.arange(x_BTD.shape[1], dtype=np.int32)[None]
-    at = rope.positions(index_BT, config.rope_dim, base)
+    positions_BT = rope.positions(index_BT, config.rope_dim, base)
     counts_B = jnp.full_like(first_B, x_BTD.shape[1])
-    how = dict(rope_base=base, implementation="reference")
-    return nnx.merge(graph, arrays).decode(x_BTD, at, layer, counts_B, **how)
+    options = dict(rope_base=base, implementation="reference")
+    return nnx.merge(graph, arrays).decode(x_BTD, positions_BT, layer, counts_B, **options)
 
 
 def changed(w, name, value):

@@ -89,8 +89,8 @@ def test_projections_equal_the_reference(x64, build, mechanism_name, options):
         return q, *module.mechanism.keys_values(raw, positions)
 
     q, k, v = map(np.asarray, compiled(projected, x))
-    given = (config, weights["mechanism"], x, np.arange(T), BASE if options["rope"] else None)
-    expected = reference.queries_keys_values(*given)
+    arguments = (config, weights["mechanism"], x, np.arange(T), BASE if options["rope"] else None)
+    expected = reference.queries_keys_values(*arguments)
     N, K = config.query_heads, k.shape[2]
     assert q.shape == (B, T, N, config.query_dim)
     assert k.shape == (B, T, K, config.query_dim)
@@ -106,11 +106,11 @@ def test_projections_equal_the_reference(x64, build, mechanism_name, options):
         np.testing.assert_allclose(k[:, :, n * K // N, :H], k_n, **close)
         np.testing.assert_allclose(v[:, :, n * K // N], v_n, **close)
 
-    # A number per row, which softmax does not see, is left out of the "+".
+    # The "+" leaves out a term that is constant over a row, since softmax ignores it.
     def centred(z):
         return z - z.mean(-1, keepdims=True)
 
-    for n, z_n in enumerate(reference.attention_maps(*given)):
+    for n, z_n in enumerate(reference.attention_maps(*arguments)):
         z = config.scale * np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n * K // N])
         if temperature == 1.0:
             np.testing.assert_allclose(z, z_n, rtol=1e-10, atol=1e-10)
@@ -122,81 +122,81 @@ def test_float32_is_near_float64(make_mechanism, randomise, mechanism_name):
     config = make_mechanism(mechanism_name)
     module, narrow = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)
     x, positions = _input().astype(np.float32), _positions(config)
-    ways = dict.fromkeys(((True, 0), (True, 3), (False, 0)))
+    modes = dict.fromkeys(((True, 0), (True, 3), (False, 0)))
 
     def run(x):
-        return [module(x, positions, causal=causal, query_chunk=n) for causal, n in ways]
+        return [module(x, positions, causal=causal, query_chunk=n) for causal, n in modes]
 
     wide = jax.tree.map(np.float64, narrow)
-    for (causal, _), y in zip(ways, jax.jit(run)(jnp.asarray(x)), strict=True):
+    for (causal, _), y in zip(modes, jax.jit(run)(jnp.asarray(x)), strict=True):
         assert y.dtype == jnp.float32
         expected = reference.attention(config, wide, np.float64(x), base=BASE, causal=causal)
         np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
 
 
-class Ways:
-    """One program of a mechanism for all of its tests: rows of [1 + T, T, D], whole and in chunks.
+class Outputs:
+    """Outputs of a mechanism for several tests, from one program: inputs are [1 + T, T, D].
 
-    Row 0 is an input, row 1 + s the same with another token in place s.
+    Row 0 is an input; row 1 + s differs from it in token s.
     """
 
     def __init__(self, config, module):
         self.config, self.x = config, np.repeat(_input()[:1], 1 + T, axis=0)
         self.x[np.arange(1, 1 + T), np.arange(T)] += _input()[1]
-        ways = dict(whole=(True, 0), chunked=(True, 3), full=(False, 0), full_chunked=(False, 3))
+        modes = dict(whole=(True, 0), chunked=(True, 3), full=(False, 0), full_chunked=(False, 3))
 
         @jax.jit
         def run(x, index):
             positions = _positions(config, index=index)
             return {
                 name: module(x, positions, causal=causal, query_chunk=query_chunk)
-                for name, (causal, query_chunk) in ways.items()
+                for name, (causal, query_chunk) in modes.items()
             }
 
         self._run = run
         self.near = self.at(np.arange(T))
 
     def at(self, index):
-        """Outputs by way, of tokens that stand at these positions."""
-        found = self._run(jnp.asarray(self.x), jnp.asarray(index, jnp.int32)[None])
-        return jax.tree.map(np.asarray, found)
+        """Returns outputs by mode, with tokens at these positions."""
+        outputs = self._run(jnp.asarray(self.x), jnp.asarray(index, jnp.int32)[None])
+        return jax.tree.map(np.asarray, outputs)
 
 
 @pytest.fixture(scope="module")
-def ways(make_mechanism, randomise):
-    """A function of a mechanism's name; a mechanism's tests share what it returns."""
+def outputs_of(make_mechanism, randomise):
+    """A function from a mechanism's name to its `Outputs`, which its tests share."""
 
     @functools.cache
-    def ways(name):
+    def outputs_of(name):
         config = make_mechanism(name)
         with jax.enable_x64(True):
             module, _ = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
-            return Ways(config, module)
+            return Outputs(config, module)
 
-    return ways
+    return outputs_of
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(KINDS, MECHANISMS))
-def test_causality(x64, ways, mechanism_name):
-    """Output t moves with input s if and only if s <= t, in chunks or not."""
+def test_causality(x64, outputs_of, mechanism_name):
+    """Output t depends on input s if and only if s <= t, in chunks or not."""
     lower = np.tril(np.ones((T, T), bool))
     for name in ("whole", "chunked"):
-        y = ways(mechanism_name).near[name]
+        y = outputs_of(mechanism_name).near[name]
         moved = np.abs(y[1:] - y[0]).max(-1)  # [T input, T output]
         np.testing.assert_array_equal(moved.T > 1e-9, lower)
         assert moved.T[~lower].max() < 1e-14
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(KINDS, MECHANISMS))
-def test_query_chunk_changes_nothing(x64, ways, mechanism_name):
-    near = ways(mechanism_name).near
+def test_query_chunk_changes_nothing(x64, outputs_of, mechanism_name):
+    near = outputs_of(mechanism_name).near
     np.testing.assert_allclose(near["chunked"], near["whole"], rtol=1e-12, atol=1e-12)
     np.testing.assert_array_equal(near["full_chunked"], near["full"])
     assert np.abs(near["full"] - near["whole"]).max() > 1e-3
 
 
 def test_query_chunk_saves_work():
-    """Chunks of an eighth see on average 9/16 of the keys: the point of the option."""
+    """With chunks of an eighth, queries read 9/16 of the keys on average."""
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
 
     def flops(query_chunk):
@@ -209,20 +209,20 @@ def test_query_chunk_saves_work():
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(KINDS, MECHANISMS))
-def test_shifting_all_positions_changes_nothing(x64, ways, mechanism_name):
-    ways = ways(mechanism_name)
-    near, far = ways.near["whole"], ways.at(np.arange(T) + 1000)["whole"]
-    if getattr(ways.config, "position_channels", 0):  # the "+" knows where a key stands
+def test_shifting_all_positions_changes_nothing(x64, outputs_of, mechanism_name):
+    outputs = outputs_of(mechanism_name)
+    near, far = outputs.near["whole"], outputs.at(np.arange(T) + 1000)["whole"]
+    if getattr(outputs.config, "position_channels", 0):  # the "+" knows where a key stands
         assert np.abs(far - near).max() > 1e-3
     else:
         np.testing.assert_allclose(far, near, rtol=1e-9, atol=1e-9)
-    assert np.abs(ways.at(np.arange(T) * 3)["whole"] - near).max() > 1e-3
+    assert np.abs(outputs.at(np.arange(T) * 3)["whole"] - near).max() > 1e-3
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(quick.READERS, MECHANISMS))
 @pytest.mark.parametrize("new", quick.only([1], [1, 4]), ids=["step", "prefill"])
 def test_products_over_a_cache_are_as_precise_as_the_model(build, mechanism_name, new):
-    """They have the device's highest precision if the model is in float32, else its default."""
+    """Products have the device's highest precision for a float32 model, else its default."""
     config, module, _ = build(mechanism_name)
     graph, state = nnx.split(module)
     first_B = jnp.zeros(B, jnp.int32)
@@ -242,12 +242,12 @@ def test_products_over_a_cache_are_as_precise_as_the_model(build, mechanism_name
         operands = jax.eval_shape(inputs, jax.tree.map(cast, state), x_BTD)
         layer = cache.abstract([config], batch=B, capacity=128, dtype=jnp.dtype(dtype)).layers[0]
         attend = functools.partial(decode_attention, implementation="xla")
-        found = _precisions(jax.make_jaxpr(attend)(operands, layer, first_B).jaxpr)
-        assert set(found) == {expected}
+        precisions = _precisions(jax.make_jaxpr(attend)(operands, layer, first_B).jaxpr)
+        assert set(precisions) == {expected}
 
 
 def test_absorbed_queries_are_float32(build):
-    """In bfloat16, logits are as exact as those of the keys that up_key would rebuild."""
+    """In bfloat16, logits are as exact as with keys rebuilt by up_key."""
     config, module, _ = build("mla")
     mechanism = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), module.mechanism)
     shape = (B, T, config.num_heads, config.query_dim)
@@ -261,7 +261,7 @@ def test_absorbed_queries_are_float32(build):
 
 
 def _precisions(jaxpr) -> list:
-    """The precisions of all products of a jaxpr and of those within it."""
+    """Returns the precisions of all products in a jaxpr and in its inner jaxprs."""
     own = [e.params["precision"] for e in jaxpr.eqns if e.primitive is jax.lax.dot_general_p]
     return sum(map(_precisions, jax.extend.core.subjaxprs(jaxpr)), own)
 
@@ -336,15 +336,15 @@ def test_alibi_is_exact_in_bfloat16(make_mechanism, heads):
 
 
 LRKV_FIELDS = ("base_key", "base_value", "residual_key", "residual_value")
-MESH = types.SimpleNamespace(shape=dict(sequence=2))  # so many devices split a row
+MESH = types.SimpleNamespace(shape=dict(sequence=2))  # two devices split a row
 
 
-def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
-    """Devices have copies of what tokens computed once, of all heads of theirs; in any order."""
-    laid = []
+def test_context_parallelism_gathers_latents(x64, build, monkeypatch):
+    """A device gathers cache entries of its heads, computed once per token; tokens in any order."""
+    shardings = []
 
     def constrain(x, mesh, *axes):
-        laid.append((x.shape, axes))
+        shardings.append((x.shape, axes))
         return x
 
     monkeypatch.setattr(attention, "constrain", constrain)
@@ -355,7 +355,7 @@ def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
 
     def attend(q, k, v, *, mesh, **options):
         assert mesh is MESH
-        return softmax_attention(q, k[:B], v[B:], **options)  # of either device
+        return softmax_attention(q, k[:B], v[B:], **options)  # keys of device 0, values of device 1
 
     for name, fields in (
         ("lrkv_gqa", dict.fromkeys(LRKV_FIELDS, ("tensor",))),
@@ -364,21 +364,21 @@ def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
     ):
         config, module, _ = build(name)
 
-        def of(order, config=config):
+        def positions(order, config=config):
             return _positions(config, index=order[None].astype(np.int32))
 
-        how = dict(causal=True, segment_ids_BS=segment_ids_BS)
+        options = dict(causal=True, segment_ids_BS=segment_ids_BS)
 
-        def split(x, m=module, of=of, how=how):
-            return m(x, of(order_T), mesh=MESH, **how)
+        def split(x, m=module, positions=positions, options=options):
+            return m(x, positions(order_T), mesh=MESH, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(attention, "softmax_attention", attend)
             run = jax.jit(split) if name == "lrkv_gqa" else functools.partial(jax.eval_shape, split)
-            found = run(x[:, order_T])
+            outputs = run(x[:, order_T])
         if name == "lrkv_gqa":
-            expected = compiled(module, x, of(np.arange(len(order_T))), **how)
-            np.testing.assert_allclose(found, expected[:, order_T], rtol=1e-10, atol=1e-10)
+            expected = compiled(module, x, positions(np.arange(len(order_T))), **options)
+            np.testing.assert_allclose(outputs, expected[:, order_T], rtol=1e-10, atol=1e-10)
         expected = []
         for field, heads in fields.items():
             shape = (B, len(order_T), *config.entry()[field].shape)
@@ -388,5 +388,5 @@ def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
                 ((2, *shape), ("sequence", batch, None, *heads)),
                 ((2 * B, *shape[1:]), (("sequence", *batch), None, *heads)),
             ]
-        assert laid == expected
-        laid.clear()
+        assert shardings == expected
+        shardings.clear()

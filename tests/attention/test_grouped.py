@@ -74,7 +74,7 @@ def test_zero_residuals_start_as_shared_heads(x64, make_mechanism, num_bases):
     assert np.abs(_output(graph, weights) - expected).max() > 1e-3
 
 
-def test_linear_residual_init_is_the_rule_of_every_matrix(make_mechanism):
+def test_linear_residual_init_scales_by_fan_in(make_mechanism):
     w = _initial(make_mechanism("lrkv", rank=8, key_dim=64, value_dim=64))["mechanism"]
     for name in ("expand_key", "expand_value"):
         values = np.asarray(w[name])  # [4, 8, 64]: in 8, out 64
@@ -83,34 +83,36 @@ def test_linear_residual_init_is_the_rule_of_every_matrix(make_mechanism):
 
 
 @pytest.mark.parametrize("J", quick.only([2], [1, 2]))
-def test_nearest_to_whole_heads(x64, J):
-    """Means of groups, and of what is left as many components as fit: no more is lost than that."""
+def test_pca_factors_are_the_nearest_to_whole_heads(x64, J):
+    """Bases are means of groups, residuals the first components of the rest."""
     whole = np.random.default_rng(0).standard_normal((24, 4, 8))
     of_group = whole.reshape(24, J, 4 // J, 8)
-    left = np.moveaxis((of_group - of_group.mean(2, keepdims=True)).reshape(24, 4, 8), 1, 0)
-    lost = np.linalg.svd(left, compute_uv=False)  # [heads, components]
+    centred = np.moveaxis((of_group - of_group.mean(2, keepdims=True)).reshape(24, 4, 8), 1, 0)
+    singular = np.linalg.svd(centred, compute_uv=False)  # [heads, components]
     for R in (1, 3, 8):
         base, latent, expand = jax.jit(pca_factors, static_argnums=(1, 2))(whole, J, R)
         assert base.shape == (24, J, 8) and latent.shape == (24, 4, R) and expand.shape == (4, R, 8)
-        made = np.repeat(base, 4 // J, axis=1) + np.einsum("dkr,krh->dkh", latent, expand)
-        np.testing.assert_allclose(np.sum((whole - made) ** 2), np.sum(lost[:, R:] ** 2), atol=1e-9)
-    np.testing.assert_allclose(made, whole, atol=1e-12)  # R = H
+        rebuilt = np.repeat(base, 4 // J, axis=1) + np.einsum("dkr,krh->dkh", latent, expand)
+        np.testing.assert_allclose(
+            np.sum((whole - rebuilt) ** 2), np.sum(singular[:, R:] ** 2), atol=1e-9
+        )
+    np.testing.assert_allclose(rebuilt, whole, atol=1e-12)  # R = H
 
 
 @pytest.mark.parametrize("tie", ["none", "kv"])
-def test_a_start_from_components_is_that_of_mhas_heads(make_mechanism, tie):
-    """At full rank heads are of MHA's size, and what has no residual is as with any other start."""
+def test_pca_init_has_the_scale_of_mhas_heads(make_mechanism, tie):
+    """At full rank, base plus residual has MHA's scale; other weights are unchanged."""
     keys = dict(rank=H, key_dim=H, value_dim=H, num_kv_heads=N, tie=tie)
-    found = _initial(make_mechanism("lrkv", **keys, residual_init="pca"))["mechanism"]
+    weights = _initial(make_mechanism("lrkv", **keys, residual_init="pca"))["mechanism"]
     plain = _initial(make_mechanism("lrkv", **keys))["mechanism"]
-    np.testing.assert_array_equal(found["query"], plain["query"])
-    assert set(found) == set(plain)
+    np.testing.assert_array_equal(weights["query"], plain["query"])
+    assert set(weights) == set(plain)
     for kind in ("key",) if tie == "kv" else ("key", "value"):
-        residual = np.einsum("dkr,krh->dkh", found[f"latent_{kind}"], found[f"expand_{kind}"])
+        residual = np.einsum("dkr,krh->dkh", weights[f"latent_{kind}"], weights[f"expand_{kind}"])
         np.testing.assert_allclose(residual.sum(axis=1), 0, atol=1e-5)  # the base is their mean
-        whole = np.asarray(found[f"base_{kind}"]) + residual
+        whole = np.asarray(weights[f"base_{kind}"]) + residual
         assert np.std(whole) == pytest.approx(D**-0.5, rel=0.1)
-        assert np.std(found[f"base_{kind}"]) == pytest.approx(np.std(whole) / N**0.5, rel=0.2)
+        assert np.std(weights[f"base_{kind}"]) == pytest.approx(np.std(whole) / N**0.5, rel=0.2)
 
     with pytest.raises(UserError, match="rank = 30: must be at most config.model.d_model = 24"):
         _initial(make_mechanism("lrkv", rank=30, key_dim=32, value_dim=32, residual_init="pca"))

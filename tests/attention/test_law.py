@@ -63,7 +63,7 @@ FIXED = dict(
     mfa=dict(num_kv_heads=4, num_bases=1, value_dim=8),
 )
 LISTED = tuple(FACTORS)
-# Kinds without a line have the keys of every mechanism, beside those of their first small case.
+# Kinds without a line vary the keys of every mechanism; others are as in their first small case.
 for _cls, _keys in reversed(MECHANISMS.values()):
     (_kind,) = (kind for kind, cls in attention.MECHANISMS.items() if cls is _cls)
     if _kind not in LISTED:
@@ -99,7 +99,7 @@ def _of(kind, row):
 
 
 CASES = [(kind, row) for kind in FACTORS for row in _rows(kind)]
-# Some, and of kinds without a line the first case with RoPE and the first without.
+# The first case with RoPE and the first without, of kinds without a line.
 _ADDED = [
     next((kind, row) for row in _rows(kind) if row[0] == positions)
     for kind in FACTORS
@@ -119,15 +119,17 @@ def test_the_law_for_pairs_of_options(x64, randomise, kind, row):
 
 
 def test_pairs_of_options_that_configs_refuse():
-    """All other pairs are in a case; a config that refused more would fail."""
+    """All other pairs are in a case; fails if configs refuse more."""
     refused = {}
     for kind in LISTED:
         factors = FACTORS[kind]
-        met = {pair for row in _rows(kind) for pair in itertools.combinations(enumerate(row), 2)}
+        covered = {
+            pair for row in _rows(kind) for pair in itertools.combinations(enumerate(row), 2)
+        }
         names = list(factors)
         for (i, values), (j, others) in itertools.combinations(enumerate(factors.values()), 2):
             for a, b in itertools.product(values, others):
-                if ((i, a), (j, b)) not in met:
+                if ((i, a), (j, b)) not in covered:
                     refused.setdefault(kind, set()).add((names[i], a, names[j], b))
     del refused["grouped"]  # ties exclude much
     scaled = ("query_rank", 0, "latent_scale", True)  # no latent at all
@@ -154,13 +156,13 @@ def test_the_definition_obeys_the_law(x64, make_mechanism, randomise, mechanism_
     run = law.make_run(randomise, config, law.BASE, jnp.float64, implementation="reference")
     x = law.sequences()
     y, expected = run.decoded(x, law.ONE_OF_ALL), run.full(x)
-    held = ~np.isnan(y)
-    assert held[0].all()
-    np.testing.assert_allclose(y[held], expected[held], rtol=1e-10, atol=1e-10)
+    decoded_ = ~np.isnan(y)
+    assert decoded_[0].all()
+    np.testing.assert_allclose(y[decoded_], expected[decoded_], rtol=1e-10, atol=1e-10)
 
 
 def _exactly(run, x_BTD):
-    """[B, T, D] in full and in float64, from the weights of a run in a narrower dtype."""
+    """Returns outputs [B, T, D] in float64 from the (narrower) weights of a run, on whole rows."""
     wide = jax.tree.map(lambda w: np.asarray(w, np.float64), run.weights)
     return reference.attention(run.config, wide, np.float64(x_BTD), base=run.base, causal=True)
 
@@ -168,14 +170,14 @@ def _exactly(run, x_BTD):
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism_name", MECHANISMS)
 def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
-    """To 1e-5 of the output's scale; what lies behind a sequence's end changes no bit."""
+    """To 1e-5 of the output's scale; entries beyond a sequence's end change no bit."""
     config = make_mechanism(mechanism_name)
     run = law.make_run(randomise, config, law.BASE, jnp.float32)
     x = law.sequences().astype(np.float32)
     y, expected = run.decoded(x, law.ONE_OF_ALL), _exactly(run, x)
-    held = ~np.isnan(y)
-    assert held[0].all()
-    assert np.abs(y - expected)[held].max() < 1e-5 * np.abs(expected).max()
+    decoded_ = ~np.isnan(y)
+    assert decoded_[0].all()
+    assert np.abs(y - expected)[decoded_].max() < 1e-5 * np.abs(expected).max()
     rng = np.random.default_rng(1)
 
     def stale(a):
@@ -191,8 +193,8 @@ def test_float32_for_pairs_of_options(randomise, row):
     config, base = _of("grouped", row)
     run, x = law.make_run(randomise, config, base, jnp.float32), law.sequences().astype(np.float32)
     y, expected = run.decoded(x, law.ONE_OF_ALL), _exactly(run, x)
-    held = ~np.isnan(y)
-    assert np.abs(y - expected)[held].max() < 1e-5 * np.abs(expected).max()
+    decoded_ = ~np.isnan(y)
+    assert np.abs(y - expected)[decoded_].max() < 1e-5 * np.abs(expected).max()
 
 
 # -- bfloat16 --------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ WIDTHS = dict(key_dim=32, value_dim=32, rank=16, latent_dim=48, rope_key_dim=16)
 
 
 def _wider(make_mechanism, name):
-    """The mechanism with head dims and ranks nearer to those of models."""
+    """Returns the mechanism with head dims and ranks nearer to real models'."""
     config = make_mechanism(name)
     keys = {field.name for field in dataclasses.fields(config)}
     own = {key: value for key, value in WIDTHS.items() if key in keys and getattr(config, key)}
@@ -217,7 +219,7 @@ BFLOAT16_OPTIONS = [
     dict(qk_norm="rms", base=None),
     dict(qk_norm="none", base=None),
 ]
-# The way of reading decides what is rounded: others of a way have the first of them and the last.
+# The cache layout determines what is rounded: further mechanisms of a layout have two options only.
 BFLOAT16_CASES = [
     (name, options)
     for name in MECHANISMS

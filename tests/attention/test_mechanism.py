@@ -30,13 +30,13 @@ def test_shapes_and_dtypes_are_as_promised(make_mechanism, mechanism_name, dtype
         graph, weights = nnx.split(nnx.eval_shape(lambda c=config: c.build(D, rngs=nnx.Rngs(0))))
         weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), weights)
 
-        def made(weights, x, config=config, graph=graph):
+        def outputs(weights, x, config=config, graph=graph):
             module, positions = nnx.merge(graph, weights), _positions(config, True)
             q, raw = module.project(x, positions)
             return (q, *module.keys_values(raw, positions)), module.encode(raw, positions)
 
         x = jax.ShapeDtypeStruct((B, T, D), dtype)
-        (q, k, v), entry = jax.eval_shape(made, weights, x)
+        (q, k, v), entry = jax.eval_shape(outputs, weights, x)
         assert q.shape == (B, T, config.query_heads, config.query_dim)
         assert k.shape == (B, T, config.key_heads, config.query_dim)
         assert v.shape == (B, T, config.key_heads, config.value_dim)
@@ -51,9 +51,9 @@ def test_shapes_and_dtypes_are_as_promised(make_mechanism, mechanism_name, dtype
 
 
 RESIDUALS, LATENTS = ("expand_key", "expand_value"), ("up_key", "up_value")
-# By mechanism: heads of queries and of keys, their channels and those that are rotated; H in
-# scale = 1/sqrt(H); weights that decoding absorbs; FLOPs of decode attention per query and per key,
-# with RoPE and without; FLOPs of training beyond attention, and the activations that they make.
+# By mechanism: heads of queries and of keys; their channels, and the rotated channels; H in scale =
+# 1/sqrt(H); absorbed weights; FLOPs of decode attention per query and per key, with RoPE and
+# without; FLOPs of training beyond attention, and activations beyond attention's.
 COSTS = {
     "mha": (4, 4, 8, 8, 8, (), (0, 128), (0, 128), 0, 0),
     "gqa": (4, 2, 8, 8, 8, (), (0, 128), (0, 128), 0, 0),
@@ -87,17 +87,17 @@ COSTS = {
 }
 
 
-def test_what_a_config_says_that_costs_are_made_of(make_mechanism):
-    found = {}
+def test_sizes_and_costs_of_configs(make_mechanism):
+    costs = {}
     for name in COSTS:
         c = make_mechanism(name)
         heads = c.query_heads, c.key_heads, c.query_dim, c.rope_dim, round(c.scale**-2, 9)
         decoding = c.absorbed, *(tuple(c.decode_flops(base)) for base in (10_000.0, None))
-        found[name] = (*heads, *decoding, c.extra_flops, c.extra_activations)
+        costs[name] = (*heads, *decoding, c.extra_flops, c.extra_activations)
         assert c.needs_angles == (c.title[0] == "(") and not c.needs_whole_rows
         assert not c.output_bias
         assert make_mechanism(name, bias=True).output_bias == (name != "lrkv_latent_bias")
-    assert found == COSTS
+    assert costs == COSTS
     without, mla = (make_mechanism("mla_lrkv", rank=0), make_mechanism("mla", latent_dim=6))
     assert without.absorbed == LATENTS and without.decode_flops(None) == mla.decode_flops(None)
 
@@ -150,15 +150,15 @@ def test_cached_elements(make_mechanism, name, keys, elements):
 
 
 def test_fields_say_which_axis_counts_heads():
-    """Not the first one, as a rule: factors have ranks there."""
+    """The axis is not always the first: in factors the first is the rank."""
 
-    def of(axes, *shape):
+    def heads(axes, *shape):
         return (Field(axes, shape).head_axis, Field(axes, shape).heads)
 
-    assert of("J H", 2, 8) == (0, 2) and of("K 1", 4, 1) == (0, 4)
-    assert of("R N", 3, 4) == (1, 4)
-    assert of("G J C", 4, 2, 6) == (1, 2)  # every head reads all branches
-    assert of("C", 10) == of("R H", 3, 8) == (None, None)
+    assert heads("J H", 2, 8) == (0, 2) and heads("K 1", 4, 1) == (0, 4)
+    assert heads("R N", 3, 4) == (1, 4)
+    assert heads("G J C", 4, 2, 6) == (1, 2)  # every head reads all branches
+    assert heads("C", 10) == heads("R H", 3, 8) == (None, None)
     with pytest.raises(ValueError, match=r"axes 'X H': 'X' is none of N \(query heads\), K"):
         Field("X H", (2, 8))
     with pytest.raises(ValueError, match=r"Field\('J H', \(8,\)\): one size for each axis"):
@@ -254,7 +254,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("name, keys, message", BAD)
-def test_bad_values_name_key_value_and_what_is_allowed(make_mechanism, name, keys, message):
+def test_bad_values_name_key_value_and_allowed_values(make_mechanism, name, keys, message):
     with pytest.raises(UserError, match=r"config\.attention\." + message):
         make_mechanism(name, **keys)
 
@@ -264,7 +264,7 @@ def test_every_mechanism_is_tested(make_mechanism):
     assert set(MECHANISMS.values()) == tested
 
 
-def test_decoding_absorbs_the_matrices_that_its_inputs_are_made_of(make_mechanism):
+def test_absorbed_names_the_weights_in_decode_inputs(make_mechanism):
     """A weight missing in `absorbed` would be counted as a product per token."""
     for name in TESTED:
         config = make_mechanism(name)
@@ -278,9 +278,9 @@ def test_decoding_absorbs_the_matrices_that_its_inputs_are_made_of(make_mechanis
         jaxpr = jax.make_jaxpr(inputs)(weights, query).jaxpr
         read = [*jaxpr.outvars, *(variable for eqn in jaxpr.eqns for variable in eqn.invars)]
         paths, _ = jax.tree_util.tree_flatten_with_path(weights)
-        found = {
+        used_directly = {
             path[0].key
             for (path, weight), variable in zip(paths, jaxpr.invars[:-1], strict=True)
             if weight.ndim > 1 and any(variable is other for other in read)
         }
-        assert found == {key for key in config.absorbed if key in weights}, name
+        assert used_directly == {key for key in config.absorbed if key in weights}, name

@@ -1,7 +1,7 @@
-"""A mechanism of its own, with a cache layout of its own, in one file: it works everywhere.
+"""A new mechanism with a new cache layout, all in this file, works everywhere.
 
 Keys and values are sums of R outer products, k_n = sum_r a_rn b_r and v_n = sum_r c_rn d_r; RoPE
-turns b. The first axis of its cache counts ranks, not heads, and no kernel knows it.
+rotates b. The first axis of its cache counts ranks, not heads, and no kernel implements it.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from kvjax.workdir.trained import load
 from tests import quick, runs
 from tests.attention import law
 
-# -- the file --------------------------------------------------------------------------------------
+# -- the mechanism ---------------------------------------------------------------------------------
 
 
 @pytree
@@ -132,11 +132,11 @@ class OuterProduct(Mechanism):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """The line that a real one adds to `attention.MECHANISMS`."""
+    """Adds the mechanism to `attention.MECHANISMS`."""
     monkeypatch.setitem(attention.MECHANISMS, "outer_product", OuterProductConfig)
 
 
-# -- what it gets for it ---------------------------------------------------------------------------
+# -- its uses --------------------------------------------------------------------------------------
 
 N, R, H = 4, 3, 8
 
@@ -146,7 +146,7 @@ def run_config(tmp_path, **mesh):
     attention = dict(kind="outer_product", num_heads=N, rank=R, key_dim=H, value_dim=H)
     with config.unlocked():
         config.attention = attention
-    config.data.update(tokenizer="bpe", vocab_size=320)  # which two devices divide
+    config.data.update(tokenizer="bpe", vocab_size=320)  # divisible by two devices
     config.mesh.update(mesh)
     config.train.update(num_steps=4, eval_every=4, checkpoint_every=4)
     return config
@@ -158,7 +158,7 @@ def test_it_obeys_the_law(x64, randomise, base):
 
 
 @pytest.mark.slow
-def test_it_trains_on_one_and_eight_devices_generates_and_is_analysed(tmp_path, monkeypatch):
+def test_it_trains_shards_generates_and_is_analysed(tmp_path, monkeypatch):
     mesh = dict(fsdp=2, sequence=2, tensor=2)
     eight = loop.train(run_config(tmp_path, **mesh), epath.Path(tmp_path / "eight"))
     monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
@@ -171,7 +171,7 @@ def test_it_trains_on_one_and_eight_devices_generates_and_is_analysed(tmp_path, 
     texts = f"--texts=text={tmp_path / 'text.txt'}"
     analysis.main([f"--workdir={tmp_path / 'one'}", texts, "--lengths=16", f"--out={page}"])
     reports = json.loads((page / "report.json").read_text("utf-8"))["reports"]
-    assert list(reports) == ["behaviour"]  # others ask for keys that are linear in the input
+    assert list(reports) == ["behaviour"]  # others need keys that are linear in the input
 
 
 def test_it_has_a_title():

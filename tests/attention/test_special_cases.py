@@ -100,8 +100,8 @@ def test_residuals_are_columns_of_a_latent_that_only_their_head_reads(
     close(run(mla_lrkv_config(R), w), run(mla, _as(w, **own)))
 
 
-def test_low_rank_queries_are_dense_ones_but_for_their_norm(randomise, without_latent_norms):
-    """MFA is then MQA with as large a head."""
+def test_low_rank_queries_without_norm_are_dense_queries(randomise, without_latent_norms):
+    """Without the norm MFA is MQA."""
     mfa = GroupedConfig(**BOTH, num_kv_heads=1, num_bases=1, rank=0, query_rank=5)
     w = weights(randomise, mfa)
     own = w["mechanism"]
@@ -125,7 +125,7 @@ def test_shared_kv_depends_on_relative_positions_alone(randomise):
 
 
 def test_shared_kv_without_rotation_is_tied_values(randomise, without_latent_norms):
-    """Projection sharing's Q-K=V, where neither norms anything."""
+    """Projection sharing's Q-K=V, without norms."""
     shared = shared_kv_config(0, qk_norm="none")
     w = weights(randomise, shared)
     own = w["mechanism"]
@@ -147,5 +147,7 @@ def test_tpa_with_constant_head_factors_is_gqa(randomise, R):
         mask[0, n, n * R // N] = R
     own["key_head"] = own["value_head"] = mask
     gqa = GroupedConfig(**BOTH, num_kv_heads=R, num_bases=R, rank=0, qk_norm="none")
-    of_gqa = dict(query=own["query"], base_key=own["key_factor"], base_value=own["value_factor"])
-    close(run(tpa, _as(w, **own), x=x), run(gqa, _as(w, **of_gqa), x=x))
+    gqa_weights = dict(
+        query=own["query"], base_key=own["key_factor"], base_value=own["value_factor"]
+    )
+    close(run(tpa, _as(w, **own), x=x), run(gqa, _as(w, **gqa_weights), x=x))

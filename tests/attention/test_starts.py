@@ -24,13 +24,13 @@ def _weights(config, seed=0):
         MLRAConfig(**LATENT, num_branches=2, num_latents=2),
     ],
 )
-def test_expansions_of_latents_start_by_the_latents_own_width(config):
-    """1/sqrt(C) of one latent: not of all together, not of the heads that read it."""
-    found = _weights(config)
+def test_up_projections_scale_by_the_width_of_one_latent(config):
+    """The standard deviation is 1/sqrt(C), C of one latent, not of all latents together."""
+    weights = _weights(config)
     for name in ("up_key", "up_value"):
-        assert np.std(found[name]) == pytest.approx(64**-0.5, rel=0.05)
-    count = found["down"].size // D  # channels of all latents
-    assert np.std(found["down"]) == pytest.approx(_linear(D, count), rel=0.05)
+        assert np.std(weights[name]) == pytest.approx(64**-0.5, rel=0.05)
+    count = weights["down"].size // D  # channels of all latents
+    assert np.std(weights["down"]) == pytest.approx(_linear(D, count), rel=0.05)
 
 
 def _linear(fan_in, fan_out):
@@ -39,19 +39,19 @@ def _linear(fan_in, fan_out):
 
 def test_mfa_kr_starts_with_keys_as_values():
     config = MFAKRConfig(num_heads=8, num_kv_heads=2, key_dim=32)
-    found = _weights(config)
-    assert not found["value_gate"].any() and found["value_map"].any()
+    weights = _weights(config)
+    assert not weights["value_gate"].any() and weights["value_map"].any()
 
 
 @pytest.mark.parametrize(
     "residual_init, starts", quick.every(2, [("zeros", False), ("linear", True)])
 )
-def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
-    """Beside MLA's weights of the same seed."""
+def test_residual_init_of_lrkv_over_mla(residual_init, starts):
+    """MLA's weights are equal for equal seeds."""
     config = MLALRKVConfig(**LATENT, rank=4, residual_init=residual_init)
-    found, mla = _weights(config), _weights(MLAConfig(**LATENT))
+    weights, mla = _weights(config), _weights(MLAConfig(**LATENT))
     for name in mla:
-        np.testing.assert_array_equal(found[name], mla[name])
+        np.testing.assert_array_equal(weights[name], mla[name])
     for name in ("expand_key", "expand_value"):
-        assert found[name].any() == starts
-    assert found["latent_key"].any() and found["latent_value"].any()
+        assert weights[name].any() == starts
+    assert weights["latent_key"].any() and weights["latent_value"].any()

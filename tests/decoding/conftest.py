@@ -1,4 +1,4 @@
-"""Small models that generate."""
+"""Fixtures of small models that generate."""
 
 import functools
 
@@ -22,7 +22,7 @@ def _model(randomise, make_mechanism, name, **block):
 
 @pytest.fixture
 def make_model(randomise, make_mechanism):
-    """A function of a mechanism's name and block options: a Transformer, no weight zero."""
+    """A function from a mechanism's name and block options to a Transformer, no weight zero."""
     return functools.partial(_model, randomise, make_mechanism)
 
 
@@ -38,7 +38,7 @@ def _cached_generator(randomise, make_mechanism):
 
 @pytest.fixture
 def on_chips(make_model):
-    """A function of a mechanism's name, a number of chips and options: a Generator."""
+    """A function from a mechanism's name, a number of chips and options to a Generator."""
 
     def build(name, chips, **options):
         mesh = program.make_mesh(chips, jax.devices())

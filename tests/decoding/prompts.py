@@ -5,7 +5,7 @@ from kvjax.decoding.sampling import Sampling
 V, L = 32, 2
 GREEDY = Sampling(temperature=0.0)
 HOT = Sampling(temperature=2.0)
-PROMPTS = [[5], [1, 2, 3], [4] * 7 + [9], list(range(20, 32))]  # one chunk, several, and none
+PROMPTS = [[5], [1, 2, 3], [4] * 7 + [9], list(range(20, 32))]  # 0, 1, 2 and 3 chunks of 5
 
 
 def tokens(generator, prompts, **options) -> list[list[int]]:

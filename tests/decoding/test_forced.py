@@ -19,7 +19,7 @@ FORCED = {
     (0, 4): [9],  # directly after the others
     (1, 5): [30],
     (2, 3): [11, 12],
-    (3, 11): [1, 2, 3],  # of which the last does not fit
+    (3, 11): [1, 2, 3],  # only the first fits into NUM_TOKENS
 }
 NUM_TOKENS = 12
 
@@ -34,13 +34,13 @@ def _run(generator, prompts, forced, **options):
 
 def _forced_tokens(b, forced):
     """Returns a sequence's forced token by position, or None."""
-    places = [None] * NUM_TOKENS
-    for (sequence, at), ids in forced.items():
+    by_position = [None] * NUM_TOKENS
+    for (sequence, start), ids in forced.items():
         if sequence == b:
             for i, token in enumerate(ids):
-                if at + i < NUM_TOKENS:
-                    places[at + i] = token
-    return places
+                if start + i < NUM_TOKENS:
+                    by_position[start + i] = token
+    return by_position
 
 
 @pytest.mark.slow
@@ -51,10 +51,12 @@ def test_forced_tokens_are_as_if_they_had_been_sampled(make_model, name):
     generation = _run(generator, prompts, FORCED)
     contexts, continuations, sampled = [], [], []
     for b, prompt in enumerate(prompts):
-        ids, places = generation.tokens[b], _forced_tokens(b, FORCED)
+        ids, forced_by_position = generation.tokens[b], _forced_tokens(b, FORCED)
         assert len(ids) == NUM_TOKENS
-        assert all(place in (None, token) for place, token in zip(places, ids, strict=True))
-        sampled.append([place is None for place in places])
+        assert all(
+            place in (None, token) for place, token in zip(forced_by_position, ids, strict=True)
+        )
+        sampled.append([place is None for place in forced_by_position])
         contexts.append(prompt)
         continuations.append(ids)
     # A sampled token is the most likely one after all tokens before it, forced or not.
@@ -70,17 +72,19 @@ def test_forced_tokens_are_as_if_they_had_been_sampled(make_model, name):
     assert generation.cache.lengths.tolist() == [len(s) for s in sequences]
     again = generator.start([[*s, 0] for s in sequences], num_tokens=1, sampling=GREEDY).cache
     for b, length in enumerate(map(len, sequences)):
-        for one, other in zip(generation.cache.layers, again.layers, strict=True):
-            for field in one:
-                now, then = (np.asarray(layer[field])[b, ..., :length] for layer in (one, other))
-                np.testing.assert_allclose(now, then, rtol=0, atol=2e-5)
+        for layer, expected_layer in zip(generation.cache.layers, again.layers, strict=True):
+            for field, array in layer.items():
+                forced, expected = (
+                    np.asarray(x)[b, ..., :length] for x in (array, expected_layer[field])
+                )
+                np.testing.assert_allclose(forced, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_a_batch_is_one_prompt_after_another(generator):
     batch = _run(generator, PROMPTS, FORCED).tokens
     for b, prompt in enumerate(PROMPTS):
-        alone = {(0, at): ids for (sequence, at), ids in FORCED.items() if sequence == b}
+        alone = {(0, start): ids for (sequence, start), ids in FORCED.items() if sequence == b}
         assert _run(generator, [prompt], alone).tokens == [batch[b]]
 
 

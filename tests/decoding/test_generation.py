@@ -1,4 +1,4 @@
-"""Generation with a cache: greedy is the argmax of the training model, and nothing else matters."""
+"""Generation with a cache: greedy tokens are the argmax of the training model."""
 
 import collections
 import time
@@ -38,7 +38,7 @@ def test_greedy_is_the_argmax_of_the_training_model(make_model, name, block):
             second, first = np.sort(logits_TV[len(prompt) - 1 + i])[-2:]
             assert logits_TV[len(prompt) - 1 + i][token] >= first - 1e-4
             clear, total = clear + (first - second > 1e-4), total + 1
-    assert clear > 0.9 * total  # so most tokens are held to exactly one
+    assert clear > 0.9 * total  # most tokens have one admissible value
 
 
 def test_a_batch_of_any_lengths_is_one_prompt_at_a_time(generator):
@@ -49,7 +49,7 @@ def test_a_batch_of_any_lengths_is_one_prompt_at_a_time(generator):
 
 
 def test_every_position_draws_anew(generator):
-    """So hot that only chance decides."""
+    """At this temperature tokens are nearly uniform."""
     (ids,) = tokens(generator, [[1]], num_tokens=20, sampling=Sampling(temperature=1e4))
     assert len(set(ids)) > 8
 
@@ -151,7 +151,7 @@ def test_timing(generator):
 
 
 @pytest.mark.slow
-def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monkeypatch):
+def test_compilation_is_a_warm_up_and_timed_separately(make_model, monkeypatch):
     generator = Generator(make_model("lrkv"), chunk=5)
     log = []
     for name in ("prefill", "decode_step"):
@@ -178,8 +178,8 @@ def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lrkv", "mla"])
-def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
-    """Every platform's branches are traced, those of absent devices too."""
+def test_the_traced_program_does_not_grow_with_the_batch(make_model, name):
+    """The branches of all platforms are traced, even without their devices."""
     engine = Generator(make_model(name)).engine
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.weights)
 

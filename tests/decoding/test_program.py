@@ -98,7 +98,7 @@ def test_attention_on_the_cpu_makes_nothing_that_grows_like_the_cache(name):
     assert abs(decode_memory.growth(short, long)) < 0.05
 
 
-def test_a_step_that_is_lowered_is_the_one_that_decodes(make_model):
+def test_the_lowered_step_is_the_one_that_decodes(make_model):
     """It lowers from shapes, in bfloat16, and donates the cache."""
     generator = Generator(make_model("lrkv"), Compute(dtype=jnp.dtype("bfloat16")))
     cache, weights = generator.engine.cache(3, 200), generator.engine.weights
@@ -108,9 +108,9 @@ def test_a_step_that_is_lowered_is_the_one_that_decodes(make_model):
     state = (weights, cache, tokens_B, flags_B, flags_B, choice)
     mesh = program.make_mesh(1, jax.devices())
     lowered = program.lowered_step(generator.config, mesh, batch=3, length=200)
-    given, keywords = lowered.args_info
-    assert _described(given) == _described(state) and not keywords
-    donated = [{x.donated for x in jax.tree.leaves(argument)} for argument in given]
+    arguments, keywords = lowered.args_info
+    assert _described(arguments) == _described(state) and not keywords
+    donated = [{x.donated for x in jax.tree.leaves(argument)} for argument in arguments]
     assert donated == [{False}, {True}, {False}, {False}, {False}, {False}]
     assert _described(lowered.out_info) == _described((cache, tokens_B, flags_B))
     assert cache.capacity == 256

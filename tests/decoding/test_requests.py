@@ -43,10 +43,10 @@ def test_invalid_requests(generator, prompts, options, message):
 def test_a_capacity_suffices_to_its_last_token(generator):
     """The default capacity is equally small; the last token is never appended."""
     roomy = tokens(generator, [[1] * 119], num_tokens=10, capacity=256, sampling=HOT)
-    asked = tokens(generator, [[1] * 119], num_tokens=10, capacity=128, sampling=HOT)
+    exact = tokens(generator, [[1] * 119], num_tokens=10, capacity=128, sampling=HOT)
     generation = generator.start([[1] * 119], num_tokens=10, sampling=HOT)
     list(generation)
-    assert roomy == asked == generation.tokens and generation.cache.capacity == 128
+    assert roomy == exact == generation.tokens and generation.cache.capacity == 128
     assert int(generation.cache.lengths[0]) == 128
     with pytest.raises(UserError, match="sequence 1 holds 120 tokens and 9 more follow"):
         generator.start([[1] * 120], num_tokens=10, capacity=128)
@@ -72,23 +72,23 @@ def test_a_capacity_beyond_the_angles_of_rope(generator, on_chips, make_model, m
         sizes.append(capacity)
         raise StopIteration
 
-    def asked(generator, **options):
+    def capacity_of(generator, **options):
         monkeypatch.setattr(generator, "_check_memory", stop)
         with pytest.raises(StopIteration):
             generator.start([[1]], **options)
         return sizes[-1]
 
-    assert asked(generator, num_tokens=2, capacity=limit) == limit
+    assert capacity_of(generator, num_tokens=2, capacity=limit) == limit
     # Three chips: 128 · 2^i slots on each would be 1.5 times what there are angles for.
     three, most = on_chips("lrkv", 3), limit // 384 * 384
-    assert asked(three, num_tokens=limit - 300) == most
+    assert capacity_of(three, num_tokens=limit - 300) == most
     with pytest.raises(UserError, match=f"{most} tokens in a cache split over 3 chips"):
         three.start([[1]], num_tokens=2, capacity=limit)
     with pytest.raises(UserError, match=f"rope positions end after {most} tokens"):
         three.start([[1]], num_tokens=limit)
     # Without angles there is no such limit; with those of "+" there is.
     none = Generator(make_model("mha", positions="none"))
-    assert asked(none, num_tokens=2, capacity=2 * limit) == 2 * limit
+    assert capacity_of(none, num_tokens=2, capacity=2 * limit) == 2 * limit
     plus = Generator(make_model("qk_tied_plus", positions="none"))
     with pytest.raises(UserError, match=message):
         plus.start([[1]], num_tokens=2, capacity=limit + 1)
@@ -97,7 +97,7 @@ def test_a_capacity_beyond_the_angles_of_rope(generator, on_chips, make_model, m
         program.lowered_step(generator.config, mesh, batch=1, length=limit + 1)
 
 
-def test_memory_that_a_device_has_left(generator, monkeypatch):
+def test_free_memory_of_a_device(generator, monkeypatch):
     """Bytes in use on an accelerator are subtracted; a CPU's figure is free memory already."""
     tokens, used = 1 << 20, 5 * 10**9
     need = cache_lib.live_bytes(generator.engine.cache(500, tokens))
@@ -106,8 +106,8 @@ def test_memory_that_a_device_has_left(generator, monkeypatch):
     assert generator._check_memory(500, tokens - 100) == tokens
     monkeypatch.setattr(generator_lib.jax, "local_devices", lambda: [device])
     sizes = f"{need / 1e9:,.1f} GB of {(need - used) / 1e9:,.1f} GB"
-    told = f"a cache of 500 sequences of 1,048,576 tokens needs {sizes}: generate fewer tokens"
-    with pytest.raises(UserError, match=told):
+    message = f"a cache of 500 sequences of 1,048,576 tokens needs {sizes}: generate fewer tokens"
+    with pytest.raises(UserError, match=message):
         generator._check_memory(500, tokens)
     monkeypatch.setattr(runtime, "memory_per_device", lambda: need + used)
     assert generator._check_memory(500, tokens) == tokens
@@ -127,7 +127,7 @@ def test_invalid_models_and_options(make_model):
         Generator(make_model("lrkv"), chunk=0)
     # By what is asked for, where the model is, and over how many chips its cache is split.
     cpu, gpu = jax.devices()[0], types.SimpleNamespace(platform="gpu", device_kind="H100")
-    for asked, devices, chips, taken in (
+    for implementation, devices, chips, chosen in (
         (None, [cpu], 1, None),
         (None, [gpu], 1, "xla"),  # not what the first device would have
         (None, jax.devices()[:2], 1, "xla"),
@@ -136,7 +136,7 @@ def test_invalid_models_and_options(make_model):
         ("xla", jax.devices()[:2], 2, "xla"),
         ("gpu", [gpu], 1, "gpu"),
     ):
-        assert engine._for_devices(asked, devices, chips) == taken
+        assert engine._for_devices(implementation, devices, chips) == chosen
 
 
 def test_capacities_are_few():

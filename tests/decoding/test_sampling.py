@@ -13,7 +13,7 @@ V = 11
 
 
 def kept(logits_V: np.ndarray, k: int, p: float) -> np.ndarray:
-    """The ids that top-k and then top-p leave, one token at a time."""
+    """Returns a mask of the ids that top-k and then top-p keep, computed one token at a time."""
     order = sorted(range(len(logits_V)), key=lambda i: (-logits_V[i], i))
     order = order[:k] if k else order
     weights = np.exp(np.float64(logits_V[order]) - logits_V.max())
@@ -37,7 +37,7 @@ def test_candidates_are_those_of_the_definition(candidates, k, p):
     logits_BV = np.random.default_rng(k).normal(size=(16, V)).astype(np.float32) * 3
     logits_BV[0] = 1.0  # all equal
     logits_BV[1, ::2] = 2.0  # ties at every cut
-    logits_BV[2] = np.where(np.arange(V) == 7, 200.0, -200.0)  # one token has it all
+    logits_BV[2] = np.where(np.arange(V) == 7, 200.0, -200.0)  # one token has probability 1
     parameters = Sampling(top_k=k, top_p=p).parameters()
     got = np.asarray(candidates(logits_BV, parameters.top_k, parameters.top_p))
     want = np.stack([kept(logits_V, k, p) for logits_V in logits_BV])
@@ -78,7 +78,7 @@ def test_tokens_are_drawn_with_their_probabilities(draw, options):
 
 
 @pytest.mark.parametrize("options", [dict(temperature=0.0), dict(top_k=1), dict(top_p=1e-9)])
-def test_ways_of_being_greedy(draw, options):
+def test_options_that_are_greedy(draw, options):
     logits_V = np.array([0.0, 3.0, 3.0, *[1.0] * (V - 3)])
     assert set(draw(logits_V, **options)) == {1}  # the first of two equal ones
 

@@ -32,7 +32,7 @@ def _expected(model, sequence):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Chunks so narrow that sequences need several."""
+    """Sets a chunk width of 4, so that sequences need several chunks."""
     monkeypatch.setattr(scoring, "WIDTH", 4)
 
 
@@ -44,18 +44,18 @@ def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
     def draw(n):
         return rng.integers(0, V, n).tolist()
 
-    asked = [(draw(n), draw(m)) for n, m in ((1, 1), (9, 3), (4, 1), (6, 0), (12, 8), (7, 1))]
+    pairs = [(draw(n), draw(m)) for n, m in ((1, 1), (9, 3), (4, 1), (6, 0), (12, 8), (7, 1))]
     scorer = Scorer(Generator(model), batch=4)
-    scores = scorer.continuations(asked)
-    letters = scorer.choices([c for c, _ in asked], [[3, 1, 30]] * 3 + [[5, 2]] * 3)
-    for (context, continuation), found, logits in zip(asked, scores, letters, strict=True):
+    scores = scorer.continuations(pairs)
+    letters = scorer.choices([c for c, _ in pairs], [[3, 1, 30]] * 3 + [[5, 2]] * 3)
+    for (context, continuation), score, logits in zip(pairs, scores, letters, strict=True):
         log_p_TV, logits_TV = _expected(model, [*context, *continuation])
-        at = np.arange(len(continuation)) + len(context) - 1
-        expected = log_p_TV[at, continuation]
-        np.testing.assert_allclose(-found.nats, expected, rtol=0, atol=2e-5)
-        assert found.log_likelihood == pytest.approx(expected.sum(), abs=1e-4)
-        greedy = log_p_TV[at].argmax(axis=-1) == continuation
-        assert found.greedy.tolist() == greedy.tolist() and found.is_greedy == greedy.all()
+        positions = np.arange(len(continuation)) + len(context) - 1
+        expected = log_p_TV[positions, continuation]
+        np.testing.assert_allclose(-score.nats, expected, rtol=0, atol=2e-5)
+        assert score.log_likelihood == pytest.approx(expected.sum(), abs=1e-4)
+        greedy = log_p_TV[positions].argmax(axis=-1) == continuation
+        assert score.greedy.tolist() == greedy.tolist() and score.is_greedy == greedy.all()
         ids = [3, 1, 30] if len(logits) == 3 else [5, 2]
         expected = logits_TV[len(context) - 1][ids]
         np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Generation with the cache split over several chips: the same tokens, each chip its part."""
+"""Generation with the cache split over several chips gives the same tokens."""
 
 from flax import nnx
 import jax
@@ -12,7 +12,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from tests.decoding.prompts import GREEDY, HOT, L, tokens
 
-LONG = [[5], list(range(32)) * 9, [4] * 127, [1, 2] * 63]  # to the third stripe, ends of the first
+LONG = [[5], list(range(32)) * 9, [4] * 127, [1, 2] * 63]  # two end near the end of stripe 1
 
 
 @pytest.mark.slow
@@ -55,10 +55,10 @@ def test_every_chip_holds_its_part_and_none_moves(on_chips):
     step = engine.decode_step.lower(engine.weights, cache, *state).compile()
     # A prompt needs only the cache of the last layer: nothing there attends.
     for compiled, T, layers in ((prefill, 128, L - 1), (step, 1, L)):
-        found = hlo.collectives(compiled.as_text())
-        assert {c.kind for c in found} == {"all-reduce"}
+        collectives = hlo.collectives(compiled.as_text())
+        assert {c.kind for c in collectives} == {"all-reduce"}
         outputs = 4 * T * 4 * (8 + 1) * 4  # [B, T, N, Hv + 1] float32
-        assert sum(c.bytes for c in found) == layers * (outputs + 4 * T * 4 * 4)
+        assert sum(c.bytes for c in collectives) == layers * (outputs + 4 * T * 4 * 4)
         aliased = compiled.memory_analysis().alias_size_in_bytes
         assert aliased == cache_lib.live_bytes(cache) // 8 + 4 * 4
 

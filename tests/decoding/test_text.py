@@ -63,21 +63,25 @@ def test_special_tokens_end_a_text(loaded):
 
 
 class Scripted:
-    """A Generator and its Generation with given tokens, which logs its calls.
+    """A Generator and its Generation in one; generates given tokens and logs its calls.
 
     Args:
-      said: tokens by sequence; None ends one.
-      num_tokens: steps.
+      script: tokens by sequence; None ends the sequence.
+      num_tokens: number of steps.
     """
 
     chips = 3
     config = types.SimpleNamespace(vocab_size=262)
     compute = types.SimpleNamespace(dtype=np.dtype("float16"))
 
-    def __init__(self, said, num_tokens, cache=None):
-        self._said, self._num_tokens, self.cache = [list(ids) for ids in said], num_tokens, cache
-        self.log, self.tokens = [], [[] for _ in said]
-        self.finished = np.zeros(len(said), bool)
+    def __init__(self, script, num_tokens, cache=None):
+        self._script, self._num_tokens, self.cache = (
+            [list(ids) for ids in script],
+            num_tokens,
+            cache,
+        )
+        self.log, self.tokens = [], [[] for _ in script]
+        self.finished = np.zeros(len(script), bool)
         self.timing = Timing(prompt_tokens=7, first=0.5, last=1.0, decoded=6)
 
     def start(self, prompts, **options):
@@ -88,7 +92,7 @@ class Scripted:
         for n in range(1, self._num_tokens + 1):
             new = []
             for b in np.flatnonzero(~self.finished).tolist():
-                token = self._said[b].pop(0)
+                token = self._script[b].pop(0)
                 if token is None:
                     self.finished[b] = True
                 else:
@@ -104,17 +108,17 @@ class Scripted:
         self.finished[b] = True
 
     def force(self, b, ids):
-        self._said[b][:0] = ids
+        self._script[b][:0] = ids
 
 
 def test_texts_reach_the_callbacks_piece_by_piece(make_mechanism):
-    """Three sequences: up to the last token, to a stop string, to a token that ends it."""
+    """Three sequences end by length, at a stop string and by a special token."""
     tokenizer = tokenizer_lib.byte_tokenizer().with_specials(["<|end|>"])
     tokenizer.ends = (97,)
     size = dict(batch=3, capacity=256, dtype=jnp.float16, chips=1)
     cache = cache_lib.abstract((make_mechanism("mha"),) * 2, **size)
-    said = [b"a\xe2\x82\xacbc\xe2", b"x. y", [*b"yes", None]]
-    scripted = Scripted(said, 7, cache)
+    script = [b"a\xe2\x82\xacbc\xe2", b"x. y", [*b"yes", None]]
+    scripted = Scripted(script, 7, cache)
     for keys, message in (
         (dict(prompts="ab"), "prompts = 'ab' is one string: give a list"),
         (dict(stop="x"), "stop = 'x' is one string: give a list"),
@@ -137,8 +141,8 @@ def test_texts_reach_the_callbacks_piece_by_piece(make_mechanism):
     default = dict(sampling=Sampling(temperature=0.8, top_k=0, top_p=1.0), seed=0, capacity=0)
     default |= dict(on_compile=None, on_prefill=None)
     ends = [9, 256, 257, 258, 259, 260, 261, 97]  # given, without text, of no token, of the model
-    asked = [[256, *b"h\xc3\xa9"], [5, 6], [256, 120]]
-    assert log[0] == (asked, dict(num_tokens=7, stop_tokens=ends) | default)
+    prompts = [[256, *b"h\xc3\xa9"], [5, 6], [256, 120]]
+    assert log[0] == (prompts, dict(num_tokens=7, stop_tokens=ends) | default)
     steps = [
         *[(0, "a"), (1, "x"), (2, "y")],
         *[(0, ""), (1, ""), (2, "e")],
@@ -150,7 +154,7 @@ def test_texts_reach_the_callbacks_piece_by_piece(make_mechanism):
     live = cache_lib.live_bytes(cache)
     assert dataclasses.asdict(result) == dict(
         texts=["a\u20acbc\ufffd", "x", "yes"],
-        tokens=[[*said[0]], [*b"x. "], [*b"yes"]],
+        tokens=[[*script[0]], [*b"x. "], [*b"yes"]],
         timing=dataclasses.asdict(scripted.timing),
         capacity=256,
         cache_bytes=live,
@@ -162,11 +166,13 @@ def test_texts_reach_the_callbacks_piece_by_piece(make_mechanism):
     late = dataclasses.replace(result, timing=Timing(7, compiling=2.04, first=0.5), chips=1)
     line = "first token after 500.0 ms (without the 2.0 s of compiling before); cache "
     assert late.summary().startswith(line) and late.summary().endswith(" in float16")
-    # Nothing that is left out, and all that may be given.
-    given = dict(num_tokens=1, sampling=GREEDY, seed=2, capacity=3, on_compile=len, on_prefill=max)
+    # Without end tokens, and with all options.
+    options = dict(
+        num_tokens=1, sampling=GREEDY, seed=2, capacity=3, on_compile=len, on_prefill=max
+    )
     scripted = Scripted([b"a"], 1, cache)
-    generate(scripted, tokenizer, ["a"], end_at_special=False, **given)
-    assert scripted.log == [([[256, 97]], given | dict(stop_tokens=()))]
+    generate(scripted, tokenizer, ["a"], end_at_special=False, **options)
+    assert scripted.log == [([[256, 97]], options | dict(stop_tokens=()))]
 
 
 def test_an_assistant_calls_the_calculator_while_it_answers():
@@ -182,39 +188,39 @@ def test_an_assistant_calls_the_calculator_while_it_answers():
         return "".join(names[i - s.bos] if i > 255 else chr(i) for i in ids)
 
     out = [s.output_start, *b"8.0", s.output_end]
-    said = [
-        [*b"a", *call(b"16/2"), *b"b", None],  # what it is told comes behind the call
+    script = [
+        [*b"a", *call(b"16/2"), *b"b", None],  # the result is forced after the call
         [*b"4.no", *b"....."],
-        [s.python_end, *call(b""), *call(b"x"), *b"abcdefghi"],  # nothing was asked, or answered
+        [s.python_end, *call(b""), *call(b"x"), *b"abcdefghi"],  # calls without a result
         [*b"z" * 13, 194],
     ]
-    scripted, heard, timed = Scripted(said, 14), [], []
+    scripted, heard, timed = Scripted(script, 14), [], []
     prompts = [[1], [2, 3], [4], [5]]
-    told = answers_lib.answers(
+    replies = answers_lib.answers(
         *(scripted, talk, prompts),
         num_tokens=14,
         stop=[".n"],
-        on_token=lambda *what: heard.append(what),
+        on_token=lambda *event: heard.append(event),
         timing=timed.append,
     )
-    asked = dict(num_tokens=14, sampling=Sampling(temperature=0.0), seed=0, capacity=0)
-    asked |= dict(stop_tokens=(s.assistant_end, s.bos), on_compile=None)
-    assert scripted.log == [(prompts, asked), ("finish", 1)]
-    first = [*said[0][:-2], *out, *b"b"]
-    third = said[2][:14]
-    assert told == [
+    expected_options = dict(num_tokens=14, sampling=Sampling(temperature=0.0), seed=0, capacity=0)
+    expected_options |= dict(stop_tokens=(s.assistant_end, s.bos), on_compile=None)
+    assert scripted.log == [(prompts, expected_options), ("finish", 1)]
+    first = [*script[0][:-2], *out, *b"b"]
+    third = script[2][:14]
+    assert replies == [
         answers_lib.Answer(first, written(first), [("16/2", "8.0")], True),
         answers_lib.Answer([*b"4.n"], "4", [], True),
         answers_lib.Answer(third, written(third), [("x", None)], False),
-        answers_lib.Answer(said[3], "z" * 13 + "\ufffd", [], False),
+        answers_lib.Answer(script[3], "z" * 13 + "\ufffd", [], False),
     ]
-    assert [what for what in heard if what[0] == 1] == [(1, 52, "4"), (1, 46, ""), (1, 110, "")]
+    assert [event for event in heard if event[0] == 1] == [(1, 52, "4"), (1, 46, ""), (1, 110, "")]
     assert heard[-1] == (3, -1, "\ufffd") and timed == [scripted.timing]
-    given = dict(num_tokens=20, sampling=Sampling(), seed=3, capacity=4, on_compile=len)
+    options = dict(num_tokens=20, sampling=Sampling(), seed=3, capacity=4, on_compile=len)
     scripted = Scripted([[*call(b"16/2"), None]], 20)
-    (answer,) = answers_lib.answers(scripted, talk, [[1]], mode="dataset", **given)
+    (answer,) = answers_lib.answers(scripted, talk, [[1]], mode="dataset", **options)
     assert answer.calls == [("16/2", "8")] and answer.text.endswith("8<|output_end|>")
-    assert scripted.log == [([[1]], given | dict(stop_tokens=talk.ends))]
+    assert scripted.log == [([[1]], options | dict(stop_tokens=talk.ends))]
     assert answers_lib.Answer() == answers_lib.Answer([], "", [], False)
     plain = Scripted([[s.python_start, *b"1+1", s.python_end, None]], 9)
     (answer,) = answers_lib.answers(plain, PlainDialogue(talk.tokenizer), [[1]], num_tokens=9)

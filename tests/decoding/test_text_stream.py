@@ -59,7 +59,7 @@ def test_text_ends_before_a_stop_string(text, stop, want):
     assert stream.stopped == any(s in text for s in stop)
 
 
-def test_what_may_be_a_stop_string_is_held_back():
+def test_the_start_of_a_stop_string_is_held_back():
     out, _ = pieces(b"a\n\nb\n", ("\n\nB",))
     assert out == ["a", "", "", "\n\nb", "", "\n"]
 
@@ -76,6 +76,6 @@ def test_several_characters_in_one_token():
 @hypothesis.settings(max_examples=200, deadline=None)
 def test_nothing_given_out_is_ever_part_of_a_stop_string(text, stop):
     stream = TextStream(BYTES, stop)
-    given = "".join(stream.push(token) for token in text.encode()) + stream.close()
+    emitted = "".join(stream.push(token) for token in text.encode()) + stream.close()
     ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
-    assert given == (text[: min(ends)[1]] if ends else text)
+    assert emitted == (text[: min(ends)[1]] if ends else text)

@@ -8,9 +8,9 @@ import re
 import shlex
 
 INSIDE, FORKED, STARTED = "inside", "forked", "started"
-CPU_SECONDS = 30.0  # what must be compiled for a model that is there takes 10
-GROWTH_BYTES = 1_100_000_000  # importing and measuring take up to 1 GB
-LINES = 25  # of a message: a table of reasons at most
+CPU_SECONDS = 30.0  # limit; compiling for the scene's model takes 10
+GROWTH_BYTES = 1_100_000_000  # limit; importing and measuring take up to 1 GB
+LINES = 25  # limit of a message; the longest is a table of reasons
 
 _PROGRESS = re.compile(r"kvjax: .*(\(\d+ s so far\)|: \d+\.\d s)")
 
@@ -20,18 +20,19 @@ class Case:
     """A command line in a folder of its own, beside `../shared` (see `worker.build`).
 
     Attributes:
-      command: a module.
-      says: of which one must be in the message of status 2; (): none.
-      status: those allowed.
-      prints: what standard output must hold when it ends with 0.
-      how: INSIDE one process, with the expensive parts left out; FORKED from it, or STARTED anew.
-      scene: "plain", a few files; "trained", those and a finished run in `run`.
-      edits: (path, content) that are written before, None: removed; "/": a folder instead.
-      stdin, stdout, stderr: "closed" (`>&-`), "full" (/dev/full), of stdout also "head" (`| head
-        -1`) and "shut" (a pipe that nobody reads); of stdin else its content.
-      talks: whether it says more than a message before it ends with 2: a run does.
-      loses: files whose content need not stay: a last line that was not written to its end.
-      interrupt: seconds until SIGINT, after imports have begun; None: none.
+      command: module that `python -m` runs.
+      says: words, one of which the message of status 2 must contain; (): any message.
+      status: allowed exit statuses.
+      prints: text that standard output must contain if the status is 0.
+      how: INSIDE a process that runs many cases and skips expensive parts; FORKED from a warm
+        process; or STARTED as a new interpreter.
+      scene: "plain": a few files; "trained": also a finished run in `run`.
+      edits: (path, content) written before the command; None removes, "/" makes a folder.
+      stdin, stdout, stderr: "closed" (`>&-`) or "full" (/dev/full); for stdout also "head" (`| head
+        -1`) and "shut" (a pipe without a reader); for stdin otherwise its content.
+      talks: the command may print more than the message before it ends with 2, as runs do.
+      loses: files that may change, because their last line is incomplete.
+      interrupt: seconds from the start of imports to SIGINT; None: no signal.
     """
 
     command: str
@@ -76,61 +77,61 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a case; `lost`: files whose content is gone."""
+    """The outcome of a case; `lost`: files whose content is gone."""
 
     status: int
     stdout: str
     stderr: str
     seconds: float  # of CPU
-    grown: int  # bytes of resident memory at its peak, above those before
+    grown: int  # bytes of resident memory at the peak, minus those before
     lost: tuple[str, ...]
 
 
 def faults(case: Case, outcome: Outcome) -> list[str]:
-    """Returns what is wrong with an outcome; [] if nothing is."""
-    found = []
+    """Returns the faults of an outcome."""
+    faults_ = []
     if outcome.status not in case.status:
-        found.append(f"status {outcome.status}, not {' or '.join(map(str, case.status))}")
+        faults_.append(f"status {outcome.status}, not {' or '.join(map(str, case.status))}")
     if "Traceback" in outcome.stderr + outcome.stdout:
-        found.append("a traceback")
+        faults_.append("a traceback")
     if outcome.status == 0 and case.prints not in outcome.stdout:
-        found.append(f"{case.prints!r} is not in its output")
+        faults_.append(f"{case.prints!r} is not in its output")
     if outcome.status == 2:
-        found += _message_faults(case, outcome)
+        faults_ += _message_faults(case, outcome)
     if lost := sorted(set(outcome.lost) - set(case.loses)):
-        found.append(f"lost: {', '.join(lost)}")
+        faults_.append(f"lost: {', '.join(lost)}")
     if outcome.seconds > CPU_SECONDS:
-        found.append(f"{outcome.seconds:.1f} s of CPU")
+        faults_.append(f"{outcome.seconds:.1f} s of CPU")
     if outcome.grown > GROWTH_BYTES:
-        found.append(f"{outcome.grown / 1e9:.1f} GB more memory")
-    return found
+        faults_.append(f"{outcome.grown / 1e9:.1f} GB more memory")
+    return faults_
 
 
 def _message_faults(case: Case, outcome: Outcome) -> list[str]:
-    found = []
+    faults_ = []
     if outcome.stdout and not case.talks:
-        found.append("standard output beside a message")
+        faults_.append("standard output beside a message")
     if case.stderr:
-        return found  # nobody reads it
+        return faults_  # nobody reads it
     lines = [line for line in outcome.stderr.splitlines() if not _PROGRESS.fullmatch(line)]
     messages = [line for line in lines if line.startswith("kvjax: ")]
     if len(messages) != 1:
-        found.append(f"{len(messages)} messages")
+        faults_.append(f"{len(messages)} messages")
     elif lines[0] != messages[0] and not case.talks:
-        found.append("something above the message")
+        faults_.append("something above the message")
     elif not (lines[-1] == messages[0] or lines[lines.index(messages[0]) + 1].startswith("  ")):
-        found.append("something below the message")
+        faults_.append("something below the message")
     if len(lines) > LINES:
-        found.append(f"{len(lines)} lines")
+        faults_.append(f"{len(lines)} lines")
     if case.says and not any(word in outcome.stderr for word in case.says):
-        found.append(f"does not name {' or '.join(dict.fromkeys(case.says))}")
-    return found
+        faults_.append(f"does not name {' or '.join(dict.fromkeys(case.says))}")
+    return faults_
 
 
-def report(case: Case, outcome: Outcome, found: list[str]) -> str:
+def report(case: Case, outcome: Outcome, faults_: list[str]) -> str:
     """Returns the command line, its faults and its output as text."""
-    said = [f"  {name}: {text[-1500:].rstrip()!r}" for name, text in _streams(outcome) if text]
-    text = "\n".join([case.line()[:2000], f"  {'; '.join(found)}", *said])
+    streams = [f"  {name}: {text[-1500:].rstrip()!r}" for name, text in _streams(outcome) if text]
+    text = "\n".join([case.line()[:2000], f"  {'; '.join(faults_)}", *streams])
     return text.replace("x" * 1000, "$(printf 'x%.0s' {1..1000})")
 
 
@@ -139,7 +140,7 @@ def _streams(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _quoted(word: str) -> str:
-    """Quotes a word for bash, as $'...' if it is no UTF-8."""
+    """Quotes a word for bash, as $'...' if it is not valid UTF-8."""
     try:
         word.encode()
         return shlex.quote(word)

@@ -1,7 +1,6 @@
 """The cases, in groups: options, keys, files, processes.
 
-Options are those that a command's own parser has, and keys those that a config has, so that a new
-one is tried the day it is there.
+Options come from the commands' parsers and keys from the configs, so new ones are tried at once.
 """
 
 from tests.fuzz.case import Case
@@ -22,5 +21,5 @@ GROUPS = {
 
 def cases_of(group: str) -> list[Case]:
     """Returns the cases of a group, each once."""
-    make, *given = GROUPS[group]
-    return list({repr(case): case for case in make(*given)}.values())
+    make, *arguments = GROUPS[group]
+    return list({repr(case): case for case in make(*arguments)}.values())

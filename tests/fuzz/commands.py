@@ -12,7 +12,7 @@ PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
 PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat", "kvjax.compare")
 PRODUCT += ("kvjax.lm_eval", "kvjax.sweep")
-CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
+CHILDREN = ("jax_training", "torch_training")  # child processes of train_benchmark
 EXPERIMENTS = tuple(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "experiments").rglob("*.py"))
@@ -20,7 +20,7 @@ EXPERIMENTS = tuple(
 )
 
 MISSING, FOLDER, FILE = "../shared/missing", "folder", "notes.txt"
-PIPE = "../shared/pipe"  # nobody writes to it: who opens it waits
+PIPE = "../shared/pipe"  # has no writer: opening it blocks
 LONG, NO_UTF8, SURROGATE, SNOWMAN = "x" * 1000, "\udcff", "\ud800", "\u2603"
 HUGE = str(2**63)
 EMPTY = ""
@@ -30,7 +30,7 @@ RUN = (  # arguments of kvjax.main with which a config is trained on a small tex
     *("--config.data.directory=../shared/data", "--config.data.tokenizer=byte"),
     *("--config.data.vocab_size=257", "--config.data.sequence_length=32"),
 )
-# For each command, arguments with which it does something, and what it prints then.
+# By command: working arguments, and a text that it then prints.
 WORKING = {
     "kvjax": ((), "Commands"),
     "kvjax.main": (RUN, "would train"),

@@ -83,21 +83,21 @@ def _workdir_cases() -> Iterator[Case]:
         yield text(path, says=("workdir",), status=(2,))
     trained = dict(scene="trained")
 
-    def again(**known):
+    def resume(**known):
         return Case(
             command="kvjax.main",
             arguments=("--config=same.py", "--workdir=run", "--config.train.sample_tokens=0"),
             **trained | dict(talks=True) | known,
         )
 
-    same = ("same.py", _SAME)
-    yield again(edits=(same,), status=(0,), prints="validation")
+    same_config = ("same.py", _SAME)
+    yield resume(edits=(same_config,), status=(0,), prints="validation")
     for name in ("metrics.jsonl", "timing.jsonl", "config.json", "dataset.json", "tokenizer.json"):
         for content in (*_NO_RECORDS, "/", None):
             says = (name, "holds another run")
-            yield again(edits=(same, (f"run/{name}", content)), says=says)
+            yield resume(edits=(same_config, (f"run/{name}", content)), says=says)
         torn = (f"run/{name}", '{"step": 1}\n{"st')
-        yield again(edits=(same, torn), says=(name,), loses=(f"case/{torn[0]}",))
+        yield resume(edits=(same_config, torn), says=(name,), loses=(f"case/{torn[0]}",))
         if name in ("config.json", "tokenizer.json"):
             for content in _NO_JSON:
                 edits = ((f"run/{name}", content),)

@@ -21,7 +21,7 @@ from tests.fuzz.commands import (
 )
 from tests.fuzz.options import _TEXTS
 
-_FREE_KEYS = {  # text that is not one of a few words
+_FREE_KEYS = {  # keys whose text may be anything
     *("name", "data.directory", "data.source", "data.validation_source", "data.text_key"),
     "train.sample_prompt",
 }
@@ -47,20 +47,20 @@ def leaves(name: str) -> dict[str, object]:
 def key_cases(name: str) -> Iterator[Case]:
     """Yields every key of a config with invalid and with unusual values.
 
-    A key that the first config has too gets only unusual values, and only in config.attention:
-    invalid values do not depend on the config.
+    Keys that the first config has too get only unusual values, and only in config.attention:
+    refusals of invalid values do not depend on the config.
     """
-    first = leaves(CONFIGS[0]) if name != CONFIGS[0] else {}
+    first_keys = leaves(CONFIGS[0]) if name != CONFIGS[0] else {}
     for key, value in leaves(name).items():
-        if key not in first:
+        if key not in first_keys:
             yield from _cases_of_key(name, key, value)
         elif key.startswith("attention."):
             yield from (c for c in _cases_of_key(name, key, value) if 0 in c.status)
 
 
 def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
-    last = key.rpartition(".")[2]
-    flag, says = f"--config.{key}", (last,)
+    name = key.rpartition(".")[2]
+    flag, says = f"--config.{key}", (name,)
 
     def of(*given, **known):
         return Case(
@@ -69,7 +69,7 @@ def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
             **dict(says=says, status=(2,)) | known,
         )
 
-    yield of(f"{flag}x=1", says=(f"{last}x",))
+    yield of(f"{flag}x=1", says=(f"{name}x",))
     yield of(f"{flag}.x=1", says=says)
     yield of(f"--no{flag[2:]}=1", says=says)
     wrong, odd = _values(key, value)
@@ -85,9 +85,9 @@ def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
 
 
 def _two(key: str, *unreadable: str) -> tuple:
-    """Returns two of the values, others for each key: one parser reads all keys of a type."""
-    first = zlib.crc32(key.encode()) % len(unreadable)
-    return (*unreadable[first:], *unreadable[:first])[:2]
+    """Returns two of the values, which differ by key: all keys of a type have one parser."""
+    start = zlib.crc32(key.encode()) % len(unreadable)
+    return (*unreadable[start:], *unreadable[:start])[:2]
 
 
 def _values(key: str, value) -> tuple[tuple, tuple]:

@@ -22,7 +22,7 @@ from tests.fuzz.commands import (
 
 
 class _Seen(BaseException):
-    """The parser of a command."""
+    """Carries the parser of a command out of its `main`."""
 
 
 def options_of(command: str) -> list[argparse.Action]:
@@ -39,7 +39,7 @@ def options_of(command: str) -> list[argparse.Action]:
     raise AssertionError(f"{command} parses no options")
 
 
-# Text that an option may be: it starts work, often of minutes, and is not tried.
+# Valid texts of options: they start work, often of minutes, and are not tried.
 _STARTS_WORK = {
     **dict.fromkeys(
         [
@@ -53,12 +53,12 @@ _STARTS_WORK = {
     "kvjax.compare scores": {FOLDER},  # has no evaluation yet
     "kvjax.data.prepare source": {FILE},
 }
-_SAID_AS = {
+_NAMED_AS = {
     "runs": "--workdir",
     "set": "--config",
     "python": "--peers",
-}  # keys of these, to the module below
-# Options whose text may be anything, or be empty: all other text has to be something that is there.
+}  # options that messages name by another option
+# Options with arbitrary or empty text; the text of other options must name something that exists.
 _FREE = {
     "kvjax.main": ("workdir", "coordinator"),
     "kvjax.generate": ("prompt", "stop", "prompt_file", "dtype", "implementation", "workdir"),
@@ -82,7 +82,7 @@ _TEXTS = (LONG, "../x", "a\x01b", SNOWMAN, NO_UTF8, SURROGATE, *_FILES)
 
 
 def option_cases(command: str) -> Iterator[Case]:
-    """Yields every option of a command without a value, with invalid values, misspelt."""
+    """Yields every option of a command without a value, with invalid values and misspelt."""
     working, prints = WORKING.get(command, ((), ""))
 
     def of(*given, **known):
@@ -115,11 +115,11 @@ def option_cases(command: str) -> Iterator[Case]:
             yield from _value_cases(command, action, of, name)
 
 
-def _value_cases(command: str, action: argparse.Action, of, name: str) -> Iterator[Case]:
-    def given(value):
+def _value_cases(command: str, action: argparse.Action, case, name: str) -> Iterator[Case]:
+    def option_with(value):
         return f"--{name}={value}"
 
-    says = (name, name.replace("_", " "), _SAID_AS.get(name, name))
+    says = (name, name.replace("_", " "), _NAMED_AS.get(name, name))
     starts_work = _STARTS_WORK.get(f"{command} {name}", set())
     doubtful = dict(says=says, status=(0, 1, 2) if command == "kvjax.aot" else (0, 2))
     kind = {int: (_NO_INTEGER, _WHOLE), float: (_NO_NUMBER, ("1e300", "0"))}.get(action.type)
@@ -127,14 +127,14 @@ def _value_cases(command: str, action: argparse.Action, of, name: str) -> Iterat
         return
     if kind:
         wrong, odd = kind
-        yield from (of(given(value), says=says) for value in wrong)
+        yield from (case(option_with(value), says=says) for value in wrong)
         if command in PRODUCT:
-            yield from (of(given(value), **doubtful) for value in odd)
+            yield from (case(option_with(value), **doubtful) for value in odd)
     elif action.choices or name not in _FREE.get(command, ()):
         texts = {*_TEXTS, *([""] if action.default != "" else []), "x"} - starts_work
-        yield from (of(given(text), says=says) for text in sorted(texts))
+        yield from (case(option_with(text), says=says) for text in sorted(texts))
         if "x" in texts:
-            yield of(f"--{name}", "x", says=says)
+            yield case(f"--{name}", "x", says=says)
     else:
-        yield from (of(given(value), **doubtful) for value in ("", *_TEXTS))
-        yield of(given("a"), given("b"), **doubtful)
+        yield from (case(option_with(value), **doubtful) for value in ("", *_TEXTS))
+        yield case(option_with("a"), option_with("b"), **doubtful)

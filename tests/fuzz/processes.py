@@ -27,7 +27,7 @@ def process_cases() -> Iterator[Case]:
         yield of(stdout="full", status=(2,), says=("space",))
         yield of(stdout="closed")
         yield of(stderr="closed")
-        if command == "kvjax.generate":  # which compiles: the others tell of the rest
+        if command == "kvjax.generate":  # it compiles: other commands cover the other streams
             continue
         yield of(stdin="closed")
         yield of(stderr="full")
@@ -89,7 +89,7 @@ def _environment_cases() -> Iterator[Case]:
         environment = {name: value}
         says = (name, key.lower())
         yield Case(command="kvjax.main", arguments=train, environment=environment, says=says)
-    for given, said in {
+    for options, named in {
         ("--coordinator=h:1",): "num_processes",
         ("--coordinator=h", "--num_processes=2", "--process_id=0"): "coordinator",
         ("--coordinator=h:1", "--num_processes=0", "--process_id=0"): "num_processes",
@@ -98,7 +98,7 @@ def _environment_cases() -> Iterator[Case]:
         ("--connect_seconds=0",): "connect_seconds",
         ("--heartbeat_seconds=-1",): "heartbeat_seconds",
     }.items():
-        yield Case(command="kvjax.main", arguments=(*train, *given), says=(said,), status=(2,))
+        yield Case(command="kvjax.main", arguments=(*train, *options), says=(named,), status=(2,))
 
 
 def _interrupted_cases() -> Iterator[Case]:

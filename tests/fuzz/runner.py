@@ -20,7 +20,7 @@ class Worker:
         environment = os.environ | dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
         environment |= dict(TF_CPP_MIN_LOG_LEVEL="2", COLUMNS="80", KVJAX_CACHE=str(home / "cache"))
         environment |= dict(XLA_FLAGS=quick.XLA_FLAGS)
-        cache = quick.compilation_cache()  # what other tests compiled is found again
+        cache = quick.compilation_cache()  # shared with other tests
         environment |= {key.upper(): str(value) for key, value in cache.items()}
         self._noise = home / "noise.txt"
         self._process = subprocess.Popen(
@@ -41,12 +41,12 @@ class Worker:
 
     def failures(self, cases: Iterable[Case]) -> list[str]:
         """Runs the cases; returns a report of each that has faults."""
-        found = []
+        reports = []
         for case in cases:
             outcome = self.run(case)
-            if wrong := faults(case, outcome):
-                found.append(report(case, outcome, wrong))
-        return found
+            if case_faults := faults(case, outcome):
+                reports.append(report(case, outcome, case_faults))
+        return reports
 
     def __enter__(self) -> "Worker":
         return self

@@ -1,6 +1,6 @@
 """Odd command lines end with 0 or with one message and status 2, and lose nothing.
 
-What fails is printed as a command line; `python -m tests.fuzz "files"` runs a group by itself.
+Failing cases are printed as command lines; `python -m tests.fuzz "files"` runs one group.
 """
 
 import zlib
@@ -12,7 +12,7 @@ from tests.fuzz.case import FORKED, INSIDE, Case, Outcome, faults
 from tests.fuzz.cases import GROUPS, cases_of
 from tests.fuzz.runner import ROOT, Worker
 
-SAMPLE = {INSIDE: 550, FORKED: 300}  # one case of so many
+SAMPLE = {INSIDE: 550, FORKED: 300}  # one of this number of cases is drawn
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,11 @@ def test_a_sample_of_all_command_lines(worker):
     cases = [case for group in GROUPS for case in cases_of(group)]
     assert len(cases) > 1000
     quick = [case for case in cases if case.how in SAMPLE and case.interrupt is None]
-    drawn = [
+    sample = [
         c for c in quick if zlib.crc32(repr(c).replace(str(ROOT), "").encode()) % SAMPLE[c.how] == 0
     ]
-    assert len(drawn) > 10
-    _check(worker, drawn)
+    assert len(sample) > 10
+    _check(worker, sample)
 
 
 @pytest.mark.slow
@@ -68,8 +68,8 @@ SAID = "kvjax: --way=x: is none\n"
 def test_faults(outcome, fault):
     case = Case(command="kvjax", says=("way",), status=(2,))
     ended = dict(status=2, stdout="", stderr=SAID, seconds=0.1, grown=0, lost=()) | outcome
-    found = faults(case, Outcome(**ended))
-    assert (fault in found) if fault else not found, found
+    found_faults = faults(case, Outcome(**ended))
+    assert (fault in found_faults) if fault else not found_faults, found_faults
 
 
 def test_what_is_lost():

@@ -2,9 +2,9 @@
 
     python -m tests.fuzz.worker FOLDER    # reads a case per line of JSON, answers with an outcome
 
-It computes nothing itself, so that it can fork: one child runs all INSIDE cases, one after another,
-with what is expensive left out; each FORKED case has a child of its own, and a STARTED one a new
-interpreter.
+The worker itself computes nothing, so that it can fork: one child runs all INSIDE cases, one after
+another, without expensive parts; each FORKED case runs in its own child, and each STARTED case in a
+new interpreter.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from unittest import mock
 
 from tests.fuzz.case import FORKED, INSIDE, STARTED, Case, Outcome, main_of
 
-STUCK_SECONDS = 100  # of the clock, on a busy machine
+STUCK_SECONDS = 100  # wall-clock limit, for a busy machine
 MODULES = (
     "kvjax.__main__",
     "kvjax.main",
@@ -51,8 +51,8 @@ MODULES = (
     "kvjax.kernels.profile",
 )
 RUN_KEYS = dict(tokenizer="byte", vocab_size=257, sequence_length=32, directory="../shared/data")
-COMPILERS = ("libtpu", "jax_cuda13_plugin")  # that need not be installed
-IMPORTING = "numpy"  # in the memory map of a process: kvjax/__init__.py has run
+COMPILERS = ("libtpu", "jax_cuda13_plugin")  # they need not be installed
+IMPORTING = "numpy"  # if it is in a process's memory map, kvjax/__init__.py has run
 
 
 class Stuck(BaseException):
@@ -60,10 +60,10 @@ class Stuck(BaseException):
 
 
 class Enough(SystemExit):
-    """The end of a run that would now compile: everything was checked."""
+    """Ends a case that has passed all checks and would now compile."""
 
-    def __init__(self, what: str):
-        print(f"would {what}")
+    def __init__(self, action: str):
+        print(f"would {action}")
         super().__init__(0)
 
 
@@ -77,8 +77,8 @@ def main(home: pathlib.Path) -> None:
         os.dup2(file, number)
     for module in MODULES:
         importlib.import_module(module)
-    desk = _Desk(home)
-    desk.build()
+    runner = _Runner(home)
+    runner.build()
     for line in requests:
         fields = json.loads(line)
         tuples = dict(
@@ -89,15 +89,15 @@ def main(home: pathlib.Path) -> None:
             edits=lambda e: tuple(map(tuple, e)),
         )
         case = Case(**{k: tuples.get(k, lambda v: v)(v) for k, v in fields.items()})
-        print(json.dumps(dataclasses.asdict(desk.run(case))), file=answers, flush=True)
+        print(json.dumps(dataclasses.asdict(runner.run(case))), file=answers, flush=True)
 
 
-class _Desk:
-    """Where cases are run: `home/case` for each, `home/shared` for what all read."""
+class _Runner:
+    """Runs each case in `home/case`; `home/shared` has the files that all cases read."""
 
     def __init__(self, home: pathlib.Path):
         self._shared, self._folder = home / "shared", home / "case"
-        self._servant: _Servant | None = None
+        self._inside_process: _InsideProcess | None = None
         self._in_shared: dict[str, bytes] = {}
 
     def build(self) -> None:
@@ -109,7 +109,7 @@ class _Desk:
             if status:
                 raise RuntimeError(f"the files of all cases: status {status}, see noise.txt")
             return
-        with _ending():
+        with _exit_like_python():
             build(self._shared)
 
     def run(self, case: Case) -> Outcome:
@@ -120,27 +120,27 @@ class _Desk:
         if case.how == INSIDE:
             outcome = self._inside(case)
         else:
-            outcome = _apart(case, self._folder)
+            outcome = _run_in_own_process(case, self._folder)
         after = {root: _contents(root) for root in before}
         lost = tuple(
             f"{root.name}/{name}"
             for root, files in before.items()
             for name in _lost(files, after[root], moved=outcome.status != 2 or case.talks)
         )
-        kept = {path.name for path in neighbours[self._shared]}
-        self._in_shared = {k: v for k, v in after[self._shared].items() if _top(k) in kept}
-        for root, there in neighbours.items():  # the next case finds what this one found
-            for path in set(root.iterdir()) - there:
+        original = {path.name for path in neighbours[self._shared]}
+        self._in_shared = {k: v for k, v in after[self._shared].items() if _top(k) in original}
+        for root, existing in neighbours.items():  # removes the case's files
+            for path in set(root.iterdir()) - existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         return dataclasses.replace(outcome, lost=lost)
 
     def _inside(self, case: Case) -> Outcome:
-        if self._servant is None:
-            self._servant = _Servant()
-        outcome = self._servant.run(case, self._folder)
+        if self._inside_process is None:
+            self._inside_process = _InsideProcess()
+        outcome = self._inside_process.run(case, self._folder)
         if outcome is None:
-            outcome = _outcome(self._servant.end(), stderr="the process died, see noise.txt")
-            self._servant = None
+            outcome = _outcome(self._inside_process.end(), stderr="the process died, see noise.txt")
+            self._inside_process = None
         return outcome
 
 
@@ -169,9 +169,9 @@ def build(shared: pathlib.Path) -> None:
     row = dict(question="Which?", choices=["this", "that"], answer=1)
     (shared / "questions" / "mmlu.jsonl").write_text((json.dumps(row) + "\n") * 3)
     (shared / "rows").mkdir()
-    told = dict(tokenizer=dict(vocab_size=8192), splits=dict(train=dict(rows=10**6)))
-    told |= dict(config=dict(source="a", sequence_length=1024), xz_bits_per_byte=2.0)
-    (shared / "rows" / "dataset.json").write_text(json.dumps(told))
+    manifest = dict(tokenizer=dict(vocab_size=8192), splits=dict(train=dict(rows=10**6)))
+    manifest |= dict(config=dict(source="a", sequence_length=1024), xz_bits_per_byte=2.0)
+    (shared / "rows" / "dataset.json").write_text(json.dumps(manifest))
     (shared / "a_file").write_text("text\n")
     os.mkfifo(shared / "pipe")
     (shared / "binary.py").write_bytes(bytes(range(256)))
@@ -193,7 +193,7 @@ def build(shared: pathlib.Path) -> None:
 
 
 def set_scene(case: Case, folder: pathlib.Path, shared: pathlib.Path) -> None:
-    """Writes the folder that a case starts in."""
+    """Writes the folder in which a case starts."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "notes.txt").write_text("mine\n")
@@ -215,16 +215,16 @@ def set_scene(case: Case, folder: pathlib.Path, shared: pathlib.Path) -> None:
 
 
 def _contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """Returns contents by path, of large files size and time; skips locks and curves."""
-    found = {}
+    """Returns contents by path (size and time for large files); skips locks, plots and data."""
+    contents = {}
     for path in folder.rglob("*"):
-        passing = path.name in (".lock", "curves.png") or "/data/" in str(path)
-        if path.is_file() and not passing:
+        skipped = path.name in (".lock", "curves.png") or "/data/" in str(path)
+        if path.is_file() and not skipped:
             stat = path.stat()
             small = stat.st_size < 10_000
             content = path.read_bytes() if small else repr(stat[6:9:2]).encode()
-            found[str(path.relative_to(folder))] = content
-    return found
+            contents[str(path.relative_to(folder))] = content
+    return contents
 
 
 def _top(path: str) -> str:
@@ -233,11 +233,11 @@ def _top(path: str) -> str:
 
 
 def _lost(before: dict[str, bytes], after: dict[str, bytes], *, moved: bool) -> list[str]:
-    """Returns files whose content is gone; `moved`: content in another file is not."""
-    there = set(after.values())
+    """Returns the files whose content is gone; with `moved`, content in another file counts."""
+    contents = set(after.values())
 
     def kept(name, content):
-        return after.get(name) == content or (moved and content in there)
+        return after.get(name) == content or (moved and content in contents)
 
     return [name for name, content in before.items() if not kept(name, content)]
 
@@ -249,18 +249,18 @@ def _outcome(status: int, **known) -> Outcome:
 # -- one process for many cases --------------------------------------------------------------------
 
 
-class _Servant:
+class _InsideProcess:
     """The child that runs INSIDE cases."""
 
     def __init__(self):
-        theirs, questions = os.pipe()
-        answers, ours = os.pipe()
+        question_end, questions = os.pipe()
+        answers, answer_end = os.pipe()
         self._child = os.fork()
         if not self._child:
             os.close(questions), os.close(answers)
-            with _ending():
-                _serve(os.fdopen(theirs), os.fdopen(ours, "w"))
-        os.close(theirs), os.close(ours)
+            with _exit_like_python():
+                _serve(os.fdopen(question_end), os.fdopen(answer_end, "w"))
+        os.close(question_end), os.close(answer_end)
         self._questions, self._answers = os.fdopen(questions, "w"), os.fdopen(answers)
 
     def run(self, case: Case, folder: pathlib.Path) -> Outcome | None:
@@ -282,15 +282,16 @@ def _serve(questions: typing.TextIO, answers: typing.TextIO) -> None:
     signal.signal(signal.SIGALRM, _give_up)
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(runtime, "keep_large_blocks"))
-        for patch in _left_out():
+        for patch in _shortcuts():
             patches.enter_context(patch)
         for line in questions:
             fields, folder = json.loads(line)
-            print(json.dumps(dataclasses.asdict(_inside(fields, folder))), file=answers, flush=True)
+            outcome = _run_inside(fields, folder)
+            print(json.dumps(dataclasses.asdict(outcome)), file=answers, flush=True)
 
 
-def _left_out() -> list:
-    """Returns patches that end a case where it would compile or measure."""
+def _shortcuts() -> list:
+    """Returns patches that end a case before it compiles or measures."""
     from jax.experimental import topologies
 
     from kvjax.analysis import __main__ as analysis
@@ -301,28 +302,28 @@ def _left_out() -> list:
     from kvjax.lm_eval import __main__ as lm_eval
     from kvjax.training import loop
 
-    def instead(what: str):
-        def end(*given, **options):
-            raise Enough(what)
+    def instead(action: str):
+        def end(*arguments, **options):
+            raise Enough(action)
 
         return end
 
     class Program(loop.Program):
-        def __init__(self, *given):
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             self.init = instead("train")
 
-    whole = loop.TrainingLoop._loop
+    original = loop.TrainingLoop._loop
 
-    def enough(self, state, position, start, stop):
+    def stop_before_training(self, state, position, start, stop):
         if start < stop:
             raise Enough(f"train from step {start}")
-        return whole(self, state, position, start, stop)
+        return original(self, state, position, start, stop)
 
     patch = mock.patch.object
     return [
         patch(loop, "Program", Program),
-        patch(loop.TrainingLoop, "_loop", enough),
+        patch(loop.TrainingLoop, "_loop", stop_before_training),
         patch(generator, "Generation", instead("generate")),
         patch(into_workdir, "write", instead("convert")),
         patch(lm_eval, "extras", types.SimpleNamespace(require=instead("ask"))),
@@ -347,7 +348,7 @@ def _give_up(number, frame):
     raise Stuck(f"over {STUCK_SECONDS} s")
 
 
-def _inside(fields: dict, folder: str) -> Outcome:
+def _run_inside(fields: dict, folder: str) -> Outcome:
     from kvjax.foundation import command_line
 
     os.chdir(folder)
@@ -355,7 +356,7 @@ def _inside(fields: dict, folder: str) -> Outcome:
     stdin = io.TextIOWrapper(io.BytesIO(fields["stdin"].encode("latin-1")), "utf-8")
     begun, resident = time.process_time(), _resident("VmRSS")
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     signal.alarm(STUCK_SECONDS)
     with contextlib.ExitStack() as patches:
         for name, stream in (streams | dict(stdin=stdin)).items():
@@ -368,16 +369,16 @@ def _inside(fields: dict, folder: str) -> Outcome:
             status = 1
         finally:
             signal.alarm(0)
-    said = {}
+    output = {}
     for name, stream in streams.items():
         stream.flush()
-        said[name] = stream.detach().getvalue().decode()
+        output[name] = stream.detach().getvalue().decode()
     seconds, grown = time.process_time() - begun, _resident("VmHWM") - resident
-    return _outcome(status, seconds=seconds, grown=grown, **said)
+    return _outcome(status, seconds=seconds, grown=grown, **output)
 
 
 def _resident(name: str) -> int:
-    """Returns bytes of this process, by a name in /proc/self/status."""
+    """Returns bytes of this process's memory, by a name in /proc/self/status."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
@@ -385,7 +386,7 @@ def _resident(name: str) -> int:
 # -- a process for each ----------------------------------------------------------------------------
 
 
-def _apart(case: Case, folder: pathlib.Path) -> Outcome:
+def _run_in_own_process(case: Case, folder: pathlib.Path) -> Outcome:
     """Runs a case in a process of its own, with real streams and signals."""
     outputs = {name: folder.with_name(name) for name in ("stdout", "stderr")}
     for path in outputs.values():
@@ -394,27 +395,27 @@ def _apart(case: Case, folder: pathlib.Path) -> Outcome:
     reading, ready = os.pipe()  # ready: closed once the command begins
     resident, child = _resident("VmRSS"), os.fork()
     if not child:
-        with _ending():
-            _become(case, folder, ready)
+        with _exit_like_python():
+            _run_command(case, folder, ready)
     os.close(ready)
     os.read(reading, 1)
     os.close(reading)
     reached = _follow(child, case)
     _, status, used = os.wait4(child, 0)
-    said = {name: path.read_bytes().decode(errors="replace") for name, path in outputs.items()}
+    output = {name: path.read_bytes().decode(errors="replace") for name, path in outputs.items()}
     if not reached:
-        said["stderr"] += f"stuck: over {STUCK_SECONDS} s"
-    before = resident if case.how == FORKED else 10**9  # an interpreter with all its imports
+        output["stderr"] += f"stuck: over {STUCK_SECONDS} s"
+    before = resident if case.how == FORKED else 10**9  # of an interpreter after its imports
     return _outcome(
         os.waitstatus_to_exitcode(status),
         seconds=used.ru_utime + used.ru_stime,
         grown=max((used.ru_maxrss << 10) - before, 0),
-        **said,
+        **output,
     )
 
 
 def _follow(child: int, case: Case) -> bool:
-    """Interrupts a child if its case says so, and waits for it; False: it had to be killed."""
+    """Interrupts a child if its case says so, and waits for it; returns False if it was killed."""
 
     def ended():
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -439,7 +440,7 @@ def _mapped(process: int) -> str:
     return ""
 
 
-def _become(case: Case, folder: pathlib.Path, ready: int) -> None:
+def _run_command(case: Case, folder: pathlib.Path, ready: int) -> None:
     """Opens the streams as a shell does, then runs the command in this child."""
     os.chdir(folder)
     os.environ.update(case.environment)
@@ -467,15 +468,15 @@ def _open(number: int, kind: str, path: pathlib.Path) -> None:
     if kind == "closed":
         os.close(number)
     elif kind in ("head", "shut"):
-        mine, theirs = os.pipe()
+        read_end, write_end = os.pipe()
         if kind == "head" and not os.fork():
-            os.close(theirs)
-            first = os.fdopen(mine, "rb").readline()
-            path.write_bytes(first)
+            os.close(write_end)
+            line = os.fdopen(read_end, "rb").readline()
+            path.write_bytes(line)
             os._exit(0)
-        os.close(mine)
-        os.dup2(theirs, number)
-        os.close(theirs)
+        os.close(read_end)
+        os.dup2(write_end, number)
+        os.close(write_end)
     else:
         mode = os.O_RDONLY if number == 0 else os.O_WRONLY
         file = os.open("/dev/full" if kind == "full" else path, mode)
@@ -484,8 +485,8 @@ def _open(number: int, kind: str, path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _ending():
-    """Ends a forked child as an interpreter would end, not as a copy of the process above."""
+def _exit_like_python():
+    """Ends a forked child with an interpreter's exit status, without the parent's cleanup."""
     status = 0
     try:
         yield

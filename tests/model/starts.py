@@ -21,7 +21,7 @@ BLOCK = BlockConfig(
 
 
 def check(make, monkeypatch) -> None:
-    """Asserts that a model of BLOCK starts as BLOCK says, each weight from a key of its own.
+    """Asserts the initial standard deviations of a model of BLOCK, and distinct random keys.
 
     Args:
       make: a function of a key.
@@ -29,7 +29,7 @@ def check(make, monkeypatch) -> None:
     keys = []
 
     def normal(key, std, shape, dtype):
-        if not isinstance(key, jax.core.Tracer):  # of one layer of many
+        if not isinstance(key, jax.core.Tracer):  # keys under vmap over layers are tracers
             keys.append(tuple(jax.random.key_data(key).tolist()))
         return np.full(shape, std, dtype)
 

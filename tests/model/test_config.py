@@ -19,7 +19,7 @@ def _config(mechanism, **block):
     )
 
 
-# By key: the least and the most that it may be.
+# By key: minimum and maximum.
 BOUNDS = dict(
     num_layers=(1, 10_000),
     d_model=(1, 1_048_576),
@@ -45,8 +45,8 @@ NAMES = dict(
 )
 
 
-def _said(**keys) -> str:
-    """The message of a block's config; "" if it may be."""
+def _message(**keys) -> str:
+    """Returns the error message of a block's config; "" if it is valid."""
     try:
         BlockConfig(**SHAPE | keys)
     except UserError as error:
@@ -54,66 +54,68 @@ def _said(**keys) -> str:
     return ""
 
 
-def test_what_a_block_may_be():
+def test_bounds_of_a_block():
     for key, (least, most) in BOUNDS.items():
         shown = [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (least, most)]
         none = "0 (none), or " if key == "logit_softcap" else ""
-        said = f"must be {none}at least {shown[0]} and at most {shown[1]}"
+        expected = f"must be {none}at least {shown[0]} and at most {shown[1]}"
         for value in (least, most):  # the least of rope_high is not more than rope_low
-            assert not _said(**{key: value}).endswith(said)
+            assert not _message(**{key: value}).endswith(expected)
         whole = isinstance(least, int)
         for value in (least - 1, most + 1) if whole else (least - 1e-9, most * 1.0001, math.nan):
-            assert _said(**{key: value}) == f"config.model.{key} = {value}: {said}"
+            assert _message(**{key: value}) == f"config.model.{key} = {value}: {expected}"
     for key, names in NAMES.items():
-        assert not any(_said(**{key: name}) for name in names)
+        assert not any(_message(**{key: name}) for name in names)
         known = ", ".join(map(repr, names))
-        assert _said(**{key: "batch"}) == f"config.model.{key} = 'batch': must be one of {known}"
-    assert not _said(logit_softcap=0.0) and not _said(window=4) and not _said(causal=False)
-    assert "rope_high = 1.0: must be more than config.model.rope_low = 1.0" in _said(rope_high=1.0)
-    said = _said(window=4, causal=False)
-    assert "window = 4: needs config.model.causal = True; or set it to 0" in said
+        assert _message(**{key: "batch"}) == f"config.model.{key} = 'batch': must be one of {known}"
+    assert not _message(logit_softcap=0.0) and not _message(window=4) and not _message(causal=False)
+    assert "rope_high = 1.0: must be more than config.model.rope_low = 1.0" in _message(
+        rope_high=1.0
+    )
+    expected = _message(window=4, causal=False)
+    assert "window = 4: needs config.model.causal = True; or set it to 0" in expected
 
 
-def test_a_block_is_nanochats_if_not_told_otherwise():
+def test_a_block_is_nanochats_by_default():
     nanochat = dict(norm="rms", norm_gain=False, norm_bias=False, norm_epsilon=1e-6)
     nanochat |= dict(norm_after=False, embedding_norm=True, positions="rope", rope_base=10_000.0)
     nanochat |= dict(window=0, activation="relu2", dropout=0.0, bias=False, tied_head=False)
     nanochat |= dict(logit_softcap=15.0, causal=True, embedding_std=1.0, matrix_std=0.0)
     llama3 = dict(rope_factor=1.0, rope_low=1.0, rope_high=4.0, rope_original=8192)
     others = dict(zero_outputs=True, rope_fraction=1.0, max_positions=2048)
-    found = dataclasses.asdict(BlockConfig(**SHAPE)).items()
-    assert (SHAPE | nanochat | llama3 | others).items() <= found
+    defaults = dataclasses.asdict(BlockConfig(**SHAPE)).items()
+    assert (SHAPE | nanochat | llama3 | others).items() <= defaults
 
 
-def test_configs_never_change_and_name_what_they_are_given():
+def test_configs_are_frozen_and_take_keywords_only():
     for cls in (BlockConfig, TransformerConfig, Compute):
-        made = cls.__dataclass_params__
-        assert made.frozen and made.kw_only, cls
+        parameters = cls.__dataclass_params__
+        assert parameters.frozen and parameters.kw_only, cls
 
 
-def test_what_turns_positions():
-    def of(**keys):
+def test_base_of_angles():
+    def angles_base(**keys):
         return BlockConfig(**SHAPE, rope_base=50.0, **keys).angles_base
 
     scaled = dict(rope_factor=8.0, rope_low=2.0, rope_high=3.0, rope_original=24)
     llama3 = rope.Llama3(base=50.0, factor=8.0, low=2.0, high=3.0, original=24)
-    assert of() == 50.0 and of(positions="learned") is None
-    assert of(**scaled) == llama3
-    assert of(rope_fraction=0.5) == rope.Partial(base=50.0, fraction=0.5)
-    assert of(**scaled, rope_fraction=0.5) == rope.Partial(base=llama3, fraction=0.5)
+    assert angles_base() == 50.0 and angles_base(positions="learned") is None
+    assert angles_base(**scaled) == llama3
+    assert angles_base(rope_fraction=0.5) == rope.Partial(base=50.0, fraction=0.5)
+    assert angles_base(**scaled, rope_fraction=0.5) == rope.Partial(base=llama3, fraction=0.5)
 
 
-def test_alibi_is_the_only_word_on_positions_of_causal_models(make_mechanism):
+def test_alibi_needs_causal_models_without_other_positions(make_mechanism):
     mechanisms = (make_mechanism("mha"), make_mechanism("lrkv", alibi=True), make_mechanism("mha"))
 
-    def of(**keys):
+    def mechanisms_of(**keys):
         return dataclasses.replace(_config(mechanisms[0], **keys), mechanisms=mechanisms).mechanisms
 
-    assert of(positions="none") == mechanisms
+    assert mechanisms_of(positions="none") == mechanisms
     with pytest.raises(UserError, match="alibi = True: needs config.model.positions = 'none', not"):
-        of(positions="learned")
+        mechanisms_of(positions="learned")
     with pytest.raises(UserError, match="alibi = True: needs config.model.causal = True"):
-        of(positions="none", causal=False)
+        mechanisms_of(positions="none", causal=False)
 
 
 def test_odd_rope_dim(make_mechanism):
@@ -131,8 +133,8 @@ def test_odd_rope_dim(make_mechanism):
 
 def test_latents_are_no_wider_than_their_input_or_an_engines(make_mechanism):
     for name, key, most in (("mla", "latent_dim", 512), ("gqa", "query_rank", 16)):
-        said = f"attention.{key} = {most + 1}: must be at most {most}; .*d_model = 16 channels"
-        with pytest.raises(UserError, match=said):
+        message = f"attention.{key} = {most + 1}: must be at most {most}; .*d_model = 16 channels"
+        with pytest.raises(UserError, match=message):
             _config(make_mechanism(name, **{key: most + 1}))
         _config(make_mechanism(name, **{key: most}))
 
@@ -150,7 +152,7 @@ def test_mechanisms_and_layers_agree(make_mechanism):
         )
 
 
-def test_segments_are_runs_of_equal_mechanisms(make_mechanism):
+def test_layer_groups_are_runs_of_equal_mechanisms(make_mechanism):
     a, b = make_mechanism("lrkv"), make_mechanism("lrkv", rank=5)
     equal = dataclasses.replace(a)
     config = dataclasses.replace(_config(a), mechanisms=(a, equal, b))

@@ -65,7 +65,7 @@ MODELS = {
         LAYER_NORM | dict(positions="none", tied_head=True),
     ),
 }
-# Every sequence is prefilled to a length of its own, waits at least once, and is stepped.
+# Every sequence is prefilled to another length, has count 0 at least once, and is stepped.
 SPLITS = (
     *[(CHUNK, (4, 4, 2)), (CHUNK, (4, 0, 0)), (CHUNK, (3, 4, 1))],
     *[(1, (1, 1, 1)), (1, (0, 1, 1)), (1, (1, 0, 1)), (1, (1, 1, 0))],
@@ -88,11 +88,11 @@ def _model(randomise, config, dtype=np.float64):
 
 
 def _stepper(model, compute):
-    """The decoder's weights; a jitted step of it that donates its cache; a list of its traces."""
-    of_model, state = nnx.split(model)
+    """Returns a jitted step of the model's decoder, which donates its cache, and its traces."""
+    model_graph, state = nnx.split(model)
 
     def make(state):
-        return decoder.Decoder(nnx.merge(of_model, state), compute)
+        return decoder.Decoder(nnx.merge(model_graph, state), compute)
 
     graph, _ = nnx.split(nnx.eval_shape(make, state))
     weights = jax.jit(lambda state: nnx.state(make(state)))(state)
@@ -101,9 +101,9 @@ def _stepper(model, compute):
     @functools.partial(jax.jit, donate_argnums=2)
     def step(weights, tokens_BT, cache, counts_B):
         traces.append(tokens_BT.shape)
-        part = nnx.merge(graph, weights)
-        x_BTD, cache = part(tokens_BT, cache, counts_B)
-        return part.logits(x_BTD), cache
+        model_decoder = nnx.merge(graph, weights)
+        x_BTD, cache = model_decoder(tokens_BT, cache, counts_B)
+        return model_decoder.logits(x_BTD), cache
 
     return functools.partial(step, weights), traces
 
@@ -114,7 +114,7 @@ def _tokens(seed=0):
 
 
 def _decode(step, cache, tokens_BT, padding):
-    """[B, T, V] logits of the tokens that SPLITS reach, NaN behind them; and the cache."""
+    """Returns logits [B, T, V] of the tokens that SPLITS reach (NaN for others), and the cache."""
     logits = np.full((*tokens_BT.shape, V), np.nan)
     lengths = np.zeros(B, int)
     for width, counts in SPLITS:
@@ -153,7 +153,7 @@ def test_equals_the_whole_row(x64, make_mechanism, randomise, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank_per_layer", "every_way_of_caching"])
 def test_sequences_do_not_see_padding_or_each_other(make_mechanism, randomise, name):
-    """Bits of a sequence depend on its own tokens only: not on padding, not on its neighbours."""
+    """The bits of a sequence depend on its own tokens only."""
     config = _config(make_mechanism, name)
     step, traces = _stepper(_model(randomise, config, np.float32), Compute())
 
@@ -179,7 +179,7 @@ def test_sequences_do_not_see_padding_or_each_other(make_mechanism, randomise, n
 
 
 @pytest.mark.slow
-def test_a_sequence_that_waits_is_left_alone(make_mechanism, randomise):
+def test_a_sequence_with_count_0_does_not_change(make_mechanism, randomise):
     config = _config(make_mechanism, "rank_per_layer")
     step, _ = _stepper(_model(randomise, config, np.float32), Compute())
     _, cache = _decode(step, decoder.allocate(config, Compute(), batch=B, capacity=T), _tokens(), 0)
@@ -191,25 +191,29 @@ def test_a_sequence_that_waits_is_left_alone(make_mechanism, randomise):
         assert not np.array_equal(a[1], b[1])
 
 
-def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
-    """They stay float32; rounding them to bfloat16 would change most channels."""
+def test_gains_outside_blocks_have_the_dtype_of_training(make_mechanism, randomise):
+    """Gains stay float32; rounding them to bfloat16 would change most channels."""
     mechanisms = (make_mechanism("gqa"),) * 2
     block = BlockConfig(num_layers=2, d_model=D, mlp_dim=M, norm_gain=True, norm_bias=True)
     model = _model(
         randomise, TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=V), np.float32
     )
     compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
-    part = decoder.Decoder(model, compute)
+    model_decoder = decoder.Decoder(model, compute)
     tokens_BT, positions_BT = _tokens(), np.arange(T)[None]
 
-    def embed(of):
-        return compiled(lambda t, at: of.embed(t, at, compute), tokens_BT, positions_BT)
+    def embed(module):
+        return compiled(
+            lambda t, positions: module.embed(t, positions, compute), tokens_BT, positions_BT
+        )
 
     x_BTD = embed(model)
-    np.testing.assert_array_equal(embed(part), x_BTD)
-    of_both = (compiled(of.final_norm, x_BTD) for of in (part, model))
+    np.testing.assert_array_equal(embed(model_decoder), x_BTD)
+    of_both = (compiled(of.final_norm, x_BTD) for of in (model_decoder, model))
     np.testing.assert_array_equal(*of_both)
-    weights = {name: nnx.to_pure_dict(nnx.state(m)) for name, m in (("own", part), ("of", model))}
+    weights = {
+        name: nnx.to_pure_dict(nnx.state(m)) for name, m in (("own", model_decoder), ("of", model))
+    }
     used = compute_dtypes(weights["of"], compute.dtype)
     for name in ("embedding", "head", "embedding_norm", "final_norm"):
         assert jax.tree.map(lambda w: w.dtype, weights["own"][name]) == used[name]
@@ -217,13 +221,13 @@ def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
     assert {w.dtype for w in jax.tree.leaves(weights["own"]["layers"])} == {compute.dtype}
 
 
-def test_weights_are_in_the_compute_dtype_and_layers_apart(make_mechanism, randomise):
+def test_weights_of_a_decoder_are_by_layer_in_the_compute_dtype(make_mechanism, randomise):
     config, compute = _config(make_mechanism, "rank_per_layer"), Compute(dtype=jnp.bfloat16)
     model = _model(randomise, config, np.float32)
-    part = nnx.eval_shape(lambda: decoder.Decoder(model, compute))
-    weights = [jax.tree.leaves(nnx.state(m)) for m in (part, model)]
+    model_decoder = nnx.eval_shape(lambda: decoder.Decoder(model, compute))
+    weights = [jax.tree.leaves(nnx.state(m)) for m in (model_decoder, model)]
     assert {w.dtype for w in weights[0]} == {jnp.dtype(jnp.bfloat16)}
     assert sum(w.size for w in weights[0]) == sum(w.size for w in weights[1])
-    assert len(part.layers) == config.block.num_layers
+    assert len(model_decoder.layers) == config.block.num_layers
     cache = jax.eval_shape(lambda: decoder.allocate(config, compute, batch=B, capacity=T))
     assert cache.layers[0]["base_key"].dtype == jnp.bfloat16

@@ -13,7 +13,7 @@ from kvjax.model.transformer import Compute, Transformer
 
 
 def test_the_loss_of_several_devices_is_its_formula(x64):
-    """With its gradients, in slices of each device's tokens."""
+    """Loss and gradients, computed in slices of each device's tokens."""
     mesh = sharding.make_mesh(MeshConfig(data=2, sequence=2), jax.devices())
     rng, (B, T, D, V), cap = np.random.default_rng(0), (4, 12, 6, 10), 2.0
     head, x = rng.normal(size=(D, V)), rng.normal(size=(B, T, D))
@@ -29,25 +29,25 @@ def test_the_loss_of_several_devices_is_its_formula(x64):
     def loss(head, x):
         return loss_lib._sum_of_nats(cap, 3, mesh, head, x, targets, weights) / 7
 
-    found, expected = (
+    sliced, expected = (
         jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(head, x) for f in (loss, formula)
     )
 
     def close(a, b):
         return np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, sliced, expected)
     compute = Compute(dtype=jnp.dtype(jnp.float64), mesh=mesh, loss_chunks=3)
 
-    def each(head, x):
+    def losses(head, x):
         return loss_lib.losses_from_hidden(head, x, targets, cap, compute)
 
-    close(jax.jit(each)(head, x), nats(head, x))
+    close(jax.jit(losses)(head, x), nats(head, x))
 
 
 @pytest.mark.slow
 def test_the_loss_of_bfloat16_is_that_of_wide_logits(make_mechanism, randomise):
-    """To the rounding of float32; so are its gradients, to that of their own dtype."""
+    """The loss agrees to the rounding of float32, gradients to the rounding of bfloat16."""
     block = BlockConfig(num_layers=3, d_model=16, mlp_dim=24)
     mechanisms = (make_mechanism("lrkv"),) * 3
     config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=32)
@@ -59,8 +59,10 @@ def test_the_loss_of_bfloat16_is_that_of_wide_logits(make_mechanism, randomise):
     def exactly(head, x):
         cap = config.block.logit_softcap
         z = cap * jnp.tanh((x @ head) / cap)
-        each = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
-        return jnp.mean(each)
+        losses = (
+            jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
+        )
+        return jnp.mean(losses)
 
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (head, x))

@@ -23,7 +23,7 @@ B, T, D, M, V, L = 2, 12, 16, 24, 32, 3
 F64 = jnp.dtype(jnp.float64)
 
 LAYER_NORM = dict(norm="layer", norm_gain=True, norm_bias=True, embedding_norm=False)
-# Options off the recipe, arranged so that pairs of them meet.
+# Options other than the recipe's, arranged so that pairs of them occur together.
 OPTIONS = {
     "nanochat": ("lrkv", {}, {}),
     "gpt2": (
@@ -53,7 +53,7 @@ OPTIONS = {
             activation="gelu_exact",
             rope_base=50.0,
             rope_factor=8.0,
-            rope_original=24,  # of the four pairs one is as before, two mixed, one 8 times slower
+            rope_original=24,  # of four channel pairs one is unchanged, two mixed, one 8 x slower
             window=5,
         ),
     ),
@@ -65,7 +65,7 @@ OPTIONS = {
         {},
         dict(norm="layer", positions="none", tied_head=True, causal=False, logit_softcap=2.0),
     ),
-    "encoder": (  # as Transformers first were
+    "encoder": (  # as in the first Transformer paper
         "qkv_tied_plus",
         {},
         LAYER_NORM
@@ -143,7 +143,7 @@ def test_equals_the_reference(x64, make_mechanism, randomise, name):
 
 @pytest.fixture
 def plain(x64, make_mechanism, randomise):
-    """A model of two segments; its loss and gradients with every option of Compute at its least."""
+    """A model of two layer groups; its loss and gradients with Compute's simplest options."""
     lrkv = make_mechanism("lrkv")
     config = _config((lrkv, lrkv, make_mechanism("mla")), 3)
     _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
@@ -168,8 +168,8 @@ def plain(x64, make_mechanism, randomise):
     ],
     ids=str,
 )
-def test_how_it_is_computed_changes_nothing(plain, options):
-    """`mean_loss` and its gradients equal those of mean(token_losses), whatever Compute says."""
+def test_compute_options_do_not_change_the_loss(plain, options):
+    """`mean_loss` and its gradients equal mean(token_losses)'s for all options of Compute."""
     graph, weights, batch, (expected, expected_grads) = plain
 
     def loss(weights):
@@ -187,7 +187,7 @@ def test_how_it_is_computed_changes_nothing(plain, options):
 
 
 def _saved_bytes(config, remat):
-    """Bytes that the backward pass needs of the forward pass, weights and tokens included."""
+    """Returns bytes that the forward pass saves for the backward pass, with weights and tokens."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
@@ -206,11 +206,11 @@ def _saved_bytes(config, remat):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_remat_policies_differ(make_mechanism, family):
-    """ "full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
+    """ "full" saves layer inputs, "dots" also products with weights, "none" everything."""
     config = _config(make_mechanism(family))
     full, dots, none = (_saved_bytes(config, remat) for remat in ("full", "dots", "none"))
-    # A layer's products with weights include the query (N·H), the MLP's hidden layer (M) and the
-    # last product of either half (D): the first two are needed to go back.
+    # A layer's products with weights include queries (N·H) and the MLP's hidden layer (M), which
+    # the backward pass needs, and the outputs of both halves (D), which it does not.
     assert dots - full >= L * B * T * (4 * 8 + M) * 4
     assert none - dots >= L * B * T * (4 * 8 + M) * 4
 
@@ -241,7 +241,7 @@ def test_layers_do_not_depend_on_their_grouping(make_mechanism):
 
 @pytest.mark.slow
 def test_initialisation(make_mechanism):
-    """Zero projections back to the stream, N(0, 1) embeddings, and a loss of exactly ln V."""
+    """Output projections are zero, embeddings N(0, 1), and the loss is exactly ln V."""
     config = _config(make_mechanism("lrkv"), positions="learned", norm_gain=True, bias=True)
     weights = _initial(config)
     segment = weights["segments"][0]
@@ -263,15 +263,15 @@ def test_initialisation(make_mechanism):
 
 def test_equal_configs_share_one_graph(make_mechanism):
     """The cached graph equals the module's own."""
-    one, equal = (_config(make_mechanism("lrkv")) for _ in range(2))
-    made = nnx.eval_shape(lambda: Transformer(one, jax.random.key(0)))
-    assert one is not equal and parameters.graph(one) is parameters.graph(equal)
-    assert parameters.graph(one) == nnx.graphdef(made)
-    assert parameters.graph(_config(make_mechanism("mla"))) != nnx.graphdef(made)
+    config, equal = (_config(make_mechanism("lrkv")) for _ in range(2))
+    module = nnx.eval_shape(lambda: Transformer(config, jax.random.key(0)))
+    assert config is not equal and parameters.graph(config) is parameters.graph(equal)
+    assert parameters.graph(config) == nnx.graphdef(module)
+    assert parameters.graph(_config(make_mechanism("mla"))) != nnx.graphdef(module)
 
 
 def test_dropout(make_mechanism, randomise):
-    """Part of what each half of a block adds is 0, the rest as much larger; by a key, if given."""
+    """Dropout zeroes a share of each half-block's output and scales the rest, if given a key."""
     plain, config = (_config(make_mechanism("mha"), 2, dropout=share) for share in (0.0, 0.25))
     model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
     without = nnx.merge(parameters.graph(plain), jax.tree.map(jnp.asarray, weights))
@@ -298,17 +298,17 @@ def test_dropout(make_mechanism, randomise):
     assert abs(np.mean(dropped == 0) - 0.25) < 4 * np.sqrt(0.25 * 0.75 / dropped.size)
 
     def keys(key):
-        found, own, x_BTD = [], block(), np.ones((B, T, D), np.float32)
-        own._apply_dropout = lambda y_BTD, key: found.append(key) or y_BTD
+        used, module, x_BTD = [], block(), np.ones((B, T, D), np.float32)
+        module._apply_dropout = lambda y_BTD, key: used.append(key) or y_BTD
         places = rope.positions(np.arange(T)[None], 8, 10_000.0)
-        own(x_BTD, places, compute=Compute(), dropout=key, causal=True)
-        return found
+        module(x_BTD, places, compute=Compute(), dropout=key, causal=True)
+        return used
 
     assert jax.jit(keys)(key) == list(jax.random.split(key))
 
 
-def test_how_it_is_computed_reaches_the_program(make_mechanism):
-    """Every option of Compute makes another program; loops that stay need no care of merging."""
+def test_compute_options_change_the_program(make_mechanism):
+    """Every option of Compute makes another program; remat in a scan needs no `prevent_cse`."""
     graph, shapes = {}, {}
     for layers in (1, 2):
         config = _config(make_mechanism("mha"), layers)
@@ -321,10 +321,10 @@ def test_how_it_is_computed_reaches_the_program(make_mechanism):
 
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(loss)(shapes[layers])))
 
-    asked = [{}, dict(unroll=True), dict(query_chunk=5), dict(loss_chunks=3)]
-    asked += [dict(remat=policy) for policy in REMAT_POLICIES if policy != "none"]
-    texts = [program(**options) for options in asked]
-    assert len(set(texts)) == len(asked) and texts[0] == program(loss_chunks=8)
+    options_of_programs = [{}, dict(unroll=True), dict(query_chunk=5), dict(loss_chunks=3)]
+    options_of_programs += [dict(remat=policy) for policy in REMAT_POLICIES if policy != "none"]
+    texts = [program(**options) for options in options_of_programs]
+    assert len(set(texts)) == len(options_of_programs) and texts[0] == program(loss_chunks=8)
 
     def merging(**options):
         return set(re.findall(r"prevent_cse=(\w+)", program(**options)))
@@ -337,7 +337,7 @@ def test_how_it_is_computed_reaches_the_program(make_mechanism):
 
 @pytest.mark.slow
 def test_positions_may_be_given(x64, make_mechanism, randomise):
-    """Traced positions equal the default ones, and a shift of RoPE's changes nothing."""
+    """Traced positions equal the default ones, and a shift of RoPE's positions changes nothing."""
     config = _config(make_mechanism("lrkv"), 2)
     model, _ = randomise(lambda: Transformer(config, jax.random.key(0)))
     graph, weights = nnx.split(model)
@@ -356,7 +356,7 @@ def test_positions_may_be_given(x64, make_mechanism, randomise):
 
 @pytest.mark.parametrize("family", quick.only(["lrkv"], FAMILIES))
 def test_bfloat16(make_mechanism, randomise, family):
-    """Matrices and activations are bfloat16, logits float32; off by rounding, not by more."""
+    """Matrices and activations are bfloat16, logits float32; the error is rounding alone."""
     config = _config(make_mechanism(family))
     model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
     tokens, targets = _tokens()
@@ -373,11 +373,12 @@ def test_bfloat16(make_mechanism, randomise, family):
     expected = reference.logits(config, jax.tree.map(np.float64, weights), tokens)
     error = np.linalg.norm(np.asarray(logits) - expected) / np.linalg.norm(expected)
 
-    # One product, in float32 from the last activations on: no bfloat16 on the way.
+    # Logits are one float32 product of the last activations and the bfloat16 head.
     def wide(w):
         return np.asarray(w.astype(jnp.bfloat16), np.float64)
 
     z, cap = wide(x) @ wide(model.head[...]), config.block.logit_softcap
     np.testing.assert_allclose(logits, cap * np.tanh(z / cap), rtol=0, atol=1e-5)
-    # Some 10 roundings of 2**-9 a layer, at random: sqrt(30)·2**-9 = 1 %; 4 % is all at once.
+    # About 10 independent roundings of 2**-9 per layer: sqrt(30)·2**-9 = 1 %. The bound of 4 % is
+    # near their worst case, 30·2**-9 = 6 %.
     assert 1e-4 < error < 0.04

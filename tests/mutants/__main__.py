@@ -1,11 +1,11 @@
-"""Measures what the tests notice: a random sample of small changes to the code, each tried.
+"""Measures the share of small random changes to the code (mutants) that the tests detect.
 
 python -m tests.mutants experiments/results/mutants.json                       # the table
 python -m tests.mutants experiments/results/mutants.json --run --workers=2     # draws and tries
 python -m tests.mutants experiments/results/mutants.json --run --slow          # slow tests too
 
-What is found is written at once: a run that was ended goes on where it was. A mutant that does the
-same as the code gets its reason as `equivalent` by hand, and leaves the shares.
+Outcomes are written at once, so an interrupted run resumes. A reader marks a mutant that does the
+same as the code as `equivalent`, with the reason; such mutants do not count.
 """
 
 import argparse
@@ -27,60 +27,60 @@ from tests.mutants import coverage, sample, table, workers
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("file", type=pathlib.Path, help="the sample and what was found")
-    add("--run", action="store_true", help="draw if the file is not there, and try what is open")
-    add("--slow", action="store_true", help="ask slow tests of what quick ones do not notice")
+    add("file", type=pathlib.Path, help="the sample and its outcomes")
+    add("--run", action="store_true", help="draw a sample if the file is missing; try open mutants")
+    add("--slow", action="store_true", help="also try slow tests, if quick ones detect nothing")
     add("--tree", type=pathlib.Path, default=ROOT, help="a checkout (this one)")
-    add("--seed", default=kvjax.__version__, help="another sample (the version)")
-    add("--count", type=int, default=300, help="mutants, about (%(default)s)")
-    add("--least", type=int, default=8, help="of each folder (%(default)s)")
+    add("--seed", default=kvjax.__version__, help="seed of the sample (the version)")
+    add("--count", type=int, default=300, help="approximate number of mutants (%(default)s)")
+    add("--least", type=int, default=8, help="minimum per folder (%(default)s)")
     add("--workers", type=int, default=1, help="processes (%(default)s)")
     options = parser.parse_args()
     if options.run:
         if not options.file.exists():
-            _write(options.file, _drawn(options))
+            _write(options.file, _draw_sample(options))
         _try(options)
     print(table.table(_read(options.file)))
 
 
-def _drawn(options) -> dict:
+def _draw_sample(options) -> dict:
     root = options.tree
     places = sample.points(root)
     git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
     )
-    asked = dict(seed=options.seed, count=options.count, least=options.least)
+    settings = dict(seed=options.seed, count=options.count, least=options.least)
     return dict(
         commit=git.stdout.strip(),
         code=_digest(root),
-        **asked,
-        places={name: len(all_of_one) for name, all_of_one in places.items()},
-        mutants=sample.draw(places, root, **asked),
+        **settings,
+        places={name: len(points_of_folder) for name, points_of_folder in places.items()},
+        mutants=sample.draw(places, root, **settings),
         made_by=software("pytest"),
     )
 
 
 def _try(options) -> None:
-    """Tries all mutants with quick tests, then with slow ones those that are left."""
+    """Tries all mutants with quick tests, then undetected ones with slow tests."""
     lines = pathlib.Path(cache_directory() / "mutants" / _digest(options.tree, tests=False))
     lines.mkdir(parents=True, exist_ok=True)
     with workers.Pool(options.workers, options.tree, lines) as pool:
-        for said in pool.each(workers.record, coverage.test_files(options.tree)):
-            if said:
-                print(said, flush=True)
+        for message in pool.each(workers.record, coverage.test_files(options.tree)):
+            if message:
+                print(message, flush=True)
         for stages in (("folder", "quick"), ("slow",) if options.slow else ()):
             mutants = _read(options.file)["mutants"]
             open_ = [(i, m, stages) for i, m in enumerate(mutants) if workers.left(m, stages)]
-            for index, found in pool.each(workers.attempt, open_):
-                content = _read(options.file)  # a reader may have judged others meanwhile
-                content["mutants"][index] |= found
+            for index, outcome in pool.each(workers.attempt, open_):
+                content = _read(options.file)  # a reader may have marked equivalent mutants
+                content["mutants"][index] |= outcome
                 _write(options.file, content)
-                said = found.get("noticed_by", "nobody")
-                print(f"{index} {mutants[index]['file']}: {said}", flush=True)
+                message = outcome.get("noticed_by", "nobody")
+                print(f"{index} {mutants[index]['file']}: {message}", flush=True)
 
 
 def _digest(root: pathlib.Path, *, tests: bool = True) -> str:
-    """Returns a digest of the code and what its tests import, and of the tests if asked."""
+    """Returns a digest of the package and of tests/, with or without the test files."""
     digest = hashlib.sha256()
     for folder in ("kvjax", "tests"):
         for path in sorted((root / folder).rglob("*.py")):

@@ -1,8 +1,8 @@
-"""Records which lines of the package run in which test, also in processes that tests start.
+"""Records the lines of the package that each test runs, also in processes that tests start.
 
-A copy of this file that is named sitecustomize.py runs in every process that finds it on its path.
-Where the environment names a folder, it writes down there what the process runs, line by line:
-what is killed has written all.
+A copy of this file named sitecustomize.py runs at the start of every Python process. If the
+environment names a folder, it writes the lines that the process runs there, one by one, so that a
+killed process loses none.
 """
 
 import importlib.machinery
@@ -11,15 +11,15 @@ import sys
 import time
 import types
 
-FOLDER = "MUTANTS_LINES"  # of the environment
-_TOOL = 4  # of sys.monitoring's six, one that nobody has by name
+FOLDER = "MUTANTS_LINES"  # environment variable
+_TOOL = 4  # a tool id of sys.monitoring that has no reserved use
 
 
 class Lines:
-    """Collects the lines that run of the files of a package that are imported from now on.
+    """Collects the lines that run in files of a package that are imported from now on.
 
     Args:
-      package: its folder.
+      package: the package's folder.
     """
 
     def __init__(self, package: str):
@@ -38,10 +38,10 @@ class Lines:
         importlib.machinery.SourceFileLoader.get_code = watched
 
     def take(self) -> set[tuple[str, int]]:
-        """Files in the package, and lines in them, that ran since the last call."""
-        found, self.found = self.found, set()
+        """Returns (file in the package, line) of all lines that ran since the last call."""
+        lines, self.found = self.found, set()
         sys.monitoring.restart_events()
-        return found
+        return lines
 
     def _watch(self, code: types.CodeType) -> None:
         sys.monitoring.set_local_events(_TOOL, code, sys.monitoring.events.LINE)
@@ -55,7 +55,7 @@ class Lines:
 
 
 class _Written(set):
-    """Lines of a process that a test started, in a file that opens with the name of the test."""
+    """Writes the lines of a process that a test started to a file, after the test's name."""
 
     def __init__(self, folder: str):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -72,5 +72,5 @@ if __name__ == "sitecustomize" and FOLDER in os.environ:
     _lines = Lines(os.path.join(os.path.dirname(os.path.abspath(__file__)), "kvjax"))
     try:
         _lines.found = _Written(os.environ[FOLDER])
-    except OSError:  # where the process may not write
+    except OSError:  # the process may not write there
         pass

@@ -48,7 +48,7 @@ class Mutant:
     """An edit of a file.
 
     Attributes:
-      lines: the first and the last line of the statement, or of its head; numbered from 1.
+      lines: first and last line, from 1, of the statement, or of a compound statement's head.
       start, end: bytes of the file that `after` replaces.
     """
 
@@ -65,7 +65,7 @@ class Mutant:
         return text[self.start : self.end].decode()
 
     def is_valid(self, text: bytes) -> bool:
-        """Returns True if the file still compiles, to another program."""
+        """Returns True if the file still parses, to another syntax tree."""
         try:
             return ast.dump(ast.parse(self.apply(text))) != ast.dump(ast.parse(text))
         except SyntaxError:
@@ -74,8 +74,8 @@ class Mutant:
 
 def mutants(text: bytes) -> list[Mutant]:
     """Returns all mutants of a file, in the order of the text."""
-    found = _File(text).of(ast.parse(text), (1, 1))
-    return sorted(set(found), key=lambda m: (m.start, m.end, m.operator, m.after))
+    all_mutants = _File(text).of(ast.parse(text), (1, 1))
+    return sorted(set(all_mutants), key=lambda m: (m.start, m.end, m.operator, m.after))
 
 
 class _File:
@@ -89,7 +89,7 @@ class _File:
             self._starts.append(self._starts[-1] + len(line))
 
     def of(self, node: ast.AST, lines: tuple[int, int]) -> Iterator[Mutant]:
-        """Mutants of a node and of all nodes in it; `lines` are those of its statement."""
+        """Yields the mutants of a node and of its descendants; `lines` are its statement's."""
         if _is_left_out(node):
             return
         if isinstance(node, ast.stmt):
@@ -156,15 +156,15 @@ class _File:
                 yield Mutant("arguments", lines, start, end, after)
 
     def _between(self, left, right, operator, lines, op) -> Iterator[Mutant]:
-        """Mutants of the operator that stands between two nodes."""
+        """Yields the mutants of the operator between two nodes."""
         if isinstance(op, ast.And | ast.Or):
             old, *new = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
         else:
             old, *new = (_COMPARISONS | _ARITHMETIC)[type(op)]
         offset = self._range(left)[1]
-        found = re.search(old.encode(), self._text[offset : self._range(right)[0]])
-        for after in new if found else ():
-            yield Mutant(operator, lines, offset + found.start(), offset + found.end(), after)
+        match = re.search(old.encode(), self._text[offset : self._range(right)[0]])
+        for after in new if match else ():
+            yield Mutant(operator, lines, offset + match.start(), offset + match.end(), after)
 
     def _range(self, node) -> tuple[int, int]:
         start = self._starts[node.lineno - 1] + node.col_offset
@@ -176,7 +176,7 @@ class _File:
 
 
 def _lines(node: ast.stmt) -> tuple[int, int]:
-    """Lines of a statement, of a compound one those of its head."""
+    """Returns the lines of a statement, or of a compound statement's head."""
     body = getattr(node, "body", None) or getattr(node, "cases", None)
     if not body:
         return node.lineno, node.end_lineno
@@ -217,17 +217,19 @@ def _can_be_dropped(node: ast.stmt) -> bool:
 
 
 def _other(value, segment: str) -> str | None:
-    """Returns the source of another constant in the place of one; None for text with words."""
+    """Returns the source of a changed constant; None for strings with spaces."""
     if isinstance(value, bool):
         return str(not value)
     if isinstance(value, int | float):
         return repr(value + 1)
-    one = isinstance(value, str) and re.fullmatch(r"""[rR]?(["'])(?!\1\1).*\1|""\"\"""", segment)
-    return repr(f"{value}XX") if one and not re.search(r"\s", value) else None
+    is_plain_text = isinstance(value, str) and re.fullmatch(
+        r"""[rR]?(["'])(?!\1\1).*\1|""\"\"""", segment
+    )
+    return repr(f"{value}XX") if is_plain_text and not re.search(r"\s", value) else None
 
 
 def _is_no_number(node: ast.BinOp) -> bool:
-    """Returns True if an operator joins or formats texts, or joins types."""
+    """Returns True if an operator joins or formats strings, or joins types."""
     sides = (node.left, node.right)
     if isinstance(node.op, ast.BitOr):
         return any(_TYPES.fullmatch(_name(s)) or _is_none(s) for s in sides)
@@ -252,7 +254,7 @@ def _is_none(node: ast.AST | None) -> bool:
 
 
 def _name(node: ast.AST) -> str:
-    """Returns the last name of a dotted one, without brackets; "" for other expressions."""
+    """Returns the last part of a dotted name, without brackets; "" for other expressions."""
     if isinstance(node, ast.Subscript):
         return _name(node.value)
     return getattr(node, "id", "") or getattr(node, "attr", "")

@@ -1,4 +1,4 @@
-"""Shares of mutants that tests notice, as Markdown."""
+"""Shares of mutants that tests detect, as Markdown."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,7 +9,8 @@ _LEVELS = dict(folder=("folder",), quick=("folder", "quick"), slow=("folder", "q
 
 
 def table(content: dict) -> str:
-    """Shares by folder and by operator, of mutants that are not equivalent, with 95 % intervals."""
+    """Returns detected shares by folder and by operator, without equivalent mutants, with 95 %
+    intervals."""
     mutants = content["mutants"]
     open_ = sum(not m.get("asked") and not m.get("equivalent") for m in mutants)
     folders = _rows(mutants, lambda m: sample.folder(m["file"]))
@@ -55,9 +56,10 @@ def _share(noticed: int, count: int) -> str:
 
 
 def counts(mutants: Iterable[dict], level: str) -> tuple[int, int]:
-    """Mutants that a level's tests notice, of those that were tried; (0, 0) while some are open.
+    """Returns the mutants that a level's tests detect, and the mutants tried.
 
-    Those that the level before noticed would be all that is known of it.
+    Returns (0, 0) while some mutants have not been tried at this level: a share of the others would
+    be too high.
     """
     tried = [m for m in mutants if not m.get("equivalent") and m.get("asked")]
     if any("noticed_by" not in m and level not in m["asked"] for m in tried):
@@ -66,14 +68,14 @@ def counts(mutants: Iterable[dict], level: str) -> tuple[int, int]:
 
 
 def _weighted(content: dict, level: str) -> float | None:
-    """Estimates the share of all mutants that could be drawn, from the shares of folders."""
+    """Estimates the detected share of all possible mutants, from the shares by folder."""
     shares = []
     for name, places in content["places"].items():
-        here = [m for m in content["mutants"] if sample.folder(m["file"]) == name]
-        noticed, count = counts(here, level)
+        in_folder = [m for m in content["mutants"] if sample.folder(m["file"]) == name]
+        noticed, count = counts(in_folder, level)
         if count:
             shares.append((places, noticed / count))
-        elif any(m.get("asked") for m in here):
+        elif any(m.get("asked") for m in in_folder):
             return None
     total = sum(places for places, _ in shares)
     return sum(places * share for places, share in shares) / total if total else None

@@ -1,4 +1,4 @@
-"""Mutants: every operator, no edit of texts and types, a sample by seed, and who notices."""
+"""Mutants: every operator, no changed messages and types, samples by seed, detecting tests."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from kvjax.foundation.checkout import ROOT
 from tests.mutants import operators, sample, table
 
-# By statement, all that becomes of it.
+# All mutants of each statement.
 MUTANTS = {
     "x = a < b": {"x = a <= b", "x = a >= b"},
     "x = a == b": {"x = a != b"},
@@ -56,7 +56,7 @@ MUTANTS = {
 }
 
 
-def test_what_becomes_of_a_statement():
+def test_mutants_of_statements():
     for statement, expected in MUTANTS.items():
         text = f"def g():\n    {statement}\n".encode()
         found = operators.mutants(text)
@@ -67,7 +67,7 @@ def test_what_becomes_of_a_statement():
 
 @pytest.fixture
 def tree(tmp_path):
-    """Writes a package of three files, with changes that only some of its tests notice."""
+    """A package of three files, with mutants that only some of its tests detect."""
     files = {
         "pytest.ini": "[pytest]\npythonpath = .\naddopts = --import-mode=importlib\n"
         "markers = slow\n  aot\n  beam\n  lm_eval\n",
@@ -133,7 +133,7 @@ def test_a_sample_is_stratified_and_follows_its_seed(tree):
 
 
 @pytest.mark.slow
-def test_who_notices(tree, tmp_path):
+def test_detection_by_tests(tree, tmp_path):
     file = tmp_path / "sample.json"
     command = [sys.executable, "-m", "tests.mutants", str(file), f"--tree={tree}", "--run"]
     environment = os.environ | dict(KVJAX_CACHE=str(tmp_path / "cache"), PYTHONPATH=str(ROOT))

@@ -1,4 +1,4 @@
-"""Runs the tests that may notice a mutant: those of its folder first, then all, then slow ones."""
+"""Runs the tests that may detect a mutant: its folder's first, then all others, then slow ones."""
 
 from collections.abc import Iterable, Iterator
 import pathlib
@@ -10,14 +10,14 @@ from tests.mutants.coverage import Tests
 from tests.mutants.tree import Tree
 
 STAGES = ("folder", "quick", "slow")
-# Of quick tests, by the time that they take without a mutant; of slow ones, by the clock.
+# Limits: for quick tests, of the sum of their seconds without a mutant; for slow ones, of the time.
 _SECONDS = dict(folder=120, quick=60, slow=600)
-_READERS = "tests/test_overview.py"  # its tests read the package's text, and run none of it
-_NO_TESTS = 5  # pytest's status: none of these names is there any more
+_READERS = "tests/test_overview.py"  # its tests read the package's source and run no line of it
+_NO_TESTS = 5  # pytest's status if no test has one of these names
 
 
 def stage(mutant: dict, name: str, tests: dict[str, Tests]) -> tuple[list[str], float]:
-    """Names of the tests of one stage, the promising first, and the seconds that they may take."""
+    """Returns the tests of a stage, most promising first, and their time limit in seconds."""
     near = [file for file in tests if _is_near(file, mutant["file"])]
     if name == "slow":
         ran = [file for file in near if _covering(tests[file], mutant)] or near
@@ -34,20 +34,20 @@ def stage(mutant: dict, name: str, tests: dict[str, Tests]) -> tuple[list[str], 
             break
         names.append(test)
         seconds += tests[file].seconds(test)
-    return names, 90 + 5 * seconds  # beside other work
+    return names, 90 + 5 * seconds  # the machine may be busy
 
 
 def _is_near(test_file: str, file: str) -> bool:
-    """Returns True if a file of tests belongs to a file's folder of the package."""
+    """Returns True if a test file belongs to the folder of a file of the package."""
     folder = sample.folder(file)
     parts = test_file.split("/")
     return len(parts) == 2 if folder == sample.ROOT else parts[1] in (folder, f"test_{folder}.py")
 
 
 def _quick(mutant: dict, files: list[str], tests: dict[str, Tests]) -> Iterator[tuple[str, str]]:
-    """Files and tests in them, file by file: those that run the lines; then those beside them.
+    """Yields (file, test), file by file: tests that run the mutant's lines, then others nearby.
 
-    A test may depend on lines that another one ran: of an import, or of a fixture that both have.
+    A test may depend on lines that run once, before another test: in an import or a shared fixture.
     """
     covering = {file: _covering(tests[file], mutant) for file in files}
     ran = [file for file in files if covering[file]]
@@ -57,7 +57,7 @@ def _quick(mutant: dict, files: list[str], tests: dict[str, Tests]) -> Iterator[
             yield file, test
     beside = [file for file in files if _ran(tests[file].imported, mutant)] or ran
     if not any(_count(each, mutant) for each in tests.values()):
-        beside = files  # it runs in processes of which nothing is recorded
+        beside = files  # the file runs only in processes that record nothing
     for file in sorted(beside, key=lambda file: _relevance(tests[file], mutant)):
         for test in tests[file].quick:
             if test not in covering[file]:
@@ -65,7 +65,7 @@ def _quick(mutant: dict, files: list[str], tests: dict[str, Tests]) -> Iterator[
 
 
 def _covering(tests: Tests, mutant: dict) -> list[str]:
-    return [name for name, found in tests.quick.items() if _ran(found["lines"], mutant)]
+    return [name for name, figures in tests.quick.items() if _ran(figures["lines"], mutant)]
 
 
 def _ran(lines: dict[str, list[int]], mutant: dict) -> bool:
@@ -75,21 +75,21 @@ def _ran(lines: dict[str, list[int]], mutant: dict) -> bool:
 
 
 def _relevance(tests: Tests, mutant: dict) -> float:
-    """Less where more of a file's tests run something in the mutant's file, for less time."""
+    """Returns a sort key: small if many of a file's tests run the mutant's file, in little time."""
     return sum(map(tests.seconds, tests.quick)) / (_count(tests, mutant) + 0.1)
 
 
 def _count(tests: Tests, mutant: dict) -> int:
-    """Tests that run something in the mutant's file."""
+    """Returns the number of tests that run a line of the mutant's file."""
     in_package = mutant["file"].partition("/")[2]
-    return sum(in_package in found["lines"] for found in tests.quick.values())
+    return sum(in_package in figures["lines"] for figures in tests.quick.values())
 
 
 class Trials:
     """Tries mutants in a copy of a tree.
 
     Args:
-      tests: by file, as `coverage.load` has them.
+      tests: by file, from `coverage.load`.
     """
 
     def __init__(self, tree: Tree, tests: dict[str, Tests]):
@@ -97,30 +97,30 @@ class Trials:
         self._passing: set[str] = set()  # without any mutant
 
     def attempt(self, mutant: dict, name: str) -> dict:
-        """Returns the keys that a stage adds: `asked`; `noticed_by` and `test` if a test notices.
+        """Returns the keys that a stage adds: `asked`; `noticed_by` and `test` if a test fails.
 
-        Tests that fail without the mutant too, as on a busy machine, are `doubtful` and left out.
+        Tests that also fail without the mutant, as on a busy machine, are `doubtful` and skipped.
         """
         names, seconds = stage(mutant, name, self._tests)
-        found = dict(asked=[*mutant.get("asked", ()), name])
+        outcome = dict(asked=[*mutant.get("asked", ()), name])
         while names:
             status, test = self._run_with(mutant, names, seconds)
             if status in (0, _NO_TESTS):
                 break
             if name == "slow" and status == "time":
-                return found | dict(stopped=test)
+                return outcome | dict(stopped=test)
             if self._passes(test if test in names else names[0]):
-                return found | dict(noticed_by=name, test=test, status=status)
-            found["doubtful"] = [*found.get("doubtful", ()), test]
+                return outcome | dict(noticed_by=name, test=test, status=status)
+            outcome["doubtful"] = [*outcome.get("doubtful", ()), test]
             names = [other for other in names if other != test] if test in names else names[1:]
-        return found
+        return outcome
 
     def _run_with(self, mutant: dict, names: list[str], seconds: float) -> tuple[int | str, str]:
-        """Runs tests as `_run` does, with the mutant in its place."""
+        """Runs tests as `_run` does, with the mutant in the file."""
         original = (self._tree.root / mutant["file"]).read_bytes()
         place = slice(mutant["start"], mutant["end"])
         if original[place].decode() != mutant["before"]:
-            raise SystemExit(f"{mutant['file']} is not as it was when mutants were drawn")
+            raise SystemExit(f"{mutant['file']} has changed since mutants were drawn")
         changed = original[: place.start] + mutant["after"].encode() + original[place.stop :]
         self._tree.write(mutant["file"], changed)
         try:
@@ -134,7 +134,7 @@ class Trials:
         return test in self._passing
 
     def _run(self, names: list[str], seconds: float) -> tuple[int | str, str]:
-        """Runs tests until one fails; returns the status, and the last test begun, or a file."""
+        """Runs tests until one fails; returns the status, and the last test begun (or its file)."""
         begun = self._tree.root.parent / "test.txt"
         begun.write_text("")
         files = list(dict.fromkeys(name.partition("::")[0] for name in names))
@@ -147,7 +147,7 @@ class Trials:
 
 
 class _Chosen:
-    """Runs tests of these names alone, in their order, and writes down which began last."""
+    """Runs only tests of these names, in their order, and records the last one begun."""
 
     def __init__(self, names: Iterable[str], begun: pathlib.Path):
         self._rank = {name: i for i, name in enumerate(names)}

@@ -19,7 +19,7 @@ class Pool:
     """Workers with a copy of a tree each, as a context.
 
     Args:
-      lines: a folder; what `record` keeps, and `attempt` reads.
+      lines: folder of the records that `record` writes and `attempt` reads.
     """
 
     def __init__(self, count: int, root: pathlib.Path, lines: pathlib.Path):
@@ -39,7 +39,7 @@ class Pool:
         self._scratch.cleanup()
 
     def each(self, work: Callable, items: Iterable) -> Iterator:
-        """Results as they come."""
+        """Yields results as they complete."""
         for done in futures.as_completed([self._pool.submit(work, item) for item in items]):
             yield done.result()
 
@@ -61,18 +61,18 @@ def _trials() -> Trials:
 
 
 def attempt(item: tuple[int, dict, tuple[str, ...]]) -> tuple[int, dict]:
-    """Tries the mutant of an index until a stage notices; what is to be added to it."""
+    """Tries a mutant until a stage detects it; returns its index, and the keys to add to it."""
     index, mutant, stages = item
-    found: dict = {}
+    outcome: dict = {}
     for name in left(mutant, stages):
-        found |= _trials().attempt(mutant | found, name)
-        if found.get("noticed_by"):
+        outcome |= _trials().attempt(mutant | outcome, name)
+        if outcome.get("noticed_by"):
             break
-    return index, found
+    return index, outcome
 
 
 def left(mutant: dict, stages: tuple[str, ...]) -> list[str]:
-    """Returns the stages, of those named, that are still to be asked."""
+    """Returns those of `stages` in which the mutant has not been tried."""
     if mutant.get("equivalent") or mutant.get("noticed_by"):
         return []
     return [name for name in stages if name not in mutant.get("asked", ())]

@@ -30,19 +30,20 @@ def problem(shape: Sizes, **sizes):
 
 
 def over_chips(attend_with_lse, *, chips: int, size: int, slots: int):
-    """Returns a function of whole arrays that attends to every chip's stripes, and merges.
+    """Returns a function of whole arrays that attends to each chip's stripes, then merges.
 
     Args:
-      size: tokens of a stripe; slots: of a chip.
+      size: tokens of a stripe.
+      slots: slots of a chip.
     """
 
     def run(inputs, cache, first_B):
         results = []
         for chip in range(chips):
-            held = Stripes(size, chips, chip)
-            here = np.asarray(held.position(np.arange(slots)))
-            part = {name: np.asarray(array)[..., here] for name, array in cache.items()}
-            o, log_sum_exp = attend_with_lse(inputs, part, first_B, held)
+            stripes = Stripes(size, chips, chip)
+            positions = np.asarray(stripes.position(np.arange(slots)))
+            chip_cache = {name: np.asarray(array)[..., positions] for name, array in cache.items()}
+            o, log_sum_exp = attend_with_lse(inputs, chip_cache, first_B, stripes)
             results.append((np.asarray(o, np.float64), np.asarray(log_sum_exp, np.float64)))
             seen = np.asarray(first_B) >= size * chip
             assert np.array_equal(np.isfinite(results[-1][1]).all(axis=(1, 2)), seen)
@@ -55,7 +56,7 @@ def over_chips(attend_with_lse, *, chips: int, size: int, slots: int):
 
 
 def races() -> list:
-    """Returns the races that the last interpreters found; they only print them."""
+    """Returns the races that the last interpreters found (and only printed)."""
     states = (tpu_interpreter.races, gpu_interpreter._races)
     return [state for state in states if state is not None and state.races_found]
 
@@ -63,17 +64,17 @@ def races() -> list:
 def check(run, shape: Sizes, *, firsts, length: int, dtype, behind: float | None = None) -> None:
     """Asserts that run(inputs, cache, first_B) equals the definition, to the dtype's rounding.
 
-    Also that an interpreter with `detect_races` found no race: on a TPU between cores and copies,
-    on a GPU between threads and copies, but not products (see `hopper`). All tensors are random and
-    without zeros; slots behind a sequence's end hold random entries too, or `behind`.
+    Also asserts that an interpreter with `detect_races` found no race: on a TPU between cores and
+    copies, on a GPU between threads and copies, but not products (see `hopper`). All tensors are
+    random, without zeros; slots beyond a sequence's end hold random entries too, or `behind`.
     """
     inputs, cache = problem(shape, batch=len(firsts), length=length, dtype=dtype)
     first_B = np.asarray(firsts, np.int32)
     expected = definition(inputs, cache, first_B)
     if behind is not None:
-        is_behind = np.arange(length) > first_B[:, None]
+        is_beyond = np.arange(length) > first_B[:, None]
         cache = {
-            name: np.where(is_behind[:, *(None,) * (x.ndim - 2)], np.asarray(behind, x.dtype), x)
+            name: np.where(is_beyond[:, *(None,) * (x.ndim - 2)], np.asarray(behind, x.dtype), x)
             for name, x in cache.items()
         }
     o = np.asarray(run(inputs, cache, jnp.asarray(first_B)))

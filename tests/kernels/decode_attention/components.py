@@ -1,4 +1,4 @@
-"""Components of a TPU kernel in plain JAX: logits from their inputs, softmax, values."""
+"""Components of a TPU kernel in plain JAX: logits from the inputs, softmax, values."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def attend(components, first_B, *, heads, capacity, scale, key_scale, **options)
 
 
 def _logits(keys, N: int):
-    x = {name: given.array.astype(jnp.float32) for name, given in keys.inputs.items()}
+    x = {name: operand.array.astype(jnp.float32) for name, operand in keys.inputs.items()}
     keys_BNHS = _per_head(x["keys"], N)
     match keys:
         case operators.MatrixKeys():
@@ -41,8 +41,8 @@ def _logits(keys, N: int):
     rotated = q * cos + r * sin, r * cos - q * sin  # [B, tiles, N, H]
     kv_head = np.arange(N) * len(x["expand"]) // N
     absorbed = sum(
-        jnp.einsum("BtNH,NRH->BNRtH", part, x[name][kv_head])
-        for part, name in zip(rotated, ("expand", "swapped"), strict=True)
+        jnp.einsum("BtNH,NRH->BNRtH", rotated_part, x[name][kv_head])
+        for rotated_part, name in zip(rotated, ("expand", "swapped"), strict=True)
     )
     query_BNRS = (absorbed @ x["table"]).reshape(keys_BNHS.shape)
     return jnp.sum(query_BNRS * keys_BNHS, axis=2)

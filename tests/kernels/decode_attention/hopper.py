@@ -1,24 +1,24 @@
 """A strict model of a Hopper GPU's shared memory for Mosaic GPU's interpreter.
 
 The interpreter completes products (wgmma) and copies (TMA) at once, and makes stores visible at
-once. A GPU runs both asynchronously, through a proxy of their own. Here a kernel fails at the first
-access to shared memory that only the interpreter orders:
+once. A GPU runs products and copies asynchronously, through the async proxy. With this model a
+kernel fails at the first access to shared memory that only the interpreter orders:
 
-    earlier            later                     what must lie between them
+    earlier            later                     required between them
     a store            a product, a copy         commit_smem
     a load             a copy                    commit_smem: any warp may lag behind
     a product          a store, a copy           wgmma_wait, which makes its reads loads
     a copy             anything                  barrier_wait on its barrier
 
-An accumulator is read when no product into it is in flight. A wait for all but n products leaves
-the n youngest in flight.
+An accumulator may be read when no product into it is in flight. A wait for all but n products
+leaves the n youngest in flight.
 
 Pallas orders the threads' own loads and stores, and registers (wgmma.fence); neither is modelled.
-It also puts a barrier of the warpgroup before every copy, but does not promise it: here only
-commit_smem is a barrier. The model covers one warpgroup per program, products, and copies into
+It also puts a barrier of the warpgroup before every copy, but does not guarantee it: in the model
+only commit_smem is a barrier. The model covers one warpgroup per program, products, and copies into
 shared memory; other kernels and clusters are refused.
 
-Importing this installs it, for interpreters with `InterpretGPUParams` of this module.
+Importing this module installs the model, for interpreters with this module's `InterpretGPUParams`.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,13 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret,
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-# It must have this very name: Pallas compares it.
+# Pallas compares the class's name.
 class InterpretGPUParams(plgpu.InterpretGPUParams):
     """Interpreters with these raise `Hazard`."""
 
 
 class Hazard(Exception):
-    """Two accesses to shared memory that a GPU need not run in their order."""
+    """Two accesses to shared memory that a GPU may reorder."""
 
 
 _BETWEEN = {  # kinds of access, earlier and later
@@ -69,7 +69,7 @@ class _Access:
 
 @dataclasses.dataclass
 class _Program:
-    """Accesses of a program of the grid that are not ordered yet."""
+    """A program's accesses that later accesses are not ordered with yet."""
 
     accesses: list[_Access] = dataclasses.field(default_factory=list)
     # The oldest first: an accumulator and its operands.
@@ -95,7 +95,7 @@ class _Program:
             self.accesses.append(dataclasses.replace(operand, kind="load"))
 
     def arrive(self, barrier: tuple, arrivals: int) -> None:
-        """A phase of the barrier ends: the oldest copies that arrive at it have."""
+        """Ends a phase of the barrier: its oldest copies are complete."""
         for copy in [a for a in self.accesses if a.barrier == barrier][:arrivals]:
             self.accesses.remove(copy)
 
@@ -117,7 +117,7 @@ _CALLBACKS: dict[str, Callable] = {}  # by their names in `gpu_callbacks`
 
 
 def _before(name: str) -> Callable:
-    """Decorates a function that runs before the interpreter's callback, with named arguments."""
+    """Returns a decorator: the function runs before the interpreter's callback `name`."""
     original = getattr(gpu_callbacks, name)
     signature = inspect.signature(original)
 
@@ -144,13 +144,13 @@ def _line(arguments: dict) -> str:
     return source_info_util.summarize(arguments["source_info"])
 
 
-def _accessed(kind: str, arguments: dict, which: str = "", barrier=None) -> list[_Access]:
-    """The access to the ref that the arguments call `which`, if it is in shared memory."""
-    key = arguments[f"{which}allocation_key_as_array"]
+def _accessed(kind: str, arguments: dict, prefix: str = "", barrier=None) -> list[_Access]:
+    """Returns the access to the ref of arguments with this prefix; [] outside shared memory."""
+    key = arguments[f"{prefix}allocation_key_as_array"]
     host_key = gpu_callbacks.HostAllocationKey.from_array(key)
     if host_key.memory_space_id != _SMEM:
         return []
-    transforms = gpu_callbacks._remove_noop_transforms(arguments[f"{which}transforms"])
+    transforms = gpu_callbacks._remove_noop_transforms(arguments[f"{prefix}transforms"])
     transforms = jax.tree.map(int, transforms)
     access = gpu_callbacks._get_shared_memory().access(host_key, transforms)
     return [_Access(kind, _key(key), access.range, _line(arguments), barrier)]

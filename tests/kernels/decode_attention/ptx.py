@@ -1,10 +1,10 @@
 """Finds unordered accesses to shared memory in a compiled Hopper kernel's PTX.
 
-Follows every path through the program. Addresses are not read: an order is required between all
+Follows every path through the program. Addresses are ignored: an order is required between all
 accesses of two kinds, except that one product may be in flight while a ring fills another slot. The
-order of PTX's proxies is required as PTX defines it:
+requirements are those of PTX's proxies:
 
-    earlier                         later                  what must lie between them
+    earlier                         later                  required between them
     st.shared, stmatrix             wgmma, bulk copy       fence.proxy.async, then bar.sync
     ld.shared, ldmatrix             bulk copy              fence.proxy.async, then bar.sync
     wgmma                           st.shared, stmatrix    commit_group, wait_group 0
@@ -29,18 +29,18 @@ _KINDS = {
     "fence": r"\bfence\.proxy\.async",
     "barrier": r"\bbar\.sync",
     "jump": r"^bra(?:\.uni)?\s+(\$\w+)",
-    "branch": r"^@\S+\s+bra(?:\.uni)?\s+(\$\w+)",  # but those that wait for a copy: DONE, LAB_WAIT
+    "branch": r"^@\S+\s+bra(?:\.uni)?\s+(\$\w+)",  # not those that wait for a copy: DONE, LAB_WAIT
     "label": r"^(\$\w+):",
     "end": r"^ret;",
 }
 
 
-_MANY = 8  # groups in flight, and more
-_DONE, _FENCED, _ACCESSED = range(3)  # how far loads and stores are from being ordered
+_MANY = 8  # stands for this number of groups in flight, or more
+_DONE, _FENCED, _ACCESSED = range(3)  # loads and stores: ordered, fenced only, not ordered
 
 
 class _State(NamedTuple):
-    """Accesses that one path has not ordered."""
+    """Accesses on a path that are not ordered with later accesses."""
 
     stored: int = _DONE
     loaded: int = _DONE
@@ -59,19 +59,19 @@ def hazards(ptx: str) -> list[str]:
     if not {"product", "copy"} <= {kind for kind, _, _ in steps}:
         raise ValueError("a program without wgmma or bulk copies")
     labels = {name: i for i, (kind, name, _) in enumerate(steps) if kind == "label"}
-    found, seen, ahead = set(), set(), [(0, _State())]
-    while ahead:
-        i, state = at = ahead.pop()
-        if at in seen or i == len(steps):
+    messages, seen, pending = set(), set(), [(0, _State())]
+    while pending:
+        i, state = visit = pending.pop()
+        if visit in seen or i == len(steps):
             continue
-        seen.add(at)
+        seen.add(visit)
         kind, argument, line = steps[i]
-        found |= {(line, f"line {line}: {kind} {wrong}") for wrong in _wrong(kind, state)}
+        messages |= {(line, f"line {line}: {kind} {wrong}") for wrong in _wrong(kind, state)}
         if kind in ("jump", "branch"):
-            ahead.append((labels[argument], state))
+            pending.append((labels[argument], state))
         if kind not in ("jump", "end"):
-            ahead.append((i + 1, _after(kind, argument, state)))
-    return [message for _, message in sorted(found)]
+            pending.append((i + 1, _after(kind, argument, state)))
+    return [message for _, message in sorted(messages)]
 
 
 def _steps(ptx: str) -> Iterator[tuple[str, str, int]]:

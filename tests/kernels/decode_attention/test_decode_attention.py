@@ -199,17 +199,19 @@ def test_flops_by_hand():
 
 
 def test_shapes_of_real_models():
-    """Bytes of a token in bfloat16, FLOPs of a query; rivals' caches are as large as MLA's."""
+    """Bytes of a token in bfloat16, FLOPs of a query; rivals' caches are of MLA's size."""
     shared = dict.fromkeys(RIVALS, 1664)
     large = dict(mha=9216, gqa=3072, mqa=512, thin_keys=5760, lrkv=5192, lrkv_no_norm=5120)
     large |= dict(lrkv_no_rope=5192, lrkv_gqa=2072, mla=1664) | shared
     small = dict(mha=3072, gqa=1536, mqa=512, thin_keys=1920, lrkv=2072, lrkv_no_norm=2048)
     small |= dict(lrkv_no_rope=2072, lrkv_gqa=1292, mla=640) | dict.fromkeys(RIVALS, 640)
-    found = {
-        model: {name: bytes_per_token(shape, jnp.dtype(jnp.bfloat16)) for name, shape in of.items()}
-        for model, of in SHAPES.items()
+    sizes = {
+        model: {
+            name: bytes_per_token(shape, jnp.dtype(jnp.bfloat16)) for name, shape in shapes_.items()
+        }
+        for model, shapes_ in SHAPES.items()
     }
-    assert found == dict(d12=small, d36=large)
+    assert sizes == dict(d12=small, d36=large)
     rivals = {name: (SHAPES["d36"][name].N, *SHAPES["d36"][name].flops()) for name in RIVALS}
     assert rivals == dict(
         gla=(18, 1_769_472, 29_952),
@@ -220,7 +222,7 @@ def test_shapes_of_real_models():
         mfa=(10, 0, 16_640),
     )
     assert (SHAPES["d12"]["mfa"].N, SHAPES["d12"]["gta"].J, SHAPES["d12"]["gqa"].K) == (8, 2, 3)
-    for shape in (shape for of in SHAPES.values() for shape in of.values()):
+    for shape in (shape for shapes_ in SHAPES.values() for shape in shapes_.values()):
         inputs, cache = abstract(shape, batch=2, length=16, dtype=jnp.float32)
         o = jax.eval_shape(reference.decode_attention, inputs, cache, jnp.zeros(2, jnp.int32))
         width = shape.Hv or shape.C
@@ -245,17 +247,17 @@ def test_a_capacity_beyond_the_angles_of_positions(name, angles):
 
 
 def _abstract(name, S):
-    """One query per sequence, and a cache of S tokens, as shapes."""
+    """Returns abstract inputs with one query per sequence, and an abstract cache of S tokens."""
     inputs, cache = jax.eval_shape(lambda: _build(name, 1, dtype=np.float32))
 
-    def of(x):
+    def with_capacity(x):
         return jax.ShapeDtypeStruct((*x.shape[:-1], S), x.dtype)
 
-    return inputs, {field: of(array) for field, array in cache.items()}
+    return inputs, {field: with_capacity(array) for field, array in cache.items()}
 
 
 def test_every_cache_layout_is_tested(x64, make_mechanism):
-    """Tested here, or by a mechanism for which tests/attention/test_law.py compares both."""
+    """Each layout is in VARIANTS, or of a mechanism in tests/attention/test_law.py."""
     built = {type(_build(name, 1)[0]) for name in VARIANTS}
     for name in MECHANISMS:
         config = make_mechanism(name)
@@ -295,16 +297,16 @@ _OTHERS += ("tpa", "mla_paper_plain")
     ),
 )
 def test_equals_the_definition(x64, name, way, T):
-    """With tiles that do not divide the cache, a tile longer than the cache, ragged lengths."""
-    given, cache = _build(name, T)
+    """Tiles that do not divide the cache, a tile longer than the cache, ragged lengths."""
+    inputs, cache = _build(name, T)
     ragged = [[17, 0, 36], [15, 16, 17], [37, 37, 37], [0, 0, 0]]  # 37 + 3 tokens fill the cache
     for tile_kv in (16, 64) if (way, T) == ("tiled", 1) and name in quick.READERS else (16,):
         for first in ragged if tile_kv == 16 else ragged[:1]:
             first_B = jnp.asarray(first, jnp.int32)
-            o = _attend(given, cache, first_B, way, tile_kv)
-            assert o.shape[:3] == given.query.shape[:3]
+            o = _attend(inputs, cache, first_B, way, tile_kv)
+            assert o.shape[:3] == inputs.query.shape[:3]
             assert o.dtype == jnp.float64
-            expected = _definition(given, cache, first_B)
+            expected = _definition(inputs, cache, first_B)
             np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
             assert np.abs(expected).max() > 0.1
 
@@ -315,35 +317,36 @@ def test_equals_the_definition(x64, name, way, T):
 @pytest.mark.parametrize("name", quick.only(["lrkv"], ["mha", "lrkv", "factored", "mla"]))
 def test_a_window_of_the_last_tokens(x64, name, T, window):
     """Tiles before the window are not read: they hold NaN."""
-    given, cache = _build(name, T)
+    inputs, cache = _build(name, T)
     first_B = jnp.asarray([37, 16, 15], jnp.int32)
     definition = jax.jit(functools.partial(reference.decode_attention, window=window))
-    expected = np.asarray(definition(given, cache, first_B))
+    expected = np.asarray(definition(inputs, cache, first_B))
     attend = jax.jit(functools.partial(xla.decode_attention, window=window, tile_kv=8))
-    np.testing.assert_allclose(attend(given, cache, first_B), expected, rtol=1e-11, atol=1e-11)
-    q, k, v = map(np.asarray, jax.jit(reference.expand)(given, cache))
+    np.testing.assert_allclose(attend(inputs, cache, first_B), expected, rtol=1e-11, atol=1e-11)
+    q, k, v = map(np.asarray, jax.jit(reference.expand)(inputs, cache))
     for b, first in enumerate(first_B.tolist()):
         for t in range(T):
             seen = slice(max(0, first + t + 1 - window), first + t + 1)
-            z_NS = given.scale * np.einsum("NH,SNH->NS", q[b, t], k[b, seen])
+            z_NS = inputs.scale * np.einsum("NH,SNH->NS", q[b, t], k[b, seen])
             o_NV = np.einsum("NS,SNV->NV", special.softmax(z_NS, axis=-1), v[b, seen])
             np.testing.assert_allclose(expected[b, t], o_NV, rtol=1e-11, atol=1e-11)
     before = max(0, 15 + 1 - window) // 8 * 8
     unread = jax.tree.map(np.array, cache)
     for array in unread.values():
         array[..., :before] = np.nan
-    np.testing.assert_array_equal(attend(given, unread, first_B), attend(given, cache, first_B))
+    np.testing.assert_array_equal(attend(inputs, unread, first_B), attend(inputs, cache, first_B))
 
 
 def test_kernels_have_no_window(x64):
-    given, cache = _build("mha", 1)
+    inputs, cache = _build("mha", 1)
     first_B = jnp.asarray([17, 0, 36], jnp.int32)
     for name in ("tpu", "gpu"):
         with pytest.raises(NotImplementedError, match=f"the {name.upper()} kernels have no window"):
-            decode_attention(given, cache, first_B, window=4, implementation=name)
-    ways = (decode_attention, reference.decode_attention)
+            decode_attention(inputs, cache, first_B, window=4, implementation=name)
+    implementations = (decode_attention, reference.decode_attention)
     windowed, expected = (
-        jax.jit(functools.partial(way, window=4))(given, cache, first_B) for way in ways
+        jax.jit(functools.partial(implementation, window=4))(inputs, cache, first_B)
+        for implementation in implementations
     )
     np.testing.assert_allclose(windowed, expected, rtol=1e-11, atol=1e-11)
 
@@ -353,10 +356,10 @@ def test_kernels_have_no_window(x64):
 def test_a_cache_much_longer_than_a_tile(x64, name, first):
     """The CPU's path depends on the longest sequence; the result does not."""
     kind, options = VARIANTS[name]
-    given, cache = getattr(_Draw(1, S=256), kind)(**options)
+    inputs, cache = getattr(_Draw(1, S=256), kind)(**options)
     first_B = jnp.asarray(first, jnp.int32)
-    o = jax.jit(functools.partial(xla.decode_attention, tile_kv=32))(given, cache, first_B)
-    expected = _definition(given, cache, first_B)
+    o = jax.jit(functools.partial(xla.decode_attention, tile_kv=32))(inputs, cache, first_B)
+    expected = _definition(inputs, cache, first_B)
     np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -373,12 +376,12 @@ def test_far_positions(x64, name, way, T):
     """Four tiles of 512, up to position 2,045; LRKV's absorbed query is rotated for each."""
     kind, options = VARIANTS[name]
     options = options | dict(rope_base=10_000.0)
-    given, cache = getattr(_Draw(T, S=2048, H=16), kind)(**options)
+    inputs, cache = getattr(_Draw(T, S=2048, H=16), kind)(**options)
     first_B = jnp.asarray([2045, 1500, 3], jnp.int32)
-    expected = _definition(given, cache, first_B)
-    o = _attend(given, cache, first_B, way, 512)
+    expected = _definition(inputs, cache, first_B)
+    o = _attend(inputs, cache, first_B, way, 512)
     np.testing.assert_allclose(o, expected, rtol=1e-10, atol=1e-10)
-    narrow = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float32), (given, cache))
+    narrow = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float32), (inputs, cache))
     o = _attend(*narrow, first_B, way, 512)
     assert o.dtype == jnp.float32
     assert np.abs(o - expected).max() < 1e-5 * np.abs(expected).max()
@@ -388,11 +391,11 @@ def test_far_positions(x64, name, way, T):
 @pytest.mark.parametrize("name", ["lrkv", "mla", "kv_tied"])
 def test_bfloat16_is_widened_first(name):
     """Products and sums of bfloat16 arrays are float32's, and so is the output."""
-    given, cache = _build(name, 1, dtype=jnp.bfloat16)
+    inputs, cache = _build(name, 1, dtype=jnp.bfloat16)
     first_B = jnp.asarray([17, 0, 36], jnp.int32)
-    o = _attend(given, cache, first_B, "tiled", 16)
+    o = _attend(inputs, cache, first_B, "tiled", 16)
     assert o.dtype == jnp.float32
-    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float32), (given, cache))
+    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float32), (inputs, cache))
     np.testing.assert_allclose(o, _attend(*wide, first_B, "tiled", 16), rtol=1e-6, atol=1e-6)
 
 
@@ -422,28 +425,28 @@ def test_nothing_grows_with_expanded_keys(name, T):
     kind, options = LARGE[name]
 
     def bytes_of(implementation, slots):
-        given, cache = getattr(_Abstract(T, B=1, S=slots, H=128, Hv=128, R=64), kind)(**options)
+        inputs, cache = getattr(_Abstract(T, B=1, S=slots, H=128, Hv=128, R=64), kind)(**options)
         first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-        compiled = jax.jit(implementation).lower(given, cache, first_B).compile()
-        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-        return compiled.memory_analysis().temp_size_in_bytes, held
+        compiled = jax.jit(implementation).lower(inputs, cache, first_B).compile()
+        cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        return compiled.memory_analysis().temp_size_in_bytes, cache_bytes
 
     small, large = (bytes_of(xla.decode_attention, slots) for slots in (4096, 32_768))
     assert large[1] == 8 * small[1]
     assert large[0] - small[0] < 0.05 * (large[1] - small[1])
     assert large[0] < 0.25 * large[1]
-    if name != "gqa":  # whose cache is what the definition reads
+    if name != "gqa":  # the definition reads GQA's cache as it is
         small, large = (bytes_of(reference.decode_attention, slots) for slots in (4096, 32_768))
         assert large[0] - small[0] > 0.5 * (large[1] - small[1])
 
 
 def test_implementations_have_names(x64):
-    given, cache = _build("lrkv", 1)
+    inputs, cache = _build("lrkv", 1)
     first_B = jnp.asarray([17, 0, 36], jnp.int32)
     attend = jax.jit(decode_attention, static_argnames="implementation")
-    default, named = (attend(given, cache, first_B, implementation=i) for i in (None, "xla"))
+    default, named = (attend(inputs, cache, first_B, implementation=i) for i in (None, "xla"))
     np.testing.assert_array_equal(default, named)
-    expected = attend(given, cache, first_B, implementation="reference")
+    expected = attend(inputs, cache, first_B, implementation="reference")
     np.testing.assert_allclose(default, expected, rtol=1e-11, atol=1e-11)
     with pytest.raises(ValueError, match="implementation = 'fast'.*xla, tpu, gpu, reference"):
-        decode_attention(given, cache, first_B, implementation="fast")
+        decode_attention(inputs, cache, first_B, implementation="fast")

@@ -34,7 +34,7 @@ def _jitted(**parameters):
 
 
 NO_ROPE = ResidualSizes(N=8, K=4, J=2, H=64, Hv=192, rope_base=None)
-# The edges of splits of 128 tokens and tiles of 64; 256 is a full cache that grows no more.
+# The edges of splits of 128 tokens and tiles of 64; 256: the cache of 256 tokens is full.
 EDGES = (0, 63, 64, 127, 128, 200, 256)
 
 
@@ -105,7 +105,7 @@ def test_equals_the_definition_at_d12(name):
     ),
 )
 def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
-    """The default leaves to XLA only shapes that `check` refuses."""
+    """By default only shapes that `check` refuses are left to XLA."""
     shape = ResidualSizes(N=N, K=K, R=R, H=H)
     inputs, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.bfloat16)
     try:
@@ -115,7 +115,7 @@ def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
     o = jax.eval_shape(_run, inputs, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     assert o.shape == (1, 1, N, 128)
     plan = plans.ResidualAdapter(inputs, cache).plan
-    basis = -(-H // 128) * 128 // 64  # ring slots that hold the basis; another one must load
+    basis = -(-H // 128) * 128 // 64  # ring slots of the basis; at least one more is needed to load
     assert plans.slots(plan, 64, scaled=True) > basis
 
 
@@ -156,17 +156,17 @@ def test_sizes_that_do_not_fit_each_other(shape, parameters, message):
 
 def test_slots_and_registers_of_real_models():
     """Ring slots that fit half a multiprocessor, and registers of a thread, at d36."""
-    found = {}
+    sizes = {}
     for name in ("mha", "gqa", "thin_keys", "lrkv", "lrkv_no_rope", "mla"):
         shape = shapes.SHAPES["d36"][name]
         problem = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
         adapter = plans.ADAPTERS[type(problem[0])](*problem)
         scaled = "key_scale" in problem[1]
-        found[name] = (
+        sizes[name] = (
             plans.slots(adapter.plan, adapter.tile_kv, scaled),
             adapter.plan.registers(adapter.tile_kv),
         )
-    assert found == dict(
+    assert sizes == dict(
         mha=(6, 24),
         gqa=(6, 24),
         thin_keys=(6, 32),
@@ -262,15 +262,15 @@ def test_another_gpu_is_named_with_the_fallback():
 def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length):
     pytest.importorskip("jax_cuda13_plugin")
     shape = shapes.SHAPES[model][name]
-    found, program, program_ptx = gpu_static.compiled(shape, batch=4, length=length)
+    resources, program, program_ptx = gpu_static.compiled(shape, batch=4, length=length)
     assert not ptx.hazards(program_ptx)
-    assert found["spill_bytes"] == 0 and found["registers"] <= 255
-    assert found["shared_bytes"] <= 227 * 1024
-    made = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())
-    made = [(dtype, [int(dim) for dim in dims.split(",")], op) for dtype, dims, op in made]
+    assert resources["spill_bytes"] == 0 and resources["registers"] <= 255
+    assert resources["shared_bytes"] <= 227 * 1024
+    results = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())
+    results = [(dtype, [int(dim) for dim in dims.split(",")], op) for dtype, dims, op in results]
     for field, dims in shape.fields().items():
         whole = "f32" if field == "key_scale" else "bf16", 4 * math.prod(dims) * length
-        of_slots = [(dtype, math.prod(dims), op) for dtype, dims, op in made if length in dims]
+        of_slots = [(dtype, math.prod(dims), op) for dtype, dims, op in results if length in dims]
         operations = {op for *array, op in of_slots if tuple(array) == whole}
         assert "parameter" in operations and operations <= {"parameter", "bitcast"}, field
     temporary = program.memory_analysis().temp_size_in_bytes

@@ -17,7 +17,7 @@ _TILE = (64, 64)
 
 
 def _run(steps, interpret, threads=1):
-    """A kernel of these steps on two tiles of shared memory, a and b, and an accumulator."""
+    """Runs a kernel of these steps on two tiles of shared memory, a and b, and an accumulator."""
 
     def kernel(x, o, a, b, full):
         def body(acc):
@@ -92,7 +92,7 @@ _modelled = functools.partial(
         ],
     ),
 )
-def test_what_nothing_orders_is_flagged_and_what_is_ordered_is_not(steps, missing):
+def test_only_unordered_accesses_are_flagged(steps, missing):
     _modelled(re.sub(r"[\[\]]", "", steps).split(", "))
     with pytest.raises(Exception, match=f"Hazard: {missing}.*test_hopper.py"):
         _modelled(re.sub(r"\[.*?\], ", "", steps).split(", "))
@@ -102,7 +102,7 @@ def test_other_parts_of_a_tile_are_other_memory():
     _modelled(["load other half", "copy half", "load other half", "arrive", "load"])
 
 
-def test_what_ran_is_what_was_written():
+def test_results_of_modelled_steps():
     o = _modelled(["store", "commit", "product", "wait and read", "load"])
     np.testing.assert_array_equal(o, np.stack([np.ones(_TILE), np.full(_TILE, 64)]))
 

@@ -1,4 +1,4 @@
-"""`ptx` reports each line that orders two accesses if it is deleted."""
+"""`ptx` reports a hazard if a line that orders two accesses is deleted."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.kernels.decode_attention import ptx
 _PRODUCT = "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n8k16 {%r1}; }"
 _COPY = "@%p1 cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1];"
 
-# A line that ends in // <fault> is what keeps <fault> away.
+# Without a line that ends in // <hazard>, the kernel has this hazard.
 _KERNEL = f"""
 $L__BB0_1:
   ld.shared.v4.b32 {{%r1, %r2, %r3, %r4}}, [%rd1];
@@ -43,11 +43,11 @@ def test_what_is_ordered_is_not_flagged():
     assert ptx.hazards(_KERNEL) == []
 
 
-@pytest.mark.parametrize("gone", [i for i, line in enumerate(_LINES) if "//" in line])
-def test_every_line_that_orders_is_missed(gone):
-    fault = _LINES[gone].split("// ")[1]
-    found = ptx.hazards("\n".join(line for i, line in enumerate(_LINES) if i != gone))
-    assert any(message.endswith(fault) for message in found), found
+@pytest.mark.parametrize("deleted", [i for i, line in enumerate(_LINES) if "//" in line])
+def test_a_deleted_ordering_line_is_reported(deleted):
+    fault = _LINES[deleted].split("// ")[1]
+    messages = ptx.hazards("\n".join(line for i, line in enumerate(_LINES) if i != deleted))
+    assert any(message.endswith(fault) for message in messages), messages
 
 
 def test_a_weaker_wait_is_flagged():

@@ -41,24 +41,24 @@ def _mesh(chips):
 
 
 def _split(layer, mesh):
-    """A layer's arrays, with each token where its chip is."""
+    """Returns a layer's arrays, placed on the chips of a mesh."""
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shardings = program.cache_shardings(cache_lib.Cache((layer,), None), whole)
     return jax.device_put(layer, shardings.layers[0])
 
 
 def _by_position(array, chips, size=STRIPE):
-    """An array of a split cache in the order of one that is not."""
+    """Returns an array of a split cache in the order of positions."""
     slots = np.arange(array.shape[-1] // chips)
     chips = [Stripes(size, chips, chip) for chip in range(chips)]
-    order = np.concatenate([np.asarray(held.position(slots)) for held in chips])
+    order = np.concatenate([np.asarray(stripes.position(slots)) for stripes in chips])
     out = np.empty(array.shape, array.dtype)
     out[..., order] = np.asarray(array)
     return out
 
 
 def _decode(graph, config, mesh):
-    """A jitted step of an attention module over its cache, split over a mesh or not."""
+    """Returns a jitted step of an attention module over its cache, split over a mesh or not."""
 
     def step(weights, x_BTD, layer, first_B, counts_B):
         index = first_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
@@ -74,13 +74,16 @@ def _decode(graph, config, mesh):
 
 
 def _splits(S, chips):
-    """(T, counts [B]) of calls: ragged prefill, ends of stripes and of the round, single tokens."""
+    """Yields (T, counts [B]) of calls: ragged prefill, ends of stripes and rounds, single tokens.
+
+    A round is one stripe on each chip.
+    """
     ends = [STRIPE * chips - 3, 3, 0]  # the second sequence never leaves the first chip for long
-    left = np.array(ends)
-    while left.any():
-        counts = np.minimum(left, CHUNK)
+    remaining = np.array(ends)
+    while remaining.any():
+        counts = np.minimum(remaining, CHUNK)
         yield CHUNK, counts
-        left = left - counts
+        remaining = remaining - counts
     for _ in range(4):  # over the end of a round, and to a first token
         yield 1, np.array([1, 1, 1])
     yield 1, np.array([0, 1, 0])  # 8 tokens: exactly a stripe
@@ -98,9 +101,9 @@ def _splits(S, chips):
 
 @pytest.fixture
 def short_tiles(monkeypatch):
-    """Tiles of 4: more than one to a stripe, and 24 slots are long enough to go by tiles."""
-    part = functools.partial(xla.attend_with_lse, tile_kv=4)
-    monkeypatch.setitem(sharded.IMPLEMENTATIONS, "xla", part)
+    """Sets tiles of 4: a stripe has two, and 24 slots are read tile by tile."""
+    attend = functools.partial(xla.attend_with_lse, tile_kv=4)
+    monkeypatch.setitem(sharded.IMPLEMENTATIONS, "xla", attend)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +137,9 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
             y_BTD, layers[i] = step(weights, new, layers[i], lengths, np.asarray(counts, np.int32))
             outputs.append(np.asarray(y_BTD))
         for b, count in enumerate(counts):
-            one, several = (y[b, :count] for y in outputs)
-            np.testing.assert_allclose(several, one, rtol=1e-10, atol=1e-10)
-            assert count == 0 or np.abs(one).max() > 0.01
+            expected, split = (y[b, :count] for y in outputs)
+            np.testing.assert_allclose(split, expected, rtol=1e-10, atol=1e-10)
+            assert count == 0 or np.abs(expected).max() > 0.01
             compared += count
         lengths = lengths + np.asarray(counts, np.int32)
     assert lengths[0] == S and compared == lengths.sum()
@@ -155,16 +158,16 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
     ["mha", "gqa", "lrkv", "lrkv_gqa", "lrkv_no_rope", "mla"],
 )
 def test_the_tpu_kernels_attend_over_a_part(mechanism):
-    """Two chips with three stripes of 128 each; of a short sequence the second holds nothing."""
+    """Two chips with three stripes of 128 each; the second has no token of the short sequence."""
     interpret = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
     options = dict(splits=2 if mechanism == "gqa" else 1, interpret=interpret)
 
     @jax.jit
-    def attend(inputs, part, first_B, chip):
-        return tpu.attend_with_lse(inputs, part, first_B, Stripes(128, 2, chip), **options)
+    def attend(inputs, chip_cache, first_B, chip):
+        return tpu.attend_with_lse(inputs, chip_cache, first_B, Stripes(128, 2, chip), **options)
 
-    def on_chip(o, part, first_B, held):
-        return attend(o, part, first_B, jnp.int32(held.chip))
+    def on_chip(o, chip_cache, first_B, stripes):
+        return attend(o, chip_cache, first_B, jnp.int32(stripes.chip))
 
     run = agreement.over_chips(on_chip, chips=2, size=128, slots=384)
     shape = shapes.SHAPES["d12"][mechanism]
@@ -173,7 +176,7 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_merging_parts_whose_logits_are_of_any_size(scale):
-    """With log-sum-exps whose exponentials overflow float32; one chip sees no token."""
+    """Log-sum-exps whose exponentials overflow float32; one chip has no token."""
     mesh, rng = _mesh(4), np.random.default_rng(0)
     o = rng.standard_normal((4, 2, 1, 3, 5)).astype(np.float32)  # [chip, B, T, N, V]
     log_sum_exp = (scale * rng.standard_normal((4, 2, 1, 3))).astype(np.float32)
@@ -229,15 +232,15 @@ def test_a_step_on_four_tpus_moves_and_copies_no_cache(
         compiled = lowered.compile()
         text = compiled.as_text()
         assert len(re.findall('custom_call_target="tpu_custom_call', text)) == kernel_calls
-        found = hlo.collectives(text)
-        assert {c.kind for c in found} == {"all-reduce"}
-        assert max(c.bytes for c in found) <= 4 * batch * d36.HEADS * (128 + 1)
+        collectives = hlo.collectives(text)
+        assert {c.kind for c in collectives} == {"all-reduce"}
+        assert max(c.bytes for c in collectives) <= 4 * batch * d36.HEADS * (128 + 1)
         cache = cache_lib.abstract(
             config.mechanisms, batch=batch, capacity=length, dtype=jnp.dtype(jnp.bfloat16)
         )
         analysis = compiled.memory_analysis()
-        held = cache_lib.live_bytes(cache) // 4
-        assert held <= analysis.alias_size_in_bytes < 1.001 * held + 4096
-        memory.append((analysis.temp_size_in_bytes, held))
+        cache_bytes = cache_lib.live_bytes(cache) // 4
+        assert cache_bytes <= analysis.alias_size_in_bytes < 1.001 * cache_bytes + 4096
+        memory.append((analysis.temp_size_in_bytes, cache_bytes))
     (short, small), (long, large) = memory
     assert long - short < 0.05 * (large - small)

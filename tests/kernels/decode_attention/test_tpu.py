@@ -77,7 +77,7 @@ def _components(delay_values):
 
 @pytest.mark.parametrize("delay_values", [False, True])
 def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(delay_values):
-    """Two splits, of which a short sequence fills one; two score tiles in a tile."""
+    """Two splits, one of them empty for a short sequence; two score tiles per tile."""
     components, key_scale = _components(delay_values)
     options = dict(
         heads=N, capacity=S, scale=0.25, key_scale=key_scale, tile_kv=TILE_KV, score_tile=128
@@ -103,7 +103,7 @@ CASES = [
 
 
 def test_components_of_cache_layouts_are_the_definition(monkeypatch):
-    """On a cache that is full, and on two chips' stripes; plain JAX replaces the pipeline."""
+    """On a full cache, and on two chips' stripes; plain JAX replaces the pipeline."""
     calls = []
 
     def attend(components, first_B, **options):
@@ -116,8 +116,8 @@ def test_components_of_cache_layouts_are_the_definition(monkeypatch):
     for shape, options in CASES:
         run = functools.partial(tpu.decode_attention, **options)
         agreement.check(run, shape, firsts=(256, 63), length=256, dtype=FLOAT32)
-        part = functools.partial(tpu.attend_with_lse, **options)
-        over_chips = agreement.over_chips(part, chips=2, size=128, slots=384)
+        with_lse = functools.partial(tpu.attend_with_lse, **options)
+        over_chips = agreement.over_chips(with_lse, chips=2, size=128, slots=384)
         firsts = (700, 384, 100)  # the second chip holds no token of the last sequence
         agreement.check(over_chips, shape, firsts=firsts, length=768, dtype=FLOAT32)
     tpu._run.clear_cache()
@@ -157,7 +157,7 @@ def test_equals_the_definition_at_d12(mechanism, dtype):
     ],
 )
 def test_splits_tiles_and_operators_of_values_change_nothing(mechanism, options):
-    """One of two splits of a short sequence has no token."""
+    """The second split of a short sequence has no token."""
     run = _jitted(**(dict(tile_kv=128, score_tile=128) | options))
     shape = SHAPES["d12"][mechanism]
     agreement.check(run, shape, firsts=(450, 100), length=512, dtype=FLOAT32)
@@ -212,14 +212,14 @@ def _with_bias(o, c):
         (lambda o, c: (dataclasses.replace(o, query=o.query[..., :64]), c), "H = 64"),
     ],
 )
-def test_what_they_do_not_take_is_named_with_the_fallback(change, message):
+def test_tpu_refusals_name_the_reason_and_the_fallback(change, message):
     problem = shapes.abstract(SHAPES["d12"]["lrkv"], batch=1, length=128, dtype=BFLOAT16)
     arrays = *jax.eval_shape(change, *problem), jax.ShapeDtypeStruct((1,), jnp.int32)
     with pytest.raises(NotImplementedError, match=f"{message}.*: use 'xla'"):
         jax.eval_shape(functools.partial(decode_attention, implementation="tpu"), *arrays)
 
 
-# Scheduled bundles over the cycles that the cache's bytes take from HBM, at most.
+# Upper bounds of scheduled bundles over the cycles in which HBM delivers the cache's bytes.
 MOST = dict(
     lrkv=dict(v5e=0.40, v5p=0.50, v4=0.55),
     lrkv_no_rope=dict(v5e=0.60, v5p=0.60, v4=0.60),

@@ -20,7 +20,7 @@ DEFAULT = dict(tile_kv=1024, splits=1)
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """A function of tuned.json's content; the device compiled for is a `KIND`."""
+    """A function that writes tuned.json; the device compiled for is a `KIND`."""
     monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
     monkeypatch.setattr(tuning, "current_device_kind", lambda: KIND)
     tuning._read.cache_clear()
@@ -111,7 +111,7 @@ def test_impossible_tiles_are_rounded(write, tile_kv):
     assert jax.eval_shape(run, inputs, cache, first_B).shape == (1, 1, 6, 128)
 
 
-def test_what_is_saved_is_found(write):
+def test_saved_entries_are_found(write):
     write({"comment": "kept"})
     tuning.save(KEY, KIND, dict(tile_kv=256), source="static", bundles=3.5)
     assert _tile_kv(KEY) == 256
@@ -135,25 +135,25 @@ def test_the_entries_kept_in_the_repository():
     "kernel, module, entry",
     [(tpu, tpu, dict(tile_kv=256, score_tile=128, splits=2)), (gpu, gpu.kernel, dict(split=256))],
 )
-def test_the_kernels_take_what_was_tuned(write, monkeypatch, kernel, module, entry):
+def test_kernels_use_tuned_parameters(write, monkeypatch, kernel, module, entry):
     """The caller's parameters take precedence."""
     shape = shapes.SHAPES["d12"]["mha"]
     inputs, cache = shapes.abstract(shape, batch=1, length=1024, dtype=jnp.bfloat16)
     key = tuning.key(kernel.__name__.split(".")[-2], inputs, cache)
     write({KIND: {key: dict(parameters=entry, source="measured")}})
-    taken = []
+    used = []
 
     class Enough(Exception):
         pass
 
     def attend(*arrays, **options):
-        taken.append({name: options[name] for name in entry})
+        used.append({name: options[name] for name in entry})
         raise Enough
 
     monkeypatch.setattr(module, "attend", attend)
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    for said in ({}, {name: 2 * value for name, value in entry.items()}):
-        run = functools.partial(kernel.decode_attention, **said)
+    for given_options in ({}, {name: 2 * value for name, value in entry.items()}):
+        run = functools.partial(kernel.decode_attention, **given_options)
         with pytest.raises(Enough):
             jax.eval_shape(run, inputs, cache, first_B)
-    assert taken == [entry, {name: 2 * value for name, value in entry.items()}]
+    assert used == [entry, {name: 2 * value for name, value in entry.items()}]

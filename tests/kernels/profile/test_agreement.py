@@ -20,12 +20,12 @@ def _run(**changes):
 
 @pytest.fixture
 def implementation(monkeypatch):
-    """Puts a function in XLA's place."""
+    """A function that replaces the XLA implementation."""
     return lambda function: monkeypatch.setitem(agreement.IMPLEMENTATIONS, "xla", function)
 
 
 @pytest.mark.slow
-def test_one_that_is_right_agrees():
+def test_a_correct_implementation_agrees():
     rows = agreement.check(_run(mechanisms=("mqa", "gqa"), points=((3, 64), (1, 32))))
     assert [(r["mechanism"], r["batch"], r["length"]) for r in rows] == [
         (name, *point) for point in ((3, 64), (1, 32)) for name in ("mqa", "gqa")
@@ -34,7 +34,7 @@ def test_one_that_is_right_agrees():
         assert row["agrees"] and row["same"] and 0 < row["error"] < 1e-5
 
 
-def test_one_that_is_a_little_wrong_does_not(implementation):
+def test_a_slightly_wrong_implementation_does_not_agree(implementation):
     implementation(lambda *arguments: 1.001 * reference.decode_attention(*arguments))
     (row,) = agreement.check(_run())
     assert row["same"] and not row["agrees"]
@@ -42,7 +42,7 @@ def test_one_that_is_a_little_wrong_does_not(implementation):
     assert row["worst"] == pytest.approx(1e-3, rel=0.01)
 
 
-def test_one_that_sees_what_lies_behind_a_sequence_does_not(implementation):
+def test_reading_beyond_a_sequences_end_does_not_agree(implementation):
     def whole(o, cache, first_B):
         return jnp.full_like(first_B, 63)
 
@@ -51,7 +51,7 @@ def test_one_that_sees_what_lies_behind_a_sequence_does_not(implementation):
     assert row["worst"] > 1 and not row["agrees"]
 
 
-def test_one_that_gives_other_bits_each_time_does_not(implementation):
+def test_varying_bits_do_not_agree(implementation):
     calls = itertools.count()
 
     def noise():
@@ -66,25 +66,25 @@ def test_one_that_gives_other_bits_each_time_does_not(implementation):
     assert row["worst"] < 1e-5 and not row["same"] and not row["agrees"]
 
 
-def test_one_whose_output_is_no_number_does_not(implementation):
+def test_nan_does_not_agree(implementation):
     implementation(lambda *arguments: jnp.nan * reference.decode_attention(*arguments))
     (row,) = agreement.check(_run())
     assert not row["agrees"] and row["why"] == "FloatingPointError: its output is not finite"
     assert not agreement.all_agree([row, dict(worst=0.0, agrees=True)])
 
 
-def test_where_nothing_ran_nothing_agrees():
+def test_without_runs_nothing_agrees():
     assert not agreement.all_agree([dict(why="refused")])
     assert agreement.all_agree([dict(why="refused"), dict(worst=0.0, agrees=True)])
 
 
-def test_the_definition_may_be_asked_for_itself(monkeypatch):
+def test_the_definition_agrees_with_itself(monkeypatch):
     monkeypatch.setattr(measured.Run, "dtype", jnp.dtype(jnp.bfloat16))
     (row,) = agreement.check(_run(implementations=("reference",)))
     assert row["agrees"] and row["error"] < 1e-6
 
 
-def test_one_that_refuses_says_why():
+def test_a_refusal_has_its_reason():
     rows = agreement.check(_run(implementations=("gpu", "xla")))
     assert rows[0]["why"].startswith("the GPU kernel takes base_key in bfloat16")
     assert rows[1]["agrees"]
@@ -103,7 +103,7 @@ def test_sequences_end_anywhere_and_garbage_follows():
         assert first == 63 or keys[b, ..., first + 1 :].mean() > 50
 
 
-def test_the_command_ends_with_what_was_found(capsys, implementation):
+def test_exit_status_of_the_check(capsys, implementation):
     options = ["--check", "--model=d12", "--mechanisms=gqa", "--batch=2", "--length=64", "--json"]
     assert profile.main(options) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]

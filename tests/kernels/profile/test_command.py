@@ -31,7 +31,7 @@ def command(capsys):
 
 @pytest.fixture
 def nothing_measured(monkeypatch):
-    """Measuring and tuning return nothing at once."""
+    """Replaces measuring and tuning by functions that return nothing; a list of their runs."""
     runs = []
     monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 2e9))[1])
     monkeypatch.setattr(measured, "tune", lambda run, _: (runs.append(run), [])[1])
@@ -144,12 +144,12 @@ def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
     assert "--device=h200: its compiler is not installed" in capsys.readouterr().err
 
 
-def test_what_a_compiler_reports_of_a_gpus_kernel(monkeypatch):
+def test_resources_reported_by_a_gpus_compiler(monkeypatch):
     gpu_static = pytest.importorskip("kvjax.kernels.profile.gpu_static")
-    asked = []
+    compiled = []
 
     def compile_for(device, function, inputs, cache, first_B):
-        asked.append((device, cache["base_key"].shape, cache["base_key"].dtype, first_B.shape))
+        compiled.append((device, cache["base_key"].shape, cache["base_key"].dtype, first_B.shape))
         assert os.environ["MOSAIC_GPU_DUMP_PTX"] == "1" and first_B.dtype == jnp.int32
         assert not jax.config.jax_enable_compilation_cache
         folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
@@ -166,8 +166,8 @@ def test_what_a_compiler_reports_of_a_gpus_kernel(monkeypatch):
     assert gpu_static.resources(shape, **sizes, device="h100") == figures
     assert gpu_static.compiled(shape, **sizes) == (figures, "program", "the kernel")
     assert gpu_static.resources(shape, **sizes) == figures
-    for (device, *given), name in zip(asked, ("h100", "h200", "h200"), strict=True):
-        assert (device, given) == (f"a {name}", [(2, 3, 128, 256), jnp.bfloat16, (2,)])
+    for (device, *arrays), name in zip(compiled, ("h100", "h200", "h200"), strict=True):
+        assert (device, arrays) == (f"a {name}", [(2, 3, 128, 256), jnp.bfloat16, (2,)])
 
 
 @pytest.mark.slow
@@ -204,21 +204,21 @@ profile.main(["--json", "--model=d12", "--mechanisms=gqa", "--length=256", "--ro
     assert run.returncode == 0, run.stderr
     assert "measured, cpu, float32" in run.stderr
     result = json.loads(run.stdout)
-    by = {r["implementation"]: r for r in result["rows"]}
-    assert list(by) == ["xla", "cudnn", "torch"]
-    xla = by["xla"]  # on a busy machine so short a run may say that it is too short
+    rows = {r["implementation"]: r for r in result["rows"]}
+    assert list(rows) == ["xla", "cudnn", "torch"]
+    xla = rows["xla"]  # on a busy machine a run this short may be refused as noise
     assert xla.get("cache_bytes") == 256 * 2 * 3 * 128 * 4 or "noise" in xla["why"]
-    assert by["cudnn"]["why"] == "there is no GPU"
-    assert "torch" in by["torch"]["why"].lower()
+    assert rows["cudnn"]["why"] == "there is no GPU"
+    assert "torch" in rows["torch"]["why"].lower()
 
 
 def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
-    made, original = [], figure.Figure
+    figures, original = [], figure.Figure
 
     def keep(**options):
-        made.append(original(**options))
-        return made[-1]
+        figures.append(original(**options))
+        return figures[-1]
 
     monkeypatch.setattr(figure, "Figure", keep)
     names = dict(mechanism="mha", implementation="xla", batch=1)
@@ -226,18 +226,18 @@ def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
     rows += [dict(names, batch=8, length=3, gbps=4.0)]
     profile.plot(rows, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    ((axes,),) = (figure.axes for figure in made)
+    ((axes,),) = (figure.axes for figure in figures)
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {
         "mha xla, batch 1": [[1, 2.5], [2, 5.0]],
         "mha xla, batch 8": [[3, 4.0]],
     }
     assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == list(lines)
-    said = (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel(), axes.get_ylabel())
-    assert said == ("log", "linear", "cached tokens", "GB/s of cache")
+    labels = (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel(), axes.get_ylabel())
+    assert labels == ("log", "linear", "cached tokens", "GB/s of cache")
 
 
-def test_a_cpu_is_asked_little_without_options(command, nothing_measured, monkeypatch):
+def test_defaults_are_small_on_a_cpu(command, nothing_measured, monkeypatch):
     monkeypatch.setattr(agreement, "check", lambda run, _: nothing_measured.append(run) or [])
     for options in ([], ["--check"], ["--tune"], ["--batch=1"]):
         profile.main(options)
@@ -263,32 +263,32 @@ def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_meas
         )
         assert text.startswith("measured, cpu, float32: median and extremes of 3 rounds")
         assert "4,800 by datasheet, 2.0 for a copy (read and written)" in text
-    usual, *asked = nothing_measured
-    assert usual.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))
-    assert usual.points[5:] == tuple((2**i, 32_768) for i in range(7))
-    assert (usual.target, usual.device, usual.model) == (0.05, "h200", "d36")
-    assert usual.implementations == ("xla",)
-    assert usual.mechanisms == ("mha", "gqa", "lrkv", "lrkv_no_rope", "mla")
-    assert asked[0].points == tuple((2, n) for _, n in usual.points[:5])
-    assert [run.points for run in asked[1:]] == [((1, 8), (1, 9)), ((2, 8), (3, 8))]
+    default, *with_options = nothing_measured
+    assert default.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))
+    assert default.points[5:] == tuple((2**i, 32_768) for i in range(7))
+    assert (default.target, default.device, default.model) == (0.05, "h200", "d36")
+    assert default.implementations == ("xla",)
+    assert default.mechanisms == ("mha", "gqa", "lrkv", "lrkv_no_rope", "mla")
+    assert with_options[0].points == tuple((2, n) for _, n in default.points[:5])
+    assert [run.points for run in with_options[1:]] == [((1, 8), (1, 9)), ((2, 8), (3, 8))]
 
 
-def test_what_was_measured_is_told_before_the_table(nothing_measured, monkeypatch, capsys):
+def test_rows_are_printed_as_they_are_measured(nothing_measured, monkeypatch, capsys):
     names = dict(mechanism="mha", implementation="xla", batch=8, length=4096)
     seconds = dict(median=2e-6, low=1e-6, high=3e-6)
 
-    def killed(run, found):
-        found(names | dict(gbps=1234.5, seconds=seconds))
-        found(names | dict(why="no"))
-        found(names | dict(worst=0.5, agrees=False))
-        found(names | dict(seconds=2e-6, parameters=dict(split=512)))
+    def killed(run, on_row):
+        on_row(names | dict(gbps=1234.5, seconds=seconds))
+        on_row(names | dict(why="no"))
+        on_row(names | dict(worst=0.5, agrees=False))
+        on_row(names | dict(seconds=2e-6, parameters=dict(split=512)))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measured, "measure", killed)
     with pytest.raises(KeyboardInterrupt):
         profile.main([])
-    told = [line.partition("8 x 4,096: ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert [line for line in told if line] == [
+    printed = [line.partition("8 x 4,096: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in printed if line] == [
         "1.0 to 3.0 us, 1,234.5 GB/s",
         "no",
         "worst 5.0e-01, WRONG",
@@ -334,13 +334,13 @@ def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         fill(1.0)
-        left = len(list(tmp_path.iterdir()))
-        assert left
+        entries = len(list(tmp_path.iterdir()))
+        assert entries
         with gpu_static._without_compilation_cache():
             fill(2.0)
-        assert len(list(tmp_path.iterdir())) == left
+        assert len(list(tmp_path.iterdir())) == entries
         fill(3.0)
-        assert len(list(tmp_path.iterdir())) > left
+        assert len(list(tmp_path.iterdir())) > entries
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

@@ -17,8 +17,8 @@ from kvjax.kernels.profile import contenders, measured, timing
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_others_left_is_not_collected():
-    """A measurement collects garbage often; with all earlier tests' objects each takes a second."""
+def earlier_objects_are_frozen():
+    """A measurement often collects garbage, which takes a second with earlier tests' objects."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -99,7 +99,7 @@ def test_flops_are_those_of_the_costs():
 def seconds(monkeypatch):
     """Contenders that take 1 s for MHA and 0.5 s for LRKV; "tpu" refuses MHA and fails on LRKV.
 
-    Libraries take 3 s for MHA; torch has no memory for it. Returns the shapes held at each sample.
+    Libraries take 3 s for MHA; torch is out of memory. Returns the problems alive at each sample.
     """
     alive, held = weakref.WeakSet(), []
 
@@ -127,9 +127,9 @@ def seconds(monkeypatch):
 
     def problem(setup):
         shape = "lrkv" if isinstance(setup.shape, ResidualSizes) else "mha"
-        made = Problem(setup=setup, shape=shape, caches=[{}] * setup.copies, inputs=None)
-        alive.add(made)
-        return made
+        new = Problem(setup=setup, shape=shape, caches=[{}] * setup.copies, inputs=None)
+        alive.add(new)
+        return new
 
     monkeypatch.setattr(contenders, "lower", lower)
     monkeypatch.setattr(contenders, "sample", sample)
@@ -141,11 +141,11 @@ def seconds(monkeypatch):
     return held
 
 
-def test_a_contender_that_cannot_is_a_row_that_says_why(seconds):
+def test_a_contender_that_fails_has_a_row_with_the_reason(seconds):
     rows, copied = measured.measure(_run())
     assert copied == 50
-    said = [(r["mechanism"], r["implementation"], r.get("why", r.get("speedup"))) for r in rows]
-    assert said == [
+    outcomes = [(r["mechanism"], r["implementation"], r.get("why", r.get("speedup"))) for r in rows]
+    assert outcomes == [
         ("mha", "xla", 1.0),
         ("mha", "tpu", "no MHA here"),
         ("lrkv", "xla", 2.0),
@@ -165,7 +165,7 @@ def _bytes(monkeypatch, mechanisms):
     return need
 
 
-def test_what_is_held_together_is_a_mechanism_and_mha(seconds, monkeypatch):
+def test_caches_in_memory_are_of_one_mechanism_and_mha(seconds, monkeypatch):
     need = _bytes(monkeypatch, ("mha", "lrkv"))
     assert need["gqa"] <= need["lrkv"]
     rows, _ = measured.measure(_run(mechanisms=("mha", "gqa", "lrkv"), implementations=("xla",)))
@@ -173,14 +173,14 @@ def test_what_is_held_together_is_a_mechanism_and_mha(seconds, monkeypatch):
     assert sorted(seconds) == [["lrkv", "mha"], ["mha"], ["mha", "mha"]]
 
 
-def test_what_refuses_keeps_no_caches(seconds):
+def test_a_refusal_keeps_no_caches(seconds):
     """The error of a refusal lives as long as the programs of a point do."""
     run = _run(mechanisms=("mha", "lrkv"), implementations=("cudnn", "xla"), points=((2, 512),) * 2)
     measured.measure(run)
     assert seconds == [["mha"], ["mha"], ["lrkv", "mha"]] * 2
 
 
-def test_beside_what_mha_does_not_fit_it_is_absent_by_name(seconds, monkeypatch):
+def test_mha_that_does_not_fit_beside_a_mechanism_is_named(seconds, monkeypatch):
     _bytes(monkeypatch, ("mha",))
     rows, _ = measured.measure(_run(implementations=("xla",)))
     assert seconds == [["mha"], ["lrkv"]]
@@ -189,7 +189,7 @@ def test_beside_what_mha_does_not_fit_it_is_absent_by_name(seconds, monkeypatch)
     assert lrkv["no_speedup"] == measured.NO_MHA
 
 
-def test_what_does_not_fit_the_memory_is_skipped_by_name(seconds, monkeypatch):
+def test_a_mechanism_that_does_not_fit_is_skipped_with_a_reason(seconds, monkeypatch):
     _bytes(monkeypatch, ("lrkv",))
     rows, _ = measured.measure(_run(implementations=("xla",)))
     assert [r["implementation"] for r in rows] == ["", "xla"]
@@ -220,7 +220,7 @@ def test_a_problem_that_cannot_be_built_is_a_row(seconds, monkeypatch):
     assert copied == 50
 
 
-def test_beside_ours_stands_the_fastest_public_mha(seconds):
+def test_public_speedup_is_over_the_fastest_library(seconds):
     rows, _ = measured.measure(_run(implementations=("xla", "cudnn", "torch")))
     timed = [r for r in rows if "seconds" in r]
     assert [(r["implementation"], r["public_speedup"]) for r in timed] == [
@@ -233,7 +233,7 @@ def test_beside_ours_stands_the_fastest_public_mha(seconds):
     assert not any("public_speedup" in r for r in rows)
 
 
-def test_whose_mha_is_said_where_it_is_not_the_kernels(seconds):
+def test_rows_name_the_implementation_of_mha(seconds):
     rows, _ = measured.measure(_run(implementations=("tpu", "xla")))
     timed = [r for r in rows if "seconds" in r]
     assert {(r["mha_by"], r["mha_instead_of"]) for r in timed} == {("xla", "tpu: no MHA here")}
@@ -241,7 +241,7 @@ def test_whose_mha_is_said_where_it_is_not_the_kernels(seconds):
     assert not any("mha_instead_of" in r for r in rows)
 
 
-def test_the_table_says_whose_mha_it_is():
+def test_the_table_names_the_implementation_of_mha():
     names = dict(implementation="xla", batch=1, length=1024)
     row = dict(seconds=dict(median=1e-3, low=1e-3, high=1e-3), gbps=1.0, of_copy=0.5, tflops=1.0)
     row |= dict(of_datasheet=None, may_stay_on_chip=True, may_be_launches=False)
@@ -263,27 +263,27 @@ def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
     tuning.FILE.write_text("{}")
     monkeypatch.setattr(tuning, "key", lambda *_: "xla/some-B2-S512")
-    (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla", "reference")))
+    (row,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla", "reference")))
     entry = json.loads(tuning.FILE.read_text())["cpu"]["xla/some-B2-S512"]
     best = max(measured.TILES)  # the fake is fastest with the largest
-    assert entry["parameters"] == found["parameters"] == dict(tile_kv=best)
+    assert entry["parameters"] == row["parameters"] == dict(tile_kv=best)
     assert (entry["source"], entry["seconds"]) == ("measured", 1 / best)
-    (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("tpu",)))
-    assert found["why"] == "no MHA here"
+    (row,) = measured.tune(_run(mechanisms=("mha",), implementations=("tpu",)))
+    assert row["why"] == "no MHA here"
     with monkeypatch.context() as small:
         _bytes(small, ())
-        told = []
+        reported = []
         run = _run(mechanisms=("mha",), implementations=("xla",))
-        (found,) = measured.tune(run, told.append)
-        assert found.pop("why").endswith(" GB do not fit: 0.0 GB are left") and told == [found]
-        assert found == dict(mechanism="mha", implementation="", batch=2, length=512)
-    monkeypatch.setattr(measured, "TILES", (0, 0))  # of which the fake makes 1, as of nothing
+        (row,) = measured.tune(run, reported.append)
+        assert row.pop("why").endswith(" GB do not fit: 0.0 GB are left") and reported == [row]
+        assert row == dict(mechanism="mha", implementation="", batch=2, length=512)
+    monkeypatch.setattr(measured, "TILES", (0, 0))  # in the fake, 0 is as fast as the default
     tuning.FILE.write_text("{}")
-    (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla",)))
-    assert found["why"] == measured.NOTHING_FASTER and tuning.FILE.read_text() == "{}"
+    (row,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla",)))
+    assert row["why"] == measured.NOTHING_FASTER and tuning.FILE.read_text() == "{}"
 
 
-def test_candidates_are_those_that_a_module_has_for_the_shape():
+def test_candidates_by_kernel_and_shape():
     def candidates(name, mechanism="mha"):
         shape = shapes.SHAPES["d36"][mechanism]
         problem = shapes.abstract(shape, batch=1, length=1024, dtype=jnp.bfloat16)

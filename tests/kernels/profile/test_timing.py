@@ -34,7 +34,7 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
     caches = [dict(base_key=jnp.full((1,), float(i))) for i in range(3)]
     out = timing.chain(call, passes=2)(2, inputs, caches, jnp.zeros((1,), jnp.int32))
     assert [cache for cache, _ in seen] == [0.0, 1.0, 2.0] * 4
-    # Call i returned 1e30·i, of which the next query got 1e-30.
+    # Call i returned 1e30·i; the next query increases by 1e-30 times this.
     np.testing.assert_allclose([q for _, q in seen], np.cumsum(range(12)), rtol=1e-6)
     np.testing.assert_allclose(out.query.ravel(), sum(range(13)), rtol=1e-6)
 
@@ -52,11 +52,11 @@ def test_a_chain_reads_the_caches_where_they_are():
     _, _, entry = compiled.as_text().rpartition("\nENTRY")
     assert "while(" in entry and '"known_trip_count":{"n":"5"}' in compiled.as_text()
     assert "fusion(" not in entry
-    one = cache["base_key"].size * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < one / 4
+    cache_bytes = cache["base_key"].size * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 4
 
 
-def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
+def test_depend_on_changes_no_values():
     inputs, _ = shapes.problem(ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16)
     moved = timing._depend_on(inputs, jnp.full((3,), 2.0))
     jax.tree.map(np.testing.assert_array_equal, moved, inputs)
@@ -65,7 +65,7 @@ def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
     assert moved.residual_query is not inputs.residual_query
 
 
-def test_the_slope_leaves_out_what_a_run_costs():
+def test_the_slope_excludes_a_runs_constant_cost():
     ran = []
 
     def seconds(run):
@@ -83,48 +83,48 @@ def test_the_slope_leaves_out_what_a_run_costs():
 def test_measurements_are_taken_in_turns():
     clock = itertools.count()
     samples = {name: lambda: next(clock) for name in "abc"}
-    taken = timing.interleaved(samples, 4)
-    assert taken == dict(a=[0, 5, 7, 9], b=[1, 3, 8, 10], c=[2, 4, 6, 11])
+    seconds = timing.interleaved(samples, 4)
+    assert seconds == dict(a=[0, 5, 7, 9], b=[1, 3, 8, 10], c=[2, 4, 6, 11])
     assert timing.spread([3, 1, 2, 9]) == timing.Spread(2.5, 1, 9)
 
 
-def test_between_cuda_events_there_is_one_call_and_before_them_a_read():
-    did = []
+def test_cuda_events_time_one_call_after_a_read():
+    log = []
 
     class Event:
         def __init__(self, *, enable_timing):
             assert enable_timing
 
         def record(self):
-            did.append("event")
+            log.append("event")
 
         def elapsed_time(self, end):
             assert end is not self
             return 2.0  # milliseconds
 
-    ahead = types.SimpleNamespace(sum=lambda: did.append("read"))
-    cuda = types.SimpleNamespace(Event=Event, synchronize=lambda: did.append("wait"))
+    ahead = types.SimpleNamespace(sum=lambda: log.append("read"))
+    cuda = types.SimpleNamespace(Event=Event, synchronize=lambda: log.append("wait"))
     torch = types.SimpleNamespace(cuda=cuda, ones=lambda *_, **__: ahead)
 
     def attend(keys, values):
-        did.append((keys, values))
+        log.append((keys, values))
 
     caches = [("k0", "v0"), ("k1", "v1"), ("k2", "v2")]
     sample = contenders._by_events(torch, attend, caches, target=0.02)
-    did.clear()
+    log.clear()
     assert sample() == 2e-3
-    calls = did[2:-1:4]  # each on the cache after the last one's
+    calls = log[2:-1:4]  # each on the cache after the last one's
     assert calls == [caches[(caches.index(calls[0]) + i) % 3] for i in range(10)]
-    assert did == [x for call in calls for x in ("read", "event", call, "event")] + ["wait"]
+    assert log == [x for call in calls for x in ("read", "event", call, "event")] + ["wait"]
 
 
 @pytest.mark.parametrize("library", ["torch", "torch_flash"])
-def test_what_pytorch_is_given(monkeypatch, library):
-    """Caches in the library's layout, `enable_gqa` for GQA; refused without a GPU."""
-    heard, here = [], []
+def test_arguments_of_pytorch(monkeypatch, library):
+    """Caches are in the library's layout, with `enable_gqa` for GQA; refused without a GPU."""
+    calls, installed = [], []
 
     def attend(*arrays, **options):
-        heard.append((*arrays, options))
+        calls.append((*arrays, options))
 
     def draw(*dims, dtype, device):
         assert (dtype, device) == ("bf16", "cuda")
@@ -134,13 +134,13 @@ def test_what_pytorch_is_given(monkeypatch, library):
     torch = types.ModuleType("torch")
     torch.randn, torch.bfloat16 = draw, "bf16"
     torch.nn = types.SimpleNamespace(functional=functional)
-    torch.cuda = types.SimpleNamespace(is_available=lambda: "gpu" in here)
+    torch.cuda = types.SimpleNamespace(is_available=lambda: "gpu" in installed)
     flash = types.ModuleType("flash_attn")
     flash.flash_attn_with_kvcache = attend
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     monkeypatch.setattr(
-        contenders.importlib.util, "find_spec", lambda name: name if name in here else None
+        contenders.importlib.util, "find_spec", lambda name: name if name in installed else None
     )
 
     def by_events(torch, attend, caches, target):
@@ -158,29 +158,29 @@ def test_what_pytorch_is_given(monkeypatch, library):
     for name, why in (("torch", "PyTorch is not installed"), ("gpu", "sees no CUDA device")):
         with pytest.raises(ImportError, match=why):
             sample(GroupedSizes(N=6, K=3))
-        here.append(name)
+        installed.append(name)
     if library == "torch_flash":
         with pytest.raises(ImportError, match="flash-attn is not installed"):
             sample(GroupedSizes(N=6, K=3))
-    here.append("flash_attn")
+    installed.append("flash_attn")
 
     def dims(heads, tokens, width):
         return (2, heads, tokens, width) if library == "torch" else (2, tokens, heads, width)
 
     for K in (3, 6):
-        heard.clear()
+        calls.clear()
         assert sample(GroupedSizes(N=6, K=K, H=16, Hv=32)) == 0.5
         options = dict(enable_gqa=True) if (library, K) == ("torch", 3) else {}
         arrays = dims(6, 1, 16), dims(K, 8, 16), dims(K, 8, 32)
-        assert heard == [(*arrays, options)] * 3  # a ring of as many caches as ours
+        assert calls == [(*arrays, options)] * 3  # a ring of as many caches as ours
 
 
-def test_what_cudnn_is_given(monkeypatch):
+def test_arguments_of_cudnn(monkeypatch):
     """Copies of the caches with tokens second, lowered for the whole ring."""
-    asked, targets = [], []
+    calls, targets = [], []
 
     def attend(query, keys, values, *, scale, implementation):
-        asked.append((query.shape, keys.shape, values.shape, scale, implementation))
+        calls.append((query.shape, keys.shape, values.shape, scale, implementation))
         return query
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
@@ -188,7 +188,7 @@ def test_what_cudnn_is_given(monkeypatch):
     sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32), copies=3, passes=2)
     setup = contenders.Setup(shape=GroupedSizes(N=6, K=3, H=16, Hv=32), **sizes)
     program = contenders.lower("cudnn", setup).compile()
-    assert asked == [((2, 1, 6, 16), (2, 64, 3, 16), (2, 64, 3, 32), 0.25, "cudnn")]
+    assert calls == [((2, 1, 6, 16), (2, 64, 3, 16), (2, 64, 3, 32), 0.25, "cudnn")]
 
     def slope(make, calls, *, target):
         targets.append((calls, target))
@@ -201,16 +201,16 @@ def test_what_cudnn_is_given(monkeypatch):
     assert contenders.default("tpu") == ("tpu", "xla") and contenders.default("cpu") == ("xla",)
 
 
-def test_what_devices_hold_and_a_copy_moves(monkeypatch):
-    taken = []
+def test_device_memory_and_bytes_of_a_copy(monkeypatch):
+    slopes = []
 
     def slope(make, calls, *, target):
-        taken.append((calls, target, int(make(3)()[0])))  # one more each time
+        slopes.append((calls, target, int(make(3)()[0])))  # one more each time
         return make
 
     monkeypatch.setattr(timing, "slope", slope)
     assert timing.copy(target=0.5, num_bytes=64)[1] == 128  # read and written
-    assert taken.pop() == (4, 0.5, 12)
+    assert slopes.pop() == (4, 0.5, 12)
     monkeypatch.setattr(timing, "_CPU_COPY_BYTES", 32)
     monkeypatch.setattr(timing, "_COPY_BYTES", 16)
     assert timing.copy(target=0.5)[1] == 64
@@ -232,15 +232,15 @@ def test_what_devices_hold_and_a_copy_moves(monkeypatch):
 
 
 def test_pytorch_gives_memory_back_where_it_was_used(monkeypatch):
-    did, used = [], []
+    calls, used = [], []
     cuda = types.SimpleNamespace(
-        is_initialized=lambda: bool(used), empty_cache=lambda: did.append(1)
+        is_initialized=lambda: bool(used), empty_cache=lambda: calls.append(1)
     )
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     contenders.free()
     used.append(True)
     contenders.free()
-    assert did == [1]
+    assert calls == [1]
     monkeypatch.delitem(sys.modules, "torch")
     contenders.free()
 
@@ -291,7 +291,7 @@ def test_programs_compile_side_by_side_and_failures_wait_until_asked():
         programs["fails"]()
 
 
-def test_a_problem_is_a_ring_of_full_caches_none_like_another():
+def test_a_problem_is_a_ring_of_full_distinct_caches():
     shape = ResidualSizes(N=2, K=2, R=16)
     sizes = dict(batch=2, length=3000, dtype=jnp.dtype(jnp.bfloat16))
     problem = contenders.Problem(contenders.Setup(shape=shape, copies=2, passes=1, **sizes))

@@ -1,4 +1,4 @@
-"""Schedules of TPU kernels, followed: recorded ones, a few bundles by hand, and real compiles."""
+"""Counts of executed bundles in TPU schedules: recorded, written by hand, and compiled."""
 
 import collections
 import json
@@ -19,7 +19,10 @@ RECORDED = pathlib.Path(__file__).parent / "tpu_schedules"
 
 
 def _recorded(kind):
-    """A kernel of 4 steps on blocks of 256 tokens: each adds, in 2 turns of a loop, if reached."""
+    """Returns the schedule of a kernel with 4 grid steps on blocks of 256 tokens.
+
+    A step that a sequence reaches adds its block in 2 iterations of a loop.
+    """
 
     def text(name):
         return (RECORDED / f"{kind}_{name}.txt").read_text()
@@ -44,7 +47,7 @@ def test_a_schedule_is_followed_as_far_as_the_sequence_reaches(kind, body):
     assert (run(1023) - run(511)).sum() == 4 * body
 
 
-def test_tokens_are_charged_with_what_the_second_half_adds():
+def test_bundles_per_token_are_those_that_the_second_half_adds():
     schedule, chip = _recorded("v5e"), tpu_static.CHIPS["v5e"]
     cost = tpu_static.count([schedule, schedule], chip, 1024)
     assert cost.bundles == 2 * 4 * 8 / 512
@@ -52,18 +55,20 @@ def test_tokens_are_charged_with_what_the_second_half_adds():
     loads = schedule.use[body][:, schedule.units.index("VLOAD")].sum()
     assert loads == 2  # the block and the sum
     assert cost.units["VLOAD"] == pytest.approx(2 * 4 * loads / 3 / 512)
-    both = tpu_static.count([schedule], tpu_static.CHIPS["v5p"], 1024)  # cores that share nothing
-    assert both.bundles == cost.bundles
+    unshared = tpu_static.count(
+        [schedule], tpu_static.CHIPS["v5p"], 1024
+    )  # cores that share nothing
+    assert unshared.bundles == cost.bundles
     with pytest.raises(tpu_static.DoesNotCompile, match="does not depend on how long"):
         tpu_static.count([schedule], chip, 256)
 
 
 def _dumped(folder, names, kernel="kernel.7"):
-    """Dumps as libtpu leaves them: of these programs one is a Pallas kernel."""
+    """Writes libtpu's dumps of programs; one of them is a Pallas kernel."""
     ends = dict(bundles="packed-bundles-post-ra", use="pre-delay_hlo-static-per-bundle-utilization")
     for name in names:
-        for what, end in ends.items():
-            text = (RECORDED / f"v5e_{what}.txt").read_text()
+        for kind, end in ends.items():
+            text = (RECORDED / f"v5e_{kind}.txt").read_text()
             (folder / f"123-{name}-45-{end}.txt").write_text(text)
         target = "tpu_custom_call" if name == kernel else "Sharding"
         analysis = f'  %{name} = f32[8] custom-call(), custom_call_target="{target}"\n'
@@ -72,13 +77,13 @@ def _dumped(folder, names, kernel="kernel.7"):
 
 
 def test_a_kernel_is_compiled_in_a_process_that_dumps_its_schedule(monkeypatch, tmp_path):
-    ran, status, said = [], 0, ""
+    ran, status, stderr = [], 0, ""
 
     def run(command, *, env, **options):
         ran.append((command, env, options))
         folder = pathlib.Path(re.search(r"--xla_jf_dump_to=(\S+)", env["LIBTPU_INIT_ARGS"])[1])
         _dumped(folder, ["kernel.7", "copy.7", "kernelx7"])
-        return types.SimpleNamespace(returncode=status, stderr=said)
+        return types.SimpleNamespace(returncode=status, stderr=stderr)
 
     monkeypatch.setattr(tpu_static.subprocess, "run", run)
     monkeypatch.setattr(tpu_static, "LENGTH", 1024)
@@ -101,15 +106,15 @@ def test_a_kernel_is_compiled_in_a_process_that_dumps_its_schedule(monkeypatch, 
     assert environment["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     flags = r"--given --xla_jf_dump_to=\S+ --xla_jf_dump_llo_text=true"
     assert re.fullmatch(flags, environment["LIBTPU_INIT_ARGS"])
-    status, said = 2, "kvjax: needs libtpu\n"
+    status, stderr = 2, "kvjax: needs libtpu\n"
     with pytest.raises(UserError, match="^kvjax: needs libtpu$"):
         per_token()
-    status, said = 1, "File x\nValueError: first\njax.errors.JaxRuntimeError: INTERNAL: why\nmore"
+    status, stderr = 1, "File x\nValueError: first\njax.errors.JaxRuntimeError: INTERNAL: why\nmore"
     with pytest.raises(
         tpu_static.DoesNotCompile, match="^tile_kv 512, score_tile 256: INTERNAL: why$"
     ):
         per_token(tile_kv=512, score_tile=256)
-    status, said = 1, ""
+    status, stderr = 1, ""
     with pytest.raises(tpu_static.DoesNotCompile, match="^tile_kv 512: the compiler failed$"):
         per_token(tile_kv=512)
     count = len(ran)
@@ -124,23 +129,23 @@ def test_a_kernel_is_compiled_in_a_process_that_dumps_its_schedule(monkeypatch, 
         tpu_static.read(tmp_path)
 
 
-def test_what_such_a_process_compiles(monkeypatch):
-    asked = []
+def test_compilation_in_such_a_process(monkeypatch):
+    compiled = []
     monkeypatch.setattr(tpu_static.topology, "tpu_devices", lambda name: [name, "other"])
     monkeypatch.setattr(
-        tpu_static.topology, "compile_for", lambda device, f, *x: asked.append((device, f, x))
+        tpu_static.topology, "compile_for", lambda device, f, *x: compiled.append((device, f, x))
     )
-    taken = []
+    options_used = []
 
     def attend(*arrays, **options):
-        taken.append(options)
+        options_used.append(options)
         return arrays[0].query
 
     monkeypatch.setitem(tpu_static.IMPLEMENTATIONS, "tpu", attend)
     tpu_static._compile("v4", "d12", "gqa", '{"tile_kv": 512}')
-    ((device, function, (inputs, cache, first_B)),) = asked
+    ((device, function, (inputs, cache, first_B)),) = compiled
     jax.eval_shape(function, inputs, cache, first_B)
-    assert (device, taken) == ("v4:2x2x1", [dict(tile_kv=512)])
+    assert (device, options_used) == ("v4:2x2x1", [dict(tile_kv=512)])
     assert inputs.query.shape == (1, 1, 6, 128) and inputs.query.dtype == jnp.bfloat16
     assert cache["base_key"].shape == (1, 3, 128, 32_768) and first_B.dtype == jnp.int32
 
@@ -170,17 +175,17 @@ def test_scalar_arithmetic():
         ((2**32 - 1, 3), "smax.s32 {}, {}", 3),
     ]
     a, b = ("%s1_s1", "%s2_s2")
-    for given, operation, expected in table:
+    for operands, operation, expected in table:
         schedule = _schedule(
-            f"%s1_s1 = smov {given[0]}  ;;  %s2_s2 = smov {given[1]}",
+            f"%s1_s1 = smov {operands[0]}  ;;  %s2_s2 = smov {operands[1]}",
             f"%s3_s3 = {operation.format(a, b)}  ;;  %4 = x /* two\n lines  ;;  %s5_s3 = smov 0 */",
             f"%p4_p0 = scmp.eq.s32.totalorder %s3_s3, {expected}",
             "%5 = sbr.rel (%p4_p0) target bundleno = 5 (0x5)",
             "",
             "",
         )
-        found = schedule.executed(0, core=0, delay=0).tolist()
-        assert found == [1, 1, 1, 1, 0, 1], operation
+        counts = schedule.executed(0, core=0, delay=0).tolist()
+        assert counts == [1, 1, 1, 1, 0, 1], operation
 
 
 def test_scalars_are_read_before_they_are_written_and_guards_hold():
@@ -219,7 +224,7 @@ def test_cores_share_a_grid():
     assert runs == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]]
 
 
-def test_what_cannot_be_followed_is_said(monkeypatch):
+def test_schedules_that_cannot_be_followed(monkeypatch):
     unknown = _schedule(
         "%s1_s1 = spop %v0_v0",
         "%p2_p0 = scmp.ne.s32.totalorder %s1_s1, 0",
@@ -238,8 +243,8 @@ def test_what_cannot_be_followed_is_said(monkeypatch):
 
 
 def test_clocks_and_hbm_cycles():
-    found = {name: chip.hbm_cycles(5120) for name, chip in tpu_static.CHIPS.items()}
-    assert found == pytest.approx(dict(v4=8.75, v5e=9.40, v5p=6.48, v6e=5.47), abs=0.01)
+    cycles = {name: chip.hbm_cycles(5120) for name, chip in tpu_static.CHIPS.items()}
+    assert cycles == pytest.approx(dict(v4=8.75, v5e=9.40, v5p=6.48, v6e=5.47), abs=0.01)
     clocks = {name: chip.clock / 1e9 for name, chip in tpu_static.CHIPS.items()}
     assert clocks == pytest.approx(dict(v4=1.05, v5e=1.50, v5p=1.75, v6e=1.75), abs=0.005)
 
@@ -254,5 +259,5 @@ def test_real_kernels_are_counted(kind):
 
 
 def test_recorded_schedules_are_all_used():
-    found = collections.Counter(f.name.partition("_")[0] for f in RECORDED.iterdir())
-    assert found == dict(v4=2, v5e=2)
+    files = collections.Counter(f.name.partition("_")[0] for f in RECORDED.iterdir())
+    assert files == dict(v4=2, v5e=2)

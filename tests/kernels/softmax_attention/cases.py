@@ -10,18 +10,18 @@ from kvjax.kernels.softmax_attention.api import softmax_attention
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
-T = 384  # three of the least blocks
+T = 384  # three blocks of the minimum size
 
 
 def arrays(B, N, K, H, Hv, *, length=T, dtype=FLOAT32):
-    """Queries, keys, values, and weights of the output, rounded to a dtype."""
+    """Returns queries, keys, values, and weights of the output, rounded to a dtype."""
     rng = np.random.default_rng(0)
     shapes = (length, N, H), (length, K, H), (length, K, Hv), (length, N, Hv)
     return [jnp.asarray(rng.standard_normal((B, *shape)), dtype) for shape in shapes]
 
 
 def segments(B, length=T):
-    """[B, length] segments that end inside blocks and at their edges, in each row elsewhere."""
+    """Returns segment ids [B, length] that end inside blocks and at their edges; rows differ."""
     ends = [[100, 128, 300], [1, 256, 257]]
 
     def find(row):
@@ -31,7 +31,7 @@ def segments(B, length=T):
 
 
 def numpy(q, k, v, sees_BTS, scale=None):
-    """[B, T, N, Hv] in float64, head by head."""
+    """Returns attention's output [B, T, N, Hv] in float64, head by head in NumPy."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     outputs = []
@@ -44,7 +44,7 @@ def numpy(q, k, v, sees_BTS, scale=None):
 
 
 def run(arrays, **options):
-    """The output, and the gradients of queries, keys and values."""
+    """Returns the output, and the gradients of queries, keys and values."""
 
     def f(q, k, v, w):
         o = softmax_attention(q, k, v, **options)

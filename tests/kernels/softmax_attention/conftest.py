@@ -1,4 +1,4 @@
-"""Blocks small enough for short rows."""
+"""A fixture with blocks small enough for short rows."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The choice of an implementation, and arguments that all refuse."""
+"""The choice of an implementation, and arguments that all implementations refuse."""
 
 import numpy as np
 import pytest

@@ -17,7 +17,7 @@ from tests.kernels.softmax_attention.cases import BFLOAT16, FLOAT32
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """A GPU whose cuDNN is XLA and records its arguments."""
+    """A fake GPU; its cuDNN attention is XLA's and records the arguments."""
     calls = []
     attend = jax.nn.dot_product_attention
 
@@ -69,7 +69,7 @@ CUDNN_REFUSES = [
 
 
 @pytest.mark.parametrize("shape, options, message", CUDNN_REFUSES, ids=lambda x: str(x)[:20])
-def test_cudnn_says_what_it_does_not_take(cudnn, shape, options, message):
+def test_cudnn_refusals(cudnn, shape, options, message):
     if "mesh" in options:
         options = dict(mesh=cases.mesh(**options["mesh"]))
     arrays = cases.shapes(**shape)
@@ -89,7 +89,7 @@ CUDNN_MESHES = [
 
 @pytest.mark.parametrize("sizes, K", quick.only(CUDNN_MESHES[1:2], CUDNN_MESHES), ids=str)
 def test_cudnn_on_several_devices(cudnn, sizes, K):
-    """Each device calls it with its own rows and heads; together they equal XLA on one, in float64.
+    """Each device calls it with its own rows and heads; the result is XLA's on one, in float64.
 
     Outputs, probabilities and gradients are rounded to 8 bits: a few times 2^-9.
     """
@@ -123,11 +123,11 @@ def test_older_gpus_have_narrower_heads(cudnn):
 _FIRST_GPU = cudnn_lib._gpu
 
 
-def test_a_gpu_that_is_not_there_gets_xla(cudnn, monkeypatch):
+def test_without_a_gpu_xla_is_used(cudnn, monkeypatch):
     """Compiling cuDNN attention ahead of time would need cuDNN."""
     monkeypatch.setattr(cudnn_lib, "_gpu", _FIRST_GPU)
-    with monkeypatch.context() as there:
-        there.setattr(jax, "local_devices", lambda: [cudnn.gpu, None])
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "local_devices", lambda: [cudnn.gpu, None])
         assert cudnn_lib._gpu() is cudnn.gpu
     cases.trace(cases.shapes())
     assert not cudnn.calls

@@ -15,7 +15,7 @@ from tests.kernels.softmax_attention import cases
 
 # -- several devices -------------------------------------------------------------------------------
 
-# Axes; whether keys lie as the queries do; KV heads of 4 query heads; whether causal.
+# Implementation; axes; keys are in the order of the queries; KV heads of 4 query heads; causal.
 MESHES = [
     ("splash", dict(sequence=2, tensor=2, fsdp=2), True, 2, True),
     *(
@@ -43,13 +43,13 @@ def _expected_on_one_device(K, causal):
     return arrays, segments, cases.exact(arrays, causal=causal, segment_ids_BS=segments)
 
 
-@pytest.mark.parametrize("implementation, sizes, both, K, causal", MESHES, ids=str)
-def test_several_devices_equal_one(small_blocks, implementation, sizes, both, K, causal):
-    """Zig-zag on a mesh, its devices' parts put back in order: output and gradients."""
+@pytest.mark.parametrize("implementation, sizes, keys_in_order, K, causal", MESHES, ids=str)
+def test_several_devices_equal_one(small_blocks, implementation, sizes, keys_in_order, K, causal):
+    """Output and gradients in zig-zag order on a mesh, put back in order."""
     mesh = cases.mesh(**sizes)
     arrays, segments, expected = _expected_on_one_device(K, causal)
     order = zigzag(LENGTH, mesh.shape["sequence"])
-    keys = order if both else np.arange(LENGTH)
+    keys = order if keys_in_order else np.arange(LENGTH)
     spec, whole = P(("data", "fsdp"), "sequence", "tensor"), P(("data", "fsdp"))
     placed = [
         jax.device_put(x[:, o], NamedSharding(mesh, s))
@@ -62,7 +62,7 @@ def test_several_devices_equal_one(small_blocks, implementation, sizes, both, K,
         implementation=implementation,
         causal=causal,
         query_positions_T=order,
-        key_positions_S=keys if both else None,
+        key_positions_S=keys if keys_in_order else None,
         query_segment_ids_BT=segments[:, order],
         segment_ids_BS=segments[:, keys],
         mesh=mesh,
@@ -135,9 +135,9 @@ def test_zigzag_gives_all_devices_the_same_work(shards):
     work = (positions + 1).reshape(shards, -1).sum(axis=1)
     assert set(work) == {length * (length + 1) // 2 // shards}
     chunk = length // (2 * shards)
-    for i, part in enumerate(positions.reshape(shards, 2, chunk)):
+    for i, chunks in enumerate(positions.reshape(shards, 2, chunk)):
         first, second = i * chunk, (2 * shards - 1 - i) * chunk
-        np.testing.assert_array_equal(part, [first + np.arange(chunk), second + np.arange(chunk)])
+        np.testing.assert_array_equal(chunks, [first + np.arange(chunk), second + np.arange(chunk)])
 
 
 def test_zigzag_refuses_what_it_would_have_to_pad():

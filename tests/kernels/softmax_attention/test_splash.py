@@ -1,4 +1,4 @@
-"""Splash attention, interpreted against float64 and compiled for TPUs that are not there."""
+"""Splash attention, interpreted against float64 and compiled for absent TPUs."""
 
 import functools
 
@@ -40,7 +40,7 @@ def _case(B, N, K, H, Hv, causal, segmented, dtype=FLOAT32):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SPLASH, ids=str)
 def test_splash_equals_xla_in_float64(small_blocks, case):
-    """Sums of up to 384 float32 products, each of 24 to 192; rounding errors add up as roots."""
+    """Tolerance: sums over up to 384 keys and 192 channels, with independent rounding errors."""
     arrays, options = _case(2, *case)
     got = cases.run(arrays, implementation="splash", **options)
     cases.assert_near(got, cases.exact(arrays, **options), 64 * np.finfo(np.float32).eps)
@@ -62,13 +62,13 @@ def test_splash_scale(small_blocks):
     cases.assert_near(
         got, cases.exact(arrays, causal=True, scale=0.7), 64 * np.finfo(np.float32).eps
     )
-    other = cases.exact(arrays, causal=True)
-    assert np.abs(got[0] - other[0]).max() > 0.1
+    default_scale = cases.exact(arrays, causal=True)
+    assert np.abs(got[0] - default_scale[0]).max() > 0.1
 
 
 @pytest.mark.parametrize("window", quick.only([200], [2, 100, 128, 200]))
 def test_splash_window(small_blocks, window):
-    """Blocks of 128: some keys of a block, a whole one, and blocks that no query sees."""
+    """Windows within a block of 128, of a whole block, and with blocks that no query sees."""
     arrays, options = cases.arrays(1, 2, 2, 16, 16), dict(causal=True, window=window)
     got = cases.run(arrays, implementation="splash", **options)
     cases.assert_near(got, cases.exact(arrays, **options), 64 * np.finfo(np.float32).eps)
@@ -99,7 +99,7 @@ ORDERS = {
 @pytest.mark.parametrize("process", [mask_info.process_mask, mask_info.process_mask_dkv])
 @pytest.mark.parametrize("window", [0, 700])
 def test_blocks_of_the_mask_are_those_of_its_elements(order, process, window):
-    """A block's two elements give the result of its [128, 256] elements."""
+    """Two elements per block give the same result as all [128, 256] elements."""
     (positions, shards), length = ORDERS[order], 2048
     far = positions[:, None] - np.arange(length)[None]
     dense = (far >= 0) & (far < (window or length))
@@ -115,7 +115,7 @@ def test_blocks_of_the_mask_are_those_of_its_elements(order, process, window):
 
 
 def test_masks_of_equal_positions_are_equal():
-    """The library caches its tables by mask."""
+    """The library caches tables by mask, so masks need equality and hashes."""
     mask = splash._Causal(zigzag(512, 2), 512)
     assert mask == splash._Causal(zigzag(512, 2), 512)
     assert hash(mask) == hash(splash._Causal(zigzag(512, 2), 512))
@@ -139,8 +139,8 @@ SPLASH_REFUSES = [
 
 
 @pytest.mark.parametrize("shape, sizes, message", SPLASH_REFUSES, ids=lambda x: str(x)[:40])
-def test_splash_says_what_it_does_not_take(monkeypatch, caplog, shape, sizes, message):
-    """Refused by name with a hint at XLA; by default XLA replaces it."""
+def test_splash_refusals(monkeypatch, caplog, shape, sizes, message):
+    """By name it is refused, with a hint at XLA; by default XLA replaces it, with one warning."""
     arrays, options = cases.shapes(**shape), dict(mesh=cases.mesh(**sizes) if sizes else None)
     with pytest.raises(NotImplementedError, match=f"^splash.*{message}.*'xla' supports them"):
         cases.trace(arrays, implementation="splash", **options)
@@ -163,13 +163,13 @@ def test_keys_of_another_length_and_blocks_for_them():
     assert run((q, k, v), key_positions_S=order + 1, causal=False).shape == q.shape
     with pytest.raises(NotImplementedError, match="must be 0 .. S - 1 in some order"):
         run((q, k, v), key_positions_S=order + 1)
-    taken = {
+    blocks = {
         (384, 640, 512): (384, 640, 128),
         (2048, 4096, 1024): (1024, 1024, 512),
         (2048, 4096, 1025): (512, 512, 512),
         (128, 1152, 512): (128, 384, 384),
     }
-    for sizes, (queries, keys, compute) in taken.items():
+    for sizes, (queries, keys, compute) in blocks.items():
         b = splash._block_sizes(*sizes)
         assert (b.block_q, b.block_q_dkv, b.block_q_dq) == (queries,) * 3
         assert (b.block_kv, b.block_kv_dkv, b.block_kv_dq) == (keys,) * 3
@@ -229,7 +229,7 @@ def test_logits_are_never_held(sizes, H):
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 @pytest.mark.parametrize("H, Hv, dtype", [(256, 256, BFLOAT16), (192, 128, FLOAT32)])
 def test_blocks_fit_every_tpu(name, H, Hv, dtype):
-    """The widest heads that have whole blocks, and some over that, with segments."""
+    """The widest heads with blocks of full size, and wider ones, with segments."""
     mesh = _tpus(name, fsdp=4)
     compiled = _compiled(mesh, length=4096, N=2, K=1, H=H, Hv=Hv, dtype=dtype, segmented=True)
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
@@ -237,7 +237,7 @@ def test_blocks_fit_every_tpu(name, H, Hv, dtype):
 
 @pytest.mark.aot
 def test_rows_of_128k_tokens():
-    """Building the kernel and compiling it hold no array [T, S]."""
+    """Neither building nor compiling the kernel makes an array [T, S]."""
     mesh = _tpus("v5e:4x4", sequence=16)
     compiled = _compiled(mesh, length=131_072, N=2, K=2, H=128, Hv=128)
     keys = 4 * 131_072 * 2 * 256 * 2

@@ -34,7 +34,7 @@ def _segments(length, seed):
 def test_equals_numpy(x64):
     for case in CASES:
         _check(jnp.float64, *case)
-    _check(jnp.float32, *CASES[1])  # by the library, as in training
+    _check(jnp.float32, *CASES[1])  # float32 uses jax.nn's attention, as training does
 
 
 @pytest.mark.slow
@@ -59,9 +59,9 @@ def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
     far = t[:, None] - s[None]
     sees = np.broadcast_to(((far >= 0) & (far < (window or S))) | (not causal), (B, T, S))
     if segmented:
-        of_queries, of_keys = _segments(T, 1), _segments(S, 3)
-        sees = sees & (of_queries[:, :, None] == of_keys[:, None])
-        options |= dict(query_segment_ids_BT=of_queries, segment_ids_BS=of_keys)
+        query_segments, key_segments = _segments(T, 1), _segments(S, 3)
+        sees = sees & (query_segments[:, :, None] == key_segments[:, None])
+        options |= dict(query_segment_ids_BT=query_segments, segment_ids_BS=key_segments)
     if copies > 1:
         options["mesh"] = cases.mesh(sequence=copies)
 
@@ -71,7 +71,7 @@ def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
     attend = jax.jit(functools.partial(softmax_attention, **options, implementation="xla"))
     o = attend(*(jnp.asarray(x, dtype) for x in (q, tiled(k), tiled(v))))
     assert o.dtype == dtype and o.shape == (B, T, N, HV)
-    seen = sees.any(axis=2)  # what sees nothing is undefined
+    seen = sees.any(axis=2)  # outputs of queries that see no key are undefined
     assert seen.any()
     expected = cases.numpy(q, k, v, np.where(seen[..., None], sees, True), scale)
     tolerance = 64 * float(jnp.finfo(dtype).eps)
