@@ -49,17 +49,17 @@ parameters. v5p is a TPU.
 
 def ledger() -> dict[str, list[dict]]:
     """Returns the judged rows by paper."""
-    found = {}
+    rows_by_paper = {}
     with progress.waiting("judging"):
         for paper, title in PAPERS.items():
-            found[title] = [_row(claim) for claim in judge.claims(paper)]
-    return found
+            rows_by_paper[title] = [_row(claim) for claim in judge.claims(paper)]
+    return rows_by_paper
 
 
 def _row(claim: dict) -> dict:
-    found = judge.judge(claim)
+    judgement = judge.judge(claim)
     row = {key: claim[key] for key in ("place", "says", "published")}
-    return row | {"verdict": found.verdict, "ours": found.ours, "command": claim["command"]}
+    return row | {"verdict": judgement.verdict, "ours": judgement.ours, "command": claim["command"]}
 
 
 def _correction(count: int) -> str:
@@ -75,12 +75,12 @@ def _correction(count: int) -> str:
     return textwrap.fill(text, 100)
 
 
-def written(found: dict[str, list[dict]]) -> str:
+def written(rows_by_paper: dict[str, list[dict]]) -> str:
     """Returns the text of CLAIMS.md."""
-    count = sum(map(len, found.values()))
+    count = sum(map(len, rows_by_paper.values()))
     verdicts = [(f"**{name}**", means) for name, means in judge.VERDICTS.items()]
     counts = []
-    for title, rows in found.items():
+    for title, rows in rows_by_paper.items():
         by_verdict = collections.Counter(row["verdict"] for row in rows)
         counts.append((title, *(str(by_verdict[name]) for name in judge.VERDICTS)))
     parts = [
@@ -88,7 +88,7 @@ def written(found: dict[str, list[dict]]) -> str:
         _table(("verdict", "means"), verdicts),
         _table(("paper", *judge.VERDICTS), counts, numbers=True),
     ]
-    for title, rows in found.items():
+    for title, rows in rows_by_paper.items():
         cells = [
             (
                 *(row["place"], row["says"], row["published"], f"**{row['verdict']}**"),
@@ -112,17 +112,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--write", action="store_true", help=f"write experiments/{FILE}")
     parser.add_output()
     options = parser.parse(arguments)
-    out, found = Output(options), ledger()
-    for title, rows in found.items():
+    out, rows_by_paper = Output(options), ledger()
+    for title, rows in rows_by_paper.items():
         out.say(f"\n{title}")
         cells = [(r["place"], r["says"], r["published"], r["verdict"], r["ours"]) for r in rows]
         out.table(_COLUMNS[:-1], cells)
     if options.write:
         try:
-            (EXPERIMENTS / FILE).write_text(written(found), "utf-8")
+            (EXPERIMENTS / FILE).write_text(written(rows_by_paper), "utf-8")
         except OSError as error:
             raise UserError(f"--write: {EXPERIMENTS / FILE}: {error.strerror}") from error
-    out.result({"name": "claims", "claims": found})
+    out.result({"name": "claims", "claims": rows_by_paper})
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def _rows(kind):
     return law.covering(FACTORS[kind], functools.partial(_make, kind))
 
 
-def _of(kind, row):
+def _case_config(kind, row):
     return _make(kind, dict(zip(FACTORS[kind], row, strict=True)))
 
 
@@ -115,7 +115,7 @@ def _id(value):
 
 @pytest.mark.parametrize("kind, row", quick.only(QUICK, CASES), ids=_id)
 def test_the_law_for_pairs_of_options(x64, randomise, kind, row):
-    law.check(randomise, *_of(kind, row))
+    law.check(randomise, *_case_config(kind, row))
 
 
 def test_pairs_of_options_that_configs_refuse():
@@ -161,7 +161,7 @@ def test_the_definition_obeys_the_law(x64, make_mechanism, randomise, mechanism_
     np.testing.assert_allclose(y[decoded_], expected[decoded_], rtol=1e-10, atol=1e-10)
 
 
-def _exactly(run, x_BTD):
+def _float64_outputs(run, x_BTD):
     """Returns outputs [B, T, D] in float64 from the (narrower) weights of a run, on whole rows."""
     wide = jax.tree.map(lambda w: np.asarray(w, np.float64), run.weights)
     return reference.attention(run.config, wide, np.float64(x_BTD), base=run.base, causal=True)
@@ -174,7 +174,7 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
     config = make_mechanism(mechanism_name)
     run = law.make_run(randomise, config, law.BASE, jnp.float32)
     x = law.sequences().astype(np.float32)
-    y, expected = run.decoded(x, law.ONE_OF_ALL), _exactly(run, x)
+    y, expected = run.decoded(x, law.ONE_OF_ALL), _float64_outputs(run, x)
     decoded_ = ~np.isnan(y)
     assert decoded_[0].all()
     assert np.abs(y - expected)[decoded_].max() < 1e-5 * np.abs(expected).max()
@@ -190,9 +190,9 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", _rows("grouped"), ids=law.row_id)
 def test_float32_for_pairs_of_options(randomise, row):
-    config, base = _of("grouped", row)
+    config, base = _case_config("grouped", row)
     run, x = law.make_run(randomise, config, base, jnp.float32), law.sequences().astype(np.float32)
-    y, expected = run.decoded(x, law.ONE_OF_ALL), _exactly(run, x)
+    y, expected = run.decoded(x, law.ONE_OF_ALL), _float64_outputs(run, x)
     decoded_ = ~np.isnan(y)
     assert np.abs(y - expected)[decoded_].max() < 1e-5 * np.abs(expected).max()
 
@@ -244,7 +244,7 @@ def test_bfloat16(make_mechanism, randomise, mechanism_name, options):
     config = dataclasses.replace(config, qk_norm=options["qk_norm"])
     run = law.make_run(randomise, config, options["base"], jnp.bfloat16, d_model=width)
     x = np.asarray(jnp.asarray(law.sequences(width, batch, length), jnp.bfloat16), np.float64)
-    exact = _exactly(run, x)
+    exact = _float64_outputs(run, x)
     chunks = [(law.CHUNK, (law.CHUNK,) * batch)] * (64 // law.CHUNK)
     steps = chunks + [(1, (1,) * batch)] * (length - 64)
 

@@ -31,7 +31,7 @@ from tests.attention.one_layer import (
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def _as(w, **own):
+def _with_mechanism(w, **own):
     """Replaces all weights of the mechanism."""
     return w | dict(mechanism=own)
 
@@ -51,7 +51,7 @@ def test_gla_is_mla_with_block_diagonal_up_projections(randomise, without_latent
             up[j, :, 2 * j : 2 * j + 2] = own[name][j]
         own[name] = up.reshape(12, N, H)
     mla = MLAConfig(**LATENT | dict(latent_dim=12))
-    close(run(gla_config(2), w), run(mla, _as(w, **own)))
+    close(run(gla_config(2), w), run(mla, _with_mechanism(w, **own)))
 
 
 @pytest.mark.parametrize("G, J", quick.only([(2, 2)], [(2, 2), (4, 1)]))
@@ -66,7 +66,7 @@ def test_mlra_is_gla_with_more_heads(randomise, G, J):
         own[name] = own[name].reshape(G * J, *own[name].shape[2:])
     out = np.tile(w["out"], (G, 1, 1)) / np.sqrt(G)
     gla = GLAConfig(**LATENT | dict(num_heads=G * N), num_latents=G * J)
-    close(run(mlra_config(G, J), w), run(gla, _as(w, **own) | dict(out=out)))
+    close(run(mlra_config(G, J), w), run(gla, _with_mechanism(w, **own) | dict(out=out)))
 
 
 def test_gta_without_a_rope_key_is_tied_values(randomise):
@@ -74,7 +74,7 @@ def test_gta_without_a_rope_key_is_tied_values(randomise):
     w = weights(randomise, gta)
     tied = GroupedConfig(**BOTH, num_kv_heads=2, num_bases=2, rank=0, tie="kv", qk_norm="none")
     own = dict(query=w["mechanism"]["query"], base_key=w["mechanism"]["latent"])
-    close(run(gta, w), run(tied, _as(w, **own), base=None))
+    close(run(gta, w), run(tied, _with_mechanism(w, **own), base=None))
 
 
 def test_residuals_are_columns_of_a_latent_that_only_their_head_reads(
@@ -97,7 +97,7 @@ def test_residuals_are_columns_of_a_latent_that_only_their_head_reads(
         up_value[C + (N + n) * R : C + (N + n + 1) * R, n] = expand_value[n]
     own |= dict(up_key=up_key, up_value=up_value)
     mla = MLAConfig(**LATENT | dict(latent_dim=C + 2 * N * R))
-    close(run(mla_lrkv_config(R), w), run(mla, _as(w, **own)))
+    close(run(mla_lrkv_config(R), w), run(mla, _with_mechanism(w, **own)))
 
 
 def test_low_rank_queries_without_norm_are_dense_queries(randomise, without_latent_norms):
@@ -107,14 +107,14 @@ def test_low_rank_queries_without_norm_are_dense_queries(randomise, without_late
     own = w["mechanism"]
     dense = np.einsum("dc,cnh->dnh", own["query_down"], own["query"])
     mqa = dataclasses.replace(mfa, query_rank=0)
-    close(run(mfa, w), run(mqa, _as(w, **_without(own, "query"), query=dense)))
+    close(run(mfa, w), run(mqa, _with_mechanism(w, **_without(own, "query"), query=dense)))
 
 
 def test_mfa_kr_with_a_gate_of_zero_is_tied_values(randomise):
     reused = MFAKRConfig(**COMMON, num_kv_heads=2, query_rank=5)
     w = changed(weights(randomise, reused), "value_gate", np.zeros(H))
     tied = GroupedConfig(**BOTH, num_kv_heads=2, num_bases=2, rank=0, tie="kv", query_rank=5)
-    close(run(reused, w), run(tied, _as(w, **_without(w["mechanism"], "value"))))
+    close(run(reused, w), run(tied, _with_mechanism(w, **_without(w["mechanism"], "value"))))
 
 
 def test_shared_kv_depends_on_relative_positions_alone(randomise):
@@ -130,7 +130,7 @@ def test_shared_kv_without_rotation_is_tied_values(randomise, without_latent_nor
     w = weights(randomise, shared)
     own = w["mechanism"]
     tied = GroupedConfig(**BOTH, num_kv_heads=2, num_bases=2, rank=0, tie="kv", qk_norm="none")
-    as_tied = _as(w, query=own["query"], base_key=own["latent"])
+    as_tied = _with_mechanism(w, query=own["query"], base_key=own["latent"])
     close(run(shared, w), run(tied, as_tied, base=None))
 
 
@@ -150,4 +150,6 @@ def test_tpa_with_constant_head_factors_is_gqa(randomise, R):
     gqa_weights = dict(
         query=own["query"], base_key=own["key_factor"], base_value=own["value_factor"]
     )
-    close(run(tpa, _as(w, **own), x=x), run(gqa, _as(w, **gqa_weights), x=x))
+    close(
+        run(tpa, _with_mechanism(w, **own), x=x), run(gqa, _with_mechanism(w, **gqa_weights), x=x)
+    )

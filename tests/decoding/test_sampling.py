@@ -12,7 +12,7 @@ from kvjax.foundation.errors import UserError
 V = 11
 
 
-def kept(logits_V: np.ndarray, k: int, p: float) -> np.ndarray:
+def mask_by_hand(logits_V: np.ndarray, k: int, p: float) -> np.ndarray:
     """Returns a mask of the ids that top-k and then top-p keep, computed one token at a time."""
     order = sorted(range(len(logits_V)), key=lambda i: (-logits_V[i], i))
     order = order[:k] if k else order
@@ -40,7 +40,7 @@ def test_candidates_are_those_of_the_definition(candidates, k, p):
     logits_BV[2] = np.where(np.arange(V) == 7, 200.0, -200.0)  # one token has probability 1
     parameters = Sampling(top_k=k, top_p=p).parameters()
     got = np.asarray(candidates(logits_BV, parameters.top_k, parameters.top_p))
-    want = np.stack([kept(logits_V, k, p) for logits_V in logits_BV])
+    want = np.stack([mask_by_hand(logits_V, k, p) for logits_V in logits_BV])
     np.testing.assert_array_equal(got, want)
     assert got.sum(axis=1).min() >= 1
 
@@ -68,7 +68,7 @@ def draw():
 def test_tokens_are_drawn_with_their_probabilities(draw, options):
     logits_V = np.linspace(2.0, -1.0, V)[np.random.default_rng(1).permutation(V)]
     z = np.float32(logits_V) / options["temperature"]
-    p = np.exp(z) * kept(z, options.get("top_k", 0), options.get("top_p", 1.0))
+    p = np.exp(z) * mask_by_hand(z, options.get("top_k", 0), options.get("top_p", 1.0))
     p /= p.sum()
     tokens = draw(logits_V, **options)
     got = np.bincount(tokens, minlength=V) / len(tokens)

@@ -38,7 +38,7 @@ from tests.experiments import commands
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_done(monkeypatch):
+def measuring_fails(monkeypatch):
     """Makes measuring fail."""
 
     def fail(*args, **kwargs):
@@ -133,7 +133,7 @@ def test_a_read_only_folder_is_refused_first(run, name, tmp_path, monkeypatch):
     assert f"--save: cannot write into {tmp_path}/file/results (Not a directory)" in said
 
 
-def _not_here():
+def _no_wasmtime():
     """Raises as on a machine without these layers."""
     raise sandbox_cost.sandbox.SandboxError("wasmtime is not installed: " + "pip install it " * 9)
 
@@ -274,7 +274,7 @@ def printed(run, monkeypatch, tmp_path):
             row=lambda path: dict(config=path.stem, heads=18, bytes=5192, flops=178_866)
         ),
         sandbox_cost: dict(
-            COMBINATIONS={"none": lambda: None, "WebAssembly": _not_here},
+            COMBINATIONS={"none": lambda: None, "WebAssembly": _no_wasmtime},
             human_eval=list,
             measured=lambda *_: dict(open_s=0.5, one_ms=60.0, passed=164, all_s=8.0, each_ms=49.0),
         ),
@@ -341,11 +341,11 @@ def test_the_longer_of_bytes_and_flops_is_the_least_time():
     """A ridge of the v5e is at 240 FLOP per byte."""
     v5e = decode_roofline.DEVICES["v5e"]
 
-    def of(flops):
+    def least_time(flops):
         return decode_roofline.seconds(dict(bytes=100, flops=flops), 1000, v5e)
 
-    assert of(100) == (1000 * 100 / v5e.bandwidth, False)
-    assert of(100_000) == (1000 * 100_000 / v5e.bf16_flops, True)
+    assert least_time(100) == (1000 * 100 / v5e.bandwidth, False)
+    assert least_time(100_000) == (1000 * 100_000 / v5e.bf16_flops, True)
 
 
 # -- on a trained run ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def file_cases() -> Iterator[Case]:
     for command in ("kvjax.main", "kvjax.costs", "kvjax.aot"):
         working, _ = WORKING[command]
 
-        def of(*given, c=command, w=working, **known):
+        def case(*given, c=command, w=working, **known):
             return Case(command=c, arguments=(*w, *given), **dict(status=(2,)) | known)
 
         files = (
@@ -38,18 +38,18 @@ def file_cases() -> Iterator[Case]:
             "keyless",
         )
         for name in files:
-            yield of(f"--config=../shared/{name}.py", says=(f"{name}.py", "missing", "'data'"))
+            yield case(f"--config=../shared/{name}.py", says=(f"{name}.py", "missing", "'data'"))
         for name in ("", ".", "configs", FOLDER, FILE, MISSING, "lrkv_tiny", "/dev/null"):
-            yield of(f"--config={name}", says=("config",))
+            yield case(f"--config={name}", says=("config",))
         for name in (SNOWMAN, NO_UTF8, SURROGATE, "a\x01b", f"{ROOT}/configs", "lrkv_tyni.py"):
-            yield of(f"--config={name}", says=("config",))
+            yield case(f"--config={name}", says=("config",))
         for name in ("ranks.py", "ranks.py:", "ranks.py:x", "ranks/lrkv_r16_128m.py", "x.py:x"):
-            yield of(f"--config={ROOT}/configs/{name}", says=("config", name))
+            yield case(f"--config={ROOT}/configs/{name}", says=("config", name))
         for name in (f"ranks.py:{SNOWMAN}", f"ranks.py:{SURROGATE}", "lrkv_tiny.py:x"):
-            yield of(f"--config={name}", says=("config",))
-        yield of("--config", says=("config",))
-        yield of("--config", MISSING, says=("missing",))
-        yield of(config_file("lrkv_tiny"), config_file("x"), says=("config",))
+            yield case(f"--config={name}", says=("config",))
+        yield case("--config", says=("config",))
+        yield case("--config", MISSING, says=("missing",))
+        yield case(config_file("lrkv_tiny"), config_file("x"), says=("config",))
     yield from _workdir_cases()
     yield from _prompt_cases()
     yield from _text_cases()
@@ -119,35 +119,35 @@ def get_config():
 
 
 def _prompt_cases() -> Iterator[Case]:
-    def of(*given, **known):
+    def case(*given, **known):
         return Case(
             command="kvjax.generate",
             arguments=("--workdir=../shared/trained", *given),
             **dict(status=(2,)) | known,
         )
 
-    yield of(says=("prompt",))
+    yield case(says=("prompt",))
     for file in ("", FOLDER, MISSING, "../shared/empty.txt", "../shared/latin.txt", "no://x", LONG):
-        yield of(f"--prompt_file={file}", says=("prompt",))
+        yield case(f"--prompt_file={file}", says=("prompt",))
     for content in ("", "\n", "a\n\nb\n", "\xff\xfe", "a\0b\n"):
-        yield of("--prompt_file=-", stdin=content, says=("standard input", "line"), status=(0, 2))
-    yield of("--prompt_file=-", stdin="a\nb\n", status=(0,), prints="would")
-    yield of("--prompt=a", "--num_tokens=0", says=("num_tokens",))
-    yield of("--prompt=a", "--top_p=0", says=("top_p",))
-    yield of("--prompt=a", "--temperature=nan", says=("temperature",))
-    yield of("--prompt=a", "--stop_token=257", says=("stop", "257"))
-    yield of("--prompt=a", "--step=3", says=("step",))
-    yield of("--prompt=a", "--chips=3000", says=("chips",))
-    yield of("--prompt=abcdefgh", "--capacity=2", says=("capacity",))
-    yield of("--prompt=a", "--seed=4294967296", says=("seed",))
-    yield of("--prompt=a", "--dtype=float16", says=("dtype",))
-    yield of("--prompt=a", "--implementation=tpu", says=("implementation",))
+        yield case("--prompt_file=-", stdin=content, says=("standard input", "line"), status=(0, 2))
+    yield case("--prompt_file=-", stdin="a\nb\n", status=(0,), prints="would")
+    yield case("--prompt=a", "--num_tokens=0", says=("num_tokens",))
+    yield case("--prompt=a", "--top_p=0", says=("top_p",))
+    yield case("--prompt=a", "--temperature=nan", says=("temperature",))
+    yield case("--prompt=a", "--stop_token=257", says=("stop", "257"))
+    yield case("--prompt=a", "--step=3", says=("step",))
+    yield case("--prompt=a", "--chips=3000", says=("chips",))
+    yield case("--prompt=abcdefgh", "--capacity=2", says=("capacity",))
+    yield case("--prompt=a", "--seed=4294967296", says=("seed",))
+    yield case("--prompt=a", "--dtype=float16", says=("dtype",))
+    yield case("--prompt=a", "--implementation=tpu", says=("implementation",))
 
 
 def _text_cases() -> Iterator[Case]:
     """Yields texts for `kvjax.data.prepare`, and damaged prepared data."""
 
-    def of(*given, **known):
+    def case(*given, **known):
         return Case(
             command="kvjax.data.prepare",
             arguments=("--tokenizer=byte", "--output=out", "--sequence_length=32", *given),
@@ -156,7 +156,7 @@ def _text_cases() -> Iterator[Case]:
 
     files = ("empty.txt", "latin.txt", "deep.jsonl", "binary.py", "a_file", "data", "missing.txt")
     for name in files:
-        yield of(f"--source=../shared/{name}", says=(name, "source"))
+        yield case(f"--source=../shared/{name}", says=(name, "source"))
     for name in (
         ",",
         " ",
@@ -167,17 +167,17 @@ def _text_cases() -> Iterator[Case]:
         "tfds:no_such",
         "tfds:#",
     ):
-        yield of(f"--source={name}", says=(name, "source"))
+        yield case(f"--source={name}", says=(name, "source"))
     text = "--source=../shared/text.txt"
-    yield of("--source=../shared/marked.txt", status=(0,), prints="datasets")
-    yield of(text, f"--validation_source={MISSING}.txt", says=("validation_source",))
-    yield of(text, "--sequence_length=99999999999", says=("sequence_length",))
-    yield of(text, "--sequence_length=1000000", says=("sequence_length",))
-    yield of(text, f"--output={FILE}", says=(FILE, "output"))
-    yield of(text, "--output=/proc/x", says=("/proc/x", "output"))
-    yield of(text, "--output=gs://b/x", says=("gs://", "output"))
-    yield of(text, "--tokenizer=../shared/missing.json", says=("missing.json", "tokenizer"))
-    yield of(text, "--tokenizer=bpe", "--vocab_size=100000", says=("vocab_size",))
+    yield case("--source=../shared/marked.txt", status=(0,), prints="datasets")
+    yield case(text, f"--validation_source={MISSING}.txt", says=("validation_source",))
+    yield case(text, "--sequence_length=99999999999", says=("sequence_length",))
+    yield case(text, "--sequence_length=1000000", says=("sequence_length",))
+    yield case(text, f"--output={FILE}", says=(FILE, "output"))
+    yield case(text, "--output=/proc/x", says=("/proc/x", "output"))
+    yield case(text, "--output=gs://b/x", says=("gs://", "output"))
+    yield case(text, "--tokenizer=../shared/missing.json", says=("missing.json", "tokenizer"))
+    yield case(text, "--tokenizer=bpe", "--vocab_size=100000", says=("vocab_size",))
 
     def main(*given, **known):
         return Case(
@@ -193,58 +193,58 @@ def _text_cases() -> Iterator[Case]:
 def _analysis_cases() -> Iterator[Case]:
     """Yields malformed models, texts and folders of reports."""
 
-    def of(*given, **known):
+    def case(*given, **known):
         return Case(
             command="kvjax.analysis", arguments=("--out=out", *given), **dict(status=(2,)) | known
         )
 
     trained, run = "--workdir=../shared/trained", dict(scene="trained")
     works = dict(status=(0,), prints="would analyse")
-    yield of(says=("--workdir and --model",))
-    yield of("--model=../shared/trained", "--beside=../shared/trained", **works)
+    yield case(says=("--workdir and --model",))
+    yield case("--model=../shared/trained", "--beside=../shared/trained", **works)
     for source in ("", ".", "../shared/data", "../shared/trained/checkpoints", f"{FILE}/x"):
-        yield of(f"--model={source}", says=("--model",))
+        yield case(f"--model={source}", says=("--model",))
     for source in (FOLDER, FILE, MISSING, LONG, NO_UTF8, "no://x", "gs://b/x", "/dev/null"):
-        yield of(f"--model={source}", says=("--model",))
+        yield case(f"--model={source}", says=("--model",))
     for name in ("config.json", "tokenizer.json"):
         for content in _NO_JSON:
-            yield of("--workdir=run", edits=((f"run/{name}", content),), says=(name,), **run)
-        yield of(trained, "--beside=run", edits=((f"run/{name}", None),), says=(name,), **run)
+            yield case("--workdir=run", edits=((f"run/{name}", content),), says=(name,), **run)
+        yield case(trained, "--beside=run", edits=((f"run/{name}", None),), says=(name,), **run)
     state = "checkpoints/2/state"
     for path in ("checkpoints", state, f"{state}/manifest.ocdbt", f"{state}/ocdbt.process_0/d"):
         for content in ("x", "/"):
             edits = ((f"run/{path}", content),)
-            yield of("--workdir=run", edits=edits, says=("run",), **run)
-            yield of(trained, "--beside=run", edits=edits, says=("--beside",), **run)
+            yield case("--workdir=run", edits=edits, says=("run",), **run)
+            yield case(trained, "--beside=run", edits=edits, says=("--beside",), **run)
     for path in ("snapshots", "snapshots/1", "snapshots/1/state/manifest.ocdbt"):
         for content in ("x", "/"):
             edits = ((f"run/{path}", content),)
-            yield of("--workdir=run", edits=edits, says=("snapshots/1",), status=(0, 2), **run)
-    yield from _texts_of_analysis(lambda texts, **known: of(trained, f"--texts={texts}", **known))
+            yield case("--workdir=run", edits=edits, says=("snapshots/1",), status=(0, 2), **run)
+    yield from _texts_of_analysis(lambda texts, **known: case(trained, f"--texts={texts}", **known))
     for lengths in ("0", "-1", "1", "2.5", "8,", "8;9", "1e3", "9" * 5000, "9" * 50, "99999999"):
-        yield of(trained, f"--lengths={lengths}", says=("--lengths",))
-    yield of(trained, "--lengths=9,2,9", **works)
+        yield case(trained, f"--lengths={lengths}", says=("--lengths",))
+    yield case(trained, "--lengths=9,2,9", **works)
     for reports in (",", "logits,", "Logits", "logits;diversity"):
-        yield of(trained, f"--reports={reports}", says=("--reports",))
+        yield case(trained, f"--reports={reports}", says=("--reports",))
     for out in (f"{FILE}/x", "/proc", "/proc/x", "/dev/null/x", LONG, "gs://b/x", "no://x"):
-        yield of(trained, f"--out={out}", says=("--out",))
+        yield case(trained, f"--out={out}", says=("--out",))
     for name in ("report.html", "report.json"):
-        yield of(trained, edits=((f"out/{name}", "/"),), says=("--out",))
+        yield case(trained, edits=((f"out/{name}", "/"),), says=("--out",))
 
 
-def _texts_of_analysis(of: Callable[..., Case]) -> Iterator[Case]:
+def _texts_of_analysis(case: Callable[..., Case]) -> Iterator[Case]:
     """Yields texts that are missing, too short or malformed, and some that are valid."""
     for file in ("empty.txt", "latin.txt", "deep.jsonl", "binary.py", "data", "missing.txt"):
-        yield of(f"a=../shared/{file}", says=(file, "'a'"))
+        yield case(f"a=../shared/{file}", says=(file, "'a'"))
     for text in ("a", "a=", "=b", ",", "embedded,", "embedded,embedded", "a=no://x", "a=gs://b/x"):
-        yield of(text, says=("--texts",))
+        yield case(text, says=("--texts",))
     for file in (LONG, NO_UTF8, "/dev/null", "/dev/stdin", "/dev/zero", "/proc/self/mem"):
-        yield of(f"a={file}", says=("--texts",))
+        yield case(f"a={file}", says=("--texts",))
     for line in ("", "x", '{"words": "a"}', '{"text": 1}', "{}", '{"text": "\\ud800"}'):
-        yield of("a=a.jsonl", edits=(("a.jsonl", f"{line}\n"),), says=("a.jsonl", "'a'"))
+        yield case("a=a.jsonl", edits=(("a.jsonl", f"{line}\n"),), says=("a.jsonl", "'a'"))
     for name in ("a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet"):
-        yield of(f"a={name}", edits=((name, "x" * 100),), says=(name,))
+        yield case(f"a={name}", edits=((name, "x" * 100),), says=(name,))
     works = dict(status=(0,), prints="would analyse")
     line = '{"text": "the words of a text"}\n'
-    yield of("a=a.jsonl", edits=(("a.jsonl", line * 9),), **works)
-    yield of("a=../shared/marked.txt,b=../shared/text.txt", **works)
+    yield case("a=a.jsonl", edits=(("a.jsonl", line * 9),), **works)
+    yield case("a=../shared/marked.txt,b=../shared/text.txt", **works)

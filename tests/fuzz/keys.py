@@ -62,26 +62,26 @@ def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
     name = key.rpartition(".")[2]
     flag, says = f"--config.{key}", (name,)
 
-    def of(*given, **known):
+    def case(*given, **known):
         return Case(
             command="kvjax.main",
             arguments=(config_file(config), *RUN, *given),
             **dict(says=says, status=(2,)) | known,
         )
 
-    yield of(f"{flag}x=1", says=(f"{name}x",))
-    yield of(f"{flag}.x=1", says=says)
-    yield of(f"--no{flag[2:]}=1", says=says)
+    yield case(f"{flag}x=1", says=(f"{name}x",))
+    yield case(f"{flag}.x=1", says=says)
+    yield case(f"--no{flag[2:]}=1", says=says)
     wrong, odd = _values(key, value)
-    yield from (of(f"{flag}={v}") for v in wrong)
-    yield from (of(f"{flag}={v}", status=(0, 2)) for v in odd)
+    yield from (case(f"{flag}={v}") for v in wrong)
+    yield from (case(f"{flag}={v}", status=(0, 2)) for v in odd)
     if not isinstance(value, bool):
-        yield of(flag)
-        yield of(f"--no{flag[2:]}")
+        yield case(flag)
+        yield case(f"--no{flag[2:]}")
     if isinstance(value, int) and not isinstance(value, bool):
-        yield of(flag, "x")
+        yield case(flag, "x")
     if key.startswith("data."):
-        yield from (of(*_TRAIN_BPE, f"{flag}={v}", status=(0, 2)) for v in odd)
+        yield from (case(*_TRAIN_BPE, f"{flag}={v}", status=(0, 2)) for v in odd)
 
 
 def _two(key: str, *unreadable: str) -> tuple:
@@ -118,26 +118,26 @@ def section_cases() -> Iterator[Case]:
     """Yields sections in place of keys, and unknown keys."""
     config = (config_file("lrkv_tiny"), *RUN)
 
-    def of(*given, **known):
+    def case(*given, **known):
         return Case(command="kvjax.main", arguments=(*config, *given), **dict(status=(2,)) | known)
 
     for section in ("train", "data", "model", "attention", "optimizer", "compute", "mesh"):
-        yield of(f"--config.{section}=1", says=(section,))
-        yield of(f"--config.{section}", says=(section,))
-        yield of(f"--config.{section}.=1", says=(section,))
-        yield of(f"--config.{section}.nothing=1", says=("nothing",))
-        yield of(f"--config.{section}s.x=1", says=(f"{section}s",))
-        yield of(f"--noconfig.{section}", says=(section,))
-    yield of("--config.=1", says=("config",))
-    yield of("--config..=1", says=("config",))
-    yield of("--config.num_steps=1", says=("train.num_steps",))
-    yield of(f"--config.{SNOWMAN}=1", says=(SNOWMAN,))
-    yield of(f"--config.{NO_UTF8}=1", says=("?", "udcff"))
-    yield of(f"--config.train.{LONG}=1", says=(LONG,))
-    yield of("--config.train.seed=1", "--config.train.seed=x", says=("seed",))
-    yield of("--config.train.seed=1", "--config.train.seed=2", status=(0,), prints="would")
-    yield of("--config.train.seed", "5", status=(0,), prints="would")
-    yield of("--config.train.batch_size=3", "--config.train.grad_accumulation=2", says=("batch",))
+        yield case(f"--config.{section}=1", says=(section,))
+        yield case(f"--config.{section}", says=(section,))
+        yield case(f"--config.{section}.=1", says=(section,))
+        yield case(f"--config.{section}.nothing=1", says=("nothing",))
+        yield case(f"--config.{section}s.x=1", says=(f"{section}s",))
+        yield case(f"--noconfig.{section}", says=(section,))
+    yield case("--config.=1", says=("config",))
+    yield case("--config..=1", says=("config",))
+    yield case("--config.num_steps=1", says=("train.num_steps",))
+    yield case(f"--config.{SNOWMAN}=1", says=(SNOWMAN,))
+    yield case(f"--config.{NO_UTF8}=1", says=("?", "udcff"))
+    yield case(f"--config.train.{LONG}=1", says=(LONG,))
+    yield case("--config.train.seed=1", "--config.train.seed=x", says=("seed",))
+    yield case("--config.train.seed=1", "--config.train.seed=2", status=(0,), prints="would")
+    yield case("--config.train.seed", "5", status=(0,), prints="would")
+    yield case("--config.train.batch_size=3", "--config.train.grad_accumulation=2", says=("batch",))
     for name in ("", "../x", ".", "..", "/", SNOWMAN, LONG, NO_UTF8, SURROGATE, "a/b"):
         arguments = (*config[:1], *RUN[1:], f"--config.name={name}")
         yield Case(command="kvjax.main", arguments=arguments, says=("name",), prints="would")

@@ -85,34 +85,34 @@ def option_cases(command: str) -> Iterator[Case]:
     """Yields every option of a command without a value, with invalid values and misspelt."""
     working, prints = WORKING.get(command, ((), ""))
 
-    def of(*given, **known):
+    def case(*given, **known):
         return Case(command=command, arguments=(*working, *given), **dict(status=(2,)) | known)
 
     if prints:
-        yield of(status=(0,), prints=prints)
-    yield of("extra", says=("extra",))
-    yield of("--no_such", says=("no_such",))
-    yield of(SNOWMAN, says=(SNOWMAN,))
-    yield of(NO_UTF8, says=("udcff", "?"))
-    yield of("--", "x", says=("x",))
-    yield of("-x", says=("-x",))
+        yield case(status=(0,), prints=prints)
+    yield case("extra", says=("extra",))
+    yield case("--no_such", says=("no_such",))
+    yield case(SNOWMAN, says=(SNOWMAN,))
+    yield case(NO_UTF8, says=("udcff", "?"))
+    yield case("--", "x", says=("x",))
+    yield case("-x", says=("-x",))
     if command not in ("kvjax.main", "kvjax.costs", "kvjax.aot"):
-        yield of("--config.train.seed=1", says=("config.train.seed",))
+        yield case("--config.train.seed=1", says=("config.train.seed",))
     for action in options_of(command):
         option = action.option_strings[0]
         name = option.removeprefix("--")
-        yield of(f"{option}x=1", says=(f"{name}x",))
-        yield of(f"{option[:-1]}=1", says=(option[:-1],))
+        yield case(f"{option}x=1", says=(f"{name}x",))
+        yield case(f"{option[:-1]}=1", says=(option[:-1],))
         if isinstance(action, argparse._VersionAction):
-            yield of(option, status=(0,), prints="kvjax")
+            yield case(option, status=(0,), prints="kvjax")
         elif action.nargs == 0:
-            yield of(f"{option}=x", says=(name,))
-            yield of(option, "x", says=("x", name))
+            yield case(f"{option}=x", says=(name,))
+            yield case(option, "x", says=("x", name))
         elif action.nargs == "?":  # a value may be left away
-            yield from _value_cases(command, action, of, name)
+            yield from _value_cases(command, action, case, name)
         else:
-            yield of(option, says=(name,))
-            yield from _value_cases(command, action, of, name)
+            yield case(option, says=(name,))
+            yield from _value_cases(command, action, case, name)
 
 
 def _value_cases(command: str, action: argparse.Action, case, name: str) -> Iterator[Case]:

@@ -18,25 +18,25 @@ def process_cases() -> Iterator[Case]:
     }
     for command, arguments in commands.items():
 
-        def of(c=command, a=arguments, **known):
+        def case(c=command, a=arguments, **known):
             return Case(command=c, arguments=a, **dict(how=FORKED, status=(0,)) | known)
 
-        yield of()
-        yield of(stdout="head", status=(0, 1))
-        yield of(stdout="shut", status=(1,))
-        yield of(stdout="full", status=(2,), says=("space",))
-        yield of(stdout="closed")
-        yield of(stderr="closed")
+        yield case()
+        yield case(stdout="head", status=(0, 1))
+        yield case(stdout="shut", status=(1,))
+        yield case(stdout="full", status=(2,), says=("space",))
+        yield case(stdout="closed")
+        yield case(stderr="closed")
         if command == "kvjax.generate":  # it compiles: other commands cover the other streams
             continue
-        yield of(stdin="closed")
-        yield of(stderr="full")
-        yield of(environment=dict(PYTHONIOENCODING="ascii"))
+        yield case(stdin="closed")
+        yield case(stderr="full")
+        yield case(environment=dict(PYTHONIOENCODING="ascii"))
         wrong = (f"--no_{SNOWMAN}",)
         for stream in ("closed", "full"):
-            yield dataclasses.replace(of(stderr=stream), arguments=wrong, status=(2,))
+            yield dataclasses.replace(case(stderr=stream), arguments=wrong, status=(2,))
             yield dataclasses.replace(
-                of(stdout=stream), arguments=wrong, status=(2,), says=("no_",)
+                case(stdout=stream), arguments=wrong, status=(2,), says=("no_",)
             )
     yield from _analysis_cases()
     yield from _environment_cases()
@@ -47,18 +47,18 @@ def _analysis_cases() -> Iterator[Case]:
     """Yields reports without a reader, and without a locale or a home."""
     working, _ = WORKING["kvjax.analysis"]
 
-    def of(**known):
+    def case(**known):
         return Case(
             command="kvjax.analysis",
             arguments=(*working, "--reports=projections", "--lengths=8"),
             **dict(how=FORKED) | known,
         )
 
-    yield of(stdout="shut", status=(1,))
-    yield of(stdout="full", status=(2,), says=("space",))
-    yield of(stdout="closed", stderr="closed", status=(0,))
+    yield case(stdout="shut", status=(1,))
+    yield case(stdout="full", status=(2,), says=("space",))
+    yield case(stdout="closed", stderr="closed", status=(0,))
     home = dict(HOME="/proc/x", MPLCONFIGDIR="/proc/x", LC_ALL="C", PYTHONUTF8="0")
-    yield of(how=STARTED, environment=home, status=(0,), prints="written")
+    yield case(how=STARTED, environment=home, status=(0,), prints="written")
 
 
 def _environment_cases() -> Iterator[Case]:
@@ -115,11 +115,11 @@ def _interrupted_cases() -> Iterator[Case]:
     }
     for command, arguments in commands.items():
 
-        def of(c=command, a=arguments, **known):
+        def case(c=command, a=arguments, **known):
             return Case(command=c, arguments=a, **dict(status=(130,)) | known)
 
-        yield of(how=STARTED, interrupt=0.0)
+        yield case(how=STARTED, interrupt=0.0)
         short = dict(status=(130, 0, 2)) if command in ("kvjax.aot", "kvjax.costs") else {}
-        yield of(how=FORKED, interrupt=0.05, **short)
+        yield case(how=FORKED, interrupt=0.05, **short)
         if command != "kvjax.aot":
-            yield of(how=FORKED, interrupt=0.8, **short)
+            yield case(how=FORKED, interrupt=0.8, **short)

@@ -74,7 +74,7 @@ class Mutant:
 
 def mutants(text: bytes) -> list[Mutant]:
     """Returns all mutants of a file, in the order of the text."""
-    all_mutants = _File(text).of(ast.parse(text), (1, 1))
+    all_mutants = _File(text).mutants(ast.parse(text), (1, 1))
     return sorted(set(all_mutants), key=lambda m: (m.start, m.end, m.operator, m.after))
 
 
@@ -88,7 +88,7 @@ class _File:
         for line in lines:
             self._starts.append(self._starts[-1] + len(line))
 
-    def of(self, node: ast.AST, lines: tuple[int, int]) -> Iterator[Mutant]:
+    def mutants(self, node: ast.AST, lines: tuple[int, int]) -> Iterator[Mutant]:
         """Yields the mutants of a node and of its descendants; `lines` are its statement's."""
         if _is_left_out(node):
             return
@@ -96,14 +96,14 @@ class _File:
             lines = _lines(node)
             yield from self._of_statement(node, lines)
         yield from self._of_expression(node, lines)
-        if isinstance(node, ast.Raise) or _says(node):
+        if isinstance(node, ast.Raise) or _emits_message(node):
             return
         for name, value in ast.iter_fields(node):
             if name in _SKIPPED_FIELDS:
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from self.of(child, lines)
+                    yield from self.mutants(child, lines)
 
     def _of_statement(self, node: ast.stmt, lines: tuple[int, int]) -> Iterator[Mutant]:
         if _can_be_dropped(node):
@@ -128,7 +128,7 @@ class _File:
                 name = "condition" if isinstance(node.op, ast.Not) else "arithmetic"
                 yield Mutant(name, lines, *self._range(node), f"({self._segment(node.operand)})")
             case ast.Constant():
-                if (after := _other(node.value, self._segment(node))) is not None:
+                if (after := _changed_constant(node.value, self._segment(node))) is not None:
                     yield Mutant("constant", lines, *self._range(node), after)
             case ast.Call():
                 yield from self._of_call(node, lines)
@@ -139,7 +139,7 @@ class _File:
                 yield Mutant("condition", lines, *self._range(test), after)
 
     def _of_call(self, node: ast.Call, lines: tuple[int, int]) -> Iterator[Mutant]:
-        if _says(node):
+        if _emits_message(node):
             return
         for keyword in node.keywords:
             if keyword.arg and keyword.arg not in _KEYWORDS_LEFT_OUT:
@@ -216,7 +216,7 @@ def _can_be_dropped(node: ast.stmt) -> bool:
     return False
 
 
-def _other(value, segment: str) -> str | None:
+def _changed_constant(value, segment: str) -> str | None:
     """Returns the source of a changed constant; None for strings with spaces."""
     if isinstance(value, bool):
         return str(not value)
@@ -245,7 +245,7 @@ def _has_a_negation_of_its_own(test: ast.expr) -> bool:
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
 
 
-def _says(node: ast.AST) -> bool:
+def _emits_message(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and bool(_SAYING.fullmatch(_name(node.func)))
 
 

@@ -25,8 +25,11 @@ def test_turns_are_taken_with_the_same_prompts_and_the_first_is_not_measured():
 
 
 def test_agreement_ends_where_tokens_first_differ():
-    def of(*texts):
+    def completions(*texts):
         return [dict(tokens=list(text)) for text in texts]
 
-    runs = dict(a=of([1, 2, 3], [4, 5, 6], [7, 8, 9]), b=of([1, 2, 3], [4, 0, 6], [0, 8, 9]))
+    runs = dict(
+        a=completions([1, 2, 3], [4, 5, 6], [7, 8, 9]),
+        b=completions([1, 2, 3], [4, 0, 6], [0, 8, 9]),
+    )
     assert beside.agreement(runs) == [3, 1, 0]

@@ -14,7 +14,7 @@ def results(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def given(monkeypatch):
+def make_difference(monkeypatch):
     """Returns a difference as rules name it."""
-    monkeypatch.setitem(judge.SOURCES, "given", lambda m, half, n: (Estimate(m, half), n))
-    return lambda mean, half, seeds=3: {"given": (mean, half, seeds)}
+    monkeypatch.setitem(judge.SOURCES, "synthetic", lambda m, half, n: (Estimate(m, half), n))
+    return lambda mean, half, seeds=3: {"synthetic": (mean, half, seeds)}

@@ -23,8 +23,8 @@ SCALE = {"digits": "+.2f", "scale": "small"}
         ((-0.5, None, 1), "not measured yet"),
     ],
 )
-def test_a_difference_needs_seeds_and_an_interval(given, difference, verdict):
-    assert judge.sign(given(*difference), -1, **SCALE).verdict == verdict
+def test_a_difference_needs_seeds_and_an_interval(make_difference, difference, verdict):
+    assert judge.sign(make_difference(*difference), -1, **SCALE).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_a_difference_needs_seeds_and_an_interval(given, difference, verdict):
         (0.0, 0.1, 2, "not measured yet"),
     ],
 )
-def test_equality_needs_a_margin(given, mean, half, seeds, verdict):
-    found = judge.same(given(mean, half, seeds), 0.3, **SCALE)
+def test_equality_needs_a_margin(make_difference, mean, half, seeds, verdict):
+    found = judge.same(make_difference(mean, half, seeds), 0.3, **SCALE)
     assert found.verdict == verdict and found.ours.endswith("margin 0.3")
     assert found.ours.startswith("so far ") is (seeds < 3)
 
@@ -54,8 +54,10 @@ def test_equality_needs_a_margin(given, mean, half, seeds, verdict):
         ((0.3, 0.6), (-2.0, 0.6), "contradicted"),
     ],
 )
-def test_several_equalities_have_one_margin(given, first, second, verdict):
-    found = judge.all_same({"a": given(*first), "b": given(*second)}, 0.5, "+.1f", "points")
+def test_several_equalities_have_one_margin(make_difference, first, second, verdict):
+    found = judge.all_same(
+        {"a": make_difference(*first), "b": make_difference(*second)}, 0.5, "+.1f", "points"
+    )
     assert found.verdict == verdict and f"margin 0.5: a {first[0]:+.1f} ± " in found.ours
 
 
@@ -69,13 +71,13 @@ def test_several_equalities_have_one_margin(given, first, second, verdict):
         ((-0.1, 0.2), (0.5, 0.2), "contradicted"),
     ],
 )
-def test_several_signs(given, first, second, verdict):
-    of = {"a": given(*first), "b": given(*second, 4)}
+def test_several_signs(make_difference, first, second, verdict):
+    of = {"a": make_difference(*first), "b": make_difference(*second, 4)}
     found = judge.signs(of, -1, "+.1f", "small")
     assert found.verdict == verdict
     assert found.ours.endswith("(small, 3 seeds)") and f"a {first[0]:+.1f}" in found.ours
     with pytest.raises(judge.NoResultError):
-        judge.signs(of | {"c": given(1, 1, 2)}, -1, "+.1f", "small")
+        judge.signs(of | {"c": make_difference(1, 1, 2)}, -1, "+.1f", "small")
 
 
 def test_figures_within_a_printed_range():
@@ -142,8 +144,8 @@ def test_a_figure_that_is_printed_twice():
     assert judge.twice("0.726", "0.729").ours == "0 of 1 cases; 0.726 here, 0.729 there"
 
 
-def test_claims_at_scale_state_the_cost_of_settling_them(results, given):
-    seen = {"rule": "sign", "of": given(-0.5, 0.2), "sign": -1} | SCALE
+def test_claims_at_scale_state_the_cost_of_settling_them(results, make_difference):
+    seen = {"rule": "sign", "of": make_difference(-0.5, 0.2), "sign": -1} | SCALE
     two = ("lrkv_2p5b", "mha_2p5b")
     found = judge.at_scale(two, 50e9, seen=seen, why="for a reason")
     assert found.verdict == "out of reach"

@@ -78,13 +78,15 @@ def test_the_module_in_chunks_and_token_by_token(x64, tie):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), behind, after)
     w = {name: np.asarray(value) for name, value in nnx.to_pure_dict(nnx.state(layer)).items()}
 
-    def of(name):
+    def projected(name):
         return np.einsum("btd,dnh->btnh", x, w[name if tie == "none" else "key"])
 
     def features(z):
         return np.where(z > 0, z + 1, np.exp(np.minimum(z, 0)))
 
-    read = _by_hand(features(of("query")), features(of("key")), of("value"), 0.95)
+    read = _by_hand(
+        features(projected("query")), features(projected("key")), projected("value"), 0.95
+    )
     np.testing.assert_allclose(y, np.einsum("btnv,nvd->btd", read, w["out"]), rtol=1e-10)
     assert config.start(B).weight.dtype == config.start(B).memory.dtype == jnp.float32
 

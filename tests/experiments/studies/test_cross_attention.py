@@ -6,7 +6,7 @@ import pytest
 from experiments.studies import cross_attention as study
 
 
-def _said(answer):
+def _text(answer):
     letters = answer[: list(answer).index(study.END)]
     return "".join(study.LETTERS[token - study.FIRST_LETTER] for token in letters)
 
@@ -15,8 +15,8 @@ def test_answers_are_the_digits_names_in_reverse():
     sources, lengths, answers = study.questions(np.random.default_rng(0), 50)
     for source, length, answer in zip(sources, lengths, answers, strict=True):
         digits = [int(token) - study.FIRST_DIGIT for token in source[:length]]
-        assert _said(answer).split() == [study.NAMES[d] for d in reversed(digits)]
-        assert (answer[len(_said(answer)) :] == study.END).all()
+        assert _text(answer).split() == [study.NAMES[d] for d in reversed(digits)]
+        assert (answer[len(_text(answer)) :] == study.END).all()
     assert set(lengths) == set(range(1, study.DIGITS + 1))
     longest = " ".join([max(study.NAMES, key=len)] * study.DIGITS)
     assert len(longest) + 1 <= study.ANSWER
@@ -26,11 +26,11 @@ def test_answers_are_the_digits_names_in_reverse():
 def test_held_out_sources_are_one_in_eight_of_the_long_and_never_trained_on():
     rng = np.random.default_rng(2)
 
-    def of(found):
+    def source_set(found):
         return {(n, *row[:n]) for row, n in zip(found[0].tolist(), found[1], strict=True)}
 
-    held_out = of(study.questions(rng, 500, held_out=True))
-    assert not held_out & of(study.questions(rng, 20_000)) and len(held_out) > 200
+    held_out = source_set(study.questions(rng, 500, held_out=True))
+    assert not held_out & source_set(study.questions(rng, 20_000)) and len(held_out) > 200
     digits, lengths = rng.integers(0, 10, (10_000, study.DIGITS)), np.full(10_000, 8)
     assert 0.1 < study._is_held_out(digits, lengths).mean() < 0.15
     assert not study._is_held_out(

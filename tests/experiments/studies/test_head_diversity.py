@@ -20,7 +20,7 @@ from tests import runs
 SHARES = dict(mha=99.0, lrkv=98.0, gqa=95.0, mqa=90.0, mla_paper=99.5, mla=1.0)
 
 
-def _made(mechanism, seed=0, drift=0.0):
+def _synthetic_run(mechanism, seed=0, drift=0.0):
     """Returns synthetic runs: seeds differ more than mechanisms; paired differences vary little."""
     share = SHARES[mechanism] - 9.0 * seed + drift
     trained = dict(share=share, centred_share=0.7 * share, centred_share_of_possible=0.9 * share)
@@ -39,7 +39,7 @@ def run(monkeypatch, tmp_path, capsys):
 
     def of(one, folder):
         name, seed = one.cell.name, one.seed
-        return _made(name, seed, drift.get(name, (0.0,) * 3)[seed])
+        return _synthetic_run(name, seed, drift.get(name, (0.0,) * 3)[seed])
 
     monkeypatch.setattr(head_diversity, "run", of)
 
@@ -112,17 +112,19 @@ def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
 def test_measurements_are_stored_in_the_workdir(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(head_diversity.runs_lib, "is_whole", lambda run, folder: True)
-    monkeypatch.setattr(head_diversity, "measure", lambda workdir: made.append(0) or _made("mha"))
+    monkeypatch.setattr(
+        head_diversity, "measure", lambda workdir: made.append(0) or _synthetic_run("mha")
+    )
     (tmp_path / "mha_seed0_steps8").mkdir()
     one = head_diversity.training_run("mha", 8, 0)
     for _ in range(2):
-        assert head_diversity.run(one, epath.Path(tmp_path)) == _made("mha")
+        assert head_diversity.run(one, epath.Path(tmp_path)) == _synthetic_run("mha")
     assert len(made) == 1
     monkeypatch.setattr(
         head_diversity.code_lib, "code_of", lambda _: {"analysis/measures/spectrum.py": "x"}
     )
     for _ in range(2):
-        assert head_diversity.run(one, epath.Path(tmp_path)) == _made("mha")
+        assert head_diversity.run(one, epath.Path(tmp_path)) == _synthetic_run("mha")
     assert len(made) == 2
 
 

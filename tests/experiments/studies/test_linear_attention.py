@@ -11,14 +11,18 @@ from experiments.tasks import text
 
 
 def test_a_state_does_not_grow_and_a_cache_does():
-    def of(kind, tokens):
+    def cached_bytes(kind, tokens):
         return linear_attention.cached_bytes(KINDS[kind], TASKS["language"], tokens)
 
     for kind in KINDS:
-        times = of(kind, 65_536) / of(kind, 1024)
+        times = cached_bytes(kind, 65_536) / cached_bytes(kind, 1024)
         assert times == (1 if KINDS[kind].linear else 64)
-    assert of("linear_tied", 1024) == 4 * 4 * 4 * (16 * 16 + 16)  # layers, bytes, heads
-    assert of("softmax", 1024) == 2 * of("softmax_tied", 1024) == 1024 * 4 * 4 * 2 * 64
+    assert cached_bytes("linear_tied", 1024) == 4 * 4 * 4 * (16 * 16 + 16)  # layers, bytes, heads
+    assert (
+        cached_bytes("softmax", 1024)
+        == 2 * cached_bytes("softmax_tied", 1024)
+        == 1024 * 4 * 4 * 2 * 64
+    )
 
 
 def test_rows_of_text_and_what_follows_each_byte():

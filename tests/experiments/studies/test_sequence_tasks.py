@@ -22,13 +22,13 @@ def _finished(tmp_path, runs):
 
 
 def test_only_cells_of_all_variants_are_compared(tmp_path):
-    def of(variant, length):
+    def make_cell(variant, length):
         return sequence_tasks.cell("reverse", variant, 32, 2, 2, length)
 
-    runs = [(of(variant, 16), {0: 0.5, 1: 0.7}) for variant in encoders.VARIANTS]
-    half = [(of(variant, 128), {0: 0.2}) for variant in encoders.VARIANTS]
-    more = (of("qkv", 16), {2: 0.9, 3: 0.9, 4: 0.9})  # seeds that the others lack
-    kept = _finished(tmp_path, [*runs, more, *half, (of("kv_tied", 64), {0: 0.1, 1: 0.1})])
+    runs = [(make_cell(variant, 16), {0: 0.5, 1: 0.7}) for variant in encoders.VARIANTS]
+    half = [(make_cell(variant, 128), {0: 0.2}) for variant in encoders.VARIANTS]
+    more = (make_cell("qkv", 16), {2: 0.9, 3: 0.9, 4: 0.9})  # seeds that the others lack
+    kept = _finished(tmp_path, [*runs, more, *half, (make_cell("kv_tied", 64), {0: 0.1, 1: 0.1})])
     common = sequence_tasks.in_common(kept)
     assert {cell.name for cell in common} == {cell.name for cell, _ in runs}
     for row in sequence_tasks.rows(common, kept):
@@ -46,10 +46,10 @@ def test_the_temperature_falls_to_one():
 
 
 def test_changes_by_remedies_are_taken_seed_by_seed(tmp_path):
-    def of(remedy):
+    def make_cell(remedy):
         return diagonal.cell("reverse", "qkv_tied", remedy, 64)
 
-    runs = (of("none"), {0: 0.5, 1: 0.7}), (of("annealed"), {0: 0.6, 1: 0.8, 2: 0.1})
+    runs = (make_cell("none"), {0: 0.5, 1: 0.7}), (make_cell("annealed"), {0: 0.6, 1: 0.8, 2: 0.1})
     rows = {row["remedy"]: row for row in diagonal.rows(_finished(tmp_path, runs))}
     assert rows["annealed"]["change"] == pytest.approx(0.1)
     assert rows["annealed"]["change_half_interval"] == pytest.approx(0, abs=1e-9)

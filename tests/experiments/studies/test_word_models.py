@@ -18,10 +18,10 @@ from kvjax.foundation import command_line
     {8: 24_672, 16: 49_344, 32: 98_688, 64: 197_376, 128: 394_752, 256: 789_504}.items(),
 )
 def test_parameters_of_queries_and_keys_are_the_papers(channels, published):
-    def of(n):
+    def total_parameters(n):
         return formulas.parameters(word_models.transformer(n, 100))["total"]
 
-    assert of(256) - of(channels) == 789_504 - published
+    assert total_parameters(256) - total_parameters(channels) == 789_504 - published
     run = dict(perplexity=2.0, validation={"8": 3.0, "16": 2.5}, identity="its own")
     runs = {f"d{channels}_e1": {0: run}}
     about = dict(settings=dict(channels=channels), identity="its own")

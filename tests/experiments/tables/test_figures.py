@@ -23,10 +23,10 @@ def test_every_mechanism_and_seed_is_drawn():
         assert bar[:, 1] == pytest.approx([mean - half, mean + half])
     seeds = [line.get_ydata() for line in axes.lines if line.get_marker() == "."]
 
-    def of(name):
+    def bpb_by_seed(name):
         return [run["bpb"] for run in comparison["runs"][name].values()]
 
-    assert [list(values) for values in seeds] == [of(row["cell"]) for row in rows]
+    assert [list(values) for values in seeds] == [bpb_by_seed(row["cell"]) for row in rows]
 
 
 def test_files_are_written_once(tmp_path, monkeypatch, capsys):

@@ -66,7 +66,7 @@ LONG = "lrkv_32k_2p5b"
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def root(tmp_path, monkeypatch):
     """Sets up a root with two configs, a README, no results, and a stand-in compiler."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "experiments" / "reports").mkdir(parents=True)
@@ -133,9 +133,9 @@ def _line(path):
     return line
 
 
-def test_compile_then_write_then_check(place, capsys):
-    short, long = place / "configs/mha_128m.py", place / "configs/long_context.py"
-    page = place / "experiments" / "reports" / "configs.md"
+def test_compile_then_write_then_check(root, capsys):
+    short, long = root / "configs/mha_128m.py", root / "configs/long_context.py"
+    page = root / "experiments" / "reports" / "configs.md"
     before, variants = short.read_text(), long.read_text()
     assert "not compiled yet" in page.read_text()
     capsys.readouterr()
@@ -168,17 +168,17 @@ def test_compile_then_write_then_check(place, capsys):
     assert long.read_text() == variants
 
 
-def test_several_targets(place):
+def test_several_targets(root):
     """The table has a line for each; the lab note's least time is of the first."""
-    shutil.copy(NOTES["lrkv_2p5b"].path, place / "configs")
-    note = lab_notes.read(place / "configs" / "lrkv_2p5b.py")
+    shutil.copy(NOTES["lrkv_2p5b"].path, root / "configs")
+    note = lab_notes.read(root / "configs" / "lrkv_2p5b.py")
     for days, target in enumerate(note.targets, start=1):
         bound = dict(mfu=0.5, by="hbm", seconds=days * 86_400 / note.experiment.train.num_steps)
         result = _result(note, target, bound=bound, resolved=target.resolved)
         _put(note, target, result)
     assert _run() == 0
     assert _line(note.path).startswith("At least 1.00 days for 787 exaFLOPs: ")
-    lines = (place / "experiments" / "reports" / "configs.md").read_text().splitlines()
+    lines = (root / "experiments" / "reports" / "configs.md").read_text().splitlines()
     cells = [line.split(" | ") for line in lines if "[lrkv_2p5b]" in line]
     assert [(c[3], c[4], c[-2]) for c in cells] == [
         ("v5p:2x2x4", "fsdp 16", "1.00"),
@@ -197,9 +197,9 @@ def test_several_targets(place):
         ("Measured: nothing yet.", "Measured: 3 days.", False),
     ],
 )
-def test_a_result_is_valid_while_its_step_is_unchanged(place, capsys, old, new, stale):
+def test_a_result_is_valid_while_its_step_is_unchanged(root, capsys, old, new, stale):
     assert _run("--compile") == _run() == _run("--check") == 0
-    path = place / "configs/mha_128m.py"
+    path = root / "configs/mha_128m.py"
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     assert _run("--check") == int(stale)
@@ -208,7 +208,7 @@ def test_a_result_is_valid_while_its_step_is_unchanged(place, capsys, old, new, 
     assert f"{int(stale)} of 2 to compile" in capsys.readouterr().out
 
 
-def test_a_result_without_the_targets_overrides_does_not_count(place):
+def test_a_result_without_the_targets_overrides_does_not_count(root):
     note = NOTES["lrkv_2p5b"]
     plain, split = note.targets[:2]
     assert "mesh.data = 4" in split.resolved and split.resolved != plain.resolved
@@ -218,7 +218,7 @@ def test_a_result_without_the_targets_overrides_does_not_count(place):
     assert scaling_table.outcome(note, split).result["topology"] == split.topology
 
 
-def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
+def test_failures_are_listed_and_the_rest_goes_on(root, monkeypatch, capsys):
     fail = [sys.executable, "-c", "import sys; sys.exit('kvjax: no room\\non this chip')"]
 
     def answer(note, target):
@@ -232,8 +232,8 @@ def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
     assert out.endswith("of HBM\nmha_128m on v5e:4x4: not compiled yet\n")
 
 
-def test_a_config_that_does_not_fit_is_marked(place, monkeypatch, capsys):
-    note = lab_notes.read(place / "configs/mha_128m.py")
+def test_a_config_that_does_not_fit_is_marked(root, monkeypatch, capsys):
+    note = lab_notes.read(root / "configs/mha_128m.py")
     (target,) = note.targets
     changes = dict(part=0.973, memory_is_upper_bound=True, resolved=target.resolved)
     _put(note, target, _result(note, target, **changes))
@@ -243,7 +243,7 @@ def test_a_config_that_does_not_fit_is_marked(place, monkeypatch, capsys):
     assert _line(note.path).endswith("bound by compute; does not fit, 97.3% of HBM.")
     assert (
         "| ≤ 47.5 | **≤ 97.3%: does not fit** |"
-        in (place / "experiments/reports/configs.md").read_text()
+        in (root / "experiments/reports/configs.md").read_text()
     )
 
 
@@ -272,8 +272,8 @@ def test_the_command_is_aots():
         ("At least", "Perhaps", "must have .*At least.* once"),
     ],
 )
-def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
-    path = place / "configs/mha_128m.py"
+def test_a_lab_note_that_cannot_be_read(root, capsys, old, new, message):
+    path = root / "configs/mha_128m.py"
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError, match=f"mha_128m.py: .*{message}"):
         scaling_table.written(lab_notes.read_all())
@@ -281,7 +281,7 @@ def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
     assert capsys.readouterr().err.startswith("kvjax: ")
 
 
-def test_a_pattern_that_matches_nothing(place, capsys):
+def test_a_pattern_that_matches_nothing(root, capsys):
     assert _run("--compile", "--only=mah*") == 2
     assert capsys.readouterr().err.startswith("kvjax: --only=mah*: matches no config")
 

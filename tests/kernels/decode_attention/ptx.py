@@ -66,7 +66,9 @@ def hazards(ptx: str) -> list[str]:
             continue
         seen.add(visit)
         kind, argument, line = steps[i]
-        messages |= {(line, f"line {line}: {kind} {wrong}") for wrong in _wrong(kind, state)}
+        messages |= {
+            (line, f"line {line}: {kind} {hazard}") for hazard in _hazards_of_step(kind, state)
+        }
         if kind in ("jump", "branch"):
             pending.append((labels[argument], state))
         if kind not in ("jump", "end"):
@@ -81,7 +83,7 @@ def _steps(ptx: str) -> Iterator[tuple[str, str, int]]:
                 yield kind, match[match.lastindex or 0], number
 
 
-def _wrong(kind: str, state: _State) -> Iterator[str]:
+def _hazards_of_step(kind: str, state: _State) -> Iterator[str]:
     missing = {_ACCESSED: "fence.proxy.async", _FENCED: "bar.sync"}
     if kind in ("product", "copy") and state.stored:
         yield f"after a store without {missing[state.stored]}"
