@@ -83,7 +83,9 @@ def _shell(line: str) -> int:
     """Runs a line of a shell, and returns its exit status."""
     words = shlex.split(line)
     if words[0] != "kvjax" or "|" in words:
-        return subprocess.run(["bash", "-c", _SHELL + line], check=False).returncode
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", _SHELL + line], check=False
+        ).returncode
     name, _ = COMMANDS[words[1]]
     if importlib.util.find_spec(name).submodule_search_locations:
         name += ".__main__"

@@ -83,6 +83,16 @@ def test_links_lead_to_pages_or_to_the_repository():
             assert target in sites, (source, link)
 
 
+def test_lists_follow_a_blank_line():
+    """GitHub shows a list without it, Python-Markdown a paragraph."""
+    begins = re.compile(r"(?m)^(?! *(?:[-*] |\d+\. )|#)\S.*\n(?:- |1\. )")
+    assert begins.search("a\n- b") and not begins.search("a\n\n- b\n  c\n- d\n")
+    for source in [*(f"docs/{name}.md" for name in TEXTS), *pages.foreign()]:
+        if source.endswith(".md"):
+            text = re.sub(r"(?ms)^```.*?^```$", "", (ROOT / source).read_text())
+            assert not begins.search(text), (source, begins.search(text))
+
+
 def test_every_public_name_has_an_entry():
     entries = set(re.findall(r"(?m)^::: kvjax\.(\w+)$", TEXTS["api"]))
     assert entries == set(kvjax.__all__)
@@ -131,14 +141,18 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reader")
     (folder / "models").mkdir()
     (folder / "models" / "SmolLM2-135M-Instruct").symlink_to(PUBLISHED / "llama")
+    hub = folder / ".cache/huggingface/hub/models--HuggingFaceTB--SmolLM2-135M-Instruct"
+    (hub / "snapshots").mkdir(parents=True)
+    (hub / "snapshots" / "1").symlink_to(PUBLISHED / "llama")
     return _read("index", folder)
 
 
 def _read(name, folder):
     """Runs a page's blocks in a process of its own."""
     cache = {key.upper(): str(value) for key, value in quick.compilation_cache().items()}
-    env = os.environ | quick.cpu_devices(1) | cache
-    env |= dict(HOME=str(folder), PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    env = {name: value for name, value in os.environ.items() if name[:3] != "HF_"}
+    env |= quick.cpu_devices(1) | cache
+    env |= dict(HOME=str(folder), PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
     env["PATH"] = f"{os.path.dirname(sys.executable)}:{env['PATH']}"
     command = [sys.executable, "-m", "tests.docs_pages", name]
     run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
