@@ -62,8 +62,9 @@ def _parser() -> command_line.Parser:
         "size of the cache", "Give one of --rank, --energy and --cache: --cache=0.5 halves it."
     )
     add = group.add_argument
-    text = "one rank for all layers: channels of a latent (thin_keys), or of each head's residual "
-    add("--rank", type=int, help=f"{text}(lrkv)")
+    text = "one rank for all layers: channels of a latent (thin_keys, mla), or of each head's "
+    text += "residual (lrkv), or KV heads that are left (gqa)"
+    add("--rank", type=int, help=text)
     text = "share of each layer's energy (squared singular values) to keep, as 0.95; ranks differ "
     add("--energy", type=float, help=f"{text}by layer")
     text = "size of the new cache as a share of the source's, as 0.5; ranks are chosen to change "

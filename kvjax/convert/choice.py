@@ -20,7 +20,7 @@ from kvjax.convert import (
 from kvjax.convert.budget import RankChoices
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.latent_method import LatentAttention
-from kvjax.convert.methods import Method, ThinKeys
+from kvjax.convert.methods import Method, PooledHeads, ThinKeys
 from kvjax.convert.model import LazyModel
 from kvjax.costs import formulas
 from kvjax.foundation import progress
@@ -52,11 +52,13 @@ def check(options: argparse.Namespace, source: LazyModel) -> None:
     method, config = options_lib.make_method(options), source.transformer
     if isinstance(method, LatentAttention) and options.rank is None:
         method = next(_latent_sizes(options, source, method))
+    if isinstance(method, PooledHeads) and options.rank is None:
+        method = _pooled(options, source)
     ConvertedModel(source, [method] * config.block.num_layers, None)
     if options.rank is not None:
         for mechanism in config.mechanisms:
             budget.check_smaller(config, mechanism, method, DTYPE, "rank")
-    elif not isinstance(method, LatentAttention):
+    elif not isinstance(method, (LatentAttention, PooledHeads)):
         _rank_choices(options, method, source)
 
 
@@ -116,6 +118,8 @@ def _candidates(
                     dataclasses.replace(size, key_weight=weight, statistics=of_layer)
                     for of_layer in statistics
                 ]
+    elif isinstance(method, PooledHeads) and options.rank is None:
+        yield [_pooled(options, source)] * count
     elif options_lib.splits_budget(options):
         yield [_split(options, method, source, moments, rows_BT)] * count
     elif options.rank is not None:
@@ -123,6 +127,18 @@ def _candidates(
     else:
         ranks = _ranks(options, method, source, moments)
         yield [dataclasses.replace(method, rank=rank) for rank in ranks]
+
+
+def _pooled(options, source: LazyModel) -> PooledHeads:
+    """Returns the pooling to the most KV heads within --cache."""
+    heads = source.transformer.mechanisms[0].num_kv_heads
+    for rank in range(heads, 0, -1):
+        if heads % rank == 0 and rank / heads <= options.cache:
+            return PooledHeads(rank)
+    raise UserError(
+        f"--cache={options.cache}: one KV head of {heads} is {1 / heads:.3f} of the cache: give "
+        "a larger --cache"
+    )
 
 
 # -- sizes of MLA ----------------------------------------------------------------------------------

@@ -4,16 +4,17 @@ import argparse
 from collections.abc import Callable
 
 from kvjax.convert.latent_method import LatentAttention
-from kvjax.convert.methods import LowRankKV, Method, ThinKeys
+from kvjax.convert.methods import LowRankKV, Method, PooledHeads, ThinKeys
 from kvjax.foundation.configuration import at_least, between, one_of
 from kvjax.foundation.errors import UserError
 
-FITTED = ("thin_keys", "lrkv", "mla")  # methods that `auto` compares
+FITTED = ("thin_keys", "lrkv", "mla", "gqa")  # methods that `auto` compares
 METHODS = ("none", *FITTED, "auto")
 _RANKS = ("rank", "energy", "cache")  # exactly one is given
 _CALIBRATION = ("calibrate", "calibrate_tokens")
 _METHODS_WITH = {  # an option: the methods that have it
-    **dict.fromkeys(("cache", "multiple", *_CALIBRATION), METHODS[1:]),
+    "cache": METHODS[1:],
+    **dict.fromkeys(("multiple", *_CALIBRATION), ("thin_keys", "lrkv", "mla", "auto")),
     "rank": FITTED,
     **dict.fromkeys(("energy", "objective"), ("thin_keys", "lrkv")),
     "rope_dim": ("mla",),
@@ -38,6 +39,8 @@ def fill_defaults(options: argparse.Namespace, default: Callable[[str], object])
         options.method = "none" if options.cache is None else "thin_keys"
     fill_method(options)
     _check(options, default)
+    if options.method == "gqa":
+        options.objective = PooledHeads.objective
 
 
 def fill_method(options: argparse.Namespace) -> None:
@@ -106,6 +109,8 @@ def make_method(options: argparse.Namespace) -> Method | None:
         return None
     by_layer = options.rank is None and not splits_budget(options)
     rank = 1 if options.rank is None else options.rank
+    if options.method == "gqa":
+        return PooledHeads(rank)
     if options.method == "mla":
         return LatentAttention(rank=2 if options.rank is None else rank, rope_dim=options.rope_dim)
     if options.method == "lrkv":

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.attention import Attention, FactoredConfig, GroupedConfig
 from kvjax.convert import layer as layer_lib
-from kvjax.convert.methods import LowRankKV, ThinKeys
+from kvjax.convert.methods import LowRankKV, PooledHeads, ThinKeys
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
@@ -121,6 +121,22 @@ def test_cached_elements(x64, randomise, source):
     both = dataclasses.replace(both, mode="joint", rank=9)
     assert elements(both.mechanism(config, rope=on)) == 9 + 2
     assert elements(LowRankKV(rank=3).mechanism(config, rope=on)) == 2 * (8 + K * 3)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_pooled_heads(x64, randomise, source):
+    """Equal heads lose nothing; the mean of unequal heads is nearest to both."""
+    config, weights, on = _source(randomise, source)
+    layer = layer_lib.read(weights, config, rope=on)
+    unequal = PooledHeads(1).convert(layer, layer.identity_moment())
+    keys = layer.weights_of(layer.key_EKH)
+    np.testing.assert_allclose(unequal.weights["mechanism"]["base_key"][:, 0], keys.mean(axis=1))
+    assert 0.2 < min(unequal.errors.values()) <= max(unequal.errors.values()) < 1
+    inner = weights["mechanism"]
+    for name in [name for name in inner if name.startswith("base_")]:
+        inner[name] = np.repeat(inner[name][..., :1, :], config.num_kv_heads, axis=-2)
+    new, converted, error = _converted(PooledHeads(1), (config, weights, on))
+    assert error < 1e-12 and max(converted.errors.values()) < 1e-12 and new.num_kv_heads == 1
 
 
 def test_up_projections_are_absorbed_into_queries(x64, randomise):
