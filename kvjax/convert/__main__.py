@@ -43,7 +43,8 @@ from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output, Table
 
 
-def _parser() -> command_line.Parser:
+def make_parser() -> command_line.Parser:
+    """Returns the parser of the command's options."""
     parser = command_line.Parser(__doc__)
     parser.add_output()
     add = parser.add_argument_group("model").add_argument
@@ -114,7 +115,7 @@ def _parser() -> command_line.Parser:
 
 def main(arguments: list[str]) -> None:
     """Converts a model; see the module's docstring."""
-    options = _parser().parse(arguments)
+    options = make_parser().parse(arguments)
     with command_line.naming_options(options):
         _run(options, Output(options))
 
@@ -122,10 +123,10 @@ def main(arguments: list[str]) -> None:
 def _run(options: argparse.Namespace, out: Output) -> None:
     source = "a folder, a .gguf file, hf://OWNER/NAME or a workdir"
     command_line.require(options, source=source, out="a new folder")
-    options_lib.fill_defaults(options, _parser().get_default)
+    options_lib.fill_defaults(options, make_parser().get_default)
     converts = options.method != "none"
     if options.evaluate_tokens is None:
-        evaluates = converts or options.evaluate != _parser().get_default("evaluate")
+        evaluates = converts or options.evaluate != make_parser().get_default("evaluate")
         options.evaluate_tokens = 16_384 if evaluates else 0
     target = into_workdir.check(options.out)
     runtime.check_checkpoints("--out", target)

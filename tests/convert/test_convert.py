@@ -339,8 +339,8 @@ def test_methods_of_options():
         ),
     ]
     for arguments, method, recorded in cases:
-        options = command._parser().parse(["--source=a", "--out=b", *arguments.split()])
-        options_lib.fill_defaults(options, command._parser().get_default)
+        options = command.make_parser().parse(["--source=a", "--out=b", *arguments.split()])
+        options_lib.fill_defaults(options, command.make_parser().get_default)
         assert (
             options_lib.make_method(options) == method and options_lib.recorded(options) == recorded
         ), arguments

@@ -108,7 +108,7 @@ def test_smollm2_is_tuned_by_the_products_commands(run, small_smollm2, monkeypat
     def run_command(command, log):
         commands.append(command)
         if "kvjax.convert" in command:
-            convert_command._parser().parse(command[2:])  # has all these options
+            convert_command.make_parser().parse(command[2:])  # has all these options
         source = _option(command, "source" if "kvjax.convert" in command else "config")
         source = source if source.is_dir() else source.parent
         target = _option(command, "out" if "kvjax.convert" in command else "workdir")
