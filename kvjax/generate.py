@@ -21,7 +21,7 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.text import check_text
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.workdir.trained import load
+from kvjax.workdir.trained import start_loading
 
 
 def _parser() -> command_line.Parser:
@@ -97,7 +97,13 @@ def _run(values: argparse.Namespace) -> None:
     if values.chips != 1:
         mesh = program.make_mesh(values.chips, jax.local_devices())
     with progress.waiting("reading the model"):
-        loaded = load(runtime.workdir(values.workdir), step=values.step, dtype=values.dtype)
+        loaded = start_loading(
+            runtime.workdir(values.workdir),
+            step=values.step,
+            dtype=values.dtype,
+            programs=mesh is None,
+            implementation=implementation,
+        )()
         generator = Generator(
             loaded.model,
             loaded.compute,

@@ -68,10 +68,12 @@ def _run(options: argparse.Namespace) -> None:
     one_of("calculator", options.calculator, calculator.MODES)
     check_text("system", options.system)
     runtime.start()
-    saved = trained.find(runtime.workdir(options.workdir), step=options.step)
+    workdir = runtime.workdir(options.workdir)
+    load = trained.start_loading(workdir, step=options.step, dtype=options.dtype, programs=True)
+    saved = trained.find(workdir, step=options.step)
     dialogue = dialogue_lib.of(saved, limit=sys.maxsize)  # no cut: `History` leaves out whole turns
     with progress.waiting("reading the model"):
-        loaded = trained.load(saved.workdir, step=saved.step, dtype=options.dtype)
+        loaded = load(saved)
         generator = Generator(loaded.model, loaded.compute, stored=True)
         del loaded  # frees the weights that the generator has copied
     context = _context(options, saved, generator)

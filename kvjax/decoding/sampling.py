@@ -17,7 +17,7 @@ from kvjax.foundation.errors import UserError
 
 
 class Parameters(NamedTuple):
-    """Sampling options as scalar arrays."""
+    """Sampling options as scalar arrays, of NumPy until they are put on devices."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -49,7 +49,7 @@ class Sampling:
 
     def parameters(self) -> Parameters:
         top_k = min(self.top_k, np.iinfo(np.int32).max)
-        return Parameters(jnp.float32(self.temperature), jnp.int32(top_k), jnp.float32(self.top_p))
+        return Parameters(np.float32(self.temperature), np.int32(top_k), np.float32(self.top_p))
 
 
 def add_options(parser: argparse.ArgumentParser, *, temperature: float, top_k: int) -> None:

@@ -165,7 +165,7 @@ def load(source: str | os.PathLike, *, step: int | None = None, dtype: str = "")
         source = hub.model("source", os.fspath(source))
     path = runtime.path("source", os.fspath(source))
     if (path / "config.txt").exists() or not path.exists():
-        loaded = trained.load(path, step=step, dtype=dtype)
+        loaded = trained.start_loading(path, step=step, dtype=dtype, programs=True)()
         return Model(path.name, loaded.model, loaded.compute, loaded.tokenizer, loaded.context)
     if step is not None:
         raise UserError(f"step = {step}: {source} is a published model, without steps")

@@ -6,10 +6,12 @@ memory) stops the run, since older state would silently replace a good checkpoin
 a job write and read one checkpoint together, each the shards of its devices.
 """
 
+from collections.abc import Callable
 import contextlib
 from typing import Any
 
 from etils import epath
+import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -210,6 +212,33 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
         with context:
             tree = {"params": abstract_params}
             return ocp.load(path, tree, checkpointable_name="state")["params"]
+
+
+def start_reading(directory: epath.Path, step: int, abstract_params: Any) -> Callable:
+    """Starts to read the parameters of one checkpoint onto one device.
+
+    Arguments and errors as of `read_parameters`, and the same numbers; Orbax takes longer.
+
+    Returns:
+      A function that waits, and returns the tree of parameters.
+    """
+    path = directory / str(step)
+    leaves, tree = jax.tree.flatten(abstract_params)
+    with _reading(path):
+        _check_parameters(path, abstract_params)
+        names = [f"params.{name}" for name in storage.shapes_of(abstract_params)]
+        finish = storage.start_reading(path / "state", dict(zip(names, leaves, strict=True)))
+
+    def params() -> Any:
+        with _reading(path):
+            arrays = finish()
+        placed = [
+            jax.device_put(arrays[name], x.sharding, may_alias=True)
+            for name, x in zip(names, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, placed)
+
+    return params
 
 
 def fingerprint(directory: epath.Path, step: int) -> str:

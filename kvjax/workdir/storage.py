@@ -9,11 +9,13 @@ Importing this module patches Orbax 0.12 in three places that it has no options 
 - Globbing escapes the folder's own path, which may have brackets: Orbax wrote no index there.
 """
 
+from collections.abc import Callable, Mapping
 import functools
 import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -23,6 +25,7 @@ import warnings
 
 from etils import epath
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -155,8 +158,47 @@ def array(item: epath.Path, name: str) -> tensorstore.TensorStore:
     Args:
       name: dotted, as in `shapes`.
     """
+    return _open(item, name).result()
+
+
+def _open(item: epath.Path, name: str) -> tensorstore.Future:
     kvstore = {"driver": "ocdbt", "base": _base(item), "path": f"{name}/"}
-    return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+    return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True)
+
+
+def start_reading(item: epath.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> Callable:
+    """Starts to read arrays whole, in TensorStore's threads; reads verify checksums.
+
+    Args:
+      arrays: shapes as stored, and the dtypes to cast to, by dotted name.
+
+    Returns:
+      A function that waits and returns NumPy arrays by name, aligned so that JAX on a CPU takes
+      them without a copy; it raises the error of a failed read.
+    """
+    opened = {name: _open(item, name) for name in arrays}  # in parallel
+    buffers, writes = {}, []
+    for name, x in arrays.items():
+        stored = opened[name].result()
+        if stored.dtype.numpy_dtype != x.dtype:
+            stored = tensorstore.cast(stored, x.dtype)
+        buffers[name] = _aligned(x.shape, x.dtype)
+        writes.append(tensorstore.array(buffers[name], copy=False).write(stored))
+
+    def finish() -> dict[str, np.ndarray]:
+        for write in writes:
+            write.result()
+        return buffers
+
+    return finish
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Allocates an array at a multiple of 64 bytes, XLA's alignment on a CPU."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def shapes_of(tree) -> dict[str, tuple[int, ...]]:

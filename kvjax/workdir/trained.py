@@ -1,5 +1,6 @@
 """Finds and loads the trained model of a workdir."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 
@@ -14,6 +15,7 @@ from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
 from kvjax.data import manifest, tokenizer as tokenizer_lib
 from kvjax.data.tokenizer import Tokenizer
+from kvjax.decoding import engine
 from kvjax.foundation import json_text, runtime
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError, warn
@@ -61,8 +63,31 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     Raises:
       UserError: no workdir, no such checkpoint, or one that cannot be read.
     """
-    saved = find(workdir, step=step)
-    config, compute = saved.experiment.model, compute_of(saved, dtype)
+    return start_loading(workdir, step=step, dtype=dtype)()
+
+
+def start_loading(
+    workdir: epath.Path,
+    *,
+    step: int | None = None,
+    dtype: str = "",
+    programs: bool = False,
+    implementation: str | None = None,
+) -> Callable[..., LoadedModel]:
+    """Starts to read a model in threads; arguments and errors as of `load`.
+
+    Args:
+      programs: load also the stored programs of `Generator(..., stored=True)`.
+      implementation: of decode attention, as of `Generator`.
+
+    Returns:
+      A function of the `SavedModel` (None: what `find` returns) that waits for the model.
+    """
+    workdir = runtime.workdir(workdir)
+    experiment, step = experiment_of(workdir), _existing_step(workdir, step)
+    config, compute = experiment.model, _compute(experiment, dtype)
+    if programs:
+        engine.start_loading(config, compute, implementation=implementation)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = parameters.abstract(config).shapes
     abstract = jax.tree.map(
@@ -70,9 +95,14 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
         abstract,
         compute_dtypes(abstract, compute.dtype),
     )
-    params = checkpoint.read_parameters(saved.checkpoints, saved.step, abstract)
-    model = nnx.merge(parameters.graph(config), params)
-    return LoadedModel(model, compute, saved.tokenizer, saved.context, saved.step)
+    read = checkpoint.start_reading(workdir / checkpoint.CHECKPOINTS, step, abstract)
+
+    def finish(saved: SavedModel | None = None) -> LoadedModel:
+        saved = saved or find(workdir, step=step)
+        model = nnx.merge(parameters.graph(config), read())
+        return LoadedModel(model, compute, saved.tokenizer, saved.context, step)
+
+    return finish
 
 
 def compute_of(saved: SavedModel, dtype: str = "") -> Compute:
@@ -81,12 +111,15 @@ def compute_of(saved: SavedModel, dtype: str = "") -> Compute:
     Args:
       dtype: overrides the run's config.compute.dtype.
     """
-    compute = saved.experiment.compute
+    return _compute(saved.experiment, dtype)
+
+
+def _compute(experiment: config_lib.Experiment, dtype: str) -> Compute:
+    compute = experiment.compute
     if dtype:
         one_of("dtype", dtype, config_lib.DTYPES)
         compute = dataclasses.replace(compute, dtype=dtype)
-    num_layers = saved.experiment.model.block.num_layers
-    return compute.resolve(jax.devices()[0].platform, num_layers)
+    return compute.resolve(jax.devices()[0].platform, experiment.model.block.num_layers)
 
 
 def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
@@ -98,11 +131,7 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
     """
     workdir = runtime.workdir(workdir)
     experiment = experiment_of(workdir)
-    steps = storage.steps(workdir / checkpoint.CHECKPOINTS)
-    if not steps:
-        raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
-    if step is not None and step not in steps:
-        raise UserError(f"step = {step}: {workdir} has no such checkpoint; it has {steps}")
+    step = _existing_step(workdir, step)
     tokenizer = _tokenizer(workdir, experiment.model.vocab_size)
     token_files = origin.token_files(workdir)
     tokenizer.ends = origin.ends(token_files, tokenizer, experiment.model.vocab_size)
@@ -116,13 +145,23 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
             pass
     return SavedModel(
         workdir,
-        steps[-1] if step is None else step,
+        step,
         experiment,
         tokenizer,
         context=origin.context(workdir, experiment.data.sequence_length),
         token_files=token_files,
         template=template,
     )
+
+
+def _existing_step(workdir: epath.Path, step: int | None) -> int:
+    """Returns the step, or the latest for None; a UserError without such a checkpoint."""
+    steps = storage.steps(workdir / checkpoint.CHECKPOINTS)
+    if not steps:
+        raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
+    if step is not None and step not in steps:
+        raise UserError(f"step = {step}: {workdir} has no such checkpoint; it has {steps}")
+    return steps[-1] if step is None else step
 
 
 def snapshots(workdir: epath.PathLike) -> list[SavedModel]:

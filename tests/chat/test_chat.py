@@ -206,9 +206,9 @@ def test_options_reach_the_model(run, monkeypatch):
     """Each answer is part of the next prompt; given options, and defaults."""
     seen, loaded = [], []
 
-    def load(workdir, **options):
+    def start_loading(workdir, **options):
         loaded.append(options)
-        return types.SimpleNamespace(model="model", compute="compute")
+        return lambda saved: types.SimpleNamespace(model="model", compute="compute")
 
     def answers(generator, dialogue, prompts, *, on_token, **options):
         seen.append((TOKENIZER.decode(prompts[0]), options))
@@ -217,7 +217,7 @@ def test_options_reach_the_model(run, monkeypatch):
     def made(model, compute, *, stored):
         return types.SimpleNamespace(positions=None, made_of=(model, compute))
 
-    monkeypatch.setattr(chat.trained, "load", load)
+    monkeypatch.setattr(chat.trained, "start_loading", start_loading)
     monkeypatch.setattr(chat, "Generator", made)
     monkeypatch.setattr(chat, "answers", answers)
     given = "--system=Be. --num_tokens=7 --temperature=0.3 --top_k=9 --top_p=0.5 --context=80"
@@ -240,7 +240,7 @@ def test_options_reach_the_model(run, monkeypatch):
             (prompt, expected | dict(seed=seed))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        assert loaded[-1] == dict(step=loaded[-1]["step"], dtype=dtype)
+        assert loaded[-1] == dict(step=None, dtype=dtype, programs=True)
     # A prompt may have the context less --num_tokens: here 26 tokens, then 25.
     assert run("--context=30", "--num_tokens=4", text="x" * 22)[2] == ""
     assert "there is room for 26" in run("--context=30", "--num_tokens=4", text="x" * 23)[2]

@@ -1,11 +1,12 @@
 """Compiled programs on disk give the same tokens untraced; a bad file costs a compilation."""
 
 import os
+import threading
 
 import jax
 import pytest
 
-from kvjax.decoding import stored
+from kvjax.decoding import engine, stored
 from kvjax.decoding.generator import Generator
 
 
@@ -48,6 +49,28 @@ def test_programs_are_loaded_instead_of_traced(tokens, tmp_path, monkeypatch):
     assert tokens() == (expected, 2)
     assert len(list((tmp_path / "programs").iterdir())) == 3
     assert jax.config.jax_enable_compilation_cache
+
+
+def test_a_thread_loads_the_latest_programs(tokens, loaded, monkeypatch):
+    """The generator takes what it loaded, and compiles after a bad file or for other sizes."""
+    expected, _ = tokens()
+    readers = []
+
+    def read(path, devices, real=stored._read):
+        readers.append(threading.current_thread())
+        return real(path, devices)
+
+    monkeypatch.setattr(stored, "_read", read)
+    for content, compilations in ((None, 0), (b"cut off", 2)):
+        for file in stored._folder().iterdir() if content else ():
+            file.write_bytes(content)
+        readers.clear()
+        engine.start_loading(loaded.model.config, loaded.compute)
+        assert tokens() == (expected, compilations)
+        assert len(readers) == 2 and threading.main_thread() not in readers
+    engine.start_loading(loaded.model.config, loaded.compute)
+    generator = Generator(loaded.model, loaded.compute, stored=True)
+    assert list(generator.start([[256, 5, 9]], num_tokens=4)), "one sequence instead of two"
 
 
 def test_without_a_folder_programs_are_compiled(tokens, tmp_path):

@@ -231,3 +231,19 @@ def test_weights_of_a_decoder_are_by_layer_in_the_compute_dtype(make_mechanism, 
     assert len(model_decoder.layers) == config.block.num_layers
     cache = jax.eval_shape(lambda: decoder.allocate(config, compute, batch=B, capacity=T))
     assert cache.layers[0]["base_key"].dtype == jnp.bfloat16
+
+
+def test_layers_of_a_stack_are_views_on_a_cpu(make_mechanism):
+    """A decoder made of arrays has the weights of one made in a program, without a copy of them."""
+    config = _config(make_mechanism, "qwen3")
+    graph, state = nnx.split(Transformer(config, jax.random.key(0)))
+
+    def weights(state):
+        return nnx.state(decoder.Decoder(nnx.merge(graph, state), Compute()))
+
+    views, copies = weights(state), jax.jit(weights)(state)
+    jax.tree.map(np.testing.assert_array_equal, views, copies)
+    up = nnx.to_pure_dict(state)["segments"][0]["mlp"]["up"]
+    first, second = (nnx.to_pure_dict(views)["layers"][i]["mlp"]["up"] for i in range(2))
+    assert first.unsafe_buffer_pointer() == up.unsafe_buffer_pointer()
+    assert second.unsafe_buffer_pointer() == up.unsafe_buffer_pointer() + first.nbytes

@@ -23,6 +23,13 @@ from kvjax.workdir.checkpoint import CHECKPOINTS, Checkpoints, read_parameters
 from tests import quick, runs
 
 
+def read_in_threads(directory, step, abstract):
+    return checkpoint.start_reading(directory, step, abstract)()
+
+
+READERS = (read_parameters, read_in_threads)
+
+
 def state(value: float) -> dict:
     return dict(params={"w": jnp.full((64, 8), value), "segments": {0: {"b": jnp.arange(3.0)}}})
 
@@ -136,14 +143,15 @@ def test_a_damaged_part_is_noticed_or_harmless(saved, capfd, parts):
     for part, damage_part in damage:
         damage_part(pathlib.Path(latest, part))
         message = None
-        try:
-            params = read_parameters(saved / CHECKPOINTS, 3, abstract_parameters())
-            jax.tree.map(np.testing.assert_array_equal, params, state(3.0)["params"])
-        except UserError as error:
-            message = str(error)
-            assert re.search(
-                r"/3 cannot be read (?s:.*)other checkpoints there: steps \[2\]$", message
-            )
+        for read in READERS:
+            try:
+                params = read(saved / CHECKPOINTS, 3, abstract_parameters())
+                jax.tree.map(np.testing.assert_array_equal, params, state(3.0)["params"])
+            except UserError as error:
+                message = str(error)
+                assert re.search(
+                    r"/3 cannot be read (?s:.*)other checkpoints there: steps \[2\]$", message
+                )
         (restored, position, step), steps = restore(saved)
         jax.tree.map(np.testing.assert_array_equal, restored, state(float(step)))
         lines = capfd.readouterr().err.splitlines()
@@ -285,11 +293,12 @@ def test_flipped_bits_are_noticed_or_harmless(trained_state, tmp_path, capfd, fl
         damaged = bytearray(content)
         damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         file.write_bytes(damaged)
-        try:
-            params = read_parameters(workdir / CHECKPOINTS, 2, abstract["params"])
-            jax.tree.map(np.testing.assert_array_equal, params, state_of(2)["params"])
-        except UserError as error:
-            assert "checkpoints/2 cannot be read" in str(error)
+        for read in READERS:
+            try:
+                params = read(workdir / CHECKPOINTS, 2, abstract["params"])
+                jax.tree.map(np.testing.assert_array_equal, params, state_of(2)["params"])
+            except UserError as error:
+                assert "checkpoints/2 cannot be read" in str(error)
         checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
         state, position, step = checkpoints.restore(abstract)
         checkpoints.close()
@@ -330,20 +339,37 @@ def abstract_parameters(dtype=jnp.float32, **shapes):
     )
 
 
-def test_parameters_alone(tmp_path):
+@pytest.mark.parametrize("read", READERS)
+def test_parameters_alone(tmp_path, read):
     """Parameters load without the optimizer state, in another dtype."""
     workdir = epath.Path(tmp_path)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
     for step in (1, 2):
         checkpoints.save(step, state(float(step)) | {"optimizer": jnp.ones(5)}, position=0)
     checkpoints.close()
-    params = read_parameters(workdir / CHECKPOINTS, 1, abstract_parameters(jnp.bfloat16))
+    params = read(workdir / CHECKPOINTS, 1, abstract_parameters(jnp.bfloat16))
     assert params["w"].dtype == jnp.bfloat16 and params["w"].devices() == {jax.devices()[-1]}
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state(1.0)["params"])
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-def test_parameters_of_another_model(saved):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_readers_agree_bit_for_bit(tmp_path, dtype):
+    """Casts round equally, and NaN and infinity survive."""
+    w = jax.random.normal(jax.random.key(0), (64, 8)).at[0, :3].set([jnp.nan, jnp.inf, 1e-40])
+    params = {"w": w, "segments": {0: {"b": jnp.array([1 + 2**-8, 1 + 3 * 2**-8, 3e38])}}}
+    checkpoints = Checkpoints(epath.Path(tmp_path), keep=1)
+    checkpoints.save(1, {"params": params}, position=0)
+    checkpoints.close()
+    slow, fast = (read(epath.Path(tmp_path), 1, abstract_parameters(dtype)) for read in READERS)
+    jax.tree.map(
+        lambda x, y: x.tobytes() == y.tobytes() or pytest.fail(), *map(jax.device_get, (slow, fast))
+    )
+    assert jax.tree.map(lambda x: x.sharding, slow) == jax.tree.map(lambda x: x.sharding, fast)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_parameters_of_another_model(saved, read):
     """The message lists eight differing arrays, and counts the others."""
     more = {f"x{i}": (i, 1) for i in range(9)}
     rows = [f"  x{i}: checkpoint none, config {(i, 1)}" for i in range(8)]
@@ -357,7 +383,7 @@ def test_parameters_of_another_model(saved):
         assert str(error.value).splitlines()[1:-1] == expected
     without = dict(w=abstract_parameters()["w"])
     with pytest.raises(UserError, match=r"  segments.0.b: checkpoint \(3,\), config none\n"):
-        read_parameters(saved / CHECKPOINTS, 3, without)
+        read(saved / CHECKPOINTS, 3, without)
 
 
 def test_a_failed_save_is_reported_and_the_next_one_works(saved, monkeypatch):
