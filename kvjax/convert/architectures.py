@@ -8,13 +8,17 @@ from collections.abc import Mapping
 import dataclasses
 import math
 
+from kvjax.attention import MLAConfig
 from kvjax.convert import config_keys, rope_keys, rules as rules_lib, windows
-from kvjax.convert.published_config import ConfigSections, make_sections
+from kvjax.convert.published_config import ConfigSections, make_mla_sections, make_sections
 from kvjax.convert.rules import Rule
 from kvjax.convert.windows import WindowKeys
 from kvjax.foundation.errors import UserError, warn
 from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.published.config import PublishedConfig
+
+# Of norms of latents in transformers' DeepSeek, whatever rms_norm_eps says; vLLM takes the key.
+LATENT_EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class Family:
       activations: kvjax's activations by their names in config.json; the family's default first.
       prefix: of all tensor names but the head's; models saved without a head omit it.
       buffers: regular expression of tensors that are not weights.
+      is_dense: keys and values are a projection per head, so that `huggingface` writes it.
     """
 
     class_name: str
@@ -33,6 +38,7 @@ class Family:
     rules: tuple[Rule, ...]
     prefix: str
     buffers: str
+    is_dense: bool = True
 
     @property
     def keys(self) -> frozenset[str]:
@@ -203,6 +209,76 @@ _LLAMA_KEYS = windows.KEYS | frozenset(
     "hidden_act rope_theta rope_scaling rope_parameters attention_multiplier "
     "dual_chunk_attention_config".split()
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekFamily(Family):
+    """DeepSeek-V2 and V3 with MLA and dense MLPs; `deepseek` writes it."""
+
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(silu="swiglu"))
+    rules: tuple[Rule, ...] = rules_lib.deepseek_rules()
+    prefix: str = "model."
+    buffers: str = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    is_dense: bool = False
+
+    keys = frozenset(
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim head_dim "
+        "v_head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act rope_theta "
+        "rope_scaling rope_parameters rope_interleave first_k_dense_replace n_routed_experts "
+        # Read by experts, of which there are none.
+        "moe_layer_freq moe_intermediate_size n_shared_experts num_experts_per_tok n_group "
+        "topk_group topk_method scoring_func norm_topk_prob routed_scaling_factor aux_loss_alpha "
+        "seq_aux ep_size num_nextn_predict_layers output_router_logits".split()
+    )
+
+    def sections(self, c: PublishedConfig) -> ConfigSections:
+        heads, layers = c.integer("num_attention_heads"), c.integer("num_hidden_layers")
+        dense = c.get("first_k_dense_replace", int, 0)
+        if dense < layers and "n_routed_experts" not in c.nulls:
+            raise c.error(
+                "first_k_dense_replace",
+                f"must be num_hidden_layers = {layers}: the layers from this one on are mixtures "
+                "of experts (MoE), which kvjax has not",
+            )
+        if c.integer("num_key_value_heads", heads) != heads:
+            raise c.error("num_key_value_heads", f"must be num_attention_heads = {heads}")
+        if not c.flag("rope_interleave", True):
+            raise c.error("rope_interleave", "must be true: RoPE rotates pairs (2i, 2i + 1)")
+        epsilon = c.number("rms_norm_eps", LATENT_EPSILON)
+        if epsilon != LATENT_EPSILON:
+            raise c.error(
+                "rms_norm_eps",
+                f"must be {LATENT_EPSILON}: with another, norms of latents differ between "
+                "transformers and vLLM",
+            )
+        block = BlockConfig(
+            num_layers=layers,
+            d_model=c.integer("hidden_size"),
+            mlp_dim=c.integer("intermediate_size"),
+            norm_gain=True,
+            norm_epsilon=epsilon,
+            embedding_norm=False,
+            activation=self._activation(c, "hidden_act"),
+            tied_head=c.flag("tie_word_embeddings", False),
+            logit_softcap=0.0,
+            **rope_keys.read(c),
+        )
+        mechanism = MLAConfig(
+            num_heads=heads,
+            latent_dim=c.integer("kv_lora_rank"),
+            rope_key_dim=c.integer("qk_rope_head_dim"),
+            key_dim=c.integer("qk_nope_head_dim"),
+            value_dim=c.integer("v_head_dim"),
+            query_rank=c.integer("q_lora_rank") if "q_lora_rank" in c.values else 0,
+            qk_norm="none",
+            norm_epsilon=epsilon,
+        )
+        context = c.integer("max_position_embeddings")
+        vocab_size = c.integer("vocab_size")
+        return make_mla_sections(block, mechanism, vocab_size=vocab_size, context=context)
+
+
 _GELUS = {  # "gelu" is the tanh approximation in kvjax
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
@@ -226,6 +302,8 @@ FAMILIES: dict[str, Family] = dict(
     qwen3=LlamaFamily(
         class_name="Qwen3ForCausalLM", qk_norm="rms_gain", head_dim=128, window=windows.QWEN
     ),
+    deepseek_v2=DeepseekFamily(class_name="DeepseekV2ForCausalLM"),
+    deepseek_v3=DeepseekFamily(class_name="DeepseekV3ForCausalLM"),
     nanochat=LlamaFamily(
         class_name="NanoChatForCausalLM",
         activations=dict(relu2="relu2") | _GELUS,

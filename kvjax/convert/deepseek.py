@@ -30,6 +30,7 @@ from kvjax.attention import (
 )
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import huggingface, latent_maps, model as model_lib
+from kvjax.convert.architectures import LATENT_EPSILON
 from kvjax.convert.into_folder import ExportPlan, LazyTensor
 from kvjax.convert.latent_maps import LatentMaps, LatentSizes
 from kvjax.convert.model import LazyModel
@@ -40,8 +41,6 @@ CLASS = "DeepseekV3ForCausalLM"
 ENGINES = ("vllm", "transformers")
 DELTA = 2.0**-20  # largest relative error of a latent whose norm is undone
 _LATENTS, _ROPE = (256, 512), 64  # C and P of vLLM's and SGLang's kernels
-# transformers has this epsilon in norms of latents, whatever rms_norm_eps says.
-TRANSFORMERS_EPSILON = 1e-6
 _LARGEST_BASE = 1e38  # of RoPE, in float32
 
 
@@ -188,7 +187,7 @@ def _layout(config: TransformerConfig, engine: str) -> Layout:
     if pads:
         latent, rope = next(size for size in _LATENTS if latent <= size), _ROPE
     else:
-        rope, epsilon = rope or 2, TRANSFORMERS_EPSILON  # transformers takes no 0 channels
+        rope, epsilon = rope or 2, LATENT_EPSILON  # transformers takes no 0 channels
     layout = Layout(
         latent=latent,
         rope=rope,
@@ -214,12 +213,12 @@ def _notes(config: TransformerConfig, layout: Layout, engine: str) -> tuple[str,
     latent, rope = max(each.latent for each in own), own[0].rope
     if (latent, rope) != (layout.latent, layout.rope):
         found[0] += f", padded from C = {latent} and P = {rope}"
-    if (epsilon := config.block.norm_epsilon) != TRANSFORMERS_EPSILON:
+    if (epsilon := config.block.norm_epsilon) != LATENT_EPSILON:
         right = "vLLM and SGLang" if engine == "vllm" else "transformers"
         wrong = "transformers" if engine == "vllm" else "vLLM and SGLang"
         found.append(
             f"rms_norm_eps = {epsilon}: right in {right}, wrong in {wrong}: transformers has "
-            f"{TRANSFORMERS_EPSILON} in norms of latents, whatever config.json says"
+            f"{LATENT_EPSILON} in norms of latents, whatever config.json says"
         )
     return tuple(found)
 

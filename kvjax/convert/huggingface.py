@@ -115,6 +115,8 @@ def _family(model: TransformerConfig, context: int) -> tuple[str, dict]:
     """Returns the model_type and config of the family that computes the model."""
     candidates = []
     for kind, family in FAMILIES.items():
+        if not family.is_dense:
+            continue
         config = dict(model_type=kind) | family.config_json(model, context)
         try:
             written = family.sections(PublishedConfig(config, "config.json")).transformer

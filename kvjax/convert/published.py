@@ -78,7 +78,7 @@ class PublishedModel:
         self._rules = {
             path: rule
             for rule in _rules(family, tensors)
-            if all(path in self._weights for path in rule.weights)
+            if all(path in self._weights for path in (*rule.weights, *rule.beside))
             for path in rule.weights
         }
         assert self._rules.keys() == self._weights.keys()
@@ -147,7 +147,11 @@ class PublishedModel:
         assert rule.in_block == (layer is not None)
         stored = self._tensors[rule.tensor.format(i=layer)]
         weights = [self._stored[weight_path] for weight_path in rule.weights]
-        array = rules_lib.from_tensor(rule, stored.load(), weights)[rule.weights.index(path)]
+        tensor = stored.load()
+        if rule.gain:
+            gain = self._tensors[rule.gain.format(i=layer)]
+            tensor = tensor.astype(np.float32) * gain.checked(gain.load().astype(np.float32))
+        array = rules_lib.from_tensor(rule, tensor, weights)[rule.weights.index(path)]
         array = _append_mean_rows(array, self._weights[path].shape)
         array = np.ascontiguousarray(array, self._dtype(path))
         return stored.checked(array)
@@ -156,19 +160,26 @@ class PublishedModel:
     def _layers(self) -> int:
         return self.config.model["num_layers"]
 
-    def _names(self, rule: Rule) -> list[str]:
-        """Returns the tensors of a rule, in the order of the layers."""
-        return [rule.tensor.format(i=i) for i in range(self._layers if rule.in_block else 1)]
+    def _names(self, rule: Rule, tensor: str = "") -> list[str]:
+        """Returns a rule's tensors, or its gains, in the order of the layers."""
+        tensor = tensor or rule.tensor
+        return [tensor.format(i=i) for i in range(self._layers if rule.in_block else 1)]
 
     def _dtype(self, path: Path) -> np.dtype:
-        return dtype_of(self._tensors[name] for name in self._names(self._rules[path]))
+        rule = self._rules[path]
+        if rule.gain:  # a product, which narrower dtypes would round
+            return np.dtype(np.float32)
+        return dtype_of(self._tensors[name] for name in self._names(rule))
 
     def _check(self, source: epath.Path, family: Family) -> None:
         """Raises a UserError unless tensors and dtypes are as the config describes."""
         shapes = {}
         for rule in dict.fromkeys(self._rules.values()):
             weights = [self._stored[path] for path in rule.weights]
-            shapes |= dict.fromkeys(self._names(rule), rules_lib.tensor_shape(rule, weights))
+            shape = rules_lib.tensor_shape(rule, weights)
+            shapes |= dict.fromkeys(self._names(rule), shape)
+            if rule.gain:
+                shapes |= dict.fromkeys(self._names(rule, rule.gain), shape[1:])
         copy = self._copy_of_embedding(family)
         if copy is not None:
             shapes[copy] = shapes[self._rules[("embedding",)].tensor]

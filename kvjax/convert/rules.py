@@ -66,6 +66,13 @@ class Rule:
     interleaved: bool = False
     # RoPE rotates by -t·theta, as in nanochat, which equals swapping the halves of a head.
     reversed: bool = False
+    # DeepSeek's: heads have their channels of all weights one after the other; pairs (2i, 2i + 1)
+    # in the last weight alone; a tensor of gains on the inputs; a weight that only models with this
+    # tensor have.
+    by_head: bool = False
+    last_interleaved: bool = False
+    gain: str = ""
+    beside: tuple[Path, ...] = ()
 
     @property
     def in_block(self) -> bool:
@@ -75,7 +82,12 @@ class Rule:
 def _rule(tensor: str, *weights: str, **layout) -> Rule:
     """Builds a rule from dotted names; tensors with {i} belong to a block."""
     first = BLOCK if "{i}" in tensor else ()
-    return Rule(tensor, tuple((*first, *name.split(".")) for name in weights), **layout)
+
+    def path(name: str) -> Path:
+        return (*first, *name.split("."))
+
+    layout["beside"] = tuple(map(path, layout.get("beside", ())))
+    return Rule(tensor, tuple(map(path, weights)), **layout)
 
 
 def tensor_shape(rule: Rule, weights: Sequence[Weight]) -> tuple[int, ...]:
@@ -92,10 +104,17 @@ def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> li
     if weights[0].is_table:
         return [tensor]
     by_output = tensor if rule.transposed else tensor.T
-    ends = np.cumsum([weight.matrix[-1] for weight in weights])[:-1]
+    inputs = by_output.shape[1:]
+    sizes = [weight.matrix[-1] for weight in weights]
+    if rule.by_head:
+        heads = weights[0].shape[-2]
+        by_output = by_output.reshape(heads, -1, *inputs)
+        sizes = [size // heads for size in sizes]
+    parts = np.split(by_output, np.cumsum(sizes)[:-1], axis=int(rule.by_head))
     arrays = []
-    for weight, part in zip(weights, np.split(by_output, ends), strict=True):
-        if rule.interleaved:
+    for weight, part in zip(weights, parts, strict=True):
+        part = part.reshape(-1, *inputs)
+        if rule.interleaved or (rule.last_interleaved and weight is weights[-1]):
             part = _swap_pairs(part, weight.shape[-1])
         if rule.reversed:
             part = _swap_halves(part, weight.shape[-1])
@@ -105,7 +124,7 @@ def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> li
 
 def to_tensor(rule: Rule, arrays: Sequence[np.ndarray], weights: Sequence[Weight]) -> np.ndarray:
     """Joins weights into their published tensor: the inverse of `from_tensor`."""
-    assert not rule.interleaved
+    assert not (rule.interleaved or rule.by_head or rule.gain)
     if weights[0].is_table:
         return arrays[0]
     parts = []
@@ -205,3 +224,37 @@ def _projections(prefix: str, *, reversed: bool) -> Iterator[Rule]:
         swaps = reversed and weight in (_QUERY, _KEY)
         yield _rule(f"{prefix}{tensor}.weight", weight, reversed=swaps)
         yield _rule(f"{prefix}{tensor}.bias", f"{weight}_bias", reversed=swaps)
+
+
+def deepseek_rules() -> tuple[Rule, ...]:
+    """Returns transformers' names for DeepSeek-V2 and V3 without experts.
+
+    The gains of latents' norms are multiplied into the projections that follow them.
+    """
+    layer, mechanism = "model.layers.{i}.self_attn.", "attention.mechanism."
+    of_llama = [rule for rule in llama_rules() if "self_attn" not in rule.tensor]
+    query, rope_query, down = (
+        f"{mechanism}{name}" for name in ("query", "rope_query", "query_down")
+    )
+    queries = dict(by_head=True, last_interleaved=True)
+    gain = f"{layer}q_a_layernorm.weight"
+    return (
+        *of_llama,
+        _rule(f"{layer}q_proj.weight", query, rope_query, **queries),
+        _rule(f"{layer}q_a_proj.weight", down),
+        _rule(f"{layer}q_b_proj.weight", query, rope_query, **queries, gain=gain, beside=(down,)),
+        _rule(
+            f"{layer}kv_a_proj_with_mqa.weight",
+            f"{mechanism}down",
+            f"{mechanism}rope_key",
+            last_interleaved=True,
+        ),
+        _rule(
+            f"{layer}kv_b_proj.weight",
+            f"{mechanism}up_key",
+            f"{mechanism}up_value",
+            by_head=True,
+            gain=f"{layer}kv_a_layernorm.weight",
+        ),
+        _rule(f"{layer}o_proj.weight", "attention.out"),
+    )

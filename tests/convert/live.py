@@ -1,13 +1,17 @@
 """transformers and kvjax give one model the same logits; run by `make test-live`."""
 
+import json
+import math
 import subprocess
 
 import numpy as np
 import pytest
 
-from kvjax.convert import into_workdir, model as model_lib, published
+from kvjax import config as config_lib
+from kvjax.convert import deepseek, into_workdir, model as model_lib, published
 from kvjax.data import tokenizer
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.checkout import CONFIGS, ROOT
+from kvjax.foundation.command_line import config_label, configs_of, load_config
 from tests.convert import comparison, workdirs
 
 PYTHON = ROOT / ".venv-live/bin/python"  # with torch and transformers
@@ -68,3 +72,36 @@ def test_transformers_loads_exports(tmp_path):
         assert list(theirs["ids"]) == [*opened, *own.encode("a b 3")], name
     print(found)
     assert max(found.values()) < comparison.TOLERANCE, found
+
+
+@pytest.mark.parametrize("engine", deepseek.ENGINES)
+def test_transformers_runs_deepseek_exports_and_caches_c_and_p(tmp_path, engine):
+    """Logits, greedy continuations and cached numbers of every config in configs/serving.py."""
+    files = configs_of(CONFIGS / "serving.py")
+    models, folders = {}, {}
+    for seed, (name, file) in enumerate((config_label(path), path) for path in files):
+        config = config_lib.resolve(load_config(file)).model
+        workdir = workdirs.write(tmp_path / "workdirs" / name, config, seed)
+        models[name], folders[name] = model_lib.open(workdir), tmp_path / name
+        options = ("--format=deepseek", f"--engine={engine}", "--dtype=float32")
+        workdirs.export(workdir, folders[name], *options)
+        tokens_BT = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 24), np.int32)
+        np.save(folders[name] / "tokens.npy", tokens_BT)
+    subprocess.run([PYTHON, TAKE, *folders.values()], check=True)
+    found = {}
+    for name, folder in folders.items():
+        theirs, tokens_BT = np.load(folder / "logits.npz"), np.load(folder / "tokens.npy")
+        ours_BTV = comparison.logits(models[name], tokens_BT)
+        found[name] = np.abs(ours_BTV - theirs["logits"]).max() / np.abs(ours_BTV).max()
+        # The continuation that they found, if each of its tokens is our most likely one.
+        whole_BT = np.concatenate([tokens_BT, theirs["greedy"]], axis=1)
+        likely_BT = comparison.logits(models[name], whole_BT).argmax(-1)
+        np.testing.assert_array_equal(likely_BT[:, 23:-1], theirs["greedy"])
+        config = json.loads((folder / "config.json").read_text())
+        numbers = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        assert theirs["cached"].tolist() == [numbers] * config["num_hidden_layers"]
+        if engine == "transformers":  # not padded: as many as kvjax caches
+            entry = models[name].transformer.mechanisms[0].entry()
+            assert numbers == sum(math.prod(field.shape) for field in entry.values())
+    print(found)
+    assert max(found.values()) < 1e-4, found

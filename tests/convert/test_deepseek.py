@@ -8,7 +8,7 @@ from flax import traverse_util
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from kvjax import config as config_lib
 from kvjax.attention import (
@@ -21,15 +21,15 @@ from kvjax.attention import (
     SharedKVConfig,
     TPAConfig,
 )
-from kvjax.convert import deepseek, export, model as model_lib
+from kvjax.convert import deepseek, export, model as model_lib, published
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import config_label, configs_of, load_config
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
-from tests import reference
-from tests.convert import deepseek_v3, workdirs
+from tests import quick, reference
+from tests.convert import comparison, deepseek_v3, workdirs
 from tests.convert.workdirs import PLAIN, factored, grouped
 
 DELTA = 2.0**-20
@@ -399,3 +399,82 @@ def test_shipped_configs_are_servable(variant, latent, rope):
     plan = deepseek.plan(made, "F32")
     assert f"padded from C = {latent} and P = {rope}" in plan.notes[0]
     assert len(plan.notes) == 1  # rms_norm_eps is transformers' own
+
+
+# -- read back -------------------------------------------------------------------------------------
+
+EXACT_EPSILON = dict(norm_epsilon=1e-6)
+SOURCES = {
+    "mla": _llama(workdirs.mla(**PLAIN), **EXACT_EPSILON),
+    "mla_query_rank": _llama(CASES["mla_query_rank"][1], **EXACT_EPSILON),
+    "gta": _llama(CASES["gta"][1], **EXACT_EPSILON),
+    "lrkv_shared_rope": _llama(CASES["lrkv_shared_rope"][1], **EXACT_EPSILON, tied_head=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", quick.only(["mla_query_rank", "gta"], SOURCES))
+def test_exports_come_back_as_mla(tmp_path, name, dtype):
+    """Logits are those of the exported tensors, with gains that no dtype rounds again."""
+    workdir = workdirs.write(tmp_path / "workdir", SOURCES[name])
+    workdirs.export(workdir, tmp_path / "out", "--format=deepseek", f"--dtype={dtype}")
+    back = published.open(tmp_path / "out")
+    (mechanism, _) = back.transformer.layer_groups[0]
+    assert mechanism == dataclasses.replace(
+        MODELS["mla"].mechanisms[0],
+        latent_dim=256,
+        rope_key_dim=64,
+        key_dim=mechanism.key_dim,
+        value_dim=mechanism.value_dim,
+        query_rank=mechanism.query_rank,
+        norm_epsilon=1e-6,
+    )
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    tokens_BT = np.random.default_rng(0).integers(0, workdirs.VOCABULARY, (2, 12))
+    expected_BTV = deepseek_v3.logits(config, tensors, tokens_BT)
+    found_BTV = comparison.logits(back, tokens_BT)
+    assert np.abs(found_BTV - expected_BTV).max() < comparison.TOLERANCE * expected_BTV.std()
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        (
+            dict(first_k_dense_replace=1),
+            "first_k_dense_replace = 1: must be num_hidden_layers = 2: the layers from this one "
+            "on are mixtures of experts (MoE)",
+        ),
+        (dict(num_key_value_heads=2), "num_key_value_heads = 2: must be num_attention_heads = 4"),
+        (dict(rope_interleave=False), "rope_interleave = False: must be true"),
+        (dict(rms_norm_eps=1e-5), "rms_norm_eps = 1e-05: must be 1e-06"),
+        (dict(attention_bias=True), "attention_bias = True: changes the model"),
+        (dict(hidden_act="gelu"), "hidden_act = 'gelu': must be one of 'silu' in this family"),
+        (dict(kv_lora_rank=None), "kv_lora_rank is missing: this family's configs need it"),
+    ],
+)
+def test_other_models_by_the_name_of_deepseek_are_refused(tmp_path, run, keys, said):
+    workdir = workdirs.write(tmp_path / "workdir", SOURCES["mla"])
+    workdirs.export(workdir, tmp_path / "out", "--format=deepseek")
+    file = tmp_path / "out/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    status, _, found = run(f"--source={tmp_path / 'out'}", f"--out={tmp_path / 'back'}")
+    assert status == 2 and said in " ".join(found.split())
+
+
+def test_missing_and_misshapen_gains_are_named(tmp_path, run):
+    workdir = workdirs.write(tmp_path / "workdir", SOURCES["mla"])
+    workdirs.export(workdir, tmp_path / "out", "--format=deepseek")
+    file, name = (
+        tmp_path / "out/model.safetensors",
+        "model.layers.1.self_attn.kv_a_layernorm.weight",
+    )
+    tensors = load_file(file)
+    for gain in (None, np.ones(3, np.float32)):
+        changed = {key: tensor for key, tensor in tensors.items() if key != name}
+        if gain is not None:
+            changed[name] = gain
+        save_file(changed, file)
+        status, _, said = run(f"--source={tmp_path / 'out'}", f"--out={tmp_path / 'back'}")
+        assert status == 2 and name in said.replace("\n", "")
