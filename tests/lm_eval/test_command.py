@@ -27,7 +27,7 @@ def refused(run, monkeypatch):
     """Returns the command's message; fails if weights are read first."""
     from kvjax.workdir import checkpoint
 
-    monkeypatch.delattr(checkpoint, "read_parameters")
+    monkeypatch.delattr(checkpoint, "start_reading")
 
     def refused(*options, **changed):
         status, out, err = run(*options, **changed)
