@@ -119,6 +119,7 @@ class LlamaFamily(Family):
       bias: biases of queries, keys and values; None: the key attention_bias decides.
       head_dim: default of the key; None: width / heads.
       softcap: default of final_logit_softcapping; None: the family has no such key.
+      ignored: keys that change nothing, with RoPE as kvjax has it.
     """
 
     activations: Mapping[str, str] = dataclasses.field(
@@ -135,13 +136,14 @@ class LlamaFamily(Family):
     head_dim: int | None = None
     softcap: float | None = None
     window: WindowKeys = windows.NONE
+    ignored: frozenset[str] = frozenset()
 
     @property
     def keys(self) -> frozenset[str]:
         optional = dict(
             attention_bias=self.bias is None, final_logit_softcapping=self.softcap is not None
         )
-        return _LLAMA_KEYS | {key for key, is_read in optional.items() if is_read}
+        return _LLAMA_KEYS | self.ignored | {key for key, is_read in optional.items() if is_read}
 
     def sections(self, c: PublishedConfig) -> ConfigSections:
         width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
@@ -301,6 +303,13 @@ FAMILIES: dict[str, Family] = dict(
     ),
     qwen3=LlamaFamily(
         class_name="Qwen3ForCausalLM", qk_norm="rms_gain", head_dim=128, window=windows.QWEN
+    ),
+    phi3=LlamaFamily(
+        class_name="Phi3ForCausalLM",
+        bias=False,
+        rules=rules_lib.phi3_rules(),
+        window=windows.PHI,
+        ignored=frozenset({"original_max_position_embeddings"}),  # of longrope, which is refused
     ),
     deepseek_v2=DeepseekFamily(class_name="DeepseekV2ForCausalLM"),
     deepseek_v3=DeepseekFamily(class_name="DeepseekV3ForCausalLM"),

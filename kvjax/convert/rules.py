@@ -201,6 +201,17 @@ def llama_rules() -> tuple[Rule, ...]:
     return (*rules, *_projections(f"{layer}self_attn.", reversed=False))
 
 
+def phi3_rules() -> tuple[Rule, ...]:
+    """Returns transformers' names for Phi-3, which joins projections of one input."""
+    layer = "model.layers.{i}."
+    joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return (
+        *(rule for rule in llama_rules() if rule.tensor.split(".")[-2] not in joined),
+        _rule(f"{layer}self_attn.qkv_proj.weight", _QUERY, _KEY, _VALUE),
+        _rule(f"{layer}mlp.gate_up_proj.weight", "mlp.gate", "mlp.up"),
+    )
+
+
 def nanochat_rules() -> tuple[Rule, ...]:
     """Returns transformers' names for nanochat, whose norms have no weights."""
     layer = "model.layers.{i}."

@@ -36,20 +36,30 @@ def _size(c: PublishedConfig) -> int:
     return 0 if "sliding_window" in c.nulls else c.integer("sliding_window", 4096)
 
 
+def _in_all_layers_if_given(c: PublishedConfig) -> int:
+    """Returns Phi-3's sliding window, which has no default."""
+    return _in_all_layers(c) if "sliding_window" in c.values else _without(c)
+
+
+def _without(c: PublishedConfig) -> int:
+    _check_layers(c, "full_attention")
+    return 0
+
+
 def _in_all_layers(c: PublishedConfig) -> int:
     """Returns Mistral's sliding window, shared by all layers."""
     window, full, sliding = _size(c), "full_attention", "sliding_attention"
     if not window:
-        _check_layers(c, full)
-    elif window >= c.integer("max_position_embeddings"):
+        return _without(c)
+    if window >= c.integer("max_position_embeddings"):
         _check_layers(c, full, sliding)
     elif c.flag("use_sliding_window", True):
         _check_layers(c, sliding)
     else:
         raise c.error(
             "use_sliding_window",
-            f"sliding_window = {window} applies to all layers of a mistral: set sliding_window to "
-            "null if the model was trained without a window, else this key to true",
+            f"sliding_window = {window} applies to all layers of this family: set sliding_window "
+            "to null if the model was trained without a window, else this key to true",
         )
     return window
 
@@ -86,4 +96,5 @@ def _qwen_keys(block: BlockConfig) -> dict:
 
 NONE = WindowKeys(_check_none, lambda block: {})
 MISTRAL = WindowKeys(_in_all_layers, lambda block: dict(sliding_window=block.window or None))
+PHI = MISTRAL._replace(read=_in_all_layers_if_given)
 QWEN = WindowKeys(_by_layer, _qwen_keys)

@@ -48,7 +48,7 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
     # Steep and short, so that pairs of all three kinds of Llama 3 matter within few tokens.
     scaled = dict(rope_type="llama3", rope_theta=50.0, factor=4.0)
     scaled |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24)
-    nanochat = llama | dict(pad_token_id=None)  # its default is an id
+    padless = llama | dict(pad_token_id=None)  # whose default is an id
     of = transformers
     return {
         "gpt2": of.GPT2Config(**gpt2),
@@ -81,15 +81,22 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
             rope_parameters=angles(100.0),
         ),
         "qwen3": of.Qwen3Config(**llama, head_dim=width // 2, rope_parameters=angles(200.0)),
-        "nanochat": of.NanoChatConfig(**nanochat, rope_parameters=angles(300.0)),
+        "nanochat": of.NanoChatConfig(**padless, rope_parameters=angles(300.0)),
         "nanochat_bias": of.NanoChatConfig(
-            **nanochat | dict(num_key_value_heads=1),
+            **padless | dict(num_key_value_heads=1),
             head_dim=width // 2,
             hidden_act="gelu",
             attention_bias=True,
             tie_word_embeddings=True,
             final_logit_softcapping=None,
             rope_parameters=scaled,
+        ),
+        "phi3": of.Phi3Config(**padless, rope_parameters=angles(400.0)),
+        "phi3_window": of.Phi3Config(
+            **padless | dict(num_key_value_heads=4),
+            sliding_window=5,
+            tie_word_embeddings=True,
+            rope_parameters=angles(10_000.0),
         ),
     }
 

@@ -21,6 +21,7 @@ LLAMA = dict(
 )
 MISTRAL, QWEN2, QWEN3 = (LLAMA | dict(model_type=name) for name in ("mistral", "qwen2", "qwen3"))
 NANOCHAT = LLAMA | dict(model_type="nanochat")
+PHI3 = LLAMA | dict(model_type="phi3")
 WINDOWED = dict(sliding_window=5, use_sliding_window=True)
 SCALED = dict(
     rope_type="llama3",
@@ -139,6 +140,9 @@ def test_unscaled_rope(keys):
         (MISTRAL, dict(use_sliding_window=False, layer_types=["full_attention"] * 2), 4096),
         (MISTRAL, dict(sliding_window=None, layer_types=["full_attention"] * 2), 0),
         (LLAMA, dict(sliding_window=64), 0),  # as long as the context
+        (PHI3, {}, 0),
+        (PHI3, dict(sliding_window=None, layer_types=["full_attention"] * 2), 0),
+        (PHI3, dict(sliding_window=5), 5),
         (LLAMA, dict(sliding_window=5, use_sliding_window=False, max_window_layers=1), 0),
         (QWEN2, dict(sliding_window=5), 0),
         (QWEN2, dict(sliding_window=5, use_sliding_window=True), 0),  # from layer 28 on
@@ -193,7 +197,7 @@ REFUSED = [
     (LLAMA, dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor is missing"),
     (LLAMA, dict(sliding_window=5), "no model of this family has a window"),
     (LLAMA, dict(layer_types=[FULL, SLIDING]), "layers of this family are all full_attention"),
-    (MISTRAL, WINDOWED | dict(use_sliding_window=False), "applies to all layers of a mistral"),
+    (MISTRAL, WINDOWED | dict(use_sliding_window=False), "applies to all layers of this family"),
     (MISTRAL, dict(sliding_window=5, layer_types=[FULL] * 2), "are all sliding_attention"),
     (MISTRAL, dict(sliding_window=None, layer_types=[SLIDING] * 2), "are all full_attention"),
     (QWEN2, WINDOWED | dict(max_window_layers=1), "max_window_layers = 1: 1 of 2 layers have a"),
@@ -208,6 +212,15 @@ REFUSED = [
     (GPT2, dict(activation_function="relu"), "activation_function = 'relu': must be one of"),
     (GPT2, dict(n_head=3), "n_head = 3: must divide n_embd = 8"),
     (GPT2, dict(tie_word_embeddings=1), "tie_word_embeddings = 1 is a int"),
+    (PHI3, dict(layer_types=[FULL, SLIDING]), "layers of this family are all full_attention"),
+    (PHI3, dict(sliding_window=5, layer_types=[FULL] * 2), "are all sliding_attention"),
+    (
+        PHI3,
+        dict(rope_scaling=dict(type="longrope", short_factor=[1.0], long_factor=[1.0])),
+        "rope_scaling.type = 'longrope': must be one of 'default', 'llama3'",
+    ),
+    (PHI3, dict(rope_scaling=dict(rope_type="su")), "rope_scaling.rope_type = 'su': must be one"),
+    (PHI3, dict(partial_rotary_factor=0.75), "partial_rotary_factor = 0.75: changes the model"),
     (NANOCHAT, dict(hidden_act="silu"), "hidden_act = 'silu': must be one of 'relu2'"),
 ]
 
@@ -242,6 +255,10 @@ REAL = {
     "Qwen 2": QWEN2 | OF_QWEN,
     "Qwen 2.5, DeepSeek-R1-Distill-Qwen": QWEN2 | OF_QWEN | dict(use_mrope=False),
     "Qwen 3": QWEN3 | OF_QWEN | dict(attention_bias=False, head_dim=128),
+    "Phi 3, Phi 4": PHI3
+    | GATED
+    | dict(original_max_position_embeddings=4096, sliding_window=2047, resid_pdrop=0.0)
+    | dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"), attention_bias=False),
     "GPT-2": GPT2
     | SAMPLED
     | dict(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1, summary_type="cls_index")
@@ -286,13 +303,19 @@ FOREIGN = dict(
 )
 
 
+OWN = {"Phi 3, Phi 4": ("phi3",)}  # by name in REAL, what is not foreign to it
+
+
 def test_keys_of_published_configs_and_of_other_families(capsys):
-    for config in REAL.values():
+    for name, config in REAL.items():
         attention = sections(config).attention
         scale = 1 / np.sqrt(attention["key_dim"])
         changed = NEUTRAL | config | dict(attention_multiplier=float(scale))
         assert sections(changed) == sections(config)
-        for key, value in (pair for keys in FOREIGN.values() for pair in keys.items()):
+        foreign = {
+            family: keys for family, keys in FOREIGN.items() if family not in OWN.get(name, ())
+        }
+        for key, value in (pair for keys in foreign.values() for pair in keys.items()):
             sections(config | {key: None})
             said = f"^config.json: {key} = .*: (is not a key of|changes the model)"
             with pytest.raises(UserError, match=said):
