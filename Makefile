@@ -12,7 +12,7 @@ drawn = --draw=$(or $(DRAW),1) --draw-by='$(BY)'
 export TF_CPP_MIN_LOG_LEVEL := 2
 unexport PYTHONDONTWRITEBYTECODE  # pytest takes 11 s to rewrite all asserts, where it may not keep them
 
-.PHONY: demo test test-all test-aot test-beam test-lm-eval test-tfds test-browser test-live lint notebooks docs docs-serve clean
+.PHONY: demo test test-all test-aot test-beam test-lm-eval test-tfds test-ranges test-browser test-live lint notebooks docs docs-serve clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
@@ -34,6 +34,11 @@ test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
 
 test-tfds: .venv-tfds/installed  ## builds and converts data sets of TFDS, with TensorFlow
 	.venv-tfds/bin/python -m pytest -q tests/data/test_tfds_sets.py
+
+test-ranges: .venv-lowest-direct/installed .venv-highest/installed  ## the core, on the oldest and newest versions allowed
+	for r in lowest-direct highest; do \
+	  .venv-$$r/bin/python -m pytest -q -n 2 -m "not slow and not aot" tests/attention tests/decoding tests/layers \
+	    tests/library tests/model tests/training || exit 1; done
 
 test-live: .venv/installed .venv-live/installed .venv-lm-eval/installed  ## compares with transformers, on models made anew
 	$(BIN)/pytest -q tests/convert/live.py tests/conversation/live.py
@@ -93,6 +98,13 @@ over = $(PYTHON) -m venv $(1) && echo $(abspath .venv)/lib/python*/site-packages
 	.venv-tfds/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,tfds]'
 	touch $@
 
+# Of their own: the ends of the ranges in setup.py; pip cannot choose the oldest versions, uv can.
+.venv-lowest-direct/installed .venv-highest/installed: .venv-%/installed: setup.py
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install -q --disable-pip-version-check uv
+	.venv-$*/bin/uv pip install -q --python=.venv-$*/bin/python --resolution=$* -e '.[dev]'
+	touch $@
+
 # Of its own: PyTorch. It makes models and their logits, and kvjax, in .venv, reads the files.
 .venv-live/installed: constraints-live.txt
 	$(LIVE_PYTHON) -m venv .venv-live
@@ -109,4 +121,4 @@ notebooks: .venv/samples  ## executes the notebooks and stores their outputs
 	$(BIN)/python -m tests.notebooks
 
 clean:
-	rm -rf .venv .venv-aot .venv-beam .venv-docs .venv-lm-eval .venv-live .venv-tfds runs site
+	rm -rf .venv .venv-aot .venv-beam .venv-docs .venv-lm-eval .venv-live .venv-tfds .venv-lowest-direct .venv-highest runs site
