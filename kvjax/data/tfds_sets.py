@@ -93,7 +93,11 @@ def _builder(name: str):
     import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
 
     try:
-        return tfds.builder(name, data_dir=folder())
+        opened = tfds.builder(name, data_dir=folder())
+        if opened.is_prepared() and FORMAT not in _formats(opened):
+            # A builder made from code does not read which formats a conversion has added.
+            opened = tfds.builder_from_directory(opened.data_dir)
+        return opened
     except Exception as error:  # also from the data set's own code
         raise SourceError(
             f"tfds:{name} cannot be opened: {first_line(error)}. It was looked for in TFDS's "

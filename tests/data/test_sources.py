@@ -262,7 +262,9 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypat
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
     build = r"python -m kvjax.data.prepare --source=tfds:%s --build_only$"
     info = tfds_folder / "small_words" / "1.0.0" / "dataset_info.json"
-    for name, formats in (("as_tfrecord", []), ("converted", ["array_record"])):
+    converted = ("converted", "newsroom")  # the second is in TFDS's catalogue
+    for name in ("as_tfrecord", *converted):
+        formats = ["array_record"] if name in converted else []
         shutil.copytree(info.parent, tfds_folder / name / "1.0.0")
         changed_info = json.loads(info.read_text()) | dict(name=name, fileFormat="tfrecord")
         changed_info |= dict(alternativeFileFormats=formats) if formats else {}
@@ -285,9 +287,10 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypat
         with pytest.raises(readers.SourceError, match=message):
             documents("train", source=f"tfds:{source}", text_key=text_key)
     # As `tfds convert_format` writes it: the info names the old format and, beside it, the new one.
-    assert documents("train", source="tfds:converted", validation_source="embedded") == [
-        f"train é {i}\n" for i in range(30)
-    ]
+    for name in converted:
+        assert documents("train", source=f"tfds:{name}", validation_source="embedded") == [
+            f"train é {i}\n" for i in range(30)
+        ]
 
 
 def test_buckets_are_read_through_epath(bucket):
