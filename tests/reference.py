@@ -301,7 +301,8 @@ def attention_maps(config, w, x_BTD, positions_T, base):
     slopes = iter(alibi_slopes(config.num_heads))
     for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
         copies = 2 if getattr(config, "splits_rope", False) else 1  # rotated and unrotated
-        z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(q.shape[-1] / copies)
+        scale = getattr(config, "logit_scale", 0) or 1 / math.sqrt(q.shape[-1] / copies)
+        z_BTS = np.einsum("bth,bsh->bts", q, k) * scale
         if getattr(config, "alibi", False):
             z_BTS = z_BTS - next(slopes) * (positions_T[:, None] - positions_T[None])
         if m:
@@ -368,7 +369,7 @@ def _same(_, x):
 def activations(config, weights, tokens_BT):
     """Returns a Transformer's final activations [B, T, D], computed layer by layer."""
     c = config.block
-    x = weights["embedding"][tokens_BT]
+    x = c.embedding_scale * weights["embedding"][tokens_BT]
     if c.positions == "learned":
         x = x + weights["positions"][: tokens_BT.shape[1]]
     if c.positions == "sinusoidal":
@@ -390,7 +391,7 @@ def activations(config, weights, tokens_BT):
         h = pre_norm("attention_norm", x)
         mask = dict(causal=c.causal, window=c.window)
         y = attention(mechanism, w["attention"], h, base=base, **mask)
-        x = post_norm("attention_norm", x + y)
+        x = post_norm("attention_norm", x + c.residual_scale * y)
         h, m = pre_norm("mlp_norm", x), w["mlp"]
         up = h @ m["up"] + m.get("up_bias", 0.0)
         if c.activation == "relu2":
@@ -404,8 +405,10 @@ def activations(config, weights, tokens_BT):
         else:
             gate = h @ m["gate"]
             up = gate / (1 + np.exp(-gate)) * up
-        x = post_norm("mlp_norm", x + up @ m["down"] + m.get("down_bias", 0.0))
-    return x if c.norm_after else _norm(c, weights.get("final_norm", {}), x)
+        y = up @ m["down"] + m.get("down_bias", 0.0)
+        x = post_norm("mlp_norm", x + c.residual_scale * y)
+    x = x if c.norm_after else _norm(c, weights.get("final_norm", {}), x)
+    return x / c.logit_divisor
 
 
 def logits(config, weights, tokens_BT):

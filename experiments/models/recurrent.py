@@ -31,7 +31,9 @@ class RecurrentConfig:
 
     def __post_init__(self):
         block = self.block
-        for key, value in dict(window=0, causal=True, norm_after=False, dropout=0.0).items():
+        fixed = dict(window=0, causal=True, norm_after=False, dropout=0.0)
+        fixed |= dict(embedding_scale=1.0, residual_scale=1.0, logit_divisor=1.0)
+        for key, value in fixed.items():
             if getattr(block, key) != value:
                 raise UserError(
                     f"config.model.{key} = {getattr(block, key)}: must be {value} in a model of "

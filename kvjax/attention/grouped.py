@@ -78,12 +78,14 @@ class GroupedConfig(MechanismConfig):
     tie: str = "none"  # "kv": Q-K=V; "qk": Q=K-V; "qkv": Q=K=V; "none"
     position_channels: int = 0  # m of "+" in projection sharing, even; 0: none
     alibi: bool = False  # linear biases on logits, one slope per head
+    logit_scale: float = 0.0  # factor on logits; 0: 1/sqrt(key_dim)
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", "num_bases", "value_dim")
         check_divides(self, "num_kv_heads", "num_heads")
         check_divides(self, "num_bases", "num_kv_heads")
         check_residual(self, "MQA", RESIDUAL_INITS)
+        between("config.attention.logit_scale", self.logit_scale, 1e-6, 1e3, zero="1/sqrt(key_dim)")
         one_of("config.attention.rope", self.rope, ROPES)
         one_of("config.attention.tie", self.tie, TIES)
         channels = self.position_channels
@@ -178,7 +180,7 @@ class GroupedConfig(MechanismConfig):
 
     @property
     def scale(self) -> float:
-        return self.key_dim**-0.5
+        return self.logit_scale or self.key_dim**-0.5
 
     def entry(self) -> dict[str, Field]:
         fields = {"base_key": Field("J H", (self.num_bases, self.key_dim))}

@@ -120,6 +120,7 @@ class LlamaFamily(Family):
       head_dim: default of the key; None: width / heads.
       softcap: default of final_logit_softcapping; None: the family has no such key.
       ignored: keys that change nothing, with RoPE as kvjax has it.
+      multipliers: config.json has Granite's factors.
     """
 
     activations: Mapping[str, str] = dataclasses.field(
@@ -137,12 +138,14 @@ class LlamaFamily(Family):
     softcap: float | None = None
     window: WindowKeys = windows.NONE
     ignored: frozenset[str] = frozenset()
+    multipliers: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
         optional = dict(
             attention_bias=self.bias is None, final_logit_softcapping=self.softcap is not None
         )
+        optional |= dict.fromkeys(_MULTIPLIERS, self.multipliers)
         return _LLAMA_KEYS | self.ignored | {key for key, is_read in optional.items() if is_read}
 
     def sections(self, c: PublishedConfig) -> ConfigSections:
@@ -150,7 +153,8 @@ class LlamaFamily(Family):
         head_dim = c.integer("head_dim") if "head_dim" in c.values else self.head_dim
         head_dim = head_dim or _head_dim(c, width, heads, "hidden_size", "num_attention_heads")
         context, epsilon = c.integer("max_position_embeddings"), c.number("rms_norm_eps", 1e-6)
-        _check_scale(c, head_dim)
+        if not self.multipliers:
+            _check_scale(c, head_dim)
         _check_dual_chunks(c, context)
         block = BlockConfig(
             num_layers=c.integer("num_hidden_layers"),
@@ -164,6 +168,7 @@ class LlamaFamily(Family):
             logit_softcap=self._softcap(c),
             window=self.window.read(c),
             **rope_keys.read(c),
+            **self._multipliers(c),
         )
         attention = dict(
             num_heads=heads,
@@ -173,10 +178,21 @@ class LlamaFamily(Family):
             qk_norm=self.qk_norm,
             bias=c.flag("attention_bias", False) if self.bias is None else self.bias,
             out_bias=self.out_bias,
+            logit_scale=self._logit_scale(c, head_dim),
         )
         if self.qk_norm != "none":
             attention |= dict(norm_epsilon=epsilon)
         return make_sections(block, attention, vocab_size=c.integer("vocab_size"), context=context)
+
+    def _multipliers(self, c: PublishedConfig) -> dict:
+        named = _MULTIPLIERS.items() if self.multipliers else ()
+        return {own: c.number(key, 1.0) for key, own in named}
+
+    def _logit_scale(self, c: PublishedConfig, head_dim: int) -> float:
+        """Returns Granite's factor on logits; 0 if it is that of other families."""
+        usual = head_dim**-0.5
+        scale = c.number("attention_multiplier", 1.0) if self.multipliers else usual
+        return 0.0 if _is_close(scale, usual) else scale
 
     def _softcap(self, c: PublishedConfig) -> float:
         key = "final_logit_softcapping"
@@ -202,9 +218,17 @@ class LlamaFamily(Family):
             config["final_logit_softcapping"] = block.logit_softcap or None
         if self.bias is None:
             config["attention_bias"] = mechanism.bias
+        if self.multipliers:
+            config |= {key: getattr(block, own) for key, own in _MULTIPLIERS.items()}
+            config["attention_multiplier"] = mechanism.scale
         return config | self.window.write(block)
 
 
+_MULTIPLIERS = dict(  # kvjax's keys by Granite's
+    embedding_multiplier="embedding_scale",
+    residual_multiplier="residual_scale",
+    logits_scaling="logit_divisor",
+)
 _LLAMA_KEYS = windows.KEYS | frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings "
@@ -304,6 +328,7 @@ FAMILIES: dict[str, Family] = dict(
     qwen3=LlamaFamily(
         class_name="Qwen3ForCausalLM", qk_norm="rms_gain", head_dim=128, window=windows.QWEN
     ),
+    granite=LlamaFamily(class_name="GraniteForCausalLM", multipliers=True),
     phi3=LlamaFamily(
         class_name="Phi3ForCausalLM",
         bias=False,
@@ -328,8 +353,12 @@ FAMILIES: dict[str, Family] = dict(
 def _check_scale(c: PublishedConfig, head_dim: int) -> None:
     """Raises a UserError if logits are scaled by another number than 1 / sqrt(head_dim)."""
     key, scale = "attention_multiplier", head_dim**-0.5
-    if not math.isclose(c.number(key, scale), scale, rel_tol=1e-6):
+    if not _is_close(c.number(key, scale), scale):
         raise _unsupported_key(c, key)
+
+
+def _is_close(scale: float, other: float) -> bool:
+    return math.isclose(scale, other, rel_tol=1e-6)
 
 
 def _check_dual_chunks(c: PublishedConfig, context: int) -> None:

@@ -171,6 +171,7 @@ def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
 def _dense(mechanism: GroupedConfig | FactoredConfig, heads: int) -> GroupedConfig:
     kept_keys = ("num_heads", "key_dim", "value_dim", "qk_norm", "bias", "out_bias", "norm_epsilon")
     keys = {key: getattr(mechanism, key) for key in kept_keys}
+    keys["logit_scale"] = getattr(mechanism, "logit_scale", 0.0)
     return GroupedConfig(**keys, num_kv_heads=heads, num_bases=heads, rank=0)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.attention.grouped import GroupedConfig
-from kvjax.attention.mechanism import MechanismConfig, check_convertible
+from kvjax.attention.mechanism import MechanismConfig, check_convertible, require
 from kvjax.convert.factors import einsum
 from kvjax.foundation.errors import UserError
 from kvjax.layers.rope import Base
@@ -65,10 +65,16 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
                 "with rank 0, a base for each KV head, tie 'none', no position_channels, no alibi"
             )
         check_convertible(config, "models with it are not converted")
+        scaled = bool(config.logit_scale) and config.qk_norm != "none"
+        allowed = "must be 0 to convert a model with QK-norm"
+        require(not scaled, "logit_scale", config.logit_scale, allowed)
 
 
 def read(weights: dict, config: GroupedConfig, *, rope: Base | None) -> Layer:
-    """Returns the `Layer` of an `Attention`'s weights, given as a pure dict of one layer."""
+    """Returns the `Layer` of an `Attention`'s weights, given as a pure dict of one layer.
+
+    `logit_scale` is multiplied into the queries: converted mechanisms do without it.
+    """
     inner = weights["mechanism"]
 
     def rows(name):
@@ -79,7 +85,7 @@ def read(weights: dict, config: GroupedConfig, *, rope: Base | None) -> Layer:
 
     bias = weights.get("out_bias")
     return Layer(
-        query_ENH=rows("query"),
+        query_ENH=rows("query") * (config.scale * config.key_dim**0.5 if config.logit_scale else 1),
         key_EKH=rows("base_key"),
         value_EKH=rows("base_value"),
         out_NHD=np.asarray(weights["out"], np.float64),

@@ -69,7 +69,7 @@ class LayerwisePass:
 
         @jax.jit
         def nats(norm, head_DV, x_BTD, targets_BT):
-            x_BTD = nnx.merge(graph, norm)(x_BTD)
+            x_BTD = nnx.merge(graph, norm)(x_BTD) / c.logit_divisor
             return loss.losses_from_hidden(head_DV, x_BTD, targets_BT, softcap, _COMPUTE)
 
         for x_BTD, batch_BT in zip(self.x, row_batches(targets_BT), strict=True):

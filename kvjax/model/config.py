@@ -33,6 +33,8 @@ class BlockConfig:
     norm_epsilon: float = 1e-6  # added to the mean square (rms) or the variance (layer)
     norm_after: bool = False  # post-norm: norm(x + f(x)) instead of x + f(norm(x))
     embedding_norm: bool = True  # norm after the embedding
+    embedding_scale: float = 1.0  # factor on the embedding
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP, before they are added
     positions: str = "rope"  # "rope", "learned", "sinusoidal" (fixed, added) or "none"
     rope_base: float = 10_000.0  # base of RoPE's frequencies
     # Llama 3's scaling: pairs with fewer than rope_low turns in rope_original tokens are slowed by
@@ -48,6 +50,7 @@ class BlockConfig:
     dropout: float = 0.0  # dropout rate on outputs of attention and MLP, in training
     bias: bool = False  # biases in the MLP (attention has its own key)
     tied_head: bool = False  # the head is the embedding
+    logit_divisor: float = 1.0  # the head's input is divided by it
     logit_softcap: float = 15.0  # c in c·tanh(z/c); 0: none
     causal: bool = True  # causal mask; training needs it
     embedding_std: float = 1.0  # initial standard deviation of embedding and learned positions
@@ -58,6 +61,9 @@ class BlockConfig:
         for key, most in _MAX_SIZES.items():
             between(f"config.model.{key}", getattr(self, key), 1, most)
         between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
+        between("config.model.logit_divisor", self.logit_divisor, 1e-6, 1e6)
+        between("config.model.embedding_scale", self.embedding_scale, 1e-6, 1e6)
+        between("config.model.residual_scale", self.residual_scale, 1e-6, 1e6)
         between("config.model.dropout", self.dropout, 0.0, 0.99)
         between("config.model.embedding_std", self.embedding_std, 0.0, 10.0)
         between("config.model.matrix_std", self.matrix_std, 0.0, 10.0)

@@ -80,6 +80,7 @@ class Block(nnx.Module):
     def __init__(self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs):
         c = config
         self.norm_after, self.dropout = c.norm_after, c.dropout
+        self.residual_scale = c.residual_scale
         mlp = dict(activation=c.activation, bias=c.bias)
         self.attention_norm = make_norm(c, rngs)
         self.mlp_norm = make_norm(c, rngs)
@@ -120,7 +121,7 @@ class Block(nnx.Module):
         return self._add(self.mlp_norm, x_BTD, self._apply_dropout(y_BTD, key))
 
     def _add(self, norm: Norm, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + y_BTD
+        x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
         return norm(x_BTD) if self.norm_after else x_BTD
 
     def _apply_dropout(self, y_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -270,13 +271,17 @@ class Transformer(nnx.Module):
         return self.apply_final_norm(x_BTD)
 
     def apply_final_norm(self, x_BTD: jax.Array) -> jax.Array:
-        """Applies the final norm, if there is one (with `norm_after` blocks end with a norm)."""
-        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        """Applies the final norm, if there is one (with `norm_after` blocks end with a norm), and
+        divides by `logit_divisor`.
+        """
+        x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        return _scaled(x_BTD, 1 / self.config.block.logit_divisor)
 
     def embed(self, tokens_BT, positions_BT, compute: Compute) -> jax.Array:
         """Returns the input of the first block, [B, T, D]."""
         embedding_VD = compute.cast_and_gather(self.embedding[...], self.embedding.axes)
         x_BTD = compute.shard_activations(embedding_VD[tokens_BT])
+        x_BTD = _scaled(x_BTD, self.config.block.embedding_scale)
         if self.positions is not None:
             positions_TD = compute.cast_and_gather(self.positions[...], self.positions.axes)
             x_BTD = x_BTD + positions_TD[positions_BT]
@@ -328,6 +333,10 @@ def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:
 
 def _logits_dtype(*operands: jax.Array) -> jnp.dtype:
     return jnp.promote_types(jnp.result_type(*operands), jnp.float32)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * factor
 
 
 def _softcap(z_BTV: jax.Array, cap: float) -> jax.Array:

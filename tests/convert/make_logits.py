@@ -98,6 +98,22 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
             tie_word_embeddings=True,
             rope_parameters=angles(10_000.0),
         ),
+        "granite": of.GraniteConfig(
+            **llama,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.6,
+            logits_scaling=7.0,
+            rope_parameters=angles(300.0),
+        ),
+        "granite_tied_bias": of.GraniteConfig(
+            **llama | dict(num_key_value_heads=4),
+            embedding_multiplier=12,
+            attention_multiplier=0.125,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            rope_parameters=angles(500.0),
+        ),
     }
 
 

@@ -22,6 +22,7 @@ LLAMA = dict(
 MISTRAL, QWEN2, QWEN3 = (LLAMA | dict(model_type=name) for name in ("mistral", "qwen2", "qwen3"))
 NANOCHAT = LLAMA | dict(model_type="nanochat")
 PHI3 = LLAMA | dict(model_type="phi3")
+GRANITE = LLAMA | dict(model_type="granite")
 WINDOWED = dict(sliding_window=5, use_sliding_window=True)
 SCALED = dict(
     rope_type="llama3",
@@ -95,6 +96,18 @@ def test_nanochat_by_its_defaults():
     assert changed.model["logit_softcap"] == 0.0 and changed.attention["value_dim"] == 6
     changed = sections(NANOCHAT | dict(attention_bias=True, hidden_act="gelu"))
     assert changed.attention["bias"] and changed.model["activation"] == "gelu_exact"
+
+
+def test_granite_multiplies():
+    found = sections(GRANITE)  # transformers' default of every factor is 1
+    ones = dict(embedding_scale=1.0, residual_scale=1.0, logit_divisor=1.0)
+    assert ones.items() <= found.model.items() and found.attention["logit_scale"] == 1.0
+    keys = dict(embedding_multiplier=12, residual_multiplier=0.22, logits_scaling=8)
+    found = sections(GRANITE | keys | dict(attention_multiplier=0.5))
+    others = dict(embedding_scale=12.0, residual_scale=0.22, logit_divisor=8.0)
+    assert others.items() <= found.model.items() and found.attention["logit_scale"] == 0.5
+    usual = sections(GRANITE | dict(attention_multiplier=2**-0.5))
+    assert usual.attention == sections(LLAMA).attention
 
 
 @pytest.mark.parametrize(
@@ -259,6 +272,10 @@ REAL = {
     | GATED
     | dict(original_max_position_embeddings=4096, sliding_window=2047, resid_pdrop=0.0)
     | dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"), attention_bias=False),
+    "Granite 3": GRANITE
+    | GATED
+    | dict(attention_bias=False, embedding_multiplier=1, mlp_bias=False, residual_multiplier=1)
+    | dict(attention_multiplier=2**-0.5),
     "GPT-2": GPT2
     | SAMPLED
     | dict(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1, summary_type="cls_index")
@@ -303,7 +320,10 @@ FOREIGN = dict(
 )
 
 
-OWN = {"Phi 3, Phi 4": ("phi3",)}  # by name in REAL, what is not foreign to it
+OWN = {
+    "Phi 3, Phi 4": ("phi3",),
+    "Granite 3": ("granite",),
+}  # by name in REAL, what is not foreign to it
 
 
 def test_keys_of_published_configs_and_of_other_families(capsys):

@@ -20,6 +20,7 @@ D, T, BASE = 24, 20, 100.0
 SHAPE = dict(num_heads=4, key_dim=8, value_dim=8, norm_epsilon=1e-6)
 SOURCES = {
     "llama": (dict(num_kv_heads=2, num_bases=2, qk_norm="none"), True),
+    "granite": (dict(num_kv_heads=2, num_bases=2, qk_norm="none", logit_scale=0.6), True),
     "gpt2": (dict(num_kv_heads=4, num_bases=4, qk_norm="none", bias=True), False),
     "qwen2": (
         dict(num_kv_heads=2, num_bases=2, qk_norm="none", bias=True, out_bias=False),

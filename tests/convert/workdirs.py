@@ -31,6 +31,13 @@ BLOCKS = {
         rope_base=100.0,
         window=6,
     ),
+    "granite": BlockConfig(
+        **_SIZES,
+        rope_base=100.0,
+        embedding_scale=3.0,
+        residual_scale=0.3,
+        logit_divisor=2.5,
+    ),
     "gpt2": BlockConfig(
         **_SIZES | dict(d_model=32),
         norm="layer",

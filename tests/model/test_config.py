@@ -27,6 +27,9 @@ BOUNDS = dict(
     max_positions=(1, 16_777_216),
     rope_original=(1, 16_777_216),
     logit_softcap=(0.01, 1e6),
+    logit_divisor=(1e-6, 1e6),
+    embedding_scale=(1e-6, 1e6),
+    residual_scale=(1e-6, 1e6),
     dropout=(0.0, 0.99),
     embedding_std=(0.0, 10.0),
     matrix_std=(0.0, 10.0),
@@ -82,6 +85,7 @@ def test_a_block_is_nanochats_by_default():
     nanochat |= dict(window=0, activation="relu2", dropout=0.0, bias=False, tied_head=False)
     nanochat |= dict(logit_softcap=15.0, causal=True, embedding_std=1.0, matrix_std=0.0)
     llama3 = dict(rope_factor=1.0, rope_low=1.0, rope_high=4.0, rope_original=8192)
+    nanochat |= dict(embedding_scale=1.0, residual_scale=1.0, logit_divisor=1.0)
     others = dict(zero_outputs=True, rope_fraction=1.0, max_positions=2048)
     defaults = dataclasses.asdict(BlockConfig(**SHAPE)).items()
     assert (SHAPE | nanochat | llama3 | others).items() <= defaults

@@ -38,6 +38,10 @@ MODELS = {
         [("gqa", dict(qk_norm="none", bias=True, out_bias=False)), ("lrkv", {}), ("factored", {})],
         dict(rope_base=50.0, rope_factor=8.0, rope_original=24, window=7, activation="gelu_exact"),
     ),
+    "granite": (
+        [("gqa", dict(logit_scale=0.6)), ("lrkv", dict(logit_scale=0.6))],
+        dict(embedding_scale=3.0, residual_scale=0.3, logit_divisor=2.5),
+    ),
     "every_way_of_caching": (
         [
             ("mla", {}),
