@@ -26,6 +26,7 @@ from kvjax.convert import (
 from kvjax.convert.converted import ConvertedModel
 from kvjax.data import manifest
 from kvjax.foundation import command_line, lists, runtime
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
 
 TOKENS = {512: 16_384, 4096: 16_384}  # of held-out text, by tokens per row
@@ -104,6 +105,16 @@ def _report(planned: list[records.Task], out: Output) -> None:
     out.show(Table("Perplexity by tokens per row", headings, rows))
 
 
+def _shares(text: str) -> list[float]:
+    try:
+        sizes = [float(size) for size in text.split(",")]
+    except ValueError:
+        sizes = [0.0]
+    if not all(0 < size <= 1 for size in sizes):
+        raise UserError(f"--sizes={text!r}: must be shares of the cache, as in 0.75,0.5")
+    return sizes
+
+
 def main(arguments: list[str]) -> int:
     """Measures what is missing, then prints the table."""
     parser = command_line.Parser(__doc__)
@@ -114,7 +125,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sizes", default="0.75,0.5,0.375,0.25", help="shares of the cache")
     options = parser.parse(arguments)
     methods = lists.names("--methods", options.methods, known)
-    sizes = [float(size) for size in options.sizes.split(",")]
+    sizes = _shares(options.sizes)
     runtime.start()
     record.check(True)
     source = options.model or smollm2.packaged()

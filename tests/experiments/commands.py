@@ -28,9 +28,18 @@ ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 _TABLES = ("figures", "paper_tables", "parameter_table", "scaling_table", "decode_roofline")
 ROOMS |= dict.fromkeys((*_TABLES, "provenance_table"), "tables")
+ROOMS |= dict(methods_by_size="conversion")
 ROOMS |= dict(claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", "depth_8")
+_OTHERS = (
+    "at_hand",
+    "conversion",
+    "methods_by_size",
+    "figures",
+    "scaling_table",
+    "scores",
+    "depth_8",
+)
 _OTHERS += ("provenance_table", *_STUDIES[1:17])
 
 
@@ -67,6 +76,8 @@ BAD = (  # command, options, what the line says
     ("conversion", "--stage=whisper_tuning --tokens=0", "--tokens = 0: must be at least 1"),
     ("conversion", "--stage=smollm2_tuning --rate=nan", "--rate = nan: must lie between 0 and 1"),
     ("conversion", "--stage=smollm2_tuning --runs=", "--runs= is empty: give a folder"),
+    ("methods_by_size", "--methods=mia", "did you mean 'mla'?"),
+    ("methods_by_size", "--sizes=half", "--sizes='half': must be shares"),
     ("cross_attention", "--kinds=lrvk", "did you mean 'lrkv'?"),
     ("cross_attention", "--seeds=0", "--seeds = 0: must be at least 1 and at most 1,000"),
     ("sequence_tasks", "--widths=32 --heads=3", "--heads: 3 must divide --widths 32"),
