@@ -123,7 +123,7 @@ def compression(model: LazyModel, request: Request) -> Numbers:
         "half_rank_of_context": subspace_methods.CONTEXT,
     }
     times = {
-        name: results.times((method, results.at_weights), results.half)
+        name: results.relative_perplexity((method, results.at_weights), results.half_rank)
         for name, method in methods.items()
         if (method, results.at_weights) in measured.errors
     }

@@ -47,9 +47,9 @@ HTML, JSON = "report.html", "report.json"
 _SHORTEST = 2  # tokens of a window
 _MOST_MAPS = 16  # in one figure
 _LEAD = (
-    "Measurements of four papers on small KV caches, on this model: LRKV (arXiv 2601.11471), "
-    "projection sharing (2606.04032), thin keys (2603.04427) and logit spectra (2604.04384), with "
-    "the papers' numbers."
+    "This model, measured as in four papers on small KV caches and beside their numbers: LRKV "
+    "(arXiv 2601.11471), projection sharing (2606.04032), thin keys (2603.04427) and logit spectra "
+    "(2604.04384)."
 )
 
 
@@ -66,7 +66,7 @@ def _parser() -> command_line.Parser:
     add("--beside", default="", help="another workdir or model to compare with")
     names = ", ".join(reports.NAMES)
     add("--reports", default="", help=f"some of {names} (all that apply to the model)")
-    text = "NAME=FILE,...; embedded: held-out parts of two books (embedded)"
+    text = "texts, NAME=FILE,... (embedded: held-out parts of two books)"
     add("--texts", default=texts.EMBEDDED, help=text)
     add("--text_key", default="text", help="key of texts in JSON lines and Parquet (text)")
     text = f"tokens per window ({','.join(map(str, LENGTHS))}, up to the model's context)"
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     lengths = _lengths(options.lengths)
     heads = _heads(options.heads)
     if heads and "behaviour" not in names:
-        raise UserError(f"--heads={options.heads}: only with the report behaviour in --reports")
+        raise UserError(f"--heads={options.heads}: needs behaviour among the --reports")
     sources = texts.sources(options.texts, options.text_key)
     if options.out:
         target_lib.check(options.out, (HTML, JSON))
@@ -114,9 +114,9 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     with progress.waiting("reading texts"):
         tokens = texts.tokens(sources, model, lengths[-1])
         request = Request(tokens, lengths, beside, _snapshots(options, model), heads)
-    for description, each in _models(model, request):
-        _check_weights(description, each)
-    modules = _modules(names, model, request, requested=bool(options.reports))
+    for description, checked in _models(model, request):
+        _check_weights(description, checked)
+    modules = _applicable_reports(names, model, request, requested=bool(options.reports))
     with target_lib.folder(target):
         sections, seconds = _sections(modules, model, request)
         about = _about(options, model, request, seconds)
@@ -204,7 +204,7 @@ def _open(option: str, source: str) -> LazyModel:
         raise UserError(message) from error
 
 
-def _modules(
+def _applicable_reports(
     names: tuple[str, ...], model: LazyModel, request: Request, *, requested: bool
 ) -> dict[str, types.ModuleType]:
     """Returns the reports that apply to the model.
@@ -246,22 +246,22 @@ def _models(model: LazyModel, request: Request) -> Iterator[tuple[str, LazyModel
 
 
 def _check_weights(description: str, model: LazyModel) -> None:
-    """Raises a UserError that names the layer whose weights are not finite or unreadable."""
+    """Raises a UserError that names the layer whose weights are unreadable or not finite."""
     with progress.waiting(f"checking the weights of {description}"):
         paths = list(model.parameters())
         for path in paths:
             if path[0] != "segments":
                 _check_weight(description, model, path)
-        for index in range(len(model.transformer.mechanisms)):
-            segment, layer = model_lib.layer_of(model, index)
+        for layer in range(len(model.transformer.mechanisms)):
+            segment, position = model_lib.layer_of(model, layer)
             for path in paths:
                 if path[:2] == ("segments", segment):
-                    _check_weight(f"layer {index} of {description}", model, path, layer)
+                    _check_weight(f"layer {layer} of {description}", model, path, position)
 
 
-def _check_weight(where: str, model: LazyModel, path: Path, layer: int | None = None) -> None:
+def _check_weight(where: str, model: LazyModel, path: Path, position: int | None = None) -> None:
     try:
-        model.read(path, layer)
+        model.read(path, position)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 

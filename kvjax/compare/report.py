@@ -256,7 +256,7 @@ def _lines(groups: Sequence[Group], axis: str) -> dict:
 def _style(groups: Sequence[Group]) -> dict:
     """Returns drawing arguments that give each group the same colour in every figure."""
     families = {group.name: family(group.one.experiment.model.mechanisms[0]) for group in groups}
-    return dict(names=list(families), of=families)
+    return dict(names=list(families), mechanisms=families)
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:

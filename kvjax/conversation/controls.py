@@ -30,7 +30,7 @@ class Controls(NamedTuple):
     end: str | None  # the token that ends an assistant's turn
     # Tokens within an answer, such as </think>: never between turns, and either without the special
     # flag or searched for by the template, to split an assistant's message.
-    inner: frozenset[str]
+    in_answers: frozenset[str]
     missing: frozenset[str]  # named tokens that the template writes and the tokenizer lacks
 
 
@@ -76,7 +76,7 @@ def find(
     return Controls(
         names,
         end=after_answer[0] if after_answer else None,
-        inner=frozenset((unflagged | searched) - between_turns),
+        in_answers=frozenset((unflagged | searched) - between_turns),
         missing=frozenset(name for name in named if name in text and name not in vocabulary),
     )
 

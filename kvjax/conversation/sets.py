@@ -25,7 +25,7 @@ _PUBLISHED = {
     "arc": (f"ARC-Easy/ and ARC-Challenge/ of {_HUB}/allenai/ai2_arc", "~/data/ai2_arc/"),
 }
 # Numbers of rows in the published splits.
-COUNTS = {
+_PUBLISHED_ROWS = {
     ("train", "smoltalk"): (460_341,),
     ("train", "mmlu"): (99_842,),
     ("train", "gsm8k"): (7_473,),
@@ -35,14 +35,14 @@ COUNTS = {
     ("validation", "gsm8k"): (1_319,),
     ("validation", "arc"): (2_376, 1_172),
 }
-_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\..*)")
+_SHARD = re.compile(r"(.*-)\d{5}-of-(\d{5})(\..*)")
 
 
 class OpenedSet:
-    """A set of a mixture whose files exist.
+    """An opened set of a mixture: its rows, their number and their hashes.
 
     Raises:
-      MissingDataError: it is missing or incomplete; the message says what to download.
+      MissingDataError: its files are missing or incomplete; the message says what to download.
     """
 
     def __init__(self, spec: SetSpec):
@@ -64,7 +64,7 @@ class OpenedSet:
                 )
 
     def fingerprint(self) -> str:
-        """Returns a hash that changes when the rows do."""
+        """Returns a text that changes when the rows do, without reading large files in full."""
         if self.is_tfds:
             info = self._builder.info
             return f"{info.full_name} {self._split} {info.splits[self._split].shard_lengths}"
@@ -73,7 +73,7 @@ class OpenedSet:
         return " ".join(map(source_kinds.file_hash, self.files))
 
     def digest(self) -> str:
-        """Returns the SHA-256 of all files; for TFDS, name and sizes."""
+        """Returns the SHA-256 of all files, read in full; without files, the fingerprint."""
         return records.digest(self.files) if self.files else self.fingerprint()
 
     def count(self) -> int:
@@ -89,7 +89,7 @@ class OpenedSet:
             count = synthetic.COUNT
         else:
             count = sum(map(records.count, self.files))
-        known = COUNTS.get((spec.split, spec.kind), ())
+        known = _PUBLISHED_ROWS.get((spec.split, spec.kind), ())
         if known and count not in known:
             numbers = " or ".join(f"{number:,}" for number in known)
             warn(f"{spec.where}: has {count:,} rows; the published set has {numbers}")
@@ -137,7 +137,7 @@ def conversation(kind: str, row, place: str) -> dict:
 
 
 def _plain(value, feature):
-    """Converts a TFDS value to plain Python: text for bytes, class names, lists for arrays."""
+    """Converts a TFDS value to Python: bytes to text, class numbers to names, arrays to lists."""
     if isinstance(value, dict):
         # TFDS stores a sequence of dicts as a dict of sequences.
         inner = getattr(feature, "feature", feature)
@@ -147,10 +147,10 @@ def _plain(value, feature):
         return [_plain(item, inner) for item in value]
     if isinstance(value, bytes):
         return value.decode()
-    number = value.item() if hasattr(value, "item") else value
-    if isinstance(number, bytes):
-        return number.decode()
-    return feature.int2str(number) if hasattr(feature, "int2str") else number
+    scalar = value.item() if hasattr(value, "item") else value
+    if isinstance(scalar, bytes):
+        return scalar.decode()
+    return feature.int2str(scalar) if hasattr(feature, "int2str") else scalar
 
 
 def _files(spec: SetSpec) -> list[epath.Path]:
@@ -162,10 +162,9 @@ def _files(spec: SetSpec) -> list[epath.Path]:
     return files
 
 
-def _check_shards(spec: SetSpec, files, file: epath.Path, start, number, count, end) -> None:
-    del number
+def _check_shards(spec: SetSpec, files, file: epath.Path, prefix, count, suffix) -> None:
     present = {other.name for other in files if other.parent == file.parent}
-    expected = [f"{start}{i:05}-of-{count}{end}" for i in range(int(count))]
+    expected = [f"{prefix}{i:05}-of-{count}{suffix}" for i in range(int(count))]
     if missing := [name for name in expected if name not in present]:
         raise MissingDataError(
             f"{spec.where}: {len(missing)} of {int(count)} shards are missing in "

@@ -1,9 +1,9 @@
 """Published chat templates: Jinja, rendered in a separate process.
 
-Templates get the same variables as in transformers (5.23), so that a conversation's ids equal those
-of its `apply_chat_template`, except that control tokens written in a message stay ordinary text
-(see `controls`). In an assistant's message, tokens of the answer format, such as </think>, are
-control tokens.
+Templates get the variables that `apply_chat_template` of transformers (5.23) gives them, and a
+conversation has the same ids, except that a control token's name in a message is ordinary text (see
+`controls`). Tokens of the answer format, such as </think>, stay control tokens in an assistant's
+message.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from kvjax.conversation import controls, jinja_process, marked
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError
 
-_FILE = "tokenizer_config.json"  # names the special tokens that templates write
+_TOKENIZER_CONFIG = "tokenizer_config.json"  # names the special tokens that templates write
 _TOKEN_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _ROLES = ("system", "developer", "user", "assistant", "tool")  # compared by templates
 _DATE = "strftime_now"  # the function by which templates get the date
@@ -22,13 +22,16 @@ _MESSAGE_END = "\ufddc"  # marks the end of a message that is to be continued
 
 
 class Template:
-    """A model's chat template: messages to marked text (see `marked`), and marked text to ids.
+    """A model's chat template.
+
+    It renders messages as marked text, in which control tokens bear a mark (see `marked`), and
+    encodes marked text.
 
     Args:
       text: a workdir's chat_template.jinja.
       token_files: the model's files about tokens, see `kvjax.workdir.origin`.
       day: date for the template, as 2026-11-27; "": today.
-      named: further special tokens that the model's files name.
+      extra_tokens: special tokens that other files of the model name.
 
     Attributes:
       tokenizer: with the template's control tokens; `ends` include the token that ends a turn.
@@ -47,17 +50,18 @@ class Template:
         token_files: Mapping[str, Mapping],
         *,
         day: str = "",
-        named: Iterable[str] = (),
+        extra_tokens: Iterable[str] = (),
     ):
         literals = jinja_process.literals(text)
         self._text, self._day = text, day
-        self._tokens = _named_tokens(token_files.get(_FILE, {}))
+        self._tokens = _named_tokens(token_files.get(_TOKENIZER_CONFIG, {}))
         used = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
         self.digest, self.is_dated = hashlib.sha256(used.encode()).hexdigest(), _DATE in text
-        named = {*self._tokens.values(), *named}
+        named = {*self._tokens.values(), *extra_tokens}
         control = controls.find(tokenizer, text, literals, named, self._render_trial)
         self.missing = sorted(control.missing)
-        self.tokenizer, self._inner = tokenizer.controlled(control.names), control.inner
+        self.tokenizer = tokenizer.controlled(control.names)
+        self._answer_tokens = control.in_answers
         if control.end is not None:
             end = self.tokenizer.special(control.end)
             self.tokenizer.ends = tuple(sorted({*tokenizer.ends, end}))
@@ -68,28 +72,30 @@ class Template:
         messages: Sequence[Mapping],
         *,
         add_generation_prompt: bool = True,
-        go_on: bool = False,
+        continue_final_message: bool = False,
     ) -> str:
         """Renders a conversation as marked text.
 
         Args:
           messages: {role, content}, and other keys that the template reads.
           add_generation_prompt: open an answer at the end.
-          go_on: end within the last message, which is to be continued.
+          continue_final_message: end within the last message, so that an answer continues it.
 
         Raises:
           DataError: messages that the template refuses.
           UserError: too much memory or time.
         """
         hidden = [self._hide_controls(message) for message in messages]
-        if go_on:
+        if continue_final_message:
             hidden[-1] = hidden[-1] | dict(content=f"{hidden[-1]['content']}{_MESSAGE_END} ")
         text = self._render(hidden, add_generation_prompt)
-        if go_on:
+        if continue_final_message:
             before, marker, after = text.rpartition(_MESSAGE_END)
             if not marker:
                 raise DataError("the chat template drops the message that is to be continued")
-            text = before if after.startswith(" ") else before.rstrip()  # as transformers does
+            # As in transformers: a template that strips messages has dropped the space after the
+            # marker, and then strips this message too.
+            text = before if after.startswith(" ") else before.rstrip()
         return self._marks.of_rendered(text)
 
     def encode(self, text: str) -> list[int]:
@@ -99,7 +105,8 @@ class Template:
     def _hide_controls(self, message: Mapping) -> dict:
         """Returns a message with placeholders for the names of control tokens in it."""
         role = message.get("role")
-        hidden = self._marks.hide(message, self._inner if role == "assistant" else frozenset())
+        kept = self._answer_tokens if role == "assistant" else frozenset()
+        hidden = self._marks.hide(message, kept)
         return hidden | (dict(role=role) if role in _ROLES else {})
 
     def _render(

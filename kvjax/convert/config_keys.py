@@ -1,8 +1,8 @@
 """Keys of a published config.json that do not change the model.
 
-Every other key is read by a family or refused, because transformers ignores unknown keys: a config
-may carry another family's keys under a known `model_type`. Names are taken from transformers'
-configuration classes (4.46 and 5.14) and from published configs.
+Every other key is refused unless the config's family reads it. transformers ignores keys that it
+does not know, so that a config may carry another family's keys under a known `model_type`. Names
+are taken from transformers' configuration classes (4.46 and 5.14) and from published configs.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ _HARMLESS = frozenset(
 NEUTRAL = dict(
     activation=("swiglu",),  # Falcon 3, beside hidden_act
     add_cross_attention=(False,),
-    attention_bias=(False,),  # in families that always or never have biases
+    attention_bias=(False,),  # for families whose biases no key decides
     attn_output_gate=(False,),
     bias=(False,),
     embedding_multiplier=(1,),

@@ -149,7 +149,7 @@ def _write(model: LazyModel, workdir: epath.Path, name: str, record: dict) -> No
                 if path[:2] == ("segments", segment):
                     array = np.asarray(model.read(path, layer), parameters[path][1])
                     put(path, array, index=layer)
-    identity.write_model(workdir, config)
+    identity.write_model_identity(workdir, config)
     (workdir / manifest.TOKENIZER).write_text(model.tokenizer_json)
     if model.chat_template is not None:
         (workdir / origin.CHAT_TEMPLATE).write_text(model.chat_template)

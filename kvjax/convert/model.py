@@ -73,7 +73,7 @@ def open(source: str) -> LazyModel:
     from kvjax.convert import factored_format, published
     from kvjax.published import source as source_lib
 
-    folder = path if in_bucket(path) else source_lib.located(path)
+    folder = path if in_bucket(path) else source_lib.model_path(path)
     if factored_format.is_there(folder):
         return factored_format.FactoredModel(folder)
     return published.open(source)

@@ -99,7 +99,7 @@ class PublishedModel:
         """
         tokenizer = tokenizer_lib.from_json(self.tokenizer_json, str(source))
         try:
-            template = Template(tokenizer, chat_template, self.token_files, named=named)
+            template = Template(tokenizer, chat_template, self.token_files, extra_tokens=named)
         except LimitError as error:
             raise UserError(f"{source}: {error}") from error
         except UserError:  # an invalid template: reported when it is used
@@ -224,7 +224,7 @@ def open(source: epath.PathLike) -> PublishedModel:
             f"--source = {str(source)!r}: there is no such folder or file; download a published "
             "model first, and give its folder or .gguf file, or give hf://OWNER/NAME"
         )
-    path = source_lib.located(path)
+    path = source_lib.model_path(path)
     return _open_folder(path) if path.is_dir() else _open_gguf(path)
 
 

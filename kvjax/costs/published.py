@@ -12,36 +12,37 @@ from kvjax.foundation.files import matching_entries
 from kvjax.published import hub, source as source_lib
 
 
-def read(text: str) -> Shape:
+def read(model: str) -> Shape:
     """Returns the shape of the model at a path or hub name.
 
     Args:
-      text: a config.json, a folder with one, a GGUF file, a folder of the hub's cache, hf://...
+      model: a config.json, a folder with one, a GGUF file, a folder of the hub's cache, hf://...
 
     Raises:
       UserError: no such file, or its keys do not determine the cache.
     """
     try:
-        return _read(text)
+        return _read(model)
     except UserError as error:
         if "--model" in str(error):
             raise
-        raise UserError(f"--model={text}: {error}") from error
+        raise UserError(f"--model={model}: {error}") from error
 
 
-def _read(text: str) -> Shape:
-    path = hub.config("--model", text) if hub.is_name(text) else runtime.path("--model", text)
+def _read(model: str) -> Shape:
+    path = hub.config("--model", model) if hub.is_name(model) else runtime.path("--model", model)
     if not path.exists():
         raise UserError(
-            f"--model = {text!r}: there is no such file; give a config.json, a folder with one, a "
+            f"--model = {model!r}: there is no such file; give a config.json, a folder with one, a "
             "GGUF file, or hf://OWNER/NAME"
         )
     if path.suffix != ".json":
-        path = source_lib.located(path)
+        path = source_lib.model_path(path)
     if path.is_dir():
         path = path / hub.CONFIG
     if path.suffix == ".json":
-        values, folder = json_text.read_object(path, "give a folder with one"), path.parent
+        values = json_text.read_object(path, "give a model's config.json, or its folder")
+        folder = path.parent
         size = sum(os.stat(file).st_size for file in _weights(folder))
         return of_config(values, str(path), name=source_lib.name(folder), weight_bytes=size)
     extras.require(os.fspath(path), "gguf")

@@ -117,13 +117,13 @@ def color(name: str) -> str:
     return COLORS.get(mechanism(name) or "", GRAY)
 
 
-def colors(names: Sequence[str], of: Mapping[str, str] | None = None) -> dict[str, str]:
+def colors(names: Sequence[str], mechanisms: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns a colour for each series; many that are not mechanisms (layers) get ordered shades.
 
     Args:
-      of: the key of `COLORS` by series, for series whose name is not a mechanism's.
+      mechanisms: the key of `COLORS` by series, for series whose name is not a mechanism's.
     """
-    known = {name: (of or {}).get(name) or mechanism(name) for name in names}
+    known = {name: (mechanisms or {}).get(name) or mechanism(name) for name in names}
     known = {name: COLORS[key] for name, key in known.items() if key in COLORS}
     others = [name for name in names if name not in known]
     unused = [color for color in SERIES if color not in known.values()]

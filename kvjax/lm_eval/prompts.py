@@ -73,7 +73,7 @@ class Prompts:
             raise UserError(no_template())
         if self.is_native:
             return _RENDERED + _native(messages, opens_answer)
-        options = dict(add_generation_prompt=opens_answer, go_on=not opens_answer)
+        options = dict(add_generation_prompt=opens_answer, continue_final_message=not opens_answer)
         return _RENDERED + self._published.render(messages, **options)
 
     @functools.cached_property

@@ -14,7 +14,7 @@ _CACHES = (".", "hub", "huggingface/hub")  # where the hub's cache may lie below
 _FOLDER_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
-def located(path: epath.Path) -> epath.Path:
+def model_path(path: epath.Path) -> epath.Path:
     """Returns the folder with config.json, or the GGUF file, of the model at a path.
 
     A model's folder in the hub's cache stands for its snapshot, the cache itself for its only

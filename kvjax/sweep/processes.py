@@ -25,11 +25,12 @@ class Job:
     log: pathlib.Path
 
 
-def run(jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, str]]:
-    """Runs `count` jobs at a time; call it in the main thread.
+def run(jobs: Iterable[Job], parallel: int) -> Iterator[tuple[Job, str]]:
+    """Runs `parallel` jobs at a time; call it in the main thread.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on as SIGTERM, and this process exits with
-    `distributed.STATUS` when its jobs have ended. A second signal ends all at once.
+    `distributed.STATUS` when its jobs have ended. A second signal ends this process and its jobs
+    immediately.
 
     Args:
       jobs: consumed one by one, each when it can start.
@@ -37,11 +38,11 @@ def run(jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, str]]:
     Yields:
       Each job when it has ended, and the reason of its failure in one line, or "".
     """
-    free, waiting, running = shares(count), iter(jobs), {}
+    free, waiting, running = shares(parallel), iter(jobs), {}
     interruption = distributed.Interruption()
     with interruption.handling_signals():
         try:
-            while not interruption.should_stop(0):
+            while not interruption.should_stop(step=0):
                 while free and (job := next(waiting, None)):
                     cores = free.pop(0)
                     running[job.name] = job, _start(job, cores), cores
@@ -55,9 +56,9 @@ def run(jobs: Iterable[Job], count: int) -> Iterator[tuple[Job, str]]:
                 time.sleep(_POLL_SECONDS)
         finally:
             _stop([process for _, process, _ in running.values()])
-    if interruption.should_stop(0):
+    if interruption.should_stop(step=0):
         names = ", ".join(running) or "nothing was running"
-        command_line.say(f"stopped ({names}); the same command goes on from there")
+        command_line.say(f"stopped ({names}); run the same command to continue")
         sys.exit(distributed.STATUS[interruption.signal])
 
 

@@ -101,7 +101,7 @@ def prepare_run(
             identity.check_data(workdir, dataset)
         check_tokenizer(experiment, dataset, parent=parent, teacher=teacher)
         if first:
-            identity.record(workdir, config, compute.dtype, dataset)
+            identity.write_run_identity(workdir, config, compute.dtype, dataset)
             if not begun:
                 _record_parent(workdir, parent)
         distributed.gather("claimed", "")  # fails on all processes if the first one's checks do

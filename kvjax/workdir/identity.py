@@ -26,12 +26,20 @@ from kvjax.workdir import lineage, origin, storage, trackers
 from kvjax.workdir.checkpoint import CHECKPOINTS, SNAPSHOTS
 
 _EARLIER = "earlier-run"
-# Files of a run beside its checkpoints. The records, which show that a step was taken, are moved
-# last: after a kill in between, the next start moves the rest.
+# Files of a run beside its checkpoints. `_RECORDS` show that a step was taken, and are moved last:
+# if the move is killed, the next start finds them and moves the rest.
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
-_CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
+_IDENTITY_FILES = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
 _TRACKED = ("events", "profile", trackers.STATE, "wandb")
-_FILES = (*_CLAIMS, *origin.FILES, lineage.PARENT, SNAPSHOTS, "curves.png", *_TRACKED, *_RECORDS)
+_FILES = (
+    *_IDENTITY_FILES,
+    *origin.FILES,
+    lineage.PARENT,
+    SNAPSHOTS,
+    "curves.png",
+    *_TRACKED,
+    *_RECORDS,
+)
 # Keys of `train` that change no number of a run: logging, saving, stopping, the sample.
 NEUTRAL_KEYS = (
     "log_every",
@@ -112,8 +120,8 @@ def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
 def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
     """Raises a UserError if a workdir has checkpoints of another config or dtype.
 
-    Prepared data may have moved: `check_data` compares their contents. A key that one of the two
-    configs lacks has its default there.
+    Prepared data may have moved: `check_data` compares their contents. A key that only one of the
+    two configs has counts as the default in the other.
     """
     defaults = config_lib.defaults(config.attention.kind)
 
@@ -135,8 +143,8 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
         workdir / "config.json",
         identity(config, dtype),
         same=same,
-        advice="Give the same values to resume it (--config.compute.dtype=float32 is the same on "
-        "any platform)",
+        advice="Give the same values to resume it (--config.compute.dtype=auto depends on the "
+        "platform: give a dtype)",
     )
 
 
@@ -144,11 +152,11 @@ def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
     """Raises a UserError if a workdir has checkpoints trained on other rows or tokens."""
     check_identity(
         workdir / "dataset.json",
-        _contents(dataset),
+        _data_identity(dataset),
         # Older workdirs store the folder's name instead of the digest.
         same=lambda key, stored, new: stored in (new, dataset.path.name),
         advice=f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give "
-        "these to resume it",
+        "those to resume it",
     )
     path = workdir / manifest.TOKENIZER
     if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
@@ -161,7 +169,7 @@ def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
         )
 
 
-def record(
+def write_run_identity(
     workdir: epath.Path,
     config: ml_collections.ConfigDict,
     dtype: jnp.dtype,
@@ -170,18 +178,18 @@ def record(
     """Writes the run's identity; call after the checks above."""
     write_identity(workdir / "config.json", identity(config, dtype))
     write_atomically(workdir / "config.txt", to_text(config))
-    write_identity(workdir / "dataset.json", _contents(dataset))
+    write_identity(workdir / "dataset.json", _data_identity(dataset))
     path = workdir / manifest.TOKENIZER
     if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         write_atomically(path, dataset.tokenizer.to_json())
 
 
-def write_model(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
+def write_model_identity(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
     """Writes the identity of a converted model, with the dtype left to the platform."""
     write_identity(workdir / "config.json", identity(config, config.compute.dtype))
 
 
-def _contents(dataset: loader.PackedDataset) -> dict:
+def _data_identity(dataset: loader.PackedDataset) -> dict:
     return {"dataset": dataset.digest}
 
 

@@ -198,7 +198,7 @@ def test_bad_options_are_refused_before_any_work(run, workdir, made, tmp_path):
         ("--reports=frist",): "'frist' is none of first, second; did you mean 'first'?",
         ("--heads=3",): "--heads=3: '3' is not a head: give LAYER.HEAD, such as 3.1",
         ("--heads=" + ",".join(["1.1"] * 17),): "--heads: 17 heads: must be at most 16",
-        ("--heads=1.1",): "--heads=1.1: only with the report behaviour in --reports",
+        ("--heads=1.1",): "--heads=1.1: needs behaviour among the --reports",
         ("--lengths=1",): "--lengths '1': must be integers of 2 or more",
         ("--lengths=2000000",): "--lengths = 2000000: rope positions reach 1048576 tokens in small",
         (

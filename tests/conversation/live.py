@@ -66,6 +66,6 @@ def test_ids_are_those_of_transformers(model, tmp_path):
     tokenizer = tokenizer_lib.from_json(model.tokenizer_json, "SmolLM2")
     chat = template.Template(tokenizer, model.chat_template, model.token_files)
     for (messages, opens), expected in zip(cases, expected_ids, strict=True):
-        options = dict(add_generation_prompt=bool(opens), go_on=opens is None)
+        options = dict(add_generation_prompt=bool(opens), continue_final_message=opens is None)
         assert chat.encode(chat.render(messages, **options)) == expected, (messages, opens)
     print(f"{len(cases)} conversations, {sum(map(len, expected_ids))} tokens, none differs")

@@ -277,15 +277,15 @@ def test_a_message_to_be_continued(tokenizer):
 
     assistant = dict(role="assistant", content="The answer<|im_end|> is ")
     options = dict(add_generation_prompt=False)
-    ids = ids_of([USER, assistant], go_on=True, **options)
+    ids = ids_of([USER, assistant], continue_final_message=True, **options)
     finished = ids_of([USER, assistant], **options)
     assert ids == finished[: len(ids)]
     assert tokenizer.decode(ids).endswith("The answer<|im_end|> is ")
     trimmed = Template(tokenizer, CHATML, {})
-    text = trimmed.render([USER, assistant], go_on=True, **options)
+    text = trimmed.render([USER, assistant], continue_final_message=True, **options)
     assert tokenizer.decode(trimmed.encode(text)).endswith("The answer<|im_end|> is")
     with pytest.raises(DataError, match="drops the message"):
-        Template(tokenizer, "x", {}).render([USER], go_on=True)
+        Template(tokenizer, "x", {}).render([USER], continue_final_message=True)
 
 
 def test_three_ways_to_talk_to_a_model(tokenizer):

@@ -94,9 +94,9 @@ def test_a_mechanism_has_one_colour_everywhere(drawn, tmp_path):
     assert [line.get_color() for line in axes.get_lines()] == [*map(theme.color, names)]
     runs = {f"run {name}": place for name, place in zip(names, series.values(), strict=True)}
     mechanisms = {name: name.removeprefix("run ") for name in runs}
-    _, live = draw.live_lines(runs, **labels, names=list(runs), of=mechanisms)
+    _, live = draw.live_lines(runs, **labels, names=list(runs), mechanisms=mechanisms)
     draw.picture(
-        [dict(labels, series=dict(list(runs.items())[1:]), names=list(runs), of=mechanisms)]
+        [dict(labels, series=dict(list(runs.items())[1:]), names=list(runs), mechanisms=mechanisms)]
     )
     assert live[1].color == drawn.pop().axes[0].get_lines()[0].get_color() == lrkv
 

@@ -86,7 +86,7 @@ def test_a_signal_stops_jobs_and_starts_no_other(tmp_path, capfd, number):
     assert stopped.value.code == distributed.STATUS[number]
     assert log.read_text().count("saved") == 1 and not (tmp_path / "two.log").exists()
     assert signal.getsignal(number) == before
-    assert "stopped (one); the same command goes on" in capfd.readouterr().err
+    assert "stopped (one); run the same command to continue" in capfd.readouterr().err
     _until(lambda: not _lives(int((tmp_path / "pid").read_text())))
 
 

@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
     config = runs.small_config(*source)
     workdir.mkdir()
     (workdir / "tokenizer.json").write_text("{}")  # of a start without a checkpoint
-    identity.record(workdir, config, wide, data)
+    identity.write_run_identity(workdir, config, wide, data)
     of_other = types.SimpleNamespace(**vars(data) | dict(tokenizer=other))
     identity.check_data(workdir, of_other)  # no checkpoint yet
     (workdir / "checkpoints" / "10").mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
     for _ in range(2):
         identity.check_config(workdir, config, wide)
         identity.check_data(workdir, moved)
-        identity.record(workdir, config, wide, of_other)
+        identity.write_run_identity(workdir, config, wide, of_other)
         assert claims(workdir) == before  # a tokenizer that weights belong to stays
 
     holds = f"{workdir} holds another run, and was left as it is:\n"
@@ -111,14 +111,14 @@ def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
     assert _message(identity.check_config, workdir, config, jnp.dtype("bfloat16")) == (
         f"{holds}  compute.dtype: there 'float32', now 'bfloat16'\n"
         "  model.num_layers: there 2, now 3\n"
-        "Give the same values to resume it (--config.compute.dtype=float32 is the same on any "
-        f"platform){new}"
+        "Give the same values to resume it (--config.compute.dtype=auto depends on the "
+        f"platform: give a dtype){new}"
     )
     other_rows = types.SimpleNamespace(**vars(data) | dict(digest="abd"))
     assert _message(identity.check_data, workdir, other_rows) == (
         f"{holds}  dataset: there 'abc', now 'abd'\n"
         f"The rows or the tokenizer in {other_rows.path} are not those it was trained on: give "
-        f"these to resume it{new}"
+        f"those to resume it{new}"
     )
     start = f"{workdir}/tokenizer.json is not the tokenizer of {of_other.path}, and was left as"
     assert _message(identity.check_data, workdir, of_other).startswith(start)

@@ -32,8 +32,8 @@ def cosine(left_DNH: np.ndarray, right_DNH: np.ndarray) -> float | None:
         return None
     N = max(left_DNH.shape[1], right_DNH.shape[1])
     left, right = (np.repeat(w, N // w.shape[1], axis=1).ravel() for w in (left_DNH, right_DNH))
-    size = np.linalg.norm(left) * np.linalg.norm(right)
-    return float(left @ right / size) if size else None
+    norms = np.linalg.norm(left) * np.linalg.norm(right)
+    return float(left @ right / norms) if norms else None
 
 
 class ProjectionProducts:
@@ -41,28 +41,28 @@ class ProjectionProducts:
 
     def __init__(self, projections: Mapping[str, np.ndarray]):
         self._flat = {name: w.reshape(len(w), -1) for name, w in projections.items()}
-        self._energy = {name: _energies(w_DC) for name, w_DC in self._flat.items()}
+        self._energy = {name: _energies(w) for name, w in self._flat.items()}
 
     def overlap(self, one: str, other: str) -> float | None:
         """Returns |W_a^T W_b|^2 / (|W_a^T W_a| |W_b^T W_b|), 0 to 1; None for a zero matrix.
 
         The cosine of W_a W_a^T and W_b W_b^T (linear CKA without centring, Kornblith et al. 2019):
         1 if both read the same input directions with the same strength. Invariant to rotations of a
-        head's channels and to the number of query heads per KV head.
+        head's channels, and to repeating KV heads for their query heads.
         """
-        size = np.prod([np.linalg.norm(self._energy[name]) for name in (one, other)])
+        norms = np.prod([np.linalg.norm(self._energy[name]) for name in (one, other)])
         inner = np.linalg.norm(self._flat[one].T @ self._flat[other]) ** 2
-        return float(inner / size) if size else None
+        return float(inner / norms) if norms else None
 
     def overlap_by_chance(self, one: str, other: str) -> float | None:
         """Returns the expected `overlap` under a random rotation of one side's input directions.
 
-        With both spectra fixed: E <A, U B U^T> = tr A tr B / D over random rotations U. One half
-        for random square matrices.
+        A = W_a W_a^T and B = W_b W_b^T keep their spectra: <A, U B U^T> is tr A tr B / D on average
+        over random rotations U. It is about 1/2 if both are random square matrices.
         """
         energies = [self._energy[name] for name in (one, other)]
-        size = len(self._flat[one]) * np.prod([np.linalg.norm(energy) for energy in energies])
-        return float(np.prod([energy.sum() for energy in energies]) / size) if size else None
+        norms = len(self._flat[one]) * np.prod([np.linalg.norm(energy) for energy in energies])
+        return float(np.prod([energy.sum() for energy in energies]) / norms) if norms else None
 
     def effective_ranks(self, name: str) -> tuple[float, float]:
         """Returns the effective rank by singular values, and by their squares.
@@ -87,7 +87,7 @@ def effective_ranks_by_chance(rows: int, columns: int) -> tuple[float, float]:
     low, high = 1 - np.sqrt(few / many), 1 + np.sqrt(few / many)
     angle = (np.arange(4096) + 0.5) * np.pi / 4096
     s = np.sqrt((low**2 + high**2) / 2 + (high**2 - low**2) / 2 * np.cos(angle))
-    density = np.sin(angle) ** 2 / s**2  # of s^2 over the angle
+    density = np.sin(angle) ** 2 / s**2  # the law's density of s^2, times |ds^2 / d angle|
     density /= density.sum()
     ranks = []
     for values in (s, s**2):
@@ -96,8 +96,8 @@ def effective_ranks_by_chance(rows: int, columns: int) -> tuple[float, float]:
     return float(ranks[0]), float(ranks[1])
 
 
-def _energies(w_DC: np.ndarray) -> np.ndarray:
-    """Returns the squared singular values, from the smaller Gram matrix."""
-    D, C = w_DC.shape
-    gram = w_DC.T @ w_DC if C <= D else w_DC @ w_DC.T
+def _energies(w: np.ndarray) -> np.ndarray:
+    """Returns the squared singular values of a matrix, from the smaller Gram matrix."""
+    rows, columns = w.shape
+    gram = w.T @ w if columns <= rows else w @ w.T
     return np.maximum(np.linalg.eigvalsh(gram), 0.0)

@@ -20,10 +20,10 @@ from kvjax.analysis.page import point_names, svg
 from kvjax.analysis.page.section import Curve
 from kvjax.foundation import theme
 
-_WIDTH = 6.0  # inches: 432 units of the SVG, in which fonts are at least 11
+_WIDTH = 6.0  # inches: 432 units of the SVG; no font is smaller than 11 of them
 _SHADES = 255  # and gray for missing cells: one byte per pixel
-_MARKED = 12  # maximum number of markers per line
-_TICKED = 8  # logarithmic axes with at most this many values have a tick for each
+_MAX_MARKERS = 12  # per line
+_MAX_VALUE_TICKS = 8  # logarithmic axes with at most this many values have a tick for each
 
 
 def lines(
@@ -33,9 +33,9 @@ def lines(
     y: str,
     log_x: bool = False,
     log_y: bool = False,
-    level: Mapping[str, float] | None = None,
+    levels: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
-    of: Mapping[str, str] | None = None,
+    mechanisms: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the SVG of curves.
 
@@ -43,16 +43,17 @@ def lines(
       series: (xs, ys) by name.
       x, y: axis labels.
       log_x, log_y: logarithmic, if a series has a positive number.
-      level: dashed horizontal lines by name.
+      levels: dashed horizontal lines by name.
       bands: (lows, highs) by a series' name; a series of one point gets an error bar.
-      of: mechanisms of series whose names do not contain them; see `theme.colors`.
+      mechanisms: by series, where the series' name does not begin with it; sets its colour.
     """
-    styles, height = _line_styles(list(series), of), 3.4 + _legend_height([*series, *(level or {})])
+    styles = _line_styles(list(series), mechanisms)
+    height = 3.4 + _legend_height([*series, *(levels or {})])
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         _label(axes, x, y)
-        artists = _plot(axes, series, log_x, log_y, level or {}, bands or {}, styles)
+        artists = _plot(axes, series, log_x, log_y, levels or {}, bands or {}, styles)
         _legend(figure, artists)
 
     return svg.text(_WIDTH, draw, height)
@@ -65,17 +66,17 @@ def live_lines(
     y: str,
     names: Sequence[str],
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
-    of: Mapping[str, str] | None = None,
+    mechanisms: Mapping[str, str] | None = None,
 ) -> tuple[str, list[Curve]]:
     """Returns an SVG as `lines` does, and its curves with the positions of their points.
 
-    For a page that follows the pointer. The legend is on the page; single points have their name
-    beside them.
+    For a page that shows the numbers at the pointer. The legend is on the page; single points have
+    their name beside them.
 
     Args:
       names: of the series of all figures of the page, in order.
     """
-    styles, bands, curves = _line_styles(names, of), bands or {}, []
+    styles, bands, curves = _line_styles(names, mechanisms), bands or {}, []
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -107,7 +108,8 @@ def picture(panels: Sequence[Mapping]) -> bytes:
       panels: arguments of `lines` or `live_lines`.
     """
     names = list(dict.fromkeys(x for panel in panels for x in panel.get("names", panel["series"])))
-    styles = _line_styles(names, {k: v for panel in panels for k, v in panel.get("of", {}).items()})
+    mechanisms = {k: v for panel in panels for k, v in panel.get("mechanisms", {}).items()}
+    styles = _line_styles(names, mechanisms)
     columns = 2
     rows = -(-len(panels) // columns)
 
@@ -117,9 +119,9 @@ def picture(panels: Sequence[Mapping]) -> bytes:
             axes.set_axis_off()
         artists = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
-            panel = dict(level={}, bands={}, log_x=False, log_y=False, of={}) | panel
+            panel = dict(levels={}, bands={}, log_x=False, log_y=False, mechanisms={}) | panel
             _label(axes, panel.pop("x"), panel.pop("y"))
-            arguments = {key: panel[key] for key in ("series", "log_x", "log_y", "level", "bands")}
+            arguments = {key: panel[key] for key in ("series", "log_x", "log_y", "levels", "bands")}
             artists = _plot(axes, **arguments, styles=styles) | artists
             point_names.write(axes, panel["series"], panel["bands"])
         _legend(figure, {name: artists[name] for name in [*names, *artists] if name in artists})
@@ -127,7 +129,7 @@ def picture(panels: Sequence[Mapping]) -> bytes:
     return svg.png(_WIDTH * columns, draw, 3.4 * rows + _legend_height(names))
 
 
-def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Mapping[str, dict]) -> dict:
+def _plot(axes: Axes, series, log_x, log_y, levels, bands, styles: Mapping[str, dict]) -> dict:
     """Draws lines, bands and levels on axes; returns the artists by name.
 
     Args:
@@ -148,15 +150,15 @@ def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Mapping[str, d
             else:
                 axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
         (artists[name],) = axes.plot(
-            xs, ys, markevery=_marked(list(styles).index(name), len(xs)), **style
+            xs, ys, markevery=_marker_offset(list(styles).index(name), len(xs)), **style
         )
-    for i, (name, height) in enumerate(level.items()):
+    for i, (name, height) in enumerate(levels.items()):
         dashes = (0, (4 + 3 * i, 3))
         style = dict(color=theme.GRAY, linewidth=1.2, linestyle=dashes)
         artists[f"{name} "] = axes.axhline(height, **style)  # a series may have the same name
-    _name_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
+    _set_x_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
     if log_y:
-        _name_powers(axes.yaxis)
+        _set_log_ticks(axes.yaxis)
     return artists
 
 
@@ -167,17 +169,17 @@ def heatmaps(
     y: str,
     low: float | None = None,
     high: float | None = None,
-    bar: str = "",
+    color_label: str = "",
 ) -> str:
     """Returns the SVG of matrices side by side in one colour scale; non-finite cells are gray.
 
-    The scale diverges at zero if numbers of both signs occur.
+    If numbers of both signs occur, the colours are symmetric about zero.
 
     Args:
       matrices: [rows, columns] by title.
       x, y: labels of columns and rows.
       low, high: ends of the scale; None: the numbers' range.
-      bar: label of the scale.
+      color_label: label of the scale.
     """
     matrices = {name: _finite(matrix) for name, matrix in matrices.items()}
     norm, colors = _scale(matrices.values(), low, high)
@@ -210,8 +212,8 @@ def heatmaps(
                 hidden = {} if labelled else dict(length=0, labelbottom=False, labelleft=False)
                 axis.set_tick_params(**hidden)
             if has_numbers:
-                _write(axes, matrix, norm, colors)
-        _color_bar(figure, norm, colors, bar)
+                _write_numbers(axes, matrix, norm, colors)
+        _color_bar(figure, norm, colors, color_label)
 
     title_lines = max(_wrapped(name, 56 // columns).count("\n") + 1 for name in matrices)
     height = (
@@ -228,9 +230,9 @@ def _label(axes: Axes, x: str, y: str) -> None:
     axes.grid()
 
 
-def _line_styles(names: Sequence[str], of: Mapping[str, str] | None) -> dict[str, dict]:
+def _line_styles(names: Sequence[str], mechanisms: Mapping[str, str] | None) -> dict[str, dict]:
     """Returns the style of each series; series of one colour differ by marker and dash."""
-    colors = theme.colors(names, of)
+    colors = theme.colors(names, mechanisms)
     return {
         name: dict(
             color=colors[name],
@@ -246,28 +248,28 @@ def _any_above_zero(values: Iterable[Sequence[float]]) -> bool:
     return any((_finite(numbers) > 0).any() for numbers in values)
 
 
-def _marked(i: int, count: int) -> tuple[int, int]:
+def _marker_offset(i: int, count: int) -> tuple[int, int]:
     """Returns (first, every): the points with a marker, offset between series."""
-    every = max(1, -(-count // _MARKED))
+    every = max(1, -(-count // _MAX_MARKERS))
     return i % every, every
 
 
-def _name_ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
+def _set_x_ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
     """Sets integer ticks for integers, and a tick per value on logarithmic axes with few values."""
     values = _finite(values)
     values = np.unique(values[np.isfinite(values)])
-    if log and len(values) <= _TICKED:
+    if log and len(values) <= _MAX_VALUE_TICKS:
         axes.xaxis.set_major_locator(ticker.FixedLocator(values))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.4g}"))
         axes.xaxis.set_minor_locator(ticker.NullLocator())
     elif log:
-        _name_powers(axes.xaxis)
+        _set_log_ticks(axes.xaxis)
     elif len(values) and (values == np.round(values)).all():
         axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True))
 
 
-def _name_powers(axis: Axis) -> None:
-    """Sets ticks at powers of ten, or denser ones if the axis spans less than two."""
+def _set_log_ticks(axis: Axis) -> None:
+    """Sets ticks at powers of ten; denser ones if the axis spans less than a factor of 100."""
     low, high = axis.get_view_interval()
     if high < 8 * low:
         axis.set_major_locator(ticker.MaxNLocator(6, steps=(1, 2, 2.5, 5, 10)))
@@ -347,7 +349,7 @@ def _indices(count: int, most: int) -> list[int]:
     return list(range(0, count, step))
 
 
-def _write(axes: Axes, matrix: np.ndarray, norm, colors) -> None:
+def _write_numbers(axes: Axes, matrix: np.ndarray, norm, colors) -> None:
     """Writes each number into its cell, in black or white for contrast."""
     for (row, column), value in np.ndenumerate(matrix):
         if np.isfinite(value):

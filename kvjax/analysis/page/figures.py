@@ -19,7 +19,7 @@ def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **o
       options: arguments of `draw.lines`.
     """
     shown = {k: (xs, ys) for k, (xs, ys) in series.items() if any(y is not None for y in ys)}
-    levels = "".join(f" {k}: {y:{digits}}." for k, y in options.get("level", {}).items())
+    levels = "".join(f" {k}: {y:{digits}}." for k, y in options.get("levels", {}).items())
     return Figure(title, draw.lines(shown, **options), describe(shown, digits) + levels, caption)
 
 

@@ -30,7 +30,7 @@ class Figure:
     """A drawing: SVG of `draw`, and its content in words.
 
     Attributes:
-      curves: of `draw.live_lines`, for a page that follows the pointer.
+      curves: of `draw.live_lines`, for a page that shows the numbers at the pointer.
     """
 
     title: str

@@ -42,7 +42,7 @@ def drawings() -> dict[str, str]:
             {name: walk(30) for name in ("uncentered", "centered", "centered, of H - 1")},
             x="layer",
             y="effective rank, % of heads",
-            level={"MHA in the paper": 98.9, "LRKV in the paper": 98.3},
+            levels={"MHA in the paper": 98.9, "LRKV in the paper": 98.3},
             bands={"centered": (np.full(30, 86.0), np.full(30, 91.0))},
         ),
         "Curves over lengths": draw.lines(
@@ -65,9 +65,16 @@ def drawings() -> dict[str, str]:
             log_y=True,
         ),
         "One matrix": draw.heatmaps(
-            {"cosine": r.uniform(-1, 1, (3, 3))}, x="head", y="head", low=-1, high=1, bar="cosine"
+            {"cosine": r.uniform(-1, 1, (3, 3))},
+            x="head",
+            y="head",
+            low=-1,
+            high=1,
+            color_label="cosine",
         ),
-        "Similarity": draw.heatmaps(maps(3, 9, 9), x="head", y="head", low=0, high=1, bar="cosine"),
+        "Similarity": draw.heatmaps(
+            maps(3, 9, 9), x="head", y="head", low=0, high=1, color_label="cosine"
+        ),
         "Two models": draw.heatmaps(
             {
                 f"{model}: {stage}": r.random((9, 9))
@@ -76,15 +83,17 @@ def drawings() -> dict[str, str]:
             },
             x="head",
             y="head",
-            bar="cosine",
+            color_label="cosine",
         ),
-        "Layers and heads": draw.heatmaps({"": r.random((30, 9))}, x="head", y="layer", bar="rank"),
-        "Wide": draw.heatmaps(maps(2, 4, 64), x="component", y="layer", bar="share"),
+        "Layers and heads": draw.heatmaps(
+            {"": r.random((30, 9))}, x="head", y="layer", color_label="rank"
+        ),
+        "Wide": draw.heatmaps(maps(2, 4, 64), x="component", y="layer", color_label="share"),
         "Attention": draw.heatmaps(
             {f"head {i}": r.random((48, 48)) * triangle for i in range(14)},
             x="key",
             y="query",
-            bar="probability",
+            color_label="probability",
         ),
     }
 

@@ -77,7 +77,7 @@ def test_drawings_are_as_before(monkeypatch):
         {"many": (at, at**2), "one": ((4.0,), (70.0,)), long: (at[:13], 9 * at[:13] + 5)},
         x=long,
         y=long,
-        level={"many": 300.0, "other": 400.0},
+        levels={"many": 300.0, "other": 400.0},
         bands={"many": (at**2 - 9, at**2 + 21), "one": ((50.0,), (80.0,))},
     )
     draw.lines({f"layer {i}": ((0.5, 1.5), (i, i * i)) for i in range(9)}, x="x", y="y")
@@ -85,7 +85,7 @@ def test_drawings_are_as_before(monkeypatch):
     line(2 * at[1:10], np.geomspace(1e-6, 3e5, 9), log_x=True, log_y=True)
     line((1.0, 1e6), (1.0, 50.0), log_y=True)
     signed = np.array([[-1.0, 0.25, np.nan, 3.0, 4.0], [2.0, -0.5, 1.0, 0.0, 2.5]])
-    draw.heatmaps({long: signed}, x="x", y=long, bar="bar")
+    draw.heatmaps({long: signed}, x="x", y=long, color_label="bar")
 
     def grid(*shape):
         return np.linspace(2, 3, np.prod(shape)).reshape(shape)
@@ -95,7 +95,7 @@ def test_drawings_are_as_before(monkeypatch):
     draw.heatmaps({str(i): grid(3, 14) + i for i in range(4)}, x="x", y="y", low=0)
     draw.heatmaps(dict.fromkeys([long, *"bcdefghij"], grid(8, 9)), x=long, y=long)
     panel = dict(series={"a": ((1, 2), (3, 4))}, x="x", y="y")
-    panels = [panel, panel | dict(level={"l": 2.0}, log_y=True)]
+    panels = [panel, panel | dict(levels={"l": 2.0}, log_y=True)]
     draw.picture([*panels, panel | dict(series={"b": ((1, 2), (5, 6))})])
     golden.check_text("\n".join(facts), "page/drawings", rtol=0.01)
 
@@ -121,7 +121,7 @@ def test_layout_helpers():
     assert [height(), height(1), height(53), height(8, 8, 53, 1, 1)] == [0, 0.32, 0.54, 2.3]
     marked = [(0, 1), (2, 1), (2, 13), (1, 24), (1, 25), (4, 36)]
     expected = [(0, 1), (0, 1), (0, 2), (1, 2), (1, 3), (1, 3)]
-    assert [draw._marked(*each) for each in marked] == expected
+    assert [draw._marker_offset(*each) for each in marked] == expected
 
 
 def _facts(figure: Figure) -> list[str]:
@@ -242,7 +242,7 @@ def test_a_logarithmic_axis_without_numbers_above_zero_is_linear(numbers):
     svg = draw.lines({"a": (numbers, numbers)}, x="x", y="y", log_x=True, log_y=True)
     assert svg == draw.lines({"a": (numbers, numbers)}, x="x", y="y")
     level = draw.lines(
-        {"a": ((1, 2)[: len(numbers)], numbers)}, x="x", y="y", log_y=True, level={"b": 10.0}
+        {"a": ((1, 2)[: len(numbers)], numbers)}, x="x", y="y", log_y=True, levels={"b": 10.0}
     )
     assert "b" in _texts(level)
 
@@ -299,7 +299,9 @@ def test_names_are_plain_text():
     names = ["$x^2$ & <b>", "_hidden", "文字", "x" * 60, ""]
     for svg in (
         draw.lines({name: ((0, 1), (0, 1)) for name in names}, x=names[0], y=names[0]),
-        draw.heatmaps({name: np.eye(2) for name in names}, x=names[1], y=names[2], bar=names[0]),
+        draw.heatmaps(
+            {name: np.eye(2) for name in names}, x=names[1], y=names[2], color_label=names[0]
+        ),
     ):
         shown = "".join(_texts(svg))
         for name in names[:-1]:

@@ -274,7 +274,7 @@ def test_models_without_rope_and_mask():
     ("keys", "message"),
     [
         (dict(position_channels=4), "position_channels = 4"),
-        (dict(alibi=True), "^alibi = True: part of each key is its position"),
+        (dict(alibi=True), "^alibi = True: part of each key encodes its position"),
         (dict(num_bases=1, rank=3, qk_norm="rms_gain", rope="shared"), "not linear"),
         (dict(key_dim=1), "keys of one channel"),
     ],

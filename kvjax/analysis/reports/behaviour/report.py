@@ -110,7 +110,7 @@ def _maps(results: Results) -> Figure:
         "sharing, figure 4, has such maps for toy tasks.",
         x="key",
         y="query",
-        bar="√p",
+        color_label="√p",
     )
 
 
@@ -131,7 +131,7 @@ def _roles(results: Results) -> Figure:
         "possible.",
         x="head",
         y="layer",
-        bar="share",
+        color_label="share",
     )
 
 
@@ -210,7 +210,7 @@ def _divergences(results: Results) -> Figure:
         x="layer",
         y="Jensen-Shannon divergence, nats",
         bands=bands,
-        level={"nothing in common": math.log(2)},
+        levels={"nothing in common": math.log(2)},
         digits=".2f",
     )
 
@@ -228,7 +228,7 @@ def _pairs(results: Results) -> Figure:
         "(CKA) of their outputs on the same tokens. LRKV, appendix C.10, names CKA.",
         x="head",
         y="head",
-        bar="distance",
+        color_label="distance",
     )
 
 
@@ -243,5 +243,5 @@ def _layers(results: Results) -> Figure:
         "to rotation and scale; 0: unrelated.",
         x="layer",
         y="layer",
-        bar="CKA",
+        color_label="CKA",
     )

@@ -10,12 +10,16 @@ from kvjax.analysis.request import Request, reference_length
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-_SHORTEST = 16  # tokens, so that halves and eighths are meaningful
-_FIRST, _SPREAD = "first tokens", "as many, spread"
+_SHORTEST = 16  # tokens of a row, so that an eighth of it is more than one
+_FIRST, _EVEN = "first tokens", "evenly spread tokens"
+_UNCACHED = (
+    "part of each key encodes its position and is not cached, so that the rank of what is cached "
+    "is not the key's"
+)
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for keys that cannot be cut, and for short rows."""
+    """Raises a UserError for keys without ranks to compare, and for short rows."""
     if max(request.lengths) < _SHORTEST:
         raise UserError(
             f"lengths = {max(request.lengths)}: subspaces of part of a text need at least "
@@ -23,25 +27,19 @@ def check(model: LazyModel, request: Request) -> None:
         )
     for mechanism in dict.fromkeys(model.transformer.mechanisms):
         if getattr(mechanism, "position_channels", 0):
-            raise UserError(
-                f"position_channels = {mechanism.position_channels}: part of each key is its "
-                "position's and is not cached: there is no rank to compare"
-            )
+            raise UserError(f"position_channels = {mechanism.position_channels}: {_UNCACHED}")
         if getattr(mechanism, "alibi", False):
-            raise UserError(
-                "alibi = True: part of each key is its position, which is not cached: there is no "
-                "rank to compare"
-            )
+            raise UserError(f"alibi = True: {_UNCACHED}")
         if mechanism.query_dim < 2:
             raise UserError("keys of one channel have no lower rank")
     heads_lib.check(model)
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """Measures keys cut at equal rank by weights, by text and by context.
+    """Compares subspaces of keys of equal rank: from weights, from text and from the context.
 
-    SmolLM2-135M on two texts, rows of 256 tokens and drift over 1,024, takes 95 s on two cores and
-    1.6 GB.
+    SmolLM2-135M on two texts, in rows of 256 tokens, and of 1,024 for the drift of subspaces, takes
+    95 s on two cores and 1.6 GB.
 
     Raises:
       UserError: weights or activations that are not finite.
@@ -65,7 +63,7 @@ def _section(results: Results) -> Section:
 
 
 def _lead(results: Results) -> str:
-    rank, channels = results.measured.ranks[results.half], results.measured.key_dim
+    rank, channels = results.measured.ranks[results.half_rank], results.measured.key_dim
     return (
         "Can a fixed subspace hold a head's keys? Three papers seem to contradict each other; the "
         f"first table compares their claims with this model, with {rank} of {channels} key "
@@ -83,11 +81,11 @@ def _figures(results: Results) -> list[Figure]:
 
 
 def _names(results: Results, where: str) -> list[str]:
-    """Returns the methods that have a line in the figures of a place."""
+    """Returns the methods that figures of keys cut `where` (before or after RoPE) show."""
     names = [
         name
-        for name, place in results.ways()
-        if place == where and results.determined((name, place))
+        for name, cut in results.methods()
+        if cut == where and results.determined_ranks((name, cut))
     ]
     return [name for name in names if name != subspace_methods.WEIGHTS_MEAN]
 
@@ -103,7 +101,7 @@ def _logits(results: Results, where: str) -> Figure:
     ranks = results.measured.ranks
     series, bands = {}, {}
     for name in _names(results, where):
-        indices = results.determined((name, where))
+        indices = results.determined_ranks((name, where))
         spreads = [results.error((name, where), i)["logit"] for i in indices]
         series[name] = ([ranks[i] for i in indices], [spread.median for spread in spreads])
         if name in (subspace_methods.CALIBRATED, subspace_methods.CONTEXT):
@@ -114,7 +112,7 @@ def _logits(results: Results, where: str) -> Figure:
         f"{_CUT[where]}, with r channels kept per KV head: relative error of centred "
         "logits over the visible keys, medians over heads and rows, with quartile bands "
         "for two methods. 'Of this context' uses the whole row, which a growing cache "
-        f"cannot; it has the {tables.LEAST}.",
+        f"cannot; its subspace minimises {tables.MINIMISED}.",
         x="rank r",
         y="|E - E_r| / |E|",
         bands=bands,
@@ -125,9 +123,9 @@ def _perplexity(results: Results, where: str) -> Figure:
     ranks, H = results.measured.ranks, results.measured.key_dim
     series = {}
     for name in _names(results, where):
-        indices = results.runs((name, where))
+        indices = results.ranks_run((name, where))
         if indices:
-            times = [results.times((name, where), i).times for i in indices]
+            times = [results.relative_perplexity((name, where), i).times for i in indices]
             series[name] = ([ranks[i] for i in indices], times)
     has_rope = where == subspace_methods.AFTER
     if not has_rope and H * tables.PUBLISHED_HEADS == tables.PUBLISHED_CHANNELS:
@@ -137,13 +135,13 @@ def _perplexity(results: Results, where: str) -> Figure:
         f"Perplexity by rank, keys of all layers cut {where}",
         series,
         f"{_CUT[where]}, in all layers at once: perplexity on the second half of rows of "
-        f"{results.measured.length:,} tokens over the model's own. Subspaces are of the "
+        f"{results.measured.length:,} tokens, divided by the model's own. Subspaces are of the "
         "unmodified model, and nothing is fine-tuned. Thin keys, table 5: GPT-2 at half "
         "rank 1.020, at a quarter 1.257, with one SVD of W_K for all heads.",
         x="rank r",
         y="times the model's",
         log_y=True,
-        level={"the model": 1.0},
+        levels={"the model": 1.0},
         digits=".3f",
     )
 
@@ -151,22 +149,22 @@ def _perplexity(results: Results, where: str) -> Figure:
 def _overlap(results: Results) -> Figure:
     measured, series, bands = results.measured, {}, {}
     for where in results.places():
-        for name, spreads in zip((_FIRST, _SPREAD), results.overlaps(where), strict=True):
+        for name, spreads in zip((_FIRST, _EVEN), results.overlaps(where), strict=True):
             _line(f"{where}, {name}", list(measured.drift_at), spreads, series, bands)
     random = measured.drift_rank / measured.key_dim
     return figures.curves(
         "Overlap of the first tokens' subspace with the subspace of all",
         series,
-        f"Mean squared cosine between the subspace of {measured.drift_rank} of {measured.key_dim} "
-        "channels for all tokens of a text and the one for its first tokens, or for "
-        "equally many tokens spread over it, with the error of a small sample alone: the gap "
-        f"between the two lines is the drift. Each has the {tables.LEAST}. Logit spectra, "
-        "section 5, asserts a drift and does not measure it.",
+        "Mean squared cosine between the subspace of all tokens of a text, "
+        f"{measured.drift_rank} of {measured.key_dim} channels, and the subspace of a part: its "
+        "first tokens, or as many tokens spread evenly over it. The latter have the error of a "
+        "small sample alone: the gap between the two lines is the drift. Each subspace minimises "
+        f"{tables.MINIMISED}. Logit spectra, section 5, asserts a drift and does not measure it.",
         x="tokens",
         y="overlap",
         log_x=True,
         bands=bands,
-        level={"random": random},
+        levels={"random": random},
         digits=".2f",
     )
 
@@ -179,26 +177,26 @@ def _line(name: str, counts: list[int], spreads: list[Spread], series: dict, ban
 
 
 def _later_errors(results: Results) -> Figure:
-    measured, series, bands, level = results.measured, {}, {}, {}
+    measured, series, bands, levels = results.measured, {}, {}, {}
     counts = [*measured.drift_at, measured.drift_length]
     for where in results.places():
         later = results.later(where)
-        for name, spreads in ((_FIRST, later.first), (_SPREAD, later.spread)):
+        for name, spreads in ((_FIRST, later.first), (_EVEN, later.spread)):
             _line(f"{where}, {name}", counts, [*spreads, later.whole], series, bands)
         if later.fixed:
-            level[f"fixed, {where}"] = later.fixed.median
+            levels[f"fixed, {where}"] = later.fixed.median
     return figures.curves(
         "Error of later logits under the subspace of the first tokens",
         series,
-        f"Error of logits in the second half of {measured.drift_length:,} tokens under the "
-        f"rank-{measured.drift_rank} subspace of the first tokens, and of equally many spread "
-        "over the text; dashed: under a fixed one, from text that is not measured. The "
-        "gap between the two lines is the loss by drift, the fall of the spread line the "
-        "loss by few tokens.",
+        f"Error of logits in the second half of {measured.drift_length:,} tokens, with keys in a "
+        f"subspace of rank {measured.drift_rank}: that of the first tokens, that of as many tokens "
+        "spread evenly over the text, and, dashed, a fixed one from text that is not measured. The "
+        "gap between the first two is what drift costs; the fall of the second as tokens are added "
+        "is what a small sample costs.",
         x="tokens",
         y="|E - E_r| / |E|",
         log_x=True,
         bands=bands,
-        level=level,
+        levels=levels,
         digits=".2f",
     )

@@ -60,9 +60,10 @@ class Results:
     def __init__(self, name: str, request: Request, measured: CompressionMeasurements):
         self.name, self.texts, self.measured = name, tuple(request.texts), measured
         shares = measured.shares
-        self.half = min(range(len(shares)), key=lambda i: abs(shares[i] - 0.5))
+        # Index of the rank nearest to half of the channels.
+        self.half_rank = min(range(len(shares)), key=lambda i: abs(shares[i] - 0.5))
 
-    def ways(self) -> list[Method]:
+    def methods(self) -> list[Method]:
         """Returns the methods, before RoPE first, in the order of `subspace_methods.NAMES`."""
         where = (subspace_methods.BEFORE, subspace_methods.AFTER, subspace_methods.ANYWHERE)
 
@@ -72,7 +73,7 @@ class Results:
         return sorted(self.measured.errors, key=order)
 
     def places(self) -> list[str]:
-        return list(dict.fromkeys(where for _, where in self.ways()))
+        return list(dict.fromkeys(where for _, where in self.methods()))
 
     @property
     def at_weights(self) -> str:
@@ -89,7 +90,7 @@ class Results:
         length = self.measured.length
         return len(range(*key_drift.later_queries(length).indices(length)))
 
-    def determined(self, method: Method) -> list[int]:
+    def determined_ranks(self, method: Method) -> list[int]:
         """Returns the indices of ranks that a method's tokens determine."""
         errors = self.measured.errors[method]
         return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
@@ -101,12 +102,14 @@ class Results:
             name: spread(errors_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))
         }
 
-    def runs(self, method: Method) -> list[int]:
+    def ranks_run(self, method: Method) -> list[int]:
         """Returns the indices of ranks that the whole model ran with."""
         shares = self.measured.shares
         return [i for i in range(len(shares)) if (method, shares[i]) in self.measured.nats]
 
-    def times(self, method: Method, i: int, over: Method | None = None) -> Times | None:
+    def relative_perplexity(
+        self, method: Method, i: int, over: Method | None = None
+    ) -> Times | None:
         """Returns perplexity at the i-th rank, relative to the model's or another method's.
 
         None if the model did not run with that method and rank.
@@ -134,8 +137,8 @@ class Results:
 
     def rows(self) -> Iterator[dict]:
         """Yields the numbers of every method at every rank that its tokens determine."""
-        for method in self.ways():
-            for i in self.determined(method):
+        for method in self.methods():
+            for i in self.determined_ranks(method):
                 yield dict(
                     way=method[0],
                     where=method[1],
@@ -146,7 +149,7 @@ class Results:
                 )
 
     def _run(self, method: Method, i: int) -> dict | None:
-        times = self.times(method, i)
+        times = self.relative_perplexity(method, i)
         if times is None:
             return None
         perplexity, by_text = self.perplexity((method, self.measured.shares[i]))

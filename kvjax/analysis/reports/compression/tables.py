@@ -53,18 +53,18 @@ def _claims(results: Results) -> Table:
     joint = (subspace_methods.JOINT, weights)
     svd = joint if joint in results.measured.errors else (subspace_methods.WEIGHTS, weights)
     svd_matrix = measurements.SPECTRUM_JOINT if svd == joint else measurements.SPECTRUM_WEIGHTS
-    svd_cost, context_cost = (
-        results.times(svd, results.half),
-        results.times((CONTEXT, weights), results.half),
-    )
+    svd_cost = results.relative_perplexity(svd, results.half_rank)
+    context_cost = results.relative_perplexity((CONTEXT, weights), results.half_rank)
     if 2 * results.possible(svd_matrix) <= results.channels(svd_matrix):
         svd_verdict = "by construction"
     else:
         svd_verdict = _verdict(svd_cost.is_over(SMALL), over="contradicted", under="holds")
-    fixed_cost, contrast = results.times(fixed, results.half), "no text for a fixed subspace"
-    verdict = "not measured"
+    fixed_cost = results.relative_perplexity(fixed, results.half_rank)
+    contrast, verdict = "no text for a fixed subspace", "not measured"
     if fixed_cost is not None:
-        fixed_over_context = results.times(fixed, results.half, over=(CONTEXT, weights))
+        fixed_over_context = results.relative_perplexity(
+            fixed, results.half_rank, over=(CONTEXT, weights)
+        )
         contrast = f"fixed {fixed_cost.percent}, of the context {context_cost.percent}, "
         contrast += f"ratio {fixed_over_context.percent}"
         verdict = _verdict(fixed_over_context.is_over(SMALL), over="holds", under="contradicted")
@@ -95,10 +95,10 @@ def _claims(results: Results) -> Table:
         [Column("claim"), Column("source"), Column("here"), Column("verdict")],
         rows,
         "Components for 90 % of the energy, and changes of perplexity with 95 % "
-        f"intervals, with {results.measured.ranks[results.half]} of {results.measured.key_dim} "
-        "channels kept. A flat spectrum needs more than half of its possible components; "
-        f"little is at most {100 * SMALL:g} % of perplexity; undecided: the interval "
-        "contains the limit. M and W_K bound any input, keys and E describe these texts: "
+        f"intervals, with {results.measured.ranks[results.half_rank]} of "
+        f"{results.measured.key_dim} channels kept. A flat spectrum needs more than half of its "
+        f"possible components; little is at most {100 * SMALL:g} % of perplexity; undecided: the "
+        "interval contains the limit. M and W_K bound any input, keys and E describe these texts: "
         "a flat M does not rule out a fixed subspace. Thin keys: half the rank costs "
         "GPT-2 2 %.",
     )
@@ -209,13 +209,13 @@ def _methods(results: Results) -> Table:
         f"halves of rows of {results.measured.length:,} tokens, with intervals that treat "
         "tokens as independent; after RoPE and by the first half only at a quarter and a "
         "half of the channels. Fixed subspaces come from later rows of all texts, or of "
-        "the other texts alone. 'Mean kept' is the SVD with the keys' mean kept. Methods "
-        f"from text have the {LEAST}. Thin keys, table 5: GPT-2 on WikiText-2, one SVD of "
+        "the other texts alone. 'Mean kept' is the SVD with the keys' mean kept. Subspaces "
+        f"from text minimise {MINIMISED}. Thin keys, table 5: GPT-2 on WikiText-2, one SVD of "
         "12 heads, r is the mean over them.",
     )
 
 
-LEAST = "least squared error over all pairs of queries and keys, by second moments"
+MINIMISED = "the squared error of logits over all pairs of queries and keys, by second moments"
 
 
 def _by_text(results: Results) -> Table:

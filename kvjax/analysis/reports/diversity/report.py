@@ -116,7 +116,7 @@ def _rank_figures(models: list[ModelDiversity]) -> list[Figure]:
             "that the share of N cannot reach 100 %. LRKV figure 9 and table 5 (below).",
             x="layer",
             y="% of heads",
-            level={"most possible of N": 100 * (N - 1) / N} if N else {},
+            levels={"most possible of N": 100 * (N - 1) / N} if N else {},
             digits=".1f",
         ),
         figures.curves(
@@ -128,7 +128,7 @@ def _rank_figures(models: list[ModelDiversity]) -> list[Figure]:
             "before centring.",
             x="layer",
             y="effective rank",
-            level={"N": N, "N - 1": N - 1} if N else {},
+            levels={"N": N, "N - 1": N - 1} if N else {},
             digits=".2f",
         ),
     ]
@@ -164,7 +164,7 @@ def _layer_figures(models: list[ModelDiversity]) -> list[Figure]:
             x="head",
             y="head",
             low=-1,
-            bar="similarity",
+            color_label="similarity",
         ),
         figures.curves(
             "Variance of principal components",
@@ -193,7 +193,7 @@ def _layer_figures(models: list[ModelDiversity]) -> list[Figure]:
             "4 to 5.",
             x="components",
             y="% of variance",
-            level={"90 %": 90},
+            levels={"90 %": 90},
         ),
     ]
 

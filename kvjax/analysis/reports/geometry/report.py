@@ -67,7 +67,7 @@ def _figure(
     *,
     y: str,
     scale: float = 1.0,
-    level: Mapping[str, float] | None = None,
+    levels: Mapping[str, float] | None = None,
     digits: str = ".2f",
 ) -> Figure:
     """Returns a figure of curves over layers, with bands over heads.
@@ -89,7 +89,7 @@ def _figure(
                 [float(x.min()) for _, x in by_layer],
                 [float(x.max()) for _, x in by_layer],
             )
-    options = dict(x="layer", y=y, bands=bands, level=level or {}, digits=digits)
+    options = dict(x="layer", y=y, bands=bands, levels=levels or {}, digits=digits)
     return figures.curves(title, series, caption, **options)
 
 
@@ -197,13 +197,13 @@ def _optimal_figure(layers: Layers, name: str, beside: str | None) -> Figure:
 def _best_figure(layers: Layers, beside: str | None) -> Figure:
     series_measures = {f"{name}s": (name, "best_overlap") for name in PARTS}
     series_measures["random factors"] = ("key", "random_best_overlap")
-    chances, level = set(), {}
+    chances, levels = set(), {}
     if beside:
         series_measures |= {f"{name}s, {beside}": (name, "beside_best_overlap") for name in PARTS}
         parts = [part for layer in layers for part in layer.values()]
         chances = {part.best_chance for part in parts if "beside_best_overlap" in part.values}
     if len(chances) == 1:
-        level = {f"{beside}, by chance": chances.pop()}
+        levels = {f"{beside}, by chance": chances.pop()}
     return _figure(
         "Learned residuals beside the best of their rank",
         layers,
@@ -213,7 +213,7 @@ def _best_figure(layers: Layers, beside: str | None) -> Figure:
         "best residuals, too. With another model (by chance R/D) only heads of a common "
         "origin correspond.",
         y="mean squared cosine",
-        level=level,
+        levels=levels,
         digits=".3f",
     )
 

@@ -107,7 +107,7 @@ def _shares(results: Results) -> Figure:
         x="components",
         y="% of the energy",
         bands=bands,
-        level={"90 %": 100 * SHARE},
+        levels={"90 %": 100 * SHARE},
         digits=".0f",
     )
 
@@ -123,7 +123,7 @@ def _by_length(results: Results) -> Figure:
         spreads = [results.spread((kind, length)) for length in results.lengths]
         series[kind] = (list(results.lengths), [spread.median for spread in spreads])
         bands[kind] = ([spread.low for spread in spreads], [spread.high for spread in spreads])
-    level = {
+    levels = {
         kind[0]: results.median(kind) for kind in results.kinds() if not kind[0].startswith("E")
     }
     return figures.curves(
@@ -137,7 +137,7 @@ def _by_length(results: Results) -> Figure:
         x="tokens",
         y="components",
         log_x=True,
-        level=level,
+        levels=levels,
         bands=bands,
         digits="g",
     )
@@ -186,7 +186,7 @@ def _errors(results: Results) -> Figure:
         x="rank r",
         y="sum of |p - p_r| of a row",
         log_y=True,
-        level={"most": 2.0},
+        levels={"most": 2.0},
     )
 
 
@@ -204,6 +204,6 @@ def _perplexity(results: Results) -> Figure:
         x="rank r",
         y="times the model's",
         log_y=True,
-        level={"the model": 1.0},
+        levels={"the model": 1.0},
         digits=".3f",
     )
