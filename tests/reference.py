@@ -89,6 +89,9 @@ def _normed_latent(c, w, latent, index=...):
 
 
 def _grouped(c, w, x_BTD, norm, rotate):
+    if c.qk_norm == "rms_whole":
+        yield from _normed_as_one(c, w, x_BTD, rotate)
+        return
     for n in range(c.num_heads):
         k_head = n * c.num_kv_heads // c.num_heads
         base = k_head * c.num_bases // c.num_kv_heads
@@ -114,6 +117,22 @@ def _grouped(c, w, x_BTD, norm, rotate):
             yield np.concatenate([rotate(q), q], -1), k, v
         else:
             yield rotate(q), rotate(norm(sum(k), "key_norm")), v
+
+
+def _normed_as_one(c, w, x_BTD, rotate):
+    """OLMo 2: an RMSNorm of all heads' queries, and one of all heads' keys."""
+    normed = {}
+    for name, projection, heads in (
+        ("query", "query", c.num_heads),
+        ("key", "base_key", c.num_bases),
+    ):
+        parts = [_projection(w, x_BTD, projection, head) for head in range(heads)]
+        gain = w[f"{name}_norm"]["gain"].reshape(-1)
+        normed[name] = np.split(rms(np.concatenate(parts, -1), c.norm_epsilon, gain), heads, -1)
+    for n in range(c.num_heads):
+        j = n * c.num_bases // c.num_heads
+        value = _projection(w, x_BTD, "base_value", j)
+        yield rotate(normed["query"][n]), rotate(normed["key"][j]), value
 
 
 def _factored(c, w, x_BTD, norm, rotate):
@@ -270,7 +289,7 @@ def queries_keys_values(config, w, x_BTD, positions_T, base):
     """
 
     def norm(y, name):
-        if config.qk_norm == "none":
+        if config.qk_norm in ("none", "rms_whole"):
             return y
         gain = w[name]["gain"] if config.qk_norm == "rms_gain" else None
         return rms(y, config.norm_epsilon, gain)
@@ -388,10 +407,13 @@ def activations(config, weights, tokens_BT):
     for mechanism, w in layers:
         norm = functools.partial(lambda w, part, x: _norm(c, w.get(part, {}), x), w)
         pre_norm, post_norm = (_same, norm) if c.norm_after else (norm, _same)
+        output_norm = _same
+        if c.norm_outputs:
+            pre_norm, output_norm = _same, norm
         h = pre_norm("attention_norm", x)
         mask = dict(causal=c.causal, window=c.window)
         y = attention(mechanism, w["attention"], h, base=base, **mask)
-        x = post_norm("attention_norm", x + c.residual_scale * y)
+        x = post_norm("attention_norm", x + c.residual_scale * output_norm("attention_norm", y))
         h, m = pre_norm("mlp_norm", x), w["mlp"]
         up = h @ m["up"] + m.get("up_bias", 0.0)
         if c.activation == "relu2":
@@ -406,7 +428,7 @@ def activations(config, weights, tokens_BT):
             gate = h @ m["gate"]
             up = gate / (1 + np.exp(-gate)) * up
         y = up @ m["down"] + m.get("down_bias", 0.0)
-        x = post_norm("mlp_norm", x + c.residual_scale * y)
+        x = post_norm("mlp_norm", x + c.residual_scale * output_norm("mlp_norm", y))
     x = x if c.norm_after else _norm(c, weights.get("final_norm", {}), x)
     return x / c.logit_divisor
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from kvjax.attention import position_bias
 from kvjax.attention.mechanism import (
     MAX_DIM,
+    QK_NORMS,
     Mechanism,
     MechanismConfig,
     check_common,
@@ -37,6 +38,7 @@ from kvjax.attention.mechanism import (
     normalise_and_rotate,
     require,
     times_gain,
+    whole_norm,
 )
 from kvjax.attention.pca_init import pca_factors
 from kvjax.cache.field import Field
@@ -53,6 +55,7 @@ from kvjax.layers.weight import affine, weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
+_QK_NORMS = (*QK_NORMS, "rms_whole")
 RESIDUAL_INITS = ("linear", "zeros", "pca")
 
 
@@ -65,7 +68,9 @@ class GroupedConfig(MechanismConfig):
     rank: int  # rank of the residuals, R; 0: no residuals
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "rms"  # norm of queries and keys (base + residual): "rms", "rms_gain", "none"
+    # Norm of queries and keys (base + residual): "rms", "rms_gain", "none"; "rms_whole": of all
+    # heads' channels together, with gains (without residuals and ties).
+    qk_norm: str = "rms"
     bias: bool = False  # on queries, bases and the output
     out_bias: bool = True  # with bias: on the output too
     latent_bias: bool = False  # with bias: on the latents of residuals too
@@ -81,7 +86,9 @@ class GroupedConfig(MechanismConfig):
     logit_scale: float = 0.0  # factor on logits; 0: 1/sqrt(key_dim)
 
     def __post_init__(self):
-        check_common(self, "num_kv_heads", "num_bases", "value_dim")
+        check_common(self, "num_kv_heads", "num_bases", "value_dim", qk_norms=_QK_NORMS)
+        plain = self.qk_norm != "rms_whole" or (not self.rank and self.tie == "none")
+        require(plain, "qk_norm", "'rms_whole'", "needs rank 0 and tie 'none'")
         check_divides(self, "num_kv_heads", "num_heads")
         check_divides(self, "num_bases", "num_kv_heads")
         check_residual(self, "MQA", RESIDUAL_INITS)
@@ -260,8 +267,12 @@ class Grouped(Mechanism):
         if not c.ties_values:
             self.base_value = weight("D -> J H", rngs, **value_sizes)
             self.base_value_bias = bias("J H", value_sizes)
-        self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
-        self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
+        if c.qk_norm == "rms_whole":
+            self.query_norm = whole_norm(c, c.num_heads, "N", rngs=rngs)
+            self.key_norm = whole_norm(c, c.num_bases, "J", rngs=rngs)
+        else:
+            self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
+            self.key_norm = head_norm(c, c.key_dim, rngs=rngs)
         if c.position_channels:
             # "+" averages w over m channels, so w = 1 leaves the term w·A of the logits unchanged.
             self.position_map = weight("C", rngs, init="ones", C=c.position_channels)

@@ -192,17 +192,23 @@ def require(condition: bool, key: str, value, allowed: str) -> None:
         raise UserError(f"config.attention.{key} = {value}: {allowed}")
 
 
-def check_common(config: MechanismConfig, *dims: str, has_latent: bool = False) -> None:
+def check_common(
+    config: MechanismConfig,
+    *dims: str,
+    has_latent: bool = False,
+    qk_norms: tuple[str, ...] = QK_NORMS,
+) -> None:
     """Raises a UserError for bad values of the keys that every mechanism has.
 
     Args:
       dims: further keys that are sizes of at least 1.
       has_latent: keys or values come from a normed latent.
+      qk_norms: values of qk_norm.
     """
     for key in ("num_heads", "key_dim", *dims):
         between(f"config.attention.{key}", getattr(config, key), 1, MAX_DIM)
     between("config.attention.norm_epsilon", config.norm_epsilon, 0.0, 1.0)
-    one_of("config.attention.qk_norm", config.qk_norm, QK_NORMS)
+    one_of("config.attention.qk_norm", config.qk_norm, qk_norms)
     between("config.attention.query_rank", config.query_rank, 0, MAX_DIM)
     if config.latent_scale:
         allowed = "there is no normed latent to scale: set query_rank, or latent_scale = False"
@@ -240,6 +246,12 @@ def check_convertible(config: MechanismConfig, allowed: str) -> None:
 def head_norm(config: MechanismConfig, dim: int, *, rngs: nnx.Rngs) -> Norm | None:
     """Creates the norm of query or key heads; None if qk_norm is "none"."""
     return None if config.qk_norm == "none" else latent_norm(config, dim, "H", rngs=rngs)
+
+
+def whole_norm(config: MechanismConfig, heads: int, letter: str, *, rngs: nnx.Rngs) -> Norm:
+    """Creates the norm, with gains, of all heads' channels together, as in OLMo 2."""
+    dims, options = (heads, config.key_dim), dict(kind="rms", gain=True, bias=False, whole=True)
+    return Norm(dims, axes=f"{letter} H", epsilon=config.norm_epsilon, **options, rngs=rngs)
 
 
 def latent_norm(

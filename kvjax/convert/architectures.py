@@ -115,7 +115,8 @@ class LlamaFamily(Family):
     """Models with RMSNorm and RoPE; the defaults are Llama's.
 
     Attributes:
-      qk_norm, norm_gain, embedding_norm, out_bias: as in kvjax's config.
+      qk_norm, norm_gain, norm_outputs, embedding_norm, out_bias: as in kvjax's config.
+      epsilon: default of rms_norm_eps.
       bias: biases of queries, keys and values; None: the key attention_bias decides.
       head_dim: default of the key; None: width / heads.
       softcap: default of final_logit_softcapping; None: the family has no such key.
@@ -131,6 +132,8 @@ class LlamaFamily(Family):
     buffers: str = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     qk_norm: str = "none"
     norm_gain: bool = True
+    norm_outputs: bool = False
+    epsilon: float = 1e-6
     embedding_norm: bool = False
     bias: bool | None = None
     out_bias: bool = True
@@ -152,7 +155,8 @@ class LlamaFamily(Family):
         width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
         head_dim = c.integer("head_dim") if "head_dim" in c.values else self.head_dim
         head_dim = head_dim or _head_dim(c, width, heads, "hidden_size", "num_attention_heads")
-        context, epsilon = c.integer("max_position_embeddings"), c.number("rms_norm_eps", 1e-6)
+        context = c.integer("max_position_embeddings")
+        epsilon = c.number("rms_norm_eps", self.epsilon)
         if not self.multipliers:
             _check_scale(c, head_dim)
         _check_dual_chunks(c, context)
@@ -161,6 +165,7 @@ class LlamaFamily(Family):
             d_model=width,
             mlp_dim=c.integer("intermediate_size"),
             norm_gain=self.norm_gain,
+            norm_outputs=self.norm_outputs,
             norm_epsilon=epsilon,
             embedding_norm=self.embedding_norm,
             activation=self._activation(c, "hidden_act"),
@@ -328,10 +333,18 @@ FAMILIES: dict[str, Family] = dict(
     qwen3=LlamaFamily(
         class_name="Qwen3ForCausalLM", qk_norm="rms_gain", head_dim=128, window=windows.QWEN
     ),
+    olmo2=LlamaFamily(
+        class_name="Olmo2ForCausalLM",
+        rules=rules_lib.olmo2_rules(),
+        qk_norm="rms_whole",
+        norm_outputs=True,
+        epsilon=1e-5,
+    ),
     granite=LlamaFamily(class_name="GraniteForCausalLM", multipliers=True),
     phi3=LlamaFamily(
         class_name="Phi3ForCausalLM",
         bias=False,
+        epsilon=1e-5,
         rules=rules_lib.phi3_rules(),
         window=windows.PHI,
         ignored=frozenset({"original_max_position_embeddings"}),  # of longrope, which is refused

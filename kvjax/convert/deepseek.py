@@ -93,6 +93,7 @@ _BLOCK = dict(
     norm="rms",
     norm_bias=False,
     norm_after=False,
+    norm_outputs=False,
     embedding_scale=1.0,
     residual_scale=1.0,
     logit_divisor=1.0,

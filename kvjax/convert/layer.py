@@ -65,6 +65,9 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
                 "with rank 0, a base for each KV head, tie 'none', no position_channels, no alibi"
             )
         check_convertible(config, "models with it are not converted")
+        per_head = "must be 'rms', 'rms_gain' or 'none': a norm over all heads does not factor"
+        whole = config.qk_norm == "rms_whole"
+        require(not whole, "qk_norm", repr(config.qk_norm), per_head)
         scaled = bool(config.logit_scale) and config.qk_norm != "none"
         allowed = "must be 0 to convert a model with QK-norm"
         require(not scaled, "logit_scale", config.logit_scale, allowed)

@@ -201,6 +201,16 @@ def llama_rules() -> tuple[Rule, ...]:
     return (*rules, *_projections(f"{layer}self_attn.", reversed=False))
 
 
+def olmo2_rules() -> tuple[Rule, ...]:
+    """Returns transformers' names for OLMo 2, whose norms are of outputs."""
+    layer = "model.layers.{i}."
+    return (
+        *(rule for rule in llama_rules() if not rule.tensor.endswith("_layernorm.weight")),
+        _rule(f"{layer}post_attention_layernorm.weight", "attention_norm.gain"),
+        _rule(f"{layer}post_feedforward_layernorm.weight", "mlp_norm.gain"),
+    )
+
+
 def phi3_rules() -> tuple[Rule, ...]:
     """Returns transformers' names for Phi-3, which joins projections of one input."""
     layer = "model.layers.{i}."

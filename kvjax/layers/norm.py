@@ -9,17 +9,21 @@ from kvjax.layers.weight import weight
 KINDS = ("rms", "layer")
 
 
-def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
-    """Returns 1 / rms(x) over the last axis: [..., D] -> [..., 1], in float32 or wider."""
+def inverse_rms(x: jax.Array, epsilon: float, axes: int | tuple[int, ...] = -1) -> jax.Array:
+    """Returns 1 / rms(x) over the last axis: [..., D] -> [..., 1], in float32 or wider.
+
+    Args:
+      axes: another axis, or several together.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + epsilon)
 
 
 class Norm(nnx.Module):
     """Normalises [..., D] over D. Without gain and bias (the default recipe) it has no parameters.
 
     Gain and bias may have further axes before the normalised one: axes="J C", dim=(2, 64) gives
-    each of two latents its own gain.
+    each of two latents its own gain. With `whole`, RMSNorm is over all of these axes together.
     """
 
     def __init__(
@@ -32,10 +36,12 @@ class Norm(nnx.Module):
         epsilon: float,
         rngs: nnx.Rngs,
         axes: str = "D",
+        whole: bool = False,
     ):
         self.kind = kind
         self.epsilon = epsilon
         dims = (dim,) if isinstance(dim, int) else dim
+        self.axes = tuple(range(-len(dims), 0)) if whole else -1
         sizes = dict(zip(axes.split(), dims, strict=True))
         self.gain = weight(axes, rngs, init="ones", **sizes) if gain else None
         self.bias = weight(axes, rngs, init="zeros", **sizes) if bias else None
@@ -44,7 +50,7 @@ class Norm(nnx.Module):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kind == "layer":
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * inverse_rms(wide, self.epsilon)
+        wide = wide * inverse_rms(wide, self.epsilon, self.axes)
         return self._affine(wide).astype(x.dtype)
 
     def _affine(self, x: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ class BlockConfig:
     norm_bias: bool = False  # learned biases in the norms
     norm_epsilon: float = 1e-6  # added to the mean square (rms) or the variance (layer)
     norm_after: bool = False  # post-norm: norm(x + f(x)) instead of x + f(norm(x))
+    norm_outputs: bool = False  # x + norm(f(x)) instead of x + f(norm(x)), as in OLMo 2
     embedding_norm: bool = True  # norm after the embedding
     embedding_scale: float = 1.0  # factor on the embedding
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP, before they are added
@@ -77,6 +78,10 @@ class BlockConfig:
             raise UserError(
                 f"config.model.rope_high = {self.rope_high}: must be more than "
                 f"config.model.rope_low = {self.rope_low}"
+            )
+        if self.norm_outputs and self.norm_after:
+            raise UserError(
+                "config.model.norm_outputs = True: must be False if config.model.norm_after is True"
             )
         between("config.model.window", self.window, 0, rope.MAX_POSITION)
         if self.window and not self.causal:

@@ -75,12 +75,15 @@ class Compute:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or norm(x + f(x)) with `norm_after`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Or norm(x + f(x)) with `norm_after`, x + norm(f(x)) with `norm_outputs`.
+    """
 
     def __init__(self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs):
         c = config
         self.norm_after, self.dropout = c.norm_after, c.dropout
-        self.residual_scale = c.residual_scale
+        self.norm_outputs, self.residual_scale = c.norm_outputs, c.residual_scale
         mlp = dict(activation=c.activation, bias=c.bias)
         self.attention_norm = make_norm(c, rngs)
         self.mlp_norm = make_norm(c, rngs)
@@ -114,13 +117,18 @@ class Block(nnx.Module):
 
     def attention_input(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the input of the attention module, [B, T, D]."""
-        return x_BTD if self.norm_after else self.attention_norm(x_BTD)
+        return self._input(self.attention_norm, x_BTD)
 
     def _add_mlp(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        y_BTD = self.mlp(x_BTD if self.norm_after else self.mlp_norm(x_BTD))
+        y_BTD = self.mlp(self._input(self.mlp_norm, x_BTD))
         return self._add(self.mlp_norm, x_BTD, self._apply_dropout(y_BTD, key))
 
+    def _input(self, norm: Norm, x_BTD: jax.Array) -> jax.Array:
+        return x_BTD if self.norm_after or self.norm_outputs else norm(x_BTD)
+
     def _add(self, norm: Norm, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        if self.norm_outputs:
+            y_BTD = norm(y_BTD)
         x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
         return norm(x_BTD) if self.norm_after else x_BTD
 

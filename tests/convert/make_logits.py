@@ -114,6 +114,13 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
             attention_bias=True,
             rope_parameters=angles(500.0),
         ),
+        "olmo2": of.Olmo2Config(**padless, rope_parameters=angles(600.0)),
+        "olmo2_bias": of.Olmo2Config(
+            **padless | dict(num_key_value_heads=4),
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=angles(10_000.0),
+        ),
     }
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.convert import architectures
+from kvjax.convert import architectures, layer as layer_lib
 from kvjax.foundation.errors import UserError
 from kvjax.published.config import PublishedConfig
 
@@ -22,6 +22,7 @@ LLAMA = dict(
 MISTRAL, QWEN2, QWEN3 = (LLAMA | dict(model_type=name) for name in ("mistral", "qwen2", "qwen3"))
 NANOCHAT = LLAMA | dict(model_type="nanochat")
 PHI3 = LLAMA | dict(model_type="phi3")
+OLMO2 = LLAMA | dict(model_type="olmo2")
 GRANITE = LLAMA | dict(model_type="granite")
 WINDOWED = dict(sliding_window=5, use_sliding_window=True)
 SCALED = dict(
@@ -96,6 +97,15 @@ def test_nanochat_by_its_defaults():
     assert changed.model["logit_softcap"] == 0.0 and changed.attention["value_dim"] == 6
     changed = sections(NANOCHAT | dict(attention_bias=True, hidden_act="gelu"))
     assert changed.attention["bias"] and changed.model["activation"] == "gelu_exact"
+
+
+def test_norms_of_olmo2():
+    found = sections(OLMO2 | dict(rms_norm_eps=None))
+    assert dict(norm_outputs=True, norm_epsilon=1e-5).items() <= found.model.items()
+    assert dict(qk_norm="rms_whole", norm_epsilon=1e-5).items() <= found.attention.items()
+    assert sections(PHI3 | dict(rms_norm_eps=None)).model["norm_epsilon"] == 1e-5
+    with pytest.raises(UserError, match="qk_norm = 'rms_whole': must be 'rms', 'rms_gain' or"):
+        layer_lib.check(found.transformer.mechanisms)
 
 
 def test_granite_multiplies():
@@ -272,6 +282,7 @@ REAL = {
     | GATED
     | dict(original_max_position_embeddings=4096, sliding_window=2047, resid_pdrop=0.0)
     | dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"), attention_bias=False),
+    "OLMo 2": OLMO2 | GATED | dict(attention_bias=False),
     "Granite 3": GRANITE
     | GATED
     | dict(attention_bias=False, embedding_multiplier=1, mlp_bias=False, residual_multiplier=1)

@@ -216,6 +216,7 @@ REFUSED = {
     "layer_norm": (dict(norm="layer"), "config.model.norm = 'layer': must be 'rms'"),
     "norm_bias": (dict(norm_bias=True), "config.model.norm_bias = True: must be False"),
     "norm_after": (dict(norm_after=True), "config.model.norm_after = True: must be False"),
+    "norm_outputs": (dict(norm_outputs=True), "config.model.norm_outputs = True: must be False"),
     "embedding_scale": (dict(embedding_scale=2.0), "embedding_scale = 2.0: must be 1.0"),
     "residual_scale": (dict(residual_scale=2.0), "config.model.residual_scale = 2.0: must be 1.0"),
     "logit_divisor": (dict(logit_divisor=2.0), "config.model.logit_divisor = 2.0: must be 1.0"),

@@ -75,6 +75,7 @@ def test_bounds_of_a_block():
     assert "rope_high = 1.0: must be more than config.model.rope_low = 1.0" in _message(
         rope_high=1.0
     )
+    assert "norm_outputs = True: must be False if" in _message(norm_outputs=True, norm_after=True)
     expected = _message(window=4, causal=False)
     assert "window = 4: needs config.model.causal = True; or set it to 0" in expected
 
@@ -85,7 +86,7 @@ def test_a_block_is_nanochats_by_default():
     nanochat |= dict(window=0, activation="relu2", dropout=0.0, bias=False, tied_head=False)
     nanochat |= dict(logit_softcap=15.0, causal=True, embedding_std=1.0, matrix_std=0.0)
     llama3 = dict(rope_factor=1.0, rope_low=1.0, rope_high=4.0, rope_original=8192)
-    nanochat |= dict(embedding_scale=1.0, residual_scale=1.0, logit_divisor=1.0)
+    nanochat |= dict(norm_outputs=False, embedding_scale=1.0, residual_scale=1.0, logit_divisor=1.0)
     others = dict(zero_outputs=True, rope_fraction=1.0, max_positions=2048)
     defaults = dataclasses.asdict(BlockConfig(**SHAPE)).items()
     assert (SHAPE | nanochat | llama3 | others).items() <= defaults

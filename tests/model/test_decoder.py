@@ -42,6 +42,10 @@ MODELS = {
         [("gqa", dict(logit_scale=0.6)), ("lrkv", dict(logit_scale=0.6))],
         dict(embedding_scale=3.0, residual_scale=0.3, logit_divisor=2.5),
     ),
+    "olmo2": (
+        [("gqa", dict(qk_norm="rms_whole")), ("lrkv", {})],
+        dict(norm_gain=True, norm_outputs=True, rope_base=100.0),
+    ),
     "every_way_of_caching": (
         [
             ("mla", {}),

@@ -62,6 +62,11 @@ OPTIONS = {
         dict(qk_norm="none", logit_scale=0.6),
         dict(embedding_scale=3.0, residual_scale=0.3, logit_divisor=2.5, logit_softcap=1.0),
     ),
+    "olmo2": (
+        "gqa",
+        dict(qk_norm="rms_whole"),
+        dict(norm_gain=True, norm_outputs=True, activation="swiglu", residual_scale=0.5),
+    ),
     "alibi": ("lrkv", dict(alibi=True), dict(positions="none")),
     "partial_rope": ("lrkv", {}, dict(rope_base=50.0, rope_fraction=0.5)),
     "factored": ("factored", dict(bias=True), dict(window=3)),
