@@ -60,7 +60,7 @@ def find(
     names |= {
         name
         for name in entries
-        if not _WORDS.fullmatch(name) and tokenizer.encode(name) != [vocabulary[name]]
+        if not _WORDS.fullmatch(name) and tokenizer.encode(name, "inside") != [vocabulary[name]]
     }
     pattern = re.compile(any_of(names))
     before_answer, _, rest = continued.partition(_ANSWER)

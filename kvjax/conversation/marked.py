@@ -92,7 +92,7 @@ class Marks:
 
         def encode_pending() -> None:
             if pending:
-                ids.extend(self._tokenizer.encode(pending))
+                ids.extend(self._tokenizer.encode(pending, "control" if ids else "start"))
 
         for match in self._marked.finditer(text):
             pending += text[position : match.start()]

@@ -372,9 +372,8 @@ def check_tokenizer(source: epath.Path, tokenizer_json: str) -> None:
         tokenizer_lib.from_json(tokenizer_json, str(source))
     except DataError as error:
         raise UserError(
-            f"{error} Give a model whose tokenizer.json is a byte-level BPE, not SentencePiece "
-            f"(such as Llama 2, Mistral 7B), and whose {TOKENIZER_CONFIG} has a special token as "
-            "bos_token"
+            f"{error} Give a model with such a tokenizer.json, whose {TOKENIZER_CONFIG} has a "
+            "special token as bos_token"
         ) from error
 
 

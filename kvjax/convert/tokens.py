@@ -12,7 +12,7 @@ import json
 from etils import epath
 
 from kvjax.convert.tensors import json_object
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import sentence_pieces, tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin
 from kvjax.workdir.origin import GENERATION_CONFIG, TOKENIZER_CONFIG, TokenFiles
@@ -103,7 +103,10 @@ def completed(
     """
     try:
         definition = json.loads(tokenizer_json)
-        ids = dict(definition["model"]["vocab"])
+        vocab = definition["model"]["vocab"]
+        if isinstance(vocab, list):  # a Unigram's: (token, score) in the order of ids
+            vocab = {token: i for i, (token, _) in enumerate(vocab)}
+        ids = dict(vocab)
         listed = {token["content"]: token for token in definition.get("added_tokens") or []}
         ids |= {text: int(token["id"]) for text, token in listed.items()}
     except (ValueError, TypeError, KeyError):  # not a BPE: refused by `check_tokenizer`
@@ -199,5 +202,6 @@ def _token(path: epath.Path, text, i) -> dict:
 
 def _is_text(tokenizer_json: str, token: str, i: int) -> bool:
     """Returns True if a token's text encodes to that token: ordinary text may contain it."""
-    backend = tokenizer_lib.parse(tokenizer_json)
+    definition = json.loads(tokenizer_lib.parse(tokenizer_json).to_str())
+    backend = tokenizer_lib.parse(json.dumps(sentence_pieces.at(definition, "inside")))
     return backend.encode(token, add_special_tokens=False).ids == [i]

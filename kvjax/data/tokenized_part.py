@@ -17,7 +17,7 @@ from kvjax.data.manifest import SPLITS
 from kvjax.data.parts import Part
 from kvjax.data.source_kinds import SplitPiece
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.foundation.errors import DataError, first_line
+from kvjax.foundation.errors import DataError, first_line, warn
 
 # Text is encoded in batches of this size: the library's encodings take about 100 bytes a token.
 BATCH_CHARACTERS = 1 << 21
@@ -83,7 +83,7 @@ def write(
     errors = ErrorCollector(skip_broken)
     try:
         for batch in _batches(parts.split_pieces(config, part, errors)):
-            encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
+            encoded = _encoded(tokenizer, [piece for _, piece in batch])
             for (split, piece), ids in zip(batch, encoded, strict=True):
                 streams[split].add(piece, ids)
         counts = {split: stream.close() for split, stream in streams.items()}
@@ -91,10 +91,17 @@ def write(
         for stream in streams.values():
             stream.writer.abandon()
     for split, written in counts.items():
-        if streams[split].token_bytes != written.bytes:
+        size = streams[split].token_bytes
+        if size != written.bytes and not tokenizer.keeps_bytes:
+            warn(
+                f"config.data.tokenizer = {config.tokenizer!r}: changes text: the {split} split of "
+                f"a part has {written.bytes:,} bytes, its tokens {size:,}: bits per byte count "
+                "the latter"
+            )
+        elif size != written.bytes:
             raise DataError(
                 f"config.data.tokenizer = {config.tokenizer!r}: loses text: the {split} split has "
-                f"{written.bytes} bytes, its tokens {streams[split].token_bytes}. Use a tokenizer "
+                f"{written.bytes} bytes, its tokens {size}. Use a tokenizer "
                 "whose vocabulary has all 256 bytes, or 'bpe'"
             )
     return PartResult(counts, errors.skipped())
@@ -144,7 +151,7 @@ class _Stream:
     def __init__(self, writer, tokenizer: Tokenizer, dtype: np.dtype, *, measured: bool):
         self.writer, self._fill = writer, None
         self._bos = np.array([tokenizer.bos_id], dtype)
-        self._token_bytes_V = tokenizer.token_bytes()
+        self._token_bytes_V, self._dropped_V = tokenizer.token_bytes(), tokenizer.dropped_bytes()
         self._dtype, self._xz = dtype, None
         self._documents = self._bytes = self._tokens = self.token_bytes = self._xz_bytes = 0
         if measured:  # validation
@@ -161,6 +168,8 @@ class _Stream:
         self._tokens += len(ids) + piece.starts_document
         self._bytes += len(content)
         self.token_bytes += int(self._token_bytes_V[ids].sum())
+        if self._dropped_V is not None and piece.starts_document and len(ids):
+            self.token_bytes -= int(self._dropped_V[ids[0]])
         if self._xz:
             self._xz_bytes += len(self._xz.compress(content))
 
@@ -170,6 +179,18 @@ class _Stream:
         if self._xz and self._bytes:
             self._xz_bytes += len(self._xz.flush())
         return Counts(self._documents, self._bytes, self._tokens, *shard, self._xz_bytes)
+
+
+def _encoded(tokenizer: Tokenizer, pieces: list[readers.Piece]) -> list[np.ndarray]:
+    """Returns the ids of each piece, by whether it starts a document."""
+    ids: list = [None] * len(pieces)
+    for starts, position in ((True, "start"), (False, "inside")):
+        chosen = [i for i, piece in enumerate(pieces) if piece.starts_document is starts]
+        if chosen:
+            batch = tokenizer.encode_batch([pieces[i].text for i in chosen], position)
+            for i, encoded in zip(chosen, batch, strict=True):
+                ids[i] = encoded
+    return ids
 
 
 def _batches(pieces: Iterator[SplitPiece]) -> Iterator[list[SplitPiece]]:

@@ -1,4 +1,7 @@
-"""Byte-level BPE tokenizers: trained here, bytes alone, or loaded from a `tokenizer.json`."""
+"""Tokenizers: byte-level BPEs trained here, bytes alone, or loaded from a `tokenizer.json`.
+
+A loaded one is a byte-level BPE or SentencePiece's (`sentence_pieces`).
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 import copy
@@ -14,7 +17,7 @@ from etils import epath
 import numpy as np
 import tokenizers
 
-from kvjax.data import fast_encoding
+from kvjax.data import fast_encoding, sentence_pieces
 from kvjax.foundation.errors import DataError, MissingDataError, first_line, panics_as_errors, warn
 
 BOS = "<|bos|>"
@@ -63,15 +66,10 @@ def _specials(definition: dict) -> set[str]:
 def _bos_name(definition: dict) -> str | None:
     """Returns the special token that opens a document, from the definition in tokenizer.json."""
     specials = _specials(definition)
-    templates = [step for step in _steps(definition) if step.get("type") == "TemplateProcessing"]
+    steps = sentence_pieces.steps(definition, "post_processor", "processors")
+    templates = [step for step in steps if step.get("type") == "TemplateProcessing"]
     names = (*_BOS_NAMES, *map(_template_bos, templates))
     return next((bos for bos in names if bos in specials), None)
-
-
-def _steps(definition: dict) -> list[dict]:
-    """Returns the steps of a tokenizer.json's post-processor."""
-    step = definition.get("post_processor")
-    return step.get("processors", [step]) if step else []
 
 
 def _template_bos(template: dict) -> str | None:
@@ -101,7 +99,7 @@ def opened_by(text: str, bos: str | None) -> str:
         single, pair = [{"Sequence": first}], [{"Sequence": first}, {"Sequence": second}]
         step = dict(type="TemplateProcessing", single=single, pair=pair)
         step["special_tokens"] = {bos: dict(id=bos, ids=[token["id"]], tokens=[bos])}
-        steps = [step, *_steps(definition)]
+        steps = [step, *sentence_pieces.steps(definition, "post_processor", "processors")]
         definition["post_processor"] = dict(type="Sequence", processors=steps)
     return json.dumps(definition, ensure_ascii=False)
 
@@ -118,44 +116,51 @@ def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
     by_name = {token["content"]: token for token in before} | tokens
     added = sorted(by_name.values(), key=lambda token: token["id"])
     # The library renumbers tokens that the model's vocabulary lacks, wrongly if ids have gaps.
-    vocab = definition["model"]["vocab"] | {token["content"]: token["id"] for token in added}
+    vocab = definition["model"]["vocab"]
+    if isinstance(vocab, dict):  # a Unigram's list has no gaps
+        vocab = vocab | {token["content"]: token["id"] for token in added}
     return dict(definition, added_tokens=added, model=definition["model"] | dict(vocab=vocab))
 
 
 class Tokenizer:
-    """Converts text to token ids and back; the raw bytes of a text's tokens are its UTF-8 bytes.
+    """Converts text to token ids and back.
 
-    A control token's name that occurs in a text is encoded as ordinary characters.
+    A control token's name that occurs in a text is encoded as ordinary characters. The raw bytes of
+    a text's tokens are its UTF-8 bytes if the tokenizer is byte-level; SentencePiece's decode to
+    the text with a blank before it, which is dropped, and may lose characters.
 
     Attributes:
       bos_id: id of the token that opens a document.
       controls: names of the control tokens: special tokens, and tokens added by `controlled`.
       ends: ids of further tokens that end a text, as published with a model.
+      keeps_bytes: True if tokens have a text's bytes; SentencePiece's may change some.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str, threads: int = 0):
-        """Wraps a byte-level tokenizer of the `tokenizers` library.
+        """Wraps a tokenizer of the `tokenizers` library.
 
         Args:
-          backend: must split text into bytes (ByteLevel) without prefix space, so that bits per
-            byte count the text's bytes.
+          backend: must split text into bytes (ByteLevel) without prefix space, or be
+            SentencePiece's.
           name: origin of the tokenizer, for messages.
           threads: number of threads that encode a batch; 0: one per core.
 
         Raises:
-          ValueError: not byte-level, or without a token that opens a document.
+          ValueError: another kind of tokenizer, or without a token that opens a document.
         """
         definition = json.loads(backend.to_str())
-        steps = definition["pre_tokenizer"] or {}
-        steps = steps.get("pretokenizers", [steps])
-        levels = [step for step in steps if step.get("type") == "ByteLevel"]
-        if not levels or any(step["add_prefix_space"] for step in levels):
+        steps = sentence_pieces.steps(definition, "pre_tokenizer", "pretokenizers")
+        levels = [step for step in steps if step["type"] == "ByteLevel"]
+        self._is_byte_level = bool(levels) and not any(step["add_prefix_space"] for step in levels)
+        if not self._is_byte_level and (levels or not sentence_pieces.is_sentencepiece(definition)):
             raise DataError(
                 f"{name}: the tokenizer must be byte-level without prefix space (as GPT-2, Llama 3,"
-                " Qwen, SmolLM), so that every token has its raw bytes; its pre_tokenizer is"
-                f" {definition['pre_tokenizer']}."
+                " Qwen, SmolLM) or SentencePiece's (as Llama 2, Mistral, Gemma); its pre_tokenizer"
+                f" is {definition['pre_tokenizer']}, its decoder {definition['decoder']}."
             )
-        if definition["normalizer"] is not None:
+        self.keeps_bytes = self._is_byte_level
+        self._has_byte_tokens = sentence_pieces.has_bytes(definition)
+        if self._is_byte_level and definition["normalizer"] is not None:
             kind = definition["normalizer"]["type"]
             warn(f"{name}: its normalizer {kind} is not used: texts are encoded byte for byte")
             backend.normalizer = None
@@ -197,7 +202,7 @@ class Tokenizer:
         ordinary = [name for name in names if name not in is_special]
         tokenizer = self.with_specials(ordinary) if ordinary else copy.copy(self)
         tokenizer.controls = self.controls | set(names)
-        for cached in ("_encoder", "_encode_fast"):
+        for cached in ("_encoders", "_encode_fast"):
             tokenizer.__dict__.pop(cached, None)
         return tokenizer
 
@@ -218,15 +223,18 @@ class Tokenizer:
         grown.ends = self.ends
         return grown
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, position: str = "start") -> list[int]:
         """Returns the token ids of a text, without BOS.
+
+        Args:
+          position: of the text, one of `sentence_pieces.POSITIONS`.
 
         Raises:
           DataError: the library fails, as on millions of blanks in a row.
         """
         try:
             with panics_as_errors():
-                return self._encoder.encode(text, add_special_tokens=False).ids
+                return self._encoder(position).encode(text, add_special_tokens=False).ids
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 f"a text of {len(text):,} characters cannot be tokenized ({first_line(error)}): "
@@ -234,21 +242,40 @@ class Tokenizer:
                 f"It begins {text[:40]!r}"
             ) from error
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], position: str = "start") -> list[np.ndarray]:
         """Returns the token ids of each text, uint32; encodes in parallel."""
         try:
             with panics_as_errors():
                 if self._encode_fast is not None:
                     return self._encode_fast(texts)
-                encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
+                encoder = self._encoder(position)
+                encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
                 return [np.array(encoding.ids, np.uint32) for encoding in encodings]
         except (ValueError, RuntimeError):
             # `encode` accepts longer texts; its error quotes the text that fails.
-            return [np.array(self.encode(text), np.uint32) for text in texts]
+            return [np.array(self.encode(text, position), np.uint32) for text in texts]
+
+    def _encoder(self, position: str) -> tokenizers.Tokenizer:
+        """Returns the library's tokenizer by which no text becomes a control token."""
+        position = "start" if self._is_byte_level else position
+        if position not in self._encoders:
+            self._encoders[position] = self._new_encoder(position)
+        return self._encoders[position]
 
     @functools.cached_property
-    def _encoder(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer with all control tokens special, created on first use."""
+    def _encoders(self) -> dict[str, tokenizers.Tokenizer]:
+        """By position, created on first use."""
+        return {}
+
+    def _new_encoder(self, position: str) -> tokenizers.Tokenizer:
+        if not self._is_byte_level:
+            definition = json.loads(self.to_json())
+            placed = sentence_pieces.at(definition, position)
+            if position != "start" and placed == definition:
+                return self._encoder("start")
+            encoder = parse(json.dumps(sentence_pieces.without_controls(placed, self.controls)))
+            encoder.encode_special_tokens = True
+            return encoder
         added = self.added_tokens().items()
         unmarked = [n for n, token in added if n in self.controls and not token.special]
         if not unmarked:
@@ -260,6 +287,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _encode_fast(self) -> fast_encoding.Encode | None:
+        if not self._is_byte_level:
+            return None
         added = self._backend.get_added_tokens_decoder()
         byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         token_bytes = {
@@ -268,15 +297,38 @@ class Tokenizer:
             if i not in added and byte_of.keys() >= set(token)
         }
         splits = (SPLIT_PATTERN, *fast_encoding.PUBLISHED_SPLITS)
-        definition = json.loads(self._encoder.to_str(pretty=False))
+        definition = json.loads(self._encoder("start").to_str(pretty=False))
         return fast_encoding.encoder(definition, token_bytes, splits, self._threads)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, special tokens by name, invalid UTF-8 as U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], *, is_continued: bool = False) -> str:
+        """Returns the text of token ids, special tokens by name, invalid UTF-8 as U+FFFD.
+
+        Args:
+          is_continued: the ids follow others: a blank that opens them is text.
+        """
+        ids = list(ids)
+        if not is_continued or self._is_byte_level:
+            return self._backend.decode(ids, skip_special_tokens=False)
+        text = self._backend.decode([self.bos_id, *ids], skip_special_tokens=False)
+        return text.removeprefix(self.decode([self.bos_id]))
+
+    def decode_settled(self, ids: Sequence[int], *, is_continued: bool = False) -> tuple[str, bool]:
+        """Returns the text that later ids cannot change, and True if it is the text of all ids."""
+        if not self._is_byte_level:
+            names = (self._backend.id_to_token(i) for i in reversed(ids))
+            last = next((name for name in names if name is not None), None)
+            # Bytes in a row decode together: a wrong one makes all of them U+FFFD.
+            if last is None or (self._has_byte_tokens and sentence_pieces.BYTE.fullmatch(last)):
+                return "", False
+            return self.decode(ids, is_continued=is_continued), True
+        text = self.decode(ids)
+        whole = text.removesuffix("\ufffd")  # bytes of a character that later ones may complete
+        return whole, whole == text
 
     def token_bytes(self) -> np.ndarray:
         """Returns int32 [V], raw byte counts of tokens; 0 for special tokens and unused ids."""
+        if not self._is_byte_level:
+            return self._decoded_bytes[0].copy()
         added = self._backend.get_added_tokens_decoder()
         bytes_V = np.zeros(self.vocab_size, np.int32)
         for token, i in self._backend.get_vocab().items():
@@ -285,6 +337,30 @@ class Tokenizer:
             elif token not in self._specials:
                 bytes_V[i] = len(token.encode())
         return bytes_V
+
+    def dropped_bytes(self) -> np.ndarray | None:
+        """Returns int32 [V], bytes that each token loses at the start of a text; None if none."""
+        if self._is_byte_level or not self._decoded_bytes[1].any():
+            return None
+        return self._decoded_bytes[1].copy()
+
+    @functools.cached_property
+    def _decoded_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of each token inside a text, and those of them that it loses at the start."""
+        bytes_2V = np.zeros((2, self.vocab_size), np.int32)
+        ordinary = [(t, i) for t, i in self._backend.get_vocab().items() if t not in self._specials]
+        opened = [([i], [self.bos_id, i]) for _, i in ordinary]
+        first, inside = (
+            self._backend.decode_batch([ids[k] for ids in opened], skip_special_tokens=False)
+            for k in range(2)
+        )
+        opening = self.decode([self.bos_id])
+        for (token, i), alone, after in zip(ordinary, first, inside, strict=True):
+            size = len(after.removeprefix(opening).encode())
+            bytes_2V[:, i] = size, size - len(alone.encode())
+            if self._has_byte_tokens and sentence_pieces.BYTE.fullmatch(token):
+                bytes_2V[:, i] = 1, 0
+        return bytes_2V[0], bytes_2V[1]
 
     def added_tokens(self) -> dict[str, tokenizers.AddedToken]:
         """Returns the added tokens with their flags, by text."""
@@ -374,7 +450,7 @@ def from_json(text: str, name: str, threads: int = 0) -> Tokenizer:
 
 
 def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:
-    """Loads a `tokenizer.json`: one saved here, or a published byte-level one.
+    """Loads a `tokenizer.json`: one saved here, or a published one.
 
     Args:
       key: config key that names the file, for messages.

@@ -111,7 +111,8 @@ def answers(
     calculators = [
         CalculatorCalls(tokenizer, specials, mode) if specials else None for _ in prompts
     ]
-    streams = [TextStream(tokenizer, stop) for _ in prompts]
+    is_continued = dialogue.name == ""  # plain texts, not answers
+    streams = [TextStream(tokenizer, stop, is_continued=is_continued) for _ in prompts]
     for new in generation:
         for b, token in new:
             text = streams[b].push(token)

@@ -108,11 +108,12 @@ def start(
         # Published models have rows of the vocabulary that no token uses.
         unused = range(tokenizer.vocab_size, generator.config.vocab_size)
         stop_tokens = [*stop_tokens, *special, *unused, *tokenizer.ends]
+    ids = [
+        [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
     generation = generator.start(
-        [
-            [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ],
+        ids,
         num_tokens=num_tokens,
         sampling=sampling,
         seed=seed,
@@ -121,7 +122,13 @@ def start(
         on_compile=on_compile,
         on_prefill=on_prefill,
     )
-    return TextGeneration(generation, [TextStream(tokenizer, stop) for _ in prompts])
+    without_text = {i for i in map(tokenizer.special, tokenizer.controls) if i is not None}
+    # A text begins behind a control token; elsewhere it may open with a blank.
+    streams = [
+        TextStream(tokenizer, stop, is_continued=bool(len(p)) and int(p[-1]) not in without_text)
+        for p in ids
+    ]
+    return TextGeneration(generation, streams)
 
 
 def generate(

@@ -8,12 +8,17 @@ from kvjax.data.tokenizer import Tokenizer
 class TextStream:
     """The text of one sequence, decoded token by token up to the first stop string.
 
-    Text is emitted once no later token can change it: an incomplete UTF-8 character and a possible
-    start of a stop string are held back.
+    Text is emitted once no later token can change it: an incomplete UTF-8 character, tokens of
+    single bytes in a row and a possible start of a stop string are held back.
+
+    Args:
+      is_continued: the text follows another, and may open with a blank.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, is_continued: bool = False
+    ):
+        self._tokenizer, self._is_continued = tokenizer, is_continued
         self._stop = tuple(stop)
         self._window: list[int] = []  # tokens since the text last ended at a character boundary
         self._taken = 0  # number of characters of the window's text that are already in _held
@@ -24,16 +29,16 @@ class TextStream:
     def push(self, token: int) -> str:
         """Adds a token; returns the text that it makes final."""
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        broken = text.endswith("\ufffd")  # bytes of a character that later tokens may complete
-        self._take(text.removesuffix("\ufffd"))
-        if not broken:
-            self._window, self._taken = [], 0
+        continued = self._is_continued
+        text, is_whole = self._tokenizer.decode_settled(self._window, is_continued=continued)
+        self._take(text)
+        if is_whole:
+            self._window, self._taken, self._is_continued = [], 0, True
         return self._emit(len(self._held) - self._stop_prefix_length())
 
     def close(self) -> str:
         """Returns the remaining text after the last token."""
-        self._take(self._tokenizer.decode(self._window))
+        self._take(self._tokenizer.decode(self._window, is_continued=self._is_continued))
         return self._emit(len(self._held))
 
     def _take(self, text: str) -> None:

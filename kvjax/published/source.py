@@ -56,9 +56,8 @@ def check_tokenizer_file(folder: epath.Path) -> None:
     """Raises a UserError unless a folder has a tokenizer.json."""
     if not (folder / "tokenizer.json").exists():
         raise UserError(
-            f"{folder / 'tokenizer.json'} is missing: give a model with a byte-level BPE (GPT-2, "
-            "Llama 3, Qwen, SmolLM; not SentencePiece), its tokenizer loaded with transformers "
-            "(AutoTokenizer) and saved with save_pretrained"
+            f"{folder / 'tokenizer.json'} is missing: give a model with this file, or load its "
+            "tokenizer with transformers (AutoTokenizer) and save it with save_pretrained"
         )
 
 

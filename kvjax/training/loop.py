@@ -318,12 +318,15 @@ class TrainingLoop:
         size = e.train.batch_size // e.train.grad_accumulation
         options = self._loader_options(size) | {"limit": e.train.eval_rows}
         batches = self._global_batches(loader.validation_batches(self.dataset, **options), size)
-        token_bytes_V = self.dataset.token_bytes
-        token_bytes_V = np.pad(token_bytes_V, (0, e.model.vocab_size - len(token_bytes_V)))
+        token_bytes, dropped_V = self.dataset.token_bytes, self.dataset.tokenizer.dropped_bytes()
+        if dropped_V is not None:
+            token_bytes = np.stack([token_bytes, dropped_V])
+        unused = e.model.vocab_size - self.dataset.vocab_size
+        token_bytes = np.pad(token_bytes, [(0, 0)] * (token_bytes.ndim - 1) + [(0, unused)])
         sums = np.zeros(6 if e.is_masked else 3)
         with self._waiting("validating"):
             for rows in batches:
-                sums += jax.device_get(self.program.eval_step(params, rows, token_bytes_V))
+                sums += jax.device_get(self.program.eval_step(params, rows, token_bytes))
         nats, num_bytes, targets = sums[:3]
         record = {
             "tokens": step * e.tokens_per_step,

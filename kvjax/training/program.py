@@ -301,6 +301,9 @@ def eval_step(
     """Returns sums (nats, bytes, targets) over targets that have bytes; special tokens have none.
 
     With a loss mask: the three sums over targets that count, then over all targets.
+
+    Args:
+      token_bytes: [V], or [2, V] with the bytes that a token loses after a token without bytes.
     """
     loss_mask = None
     if masked:
@@ -315,10 +318,15 @@ def eval_step(
         positions_BT=positions,
         segment_ids_BS=segment_ids(rows, bos_id),
     )
+    lost = None
+    if token_bytes.ndim == 2:
+        token_bytes, lost_V = token_bytes
+        lost = lost_V[targets] * (token_bytes[tokens] == 0)
     num_bytes = token_bytes[targets]
 
     def sums(num_bytes):
-        return jnp.sum(nats * (num_bytes > 0)), jnp.sum(num_bytes), jnp.sum(num_bytes > 0)
+        kept = num_bytes if lost is None else num_bytes - lost * (num_bytes > 0)
+        return jnp.sum(nats * (num_bytes > 0)), jnp.sum(kept), jnp.sum(num_bytes > 0)
 
     if loss_mask is None:
         return sums(num_bytes)

@@ -4,7 +4,9 @@ import json
 import shutil
 
 from etils import epath
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 import tokenizers
 
 from kvjax.convert import (
@@ -19,8 +21,8 @@ from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import ThinKeys
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
-from kvjax.workdir import origin, trained
-from tests import quick
+from kvjax.workdir import dialogue, origin, trained
+from tests import quick, sentencepiece_files
 from tests.convert import comparison, gguf_files, workdirs
 
 DEEPSEEK = "<｜begin▁of▁sentence｜>"  # its bars are not ASCII
@@ -205,8 +207,8 @@ def test_exported_tokenizers_encode_alike(source, tmp_path, step, special):
         assert trained.find(write(model_lib.open(str(out.parent)), tmp_path / f"{kind}-again"))
 
 
-def test_sentencepiece_is_refused(source, tmp_path, capsys):
-    """Llama 2 has such a tokenizer; kvjax could not read its workdir."""
+def test_a_tokenizer_of_two_kinds_is_refused(source, tmp_path, capsys):
+    """Its blanks are SentencePiece's, its decoder is byte-level."""
     backend = tokenizers.Tokenizer.from_str((source / "tokenizer.json").read_text())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     (source / "tokenizer.json").write_text(backend.to_str())
@@ -214,8 +216,45 @@ def test_sentencepiece_is_refused(source, tmp_path, capsys):
     assert command_line.status(convert.main, arguments) == 2
     said = capsys.readouterr().err
     assert f"{source}: the tokenizer must be byte-level without prefix space (as GPT-2" in said
-    assert "a byte-level BPE, not SentencePiece (such as Llama 2, Mistral 7B)" in said
+    assert "or SentencePiece's (as Llama 2" in said and "Give a model with such a" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", sentencepiece_files.KINDS)
+def test_sentencepiece_from_import_to_export(source, tmp_path, kind):
+    """Also if the embedding has rows without tokens, and a token for padding has no row."""
+    backend = sentencepiece_files.backend(kind)
+    backend.add_special_tokens(["<pad>"])
+    config = read(source / "config.json")
+    tensors = load_file(source / "model.safetensors")
+    rows = backend.get_vocab_size() - 1 if kind == "llama2" else 430
+    for name, x in tensors.items():
+        if x.shape[0] == config["vocab_size"]:
+            tensors[name] = np.resize(x, (rows, *x.shape[1:]))
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config | dict(vocab_size=rows)))
+    (source / "tokenizer.json").write_text(backend.to_str())
+    about = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    (source / "tokenizer_config.json").write_text(json.dumps(about))
+    template = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    template += "{{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
+    template += "{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
+    workdir = write(published.open(source), tmp_path / "workdir")
+    saved = trained.find(workdir)
+    messages = [dict(role="user", content="the cat?")]
+    want = backend.encode("<s>[INST] the cat? [/INST]", add_special_tokens=False).ids
+    chat = dialogue.of(saved)
+    assert chat.prompt(messages).ids == want and backend.token_to_id("</s>") in chat.ends
+    # Brackets are text, and names of control tokens in a message become none.
+    named = chat.prompt([dict(role="user", content="</s> [INST] <pad>")]).ids
+    assert saved.tokenizer.controls == {"<s>", "</s>", "<unk>", "<pad>"}
+    assert named.count(saved.tokenizer.special("</s>")) == 0 and named[0] == 1
+    workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
+    again = tokenizers.Tokenizer.from_str((tmp_path / "out/tokenizer.json").read_text())
+    for text in sentencepiece_files.HARD:
+        assert again.encode(text).ids == backend.encode(text).ids
+    assert published.open(tmp_path / "out").tokenizer_json == published.open(source).tokenizer_json
 
 
 def test_a_source_without_a_token_that_opens_a_document(source):

@@ -158,6 +158,15 @@ def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
         options = dict(graph=toy.graph, compute=Compute(), masked=masked, bos_id=bos_id)
         sums = program.eval_step(toy.params, jnp.asarray(rows), jnp.asarray(sizes), **options)
         np.testing.assert_allclose(sums, expected, rtol=1e-5)
+        # A text that follows a token without bytes loses some.
+        lost = np.array([0, 0, 1, 0, 2, 0, 1, 0, 0, 1, 3])
+        both = jnp.asarray(np.stack([sizes, lost]))
+        fewer = program.eval_step(toy.params, jnp.asarray(rows), both, **options)
+        starts = (sizes[tokens] == 0) * lost[targets]
+        for i, count in enumerate((counted, np.ones_like(counted)) if masked else (counted,)):
+            expected[3 * i + 1] -= np.sum(starts * count)
+        np.testing.assert_allclose(fewer, expected, rtol=1e-5)
+        assert np.sum(starts * counted)
     # Over two devices each has the first and the last quarter, or the two between.
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     rows = np.arange(27).reshape(3, 9) ** 2

@@ -1,0 +1,72 @@
+"""SentencePiece tokenizers: blanks are written as "▁", unknown characters as tokens of one byte.
+
+Most put a blank before a text (a prefix), which decoding drops, and some change the text before
+(a normalizer). Functions take and return definitions, as in `tokenizer.json`.
+"""
+
+from collections.abc import Collection, Mapping
+import re
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte
+_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+# Where a text stands: at the start of a prompt or document, after a control token, inside a
+# document. Some tokenizers put a blank before the first only, some before the first two.
+POSITIONS = ("start", "control", "inside")
+
+
+def steps(definition: Mapping, part: str, several: str) -> list[dict]:
+    """Returns the steps of a part: its own `several`, or the part itself; none if it is null."""
+    step = definition.get(part)
+    return step.get(several, [step]) if step else []
+
+
+def is_sentencepiece(definition: Mapping) -> bool:
+    """Returns True for a BPE or Unigram model whose decoder writes "▁" as a blank."""
+    kinds = {step["type"] for step in steps(definition, "decoder", "decoders")}
+    writes_blanks = kinds <= _DECODERS and kinds & {"Replace", "Metaspace"}
+    return bool(writes_blanks) and definition["model"]["type"] in ("BPE", "Unigram")
+
+
+def has_bytes(definition: Mapping) -> bool:
+    """Returns True if tokens such as <0x0A> decode to bytes."""
+    return any(s["type"] == "ByteFallback" for s in steps(definition, "decoder", "decoders"))
+
+
+def at(definition: Mapping, position: str) -> dict:
+    """Returns a definition that encodes a text at one of `POSITIONS` as that at the start."""
+    changed = dict(definition)
+    if position == "inside":
+        kept = steps(definition, "normalizer", "normalizers")
+        kept = [step for step in kept if step["type"] != "Prepend"]
+        changed["normalizer"] = dict(type="Sequence", normalizers=kept) if kept else None
+    split = steps(definition, "pre_tokenizer", "pretokenizers")
+    # After a split into words, "always" means before every word.
+    if split and split[0]["type"] == "Metaspace":
+        schemes = dict(control=("first",), inside=("first", "always")).get(position, ())
+        if split[0]["prepend_scheme"] in schemes:
+            split = [dict(split[0], prepend_scheme="never"), *split[1:]]
+            changed["pre_tokenizer"] = dict(type="Sequence", pretokenizers=split)
+    return changed
+
+
+def without_controls(definition: Mapping, names: Collection[str]) -> dict:
+    """Returns a definition by which no text becomes one of the named tokens.
+
+    Their names get a blank, which no normalized text has, and no merge makes them.
+    """
+    model, added = definition["model"], definition["added_tokens"]
+    renamed = {name: f"\ufdd0 {i}" for i, name in enumerate(sorted(names))}
+    listed = [
+        dict(t, content=renamed[t["content"]], special=True) if t["content"] in renamed else t
+        for t in added
+    ]
+    if model["type"] == "Unigram":
+        changes = dict(vocab=[[renamed.get(name, name), score] for name, score in model["vocab"]])
+    else:
+        changes = dict(vocab={renamed.get(name, name): i for name, i in model["vocab"].items()})
+        changes["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
+        merges = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+        changes["merges"] = [
+            pair for pair in merges if renamed.keys().isdisjoint((*pair, "".join(pair)))
+        ]
+    return dict(definition, added_tokens=listed, model=model | changes)
