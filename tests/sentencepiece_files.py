@@ -1,6 +1,7 @@
 """Small SentencePiece tokenizers, trained by the `tokenizers` library, as published ones are."""
 
 import json
+import struct
 
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers
@@ -68,3 +69,31 @@ def backend(kind: str) -> tokenizers.Tokenizer:
         written.append(decoders.Strip(" ", 1, 0))
     published.decoder = decoders.Sequence(written)
     return published
+
+
+def pieces() -> list[tuple[str, float, int]]:
+    """Returns text, score and kind of the pieces of `backend("llama2")`."""
+    model = json.loads(backend("llama2").to_str())["model"]
+    ranks = {"".join(pair): rank for rank, pair in enumerate(model["merges"])}
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3} | dict.fromkeys(BYTES, 6)
+    return [
+        (text, -float(ranks.get(text, 1000)), kinds.get(text, 1))
+        for text in sorted(model["vocab"], key=model["vocab"].get)
+    ]
+
+
+def model_file(listed: list[tuple[str, float, int]], algorithm: int = 2) -> bytes:
+    """Returns a tokenizer.model of pieces: a BPE (2) that keeps blanks, or another algorithm."""
+
+    def message(number: int, content: bytes) -> bytes:
+        size = len(content)
+        length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+        return bytes([number << 3 | 2]) + length + content
+
+    content = b""
+    for text, score, kind in listed:
+        fields = message(1, text.encode()) + b"\x15" + struct.pack("<f", score)
+        content += message(1, fields + bytes([3 << 3, kind]))
+    has_bytes = any(kind == 6 for _, _, kind in listed)
+    trainer = bytes([3 << 3, algorithm, 0x98, 0x02, has_bytes])  # fields 3 and 35
+    return content + message(2, trainer) + message(3, bytes([4 << 3, 0]))  # remove no blanks

@@ -1,5 +1,6 @@
 """A GGUF file: config, tokenizer and tensors under Hugging Face's names."""
 
+from collections.abc import Callable
 import dataclasses
 import re
 
@@ -8,7 +9,7 @@ import gguf
 import numpy as np
 import tokenizers
 
-from kvjax.convert import digests
+from kvjax.convert import digests, pieces
 from kvjax.convert.architectures import FAMILIES, Family
 from kvjax.convert.tensors import StoredTensor
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
@@ -193,13 +194,16 @@ class File:
         """Returns the tokenizer in the format of `tokenizer.json`.
 
         Raises:
-          UserError: not a byte-level BPE, or an unknown pre-tokenizer.
+          UserError: neither a byte-level BPE nor SentencePiece's, or an unknown pre-tokenizer.
         """
 
         def get(key):
             return self.metadata.get(f"tokenizer.ggml.{key}")
 
-        one_of(f"{self.path}: tokenizer.ggml.model", get("model"), ("gpt2",))  # a byte-level BPE
+        # A byte-level BPE, or SentencePiece's.
+        one_of(f"{self.path}: tokenizer.ggml.model", get("model"), ("gpt2", "llama"))
+        if get("model") == "llama":
+            return self._sentencepiece(get)
         one_of(f"{self.path}: tokenizer.ggml.pre", get("pre"), tuple(_PRE_TOKENIZERS))
         tokens, merges = get("tokens") or [], get("merges") or []
         kinds = get("token_type") or [gguf.TokenType.NORMAL] * len(tokens)
@@ -232,6 +236,21 @@ class File:
         backend.pre_tokenizer = _PRE_TOKENIZERS[get("pre")]
         backend.decoder = tokenizers.decoders.ByteLevel()
         return backend.to_str()
+
+    def _sentencepiece(self, get: Callable) -> str:
+        """Returns the tokenizer of pieces and scores (llama.cpp's "llama")."""
+        try:
+            listed = zip(get("tokens"), get("scores"), get("token_type"), strict=True)
+            known = [pieces.Piece(text, score, pieces.Kind(kind)) for text, score, kind in listed]
+            while known and known[-1].text == f"[PAD{len(known) - 1}]":
+                known.pop()  # padding rows of the embedding are not tokens
+            prefix = get("add_space_prefix")
+            return pieces.tokenizer_json(known, has_prefix=prefix is None or bool(prefix))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.path}: tokenizer.ggml.tokens, .scores and .token_type are not "
+                f"SentencePiece's ({first_line(error)}): download the file again"
+            ) from error
 
     @property
     def chat_template(self) -> str | None:

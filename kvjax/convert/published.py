@@ -20,7 +20,7 @@ import tokenizers
 
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
-from kvjax.convert import architectures, rules as rules_lib, tokens
+from kvjax.convert import architectures, pieces, rules as rules_lib, tokens
 from kvjax.convert.architectures import Family
 from kvjax.convert.published_config import ConfigSections
 from kvjax.convert.rules import BLOCK, Rule
@@ -252,16 +252,16 @@ def _open_folder(folder: epath.Path) -> PublishedModel:
     source_lib.check_tokenizer_file(folder)
     about = folder / TOKENIZER_CONFIG
     about = json_object(about) if about.exists() else {}
-    named = tokens.named_in_folder(folder)
+    named, path = tokens.named_in_folder(folder), folder / "tokenizer.json"
     return PublishedModel(
         folder,
         options,
         family,
         open_folder(folder),
         tokenizer_json=tokens.completed(
-            text_of(folder / "tokenizer.json"),
+            text_of(path) if path.exists() else pieces.read(folder / pieces.FILE),
             named,
-            folder / "tokenizer.json",
+            path,
             tokens.added(folder),
         ),
         chat_template=_chat_template(folder / CHAT_TEMPLATE, about.get("chat_template")),

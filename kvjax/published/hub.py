@@ -39,7 +39,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SECONDS = 10  # time limit of a request to the hub
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
-_MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")  # in the repository's top folder
+# In the repository's top folder.
+_MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model")
 _SUBFOLDERS = "*/*"
 _WORDS = dict(model="model", dataset="data set")
 
@@ -239,7 +240,9 @@ def _file(name: Name, path: str, *, downloads: bool = True) -> epath.Path:
 
 def _missing(folder: epath.Path) -> list[str]:
     """Returns files that a model's folder needs and lacks."""
-    missing = [each for each in (CONFIG, "tokenizer.json") if not (folder / each).exists()]
+    missing = [CONFIG] if not (folder / CONFIG).exists() else []
+    if not any((folder / each).exists() for each in ("tokenizer.json", "tokenizer.model")):
+        missing.append("tokenizer.json")
     if (folder / _INDEX).exists():
         index = json_text.read_object(folder / _INDEX, "download it again")
         shards = index.get("weight_map", {}).values() if isinstance(index, dict) else ()

@@ -53,8 +53,8 @@ def name(path: epath.Path) -> str:
 
 
 def check_tokenizer_file(folder: epath.Path) -> None:
-    """Raises a UserError unless a folder has a tokenizer.json."""
-    if not (folder / "tokenizer.json").exists():
+    """Raises a UserError unless a folder has a tokenizer.json or a tokenizer.model."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise UserError(
             f"{folder / 'tokenizer.json'} is missing: give a model with this file, or load its "
             "tokenizer with transformers (AutoTokenizer) and save it with save_pretrained"

@@ -223,8 +223,8 @@ def without(name):
 UNKNOWN = [
     (text("general.architecture", "gemma3"), "general.architecture = 'gemma3': must be one of"),
     (
-        text("tokenizer.ggml.model", "llama"),
-        "model = 'llama': must be one of 'gpt2'",
+        text("tokenizer.ggml.model", "t5"),
+        "model = 't5': must be one of 'gpt2'",
     ),
     (text("tokenizer.ggml.pre", "tekken"), "tokenizer.ggml.pre = 'tekken': must be one of"),
     (text("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn': kvjax supports"),
