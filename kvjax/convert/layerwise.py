@@ -16,6 +16,7 @@ from kvjax.model import loss, parameters
 from kvjax.model.transformer import Block, Compute, Transformer
 
 BATCH_ROWS = 4
+_BATCH_TOKENS = 4096  # fewer long rows: attention needs memory for every pair of tokens
 _COMPUTE = Compute(query_chunk=64)
 
 
@@ -58,6 +59,8 @@ class LayerwisePass:
             for b, x_BTD in enumerate(self.x):
                 result, self.x[b] = program(mechanism)(weights, x_BTD)
                 observed.append(result)
+            # A layer that is queued behind others holds its temporary buffers already.
+            jax.block_until_ready(self.x)
             yield observed
 
     def losses(self, targets_BT: np.ndarray) -> Iterator[np.ndarray]:
@@ -84,8 +87,9 @@ class _Identity(nnx.Module):
 
 
 def row_batches(rows_BT: np.ndarray) -> list[np.ndarray]:
-    """Splits rows into batches of `BATCH_ROWS`."""
-    return [rows_BT[i : i + BATCH_ROWS] for i in range(0, len(rows_BT), BATCH_ROWS)]
+    """Splits rows into batches of at most `BATCH_ROWS`; long rows, fewer (`_BATCH_TOKENS`)."""
+    size = max(1, min(BATCH_ROWS, _BATCH_TOKENS // rows_BT.shape[1]))
+    return [rows_BT[i : i + size] for i in range(0, len(rows_BT), size)]
 
 
 def _load_outer(model: LazyModel, names: Collection[str]) -> Transformer:
