@@ -30,7 +30,7 @@ from experiments.benchmarks.beside_transformers import PYTHON, check_python
 from experiments.benchmarks.runner import Option
 from kvjax import cache as cache_lib
 from kvjax.attention import Attention
-from kvjax.foundation import command_line, lists, progress
+from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
@@ -223,6 +223,7 @@ def _check(options: runner.Options) -> None:
     cloned = [name for name in options.only if name in clones.PEERS]
     if cloned and not options.peers:
         raise UserError(f"--peers is missing: give the folder with clones of {', '.join(cloned)}")
+    runtime.path("--peers", options.peers)  # refuses a name that no file system takes
     for name in cloned:
         clones.PEERS[name].check(pathlib.Path(options.peers, name))
     check_python(options.python)
