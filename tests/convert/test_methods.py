@@ -259,7 +259,7 @@ def test_factors_have_balanced_scales(x64, randomise, source, method):
             expand = expand.reshape(J, -1, *expand.shape[1:])
             np.testing.assert_allclose(size(latent, 0), size(expand, (1, 3)), rtol=1e-9)
     if not lrkv and "expand_key" in inner:
-        np.testing.assert_array_equal(inner["query"], weights["mechanism"]["query"])
+        np.testing.assert_array_equal(inner["query"], layer.weights_of(layer.query_ENH))
     elif not lrkv:  # absorbed
         G = config.num_heads // config.num_kv_heads
         query = inner["query"].reshape(D, -1, G, method.rank)

@@ -217,7 +217,7 @@ def test_order_of_checks_and_writes(monkeypatch):
     fake("check_tokenizer")
     fake("prepare_dataset", lambda *given, **options: "rows")
     fake("identity.exclusive", exclusive)
-    for name in ("set_aside_earlier_run", "check_config", "check_data", "record"):
+    for name in ("set_aside_earlier_run", "check_config", "check_data", "write_run_identity"):
         fake(f"identity.{name}")
     fake("distributed.check_shared")
     fake("distributed.index", lambda: index)
@@ -251,7 +251,10 @@ def test_order_of_checks_and_writes(monkeypatch):
     of_texts = [
         *(("set_aside_earlier_run", w), ("check_config", w, "texts", "f2")),
         *(("prepare_dataset", data, 2.5, ("spare", True)), ("check_data", w, "rows")),
-        *(("check_tokenizer", texts, "rows", *models), ("record", w, "texts", "f2", "rows")),
+        *(
+            ("check_tokenizer", texts, "rows", *models),
+            ("write_run_identity", w, "texts", "f2", "rows"),
+        ),
     ]
     inherited = ("inherit", w, "w", 64)
     assert prepared("texts") == [*of_texts, inherited, ("write", w, "w", "c", 7)]
@@ -260,7 +263,7 @@ def test_order_of_checks_and_writes(monkeypatch):
         *(("prepare_dataset", talk, w, parent), ("one_epoch", "talk", talk, "rows")),
         *(("check_config", w, "talk of 9", "f2"), ("check_data", w, "rows")),
         ("check_tokenizer", planned, "rows", *models),
-        ("record", w, "talk of 9", "f2", "rows"),
+        ("write_run_identity", w, "talk of 9", "f2", "rows"),
     ]
     assert prepared("talk") == [*of_talk, inherited, ("write", w, "w", "c", 7)]
     steps = [5]
