@@ -52,8 +52,10 @@ def trained(folder: pathlib.Path) -> pathlib.Path:
 def command_line_of(workdir, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
     """Returns a function: flags of `kvjax.generate` -> (exit status, stdout, stderr)."""
     monkeypatch.setattr(runtime, "start", lambda: None)  # keeps the tests' compilation cache
-    # Stored programs are compiled without the tests' cache.
-    unstored = lambda *given, stored, **options: Generator(*given, **options)  # noqa: E731
+
+    def unstored(*given, stored, **options):  # stored programs are compiled without tests' cache
+        return Generator(*given, **options)
+
     monkeypatch.setattr(generate_lib, "Generator", unstored)
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)  # no messages of waits on a busy machine
 

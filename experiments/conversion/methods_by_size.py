@@ -8,7 +8,6 @@ that does not reach a size is recorded with its message.
 """
 
 import functools
-import tempfile
 
 from etils import epath
 import numpy as np
@@ -24,7 +23,6 @@ from kvjax.convert import (
     perplexity,
 )
 from kvjax.convert.converted import ConvertedModel
-from kvjax.data import manifest
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
@@ -53,13 +51,9 @@ class _Subject:
             for length, tokens in TOKENS.items()
         }
 
-    @functools.cache  # noqa: B019  # one subject lives as long as the process
     def _rows(self, split: str, length: int, tokens: int) -> np.ndarray:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer = epath.Path(folder) / manifest.TOKENIZER
-            tokenizer.write_text(self.model.tokenizer_json)
-            text = dict(split=split, length=length, tokens=tokens, key="model")
-            return perplexity.rows(smollm2.TEXT, tokenizer, **text)
+        text = dict(split=split, length=length, tokens=tokens, key="model")
+        return perplexity.model_rows(self.model, smollm2.TEXT, **text)
 
     def measure(self, method: str, size: float) -> dict:
         """Returns the figures of one method at one size; of the original for method "none"."""

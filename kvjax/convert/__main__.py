@@ -19,9 +19,7 @@ and `python -m kvjax.main --config=OUT/recover.py` fine-tunes the converted weig
 
 import argparse
 import shlex
-import tempfile
 
-from etils import epath
 import numpy as np
 
 from kvjax.convert import (
@@ -37,7 +35,6 @@ from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.latent_method import LatentAttention
 from kvjax.convert.methods import ThinKeys
 from kvjax.convert.model import LazyModel
-from kvjax.data import manifest
 from kvjax.foundation import command_line, provenance, runtime
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output, Table
@@ -189,18 +186,15 @@ def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str
     source = getattr(options, key)
     if not source:
         raise UserError(f"--{key}='': give a text: 'embedded' or a file")
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = epath.Path(folder) / manifest.TOKENIZER
-        tokenizer.write_text(model.tokenizer_json)
-        rows_BT = perplexity.rows(
-            source,
-            tokenizer,
-            split=split,
-            length=options.row_length,
-            tokens=tokens,
-            key=key,
-            text_key=options.text_key,
-        )
+    rows_BT = perplexity.model_rows(
+        model,
+        source,
+        split=split,
+        length=options.row_length,
+        tokens=tokens,
+        key=key,
+        text_key=options.text_key,
+    )
     if options.row_length > model.context:
         warn(
             f"--row_length = {options.row_length}: {model.name} was trained on rows of "

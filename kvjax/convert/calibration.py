@@ -79,8 +79,8 @@ def attention_statistics(
 
 
 def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, mask: dict):
-    """Returns each head's attention by distance [N, T], and `_output_changes`."""
-    p_BNTS = _probabilities(attention, h_BTD, positions, mask)[0]
+    """Returns each head's attention by distance [N, T], and `_changes`."""
+    p_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, mask)
     T = p_BNTS.shape[2]
     distance_TS = np.maximum(np.arange(T)[:, None] - np.arange(T), 0)
 
@@ -88,7 +88,7 @@ def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, mask: dic
         return jnp.zeros(T).at[distance_TS].add(p_TS)
 
     distance_NT = jax.vmap(by_distance)(p_BNTS.sum(axis=0))
-    return distance_NT, _output_changes(attention, h_BTD, positions, mask)
+    return distance_NT, _changes(attention, p_BNTS, v_BSNH)
 
 
 def _probabilities(attention: Attention, h_BTD: jax.Array, positions, mask: dict):
@@ -105,12 +105,16 @@ def _probabilities(attention: Attention, h_BTD: jax.Array, positions, mask: dict
 
 
 def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
+    """Returns `_changes` of attention's probabilities and values."""
+    return _changes(attention, *_probabilities(attention, h_BTD, positions, mask))
+
+
+def _changes(attention: Attention, p_BNTS: jax.Array, v_BSNH: jax.Array) -> jax.Array:
     """Returns [3, N]: sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, and the sum
     over keys of |v_s|^2.
 
     Values are multiplied by their head's output projection.
     """
-    p_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, mask)
     gram_NHH = jnp.einsum("NHD,NID->NHI", attention.out[...], attention.out[...])
 
     def inner_product(x, y):

@@ -20,8 +20,9 @@ from kvjax.convert import (
 from kvjax.convert.budget import RankChoices
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.latent_method import LatentAttention
-from kvjax.convert.methods import Method, PooledHeads, ThinKeys
+from kvjax.convert.methods import Method, ThinKeys
 from kvjax.convert.model import LazyModel
+from kvjax.convert.pooled_heads import PooledHeads
 from kvjax.costs import formulas
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError, warn
@@ -90,7 +91,9 @@ def _best(options, source: LazyModel, moments, rows_BT: np.ndarray) -> Choice:
             for methods in _candidates(given, source, moments, rows_BT, all_sizes=True):
                 model = ConvertedModel(source, methods, moments)
                 measured = perplexity.perplexity(model, rows_BT[:COMPARED_ROWS])
-                compared.append((f"{name}: {methods[0].title}", measured))
+                titles = dict.fromkeys(method.title for method in methods)
+                more = ", ..." if len(titles) > 1 else ""  # ranks by layer
+                compared.append((f"{name}: {methods[0].title}{more}", measured))
                 if measured < lowest:
                     best, lowest = methods, measured
         except UserError as error:

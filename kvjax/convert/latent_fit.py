@@ -8,20 +8,20 @@ share (Rot' has P/2 frequencies, Rot those of a head), and the C channels W_C x 
 each query head) and V (of each KV head) are free: what they multiply is absorbed into queries and
 outputs. The error is the mean square over inputs, queries and the distances that each head attends
 to. So a key's slowly rotating channels enter the latent, several frequencies may share a channel of
-the RoPE key, and queries shrink where a channel's rotation is not known: what TransMLA (arXiv
-2502.07864, section 4) does by rotating heads, folding frequencies and dropping the rest follows
-from one least-squares problem, bilinear in (B, V) and W. Alternating least squares solves it.
+the RoPE key, and queries shrink where a rotation is not known. TransMLA (arXiv 2502.07864,
+section 4) rotates heads, folds frequencies and drops rotations in separate steps; here all follow
+from one least-squares problem, bilinear in (B, V) and W, by alternating updates of the two.
 
 A constant added to all keys of a query changes no probability, so keys are fitted up to a constant.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
 
 from kvjax.convert.factors import balance_scales, einsum, root
+from kvjax.convert.layer import Layer
 
 _RIDGE = 1e-11  # relative to the diagonal
 _TOLERANCE = 1e-3  # a sweep that lowers the error by a smaller share is the last
@@ -55,41 +55,30 @@ class LatentFit(NamedTuple):
     error: float  # weighted squared error, in one unit for keys and values
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerMaps:
-    """Projections of a layer, [heads, channels, E], and the moments of their inputs."""
-
-    query_NHE: np.ndarray
-    key_KHE: np.ndarray
-    value_KVE: np.ndarray
-    out_NVD: np.ndarray
-    moment_EE: np.ndarray
-    mean_E: np.ndarray
-
-
 def fit(
-    maps: LayerMaps,
+    layer: Layer,
+    moment_EE: np.ndarray,
     statistics: AttentionStatistics,
     frequencies: tuple[np.ndarray, np.ndarray],
     channels: int,
     *,
     sweeps: int,
 ) -> LatentFit:
-    """Fits a layer.
+    """Fits a layer without biases.
 
     Args:
+      moment_EE: second moment of the layer's inputs.
       frequencies: of a head's pairs [H/2] and of the RoPE key's [P/2], in radians per token.
       channels: C, even.
       sweeps: maximum of alternating updates.
     """
-    problem = _Problem(maps, statistics, frequencies, channels)
-    error = np.inf
+    problem = _Problem(layer, moment_EE, statistics, frequencies, channels)
+    error = problem.update_queries_and_outputs()
     for _ in range(sweeps):
+        problem.update_inputs()
         before, error = error, problem.update_queries_and_outputs()
         if before - error < _TOLERANCE * before:
             break
-        problem.update_inputs()
-    problem.update_queries_and_outputs()
     return problem.result()
 
 
@@ -100,34 +89,38 @@ class _Problem:
     latent have frequency 0. That order, first halves of all pairs before second halves, is RoPE's.
     """
 
-    def __init__(self, maps: LayerMaps, statistics, frequencies, channels: int):
-        self.maps = m = maps
+    def __init__(self, layer: Layer, moment_EE, statistics, frequencies, channels: int):
+        heads_first = (1, 2, 0)
+        self.key_KHE = layer.key_EKH.transpose(heads_first)
+        self.value_KVE = layer.value_EKH.transpose(heads_first)
+        self.moment_EE, self.mean_E = moment_EE, statistics.mean_D
         self.of_head, rope = frequencies
         pairs = channels // 2
         self.frequency_S = np.concatenate([rope, np.zeros(pairs)])
         first = np.arange(len(rope), len(rope) + pairs)
         self.latent = np.concatenate([first, first + len(self.frequency_S)])
         self.rope = np.setdiff1d(np.arange(2 * len(self.frequency_S)), self.latent)
-        N, K = len(m.query_NHE), len(m.key_KHE)
+        N, K = layer.query_ENH.shape[1], len(self.key_KHE)
         self.kv_head_N = np.arange(N) * K // N
-        moment_NHH = einsum("NHE,EF,NIF->NHI", m.query_NHE, m.moment_EE, m.query_NHE)
+        query_NHE = layer.query_ENH.transpose(heads_first)
+        moment_NHH = einsum("NHE,EF,NIF->NHI", query_NHE, moment_EE, query_NHE)
         self.query_NHH = moment_NHH * statistics.key_weight_N[:, None, None]
-        gram_NVV = einsum("NVD,NUD->NVU", m.out_NVD, m.out_NVD)
+        gram_NVV = einsum("NVD,NUD->NVU", layer.out_NHD, layer.out_NHD)
         gram_NVV *= statistics.value_weight_N[:, None, None]
         self.out_KVV = gram_NVV.reshape(K, N // K, *gram_NVV.shape[1:]).sum(axis=1)
         self.heads = [_Rotations(p_T / p_T.sum()) for p_T in statistics.distance_NT]
-        self.key_moment_KHE = einsum("KHE,EF->KHF", m.key_KHE, m.moment_EE)
+        self.key_moment_KHE = einsum("KHE,EF->KHF", self.key_KHE, moment_EE)
         self.energy_N = [self._key_energy(n) for n in range(N)]
         # The input whose product with x is nearest to 1.
-        self.root_EE = root(m.moment_EE)
-        self.constant_E = scipy.linalg.cho_solve((self.root_EE, False), m.mean_E)
+        self.root_EE = root(moment_EE)
+        self.constant_E = scipy.linalg.cho_solve((self.root_EE, False), self.mean_E)
         self.inputs_FE = self._initial_inputs()
 
     def _key_energy(self, n: int) -> np.ndarray:
-        """Returns [H, H], the covariance of a head's rotated keys, and keeps their mean."""
-        k, rotations, m = self.kv_head_N[n], self.heads[n], self.maps
-        mean_H = rotations.mean(m.key_KHE[k] @ m.mean_E, self.of_head)
-        moment_HH = self.key_moment_KHE[k] @ m.key_KHE[k].T
+        """Returns [H, H], the covariance of a head's rotated keys."""
+        k, rotations = self.kv_head_N[n], self.heads[n]
+        mean_H = rotations.mean(self.key_KHE[k] @ self.mean_E, self.of_head)
+        moment_HH = self.key_moment_KHE[k] @ self.key_KHE[k].T
         rotated_HH = rotations.moment(moment_HH, self.of_head, self.of_head)
         return rotated_HH - np.outer(mean_H, mean_H)
 
@@ -138,25 +131,25 @@ class _Problem:
         frequency that is nearest; the latent has the principal directions of keys, shrunk by their
         rotation, and values.
         """
-        m, S = self.maps, len(self.frequency_S)
-        K, F = len(m.key_KHE), len(self.of_head)
-        inputs_FE = np.zeros((2 * S, m.moment_EE.shape[0]))
+        S = len(self.frequency_S)
+        K, F = len(self.key_KHE), len(self.of_head)
+        inputs_FE = np.zeros((2 * S, self.moment_EE.shape[0]))
         diagonal_NH = einsum("NHH->NH", self.query_NHH)
         weight_KF = (diagonal_NH[:, :F] + diagonal_NH[:, F:]).reshape(K, -1, F).sum(axis=1)
         used = np.zeros(F, int)
         for s in range(len(self.rope) // 2):
             f = int(np.argmin(np.abs(self.of_head - self.frequency_S[s])))
             root_K = np.sqrt(weight_KF[:, f])
-            pair_KE = m.key_KHE[:, f] + 1j * m.key_KHE[:, F + f]
-            moment_KK = pair_KE @ m.moment_EE @ pair_KE.conj().T
+            pair_KE = self.key_KHE[:, f] + 1j * self.key_KHE[:, F + f]
+            moment_KK = pair_KE @ self.moment_EE @ pair_KE.conj().T
             _, vectors_KK = np.linalg.eigh(root_K[:, None] * moment_KK * root_K)
             best_K = vectors_KK[:, ::-1][:, min(used[f], K - 1)]
             component_E = (best_K.conj() * root_K) @ pair_KE
             inputs_FE[s], inputs_FE[s + S] = component_E.real, component_E.imag
             used[f] += 1
-        energy_EE = einsum("KVE,KVU,KUF->EF", m.value_KVE, self.out_KVV, m.value_KVE)
+        energy_EE = einsum("KVE,KVU,KUF->EF", self.value_KVE, self.out_KVV, self.value_KVE)
         for n, k in enumerate(self.kv_head_N):
-            shrunk_HE = self.heads[n].shrinkage(self.of_head)[:, None] * m.key_KHE[k]
+            shrunk_HE = self.heads[n].shrinkage(self.of_head)[:, None] * self.key_KHE[k]
             energy_EE += shrunk_HE.T @ self.query_NHH[n] @ shrunk_HE
         E, C = len(energy_EE), len(self.latent)
         white_EE = self.root_EE @ energy_EE @ self.root_EE.T
@@ -167,11 +160,11 @@ class _Problem:
 
     def update_queries_and_outputs(self) -> float:
         """Regresses rotated keys and values on the features; returns the weighted error."""
-        m, of_head, own = self.maps, self.of_head, self.frequency_S
-        features_FE = self.inputs_FE @ m.moment_EE
+        of_head, own = self.of_head, self.frequency_S
+        features_FE = self.inputs_FE @ self.moment_EE
         moment_FF = features_FE @ self.inputs_FE.T
-        cross_KHF = m.key_KHE @ features_FE.T
-        mean_F, mean_KH = self.inputs_FE @ m.mean_E, m.key_KHE @ m.mean_E
+        cross_KHF = self.key_KHE @ features_FE.T
+        mean_F, mean_KH = self.inputs_FE @ self.mean_E, self.key_KHE @ self.mean_E
         self.maps_NHF, self.constant_NH, lost, energy = [], [], 0.0, 0.0
         for n, k in enumerate(self.kv_head_N):
             rotations = self.heads[n]
@@ -190,9 +183,9 @@ class _Problem:
         self.key_error = lost, energy
         latent_CE = features_FE[self.latent]
         moment_CC = moment_FF[np.ix_(self.latent, self.latent)]
-        cross_KVC = m.value_KVE @ latent_CE.T
+        cross_KVC = self.value_KVE @ latent_CE.T
         self.up_KVC = [_regression(moment_CC, cross_VC) for cross_VC in cross_KVC]
-        moment_KVV = einsum("KVE,EF,KUF->KVU", m.value_KVE, m.moment_EE, m.value_KVE)
+        moment_KVV = einsum("KVE,EF,KUF->KVU", self.value_KVE, self.moment_EE, self.value_KVE)
         kept_KVV = einsum("KVC,KUC->KVU", np.stack(self.up_KVC), cross_KVC)
         energy = np.sum(self.out_KVV * moment_KVV)
         self.value_error = np.sum(self.out_KVV * (moment_KVV - kept_KVV)), energy
@@ -200,7 +193,7 @@ class _Problem:
 
     def update_inputs(self) -> None:
         """Solves for W_R and W_C, given B and V; the moment of the inputs cancels."""
-        m, of_head, own = self.maps, self.of_head, self.frequency_S
+        of_head, own = self.of_head, self.frequency_S
         features = len(self.inputs_FE)
         normal_FF, right_FE = np.zeros((features, features)), np.zeros_like(self.inputs_FE)
         constant_F = np.zeros(features)
@@ -208,13 +201,13 @@ class _Problem:
             rotations = self.heads[n].reversed()
             weighted_FH = self.maps_NHF[n].T @ self.query_NHH[n]
             normal_FF += rotations.moment(weighted_FH @ self.maps_NHF[n], own, own)
-            right_FE += rotations.moment(weighted_FH, own, of_head) @ m.key_KHE[k]
+            right_FE += rotations.moment(weighted_FH, own, of_head) @ self.key_KHE[k]
             constant_F += rotations.mean(weighted_FH @ self.constant_NH[n], own)
         right_FE -= np.outer(constant_F, self.constant_E)
         for k, up_VC in enumerate(self.up_KVC):
             weighted_CV = up_VC.T @ self.out_KVV[k]
             normal_FF[np.ix_(self.latent, self.latent)] += weighted_CV @ up_VC
-            right_FE[self.latent] += weighted_CV @ m.value_KVE[k]
+            right_FE[self.latent] += weighted_CV @ self.value_KVE[k]
         self.inputs_FE = _solve(normal_FF, right_FE)
 
     def result(self) -> LatentFit:

@@ -8,7 +8,7 @@ from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mla import MLAConfig
 from kvjax.convert import latent_fit
 from kvjax.convert.factors import balance_scales, einsum
-from kvjax.convert.latent_fit import AttentionStatistics, LayerMaps
+from kvjax.convert.latent_fit import AttentionStatistics
 from kvjax.convert.layer import Layer
 from kvjax.convert.methods import ConvertedLayer
 from kvjax.foundation.errors import UserError
@@ -19,7 +19,7 @@ SWEEPS = 12
 # Weight of keys' errors beside `AttentionStatistics.key_weight_N`, which takes errors of tokens as
 # independent. Errors of a low-rank key are not: they share the directions that were dropped, and
 # add up. SmolLM2-135M at half of its cache: perplexity 43.5, 39.8, 37.3 and 38.8 at weights 1, 3,
-# 10 and 30, of 32.6 before.
+# 10 and 30, of 32.6 before (4,096 tokens, one run, a prototype: experiments/LOG.md).
 KEY_WEIGHT = 10.0
 
 
@@ -111,21 +111,13 @@ class LatentAttention:
 
     def fit(self, layer: Layer, moment_EE: np.ndarray) -> latent_fit.LatentFit:
         """Fits MLA's maps to a layer."""
-        heads = (1, 2, 0)
-        maps = LayerMaps(
-            query_NHE=layer.query_ENH.transpose(heads),
-            key_KHE=layer.key_EKH.transpose(heads),
-            value_KVE=layer.value_EKH.transpose(heads),
-            out_NVD=layer.out_NHD,
-            moment_EE=moment_EE,
-            mean_E=self.statistics.mean_D,
-        )
         head_dim = layer.key_EKH.shape[-1]
         scaled = self.statistics.key_weight_N * (
             self.key_weight / head_dim
         )  # logits are over sqrt(H)
         return latent_fit.fit(
-            maps,
+            layer,
+            moment_EE,
             self.statistics._replace(key_weight_N=scaled),
             tuple(rope_lib.frequencies(dim, layer.rope) for dim in (head_dim, self._width(layer))),
             self.rank,

@@ -100,7 +100,7 @@ class ThinKeys:
         for part, rank in ranks_to_check.items():
             if rank is not None:
                 self._check(rank, dims[part], config.num_kv_heads, of_values=part == "value")
-        common = _shared_keys(config)
+        common = shared_keys(config)
         absorbed = self._absorbed(config.qk_norm, rope)
         for part, rank in ranks.items():
             if rank is not None and absorbed[part]:
@@ -270,7 +270,7 @@ class LowRankKV:
         if self.bases < 1 or kv_heads % self.bases:
             raise UserError(f"bases = {self.bases}: must divide the {kv_heads} KV heads")
         shape = dict(num_bases=self.bases, rank=self.rank, latent_bias=config.bias)
-        return GroupedConfig(**_shared_keys(config), **shape)
+        return GroupedConfig(**shared_keys(config), **shape)
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
         layer = layer_lib.drop_redundant_biases(layer)
@@ -368,51 +368,7 @@ class LowRankKV:
         return "all" if self.align else "none"
 
 
-@dataclasses.dataclass(frozen=True)
-class PooledHeads:
-    """GQA with fewer KV heads, each the mean of several (Ainslie et al., arXiv 2305.13245).
-
-    Attributes:
-      rank: KV heads that are left, a divisor of their number.
-    """
-
-    rank: int
-
-    objective = "weights"
-    changes_values = True
-
-    @property
-    def title(self) -> str:
-        return f"{self.rank} KV heads"
-
-    def mechanism(self, config: GroupedConfig, *, rope: Base | None) -> GroupedConfig:
-        del rope
-        heads = config.num_kv_heads
-        if self.rank < 1 or heads % self.rank:
-            raise UserError(f"rank = {self.rank}: must divide the {heads} KV heads")
-        keys = _shared_keys(config) | dict(num_kv_heads=self.rank, num_bases=self.rank)
-        return GroupedConfig(**keys, rank=0, out_bias=config.out_bias)
-
-    def max_rank(self, config: GroupedConfig) -> int:
-        return config.num_kv_heads
-
-    def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
-        del moment_EE
-
-        def pooled(w_EKH):
-            groups = w_EKH.reshape(len(w_EKH), self.rank, -1, w_EKH.shape[-1])
-            mean_EKH = groups.mean(axis=2)
-            lost = np.sum((groups - mean_EKH[:, :, None]) ** 2) / (np.sum(groups**2) or 1.0)
-            return mean_EKH, float(lost)
-
-        key_EKH, key_error = pooled(layer.key_EKH)
-        value_EKH, value_error = pooled(layer.value_EKH)
-        projections = dict(query=layer.query_ENH, base_key=key_EKH, base_value=value_EKH)
-        weights = factored_layer.attention_weights(layer, projections)
-        return ConvertedLayer(weights, dict(key=key_error, value=value_error))
-
-
-def _shared_keys(config: GroupedConfig) -> dict:
+def shared_keys(config: GroupedConfig) -> dict:
     """Returns the config keys that a new mechanism takes from the old one."""
     keys = ("num_heads", "num_kv_heads", "key_dim", "value_dim", "qk_norm", "bias", "norm_epsilon")
     return {key: getattr(config, key) for key in keys}

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Callable
 
 from kvjax.convert.latent_method import LatentAttention
-from kvjax.convert.methods import LowRankKV, Method, PooledHeads, ThinKeys
+from kvjax.convert.methods import LowRankKV, Method, ThinKeys
+from kvjax.convert.pooled_heads import PooledHeads
 from kvjax.foundation.configuration import at_least, between, one_of
 from kvjax.foundation.errors import UserError
 

@@ -2,13 +2,14 @@
 
 import math
 import re
+import tempfile
 
 from etils import epath
 import numpy as np
 
 from kvjax.convert.layerwise import LayerwisePass
 from kvjax.convert.model import LazyModel
-from kvjax.data import loader, prepare, readers
+from kvjax.data import loader, manifest, prepare, readers
 from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
@@ -60,6 +61,14 @@ def rows(
         chosen = chosen * count // num_rows
     rows = dataset.rows(split).__getitems__(chosen.tolist())
     return np.stack([row["tokens"] for row in rows]).astype(np.int32)
+
+
+def model_rows(model: LazyModel, source: str, **options) -> np.ndarray:
+    """Returns `rows` in the model's own tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = epath.Path(folder) / manifest.TOKENIZER
+        tokenizer.write_text(model.tokenizer_json)
+        return rows(source, tokenizer, **options)
 
 
 def name_options(message: str, key: str) -> str:

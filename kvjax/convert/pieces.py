@@ -20,7 +20,7 @@ _BLANK = "▁"
 
 
 class Kind(enum.IntEnum):
-    """Of a piece; GGUF's token types have the same numbers."""
+    """Kind of a piece; GGUF's token types have the same numbers."""
 
     NORMAL = 1
     UNKNOWN = 2

@@ -264,7 +264,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _encoders(self) -> dict[str, tokenizers.Tokenizer]:
-        """By position, created on first use."""
+        """Encoders by position, created on first use."""
         return {}
 
     def _new_encoder(self, position: str) -> tokenizers.Tokenizer:

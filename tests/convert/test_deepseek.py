@@ -331,7 +331,7 @@ def test_what_deepseek_has_not_is_refused_by_key(name, tmp_path, monkeypatch, ca
 
 
 def test_every_key_that_differs_is_named_and_nothing_is_written(small, tmp_path, capsys):
-    """Of the recipe's LRKV."""
+    """Exports LRKV of the default recipe."""
     options = [f"--workdir={small}", f"--out={tmp_path / 'out'}", "--format=deepseek"]
     assert command_line.status(export.main, options) == 2
     said = capsys.readouterr().err.replace("\n", " ")

@@ -11,8 +11,9 @@ import pytest
 
 from kvjax.attention import Attention, GroupedConfig
 from kvjax.convert import calibration, latent_fit, layer as layer_lib, model as model_lib
-from kvjax.convert.latent_fit import AttentionStatistics, LayerMaps
+from kvjax.convert.latent_fit import AttentionStatistics
 from kvjax.convert.latent_method import LatentAttention
+from kvjax.convert.layerwise import LayerwisePass
 from kvjax.layers import rope
 from kvjax.workdir import trained
 from tests.convert import comparison, workdirs
@@ -24,21 +25,27 @@ FREQUENCIES = rope.frequencies(H, 50.0)
 def _random_layer():
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((40, E)) @ rng.standard_normal((E, E)) + 0.7
-    maps = LayerMaps(
-        query_NHE=rng.standard_normal((N, H, E)),
-        key_KHE=rng.standard_normal((K, H, E)),
-        value_KVE=rng.standard_normal((K, V, E)),
-        out_NVD=rng.standard_normal((N, V, E)),
-        moment_EE=inputs.T @ inputs / len(inputs),
-        mean_E=inputs.mean(axis=0),
+    layer = layer_lib.Layer(
+        query_ENH=rng.standard_normal((E, N, H)),
+        key_EKH=rng.standard_normal((E, K, H)),
+        value_EKH=rng.standard_normal((E, K, V)),
+        out_NHD=rng.standard_normal((N, V, E)),
+        out_bias_D=None,
+        gains={},
+        qk_norm="none",
+        rope=50.0,
     )
     statistics = AttentionStatistics(
         distance_NT=rng.random((N, T)) * np.exp(-np.arange(T) / 4),
         key_weight_N=rng.random(N),
         value_weight_N=rng.random(N),
-        mean_D=maps.mean_E,
+        mean_D=inputs.mean(axis=0),
     )
-    return inputs, maps, statistics
+    return inputs, layer, statistics
+
+
+def _moment(inputs):
+    return inputs.T @ inputs / len(inputs)
 
 
 def _rotated(x_F, angles):
@@ -48,7 +55,7 @@ def _rotated(x_F, angles):
     return np.concatenate([turned.real, turned.imag])
 
 
-def _explicit_error(inputs, maps, statistics, fitted, rope_frequencies, constant_NH=None):
+def _explicit_error(inputs, layer, statistics, fitted, rope_frequencies, constant_NH=None):
     """Sums squared errors of logits, up to the best constant per head, and of outputs."""
     total = 0.0
     for n in range(N):
@@ -56,7 +63,7 @@ def _explicit_error(inputs, maps, statistics, fitted, rope_frequencies, constant
         errors, weights = [], []
         for d, p in enumerate(p_T):
             for x in inputs:
-                key = _rotated(maps.key_KHE[k] @ x, FREQUENCIES * d)
+                key = _rotated(x @ layer.key_EKH[:, k], FREQUENCIES * d)
                 shared = _rotated(x @ fitted.rope_key_EP, rope_frequencies * d)
                 latent = x @ fitted.latent_EC
                 near = fitted.rope_query_NHP[n] @ shared + latent @ fitted.up_key_CNH[:, n]
@@ -64,12 +71,12 @@ def _explicit_error(inputs, maps, statistics, fitted, rope_frequencies, constant
                 weights.append(p / len(inputs))
         errors, weights = np.stack(errors), np.array(weights)
         errors = errors - (weights @ errors if constant_NH is None else constant_NH[n])
-        queries = inputs @ maps.query_NHE[n].T
+        queries = inputs @ layer.query_ENH[:, n]
         logits = queries @ errors.T
         total += statistics.key_weight_N[n] * np.mean(logits**2 @ weights)
-        values = inputs @ maps.value_KVE[k].T
+        values = inputs @ layer.value_EKH[:, k]
         values = values - inputs @ fitted.latent_EC @ fitted.up_value_CKV[:, k]
-        outputs = values @ maps.out_NVD[n]
+        outputs = values @ layer.out_NHD[n]
         total += statistics.value_weight_N[n] * np.mean(np.sum(outputs**2, axis=1))
     return total
 
@@ -77,12 +84,12 @@ def _explicit_error(inputs, maps, statistics, fitted, rope_frequencies, constant
 @pytest.mark.parametrize("pairs", [3, 2, 1])
 def test_error_is_the_mean_square_of_logits_and_outputs(pairs):
     """The fit's own figure, from expected rotations, equals sums over inputs and distances."""
-    inputs, maps, statistics = _random_layer()
+    inputs, layer, statistics = _random_layer()
     frequencies = FREQUENCIES, rope.frequencies(2 * pairs, 50.0)
     errors = []
     for sweeps in (1, 3, 30):
-        fitted = latent_fit.fit(maps, statistics, frequencies, 8, sweeps=sweeps)
-        expected = _explicit_error(inputs, maps, statistics, fitted, frequencies[1])
+        fitted = latent_fit.fit(layer, _moment(inputs), statistics, frequencies, 8, sweeps=sweeps)
+        expected = _explicit_error(inputs, layer, statistics, fitted, frequencies[1])
         assert fitted.error == pytest.approx(expected, rel=1e-6)
         errors.append(fitted.error)
     assert errors == sorted(errors, reverse=True)
@@ -90,18 +97,18 @@ def test_error_is_the_mean_square_of_logits_and_outputs(pairs):
 
 def test_updates_are_least_squares():
     """No small change of the inputs' maps lowers the error for the queries' and outputs' maps."""
-    inputs, maps, statistics = _random_layer()
+    inputs, layer, statistics = _random_layer()
     frequencies = FREQUENCIES, rope.frequencies(4, 50.0)
-    problem = latent_fit._Problem(maps, statistics, frequencies, 8)
+    problem = latent_fit._Problem(layer, _moment(inputs), statistics, frequencies, 8)
     problem.update_queries_and_outputs()
     problem.update_inputs()
     fitted, rest = problem.result(), (frequencies[1], problem.constant_NH)
-    best = _explicit_error(inputs, maps, statistics, fitted, *rest)
+    best = _explicit_error(inputs, layer, statistics, fitted, *rest)
     for name in ("rope_key_EP", "latent_EC"):
         change = 1e-3 * np.random.default_rng(1).standard_normal(getattr(fitted, name).shape)
         for sign in (1, -1):
             moved = fitted._replace(**{name: getattr(fitted, name) + sign * change})
-            assert _explicit_error(inputs, maps, statistics, moved, *rest) > best
+            assert _explicit_error(inputs, layer, statistics, moved, *rest) > best
 
 
 def test_mqa_is_exact(randomise):
@@ -113,7 +120,7 @@ def test_mqa_is_exact(randomise):
     inputs, _, statistics = _random_layer()
     layer = layer_lib.read(weights, config, rope=50.0)
     method = LatentAttention(rank=4, statistics=statistics, sweeps=60)
-    converted = method.convert(layer, inputs.T @ inputs / len(inputs)).weights
+    converted = method.convert(layer, _moment(inputs)).weights
     positions = np.arange(T, dtype=np.int32)[None]
     found = {}
     with jax.enable_x64(True):
@@ -146,8 +153,6 @@ def test_attention_statistics():
         return ()
 
     with jax.disable_jit():
-        from kvjax.convert.layerwise import LayerwisePass
-
         next(iter(LayerwisePass(source, rows).layers(observe)))
     expected = np.zeros_like(first.distance_NT)
     for q_BTNH, k_BTKH in per_row:
@@ -175,3 +180,21 @@ def test_command(run, imported, text, tmp_path):
     before = workdirs.logits(model_lib.transformer(model_lib.open(str(source))), tokens)
     after = workdirs.logits(trained.load(out).model, tokens)
     assert np.corrcoef(before.ravel(), after.ravel())[0, 1] > 0.9
+
+
+def test_auto_takes_the_least_perplexity(run, imported, text, tmp_path):
+    """Every method is tried within the budget; the workdir has the best one's cache."""
+    out = tmp_path / "out"
+    options = [f"--source={imported('llama')}", f"--out={out}", "--row_length=16", "--json"]
+    options += [f"--calibrate={text}", "--calibrate_tokens=256", f"--evaluate={text}"]
+    options += ["--evaluate_tokens=64", "--method=auto", "--cache=0.5", "--multiple=1"]
+    status, printed, errors = run(*options)
+    assert status == 0, errors
+    result = json.loads(printed)
+    compared = result["compared"]
+    assert {name.partition(":")[0] for name in compared} == {"thin_keys", "lrkv", "mla", "gqa"}
+    assert result["cache_bytes_per_token"]["after"] <= result["cache_bytes_per_token"]["before"] / 2
+    best = min(compared, key=compared.get).partition(":")[0]
+    kinds = {"thin_keys": "factored", "lrkv": "grouped", "mla": "mla", "gqa": "grouped"}
+    section = model_lib.attention_section(trained.load(out).model.config)
+    assert section["kind"] == kinds[best]

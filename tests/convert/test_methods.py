@@ -11,7 +11,8 @@ import pytest
 
 from kvjax.attention import Attention, FactoredConfig, GroupedConfig
 from kvjax.convert import layer as layer_lib
-from kvjax.convert.methods import LowRankKV, PooledHeads, ThinKeys
+from kvjax.convert.methods import LowRankKV, ThinKeys
+from kvjax.convert.pooled_heads import PooledHeads
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick

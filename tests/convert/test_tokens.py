@@ -38,7 +38,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def chat(source):
-    """That copy with special tokens for turns, as in SmolLM2-Instruct."""
+    """Returns the published copy with special tokens for turns, as SmolLM2-Instruct has."""
     text = (source / "tokenizer.json").read_text()
     backend = tokenizers.Tokenizer.from_str(text)
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])

@@ -141,7 +141,7 @@ def test_thin_keys_models_are_causal_and_thin():
 
 @pytest.mark.slow
 def test_an_equal_start_does_not_depend_on_channels():
-    """By fan-in, matrices that are narrower than their input start smaller."""
+    """Matrices that are narrower than their input start smaller, by their fan-in."""
     task = thin_keys_tasks.TASKS["retrieval"]
 
     def deviation(channels, start):

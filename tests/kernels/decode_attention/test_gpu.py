@@ -105,7 +105,7 @@ def test_equals_the_definition_at_d12(name):
     ),
 )
 def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
-    """By default only shapes that `check` refuses are left to XLA."""
+    """By default XLA takes only shapes that `check` refuses."""
     shape = ResidualSizes(N=N, K=K, R=R, H=H)
     inputs, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.bfloat16)
     try:

@@ -140,7 +140,7 @@ SPLASH_REFUSES = [
 
 @pytest.mark.parametrize("shape, sizes, message", SPLASH_REFUSES, ids=lambda x: str(x)[:40])
 def test_splash_refusals(monkeypatch, caplog, shape, sizes, message):
-    """By name it is refused, with a hint at XLA; by default XLA replaces it, with one warning."""
+    """A refused kernel hints at XLA if it was named; else XLA replaces it, with one warning."""
     arrays, options = cases.shapes(**shape), dict(mesh=cases.mesh(**sizes) if sizes else None)
     with pytest.raises(NotImplementedError, match=f"^splash.*{message}.*'xla' supports them"):
         cases.trace(arrays, implementation="splash", **options)
