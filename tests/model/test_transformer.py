@@ -123,7 +123,7 @@ def _initial(config, seed=0):
     return _init(config)(jax.random.key(seed))
 
 
-@pytest.mark.parametrize("name", quick.only(["gpt2", "llama3", "encoder"], OPTIONS))
+@pytest.mark.parametrize("name", quick.only(["gpt2", "llama3", "olmo2", "encoder"], OPTIONS))
 def test_equals_the_reference(x64, make_mechanism, randomise, name):
     mechanism, keys, block = OPTIONS[name]
     mechanism = make_mechanism(mechanism, **keys)
