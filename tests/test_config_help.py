@@ -1,6 +1,7 @@
 """The help of kvjax.main lists all keys with their meanings."""
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -20,6 +21,7 @@ def test_every_key_has_a_meaning_in_words(section):
 
 def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["kvjax train"])
     assert command_line.status(main.main, ["--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
