@@ -16,7 +16,7 @@ def mask_by_hand(logits_V: np.ndarray, k: int, p: float) -> np.ndarray:
     """Returns a mask of the ids that top-k and then top-p keep, computed one token at a time."""
     order = sorted(range(len(logits_V)), key=lambda i: (-logits_V[i], i))
     order = order[:k] if k else order
-    weights = np.exp(np.float64(logits_V[order]) - logits_V.max())
+    weights = np.exp(logits_V[order].astype(np.float64) - logits_V.max())
     share, ids = 0.0, []
     for i, weight in zip(order, weights / weights.sum(), strict=True):
         ids.append(i)
