@@ -152,14 +152,18 @@ def _factored(c, w, x_BTD, norm, rotate):
 def _latent_queries(c, w, x_BTD, norm, rotate):
     query_input = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
-        content = norm(query_input @ w["query"][:, n], "query_norm")
-        position = rotate(norm(query_input @ w["rope_query"][:, n], "rope_query_norm"))
+        content = norm(_projection(w, query_input, "query", n), "query_norm")
+        position = rotate(norm(_projection(w, query_input, "rope_query", n), "rope_query_norm"))
         yield np.concatenate([content, position], -1)
+
+
+def _rope_key(w, x_BTD, norm, rotate):
+    return rotate(norm(x_BTD @ w["rope_key"] + w.get("rope_key_bias", 0.0), "rope_key_norm"))
 
 
 def _latent(c, w, x_BTD, norm, rotate):
     latent = _normed_latent(c, w, x_BTD @ w["down"])
-    shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+    shared = _rope_key(w, x_BTD, norm, rotate)
     for n, q in enumerate(_latent_queries(c, w, x_BTD, norm, rotate)):
         k = np.concatenate([latent @ w["up_key"][:, n], shared], -1)
         yield q, k, latent @ w["up_value"][:, n]
@@ -178,7 +182,7 @@ def _residual_latent(c, w, x_BTD, norm, rotate):
 
 
 def _grouped_latent(c, w, x_BTD, norm, rotate):
-    shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+    shared = _rope_key(w, x_BTD, norm, rotate)
     group = c.num_heads // c.num_latents  # query heads per latent
     for branch in range(getattr(c, "num_branches", 1)):
         for n, q in enumerate(_latent_queries(c, w, x_BTD, norm, rotate)):

@@ -28,7 +28,7 @@ from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions
-from kvjax.layers.weight import linear, weight
+from kvjax.layers.weight import affine, linear, weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class MLAConfig(MechanismConfig):
     value_dim: int  # channels of a value, Hv
     qk_norm: str = "rms"  # norm of query and RoPE key
     norm_latent: bool = True  # norm of the latent; False: keys and values are linear in the input
+    qk_bias: bool = False  # biases of queries and of the RoPE key
 
     def __post_init__(self):
         check_common(self, "latent_dim", "rope_key_dim", "value_dim", has_latent=self.norm_latent)
@@ -96,14 +97,19 @@ class MLA(Mechanism):
         self.query_norm = head_norm(c, c.key_dim, rngs=rngs)
         self.rope_query_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
         self.rope_key_norm = head_norm(c, c.rope_key_dim, rngs=rngs)
+        biased = dict(rngs=rngs, init="zeros", **sizes)
+        self.query_bias = weight("N H", **biased) if c.qk_bias else None
+        self.rope_query_bias = weight("N P", **biased) if c.qk_bias else None
+        self.rope_key_bias = weight("P", **biased) if c.qk_bias else None
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         query_input = self.query_input(x_BTD)
-        q_BTNH = normalise_and_rotate(linear(query_input, self.query[...]), self.query_norm, None)
-        q_BTNP = linear(query_input, self.rope_query[...])
+        q_BTNH = affine(query_input, self.query, self.query_bias)
+        q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
+        q_BTNP = affine(query_input, self.rope_query, self.rope_query_bias)
         q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
-        k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
+        k_BT1P = affine(x_BTD, self.rope_key, self.rope_key_bias)[:, :, None]
         latent_BTC = linear(x_BTD, self.down[...])
         if self.latent_norm is not None:
             latent_BTC = scaled_latent(self.config, self.latent_norm(latent_BTC), x_BTD.shape[-1])

@@ -67,6 +67,7 @@ def attention_statistics(
       moments: see `moments`, for the mean of a layer's inputs.
     """
     rows_BT, found = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
+    mechanisms = model.transformer.mechanisms
     with progress.waiting("measuring attention") as doing:
         for i, parts in enumerate(LayerwisePass(model, rows_BT).layers(_attention_sums)):
             doing.at(f"{i + 1} of {len(moments)} layers")
@@ -74,7 +75,8 @@ def attention_statistics(
                 np.sum(np.asarray(sums, np.float64), axis=0) for sums in zip(*parts, strict=True)
             )
             of_logits, squared, _ = changes_3N / rows_BT.size
-            found.append(AttentionStatistics(distance_NT, of_logits, squared, moments[i][-1, :-1]))
+            mean_E = moments[i][-1] if mechanisms[i].bias else moments[i][-1, :-1]
+            found.append(AttentionStatistics(distance_NT, of_logits, squared, mean_E))
     return found
 
 

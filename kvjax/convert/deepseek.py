@@ -104,7 +104,9 @@ _BLOCK = dict(
     causal=True,
 )
 _ROPE_KEYS = dict(rope_factor=1.0, rope_fraction=1.0)
-_ATTENTION = dict(qk_norm="none", bias=False, output_gate=False, position_channels=0, alibi=False)
+_ATTENTION = dict(
+    qk_norm="none", bias=False, qk_bias=False, output_gate=False, position_channels=0, alibi=False
+)
 _KINDS = dict(
     gla=GLAConfig,
     mla=MLAConfig,

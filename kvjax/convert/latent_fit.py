@@ -34,13 +34,13 @@ class AttentionStatistics(NamedTuple):
       distance_NT: share of each head's attention by distance between query and key.
       key_weight_N: weight of a squared logit error in the squared error of the layer's output.
       value_weight_N: weight of a head's squared value error, after the output projection.
-      mean_D: mean input of the layer.
+      mean_E: mean input of the layer; E as in `Layer`.
     """
 
     distance_NT: np.ndarray
     key_weight_N: np.ndarray
     value_weight_N: np.ndarray
-    mean_D: np.ndarray
+    mean_E: np.ndarray
 
 
 class LatentFit(NamedTuple):
@@ -64,7 +64,7 @@ def fit(
     *,
     sweeps: int,
 ) -> LatentFit:
-    """Fits a layer without biases.
+    """Fits a layer whose redundant biases were dropped; other biases are rows of the maps.
 
     Args:
       moment_EE: second moment of the layer's inputs.
@@ -93,7 +93,7 @@ class _Problem:
         heads_first = (1, 2, 0)
         self.key_KHE = layer.key_EKH.transpose(heads_first)
         self.value_KVE = layer.value_EKH.transpose(heads_first)
-        self.moment_EE, self.mean_E = moment_EE, statistics.mean_D
+        self.moment_EE, self.mean_E = moment_EE, statistics.mean_E
         self.of_head, rope = frequencies
         pairs = channels // 2
         self.frequency_S = np.concatenate([rope, np.zeros(pairs)])

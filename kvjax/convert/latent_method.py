@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mla import MLAConfig
-from kvjax.convert import latent_fit
+from kvjax.convert import factored_layer, latent_fit, layer as layer_lib
 from kvjax.convert.factors import balance_scales, einsum
 from kvjax.convert.latent_fit import AttentionStatistics
 from kvjax.convert.layer import Layer
@@ -55,12 +55,11 @@ class LatentAttention:
                 "--method=mla: needs a model with RoPE; without it, --method=thin_keys "
                 "--mode=joint caches latents that all heads share"
             )
-        for key, allowed in (("qk_norm", "none"), ("bias", False)):
-            if (value := getattr(config, key)) != allowed:
-                raise UserError(
-                    f"--method=mla: config.attention.{key} = {value!r}: must be {allowed!r}, since "
-                    "MLA's keys are linear in the input; --method=thin_keys and lrkv take it"
-                )
+        if config.qk_norm != "none":
+            raise UserError(
+                f"--method=mla: config.attention.qk_norm = {config.qk_norm!r}: must be 'none', "
+                "since MLA's keys are linear in the input; --method=thin_keys and lrkv take it"
+            )
         channels = self.rope_dim or config.key_dim
         if not 2 <= channels <= config.key_dim or channels % 2:
             raise UserError(
@@ -81,6 +80,8 @@ class LatentAttention:
             value_dim=config.value_dim,
             qk_norm="none",
             norm_latent=False,
+            bias=config.bias,
+            qk_bias=config.bias,
             norm_epsilon=config.norm_epsilon,
         )
 
@@ -88,29 +89,37 @@ class LatentAttention:
         return config.num_kv_heads * (config.key_dim + config.value_dim)
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> ConvertedLayer:
+        layer = layer_lib.drop_redundant_biases(layer)
         fit, head_dim = self.fit(layer, moment_EE), layer.key_EKH.shape[-1]
         channels = fit.rope_key_EP.shape[1]
         # Logits are divided by the root of all channels of MLA's query.
         query_ENH = layer.query_ENH * (1 + channels / head_dim) ** 0.5
         rope_query_ENP = einsum("ENH,NHP->ENP", query_ENH, fit.rope_query_NHP)
-        pairs = (x.reshape(-1, 2, channels // 2) for x in (fit.rope_key_EP, rope_query_ENP))
+        sides = layer.weights_of(fit.rope_key_EP), layer.weights_of(rope_query_ENP)
+        pairs = (x.reshape(-1, 2, channels // 2) for x in sides)
         scale_P = np.tile(balance_scales(*pairs, ((0, 1), (0, 1))), 2)  # one scale for a pair
         groups = layer.query_ENH.shape[1] // layer.key_EKH.shape[1]
-        inner = {
+        up_value_CNV = np.repeat(fit.up_value_CKV, groups, axis=1)
+        inner = dict(
+            down=layer.weights_of(fit.latent_EC), up_key=fit.up_key_CNH, up_value=up_value_CNV
+        )
+        projections = {
             "query": query_ENH,
             "rope_query": rope_query_ENP / scale_P,
             "rope_key": fit.rope_key_EP * scale_P,
-            "down": fit.latent_EC,
-            "up_key": fit.up_key_CNH,
-            "up_value": np.repeat(fit.up_value_CKV, groups, axis=1),
         }
-        weights = dict(out=layer.out_NHD, mechanism=inner)
-        if layer.out_bias_D is not None:
-            weights["out_bias"] = layer.out_bias_D
+        if layer.has_biases:
+            # The latent's constant is the same in all of a query's logits, and passes through
+            # attention in values.
+            constant_NV = einsum("C,CNV->NV", fit.latent_EC[-1], up_value_CNV)
+            out_bias_D = layer.out_bias_D + einsum("NV,NVD->D", constant_NV, layer.out_NHD)
+            layer = dataclasses.replace(layer, out_bias_D=out_bias_D)
+        weights = factored_layer.attention_weights(layer, projections, **inner)
         return ConvertedLayer(weights, fit.errors)
 
     def fit(self, layer: Layer, moment_EE: np.ndarray) -> latent_fit.LatentFit:
         """Fits MLA's maps to a layer."""
+        layer = layer_lib.drop_redundant_biases(layer)
         head_dim = layer.key_EKH.shape[-1]
         scaled = self.statistics.key_weight_N * (
             self.key_weight / head_dim

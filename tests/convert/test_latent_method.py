@@ -16,6 +16,7 @@ from kvjax.convert.latent_method import LatentAttention
 from kvjax.convert.layerwise import LayerwisePass
 from kvjax.layers import rope
 from kvjax.workdir import trained
+from tests import quick
 from tests.convert import comparison, workdirs
 
 N, K, H, V, E, T = 4, 2, 6, 5, 18, 9
@@ -39,7 +40,7 @@ def _random_layer():
         distance_NT=rng.random((N, T)) * np.exp(-np.arange(T) / 4),
         key_weight_N=rng.random(N),
         value_weight_N=rng.random(N),
-        mean_D=inputs.mean(axis=0),
+        mean_E=inputs.mean(axis=0),
     )
     return inputs, layer, statistics
 
@@ -111,40 +112,73 @@ def test_updates_are_least_squares():
             assert _explicit_error(inputs, layer, statistics, moved, *rest) > best
 
 
-def test_mqa_is_exact(randomise):
+def _config(K, **keys):
+    sizes = dict(num_heads=N, num_kv_heads=K, num_bases=K, rank=0, key_dim=H, value_dim=4)
+    return GroupedConfig(**sizes, qk_norm="none", **keys)
+
+
+def _with_ones(x_TD):
+    return np.concatenate([x_TD, np.ones((len(x_TD), 1))], axis=1)
+
+
+def _attention(config, weights, x_TD):
+    """Runs causal attention [T, D] in float64."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Attention(config, x_TD.shape[1], rngs=nnx.Rngs(0))))
+    index = np.arange(len(x_TD), dtype=np.int32)[None]
+    positions = rope.positions(index, config.rope_dim, 50.0)
+    with jax.enable_x64(True):
+        weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), weights)
+        module = nnx.merge(graph, weights)
+        return np.asarray(module(x_TD[None], positions, causal=True))[0]
+
+
+@pytest.mark.parametrize("biases", [{}, dict(bias=True), dict(bias=True, out_bias=False)])
+def test_mqa_is_exact(randomise, biases):
     """A key that all heads share is a RoPE key, and its value a latent."""
-    config = GroupedConfig(
-        num_heads=N, num_kv_heads=1, num_bases=1, rank=0, key_dim=H, value_dim=4, qk_norm="none"
-    )
+    config = _config(1, **biases)
     _, weights = randomise(lambda: Attention(config, E, rngs=nnx.Rngs(0)))
     inputs, _, statistics = _random_layer()
-    layer = layer_lib.read(weights, config, rope=50.0)
+    x = _with_ones(inputs) if biases else inputs
+    statistics = statistics._replace(mean_E=x.mean(axis=0))
     method = LatentAttention(rank=4, statistics=statistics, sweeps=60)
-    converted = method.convert(layer, _moment(inputs)).weights
-    positions = np.arange(T, dtype=np.int32)[None]
-    found = {}
-    with jax.enable_x64(True):
-        for name, of, w in (
-            ("before", config, weights),
-            ("after", method.mechanism(config, rope=50.0), converted),
-        ):
-            graph = nnx.split(nnx.eval_shape(lambda of=of: Attention(of, E, rngs=nnx.Rngs(0))))[0]
-            module = nnx.merge(graph, jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), w))
-            angles = rope.positions(positions, H, 50.0)
-            found[name] = np.asarray(module(inputs[None, :T], angles, causal=True))
-    assert np.abs(found["after"] - found["before"]).max() < 1e-7 * np.abs(found["before"]).max()
+    layer = layer_lib.read(weights, config, rope=50.0)
+    converted = method.convert(layer, _moment(x)).weights
+    before = _attention(config, weights, inputs[:T])
+    after = _attention(method.mechanism(config, rope=50.0), converted, inputs[:T])
+    assert np.abs(after - before).max() < 1e-7 * np.abs(before).max()
+
+
+def test_a_bias_is_an_input_of_1(randomise):
+    """A layer with biases loses as much as one without that has a further input of 1."""
+    config, plain = _config(2, bias=True, out_bias=False), _config(2)
+    _, weights = randomise(lambda: Attention(config, E, rngs=nnx.Rngs(0)))
+    weights["mechanism"]["base_value_bias"] *= 0  # moves to the output's bias, with the latent's
+    inputs, _, statistics = _random_layer()
+    x = _with_ones(inputs)
+    statistics = statistics._replace(mean_E=x.mean(axis=0))
+    method = LatentAttention(rank=6, rope_dim=4, statistics=statistics, sweeps=3)
+    layer = layer_lib.read(weights, config, rope=50.0)
+    out_NHE = np.pad(layer.out_NHD, [(0, 0), (0, 0), (0, 1)])
+    found, expected = (
+        _attention(method.mechanism(c, rope=50.0), method.convert(of, _moment(x)).weights, rows)
+        for c, of, rows in (
+            (config, layer, inputs[:T]),
+            (plain, dataclasses.replace(layer, out_NHD=out_NHE), x[:T]),
+        )
+    )
+    np.testing.assert_allclose(found, expected[:, :-1], rtol=1e-9, atol=1e-9)
 
 
 def test_attention_statistics():
     """Shares of attention by distance, from probabilities computed token by token."""
     source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
-    config = dataclasses.replace(source.transformer.mechanisms[0], bias=False)
+    config = source.transformer.mechanisms[0]
     assert config.num_heads > config.num_kv_heads
     rows = np.random.default_rng(0).integers(0, 38, (3, 11))
     moments = calibration.moments(source, rows)
     (first, *_), per_row = calibration.attention_statistics(source, rows, moments), []
     assert first.distance_NT.sum() == pytest.approx(config.num_heads * rows.size)
-    np.testing.assert_allclose(first.mean_D, moments[0][-1, :-1])
+    np.testing.assert_allclose(first.mean_E, moments[0][-1])
 
     def observe(attention, h_BTD, positions, mask):
         q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
@@ -182,18 +216,23 @@ def test_command(run, imported, text, tmp_path):
     assert np.corrcoef(before.ravel(), after.ravel())[0, 1] > 0.9
 
 
-def test_auto_takes_the_least_perplexity(run, imported, text, tmp_path):
+AUTO = [("llama", "0.5"), ("qwen2", "0.75")]
+
+
+@pytest.mark.parametrize("source, cache", quick.only(AUTO[:1], AUTO))
+def test_auto_takes_the_least_perplexity(run, imported, text, tmp_path, source, cache):
     """Every method is tried within the budget; the workdir has the best one's cache."""
     out = tmp_path / "out"
-    options = [f"--source={imported('llama')}", f"--out={out}", "--row_length=16", "--json"]
+    options = [f"--source={imported(source)}", f"--out={out}", "--row_length=16", "--json"]
     options += [f"--calibrate={text}", "--calibrate_tokens=256", f"--evaluate={text}"]
-    options += ["--evaluate_tokens=64", "--method=auto", "--cache=0.5", "--multiple=1"]
+    options += ["--evaluate_tokens=64", "--method=auto", f"--cache={cache}", "--multiple=1"]
     status, printed, errors = run(*options)
     assert status == 0, errors
     result = json.loads(printed)
     compared = result["compared"]
     assert {name.partition(":")[0] for name in compared} == {"thin_keys", "lrkv", "mla", "gqa"}
-    assert result["cache_bytes_per_token"]["after"] <= result["cache_bytes_per_token"]["before"] / 2
+    sizes = result["cache_bytes_per_token"]
+    assert sizes["after"] <= float(cache) * sizes["before"]
     best = min(compared, key=compared.get).partition(":")[0]
     kinds = {"thin_keys": "factored", "lrkv": "grouped", "mla": "mla", "gqa": "grouped"}
     section = model_lib.attention_section(trained.load(out).model.config)
