@@ -10,6 +10,8 @@ from experiments.record import EXPERIMENTS
 from experiments.tables import decode_roofline, figures, parameter_table
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+from tests import page_commands
 
 PAGES = tuple(
     f"experiments/reports/{f.name}" for f in sorted((EXPERIMENTS / "reports").glob("*.md"))
@@ -75,6 +77,46 @@ def test_files_and_commands_that_are_named_are_there(name):
     targets = re.findall(r"(?m)^([\w-]+):", _text("Makefile"))
     for target in re.findall(r"(?m)(?:^    |`)make ([\w-]+)", text):
         assert target in targets, target
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_commands_are_what_their_parsers_take(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in page_commands.commands(_text(name)):
+        page_commands.check(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "python -m kvjax.main --config=configs/lrkv_tny.py",
+            "mean --config=configs/lrkv_tiny.py?",
+        ),
+        ("kvjax train --config=lrkv_tny", "no such file"),
+        ("kvjax train --config.train.num_stps=2", "mean 'num_steps'?"),
+        ("kvjax anayze", "there is no command kvjax anayze"),
+        ("kvjax generate --chips=two", "--chips=two: must be a whole number"),
+        ("kvjax profile --legnth=16", "mean '--length'?"),
+        ("kvjax profile --mechanisms=mha,lrk", "mean 'lrkv'?"),
+        ("kvjax sweep lrkv_tiny --set attention.rnk=4", "mean 'rank'?"),
+        ("python -m experiments.studies.language_models --study=lrkv_start", "lrkv_start"),
+        ("python -m experiments.studies.padded_loss --seeds=0", "--seeds"),
+        ("pip install -c constraint.txt x", "there is no file constraint.txt"),
+        ("pip install -e '.[amot]'", "kvjax has no extra amot"),
+    ],
+)
+def test_mistakes_in_commands_are_found(line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pages = (
+        f"x\n\n    A=1 {line}  # a comment\n",
+        f"```bash\n{line} | kvjax train\n```\n",
+        f"Run `{line}`.",
+    )
+    for page in pages:
+        words, *_ = page_commands.commands(page)
+        with pytest.raises(UserError, match=re.escape(message)):
+            page_commands.check(words)
 
 
 @pytest.mark.parametrize(
