@@ -147,6 +147,19 @@ def test_candidates_are_all_that_divide(chips, sequence):
     assert orders == sorted(orders) and orders[0] < orders[-1]
 
 
+def test_a_candidate_may_exceed_the_limit_by_a_tenth():
+    """Its temporaries count by its policy's correction, else the largest, else as predicted."""
+    device = datasheets.get("v5e")
+    candidate = search.candidates(experiment(MEDIUM), device, 8)[0]
+    remat, allowed = candidate.experiment.compute.remat, 1.1 * compilation.LIMIT * device.hbm_bytes
+    for corrected, factor in (({}, 1.0), ({"other": 0.5}, 0.5), ({remat: 2.0, "other": 3.0}, 2.0)):
+        for share, fits in ((0.99, True), (1.01, False)):
+            temporaries = (share * allowed - 1e9) / factor
+            predicted = dataclasses.replace(candidate.predicted, state=1e9, temporaries=temporaries)
+            changed = search.Candidate(candidate.experiment, predicted)
+            assert search.may_fit(changed, device, corrected) is fits
+
+
 def test_advice_names_accumulation_and_chips(compiler):
     start = experiment(MEDIUM, "--config.compute.remat=none")
     text = search.advice(start, "v5e:8", 100 * 10**9)

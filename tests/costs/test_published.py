@@ -100,6 +100,13 @@ def test_rows_of_llama_by_hand():
     }
 
 
+def test_two_kv_heads_may_become_one():
+    """The row of one head for keys and values has half the elements of "Q-K=V, 2 KV heads"."""
+    rows = rows_of(dict(LLAMA, num_key_value_heads=2))
+    two, one = rows["Q-K=V, 2 KV heads"], rows["Q-K=V, MQA"]
+    assert two.cache_bytes(BFLOAT16) == 2 * one.cache_bytes(BFLOAT16)
+
+
 @pytest.mark.parametrize("name", comparison.MODELS)
 def test_models_that_kvjax_imports_and_converts_cost_what_its_formulas_say(name):
     folder = comparison.PUBLISHED / name

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax import cache as cache_lib
 from kvjax.aot import hlo
+from kvjax.decoding import program
 from kvjax.decoding.generator import Generator
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
@@ -82,6 +83,7 @@ def test_invalid_chips(on_chips, make_model):
     mesh = jax.make_mesh((2, 2), ("data", "cache"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match="data = 2, cache = 2: decoding needs one axis 'cache'"):
         Generator(make_model("lrkv"), mesh=mesh)
+    assert list(program.make_mesh(8, jax.devices()).devices) == jax.devices()
     with pytest.raises(UserError, match=r"chips = 9: there are 8 \(cpu:0, .*cpu:7\)"):
         on_chips("lrkv", 9)
     with pytest.raises(

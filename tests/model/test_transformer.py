@@ -317,6 +317,22 @@ def test_dropout(make_mechanism, randomise):
     assert jax.jit(keys)(key) == list(jax.random.split(key))
 
 
+def test_each_layer_has_its_own_dropout_key(make_mechanism, randomise):
+    """Layers of different groups drop with different keys: a step equals blocks one by one."""
+    config = _config((make_mechanism("mha"), make_mechanism("mqa")), 2, dropout=0.5)
+    model, _ = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
+    key, x_BTD = jax.random.key(1), jax.random.normal(jax.random.key(2), (B, T, D))
+    positions_BT = np.arange(T)[None]
+    y_BTD = x_BTD
+    for group, layer_key in zip(model.segments, jax.random.split(key), strict=True):
+        graph, weights = nnx.split(group)
+        block = nnx.merge(graph, jax.tree.map(lambda weight: weight[0], weights))
+        places = rope.positions(positions_BT, 8, 10_000.0)
+        y_BTD = block(y_BTD, places, compute=Compute(), dropout=layer_key, causal=True)
+    applied_BTD = apply_blocks(config, model.segments, x_BTD, positions_BT, dropout=key)
+    np.testing.assert_allclose(applied_BTD, y_BTD, rtol=1e-5, atol=1e-5)
+
+
 def test_compute_options_change_the_program(make_mechanism):
     """Every option of Compute makes another program; remat in a scan needs no `prevent_cse`."""
     graph, shapes = {}, {}

@@ -72,8 +72,10 @@ def toy(monkeypatch):
     rows = np.random.default_rng(0).integers(0, VOCABULARY, (6, 6)).astype(np.int32)
     rows[:, 2] = BEGINS
     masked = np.where(np.random.default_rng(1).random(rows.shape) < 0.6, rows, ~rows)
+    single = ~rows  # one target
+    single[3, 4] = rows[3, 4]
     return types.SimpleNamespace(
-        graph=graph, params=params, teacher=teacher, rows=rows, masked=masked
+        graph=graph, params=params, teacher=teacher, rows=rows, masked=masked, single=single
     )
 
 
@@ -96,6 +98,7 @@ def test_a_step_is_its_formula(toy):
         dict(accumulation_steps=1, bos_id=BEGINS),
         dict(accumulation_steps=3, bos_id=BEGINS, masked=True),
         dict(accumulation_steps=1, masked=True),
+        dict(accumulation_steps=1, masked=True, single=True),
         dict(accumulation_steps=1, has_dropout=True),
         dict(accumulation_steps=3, has_dropout=True),
         dict(accumulation_steps=1, config=TrainConfig(num_steps=1, batch_size=1)),
@@ -104,6 +107,7 @@ def test_a_step_is_its_formula(toy):
     ):
         accumulation_steps, masked = case["accumulation_steps"], case.get("masked", False)
         rows = toy.masked if masked else toy.rows
+        rows = toy.single if case.pop("single", False) else rows
         tokens, targets, counted, positions, documents = _split(rows, "bos_id" in case)
         weights = np.ones((6, 1))
         if "has_dropout" in case:
