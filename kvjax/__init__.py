@@ -103,8 +103,16 @@ if not TYPE_CHECKING:  # where it would allow any name
     def __getattr__(name: str):
         if name not in _HOMES:
             raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
-        module, there = _HOMES[name]
-        value = globals()[name] = getattr(importlib.import_module(module), there)
+        home, there = _HOMES[name]
+        try:
+            module = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            from kvjax.foundation import extras
+
+            if reason := extras.missing(error):
+                raise ModuleNotFoundError(reason, name=error.name) from error
+            raise
+        value = globals()[name] = getattr(module, there)
         return value
 
 

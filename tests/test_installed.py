@@ -114,6 +114,13 @@ def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path, lines
             assert result.stderr == (
                 "kvjax: tokenizers is not installed: pip install 'kvjax[convert]'\n"
             )
+        code = "import kvjax; kvjax.mha(num_heads=4); kvjax.Model"
+        result = subprocess.run(
+            [*python, "-c", code], **options, capture_output=True, text=True, check=False
+        )
+        *_, last = result.stderr.splitlines()
+        why = "tokenizers is not installed: pip install 'kvjax[train]'"
+        assert (result.returncode, last) == (1, f"ModuleNotFoundError: {why}")
 
 
 @pytest.mark.slow
