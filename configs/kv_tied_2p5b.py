@@ -1,7 +1,7 @@
 """Q-K=V: 36 layers, width 2304, 18 heads of 128.
 
 Q-K=V: values are the keys before norm and RoPE (projection sharing, eq. 3).
-The tiny config of the same name at the LRKV paper's scale; no figure of a paper.
+The mechanism of kv_tied_tiny.py at the LRKV paper's scale d36; no paper reports it.
 
     python -m kvjax.main --config=configs/kv_tied_2p5b.py
 

@@ -1,7 +1,7 @@
 """LRKV over 3 KV heads of rank 64 on one base: 12 layers, width 768, 6 heads of 128.
 
 LRKV over groups: fewer KV heads than heads, each with a residual (arXiv 2601.11471, future work).
-The tiny config of the same name at the LRKV paper's scale; no figure of a paper.
+The mechanism of lrkv_gqa_tiny.py at the LRKV paper's scale d12; no paper reports it.
 
     python -m kvjax.main --config=configs/lrkv_gqa_128m.py
 

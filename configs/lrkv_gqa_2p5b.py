@@ -1,7 +1,7 @@
 """LRKV over 6 KV heads of rank 64 on one base: 36 layers, width 2304, 18 heads of 128.
 
 LRKV over groups: fewer KV heads than heads, each with a residual (arXiv 2601.11471, future work).
-The tiny config of the same name at the LRKV paper's scale; no figure of a paper.
+The mechanism of lrkv_gqa_tiny.py at the LRKV paper's scale d36; no paper reports it.
 
     python -m kvjax.main --config=configs/lrkv_gqa_2p5b.py
 

@@ -1,7 +1,7 @@
 """Thin keys of 32 channels: 36 layers, width 2304, 18 heads of 128.
 
-Thin keys, trained from scratch: d_select = d/4 (arXiv 2603.04427).
-The tiny config of the same name at the LRKV paper's scale; no figure of a paper.
+Keys of a quarter of the values' channels, from scratch (arXiv 2603.04427: d_select = d/4).
+The mechanism of thin_keys_tiny.py at the LRKV paper's scale d36; no paper reports it.
 
     python -m kvjax.main --config=configs/thin_keys_2p5b.py
 

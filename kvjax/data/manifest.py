@@ -17,7 +17,7 @@ from kvjax.foundation import files as files_lib, json_text
 from kvjax.foundation.errors import DataError, MissingDataError
 from kvjax.foundation.files import in_bucket
 
-# Part of every folder's name: raise it when the same text would be written as other rows.
+# Hashed into the names of folders: increase it if a change of code packs a text into other rows.
 FORMAT_VERSION = 1
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
@@ -25,7 +25,7 @@ DIGESTS = "digests.json"  # in a tokenizer's folder, which has no manifest
 ROWS = "packed_rows"
 ROWS_VERSION = "1.0.0"
 SPLITS = ("train", "validation")
-INTEGRITY_KEYS = ("files", "blake2b")  # of the manifest: digests, not content
+INTEGRITY_KEYS = ("files", "blake2b")  # keys of the manifest that only serve to detect damage
 
 
 class DamagedDataError(DataError):
@@ -41,13 +41,14 @@ class DamagedDataError(DataError):
 
 
 def write(folder: pathlib.Path, info: dict[str, Any], files: dict[str, dict]) -> None:
-    """Writes a manifest into a local folder.
+    """Writes the manifest of a local folder.
 
     Args:
-      files: sizes and digests of the data set's files, see `digests`.
+      info: content of the manifest, without INTEGRITY_KEYS.
+      files: sizes and digests of the data set's files, as `digests` returns them.
     """
     info = info | {"files": files}
-    info["blake2b"] = _digest_of(info)
+    info["blake2b"] = _manifest_digest(info)
     (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n")
 
 
@@ -55,9 +56,9 @@ def read(folder: epath.Path) -> dict[str, Any]:
     """Returns a folder's manifest, after checking its files.
 
     Raises:
-      MissingDataError: it has no manifest.
-      DamagedDataError: a file is missing, has another size, or (except rows) other bytes.
-      DataError: it has another format version.
+      MissingDataError: the folder has no manifest.
+      DamagedDataError: the manifest or a file does not match its size or digest.
+      DataError: the folder has another format version.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -82,7 +83,7 @@ def read(folder: epath.Path) -> dict[str, Any]:
 
 
 def digests(folder: pathlib.Path) -> dict[str, dict]:
-    """Returns sizes of all files of a local folder by path, and digests of its JSON files."""
+    """Returns {path: {"bytes": size}} of a local folder's files; JSON files also have "blake2b"."""
     entries = {}
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         name = file.relative_to(folder).as_posix()
@@ -95,31 +96,37 @@ def digests(folder: pathlib.Path) -> dict[str, dict]:
 def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | None = None) -> None:
     """Raises a DamagedDataError unless a folder's files match their sizes and digests.
 
+    In a bucket, only files with a digest are checked: thousands of shards would need as many
+    requests.
+
     Args:
+      files: sizes and digests, as `digests` returns them.
       config: config of the folder's preparation, for the message.
     """
     root = os.fspath(folder)
-    for name, known in files.items():
-        if "blake2b" not in known and in_bucket(root):
-            continue  # thousands of shards: a request for each takes minutes
+    for name, expected in files.items():
+        if "blake2b" not in expected and in_bucket(root):
+            continue
         size = files_lib.size(os.path.join(root, name))
         if size is None:
             raise DamagedDataError(folder, f"{name} is missing", config)
-        if size != known["bytes"]:
-            damage = f"{name} has {size:,} bytes, but {known['bytes']:,} were written"
+        if size != expected["bytes"]:
+            damage = f"{name} has {size:,} bytes, but {expected['bytes']:,} were written"
             raise DamagedDataError(folder, damage, config)
-        if "blake2b" in known and _hash((folder / name).read_bytes()) != known["blake2b"]:
+        if "blake2b" not in expected:
+            continue
+        if _hash((folder / name).read_bytes()) != expected["blake2b"]:
             raise DamagedDataError(folder, f"{name} has other bytes than were written", config)
 
 
 def digest_of(*values: Any) -> str:
-    """Returns a short hash of values, to name a folder after them."""
+    """Returns a hash of values (20 hexadecimal digits) as part of a folder's name."""
     return hashlib.blake2b(repr(values).encode(), digest_size=10).hexdigest()
 
 
 def _check_keys(info: dict[str, Any], version: int) -> None:
     """Raises a ValueError, TypeError or KeyError unless all keys that are used later are valid."""
-    if "blake2b" in info and _digest_of(info) != info["blake2b"]:
+    if "blake2b" in info and _manifest_digest(info) != info["blake2b"]:
         raise ValueError("its digest does not match")
     length = dict(info["config"])["sequence_length"]
     if version == FORMAT_VERSION:
@@ -129,7 +136,7 @@ def _check_keys(info: dict[str, Any], version: int) -> None:
         float(info["xz_bits_per_byte"])
 
 
-def _digest_of(info: dict[str, Any]) -> str:
+def _manifest_digest(info: dict[str, Any]) -> str:
     content = {key: value for key, value in info.items() if key != "blake2b"}
     return _hash(json.dumps(content, sort_keys=True).encode())
 

@@ -13,11 +13,12 @@ from kvjax.published import hub
 
 
 def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> list[epath.Path]:
-    """Returns the files of a path, folder (not its subfolders) or glob, sorted; downloads hf://...
+    """Returns the files that a path, a folder (without subfolders) or a glob matches, sorted.
 
     Args:
+      pattern: the path, folder or glob; files of an hf:// name are downloaded first.
       suffixes: supported formats.
-      where: the config key and its value, for messages.
+      where: "KEY = VALUE" of the config, for messages.
       advice: appended to the message if no file matches.
 
     Raises:
@@ -35,10 +36,8 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
         raise readers.SourceError(f"{where}: cannot be opened: {first_line(error)}") from error
     if not paths:
         (suffix,) = formats.NAMED_ONLY
-        skipped = f"; a folder's {suffix} files are only read by pattern: {pattern}/*{suffix}"
-        raise MissingDataError(
-            f"{where}: matches no file{advice}{skipped if path.is_dir() else ''}"
-        )
+        hint = f"; to read a folder's {suffix} files, give the pattern {pattern}/*{suffix}"
+        raise MissingDataError(f"{where}: matches no file{advice}{hint if path.is_dir() else ''}")
     for file in paths:
         if not formats.suffix(file.name, suffixes):
             raise readers.SourceError(
@@ -55,18 +54,18 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
 def find(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
     """Returns the files of a path, folder or glob, sorted.
 
-    In a folder, files without one of the suffixes are skipped. Files of a glob are not, so that
-    `files` can refuse them; only markers such as Spark's `_SUCCESS` are. Hidden files (macOS writes
-    `._a.jsonl`) are skipped unless the glob itself has a leading dot. The longest existing prefix
-    of a glob is taken literally: `[1]` may be part of a name.
+    A folder's files without one of the suffixes are skipped. A glob's are returned, so that `files`
+    can refuse them, except markers whose names begin with "_", such as Spark's `_SUCCESS`. Hidden
+    files (macOS writes `._a.jsonl`) are skipped unless a part of the glob begins with a dot. The
+    longest existing prefix of a glob is taken literally: `[1]` may be part of a name.
     """
     path, pattern = _split_glob(path)
     if pattern:
-        with_hidden = any(part.startswith(".") for part in pattern)
+        includes_hidden = any(part.startswith(".") for part in pattern)
         # epath would treat brackets in the folder's name as part of the glob
         local = path if in_bucket(path) else pathlib.Path(path)
         matches = map(epath.Path, local.glob("/".join(pattern)))
-        matches = (p for p in matches if with_hidden or not _is_hidden(p, path))
+        matches = (p for p in matches if includes_hidden or not _is_hidden(p, path))
         matches = (p for p in matches if formats.suffix(p.name, suffixes) or p.name[0] != "_")
     elif path.is_dir():
         folder_suffixes = tuple(end for end in suffixes if end not in formats.NAMED_ONLY)
@@ -78,13 +77,13 @@ def find(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
 
 
 def _split_glob(path: epath.Path) -> tuple[epath.Path, tuple[str, ...]]:
-    """Returns the longest existing prefix of a path, and the remaining parts of a glob."""
+    """Returns the longest existing prefix of a glob, and the remaining parts; (): no glob."""
     parts = path.parts
-    wild = [i for i, part in enumerate(parts) if any(c in part for c in hub.MAGIC)]
-    if not wild:
+    special = [i for i, part in enumerate(parts) if any(c in part for c in hub.MAGIC)]
+    if not special:
         return path, ()
-    folder = epath.Path(*parts[: wild[0]])
-    for i in range(wild[0], len(parts)):
+    folder = epath.Path(*parts[: special[0]])
+    for i in range(special[0], len(parts)):
         if not (folder / parts[i]).exists():
             return folder, parts[i:]
         folder = folder / parts[i]

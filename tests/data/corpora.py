@@ -19,7 +19,7 @@ def files(folder) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def begun(config) -> preparation.Preparation:
+def begin_preparation(config) -> preparation.Preparation:
     """Begins a preparation."""
     return preparation.begin(preparation.inspect_sources(config, shown=False), shown=False)
 

@@ -13,7 +13,7 @@ import pytest
 from kvjax.data import pool, preparation, prepare
 from kvjax.foundation.errors import DataError, UserError
 from tests.data import stand_in_beam
-from tests.data.corpora import begun, files
+from tests.data.corpora import begin_preparation, files
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_a_pipeline_writes_the_same_bytes(config, expected):
 
 
 def test_it_goes_on_with_what_is_missing(config, expected, monkeypatch):
-    job = begun(config)
+    job = begin_preparation(config)
     for part in job.corpus.parts[3:]:
         pool.make_part(config, part, job.tokenizer, job.partial, skip_broken=False)
     done = pathlib.Path(job.partial.folder) / "done"
@@ -84,7 +84,7 @@ def test_what_a_worker_cannot_read_is_one_message(config):
 def test_a_target_that_workers_do_not_see_is_one_message(config):
     from kvjax.data import beam
 
-    job = begun(config)
+    job = begin_preparation(config)
     (job.partial.folder / "plan.json").unlink()
     with pytest.raises(UserError, match=r"^\S+ is not visible to a Beam worker: --output must"):
         beam.make(job, "runner=FnApiRunner")
@@ -93,7 +93,7 @@ def test_a_target_that_workers_do_not_see_is_one_message(config):
 def test_what_parts_fail_for_is_one_message(config, monkeypatch):
     from kvjax.data import beam
 
-    job = begun(config)
+    job = begin_preparation(config)
     others = len(job.corpus.parts) - 1
     for kind, more in ((UserError, ""), (DataError, rf" \({others} more parts failed\)")):
 
@@ -107,7 +107,7 @@ def test_what_parts_fail_for_is_one_message(config, monkeypatch):
 
 
 def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
-    job = begun(config)
+    job = begin_preparation(config)
     from kvjax.data import beam
 
     work = beam._MakePart(job)

@@ -20,7 +20,7 @@ from kvjax.data import (
 )
 from kvjax.foundation import command_line, json_text
 from kvjax.foundation.errors import DataError, UserError
-from tests.data.corpora import begun
+from tests.data.corpora import begin_preparation
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypa
 
 
 def test_a_folder_that_another_process_writes_to_is_not_removed(config, monkeypatch):
-    job = begun(config)
+    job = begin_preparation(config)
     job.make(workers=1, share=(0, 9), shown=False)
     folder = job.partial.folder
     (folder / f"work-{partial_dataset._machine()}-{os.getpid()}-living").mkdir()

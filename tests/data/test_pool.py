@@ -1,4 +1,4 @@
-"""Worker processes: they write the same bytes as one process, and killed ones lose nothing."""
+"""Worker processes write the same bytes as one process; killed ones lose no finished part."""
 
 import concurrent.futures
 import dataclasses
@@ -19,10 +19,10 @@ import pytest
 from kvjax.data import pool, prepare
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import DataError, UserError
-from tests.data.corpora import PART, begun, files, num_parts
+from tests.data.corpora import PART, begin_preparation, files, num_parts
 from tests.job import Job
 
-# A preparation in a process of its own, of small parts.
+# A script that prepares data in small parts; its arguments: repr of a config's dict, and workers.
 PREPARE = f"""
 import sys
 from kvjax.data import config, parts, prepare
@@ -41,55 +41,62 @@ def start(config, workers, script) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_two_training_processes_share_it(config, expected, tmp_path):
+def test_two_training_processes_share_a_preparation(config, expected, tmp_path):
     arguments = json.dumps([dataclasses.asdict(config), PART])
     job = Job([["tests.job", "prepared", arguments]] * 2, devices=1, logs=tmp_path / "logs")
-    outputs = [json.loads(o.splitlines()[-1]) for o in job.succeed()]
+    results = [json.loads(output.splitlines()[-1]) for output in job.succeed()]
     count = num_parts(config)
-    assert [o["made"] for o in outputs] == [list(range(0, count, 2)), list(range(1, count, 2))]
-    assert outputs[0]["path"] == outputs[1]["path"] and files(outputs[0]["path"]) == expected
+    assert [result["made"] for result in results] == [
+        list(range(0, count, 2)),
+        list(range(1, count, 2)),
+    ]
+    assert results[0]["path"] == results[1]["path"] and files(results[0]["path"]) == expected
 
 
 @pytest.mark.slow
 def test_kills_change_nothing_and_no_worker_outlives_its_preparation(config, expected, tmp_path):
     """Kills four preparations at random moments, half of them while workers start."""
-    datasets, limit = tmp_path / "cache" / "datasets", tmp_path / "limit"
-    held = tmp_path / "held.py"  # at most about four parts per attempt, on any machine
-    held.write_text(
+    datasets, limit_file = tmp_path / "cache" / "datasets", tmp_path / "limit"
+    script = tmp_path / "prepare_up_to_limit.py"
+    # Workers wait while as many parts are finished as the limit allows (about four more in each
+    # attempt): however fast the machine is, no attempt ends before it is killed.
+    script.write_text(
         "import pathlib, time\nfrom kvjax.data import tokenized_part\n"
         "write = tokenized_part.write\n"
-        "def hold(*args, **kwargs):\n"
+        "def wait_then_write(*args, **kwargs):\n"
         f"    while len(list(pathlib.Path({str(datasets)!r}).glob('.under-way-*/done/*')))"
-        f" >= int(pathlib.Path({str(limit)!r}).read_text()):\n"
+        f" >= int(pathlib.Path({str(limit_file)!r}).read_text()):\n"
         "        time.sleep(0.05)\n"
         "    return write(*args, **kwargs)\n"
-        f"tokenized_part.write = hold\n{PREPARE}"
+        f"tokenized_part.write = wait_then_write\n{PREPARE}"
     )
-    rng, done, workers = random.Random(0), [0], []
+    rng, finished_counts, workers = random.Random(0), [0], []
     for i in range(4):
-        limit.write_text(str(4 * (i + 1)))
-        process = start(config, 3, held)
-        while i % 2 and len(list(datasets.glob(".under-way-*/done/*"))) == done[-1]:
+        limit_file.write_text(str(4 * (i + 1)))
+        process = start(config, 3, script)
+        while i % 2 and len(list(datasets.glob(".under-way-*/done/*"))) == finished_counts[-1]:
             assert process.poll() is None
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.3 if i % 2 else 3))
         workers += psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
-        done.append(len(list(datasets.glob(".under-way-*/done/*"))))
+        finished_counts.append(len(list(datasets.glob(".under-way-*/done/*"))))
         assert not list(datasets.glob("[!.]*"))
-    assert done == sorted(done) and done[-1] >= 2  # no finished part was lost
+    assert finished_counts == sorted(finished_counts)  # no finished part was lost
+    assert finished_counts[-1] >= 2
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert workers and not alive
     assert files(prepare.prepare(config, workers=2)) == expected
     assert not list(datasets.glob(".under-way-*"))
 
 
-class _Workers(concurrent.futures.Executor):
+class _InProcessExecutor(concurrent.futures.Executor):
     """Runs the work of a process pool in this process, with pickled arguments."""
 
     def __init__(self, count, context, *, initializer, initargs):
-        self.count, self.method, self.ended = count, context.get_start_method(), None
+        self.count, self.start_method = count, context.get_start_method()
+        self.shutdown_options = None
         initializer(*pickle.loads(pickle.dumps(initargs)))
 
     def submit(self, function, part):
@@ -101,21 +108,21 @@ class _Workers(concurrent.futures.Executor):
         return future
 
     def shutdown(self, **options):
-        self.ended = options
+        self.shutdown_options = options
 
 
-def test_what_workers_are_given(config, monkeypatch):
-    """Covers how workers end, too: with their caller, or when one of them fails."""
+def test_arguments_and_end_of_workers(config, monkeypatch):
+    """Workers end with the process that started them, and are killed if one of them fails."""
     (pathlib.Path(config.source) / "2.jsonl").unlink()
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    job = begun(config)
-    pools, calls, killed = [], [], []
+    preparation = begin_preparation(config)
+    executors, calls, killed = [], [], []
 
-    def make(*args, **options):
-        pools.append(_Workers(*args, **options))
-        return pools[-1]
+    def make_executor(*args, **options):
+        executors.append(_InProcessExecutor(*args, **options))
+        return executors[-1]
 
-    monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", make)
+    monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", make_executor)
     monkeypatch.setattr(pool.signal, "signal", lambda *args: calls.append(args))
 
     def thread(*, target, daemon):
@@ -127,20 +134,21 @@ def test_what_workers_are_given(config, monkeypatch):
     def child(name):
         return types.SimpleNamespace(kill=lambda: killed.append(name))
 
-    children = [child("another's")]
+    children = [child("not a worker")]
     monkeypatch.setattr(pool.multiprocessing, "active_children", lambda: list(children))
-    made_parts, count = [], len(job.corpus.parts)
+    parts, partial = preparation.corpus.parts, preparation.partial
+    made_parts, count = [], len(parts)
     keys = dict(skip_broken=False, made=made_parts.append)
 
     def make_parts(parts, workers):
-        return pool.make(config, job.tokenizer, parts, job.partial, workers=workers, **keys)
+        return pool.make(config, preparation.tokenizer, parts, partial, workers=workers, **keys)
 
-    make_parts(job.corpus.parts[:3], workers=2)
+    make_parts(parts[:3], workers=2)
     assert sorted(part.index for part in made_parts) == [0, 1, 2]
-    assert job.partial.missing() == list(range(3, count))
-    (executor,) = pools
-    assert (executor.count, executor.method) == (2, "spawn")
-    assert executor.ended == dict(wait=True, cancel_futures=True)
+    assert partial.missing() == list(range(3, count))
+    (executor,) = executors
+    assert (executor.count, executor.start_method) == (2, "spawn")
+    assert executor.shutdown_options == dict(wait=True, cancel_futures=True)
     assert calls == [(signal.SIGINT, signal.SIG_IGN), (pool._end_with_parent, True)]
     assert os.environ["RAYON_NUM_THREADS"] == "1" and pool._arguments[1]._threads == 1
     monkeypatch.setattr(pool.os, "_exit", calls.append)
@@ -153,28 +161,30 @@ def test_what_workers_are_given(config, monkeypatch):
         (DataError("a bad source"), DataError, "^a bad source$"),
     ):
 
-        def fails(*args, error=error, **kwargs):
+        def fail(*args, error=error, **kwargs):
             children.append(child("a worker"))
             raise error
 
-        monkeypatch.setattr(pool, "make_part", fails)
+        monkeypatch.setattr(pool, "make_part", fail)
         with pytest.raises(kind, match=message):
-            make_parts(job.corpus.parts[3:], workers=99)
-        assert pools[-1].count == count - 3 and pools[-1].ended
+            make_parts(parts[3:], workers=99)
+        assert executors[-1].count == count - 3 and executors[-1].shutdown_options
     assert set(killed) == {"a worker"}
-    make_parts(job.corpus.parts[:0], workers=2)
-    assert len(pools) == 3
+    make_parts(parts[:0], workers=2)
+    assert len(executors) == 3
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_told_and_what_is_done_stays(config, tmp_path):
-    die = "import os, signal\nfrom kvjax.data import pool\n"
-    die += "make = pool.make_part\ndef die(config, part, *args, **kwargs):\n"
-    die += "    if part.index == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
-    die += "    make(config, part, *args, **kwargs)\n"
-    die += "pool.make_part = die\n"
-    script = tmp_path / "die.py"
-    script.write_text(die + PREPARE)
+def test_a_killed_worker_is_reported_and_finished_parts_stay(config, tmp_path):
+    script = tmp_path / "kill_at_part_7.py"
+    script.write_text(
+        "import os, signal\nfrom kvjax.data import pool\n"
+        "make_part = pool.make_part\n"
+        "def kill_at_part_7(config, part, *args, **kwargs):\n"
+        "    if part.index == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    make_part(config, part, *args, **kwargs)\n"
+        f"pool.make_part = kill_at_part_7\n{PREPARE}"
+    )
     _, stderr = start(config, 2, script).communicate()
     assert "a worker of the preparation was killed" in stderr, stderr
     assert list(config.root.glob("datasets/.under-way-*/done/*"))

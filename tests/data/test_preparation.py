@@ -27,7 +27,7 @@ from kvjax.data import (
 )
 from kvjax.foundation import progress
 from kvjax.foundation.errors import DataError, UserError
-from tests.data.corpora import begun, files, num_parts, recording
+from tests.data.corpora import begin_preparation, files, num_parts, recording
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
@@ -124,7 +124,7 @@ def test_a_source_that_changed_between_attempts_begins_anew(config, expected, mo
 @pytest.mark.slow
 def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, monkeypatch):
     """The restored file is read again, since a part may hold the other text."""
-    job = begun(config)
+    job = begin_preparation(config)
     path = pathlib.Path(config.source) / "1.jsonl"
     before, after = path.read_bytes(), path.read_bytes().replace(b"o", b"i")
     path.write_bytes(after)
@@ -139,7 +139,7 @@ def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, 
 
 
 def test_a_part_that_nobody_made_is_told(config):
-    job = begun(config)
+    job = begin_preparation(config)
     with pytest.raises(DataError, match=r"\d+ of \d+ parts are not made \(the first is 0\)"):
         job.finish()
 
@@ -150,7 +150,7 @@ def test_a_bucket_s_listing_is_not_remembered(config, bucket, monkeypatch):
     _stop_after(monkeypatch, remote, 6)
     paths = []
     monkeypatch.setattr(partial_dataset, "forget_listings", lambda path: paths.append(str(path)))
-    job = begun(remote)
+    job = begin_preparation(remote)
     job.partial.missing()
     assert paths and all(path.endswith("/done") for path in paths)
 
@@ -204,7 +204,7 @@ def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
 
 def test_a_source_that_changes_meanwhile_is_refused(config):
     """Parts of the changed files are made again."""
-    job = begun(config)
+    job = begin_preparation(config)
     job.make(workers=1, share=(0, 4), shown=False)
     all_parts = set(range(len(job.corpus.parts)))
     made_parts = {i for i in all_parts if i % 4 == 0}

@@ -1,4 +1,4 @@
-"""Every document is in exactly one split, and unusable sources are refused."""
+"""Sources: splits, globs, fingerprints, TFDS, buckets; unusable sources are refused."""
 
 import collections
 import hashlib
@@ -77,30 +77,30 @@ def test_embedded_validation_is_the_last_200000_bytes_of_each_book():
     for book in source_kinds.BOOKS:
         text = lzma.decompress((source_kinds.CORPUS / book).read_bytes()).decode()
         tail = text.encode()[-source_kinds.EMBEDDED_VALIDATION_BYTES :].decode(errors="ignore")
-        held_out = tail.split("\n", 1)[1].split("\f")
-        assert 199_000 < sum(len(document.encode()) for document in held_out)
-        start = validation.index(held_out[0])
-        assert validation[start : start + len(held_out)] == held_out
+        expected = tail.split("\n", 1)[1].split("\f")
+        assert 199_000 < sum(len(document.encode()) for document in expected)
+        start = validation.index(expected[0])
+        assert validation[start : start + len(expected)] == expected
         assert text.startswith(
             train[0] if book == source_kinds.BOOKS[0] else "The First Book of Moses"
         )
-    # 42 works and 66 books; the cut goes through one of each.
+    # 42 works of Shakespeare and 66 books of the Bible; each file's split cuts one of them in two.
     assert len(train) + len(validation) == 42 + 66 + 2
 
 
 def test_globs_folders_and_lists_are_read_in_order(tmp_path):
     for name in ("b.txt", "a.txt", "c.jsonl", "notes.md"):
         (tmp_path / name).write_text('{"text": "c"}\n' if name.endswith("l") else name[0] + "\n")
-    held_out = dict(validation_source=str(tmp_path / "c.jsonl"))
-    assert documents("train", source=f"{tmp_path}/*.txt", **held_out) == ["a\n", "b\n"]
-    assert documents("train", source=str(tmp_path), **held_out) == ["a\n", "b\n", "c"]
+    validation_keys = dict(validation_source=str(tmp_path / "c.jsonl"))
+    assert documents("train", source=f"{tmp_path}/*.txt", **validation_keys) == ["a\n", "b\n"]
+    assert documents("train", source=str(tmp_path), **validation_keys) == ["a\n", "b\n", "c"]
     two_files = f"{tmp_path}/b.txt, {tmp_path}/a.t?t"
-    assert documents("train", source=two_files, **held_out) == ["b\n", "a\n"]
-    assert documents("validation", source=two_files, **held_out) == ["c"]
+    assert documents("train", source=two_files, **validation_keys) == ["b\n", "a\n"]
+    assert documents("validation", source=two_files, **validation_keys) == ["c"]
 
 
-def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
-    """Existing names come before patterns; patterns and folders skip hidden files, as shells do."""
+def test_existing_paths_are_no_globs_and_hidden_files_are_skipped(tmp_path):
+    """A path that exists is not read as a glob; globs and folders skip hidden files, as in bash."""
     for name in (
         *("data[1].jsonl", "data1.jsonl", "B.JSONL", "c.json.gz", "d.ndjson", "e.parquet"),
         *("._d.ndjson", ".hidden.jsonl", "_SUCCESS", ".e.parquet.crc", "info.json", "notes.md"),
@@ -127,14 +127,13 @@ def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
         ".cache/*": [".cache/x.jsonl"],
         "**/[Bb]*": ["B.JSONL", "in[2]/b*.jsonl", "in[2]/bc.jsonl"],
     }.items():
-        (tmp_path / "notes.md").unlink(missing_ok=True)
         matches = matching.files(f"{tmp_path}/{pattern}", source_kinds.SUFFIXES, "source = x", "")
         names = [path.relative_to(tmp_path).as_posix() for path in matches]
         assert names == expected, pattern
 
 
 @pytest.mark.parametrize("key", ["source", "validation_source"])
-def test_a_source_that_cannot_be_used_is_named_with_its_key(tmp_path, key):
+def test_messages_on_unusable_sources_begin_with_their_key(tmp_path, key):
     (tmp_path / "good.txt").write_text("a\nb\n")
     (tmp_path / "bad").mkdir()
     for name in ("data.csv", "empty.txt", "empty.jsonl"):
@@ -171,7 +170,7 @@ def test_empty_split_says_which_and_what_to_change(tmp_path):
         documents("train", source=str(path), validation_fraction=0.999999)
 
 
-def test_fingerprint_follows_content_and_split_not_place(tmp_path):
+def test_fingerprint_depends_on_content_and_split_not_on_the_path(tmp_path):
     def fingerprint(path, **keys):
         return sources.fingerprint(config_lib.DataConfig(source=str(path), **keys))
 
@@ -185,8 +184,8 @@ def test_fingerprint_follows_content_and_split_not_place(tmp_path):
     assert fingerprint(first) != fingerprint(f"{first},{other}")
 
 
-def test_a_byte_order_mark_makes_other_data(tmp_path):
-    """Data prepared while the mark was kept as text have another fingerprint."""
+def test_byte_order_mark_is_dropped_and_changes_the_fingerprint(tmp_path):
+    """Earlier versions kept the mark as text and hashed the file's bytes alone."""
     path = tmp_path / "marked.txt"
     path.write_bytes(b"\xef\xbb\xbfa\nb\nc\nd\n")
     assert split_texts(source=str(path), validation_fraction=0.5) == [["a\nb\n"], ["c\nd\n"]]
@@ -194,14 +193,14 @@ def test_a_byte_order_mark_makes_other_data(tmp_path):
     def digest(content):
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
-    for content, same in ((path.read_bytes(), False), (b"a\nb\nc\nd\n", True)):
+    for content, has_mark in ((path.read_bytes(), True), (b"a\nb\nc\nd\n", False)):
         path.write_bytes(content)
         config = config_lib.DataConfig(source=str(path))
-        hashed = repr(([f"txt {digest(content)}"], config.validation_fraction, "text"))
-        assert (sources.fingerprint(config) == digest(hashed.encode())) == same
+        earlier = repr(([f"txt {digest(content)}"], config.validation_fraction, "text"))
+        assert (sources.fingerprint(config) != digest(earlier.encode())) == has_mark
 
 
-def test_large_file_is_told_apart_by_size_time_and_ends(tmp_path, monkeypatch):
+def test_fingerprint_of_a_large_file_has_its_size_time_first_and_last_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(source_kinds, "HASHED_BYTES", 8)
     monkeypatch.setattr(readers, "BLOCK_BYTES", 4)
     path = tmp_path / "large.txt"
@@ -258,13 +257,14 @@ def test_tfds_by_name(tfds_folder, monkeypatch):
     assert test == [f"test é {i}\n" for i in range(30)]
 
 
-def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypatch):
+def test_messages_on_unusable_tfds_sets_have_a_remedy(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
     build = r"python -m kvjax.data.prepare --source=tfds:%s --build_only$"
     info = tfds_folder / "small_words" / "1.0.0" / "dataset_info.json"
-    converted = ("converted", "newsroom")  # the second is in TFDS's catalogue
-    for name in ("as_tfrecord", *converted):
-        formats = ["array_record"] if name in converted else []
+    # TFDS has a builder for newsroom, and opens the other name from its folder.
+    converted_names = ("converted", "newsroom")
+    for name in ("as_tfrecord", *converted_names):
+        formats = ["array_record"] if name in converted_names else []
         shutil.copytree(info.parent, tfds_folder / name / "1.0.0")
         changed_info = json.loads(info.read_text()) | dict(name=name, fileFormat="tfrecord")
         changed_info |= dict(alternativeFileFormats=formats) if formats else {}
@@ -286,8 +286,8 @@ def test_tfds_that_cannot_be_used_is_told_with_what_to_do(tfds_folder, monkeypat
     ):
         with pytest.raises(readers.SourceError, match=message):
             documents("train", source=f"tfds:{source}", text_key=text_key)
-    # As `tfds convert_format` writes it: the info names the old format and, beside it, the new one.
-    for name in converted:
+    # `tfds convert_format` leaves fileFormat as it is and adds the new one to the alternatives.
+    for name in converted_names:
         assert documents("train", source=f"tfds:{name}", validation_source="embedded") == [
             f"train é {i}\n" for i in range(30)
         ]
@@ -297,9 +297,9 @@ def test_buckets_are_read_through_epath(bucket):
     (bucket / "texts").mkdir()
     write_jsonl(bucket / "texts" / "one.jsonl", ["a", "b"])
     (bucket / "texts" / "two.txt").write_text("c\nd\n")
-    held_out = dict(validation_source="gs://texts/two.txt")
+    validation_keys = dict(validation_source="gs://texts/two.txt")
     for source in ("gs://texts", "gs://texts/*", "gs://texts/one.jsonl,gs://texts/t?o.txt"):
-        assert documents("train", source=source, **held_out) == ["a", "b", "c\nd\n"]
+        assert documents("train", source=source, **validation_keys) == ["a", "b", "c\nd\n"]
     assert documents("validation", source="gs://texts/two.txt", validation_fraction=0.5) == ["d\n"]
     with pytest.raises(FileNotFoundError, match="gs://texts/none.txt': matches no file"):
         documents("train", source="gs://texts/none.txt")
@@ -308,7 +308,11 @@ def test_buckets_are_read_through_epath(bucket):
 def test_a_file_cannot_be_in_both_splits(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(f"the text of {name}\n")
-    held_out = dict(validation_source=str(tmp_path / "validation.txt"))
+    validation_keys = dict(validation_source=str(tmp_path / "validation.txt"))
     with pytest.raises(ValueError, match="has a file in common"):
-        sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "*.txt"), **held_out))
-    sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "train.txt"), **held_out))
+        sources.fingerprint(
+            config_lib.DataConfig(source=str(tmp_path / "*.txt"), **validation_keys)
+        )
+    sources.fingerprint(
+        config_lib.DataConfig(source=str(tmp_path / "train.txt"), **validation_keys)
+    )

@@ -21,7 +21,7 @@ class Case:
 
     Attributes:
       command: module that `python -m` runs.
-      says: words, one of which the message of status 2 must contain; (): any message.
+      message: words, one of which the message of status 2 must contain; (): any message.
       status: allowed exit statuses.
       prints: text that standard output must contain if the status is 0.
       how: INSIDE a process that runs many cases and skips expensive parts; FORKED from a warm
@@ -37,7 +37,7 @@ class Case:
 
     command: str
     arguments: tuple[str, ...] = ()
-    says: tuple[str, ...] = ()
+    message: tuple[str, ...] = ()
     status: tuple[int, ...] = (0, 2)
     prints: str = ""
     how: str = INSIDE
@@ -123,8 +123,8 @@ def _message_faults(case: Case, outcome: Outcome) -> list[str]:
         faults_.append("something below the message")
     if len(lines) > LINES:
         faults_.append(f"{len(lines)} lines")
-    if case.says and not any(word in outcome.stderr for word in case.says):
-        faults_.append(f"does not name {' or '.join(dict.fromkeys(case.says))}")
+    if case.message and not any(word in outcome.stderr for word in case.message):
+        faults_.append(f"does not name {' or '.join(dict.fromkeys(case.message))}")
     return faults_
 
 

@@ -60,18 +60,18 @@ def key_cases(name: str) -> Iterator[Case]:
 
 def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
     name = key.rpartition(".")[2]
-    flag, says = f"--config.{key}", (name,)
+    flag, message = f"--config.{key}", (name,)
 
     def case(*given, **known):
         return Case(
             command="kvjax.main",
             arguments=(config_file(config), *RUN, *given),
-            **dict(says=says, status=(2,)) | known,
+            **dict(message=message, status=(2,)) | known,
         )
 
-    yield case(f"{flag}x=1", says=(f"{name}x",))
-    yield case(f"{flag}.x=1", says=says)
-    yield case(f"--no{flag[2:]}=1", says=says)
+    yield case(f"{flag}x=1", message=(f"{name}x",))
+    yield case(f"{flag}.x=1", message=message)
+    yield case(f"--no{flag[2:]}=1", message=message)
     wrong, odd = _values(key, value)
     yield from (case(f"{flag}={v}") for v in wrong)
     yield from (case(f"{flag}={v}", status=(0, 2)) for v in odd)
@@ -122,22 +122,24 @@ def section_cases() -> Iterator[Case]:
         return Case(command="kvjax.main", arguments=(*config, *given), **dict(status=(2,)) | known)
 
     for section in ("train", "data", "model", "attention", "optimizer", "compute", "mesh"):
-        yield case(f"--config.{section}=1", says=(section,))
-        yield case(f"--config.{section}", says=(section,))
-        yield case(f"--config.{section}.=1", says=(section,))
-        yield case(f"--config.{section}.nothing=1", says=("nothing",))
-        yield case(f"--config.{section}s.x=1", says=(f"{section}s",))
-        yield case(f"--noconfig.{section}", says=(section,))
-    yield case("--config.=1", says=("config",))
-    yield case("--config..=1", says=("config",))
-    yield case("--config.num_steps=1", says=("train.num_steps",))
-    yield case(f"--config.{SNOWMAN}=1", says=(SNOWMAN,))
-    yield case(f"--config.{NO_UTF8}=1", says=("?", "udcff"))
-    yield case(f"--config.train.{LONG}=1", says=(LONG,))
-    yield case("--config.train.seed=1", "--config.train.seed=x", says=("seed",))
+        yield case(f"--config.{section}=1", message=(section,))
+        yield case(f"--config.{section}", message=(section,))
+        yield case(f"--config.{section}.=1", message=(section,))
+        yield case(f"--config.{section}.nothing=1", message=("nothing",))
+        yield case(f"--config.{section}s.x=1", message=(f"{section}s",))
+        yield case(f"--noconfig.{section}", message=(section,))
+    yield case("--config.=1", message=("config",))
+    yield case("--config..=1", message=("config",))
+    yield case("--config.num_steps=1", message=("train.num_steps",))
+    yield case(f"--config.{SNOWMAN}=1", message=(SNOWMAN,))
+    yield case(f"--config.{NO_UTF8}=1", message=("?", "udcff"))
+    yield case(f"--config.train.{LONG}=1", message=(LONG,))
+    yield case("--config.train.seed=1", "--config.train.seed=x", message=("seed",))
     yield case("--config.train.seed=1", "--config.train.seed=2", status=(0,), prints="would")
     yield case("--config.train.seed", "5", status=(0,), prints="would")
-    yield case("--config.train.batch_size=3", "--config.train.grad_accumulation=2", says=("batch",))
+    yield case(
+        "--config.train.batch_size=3", "--config.train.grad_accumulation=2", message=("batch",)
+    )
     for name in ("", "../x", ".", "..", "/", SNOWMAN, LONG, NO_UTF8, SURROGATE, "a/b"):
         arguments = (*config[:1], *RUN[1:], f"--config.name={name}")
-        yield Case(command="kvjax.main", arguments=arguments, says=("name",), prints="would")
+        yield Case(command="kvjax.main", arguments=arguments, message=("name",), prints="would")

@@ -24,7 +24,7 @@ def process_cases() -> Iterator[Case]:
         yield case()
         yield case(stdout="head", status=(0, 1))
         yield case(stdout="shut", status=(1,))
-        yield case(stdout="full", status=(2,), says=("space",))
+        yield case(stdout="full", status=(2,), message=("space",))
         yield case(stdout="closed")
         yield case(stderr="closed")
         if command == "kvjax.generate":  # it compiles: other commands cover the other streams
@@ -36,7 +36,7 @@ def process_cases() -> Iterator[Case]:
         for stream in ("closed", "full"):
             yield dataclasses.replace(case(stderr=stream), arguments=wrong, status=(2,))
             yield dataclasses.replace(
-                case(stdout=stream), arguments=wrong, status=(2,), says=("no_",)
+                case(stdout=stream), arguments=wrong, status=(2,), message=("no_",)
             )
     yield from _analysis_cases()
     yield from _environment_cases()
@@ -55,7 +55,7 @@ def _analysis_cases() -> Iterator[Case]:
         )
 
     yield case(stdout="shut", status=(1,))
-    yield case(stdout="full", status=(2,), says=("space",))
+    yield case(stdout="full", status=(2,), message=("space",))
     yield case(stdout="closed", stderr="closed", status=(0,))
     home = dict(HOME="/proc/x", MPLCONFIGDIR="/proc/x", LC_ALL="C", PYTHONUTF8="0")
     yield case(how=STARTED, environment=home, status=(0,), prints="written")
@@ -64,15 +64,17 @@ def _analysis_cases() -> Iterator[Case]:
 def _environment_cases() -> Iterator[Case]:
     train = (config_file("lrkv_tiny"), *RUN)
     text = ("--workdir=../shared/trained", "--prompt=a", "--num_tokens=2")
-    nowhere = dict(how=STARTED, environment=dict(JAX_PLATFORMS="nope"), status=(2,), says=("nope",))
+    nowhere = dict(
+        how=STARTED, environment=dict(JAX_PLATFORMS="nope"), status=(2,), message=("nope",)
+    )
     yield Case(command="kvjax.main", arguments=train, **nowhere)
     yield Case(command="kvjax.generate", arguments=text, **nowhere)
     yield Case(command="kvjax.kernels.profile", **nowhere)
     for command in ("kvjax.costs", "kvjax.aot"):
         arguments = WORKING[command][0]
-        known = nowhere | dict(status=(0, 2), says=("nope", "libtpu"))
+        known = nowhere | dict(status=(0, 2), message=("nope", "libtpu"))
         yield Case(command=command, arguments=arguments, **known)
-    file = dict(environment=dict(KVJAX_CACHE=FILE), says=("KVJAX_CACHE", FILE))
+    file = dict(environment=dict(KVJAX_CACHE=FILE), message=("KVJAX_CACHE", FILE))
     home = (config_file("lrkv_tiny"), *RUN[:2], *RUN[3:])
     yield Case(command="kvjax.main", arguments=home, status=(2,), **file)
     prepare = ("--source=../shared/text.txt", "--tokenizer=byte")
@@ -87,8 +89,8 @@ def _environment_cases() -> Iterator[Case]:
     for key, value in dict(NUM_PROCESSES="x", PROCESS_ID="-1", COORDINATOR="here").items():
         name = f"KVJAX_{key}"
         environment = {name: value}
-        says = (name, key.lower())
-        yield Case(command="kvjax.main", arguments=train, environment=environment, says=says)
+        message = (name, key.lower())
+        yield Case(command="kvjax.main", arguments=train, environment=environment, message=message)
     for options, named in {
         ("--coordinator=h:1",): "num_processes",
         ("--coordinator=h", "--num_processes=2", "--process_id=0"): "coordinator",
@@ -98,7 +100,9 @@ def _environment_cases() -> Iterator[Case]:
         ("--connect_seconds=0",): "connect_seconds",
         ("--heartbeat_seconds=-1",): "heartbeat_seconds",
     }.items():
-        yield Case(command="kvjax.main", arguments=(*train, *options), says=(named,), status=(2,))
+        yield Case(
+            command="kvjax.main", arguments=(*train, *options), message=(named,), status=(2,)
+        )
 
 
 def _interrupted_cases() -> Iterator[Case]:

@@ -66,7 +66,7 @@ SAID = "kvjax: --way=x: is none\n"
     ],
 )
 def test_faults(outcome, fault):
-    case = Case(command="kvjax", says=("way",), status=(2,))
+    case = Case(command="kvjax", message=("way",), status=(2,))
     ended = dict(status=2, stdout="", stderr=SAID, seconds=0.1, grown=0, lost=()) | outcome
     found_faults = faults(case, Outcome(**ended))
     assert (fault in found_faults) if fault else not found_faults, found_faults

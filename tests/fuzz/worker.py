@@ -84,7 +84,7 @@ def main(home: pathlib.Path) -> None:
         tuples = dict(
             loses=tuple,
             arguments=tuple,
-            says=tuple,
+            message=tuple,
             status=tuple,
             edits=lambda e: tuple(map(tuple, e)),
         )

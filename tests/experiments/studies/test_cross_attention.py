@@ -23,30 +23,29 @@ def test_answers_are_the_digits_names_in_reverse():
     assert study.VOCABULARY > answers.max() >= study.FIRST_LETTER
 
 
-def test_held_out_sources_are_one_in_eight_of_the_long_and_never_trained_on():
+def test_an_eighth_of_the_sources_of_three_or_more_digits_is_held_out():
     rng = np.random.default_rng(2)
 
-    def source_set(found):
-        return {(n, *row[:n]) for row, n in zip(found[0].tolist(), found[1], strict=True)}
+    def source_set(count, **keys):
+        sources, lengths, _ = study.questions(rng, count, **keys)
+        return {(n, *row[:n]) for row, n in zip(sources.tolist(), lengths, strict=True)}
 
-    held_out = source_set(study.questions(rng, 500, held_out=True))
-    assert not held_out & source_set(study.questions(rng, 20_000)) and len(held_out) > 200
-    digits, lengths = rng.integers(0, 10, (10_000, study.DIGITS)), np.full(10_000, 8)
-    assert 0.1 < study._is_held_out(digits, lengths).mean() < 0.15
-    assert not study._is_held_out(
-        digits, np.full(10_000, 2)
-    ).any()  # there are only ten sources of one digit
+    held_out = source_set(500, held_out=True)
+    assert not held_out & source_set(20_000) and len(held_out) > 200
+    digits = rng.integers(0, 10, (10_000, study.DIGITS))
+    assert 0.1 < study._is_held_out(digits, np.full(10_000, study.DIGITS)).mean() < 0.15
+    assert not study._is_held_out(digits, np.full(10_000, 2)).any()
 
 
 def test_accuracy_of_answers():
     _, _, answers = study.questions(np.random.default_rng(1), 4)
     ends = [list(answer).index(study.END) for answer in answers]
-    found = answers.copy()
-    found[0, ends[0] + 1 :] = study.FIRST_LETTER  # beyond the end
-    assert study.right(found, answers) == 1
-    found[1, 0] = study.FIRST_LETTER + (found[1, 0] == study.FIRST_LETTER)
-    found[2, ends[2]] = study.FIRST_LETTER  # it does not end
-    assert study.right(found, answers) == 0.5
+    decoded = answers.copy()
+    decoded[0, ends[0] + 1 :] = study.FIRST_LETTER  # tokens after END do not count
+    assert study.right(decoded, answers) == 1
+    decoded[1, 0] = study.FIRST_LETTER + (decoded[1, 0] == study.FIRST_LETTER)  # a wrong letter
+    decoded[2, ends[2]] = study.FIRST_LETTER  # no END after the letters
+    assert study.right(decoded, answers) == 0.5
 
 
 def test_cached_bytes_by_kind():
@@ -59,11 +58,11 @@ def test_cached_bytes_by_kind():
 
 
 @pytest.mark.slow
-def test_a_few_steps_learn_something(monkeypatch):
+def test_a_few_steps_reduce_the_loss(monkeypatch):
     monkeypatch.setattr(study, "EVERY", 10)
     monkeypatch.setattr(study, "HELD_OUT", 32)
-    found = study.train("lrkv", 0, 20)
-    losses = [at["loss"] for at in found["curve"].values()]
-    assert list(found["curve"]) == [10, 20] and losses[1] < losses[0] < 3.4
-    assert found["right"] == found["curve"][20]["right"]
-    assert found["steps"] is None and found["cached_bytes"] == 400
+    result = study.train("lrkv", 0, 20)
+    losses = [point["loss"] for point in result["curve"].values()]
+    assert list(result["curve"]) == [10, 20] and losses[1] < losses[0] < 3.4
+    assert result["right"] == result["curve"][20]["right"]
+    assert result["steps"] is None and result["cached_bytes"] == 400
