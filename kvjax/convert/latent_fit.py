@@ -85,8 +85,8 @@ def fit(
 class _Problem:
     """State of the alternating updates.
 
-    All features of a key, W_R x and W_C x, are pairs (i, i + S) that rotate; the pairs of the
-    latent have frequency 0. That order, first halves of all pairs before second halves, is RoPE's.
+    The latent does not rotate: what depends on it alone is computed once for all heads, and only
+    the P channels of the RoPE key need expectations for each head.
     """
 
     def __init__(self, layer: Layer, moment_EE, statistics, frequencies, channels: int):
@@ -94,136 +94,170 @@ class _Problem:
         self.key_KHE = layer.key_EKH.transpose(heads_first)
         self.value_KVE = layer.value_EKH.transpose(heads_first)
         self.moment_EE, self.mean_E = moment_EE, statistics.mean_E
-        self.of_head, rope = frequencies
-        pairs = channels // 2
-        self.frequency_S = np.concatenate([rope, np.zeros(pairs)])
-        first = np.arange(len(rope), len(rope) + pairs)
-        self.latent = np.concatenate([first, first + len(self.frequency_S)])
-        self.rope = np.setdiff1d(np.arange(2 * len(self.frequency_S)), self.latent)
+        self.of_head, self.of_rope = frequencies
         N, K = layer.query_ENH.shape[1], len(self.key_KHE)
         self.kv_head_N = np.arange(N) * K // N
         query_NHE = layer.query_ENH.transpose(heads_first)
-        moment_NHH = einsum("NHE,EF,NIF->NHI", query_NHE, moment_EE, query_NHE)
-        self.query_NHH = moment_NHH * statistics.key_weight_N[:, None, None]
-        gram_NVV = einsum("NVD,NUD->NVU", layer.out_NHD, layer.out_NHD)
+        weight_N11 = statistics.key_weight_N[:, None, None]
+        self.query_NHH = _second_moments(query_NHE, moment_EE) * weight_N11
+        gram_NVV = layer.out_NHD @ layer.out_NHD.transpose(0, 2, 1)
         gram_NVV *= statistics.value_weight_N[:, None, None]
         self.out_KVV = gram_NVV.reshape(K, N // K, *gram_NVV.shape[1:]).sum(axis=1)
         self.heads = [_Rotations(p_T / p_T.sum()) for p_T in statistics.distance_NT]
-        self.key_moment_KHE = einsum("KHE,EF->KHF", self.key_KHE, moment_EE)
-        self.energy_N = [self._key_energy(n) for n in range(N)]
+        self.mean_KH = self.key_KHE @ self.mean_E
+        key_KHH = _second_moments(self.key_KHE, moment_EE)
+        self.energy_N = [self._key_energy(n, key_KHH[k]) for n, k in enumerate(self.kv_head_N)]
+        self.value_KVV = _second_moments(self.value_KVE, moment_EE)
         # The input whose product with x is nearest to 1.
         self.root_EE = root(moment_EE)
         self.constant_E = scipy.linalg.cho_solve((self.root_EE, False), self.mean_E)
-        self.inputs_FE = self._initial_inputs()
+        self.rope_PE, self.latent_CE = self._initial_rope_key(), self._initial_latent(channels)
 
-    def _key_energy(self, n: int) -> np.ndarray:
+    def _key_energy(self, n: int, moment_HH: np.ndarray) -> np.ndarray:
         """Returns [H, H], the covariance of a head's rotated keys."""
-        k, rotations = self.kv_head_N[n], self.heads[n]
-        mean_H = rotations.mean(self.key_KHE[k] @ self.mean_E, self.of_head)
-        moment_HH = self.key_moment_KHE[k] @ self.key_KHE[k].T
+        rotations = self.heads[n]
+        mean_H = rotations.mean(self.mean_KH[self.kv_head_N[n]], self.of_head)
         rotated_HH = rotations.moment(moment_HH, self.of_head, self.of_head)
         return rotated_HH - np.outer(mean_H, mean_H)
 
-    def _initial_inputs(self) -> np.ndarray:
-        """Returns [F, E]: a RoPE key of principal components, and principal inputs as latent.
+    def _initial_rope_key(self) -> np.ndarray:
+        """Returns [P, E]: each pair is a principal component of the nearest frequency's keys.
 
-        Each pair of the RoPE key is the next principal component, over KV heads, of the head's
-        frequency that is nearest; the latent has the principal directions of keys, shrunk by their
-        rotation, and values.
+        A frequency that is nearest to several pairs gives each the next component over KV heads.
         """
-        S = len(self.frequency_S)
-        K, F = len(self.key_KHE), len(self.of_head)
-        inputs_FE = np.zeros((2 * S, self.moment_EE.shape[0]))
+        pairs, K, F = len(self.of_rope), len(self.key_KHE), len(self.of_head)
+        rope_PE = np.zeros((2 * pairs, len(self.moment_EE)))
         diagonal_NH = einsum("NHH->NH", self.query_NHH)
         weight_KF = (diagonal_NH[:, :F] + diagonal_NH[:, F:]).reshape(K, -1, F).sum(axis=1)
         used = np.zeros(F, int)
-        for s in range(len(self.rope) // 2):
-            f = int(np.argmin(np.abs(self.of_head - self.frequency_S[s])))
+        for s, frequency in enumerate(self.of_rope):
+            f = int(np.argmin(np.abs(self.of_head - frequency)))
             root_K = np.sqrt(weight_KF[:, f])
             pair_KE = self.key_KHE[:, f] + 1j * self.key_KHE[:, F + f]
             moment_KK = pair_KE @ self.moment_EE @ pair_KE.conj().T
             _, vectors_KK = np.linalg.eigh(root_K[:, None] * moment_KK * root_K)
             best_K = vectors_KK[:, ::-1][:, min(used[f], K - 1)]
             component_E = (best_K.conj() * root_K) @ pair_KE
-            inputs_FE[s], inputs_FE[s + S] = component_E.real, component_E.imag
+            rope_PE[s], rope_PE[s + pairs] = component_E.real, component_E.imag
             used[f] += 1
-        energy_EE = einsum("KVE,KVU,KUF->EF", self.value_KVE, self.out_KVV, self.value_KVE)
+        return rope_PE
+
+    def _initial_latent(self, channels: int) -> np.ndarray:
+        """Returns [C, E], the principal directions of values and keys shrunk by their rotation."""
+        weight_KHH = np.zeros((len(self.key_KHE), *self.query_NHH.shape[1:]))
         for n, k in enumerate(self.kv_head_N):
-            shrunk_HE = self.heads[n].shrinkage(self.of_head)[:, None] * self.key_KHE[k]
-            energy_EE += shrunk_HE.T @ self.query_NHH[n] @ shrunk_HE
-        E, C = len(energy_EE), len(self.latent)
+            shrinkage_H = self.heads[n].shrinkage(self.of_head)
+            weight_KHH[k] += np.outer(shrinkage_H, shrinkage_H) * self.query_NHH[n]
+        energy_EE = sum(
+            _flat(w_KXE).T @ _flat(weight_KXX @ w_KXE)
+            for w_KXE, weight_KXX in (
+                (self.value_KVE, self.out_KVV),
+                (self.key_KHE, weight_KHH),
+            )
+        )
+        E = len(energy_EE)
         white_EE = self.root_EE @ energy_EE @ self.root_EE.T
-        _, vectors_EC = scipy.linalg.eigh(white_EE, subset_by_index=[max(0, E - C), E - 1])
-        principal = scipy.linalg.solve_triangular(self.root_EE, vectors_EC)
-        inputs_FE[self.latent[: principal.shape[1]]] = principal.T[::-1]
-        return inputs_FE
+        _, vectors_EC = scipy.linalg.eigh(white_EE, subset_by_index=[max(0, E - channels), E - 1])
+        principal_CE = scipy.linalg.solve_triangular(self.root_EE, vectors_EC).T[::-1]
+        return np.pad(principal_CE, [(0, channels - len(principal_CE)), (0, 0)])
 
     def update_queries_and_outputs(self) -> float:
         """Regresses rotated keys and values on the features; returns the weighted error."""
-        of_head, own = self.of_head, self.frequency_S
-        features_FE = self.inputs_FE @ self.moment_EE
-        moment_FF = features_FE @ self.inputs_FE.T
-        cross_KHF = self.key_KHE @ features_FE.T
-        mean_F, mean_KH = self.inputs_FE @ self.mean_E, self.key_KHE @ self.mean_E
-        self.maps_NHF, self.constant_NH, lost, energy = [], [], 0.0, 0.0
+        moved_PE, moved_CE = self.rope_PE @ self.moment_EE, self.latent_CE @ self.moment_EE
+        self.mean_P, self.mean_C = self.rope_PE @ self.mean_E, self.latent_CE @ self.mean_E
+        moment_CC = moved_CE @ self.latent_CE.T
+        self._regress_keys(moved_PE, moved_CE, moment_CC)
+        cross_KVC = self.value_KVE @ moved_CE.T
+        self.up_KVC = _regression(moment_CC, _flat(cross_KVC)).reshape(cross_KVC.shape)
+        kept_KVV = self.up_KVC @ cross_KVC.transpose(0, 2, 1)
+        lost, energy = np.sum(
+            self.out_KVV * np.stack([self.value_KVV - kept_KVV, self.value_KVV]), axis=(1, 2, 3)
+        )
+        self.value_error = lost, energy
+        return self.key_error[0] + self.value_error[0]
+
+    def _regress_keys(self, moved_PE, moved_CE, moment_CC: np.ndarray) -> None:
+        """Regresses each head's keys, up to a constant, on the latent and the RoPE key.
+
+        Args:
+          moved_PE, moved_CE: maps of the features times the moment of the inputs.
+        """
+        of_head, of_rope = self.of_head, self.of_rope
+        covariance_CC = moment_CC - np.outer(self.mean_C, self.mean_C)
+        covariance_PC = moved_PE @ self.latent_CE.T - np.outer(self.mean_P, self.mean_C)
+        covariance_KHC = self.key_KHE @ moved_CE.T - np.multiply.outer(self.mean_KH, self.mean_C)
+        moment_PP, moment_KHP = moved_PE @ self.rope_PE.T, self.key_KHE @ moved_PE.T
+        targets_XC = np.concatenate([covariance_PC, _flat(covariance_KHC)])
+        map_PC, map_XC = np.split(_regression(covariance_CC, targets_XC), [len(covariance_PC)])
+        map_KHC = map_XC.reshape(covariance_KHC.shape)
+        known_PP, known_KHP = map_PC @ covariance_PC.T, map_KHC @ covariance_PC.T
+        self.rope_maps_NHP, self.latent_maps_NHC, self.constant_NH = [], [], []
+        lost = energy = 0.0
         for n, k in enumerate(self.kv_head_N):
             rotations = self.heads[n]
-            expected_F = rotations.mean(mean_F, own)
-            expected_H = rotations.mean(mean_KH[k], of_head)
-            covariance_FF = rotations.moment(moment_FF, own, own)
-            covariance_FF -= np.outer(expected_F, expected_F)
-            cross_HF = rotations.moment(cross_KHF[k], of_head, own)
-            cross_HF -= np.outer(expected_H, expected_F)
-            map_HF = _regression(covariance_FF, cross_HF)
-            self.maps_NHF.append(map_HF)
-            self.constant_NH.append(expected_H - map_HF @ expected_F)
-            left_HH = self.energy_N[n] - map_HF @ cross_HF.T
+            mean_P = rotations.mean(self.mean_P, of_rope)
+            mean_H = rotations.mean(self.mean_KH[k], of_head)
+            covariance_PP = rotations.moment(moment_PP, of_rope, of_rope) - np.outer(mean_P, mean_P)
+            cross_HP = rotations.moment(moment_KHP[k], of_head, of_rope) - np.outer(mean_H, mean_P)
+            cross_HC = rotations.mean(covariance_KHC[k], of_head)
+            rope_HP = _regression(
+                covariance_PP - rotations.means(known_PP, of_rope, of_rope),
+                cross_HP - rotations.means(known_KHP[k], of_head, of_rope),
+                size_F=np.diagonal(covariance_PP),
+            )
+            latent_HC = rotations.mean(map_KHC[k], of_head)
+            latent_HC -= rope_HP @ rotations.mean(map_PC, of_rope)
+            self.rope_maps_NHP.append(rope_HP)
+            self.latent_maps_NHC.append(latent_HC)
+            self.constant_NH.append(mean_H - rope_HP @ mean_P - latent_HC @ self.mean_C)
+            left_HH = self.energy_N[n] - rope_HP @ cross_HP.T - latent_HC @ cross_HC.T
             lost += np.sum(self.query_NHH[n] * left_HH)
             energy += np.sum(self.query_NHH[n] * self.energy_N[n])
         self.key_error = lost, energy
-        latent_CE = features_FE[self.latent]
-        moment_CC = moment_FF[np.ix_(self.latent, self.latent)]
-        cross_KVC = self.value_KVE @ latent_CE.T
-        self.up_KVC = [_regression(moment_CC, cross_VC) for cross_VC in cross_KVC]
-        moment_KVV = einsum("KVE,EF,KUF->KVU", self.value_KVE, self.moment_EE, self.value_KVE)
-        kept_KVV = einsum("KVC,KUC->KVU", np.stack(self.up_KVC), cross_KVC)
-        energy = np.sum(self.out_KVV * moment_KVV)
-        self.value_error = np.sum(self.out_KVV * (moment_KVV - kept_KVV)), energy
-        return self.key_error[0] + self.value_error[0]
 
     def update_inputs(self) -> None:
         """Solves for W_R and W_C, given B and V; the moment of the inputs cancels."""
-        of_head, own = self.of_head, self.frequency_S
-        features = len(self.inputs_FE)
-        normal_FF, right_FE = np.zeros((features, features)), np.zeros_like(self.inputs_FE)
-        constant_F = np.zeros(features)
+        of_head, of_rope = self.of_head, self.of_rope
+        P, C, E = len(self.rope_PE), len(self.latent_CE), len(self.moment_EE)
+        normal_PP, normal_PC, right_PE = np.zeros((P, P)), np.zeros((P, C)), np.zeros((P, E))
+        right_KHC = np.zeros((*self.key_KHE.shape[:2], C))
+        constant_P, constant_C = np.zeros(P), np.zeros(C)
         for n, k in enumerate(self.kv_head_N):
             rotations = self.heads[n].reversed()
-            weighted_FH = self.maps_NHF[n].T @ self.query_NHH[n]
-            normal_FF += rotations.moment(weighted_FH @ self.maps_NHF[n], own, own)
-            right_FE += rotations.moment(weighted_FH, own, of_head) @ self.key_KHE[k]
-            constant_F += rotations.mean(weighted_FH @ self.constant_NH[n], own)
-        right_FE -= np.outer(constant_F, self.constant_E)
-        for k, up_VC in enumerate(self.up_KVC):
-            weighted_CV = up_VC.T @ self.out_KVV[k]
-            normal_FF[np.ix_(self.latent, self.latent)] += weighted_CV @ up_VC
-            right_FE[self.latent] += weighted_CV @ self.value_KVE[k]
-        self.inputs_FE = _solve(normal_FF, right_FE)
+            rope_HP, latent_HC = self.rope_maps_NHP[n], self.latent_maps_NHC[n]
+            weighted_PH, weighted_CH = (
+                rope_HP.T @ self.query_NHH[n],
+                latent_HC.T @ self.query_NHH[n],
+            )
+            normal_PP += rotations.moment(weighted_PH @ rope_HP, of_rope, of_rope)
+            normal_PC += rotations.mean(weighted_PH @ latent_HC, of_rope)
+            right_PE += rotations.moment(weighted_PH, of_rope, of_head) @ self.key_KHE[k]
+            right_KHC[k] += rotations.mean(weighted_CH.T, of_head)
+            constant_P += rotations.mean(weighted_PH @ self.constant_NH[n], of_rope)
+            constant_C += weighted_CH @ self.constant_NH[n]
+        latent_NHC = np.stack(self.latent_maps_NHC)
+        normal_CC = _flat(latent_NHC).T @ _flat(self.query_NHH @ latent_NHC)
+        weighted_KVC = self.out_KVV @ self.up_KVC
+        normal_CC += _flat(self.up_KVC).T @ _flat(weighted_KVC)
+        right_CE = _flat(right_KHC).T @ _flat(self.key_KHE)
+        right_CE += _flat(weighted_KVC).T @ _flat(self.value_KVE)
+        constant_F = np.concatenate([constant_P, constant_C])
+        right_FE = np.concatenate([right_PE, right_CE]) - np.outer(constant_F, self.constant_E)
+        normal_FF = np.block([[normal_PP, normal_PC], [normal_PC.T, normal_CC]])
+        self.rope_PE, self.latent_CE = np.split(_solve(normal_FF, right_FE), [P])
 
     def result(self) -> LatentFit:
         """Returns the maps, with the latent and what reads it of balanced scale."""
-        maps_NHF = np.stack(self.maps_NHF)
-        latent_EC, rope_EP = self.inputs_FE[self.latent].T, self.inputs_FE[self.rope].T
-        up_key_CNH = maps_NHF[..., self.latent].transpose(2, 0, 1)
-        up_value_CKV = np.stack(self.up_KVC).transpose(2, 0, 1)
+        latent_EC = self.latent_CE.T
+        up_key_CNH = np.stack(self.latent_maps_NHC).transpose(2, 0, 1)
+        up_value_CKV = self.up_KVC.transpose(2, 0, 1)
         C = latent_EC.shape[1]
         up_CX = np.concatenate([up_key_CNH.reshape(C, -1), up_value_CKV.reshape(C, -1)], axis=1)
         scale_C = balance_scales(latent_EC, up_CX, ((0,), (1,)))
-        rope_NHP = maps_NHF[..., self.rope]
         lost = dict(key=self.key_error, value=self.value_error)
         return LatentFit(
-            rope_key_EP=rope_EP,
-            rope_query_NHP=rope_NHP,
+            rope_key_EP=self.rope_PE.T,
+            rope_query_NHP=np.stack(self.rope_maps_NHP),
             latent_EC=latent_EC * scale_C,
             up_key_CNH=up_key_CNH / scale_C[:, None, None],
             up_value_CKV=up_value_CKV / scale_C[:, None, None],
@@ -248,14 +282,19 @@ class _Rotations:
         distance_T = np.arange(len(self._p_T))
         return np.exp(self._sign * 1j * np.outer(distance_T, frequency_S))
 
-    def mean(self, x_F: np.ndarray, frequency_S: np.ndarray) -> np.ndarray:
-        """Returns E[Rot x]; channels i and i + S are a pair, written x_i + i x_(i+S)."""
+    def mean(self, x_FX: np.ndarray, frequency_S: np.ndarray) -> np.ndarray:
+        """Returns E[Rot] x; channels i and i + S are a pair, written x_i + i x_(i+S)."""
         key = ("mean", frequency_S.tobytes())
         if key not in self._known:
             self._known[key] = self._p_T @ self._phases(frequency_S)
-        first, second = np.split(x_F, 2)
-        rotated_S = (first + 1j * second) * self._known[key]
-        return np.concatenate([rotated_S.real, rotated_S.imag])
+        first, second = np.split(x_FX, 2)
+        factor_S = self._known[key].reshape(-1, *[1] * (x_FX.ndim - 1))
+        rotated_SX = (first + 1j * second) * factor_S
+        return np.concatenate([rotated_SX.real, rotated_SX.imag])
+
+    def means(self, x_FG: np.ndarray, left_S: np.ndarray, right_S: np.ndarray) -> np.ndarray:
+        """Returns E[Rot_left] X E[Rot_right]^T."""
+        return self.mean(self.mean(x_FG, left_S).T, right_S).T
 
     def shrinkage(self, frequency_S: np.ndarray) -> np.ndarray:
         """Returns |E[exp(i f d)]| of each channel: 1 where attention sees no rotation."""
@@ -286,14 +325,27 @@ class _Rotations:
         return out_FG
 
 
-def _regression(moment_FF: np.ndarray, cross_HF: np.ndarray) -> np.ndarray:
+def _flat(w_KHE: np.ndarray) -> np.ndarray:
+    return w_KHE.reshape(-1, w_KHE.shape[-1])
+
+
+def _second_moments(w_KHE: np.ndarray, moment_EE: np.ndarray) -> np.ndarray:
+    """Returns [K, H, H] of heads' outputs."""
+    return (w_KHE @ moment_EE) @ w_KHE.transpose(0, 2, 1)
+
+
+def _regression(moment_FF: np.ndarray, cross_HF: np.ndarray, size_F=None) -> np.ndarray:
     """Returns [H, F], the linear map of features that is nearest to the targets."""
-    return _solve(moment_FF, cross_HF.T).T
+    return _solve(moment_FF, cross_HF.T, size_F).T
 
 
-def _solve(moment_FF: np.ndarray, right_FX: np.ndarray) -> np.ndarray:
-    """Solves the normal equations, with a ridge relative to each feature's size."""
-    diagonal_F = np.diagonal(moment_FF)
+def _solve(moment_FF: np.ndarray, right_FX: np.ndarray, size_F=None) -> np.ndarray:
+    """Solves the normal equations, with a ridge relative to each feature's size.
+
+    Args:
+      size_F: mean squares of the features; None: the diagonal.
+    """
+    diagonal_F = np.diagonal(moment_FF) if size_F is None else size_F
     scale_F1 = np.sqrt(np.where(diagonal_F > 0, diagonal_F, 1.0))[:, None]
     scaled_FF = moment_FF / scale_F1 / scale_F1.T + _RIDGE * np.eye(len(moment_FF))
     return scipy.linalg.solve(scaled_FF, right_FX / scale_F1, assume_a="sym") / scale_F1
