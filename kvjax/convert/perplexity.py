@@ -12,9 +12,11 @@ from kvjax.convert.model import LazyModel
 from kvjax.data import loader, manifest, prepare, readers
 from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import UserError, warn
 
 _MAX_NATS = 700  # exp overflows float64 beyond
+_DECODED_ROWS = 8
+_FRAGMENTS = 1.1  # tokens per character; English has about 0.25, a tokenizer of bytes 1
 
 
 def rows(
@@ -60,7 +62,20 @@ def rows(
     if split != "validation":
         chosen = chosen * count // num_rows
     rows = dataset.rows(split).__getitems__(chosen.tolist())
-    return np.stack([row["tokens"] for row in rows]).astype(np.int32)
+    rows_BT = np.stack([row["tokens"] for row in rows]).astype(np.int32)
+    _warn_of_fragments(dataset, rows_BT[:_DECODED_ROWS], f"--{key}={source}")
+    return rows_BT
+
+
+def _warn_of_fragments(dataset: loader.PackedDataset, rows_BT: np.ndarray, text: str) -> None:
+    """Warns if a text has more tokens than characters, as in a language without merges."""
+    ids = rows_BT[dataset.token_bytes[rows_BT] > 0]
+    share = len(ids) / max(1, len(dataset.tokenizer.decode(ids.tolist())))
+    if share > _FRAGMENTS:
+        warn(
+            f"{text}: {share:.1f} tokens per character: the tokenizer has no words of this "
+            "language, and statistics on fragments of characters say little of other texts"
+        )
 
 
 def model_rows(model: LazyModel, source: str, **options) -> np.ndarray:

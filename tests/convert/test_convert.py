@@ -20,6 +20,7 @@ from kvjax.convert import (
     choice,
     model as model_lib,
     options as options_lib,
+    perplexity,
 )
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.costs import formulas
@@ -122,8 +123,8 @@ BAD = [
     ),
     ("--method=mla --rank=4 --source=GPT2", "--method=mla: needs a model with RoPE; without it"),
     (
-        "--method=mla --rank=4 --source=SRC",
-        "config.attention.bias = True: must be False, since MLA",
+        "--method=mla --rank=4 --source=NORMED",
+        "config.attention.qk_norm = 'rms_gain': must be 'none', since MLA",
     ),
     ("--method=mla --cache=0.01 --source=PLAIN", "--cache=0.01: leaves 0 elements per token"),
     ("--method=mla --rank=4 --objective=weights", "--objective=weights: only with --method=thin_k"),
@@ -166,7 +167,7 @@ BAD = [
 
 
 def test_bad_options(run, imported, tmp_path, monkeypatch):
-    sources = dict(SRC="llama_tied_bias", PLAIN="llama3_rope", GPT2="gpt2")
+    sources = dict(SRC="llama_tied_bias", PLAIN="llama3_rope", NORMED="qwen3", GPT2="gpt2")
     places = dict(OUT=tmp_path / "out") | {key: imported(name) for key, name in sources.items()}
     monkeypatch.chdir(tmp_path)
     for options, message in BAD:
@@ -249,6 +250,18 @@ def test_report_and_record(converted, text, tmp_path):
     longer = "WARNING: --row_length = 48: source was trained on rows of 40 tokens "
     few = "WARNING: --evaluate=held.jsonl: has 144 tokens of the 16,384 asked for"
     assert errors == longer * 2 + few
+
+
+@pytest.mark.parametrize("words, warned", [("a plain text", False), ("ერთი წიგნი", True)])
+def test_a_text_of_fragments_is_warned_of(tmp_path, capsys, words, warned):
+    """The model's tokens are bytes: three per Georgian character."""
+    file = tmp_path / "text.txt"
+    file.write_text(f"{words}\n" * 400)
+    options = dict(split="train", length=16, tokens=64, key="calibrate")
+    model = workdirs.Made(workdirs.config("llama", workdirs.mla()))
+    perplexity.model_rows(model, str(file), **options)
+    said = "tokens per character: the tokenizer has no words of this language"
+    assert (said in capsys.readouterr().err) is warned
 
 
 def test_ranks_by_layer(converted):
