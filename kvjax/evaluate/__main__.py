@@ -2,9 +2,11 @@
 
     python -m kvjax.evaluate --workdir=runs/x --tasks=arc_easy,arc_challenge,mmlu,gsm8k,humaneval
     python -m kvjax.evaluate --workdir=runs/x --tasks=core --data=~/data
+    python -m kvjax.evaluate --workdir=runs/x --tasks=ruler --ruler_lengths=1024,2048
     python -m kvjax.evaluate --compare=runs/a,runs/b
 
-Benchmarks are read from local files; if one is missing, the message names the download. Every row
+Benchmarks are read from local files; if one is missing, the message names the download. RULER's
+prompts are generated, but for qa_1 and qa_2, which --file=ruler_qa_1=PATH adds. Every row
 is saved at once in WORKDIR/evaluations/STEP/, so that the same command resumes a killed evaluation.
 HumanEval's programs run in a sandbox. --compare evaluates nothing: it compares saved rows.
 """
@@ -18,7 +20,7 @@ from typing import Any
 from etils import epath
 
 from kvjax import config as config_lib, sandbox
-from kvjax.conversation import calculator, specials as specials_lib
+from kvjax.conversation import calculator, render, specials as specials_lib
 from kvjax.conversation.dialogue import Dialogue, PlainDialogue
 from kvjax.decoding.generator import Generator, max_positions
 from kvjax.evaluate import (
@@ -28,6 +30,8 @@ from kvjax.evaluate import (
     evaluation,
     generated,
     rows,
+    ruler,
+    ruler_materials,
     summary,
     task as task_lib,
 )
@@ -49,7 +53,9 @@ def _parser() -> command_line.Parser:
     parser.add_run()
     parser.add_output()
     add = parser.add_argument
-    add("--tasks", default="", help=f"some of {', '.join(task_lib.NAMES)} (the first five)")
+    tasks = ", ".join(name for name in task_lib.NAMES if not name.startswith("ruler_"))
+    text = f"some of {tasks} (the first five), or tasks of RULER, as ruler_vt"
+    add("--tasks", default="", help=text)
     add("--data", default=datasets.FOLDER, help=f"the folder of all data sets ({datasets.FOLDER})")
     text = "TASK=PATH: another file or glob for a task; may be repeated"
     add("--file", action="append", default=[], help=text)
@@ -69,6 +75,14 @@ def _parser() -> command_line.Parser:
     add("--allow_unsandboxed_code", action="store_true", help=text)
     text = "I/N: every N-th row from I on, for N processes that share the work (0/1)"
     add("--share", default="0/1", help=text)
+    text = f"RULER: tokens of a prompt and its answer ({ruler.LENGTHS})"
+    add("--ruler_lengths", default=ruler.LENGTHS, help=text)
+    text = f"RULER: questions per task and length ({ruler.SAMPLES})"
+    add("--ruler_samples", type=int, default=ruler.SAMPLES, help=text)
+    text = f"RULER: seed of the questions ({ruler.SEED})"
+    add("--ruler_seed", type=int, default=ruler.SEED, help=text)
+    text = "RULER: text that needles are hidden in, as config.data.source (embedded)"
+    add("--ruler_text", default=ruler_materials.EMBEDDED, help=text)
     add("--out", default="", help="the folder of the rows (WORKDIR/evaluations/STEP)")
     add("--compare", default="", help="two workdirs A,B: compare their saved rows")
     return parser
@@ -109,19 +123,30 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     one_of("humaneval_helpers", options.humaneval_helpers, generated.HELPERS)
     one_of("sandbox", options.sandbox, ("auto", "linux", "wasm"))
     files = datasets.file_options(options.file)
-    for name in lists.names("--file", ",".join(files), task_lib.TASKS) if files else ():
-        if name not in names:
+    for name in lists.names("--file", ",".join(files), task_lib.FILE_NAMES) if files else ():
+        if name not in names and not (task_lib.is_ruler(name) and task_lib.RULER in names):
             raise UserError(f"--file={name}=...: {name} is not among --tasks={','.join(names)}")
+    ruler_options = ruler.options(
+        names,
+        files,
+        options.ruler_lengths,
+        options.ruler_samples,
+        options.ruler_seed,
+        options.ruler_text,
+    )
     if options.dtype:
         one_of("dtype", options.dtype, config_lib.DTYPES)
     runtime.start()
     saved = trained.find(runtime.workdir(options.workdir), step=options.step)
     folder = runtime.folder("--out", options.out) if options.out else _folder(saved)
+    positions = max_positions(saved.experiment.model)
+    if ruler_options:
+        ruler.check_lengths(ruler_options, positions, saved.context)
     with progress.waiting("reading the data"):
         questions = {
             name: datasets.read(task_lib.TASKS[name], options.data, files.get(name, ""))
             for name in names
-            if name != task_lib.CORE
+            if name in task_lib.TASKS
         }
         core, core_digest = [], ""
         if task_lib.CORE in names:
@@ -130,17 +155,21 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
             core = core_tasks.read(bundle)
             core_digest = core_tasks.digest(bundle, core)
     box = _box(options) if "humaneval" in names else None
-    plan = Plan(questions, core, _answer_options(options, box), options.limit, share)
-    dialogue = _dialogue(
-        saved, names, options.humaneval, rows.day(epath.Path(folder)) or str(datetime.date.today())
-    )
-    info = ModelInfo(saved.tokenizer, dialogue, max_positions(saved.experiment.model))
+    day = rows.day(epath.Path(folder)) or str(datetime.date.today())
+    dialogue = _dialogue(saved, names, options.humaneval, day)
+    sets = {}
+    if ruler_options:
+        uncut = _dialogue(saved, names, options.humaneval, day, limit=ruler.MOST_TOKENS)
+        sets = ruler.make(ruler_options, uncut)
+    plan = Plan(questions, core, sets, _answer_options(options, box), options.limit, share)
+    info = ModelInfo(saved.tokenizer, dialogue, positions)
     checked = evaluation.check(info, plan, saved.context)
     for text in [*checked.warnings, *datasets.other_counts(questions.values())]:
         warn(text)
     data = datasets.data_info(questions)
     if core:
         data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))
+    data |= {name: dict(sha256=s.digest, seed=s.seed) for name, s in sets.items()}
     about = _about(options, saved, data, dialogue, box)
     with evaluation.opened(
         plan,
@@ -208,16 +237,25 @@ def _answer_options(options: argparse.Namespace, box) -> AnswerOptions:
     )
 
 
-def _dialogue(saved: trained.SavedModel, names: tuple[str, ...], mode: str, day: str) -> Dialogue:
+def _dialogue(
+    saved: trained.SavedModel,
+    names: tuple[str, ...],
+    mode: str,
+    day: str,
+    limit: int = render.LIMIT,
+) -> Dialogue:
     """Returns the model's chat format; plain text if it has none and no task needs it.
 
     Args:
       day: date for a chat template.
+      limit: tokens that prompts in nanochat's format are cut to.
     """
-    tasks_without_chat = {task_lib.CORE, "humaneval"} if mode == "completion" else {task_lib.CORE}
-    if set(names) <= tasks_without_chat and specials_lib.missing(saved.tokenizer):
+    without_chat = {task_lib.CORE, "humaneval"} if mode == "completion" else {task_lib.CORE}
+    of_ruler = {name for name in names if task_lib.is_ruler(name)}  # in chat if there is one
+    is_plain = not of_ruler or saved.template is None
+    if set(names) - of_ruler <= without_chat and is_plain and specials_lib.missing(saved.tokenizer):
         return PlainDialogue(saved.tokenizer)
-    return dialogue_lib.of(saved, day=day)
+    return dialogue_lib.of(saved, limit=limit, day=day)
 
 
 def _folder(saved: trained.SavedModel) -> epath.Path:
@@ -262,12 +300,14 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
     identity = dict(
         checkpoint=about["model"]["checkpoint"],
         tokenizer=about["model"]["tokenizer"],
-        data=data[name if task else task_lib.CORE]["sha256"],
+        data=data[name if name in data else task_lib.CORE]["sha256"],
         dtype=options["dtype"],
         dialogue=options["dialogue"],
     )
     if task_lib.is_conversation(name, options["humaneval"]):
         identity |= dict(template=options["template"], day=options["day"])
+    if task_lib.is_ruler(name):
+        identity |= dict(seed=data[name]["seed"], ends=options["ends"])
     if task is not None and task.kind == task_lib.GENERATED:
         identity |= {key: options[key] for key in ("num_tokens", "ends", "calculator")}
     if name == "humaneval":

@@ -10,7 +10,7 @@ from etils import epath
 import numpy as np
 
 from kvjax.conversation import calculator
-from kvjax.evaluate import paired, rows as rows_lib, summary
+from kvjax.evaluate import paired, rows as rows_lib, ruler, scores, summary
 from kvjax.evaluate.paired import Difference
 from kvjax.evaluate.scores import Score
 from kvjax.evaluate.task import TASKS
@@ -26,7 +26,7 @@ _DEFAULTS = dict(calculator=calculator.MODES[0])  # keys that earlier versions d
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """Saved rows of one checkpoint: by task its identity, and verdicts by row.
+    """Saved rows of one checkpoint: by task its identity, and verdicts (RULER: credits) by row.
 
     Attributes:
       chances: accuracy of guessing by CORE task, if the evaluation has all of CORE.
@@ -34,7 +34,7 @@ class Evaluated:
 
     name: str
     identities: Mapping[str, dict]
-    verdicts: Mapping[str, Mapping[int, bool]]
+    verdicts: Mapping[str, Mapping[int, float]]
     chances: Mapping[str, float]
 
 
@@ -89,7 +89,7 @@ def _read(name: str, folder: epath.Path) -> Evaluated:
         identities[task] = json_text.read_object(file, "evaluate again")
         rows = {}
         for part in parts:
-            rows |= {row["index"]: bool(row["right"]) for row in rows_lib.of_file(part)}
+            rows |= {row["index"]: scores.credit(row) for row in rows_lib.of_file(part)}
         verdicts[task] = rows
     return Evaluated(name, identities, verdicts, summary.chances_of_core(summary.read(folder)))
 
@@ -100,7 +100,8 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
     Each entry has the score of both sides and their difference with its interval. Tasks also have
     the number of questions and, if each side is a single model, the questions that only one of them
     got right and the p-value of McNemar's exact test. `combined` is the mean of the five tasks,
-    `core` CORE's mean of centred accuracies; each needs all of its tasks.
+    `core` CORE's mean of centred accuracies; each needs all of its tasks. `ruler_LENGTH` is the
+    mean of RULER's tasks at that length.
 
     Raises:
       UserError: no questions in common, or other data or options.
@@ -126,6 +127,9 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
     if chances and results.keys() >= chances.keys() and all(e.chances == chances for e in everyone):
         centred = [differences[t].centred(chance) for t, chance in chances.items()]
         results["core"] = _entry(paired.mean(centred))
+    for length, tasks in ruler.by_length(differences).items():
+        results[length] = _entry(paired.mean([differences[t] for t in tasks]))
+        results[length]["tasks"] = len(tasks)
     return results
 
 
@@ -138,7 +142,9 @@ def _entry(difference: Difference) -> dict:
 
 
 def _mcnemar(first_Q: np.ndarray, second_Q: np.ndarray) -> dict:
-    counts = int((first_Q & ~second_Q).sum()), int((second_Q & ~first_Q).sum())
+    counts = paired.advantages(first_Q, second_Q)
+    if first_Q.dtype == second_Q.dtype == bool:
+        counts = tuple(map(int, counts))
     return {"only_one": counts[0], "only_other": counts[1], "p": paired.p_value(*counts)}
 
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from kvjax import sandbox
-from kvjax.evaluate import core_tasks, generated, letters
+from kvjax.evaluate import core_tasks, generated, letters, ruler, scores
 from kvjax.evaluate.core_tasks import CoreTask
 from kvjax.evaluate.datasets import Questions
 from kvjax.evaluate.generated import AnswerOptions
 from kvjax.evaluate.model import BenchmarkModel, ModelInfo
 from kvjax.evaluate.rows import RowStore
+from kvjax.evaluate.ruler import RulerSet
 from kvjax.evaluate.task import LETTERS
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
@@ -28,6 +29,7 @@ class Plan:
     Attributes:
       questions: by task, in order.
       core: the tasks of CORE, if selected.
+      ruler: the sets of RULER, if selected, by name.
       answers: options of generation and judging.
       limit: use the first rows of each set; 0: all.
       share: (i, n): use rows i, i + n, i + 2 n, ...
@@ -35,6 +37,7 @@ class Plan:
 
     questions: Mapping[str, Questions]
     core: Sequence[CoreTask] = ()
+    ruler: Mapping[str, RulerSet] = dataclasses.field(default_factory=dict)
     answers: AnswerOptions = AnswerOptions()
     limit: int = 0
     share: tuple[int, int] = (0, 1)
@@ -61,6 +64,10 @@ class TaskRows:
     @property
     def right(self) -> int:
         return sum(row["right"] for row in self.rows.values())
+
+    @property
+    def credit(self) -> float:
+        return sum(map(scores.credit, self.rows.values()))
 
 
 class Checked(NamedTuple):
@@ -92,6 +99,8 @@ def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checke
             num_tokens = plan.answers.num_tokens
         warnings += _check_lengths(model, name, questions.places, prompts, num_tokens, context)
         digests[name] = [letters.prompt_hash(ids) for ids, _ in prompts]
+    for name, asked in plan.ruler.items():
+        digests[name] = [letters.prompt_hash(ids) for ids in asked.prompts]
     return Checked(warnings, digests)
 
 
@@ -186,12 +195,16 @@ def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> di
         ask = functools.partial(core_tasks.ask, model, task)
         count = plan.count(len(task.items))
         results[name] = _run_task(name, stores[name], count, 2 * model.batch, ask)
+    for name, asked in plan.ruler.items():
+        ask = functools.partial(ruler.ask, model, asked)
+        count = plan.count(len(asked.prompts))
+        results[name] = _run_task(name, stores[name], count, model.batch, ask)
     return results
 
 
 def names(plan: Plan) -> list[str]:
-    """Returns the names of a plan's files of rows: question sets, then CORE tasks."""
-    return [*plan.questions, *map(core_tasks.label_of, plan.core)]
+    """Returns the names of a plan's files of rows: question sets, CORE tasks, RULER's sets."""
+    return [*plan.questions, *map(core_tasks.label_of, plan.core), *plan.ruler]
 
 
 def _run_task(name: str, store: RowStore, count: int, block: int, ask) -> TaskRows:
@@ -201,7 +214,7 @@ def _run_task(name: str, store: RowStore, count: int, block: int, ask) -> TaskRo
             new = ask(missing[start : start + block])
             store.add(new)
             done = store.first(count)
-            right = sum(row["right"] for row in done.values())
-            bar.step(f"{100 * right / len(done):.1f} % right", len(new))
+            credit = sum(map(scores.credit, done.values()))
+            bar.step(f"{100 * credit / len(done):.1f} % right", len(new))
     store.reload()  # other processes may have added rows meanwhile
     return TaskRows(store.first(count), count, len(missing), time.monotonic() - start_time)

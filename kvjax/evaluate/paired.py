@@ -20,19 +20,35 @@ _TAIL = 0.025  # on either side of a 95 % interval
 _NODES = 500  # quantiles of the numerical integration over s
 
 
-def p_value(only_first: int, only_second: int) -> float:
+def p_value(only_first: float, only_second: float) -> float:
     """Returns the two-sided p-value of McNemar's exact test; 1 without discordant questions.
 
     Args:
-      only_first, only_second: questions that only the first, or only the second model got right.
+      only_first, only_second: questions that only the first, or only the second model got right;
+        see `advantages` for fractions, which continue the binomial distribution.
     """
-    from scipy import stats
+    from scipy import special, stats
 
-    discordant = only_first + only_second
-    return float(stats.binomtest(only_first, discordant).pvalue) if discordant else 1.0
+    total = only_first + only_second
+    if not total:
+        return 1.0
+    if only_first % 1 or only_second % 1:
+        more, fewer = max(only_first, only_second), min(only_first, only_second)
+        return min(1.0, 2 * float(special.betainc(more, fewer + 1, 0.5)))
+    return float(stats.binomtest(int(only_first), int(total)).pvalue)
 
 
-def interval(only_first: int, only_second: int, questions: int) -> tuple[float, float]:
+def advantages(first_Q: np.ndarray, second_Q: np.ndarray) -> tuple[float, float]:
+    """Returns how much more credit each model has than the other, summed over questions.
+
+    Of verdicts, these are the questions that only one model got right. Partial credits count as
+    verdicts of the same mean difference, which vary most: tests and intervals are conservative.
+    """
+    difference_Q = np.subtract(first_Q, second_Q, dtype=float)
+    return tuple(round(float(np.maximum(d_Q, 0).sum()), 9) for d_Q in (difference_Q, -difference_Q))
+
+
+def interval(only_first: float, only_second: float, questions: int) -> tuple[float, float]:
     """Returns the 95 % interval of the first model's share of right answers less the second's."""
     return (
         _lower_bound(only_first, only_second, questions),
@@ -40,7 +56,7 @@ def interval(only_first: int, only_second: int, questions: int) -> tuple[float, 
     )
 
 
-def _lower_bound(only_first: int, only_second: int, questions: int) -> float:
+def _lower_bound(only_first: float, only_second: float, questions: int) -> float:
     """Returns the 2.5 % quantile of s·(2t - 1), with confidence distributions for s and t.
 
     t is the first model's share of the discordant questions, Beta(b, c + 1) as in Clopper-Pearson's
@@ -51,7 +67,7 @@ def _lower_bound(only_first: int, only_second: int, questions: int) -> float:
 
     discordant = only_first + only_second
     levels = (np.arange(_NODES) + 0.5) / _NODES
-    concordant = questions - discordant
+    concordant = max(0.0, round(questions - discordant, 9))
     if not only_first:  # t = 0
         return (
             -float(special.betaincinv(discordant + 1, concordant, 1 - _TAIL))
@@ -116,15 +132,13 @@ def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
     deviations over questions: of the differences of seeds' means, over those of single pairs.
 
     Args:
-      first_SQ, second_SQ: verdicts, 0 or 1, of each model's seeds on the same questions.
+      first_SQ, second_SQ: verdicts or credits, 0 to 1, of each model's seeds on the same questions.
     """
     questions = first_SQ.shape[1]
     distances, deviations = [], []
-    for first_Q, second_Q in itertools.product(first_SQ.astype(int), second_SQ.astype(int)):
+    for first_Q, second_Q in itertools.product(first_SQ.astype(float), second_SQ.astype(float)):
         difference_Q = first_Q - second_Q
-        low, high = interval(
-            int((difference_Q > 0).sum()), int((difference_Q < 0).sum()), questions
-        )
+        low, high = interval(*advantages(first_Q, second_Q), questions)
         distances.append((difference_Q.mean() - low, high - difference_Q.mean()))
         deviations.append(difference_Q.std())
     mean_Q = first_SQ.mean(axis=0) - second_SQ.mean(axis=0)

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from etils import epath
 
-from kvjax.evaluate.task import TASKS
+from kvjax.evaluate.task import RULER, TASKS
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import in_bucket, matching_entries, write_atomically
@@ -158,7 +158,8 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 def day(folder: epath.Path) -> str:
     """Returns the date in the prompts of a folder's rows, as 2026-11-27; "" for none."""
-    for path in (folder / f"{task}.json" for task in TASKS):
+    paths = [folder / f"{task}.json" for task in TASKS]
+    for path in (*paths, *matching_entries(folder, f"{RULER}_*.json")):
         date = json_text.read_object(path, _START_OVER).get("day") if path.exists() else None
         try:
             if date:

@@ -1,6 +1,6 @@
 """Scores from verdicts: accuracies with intervals, combined accuracy, ChatCORE."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import math
 from typing import NamedTuple
 
@@ -19,8 +19,20 @@ class Score(NamedTuple):
     high: float
 
 
-def accuracy(right: int, count: int) -> Score:
-    """Returns the share of right answers with Wilson's interval, which stays within 0 to 1."""
+def credit(row: Mapping) -> float:
+    """Returns what a saved row adds to its task's score: 0, 1, or RULER's share of the answers."""
+    return row.get("score", row["right"])
+
+
+def accuracy(right: float, count: int) -> Score:
+    """Returns the share of right answers with Wilson's interval, which stays within 0 to 1.
+
+    With partial credit the interval is conservative: credits from 0 to 1 vary no more than verdicts
+    of the same mean.
+
+    Args:
+      right: number of right answers, or their credit.
+    """
     share, z2 = right / count, _Z * _Z
     center = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = _Z * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
@@ -30,18 +42,23 @@ def accuracy(right: int, count: int) -> Score:
 def combined(counts: Mapping[str, tuple[int, int]]) -> Score | None:
     """Returns the mean of the five accuracies (LRKV, Table 3); None if one of them is missing.
 
-    Distances to the bounds add in quadrature (Zou and Donner, 2008).
-
     Args:
       counts: (right answers, questions) by task.
     """
     if not counts.keys() >= TASKS.keys():
         return None
-    accuracies = [accuracy(*counts[name]) for name in TASKS]
-    mean = float(np.mean([score.value for score in accuracies]))
+    return mean([accuracy(*counts[name]) for name in TASKS])
+
+
+def mean(accuracies: Sequence[Score]) -> Score:
+    """Returns the mean over tasks.
+
+    Distances to the bounds add in quadrature (Zou and Donner, 2008).
+    """
+    value = float(np.mean([score.value for score in accuracies]))
     below = math.hypot(*(score.value - score.low for score in accuracies)) / len(accuracies)
     above = math.hypot(*(score.high - score.value for score in accuracies)) / len(accuracies)
-    return Score(mean, mean - below, mean + above)
+    return Score(value, value - below, value + above)
 
 
 def chat_core(counts: Mapping[str, tuple[int, int]]) -> float | None:

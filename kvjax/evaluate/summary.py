@@ -7,10 +7,11 @@ from typing import Any
 from etils import epath
 import numpy as np
 
-from kvjax.evaluate import core_tasks, scores
+from kvjax.evaluate import core_tasks, ruler, ruler_tasks, scores
 from kvjax.evaluate.core_tasks import CoreTask
 from kvjax.evaluate.evaluation import TaskRows
 from kvjax.evaluate.rows import SUMMARY
+from kvjax.evaluate.scores import Score
 from kvjax.evaluate.task import TASKS, is_conversation
 from kvjax.foundation import json_text, provenance, target
 from kvjax.foundation.errors import UserError, warn
@@ -63,7 +64,17 @@ def make(
             right, count = complete[name]
             centred.append(scores.centred(right / count, chance))
         result |= dict(core=float(np.mean(centred)), core_tasks=len(centred))
+    if groups := ruler.by_length(name for name in complete if name in tasks):
+        result["ruler"] = {
+            length: scores.mean([_score(tasks[name]) for name in names])._asdict()
+            | dict(tasks=len(names))
+            for length, names in groups.items()
+        }
     return result
+
+
+def _score(task: Mapping[str, Any]) -> Score:
+    return Score(task["accuracy"], *task["interval"])
 
 
 def _chances(tasks: Mapping[str, Mapping]) -> dict[str, float]:
@@ -87,7 +98,7 @@ def _with_template(tasks: Mapping[str, Any], template: str) -> dict[str, Any]:
 def _task(done: TaskRows) -> dict[str, Any]:
     count, right = len(done.rows), done.right
     rows = done.rows.values()
-    value, low, high = scores.accuracy(right, count)
+    value, low, high = scores.accuracy(done.credit, count)
     entry = dict(rows=count, of=done.total, right=right, accuracy=value, interval=[low, high])
     for key in _COUNTED:
         if number := sum(bool(row.get(key)) for row in rows):
@@ -135,11 +146,11 @@ def table(result: Mapping[str, Any]) -> Table:
                 minutes,
             )
         )
-    if "combined" in result:
-        mean = result["combined"]
+    means = dict(combined=result["combined"]) if "combined" in result else {}
+    for name, mean in (means | result.get("ruler", {})).items():
         interval = f"{100 * mean['low']:.1f} to {100 * mean['high']:.1f}"
-        rows.append(("combined", f"{100 * mean['value']:.1f}", interval, "-", "-"))
-    notes = []
+        rows.append((name, f"{100 * mean['value']:.1f}", interval, "-", "-"))
+    notes = _ruler_notes(result.get("ruler", {}))
     if "chat_core" in result:
         notes.append(f"ChatCORE {result['chat_core']:.3f} (0 is guessing).")
     if "core" in result:
@@ -166,6 +177,14 @@ def table(result: Mapping[str, Any]) -> Table:
     return Table(
         f"{result['model']['workdir']}, step {result['model']['step']:,}", header, rows, notes
     )
+
+
+def _ruler_notes(means: Mapping[str, Mapping]) -> list[str]:
+    if not means:
+        return []
+    of = len(ruler_tasks.TASKS)
+    counts = ", ".join(f"{name} {mean['tasks']} of {of}" for name, mean in means.items())
+    return [f"RULER: % of the expected answers that were found; tasks of the means: {counts}."]
 
 
 def conditions(result: Mapping[str, Any]) -> str:

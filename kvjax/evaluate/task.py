@@ -1,6 +1,6 @@
 """The benchmarks: the five tasks of the LRKV paper's Table 3, in nanochat's format.
 
-CORE (DCLM), for base models, is in `core_tasks`.
+CORE (DCLM), for base models, is in `core_tasks`, RULER, for long contexts, in `ruler`.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.conversation import questions
+from kvjax.evaluate import ruler_tasks
 
 LETTERS, GENERATED = "letters", "generated"
 
@@ -88,8 +89,9 @@ TASKS = {
         ),
     )
 }
-CORE = "core"
-NAMES = (*TASKS, CORE)
+CORE, RULER = "core", "ruler"
+NAMES = (*TASKS, CORE, RULER, *(f"{RULER}_{name}" for name in ruler_tasks.TASKS))
+FILE_NAMES = (*TASKS, *(f"{RULER}_{name}" for name in ruler_tasks.DOCUMENT_TASKS))  # of --file
 
 
 def is_conversation(name: str, humaneval: str) -> bool:
@@ -98,4 +100,11 @@ def is_conversation(name: str, humaneval: str) -> bool:
     Args:
       humaneval: format of HumanEval's prompts, see `generated.MODES`.
     """
-    return name in TASKS and (name != "humaneval" or humaneval == "chat")
+    if name == "humaneval":
+        return humaneval == "chat"
+    return name in TASKS or is_ruler(name)
+
+
+def is_ruler(name: str) -> bool:
+    """Returns True for RULER, a task of it, and the name of such a task's rows."""
+    return name == RULER or name.startswith(f"{RULER}_")

@@ -1,0 +1,253 @@
+"""RULER: long-context tasks at chosen lengths, in the model's own tokens (Hsieh et al., 2024).
+
+A prompt has the largest haystack with which prompt and answer are no longer than the length. It is
+the user's message in the model's chat format, or plain text for a model without one, and the start
+of the answer (RULER's answer prefix). Answers are greedy. An answer's score is the share of
+the expected texts that it has, in upper or lower case; for questions on documents one suffices.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import hashlib
+import random
+import re
+from typing import Any
+
+import numpy as np
+
+from kvjax.conversation.dialogue import Dialogue
+from kvjax.evaluate import ruler_materials, ruler_tasks
+from kvjax.evaluate.letters import prompt_hash
+from kvjax.evaluate.model import BenchmarkModel
+from kvjax.evaluate.ruler_tasks import DOCUMENT_TASKS, Documents, Materials, RulerTask, Sample
+from kvjax.evaluate.task import RULER
+from kvjax.foundation import lists, progress
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError, warn
+
+LENGTHS, SAMPLES, SEED = "4096", 20, 0
+MOST_TOKENS = 1 << 24
+_NAME = re.compile(rf"{RULER}_\w+_(\d+)")
+_CONTROLS = re.compile(r"[\x00-\x1f]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command's options say of RULER.
+
+    Attributes:
+      files: by task, the file of its questions and documents.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    seed: int
+    text: str
+    files: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class RulerSet:
+    """The questions of one task at one length.
+
+    Attributes:
+      prompts: token ids by question.
+      digest: of everything that the questions are made of, but for the seed and the tokenizer.
+    """
+
+    task: RulerTask
+    length: int
+    seed: int
+    prompts: Sequence[np.ndarray]
+    answers: Sequence[tuple[str, ...]]
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return f"{RULER}_{self.task.name}_{self.length}"
+
+
+def options(
+    names: Sequence[str], files: Mapping[str, str], lengths: str, samples: int, seed: int, text: str
+) -> Options | None:
+    """Returns RULER's options; None if no task of it is selected.
+
+    Args:
+      names: selected tasks of all benchmarks, as "ruler" or "ruler_vt".
+      files: paths by name.
+
+    Raises:
+      UserError: a value out of range, a task without its file, an option without a task.
+    """
+    parsed = lists.integers("--ruler_lengths", lengths, 1, MOST_TOKENS)
+    at_least("ruler_samples", samples, 1)
+    at_least("ruler_seed", seed, 0)
+    named = [name.removeprefix(f"{RULER}_") for name in names if name.startswith(f"{RULER}_")]
+    if RULER not in names and not named:
+        given = (lengths, samples, seed, text)
+        if given != (LENGTHS, SAMPLES, SEED, ruler_materials.EMBEDDED):
+            raise UserError(
+                "--ruler_...: no task of RULER is in --tasks: add ruler, or leave it out"
+            )
+        return None
+    own_files = {t: files[f"{RULER}_{t}"] for t in DOCUMENT_TASKS if f"{RULER}_{t}" in files}
+    for task in DOCUMENT_TASKS:
+        if task in named and task not in own_files:
+            raise UserError(f"ruler_{task} has no questions: {_file_advice(task)}")
+    available = [t for t in ruler_tasks.TASKS if t not in DOCUMENT_TASKS or t in own_files]
+    tasks = [t for t in available if RULER in names or t in named]
+    return Options(tuple(tasks), parsed, samples, seed, text, own_files)
+
+
+def _file_advice(task: str) -> str:
+    return f"give --file=ruler_{task}=PATH, {ruler_materials.PUBLISHED[task]}"
+
+
+def check_lengths(given: Options, positions: int | None, context: int) -> None:
+    """Warns of what is left out, and of lengths beyond those that the model was trained on.
+
+    Args:
+      positions: the model's; None: unlimited.
+
+    Raises:
+      UserError: a length beyond the model's positions.
+    """
+    longest = max(given.lengths)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"--ruler_lengths = {longest}: the model has {positions:,} positions: give at most that"
+        )
+    if longest > context:
+        warn(f"ruler: {longest:,} tokens exceed the training length of {context:,} tokens")
+    if len(given.tasks) > 1:
+        for task in DOCUMENT_TASKS:
+            if task not in given.tasks:
+                warn(f"ruler: {task} is left out: {_file_advice(task)}")
+
+
+def make(given: Options, dialogue: Dialogue) -> dict[str, RulerSet]:
+    """Makes the questions of all tasks and lengths, by name.
+
+    Raises:
+      UserError: a length too short for a task, a text or a file that cannot be read.
+    """
+    documents = {task: ruler_materials.documents(task, path) for task, path in given.files.items()}
+    running_text = ruler_materials.running_text(given.text, max(given.lengths))
+    words, sets = ruler_materials.words(), {}
+    with progress.waiting("writing RULER's prompts") as doing:
+        for length in given.lengths:
+            materials = Materials(length, words, running_text[:length], documents)
+            for name in given.tasks:
+                doing.at(f"{name}, {length:,} tokens")
+                made = _set(ruler_tasks.TASKS[name], materials, given, dialogue)
+                sets[made.name] = made
+    return sets
+
+
+def _set(task: RulerTask, materials: Materials, given: Options, dialogue: Dialogue) -> RulerSet:
+    own = materials.documents.get(task.name)
+    samples = min(given.samples, len(own.questions)) if own else given.samples
+    prompts, answers, size = [], [], 2 * task.least + 1
+    for index in range(samples):
+        size, sample = _fitting(task, materials, given.seed, index, dialogue, size)
+        prompts.append(np.array(prompt(dialogue, sample), np.int32))
+        answers.append(sample.answers)
+    digest = _digest(materials, own)
+    return RulerSet(task, materials.length, given.seed, prompts, answers, digest)
+
+
+def _digest(materials: Materials, own: Documents | None) -> str:
+    parts = [own.digest if own else "", *materials.words, "", *materials.running_text]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _fitting(
+    task: RulerTask, materials: Materials, seed: int, index: int, dialogue: Dialogue, size: int
+) -> tuple[int, Sample]:
+    """Returns the size of the largest haystack that fits, near `size`, and the question with it.
+
+    Raises:
+      UserError: not even the smallest fits.
+    """
+
+    def sample(size: int) -> Sample:
+        rng = random.Random(f"{seed} {task.name} {materials.length} {index}")
+        return task.make(materials, rng, index, size)
+
+    def tokens(size: int) -> int:
+        return len(prompt(dialogue, sample(size))) + task.num_tokens
+
+    least = tokens(task.least)
+    if least > materials.length:
+        raise UserError(
+            f"--ruler_lengths = {materials.length}: too short for {task.name}, whose question "
+            f"{index} takes {least:,} tokens with its answer: give a longer one, or leave "
+            f"{task.name} out of --tasks"
+        )
+    size = largest(tokens, materials.length, task.least, least, size)
+    return size, sample(size)
+
+
+def largest(tokens: Callable[[int], int], most: int, low: int, low_tokens: int, size: int) -> int:
+    """Returns a size with at most `most` tokens, where the next size has more.
+
+    Interpolates between sizes whose tokens are known, since tokens are almost linear in the size.
+
+    Args:
+      low, low_tokens: a size that fits, and its tokens.
+      size: the first to try.
+    """
+    high = None
+    while high is None or high - low > 1:
+        size = max(size, low + 1) if high is None else min(max(size, low + 1), high - 1)
+        counted = tokens(size)
+        per_unit = max((counted - low_tokens) / (size - low), 0.25)
+        if counted <= most:
+            low, low_tokens = size, counted
+        else:
+            high = size
+        size = min(low + int((most - low_tokens) / per_unit), 4 * size)
+    return low
+
+
+def prompt(dialogue: Dialogue, sample: Sample) -> list[int]:
+    """Returns a question's token ids, with the start of its answer."""
+    tokenizer = dialogue.tokenizer
+    if not dialogue.name:
+        return [tokenizer.bos_id, *tokenizer.encode(sample.text + sample.prefix)]
+    rendered = dialogue.prompt([dict(role="user", content=sample.text)])
+    return [*rendered.ids, *tokenizer.encode(sample.prefix.lstrip(), "inside")]
+
+
+def ask(model: BenchmarkModel, asked: RulerSet, indices: Sequence[int]) -> list[dict[str, Any]]:
+    """Generates and scores the answers to some questions, at most one batch; returns their rows."""
+    prompts = [asked.prompts[i].tolist() for i in indices]
+    given = model.answers(prompts, num_tokens=asked.task.num_tokens)
+    rows = []
+    for i, ids, answer in zip(indices, prompts, given, strict=True):
+        expected = asked.answers[i]
+        value = score(answer.text, expected, any_answer=asked.task.any_answer)
+        row = dict(index=i, prompt=prompt_hash(ids), text=answer.text, tokens=len(answer.ids))
+        rows.append(row | dict(answers=list(expected), score=value, right=value == 1))
+    return rows
+
+
+def score(text: str, answers: Sequence[str], *, any_answer: bool = False) -> float:
+    """Returns the share of the answers that a text has (RULER's string_match_all).
+
+    Args:
+      any_answer: return 1 if it has one of them, else 0 (string_match_part).
+    """
+    text = _CONTROLS.sub("\n", text).strip().lower()
+    found = [answer.lower() in text for answer in answers]
+    return float(any(found)) if any_answer else sum(found) / len(found)
+
+
+def by_length(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the names of RULER's sets by the name of their length, as ruler_4096."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            groups.setdefault(f"{RULER}_{match[1]}", []).append(name)
+    return groups
