@@ -140,8 +140,9 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     saved = trained.find(runtime.workdir(options.workdir), step=options.step)
     folder = runtime.folder("--out", options.out) if options.out else _folder(saved)
     positions = max_positions(saved.experiment.model)
+    warnings = []
     if ruler_options:
-        ruler.check_lengths(ruler_options, positions, saved.context)
+        warnings = ruler.check_lengths(ruler_options, positions, saved.context)
     with progress.waiting("reading the data"):
         questions = {
             name: datasets.read(task_lib.TASKS[name], options.data, files.get(name, ""))
@@ -164,7 +165,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     plan = Plan(questions, core, sets, _answer_options(options, box), options.limit, share)
     info = ModelInfo(saved.tokenizer, dialogue, positions)
     checked = evaluation.check(info, plan, saved.context)
-    for text in [*checked.warnings, *datasets.other_counts(questions.values())]:
+    for text in [*warnings, *checked.warnings, *datasets.other_counts(questions.values())]:
         warn(text)
     data = datasets.data_info(questions)
     if core:

@@ -22,11 +22,11 @@ from kvjax.evaluate.model import BenchmarkModel
 from kvjax.evaluate.ruler_tasks import DOCUMENT_TASKS, Documents, Materials, RulerTask, Sample
 from kvjax.evaluate.task import RULER
 from kvjax.foundation import lists, progress
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.errors import UserError, warn
+from kvjax.foundation.configuration import at_least, between
+from kvjax.foundation.errors import UserError
 
 LENGTHS, SAMPLES, SEED = "4096", 20, 0
-MOST_TOKENS = 1 << 24
+MOST_TOKENS, MOST_SAMPLES = 1 << 24, 10_000
 _NAME = re.compile(rf"{RULER}_\w+_(\d+)")
 _CONTROLS = re.compile(r"[\x00-\x1f]")
 
@@ -36,10 +36,12 @@ class Options:
     """What the command's options say of RULER.
 
     Attributes:
+      left_out: selected tasks whose file is missing.
       files: by task, the file of its questions and documents.
     """
 
     tasks: tuple[str, ...]
+    left_out: tuple[str, ...]
     lengths: tuple[int, ...]
     samples: int
     seed: int
@@ -81,7 +83,7 @@ def options(
       UserError: a value out of range, a task without its file, an option without a task.
     """
     parsed = lists.integers("--ruler_lengths", lengths, 1, MOST_TOKENS)
-    at_least("ruler_samples", samples, 1)
+    between("ruler_samples", samples, 1, MOST_SAMPLES)
     at_least("ruler_seed", seed, 0)
     named = [name.removeprefix(f"{RULER}_") for name in names if name.startswith(f"{RULER}_")]
     if RULER not in names and not named:
@@ -95,20 +97,22 @@ def options(
     for task in DOCUMENT_TASKS:
         if task in named and task not in own_files:
             raise UserError(f"ruler_{task} has no questions: {_file_advice(task)}")
-    available = [t for t in ruler_tasks.TASKS if t not in DOCUMENT_TASKS or t in own_files]
-    tasks = [t for t in available if RULER in names or t in named]
-    return Options(tuple(tasks), parsed, samples, seed, text, own_files)
+    left_out = tuple(t for t in DOCUMENT_TASKS if RULER in names and t not in own_files)
+    selected = [t for t in ruler_tasks.TASKS if RULER in names or t in named]
+    tasks = tuple(t for t in selected if t not in left_out)
+    return Options(tasks, left_out, parsed, samples, seed, text, own_files)
 
 
 def _file_advice(task: str) -> str:
     return f"give --file=ruler_{task}=PATH, {ruler_materials.PUBLISHED[task]}"
 
 
-def check_lengths(given: Options, positions: int | None, context: int) -> None:
-    """Warns of what is left out, and of lengths beyond those that the model was trained on.
+def check_lengths(given: Options, positions: int | None, context: int) -> list[str]:
+    """Returns warnings on tasks that are left out and on lengths that the model did not see.
 
     Args:
       positions: the model's; None: unlimited.
+      context: training length in tokens.
 
     Raises:
       UserError: a length beyond the model's positions.
@@ -118,12 +122,10 @@ def check_lengths(given: Options, positions: int | None, context: int) -> None:
         raise UserError(
             f"--ruler_lengths = {longest}: the model has {positions:,} positions: give at most that"
         )
+    warnings = [f"ruler: {task} is left out: {_file_advice(task)}" for task in given.left_out]
     if longest > context:
-        warn(f"ruler: {longest:,} tokens exceed the training length of {context:,} tokens")
-    if len(given.tasks) > 1:
-        for task in DOCUMENT_TASKS:
-            if task not in given.tasks:
-                warn(f"ruler: {task} is left out: {_file_advice(task)}")
+        warnings.append(f"ruler: {longest:,} tokens exceed the training length of {context:,}")
+    return warnings
 
 
 def make(given: Options, dialogue: Dialogue) -> dict[str, RulerSet]:

@@ -228,6 +228,10 @@ def test_default_options():
         humaneval_helpers="program",
         sandbox="auto",
         share="0/1",
+        ruler_lengths="4096",
+        ruler_samples=20,
+        ruler_seed=0,
+        ruler_text="embedded",
     )
 
 

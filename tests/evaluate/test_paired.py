@@ -30,6 +30,26 @@ def test_intervals_agree_with_mcnemars_test():
     assert paired.interval(7, 0, 7)[1] == 1 and paired.interval(0, 7, 7)[0] == -1
 
 
+def test_partial_credits():
+    """Fractions continue the tests of verdicts, and agree with them where credits are 0 or 1."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        first_Q, second_Q = rng.integers(0, 5, (2, 24)) / 4
+        ahead, behind = paired.advantages(first_Q, second_Q)
+        assert ahead - behind == pytest.approx((first_Q - second_Q).sum())
+        low, high = paired.interval(ahead, behind, 24)
+        assert (low <= 0 <= high) == (paired.p_value(ahead, behind) > 0.05)
+        assert low < (ahead - behind) / 24 < high
+        bounds = [paired.p_value(f(ahead), f(behind)) for f in (np.floor, np.ceil)]
+        assert 0.5 * min(bounds) < paired.p_value(ahead, behind) < 1.5 * max(bounds)
+    assert paired.advantages(np.array([True, False, False]), np.array([False, True, True])) == (
+        1,
+        2,
+    )
+    whole, near = paired.p_value(9.0, 2.0), paired.p_value(9.000001, 2.000001)
+    assert whole == scipy.stats.binomtest(9, 11).pvalue == pytest.approx(near, rel=1e-5)
+
+
 def test_interval_coverage():
     """Enumerates the tables of a few questions under many pairs of models."""
     for questions in (5, 12):

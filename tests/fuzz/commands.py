@@ -41,7 +41,10 @@ WORKING = {
     "kvjax.convert.export": (("--workdir=../shared/trained", "--out=out"), "would export"),
     "kvjax.analysis": (("--workdir=../shared/trained", "--out=out"), "would analyse"),
     "kvjax.evaluate": (
-        ("--workdir=../shared/talking", "--tasks=mmlu", "--data=../shared/questions"),
+        (
+            *("--workdir=../shared/talking", "--tasks=mmlu,ruler_niah_single_1"),
+            *("--data=../shared/questions", "--ruler_lengths=700", "--ruler_samples=2"),
+        ),
         "would evaluate",
     ),
     "kvjax.compare": (("../shared/trained", "--out=out"), "written"),
