@@ -176,7 +176,7 @@ def _report(
         out.say(f"\npython -m kvjax.convert --source={source} --out=runs/NAME", wrap=False)
     else:
         out.say(f"\ntransformers.AutoModelForCausalLM.from_pretrained({folder})", wrap=False)
-    if kind == "deepseek":
+    if kind == "deepseek" and not any(name.endswith(".bias") for name in plan.tensors):
         out.say(f"vllm serve {source}", wrap=False)
     out.result(
         dict(

@@ -20,6 +20,7 @@ from kvjax.attention import GroupedConfig, MFAKRConfig, MLAConfig, SharedKVConfi
 from kvjax.attention.mechanism import Mechanism, MechanismConfig
 from kvjax.layers.rope import Positions
 
+_BIASES = dict(query_bias="NH", rope_query_bias="NP", rope_key_bias="P")  # names and axes
 _UNROTATED = Positions(np.zeros((1, 1), np.int32), None)
 
 
@@ -35,7 +36,10 @@ class LatentSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentMaps:
-    """The maps of one layer; Q is the width of the queries' input, D or the rank of queries."""
+    """The maps of one layer; Q is the width of the queries' input, D or the rank of queries.
+
+    Biases are None in mechanisms without `qk_bias`.
+    """
 
     query_down_DQ: np.ndarray | None  # None: queries read x
     query_QNH: np.ndarray
@@ -44,6 +48,9 @@ class LatentMaps:
     rope_key_DP: np.ndarray
     up_key_CNH: np.ndarray
     up_value_CNV: np.ndarray
+    query_bias_NH: np.ndarray | None = None
+    rope_query_bias_NP: np.ndarray | None = None
+    rope_key_bias_P: np.ndarray | None = None
 
 
 def has_normed_latent(mechanism: MechanismConfig) -> bool:
@@ -122,12 +129,19 @@ def of_layer(
         rope_key_DP=down_DA @ key_AKH[:, 0, rotated],
         up_key_CNH=up_CNX[..., : len(content)],
         up_value_CNV=up_CNX[..., len(content) :],
+        **{f"{name}_{axes}": weights.get(name) for name, axes in _BIASES.items()},
     )
 
 
 def _linear_module(mechanism: MechanismConfig, weights: Mapping, d_model: int) -> Mechanism:
-    """Returns the module in float64, without latents' norms and with latents as queries' input."""
+    """Returns the module in float64, linear: without latents' norms and biases.
+
+    The input of its queries is their latent, if they have one.
+    """
     plain = dataclasses.replace(mechanism, latent_scale=False)
+    if isinstance(mechanism, MLAConfig):
+        plain = dataclasses.replace(plain, qk_bias=False)
+    weights = {name: w for name, w in weights.items() if name not in _BIASES}
     shapes = nnx.eval_shape(lambda: plain.build(d_model, rngs=nnx.Rngs(0)))
     wide = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), weights)
     module = nnx.merge(nnx.split(shapes)[0], wide)

@@ -23,7 +23,7 @@ def logits(config, tensors, tokens_BT):
 
 
 def of_layer(tensors, i):
-    """The tensors of a layer, without the common parts of their names."""
+    """The tensors of a layer, without the common parts of their names; biases end in .bias."""
     front = f"model.layers.{i}."
     return {
         name.removeprefix(front).removeprefix("self_attn.").removesuffix(".weight"): tensor
@@ -45,11 +45,16 @@ def attention(config, w, x_BTD, *, latent_epsilon=None):
     N, C = config["num_attention_heads"], config["kv_lora_rank"]
     H, P, V = (config[f"{key}_head_dim"] for key in ("qk_nope", "qk_rope", "v"))
     epsilon = config["rms_norm_eps"] if latent_epsilon is None else latent_epsilon
+
+    def biased(x_BTX, name):  # transformers' attention_bias
+        return x_BTX @ w[name].T + w.get(f"{name}.bias", 0.0)
+
+    assert config["attention_bias"] == ("o_proj.bias" in w)
     if config["q_lora_rank"] is None:
         q_BTX = x_BTD @ w["q_proj"].T
     else:
-        q_BTX = norm(x_BTD @ w["q_a_proj"].T, w["q_a_layernorm"], epsilon) @ w["q_b_proj"].T
-    cached_BTX = x_BTD @ w["kv_a_proj_with_mqa"].T
+        q_BTX = norm(biased(x_BTD, "q_a_proj"), w["q_a_layernorm"], epsilon) @ w["q_b_proj"].T
+    cached_BTX = biased(x_BTD, "kv_a_proj_with_mqa")
     c_BTC = norm(cached_BTX[..., :C], w["kv_a_layernorm"], epsilon)
     r_BTP = rotate(cached_BTX[..., C:], config["rope_theta"])
     heads_BTX = c_BTC @ w["kv_b_proj"].T
@@ -62,7 +67,7 @@ def attention(config, w, x_BTD, *, latent_epsilon=None):
         z_BTS = np.where(np.tri(z_BTS.shape[1], dtype=bool), z_BTS / np.sqrt(H + P), -np.inf)
         p_BTS = np.exp(z_BTS - z_BTS.max(-1, keepdims=True))
         outputs.append(p_BTS / p_BTS.sum(-1, keepdims=True) @ v_BTV)
-    return np.concatenate(outputs, axis=-1) @ w["o_proj"].T
+    return biased(np.concatenate(outputs, axis=-1), "o_proj")
 
 
 def rotate(x_BTP, theta):

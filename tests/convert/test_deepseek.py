@@ -1,6 +1,7 @@
 """Export in DeepSeek-V3's layout: its formulas over exported tensors give the model's outputs."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -116,6 +117,20 @@ CASES = {
 }
 
 
+# Those with biases, which vLLM has not.
+BIASED = {
+    "mla_biases": (BLOCK, workdirs.mla(**PLAIN, bias=True, qk_bias=True), 10, 4),
+    "mla_linear_biases": (
+        BLOCK,
+        workdirs.mla(**PLAIN, norm_latent=False, bias=True, qk_bias=True),
+        10,
+        4,
+    ),
+    "mla_query_biases": (BLOCK, workdirs.mla(**PLAIN, qk_bias=True, value_dim=6), 10, 4),
+    "mla_output_bias": (BLOCK, workdirs.mla(**PLAIN, bias=True, query_rank=6), 10, 4),
+}
+
+
 def _relative(found, expected):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
@@ -130,10 +145,12 @@ def _exported(made, engine):
     return json.loads(plan.files["config.json"]), tensors
 
 
-@pytest.mark.parametrize("engine", deepseek.ENGINES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, engine",
+    [*itertools.product(CASES, deepseek.ENGINES), *((name, "transformers") for name in BIASED)],
+)
 def test_attention_is_deepseeks(name, engine):
-    block, mechanism, latent, rope = CASES[name]
+    block, mechanism, latent, rope = (CASES | BIASED)[name]
     made = workdirs.Made(workdirs.config(block, mechanism))
     config, tensors = _exported(made, engine)
     padded = engine == "vllm"
@@ -238,6 +255,10 @@ REFUSED = {
         "config.attention.output_gate = True: must be False",
     ),
     "bias": (grouped(1, 1, **PLAIN, bias=True), "config.attention.bias = True: must be False"),
+    "qk_bias": (
+        workdirs.mla(**PLAIN, qk_bias=True),
+        "config.attention.qk_bias = True: must be False for --engine=vllm; --engine=transformers",
+    ),
     "plus": (
         grouped(1, 1, **PLAIN, position_channels=4),
         "config.attention.position_channels = 4: must be 0",
