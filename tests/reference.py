@@ -23,7 +23,7 @@ from kvjax.attention import (
     SharedKVConfig,
     TPAConfig,
 )
-from kvjax.layers.rope import Llama3, Partial
+from kvjax.layers.rope import Linear, Llama3, Partial, Yarn
 
 
 def rotate(x_BTH, positions_T, base):
@@ -43,9 +43,13 @@ def frequency(i, H, base):
     if isinstance(base, Partial):
         rotated_pairs = max(1, round(base.fraction * H / 2))
         return frequency(i, 2 * rotated_pairs, base.base) if i < rotated_pairs else 0.0
-    if not isinstance(base, Llama3):
+    if not isinstance(base, (Llama3, Yarn, Linear)):
         return base ** (-2 * i / H)
     unscaled = base.base ** (-2 * i / H)
+    if isinstance(base, Linear):
+        return unscaled / base.factor
+    if isinstance(base, Yarn):
+        return _yarn(i, H, base, unscaled)
     wavelength = 2 * math.pi / unscaled
     if wavelength < base.original / base.high:
         return unscaled
@@ -53,6 +57,18 @@ def frequency(i, H, base):
         return unscaled / base.factor
     smooth = (base.original / wavelength - base.low) / (base.high - base.low)
     return (1 - smooth) * unscaled / base.factor + smooth * unscaled
+
+
+def _yarn(i, H, base, unscaled):
+    """YaRN's, as in its authors' code: a ramp between the pairs of two numbers of turns."""
+
+    def pair(turns):
+        return H * math.log(base.original / (turns * 2 * math.pi)) / (2 * math.log(base.base))
+
+    low = max(math.floor(pair(base.high)), 0)
+    high = min(math.ceil(pair(base.low)), H - 1)
+    ramp = min(max((i - low) / (0.001 if high == low else high - low), 0), 1)
+    return unscaled / base.factor * ramp + unscaled * (1 - ramp)
 
 
 def rms(x, epsilon, gain=None):
@@ -352,14 +368,19 @@ def softmax(z, axis=-1):
     return e / e.sum(axis=axis, keepdims=True)
 
 
-def attention(config, weights, x_BTD, *, base, causal, window=0, positions_T=None):
-    """Returns softmax attention [B, T, D] from an attention module's weights, head by head."""
+def attention(config, weights, x_BTD, *, base, causal, window=0, factor=1.0, positions_T=None):
+    """Returns softmax attention [B, T, D] from an attention module's weights, head by head.
+
+    Args:
+      factor: of logits.
+    """
     T = x_BTD.shape[1]
     positions_T = np.arange(T) if positions_T is None else positions_T
     outputs = []
     arguments = (config, weights["mechanism"], x_BTD, positions_T, base)
     values = queries_keys_values(*arguments)[2]
     for z, v in zip(attention_maps(*arguments), values, strict=True):
+        z = factor * z
         if causal:
             distance = np.arange(T)[:, None] - np.arange(T)
             z = np.where((distance >= 0) & (distance < (window or T)), z, -np.inf)
@@ -385,6 +406,16 @@ def _norm(block, w, x):
     return x * w.get("gain", 1.0) + w.get("bias", 0.0)
 
 
+def _layer(block, layer):
+    """Returns RoPE's base, the window and the factor of logits of a layer."""
+    window = block.window if not block.window_layers or block.window_layers[layer] else 0
+    if not (block.rope_layers or [1] * block.num_layers)[layer]:
+        return dict(base=None, window=window)
+    if window and block.window_rope_base:
+        return dict(base=block.window_rope_base, window=window)
+    return dict(base=block.angles_base, window=window, factor=block.rope_attention_factor**2)
+
+
 def _same(_, x):
     return x
 
@@ -401,22 +432,20 @@ def activations(config, weights, tokens_BT):
         x = x + np.where(i % 2, np.cos(angle), np.sin(angle))
     if c.embedding_norm:
         x = _norm(c, weights.get("embedding_norm", {}), x)
-    base = c.angles_base  # or None
     layers = []
     for (mechanism, length), stack in zip(
         config.layer_groups, weights["segments"].values(), strict=True
     ):
         layers += [(mechanism, jax.tree.map(lambda a, i=i: a[i], stack)) for i in range(length)]
     assert len(layers) == c.num_layers
-    for mechanism, w in layers:
+    for layer, (mechanism, w) in enumerate(layers):
         norm = functools.partial(lambda w, part, x: _norm(c, w.get(part, {}), x), w)
         pre_norm, post_norm = (_same, norm) if c.norm_after else (norm, _same)
         output_norm = _same
         if c.norm_outputs:
             pre_norm, output_norm = _same, norm
         h = pre_norm("attention_norm", x)
-        mask = dict(causal=c.causal, window=c.window)
-        y = attention(mechanism, w["attention"], h, base=base, **mask)
+        y = attention(mechanism, w["attention"], h, causal=c.causal, **_layer(c, layer))
         x = post_norm("attention_norm", x + c.residual_scale * output_norm("attention_norm", y))
         h, m = pre_norm("mlp_norm", x), w["mlp"]
         up = h @ m["up"] + m.get("up_bias", 0.0)

@@ -6,6 +6,8 @@ decoding    cache = append(cache, encode(raw))     o = decode_attention(decode_i
             y = (combine(o) * sigmoid(x W_gate)) W_out       the gate is optional
 """
 
+import dataclasses
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,7 @@ class Attention(nnx.Module):
         *,
         causal: bool,
         window: int = 0,
+        logit_factor: float = 1.0,
         segment_ids_BS: jax.Array | None = None,
         mesh: jax.sharding.Mesh | None = None,
         temperature: jax.Array | None = None,
@@ -53,6 +56,7 @@ class Attention(nnx.Module):
             values. For LRKV with 36 layers, `raw` has 0.56 times the bytes of keys and values.
           segment_ids_BS: segment ids in the order of positions, not in storage order.
           temperature: scalar array that logits are divided by; None: 1.
+          logit_factor: number that logits are multiplied by, besides the mechanism's scale.
           window, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
@@ -78,7 +82,7 @@ class Attention(nnx.Module):
             q_BTNH,
             k_BTKH,
             v_BTKH,
-            scale=self.mechanism.config.scale,
+            scale=self.mechanism.config.scale * logit_factor,
             causal=causal,
             window=window,
             segment_ids_BS=segment_ids_BS,
@@ -96,6 +100,7 @@ class Attention(nnx.Module):
         *,
         rope_base: Base | None,
         window: int = 0,
+        logit_factor: float = 1.0,
         implementation: str | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Appends T new tokens to a layer's cache and attends to all of it.
@@ -104,6 +109,7 @@ class Attention(nnx.Module):
           positions: positions of the new tokens, which continue each sequence's cached tokens.
           layer: one layer of a `kvjax.cache.Cache`.
           counts_B: number of real tokens among the T; the rest is padding at the end.
+          logit_factor: see `__call__`.
           window, implementation: see `decode_attention`.
 
         Returns:
@@ -113,6 +119,7 @@ class Attention(nnx.Module):
         first_B = positions.index[:, 0]
         layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
         inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
+        inputs = dataclasses.replace(inputs, scale=inputs.scale * logit_factor)
         o_BTNH = decode_attention(
             inputs, layer, first_B, window=window, implementation=implementation
         )

@@ -11,6 +11,7 @@ import math
 from kvjax.attention import MLAConfig
 from kvjax.convert import config_keys, rope_keys, rules as rules_lib, windows
 from kvjax.convert.published_config import ConfigSections, make_mla_sections, make_sections
+from kvjax.convert.rope_keys import RopeKeys
 from kvjax.convert.rules import Rule
 from kvjax.convert.windows import WindowKeys
 from kvjax.foundation.errors import UserError, warn
@@ -119,6 +120,7 @@ class LlamaFamily(Family):
       epsilon: default of rms_norm_eps.
       bias: biases of queries, keys and values; None: the key attention_bias decides.
       head_dim: default of the key; None: width / heads.
+      tied: default of tie_word_embeddings.
       softcap: default of final_logit_softcapping; None: the family has no such key.
       ignored: keys that change nothing, with RoPE as kvjax has it.
       multipliers: config.json has Granite's factors.
@@ -139,7 +141,9 @@ class LlamaFamily(Family):
     out_bias: bool = True
     head_dim: int | None = None
     softcap: float | None = None
+    tied: bool = False
     window: WindowKeys = windows.NONE
+    rope: RopeKeys = rope_keys.FLAT
     ignored: frozenset[str] = frozenset()
     multipliers: bool = False
 
@@ -149,7 +153,8 @@ class LlamaFamily(Family):
             attention_bias=self.bias is None, final_logit_softcapping=self.softcap is not None
         )
         optional |= dict.fromkeys(_MULTIPLIERS, self.multipliers)
-        return _LLAMA_KEYS | self.ignored | {key for key, is_read in optional.items() if is_read}
+        read = {key for key, is_read in optional.items() if is_read}
+        return _LLAMA_KEYS | self.rope.keys | self.ignored | read
 
     def sections(self, c: PublishedConfig) -> ConfigSections:
         width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
@@ -169,10 +174,10 @@ class LlamaFamily(Family):
             norm_epsilon=epsilon,
             embedding_norm=self.embedding_norm,
             activation=self._activation(c, "hidden_act"),
-            tied_head=c.flag("tie_word_embeddings", False),
+            tied_head=c.flag("tie_word_embeddings", self.tied),
             logit_softcap=self._softcap(c),
-            window=self.window.read(c),
-            **rope_keys.read(c),
+            **self.window.read(c),
+            **self.rope.read(c),
             **self._multipliers(c),
         )
         attention = dict(
@@ -216,7 +221,7 @@ class LlamaFamily(Family):
             rms_norm_eps=block.norm_epsilon,
             tie_word_embeddings=block.tied_head,
             vocab_size=model.vocab_size,
-            **rope_keys.write(block),
+            **self.rope.write(block),
             hidden_act=self._name_of(block.activation),
         )
         if self.softcap is not None:
@@ -293,7 +298,7 @@ class DeepseekFamily(Family):
             activation=self._activation(c, "hidden_act"),
             tied_head=c.flag("tie_word_embeddings", False),
             logit_softcap=0.0,
-            **rope_keys.read(c),
+            **rope_keys.read(c, yarn=False),
         )
         mechanism = MLAConfig(
             num_heads=heads,
@@ -339,6 +344,21 @@ FAMILIES: dict[str, Family] = dict(
         qk_norm="rms_whole",
         norm_outputs=True,
         epsilon=1e-5,
+    ),
+    olmo3=LlamaFamily(
+        class_name="Olmo3ForCausalLM",
+        rules=rules_lib.olmo2_rules(),
+        qk_norm="rms_whole",
+        norm_outputs=True,
+        epsilon=1e-5,
+        window=windows.every(4),
+        rope=rope_keys.OLMO3,
+    ),
+    smollm3=LlamaFamily(
+        class_name="SmolLM3ForCausalLM",
+        tied=True,
+        window=windows.SMOLLM3,
+        rope=rope_keys.SMOLLM3,
     ),
     granite=LlamaFamily(class_name="GraniteForCausalLM", multipliers=True),
     phi3=LlamaFamily(

@@ -80,9 +80,9 @@ def attention_statistics(
     return found
 
 
-def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, mask: dict):
+def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, attend: dict):
     """Returns each head's attention by distance [N, T], and `_changes`."""
-    p_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, mask)
+    p_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, attend)
     T = p_BNTS.shape[2]
     distance_TS = np.maximum(np.arange(T)[:, None] - np.arange(T), 0)
 
@@ -90,25 +90,32 @@ def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, mask: dic
         return jnp.zeros(T).at[distance_TS].add(p_TS)
 
     distance_NT = jax.vmap(by_distance)(p_BNTS.sum(axis=0))
-    return distance_NT, _changes(attention, p_BNTS, v_BSNH)
+    return distance_NT, _changes(attention, p_BNTS, v_BSNH) * _logit_weight(attend)
 
 
-def _probabilities(attention: Attention, h_BTD: jax.Array, positions, mask: dict):
+def _logit_weight(attend: dict) -> np.ndarray:
+    """Returns factors of `_changes` for errors of logits before `logit_factor`, [3, 1]."""
+    return np.array([attend["logit_factor"] ** 2, 1, 1], np.float32)[:, None]
+
+
+def _probabilities(attention: Attention, h_BTD: jax.Array, positions, attend: dict):
     """Returns attention's probabilities [B, N, T, S] and each head's values [B, S, N, H]."""
     q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
     k_BSKH, v_BSKH = attention.mechanism.keys_values(raw, positions)
     G, T = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[1]
     k_BSNH, v_BSNH = (jnp.repeat(x, G, axis=2) for x in (k_BSKH, v_BSKH))
-    logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * attention.mechanism.config.scale
-    visible = np.tri(T, dtype=bool) if mask["causal"] else np.ones((T, T), bool)
-    if mask["window"]:
-        visible &= ~np.tri(T, k=-mask["window"], dtype=bool)
+    scale = attention.mechanism.config.scale * attend["logit_factor"]
+    logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * scale
+    visible = np.tri(T, dtype=bool) if attend["causal"] else np.ones((T, T), bool)
+    if attend["window"]:
+        visible &= ~np.tri(T, k=-attend["window"], dtype=bool)
     return jax.nn.softmax(jnp.where(visible, logits_BNTS, -jnp.inf), axis=-1), v_BSNH
 
 
-def _output_changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
+def _output_changes(attention: Attention, h_BTD: jax.Array, positions, attend: dict) -> jax.Array:
     """Returns `_changes` of attention's probabilities and values."""
-    return _changes(attention, *_probabilities(attention, h_BTD, positions, mask))
+    changes_3N = _changes(attention, *_probabilities(attention, h_BTD, positions, attend))
+    return changes_3N * _logit_weight(attend)
 
 
 def _changes(attention: Attention, p_BNTS: jax.Array, v_BSNH: jax.Array) -> jax.Array:
@@ -133,8 +140,8 @@ def _changes(attention: Attention, p_BNTS: jax.Array, v_BSNH: jax.Array) -> jax.
     return jnp.stack([x.sum(axis=(0, 1)) for x in (logit_terms_BTN, summed_BTN, energy_BSN)])
 
 
-def _second_moment(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
+def _second_moment(attention: Attention, h_BTD: jax.Array, positions, attend: dict) -> jax.Array:
     """Returns [E, E], the sum of x x^T over a batch, with a 1 appended to x."""
-    del attention, positions, mask
+    del attention, positions, attend
     h_BTE = jnp.concatenate([h_BTD, jnp.ones_like(h_BTD[..., :1])], axis=-1)
     return jnp.einsum("BTE,BTF->EF", h_BTE, h_BTE, precision="highest")

@@ -50,7 +50,7 @@ def check(options: argparse.Namespace, source: LazyModel) -> None:
     """Raises a UserError, before text is read, if the model or the budget forbids the method."""
     if options.method == "auto":
         return  # methods that do not apply are left out
-    method, config = options_lib.make_method(options), source.transformer
+    method, config = _make_method(options, source), source.transformer
     if isinstance(method, LatentAttention) and options.rank is None:
         method = next(_latent_sizes(options, source, method))
     if isinstance(method, PooledHeads) and options.rank is None:
@@ -107,7 +107,7 @@ def _candidates(
     options, source: LazyModel, moments, rows_BT, *, all_sizes: bool = False
 ) -> Iterator[list[Method]]:
     """Yields the methods of all layers; several for MLA with `all_sizes`."""
-    method, count = options_lib.make_method(options), source.transformer.block.num_layers
+    method, count = _make_method(options, source), source.transformer.block.num_layers
     if isinstance(method, LatentAttention):
         statistics = calibration.attention_statistics(source, rows_BT[:, :-1], moments)
         sizes = [method]
@@ -130,6 +130,15 @@ def _candidates(
     else:
         ranks = _ranks(options, method, source, moments)
         yield [dataclasses.replace(method, rank=rank) for rank in ranks]
+
+
+def _make_method(options: argparse.Namespace, source: LazyModel) -> Method:
+    """Returns the method; its keys have as many channels in layers with RoPE as in others."""
+    method = options_lib.make_method(options)
+    rotates = {kind.rope_base is not None for _, kind in source.transformer.layers}
+    if isinstance(method, ThinKeys) and len(rotates) > 1:
+        return dataclasses.replace(method, absorb=False)
+    return method
 
 
 def _pooled(options, source: LazyModel) -> PooledHeads:

@@ -23,8 +23,8 @@ def read_layer(model: LazyModel, index: int, moments: Sequence | None) -> tuple[
       moments: see `ConvertedModel`; None gives `layer.identity_moment()`.
     """
     weights = model_lib.read_layer(model, index, "attention")
-    block, mechanism = model.transformer.block, model.transformer.mechanisms[index]
-    layer = layer_lib.read(weights, mechanism, rope=block.angles_base)
+    mechanism, kind = model.transformer.layers[index]
+    layer = layer_lib.read(weights, mechanism, rope=kind.rope_base)
     if moments is None:
         return layer, layer.identity_moment()
     moment_EE = np.asarray(moments[index], np.float64)
@@ -59,8 +59,8 @@ class ConvertedModel:
         self.errors: dict[int, dict[str, float]] = {}
         layer_lib.check(config.mechanisms)
         mechanisms = tuple(
-            method.mechanism(mechanism, rope=config.block.angles_base)
-            for method, mechanism in zip(by_layer, config.mechanisms, strict=True)
+            method.mechanism(mechanism, rope=kind.rope_base)
+            for method, (mechanism, kind) in zip(by_layer, config.layers, strict=True)
         )
         self.transformer = TransformerConfig(
             block=config.block, mechanisms=mechanisms, vocab_size=config.vocab_size

@@ -87,7 +87,7 @@ _BLOCK = dict(
     window=0,
     causal=True,
 )
-_ROPE_KEYS = dict(rope_factor=1.0, rope_fraction=1.0)
+_ROPE_KEYS = dict(rope_factor=1.0, rope_fraction=1.0, rope_attention_factor=1.0, rope_layers=())
 _ATTENTION = dict(qk_norm="none", output_gate=False, position_channels=0, alibi=False)
 _BIASES = ("bias", "qk_bias")
 _KINDS = dict(

@@ -150,8 +150,11 @@ def _keys(config: TransformerConfig) -> dict:
     inactive |= {"model.matrix_std", "model.zero_outputs", "model.embedding_std", "model.dropout"}
     angles = {f"model.rope_{key}" for key in ("low", "high", "original")}
     if block.positions != "rope":
-        inactive |= angles | {f"model.rope_{key}" for key in ("base", "factor", "fraction")}
-    elif block.rope_factor == 1:
+        other = ("base", "factor", "fraction", "scaling")
+        inactive |= angles | {f"model.rope_{key}" for key in other}
+    elif block.rope_factor == 1 and block.rope_attention_factor == 1:
+        inactive |= angles | {"model.rope_scaling"}
+    elif block.rope_scaling == "linear":
         inactive |= angles
     if block.positions != "learned":
         inactive.add("model.max_positions")

@@ -52,8 +52,8 @@ class LatentAttention:
     def mechanism(self, config: GroupedConfig, *, rope: Base | None) -> MLAConfig:
         if not rope:
             raise UserError(
-                "--method=mla: needs a model with RoPE; without it, --method=thin_keys "
-                "--mode=joint caches latents that all heads share"
+                "--method=mla: needs a model with RoPE in every layer; without it, "
+                "--method=thin_keys --mode=joint caches latents that all heads share"
             )
         if config.qk_norm != "none":
             raise UserError(

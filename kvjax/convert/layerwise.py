@@ -13,6 +13,7 @@ from kvjax.convert import model as model_lib
 from kvjax.convert.model import LazyModel
 from kvjax.layers import rope
 from kvjax.model import loss, parameters
+from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.transformer import Block, Compute, Transformer
 
 BATCH_ROWS = 4
@@ -42,22 +43,22 @@ class LayerwisePass:
         """Runs the layers one by one; yields per layer the results of `observe`, one per batch.
 
         Args:
-          observe: function of a layer's attention, its inputs [B, T, D], their positions, and the
-            mask {causal, window}.
+          observe: function of a layer's attention, its inputs [B, T, D], their positions, and
+            `causal` with `LayerKind.attend` as a dict.
         """
         length = self.x[0].shape[1]
 
-        @functools.cache  # layers of equal shape share one program
-        def program(mechanism):
-            return _program(self._model, mechanism, self._attention, length, observe)
+        @functools.cache  # layers of equal shape and kind share one program
+        def program(mechanism, kind):
+            return _program(self._model, mechanism, kind, self._attention, length, observe)
 
-        for i, mechanism in enumerate(self._model.transformer.mechanisms):
+        for i, (mechanism, kind) in enumerate(self._model.transformer.layers):
             weights = jax.tree.map(
                 lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(self._model, i)
             )
             observed = []
             for b, x_BTD in enumerate(self.x):
-                result, self.x[b] = program(mechanism)(weights, x_BTD)
+                result, self.x[b] = program(mechanism, kind)(weights, x_BTD)
                 observed.append(result)
             # A layer that is queued behind others holds its temporary buffers already.
             jax.block_until_ready(self.x)
@@ -107,7 +108,9 @@ def block_class(model: LazyModel) -> type[Block]:
     return getattr(model, "block", Block)
 
 
-def _program(model: LazyModel, mechanism, attention: type[Attention], length: int, observe):
+def _program(
+    model: LazyModel, mechanism, kind: LayerKind, attention: type[Attention], length: int, observe
+):
     """Returns a block's compiled forward pass: (weights, x) to (observed, new x)."""
     c = model.transformer.block
 
@@ -122,11 +125,11 @@ def _program(model: LazyModel, mechanism, attention: type[Attention], length: in
     @jax.jit
     def run(weights, x_BTD):
         block = nnx.merge(graph, weights)
-        positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
-        mask = dict(causal=c.causal, window=c.window)
+        positions = rope.positions(index, mechanism.rope_dim, kind.rope_base)
+        attend = dict(causal=c.causal) | kind.attend
         observed = ()
         if observe:
-            observed = observe(block.attention, block.attention_input(x_BTD), positions, mask)
-        return observed, block(x_BTD, positions, **mask, compute=_COMPUTE)
+            observed = observe(block.attention, block.attention_input(x_BTD), positions, attend)
+        return observed, block(x_BTD, positions, **attend, compute=_COMPUTE)
 
     return run

@@ -1,21 +1,41 @@
 """RoPE's keys of a published config, as transformers 4 and 5 write them."""
 
+from collections.abc import Callable
+import functools
+import math
+from typing import NamedTuple
+
+from kvjax.convert import windows
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
 from kvjax.published.config import PublishedConfig
 
 SECTIONS = ("rope_scaling", "rope_parameters")  # transformers 4 and 5
 _TYPE = ("rope_type", "type")  # the key's current and former name
+_MSCALES = ("mscale", "mscale_all_dim")  # of YaRN in DeepSeek
 _KEYS = frozenset(
     "rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor "
-    "original_max_position_embeddings "
+    "original_max_position_embeddings attention_factor beta_fast beta_slow "
     # Keys of unsupported scalings, which transformers ignores beside a supported one.
-    "attention_factor beta_fast beta_slow short_factor long_factor mscale mscale_all_dim".split()
-)
+    "short_factor long_factor".split()
+) | {*_MSCALES}
 
 
-def read(c: PublishedConfig) -> dict:
-    """Returns BlockConfig's keys of RoPE, from one section or from both if they agree."""
+class RopeKeys(NamedTuple):
+    """A family's keys of RoPE."""
+
+    read: Callable[[PublishedConfig], dict]  # BlockConfig's keys of RoPE
+    write: Callable[[BlockConfig], dict]  # the family's
+    keys: frozenset[str] = frozenset()  # besides those of every family
+
+
+def read(c: PublishedConfig, *, base: float = 10_000.0, yarn: bool = True) -> dict:
+    """Returns BlockConfig's keys of RoPE, from one section or from both if they agree.
+
+    Args:
+      base: default of rope_theta.
+      yarn: the family's YaRN is that of transformers' other families.
+    """
     keys_by_name = {}  # name: (full key, value)
 
     def add(name: str, key: str, value) -> None:
@@ -37,28 +57,46 @@ def read(c: PublishedConfig) -> dict:
     scaling = PublishedConfig(
         {name: value for name, (_, value) in keys_by_name.items()}, c.source, names
     )
-    if scaling.values.get("rope_type") == "linear" and scaling.values.get("factor") == 1:
-        scaled = False
-    else:
-        scaled = scaling.one_of("rope_type", dict(default=False, llama3=True), "default")
+    kinds = ("default", "llama3", "linear", *(("yarn",) if yarn else ()))
+    kind = scaling.one_of("rope_type", {name: name for name in kinds}, "default")
     if scaling.number("partial_rotary_factor", 1.0) != 1:
         raise scaling.error("partial_rotary_factor", "must be 1: RoPE rotates all channels")
-    keys = dict(rope_base=scaling.number("rope_theta", 10_000.0))
-    if scaled:
-        keys |= dict(
-            rope_factor=scaling.number("factor"),
-            rope_low=scaling.number("low_freq_factor"),
-            rope_high=scaling.number("high_freq_factor"),
-            rope_original=scaling.integer("original_max_position_embeddings"),
-        )
-    return keys
+    return dict(rope_base=scaling.number("rope_theta", base)) | _scaling(scaling, kind)
+
+
+def _scaling(scaling: PublishedConfig, kind: str) -> dict:
+    """Returns BlockConfig's keys of a scaling by their published names."""
+    if kind == "default":
+        return {}
+    factor = scaling.number("factor")
+    if kind == "linear":
+        return dict(rope_factor=factor, rope_scaling=kind) if factor != 1 else {}
+    keys = dict(
+        rope_factor=factor,
+        rope_scaling=kind,
+        rope_original=scaling.integer("original_max_position_embeddings"),
+    )
+    if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        return keys | dict(rope_low=low, rope_high=high)
+    for name in _MSCALES:
+        if name in scaling.values:
+            raise scaling.error(name, "is not read: give attention_factor, which it determines")
+    attention_factor = scaling.number("attention_factor", _attention_factor(factor))
+    if factor == attention_factor == 1:
+        return {}
+    return keys | dict(
+        rope_attention_factor=attention_factor,
+        rope_low=scaling.number("beta_slow", 1.0),
+        rope_high=scaling.number("beta_fast", 32.0),
+    )
 
 
 def _section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
     """Returns the non-null keys of a RoPE section: by name, the full key and the value."""
     values = {name: value for name, value in c.section(section).items() if value is not None}
     if any(isinstance(value, dict) for value in values.values()):
-        raise c.error(section, "layers differ in their angles; kvjax needs equal layers")
+        raise c.error(section, "layers of this family do not differ in their angles")
     if unknown := set(values) - _KEYS - {*_TYPE}:
         raise c.error(section, f"{min(unknown)} is unknown, and may change the angles")
     types = {name: values.pop(name) for name in _TYPE if name in values}
@@ -68,7 +106,7 @@ def _section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
         raise c.error(
             section,
             f"{section}.rope_type is missing, which defines {min(unclear)}: give 'default' (no "
-            "scaling) or 'llama3', as the model was trained",
+            "scaling), 'llama3' or another, as the model was trained",
         )
     keys = {name: (f"{section}.{name}", value) for name, value in values.items()}
     for name, kind in types.items():
@@ -78,14 +116,101 @@ def _section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
 
 def write(block: BlockConfig) -> dict:
     """Returns a config's keys of RoPE, for transformers 4 and 5."""
-    scaling = None
-    if block.rope_factor != 1:
-        scaling = dict(
-            rope_type="llama3",
-            factor=block.rope_factor,
-            low_freq_factor=block.rope_low,
-            high_freq_factor=block.rope_high,
-            original_max_position_embeddings=block.rope_original,
-        )
+    scaling = _written_scaling(block)
     angles = (scaling or dict(rope_type="default")) | dict(rope_theta=block.rope_base)
     return dict(rope_parameters=angles, rope_theta=block.rope_base, rope_scaling=scaling)
+
+
+def _written_scaling(block: BlockConfig) -> dict | None:
+    """Returns the published keys of a scaling; None for none."""
+    if block.rope_factor == 1 and block.rope_attention_factor == 1:
+        return None
+    scaling = dict(rope_type=block.rope_scaling, factor=block.rope_factor)
+    if block.rope_scaling == "linear":
+        return scaling
+    scaling |= dict(original_max_position_embeddings=block.rope_original)
+    if block.rope_scaling == "llama3":
+        return scaling | dict(low_freq_factor=block.rope_low, high_freq_factor=block.rope_high)
+    scaling |= dict(beta_slow=block.rope_low, beta_fast=block.rope_high)
+    if block.rope_attention_factor == _attention_factor(block.rope_factor):
+        return scaling
+    return scaling | dict(attention_factor=block.rope_attention_factor)
+
+
+def _attention_factor(factor: float) -> float:
+    """Returns YaRN's default of attention_factor."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+# -- families whose layers differ ------------------------------------------------------------------
+
+
+def _read_smollm3(c: PublishedConfig) -> dict:
+    keys, rotated = read(c, base=2_000_000.0), tuple(windows.no_rope_layers(c))
+    return keys if all(rotated) else keys | dict(rope_layers=rotated)
+
+
+def _write_smollm3(block: BlockConfig) -> dict:
+    rotated = list(block.rope_layers or (1,) * block.num_layers)
+    return write(block) | dict(no_rope_layers=rotated)
+
+
+def _read_by_type(c: PublishedConfig, *, base: float, local_base: float, local_key: str) -> dict:
+    """Returns RoPE of a family in which only layers without a window have the scaling.
+
+    Args:
+      base, local_base: defaults of layers without and with a window.
+      local_key: name of local_base in transformers 4; "": there it was rope_theta.
+    """
+    sections, local = c.section("rope_parameters"), None
+    if sections:
+        if not {*sections} <= {windows.FULL, windows.SLIDING}:
+            raise c.error("rope_parameters", f"must have {windows.FULL} and {windows.SLIDING}")
+        names = {name: f"rope_parameters.{name}" for name in sections}
+        by_type = PublishedConfig(sections, c.source, names)
+        local = _local_base(c, by_type.section(windows.SLIDING))
+        full = dict(rope_parameters=by_type.section(windows.FULL))
+        c = PublishedConfig(c.values | full, c.source)
+    keys = read(c, base=base)
+    if local is None and local_key:
+        local = c.number(local_key, local_base)
+    elif local is None:
+        local = keys["rope_base"]
+        if local != local_base:
+            raise c.error(
+                "rope_theta",
+                f"transformers 4 and 5 give layers with a window another base, unless it is "
+                f"{local_base:g}: give the bases in rope_parameters",
+            )
+    same = keys == dict(rope_base=local)
+    return keys if same else keys | dict(window_rope_base=local)
+
+
+def _local_base(c: PublishedConfig, section: dict) -> float | None:
+    """Returns rope_theta of the layers with a window, which have no scaling."""
+    name = f"rope_parameters.{windows.SLIDING}"
+    of_section = PublishedConfig(section, c.source, {key: f"{name}.{key}" for key in section})
+    if unknown := {*of_section.values} - {"rope_type", "rope_theta"}:
+        raise of_section.error(min(unknown), "layers with a window have no scaling")
+    of_section.one_of("rope_type", dict(default=True), "default")
+    return of_section.number("rope_theta") if "rope_theta" in section else None
+
+
+def _write_by_type(block: BlockConfig, *, local_key: str = "") -> dict:
+    local = block.window_rope_base or block.rope_base
+    keys = write(block)
+    keys["rope_parameters"] = {
+        windows.FULL: keys["rope_parameters"],
+        windows.SLIDING: dict(rope_type="default", rope_theta=local),
+    }
+    return keys | ({local_key: local} if local_key else {})
+
+
+FLAT = RopeKeys(read, write)
+SMOLLM3 = RopeKeys(
+    _read_smollm3, _write_smollm3, frozenset({"no_rope_layers", "no_rope_layer_interval"})
+)
+OLMO3 = RopeKeys(
+    functools.partial(_read_by_type, base=500_000.0, local_base=500_000.0, local_key=""),
+    _write_by_type,
+)

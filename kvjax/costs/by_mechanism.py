@@ -190,7 +190,7 @@ def _cells(figures: dict, mha: dict, setting: Setting) -> list[str]:
 
 
 def _row(name: str, model: TransformerConfig) -> Row:
-    counts = Counter((mechanism, model.block.window) for mechanism in model.mechanisms)
+    counts = Counter((mechanism, kind.window) for mechanism, kind in model.layers)
     return Row(name, tuple(counts.items()))
 
 

@@ -174,11 +174,10 @@ def decode_cost(
 ) -> DecodeCost:
     """Returns the costs of a decode step with weights and cache in `dtype`.
 
-    Each query attends to `length` keys, or to fewer with a sliding window.
+    Each query attends to `length` keys, or to fewer in layers with a sliding window.
     """
-    base = config.block.angles_base
-    num_keys = min(length, config.block.window or length)
-    flops = [mechanism.decode_flops(base) for mechanism in config.mechanisms]
+    seen = [min(length, kind.window or length) for _, kind in config.layers]  # keys, by layer
+    flops = [mechanism.decode_flops(kind.rope_base) for mechanism, kind in config.layers]
     # Elements of the embedding tables, and elements of the rows that a step reads from them.
     tables = parameters(config)["embedding"]
     rows = batch * config.block.d_model * (2 if config.block.positions == "learned" else 1)
@@ -189,9 +188,15 @@ def decode_cost(
         batch=batch,
         length=length,
         weight_flops_per_token=2 * sum(matrix_weights(config, decoding=True).values()),
-        attention_flops_per_token=round(sum(f.per_query + num_keys * f.per_key for f in flops)),
+        attention_flops_per_token=round(
+            sum(f.per_query + keys * f.per_key for f, keys in zip(flops, seen, strict=True))
+        ),
         weight_bytes=weight_bytes(config, dtype) - (tables - rows) * dtype.itemsize,
-        cache_bytes=batch * num_keys * cache_bytes_per_token(config, dtype),
+        cache_bytes=batch
+        * sum(
+            keys * entry_bytes(mechanism.entry(), dtype)
+            for mechanism, keys in zip(config.mechanisms, seen, strict=True)
+        ),
     )
 
 

@@ -5,6 +5,7 @@ rotates by -t·theta: the same model with sine and cosine channels renamed.)
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -29,10 +30,42 @@ class Llama3(NamedTuple):
     original: int  # tokens of the first training context
 
 
+class Yarn(NamedTuple):
+    """RoPE frequencies of YaRN (arXiv 2309.00071), as transformers computes them.
+
+    Pairs are slowed by `factor`, or unchanged, as with `Llama3`; in between the share of the slowed
+    frequency grows linearly with the pair's index.
+    """
+
+    base: float
+    factor: float
+    low: float  # turns, beta_slow
+    high: float  # turns, beta_fast
+    original: int  # tokens of the first training context
+
+    def unchanged(self, dim: int) -> np.ndarray:
+        """Returns the share of the unscaled frequency in every pair of `dim` channels, [H/2]."""
+        first, last = (self._pair(dim, turns) for turns in (self.high, self.low))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        last += 0.001 if first == last else 0
+        return 1 - np.clip((np.arange(dim // 2) - first) / (last - first), 0, 1)
+
+    def _pair(self, dim: int, turns: float) -> float:
+        """Returns the (fractional) pair that turns so often in `original` tokens."""
+        return dim * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.base))
+
+
+class Linear(NamedTuple):
+    """RoPE with all pairs slowed by `factor`: positions are divided by it."""
+
+    base: float
+    factor: float
+
+
 class Partial(NamedTuple):
     """RoPE on the first pairs of a head only, as GPT-NeoX's rotary_pct."""
 
-    base: "float | Llama3"
+    base: "float | Llama3 | Yarn | Linear"
     fraction: float  # of all pairs, in (0, 1]
 
     def num_rotated_pairs(self, dim: int) -> int:
@@ -40,7 +73,8 @@ class Partial(NamedTuple):
         return min(max(1, round(self.fraction * dim / 2)), dim // 2)
 
 
-Base = float | Llama3 | Partial  # specifies the frequencies of all pairs; see `frequencies`
+# Specifies the frequencies of all pairs; see `frequencies`.
+Base = float | Llama3 | Yarn | Linear | Partial
 
 
 class Rotary(NamedTuple):
@@ -66,18 +100,24 @@ def frequencies(dim: int, base: Base) -> np.ndarray:
     """Returns theta, [H/2] float64: radians per token of every pair.
 
     Args:
-      base: a number: pair i rotates by base^(-2i/H) per token; else see `Llama3`, `Partial`.
+      base: a number: pair i rotates by base^(-2i/H) per token; else see `Llama3`, `Yarn`, `Linear`
+        and `Partial`.
     """
     if isinstance(base, Partial):
         rotated = base.num_rotated_pairs(dim)
         unrotated = np.zeros(dim // 2 - rotated)
         return np.concatenate([frequencies(2 * rotated, base.base), unrotated])
     exponents = -np.arange(0, dim, 2, dtype=np.float64) / dim
-    if not isinstance(base, Llama3):
+    if not isinstance(base, (Llama3, Yarn, Linear)):
         return base**exponents
     theta = base.base**exponents
-    turns = base.original * theta / (2 * np.pi)
-    unchanged = np.clip((turns - base.low) / (base.high - base.low), 0, 1)
+    if isinstance(base, Linear):
+        return theta / base.factor
+    if isinstance(base, Yarn):
+        unchanged = base.unchanged(dim)
+    else:
+        turns = base.original * theta / (2 * np.pi)
+        unchanged = np.clip((turns - base.low) / (base.high - base.low), 0, 1)
     return theta * (unchanged + (1 - unchanged) / base.factor)
 
 

@@ -7,8 +7,10 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import norm, rope
+from kvjax.model.layer_kinds import LayerKind
 
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
+ROPE_SCALINGS = ("llama3", "yarn", "linear")
 # Far above any model's sizes: a typo raises an error that names its key, not "out of memory".
 _MAX_SIZES = {
     "num_layers": 10_000,
@@ -38,14 +40,19 @@ class BlockConfig:
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP, before they are added
     positions: str = "rope"  # "rope", "learned", "sinusoidal" (fixed, added) or "none"
     rope_base: float = 10_000.0  # base of RoPE's frequencies
-    # Llama 3's scaling: pairs with fewer than rope_low turns in rope_original tokens are slowed by
+    # Scaling: pairs with fewer than rope_low turns in rope_original tokens are slowed by
     # rope_factor, pairs with more than rope_high turns are unchanged, others interpolated.
     rope_factor: float = 1.0  # 1: no scaling
+    rope_scaling: str = "llama3"  # "llama3" and "yarn" interpolate differently; "linear" slows all
     rope_low: float = 1.0  # turns
     rope_high: float = 4.0  # turns, more than rope_low
     rope_original: int = 8192  # tokens
     rope_fraction: float = 1.0  # partial RoPE: share of pairs that are rotated, at least one pair
+    rope_attention_factor: float = 1.0  # YaRN's factor on rotated queries, and on rotated keys
+    rope_layers: tuple[int, ...] = ()  # by layer, 1: RoPE rotates, 0: no RoPE; (): all layers 1
     window: int = 0  # sliding window: tokens attended to, including the query's own; 0: no window
+    window_layers: tuple[int, ...] = ()  # by layer, 1: has the window, 0: none; (): all layers 1
+    window_rope_base: float = 0.0  # unscaled base of layers with the window; 0: as the others
     max_positions: int = 2048  # rows of the table of learned positions
     activation: str = "relu2"  # "relu2", "relu", "gelu" (tanh), "gelu_exact" or "swiglu"
     dropout: float = 0.0  # dropout rate on outputs of attention and MLP, in training
@@ -71,6 +78,11 @@ class BlockConfig:
         between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
         between("config.model.rope_base", self.rope_base, 1.0, 1e38)  # 1e16: padded channels
         between("config.model.rope_factor", self.rope_factor, 1.0, 1e6)
+        between("config.model.rope_attention_factor", self.rope_attention_factor, 1e-3, 1e3)
+        between(
+            "config.model.window_rope_base", self.window_rope_base, 1.0, 1e38, zero="as the others"
+        )
+        one_of("config.model.rope_scaling", self.rope_scaling, ROPE_SCALINGS)
         between("config.model.rope_low", self.rope_low, 0.0, 1e6)
         between("config.model.rope_high", self.rope_high, 0.0, 1e6)
         between("config.model.rope_fraction", self.rope_fraction, 1e-6, 1.0)
@@ -92,22 +104,70 @@ class BlockConfig:
         one_of("config.model.norm", self.norm, norm.KINDS)
         one_of("config.model.positions", self.positions, POSITIONS)
         one_of("config.model.activation", self.activation, ACTIVATIONS)
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raises a UserError for bad values of the keys that choose layers."""
+        rotates = "config.model.positions = 'rope'", self.positions == "rope"
+        has_window = "config.model.window > 0", self.window > 0
+        for key, unset, needs in (
+            ("rope_layers", (), rotates),
+            ("window_layers", (), has_window),
+            ("window_rope_base", 0, rotates),
+            ("window_rope_base", 0, has_window),
+        ):
+            value, (needed, is_met) = getattr(self, key), needs
+            if value != unset and not is_met:
+                raise UserError(f"config.model.{key} = {value}: needs {needed}; or leave it out")
+        for key in ("rope_layers", "window_layers"):
+            value = getattr(self, key)
+            if value and (len(value) != self.num_layers or not {*value} <= {0, 1}):
+                raise UserError(
+                    f"config.model.{key} = {value}: must have a 0 or a 1 for each of "
+                    f"config.model.num_layers = {self.num_layers} layers"
+                )
+        if self.rope_scaling == "yarn" and self.rope_base == 1:
+            raise UserError("config.model.rope_base = 1.0: must be more than 1 with YaRN")
 
     @property
     def angles_base(self) -> rope.Base | None:
-        """Frequencies of RoPE (see `rope.frequencies`), or None in a model without RoPE."""
+        """Frequencies of RoPE (see `rope.frequencies`), or None in a model without RoPE.
+
+        Layers may have others, or no RoPE: see `layer_kinds`.
+        """
         if self.positions != "rope":
             return None
         base = self.rope_base
-        if self.rope_factor != 1:
-            base = rope.Llama3(
+        if self.rope_factor != 1 and self.rope_scaling == "linear":
+            base = rope.Linear(base, self.rope_factor)
+        elif self.rope_factor != 1:
+            scaling = rope.Yarn if self.rope_scaling == "yarn" else rope.Llama3
+            base = scaling(
                 base=self.rope_base,
                 factor=self.rope_factor,
                 low=self.rope_low,
                 high=self.rope_high,
                 original=self.rope_original,
             )
+        return self._partial(base)
+
+    def _partial(self, base: rope.Base) -> rope.Base:
         return base if self.rope_fraction == 1 else rope.Partial(base, self.rope_fraction)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer."""
+        all_layers = (1,) * self.num_layers
+        rotated, windowed = self.rope_layers or all_layers, self.window_layers or all_layers
+        return tuple(map(self._layer_kind, rotated, windowed))
+
+    def _layer_kind(self, rotated: int, windowed: int) -> LayerKind:
+        window = self.window if windowed else 0
+        if not rotated or self.positions != "rope":
+            return LayerKind(None, window)
+        if window and self.window_rope_base:
+            return LayerKind(self._partial(self.window_rope_base), window)
+        return LayerKind(self.angles_base, window, self.rope_attention_factor**2)
 
 
 def has_alibi(mechanism: MechanismConfig) -> bool:
@@ -161,6 +221,11 @@ class TransformerConfig:
                     f"{mechanism.rope_dim} rotated channels: make key_dim (or rope_key_dim) even, "
                     "or set config.model.positions"
                 )
+
+    @property
+    def layers(self) -> tuple[tuple[MechanismConfig, LayerKind], ...]:
+        """The mechanism and the kind of every layer."""
+        return tuple(zip(self.mechanisms, self.block.layer_kinds, strict=True))
 
     @property
     def layer_groups(self) -> tuple[tuple[MechanismConfig, int], ...]:

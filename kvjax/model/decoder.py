@@ -55,16 +55,15 @@ class Decoder(Transformer):
         Returns:
           Final activations [B, T, D] (undefined for padding), and the updated cache.
         """
-        c = self.config.block
         T = tokens_BT.shape[1]
         index_BT = cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         x_BTD = self.embed(tokens_BT, index_BT, self.compute)
-        options = dict(rope_base=c.angles_base, window=c.window, implementation=implementation)
         layers = []
-        for block, mechanism, layer in zip(
-            self.layers, self.config.mechanisms, cache.layers, strict=True
+        for block, (mechanism, kind), layer in zip(
+            self.layers, self.config.layers, cache.layers, strict=True
         ):
-            positions = rope.positions(index_BT, mechanism.rope_dim, c.angles_base)
+            positions = rope.positions(index_BT, mechanism.rope_dim, kind.rope_base)
+            options = kind._asdict() | dict(implementation=implementation)
             x_BTD, layer = block.decode(x_BTD, positions, layer, counts_B, **options)
             layers.append(layer)
         return self.apply_final_norm(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)

@@ -15,6 +15,7 @@ Initialisation (`layers/weight.py`):
 
 from collections.abc import Callable
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
@@ -28,7 +29,9 @@ from kvjax.kernels.softmax_attention.api import RESIDUALS
 from kvjax.layers import rope, sinusoid
 from kvjax.layers.norm import Norm
 from kvjax.layers.weight import InitRngs, axes_of, linear, weight
+from kvjax.model import layer_kinds
 from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.layer_kinds import Pattern
 from kvjax.model.mlp import MLP
 
 # Saves the residuals that splash attention names. cuDNN names none: its forward pass is recomputed.
@@ -189,38 +192,73 @@ def apply_blocks(
       temperature: scalar array that attention logits are divided by; None: 1.
     """
     c = config.block
-    attend = {
-        "causal": c.causal,
-        "window": c.window,
-        "segment_ids_BS": segment_ids_BS,
-        "temperature": temperature,
-    }
+    attend = dict(causal=c.causal, segment_ids_BS=segment_ids_BS, temperature=temperature)
     has_dropout = dropout is not None and c.dropout > 0
     keys_L = jax.random.split(dropout, c.num_layers) if has_dropout else None
     first = 0
     for (mechanism, length), group in zip(config.layer_groups, groups, strict=True):
-        positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
         graph, state = nnx.split(group)
         weights, axes = nnx.to_pure_dict(state), axes_of(state)
 
-        def layer(x_BTD, weights_key, graph=graph, axes=axes, positions=positions):
+        kinds = c.layer_kinds[first : first + length]
+        positions = {
+            base: rope.positions(positions_BT, mechanism.rope_dim, base)
+            for base in dict.fromkeys(kind.rope_base for kind in kinds)
+        }
+
+        def layer(x_BTD, weights_key, kind, graph=graph, axes=axes, positions=positions):
             weights, key = weights_key
             # Gathered inside the scan: one layer's full weights exist at a time.
             block = nnx.merge(graph, jax.tree.map(compute.cast_and_gather, weights, axes))
             x_BTD = compute.shard_activations(x_BTD)
-            return block(x_BTD, positions, compute=compute, dropout=key, **attend), None
+            options = dict(compute=compute, dropout=key, **attend, **kind.attend)
+            return block(x_BTD, positions[kind.rope_base], **options)
 
-        if compute.remat != "none":
-            policy = REMAT_POLICIES[compute.remat]
-            # If the scan is unrolled, XLA's CSE would merge the recomputation with the forward pass
-            # and so keep all activations; in a loop it cannot.
-            unrolled = compute.unroll or length == 1
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
-        unroll = length if compute.unroll else 1
         keys = keys_L[first : first + length] if has_dropout else None
+        x_BTD = _apply_patterns(layer, layer_kinds.patterns(kinds), x_BTD, (weights, keys), compute)
         first += length
-        x_BTD, _ = jax.lax.scan(layer, x_BTD, (weights, keys), unroll=unroll)
     return x_BTD
+
+
+def _apply_patterns(
+    layer: Callable, patterns: tuple[Pattern, ...], x_BTD: jax.Array, stack, compute: Compute
+) -> jax.Array:
+    """Applies consecutive layers of equal shape, one scan per pattern.
+
+    Args:
+      layer: function of activations, a slice of the stack and the layer's kind.
+      stack: tree of arrays with the layers as their first axis.
+    """
+    for pattern, layers in zip(patterns, _split_layers(stack, patterns), strict=True):
+        unroll = pattern.repeats if compute.unroll else 1
+        # If the scan is unrolled, XLA's CSE would merge the recomputation with the forward pass
+        # and so keep all activations; in a loop it cannot.
+        remat = dict(policy=REMAT_POLICIES[compute.remat], prevent_cse=unroll == pattern.repeats)
+
+        def unit(x_BTD, layers, pattern=pattern, remat=remat):
+            for index, kind in enumerate(pattern.unit):
+                apply = functools.partial(layer, kind=kind)
+                if compute.remat != "none":
+                    apply = jax.checkpoint(apply, **remat)
+                x_BTD = apply(x_BTD, jax.tree.map(lambda w, index=index: w[index], layers))
+            return x_BTD, None
+
+        x_BTD, _ = jax.lax.scan(unit, x_BTD, layers, unroll=unroll)
+    return x_BTD
+
+
+def _split_layers(stack, patterns: tuple[Pattern, ...]) -> list:
+    """Splits a tree of stacked layers by pattern: [L, ...] to [repeats, layers of a unit, ...].
+
+    The gradient of `jax.lax.split` is one concatenation.
+    """
+    arrays, tree = jax.tree.flatten(stack)
+    sizes = [pattern.num_layers for pattern in patterns]
+    parts = [jax.lax.split(w, sizes) if len(sizes) > 1 else [w] for w in arrays]
+    return [
+        jax.tree.unflatten(tree, [w.reshape(p.repeats, len(p.unit), *w.shape[1:]) for w in of_part])
+        for p, of_part in zip(patterns, zip(*parts, strict=True), strict=True)
+    ]
 
 
 class Transformer(nnx.Module):

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvjax.convert import published
 from kvjax.convert.model import LazyModel
-from kvjax.model import parameters
+from kvjax.model import decoder as decoder_lib, parameters
+from kvjax.model.decoder import Decoder
 from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
 
@@ -56,6 +57,25 @@ def logits(source: LazyModel, tokens_BT: np.ndarray) -> np.ndarray:
     """Returns kvjax's logits [B, T, V] in float32."""
     compute = nnx.jit(lambda model, tokens_BT: model.logits(model(tokens_BT)))
     return np.asarray(compute(model_of(source), tokens_BT))
+
+
+def greedy(source: LazyModel, tokens_BT: np.ndarray, new: int) -> np.ndarray:
+    """Returns the most likely continuation, [B, new], decoded over a cache."""
+    decoder = Decoder(model_of(source))
+    B, T = tokens_BT.shape
+    cache = decoder_lib.allocate(source.transformer, decoder.compute, batch=B, capacity=T + new)
+
+    @nnx.jit
+    def step(decoder, tokens_BT, cache):
+        counts_B = jnp.full(B, tokens_BT.shape[1], jnp.int32)
+        x_BTD, cache = decoder(tokens_BT, cache, counts_B)
+        return decoder.logits(x_BTD[:, -1:]).argmax(-1), cache
+
+    found = []
+    for _ in range(new):
+        tokens_BT, cache = step(decoder, tokens_BT, cache)
+        found.append(np.asarray(tokens_BT))
+    return np.concatenate(found, axis=1)
 
 
 def exactly(found: LazyModel, expected: LazyModel) -> None:

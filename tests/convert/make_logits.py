@@ -48,6 +48,11 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
     # Steep and short, so that pairs of all three kinds of Llama 3 matter within few tokens.
     scaled = dict(rope_type="llama3", rope_theta=50.0, factor=4.0)
     scaled |= dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24)
+    # Some pairs slowed, some unchanged, some between.
+    yarn = dict(rope_type="yarn", rope_theta=20.0, factor=4.0, beta_fast=3.0, beta_slow=0.5)
+    yarn |= dict(original_max_position_embeddings=24)
+    full, sliding = "full_attention", "sliding_attention"
+    by_layer = [(sliding, full, sliding)[i % 3] for i in range(layers)]
     padless = llama | dict(pad_token_id=None)  # whose default is an id
     of = transformers
     return {
@@ -121,6 +126,50 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
             tie_word_embeddings=True,
             rope_parameters=angles(10_000.0),
         ),
+        "qwen2_some_windows": of.Qwen2Config(
+            **llama,
+            use_sliding_window=True,
+            sliding_window=3,
+            max_window_layers=1,
+            rope_parameters=yarn | dict(attention_factor=1.4),
+        ),
+        "qwen3_yarn": of.Qwen3Config(
+            **llama,
+            head_dim=width // 2,
+            use_sliding_window=True,
+            sliding_window=4,
+            layer_types=by_layer,
+            rope_parameters=yarn,
+        ),
+        "olmo3": of.Olmo3Config(
+            **padless,
+            sliding_window=4,
+            layer_types=by_layer,
+            rope_parameters={full: yarn, sliding: angles(30.0)},
+        ),
+        "olmo3_linear": of.Olmo3Config(
+            **padless | dict(num_key_value_heads=4),
+            attention_bias=True,
+            tie_word_embeddings=True,
+            sliding_window=5,
+            layer_types=by_layer[::-1],
+            rope_parameters={
+                full: dict(rope_type="linear", rope_theta=20.0, factor=3.0),
+                sliding: angles(20.0),
+            },
+        ),
+        "smollm3": of.SmolLM3Config(
+            **padless, no_rope_layers=[1, 0, 1, 1] * layers, rope_parameters=angles(40.0)
+        ),
+        "smollm3_window": of.SmolLM3Config(
+            **padless | dict(num_key_value_heads=4),
+            attention_bias=True,
+            tie_word_embeddings=False,
+            use_sliding_window=True,
+            sliding_window=6,
+            no_rope_layer_interval=2,
+            rope_parameters=yarn,
+        ),
     }
 
 
@@ -145,7 +194,11 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def write(folder: pathlib.Path, config, seed: int, tokens: int) -> None:
-    """Writes a folder as published, and logits.npz: tokens [B, T] and their logits [B, T, V]."""
+    """Writes a folder as published, and logits.npz.
+
+    Its arrays are tokens [B, T], their logits [B, T, V], and the most likely continuation of the
+    first half of the tokens, greedy [B, T / 2].
+    """
     name = folder.name
     shutil.rmtree(folder, ignore_errors=True)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -159,9 +212,16 @@ def write(folder: pathlib.Path, config, seed: int, tokens: int) -> None:
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     tokens_BT = np.random.default_rng(seed).integers(0, ROWS, (2, tokens), np.int32)
+    tokens = torch.as_tensor(tokens_BT).long()
     with torch.no_grad():
-        logits_BTV = model.eval()(torch.as_tensor(tokens_BT).long()).logits.numpy()
-    np.savez(folder / "logits.npz", tokens=tokens_BT, logits=logits_BTV)
+        logits_BTV = model.eval()(tokens).logits.numpy()
+        half = tokens.shape[1] // 2
+        model.generation_config.eos_token_id = None  # no token ends a text
+        options = dict(max_new_tokens=half, do_sample=False, pad_token_id=0)
+        options |= dict(attention_mask=torch.ones_like(tokens[:, :half]))  # no token is padding
+        greedy = model.generate(tokens[:, :half], **options)[:, half:].numpy()
+    greedy = greedy.astype(np.int32)
+    np.savez(folder / "logits.npz", tokens=tokens_BT, logits=logits_BTV, greedy=greedy)
     tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
     about = dict(bos_token="<|endoftext|>", tokenizer_class="PreTrainedTokenizerFast")
     (folder / "tokenizer_config.json").write_text(json.dumps(about) + "\n")

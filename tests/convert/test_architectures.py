@@ -23,7 +23,9 @@ MISTRAL, QWEN2, QWEN3 = (LLAMA | dict(model_type=name) for name in ("mistral", "
 NANOCHAT = LLAMA | dict(model_type="nanochat")
 PHI3 = LLAMA | dict(model_type="phi3")
 OLMO2 = LLAMA | dict(model_type="olmo2")
+OLMO3, SMOLLM3 = LLAMA | dict(model_type="olmo3"), LLAMA | dict(model_type="smollm3")
 GRANITE = LLAMA | dict(model_type="granite")
+ROPE = dict(rope_type="default", rope_theta=9.0)
 WINDOWED = dict(sliding_window=5, use_sliding_window=True)
 SCALED = dict(
     rope_type="llama3",
@@ -32,6 +34,7 @@ SCALED = dict(
     high_freq_factor=4,
     original_max_position_embeddings=128,
 )
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
 
 
 def sections(config):
@@ -172,13 +175,69 @@ def test_unscaled_rope(keys):
         (QWEN3, dict(sliding_window=5, use_sliding_window=True, max_window_layers=0), 5),
         (QWEN2, WINDOWED | dict(layer_types=["sliding_attention"] * 2), 5),
         (QWEN2, WINDOWED | dict(layer_types=["full_attention"] * 2), 0),
+        (SMOLLM3, dict(sliding_window=5), 0),
+        (SMOLLM3, WINDOWED | dict(no_rope_layers=[0, 0]), 5),
+        (OLMO3, {}, 4096),
+        (OLMO3, dict(layer_types=["full_attention"] * 2), 0),
     ],
 )
 def test_windows(config, keys, window):
-    assert sections(config | keys).model["window"] == window
+    model = sections(config | keys).model
+    assert (model["window"], model["window_layers"]) == (window, ())
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    "config, keys, expected",
+    [
+        (QWEN2, WINDOWED | dict(max_window_layers=1), (0, 1)),
+        (QWEN3, WINDOWED | dict(max_window_layers=0, layer_types=[SLIDING, FULL]), (1, 0)),
+        (SMOLLM3, WINDOWED | dict(no_rope_layer_interval=2), (0, 1)),
+        (SMOLLM3, WINDOWED | dict(layer_types=[SLIDING, FULL]), (1, 0)),
+        (OLMO3, dict(sliding_window=5, layer_types=[FULL, SLIDING]), (0, 1)),
+    ],
+)
+def test_windows_of_some_layers(config, keys, expected):
+    model = sections(config | keys).model
+    assert (model["window"], model["window_layers"]) == (5, expected)
+
+
+def test_layers_without_rope():
+    found = sections(SMOLLM3).model
+    assert dict(rope_layers=(), rope_base=2e6, tied_head=True).items() <= found.items()
+    assert sections(SMOLLM3 | dict(no_rope_layer_interval=2)).model["rope_layers"] == (1, 0)
+    given = dict(no_rope_layers=[0, 1, 1], no_rope_layer_interval=2)
+    assert sections(SMOLLM3 | given).model["rope_layers"] == (0, 1)
+
+
+def test_yarn():
+    found = sections(QWEN3 | dict(rope_scaling=YARN, rope_theta=1e6)).model
+    keys = dict(rope_scaling="yarn", rope_factor=4.0, rope_low=1.0, rope_high=32.0)
+    keys |= dict(rope_original=128, rope_attention_factor=0.1 * np.log(4) + 1)
+    assert keys.items() <= found.items()
+    given = dict(attention_factor=1.5, beta_fast=3, beta_slow=2)
+    found = sections(LLAMA | dict(rope_scaling=YARN | given)).model
+    keys |= dict(rope_attention_factor=1.5, rope_high=3.0, rope_low=2.0)
+    assert keys.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    "keys, base, local",
+    [
+        (dict(), 5e5, 0.0),
+        (dict(rope_theta=5e5, rope_scaling=YARN), 5e5, 5e5),
+        (dict(rope_parameters={FULL: YARN | dict(rope_theta=7.0), SLIDING: ROPE}), 7.0, 9.0),
+        (dict(rope_parameters={FULL: ROPE, SLIDING: ROPE}), 9.0, 0.0),
+        (dict(rope_parameters={FULL: YARN}), 5e5, 5e5),
+    ],
+)
+def test_layers_with_a_window_have_a_base_of_their_own(keys, base, local):
+    model = sections(OLMO3 | keys).model
+    assert (model["rope_base"], model["window_rope_base"]) == (base, local)
+
+
 # By base config: keys, and the key and the problem that the error names.
 REFUSED = [
     (LLAMA, dict(model_type="gemma"), "model_type = 'gemma': must be one of gpt2, llama, mistral"),
@@ -194,8 +253,10 @@ REFUSED = [
     (LLAMA, dict(mlp_bias=True), "mlp_bias = True: changes the model; kvjax supports only False"),
     (MISTRAL, dict(attention_bias=True), "attention_bias = True: changes the model"),
     (LLAMA, dict(rope_scaling=3), "rope_scaling = 3 is a int"),
-    (LLAMA, dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_scaling.type = 'linear': mu"),
-    (LLAMA, dict(rope_scaling=dict(type="linear")), "must be one of 'default', 'llama3'"),
+    (LLAMA, dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_scaling.type = 'dynamic': "),
+    (LLAMA, dict(rope_scaling=dict(type="linear")), "rope_scaling.factor is missing"),
+    (LLAMA, dict(rope_scaling=YARN | dict(mscale=1.0)), "rope_scaling.mscale = 1.0: is not read"),
+    (LLAMA, dict(rope_scaling=YARN | dict(truncate=False)), "truncate is unknown, and may change"),
     (LLAMA, dict(rope_scaling=dict(factor=8.0)), "rope_scaling.rope_type is missing, which defin"),
     (LLAMA, dict(rope_parameters=dict(rope_theta=1.0, factor=8.0)), "rope_parameters.rope_type is"),
     (
@@ -204,7 +265,7 @@ REFUSED = [
         "rope_scaling.rope_type is missing, which defines factor: give 'default'",
     ),
     (LLAMA, dict(rope_parameters=dict(partial_rotary_factor=0.25)), "must be 1: RoPE rotates all"),
-    (LLAMA, dict(rope_parameters=dict(full_attention={})), "layers differ in their angles"),
+    (LLAMA, dict(rope_parameters=dict(full_attention={})), "do not differ in their angles"),
     (
         LLAMA,
         dict(rope_theta=5.0, rope_parameters=dict(rope_theta=6.0)),
@@ -217,14 +278,25 @@ REFUSED = [
     ),
     (LLAMA, dict(rope_scaling=SCALED | dict(type="linear")), "two names of one key: give one"),
     (LLAMA, dict(rope_scaling=dict(type="default", mrope_section=[1])), "mrope_section is unknown"),
-    (LLAMA, dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor is missing"),
+    (LLAMA, dict(rope_scaling=SCALED | dict(low_freq_factor=None)), "low_freq_factor is missing"),
     (LLAMA, dict(sliding_window=5), "no model of this family has a window"),
     (LLAMA, dict(layer_types=[FULL, SLIDING]), "layers of this family are all full_attention"),
     (MISTRAL, WINDOWED | dict(use_sliding_window=False), "applies to all layers of this family"),
     (MISTRAL, dict(sliding_window=5, layer_types=[FULL] * 2), "are all sliding_attention"),
     (MISTRAL, dict(sliding_window=None, layer_types=[SLIDING] * 2), "are all full_attention"),
-    (QWEN2, WINDOWED | dict(max_window_layers=1), "max_window_layers = 1: 1 of 2 layers have a"),
-    (QWEN3, WINDOWED | dict(layer_types=[FULL, SLIDING]), "1 of 2 layers have a sliding window"),
+    (QWEN3, WINDOWED | dict(layer_types=[FULL]), "must be full_attention or sliding_attention for"),
+    (SMOLLM3, dict(no_rope_layers=[]), "no_rope_layers = []: must have a 0 or a 1 for each of 2"),
+    (SMOLLM3, dict(no_rope_layers=[1, 2]), "no_rope_layers = [1, 2]: must have a 0 or a 1"),
+    (SMOLLM3, dict(mlp_bias=True), "mlp_bias = True: changes the model"),
+    (SMOLLM3, dict(layer_types=[FULL, SLIDING]), "and use_sliding_window is not set"),
+    (OLMO3, dict(sliding_window=None), "must be a number: layers have a sliding window"),
+    (OLMO3, dict(rope_parameters=YARN), "must have full_attention and sliding_attention"),
+    (OLMO3, dict(rope_theta=1e4), "rope_theta = 10000.0: transformers 4 and 5 give layers with a"),
+    (
+        OLMO3,
+        dict(rope_parameters={FULL: YARN, SLIDING: YARN}),
+        "rope_parameters.sliding_attention.factor = 4.0: layers with a window have no scaling",
+    ),
     (QWEN3, dict(layer_types=[SLIDING] * 2), "and use_sliding_window is not set"),
     (QWEN3, dict(layer_types=[FULL, "chunked_attention"]), "or sliding_attention for 2 layers"),
     (
@@ -282,6 +354,14 @@ REAL = {
     | GATED
     | dict(original_max_position_embeddings=4096, sliding_window=2047, resid_pdrop=0.0)
     | dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"), attention_bias=False),
+    "SmolLM 3": SMOLLM3
+    | GATED
+    | dict(layer_types=[FULL] * 2, no_rope_layer_interval=4, no_rope_layers=[1, 0])
+    | dict(max_window_layers=28, mlp_bias=False, sliding_window=None, use_sliding_window=False),
+    "OLMo 3": OLMO3
+    | GATED
+    | dict(rope_scaling=YARN | dict(attention_factor=1.2, beta_fast=32.0, beta_slow=1.0))
+    | dict(sliding_window=4096, layer_types=[SLIDING, FULL], attention_bias=False),
     "OLMo 2": OLMO2 | GATED | dict(attention_bias=False),
     "Granite 3": GRANITE
     | GATED
@@ -334,6 +414,7 @@ FOREIGN = dict(
 OWN = {
     "Phi 3, Phi 4": ("phi3",),
     "Granite 3": ("granite",),
+    "SmolLM 3": ("smollm3", "of_no_layer"),
 }  # by name in REAL, what is not foreign to it
 
 

@@ -27,6 +27,7 @@ from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.model import decoder
 from kvjax.workdir import trained
+from tests import quick
 from tests.convert import comparison, workdirs
 
 METHODS = {
@@ -39,10 +40,12 @@ METHODS = {
 BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, method",
-    itertools.product(["llama_tied_bias", "gpt2", "qwen2"], METHODS),
+    quick.only(
+        [("smollm3", "thin")],
+        itertools.product(["llama_tied_bias", "gpt2", "qwen2", "smollm3", "qwen3_yarn"], METHODS),
+    ),
 )
 def test_smaller_caches(run, imported, text, tmp_path, source, method):
     """The reported cache bytes are allocated, and decoding equals the forward pass."""
@@ -121,7 +124,9 @@ BAD = [
         "--method=mla --rank=4 --rope_dim=3 --source=PLAIN",
         "rope_dim = 3: must be even, and at most",
     ),
-    ("--method=mla --rank=4 --source=GPT2", "--method=mla: needs a model with RoPE; without it"),
+    ("--method=mla --rank=4 --source=GPT2", "--method=mla: needs a model with RoPE in every"),
+    ("--method=mla --rank=4 --source=NOPE", "--method=mla: needs a model with RoPE in every layer"),
+    ("--method=lrkv --rank=1 --source=OLMO", "qk_norm = 'rms_whole': must be 'rms', 'rms_gain' or"),
     (
         "--method=mla --rank=4 --source=NORMED",
         "config.attention.qk_norm = 'rms_gain': must be 'none', since MLA",
@@ -168,6 +173,7 @@ BAD = [
 
 def test_bad_options(run, imported, tmp_path, monkeypatch):
     sources = dict(SRC="llama_tied_bias", PLAIN="llama3_rope", NORMED="qwen3", GPT2="gpt2")
+    sources |= dict(NOPE="smollm3", OLMO="olmo3")
     places = dict(OUT=tmp_path / "out") | {key: imported(name) for key, name in sources.items()}
     monkeypatch.chdir(tmp_path)
     for options, message in BAD:

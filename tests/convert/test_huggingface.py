@@ -243,7 +243,11 @@ def _attention(**keys):
             workdirs.grouped(4, 4, bias=True, out_bias=False),
             "out_bias = False: must be",
         ),
-        ("llama", _attention(bias=True), "model.window = 6: must be 0 in LlamaForCausalLM"),
+        (
+            _block("llama", residual_scale=0.5, logit_divisor=2.0),
+            _attention(),
+            "model.window = 6: must be 0 in GraniteForCausalLM",
+        ),
         (_block("nanochat", bias=True), PLAIN, "model.bias = True: must be False in NanoChat"),
         (_block("nanochat", positions="none"), PLAIN, "model.positions = 'none': must be 'rope'"),
         (

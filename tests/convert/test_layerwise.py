@@ -12,6 +12,7 @@ from kvjax.convert import calibration, layerwise, model as model_lib, perplexity
 from kvjax.layers import rope
 from kvjax.model import decoder
 from kvjax.model.loss import token_losses
+from tests import quick
 from tests.convert import comparison, workdirs
 
 
@@ -63,12 +64,12 @@ def test_moments(imported):
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
-def test_sensitivities():
+@pytest.mark.parametrize(
+    "name", quick.only(["qwen2_some_windows"], ["mistral_window", "qwen2_some_windows"])
+)
+def test_sensitivities(name):
     """Compares with outputs under random errors, independent between tokens, layer by layer."""
-    source, rng = (
-        model_lib.open(str(comparison.PUBLISHED / "mistral_window")),
-        np.random.default_rng(0),
-    )
+    source, rng = model_lib.open(str(comparison.PUBLISHED / name)), np.random.default_rng(0)
     rows = rng.integers(0, 38, (2, 11))
     measured = []
 
@@ -79,15 +80,17 @@ def test_sensitivities():
         k_BSNH, v_BSNH = jnp.repeat(k_BSKH, G, axis=2), jnp.repeat(v_BSKH, G, axis=2)
         return [q_BTNH, k_BSNH, jnp.einsum("BSNH,NHD->BSND", v_BSNH, attention.out[...])]
 
-    for ((q, k, v),) in layerwise.LayerwisePass(source, rows).layers(observe):
+    observed = layerwise.LayerwisePass(source, rows).layers(observe)
+    for (_, kind), ((q, k, v),) in zip(source.transformer.layers, observed, strict=True):
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         T = q.shape[1]
-        visible = np.tri(T, dtype=bool) & ~np.tri(T, k=-5, dtype=bool)
+        visible = np.tri(T, dtype=bool) & ~np.tri(T, k=-(kind.window or T), dtype=bool)
         logits = np.where(
             visible, np.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5, -np.inf
         )
 
-        def outputs(logits, v):
+        def outputs(logits, v, factor=kind.logit_factor):
+            logits = factor * logits
             p = np.exp(logits - logits.max(axis=-1, keepdims=True))
             return np.einsum("BNTS,BSND->BNTD", p / p.sum(axis=-1, keepdims=True), v)
 

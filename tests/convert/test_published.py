@@ -43,9 +43,22 @@ def configure(folder, **keys):
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-@pytest.mark.parametrize("name", quick.every(8, comparison.MODELS))
+QUICK = ["gpt2", "qwen2", "qwen3_yarn", "olmo3", "smollm3_window"]
+
+
+@pytest.mark.parametrize("name", quick.only(QUICK, comparison.MODELS))
 def test_logits_equal_transformers(name):
     assert comparison.difference(comparison.PUBLISHED / name) < comparison.TOLERANCE
+
+
+@pytest.mark.parametrize("name", quick.only(["olmo3"], comparison.MODELS))
+def test_greedy_text_equals_transformers(name):
+    """Decoded from a cache, token by token."""
+    stored = np.load(comparison.PUBLISHED / name / "logits.npz")
+    tokens_BT, greedy_BT = stored["tokens"], stored["greedy"]
+    half = tokens_BT.shape[1] // 2
+    source = published.open(comparison.PUBLISHED / name)
+    np.testing.assert_array_equal(comparison.greedy(source, tokens_BT[:, :half], half), greedy_BT)
 
 
 def test_a_model_as_it_is_published():

@@ -58,6 +58,22 @@ def test_llama3_slows_down_slow_pairs(x64):
     np.testing.assert_allclose(sin, np.sin(angles), atol=2e-9)
 
 
+@pytest.mark.parametrize(
+    "base",
+    [
+        rope.Yarn(1e6, 4.0, 1.0, 32.0, 32_768),  # Qwen 3's
+        rope.Yarn(5e5, 8.0, 1.0, 32.0, 8192),  # OLMo 3's
+        rope.Yarn(20.0, 4.0, 0.5, 3.0, 24),
+        rope.Yarn(1e4, 4.0, 1e-9, 1e-8, 64),  # all pairs on one side of the ramp
+        rope.Linear(1e6, 8.0),
+    ],
+)
+def test_scaled_frequencies(base):
+    for dim in (8, 128):
+        expected = [reference.frequency(i, dim, base) for i in range(dim // 2)]
+        np.testing.assert_allclose(rope.frequencies(dim, base), expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("base", [BASE, rope.Llama3(500.0, 8.0, 1.0, 4.0, 64)])
 def test_partial_rope_turns_some_pairs_and_leaves_the_others(x64, base):
     """GPT-NeoX's rotary_pct is this: the channels that turn do as if they were all."""

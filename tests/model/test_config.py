@@ -8,6 +8,7 @@ import pytest
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.transformer import Compute
 
 SHAPE = dict(num_layers=3, d_model=16, mlp_dim=32)
@@ -39,11 +40,13 @@ BOUNDS = dict(
     rope_low=(0.0, 1e6),
     rope_high=(0.0, 1e6),
     rope_fraction=(1e-6, 1.0),
+    rope_attention_factor=(1e-3, 1e3),
     window=(0, 1_048_576),
 )
 NAMES = dict(
     norm=("rms", "layer"),
     positions=("rope", "learned", "sinusoidal", "none"),
+    rope_scaling=("llama3", "yarn", "linear"),
     activation=("relu2", "relu", "gelu", "gelu_exact", "swiglu"),
 )
 
@@ -80,6 +83,27 @@ def test_bounds_of_a_block():
     assert "window = 4: needs config.model.causal = True; or set it to 0" in expected
 
 
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        (dict(rope_layers=(1, 0)), "rope_layers = (1, 0): must have a 0 or a 1 for each of"),
+        (dict(rope_layers=(1, 0, 2)), "rope_layers = (1, 0, 2): must have a 0 or a 1"),
+        (dict(rope_layers=(1, 0, 1), positions="none"), "needs config.model.positions = 'rope'"),
+        (dict(window_layers=(1, 0, 1)), "window_layers = (1, 0, 1): needs config.model.window > 0"),
+        (dict(window_layers=(1,), window=3), "for each of config.model.num_layers = 3 layers"),
+        (dict(window_rope_base=9.0), "window_rope_base = 9.0: needs config.model.window > 0"),
+        (dict(window_rope_base=0.5, window=3), "must be 0 (as the others), or at least 1"),
+        (dict(window_rope_base=9.0, window=3, positions="none"), "needs config.model.positions ="),
+        (
+            dict(rope_scaling="yarn", rope_base=1.0),
+            "rope_base = 1.0: must be more than 1 with YaRN",
+        ),
+    ],
+)
+def test_keys_that_choose_layers(keys, said):
+    assert said in _message(**keys)
+
+
 def test_a_block_is_nanochats_by_default():
     nanochat = dict(norm="rms", norm_gain=False, norm_bias=False, norm_epsilon=1e-6)
     nanochat |= dict(norm_after=False, embedding_norm=True, positions="rope", rope_base=10_000.0)
@@ -108,6 +132,18 @@ def test_base_of_angles():
     assert angles_base(**scaled) == llama3
     assert angles_base(rope_fraction=0.5) == rope.Partial(base=50.0, fraction=0.5)
     assert angles_base(**scaled, rope_fraction=0.5) == rope.Partial(base=llama3, fraction=0.5)
+
+
+def test_kinds_of_layers():
+    yarn = rope.Yarn(base=50.0, factor=8.0, low=1.0, high=4.0, original=8192)
+    keys = dict(rope_base=50.0, rope_factor=8.0, rope_scaling="yarn", rope_attention_factor=3.0)
+    keys |= dict(window=5, window_layers=(1, 0, 1), rope_layers=(1, 1, 0))
+    same, other = BlockConfig(**SHAPE, **keys), BlockConfig(**SHAPE, **keys, window_rope_base=7.0)
+    last = LayerKind(None, 5)
+    assert same.layer_kinds == (LayerKind(yarn, 5, 9.0), LayerKind(yarn, 0, 9.0), last)
+    assert other.layer_kinds == (LayerKind(7.0, 5), LayerKind(yarn, 0, 9.0), last)
+    linear = BlockConfig(**SHAPE, rope_base=50.0, rope_factor=8.0, rope_scaling="linear")
+    assert set(linear.layer_kinds) == {LayerKind(rope.Linear(50.0, 8.0))}
 
 
 def test_alibi_needs_causal_models_without_other_positions(make_mechanism):

@@ -46,6 +46,20 @@ MODELS = {
         [("gqa", dict(qk_norm="rms_whole")), ("lrkv", {})],
         dict(norm_gain=True, norm_outputs=True, rope_base=100.0),
     ),
+    "layers_of_several_kinds": (
+        [("gqa", {}), ("lrkv", {}), ("mla", {}), ("lrkv", {})],
+        dict(
+            window=6,
+            window_layers=(1, 0, 1, 1),
+            window_rope_base=20.0,
+            rope_layers=(1, 1, 0, 1),
+            rope_base=50.0,
+            rope_factor=4.0,
+            rope_scaling="yarn",
+            rope_original=16,
+            rope_attention_factor=1.4,
+        ),
+    ),
     "every_way_of_caching": (
         [
             ("mla", {}),

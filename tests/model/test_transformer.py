@@ -151,6 +151,43 @@ def test_equals_the_reference(x64, make_mechanism, randomise, name):
     np.testing.assert_allclose(mean, expected_nats.mean(), rtol=1e-10)
 
 
+KINDS = {
+    "local_and_global": dict(
+        window=4,
+        window_layers=(1, 1, 0, 1, 1, 0, 1),  # a pattern twice, and a layer of the next
+        window_rope_base=9.0,
+        rope_base=30.0,
+        rope_factor=4.0,
+        rope_scaling="yarn",
+        rope_original=9,
+        rope_high=3.0,
+        rope_attention_factor=1.4,
+    ),
+    "without_rope": dict(rope_layers=(1, 1, 1, 0, 1, 1, 1), rope_base=30.0),
+    "linear": dict(
+        window=3, window_layers=(0, 0, 0, 0, 1, 1, 1), rope_factor=3.0, rope_scaling="linear"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", quick.only(["local_and_global"], KINDS))
+def test_layers_of_several_kinds_equal_the_reference(x64, make_mechanism, randomise, name):
+    config = _config(make_mechanism("gqa"), 7, **KINDS[name])
+    assert config.layer_groups == ((config.mechanisms[0], 7),)
+    _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
+    tokens, _ = _tokens()
+    for remat in ("none", "full"):
+        compute = Compute(dtype=F64, remat=remat)
+        run = jax.jit(lambda weights, compute=compute: _logits(config, weights, tokens, compute))
+        expected = reference.logits(config, weights, tokens)
+        np.testing.assert_allclose(run(weights), expected, rtol=1e-10, atol=1e-10)
+
+
+def _logits(config, weights, tokens, compute):
+    model = nnx.merge(parameters.graph(config), weights)
+    return model.logits(model(tokens, compute=compute))
+
+
 @pytest.fixture
 def plain(x64, make_mechanism, randomise):
     """A model of two layer groups; its loss and gradients with Compute's simplest options."""
