@@ -26,12 +26,7 @@ from kvjax.workdir import trained
 
 def rows_of(name: str, evaluated: Evaluated, first: Evaluated | None) -> list[dict]:
     """Returns a model's score on each task, and its difference from the first model."""
-    model = trained.find(name).experiment.model
-    of_model = dict(
-        workdir=name.rstrip("/").rpartition("/")[2],
-        mechanism=_mechanism(mechanism_names(model.mechanisms)),
-        cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
-    )
+    of_model = described(name)
     against = {} if first is None else compare.compare([evaluated], [first])
     rows = []
     for task in (task for task in TASKS if evaluated.verdicts.get(task)):
@@ -48,6 +43,16 @@ def rows_of(name: str, evaluated: Evaluated, first: Evaluated | None) -> list[di
     return rows
 
 
+def described(name: str) -> dict:
+    """Returns the name, mechanism and cache of a workdir's model."""
+    model = trained.find(name).experiment.model
+    return dict(
+        workdir=name.rstrip("/").rpartition("/")[2],
+        mechanism=_mechanism(mechanism_names(model.mechanisms)),
+        cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
+    )
+
+
 def _mechanism(names: str) -> str:
     """Shortens the mechanisms' names if they differ between layers."""
     first, *others = names.split("; ")
@@ -59,17 +64,17 @@ _HEADER += ("interval", "against the first", "interval", "p")
 
 
 def _cells(r: dict) -> tuple:
-    value, low, high = _percent(r["score"])
+    value, low, high = percent(r["score"])
     against = ("", "", "")
     if "against_first" in r:
-        difference, *ends = _percent(r["against_first"], "+")
+        difference, *ends = percent(r["against_first"], "+")
         against = (difference, " to ".join(ends), f"{r['p']:.2g}")
     right = f"{r['right']:,} of {r['rows']:,}"
     of_model = (r["workdir"], r["mechanism"], f"{r['cache_bytes']:,}", r["task"])
     return (*of_model, right, value, f"{low} to {high}", *against)
 
 
-def _percent(score: dict, sign: str = "") -> tuple[str, ...]:
+def percent(score: dict, sign: str = "") -> tuple[str, ...]:
     return tuple(f"{100 * score[key]:{sign}.1f}" for key in ("value", "low", "high"))
 
 
