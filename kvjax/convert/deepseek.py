@@ -34,8 +34,9 @@ from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 
 CLASS = "DeepseekV3ForCausalLM"
-ENGINES = ("vllm", "transformers")
-_LATENTS, _ROPE = (256, 512), 64  # C and P of vLLM's and SGLang's kernels
+ENGINES = ("vllm", "vllm-cpu", "transformers")
+# C and P of kernels: vLLM's and SGLang's for GPUs, vLLM's for CPUs; transformers takes any.
+_LATENTS, _ROPE = {"vllm": (256, 512), "vllm-cpu": (512,)}, 64
 _LARGEST_BASE = 1e38  # of RoPE, in float32
 
 
@@ -44,8 +45,9 @@ def plan(model: LazyModel, dtype: str, engine: str = ENGINES[0]) -> ExportPlan:
 
     Args:
       dtype: safetensors' name of the tensors' dtype.
-      engine: "vllm" pads C and P to the sizes of its kernels (and SGLang's); "transformers" pads
-        nothing, and has an epsilon of its own in norms of latents.
+      engine: "vllm" pads C and P to the sizes of its kernels (and SGLang's), "vllm-cpu" to those of
+        its kernels for CPUs; "transformers" pads nothing, and has an epsilon of its own in norms of
+        latents.
 
     Raises:
       UserError: the layout cannot express the model; names all keys that differ.
@@ -175,15 +177,15 @@ def _layout(config: TransformerConfig, engine: str) -> Layout:
     found = [_sizes(config, mechanism) for mechanism, _ in config.layer_groups]
     latent, first, mechanism = max(each.latent for each in found), found[0], config.mechanisms[0]
     rope, biased_queries = first.rope, getattr(mechanism, "qk_bias", False)
-    pads, epsilon = engine == "vllm", config.block.norm_epsilon
-    if pads and (latent > _LATENTS[-1] or rope > _ROPE):
+    sizes, epsilon = _LATENTS.get(engine), config.block.norm_epsilon
+    if sizes and (latent > sizes[-1] or rope > _ROPE):
         raise UserError(
-            f"--engine = 'vllm': takes at most {_LATENTS[-1]} channels of a latent and {_ROPE} of "
+            f"--engine = {engine!r}: takes at most {sizes[-1]} channels of a latent and {_ROPE} of "
             f"a RoPE key, and config.attention has {latent} and {rope}: --engine=transformers "
             "takes any"
         )
-    if pads:
-        latent, rope = next(size for size in _LATENTS if latent <= size), _ROPE
+    if sizes:
+        latent, rope = next(size for size in sizes if latent <= size), _ROPE
     else:
         rope, epsilon = rope or 2, LATENT_EPSILON  # transformers takes no 0 channels
     layout = Layout(
@@ -198,8 +200,9 @@ def _layout(config: TransformerConfig, engine: str) -> Layout:
     )
     if (base := _rope_base(config, layout)) > _LARGEST_BASE:
         raise UserError(
-            f"--engine = 'vllm': pads {first.rope} channels of a RoPE key to {_ROPE}, and float32 "
-            f"has no number for their base {base:.0e}: give more channels, or --engine=transformers"
+            f"--engine = {engine!r}: pads {first.rope} channels of a RoPE key to {_ROPE}, and "
+            f"float32 has no number for their base {base:.0e}: give more channels, or "
+            "--engine=transformers"
         )
     return layout
 
@@ -214,8 +217,9 @@ def _notes(config: TransformerConfig, layout: Layout, engine: str) -> tuple[str,
     if (latent, rope) != (layout.latent, layout.rope):
         found[0] += f", padded from C = {latent} and P = {rope}"
     if (epsilon := config.block.norm_epsilon) != LATENT_EPSILON:
-        right = "vLLM and SGLang" if engine == "vllm" else "transformers"
-        wrong = "transformers" if engine == "vllm" else "vLLM and SGLang"
+        right, wrong = "vLLM and SGLang", "transformers"
+        if engine == "transformers":
+            right, wrong = wrong, right
         found.append(
             f"rms_norm_eps = {epsilon}: right in {right}, wrong in {wrong}: transformers has "
             f"{LATENT_EPSILON} in norms of latents, whatever config.json says"

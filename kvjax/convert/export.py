@@ -54,7 +54,7 @@ def _parser() -> command_line.Parser:
     add("--workdir", default="", help="workdir of a run or of python -m kvjax.convert")
     add("--out", default="", help="folder to write; must not exist")
     add("--format", default="auto", help=f"{', '.join(FORMATS)} (auto)")
-    engines = "vllm pads latents and RoPE keys for its kernels, and SGLang's (vllm)"
+    engines = "vllm pads latents and RoPE keys for its kernels on GPUs, and SGLang's (vllm)"
     add(
         "--engine",
         default="",

@@ -153,8 +153,9 @@ def test_attention_is_deepseeks(name, engine):
     block, mechanism, latent, rope = (CASES | BIASED)[name]
     made = workdirs.Made(workdirs.config(block, mechanism))
     config, tensors = _exported(made, engine)
-    padded = engine == "vllm"
-    assert config["kv_lora_rank"] == (256 if padded else latent)
+    padded = engine != "transformers"
+    sizes = {"vllm": 256, "vllm-cpu": 512, "transformers": latent}
+    assert config["kv_lora_rank"] == sizes[engine]
     assert config["qk_rope_head_dim"] == (64 if padded else rope or 2)
     assert config["v_head_dim"] <= config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     layer = 1
@@ -397,7 +398,10 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--engine=sglang"], "--engine = 'sglang': must be one of 'vllm', 'transformers'"),
+        (
+            ["--engine=sglang"],
+            "--engine = 'sglang': must be one of 'vllm', 'vllm-cpu', 'transformers'",
+        ),
         (["--engine=vllm", "--format=factored"], "--engine = 'vllm': needs --format=deepseek"),
     ],
 )
