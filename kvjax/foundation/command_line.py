@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import difflib
+import gc
 import os
 import pathlib
 import re
@@ -43,6 +44,8 @@ Command = Callable[[list[str]], int | None]
 
 def run(command: Command) -> NoReturn:
     """Runs a command with this process's arguments and exits with its status."""
+    gc.freeze()  # what is imported stays
+    gc.enable()
     interrupted.quietly()
     _open_standard_streams()
     sys.exit(status(command, sys.argv[1:]))

@@ -44,6 +44,7 @@ def test_an_import_that_the_environment_fails_ends_the_process(monkeypatch, caps
     monkeypatch.setattr(environment.os, "_exit", ended.append)
     monkeypatch.setenv("JAX_PLATFORMS", "CUDA,tpu")
     monkeypatch.setenv("JAX_PLATFORM_NAME", "x")
+    monkeypatch.setattr(environment.gc, "disable", lambda: None)
     environment.watch_imports()
     bug = KeyError, KeyError("a bug"), None
     sys.excepthook(*bug)
@@ -59,3 +60,10 @@ def test_an_import_that_the_environment_fails_ends_the_process(monkeypatch, caps
         "kvjax: JAX_PLATFORMS=CUDA,tpu JAX_PLATFORM_NAME=x: Unable to initialize backend 'cuda': "
         f"no. {installs}JAX_PLATFORMS=cpu runs on the CPU\n",
     )
+
+
+def test_garbage_is_collected_once_a_command_is_imported():
+    code = "import gc, sys; sys.argv = ['-m']; from kvjax.foundation import command_line as c; "
+    code += "a = gc.isenabled(); sys.argv = ['x']; c.run(lambda _: print(a, gc.isenabled()))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False True\n"
