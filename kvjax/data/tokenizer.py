@@ -179,7 +179,8 @@ class Tokenizer:
         self._specials = specials
         self.controls = frozenset(specials)
         self.bos_id: int = backend.token_to_id(bos)
-        self.vocab_size: int = 1 + max(backend.get_vocab().values())
+        self._vocabulary: dict[str, int] = backend.get_vocab()
+        self.vocab_size: int = 1 + max(self._vocabulary.values())
         self.ends: tuple[int, ...] = ()
 
     def written_out(self, text: str) -> list[str]:
@@ -212,7 +213,7 @@ class Tokenizer:
         Gaps in the ids of a published vocabulary stay. An existing ordinary token of that name
         becomes a special token with the same id.
         """
-        added, vocab = self._specials, self._backend.get_vocab()
+        added, vocab = self._specials, self._vocabulary
         new = [name for name in names if name not in vocab]
         ids = vocab | {name: self.vocab_size + i for i, name in enumerate(new)}
         tokens = [dict(id=ids[n], content=n, special=True) for n in names if n not in added]
@@ -293,7 +294,7 @@ class Tokenizer:
         byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         token_bytes = {
             token: bytes(byte_of[character] for character in token)
-            for token, i in self._backend.get_vocab().items()
+            for token, i in self._vocabulary.items()
             if i not in added and byte_of.keys() >= set(token)
         }
         splits = (SPLIT_PATTERN, *fast_encoding.PUBLISHED_SPLITS)
@@ -331,7 +332,7 @@ class Tokenizer:
             return self._decoded_bytes[0].copy()
         added = self._backend.get_added_tokens_decoder()
         bytes_V = np.zeros(self.vocab_size, np.int32)
-        for token, i in self._backend.get_vocab().items():
+        for token, i in self._vocabulary.items():
             if i not in added:
                 bytes_V[i] = len(token)  # byte-level: one character per byte
             elif token not in self._specials:
@@ -348,7 +349,7 @@ class Tokenizer:
     def _decoded_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of each token inside a text, and those of them that it loses at the start."""
         bytes_2V = np.zeros((2, self.vocab_size), np.int32)
-        ordinary = [(t, i) for t, i in self._backend.get_vocab().items() if t not in self._specials]
+        ordinary = [(t, i) for t, i in self._vocabulary.items() if t not in self._specials]
         opened = [([i], [self.bos_id, i]) for _, i in ordinary]
         first, inside = (
             self._backend.decode_batch([ids[k] for ids in opened], skip_special_tokens=False)
@@ -367,9 +368,9 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         return {token.content: token for token in added}
 
-    def vocabulary(self) -> dict[str, int]:
+    def vocabulary(self) -> Mapping[str, int]:
         """Returns the id of every token, unordered."""
-        return self._backend.get_vocab()
+        return self._vocabulary
 
     def to_json(self) -> str:
         """Returns the tokenizer as `tokenizer.json` of the `tokenizers` library."""
