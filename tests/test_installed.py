@@ -142,7 +142,8 @@ def test_the_wheel_has_all_configs_and_extras(tmp_path):
         text = archive.read(metadata).decode()
     for folder, target in ((CONFIGS, "kvjax/configs"), (PACKAGE, "kvjax")):
         assert {f"{target}/{path.relative_to(folder)}" for path in folder.rglob("*.py")} <= files
-    installs = set(re.findall(r'(?m)^Requires-Dist: ([\w-]+).*extra == "(.+)"', text))
+    required = re.findall(r'(?m)^Requires-Dist: ([\w-]+).*extra == "(.+)"', text)
+    installs = {(name.replace("_", "-"), extra) for name, extra in required}
 
     def normal(name):
         return {"PIL": "pillow"}.get(name, name).replace("_", "-")
