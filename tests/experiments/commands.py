@@ -25,7 +25,7 @@ _STUDIES += (
 )
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
-ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
+ROOMS |= dict.fromkeys(("agreement", "at_hand", "ruler", "scores"), "evaluation")
 _TABLES = ("figures", "paper_tables", "parameter_table", "scaling_table", "decode_roofline")
 ROOMS |= dict.fromkeys((*_TABLES, "provenance_table"), "tables")
 ROOMS |= dict(methods_by_size="conversion")
@@ -37,6 +37,7 @@ _OTHERS = (
     "methods_by_size",
     "figures",
     "scaling_table",
+    "ruler",
     "scores",
     "depth_8",
 )
